@@ -7,8 +7,10 @@ machines) refer to its rows.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from data_prep.dataset.dataset_folder import Folder, content, signed
@@ -61,7 +63,6 @@ def make_plan(
     *,
     shard_size: int,
     rules: dict[str, Any] | None = None,
-    on_rows: Callable[[int], None] = lambda seen: None,
 ) -> Plan:
     """Read the source once and write the plan, or return the existing one if it was made from the same settings.
 
@@ -71,7 +72,6 @@ def make_plan(
         subset: The rows of it that are wanted.
         shard_size: Rows per shard.
         rules: Settings that determine the samples, see rules.py.
-        on_rows: Called with the number of rows read so far.
 
     Raises:
         UserError: The folder has a plan with other settings, or no row is left.
@@ -83,14 +83,22 @@ def make_plan(
     for old in folder.plan.glob("part-*"):
         old.unlink()
     files = identity_of(source)
-    writer = _PlanWriter(folder, shard_size)
-    seen, skipped = 0, list[int]()
-    for batch in _selected(source, Subset(subset), skipped.append):
-        seen += batch[0]
-        writer.add(batch[1])
-        on_rows(seen)
-    seen += sum(skipped)
-    plan = replace(writer.close(seen, sum(skipped), settings), files=files, rules=rules or {})
+    counts: Counter[str] = Counter()
+    batches = _selected(source, Subset(subset), counts)
+    rows, columns, digest, parts = _write_list(folder, batches, shard_size)
+    seen = counts.total()
+    plan = Plan(
+        rows=rows,
+        seen=seen,
+        shard_size=shard_size,
+        columns=columns,
+        digest=digest,
+        settings=settings,
+        skipped=counts["skipped"],
+        files=files,
+        rules=rules or {},
+        parts=parts,
+    )
     if plan.rows == 0:
         raise UserError(f"No row is left of the {seen:,} of the source after subset.fraction = {subset.fraction}.")
     check_rows(source, seen)
@@ -190,8 +198,8 @@ def _matching(plan: Plan, settings: dict[str, Any], folder: Folder) -> Plan:
     return plan
 
 
-def _selected(source: SourceConfig, subset: Subset, on_skipped: Callable[[int], None]) -> Iterator[tuple[int, Any]]:
-    """`(rows read, RecordBatch of the selected rows)` with the plan's column names."""
+def _selected(source: SourceConfig, subset: Subset, counts: Counter[str]) -> Iterator[Any]:
+    """RecordBatches of the selected rows with the plan's column names; `counts` gets the rows `read` and `skipped`."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -202,8 +210,8 @@ def _selected(source: SourceConfig, subset: Subset, on_skipped: Callable[[int], 
         names[source.hash] = source.hash_kind
     if source.blur:
         names[source.blur] = "blur"
-    for batch in read(source, on_skipped=on_skipped):
-        seen = batch.num_rows
+    for batch in read(source, on_skipped=lambda rows: counts.update(skipped=rows)):
+        counts["read"] += batch.num_rows
         batch = batch.rename_columns([names.get(name, name) for name in batch.schema.names])
         for text in ("url", "caption"):
             batch = batch.set_column(batch.schema.names.index(text), text, pc.fill_null(batch.column(text), ""))
@@ -213,78 +221,54 @@ def _selected(source: SourceConfig, subset: Subset, on_skipped: Callable[[int], 
         if not subset.keeps_all:
             naming = batch.column("uid") if source.uid else batch.column("url")
             batch = batch.filter(pa.array(subset.mask(pc.fill_null(naming, "").to_pylist())))
-        yield seen, batch
+        yield batch
 
 
-class _PlanWriter:
-    """Collects rows into row groups of one shard each, a hundred per file."""
+def _write_list(
+    folder: Folder, batches: Iterator[Any], shard_size: int
+) -> tuple[int, tuple[str, ...], str, dict[str, str]]:
+    """Write the list: a row group for each shard, and a hundred of them per file.
 
-    def __init__(self, folder: Folder, shard_size: int) -> None:
-        self._folder, self._shard_size = folder, shard_size
-        self._waiting: list[Any] = []
-        self._waiting_rows = 0
-        self._rows = 0
-        self._shard = 0
-        self._file: Any = None
-        self._path = folder.plan
-        self._columns: tuple[str, ...] = ()
-        self._sha256 = hashlib.sha256()
-        self._parts: dict[str, str] = {}
+    Returns:
+        The number of rows, their columns, the digest that identifies the list, and the SHA-256 of its files.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
 
-    def add(self, batch: Any) -> None:
-        self._columns = tuple(batch.schema.names)
-        self._waiting.append(batch)
-        self._waiting_rows += batch.num_rows
-        if self._waiting_rows >= self._shard_size:
-            self._flush(last=False)
+    digest, rows = hashlib.sha256(), 0
+    columns: tuple[str, ...] = ()
+    parts: dict[str, str] = {}
+    shards = _in_shards(batches, shard_size)
+    for part, first in enumerate(shards):
+        path, columns = folder.plan_part(part), tuple(first.schema.names)
+        schema = first.schema.insert(0, pa.field("row", pa.int64()))
+        with pq.ParquetWriter(path, schema, compression="zstd", write_page_checksum=True) as file:
+            for table in itertools.chain([first], itertools.islice(shards, _SHARDS_PER_PART - 1)):
+                numbers = pa.array(range(rows, rows + table.num_rows), pa.int64())
+                file.write_table(table.add_column(0, "row", numbers), row_group_size=shard_size)
+                _update(digest, table)
+                rows += table.num_rows
+        flush(path)
+        parts[path.name] = sha256_of(path)
+    return rows, columns, digest.hexdigest(), parts
 
-    def close(self, seen: int, skipped: int, settings: dict[str, Any]) -> Plan:
-        self._flush(last=True)
-        self._close_part()
-        return Plan(
-            rows=self._rows,
-            seen=seen,
-            shard_size=self._shard_size,
-            columns=self._columns,
-            digest=self._sha256.hexdigest(),
-            settings=settings,
-            skipped=skipped,
-            parts=self._parts,
-        )
 
-    def _close_part(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            flush(self._path)
-            self._parts[self._path.name] = sha256_of(self._path)
+def _in_shards(batches: Iterator[Any], shard_size: int) -> Iterator[Any]:
+    """Tables of `shard_size` rows, the last one of those that are left."""
+    import pyarrow as pa
 
-    def _flush(self, *, last: bool) -> None:
-        import pyarrow as pa
-
-        if not self._waiting_rows:
-            return
-        table = pa.Table.from_batches(self._waiting).combine_chunks()
-        start = 0
-        while table.num_rows - start >= self._shard_size or (last and start < table.num_rows):
-            self._write_shard(table.slice(start, self._shard_size))
-            start += self._shard_size
-        rest = table.slice(start)
-        self._waiting, self._waiting_rows = rest.to_batches(), rest.num_rows
-
-    def _write_shard(self, table: Any) -> None:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        numbers = pa.array(range(self._rows, self._rows + table.num_rows), pa.int64())
-        table = table.add_column(0, "row", numbers)
-        if self._shard % _SHARDS_PER_PART == 0:
-            self._close_part()
-            self._path = self._folder.plan_part(self._shard // _SHARDS_PER_PART)
-            self._file = pq.ParquetWriter(self._path, table.schema, compression="zstd", write_page_checksum=True)
-        self._file.write_table(table, row_group_size=self._shard_size)
-        _update(self._sha256, table)
-        self._rows += table.num_rows
-        self._shard += 1
+    waiting, waiting_rows = list[Any](), 0
+    for batch in batches:
+        waiting.append(batch)
+        waiting_rows += batch.num_rows
+        if waiting_rows >= shard_size:
+            table = pa.Table.from_batches(waiting).combine_chunks()
+            while table.num_rows >= shard_size:
+                yield table.slice(0, shard_size)
+                table = table.slice(shard_size)
+            waiting, waiting_rows = table.to_batches(), table.num_rows
+    if waiting_rows:
+        yield pa.Table.from_batches(waiting).combine_chunks()
 
 
 def _update(digest: Any, table: Any) -> None:

@@ -211,7 +211,7 @@ PENDING = Step("data_prep.dataset.removal:write_text", "removal.pending", after=
 COMMITTED = Step(f"{COMMIT}:_finish", "1")
 STEPS = {
     "download": [
-        Step("data_prep.dataset.shard_plan:_PlanWriter._write_shard"),
+        Step("data_prep.dataset.shard_plan:_update"),
         Step("data_prep.dataset.shard_plan:write_plan"),
         SETTINGS,
         Step("data_prep.fetching.shard_writer:ShardWriter._spool_sample", "7"),

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -71,17 +71,13 @@ def remove(root: str | Path, names: set[str]) -> tuple[Removal, Manifest | None]
     """
     folder, names = Folder(Path(root)), as_stored(names)
     if not folder.is_download:
-        found, samples, shards, rest = remove_from_shards(folder, names)
-        return Removal(len(names), tuple(sorted(names - found)), samples, shards), rest
+        return remove_from_shards(folder, names)
     load_config(folder.root)  # fails if the settings are lost
     with exclusive_lock(folder):
         recover(folder, range(load_plan(folder).shards))
         if read_lines(folder.pending_removal) - names:  # of another list
             finish_removal(folder)
-        done = _remove(folder, names)
-        manifest = _new_manifest(folder)
-        _end(folder)
-    return done, manifest
+        return _remove(folder, names)
 
 
 def finish_removal(folder: Folder) -> bool:
@@ -93,49 +89,38 @@ def finish_removal(folder: Folder) -> bool:
     if not folder.pending_removal.exists():
         return False
     _remove(folder, set(read_lines(folder.pending_removal)))
-    _new_manifest(folder)
-    _end(folder)
     return True
 
 
-def _remove(folder: Folder, names: set[str]) -> Removal:
-    found: set[str] = set()
+def _remove(folder: Folder, names: set[str]) -> tuple[Removal, Manifest | None]:
+    plan, found = load_plan(folder), set[str]()
     hits = {shard: hit for shard in folder.finished() if (hit := _hits(folder, shard, names, found))}
     samples = sum(map(len, hits.values()))
     total = sum(folder.read_record(shard).samples for shard in folder.finished())
-    is_complete = len(folder.finished()) == load_plan(folder).shards
-    if samples and samples == total and is_complete and names != read_lines(folder.pending_removal):
+    missing = set(range(plan.shards)) - set(folder.finished())
+    if samples and samples == total and not missing and names != read_lines(folder.pending_removal):
         raise UserError(
             f"The list names all {total:,} samples of {folder.root}: nothing would be left, and nothing was changed. "
             "Delete the folder if that is what you mean."
         )
     for shard in hits:
         check_shard(folder, shard)
-    _begin(folder, names)
+    # Before anything is removed, so that a killed removal can be detected and finished.
+    _write_names(folder.pending_removal, names | read_lines(folder.pending_removal))
+    _write_names(folder.removed, folder.removed_names() | names)
     for shard, hit in hits.items():
         _rewrite(folder, shard, hit)
-    for shard in set(range(load_plan(folder).shards)) - set(folder.finished()):
+    for shard in missing:
         found.update(*(names & names_of(row) for row in read_shard(folder, shard).to_pylist()))
-    return Removal(len(names), tuple(sorted(names - found)), samples, len(hits))
-
-
-def _begin(folder: Folder, names: set[str]) -> None:
-    """Record the names before anything is removed, so that a killed removal can be detected and finished."""
-    pending = sorted(names | read_lines(folder.pending_removal))
-    write_text(folder.pending_removal, "".join(f"{line}\n" for line in pending), durable=True)
-    flush(folder.root)
-    lines = sorted(folder.removed_names() | names)
-    write_text(folder.removed, "".join(f"{line}\n" for line in lines), durable=True)
-    flush(folder.root)
-
-
-def _end(folder: Folder) -> None:
+    manifest = None if missing else write_manifest(folder, plan)
     folder.pending_removal.unlink(missing_ok=True)
+    return Removal(len(names), tuple(sorted(names - found)), samples, len(hits)), manifest
 
 
-def _new_manifest(folder: Folder) -> Manifest | None:
-    plan = load_plan(folder)
-    return write_manifest(folder, plan) if len(folder.finished()) == plan.shards else None
+def _write_names(path: Path, names: Set[str]) -> None:
+    """Write sorted names, one a line, to the disk."""
+    write_text(path, "".join(f"{name}\n" for name in sorted(names)), durable=True)
+    flush(path.parent)
 
 
 def _hits(folder: Folder, shard: int, names: set[str], found: set[str]) -> set[int]:
@@ -172,11 +157,11 @@ PART = "pairs"
 _NOTE, _NEW = ".removal", ".new"
 
 
-def remove_from_shards(folder: Folder, names: set[str]) -> tuple[set[str], int, int, Manifest]:
+def remove_from_shards(folder: Folder, names: set[str]) -> tuple[Removal, Manifest]:
     """Remove every sample whose key, SHARD:KEY, uid, URL or hash is in `names`.
 
     Returns:
-        The names that were found, also by an earlier removal, the numbers of samples and shards, and the new manifest.
+        The result, in which names that an earlier removal has found are not missing, and the new manifest.
 
     Raises:
         UserError: There is no manifest, a shard is elsewhere, differs from it or has a key of several samples, no
@@ -211,8 +196,7 @@ def remove_from_shards(folder: Folder, names: set[str]) -> tuple[set[str], int, 
         try:
             notes = {path: _rewrite_tar(path, name, hits[name]) for name, path in paths.items()}
             # Before the notes: a removal that is killed between two of them finds these names when it is repeated.
-            write_text(folder.removed, "".join(f"{name}\n" for name in sorted(known | found)), durable=True)
-            flush(folder.root)
+            _write_names(folder.removed, known | found)
             for path, note in notes.items():
                 write_text(_beside(path, _NOTE), signed(note), durable=True)
                 flush(path.parent)
@@ -221,7 +205,8 @@ def remove_from_shards(folder: Folder, names: set[str]) -> tuple[set[str], int, 
                 for path in paths.values():
                     _beside(path, suffix).unlink(missing_ok=True)
             raise
-        return found | (names & known), samples, len(changed), finish_removals(folder) or manifest
+        manifest = finish_removals(folder) or manifest
+        return Removal(len(names), tuple(sorted(names - found - known)), samples, len(changed)), manifest
 
 
 def finish_removals(folder: Folder) -> Manifest | None:

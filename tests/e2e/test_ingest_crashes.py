@@ -234,7 +234,7 @@ STEPS = {
         Step("data_prep.dataset.removal:write_text", "removed.txt", after=True),
         Step("data_prep.dataset.removal:_rewrite", after=True),
         *steps_of_shard(1),
-        Step("data_prep.dataset.removal:_end"),
+        Step("pathlib:Path.unlink", "removal.pending"),
         MANIFEST,
         REPORT,
     ],

@@ -122,8 +122,7 @@ def director_for(guard: GuardConfig, deadlines: Deadlines) -> urllib.request.Ope
     director = urllib.request.OpenerDirector()
     handlers = (
         urllib.request.ProxyHandler(None if guard.trust_proxy else {}),
-        _HTTPHandler(connect),
-        _HTTPSHandler(connect),
+        _Handler(connect),
         urllib.request.HTTPDefaultErrorHandler(),
         _Redirects(guard),
         urllib.request.HTTPErrorProcessor(),
@@ -172,40 +171,26 @@ class _Response(http.client.HTTPResponse):
         return version, http.client.CONTINUE if is_interim else status, reason
 
 
-class _Guarded:
-    """Makes http.client's connections connect through a function of ours."""
+class _Handler(urllib.request.HTTPSHandler, urllib.request.HTTPHandler):
+    """Opens http and https; the connections of http.client connect through a function of ours."""
 
-    def __init__(self, host: str, *, connect: Connect, **options: Any) -> None:
-        super().__init__(host, **options)  # type: ignore[call-arg]
-        self._create_connection = connect
-
-
-class _Connection(_Guarded, http.client.HTTPConnection):
-    response_class = _Response
-
-
-class _SecureConnection(_Guarded, http.client.HTTPSConnection):
-    response_class = _Response
-
-
-class _HTTPHandler(urllib.request.HTTPHandler):
     def __init__(self, connect: Connect) -> None:
-        super().__init__()
-        self._connection = functools.partial(_Connection, connect=connect)
+        # One context for all connections, because creating one reads the certificate store (about 10 ms).
+        self._tls = ssl.create_default_context()
+        super().__init__(context=self._tls)
+        self._connect = connect
 
     def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(self._connection, request)
-
-
-class _HTTPSHandler(urllib.request.HTTPSHandler):
-    def __init__(self, connect: Connect) -> None:
-        super().__init__()
-        # One context for all connections, because creating one reads the certificate store (about 10 ms).
-        context = ssl.create_default_context()
-        self._secure = functools.partial(_SecureConnection, connect=connect, context=context)
+        return self.do_open(functools.partial(self._connection, http.client.HTTPConnection), request)
 
     def https_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(self._secure, request)
+        secure = functools.partial(self._connection, http.client.HTTPSConnection, context=self._tls)
+        return self.do_open(secure, request)
+
+    def _connection(self, kind: Callable[..., Any], host: str, **options: Any) -> Any:
+        connection = kind(host, **options)
+        connection.response_class, connection._create_connection = _Response, self._connect
+        return connection
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):

@@ -11,7 +11,6 @@ the next command waits until it is free.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import os
@@ -20,7 +19,6 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
-from types import TracebackType
 from typing import Any
 
 from data_prep.dataset.dataset_folder import Folder
@@ -169,14 +167,12 @@ class Journal:
         self._write_state()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None:
             outcome = "finished"
         else:
             outcome = str(error) if isinstance(error, UserError) else f"{type(error).__name__} {error}".strip()
-        with contextlib.suppress(OSError):  # the state is kept, and the next session writes its line
+        with suppress(OSError):  # the state is kept, and the next session writes its line
             self._append({**self._line, "seconds": self._seconds(), "outcome": outcome})
             self._state.unlink(missing_ok=True)
 
@@ -185,7 +181,7 @@ class Journal:
 
     def _write_state(self) -> None:
         self._last_beat = time.monotonic()
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             write_json(self._state, {**self._line, "seconds": self._seconds()})
 
     def _append(self, line: dict[str, Any]) -> None:

@@ -69,17 +69,6 @@ class Job:
     mode: Mode = "fetch"
 
 
-class ShardReader:
-    """What a distributor iterates over: `(shard, path of its rows)`; the rows are written by the worker itself."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-
-    def __iter__(self) -> Iterator[tuple[int, str]]:
-        for shard in self._job.shards:
-            yield shard, str(self._job.folder.staging / f"{shard:05d}.arrow")
-
-
 class ShardDownloader(Downloader):
     """img2dataset's downloader for our job: installs the guarded opener, and publishes through ShardWriter."""
 
@@ -123,7 +112,7 @@ class ShardDownloader(Downloader):
 
     def _download_shard(self, shard: int, path: str) -> None:
         job = self._job
-        opener = _opener_of(job.config)
+        opener = _cached_opener(job.config.guard, job.config.fetch)
         urllib.request.install_opener(opener)  # type: ignore[arg-type]
         table = read_shard(job.folder, shard)
         rows = table.to_pylist()
@@ -141,7 +130,7 @@ class ShardDownloader(Downloader):
         asked = table.filter(pa.array([row["row"] not in kept for row in rows], pa.bool_()))
         with pa.OSFile(path, "wb") as sink, pa.ipc.new_file(sink, asked.schema) as stream:
             stream.write_table(asked)
-        self.sample_writer_class = functools.partial(_given, writer)
+        self.sample_writer_class = lambda *_: writer  # img2dataset would make one from a class and arguments
         self.resizer = _cached_decoder(
             job.config.image, job.config.guard, job.config.fetch, bool(job.config.source.blur)
         )
@@ -157,8 +146,10 @@ def run(job: Job) -> None:
     """Fetch the job's shards with the chosen distributor."""
     fetch = job.config.fetch
     with _cluster(fetch):
+        # The path of each shard's rows, which the worker itself writes.
+        shards = ((shard, str(job.folder.staging / f"{shard:05d}.arrow")) for shard in job.shards)
         distribute = DISTRIBUTORS[fetch.distributor]
-        distribute(fetch.processes, ShardDownloader(job), ShardReader(job), _SPARK_SHARDS, 1)
+        distribute(fetch.processes, ShardDownloader(job), shards, _SPARK_SHARDS, 1)
 
 
 @contextmanager
@@ -218,26 +209,16 @@ def main(path: str, supervisor: int) -> None:
         run(Job(config, folder, load_plan(folder), tuple(tree["shards"]), mode=tree["mode"]))
 
 
-def _given(writer: ShardWriter, *_: Any) -> ShardWriter:
-    """Adapter: img2dataset constructs its writer from a class and arguments, but ours already exists."""
-    return writer
-
-
-def _opener_of(config: DownloadConfig) -> Opener:
-    """This process's opener, which keeps its state of each host between shards."""
-    fetch = config.fetch
-    connections = max(1, config.guard.host_connections // fetch.processes)
-    return _cached_opener(config.guard, connections, fetch.retries, fetch.total_timeout)
-
-
 @functools.cache
 def _cached_decoder(image: ImageConfig, guard: GuardConfig, fetch: FetchConfig, has_boxes: bool) -> Decoder:
     return Decoder(image, max_pixels=guard.max_pixels, fetch=fetch, has_boxes=has_boxes)
 
 
 @functools.cache
-def _cached_opener(guard: GuardConfig, connections: int, retries: int, total_seconds: float) -> Opener:
-    return Opener(guard, connections=connections, retries=retries, total_seconds=total_seconds)
+def _cached_opener(guard: GuardConfig, fetch: FetchConfig) -> Opener:
+    """This process's opener, which keeps its state of each host between shards."""
+    connections = max(1, guard.host_connections // fetch.processes)
+    return Opener(guard, connections=connections, retries=fetch.retries, total_seconds=fetch.total_timeout)
 
 
 def _unverifiable(rows: list[dict[str, Any]], config: DownloadConfig) -> Rows:

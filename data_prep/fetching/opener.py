@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import threading
 import time
 import urllib.error
@@ -9,12 +10,10 @@ import urllib.parse
 import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC
 from email.message import Message
 from email.utils import parsedate_to_datetime
-from types import TracebackType
 from typing import Any
 
 from data_prep import reasons
@@ -27,23 +26,12 @@ from data_prep.settings.download_config import GuardConfig
 _CHUNK = 1 << 16
 
 
-class Fetched:
-    """A complete response with the interface that img2dataset needs (`headers`, `read`); the body is in memory."""
+class Fetched(io.BytesIO):
+    """A complete response: its body, and the headers that img2dataset reads."""
 
     def __init__(self, headers: Message, body: bytes) -> None:
+        super().__init__(body)
         self.headers = headers
-        self.body = body
-
-    def read(self) -> bytes:
-        return self.body
-
-    def __enter__(self) -> Fetched:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.body = b""
 
 
 @dataclass
@@ -110,7 +98,9 @@ class Opener:
         host = self._host_of(request)
         for attempt in range(self._retries + 1):
             try:
-                return self._attempt(request, host, timeout)
+                with host.slots:
+                    time.sleep(max(0.0, host.quiet_until - time.monotonic()))
+                    return self._attempt(request, host, timeout)
             except FetchError as error:
                 if attempt == self._retries or not reasons.is_transient(error.reason):
                     raise
@@ -131,22 +121,21 @@ class Opener:
         return self._hosts[name]
 
     def _attempt(self, request: urllib.request.Request, host: _Host, timeout: float) -> Fetched:
-        with _turn(host):
-            # A new request each time, because urllib modifies it.
-            headers = {**request.headers, "User-Agent": self.user_agent}
-            with self._deadlines.attempt() as attempt:
-                try:
-                    fresh = urllib.request.Request(ascii_url(request.full_url), headers=headers)
-                    with self._director.open(fresh, timeout=timeout) as response:
-                        fetched = self._receive(response)
-                except Exception as error:
-                    failure = self._late() if attempt.is_late else reasons.of_exception(error)
-                    self._strike(host, error, failure.reason)
-                    if isinstance(error, urllib.error.HTTPError):
-                        error.close()  # it holds the connection, and lives on in `failure`
-                    raise failure from error
-            if attempt.is_late:  # a body that was cut off can look complete if no length was announced
-                raise self._late()
+        # A new request each time, because urllib modifies it.
+        headers = {**request.headers, "User-Agent": self.user_agent}
+        with self._deadlines.attempt() as attempt:
+            try:
+                fresh = urllib.request.Request(ascii_url(request.full_url), headers=headers)
+                with self._director.open(fresh, timeout=timeout) as response:
+                    fetched = self._receive(response)
+            except Exception as error:
+                failure = self._late() if attempt.is_late else reasons.of_exception(error)
+                self._strike(host, error, failure.reason)
+                if isinstance(error, urllib.error.HTTPError):
+                    error.close()  # it holds the connection, and lives on in `failure`
+                raise failure from error
+        if attempt.is_late:  # a body that was cut off can look complete if no length was announced
+            raise self._late()
         host.strikes = 0
         return fetched
 
@@ -184,16 +173,6 @@ class Opener:
             host.strikes += 1
             pause = min(max(requested, doubled), self._guard.max_backoff)
             host.quiet_until = max(host.quiet_until, time.monotonic() + pause)
-
-
-@contextmanager
-def _turn(host: _Host) -> Iterator[None]:
-    """Hold one of the host's connections, once its back-off is over."""
-    with host.slots:
-        wait = host.quiet_until - time.monotonic()
-        if wait > 0:
-            time.sleep(wait)
-        yield
 
 
 def _announced(response: Any) -> int | None:

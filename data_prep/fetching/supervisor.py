@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.shard_commit import recover
@@ -230,9 +229,7 @@ class FetchEngine:
     def __enter__(self) -> FetchEngine:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
 

@@ -23,6 +23,7 @@ import pydantic
 from pydantic import Field
 
 from data_prep.settings.download_config import DownloadConfig
+from data_prep.settings.source_config import listed
 from pipeline.config import parse, section
 from pipeline.cores import usable_cores
 from pipeline.errors import UserError
@@ -49,10 +50,7 @@ class IconSourceConfig:
     fraction: float = Field(default=1.0, gt=0, le=1)
     """Share of the icons to train on, chosen by a hash; the held-out tasks do not depend on it."""
 
-    @pydantic.field_validator("licences", mode="before")
-    @classmethod
-    def _one_is_a_list_of_one(cls, value: object) -> object:
-        return (value,) if isinstance(value, str) else value
+    _listed = pydantic.field_validator("licences", mode="before")(listed)
 
 
 @section

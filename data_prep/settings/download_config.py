@@ -9,7 +9,7 @@ from typing import Literal
 import pydantic
 from pydantic import Field
 
-from data_prep.settings.source_config import SourceConfig
+from data_prep.settings.source_config import SourceConfig, listed
 from pipeline.config import section
 from pipeline.cores import usable_cores
 
@@ -95,11 +95,7 @@ class GuardConfig:
     max_backoff: float = Field(default=30.0, ge=0)
     """The longest such pause, in seconds."""
 
-    @pydantic.field_validator("schemes", "allow_addresses", "opt_outs", mode="before")
-    @classmethod
-    def _one_is_a_list_of_one(cls, value: object) -> object:
-        """Accept `guard.allow_addresses=127.0.0.1` for `[127.0.0.1]`, and show a wrong value as given."""
-        return (value,) if isinstance(value, str) else value
+    _listed = pydantic.field_validator("schemes", "allow_addresses", "opt_outs", mode="before")(listed)
 
     @pydantic.field_validator("allow_addresses")
     @classmethod

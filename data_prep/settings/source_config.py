@@ -24,6 +24,11 @@ _OWN_COLUMNS = frozenset(
 )
 
 
+def listed(value: object) -> object:
+    """A text as a list of one: `guard.allow_addresses=127.0.0.1` for `[127.0.0.1]`, and a wrong one shown as given."""
+    return (value,) if isinstance(value, str) else value
+
+
 @section
 class SourceConfig:
     """A table of URLs and captions: a file, a folder of files, or a data set on the hub."""
@@ -75,10 +80,7 @@ class SourceConfig:
         known = known_source(name) if isinstance(name, str) else None
         return {**known.settings, **tree} if known else given
 
-    @pydantic.field_validator("header", "keep", mode="before")
-    @classmethod
-    def _one_is_a_list_of_one(cls, value: object) -> object:
-        return (value,) if isinstance(value, str) else value
+    _listed = pydantic.field_validator("header", "keep", mode="before")(listed)
 
     @pydantic.model_validator(mode="after")
     def _columns_differ(self) -> SourceConfig:

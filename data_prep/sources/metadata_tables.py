@@ -11,7 +11,6 @@ import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatch
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ _SUFFIXES = {
     "tsv": (".tsv", ".txt"),
     "jsonl": (".jsonl", ".ndjson", ".json"),
 }
-_Opener = Callable[[Path, SourceConfig, str], Iterator[Any]]
 _BATCH_ROWS = 32_768
 _PEEKED_LINES = 1_000
 
@@ -185,27 +183,24 @@ def _suffix(path: Path) -> str:
 def _read_file(path: Path, source: SourceConfig, on_skipped: Callable[[int], None]) -> Iterator[Any]:
     import pyarrow as pa
 
-    kind, columns = format_of(path, source), columns_of(source)
-    separated = partial(separated_values, on_skipped=on_skipped)
-    openers: dict[str, _Opener] = {
-        "parquet": _parquet,
-        "csv": separated,
-        "tsv": separated,
-        "jsonl": _json_lines,
-    }
+    kind = format_of(path, source)
     try:
-        if kind != "parquet":
+        if kind == "parquet":
+            batches = _parquet(path, source)
+        else:
             with pa.input_stream(path) as file:
                 if wrong := other_encoding(file.read(4)):
                     raise UserError(f"{path} {wrong}")
-        for batch in openers[kind](path, source, kind):
-            need_columns(columns, batch.schema.names, str(path))
-            yield batch.select(columns)
+            if kind == "jsonl":
+                batches = _json_lines(path, source)
+            else:
+                batches = separated_values(path, source, kind, on_skipped=on_skipped)
+        yield from (batch.select(columns_of(source)) for batch in batches)
     except (pa.ArrowException, OSError, EOFError, zlib.error, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read as {kind}: {error}") from error
 
 
-def _parquet(path: Path, source: SourceConfig, kind: str) -> Iterator[Any]:
+def _parquet(path: Path, source: SourceConfig) -> Iterator[Any]:
     with _open_parquet(path) as file:
         need_columns(columns_of(source), file.schema_arrow.names, str(path))
         # One row group at a time; otherwise all data read stays in memory until the end of the file.
@@ -213,7 +208,7 @@ def _parquet(path: Path, source: SourceConfig, kind: str) -> Iterator[Any]:
             yield from file.iter_batches(batch_size=_BATCH_ROWS, row_groups=[group], columns=columns_of(source))
 
 
-def _json_lines(path: Path, source: SourceConfig, kind: str) -> Iterator[Any]:
+def _json_lines(path: Path, source: SourceConfig) -> Iterator[Any]:
     import pyarrow.json as pj
 
     yield from pj.open_json(

@@ -62,27 +62,8 @@ def samples(path: str | Path) -> Iterator[tuple[str, dict[str, bytes]]]:
     Raises:
         tarfile.TarError: The file is not a complete tar.
     """
-    with tar_errors():
-        yield from _samples(path)
-
-
-def intact_samples(path: str | Path) -> Iterator[tuple[str, dict[str, bytes]]]:
-    """`samples`, for callers that cannot do without any of them.
-
-    Raises:
-        UserError: The file is missing, or not a complete tar.
-    """
-    try:
-        yield from samples(path)
-    except (tarfile.TarError, FileNotFoundError, IsADirectoryError) as error:
-        raise UserError(
-            f"{path} is missing or not a complete tar ({error}). Run `neuclip verify` to find all damage."
-        ) from error
-
-
-def _samples(path: str | Path) -> Iterator[tuple[str, dict[str, bytes]]]:
     key, parts = "", dict[str, bytes]()
-    with tarfile.open(path, "r:") as archive:
+    with tar_errors(), tarfile.open(path, "r:") as archive:
         for member in archive:
             if not member.isfile():
                 continue
@@ -98,6 +79,20 @@ def _samples(path: str | Path) -> Iterator[tuple[str, dict[str, bytes]]]:
             parts[suffix] = payload.read() if payload else b""
     if parts:
         yield key, parts
+
+
+def intact_samples(path: str | Path) -> Iterator[tuple[str, dict[str, bytes]]]:
+    """`samples`, for callers that cannot do without any of them.
+
+    Raises:
+        UserError: The file is missing, or not a complete tar.
+    """
+    try:
+        yield from samples(path)
+    except (tarfile.TarError, FileNotFoundError, IsADirectoryError) as error:
+        raise UserError(
+            f"{path} is missing or not a complete tar ({error}). Run `neuclip verify` to find all damage."
+        ) from error
 
 
 def picture(parts: Mapping[str, bytes]) -> bytes:

@@ -7,9 +7,10 @@ can start at any row.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from pipeline.errors import UserError
 from pipeline.files import replacing
 
 GROUP = 2_000
-_NAMES = ("place", "image", "captions", "problem", "detail", "offset")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,27 +48,20 @@ class Listing:
             UserError: The list is damaged.
         """
         import pyarrow as pa
+        import pyarrow.parquet as pq
 
         try:
-            yield from self._read(start, stop)
+            with pq.ParquetFile(self.path, page_checksum_verification=True) as file:
+                for group in range(start // GROUP, -(-stop // GROUP)):
+                    low, high = max(start - group * GROUP, 0), min(stop - group * GROUP, GROUP)
+                    for row in file.read_row_group(group).slice(low, high - low).to_pylist():
+                        image = os.fsdecode(row["image"])
+                        yield Listed(**{**row, "image": image, "captions": tuple(row["captions"])})
         except (pa.ArrowException, OSError) as error:
             raise UserError(
                 f"{self.path} is missing or damaged ({error}): delete {self.path.parent.parent} and run the same "
                 "command again."
             ) from error
-
-    def _read(self, start: int, stop: int) -> Iterator[Listed]:
-        import pyarrow.parquet as pq
-
-        with pq.ParquetFile(self.path, page_checksum_verification=True) as file:
-            for group in range(start // GROUP, -(-stop // GROUP)):
-                first = group * GROUP
-                table = file.read_row_group(group).slice(
-                    max(0, start - first), min(stop - first, GROUP) - max(0, start - first)
-                )
-                for row in table.to_pylist():
-                    image = os.fsdecode(row["image"])
-                    yield Listed(**{**row, "image": image, "captions": tuple(row["captions"])})
 
 
 def write_listing(path: Path, rows: Iterable[Listed], *, root: Path, group_images: bool = True) -> Listing:
@@ -84,25 +77,21 @@ def write_listing(path: Path, rows: Iterable[Listed], *, root: Path, group_image
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    schema = pa.schema(
-        [("place", pa.string()), ("image", pa.binary())]
-        + [("captions", pa.list_(pa.string()))]
-        + [(name, pa.string()) for name in _NAMES[3:5]]
-        + [("offset", pa.int64())]
-    )
+    kinds = {"image": pa.binary(), "captions": pa.list_(pa.string()), "offset": pa.int64()}
+    schema = pa.schema([(each.name, kinds.get(each.name, pa.string())) for each in fields(Listed)])
     digest, count = hashlib.sha256(), 0
     prefix = os.path.join(os.fsencode(root), b"")
     rows = map(_checked, rows)
+    rows = _grouped(rows) if group_images else rows
     with (
         replacing(path, unique=False, durable=True) as temporary,
         pq.ParquetWriter(temporary, schema, compression="zstd", write_page_checksum=True) as writer,
     ):
-        for chunk in _chunks(_grouped(rows) if group_images else rows):
-            plain = [_plain(row) for row in chunk]
-            for row in plain:
+        while chunk := [_plain(row) for row in itertools.islice(rows, GROUP)]:
+            for row in chunk:
                 shown = {**row, "image": row["image"].removeprefix(prefix)}
                 digest.update(repr(tuple(shown.values())).encode())
-            writer.write_table(pa.Table.from_pylist(plain, schema=schema), row_group_size=GROUP)
+            writer.write_table(pa.Table.from_pylist(chunk, schema=schema), row_group_size=GROUP)
             count += len(chunk)
     return Listing(path, count, digest.hexdigest())
 
@@ -118,7 +107,7 @@ def _checked(row: Listed) -> Listed:
 
 def _plain(row: Listed) -> dict[str, Any]:
     """A row as stored in parquet: file names may be any bytes, captions are UTF-8."""
-    tree: dict[str, Any] = {name: getattr(row, name) for name in _NAMES}
+    tree: dict[str, Any] = {each.name: getattr(row, each.name) for each in fields(row)}
     tree["image"] = os.fsencode(row.image)
     for name in ("place", "detail"):
         tree[name] = tree[name].encode("utf-8", "backslashreplace").decode()
@@ -141,17 +130,6 @@ def _grouped(rows: Iterable[Listed]) -> Iterator[Listed]:
         waiting = row
     if waiting is not None:
         yield waiting
-
-
-def _chunks(rows: Iterable[Listed]) -> Iterator[list[Listed]]:
-    chunk: list[Listed] = []
-    for row in rows:
-        chunk.append(row)
-        if len(chunk) == GROUP:
-            yield chunk
-            chunk = []
-    if chunk:
-        yield chunk
 
 
 @dataclass(frozen=True)

@@ -36,13 +36,18 @@ REPORT = "report"
 
 
 @contextmanager
-def part_lock(folder: Folder, part: int | str, *, wait: bool = False) -> Iterator[None]:
+def part_lock(folder: Folder, part: int | str, *, how: int = fcntl.LOCK_EX, wait: bool = False) -> Iterator[None]:
     """Hold the lock of one part of the work.
 
     Raises:
         UserError: Another process holds the lock, and `wait` is not set.
     """
-    with _locked(folder, part, fcntl.LOCK_EX, wait=wait):
+    folder.locks.mkdir(parents=True, exist_ok=True)
+    with (folder.locks / f"lock-{part}").open("w") as lock:
+        try:
+            fcntl.flock(lock, how | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError as error:
+            raise UserError(f"Another process is working in {folder.root}: wait for it, or stop it.") from error
         yield
 
 
@@ -61,7 +66,7 @@ def worker_lock(folder: Folder) -> Iterator[None]:
 @contextmanager
 def engine_lock(folder: Folder) -> Iterator[None]:
     """Held by the engine and its workers while they may write."""
-    with _locked(folder, f"{_ENGINE}{folder.worker}", fcntl.LOCK_SH, wait=True):
+    with part_lock(folder, f"{_ENGINE}{folder.worker}", how=fcntl.LOCK_SH, wait=True):
         yield
 
 
@@ -79,12 +84,12 @@ def shared_lock(folder: Folder, workers: int = 1) -> Iterator[None]:
         with part_lock(folder, "entry", wait=True):
             with suppress(UserError), exclusive_lock(folder):
                 pass  # alone, so that leftovers are removed
-            held.enter_context(_locked(folder, _WHOLE, fcntl.LOCK_SH, wait=False))
-            held.enter_context(_locked(folder, own, fcntl.LOCK_SH, wait=False))
+            held.enter_context(part_lock(folder, _WHOLE, how=fcntl.LOCK_SH))
+            held.enter_context(part_lock(folder, own, how=fcntl.LOCK_SH))
             for path in folder.locks.glob(f"lock-{_OF_WORKERS}*"):
                 part = path.name.removeprefix("lock-")
                 if part != own:
-                    with _locked(folder, part, fcntl.LOCK_EX, wait=False):
+                    with part_lock(folder, part):
                         pass
         yield
 
@@ -96,7 +101,7 @@ def exclusive_lock(folder: Folder) -> Iterator[None]:
     Raises:
         UserError: A download, a removal or a rebuild is running.
     """
-    with _locked(folder, _WHOLE, fcntl.LOCK_EX, wait=False):
+    with part_lock(folder, _WHOLE):
         _await_engines(folder, "*")
         with part_lock(folder, REPORT, wait=True):  # written after the other locks are released
             for pattern in (".*.tmp", "plan/.*.tmp"):
@@ -110,23 +115,12 @@ def _await_engines(folder: Folder, worker: int | str) -> None:
     for path in folder.locks.glob(f"lock-{_ENGINE}{worker}"):
         while True:
             try:
-                with _locked(folder, path.name.removeprefix("lock-"), fcntl.LOCK_EX, wait=False):
+                with part_lock(folder, path.name.removeprefix("lock-")):
                     break
             except UserError:
                 if time.monotonic() > ends:
                     raise
             time.sleep(0.05)
-
-
-@contextmanager
-def _locked(folder: Folder, part: int | str, how: int, *, wait: bool) -> Iterator[None]:
-    folder.locks.mkdir(parents=True, exist_ok=True)
-    with (folder.locks / f"lock-{part}").open("w") as lock:
-        try:
-            fcntl.flock(lock, how | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError as error:
-            raise UserError(f"Another process is working in {folder.root}: wait for it, or stop it.") from error
-        yield
 
 
 _BEAT_SECONDS = 5.0

@@ -10,7 +10,7 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -159,16 +159,13 @@ class ShardWriter:
                 lost = {**row, "key": key_of(number), "status": "failed", "reason": reasons.INTERNAL, "error": "lost"}
                 self._meta[number] = self._kept.get(number, lost)
 
-    def _samples(self, old: set[int]) -> Iterator[tuple[int, dict[str, bytes]]]:
-        """All samples in order: the new ones, and the `old` ones of the tar that will be replaced."""
-        new = ((number, self._spooled(number)) for number in sorted(self._index))
-        if not old:
-            return new
-        kept = published_samples(self._folder, self._shard, {number: self._meta[number] for number in old})
-        return heapq.merge(new, kept, key=lambda item: item[0])
-
     def _members(self, old: set[int]) -> Iterator[tuple[str, bytes]]:
-        for number, parts in self._samples(old):
+        """All samples in order: the new ones, and the `old` ones of the tar that will be replaced."""
+        samples: Iterable[tuple[int, dict[str, bytes]]] = ((n, self._spooled(n)) for n in sorted(self._index))
+        if old:
+            kept = published_samples(self._folder, self._shard, {number: self._meta[number] for number in old})
+            samples = heapq.merge(samples, kept, key=lambda item: item[0])
+        for number, parts in samples:
             self._stored += 1
             self._beat()
             for suffix in sorted(parts):

@@ -196,24 +196,20 @@ def separated_values(
     def leave_out(line: Any) -> str:
         nonlocal skipped, first
         skipped, first = skipped + 1, first or line
-        if quotes is not None and line.text and len(text_lines(line.text)) > 1:
+        if kind == "csv" and line.text and len(text_lines(line.text)) > 1:
             suspects.append(line.text)
         return "skip"
 
     suspects: list[str] = []
-    quotes: QuoteCheck | None = None
     names = list(source.header) or list(_reader(path, source, kind, on_invalid=lambda line: "skip").schema.names)
     need_columns(columns_of(source), names, str(path))
-    if kind == "csv":
-        quotes = QuoteCheck(path, names, source.url)
-    good = 0
+    quotes, good = QuoteCheck(path, names, source.url), 0
     for batch in _reader(path, source, kind, on_invalid=leave_out, as_bytes=names):
-        if quotes is not None:
+        if kind == "csv":
             quotes.check(batch)
         good += batch.num_rows
         yield batch
     for text in suspects:
-        assert quotes is not None
         quotes.check_text(text)
     if first is not None and skipped > _ODD_SHARE * (good + skipped):
         raise UserError(

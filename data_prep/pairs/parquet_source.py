@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import bisect
 import functools
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -40,29 +39,16 @@ class ParquetSource:
         return {"kind": "parquet", "image": self.image, "caption": self.caption, "digest": digest}
 
     def read(self, start: int, stop: int) -> Iterator[Pair]:
-        ends = list(accumulate(rows for _, _, rows in self.groups))
-        place = start
-        while place < stop:
-            number = bisect.bisect_right(ends, place)
-            name, group, rows = self.groups[number]
-            first = ends[number] - rows
-            before = sum(n for other, g, n in self.groups if other == name and g < group)
-            at = first
-            for batch in self._batches(name, group):
-                if at + len(batch) > place:
-                    for row in _plain(batch.slice(max(0, place - at), stop - place)):
-                        where = f"{name} row {before + place - first}"
-                        if isinstance(row, str):
-                            yield Pair(where, problem=NOT_UTF8, detail=row)
-                        else:
-                            yield pair_of(row[self.image], row[self.caption], place=where, folder=self.root)
-                        place += 1
-                at += len(batch)
-                if place >= stop:
-                    break
+        first, in_file = 0, Counter[str]()  # the number of a row group's first row, among all and in its file
+        for name, group, rows in self.groups:
+            low, high = max(start - first, 0), min(stop - first, rows)
+            for number, row in enumerate(self._rows(name, group, low, high), in_file[name] + low):
+                yield _pair(row, self.image, self.caption, place=f"{name} row {number}", folder=self.root)
+            first += rows
+            in_file[name] += rows
 
-    def _batches(self, name: str, group: int) -> Iterator[Any]:
-        """The row group in batches.
+    def _rows(self, name: str, group: int, low: int, high: int) -> Iterator[Any]:
+        """The rows `[low, high)` of a row group, as `_plain` gives them.
 
         Raises:
             UserError: The file is damaged, for instance a page that has not its checksum.
@@ -70,10 +56,18 @@ class ParquetSource:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        path = self.root / name
+        if low >= high:
+            return
+        path, at = self.root / name, 0
         try:
             with pq.ParquetFile(path, page_checksum_verification=True) as file:
-                yield from file.iter_batches(_BATCH, row_groups=[group], columns=[self.image, self.caption])
+                for batch in file.iter_batches(_BATCH, row_groups=[group], columns=[self.image, self.caption]):
+                    begin = max(low - at, 0)
+                    if begin < len(batch):
+                        yield from _plain(batch.slice(begin, high - at - begin))
+                    at += len(batch)
+                    if at >= high:
+                        break
         except (pa.ArrowException, OSError) as error:
             raise UserError(f"{path} is damaged in row group {group} ({error}): fetch it again.") from error
 
@@ -90,8 +84,11 @@ def _plain(batch: Any) -> Iterator[Any]:
                 yield not_utf8(error)
 
 
-def pair_of(image: Any, caption: Any, *, place: str, folder: Path) -> Pair:
-    """A row's image (bytes, a path, or Hugging Face's mapping of both) and caption as a pair."""
+def _pair(row: Any, image_column: str, caption_column: str, *, place: str, folder: Path) -> Pair:
+    """A row of `_plain` as a pair; its image is bytes, a path, or Hugging Face's mapping of both."""
+    if isinstance(row, str):
+        return Pair(place, problem=NOT_UTF8, detail=row)
+    image, caption = row[image_column], row[caption_column]
     if isinstance(image, Mapping):
         image = image.get("bytes") or image.get("path")
     if isinstance(image, bytes | bytearray):
@@ -170,10 +167,7 @@ class DatasetSource:
             rows = (row for batch in table.to_batches() for row in _plain(batch))
             for number, row in enumerate(rows, start=first):
                 place = f"{shown} row {number}"
-                if isinstance(row, str):
-                    yield Pair(place, problem=NOT_UTF8, detail=row)
-                else:
-                    yield pair_of(row[self.image], row[self.caption], place=place, folder=Path(self.name))
+                yield _pair(row, self.image, self.caption, place=place, folder=Path(self.name))
 
     def _check(self, table: Any) -> None:
         """Check memory-mapped values before they are used: damaged ones could point anywhere, and end the process.

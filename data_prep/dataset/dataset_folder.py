@@ -54,7 +54,7 @@ class ShardRecord:
     meta_sha256: str = ""
     """SHA-256 of the meta file; empty in records of versions before 0.2."""
     rules: str = ""
-    """Digest of the settings that determine its samples, see rules.py; empty before 0.2."""
+    """Digest of the settings that determine its samples, see `rules_of`; empty before 0.2."""
     tools: Mapping[str, str] = field(default_factory=dict)
     """Versions of the packages that encoded its images."""
 
@@ -335,6 +335,12 @@ def names_of(row: Mapping[str, Any]) -> set[str]:
     """The names (URL, uid, key, hashes) under which a row can be removed."""
     names = (row["url"], row.get("uid"), key_of(row["row"]), *(row.get(kind) for kind in HASH_KINDS))
     return as_stored(filter(None, names))
+
+
+def changed(old: Mapping[str, Any], new: Mapping[str, Any], *, prefix: str = "") -> list[str]:
+    """The settings in `new` that `old` has another value for, in words."""
+    differ = {key: value for key, value in new.items() if old.get(key) != value}
+    return [f"{prefix}{key} was {old.get(key)!r} and is now {value!r}" for key, value in differ.items()]
 
 
 def total_failures(records: list[ShardRecord]) -> Counter[str]:

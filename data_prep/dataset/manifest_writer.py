@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from data_prep.dataset.dataset_folder import Folder, ShardRecord, tar_name, total_failures
+from data_prep.dataset.dataset_folder import Folder, ShardRecord, changed, tar_name, total_failures
 from data_prep.dataset.shard_plan import Plan
 from data_prep.reasons import ALLOW_HINT, REFUSED_ADDRESS
 from data_prep.settings.download_config import DownloadConfig
@@ -45,11 +45,8 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     found = []
     for section in sorted({*old, *new}):
         before, after = old.get(section, {}), new.get(section, {})
-        found += [
-            f"{section}.{key} was {before.get(key)!r} and is now {after.get(key)!r}"
-            for key in sorted({*before, *after})
-            if before.get(key) != after.get(key)
-        ]
+        every = {key: after.get(key) for key in sorted({*before, *after})}
+        found += changed(before, every, prefix=f"{section}.")
     return found
 
 
@@ -94,7 +91,7 @@ def expected_manifest(folder: Folder, plan: Plan) -> Manifest:
     records = [folder.read_record(shard) for shard in finished]
     _check_alike(records, folder, plan)
     failures = total_failures(records)
-    rows = _listed(records)
+    rows = entries_of(records)
     if not rows:
         named = ", ".join(f"{reason}: {count:,}" for reason, count in failures.most_common())
         hint = f" Note that {ALLOW_HINT}." if failures[REFUSED_ADDRESS] else ""
@@ -108,10 +105,11 @@ def manifest_of_records(folder: Folder) -> Manifest:
     for shard in folder.finished():
         with contextlib.suppress(UserError):
             records.append(folder.read_record(shard))
-    return make_manifest(_listed(records), root=folder.root)
+    return make_manifest(entries_of(records), root=folder.root)
 
 
-def _listed(records: list[ShardRecord]) -> list[tuple[str, int, int, str]]:
+def entries_of(records: list[ShardRecord]) -> list[tuple[str, int, int, str]]:
+    """The shards that have samples, as a manifest lists them: name, samples, bytes and SHA-256."""
     return [(tar_name(r.shard), r.samples, r.bytes, r.sha256) for r in records if r.samples]
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from data_prep.dataset.dataset_folder import Folder, content, signed
+from data_prep.dataset.dataset_folder import Folder, changed, content, signed
 from data_prep.settings.download_config import SubsetConfig
 from data_prep.settings.source_config import SourceConfig
 from data_prep.sources.metadata_tables import check_rows, check_unchanged, identity_of, read
@@ -44,7 +44,7 @@ class Plan:
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Size, date and SHA-256 of a local table's files; empty before 0.2."""
     rules: dict[str, Any] = field(default_factory=dict)
-    """Settings that determine the samples, see rules.py; empty before 0.2."""
+    """Settings that determine the samples, see `rules_of`; empty before 0.2."""
     parts: dict[str, str] = field(default_factory=dict)
     """SHA-256 of the files with the list; empty before 0.2."""
 
@@ -71,7 +71,7 @@ def make_plan(
         source: The table of URLs.
         subset: The rows of it that are wanted.
         shard_size: Rows per shard.
-        rules: Settings that determine the samples, see rules.py.
+        rules: Settings that determine the samples, see `rules_of`.
 
     Raises:
         UserError: The folder has a plan with other settings, or no row is left.
@@ -187,12 +187,9 @@ def _open_part(folder: Folder, part: int) -> Any:
 def _matching(plan: Plan, settings: dict[str, Any], folder: Folder) -> Plan:
     flat = {"shard_size": settings["shard_size"], **settings["source"], **settings["subset"]}
     old = {"shard_size": plan.settings["shard_size"], **plan.settings["source"], **plan.settings["subset"]}
-    changed = [
-        f"{key} was {old.get(key)!r} and is now {value!r}" for key, value in flat.items() if old.get(key) != value
-    ]
-    if changed:
+    if different := changed(old, flat):
         raise UserError(
-            f"{folder.root} holds the URL list of other settings ({'; '.join(changed)}). "
+            f"{folder.root} holds the URL list of other settings ({'; '.join(different)}). "
             "Use another output folder, or the old settings to continue."
         )
     return plan

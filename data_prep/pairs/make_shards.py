@@ -21,6 +21,7 @@ from data_prep.dataset import canonical_tar
 from data_prep.dataset.dataset_folder import (
     Folder,
     ShardRecord,
+    changed,
     content,
     key_of,
     read_meta,
@@ -28,6 +29,7 @@ from data_prep.dataset.dataset_folder import (
     tar_name,
     total_failures,
 )
+from data_prep.dataset.manifest_writer import entries_of
 from data_prep.dataset.removal import PART, finish_removals, names_of_sample
 from data_prep.dataset.sessions import part_lock
 from data_prep.pairs.find_source import SourceOptions, kind_of, open_source
@@ -127,17 +129,16 @@ def _plan(config: PairsConfig, folder: Folder) -> tuple[PairSource, int]:
         key: value if isinstance(value, str | None) else str(value) for key, value in asdict(config.options).items()
     }
     settings = {
-        "source": _where(config.source), **_stamp(config.source), **options, **asdict(config.image),
+        "source": config.source if kind_of(config.source) == "hub" else str(Path(config.source).resolve()),
+        **_stamp(config.source), **options, **asdict(config.image),
         "shard_size": config.shard_size,
     }  # fmt: skip
     stored = None
     if path.is_file():
         tree = _stored_plan(path)
-        changed = [f"{key} was {tree['settings'].get(key)!r} and is now {value!r}" for key, value in settings.items()
-                   if tree["settings"].get(key) != value]  # fmt: skip
-        if changed:
+        if different := changed(tree["settings"], settings):
             raise UserError(
-                f"{folder.root} holds the shards of another source or other settings ({'; '.join(changed)}): name "
+                f"{folder.root} holds the shards of another source or other settings ({'; '.join(different)}): name "
                 "another output folder, or give the former settings to continue."
             )
         stored = Listing(listing, tree["rows"], tree["digest"]) if tree["digest"] else None
@@ -159,10 +160,6 @@ def _stored_plan(path: Path) -> dict[str, Any]:
         folder = path.parent.parent
         raise UserError(f"{path} is damaged ({error}): delete {folder} and run the same command again.") from error
     return tree
-
-
-def _where(source: str) -> str:
-    return source if kind_of(source) == "hub" else str(Path(source).resolve())
 
 
 def _stamp(source: str) -> dict[str, Any]:
@@ -310,7 +307,7 @@ def _finish(config: PairsConfig, folder: Folder, source: PairSource, plan: str) 
                     if sum(reason == line[1] for _, reason, _ in shown) < 3:
                         shown.append(line)
     failures = dict(total_failures(records))
-    entries = [(tar_name(r.shard), r.samples, r.bytes, r.sha256) for r in records if r.samples]
+    entries = entries_of(records)
     if not entries:
         raise UserError(f"None of the {source.rows:,} rows of {config.source} gave a sample: {_most(failures, shown)}.")
     image = {key: value for key, value in asdict(config.image).items() if value is not None}

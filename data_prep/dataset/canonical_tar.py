@@ -7,53 +7,15 @@ to skip, stand only before members whose name or size needs them.
 from __future__ import annotations
 
 import hashlib
-import os
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO
 
 from pipeline.data.shards.tar_reader import FORMAT_SUFFIXES
 from pipeline.errors import UserError
 from pipeline.files import replacing, tar_errors
 
 _BLOCK = 512
-
-
-class TarWriter:
-    """Writes members in the given order and hashes the archive; the caller sorts."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._sha256 = hashlib.sha256()
-        self.bytes = 0
-
-    def add(self, name: str, payload: bytes) -> None:
-        info = tarfile.TarInfo(name)
-        info.size, info.mode, info.mtime = len(payload), 0o644, 0
-        try:
-            header = info.tobuf(tarfile.USTAR_FORMAT)
-        except ValueError:
-            header = info.tobuf(tarfile.PAX_FORMAT)
-        self._write(header)
-        self._write(payload)
-        self._write(bytes(-len(payload) % _BLOCK))
-
-    def close(self) -> str:
-        """End the archive and flush it to the disk.
-
-        Returns:
-            The SHA-256 of the archive.
-        """
-        self._write(bytes(2 * _BLOCK))
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        return self._sha256.hexdigest()
-
-    def _write(self, data: bytes) -> None:
-        self._file.write(data)
-        self._sha256.update(data)
-        self.bytes += len(data)
 
 
 def samples(path: str | Path) -> Iterator[tuple[str, dict[str, bytes]]]:
@@ -106,9 +68,23 @@ def write(path: Path, members: Iterable[tuple[str, bytes]]) -> tuple[int, str]:
     Returns:
         The size in bytes, and the SHA-256.
     """
-    with replacing(path, unique=False) as temporary, temporary.open("wb") as file:
-        writer = TarWriter(file)
-        for name, payload in members:
-            writer.add(name, payload)
-        digest = writer.close()
-    return writer.bytes, digest
+    digest = hashlib.sha256()
+    with replacing(path, unique=False, durable=True) as temporary, temporary.open("wb") as file:
+        for data in _archive(members):
+            file.write(data)
+            digest.update(data)
+        size = file.tell()
+    return size, digest.hexdigest()
+
+
+def _archive(members: Iterable[tuple[str, bytes]]) -> Iterator[bytes]:
+    """The bytes of a tar."""
+    for name, payload in members:
+        info = tarfile.TarInfo(name)
+        info.size, info.mode, info.mtime = len(payload), 0o644, 0
+        try:
+            header = info.tobuf(tarfile.USTAR_FORMAT)
+        except ValueError:
+            header = info.tobuf(tarfile.PAX_FORMAT)
+        yield from (header, payload, bytes(-len(payload) % _BLOCK))
+    yield bytes(2 * _BLOCK)

@@ -113,9 +113,7 @@ def _shards_at_fault(folder: Folder, plan: Plan, problems: list[Problem]) -> tup
     found = set(range(plan.shards)) - set(folder.finished())
     for problem in problems:
         path = folder.root / problem.shard
-        if path.parent.name not in ("shards", "meta") or path.suffix not in (".tar", ".json", ".parquet"):
-            if path.suffix == ".tar":
-                raise UserError(f"{problem.shard} is not one of this folder's shards: move it away by hand.")
+        if path.suffix != ".tar" and not (path.parent.name == "meta" and path.suffix in (".json", ".parquet")):
             continue
         number = int(path.stem) if path.stem.isdigit() else plan.shards
         if number >= plan.shards or path not in (folder.tar(number), folder.meta(number), folder.record(number)):

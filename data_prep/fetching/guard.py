@@ -126,8 +126,8 @@ def _inner(address: Address) -> ipaddress.IPv4Address | None:
 
 def _kind(address: Address) -> str:
     kinds = ("unspecified", "loopback", "link_local", "site_local", "multicast", "private", "reserved")
-    found = next((f"is_{kind}" for kind in kinds if getattr(address, f"is_{kind}", False)), None)
-    return found.removeprefix("is_").replace("_", "-") if found else "not a public address"
+    found = next((kind for kind in kinds if getattr(address, f"is_{kind}", False)), "not a public address")
+    return found.replace("_", "-")
 
 
 Rule = Callable[[str, Message, GuardConfig], None]

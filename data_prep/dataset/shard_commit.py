@@ -71,9 +71,13 @@ def recover(folder: Folder, shards: Iterable[int]) -> list[int]:
         The shards whose commit was finished.
     """
     wanted = set(shards)
-    committed = [shard for shard in folder.numbered("meta", ".commit") if shard in wanted and _is_whole(folder, shard)]
-    for shard in committed:
-        _finish(folder, shard)
+    found = sorted(wanted.intersection(folder.numbered("meta", ".commit")))
+    committed = [shard for shard in found if _is_whole(folder, shard)]
+    for shard in found:
+        if shard in committed:
+            _finish(folder, shard)
+        else:  # the older record, if any, remains in effect, and `neuclip verify` reports what does not agree with it
+            folder.commit(shard).unlink()
     for pattern in ("shards/*.tar.new", "meta/*.parquet.new", "meta/.*.tmp", "shards/.*.tmp"):
         for path in folder.root.glob(pattern):
             number = path.name.lstrip(".").partition(".")[0]
@@ -83,25 +87,19 @@ def recover(folder: Folder, shards: Iterable[int]) -> list[int]:
 
 
 def _is_whole(folder: Folder, shard: int) -> bool:
-    """Whether a commit is readable and its files exist, staged or renamed; if not, it is removed.
-
-    Then the older record, if any, remains in effect, and `neuclip verify` reports what does not agree with it.
-    """
+    """Whether a commit is readable and its files exist, staged or renamed."""
     try:
         record = record_of(folder.commit(shard).read_bytes())
-        files = (
-            (folder.staged_tar(shard), folder.tar(shard), record.sha256),
-            (folder.staged_meta(shard), folder.meta(shard), record.meta_sha256),
-        )
     except ValueError:
-        folder.commit(shard).unlink()
         return False
-    for staged, published, digest in files:
-        is_renamed = digest and not staged.exists()
-        if is_renamed and not (published.is_file() and sha256_of(published) == digest):
-            folder.commit(shard).unlink()
-            return False
-    return True
+    files = (
+        (folder.staged_tar(shard), folder.tar(shard), record.sha256),
+        (folder.staged_meta(shard), folder.meta(shard), record.meta_sha256),
+    )
+    return all(
+        not digest or staged.exists() or (published.is_file() and sha256_of(published) == digest)
+        for staged, published, digest in files
+    )
 
 
 def _checked(

@@ -62,8 +62,6 @@ def check_source(config: DownloadConfig) -> list[str]:
 def check_blur(config: DownloadConfig) -> None:
     """Refuse settings that blur images but might store some of them as served, unblurred.
 
-    An image that needs no resizing would be stored as served.
-
     Raises:
         UserError: `image.skip_reencode` is set for a source with boxes to blur.
     """
@@ -208,9 +206,22 @@ def check_hashes(config: DownloadConfig) -> list[str]:
         return []
     rows = first_rows(source)
     rows = rows[:: max(1, len(rows) // config.monitor.probe)][: config.monitor.probe]
-    fetch = _fetcher(config)
+    opener = Opener(
+        config.guard,
+        connections=config.guard.host_connections,
+        retries=config.fetch.retries,
+        total_seconds=config.fetch.total_timeout,
+    )
+
+    def fetch(row: dict[str, Any]) -> bytes | str:
+        """The body, or the reason why there is none."""
+        try:
+            return opener.open(row[source.url] or "", timeout=config.fetch.timeout).read()
+        except (FetchError, ValueError) as error:
+            return reasons.of_message(str(error))
+
     with ThreadPool(min(config.fetch.threads, len(rows))) as pool:
-        answers = pool.map(lambda row: fetch(row[source.url] or ""), rows)
+        answers = pool.map(fetch, rows)
     came = [(row, body) for row, body in zip(rows, answers, strict=True) if isinstance(body, bytes)]
     differ = [pair for pair in came if _digest(source.hash_kind, pair[1]) != _stated(pair[0], source)]
     if len(came) < min(_ENOUGH, len(rows)):
@@ -225,36 +236,18 @@ def check_hashes(config: DownloadConfig) -> list[str]:
     return []
 
 
-def _fetcher(config: DownloadConfig) -> Callable[[str], bytes | str]:
-    """A function that fetches a URL and returns the body, or the reason why there is none."""
-    opener = Opener(
-        config.guard,
-        connections=config.guard.host_connections,
-        retries=config.fetch.retries,
-        total_seconds=config.fetch.total_timeout,
-    )
-
-    def fetch(url: str) -> bytes | str:
-        try:
-            return opener.open(url, timeout=config.fetch.timeout).read()
-        except (FetchError, ValueError) as error:
-            return reasons.of_message(str(error))
-
-    return fetch
-
-
 def _explain(differ: list[tuple[dict[str, Any], bytes]], came: int, config: DownloadConfig) -> str:
     source = config.source
     mismatch = (
         f"Column {source.hash!r} does not hold the {source.hash_kind} of the bytes as served: {len(differ)} of {came} "
         f"probed images differ. "
     )
-    found: Counter[str] = Counter()
+    found: Counter[tuple[str, str]] = Counter()
     for row, body in differ:
         found.update(_what_is(_stated(row, source), row, body, config))
     best = found.most_common(1)
     if best and best[0][1] > len(differ) / 2:
-        algorithm, what = best[0][0].split(" of ", 1)
+        algorithm, what = best[0][0]
         if what == "the bytes":
             if algorithm not in HASH_KINDS:
                 return f"{mismatch}It holds their {algorithm}, which cannot be verified here: set source.hash=null."
@@ -263,7 +256,8 @@ def _explain(differ: list[tuple[dict[str, Any], bytes]], came: int, config: Down
     return f"{mismatch}Its content is unknown. Name the right column, or set source.hash=null."
 
 
-def _what_is(value: str, row: dict[str, Any], body: bytes, config: DownloadConfig) -> list[str]:
+def _what_is(value: str, row: dict[str, Any], body: bytes, config: DownloadConfig) -> list[tuple[str, str]]:
+    """The algorithms, and what they were applied to, that give this value."""
     url, caption = str(row[config.source.url]), str(row[config.source.caption])
     readings = {
         "the bytes": lambda: body,
@@ -274,7 +268,7 @@ def _what_is(value: str, row: dict[str, Any], body: bytes, config: DownloadConfi
         "URL and caption": lambda: (url + caption).encode(),
     }
     return [
-        f"{algorithm} of {what}"
+        (algorithm, what)
         for what, content in readings.items()
         for algorithm, length in _HEX_LENGTH.items()
         if len(value) == length and _digest(algorithm, content()) == value

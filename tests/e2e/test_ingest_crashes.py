@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import gc
 import importlib
 import os
 import shutil
@@ -178,6 +179,7 @@ def forked(work: Callable[[], None], step: Step, once: Path, *, action: str = "k
     """
     child = os.fork()
     if child == 0:
+        gc.disable()  # what belongs to threads of libraries that the fork lacks must not be collected here
         step.strike(action, once)
         try:
             work()

@@ -14,6 +14,8 @@ import numpy as np
 from PIL import Image
 
 from pipeline.evaluation.datasets.datacomp import TASKS, Task
+from tests.images import encoded
+from tests.shards import write_members
 
 SAMPLES, SHARDS = 22, 2
 MODES = ("RGB", "RGBA", "L", "P", "RGB", "CMYK")
@@ -39,9 +41,7 @@ def image_bytes(rng: np.random.Generator, number: int) -> tuple[str, bytes]:
     suffix = {"RGBA": "png", "P": "png", "CMYK": "jpg"}.get(mode, ("webp", "jpg", "jpeg", "png")[number % 4])
     exif = Image.Exif()
     exif[0x0112] = 6 if number % 5 == 0 else 1
-    buffer = io.BytesIO()
-    image.save(buffer, format={"jpg": "JPEG", "jpeg": "JPEG"}.get(suffix, suffix.upper()), exif=exif)
-    return suffix, buffer.getvalue()
+    return suffix, encoded(image, "JPEG" if suffix == "jpg" else suffix.upper(), exif=exif)
 
 
 def classnames(task: Task) -> list[str]:
@@ -58,12 +58,9 @@ def write_tars(folder: Path, samples: list[list[tuple[str, bytes]]], shards: int
         earlier.unlink()
     per_shard = -(-len(samples) // shards)
     for shard in range(shards):
-        with tarfile.open(folder / f"{shard}.tar", "w") as tar:
-            for number, sample in list(enumerate(samples))[shard * per_shard : (shard + 1) * per_shard]:
-                for suffix, body in sample:
-                    info = tarfile.TarInfo(f"s{number:07d}.{suffix}")
-                    info.size = len(body)
-                    tar.addfile(info, io.BytesIO(body))
+        part = list(enumerate(samples))[shard * per_shard : (shard + 1) * per_shard]
+        members = [(f"s{number:07d}.{suffix}", body) for number, sample in part for suffix, body in sample]
+        write_members(folder / f"{shard}.tar", members, format=tarfile.PAX_FORMAT)
     (folder / "nshards.txt").write_text(f"{shards}\n")
 
 

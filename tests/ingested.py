@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import shutil
 import urllib.request
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from data_prep.fetching.downloader import Job, Mode, ShardDownloader
 from data_prep.ingest import prepare
 from data_prep.settings.download_config import DownloadConfig
 from pipeline.config import dump, parse
+from tests.images import encoded
 from tests.web import Site, jpeg, picture, serve
 
 ROWS, SHARD = 24, 6
@@ -45,9 +45,7 @@ def made(site: Site, tmp_path_factory: pytest.TempPathFactory) -> DownloadConfig
     folder = tmp_path_factory.mktemp("made")
     bodies = [jpeg(side=40 + k) for k in range(ROWS)]
     bodies[9] = bodies[2]
-    buffer = io.BytesIO()
-    picture(44).resize((60, 60)).save(buffer, "JPEG", quality=70)
-    bodies[20] = buffer.getvalue()
+    bodies[20] = encoded(picture(44).resize((60, 60)), "JPEG", quality=70)
     columns = {
         "url": [site.image(f"/{k}.jpg", body) for k, body in enumerate(bodies)],
         "caption": [f"picture {k}" for k in range(ROWS)],

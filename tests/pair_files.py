@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,13 +18,12 @@ from data_prep.pairs.find_source import SourceOptions
 from data_prep.pairs.make_shards import DROPPED_NAME, Conversion, PairsConfig, make_shards
 from data_prep.pairs.pair import ImageOptions
 from pipeline.data.shards.manifest_format import load_manifest
+from tests.images import encoded
 
 
 def picture(number: int, *, size: tuple[int, int] = (40, 30), kind: str = "JPEG", **options: Any) -> bytes:
     pixels = np.random.default_rng(number).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, kind, **options)
-    return buffer.getvalue()
+    return encoded(Image.fromarray(pixels), kind, **options)
 
 
 def write_images(folder: Path, count: int) -> list[str]:

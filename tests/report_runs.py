@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +10,7 @@ import yaml
 from PIL import Image
 
 from pipeline.data.shards.manifest_format import make_manifest
+from tests.shards import jpeg, write_tar
 
 
 def make_run(folder: Path, *, name: str = "neuclip", right: int = 60, steps: tuple[int, ...] = (50, 100)) -> Path:
@@ -84,11 +83,4 @@ def _make_evaluation(folder: Path, *, right: int) -> None:
 
 def _write_shard(path: Path) -> None:
     """Write two of the samples that the manifest lists."""
-    with tarfile.open(path, "w") as tar:
-        for k in range(2):
-            image = io.BytesIO()
-            Image.new("RGB", (8, 8), (0, k, 0)).save(image, "JPEG")
-            for suffix, payload in (("jpg", image.getvalue()), ("txt", f"pair <{k}>".encode())):
-                member = tarfile.TarInfo(f"{k:05d}.{suffix}")
-                member.size = len(payload)
-                tar.addfile(member, io.BytesIO(payload))
+    write_tar(path, [{"jpg": jpeg(k, size=(8, 8)), "txt": f"pair <{k}>".encode()} for k in range(2)])

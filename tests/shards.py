@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import io
 import tarfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from pipeline.data.loading.stream_reader import SequentialReader
 from pipeline.data.order.mixture import Segments, make_mixture
 from pipeline.data.shards.manifest_format import Manifest, make_manifest
+from tests.images import encoded
 
 Members = Mapping[str, bytes]
 
@@ -25,9 +26,7 @@ def jpeg(number: int, *, size: tuple[int, int] = (24, 20), mode: str = "RGB") ->
     """Return a JPEG of the given (width, height) that differs for every number."""
     rng = np.random.default_rng(number)
     coarse = Image.fromarray(rng.integers(0, 256, (4, 4, 3), dtype=np.uint8)).resize(size, Image.Resampling.BICUBIC)
-    out = io.BytesIO()
-    coarse.convert(mode).save(out, "JPEG", quality=90)
-    return out.getvalue()
+    return encoded(coarse.convert(mode), "JPEG", quality=90)
 
 
 def sample(number: int, **kwargs: tuple[int, int]) -> dict[str, bytes]:
@@ -37,12 +36,20 @@ def sample(number: int, **kwargs: tuple[int, int]) -> dict[str, bytes]:
 
 def write_tar(path: Path, samples: Sequence[Members], *, first: int = 0, format: int = tarfile.USTAR_FORMAT) -> None:
     """Write a tar of samples whose keys start at `first`."""
-    with tarfile.open(path, "w", format=format) as tar:
-        for i, members in enumerate(samples):
-            for suffix, data in members.items():
-                info = tarfile.TarInfo(f"{first + i:09d}.{suffix}")
-                info.size = len(data)
-                tar.addfile(info, io.BytesIO(data))
+    members = ((f"{i:09d}.{suffix}", data) for i, one in enumerate(samples, first) for suffix, data in one.items())
+    write_members(path, members, format=format)
+
+
+def write_members(
+    to: Path | IO[bytes], members: Iterable[tuple[str, bytes]], *, format: int = tarfile.USTAR_FORMAT, date: float = 0
+) -> None:
+    """Write a tar of the (name, content) pairs, as they are, to a path or an open file."""
+    path, file = (to, None) if isinstance(to, Path) else (None, to)
+    with tarfile.open(path, "w", file, format=format) as tar:
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size, info.mtime = len(data), date
+            tar.addfile(info, io.BytesIO(data))
 
 
 def write_shards(

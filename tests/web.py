@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,6 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 from PIL import Image
+
+from tests.images import encoded
 
 Answer = Callable[[BaseHTTPRequestHandler], None]
 
@@ -86,10 +87,4 @@ def picture(side: int = 40) -> Image.Image:
 
 
 def jpeg(side: int = 40, **options: object) -> bytes:
-    return encoded("JPEG", side=side, **options)
-
-
-def encoded(kind: str, side: int = 40, **options: object) -> bytes:
-    buffer = io.BytesIO()
-    picture(side).save(buffer, kind, **options)
-    return buffer.getvalue()
+    return encoded(picture(side), "JPEG", **options)

@@ -12,11 +12,9 @@ import json
 import os
 import random
 import socket
-import struct
 import subprocess
 import sys
 import threading
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,6 +33,7 @@ from data_prep import reasons
 from data_prep.dataset import canonical_tar
 from data_prep.dataset.verification import verify
 from pipeline.data.shards.manifest_format import load_manifest
+from tests.images import encoded, png, see_through, sixteen_bits
 from tests.web import Site, send, serve
 
 URLS, SHARD, SIZE = 3_200, 400, 64
@@ -60,37 +59,19 @@ def photograph(seed: int, width: int = 96, height: int = 80) -> Image.Image:
     return Image.fromarray(cv2.resize(small, (width, height), interpolation=cv2.INTER_CUBIC))
 
 
-def encoded(image: Image.Image, kind: str = "JPEG", **options: object) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **({"quality": 95} if kind == "JPEG" else {}) | options)
-    return buffer.getvalue()
-
-
-def sees_through(image: Image.Image) -> Image.Image:
-    image = image.copy()
-    image.putalpha(Image.fromarray(np.tile(np.linspace(0, 255, image.width).astype(np.uint8), (image.height, 1))))
-    return image
-
-
-def sixteen_bits(image: Image.Image) -> bytes:
-    array = np.asarray(image).astype(np.uint16) * 257
-    return bytes(cv2.imencode(".png", array[..., ::-1] if array.ndim == 3 else array)[1])
+def encoded_jpeg(image: Image.Image, **options: object) -> bytes:
+    return encoded(image, "JPEG", **{"quality": 95, **options})
 
 
 def turned(image: Image.Image, orientation: int) -> bytes:
     exif = Image.Exif()
     exif[0x0112] = orientation
-    return encoded(image, exif=exif)
+    return encoded_jpeg(image, exif=exif)
 
 
 def bomb() -> bytes:
     """Return a PNG of a few hundred kilobytes that declares, and contains, 9,400 x 9,400 transparent pixels."""
-    rows = zlib.compress(bytes((9_400 * 4 + 1) * 9_400), 9)
-    header = struct.pack(">IIBBBBB", 9_400, 9_400, 8, 6, 0, 0, 0)
-    chunks = (b"IHDR" + header, b"IDAT" + rows, b"IEND")
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(c) - 4) + c + struct.pack(">I", zlib.crc32(c)) for c in chunks
-    )
+    return png(9_400, 9_400, data=bytes((9_400 * 4 + 1) * 9_400), colour=6)
 
 
 def serves(body: bytes, status: int = 200, **headers: str) -> Answer:
@@ -99,22 +80,22 @@ def serves(body: bytes, status: int = 200, **headers: str) -> Answer:
 
 # Encoders of good images; each must be stored as it appears.
 GOOD: dict[str, Callable[[Image.Image], bytes]] = {
-    "grey": lambda image: encoded(image.convert("L")),
+    "grey": lambda image: encoded_jpeg(image.convert("L")),
     "1 bit": lambda image: encoded(image.convert("1"), "PNG"),
     "palette": lambda image: encoded(image.quantize(32), "PNG"),
     "transparent palette": lambda image: encoded(image.quantize(32), "PNG", transparency=5),
-    "alpha": lambda image: encoded(sees_through(image), "PNG"),
-    "grey alpha": lambda image: encoded(sees_through(image).convert("LA"), "PNG"),
+    "alpha": lambda image: encoded(see_through(image), "PNG"),
+    "grey alpha": lambda image: encoded(see_through(image).convert("LA"), "PNG"),
     "16-bit colour": sixteen_bits,
     "16-bit grey": lambda image: sixteen_bits(image.convert("L")),
-    "cmyk": lambda image: encoded(image.convert("CMYK")),
-    "progressive": lambda image: encoded(image, progressive=True),
+    "cmyk": lambda image: encoded_jpeg(image.convert("CMYK")),
+    "progressive": lambda image: encoded_jpeg(image, progressive=True),
     "gif": lambda image: encoded(image.quantize(64), "GIF"),
     "webp": lambda image: encoded(image, "WEBP", quality=95),
-    "transparent webp": lambda image: encoded(sees_through(image), "WEBP", lossless=True),
+    "transparent webp": lambda image: encoded(see_through(image), "WEBP", lossless=True),
     "bmp": lambda image: encoded(image, "BMP"),
     "tiff": lambda image: encoded(image, "TIFF"),
-    "transparent tiff": lambda image: encoded(sees_through(image), "TIFF"),
+    "transparent tiff": lambda image: encoded(see_through(image), "TIFF"),
     **{f"orientation {n}": lambda image, n=n: turned(image, n) for n in range(2, 9)},  # type: ignore[misc]
 }
 OPT_OUTS = (
@@ -129,7 +110,7 @@ NOT_OPTED_OUT = ("otherbot: noai", "max-image-preview: none", "all")
 
 
 def cut(handler: BaseHTTPRequestHandler) -> None:
-    body = encoded(photograph(0))
+    body = encoded_jpeg(photograph(0))
     handler.send_response(200)
     handler.send_header("Content-Length", str(len(body)))
     handler.end_headers()
@@ -150,8 +131,8 @@ def asks_to_wait(handler: BaseHTTPRequestHandler) -> None:
 
 def classes() -> dict[str, tuple[Answer, str | None]]:
     """Return the failure classes by name: the server's response, and the reason that must be recorded."""
-    jpeg = encoded(photograph(1))
-    png = encoded(photograph(1), "PNG")
+    jpeg = encoded_jpeg(photograph(1))
+    lossless = encoded(photograph(1), "PNG")
     found: dict[str, tuple[Answer, str | None]] = {
         **{f"status {code}": (serves(b"", code), f"http {code}") for code in (401, 403, 404, 410, 418, 429, 500)},
         "retry-after in superscript": (asks_to_wait, "http 503"),
@@ -159,7 +140,7 @@ def classes() -> dict[str, tuple[Answer, str | None]]:
         "words": (serves(b"just words"), reasons.NOT_AN_IMAGE),
         "empty": (serves(b""), reasons.EMPTY),
         "half a jpeg": (serves(jpeg[: len(jpeg) // 2]), reasons.TRUNCATED),
-        "half a png": (serves(png[: len(png) // 2]), reasons.TRUNCATED),
+        "half a png": (serves(lossless[: len(lossless) // 2]), reasons.TRUNCATED),
         "cut connection": (cut, reasons.CUT_OFF),
         "no answer": (hangs_up, reasons.CONNECTION),
         "too many bytes": (serves(jpeg + bytes(300_000)), reasons.TOO_MANY_BYTES),
@@ -198,19 +179,19 @@ def make_cases(site: Site) -> list[Case]:
         for body in (encode(photograph(seed)) for seed in range(_SOME))
     ]
     for header in NOT_OPTED_OUT:
-        body = encoded(photograph(len(cases)))
+        body = encoded_jpeg(photograph(len(cases)))
         cases.append(Case(f"not opted out: {header}", serves(body, X_Robots_Tag=header), body=body))
     cases += [Case(kind, answer, reason) for kind, (answer, reason) in classes().items() for _ in range(_SOME)]
     cases += [Case("written", None, reason, url=url) for url, reason in WRITTEN.items() for _ in range(2)]
     cases += [Case("stall", stalls, reasons.TIMEOUT) for _ in range(4)]
     floats = encoded(Image.fromarray(np.zeros((9, 9), np.float32)), "TIFF")
     for seed in range(_SOME):
-        body = encoded(photograph(seed))
+        body = encoded_jpeg(photograph(seed))
         cases.append(Case("float pixels", serves(floats), reasons.UNDECODABLE, body=floats))
         cases.append(Case("other hash", serves(body), reasons.HASH_MISMATCH, digest=hashlib.sha256(b"x").hexdigest()))
         cases.append(Case("no caption", serves(body), reasons.NO_CAPTION, body=body, caption=" "))
     for seed in range(len(cases), URLS):
-        body = encoded(photograph(seed, 60 + seed % 90, 60 + seed % 70))
+        body = encoded_jpeg(photograph(seed, 60 + seed % 90, 60 + seed % 70))
         cases.append(Case("photograph", serves(body), body=body))
     random.Random(0).shuffle(cases)
     for k, case in enumerate(cases):
@@ -317,7 +298,7 @@ def test_three_thousand_urls_with_known_outcomes(tmp_path: Path) -> None:
 def test_a_huge_transparent_image_in_a_small_file_does_not_stop_a_run(tmp_path: Path) -> None:
     body = bomb()
     assert len(body) < 500_000
-    small = encoded(photograph(3))
+    small = encoded_jpeg(photograph(3))
     with serve() as site:
         urls = [site.image("/bomb", body), site.image("/small", small)]
         pq.write_table(pa.table({"url": urls, "caption": ["a bomb", "a cat"]}), tmp_path / "urls.parquet")

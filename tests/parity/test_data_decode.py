@@ -19,6 +19,7 @@ from pipeline.data.data_config import CropConfig
 from pipeline.data.loading.decode import ImageDecoder, crop_box, normalize, shrink_for, shrunk
 from pipeline.data.order.hashing import draw
 from pipeline.data.shards.tar_reader import CaptionField, CorruptSample, TarRecord
+from tests.images import encoded
 
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 SIZE = 96
@@ -37,27 +38,21 @@ def picture(number: int, *, size: tuple[int, int]) -> Image.Image:
     return Image.fromarray(np.clip(128 + 55 * waves / waves.std(), 0, 255).astype(np.uint8))
 
 
-def encode(image: Image.Image, form: str, **options: Any) -> bytes:
-    out = io.BytesIO()
-    image.save(out, form, **options)
-    return out.getvalue()
-
-
 def decoder(mode: Literal["fast", "scaled", "exact"], **options: Any) -> ImageDecoder:
     settings: dict[str, Any] = {"size": SIZE, "crop": CropConfig(scale=(0.3, 1.0)), "max_pixels": 10**6} | options
     return ImageDecoder(mode=mode, **settings)
 
 
 ENCODINGS: dict[str, Any] = {
-    "jpeg": lambda image: encode(image, "JPEG", quality=95),
-    "jpeg, full colour resolution": lambda image: encode(image, "JPEG", quality=90, subsampling=0),
-    "jpeg, progressive": lambda image: encode(image, "JPEG", progressive=True),
-    "jpeg, grey": lambda image: encode(image.convert("L"), "JPEG"),
-    "jpeg, cmyk": lambda image: encode(image.convert("CMYK"), "JPEG"),
-    "png": lambda image: encode(image, "PNG"),
-    "png, transparent": lambda image: encode(image.convert("RGBA"), "PNG"),
-    "png, palette": lambda image: encode(image.convert("P"), "PNG"),
-    "webp": lambda image: encode(image, "WEBP"),
+    "jpeg": lambda image: encoded(image, "JPEG", quality=95),
+    "jpeg, full colour resolution": lambda image: encoded(image, "JPEG", quality=90, subsampling=0),
+    "jpeg, progressive": lambda image: encoded(image, "JPEG", progressive=True),
+    "jpeg, grey": lambda image: encoded(image.convert("L"), "JPEG"),
+    "jpeg, cmyk": lambda image: encoded(image.convert("CMYK"), "JPEG"),
+    "png": lambda image: encoded(image, "PNG"),
+    "png, transparent": lambda image: encoded(image.convert("RGBA"), "PNG"),
+    "png, palette": lambda image: encoded(image.convert("P"), "PNG"),
+    "webp": lambda image: encoded(image, "WEBP"),
 }
 
 

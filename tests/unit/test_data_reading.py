@@ -22,7 +22,7 @@ from pipeline.data.shards.storage import open_records
 from pipeline.data.shards.tar_reader import DamagedTar, count_records, read_records, record_offset, split_name
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from tests.shards import jpeg, reader, sample, write_shards, write_tar
+from tests.shards import jpeg, reader, sample, write_members, write_shards, write_tar
 
 DIALECTS = [tarfile.USTAR_FORMAT, tarfile.PAX_FORMAT, tarfile.GNU_FORMAT]
 
@@ -135,11 +135,7 @@ def test_a_temporary_failure_loses_nothing(tmp_path: Path) -> None:
 
 def test_files_that_webdataset_ignores_are_not_samples(tmp_path: Path) -> None:
     members = {"README": b"x", "0.jpg": jpeg(0), "._0.jpg": b"mac", "0.txt": b"a", "._0.txt": b"mac"}
-    with tarfile.open(tmp_path / "a.tar", "w") as tar:
-        for name, data in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
+    write_members(tmp_path / "a.tar", members.items())
     with open(tmp_path / "a.tar", "rb") as file:
         (record,) = read_records(file)
         assert (record.image, record.caption) == (members["0.jpg"], b"a")

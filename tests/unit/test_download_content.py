@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import struct
-import zlib
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,9 @@ import pytest
 from data_prep import reasons
 from data_prep.fetching.served_image import check_image, extension
 from data_prep.reasons import FetchError
+from tests.images import encoded, png
 from tests.pair_files import dropped, make, write_csv, write_images
-from tests.web import encoded, jpeg
+from tests.web import jpeg, picture
 
 
 def reason_of(body: bytes, max_pixels: int = 10_000) -> str:
@@ -24,13 +24,13 @@ def reason_of(body: bytes, max_pixels: int = 10_000) -> str:
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "WEBP", "BMP"])
 def test_whole_images_pass(kind: str) -> None:
-    check_image(encoded(kind), content_type="", max_pixels=10_000)
+    check_image(encoded(picture(), kind), content_type="", max_pixels=10_000)
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "WEBP"])
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.95])
 def test_incomplete_images_are_truncated(kind: str, share: float) -> None:
-    body = encoded(kind)
+    body = encoded(picture(), kind)
     assert reason_of(body[: int(len(body) * share)]) == reasons.TRUNCATED
 
 
@@ -48,7 +48,7 @@ def test_a_file_appended_to_a_jpeg_does_not_hide_its_end(progressive: bool) -> N
 
 @pytest.mark.parametrize("kind", ["PNG", "GIF"])
 def test_bytes_after_the_end_are_allowed(kind: str) -> None:
-    check_image(encoded(kind) + b"x" * 9_000, content_type="", max_pixels=10_000)
+    check_image(encoded(picture(), kind) + b"x" * 9_000, content_type="", max_pixels=10_000)
 
 
 def test_thumbnail_does_not_hide_a_truncated_jpeg() -> None:
@@ -61,10 +61,7 @@ def test_thumbnail_does_not_hide_a_truncated_jpeg() -> None:
 
 
 def test_decompression_bomb_is_refused_from_its_header() -> None:
-    header = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
-    chunks = [b"IHDR" + header, b"IDAT" + zlib.compress(b"")]
-    png = b"".join(struct.pack(">I", len(c) - 4) + c + struct.pack(">I", zlib.crc32(c)) for c in chunks)
-    assert reason_of(b"\x89PNG\r\n\x1a\n" + png) == reasons.TOO_MANY_PIXELS
+    assert reason_of(png(60_000, 60_000, data=b"", colour=2)) == reasons.TOO_MANY_PIXELS
 
 
 @pytest.mark.parametrize(
@@ -111,7 +108,7 @@ def test_real_files_of_other_formats_are_counted_by_name(body: bytes, name: str,
 @pytest.mark.parametrize("cut", range(1, 12))
 def test_a_png_without_its_last_bytes_is_refused_by_every_importer(cut: int) -> None:
     """Regression test: `neuclip pairs` accepted what `neuclip download` refused."""
-    png = encoded("PNG")
+    png = encoded(picture(), "PNG")
     assert reason_of(png[:-cut]) == reasons.TRUNCATED
     longer = bytearray(png)
     longer[png.index(b"IDAT") - 3] = 200
@@ -120,7 +117,7 @@ def test_a_png_without_its_last_bytes_is_refused_by_every_importer(cut: int) -> 
 
 @pytest.mark.parametrize(("kind", "name"), [("JPEG", "jpg"), ("PNG", "png"), ("WEBP", "webp"), ("GIF", "gif")])
 def test_extension_follows_the_bytes(kind: str, name: str) -> None:
-    assert extension(encoded(kind), "jpg") == name
+    assert extension(encoded(picture(), kind), "jpg") == name
 
 
 def test_row_messages_map_to_reasons() -> None:

@@ -6,7 +6,6 @@ import hashlib
 import io
 import json
 import shutil
-import tarfile
 import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -25,6 +24,7 @@ from pipeline.errors import UserError
 from pipeline.evaluation.datasets.datacomp import TASKS, Task, folder_names
 from tests.evaluation_suite import write_cache, write_classification
 from tests.hub import COMMIT, Hub
+from tests.shards import write_members
 from tests.web import serve
 
 TINY = {
@@ -51,12 +51,8 @@ def test_every_task_has_a_hub_repository() -> None:
 
 def tar_of(samples: range) -> bytes:
     buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as archive:
-        for k in samples:
-            for suffix, body in (("cls", b"1"), ("webp", b"RIFF" + bytes(400))):
-                info = tarfile.TarInfo(f"s{k:07d}.{suffix}")
-                info.size = len(body)
-                archive.addfile(info, io.BytesIO(body))
+    bodies = {"cls": b"1", "webp": b"RIFF" + bytes(400)}
+    write_members(buffer, ((f"s{k:07d}.{suffix}", body) for k in samples for suffix, body in bodies.items()))
     return buffer.getvalue()
 
 

@@ -26,6 +26,7 @@ from jobs.evaluate import command
 from pipeline.evaluation.datasets.datacomp import AGGREGATES, TASKS
 from tests.checkpoints import save_checkpoint
 from tests.evaluation_suite import write_association, write_classification, write_retrieval
+from tests.shards import write_members
 
 FLICKR = "retrieval/flickr_1k_test_image_text_retrieval"
 COCO = "retrieval/mscoco_2014_5k_test_image_text_retrieval"
@@ -63,13 +64,8 @@ def rewrite_tar(path: Path, change: Callable[[str, bytes], bytes | None], *, dat
     """Rewrite a tar with changed members; a member is dropped if `change` returns None."""
     with tarfile.open(path) as tar:
         members = [(member.name, tar.extractfile(member).read()) for member in tar.getmembers()]  # type: ignore[union-attr]
-    with tarfile.open(path, "w") as tar:
-        for name, body in members:
-            changed = change(name, body)
-            if changed is not None:
-                info = tarfile.TarInfo(name)
-                info.size, info.mtime = len(changed), date
-                tar.addfile(info, io.BytesIO(changed))
+    changed = ((name, change(name, body)) for name, body in members)
+    write_members(path, ((name, body) for name, body in changed if body is not None), date=date)
 
 
 def join_tars(folder: Path) -> None:

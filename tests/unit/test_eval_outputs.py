@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import io
 import json
 import os
 import shutil
@@ -36,6 +35,7 @@ from pipeline.model.evaluation_model import EvaluationModel
 from pipeline.training.periodic_tests import InTrainingConfig, PeriodicEvaluation
 from tests.checkpoints import QUICK, contents, make_model, save_checkpoint
 from tests.evaluation_suite import image_bytes, write_classification
+from tests.images import encoded
 
 
 def test_changed_data_is_refused_until_it_is_accepted(model: EvaluationModel, tmp_path: Path) -> None:
@@ -204,11 +204,10 @@ def test_weights_of_another_image_size_are_noted(suite: Path, tmp_path: Path) ->
 
 def test_16_bit_grey_is_scaled_as_in_training() -> None:
     grey = np.linspace(0, 65535, 64).astype(np.uint16).reshape(8, 8)
-    buffer = io.BytesIO()
-    Image.fromarray(grey).save(buffer, "PNG")
-    pixels = np.asarray(decode(buffer.getvalue(), name="grey.png"))
+    body = encoded(Image.fromarray(grey), "PNG")
+    pixels = np.asarray(decode(body, name="grey.png"))
     assert np.array_equal(pixels[..., 0], (grey / 257).round())
-    assert np.array_equal(pixels, np.asarray(rgb_image(buffer.getvalue())))
+    assert np.array_equal(pixels, np.asarray(rgb_image(body)))
 
 
 def full_disk(*_: Any, **__: Any) -> None:

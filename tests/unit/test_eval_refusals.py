@@ -30,6 +30,7 @@ from tests.evaluation_suite import (
     write_retrieval,
     write_tars,
 )
+from tests.shards import write_members
 
 FMOW = TASKS["wilds/fmow"]
 FLICKR = TASKS["retrieval/flickr_1k_test_image_text_retrieval"]
@@ -98,10 +99,7 @@ def test_samples_with_a_missing_member_are_reported(tmp_path: Path) -> None:
 
 def test_sample_with_non_adjacent_members_is_refused(tmp_path: Path) -> None:
     folder = write_classification(tmp_path, TASKS["cifar10"])
-    with tarfile.open(folder / "test/0.tar", "w") as tar:
-        for name in ("a.cls", "b.cls", "a.png"):
-            info = tarfile.TarInfo(name)
-            tar.addfile(info, io.BytesIO(b""))
+    write_members(folder / "test/0.tar", [(name, b"") for name in ("a.cls", "b.cls", "a.png")])
     with pytest.raises(TaskError, match="holds sample a twice"):
         open_webdataset(folder)
 
@@ -232,11 +230,7 @@ def test_truncated_or_zeroed_tars_are_detected(seed: int) -> None:
     rng = np.random.default_rng(seed)
     buffer = io.BytesIO()
     bodies = [rng.integers(0, 256 if rng.random() < 0.5 else 1, rng.integers(0, 2000)).astype("u1") for _ in range(12)]
-    with tarfile.open(fileobj=buffer, mode="w") as tar:
-        for number, body in enumerate(bodies):
-            info = tarfile.TarInfo(f"s{number}.bin")
-            info.size = len(body)
-            tar.addfile(info, io.BytesIO(body.tobytes()))
+    write_members(buffer, ((f"s{number}.bin", body.tobytes()) for number, body in enumerate(bodies)))
     whole = buffer.getvalue()
     end = whole.rstrip(b"\0") and len(whole)
     if rng.random() < 0.5:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import shutil
 import tarfile
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from pipeline.data.shards.tar_reader import read_records
 from pipeline.errors import UserError
 from pipeline.files import sha256_of
 from tests.pair_files import dropped, picture, write_csv, write_images
-from tests.shards import sample
+from tests.shards import sample, write_members
 
 NAMES = {"0000000001", "shards/00000.tar:0000000003", "0000000007", *(f"00000000{k}" for k in range(10, 20))}
 """Samples of two shards, and all of a third."""
@@ -169,12 +168,8 @@ def test_a_name_of_any_length_is_kept(tmp_path: Path) -> None:
     """Regression test: a shard with a name over 100 characters could not be written again."""
     (tmp_path / "shards").mkdir()
     names = ["short", "x" * 120, "é" * 90, "d/" + "y" * 150]
-    with tarfile.open(tmp_path / "shards/0.tar", "w", format=tarfile.PAX_FORMAT) as archive:
-        for number, key in enumerate(names):
-            for suffix, body in sample(number).items():
-                info = tarfile.TarInfo(f"{key}.{suffix}")
-                info.size = len(body)
-                archive.addfile(info, io.BytesIO(body))
+    members = [(f"{key}.{suffix}", body) for k, key in enumerate(names) for suffix, body in sample(k).items()]
+    write_members(tmp_path / "shards/0.tar", members, format=tarfile.PAX_FORMAT)
     CliRunner().invoke(manifest_command, [str(tmp_path)], catch_exceptions=False, standalone_mode=False)
     before = dict(canonical_tar.samples(tmp_path / "shards/0.tar"))
     remove(tmp_path, {"short"})

@@ -26,6 +26,7 @@ from pipeline.data.loading.position import pixel_identity
 from pipeline.data.shards.tar_reader import CorruptSample
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
+from tests import images
 from tests.shards import count_tokens, jpeg, write_shards
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on machines with fewer cores
@@ -38,9 +39,7 @@ ON_GPU = ImageDecoder(size=SIZE, crop=CROP, mode="fast", max_pixels=10**6, gpu="
 
 
 def encoded(format: str = "JPEG", *, mode: str = "RGB", size: tuple[int, int] = (90, 70), **options: Any) -> bytes:
-    out = io.BytesIO()
-    Image.open(io.BytesIO(jpeg(5, size=size))).convert(mode).save(out, format, **options)
-    return out.getvalue()
+    return images.encoded(Image.open(io.BytesIO(jpeg(5, size=size))).convert(mode), format, **options)
 
 
 def patched(offset: int, value: int, **options: Any) -> bytes:
@@ -56,9 +55,7 @@ def lettering() -> bytes:
     draw = ImageDraw.Draw(image)
     for y in range(0, 96, 12):
         draw.text((0, y), "Lorem ipsum dolor sit amet", fill="black")
-    out = io.BytesIO()
-    image.save(out, "JPEG", quality=90)
-    return out.getvalue()
+    return images.encoded(image, "JPEG", quality=90)
 
 
 def pixels_end_early() -> bytes:

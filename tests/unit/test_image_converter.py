@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import itertools
 import struct
-import zlib
 from collections.abc import Callable
 
 import cv2
@@ -20,6 +19,7 @@ from data_prep.fetching.served_image import check_image, decode, matte
 from data_prep.pairs.pair import ImageOptions, convert
 from data_prep.reasons import FetchError
 from data_prep.settings.download_config import ImageConfig
+from tests.images import encoded, png, see_through, sixteen_bits
 
 with stand_ins("wandb", "webdataset"):
     from img2dataset.blurrer import BoundingBoxBlurrer
@@ -31,24 +31,6 @@ PIXELS = 10_000_000
 def photograph(width: int = 80, height: int = 60) -> Image.Image:
     small = np.random.default_rng(0).integers(0, 255, (6, 8, 3), dtype=np.uint8)
     return Image.fromarray(cv2.resize(small, (width, height), interpolation=cv2.INTER_CUBIC))
-
-
-def see_through(image: Image.Image) -> Image.Image:
-    image = image.copy()
-    image.putalpha(Image.fromarray(np.tile(np.linspace(0, 255, image.width).astype(np.uint8), (image.height, 1))))
-    return image
-
-
-def encoded(image: Image.Image, kind: str, **options: object) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
-
-
-def sixteen_bits(image: Image.Image, kind: str = ".png") -> bytes:
-    array = np.asarray(image).astype(np.uint16) * 257
-    array = array[..., [2, 1, 0, 3][: array.shape[2]]] if array.ndim == 3 else array
-    return bytes(cv2.imencode(kind, array)[1])
 
 
 def stored(body: bytes, **image: object) -> np.ndarray:
@@ -160,22 +142,9 @@ def test_the_transparent_level_of_a_grey_png_becomes_white(bits: int) -> None:
 
 def grey_png(bits: int) -> bytes:
     """A PNG whose left half has level 1 of `bits`, which a tRNS chunk declares transparent, and whose right has 0."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
     levels = [1] * 8 + [0] * 8
     line = int("".join(f"{level:0{bits}b}" for level in levels), 2).to_bytes(2 * bits, "big")
-    header = struct.pack(">IIBBBBB", 16, 8, bits, 0, 0, 0, 0)
-    return b"".join(
-        (
-            b"\x89PNG\r\n\x1a\n",
-            chunk(b"IHDR", header),
-            chunk(b"tRNS", struct.pack(">H", 1)),
-            chunk(b"IDAT", zlib.compress((b"\0" + line) * 8)),
-            chunk(b"IEND", b""),
-        )
-    )
+    return png(16, 8, data=(b"\0" + line) * 8, bits=bits, transparent=struct.pack(">H", 1))
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])

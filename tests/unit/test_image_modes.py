@@ -22,6 +22,7 @@ from pipeline.evaluation.datasets.task_data import decode
 from pipeline.export import model_card
 from pipeline.model.evaluation_model import _open
 from pipeline.playground.gallery import open_image
+from tests.images import encoded
 
 SIDE = 48
 FIXED = CropConfig(scale=(1.0, 1.0), ratio=(1.0, 1.0))
@@ -32,12 +33,6 @@ def picture() -> Image.Image:
     """A smooth RGBA picture with every degree of transparency."""
     coarse = np.random.default_rng(0).integers(0, 256, (5, 5, 4), dtype=np.uint8)
     return Image.fromarray(coarse, "RGBA").resize((SIDE, SIDE), Image.Resampling.BICUBIC)
-
-
-def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
 
 
 def images() -> dict[str, bytes]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
 import struct
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from pipeline.data.data_config import CropConfig, DataConfig
 from pipeline.data.loading.decode import ImageDecoder
 from pipeline.data.loading.loader import build_loader
 from pipeline.distributed.world import World
+from tests.images import encoded, png
 from tests.metrics import metrics
 from tests.shards import jpeg, write_shards
 from tests.towers import write_tiny
@@ -33,23 +32,6 @@ MAX_PIXELS = 4_000_000
 def photograph(size: tuple[int, int] = (60, 48)) -> Image.Image:
     pixels = np.random.default_rng(5).integers(0, 256, (5, 6, 3), dtype=np.uint8)
     return Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC)
-
-
-def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
-
-
-def png(width: int, height: int, *, data: bytes, bits: int = 8, colour: int = 0) -> bytes:
-    """A PNG of these dimensions with this image data, which need not fit them."""
-
-    def chunk(kind: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-
-    header = struct.pack(">IIBBBBB", width, height, bits, colour, 0, 0, 0)
-    start = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header)
-    return start + chunk(b"IDAT", zlib.compress(data)) + chunk(b"IEND", b"")
 
 
 def large_jpeg_header() -> bytes:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import struct
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +14,7 @@ from data_prep.pairs.pair import ImageOptions, convert
 from data_prep.settings.download_config import ImageConfig
 from pipeline.model.evaluation_model import _open
 from pipeline.playground.gallery import open_image
+from tests import images
 
 KINDS = ("JPEG", "PNG", "WEBP", "TIFF", "AVIF")
 XMP = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
@@ -36,18 +35,16 @@ def exif_data(orientation: int | None) -> bytes:
 
 
 def encoded(kind: str, *, orientation: int | None, xmp: bytes = b"") -> bytes:
-    buffer = io.BytesIO()
     info = {"tiffinfo": {700: xmp}} if kind == "TIFF" and xmp else {"xmp": xmp} if xmp else {}
     exif = {} if info and kind == "TIFF" else {"exif": exif_data(orientation)}
-    picture().save(buffer, kind, **OPTIONS.get(kind, {}), **info, **exif)
+    body = images.encoded(picture(), kind, **OPTIONS.get(kind, {}), **info, **exif)
     if kind == "PNG" and xmp:
-        return chunk_added(buffer.getvalue(), b"iTXt", b"XML:com.adobe.xmp\0\0\0\0\0" + xmp, place=33)
-    return buffer.getvalue()
+        return chunk_added(body, b"iTXt", b"XML:com.adobe.xmp\0\0\0\0\0" + xmp, place=33)
+    return body
 
 
 def chunk_added(png: bytes, name: bytes, data: bytes, *, place: int) -> bytes:
-    chunk = struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-    return png[:place] + chunk + png[place:]
+    return png[:place] + images.png_chunk(name, data) + png[place:]
 
 
 def everywhere(body: bytes, folder: Path) -> dict[str, np.ndarray]:
@@ -111,15 +108,11 @@ def test_an_invalid_orientation_is_ignored(kind: str, orientation: int, tmp_path
 
 
 def test_exif_data_after_the_pixels_count(tmp_path: Path) -> None:
-    plain = io.BytesIO()
-    picture().save(plain, "PNG")
-    png = plain.getvalue()
+    png = images.encoded(picture(), "PNG")
     body = chunk_added(png, b"eXIf", exif_data(6)[6:], place=len(png) - 12)
     assert_all(body, tmp_path, picture().transpose(Image.Transpose.ROTATE_270))
 
 
 @pytest.mark.parametrize("data", [b"Exif\0\0", b"Exif\0\0II*\0", b"Exif\0\0" + b"\xff" * 40, b"\0" * 9])
 def test_damaged_exif_data_count_as_none(data: bytes, tmp_path: Path) -> None:
-    buffer = io.BytesIO()
-    picture().save(buffer, "JPEG", quality=98, exif=data)
-    assert_all(buffer.getvalue(), tmp_path, picture())
+    assert_all(images.encoded(picture(), "JPEG", quality=98, exif=data), tmp_path, picture())

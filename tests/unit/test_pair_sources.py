@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 import gzip
-import io
 import json
 import os
 import shutil
@@ -29,6 +28,7 @@ from data_prep.sources.metadata_tables import read
 from pipeline.data.shards.manifest_format import load_manifest
 from pipeline.errors import UserError
 from tests.pair_files import check_ten, convert_all, dropped, make, picture, stored, table, write_csv, write_images  # noqa: F401
+from tests.shards import write_members, write_tar
 
 
 def texts(output: Path) -> list[list[str]]:
@@ -248,14 +248,12 @@ def test_a_folder_of_parquet_files_with_lists_of_captions(tmp_path: Path) -> Non
 def test_webdataset_tars(tmp_path: Path, member: str) -> None:
     (tmp_path / "in").mkdir()
     for part, numbers in enumerate((range(7), range(7, 10))):
-        with tarfile.open(tmp_path / "in" / f"{part}.tar", "w", format=tarfile.PAX_FORMAT) as archive:
-            for number in numbers:
-                text = f"picture {number}"
-                body = text.encode() if member == "txt" else json.dumps({"caption": text, "n": number}).encode()
-                for suffix, payload in (("jpg", picture(number)), (member, body)):
-                    info = tarfile.TarInfo(f"deep/{number:03d}é.{suffix}")
-                    info.size = len(payload)
-                    archive.addfile(info, io.BytesIO(payload))
+        members = []
+        for number in numbers:
+            text, key = f"picture {number}", f"deep/{number:03d}é"
+            body = text if member == "txt" else json.dumps({"caption": text, "n": number})
+            members += [(f"{key}.jpg", picture(number)), (f"{key}.{member}", body.encode())]
+        write_members(tmp_path / "in" / f"{part}.tar", members, format=tarfile.PAX_FORMAT)
     check_ten(tmp_path / "out", convert_all(tmp_path / "in", tmp_path / "out"))
     assert stored(tmp_path / "out")[8][2]["source"] == "1.tar:deep/008é"
     (tmp_path / "in" / "2.tar").write_bytes((tmp_path / "in" / "0.tar").read_bytes()[:30_000])
@@ -358,11 +356,7 @@ def test_a_bad_caption_costs_no_other_of_its_image(table: Path, tmp_path: Path) 
 
 
 def test_a_tar_whose_first_json_is_damaged_is_refused_with_what_it_has(tmp_path: Path) -> None:
-    with tarfile.open(tmp_path / "a.tar", "w") as archive:
-        for suffix, payload in (("jpg", picture(0)), ("json", b"{broken \xe9")):
-            info = tarfile.TarInfo(f"0.{suffix}")
-            info.size = len(payload)
-            archive.addfile(info, io.BytesIO(payload))
+    write_members(tmp_path / "a.tar", [("0.jpg", picture(0)), ("0.json", b"{broken \xe9")])
     with pytest.raises(UserError, match=r"no caption under a usual name: .* nothing but the image"):
         make(tmp_path / "a.tar", tmp_path / "out")
 
@@ -379,12 +373,7 @@ def test_an_empty_tar_before_those_of_another_folder_is_no_obstacle(tmp_path: Pa
     for name, numbers in (("a/0.tar", ()), ("b/1.tar", range(10))):
         path = tmp_path / "in" / name
         path.parent.mkdir(parents=True)
-        with tarfile.open(path, "w") as archive:
-            for number in numbers:
-                for suffix, payload in (("jpg", picture(number)), ("txt", f"picture {number}".encode())):
-                    info = tarfile.TarInfo(f"{number:03d}.{suffix}")
-                    info.size = len(payload)
-                    archive.addfile(info, io.BytesIO(payload))
+        write_tar(path, [{"jpg": picture(number), "txt": f"picture {number}".encode()} for number in numbers])
     check_ten(tmp_path / "out", make(tmp_path / "in", tmp_path / "out"))
 
 

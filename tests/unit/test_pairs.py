@@ -35,6 +35,7 @@ from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.training.recipe import load_recipe
 from pipeline.training.recipe_file import read_recipe
+from tests.images import encoded
 from tests.pair_files import convert_all, digests, dropped, make, picture, table, write_csv, write_images  # noqa: F401
 from tests.shards import count_tokens
 
@@ -91,19 +92,18 @@ def test_shards_of_decoded_pixels_train_like_the_images(table: Path, tmp_path: P
             config, world=World(), global_batch=5, seed=0, image_size=16, tokenize=count_tokens
         ) as loader:
             seen.append([next(loader) for _ in range(4)])
-    for encoded, raw in zip(*seen, strict=True):
-        assert torch.equal(encoded.sample_id, raw.sample_id)
-        assert torch.equal(encoded.image, raw.image)
-        assert torch.equal(encoded.text, raw.text)
+    for stored, raw in zip(*seen, strict=True):
+        assert torch.equal(stored.sample_id, raw.sample_id)
+        assert torch.equal(stored.image, raw.image)
+        assert torch.equal(stored.text, raw.text)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["PNG", "TIFF"])
 def test_16_bit_grey_is_scaled_when_it_is_encoded_again(kind: str) -> None:
     """Pillow's own conversion clips it to white."""
-    buffer = io.BytesIO()
-    Image.fromarray(np.full((60, 80), 128 * 257, np.uint16)).save(buffer, kind)
-    stored_image = convert(buffer.getvalue(), ImageOptions(size=32))
+    grey = Image.fromarray(np.full((60, 80), 128 * 257, np.uint16))
+    stored_image = convert(encoded(grey, kind), ImageOptions(size=32))
     with Image.open(io.BytesIO(stored_image.body)) as image:
         assert np.abs(np.asarray(image.convert("RGB")).astype(int) - 128).max() <= 1
 

@@ -29,17 +29,12 @@ from pipeline.evaluation.datasets.task_data import decode as evaluated
 from pipeline.model.evaluation_model import _open
 from pipeline.pixels import ImageError, read_rgb
 from pipeline.playground.gallery import open_image as shown
+from tests.images import encoded
 from tests.unit.test_imports import MODULES, name_of
 
 WIDTH, HEIGHT = 40, 24
 RAMP = np.tile(np.linspace(0, 1, WIDTH), (HEIGHT, 1))
 """Grey from black on the left to white on the right, so that inverted, white, black and dark pictures all differ."""
-
-
-def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
 
 
 def ramp(kind: type, largest: float) -> np.ndarray:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import http.client
-import io
 import json
 import socket
-import tarfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +27,8 @@ from pipeline.playground.gallery import Dropped, open_image, read_samples
 from tests.browser import browser, problems
 from tests.checkpoints import make_model, save_checkpoint
 from tests.evaluation_suite import image_bytes
+from tests.images import encoded
+from tests.shards import write_tar
 
 pytest.importorskip("starlette", reason="the extra `playground` is not installed")
 pytest.importorskip("uvicorn", reason="the extra `playground` is not installed")
@@ -55,13 +55,8 @@ def write_photos(root: Path, count: int = 14) -> Path:
 
 def write_shard(root: Path, captions: tuple[str, ...]) -> Path:
     root.mkdir()
-    with tarfile.open(root / "00000.tar", "w") as tar:
-        for number, caption in enumerate(captions):
-            suffix, body = bodies(len(captions))[number]
-            for name, content in ((suffix, body), ("txt", caption.encode())):
-                info = tarfile.TarInfo(f"{number:05d}.{name}")
-                info.size = len(content)
-                tar.addfile(info, io.BytesIO(content))
+    pairs = zip(bodies(len(captions)), captions, strict=True)
+    write_tar(root / "00000.tar", [{suffix: body, "txt": text.encode()} for (suffix, body), text in pairs])
     return root
 
 
@@ -169,12 +164,11 @@ def test_bad_requests_get_a_clear_answer(address: tuple[str, int], explorer: Exp
         status, found = ask(address, path, body)
         return status, found["error"]
 
-    huge = io.BytesIO()
-    Image.new("1", (9000, 9000)).save(huge, "PNG")
+    huge = encoded(Image.new("1", (9000, 9000)), "PNG")
     assert error("/api/image", b"") == (400, "The file is empty.")
     assert error("/api/image", b"text")[1].startswith("The file is not an image that can be read")
     assert error("/api/image", bodies(4)[3][1][:150])[0] == 400
-    assert "has 9000 x 9000, more than the 64,000,000 pixels allowed" in error("/api/image", huge.getvalue())[1]
+    assert "has 9000 x 9000, more than the 64,000,000 pixels allowed" in error("/api/image", huge)[1]
     assert error("/api/image", bytes(http_api.LARGEST_UPLOAD + 1)) == (
         413,
         "The file has more than 20 MiB: make it smaller.",

@@ -28,16 +28,11 @@ from pipeline.playground.gallery import open_image
 from pipeline.report.run_page import sample_pairs
 from pipeline.training.recipe import ValidationConfig
 from pipeline.training.validation import HeldOutPairs
+from tests.images import encoded
 from tests.shards import jpeg, sample, write_shards
 
 SIDE = 16
 RAMP = np.linspace(0, 65535, SIDE * SIDE).round().astype(np.uint16).reshape(SIDE, SIDE)
-
-
-def encoded(image: Image.Image, kind: str) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, kind)
-    return buffer.getvalue()
 
 
 GREY_16 = encoded(Image.fromarray(RAMP), "PNG")

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -29,8 +28,9 @@ from pipeline.config import dump
 from pipeline.data.shards.manifest_format import load_manifest
 from pipeline.data.shards.shard_table import ShardTableBuilder
 from pipeline.errors import UserError
+from tests.images import encoded
 from tests.ingested import ROWS, SHARD, copied, fetch_here, made, own_opener, site  # noqa: F401
-from tests.web import Site, encoded, jpeg, picture
+from tests.web import Site, jpeg, picture
 
 
 def kinds(root: Path) -> list[tuple[str, str]]:
@@ -180,9 +180,7 @@ def test_images_that_cannot_be_compared_are_reported(tmp_path: Path) -> None:
     folder, ramp = tmp_path / "mine", np.tile(np.arange(20000, 60000, 400, dtype=np.uint16), (100, 1))
     members = [(f"s{k}.txt", b"a caption") for k in range(3)]
     for key, pixels in (("s0", ramp), ("s1", ramp[:, ::-1])):
-        buffer = io.BytesIO()
-        Image.fromarray(pixels.copy()).save(buffer, "PNG")
-        members.append((f"{key}.png", buffer.getvalue()))
+        members.append((f"{key}.png", encoded(Image.fromarray(pixels.copy()), "PNG")))
     folder.mkdir()
     canonical_tar.write(folder / "00000.tar", sorted([*members, ("s2.png", b"no image")]))
     CliRunner().invoke(manifest_command, [str(folder)], standalone_mode=False)
@@ -198,9 +196,7 @@ def test_identical_images_of_shards_from_elsewhere_are_exact_duplicates(tmp_path
     folder, bodies = tmp_path / "mine", []
     for seed in range(3):
         pixels = np.random.default_rng(seed).integers(0, 256, (32, 32, 3), dtype=np.uint8)
-        buffer = io.BytesIO()
-        Image.fromarray(pixels).save(buffer, "PNG")
-        bodies.append(buffer.getvalue())
+        bodies.append(encoded(Image.fromarray(pixels), "PNG"))
     folder.mkdir()
     for shard, images in enumerate(((0, 1), (2, 0))):
         members = [(f"s{k}.png", bodies[image]) for k, image in enumerate(images)]
@@ -259,7 +255,7 @@ def test_samples_without_an_image_are_called_incomplete(tmp_path: Path) -> None:
 def test_overlap_with_evaluation_sets_is_found(copied: Path, tmp_path: Path) -> None:
     path = tmp_path / "suite/wds_pets_test/test/0.tar"
     path.parent.mkdir(parents=True)
-    members = [("s0.cls", b"3"), ("s0.jpg", jpeg(side=53)), ("s1.cls", b"1"), ("s1.png", encoded("PNG", side=90))]
+    members = [("s0.cls", b"3"), ("s0.jpg", jpeg(side=53)), ("s1.cls", b"1"), ("s1.png", encoded(picture(90), "PNG"))]
     canonical_tar.write(path, members)
     listed = tmp_path / "overlap.txt"
     words = [str(copied), "--overlap", str(tmp_path / "suite"), str(listed)]
@@ -297,9 +293,7 @@ def test_near_duplicates_equal_those_of_an_all_pairs_search(distance: int) -> No
 
 
 def signature(image: Image.Image, *, size: tuple[int, int] = (512, 384), quality: int = 95) -> duplicates.Signatures:
-    buffer = io.BytesIO()
-    image.resize(size).save(buffer, "JPEG", quality=quality)
-    return duplicates.stacked([duplicates.signature(buffer.getvalue())])
+    return duplicates.stacked([duplicates.signature(encoded(image.resize(size), "JPEG", quality=quality))])
 
 
 def test_signatures_survive_scaling_and_compression_and_tell_colours_apart() -> None:

@@ -1,0 +1,46 @@
+"""Pictures for tests, and their bytes in the formats of files."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from typing import Any
+
+import cv2
+import numpy as np
+from PIL import Image
+
+
+def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
+    """Return the bytes of a file of this format."""
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def see_through(image: Image.Image) -> Image.Image:
+    """Return the image with an alpha channel that rises from left to right."""
+    image = image.copy()
+    image.putalpha(Image.fromarray(np.tile(np.linspace(0, 255, image.width).astype(np.uint8), (image.height, 1))))
+    return image
+
+
+def sixteen_bits(image: Image.Image, kind: str = ".png") -> bytes:
+    """Return a file of the image with 16 bits for each value."""
+    array = np.asarray(image).astype(np.uint16) * 257
+    array = array[..., [2, 1, 0, 3][: array.shape[2]]] if array.ndim == 3 else array
+    return bytes(cv2.imencode(kind, array)[1])
+
+
+def png_chunk(kind: bytes, body: bytes) -> bytes:
+    """Return a chunk of a PNG with its length and checksum."""
+    return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+
+def png(width: int, height: int, *, data: bytes, bits: int = 8, colour: int = 0, transparent: bytes = b"") -> bytes:
+    """Return a PNG of these dimensions with this image data, which need not fit them, and with this tRNS chunk."""
+    header = struct.pack(">IIBBBBB", width, height, bits, colour, 0, 0, 0)
+    extra = [(b"tRNS", transparent)] if transparent else []
+    chunks = [(b"IHDR", header), *extra, (b"IDAT", zlib.compress(data, 9)), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(png_chunk(*chunk) for chunk in chunks)

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.checkpoint.mirror import fetch_newest
-from pipeline.checkpoint.reader import Checkpoint, find_checkpoint
-from pipeline.checkpoint.writer import CheckpointConfig, CheckpointWriter
+from pipeline.checkpoint.reader import Checkpoint
+from pipeline.checkpoint.writer import CheckpointWriter
 from pipeline.distributed.world import World
-from tests.written_checkpoints import Towers, snapshot
+from tests import written_checkpoints
+from tests.written_checkpoints import Towers, latest, snapshot
 
 
 def writer_of(
@@ -20,8 +21,7 @@ def writer_of(
     on_event: Callable[[str], None] = print,
     **settings: Any,
 ) -> CheckpointWriter:
-    config = CheckpointConfig(every=1, mirror=url, **settings)
-    return CheckpointWriter(run, config=config, world=World(), architecture=towers[1], on_event=on_event)
+    return written_checkpoints.writer_of(run, towers, on_event=on_event, mirror=url, **settings)
 
 
 def write(run: Path, url: str, towers: Towers, steps: list[int], **settings: Any) -> list[str]:
@@ -38,6 +38,4 @@ def fetched(run: Path, url: str) -> tuple[Checkpoint, list[str]]:
     """Return the checkpoint that a run resumes from after asking its mirror, and the messages."""
     notes: list[str] = []
     fetch_newest(run, url, world=World(), on_event=notes.append)
-    found = find_checkpoint(run, "latest", on_event=notes.append)
-    assert found is not None
-    return found, notes
+    return latest(run, on_event=notes.append), notes

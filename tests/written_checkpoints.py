@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from pipeline.checkpoint.reader import Checkpoint, find_checkpoint
 from pipeline.checkpoint.writer import CheckpointConfig, CheckpointWriter, Snapshot
 from pipeline.distributed.world import World
 from pipeline.model.architectures import Architecture
+from pipeline.training import recovery
 
 Towers = tuple[dict[str, torch.Tensor], Architecture]
 
@@ -35,12 +37,58 @@ def write(
     run: Path, towers: Towers, steps: list[int], *, events: list[str] | None = None, **settings: int
 ) -> list[str]:
     events = [] if events is None else events
-    config = CheckpointConfig(every=1, **settings)
-    writer = CheckpointWriter(run, config=config, world=World(), architecture=towers[1], on_event=events.append)
+    writer = writer_of(run, towers, on_event=events.append, **settings)
     for step in steps:
         writer.save(snapshot(towers, step))
     writer.wait()
     return events
+
+
+def writer_of(
+    run: Path,
+    towers: Towers,
+    *,
+    on_event: Callable[[str], object] = print,
+    world: World | None = None,
+    resumed_from: Path | None = None,
+    **settings: Any,
+) -> CheckpointWriter:
+    return CheckpointWriter(
+        run,
+        config=CheckpointConfig(**settings),
+        world=world or World(),
+        architecture=towers[1],
+        on_event=on_event,
+        resumed_from=resumed_from,
+    )
+
+
+def save_again(
+    writer: CheckpointWriter,
+    towers: Towers,
+    step: int,
+    *,
+    minutes: float = 0.0,
+    report: Callable[[str], object] = print,
+    fallback: str | None = None,
+) -> bool:
+    """Save the last checkpoint again, as a run does at its end."""
+    return recovery.save_again(
+        lambda: snapshot(towers, step),
+        writer=writer,
+        agreed=lambda value: value,
+        minutes=minutes,
+        stopped=lambda: False,
+        report=report,
+        fallback=fallback,
+    )
+
+
+def latest(run: Path, *, on_event: Callable[[str], object] = print, fallback: str | None = None) -> Checkpoint:
+    """The checkpoint that `--resume latest` continues from; there must be one."""
+    found = find_checkpoint(run, "latest", on_event=on_event, fallback=fallback)
+    assert found is not None
+    return found
 
 
 def snapshot(towers: Towers, step: int) -> Snapshot:

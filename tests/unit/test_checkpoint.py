@@ -34,7 +34,6 @@ from pipeline.checkpoint.reader import (
     find_checkpoint,
     open_checkpoint,
 )
-from pipeline.checkpoint.writer import CheckpointConfig, CheckpointWriter
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.evaluation.watch.ledger import forget_after
@@ -45,13 +44,12 @@ from pipeline.training import recovery
 from pipeline.versions import versions
 from tests.launch import ROOT, environment, run
 from tests.thread_world import on_ranks
-from tests.written_checkpoints import Towers, failing, snapshot, write
+from tests.written_checkpoints import Towers, failing, latest, save_again, snapshot, write, writer_of
 
 
 def test_round_trip_and_open_clip_reads_the_folder(tmp_path: Path, towers: Towers) -> None:
     write(tmp_path, towers, [7])
-    found = find_checkpoint(tmp_path, "latest", on_event=print)
-    assert found is not None
+    found = latest(tmp_path)
     assert (found.step, found.meta["samples"]) == (7, 56)
     assert all(torch.equal(value, towers[0][name]) for name, value in found.weights().items())
     assert torch.equal(found.moments()["visual.proj", "exp_avg"], torch.full((2, 3), 7.0))
@@ -151,8 +149,7 @@ def test_damaged_checkpoint_is_reported_and_skipped(tmp_path: Path, towers: Towe
         victim.write_bytes(changed[how])
     assert victim.name in (damage(newest) or "")
     events: list[str] = []
-    found = find_checkpoint(tmp_path, "latest", on_event=events.append)
-    assert found is not None
+    found = latest(tmp_path, on_event=events.append)
     assert found.step == 1
     assert "step-00000002 is damaged" in events[0]
     with pytest.raises(UserError, match=victim.name):
@@ -235,12 +232,8 @@ def test_first_rank_reports_failures_of_other_ranks(tmp_path: Path, towers: Towe
         raise OSError(errno.ENOSPC, "No space left on device")
 
     events: list[str] = []
-    config = CheckpointConfig(every=1)
     first, second = (
-        CheckpointWriter(
-            tmp_path, config=config, world=OneOfTwo(rank=rank, size=2), architecture=towers[1], on_event=events.append
-        )
-        for rank in (0, 1)
+        writer_of(tmp_path, towers, world=OneOfTwo(rank=rank, size=2), on_event=events.append) for rank in (0, 1)
     )
     first.save(snapshot(towers, 1))
     second.save(replace(snapshot(towers, 1), rows={"u": (10, full())}))
@@ -283,28 +276,18 @@ def test_last_checkpoint_is_retried_then_written_to_the_fallback(
     tmp_path: Path, towers: Towers, monkeypatch: pytest.MonkeyPatch, failures: int, fallback: bool, saved: bool
 ) -> None:
     run, events = tmp_path / "run", list[str]()
-    config = CheckpointConfig(every=1)
-    writer = CheckpointWriter(run, config=config, world=World(), architecture=towers[1], on_event=events.append)
+    writer = writer_of(run, towers, on_event=events.append)
     monkeypatch.setattr(writer_module, "save_tensors", failing(failures))
     monkeypatch.setattr(recovery, "PAUSE_SECONDS", 0.01)
     writer.save(snapshot(towers, 5))
     writer.wait()
     assert writer.problem
-    done = recovery.save_again(
-        lambda: snapshot(towers, 5),
-        writer=writer,
-        agreed=lambda value: value,
-        minutes=0.0 if fallback else 0.01,
-        stopped=lambda: False,
-        report=events.append,
-        fallback=str(tmp_path / "spare") if fallback else None,
-    )
-    assert done == saved
+    spare, minutes = (str(tmp_path / "spare"), 0.0) if fallback else (None, 0.01)
+    assert save_again(writer, towers, 5, minutes=minutes, report=events.append, fallback=spare) == saved
     if not saved:
         assert "step-00000005, is NOT on disk (OSError: [Errno 28] No space left on device)" in events[-1]
         return
-    found = find_checkpoint(run, "latest", on_event=print, fallback=str(tmp_path / "spare") if fallback else None)
-    assert found is not None
+    found = latest(run, fallback=spare)
     assert found.step == 5
     assert found.path.is_relative_to(tmp_path / "spare") == fallback
 
@@ -325,8 +308,7 @@ def test_the_fallback_needs_no_id_in_the_run_folder(
     tmp_path: Path, towers: Towers, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     run, spare, events = tmp_path / "run", str(tmp_path / "spare"), list[str]()
-    config = CheckpointConfig(every=1)
-    writer = CheckpointWriter(run, config=config, world=World(), architecture=towers[1], on_event=events.append)
+    writer = writer_of(run, towers, on_event=events.append)
     monkeypatch.setattr(writer_module, "save_tensors", failing(2))
     if how == "never written":
         monkeypatch.setattr(writer_module, "save_tensors", save_file)
@@ -340,22 +322,14 @@ def test_the_fallback_needs_no_id_in_the_run_folder(
         shutil.rmtree(run)
         run.write_text("")
         monkeypatch.setattr(writer_module, "save_tensors", save_file)
-    assert recovery.save_again(
-        lambda: snapshot(towers, 5),
-        writer=writer,
-        agreed=lambda value: value,
-        minutes=0.0,
-        report=events.append,
-        fallback=spare,
-    )
+    assert save_again(writer, towers, 5, report=events.append, fallback=spare)
     folder = tmp_path / "spare" / f"run-{writer.run_id}" / "checkpoints"
     if how == "unwritable":
         assert events[-1].endswith(f"continue with --resume {folder / name_of(5)}.")
         run.unlink()
         return
     assert events[-1].endswith("--resume latest finds it there.")
-    found = find_checkpoint(run, "latest", on_event=print, fallback=spare)
-    assert found is not None
+    found = latest(run, fallback=spare)
     assert found.path == folder / name_of(5)
 
 
@@ -363,9 +337,7 @@ def test_copies_beside_checkpoints_are_left_alone(tmp_path: Path, towers: Towers
     write(tmp_path, towers, [1, 2])
     folder = tmp_path / "checkpoints"
     shutil.copytree(folder / name_of(1), folder / "step-00000001.bak")
-    found = find_checkpoint(tmp_path, "latest", on_event=print)
-    assert found is not None
-    assert found.step == 2
+    assert latest(tmp_path).step == 2
     events = write(tmp_path, towers, [3], keep_last=1)
     assert [event for event in events if "could NOT" in event] == []
     abandon_after(tmp_path, 3)
@@ -400,8 +372,6 @@ def test_a_kill_while_a_checkpoint_is_written_again_leaves_one_of_them(
     write(tmp_path, towers, [4], keep_last=1)
     monkeypatch.undo()
     restore_replaced(tmp_path)
-    found = find_checkpoint(tmp_path, "latest", on_event=print)
-    assert found is not None
-    assert found.step == 4
+    assert latest(tmp_path).step == 4
     write(tmp_path, towers, [4], keep_last=1)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", name_of(4)]

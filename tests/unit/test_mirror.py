@@ -23,13 +23,12 @@ from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.run_files import read_run_id
 from pipeline.training.recipe import load_recipe
-from pipeline.training.recovery import save_again
 from pipeline.training.run import setup
 from tests.mirrors import fetched, write, writer_of
 from tests.shards import write_shards
 from tests.towers import write_tiny
 from tests.training import SMALL, train_here
-from tests.written_checkpoints import Towers, failing, snapshot
+from tests.written_checkpoints import Towers, failing, save_again, snapshot
 
 SETTINGS = [*SMALL, "samples=80", "data.sources=nowhere"]
 
@@ -193,8 +192,7 @@ def test_a_checkpoint_in_the_fallback_folder_is_uploaded_beside_the_best_one(
     original = MirrorStore.upload
     monkeypatch.setattr(MirrorStore, "upload", lambda self, path: (time.sleep(0.3), original(self, path)))
     monkeypatch.setattr(writer_module, "save_tensors", failing(1))
-    how = {"writer": writer, "agreed": lambda value: value, "minutes": 0.0, "stopped": lambda: False, "report": print}
-    assert save_again(lambda: snapshot(towers, 2), **how, fallback=str(tmp_path / "spare"))  # type: ignore[arg-type]
+    assert save_again(writer, towers, 2, fallback=str(tmp_path / "spare"))
     writer.close()
     assert (tmp_path / "spare" / f"run-{read_run_id(run)}" / "checkpoints" / "step-00000002").is_dir()
     store = MirrorStore(url, run)

@@ -17,13 +17,13 @@ from pipeline.checkpoint import mirror as mirror_module
 from pipeline.checkpoint.layout import META_NAME, best_checkpoint, checkpoint_folders, digest_of, name_of, run_id_of
 from pipeline.checkpoint.mirror import fetch_newest, refuse_taken
 from pipeline.checkpoint.mirror_store import MirrorStore, Owner
-from pipeline.checkpoint.writer import CheckpointConfig, CheckpointWriter
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.files import write_text
 from pipeline.run_files import read_run_id, write_run_id
 from tests.mirrors import fetched, write, writer_of
 from tests.written_checkpoints import FACTS, Towers, snapshot
+from tests.written_checkpoints import writer_of as plain_writer
 
 
 def test_the_mirror_of_another_run_is_refused(tmp_path: Path, url: str, towers: Towers) -> None:
@@ -151,7 +151,7 @@ def test_a_foreign_checkpoint_of_the_same_step_is_kept(tmp_path: Path, url: str,
 
     store._write("best", f"{name_of(2)}\n".encode())
     write_run_id(other, foreign)  # two steps of another run, on this machine only
-    writer = CheckpointWriter(other, config=CheckpointConfig(), world=World(), architecture=towers[1], on_event=print)
+    writer = plain_writer(other, towers)
     for step in (3, 5):
         writer.save(snapshot(towers, step))
         writer.wait()

@@ -30,6 +30,12 @@ def watcher(folder: Path, *, clock: Clock | None = None, attempts: int = 3) -> L
     return Ledger(folder, ttl=60, attempts=attempts, clock=clock or Clock())
 
 
+def claimed(ledger: Ledger) -> Lease:
+    lease = ledger.claim(NAME)
+    assert lease is not None
+    return lease
+
+
 def kill(lease: Lease) -> None:
     """Leave the lease as kill -9 would: its heartbeat has stopped."""
     lease._end_heartbeat()
@@ -37,8 +43,7 @@ def kill(lease: Lease) -> None:
 
 def test_a_checkpoint_has_one_owner_and_then_one_outcome(tmp_path: Path) -> None:
     first, second = watcher(tmp_path), watcher(tmp_path)
-    lease = first.claim(NAME)
-    assert lease is not None
+    lease = claimed(first)
     assert second.claim(NAME) is None
     assert not second.done(NAME)
     assert lease.finish({"scores": {"a": 0.5}})
@@ -50,8 +55,7 @@ def test_a_checkpoint_has_one_owner_and_then_one_outcome(tmp_path: Path) -> None
 def test_a_released_lease_is_free_immediately_and_does_not_count_as_an_attempt(tmp_path: Path) -> None:
     ledger = watcher(tmp_path, attempts=2)
     for _ in range(5):
-        lease = ledger.claim(NAME)
-        assert lease is not None
+        lease = claimed(ledger)
         lease.give_up("stopped", how=RELEASED)
     assert not ledger.done(NAME)
 
@@ -59,8 +63,7 @@ def test_a_released_lease_is_free_immediately_and_does_not_count_as_an_attempt(t
 def test_a_checkpoint_that_keeps_failing_is_abandoned_with_its_reasons(tmp_path: Path) -> None:
     ledger = watcher(tmp_path, attempts=2)
     for number in range(2):
-        lease = ledger.claim(NAME)
-        assert lease is not None
+        lease = claimed(ledger)
         lease.give_up(f"reason {number}")
     assert ledger.claim(NAME) is None
     outcome = ledger.outcomes()[NAME]
@@ -70,24 +73,21 @@ def test_a_checkpoint_that_keeps_failing_is_abandoned_with_its_reasons(tmp_path:
 
 def test_dead_watchers_are_detected_by_the_clock_of_the_observer(tmp_path: Path) -> None:
     clock = Clock()
-    lease, observer = watcher(tmp_path).claim(NAME), watcher(tmp_path, clock=clock)
-    assert lease is not None
+    lease, observer = claimed(watcher(tmp_path)), watcher(tmp_path, clock=clock)
     kill(lease)
     assert observer.claim(NAME) is None
     assert observer.in_doubt(NAME)
     clock.now += 59
     assert observer.claim(NAME) is None
     clock.now += 1
-    successor = observer.claim(NAME)
-    assert successor is not None
+    successor = claimed(observer)
     assert successor.number == 2
     kill(successor)
 
 
 def test_heartbeats_keep_a_lease(tmp_path: Path) -> None:
     clock = Clock()
-    lease, observer = watcher(tmp_path).claim(NAME), watcher(tmp_path, clock=clock)
-    assert lease is not None
+    lease, observer = claimed(watcher(tmp_path)), watcher(tmp_path, clock=clock)
     kill(lease)  # stops only its thread; the test writes the heartbeats itself
     for count in range(1, 6):
         assert observer.claim(NAME) is None
@@ -102,8 +102,7 @@ def test_clocks_of_other_machines_and_their_settings_do_not_matter(
     skew: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both clocks of the observer are decades away, and it would beat more often than the owner does."""
-    lease, clock = Ledger(tmp_path, ttl=600, clock=Clock()).claim(NAME), Clock()
-    assert lease is not None
+    lease, clock = claimed(Ledger(tmp_path, ttl=600, clock=Clock())), Clock()
     kill(lease)
     clock.now += skew
     monkeypatch.setattr(module.time, "time", lambda: 1.8e9 + skew)
@@ -116,15 +115,13 @@ def test_clocks_of_other_machines_and_their_settings_do_not_matter(
         lease._beat(count)
     assert observer.claim(NAME) is None
     clock.now += 601
-    successor = observer.claim(NAME)
-    assert successor is not None
+    successor = claimed(observer)
     kill(successor)
 
 
 def test_only_one_watcher_takes_over_and_a_resumed_one_cannot_overwrite(tmp_path: Path) -> None:
     clock = Clock()
-    sleeper = watcher(tmp_path).claim(NAME)
-    assert sleeper is not None
+    sleeper = claimed(watcher(tmp_path))
     kill(sleeper)
     observers = [watcher(tmp_path, clock=clock) for _ in range(5)]
     assert [observer.claim(NAME) for observer in observers] == [None] * 5
@@ -140,8 +137,7 @@ def test_a_checkpoint_that_kills_watchers_is_attempted_only_a_few_times(tmp_path
     clock = Clock()
     ledger = watcher(tmp_path, clock=clock, attempts=3)
     for _ in range(3):
-        lease = ledger.claim(NAME)
-        assert lease is not None
+        lease = claimed(ledger)
         kill(lease)
         assert ledger.claim(NAME) is None
         clock.now += 61

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from safetensors.torch import load_file
 
 from jobs.train import command
 from pipeline.data.data_config import CropConfig
@@ -23,7 +22,7 @@ from pipeline.model.towers import ModelConfig, build_towers
 from pipeline.planning.run_plan import plan_run
 from pipeline.training.recipe import load_recipe
 from tests.launch import run
-from tests.metrics import metrics
+from tests.metrics import metrics, weights
 from tests.shards import write_shards
 from tests.towers import TINY
 from tests.training import SMALL, train_here
@@ -65,11 +64,6 @@ def orders(base: Path, output: str) -> list[Any]:
     return [record["data"] for record in metrics(base / output, "event") if "data" in record]
 
 
-def weights(base: Path, output: str) -> dict[str, torch.Tensor]:
-    (last,) = sorted((base / output / "checkpoints").glob("step-*"))[-1:]
-    return load_file(last / "open_clip_model.safetensors")
-
-
 def assert_same(base: Path, a: str, b: str) -> None:
     """Same samples in the same rows, same loss in every step, same weights; up to rounding."""
     assert orders(base, a) == orders(base, b)
@@ -78,7 +72,7 @@ def assert_same(base: Path, a: str, b: str) -> None:
     assert ours.keys() == theirs.keys() == set(range(1, EPOCH * EPOCHS + 1))
     assert list(ours.values()) == pytest.approx(list(theirs.values()), rel=2e-6)
     assert max(ours.values()) > 1.001 * min(ours.values()), "the runs learn nothing"
-    mine, others = (torch.cat([v.flatten() for _, v in sorted(weights(base, name).items())]) for name in (a, b))
+    mine, others = (torch.cat([v.flatten() for _, v in sorted(weights(base / name).items())]) for name in (a, b))
     # Not each weight by itself: a key's bias has no gradient but rounding, which Adam magnifies.
     assert (mine - others).norm() < 1e-5 * others.norm()
 

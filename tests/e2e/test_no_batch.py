@@ -11,12 +11,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from tests.e2e.test_signals import launch, lives, wait_for
 from tests.launch import ROOT, environment, run
-from tests.metrics import metrics
+from tests.metrics import equal, metrics, weights
 from tests.shards import write_shards
 from tests.towers import write_tiny
 
@@ -57,9 +55,7 @@ def worker_of(rank: int) -> int:
 
 
 def same_end(run: Path, other: Path) -> bool:
-    name = f"checkpoints/step-{STEPS:08d}/open_clip_model.safetensors"
-    one, two = (load_file(folder / name) for folder in (run, other))
-    return all(torch.equal(value, two[key]) for key, value in one.items())
+    return equal(weights(run, STEPS), weights(other, STEPS))
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from pipeline.objectives import objective_names
 from tests.launch import ROOT, command, environment, run
-from tests.metrics import metrics
+from tests.metrics import equal, metrics
 from tests.shards import write_shards
 from tests.towers import write_tiny
 
@@ -57,16 +57,12 @@ def settings(base: Path, output: str, *more: str) -> list[str]:
     ]
 
 
-def records(run_folder: Path) -> dict[int, dict[str, Any]]:
-    return {record["step"]: record for record in metrics(run_folder, "train")}
-
-
 def weights(run_folder: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
     return load_file(run_folder / "checkpoints" / f"step-{step:08d}" / "open_clip_model.safetensors")
 
 
-def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items())
+def records(run_folder: Path) -> dict[int, dict[str, Any]]:
+    return {record["step"]: record for record in metrics(run_folder, "train")}
 
 
 @pytest.fixture(scope="module")

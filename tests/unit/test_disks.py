@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from pipeline.checkpoint.layout import finished_checkpoints, name_of
 from pipeline.checkpoint.reader import damage
@@ -20,6 +18,7 @@ from pipeline.run_files import METRICS_NAME, read_records
 from pipeline.training.recipe import load_recipe
 from pipeline.training.run import train
 from pipeline.training.trainer import EXIT_NOT_SAVED
+from tests.metrics import equal, weights
 from tests.mounts import JournalledDisk, fill, small_disk
 from tests.shards import write_shards
 from tests.towers import write_tiny
@@ -68,9 +67,7 @@ def before_step(step: int, action: Any, monkeypatch: pytest.MonkeyPatch) -> None
 def continues(base: Path, run: Path, *more: str) -> bool:
     """Whether a run that is continued ends as the undisturbed one."""
     train_here(*settings(base, run, *more), resume="latest")
-    name = f"checkpoints/{name_of(STEPS)}/open_clip_model.safetensors"
-    one, two = (load_file(folder / name) for folder in (run, base / "whole"))
-    return all(torch.equal(value, two[key]) for key, value in one.items())
+    return equal(weights(run, STEPS), weights(base / "whole", STEPS))
 
 
 def events(run: Path) -> list[str]:

@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from click.testing import CliRunner, Result
 from open_clip.loss import DistillClipLoss
-from safetensors.torch import load_file
 from torch import Tensor
 
 from jobs.normalizers import command as normalizers
@@ -34,7 +33,7 @@ from pipeline.training.run import stage_trainers
 from pipeline.training.step import TrainStep
 from pipeline.training.teacher import StoredTeacher
 from tests.launch import run
-from tests.metrics import metrics
+from tests.metrics import metrics, weights
 from tests.shards import write_shards
 from tests.towers import TINY
 from tests.training import SMALL, in_this_process, train_here
@@ -172,11 +171,6 @@ def values(base: Path, run: str, key: str = "loss") -> list[float]:
     return [record[key] for record in metrics(base / run, "train")]
 
 
-def weights(base: Path, output: str) -> dict[str, Tensor]:
-    (last,) = sorted((base / output / "checkpoints").glob("step-*"))[-1:]
-    return load_file(last / "open_clip_model.safetensors")
-
-
 def test_features_are_those_of_the_model_and_what_is_missing_is_counted_and_added(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,8 +255,8 @@ def test_a_damaged_record_ends_the_run_with_the_samples_number(base: Path, monke
     assert features(base, output="torn").exit_code == 0
     train_here(*settings(base, "torn-run", stored="torn"), resume="latest")
     train_here(*settings(base, "not-torn", stored="features"))
-    for name, value in weights(base, "torn-run").items():
-        assert torch.equal(value, weights(base, "not-torn")[name]), name
+    for name, value in weights(base / "torn-run").items():
+        assert torch.equal(value, weights(base / "not-torn")[name]), name
     assert any("1 of 48 samples have no features: the run ends if it reaches one" in message for message in logged)
 
 
@@ -466,8 +460,8 @@ def test_a_run_with_stored_crops_resumes_to_the_same_bits(base: Path, of_crops: 
     train_here(*settings(base, "crops-stopped", *more))
     shutil.rmtree(max((base / "crops-stopped" / "checkpoints").glob("step-*")))
     train_here(*settings(base, "crops-stopped", *more), resume="latest")
-    for name, value in weights(base, "crops-stopped").items():
-        assert torch.equal(value, weights(base, "crops-whole")[name]), name
+    for name, value in weights(base / "crops-stopped").items():
+        assert torch.equal(value, weights(base / "crops-whole")[name]), name
     told = [record["message"] for record in metrics(base / "crops-whole", "event")]
     assert sum(message.startswith("Teacher: ") for message in told) == 2
     assert any(", 3 crops of each image" in message for message in told)
@@ -590,14 +584,11 @@ def test_runs_distill_the_same_with_micro_batches_on_two_ranks_and_after_a_kill(
     assert any("Teacher: " in record.get("message", "") for record in metrics(base / "whole", "event"))
     train_here(*settings(base, "micro", "engine.micro_batch=4"))
     assert values(base, "micro") == pytest.approx(values(base, "whole"), rel=1e-4)
-    fixed = ("data.streams=4", "data.shuffle_buffer=10", "data.workers=0", "batch_size=8", "schedule.warmup_steps=1",
-             "engine.deepspeed=zero1_fp32", "engine.device=cpu", "telemetry.every=1", "telemetry.tensorboard=false",
-             "telemetry.progress=quiet", "optimizer.eps=1e-5", "objective.name=openclip")  # fmt: skip
-    run("jobs.train", *fixed, *settings(base, "ranks"), ranks=2)
+    run("jobs.train", *SMALL, *settings(base, "ranks"), ranks=2)
     assert values(base, "ranks") == pytest.approx(values(base, "whole"), rel=1e-4)
     train_here(*settings(base, "stopped", "checkpoint.every=3"))
     for step in sorted((base / "stopped" / "checkpoints").glob("step-*"))[1:]:
         shutil.rmtree(step)
     train_here(*settings(base, "stopped", "checkpoint.every=3"), resume="latest")
-    for name, value in weights(base, "stopped").items():
-        assert torch.equal(value, weights(base, "whole")[name]), name
+    for name, value in weights(base / "stopped").items():
+        assert torch.equal(value, weights(base / "whole")[name]), name

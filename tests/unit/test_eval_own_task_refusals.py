@@ -14,7 +14,7 @@ from pipeline.evaluation import evaluate
 from pipeline.evaluation.datasets.suite import open_suite
 from pipeline.evaluation.datasets.task_data import TaskError
 from pipeline.model.evaluation_model import EvaluationModel
-from tests.checkpoints import QUICK, make_model
+from tests.checkpoints import QUICK
 from tests.own_tasks import (
     CLASSES,
     bodies,
@@ -25,11 +25,6 @@ from tests.own_tasks import (
     write_csv,
     write_parquet,
 )
-
-
-@pytest.fixture(scope="module")
-def model() -> EvaluationModel:
-    return make_model(0)
 
 
 @pytest.mark.parametrize(

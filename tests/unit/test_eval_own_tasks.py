@@ -17,7 +17,7 @@ from pipeline.evaluation.datasets.datacomp import TASKS
 from pipeline.evaluation.datasets.suite import open_task
 from pipeline.evaluation.datasets.task_data import TaskError
 from pipeline.model.evaluation_model import EvaluationModel
-from tests.checkpoints import QUICK, make_model, save_checkpoint
+from tests.checkpoints import QUICK, save_checkpoint
 from tests.evaluation_suite import write_classification
 from tests.hub import Hub
 from tests.own_tasks import (
@@ -29,11 +29,6 @@ from tests.own_tasks import (
     write_csv,
 )
 from tests.web import serve
-
-
-@pytest.fixture(scope="module")
-def model() -> EvaluationModel:
-    return make_model(0)
 
 
 def test_class_folders_with_custom_names_templates_and_metric(tmp_path: Path, model: EvaluationModel) -> None:

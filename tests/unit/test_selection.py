@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from click.testing import CliRunner
-from safetensors.torch import load_file
 from torch import Tensor
 
 from jobs.plan import command as plan
@@ -24,10 +23,10 @@ from pipeline.objectives.selection import View, added_losses, gumbel_noise, pair
 from pipeline.training.pair_selection import Selection
 from pipeline.training.recipe import load_recipe
 from tests.launch import run
-from tests.metrics import metrics
+from tests.metrics import metrics, weights
 from tests.shards import write_shards
 from tests.towers import TINY
-from tests.training import train_here
+from tests.training import SMALL, train_here
 from tests.unit.objectives_reference import unit_features
 
 SIZE = 14
@@ -135,11 +134,6 @@ def values(base: Path, output: str, key: str = "loss") -> list[float]:
     return [record[key] for record in metrics(base / output, "train")]
 
 
-def weights(base: Path, output: str) -> dict[str, Tensor]:
-    (last,) = sorted((base / output / "checkpoints").glob("step-*"))[-1:]
-    return load_file(last / "open_clip_model.safetensors")
-
-
 def test_selected_pairs_are_those_of_high_learnability_and_what_is_left_is_counted(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,8 +159,8 @@ def test_selected_pairs_are_those_of_high_learnability_and_what_is_left_is_count
         shutil.rmtree(step)
     train_here(*settings(base, "stopped", "checkpoint.every=3"), resume="latest")
     assert [kept for _, kept in seen[6:]] == [kept for _, kept in seen[3:6]]
-    for name, value in weights(base, "stopped").items():
-        assert torch.equal(value, weights(base, "whole")[name]), name
+    for name, value in weights(base / "stopped").items():
+        assert torch.equal(value, weights(base / "whole")[name]), name
 
 
 def test_off_is_the_plain_run_and_other_settings_work_together(base: Path) -> None:
@@ -209,9 +203,9 @@ def test_a_smaller_image_changes_the_scores_and_leaves_the_weights_as_they_are(
         values(base, "large", "selected_learnability"), values(base, "large", "learnability"), strict=True
     ):
         assert selected > read  # without noise, and in one chunk, the most learnable ones
-    for name, value in weights(base, "small").items():
+    for name, value in weights(base / "small").items():
         if name != "logit_scale":  # the objective's, with a rate of its own
-            assert torch.allclose(value, weights(base, "large")[name], atol=1e-9), name
+            assert torch.allclose(value, weights(base / "large")[name], atol=1e-9), name
 
 
 def test_a_sigmoid_learner_needs_a_reference_with_a_bias(base: Path) -> None:
@@ -308,9 +302,6 @@ def test_the_plan_counts_what_is_read_and_scored(base: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_any_number_of_ranks_selects_what_one_does(base: Path, ranks: int) -> None:
-    fixed = ("data.streams=4", "data.shuffle_buffer=10", "data.workers=0", "batch_size=8", "schedule.warmup_steps=1",
-             "engine.deepspeed=zero1_fp32", "engine.device=cpu", "telemetry.every=1", "telemetry.tensorboard=false",
-             "telemetry.progress=quiet", "optimizer.eps=1e-5", "objective.name=openclip")  # fmt: skip
-    run("jobs.train", *fixed, *settings(base, f"on-{ranks}"), ranks=ranks)
+    run("jobs.train", *SMALL, *settings(base, f"on-{ranks}"), ranks=ranks)
     for key in ("loss", "learnability", "selected_learnability"):
         assert values(base, f"on-{ranks}", key) == pytest.approx(values(base, "whole", key), rel=1e-4, abs=1e-5)

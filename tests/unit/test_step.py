@@ -15,6 +15,7 @@ from pipeline.errors import UserError
 from pipeline.objectives import build_objective
 from pipeline.training.recipe import parse_recipe
 from pipeline.training.step import StepResult, TrainStep, micro_batches, seeded
+from tests.metrics import equal
 
 BATCH, IDS = 8, torch.arange(8)
 
@@ -78,10 +79,6 @@ def state_of(step: TrainStep, engine: Any) -> dict[str, Tensor]:
     model = engine.module.state_dict()
     rows = {name: torch.cat(list(blocks)) for name, (_, blocks) in step.objective.row_blocks().items()}
     return {name: value.detach().clone() for name, value in (model | step.objective.state_dict() | rows).items()}
-
-
-def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items())
 
 
 def test_both_passes_of_a_micro_batch_use_the_same_dropout_mask() -> None:

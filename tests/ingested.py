@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,20 @@ def made(site: Site, tmp_path_factory: pytest.TempPathFactory) -> DownloadConfig
     config, plan = prepare(parse(DownloadConfig, tree))
     fetch_here(config, plan, range(plan.shards))
     return config
+
+
+def prepared(folder: Path, columns: Mapping[str, Any] | Path, *, monitor: Any = None, **source: str) -> Any:
+    """Return the configuration and plan of a download to `folder`/data of a table, given by its columns or file."""
+    table = columns if isinstance(columns, Path) else folder / "urls.parquet"
+    if not isinstance(columns, Path):
+        pq.write_table(pa.table(dict(columns)), table)
+    tree = {
+        "output": str(folder / "data"),
+        "source": {"table": str(table), **source},
+        "guard": {"allow_addresses": ["127.0.0.1"]},
+        "monitor": monitor or {},
+    }
+    return prepare(parse(DownloadConfig, tree))
 
 
 def fetch_here(

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from data_prep.dataset import canonical_tar, duplicates
@@ -18,22 +17,15 @@ from data_prep.dataset.verification import verify
 from data_prep.ingest import prepare
 from data_prep.reasons import is_transient
 from data_prep.settings.download_config import DownloadConfig, GuardConfig
-from pipeline.config import parse
 from pipeline.errors import UserError
-from tests.ingested import fetch_here, made, own_opener, site  # noqa: F401
+from tests.ingested import fetch_here, made, own_opener, prepared, site  # noqa: F401
 from tests.web import Site, jpeg
 
 
 def test_removing_one_of_two_rows_with_the_same_url_keeps_the_other(site: Site, tmp_path: Path) -> None:
     url = site.image("/twice.jpg", jpeg(side=33))
-    table = pa.table({"url": [url, url], "caption": ["first", "second"], "uid": ["a", "b"]})
-    pq.write_table(table, tmp_path / "urls.parquet")
-    tree = {
-        "output": str(tmp_path / "data"),
-        "source": {"table": str(tmp_path / "urls.parquet"), "uid": "uid"},
-        "guard": {"allow_addresses": ["127.0.0.1"]},
-    }
-    config, plan = prepare(parse(DownloadConfig, tree))
+    columns = {"url": [url, url], "caption": ["first", "second"], "uid": ["a", "b"]}
+    config, plan = prepared(tmp_path, columns, uid="uid")
     folder = Folder(tmp_path / "data")
     folder.removed.write_text("0000000001\n")
     assert fetch_here(config, plan, [0]).failures == {"removed": 1}
@@ -43,13 +35,7 @@ def test_removing_one_of_two_rows_with_the_same_url_keeps_the_other(site: Site, 
 def test_a_blank_caption_is_a_failure_with_a_reason(site: Site, tmp_path: Path) -> None:
     captions = ["a cat", "", None, " \t"]
     urls = [site.image(f"/blank-{k}", jpeg(side=30 + k)) for k in range(4)]
-    pq.write_table(pa.table({"url": urls, "caption": captions}), tmp_path / "urls.parquet")
-    tree = {
-        "output": str(tmp_path / "data"),
-        "source": {"table": str(tmp_path / "urls.parquet")},
-        "guard": {"allow_addresses": ["127.0.0.1"]},
-    }
-    manifest = fetch_here(*prepare(parse(DownloadConfig, tree)), [0])
+    manifest = fetch_here(*prepared(tmp_path, {"url": urls, "caption": captions}), [0])
     assert (manifest.n, manifest.failures) == (1, {"no caption": 3})
     assert not is_transient("no caption")
     assert verify(tmp_path / "data") == []
@@ -59,12 +45,7 @@ def test_unreadable_lines_are_counted_in_the_manifest_and_the_datasheet(site: Si
     urls = [site.image(f"/line-{k}", jpeg(side=30 + k)) for k in range(20)]
     lines = ["caption\turl", *(f"a cat {k}\t{url}" for k, url in enumerate(urls)), "a stray line"]
     (tmp_path / "urls.tsv").write_text("\n".join(lines) + "\n")
-    tree = {
-        "output": str(tmp_path / "data"),
-        "source": {"table": str(tmp_path / "urls.tsv")},
-        "guard": {"allow_addresses": ["127.0.0.1"]},
-    }
-    config, plan = prepare(parse(DownloadConfig, tree))
+    config, plan = prepared(tmp_path, tmp_path / "urls.tsv")
     facts = fetch_here(config, plan, [0]).facts
     assert (facts["source_rows"], facts["source_rows_skipped"], facts["urls"]) == (21, 1, 20)
     write_report(tmp_path / "data")
@@ -80,13 +61,7 @@ def test_uppercase_hashes_are_verified(site: Site, tmp_path: Path) -> None:
         "digest": pa.array([hashlib.sha256(body).hexdigest().upper() for body in bodies[:2]] + ["0" * 64]),
     }
     columns["digest"] = columns["digest"].dictionary_encode()
-    pq.write_table(pa.table(columns), tmp_path / "urls.parquet")
-    tree = {
-        "output": str(tmp_path / "data"),
-        "source": {"table": str(tmp_path / "urls.parquet"), "hash": "digest"},
-        "guard": {"allow_addresses": ["127.0.0.1"]},
-    }
-    manifest = fetch_here(*prepare(parse(DownloadConfig, tree)), [0])
+    manifest = fetch_here(*prepared(tmp_path, columns, hash="digest"), [0])
     assert (manifest.n, manifest.failures) == (2, {"hash mismatch": 1})
 
 
@@ -99,14 +74,7 @@ def test_rows_without_a_hash_are_counted_as_such_and_not_requested(site: Site, t
         "caption": ["a cat"] * 300,
         "digest": [None, "", *hashes[2:]],
     }
-    pq.write_table(pa.table(columns), tmp_path / "urls.parquet")
-    tree = {
-        "output": str(tmp_path / "data"),
-        "source": {"table": str(tmp_path / "urls.parquet"), "hash": "digest"},
-        "guard": {"allow_addresses": ["127.0.0.1"]},
-        "monitor": {"probe": 0},
-    }
-    config, plan = prepare(parse(DownloadConfig, tree))
+    config, plan = prepared(tmp_path, columns, monitor={"probe": 0}, hash="digest")
     asked = len(site.agents)
     manifest = fetch_here(config, plan, [0])
     assert (manifest.n, manifest.failures) == (298, {"no hash": 2})
@@ -131,12 +99,6 @@ def test_exact_duplicates_with_another_kind_of_hash(site: Site, tmp_path: Path) 
         "caption": ["one picture", "another", "the first again"],
         "digest": [hashlib.md5(body).hexdigest() for body in bodies],
     }
-    pq.write_table(pa.table(columns), tmp_path / "urls.parquet")
-    tree = {
-        "output": str(tmp_path / "data"),
-        "source": {"table": str(tmp_path / "urls.parquet"), "hash": "digest", "hash_kind": "md5"},
-        "guard": {"allow_addresses": ["127.0.0.1"]},
-    }
-    config, plan = prepare(parse(DownloadConfig, tree))
+    config, plan = prepared(tmp_path, columns, hash="digest", hash_kind="md5")
     assert fetch_here(config, plan, [0]).n == 3
     assert duplicates.exact_groups(Folder(tmp_path / "data"), {}) == [["0000000000", "0000000002"]]

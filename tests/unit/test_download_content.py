@@ -34,10 +34,6 @@ def test_incomplete_images_are_truncated(kind: str, share: float) -> None:
     assert reason_of(body[: int(len(body) * share)]) == reasons.TRUNCATED
 
 
-def test_progressive_jpeg_with_trailing_bytes_passes() -> None:
-    check_image(jpeg(progressive=True) + b"camera notes", content_type="", max_pixels=10_000)
-
-
 @pytest.mark.parametrize("progressive", [False, True])
 def test_a_file_appended_to_a_jpeg_does_not_hide_its_end(progressive: bool) -> None:
     """Phones append a video, whose bytes contain the markers of a JPEG by accident."""

@@ -16,12 +16,11 @@ from click.testing import CliRunner, Result
 from jobs.evaluate import command
 from pipeline.errors import UserError
 from pipeline.evaluation import evaluate, protocol
-from pipeline.evaluation.datasets.datacomp import AGGREGATES, DATACOMP, TASKS
+from pipeline.evaluation.datasets.datacomp import TASKS
 from pipeline.evaluation.datasets.suite import open_suite
 from pipeline.evaluation.identity import ROOT, code_digest, imported_modules
 from pipeline.evaluation.run import evaluator, images
-from pipeline.evaluation.run.results import TaskResult, _digest
-from pipeline.evaluation.run.summary import aggregate
+from pipeline.evaluation.run.results import _digest
 from pipeline.model.evaluation_model import EvaluationModel
 from pipeline.report.stored_scores import read_evaluations
 from tests.checkpoints import QUICK, contents, save_checkpoint
@@ -328,13 +327,3 @@ def test_a_task_and_a_protocol_of_ones_own_need_no_change_here(tmp_path: Path) -
     (root / "tasks.yaml").write_text("ranks: {folder: photos, protocol: median_rnk}\n")
     done = run(checkpoint, "--suite", root, "--output", tmp_path / "out")
     assert "protocol = 'median_rnk': no such evaluation protocol. The nearest is median_rank." in str(done.exception)
-
-
-def test_a_39th_task_does_not_change_the_average() -> None:
-    facts = {"metrics": {}, "chance": None, "samples": 1, "official": True, "inputs": {}}
-    names = {"name": "", "protocol": "classification", "main_metric": "acc1"}
-    results = {t.key: TaskResult(task=t.key, score=0.01 * k, **names, **facts) for k, t in enumerate(DATACOMP)}  # type: ignore[arg-type]
-    before = aggregate(results)
-    assert set(before) == set(AGGREGATES)
-    results["mine"] = TaskResult(task="mine", score=1.0, **names, **facts)  # type: ignore[arg-type]
-    assert aggregate(results) == before

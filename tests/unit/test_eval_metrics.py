@@ -223,8 +223,10 @@ def test_custom_tasks_are_in_no_aggregate() -> None:
     """Each aggregate lists its task keys, so adding a custom task changes none of them."""
     before = dict(AGGREGATES)
     table = TASKS | {"vtab/mine": Task("vtab/mine", "Mine"), "retrieval/mine": Task("retrieval/mine", "Mine too")}
+    table["mine"] = Task("mine", "Mine as well")
     scored = {key: score(key, 1.0 if key in TASKS else 0.0) for key in table}
     found = aggregate(scored)
+    assert found == aggregate({key: scored[key] for key in TASKS})
     assert before == AGGREGATES
     assert {name: (value.score, value.expected) for name, value in found.items()} == {
         name: (1.0, len(keys)) for name, keys in AGGREGATES.items()

@@ -166,7 +166,7 @@ def measure(
     Raises:
         UserError: The objective has no normalizers (siglip), or stored features that the run uses are not there.
     """
-    stored = {"data.teacher_features": run.data.teachers, "selection.features": (run.selection.features,)}
+    stored = run.stored_features
     run = replace(run, selection=SelectionConfig())  # over all pairs
     plain = replace(without_weights(run.model), patch_dropout=None, compile=False, lora=LoraConfig())
     towers, architecture = build_towers(plain, seed=run.seed)
@@ -182,7 +182,6 @@ def measure(
             setting: [
                 open_features(Path(folder), run.data, loader.mixture.digests, setting=setting, seed=run.seed)
                 for folder in folders
-                if folder
             ]
             for setting, folders in stored.items()
         }

@@ -167,9 +167,8 @@ def _stored_features(run: RunConfig, data: DataPlan | None) -> Iterator[str]:
     Raises:
         UserError: Those that are there do not fit the run.
     """
-    named = {"data.teacher_features": run.data.teachers, "selection.features": (run.selection.features,)}
-    opened: dict[str, list[StoredTeacher]] = {setting: [] for setting in named}
-    for setting, folder in ((setting, folder) for setting, folders in named.items() for folder in folders if folder):
+    opened: dict[str, list[StoredTeacher]] = {setting: [] for setting in run.stored_features}
+    for setting, folder in ((setting, folder) for setting, all_of in run.stored_features.items() for folder in all_of):
         if not Path(folder).exists():
             yield f"{setting}={folder} is not there yet: `neuclip features DATA --model TEACHER --output {folder}`"
         elif data is not None:

@@ -138,6 +138,12 @@ class RunConfig:
         return self.samples // self.batch_size
 
     @property
+    def stored_features(self) -> dict[str, tuple[str, ...]]:
+        """Folders of `neuclip features` that the run uses, by the setting that names them."""
+        reference = self.selection.features
+        return {"data.teacher_features": self.data.teachers, "selection.features": (reference,) if reference else ()}
+
+    @property
     def read_batch(self) -> int:
         """Samples that a step reads, over all ranks: more than it trains on, with `selection.ratio`."""
         return self.selection.read_batch(self.batch_size)

@@ -115,7 +115,7 @@ def _shards_at_fault(folder: Folder, plan: Plan, problems: list[Problem]) -> tup
         path = folder.root / problem.shard
         if path.suffix != ".tar" and not (path.parent.name == "meta" and path.suffix in (".json", ".parquet")):
             continue
-        number = int(path.stem) if path.stem.isdigit() else plan.shards
+        number = int(path.stem) if path.stem.isdecimal() else plan.shards
         if number >= plan.shards or path not in (folder.tar(number), folder.meta(number), folder.record(number)):
             raise UserError(f"{problem.shard} is not one of this folder's shards: move it away by hand.")
         if path.is_dir():  # not our file: kept under another name

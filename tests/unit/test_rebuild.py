@@ -255,6 +255,15 @@ def test_a_command_waits_for_the_engine_of_a_killed_one(
             assert time.monotonic() - began > 0.1
 
 
+@pytest.mark.parametrize("name", ["later.tar", "99999.tar", "\u00b2.tar"])
+def test_a_file_that_is_no_shard_of_the_folder_is_left_to_the_user(copied: Path, name: str) -> None:
+    shutil.copy(copied / "shards/00000.tar", copied / "shards" / name)
+    before = contents(copied)
+    with pytest.raises(UserError, match=rf"shards/{name} is not one of this folder's shards: move it away by hand"):
+        rebuild(copied, verify(copied))
+    assert contents(copied) == before
+
+
 def test_a_rebuild_says_that_the_result_is_identical(copied: Path) -> None:
     flip(copied / "shards/00001.tar")
     result = CliRunner().invoke(command, [str(copied), "--rebuild", "--allow-addresses"], standalone_mode=False)

@@ -128,13 +128,15 @@ def start_processes(device: str = "auto") -> Iterator[tuple[Processes, torch.dev
         raise UserError(f"device = {device!r} is not known. Allowed: auto, cpu, cuda.")
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("device = 'cuda', but torch sees no CUDA device here: use 'auto' or 'cpu'.")
+    on_cpu = device == "cpu" or not torch.cuda.is_available()
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield World(), torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+        yield World(), torch.device("cpu" if on_cpu else "cuda")
         return
     from accelerate import PartialState
 
     # The first process may score a large retrieval task, or a watcher may wait, while the others are in a collective.
-    state = PartialState(cpu=device == "cpu", timeout=timedelta(hours=4))
+    # Without `cpu` it would not connect the processes of a machine that has no GPU.
+    state = PartialState(cpu=on_cpu, timeout=timedelta(hours=4))
     try:
         yield connected_world(state), state.device
     finally:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import Field, field_validator
 from torch import Tensor
 
 from pipeline.config import section, suggest
@@ -47,6 +47,13 @@ class TelemetryConfig:
     """Run torch's profiler from the first to the last of these steps (counted from 0), on rank 0: RUN/profile/."""
     peak_tflops: float | None = Field(default=None, gt=0)
     """Peak of one device, for the MFU. None: from the GPU's data sheet where it is known, else no MFU is reported."""
+
+    @field_validator("profile")
+    @classmethod
+    def _in_order(cls, steps: tuple[int, int] | None) -> tuple[int, int] | None:
+        if steps is not None and not 0 <= steps[0] <= steps[1]:
+            raise ValueError("the first step, counted from 0, and the last, which is not before it, such as [8,12]")
+        return steps
 
 
 def sink_names(config: TelemetryConfig) -> list[str]:

@@ -174,3 +174,10 @@ def test_the_progress_line_has_the_slowest_rank_where_the_others_wait_for_it() -
     found = {"slowest_rank": 3.0, "slowest_rank_ms": 130.0, "median_rank_ms": 100.0, "slowest_rank_data_wait": 0.25}
     assert headline({"loss": 1.0}) == headline({"loss": 1.0, **found, "slowest_rank_ms": 115.0}) == "loss 1.0000"
     assert headline(found) == "slowest rank 3: 130 ms, median 100 ms, data wait 25%"
+
+
+@pytest.mark.parametrize("steps", [(5, 2), (-1, 2)])
+def test_a_profile_whose_last_step_is_before_its_first_is_refused(steps: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="the first step, counted from 0, and the last, which is not before it"):
+        TelemetryConfig(profile=steps)
+    assert TelemetryConfig(profile=(3, 3)).profile == (3, 3)

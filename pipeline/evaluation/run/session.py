@@ -126,9 +126,9 @@ def start_processes(device: str = "auto") -> Iterator[tuple[Processes, torch.dev
     """
     if device not in ("auto", "cpu", "cuda"):
         raise UserError(f"device = {device!r} is not known. Allowed: auto, cpu, cuda.")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("device = 'cuda', but torch sees no CUDA device here: use 'auto' or 'cpu'.")
     on_cpu = device == "cpu" or not torch.cuda.is_available()
+    if device == "cuda" and on_cpu:
+        raise UserError("device = 'cuda', but torch sees no CUDA device here: use 'auto' or 'cpu'.")
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield World(), torch.device("cpu" if on_cpu else "cuda")
         return

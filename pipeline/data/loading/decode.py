@@ -159,17 +159,18 @@ class ImageDecoder:
         Raises:
             CorruptSample: PIL cannot decode all of the image, or it has more than `max_pixels` or too many scans.
         """
-        if self.mode == "exact":
-            return self._exact(data, state)
-        if data[:2] == b"\xff\xd8":
+        window_HWC = None
+        if self.mode != "exact":
             try:
-                return self._fast(data, state)
+                window_HWC = self._window(data, state)
             except (ValueError, MemoryError) as error:
                 if isinstance(error, CorruptSample):
                     raise
-        elif (pixels := ppm_pixels(data)) is not None:
-            return self._raw(pixels, state)
-        return self._exact(data, state)
+        if window_HWC is None:
+            return self._exact(data, state)
+        # A dense window with a batch axis has strides that torch takes for channels-last, its fastest path for uint8.
+        window = window_HWC[None].permute(0, 3, 1, 2)
+        return F.interpolate(window, size=(self.size, self.size), mode="bicubic", antialias=True)[0]
 
     def for_gpu(self, data: bytes, *, state: int) -> EncodedJpeg | None:
         """What a GPU needs to decode an image; None if it is to be decoded here.
@@ -203,35 +204,32 @@ class ImageDecoder:
         if height * width > self.max_pixels:
             raise CorruptSample("image is larger than data.max_pixels")
 
-    def _fast(self, data: bytes, state: int) -> Tensor:
-        height, width, colorspace = jpeg_header(data)
+    def _window(self, data: bytes, state: int) -> Tensor | None:
+        """The pixels of the crop, uint8 [h, w, 3]; None, or a ValueError, if Pillow has to decode the image."""
+        pixels_HWC: NDArray[np.uint8] | None = None
+        if data[:2] == b"\xff\xd8":
+            height, width, colorspace = jpeg_header(data)
+        elif (pixels_HWC := ppm_pixels(data)) is not None:
+            height, width, _ = pixels_HWC.shape
+        else:
+            return None
         self._check(height, width)
-        check_scans(data)
-        if colorspace not in RGB_JPEG:
-            raise ValueError(f"PIL decodes {colorspace}")
-        box = crop_box(height, width, crop=self.crop, state=state)
-        shrink = shrink_for(box, size=self.size) if self.mode == "scaled" else 1
-        decoded = simplejpeg.decode_jpeg(
-            data,
-            colorspace="RGB",
-            strict=True,
-            min_height=-(-height // shrink),  # the smallest size that is allowed is the one that is decoded
-            min_width=-(-width // shrink),
-            min_factor=shrink,
-        )
-        top, left, h, w = box if shrink == 1 else shrunk(box, by=shrink)
-        return self._resized(torch.from_numpy(decoded)[top : top + h, left : left + w])
-
-    def _raw(self, pixels_HWC: NDArray[np.uint8], state: int) -> Tensor:
-        height, width, _ = pixels_HWC.shape
-        self._check(height, width)
-        top, left, h, w = crop_box(height, width, crop=self.crop, state=state)
-        return self._resized(torch.from_numpy(pixels_HWC[top : top + h, left : left + w].copy()))
-
-    def _resized(self, window_HWC: Tensor) -> Tensor:
-        # A dense window with a batch axis has strides that torch takes for channels-last, its fastest path for uint8.
-        window = window_HWC.contiguous()[None].permute(0, 3, 1, 2)
-        return F.interpolate(window, size=(self.size, self.size), mode="bicubic", antialias=True)[0]
+        top, left, h, w = box = crop_box(height, width, crop=self.crop, state=state)
+        if pixels_HWC is None:
+            check_scans(data)
+            if colorspace not in RGB_JPEG:
+                raise ValueError(f"Pillow decodes {colorspace}")
+            shrink = shrink_for(box, size=self.size) if self.mode == "scaled" else 1
+            pixels_HWC = simplejpeg.decode_jpeg(
+                data,
+                colorspace="RGB",
+                strict=True,
+                min_height=-(-height // shrink),  # the smallest size that is allowed is the one that is decoded
+                min_width=-(-width // shrink),
+                min_factor=shrink,
+            )
+            top, left, h, w = box if shrink == 1 else shrunk(box, by=shrink)
+        return torch.from_numpy(pixels_HWC[top : top + h, left : left + w].copy())
 
     def _exact(self, data: bytes, state: int) -> Tensor:
         with warnings.catch_warnings():

@@ -247,6 +247,7 @@ class StreamDataset(IterableDataset[Part | Failure]):
         streams = self.streams[s * worker // workers : s * (worker + 1) // workers]
         note = functools.partial(operator.setitem, [-1] if self.reading is None else self.reading, worker)
         store = FeatureStore(self.features) if self.features else None
+        count = self.order.layout.rows * len(streams)
         while True:
             mixture = self.order.mixture
             source = SequentialReader(
@@ -262,38 +263,26 @@ class StreamDataset(IterableDataset[Part | Failure]):
                 for c in streams
             ]
             for batch in range(first, self.order.layout.steps):
-                yield self._part(fillers, source, store, epoch=epoch, batch=batch)
+                rows = DecodedRows(count=count, dataset=self, source=source, store=store, epoch=epoch)
+                corrupt: Counter[tuple[str, str]] = Counter()
+                ids = [i for filler in fillers for i in filler.fill(batch, rows, corrupt=corrupt)]
+                sample_id, decoded = np.array(ids, np.int64), len(rows.shown) - len(rows.encoded)
+                first_row = streams.start * self.order.layout.rows
+                yield Part(
+                    epoch=epoch,
+                    batch=batch,
+                    image_bHWC=rows.image_bHWC if decoded == count else rows.image_bHWC[:decoded].clone(),
+                    text=self.tokenize(rows.captions).numpy(),
+                    sample_id=sample_id,
+                    order_hash=order_hash(sample_id, epoch=epoch, batch=batch, first_row=first_row),
+                    corrupt=corrupt,
+                    features=rows.features,
+                    missing=np.array(rows.shown, dtype=np.int64) if store else None,
+                    encoded=tuple(rows.encoded),
+                )
             for filler in fillers:
                 filler.close()
             epoch, first = epoch + 1, 0
-
-    def _part(
-        self,
-        fillers: list[StreamFiller],
-        source: SequentialReader,
-        store: FeatureStore | None,
-        *,
-        epoch: int,
-        batch: int,
-    ) -> Part:
-        count = self.order.layout.rows * len(fillers)
-        rows = DecodedRows(count=count, dataset=self, source=source, store=store, epoch=epoch)
-        corrupt: Counter[tuple[str, str]] = Counter()
-        sample_id = np.array([i for filler in fillers for i in filler.fill(batch, rows, corrupt=corrupt)], np.int64)
-        decoded = len(rows.shown) - len(rows.encoded)
-        hashed = order_hash(sample_id, epoch=epoch, batch=batch, first_row=fillers[0].stream * self.order.layout.rows)
-        return Part(
-            epoch=epoch,
-            batch=batch,
-            image_bHWC=rows.image_bHWC if decoded == count else rows.image_bHWC[:decoded].clone(),
-            text=self.tokenize(rows.captions).numpy(),
-            sample_id=sample_id,
-            order_hash=hashed,
-            corrupt=corrupt,
-            features=rows.features,
-            missing=np.array(rows.shown, dtype=np.int64) if store else None,
-            encoded=tuple(rows.encoded),
-        )
 
 
 def share(image: Tensor) -> None:

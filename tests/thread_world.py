@@ -71,5 +71,5 @@ def on_ranks(size: int, program: Callable[[World], Any]) -> list[Any]:
             raise
 
     # The ranks change the process-wide precision settings concurrently: they are restored here.
-    with true_fp32(), ThreadPoolExecutor(size) as pool:
+    with true_fp32(torch.device("cpu")), ThreadPoolExecutor(size) as pool:
         return [future.result() for future in [pool.submit(run, rank) for rank in range(size)]]

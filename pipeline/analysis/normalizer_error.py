@@ -257,7 +257,7 @@ def _compare(objective: SoftmaxObjective, pairs: _Pairs, own: slice, world: Worl
     """Exact values and the method's estimates for a global batch, of which this rank has the rows `own`."""
     image, text, ids = pairs.features[0][own], pairs.features[1][own], pairs.sample_id[own]
     estimates = objective.log_normalizers(image, text, sample_ids=ids)
-    with true_fp32():
+    with true_fp32(world.device):
         exact = [
             exact_log_normalizers(
                 features,

@@ -48,8 +48,9 @@ def cpu_bf16_slowdown() -> float:
 
 
 @contextmanager
-def true_fp32() -> Iterator[None]:
-    """Inside, fp32 matrix products and convolutions do not use TF32 or bf16, whatever the process allows otherwise.
+def true_fp32(device: torch.device) -> Iterator[None]:
+    """Inside, fp32 matrix products and convolutions do not use TF32 or bf16, and there is no autocast on this kind of
+    device, whatever the process allows otherwise.
 
     At tau = 0.01, TF32 would cause an error of about 0.05 in the exponent of a similarity.
 
@@ -71,8 +72,10 @@ def true_fp32() -> Iterator[None]:
         backends.cudnn.allow_tf32 = False
     for operator in operators:
         operator.fp32_precision = "ieee"
+    kind = "cpu" if device.type == "meta" else device.type  # there is no autocast for the meta device
     try:
-        yield
+        with torch.autocast(kind, enabled=False):
+            yield
     finally:
         if matmul not in (None, "highest"):
             torch.set_float32_matmul_precision(matmul)
@@ -80,11 +83,3 @@ def true_fp32() -> Iterator[None]:
             backends.cudnn.allow_tf32 = True
         for operator, precision in zip(operators, before, strict=True):
             operator.fp32_precision = precision
-
-
-@contextmanager
-def plain_arithmetic(device: torch.device) -> Iterator[None]:
-    """Neither TF32 nor autocast inside, even if the surrounding training loop uses them."""
-    kind = "cpu" if device.type == "meta" else device.type  # there is no autocast for the meta device
-    with true_fp32(), torch.autocast(kind, enabled=False):
-        yield

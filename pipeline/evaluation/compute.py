@@ -86,7 +86,7 @@ class Compute:
             self._pool = ThreadPoolExecutor(self.threads, initializer=torch.set_num_threads, initargs=(1,))
             torch.set_num_threads(1)
         else:
-            self._restore.enter_context(_exact_cuda())
+            self._restore.enter_context(_exact_cuda(self.device))
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -161,12 +161,12 @@ def kernel_fingerprint() -> str:
 
 
 @contextlib.contextmanager
-def _exact_cuda() -> Iterator[None]:
+def _exact_cuda(device: torch.device) -> Iterator[None]:
     cudnn = torch.backends.cudnn
     before = (cudnn.benchmark, cudnn.deterministic)
     cudnn.benchmark, cudnn.deterministic = False, True
     try:
-        with true_fp32():
+        with true_fp32(device):
             yield
     finally:
         cudnn.benchmark, cudnn.deterministic = before

@@ -177,7 +177,7 @@ def encode_text(clip: nn.Module, text: Tensor | PackedText) -> Tensor:
     dtype = clip.transformer.get_cast_dtype()
     x = clip.token_embedding(text).to(dtype) + clip.positional_embedding[: text.shape[1]].to(dtype)
     x = clip.ln_final(clip.transformer(x, attn_mask=clip.attn_mask))
-    pooled = text_global_pool(x, text, *_pooling(clip))
+    pooled = text_global_pool(x, text, clip.text_pool_type, getattr(clip, "text_eos_id", None))
     projection = clip.text_projection
     if projection is None:
         return pooled

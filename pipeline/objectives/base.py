@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor
 
 from pipeline.config import section
-from pipeline.distributed.precision import plain_arithmetic
+from pipeline.distributed.precision import true_fp32
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.objectives.distill import Teachers
@@ -183,7 +183,7 @@ class Objective(ABC):
                 "of a teacher and a weight above 0 need each other."
             )
         dtype, given = self.context.dtype, {"teacher": teacher} if teacher else {}
-        with plain_arithmetic(self.context.device):
+        with true_fp32(self.context.device):
             output, self._pending = self.loss_and_gradients(
                 image.to(dtype), text.to(dtype), sample_ids=sample_ids, **given
             )
@@ -199,7 +199,7 @@ class Objective(ABC):
         if self._pending is _NOTHING:
             raise RuntimeError("commit() without compute(): nothing is pending")
         pending, self._pending = self._pending, _NOTHING
-        with plain_arithmetic(self.context.device):
+        with true_fp32(self.context.device):
             self.update_state(pending, lr_scale=lr_scale)
         self._steps += 1
         if self.drift.every and self.steps % self.drift.every == 0:

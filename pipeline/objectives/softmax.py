@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from pipeline.distributed.precision import plain_arithmetic
+from pipeline.distributed.precision import true_fp32
 from pipeline.objectives import pairwise
 from pipeline.objectives.base import Objective, ObjectiveConfig, ObjectiveContext, ObjectiveOutput
 from pipeline.objectives.distill import Teachers, ensemble_loss
@@ -150,7 +150,7 @@ class SoftmaxObjective(Objective):
         if self.is_pending:
             raise RuntimeError("log_normalizers() between compute() and commit(): call it before or after the step")
         dtype = self.context.dtype
-        with plain_arithmetic(self.context.device):
+        with true_fp32(self.context.device):
             batch = self._gather((image.to(dtype), text.to(dtype)), sample_ids)
             pairs = (self.cold_normalizers(batch), self.normalizers_in_use(batch), batch.tau)
         cold, in_use, tau = ((first[batch.rows], second[batch.rows]) for first, second in pairs)
@@ -216,11 +216,6 @@ class SoftmaxObjective(Objective):
         if self._estimator.needs_ids:
             ids = self.world.all_gather(sample_ids.to(positive_b.device, non_blocking=True))
         return AnchorBatch(features, positive, tau, log_g, mean_h, fetched, size, rows, self.steps, ids)
-
-
-def mean_gap(estimates: Iterable[Tensor], targets: Iterable[Tensor]) -> Tensor:
-    """Mean absolute difference of log-normalizers over both sides, a scalar."""
-    return torch.stack([(a - b).abs().mean() for a, b in zip(estimates, targets, strict=True)]).mean()
 
 
 def _feature_gradients(batch: AnchorBatch, weights: AnchorWeights) -> Pair:

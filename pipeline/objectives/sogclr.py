@@ -22,7 +22,7 @@ from pipeline.objectives.base import ObjectiveConfig, ObjectiveContext, Pair
 from pipeline.objectives.parts import StatefulPart
 from pipeline.objectives.registry import register
 from pipeline.objectives.sample_table import PerSampleTable
-from pipeline.objectives.softmax import AnchorBatch, AnchorWeights, SoftmaxObjective, mean_gap
+from pipeline.objectives.softmax import AnchorBatch, AnchorWeights, SoftmaxObjective
 from pipeline.objectives.temperature import (
     ConstantTemperature,
     LearnedTemperature,
@@ -113,7 +113,7 @@ class MovingAverages(StatefulPart):
     def metrics(self, batch: AnchorBatch, log_normalizer: Pair) -> dict[str, Tensor]:
         """normalizer_gap: mean |log(eps + u) - log(eps + g)| over both sides; gamma."""
         gamma = gamma_at(self.config, self.context, step=batch.step)
-        gap = mean_gap(log_normalizer, self._with_eps(batch.log_g))
+        gap = (torch.stack(log_normalizer) - torch.stack(self._with_eps(batch.log_g))).abs().mean()
         return {"normalizer_gap": gap, "gamma": batch.positive.new_full((), gamma)}
 
     def commit(self, update: Tensor) -> None:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.data.loading.loader import Batch
-from pipeline.distributed.precision import plain_arithmetic
+from pipeline.distributed.precision import true_fp32
 from pipeline.errors import UserError
 from pipeline.model.starting_weights import resized
 from pipeline.model.trimming import TextChunks, TextTrimming
@@ -54,7 +54,7 @@ class Selection:
         count, super_batch = self.state.run.batch_size, self.state.run.read_batch
         scale, bias = self.state.objective.logit_parameters()
         own = self._features(image, batch.text, step=step)
-        with plain_arithmetic(world.device):
+        with true_fp32(world.device):
             features = [world.all_gather(values.float()) for values in (*own, guide.image, guide.text)]
             learner = View(features[0], features[1], math.exp(-scale), bias or None)
             reference = View(features[2], features[3], guide.tau, self.reference.facts.bias if bias else None)

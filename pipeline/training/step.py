@@ -203,7 +203,8 @@ class TrainStep:
             f_image, f_text = (f.detach() for f in features)
             given = {"teacher": teacher} if teacher else {}  # most objectives know of none
             output = self.objective.compute(f_image, f_text, sample_ids=sample_ids, **given)
-            flags = self._agree(output, stop=stop, skip=missing or rehearsal)
+            total = output.loss + output.grad_image.sum() + output.grad_text.sum()
+            flags = Flags(~torch.isfinite(total), stop, missing or rehearsal, world=self.world)
             to_skip = flags.values[::2].any()
             gradients = (
                 output.grad_image.masked_fill(to_skip, torch.nan),
@@ -262,14 +263,6 @@ class TrainStep:
                 again = self.engine.forward(image[rows], texts.tokens(index))
             self.engine.backward(again, (gradients[0][rows], texts.rows(index, gradients[1])))
 
-    def _agree(self, output: ObjectiveOutput, *, stop: bool, skip: bool) -> Flags:
-        """`(any not finite, any stop, any to be skipped)` over the ranks: one collective."""
-        total = output.loss + output.grad_image.sum() + output.grad_text.sum()
-        flags = torch.stack(
-            [(~torch.isfinite(total)).float(), *(torch.full_like(total, float(flag)) for flag in (stop, skip))]
-        )
-        return Flags(self.world.all_reduce(flags, "max"))
-
 
 @contextlib.contextmanager
 def seeded(seed: int, step: int, rank: int, micro_batch: int) -> Iterator[None]:
@@ -313,10 +306,17 @@ def micro_batches(local_batch: int, micro_batch: int | None) -> list[slice]:
 
 
 class Flags:
-    """Numbers of the device on their way to the host; reading them waits for nothing that is queued after them."""
+    """Which flags are set on any rank, by one collective. Reading them waits for nothing that is queued after it.
 
-    def __init__(self, values: Tensor) -> None:
-        self.values = values
+    Args:
+        first: A scalar on the device.
+        others: Flags of the host.
+        world: The ranks.
+    """
+
+    def __init__(self, first: Tensor, *others: bool, world: World) -> None:
+        flags = [first.float(), *(torch.full_like(first, flag, dtype=torch.float32) for flag in others)]
+        self.values = values = world.all_reduce(torch.stack(flags), "max")
         self._on_host, self._arrived = values, None
         if values.is_cuda:
             self._on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)

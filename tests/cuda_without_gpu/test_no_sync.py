@@ -213,7 +213,7 @@ def test_a_micro_batchs_texts_are_chosen_without_waiting(packed: bool) -> None:
 
 def test_flags_are_copied_to_the_host_without_waiting() -> None:
     with fake_gpu() as found:
-        flags = Flags(torch.ones(2, device="cuda"))
+        flags = Flags(torch.ones((), device="cuda"), True, world=World())
         assert (found.blocking_copies, found.waits) == ([], 0)
         assert len(flags.read()) == 2
     assert (found.blocking_copies, found.waits) == ([], 1), "for the event of the copy, not for the device"

@@ -14,7 +14,7 @@ from pipeline.objectives.base import ObjectiveContext, Pair
 from pipeline.objectives.npn.network import NPNS, BothSides, Npn, NpnConfig, Prediction, anchors_of
 from pipeline.objectives.npn.prototypes import MAX_LOG_RATIO
 from pipeline.objectives.registry import register
-from pipeline.objectives.softmax import AnchorBatch, AnchorWeights, SoftmaxObjective, mean_gap
+from pipeline.objectives.softmax import AnchorBatch, AnchorWeights, SoftmaxObjective
 from pipeline.objectives.temperature import LearnedTemperature, warn_of_large_rho
 
 
@@ -100,8 +100,8 @@ class NeuClip(SoftmaxObjective):
             feature_gradient=through,
             metrics={
                 "tau": tau,
-                "normalizer_gap": mean_gap(prediction.alpha, targets),
-                "normalizer_gap_cold": mean_gap(prediction.cold, targets),
+                "normalizer_gap": (torch.stack(prediction.alpha) - targets).abs().mean(),
+                "normalizer_gap_cold": (torch.stack(prediction.cold) - targets).abs().mean(),
                 "ratio_max": ratio.max(),
                 **self.npn.metrics(),
             },

@@ -152,23 +152,23 @@ def test_a_cluster_may_take_longer_to_begin(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("body", "problem"),
+    ("body", "stall", "problem"),
     [
-        ("import time; print('waiting', flush=True); time.sleep(60)", "no progress for 0.3 s"),
-        ("import sys; print('boom', flush=True); sys.exit(3)", "ended with exit status 3"),
+        ("echo waiting; exec sleep 60", 0.3, "no progress for 0.3 s"),
+        ("echo boom; exit 3", 60, "ended with exit status 3"),
     ],
 )
 def test_hanging_or_dying_engine_is_restarted_and_then_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, problem: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, stall: float, problem: str
 ) -> None:
-    config = parse(DownloadConfig, {"output": str(tmp_path), "monitor": {"stall": 0.3, "restarts": 1}})
+    config = parse(DownloadConfig, {"output": str(tmp_path), "monitor": {"stall": stall, "restarts": 1}})
     Folder(tmp_path).make()
     started = []
     popen = subprocess.Popen
 
     def stand_in(command: list[str], **options: object) -> subprocess.Popen[bytes]:
         started.append(command)
-        return popen([sys.executable, "-c", body], **options)  # type: ignore[call-overload]
+        return popen(["sh", "-c", body], **options)  # type: ignore[call-overload]
 
     monkeypatch.setattr(supervisor.subprocess, "Popen", stand_in)
     with pytest.raises(Paused) as caught:

@@ -198,7 +198,7 @@ class Folder:
     def numbered(self, where: str, suffix: str) -> list[int]:
         """The shards that have a file with this suffix in a folder, in order."""
         names = (path.name for path in (self.root / where).glob(f"*{suffix}"))
-        return sorted(int(stem) for name in names if (stem := name.removesuffix(suffix)).isdigit())
+        return sorted(int(stem) for name in names if (stem := name.removesuffix(suffix)).isdecimal())
 
     def finished(self) -> list[int]:
         """The shards that have a record, in order."""

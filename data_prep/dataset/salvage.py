@@ -75,7 +75,7 @@ def check_converted(folder: Folder, name: str, keys: Set[str]) -> None:
     Raises:
         UserError: One of them is damaged or another shard's.
     """
-    number = int(stem) if (stem := Path(name).stem).isdigit() else 0
+    number = int(stem) if (stem := Path(name).stem).isdecimal() else 0
     if tar_name(number) != name or not folder.record(number).exists():
         return
     rows = read_meta(folder, number, ["key", "status"]).to_pylist()
@@ -122,7 +122,7 @@ def published_samples(
         return
     found = canonical_tar.samples(path) if _is_vouched_for(folder, shard) else _intact_images(path, rows)
     for key, parts in found:
-        row = rows.get(int(key)) if key.isdigit() else None
+        row = rows.get(int(key)) if key.isdecimal() else None
         if row is None:
             continue
         images = {suffix: payload for suffix, payload in parts.items() if suffix not in ("json", "txt")}

@@ -81,7 +81,7 @@ def recover(folder: Folder, shards: Iterable[int]) -> list[int]:
     for pattern in ("shards/*.tar.new", "meta/*.parquet.new", "meta/.*.tmp", "shards/.*.tmp"):
         for path in folder.root.glob(pattern):
             number = path.name.lstrip(".").partition(".")[0]
-            if number.isdigit() and int(number) in wanted:
+            if number.isdecimal() and int(number) in wanted:
                 path.unlink(missing_ok=True)
     return committed
 

@@ -90,7 +90,7 @@ def changed_settings(plan: Plan, config: DownloadConfig) -> list[str]:
 
 def readable_rows(folder: Folder, tar: Path) -> dict[str, dict[str, Any]]:
     """The rows of the meta file that belongs to a tar, by key; empty if it cannot be read (reported elsewhere)."""
-    if not tar.stem.isdigit():
+    if not tar.stem.isdecimal():
         return {}
     try:
         return {row["key"]: row for row in read_meta(folder, int(tar.stem)).to_pylist()}

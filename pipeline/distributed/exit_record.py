@@ -131,7 +131,7 @@ def read_ends(folder: Path, *, below: int = 2**31) -> list[ExitRecord]:
     found: dict[int, ExitRecord] = {}
     for name in names:
         kind, _, number = name.removesuffix(".json").removesuffix(".txt").partition("-")
-        if kind in ("fatal", "exit") and number.isdigit() and int(number) < below:
+        if kind in ("fatal", "exit") and number.isdecimal() and int(number) < below:
             record = read_as(ExitRecord, folder / name) if kind == "exit" else _read_fatal(folder / name)
             if record is not None:
                 found.setdefault(record.rank, record)

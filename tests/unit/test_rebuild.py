@@ -264,6 +264,17 @@ def test_a_file_that_is_no_shard_of_the_folder_is_left_to_the_user(copied: Path,
     assert contents(copied) == before
 
 
+@pytest.mark.parametrize("name", ["meta/\u00b2.json", "meta/\u00b2.commit", "shards/\u00b2.tar.new"])
+def test_a_file_named_by_a_foreign_digit_belongs_to_no_shard(copied: Path, name: str) -> None:
+    """Regression test: str.isdigit accepts digits that int() does not, and every command of the folder crashed."""
+    finished = Folder(copied).finished()
+    (copied / name).write_text("{}")
+    assert shard_commit.recover(Folder(copied), range(9)) == []
+    assert Folder(copied).finished() == finished
+    assert verify(copied) == []
+    assert (copied / name).exists()
+
+
 def test_a_rebuild_says_that_the_result_is_identical(copied: Path) -> None:
     flip(copied / "shards/00001.tar")
     result = CliRunner().invoke(command, [str(copied), "--rebuild", "--allow-addresses"], standalone_mode=False)

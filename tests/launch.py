@@ -9,7 +9,11 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
+
+import psutil
 
 from pipeline.distributed.launch import without_launcher
 
@@ -87,3 +91,30 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def wait_for(
+    condition: Callable[[], object], *logs: Path, process: subprocess.Popen[str] | None = None, pause: float = 0.05
+) -> None:
+    """Wait until something is true, for at most five minutes; `process` must not end before.
+
+    Args:
+        condition: What is awaited.
+        logs: Files whose end is shown if it does not come.
+        process: Who brings it about.
+        pause: Seconds between two looks.
+    """
+    deadline = time.monotonic() + 300
+    while not condition():
+        shown = "\n".join(log.read_text()[-3000:] for log in logs if log.exists())
+        assert process is None or process.poll() is None, f"it ended too early: {process.communicate()} {shown}"
+        assert time.monotonic() < deadline, f"waited for five minutes; {shown}"
+        time.sleep(pause)
+
+
+def lives(pid: int) -> bool:
+    """Whether a process is running; a zombie is not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

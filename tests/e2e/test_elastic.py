@@ -7,19 +7,17 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.test_train import base, records, settings  # noqa: F401 (fixtures)
-from tests.launch import ROOT, environment, free_port, run
+from tests.launch import ROOT, environment, free_port, run, wait_for
 
 STEPS = 200
 """A quarter of a second each until the new node has been taken up; the rest is as fast as it can be."""
-LIMIT = 240.0
 """Seconds to wait for anything."""
 
 
@@ -46,13 +44,6 @@ def lose(agent: subprocess.Popen[bytes]) -> None:
         for process in (agent.pid, *map(int, children)):
             os.kill(process, signal.SIGKILL)
     agent.wait()
-
-
-def wait_for(condition: Callable[[], bool], *logs: Path) -> None:
-    end = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < end, "\n".join(log.read_text()[-3000:] for log in logs)
-        time.sleep(0.2)
 
 
 def orders(text: str) -> dict[str, str]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.documents import BLOCK, ROOT, Line, blocks, lines
-from tests.launch import environment, run
+from tests.launch import environment, run, wait_for
 from tests.metrics import metrics
 from tests.towers import write_tiny
 
@@ -56,14 +55,6 @@ def steps(run: Path) -> list[int]:
     return [record["step"] for record in metrics(run, "train")]
 
 
-def wait_for(path: Path, server: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 120
-    while not path.exists():
-        assert server.poll() is None, server.communicate()[1]
-        assert time.monotonic() < deadline, f"{path} did not appear"
-        time.sleep(0.2)
-
-
 @pytest.mark.slow
 def test_every_command_does_what_the_page_says(tmp_path: Path) -> None:
     tiny = write_tiny(tmp_path)
@@ -78,7 +69,7 @@ def test_every_command_does_what_the_page_says(tmp_path: Path) -> None:
             if "data_prep.scenes" in call:  # runs in the second terminal of the page
                 server = subprocess.Popen(call, cwd=ROOT, env=environment(), stdout=subprocess.PIPE,
                                           stderr=subprocess.PIPE, text=True)  # fmt: skip
-                wait_for(Path(call[call.index("--table") + 1]), server)
+                wait_for(Path(call[call.index("--table") + 1]).exists, process=server)
                 continue
             _, _, module, *arguments = call
             done = run(module, *arguments, timeout=500, check=False)

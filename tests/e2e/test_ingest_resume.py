@@ -27,6 +27,7 @@ from data_prep.rebuild import rebuild
 from data_prep.settings.download_config import DownloadConfig
 from pipeline.config import parse
 from pipeline.errors import UserError
+from tests.launch import lives, wait_for
 from tests.web import Site, jpeg, send, serve
 
 ROWS, SHARD = 120, 20
@@ -85,13 +86,13 @@ def test_a_killed_run_resumes_and_ends_with_the_same_manifest(site: Site, tmp_pa
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     folder = Folder(tmp_path / "killed")
     try:
-        _wait(lambda: len(folder.finished()) >= 2)
+        wait_for(lambda: len(folder.finished()) >= 2)
         family = psutil.Process(process.pid).children(recursive=True)
         assert len(family) >= 2, "the engine and its worker are running"
     finally:
         process.kill()
         process.wait()
-    _wait(lambda: not any(_is_running(child) for child in family))
+    wait_for(lambda: not any(lives(child.pid) for child in family))
     finished, committed = set(folder.finished()), set(folder.numbered("meta", ".commit"))
     assert not (tmp_path / "killed" / "manifest.json").exists()
     for shard in set(range(ROWS // SHARD)) - committed:  # a kill may come while the files of a commit are renamed
@@ -245,14 +246,3 @@ def test_concurrent_runs_in_one_folder_and_other_settings_are_rejected(site: Sit
 def outcomes(folder: Folder) -> list[str]:
     """Return the outcomes of a folder's sessions, in order."""
     return [json.loads(line)["outcome"] for line in folder.sessions.read_text().splitlines()]
-
-
-def _wait(until: object, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not until():  # type: ignore[operator]
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.05)
-
-
-def _is_running(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE

@@ -10,12 +10,11 @@ import socket
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.launch import ROOT, environment, free_port
+from tests.launch import ROOT, environment, free_port, wait_for
 from tests.metrics import metrics
 from tests.shards import write_shards
 from tests.towers import write_tiny
@@ -126,11 +125,7 @@ def test_slurm_requeues_after_a_signal_and_the_run_finishes(base: Path, slurm: d
     job = ["bash", str(SBATCH), str(base / "recipe.yaml"), f"output={run}", "telemetry.progress=lines"]
     first = subprocess.Popen([*job, long], cwd=ROOT, env=slurm, stdout=subprocess.PIPE, text=True)
     metrics = run / "metrics.jsonl"
-    deadline = time.monotonic() + 200
-    while not (metrics.exists() and '"step": 2,' in metrics.read_text()):
-        assert first.poll() is None, first.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    wait_for(lambda: metrics.exists() and '"step": 2,' in metrics.read_text(), process=first)
     for pid in (tmp_path / "pids").read_text().split():
         os.kill(int(pid), signal.SIGUSR1)
     output = first.communicate(timeout=120)[0]

@@ -16,7 +16,7 @@ import pytest
 from pipeline.checkpoint.layout import META_NAME, PREFIX, name_of
 from pipeline.checkpoint.mirror_store import MirrorStore
 from tests.e2e.test_train import STEPS, base, equal, records, settings, weights  # noqa: F401 (a fixture)
-from tests.launch import ROOT, command, environment, run
+from tests.launch import ROOT, command, environment, run, wait_for
 from tests.metrics import metrics
 from tests.s3_server import client, end, s3_server
 from tests.shards import write_shards
@@ -39,15 +39,15 @@ def messages(folder: Path) -> list[str]:
 
 def kill_while_uploading(arguments: list[str], folder: Path) -> None:
     """Start a run, and kill it while its mirror has a checkpoint and some files of a later one."""
-    process = subprocess.Popen(command("tests.e2e.slow_run", "0.3", *arguments), cwd=ROOT, env=environment())
-    store, deadline = client(), time.monotonic() + 300
-    while True:
-        assert process.poll() is None, "the run ended before such an upload was seen"
-        assert time.monotonic() < deadline
+    call, store = command("tests.e2e.slow_run", "0.3", *arguments), client()
+    process = subprocess.Popen(call, cwd=ROOT, env=environment(), text=True)
+
+    def uploading() -> bool:
         files = [Path(path) for path in store.find("bucket/runs", refresh=True) if f"/{folder.name}/" in path]
         finished = {path.parent for path in files if path.name == META_NAME}
-        if finished and {path.parent for path in files if path.parent.name.startswith(PREFIX)} - finished:
-            break
+        return bool(finished and {path.parent for path in files if path.parent.name.startswith(PREFIX)} - finished)
+
+    wait_for(uploading, process=process, pause=0)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
 

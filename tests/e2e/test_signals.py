@@ -7,13 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.launch import ROOT, command, environment, free_port
+from tests.launch import ROOT, command, environment, free_port, lives, wait_for
 from tests.shards import write_shards
 from tests.towers import write_tiny
 
@@ -45,7 +44,7 @@ def launch(launcher: str, arguments: list[str]) -> list[str]:
     return [str(Path(sys.executable).parent / "deepspeed"), *place, "--module", "jobs.train", *arguments]
 
 
-def wait_for(moment: str, run: Path, process: subprocess.Popen[str]) -> list[int]:
+def wait_until(moment: str, run: Path, process: subprocess.Popen[str]) -> list[int]:
     """Wait for the moment of a signal, and return the process ids of the ranks that have begun to train.
 
     Args:
@@ -54,7 +53,7 @@ def wait_for(moment: str, run: Path, process: subprocess.Popen[str]) -> list[int
         run: The run's folder.
         process: The launcher.
     """
-    metrics, deadline = run / "metrics.jsonl", time.monotonic() + 300
+    metrics = run / "metrics.jsonl"
 
     def reached() -> bool:
         if moment == "start":
@@ -62,19 +61,8 @@ def wait_for(moment: str, run: Path, process: subprocess.Popen[str]) -> list[int
         steps = metrics.exists() and '"step": 5,' in metrics.read_text()
         return steps and (moment == "step" or any((run / "checkpoints").glob(".step-*")))
 
-    while not reached():
-        assert process.poll() is None, process.communicate()[0][-3000:]
-        assert time.monotonic() < deadline, f"the run did not reach: {moment}"
-        time.sleep(0.001 if moment == "checkpoint" else 0.05)
+    wait_for(reached, process=process, pause=0.001 if moment == "checkpoint" else 0.05)
     return [json.loads(path.read_text())["pid"] for path in sorted((run / "heartbeats").glob("rank-*.json"))]
-
-
-def lives(pid: int) -> bool:
-    """Return whether a process is running; a zombie is not."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.mark.slow
@@ -105,7 +93,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint(
     )
     ranks: list[int] = []
     try:
-        ranks = wait_for(moment, run, process)
+        ranks = wait_until(moment, run, process)
         assert len(ranks) == 2 or moment == "start"
         for number in numbers:
             if whom == "all":
@@ -118,10 +106,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint(
             assert process.returncode == code, output[-3000:]
         if launcher == "neuclip" and code == 75:
             assert "Traceback" not in output, output[-3000:]
-        deadline = time.monotonic() + 60
-        while any(lives(pid) for pid in ranks):
-            assert time.monotonic() < deadline, "a rank outlived its launcher"
-            time.sleep(0.1)
+        wait_for(lambda: not any(lives(pid) for pid in ranks))  # no rank outlives its launcher
     finally:
         for pid in [*ranks, process.pid]:
             if lives(pid):

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -19,10 +18,9 @@ from pipeline.evaluation.identity import suite_identity
 from pipeline.evaluation.run.session import EvaluationConfig
 from tests.checkpoints import save_step
 from tests.evaluation_suite import write_classification
-from tests.launch import ROOT
+from tests.launch import ROOT, wait_for
 
 STEPS = tuple(range(100, 900, 100))
-SECONDS = 240.0
 CLOCK = """
 import os, time
 seconds, date, shift = time.time, time.gmtime, float(os.environ["CLOCK_SHIFT"])
@@ -43,13 +41,6 @@ def start(run: Path, suite: Path, log: Path, *, hours: int = 0) -> subprocess.Po
     return subprocess.Popen(command, stdout=log.open("wb"), stderr=subprocess.STDOUT, env=environment)
 
 
-def wait_for(what: object, *, logs: list[Path]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not what():  # type: ignore[operator]
-        assert time.monotonic() < deadline, "\n".join(log.read_text() for log in logs)
-        time.sleep(0.05)
-
-
 @pytest.mark.slow
 def test_after_kill_9_nothing_is_lost_or_repeated_whatever_the_clocks_say(tmp_path: Path) -> None:
     run, suite = tmp_path / "run", tmp_path / "mini"
@@ -64,7 +55,7 @@ def test_after_kill_9_nothing_is_lost_or_repeated_whatever_the_clocks_say(tmp_pa
     watchers = [start(run, suite, logs[0])]
     try:
         # The victim is killed while it holds a lease, before it has any result for that checkpoint.
-        wait_for(lambda: any(ledger.glob("*/lease-*.beat")), logs=logs[:1])
+        wait_for(lambda: any(ledger.glob("*/lease-*.beat")), *logs[:1])
         watchers[0].send_signal(signal.SIGKILL)
         watchers[0].wait()
         held = [
@@ -73,7 +64,7 @@ def test_after_kill_9_nothing_is_lost_or_repeated_whatever_the_clocks_say(tmp_pa
         assert held
         watchers += [start(run, suite, log, hours=hours) for log, hours in zip(logs[1:], (1, -1), strict=True)]
         save_step(run, STEPS[-1])  # training continues
-        wait_for(lambda: len(list(ledger.glob("*/done.json"))) == len(STEPS), logs=logs)
+        wait_for(lambda: len(list(ledger.glob("*/done.json"))) == len(STEPS), *logs)
         for watcher in watchers[1:]:
             watcher.send_signal(signal.SIGTERM)
         assert [watcher.wait(timeout=60) for watcher in watchers[1:]] == [130, 130]

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from data_prep.ingest import prepare
 from data_prep.settings.download_config import DownloadConfig, FetchConfig, ImageConfig
 from pipeline.config import parse
 from tests.ingested import fetch_here, own_opener, site  # noqa: F401
+from tests.launch import lives, wait_for
 from tests.web import Site, jpeg
 
 # A decoder that ends or sleeps as the end of the image's file says; the marker file makes it happen only once.
@@ -111,10 +111,7 @@ def test_a_decoder_ends_with_its_worker() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ended.returncode == -signal.SIGKILL
-    status, deadline = Path(f"/proc/{int(ended.stdout)}/stat"), time.monotonic() + 60
-    while status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z":
-        assert time.monotonic() < deadline, "the decoder outlived its worker"
-        time.sleep(0.05)
+    wait_for(lambda: not lives(int(ended.stdout)))  # the decoder does not outlive its worker
 
 
 def test_a_fork_has_a_decoder_of_its_own(decoder: Decoder) -> None:

@@ -19,7 +19,7 @@ from pipeline.distributed.exit_record import read_ends
 from pipeline.distributed.heartbeat import Beat, Heartbeat, behind, diagnosis, read_beat, stderr_copied
 from pipeline.distributed.timing import Phases
 from pipeline.distributed.world import World, lost_contact
-from tests.launch import ROOT, environment
+from tests.launch import ROOT, environment, wait_for
 
 BEAT = Beat(rank=0, host="a", pid=1, step=7, phase="objective", marks=40, seconds=61.0, beat=9)
 
@@ -76,17 +76,11 @@ def test_standard_error_is_copied_and_survives_the_copying_process(
     monkeypatch.setattr(subprocess, "Popen", Popen)
     monkeypatch.setattr(heartbeat_module, "COPIED_BYTES", 10)
 
-    def until(text: str) -> None:
-        deadline = time.monotonic() + 20
-        while path.read_text() != text:
-            assert time.monotonic() < deadline, path.read_text()
-            time.sleep(0.01)
-
     with stderr_copied(path, seconds=0.05):
         os.write(2, b"one\n")
-        until("one\n")
+        wait_for(lambda: path.read_text() == "one\n", path)
         os.write(2, b"much more than ten\n")
-        until("")
+        wait_for(lambda: path.read_text() == "", path)
         started[0].kill()
         started[0].wait()
         time.sleep(0.2)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 
 from pipeline.distributed.launch import Process, find_launchers
+from tests.launch import wait_for
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 
@@ -28,10 +28,7 @@ def test_a_zombie_and_another_process_with_the_same_id_are_not_the_launcher(monk
         assert not Process(agent.pid, found.started + "0").runs()
     finally:
         agent.kill()
-    deadline = time.monotonic() + 60
-    while found.runs():  # it is a zombie until somebody waits for it
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for(lambda: not found.runs())  # it is a zombie until somebody waits for it
     agent.wait()
     assert not found.runs()
     assert find_launchers(agent.pid) == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -21,6 +20,7 @@ from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.files import write_text
 from pipeline.run_files import read_run_id, write_run_id
+from tests.launch import wait_for
 from tests.mirrors import fetched, write, writer_of
 from tests.written_checkpoints import FACTS, Towers, snapshot
 from tests.written_checkpoints import writer_of as plain_writer
@@ -98,13 +98,6 @@ def test_two_processes_may_claim_a_mirror_at_once(tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
         claims = [pool.submit(store.claim, Owner("0123456789abcdef", "a machine", "1")) for store in stores * 200]
     assert not [claim for claim in claims if claim.exception()]
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_a_new_machine_does_not_continue_a_run_with_another_recipe(

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import tarfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ from pipeline.errors import UserError
 from pipeline.training.recipe import load_recipe
 from pipeline.training.recipe_file import read_recipe
 from tests.images import encoded
+from tests.launch import wait_for
 from tests.pair_files import convert_all, digests, dropped, make, picture, table, write_csv, write_images  # noqa: F401
 from tests.shards import count_tokens
 
@@ -118,10 +118,8 @@ def test_several_processes_and_a_resumed_run_write_the_same_bytes(tmp_path: Path
     assert digests(tmp_path / "two") == digests(tmp_path / "whole")
     arguments = [str(path), str(tmp_path / "killed"), "--shard-size", "5", "--processes", "1"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen([sys.executable, "-c", SLOW, *arguments], env=environment, cwd=tmp_path)
-    deadline = time.monotonic() + 60
-    while len(list((tmp_path / "killed" / "meta").glob("*.json"))) < 3 and time.monotonic() < deadline:
-        time.sleep(0.05)
+    process = subprocess.Popen([sys.executable, "-c", SLOW, *arguments], env=environment, cwd=tmp_path, text=True)
+    wait_for(lambda: len(list((tmp_path / "killed" / "meta").glob("*.json"))) >= 3, process=process)
     process.send_signal(signal.SIGKILL)
     process.wait()
     before = len(list((tmp_path / "killed" / "meta").glob("*.json")))

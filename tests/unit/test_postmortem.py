@@ -41,7 +41,7 @@ from pipeline.run_files import write_run_id
 from pipeline.training.recipe import ValidationConfig
 from pipeline.training.run_start import Origin
 from pipeline.training.validation import Validation, ValidationHistory
-from tests.launch import ROOT
+from tests.launch import ROOT, wait_for
 from tests.written_checkpoints import Towers, snapshot, write
 
 CONFIG = """
@@ -169,10 +169,7 @@ def test_a_stalled_loading_worker_is_reported_in_its_own_words(
     monkeypatch.setattr(os, "_exit", lambda code: threading.Event().wait())
     start_recording(run, rank=0)
     with StallWatch(0.05, lambda: "Rank 0: no batch came. Worker 1 is stopped, has open 00007.tar.").waiting():
-        deadline = time.monotonic() + 20
-        while not (run / "heartbeats" / "exit-00000.json").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_for((run / "heartbeats" / "exit-00000.json").exists)
     stop_recording()
     output, code = examine(run)
     assert code == 1

@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from pipeline.data.loading.worker import share
 from pipeline.data.loading.worker_processes import describe_workers
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from tests.launch import ROOT, environment
+from tests.launch import ROOT, environment, lives, wait_for
 from tests.shards import count_tokens, write_shards
 
 HANGS = """
@@ -60,10 +59,7 @@ def test_a_stopped_worker_is_reported_and_no_process_is_left_running(tmp_path: P
     assert re.search(rf"Worker 0 \(process {pids[0]}\) is waiting at {place}", done.stderr), done.stderr[-2000:]
     stopped = rf"Worker 1 \(process {pids[1]}\) is stopped \(SIGSTOP; SIGCONT continues it\) at {place}"
     assert re.search(stopped, done.stderr), done.stderr[-2000:]
-    deadline = time.monotonic() + 20
-    while any(Path("/proc", pid).exists() and "Z" not in Path("/proc", pid, "stat").read_text() for pid in pids):
-        assert time.monotonic() < deadline, "a worker outlived the run"
-        time.sleep(0.1)
+    wait_for(lambda: not any(lives(int(pid)) for pid in pids))  # no worker outlives the run
 
 
 LEAVES = """

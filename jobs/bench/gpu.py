@@ -175,7 +175,8 @@ def steps() -> list[Step]:
             "extra time of NeuCLIP, compiled", "The same with objective.npn_compile.", 90,
             bench("neuclip_overhead", "--arch", "ViT-B-16", "--device", "cuda", "--setting", "gathered", "--rounds",
                   "3", "--npn-compile"),
-            bench("neuclip_overhead", *TINY, "--batch", "16", "--ranks", "2", "--micro-batch", "8"),
+            bench("neuclip_overhead", *TINY, "--batch", "16", "--ranks", "2", "--micro-batch", "8", "--setting",
+                  "gathered", "--npn-compile"),
         ),
         Step(
             "loader", "Images per second of a core of this machine.", 60,

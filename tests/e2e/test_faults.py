@@ -17,11 +17,11 @@ from pipeline.checkpoint.layout import finished_checkpoints
 from pipeline.checkpoint.reader import damage
 from pipeline.distributed.exit_record import read_ends
 from pipeline.evaluation.datasets.datacomp import TASKS
-from tests.e2e.test_signals import launch, lives, wait_for
+from tests.e2e.test_signals import launch, wait_until
 from tests.e2e.test_signals import settings as endless
 from tests.e2e.test_train import BATCH, STEPS, base, equal, settings, two_ranks, weights  # noqa: F401 (fixtures)
 from tests.evaluation_suite import write_classification
-from tests.launch import ROOT, environment, run
+from tests.launch import ROOT, environment, lives, run
 from tests.shards import write_shards
 
 CRASHES = [
@@ -118,7 +118,7 @@ def test_a_rank_that_the_kernel_kills_for_its_memory_is_reported(tmp_path: Path)
         text=True,
     )
     try:
-        ranks = wait_for("step", tmp_path / "run", process)
+        ranks = wait_until("step", tmp_path / "run", process)
         (group / "cgroup.procs").write_text(str(ranks[1]))
         output = process.communicate(timeout=120)[0]
         assert int((group / "memory.failcnt").read_text()) > 0

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.test_signals import launch, lives, wait_for
-from tests.launch import ROOT, environment, run
+from tests.e2e.test_signals import launch, wait_until
+from tests.launch import ROOT, environment, lives, run
 from tests.metrics import equal, metrics, weights
 from tests.shards import write_shards
 from tests.towers import write_tiny
@@ -75,7 +75,7 @@ def test_a_signal_while_no_batch_comes_stops_the_run_with_a_checkpoint(
         stderr=subprocess.STDOUT,
         text=True,
     )
-    ranks = wait_for("step", base / name, process)
+    ranks = wait_until("step", base / name, process)
     stopped = worker_of(ranks[0])
     os.kill(stopped, signal.SIGSTOP)
     try:

@@ -11,6 +11,7 @@ import json
 import shutil
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,8 @@ class MirrorStore:
         progress: Called now and then while a checkpoint is downloaded.
 
     Raises:
-        UserError: There is no such kind of storage, or the package for it is not installed.
+        UserError: There is no such kind of storage, the package for it is not installed, the mirror is the run's own
+            folder, or its name is a pattern or no URL.
     """
 
     def __init__(self, url: str, run: Path, *, progress: Callable[[], None] = lambda: None) -> None:
@@ -75,14 +77,31 @@ class MirrorStore:
         self._downloaded = Downloaded()
 
         name = plain_name(run.resolve().name, what="The run's folder")
-        self.url = f"{url.rstrip('/')}/{name}/{FOLDER_NAME}"
+        place = url.rstrip("/") or "/"
+        self.url = f"{place.rstrip('/')}/{name}/{FOLDER_NAME}"
+        if magic := next((c for c in self.url if c in "*?["), ""):
+            raise UserError(
+                f"checkpoint.mirror: {self.url} has a {magic!r}, with which clients of storage match other folders, "
+                "too: rename the mirror or the run's folder."
+            )
         try:
-            self._files, root = fsspec.core.url_to_fs(url.rstrip("/"))
+            self._files, root = fsspec.core.url_to_fs(place)
             self._root = f"{root.rstrip('/')}/{name}/{FOLDER_NAME}"
         except (ImportError, ValueError) as error:
             raise UserError(
                 f"checkpoint.mirror = {url!r} cannot be used ({error}). For s3://, pip install 'neuclip[s3]'."
             ) from error
+        if isinstance(self._files, LocalFileSystem):
+            if ":" in place.partition("/")[0] and not place.startswith(("file:///", "local:///")):
+                raise UserError(
+                    f"checkpoint.mirror = {url!r} is neither a URL, such as s3://BUCKET/FOLDER, nor a folder; a folder "
+                    f"of that name is ./{url}"
+                )
+            if Path(self._root).resolve() == (run / FOLDER_NAME).resolve():
+                raise UserError(
+                    f"checkpoint.mirror = {url!r} would be the run's own folder, which is {run}: name a folder on "
+                    "another disk."
+                )
 
     def check(self) -> None:
         """Write a small file, read it and remove it.
@@ -169,18 +188,27 @@ class MirrorStore:
         """
         meta = (path / META_NAME).read_bytes()
         files = json.loads(meta)["files"]
-        if self.meta(path.name).get("files") == files and not self.problem(path.name):
-            files = {}  # written again, with the validation that had been prevented
-        else:
+        if not self._has(path.name, files):  # else it is written again, with the validation that had been prevented
             self.remove(path.name)
-        for name, entry in files.items():
-            target = f"{self._root}/{path.name}/{name}"
-            self._make_folder(target.rpartition("/")[0])
-            self._files.put_file(str(path / name), target)
-            if self._sha256(f"{path.name}/{name}") != entry["sha256"]:
-                raise OSError(f"{name} arrived with other contents")
+            try:
+                for name, entry in files.items():
+                    target = f"{self._root}/{path.name}/{name}"
+                    self._make_folder(target.rpartition("/")[0])
+                    self._files.put_file(str(path / name), target)
+                    if self._sha256(f"{path.name}/{name}") != entry["sha256"]:
+                        raise OSError(f"{name} arrived with other contents")
+            except Exception:
+                with suppress(Exception):  # the first error says more
+                    self.remove(path.name)  # it would fill the mirror, and nobody lists it
+                raise
         self._files.pipe_file(f"{self._root}/{path.name}/{META_NAME}", meta)
         self.point(LATEST_NAME, path.name)
+
+    def _has(self, name: str, files: dict[str, dict[str, Any]]) -> bool:
+        """Whether a checkpoint is there with these files; their bytes are read and compared."""
+        if self.meta(name).get("files") != files or self.problem(name):
+            return False
+        return all(self._sha256(f"{name}/{file}") == entry["sha256"] for file, entry in files.items())
 
     def point(self, file: str, name: str) -> None:
         """Write the name of a checkpoint into `latest` or `best`."""

@@ -64,6 +64,67 @@ def test_a_checkpoint_that_is_written_again_stays_in_the_mirror_meanwhile(
     assert "is in the mirror" in event
 
 
+def test_a_damaged_copy_is_replaced_when_its_checkpoint_is_written_again(
+    tmp_path: Path, url: str, towers: Towers
+) -> None:
+    """Regression test: it was said to be in the mirror, by the sizes of its files."""
+    run = tmp_path / "run"
+    write(run, url, towers, [1])
+    store = MirrorStore(url, run)
+    weights = f"{store._root}/step-00000001/open_clip_model.safetensors"
+    whole = store._files.cat_file(weights)
+    store._files.pipe_file(weights, b"x" * len(whole))
+    (event,) = (event for event in write(run, url, towers, [1]) if "mirror" in event)
+    assert "is in the mirror" in event
+    store._files.invalidate_cache()
+    assert (
+        store._files.cat_file(weights) == (run / "checkpoints/step-00000001/open_clip_model.safetensors").read_bytes()
+    )
+
+
+def test_a_failed_upload_leaves_nothing(
+    tmp_path: Path, url: str, towers: Towers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression test: files without a checkpoint.json stayed, and filled the mirror."""
+    run, store = tmp_path / "run", MirrorStore(url, tmp_path / "run")
+    write(run, url, towers, [1])
+    monkeypatch.setattr(mirror_module, "PAUSE_SECONDS", 0.0)
+    original, calls = MirrorStore._sha256, 0
+
+    def full(self: MirrorStore, name: str) -> str:
+        nonlocal calls
+        calls += 1
+        if calls % 2 == 0:
+            raise OSError(28, "No space left on device")
+        return original(self, name)
+
+    monkeypatch.setattr(MirrorStore, "_sha256", full)
+    assert any("is NOT in the mirror" in event for event in write(run, url, towers, [2]))
+    assert calls == 2 * mirror_module.ATTEMPTS
+    store._files.invalidate_cache()
+    assert not store._files.exists(f"{store._root}/step-00000002")
+    assert store.names() == ["step-00000001"]
+
+
+@pytest.mark.parametrize(
+    ("mirror", "run", "message"),
+    [
+        ("{0}/mirror", "b[1]", r"b\[1\]/checkpoints has a '\['"),
+        ("memory://m*", "run", r"has a '\*', .* rename the mirror or the run's folder"),
+        ("s3://bucket/runs", "what?", r"has a '\?'"),
+        ("{0}", "run", "would be the run's own folder"),
+        ("file://{0}/", "run", "would be the run's own folder"),
+        ("s3:/bucket/runs", "run", r"is neither a URL, such as s3://BUCKET/FOLDER, nor a folder"),
+        ("s3://", "run", r"is neither a URL"),
+        ("file:", "run", r"is neither a URL"),
+    ],
+)
+def test_a_mirror_that_would_be_another_place_is_refused(tmp_path: Path, mirror: str, run: str, message: str) -> None:
+    """Regression test: with a bracket no checkpoint was found, and a misspelt URL was a folder of this machine."""
+    with pytest.raises(UserError, match=message):
+        MirrorStore(mirror.format(tmp_path), tmp_path / run)
+
+
 def test_an_upload_that_is_killed_never_looks_complete(
     tmp_path: Path,
     url: str,

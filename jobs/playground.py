@@ -61,6 +61,8 @@ def command(
             raise UserError(f"{option} {path}: there is no such file or folder.")
         if caption_field is not None and path is not None and (shards := shards_in(path)):
             check_caption_in(str(shards[0]), caption_field, name="--caption-field")
+    if caption_field is not None and not any(path and shards_in(path) for path in (images, captions)):
+        raise UserError(f"--caption-field {caption_field}: neither --images nor --captions has shards with captions.")
     with listen(host, port) as listening, start_processes(device) as (_, where):
         class_sets = _class_sets(suite)
         loaded = load_checkpoint(model, device=where)

@@ -180,11 +180,16 @@ class Explorer:
         scores = self._captions @ self._features_of(image)
         return [{"caption": self.captions[k], "score": score} for k, score in _best(scores, count)]
 
+    def gallery_number(self, text: str) -> int | None:
+        """The gallery image that a text names by its number; None if there is none."""
+        number = int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else len(self.names)
+        return number if number < len(self.names) else None
+
     def _features_of(self, image: str) -> Tensor:
         """[d] of an upload, or of the gallery image `gallery:NUMBER`."""
         kind, _, number = image.partition(":")
-        if kind == "gallery" and number.isdecimal() and int(number) < len(self.names):
-            return self._images[int(number)]
+        if kind == "gallery" and (found := self.gallery_number(number)) is not None:
+            return self._images[found]
         if image not in self._uploads:
             raise UserError("This image is not known any more: drop it again.")
         return self._uploads[image]

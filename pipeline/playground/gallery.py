@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,8 +14,12 @@ from pipeline import pixels
 from pipeline.data.shards.storage import open_records
 from pipeline.data.shards.tar_reader import CaptionField, CorruptSample, DamagedTar
 from pipeline.errors import UserError
-from pipeline.evaluation.datasets.task_data import IMAGE_SUFFIXES, TaskError, read_bytes, read_lines
+from pipeline.evaluation.datasets.task_data import TaskError, read_lines
 
+IMAGE_SUFFIXES = (
+    "avif", "bmp", "gif", "jfif", "jp2", "jpe", "jpeg", "jpg", "pgm", "png", "pnm", "ppm", "tif", "tiff", "webp"
+)  # fmt: skip
+"""Of files in a folder of images: those of `pixels.FORMATS`."""
 SIDE = 384
 """Pixels of the longer side of the images that the page shows."""
 LARGEST_PIXELS = 64_000_000
@@ -82,9 +87,14 @@ def read_samples(source: Path, *, caption: CaptionField, limit: int, dropped: Dr
         raise UserError(f"{source} holds no images ({', '.join(IMAGE_SUFFIXES)}) and no shards (*.tar).")
     for path in paths[:limit]:
         try:
-            yield Sample(path.relative_to(source).as_posix(), image=read_bytes(path))
-        except TaskError as error:
-            dropped.add("the file cannot be read", str(error))
+            yield Sample(_shown(path.relative_to(source)), image=pixels.read_file(path))
+        except OSError as error:
+            dropped.add("the file cannot be read", f"{_shown(path)}: {error.strerror}")
+
+
+def _shown(path: Path) -> str:
+    """A path as text; bytes that are no UTF-8 become replacement characters."""
+    return os.fsencode(path).decode(errors="replace")
 
 
 def shards_in(folder: Path) -> list[Path]:
@@ -100,7 +110,7 @@ def _from_shards(shards: list[Path], *, caption: CaptionField, limit: int, dropp
                 for row, record in enumerate(records):
                     if count == limit:
                         return
-                    name = f"{shard.name}, sample {row}"
+                    name = f"{_shown(Path(shard.name))}, sample {row}"
                     try:
                         text = caption.read(record)
                     except CorruptSample as error:
@@ -109,7 +119,7 @@ def _from_shards(shards: list[Path], *, caption: CaptionField, limit: int, dropp
                     count += 1
                     yield Sample(name, image=record.image, caption=text)
         except (DamagedTar, OSError) as error:
-            dropped.add("the shard is damaged", f"{shard}: {error}")
+            dropped.add("the shard is damaged", f"{_shown(shard)}: {error}")
 
 
 def open_image(body: bytes, *, name: str) -> Any:

@@ -73,9 +73,9 @@ def make_app(explorer: Explorer, *, title: str, local: bool) -> Any:
         return Response(PAGE.read_bytes(), media_type="text/html; charset=utf-8", headers=HEADERS)
 
     async def thumbnail(request: Request) -> Response:
-        number = request.path_params["number"]
-        if number >= len(explorer.thumbnails):
-            return JSONResponse({"error": f"There is no image {number}."}, status_code=404, headers=HEADERS)
+        number = explorer.gallery_number(request.path_params["number"])
+        if number is None:
+            return JSONResponse({"error": "There is no such image."}, status_code=404, headers=HEADERS)
         cached = {**HEADERS, "Cache-Control": "private, max-age=3600"}
         return Response(explorer.thumbnails[number], media_type="image/jpeg", headers=cached)
 
@@ -85,7 +85,7 @@ def make_app(explorer: Explorer, *, title: str, local: bool) -> Any:
         "/api/classify": (partial(_classify, explorer), LARGEST_REQUEST),
         "/api/captions": (partial(_captions, explorer), LARGEST_REQUEST),
     }
-    routes = [Route("/", page), Route("/image/{number:int}", thumbnail)]
+    routes = [Route("/", page), Route("/image/{number}", thumbnail)]
     routes.append(Route("/api/info", answered(lambda body: _info(explorer, title), LARGEST_REQUEST)))
     routes += [Route(path, answered(*action), methods=["POST"]) for path, action in actions.items()]
     hosts = [*LOOPBACK, "[::1]"] if local else ["*"]
@@ -176,8 +176,9 @@ def _captions(explorer: Explorer, body: bytes) -> Any:
 def _json(body: bytes) -> dict[str, Any]:
     try:
         found = json.loads(body)
+        json.dumps(found, ensure_ascii=False).encode()  # fails for half a character, such as "\\ud800"
     except (ValueError, RecursionError) as error:
-        raise UserError("The request is not JSON.") from error
+        raise UserError("The request is not JSON, or has text that is not Unicode.") from error
     if not isinstance(found, dict):
         raise UserError("The request must be a JSON object.")
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -126,6 +127,19 @@ def test_galleries_are_read_from_folders_shards_and_text_files(tmp_path: Path) -
             read(source)
 
 
+def test_names_in_another_encoding_and_other_formats_are_shown(tmp_path: Path) -> None:
+    """Regression test: one such name failed every search, and a GIF was left out without a word."""
+    body = encoded(Image.new("RGB", (8, 8)), "GIF")
+    (tmp_path / "b.gif").write_bytes(body)
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.png")).write_bytes(body)
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/c\xe9.png")).symlink_to("nowhere")
+    samples, dropped = read(tmp_path)
+    assert [sample.name for sample in samples] == ["b.gif", "caf\ufffd.png"]
+    (line,) = dropped.lines()
+    assert line.startswith("1 skipped: the file cannot be read (first: ")
+    assert line.endswith("/c\ufffd.png: No such file or directory)")
+
+
 def test_samples_without_an_image_are_counted(tmp_path: Path) -> None:
     (tmp_path / "captions.txt").write_text("first\nsecond\n")
     samples, dropped = read(tmp_path / "captions.txt")
@@ -177,8 +191,8 @@ def test_bad_requests_get_a_clear_answer(address: tuple[str, int], explorer: Exp
     assert "1,000 are allowed" in error("/api/search", {"text": "x" * 1001})[1]
     for count in (10_000, True, 1.0, "3"):
         assert error("/api/search", {"text": "a", "count": count}) == (400, "count must be a number from 1 to 60.")
-    assert error("/api/search", b"[") == (400, "The request is not JSON.")
-    assert error("/api/search", b"[" * 100_000) == (400, "The request is not JSON.")
+    for body in (b"[", b"[" * 100_000, rb'{"text": "\udfff"}'):
+        assert error("/api/search", body) == (400, "The request is not JSON, or has text that is not Unicode.")
     assert error("/api/search", [1]) == (400, "The request must be a JSON object.")
     image = explorer.add_upload(bodies(1)[0][1])
 
@@ -190,8 +204,10 @@ def test_bad_requests_get_a_clear_answer(address: tuple[str, int], explorer: Exp
     assert classes(CLASSES, ["a photo"]) == "The template 'a photo' needs {c} where the class name goes."
     assert classes(CLASSES, []) == "Give 1 to 100 templates, one a line; these are 0."
     assert classes(CLASSES, image="0" * 24) == "This image is not known any more: drop it again."
-    assert classes(CLASSES, image="gallery:99") == "This image is not known any more: drop it again."
-    assert ask(address, "/image/99")[0] == 404
+    for number in ("99", "9" * 5000, "\u00b2"):
+        assert classes(CLASSES, image=f"gallery:{number}") == "This image is not known any more: drop it again."
+    assert ask(address, "/image/99")[0] == ask(address, "/image/" + "9" * 5000)[0] == ask(address, "/image/x")[0] == 404
+    assert ask(address, "/image/0")[0] == 200
     assert ask(address, "/../../etc/passwd")[0] == 404
 
 
@@ -213,6 +229,7 @@ def test_the_command_reports_mistakes_before_loading_anything(tmp_path: Path, mo
     gone = tmp_path / "gone"
     assert fails(checkpoint, "--images", str(gone)) == f"--images {gone}: there is no such file or folder."
     assert "nor json:FIELD" in fails(checkpoint, "--caption-field", "jpg")
+    assert "neither --images nor --captions has shards" in fails(checkpoint, "--caption-field", "json:caption")
     (tmp_path / "picture.jpg").write_bytes(b"\xff\xd8")
     with pytest.raises(UserError, match=r"picture.jpg is not a UTF-8 text file with a caption a line"):
         read(tmp_path / "picture.jpg")

@@ -3,6 +3,7 @@
 import errno
 import mmap
 import os
+import re
 import resource
 
 EXIT_USER_ERROR, EXIT_BUG, EXIT_INTERRUPTED = 2, 70, 130
@@ -50,11 +51,15 @@ def exit_code_of(error: BaseException) -> int:
 
 def explain_file_error(error: BaseException) -> str | None:
     """What an error of the file system means and what to do, or None for other errors."""
+    if not isinstance(error, OSError) and (number := re.search(r"\(os error (\d+)\)", str(error))):
+        error = OSError(int(number[1]), os.strerror(int(number[1])))  # of a library in Rust
     if not isinstance(error, OSError) or error.errno not in _FILE_ADVICE:
         return None
-    if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if error.filename is None and not full:
         return None  # a socket's, for example
-    return f"Cannot write or read {error.filename or 'a file'}: {error.strerror}. {_FILE_ADVICE[error.errno]}"
+    name = (full and error.filename2) or error.filename or "a file"  # the second is where a copy goes
+    return f"Cannot write or read {name}: {error.strerror}. {_FILE_ADVICE[error.errno]}"
 
 
 def explain_memory_error(error: BaseException) -> str | None:

@@ -12,9 +12,12 @@ The programs map normalised images [B, 3, H, W] or tokens [B, L] to unit-norm fe
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shlex
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -160,23 +163,47 @@ def write_checked(output: Path, write: Callable[[Path], float]) -> Exported:
     """Call `write` on a temporary folder, which becomes `output` only if the returned difference is small.
 
     Raises:
-        UserError: `output` is not empty, or the difference is above 1e-5.
+        UserError: `output` is not empty, is being written by another process, or the difference is above 1e-5.
     """
     check_new_folder(output)
     temporary = output.with_name(f".{output.name}.partial")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
-        worst = write(temporary)
-        if not worst <= TOLERANCE:  # also when it is NaN
-            raise UserError(
-                f"The export differs from the trained model by {worst:.1e}, more than {TOLERANCE:g}: it is not kept. "
-                "Other versions of torch or open_clip than those of the checkpoint may be the cause."
-            )
-        temporary.replace(output)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True, exist_ok=True)
+    with _alone_in(temporary):
+        check_new_folder(output)  # again: the process that had the lock may have finished
+        try:
+            for left in temporary.iterdir():  # by an export that was killed
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+            worst = write(temporary)
+            if not worst <= TOLERANCE:  # also when it is NaN
+                raise UserError(
+                    f"The export differs from the trained model by {worst:.1e}, more than {TOLERANCE:g}: it is not "
+                    "kept. Other versions of torch or open_clip than those of the checkpoint may be the cause."
+                )
+            temporary.replace(output)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
     return Exported(output, tuple(sorted(path for path in output.rglob("*") if path.is_file())), worst)
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder.
+
+    Raises:
+        UserError: Another process of this machine holds it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file server may have no locks
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise UserError(
+                    f"Another process is writing {folder}: wait for it, or choose another output."
+                ) from error
+        yield
+    finally:
+        os.close(descriptor)
 
 
 EXAMPLES = ("a", "a photo of a dog on the beach", "two red circles, one blue square and a cup of coffee " * 8)

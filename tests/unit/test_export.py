@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import open_clip
 import pytest
@@ -15,6 +16,7 @@ from pipeline.checkpoint.writer import CheckpointConfig, CheckpointWriter, Snaps
 from pipeline.config import to_tree
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
+from pipeline.export import exporter
 from pipeline.export.exporter import choose_checkpoint, example_inputs, export, logit_parameters
 from pipeline.export.model_card import usage
 from pipeline.model.evaluation_model import load_for_evaluation
@@ -149,6 +151,26 @@ def test_invalid_sources_and_outputs_are_refused(run: Path, tmp_path: Path) -> N
     (tmp_path / "file").write_text("x")
     with pytest.raises(UserError, match="not empty"):
         export(chosen, tmp_path, card="")
+
+
+def test_two_exports_to_one_folder_do_not_destroy_each_other(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression test: each removed the folder in which the other was writing."""
+    chosen, output = choose_checkpoint(run), tmp_path / "out"
+    (tmp_path / ".out.partial/adapters").mkdir(parents=True)  # left by an export that was killed
+    (tmp_path / ".out.partial/image.onnx").write_text("x")
+    original = exporter._check_open_clip
+
+    def meanwhile(folder: Path, *arguments: Any) -> float:
+        with pytest.raises(UserError, match=r"Another process is writing .*: wait for it, or choose another output"):
+            exporter.write_checked(output, pytest.fail)
+        return original(folder, *arguments)
+
+    monkeypatch.setattr(exporter, "_check_open_clip", meanwhile)
+    exported = export(chosen, output, card="")
+    assert not {"image.onnx", "adapters"} & {path.name for path in exported.files}
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_an_export_that_differs_is_refused(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

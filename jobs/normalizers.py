@@ -36,6 +36,13 @@ def command(run: str, overrides: tuple[str, ...], samples: int | None, save: boo
         tell = click.echo if world.is_main else (lambda message: None)
         checkpoints = checkpoints_of(Path(run), on_damage=tell)
         folder = checkpoints[0].path.parent.parent
+        problem = ""
+        if world.is_main:
+            try:
+                (folder / RESULT_NAME).open("a").close()  # before the work whose result is written there
+            except OSError as error:
+                problem = f"{folder / RESULT_NAME} cannot be written ({error.strerror}): copy the run, or mount it so."
+        world.raise_together(problem)
         measurements = []
         for checkpoint in checkpoints:
             config = run_of(checkpoint, changes=parse_overrides(overrides))

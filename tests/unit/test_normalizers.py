@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 
+from jobs.normalizers import command
 from pipeline.analysis import normalizer_error
 from pipeline.analysis.normalizer_error import checkpoints_of, exact_log_normalizers, measure, run_of, save_rows
 from pipeline.distributed.world import World
@@ -114,6 +117,15 @@ def test_damaged_checkpoints_are_reported_and_siglip_is_rejected(finished_run: P
     finally:
         path.write_bytes(before)
     assert "objective.safetensors" in messages[0]
+
+
+def test_a_run_that_cannot_be_written_is_refused_before_it_is_measured(finished_run: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(finished_run, tmp_path / "run")
+    (copy / "normalizers.jsonl").unlink(missing_ok=True)
+    (copy / "normalizers.jsonl").mkdir()
+    done = CliRunner().invoke(command, [str(copy)], standalone_mode=False)
+    assert isinstance(done.exception, UserError)
+    assert "normalizers.jsonl cannot be written (Is a directory)" in str(done.exception)
 
 
 def test_the_command_writes_the_values_that_it_prints(finished_run: Path) -> None:

@@ -188,6 +188,13 @@ def test_a_mistyped_caption_is_refused_before_anything_is_scored(base: Path, tmp
     assert not (tmp_path / "out").exists()
 
 
+def test_a_share_that_is_no_number_is_refused_before_anything_is_scored(base: Path, tmp_path: Path) -> None:
+    result = score(base, tmp_path / "out", "--list-worst", "nan", str(tmp_path / "list"))
+    assert result.exit_code == 2
+    assert "'nan' is not a number from 0 to 1." in result.output
+    assert not (tmp_path / "out").exists()
+
+
 def test_lists_of_the_worst_and_best_pairs(tmp_path: Path, base: Path) -> None:
     uids = [f"{(index * 0x9E3779B97F4A7C15F39CC0605CEDC834) % 2**128:032x}" for index in range(1, 41)]
     named = {

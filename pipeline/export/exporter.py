@@ -169,8 +169,8 @@ def write_checked(output: Path, write: Callable[[Path], float]) -> Exported:
     temporary = output.with_name(f".{output.name}.partial")
     temporary.mkdir(parents=True, exist_ok=True)
     with _alone_in(temporary):
-        check_new_folder(output)  # again: the process that had the lock may have finished
         try:
+            check_new_folder(output)  # again: the process that had the lock may have finished
             for left in temporary.iterdir():  # by an export that was killed
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
             worst = write(temporary)

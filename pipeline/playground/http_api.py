@@ -176,7 +176,7 @@ def _captions(explorer: Explorer, body: bytes) -> Any:
 def _json(body: bytes) -> dict[str, Any]:
     try:
         found = json.loads(body)
-        json.dumps(found, ensure_ascii=False).encode()  # fails for half a character, such as "\\ud800"
+        json.dumps(found, ensure_ascii=False).encode()  # fails for half a character, such as "\ud800"
     except (ValueError, RecursionError) as error:
         raise UserError("The request is not JSON, or has text that is not Unicode.") from error
     if not isinstance(found, dict):

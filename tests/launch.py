@@ -94,21 +94,32 @@ def free_port() -> int:
 
 
 def wait_for(
-    condition: Callable[[], object], *logs: Path, process: subprocess.Popen[str] | None = None, pause: float = 0.05
+    condition: Callable[[], object],
+    what: str,
+    *logs: Path,
+    process: subprocess.Popen[str] | None = None,
+    seconds: float = 60,
+    pause: float = 0.05,
 ) -> None:
-    """Wait until something is true, for at most five minutes; `process` must not end before.
+    """Wait until something is true.
 
     Args:
         condition: What is awaited.
-        logs: Files whose end is shown if it does not come.
-        process: Who brings it about.
+        what: In words, for the failure.
+        logs: Files whose end is shown then.
+        process: Who brings it about, and must not end before.
+        seconds: The longest time that it may take.
         pause: Seconds between two looks.
     """
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + seconds
     while not condition():
-        shown = "\n".join(log.read_text()[-3000:] for log in logs if log.exists())
-        assert process is None or process.poll() is None, f"it ended too early: {process.communicate()} {shown}"
-        assert time.monotonic() < deadline, f"waited for five minutes; {shown}"
+        ended = process is not None and process.poll() is not None
+        if ended or time.monotonic() > deadline:
+            shown = "\n".join(log.read_text()[-3000:] for log in logs if log.exists())
+            printed = process.communicate() if process is not None and ended else ""
+            raise AssertionError(
+                f"{what}: not {'before the process ended' if ended else f'in {seconds:g} s'} {printed}{shown}"
+            )
         time.sleep(pause)
 
 

@@ -17,7 +17,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -194,13 +194,12 @@ def _alone_in(folder: Path) -> Iterator[None]:
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        with suppress(OSError):  # a file server may have no locks
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise UserError(
-                    f"Another process is writing {folder}: wait for it, or choose another output."
-                ) from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"Another process is writing {folder}: wait for it, or choose another output.") from error
+        except OSError:
+            pass  # a file server may have no locks
         yield
     finally:
         os.close(descriptor)

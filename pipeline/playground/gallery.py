@@ -12,14 +12,10 @@ from typing import Any
 
 from pipeline import pixels
 from pipeline.data.shards.storage import open_records
-from pipeline.data.shards.tar_reader import CaptionField, CorruptSample, DamagedTar
+from pipeline.data.shards.tar_reader import FORMAT_SUFFIXES, CaptionField, CorruptSample, DamagedTar
 from pipeline.errors import UserError
 from pipeline.evaluation.datasets.task_data import TaskError, read_lines
 
-IMAGE_SUFFIXES = (
-    "avif", "bmp", "gif", "jfif", "jp2", "jpe", "jpeg", "jpg", "pgm", "png", "pnm", "ppm", "tif", "tiff", "webp"
-)  # fmt: skip
-"""Of files in a folder of images: those of `pixels.FORMATS`."""
 SIDE = 384
 """Pixels of the longer side of the images that the page shows."""
 LARGEST_PIXELS = 64_000_000
@@ -81,10 +77,10 @@ def read_samples(source: Path, *, caption: CaptionField, limit: int, dropped: Dr
     paths = sorted(
         path
         for path in source.rglob("*")
-        if path.suffix.lower().removeprefix(".") in IMAGE_SUFFIXES and not path.name.startswith(".")
+        if path.suffix.lower().removeprefix(".") in FORMAT_SUFFIXES and not path.name.startswith(".")
     )
     if not paths:
-        raise UserError(f"{source} holds no images ({', '.join(IMAGE_SUFFIXES)}) and no shards (*.tar).")
+        raise UserError(f"{source} holds no images ({', '.join(FORMAT_SUFFIXES)}) and no shards (*.tar).")
     for path in paths[:limit]:
         try:
             yield Sample(_shown(path.relative_to(source)), image=pixels.read_file(path))

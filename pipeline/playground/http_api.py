@@ -176,9 +176,11 @@ def _captions(explorer: Explorer, body: bytes) -> Any:
 def _json(body: bytes) -> dict[str, Any]:
     try:
         found = json.loads(body)
-        json.dumps(found, ensure_ascii=False).encode()  # fails for half a character, such as "\ud800"
+        json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:  # half a character, such as "\ud800"
+        raise UserError("The request has text that is not Unicode.") from error
     except (ValueError, RecursionError) as error:
-        raise UserError("The request is not JSON, or has text that is not Unicode.") from error
+        raise UserError("The request is not JSON.") from error
     if not isinstance(found, dict):
         raise UserError("The request must be a JSON object.")
     return found

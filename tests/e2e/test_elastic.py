@@ -18,6 +18,7 @@ from tests.launch import ROOT, environment, free_port, run, wait_for
 
 STEPS = 200
 """A quarter of a second each until the new node has been taken up; the rest is as fast as it can be."""
+LIMIT = 240.0
 """Seconds to wait for anything."""
 
 
@@ -64,15 +65,22 @@ def test_a_lost_node_is_survived_and_a_new_one_taken_up(base: Path, tmp_path: Pa
     with ExitStack() as nodes:
         stays = nodes.enter_context(node(port, first, arguments, host=True))
         lost = nodes.enter_context(node(port, second, arguments))
-        wait_for(lambda: steps() >= 25, first, second)
+        wait_for(lambda: steps() >= 25, "25 steps", first, second, seconds=LIMIT)
         lose(lost)
-        wait_for(lambda: "Resumed from step-" in first.read_text(), first)
+        wait_for(lambda: "Resumed from step-" in first.read_text(), "resumed", first, seconds=LIMIT)
         alone = steps()
-        wait_for(lambda: steps() > alone, first)
+        wait_for(lambda: steps() > alone, "steps of one node", first, seconds=LIMIT)
         nodes.enter_context(node(port, third, arguments))
-        wait_for(lambda: first.read_text().count("Resumed from step-") == 2 or stays.poll() is not None, first, third)
+        again = "Resumed from step-"
+        wait_for(
+            lambda: first.read_text().count(again) == 2 or stays.poll() is not None,
+            "resumed again",
+            first,
+            third,
+            seconds=LIMIT,
+        )
         (tmp_path / "taken-up").touch()
-        wait_for(lambda: stays.poll() is not None, first, third)
+        wait_for(lambda: stays.poll() is not None, "the end", first, third, seconds=LIMIT)
     printed = first.read_text()
     assert stays.returncode == 0, printed[-3000:]
     assert "lost contact with another rank" in printed

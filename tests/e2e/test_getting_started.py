@@ -69,7 +69,7 @@ def test_every_command_does_what_the_page_says(tmp_path: Path) -> None:
             if "data_prep.scenes" in call:  # runs in the second terminal of the page
                 server = subprocess.Popen(call, cwd=ROOT, env=environment(), stdout=subprocess.PIPE,
                                           stderr=subprocess.PIPE, text=True)  # fmt: skip
-                wait_for(Path(call[call.index("--table") + 1]).exists, process=server)
+                wait_for(Path(call[call.index("--table") + 1]).exists, "the table", process=server, seconds=120)
                 continue
             _, _, module, *arguments = call
             done = run(module, *arguments, timeout=500, check=False)

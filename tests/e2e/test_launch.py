@@ -125,7 +125,7 @@ def test_slurm_requeues_after_a_signal_and_the_run_finishes(base: Path, slurm: d
     job = ["bash", str(SBATCH), str(base / "recipe.yaml"), f"output={run}", "telemetry.progress=lines"]
     first = subprocess.Popen([*job, long], cwd=ROOT, env=slurm, stdout=subprocess.PIPE, text=True)
     metrics = run / "metrics.jsonl"
-    wait_for(lambda: metrics.exists() and '"step": 2,' in metrics.read_text(), process=first)
+    wait_for(lambda: metrics.exists() and '"step": 2,' in metrics.read_text(), "2 steps", process=first, seconds=200)
     for pid in (tmp_path / "pids").read_text().split():
         os.kill(int(pid), signal.SIGUSR1)
     output = first.communicate(timeout=120)[0]

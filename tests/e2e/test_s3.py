@@ -47,7 +47,7 @@ def kill_while_uploading(arguments: list[str], folder: Path) -> None:
         finished = {path.parent for path in files if path.name == META_NAME}
         return bool(finished and {path.parent for path in files if path.parent.name.startswith(PREFIX)} - finished)
 
-    wait_for(uploading, process=process, pause=0)
+    wait_for(uploading, "a later checkpoint is being uploaded", process=process, seconds=300, pause=0)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
 

@@ -61,7 +61,7 @@ def wait_until(moment: str, run: Path, process: subprocess.Popen[str]) -> list[i
         steps = metrics.exists() and '"step": 5,' in metrics.read_text()
         return steps and (moment == "step" or any((run / "checkpoints").glob(".step-*")))
 
-    wait_for(reached, process=process, pause=0.001 if moment == "checkpoint" else 0.05)
+    wait_for(reached, moment, process=process, seconds=300, pause=0.001 if moment == "checkpoint" else 0.05)
     return [json.loads(path.read_text())["pid"] for path in sorted((run / "heartbeats").glob("rank-*.json"))]
 
 
@@ -106,7 +106,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint(
             assert process.returncode == code, output[-3000:]
         if launcher == "neuclip" and code == 75:
             assert "Traceback" not in output, output[-3000:]
-        wait_for(lambda: not any(lives(pid) for pid in ranks))  # no rank outlives its launcher
+        wait_for(lambda: not any(lives(pid) for pid in ranks), "the ranks end with their launcher")
     finally:
         for pid in [*ranks, process.pid]:
             if lives(pid):

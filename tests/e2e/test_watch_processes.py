@@ -55,7 +55,7 @@ def test_after_kill_9_nothing_is_lost_or_repeated_whatever_the_clocks_say(tmp_pa
     watchers = [start(run, suite, logs[0])]
     try:
         # The victim is killed while it holds a lease, before it has any result for that checkpoint.
-        wait_for(lambda: any(ledger.glob("*/lease-*.beat")), *logs[:1])
+        wait_for(lambda: any(ledger.glob("*/lease-*.beat")), "a lease is taken", *logs[:1], seconds=240)
         watchers[0].send_signal(signal.SIGKILL)
         watchers[0].wait()
         held = [
@@ -64,7 +64,7 @@ def test_after_kill_9_nothing_is_lost_or_repeated_whatever_the_clocks_say(tmp_pa
         assert held
         watchers += [start(run, suite, log, hours=hours) for log, hours in zip(logs[1:], (1, -1), strict=True)]
         save_step(run, STEPS[-1])  # training continues
-        wait_for(lambda: len(list(ledger.glob("*/done.json"))) == len(STEPS), *logs)
+        wait_for(lambda: len(list(ledger.glob("*/done.json"))) == len(STEPS), "all are done", *logs, seconds=240)
         for watcher in watchers[1:]:
             watcher.send_signal(signal.SIGTERM)
         assert [watcher.wait(timeout=60) for watcher in watchers[1:]] == [130, 130]

@@ -111,7 +111,7 @@ def test_a_decoder_ends_with_its_worker() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ended.returncode == -signal.SIGKILL
-    wait_for(lambda: not lives(int(ended.stdout)))  # the decoder does not outlive its worker
+    wait_for(lambda: not lives(int(ended.stdout)), "the decoder ends with its worker")
 
 
 def test_a_fork_has_a_decoder_of_its_own(decoder: Decoder) -> None:

@@ -78,9 +78,9 @@ def test_standard_error_is_copied_and_survives_the_copying_process(
 
     with stderr_copied(path, seconds=0.05):
         os.write(2, b"one\n")
-        wait_for(lambda: path.read_text() == "one\n", path)
+        wait_for(lambda: path.read_text() == "one\n", "the line is copied", path, seconds=20)
         os.write(2, b"much more than ten\n")
-        wait_for(lambda: path.read_text() == "", path)
+        wait_for(lambda: path.read_text() == "", "the copy is emptied", path, seconds=20)
         started[0].kill()
         started[0].wait()
         time.sleep(0.2)

@@ -28,7 +28,7 @@ def test_a_zombie_and_another_process_with_the_same_id_are_not_the_launcher(monk
         assert not Process(agent.pid, found.started + "0").runs()
     finally:
         agent.kill()
-    wait_for(lambda: not found.runs())  # it is a zombie until somebody waits for it
+    wait_for(lambda: not found.runs(), "the agent ends")  # it is a zombie until somebody waits for it
     agent.wait()
     assert not found.runs()
     assert find_launchers(agent.pid) == []

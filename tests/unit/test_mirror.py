@@ -77,33 +77,7 @@ def test_a_damaged_copy_is_replaced_when_its_checkpoint_is_written_again(
     (event,) = (event for event in write(run, url, towers, [1]) if "mirror" in event)
     assert "is in the mirror" in event
     store._files.invalidate_cache()
-    assert (
-        store._files.cat_file(weights) == (run / "checkpoints/step-00000001/open_clip_model.safetensors").read_bytes()
-    )
-
-
-def test_a_failed_upload_leaves_nothing(
-    tmp_path: Path, url: str, towers: Towers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Regression test: files without a checkpoint.json stayed, and filled the mirror."""
-    run, store = tmp_path / "run", MirrorStore(url, tmp_path / "run")
-    write(run, url, towers, [1])
-    monkeypatch.setattr(mirror_module, "PAUSE_SECONDS", 0.0)
-    original, calls = MirrorStore._sha256, 0
-
-    def full(self: MirrorStore, name: str) -> str:
-        nonlocal calls
-        calls += 1
-        if calls % 2 == 0:
-            raise OSError(28, "No space left on device")
-        return original(self, name)
-
-    monkeypatch.setattr(MirrorStore, "_sha256", full)
-    assert any("is NOT in the mirror" in event for event in write(run, url, towers, [2]))
-    assert calls == 2 * mirror_module.ATTEMPTS
-    store._files.invalidate_cache()
-    assert not store._files.exists(f"{store._root}/step-00000002")
-    assert store.names() == ["step-00000001"]
+    assert store._files.cat_file(weights) == whole
 
 
 @pytest.mark.parametrize(
@@ -125,15 +99,16 @@ def test_a_mirror_that_would_be_another_place_is_refused(tmp_path: Path, mirror:
         MirrorStore(mirror.format(tmp_path), tmp_path / run)
 
 
-def test_an_upload_that_is_killed_never_looks_complete(
-    tmp_path: Path,
-    url: str,
-    towers: Towers,
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("cleaned", [False, True])
+def test_an_upload_that_ends_early_never_looks_complete(
+    tmp_path: Path, url: str, towers: Towers, monkeypatch: pytest.MonkeyPatch, cleaned: bool
 ) -> None:
+    """Its files are removed if that is possible: they filled the mirror, and nothing lists them."""
     run = tmp_path / "run"
     write(run, url, towers, [1])
     monkeypatch.setattr(mirror_module, "PAUSE_SECONDS", 0.0)
+    if not cleaned:  # as after a kill
+        monkeypatch.setattr(MirrorStore, "remove", lambda self, name: None)
     original, calls = MirrorStore._sha256, 0
 
     def dies(self: MirrorStore, name: str) -> str:
@@ -147,6 +122,7 @@ def test_an_upload_that_is_killed_never_looks_complete(
     events = write(run, url, towers, [2])
     assert any("is NOT in the mirror" in event and "the network is gone" in event for event in events)
     store = MirrorStore(url, run)
+    assert store._files.exists(f"{store._root}/step-00000002") != cleaned
     assert store.names() == ["step-00000001"]
     assert store.read("latest") == "step-00000001"
     monkeypatch.undo()

@@ -67,7 +67,7 @@ def test_two_machines_cannot_train_one_run(
     alive = writer_of(first, url, towers, events.append)
     alive.begin()
     store = MirrorStore(url, first)
-    wait_for(lambda: store.owner() is not None)
+    wait_for(lambda: store.owner() is not None, "the mirror has an owner")
     for start in (refused, resumed):  # before the first checkpoint, too
         with pytest.raises(UserError, match=rf"to run {read_run_id(first)}, which is being trained now \(.*process"):
             start(second, url)
@@ -82,7 +82,7 @@ def test_two_machines_cannot_train_one_run(
         store.claim(asleep)
         return any("another process has taken over the mirror" in event for event in events)
 
-    wait_for(noticed)
+    wait_for(noticed, "the other machine is noticed")
     alive.save(snapshot(towers, 2))
     alive.close()
     assert store.names() == ["step-00000001"]

@@ -134,7 +134,7 @@ def test_an_upload_in_parts_that_is_killed_never_looks_complete(tmp_path: Path, 
     mirror.upload(older)
     call = [sys.executable, "-c", UPLOAD, "s3://bucket/runs", str(run), str(newer)]
     upload = subprocess.Popen(call, cwd=ROOT, text=True)
-    wait_for(lambda: store.list_multipart_uploads("bucket"), process=upload, pause=0)
+    wait_for(lambda: store.list_multipart_uploads("bucket"), "a part is uploaded", process=upload, pause=0)
     os.kill(upload.pid, signal.SIGKILL)
     assert upload.wait() == -signal.SIGKILL
     assert [part["Key"].rpartition("/")[2] for part in store.list_multipart_uploads("bucket")] == [

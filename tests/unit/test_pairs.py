@@ -119,7 +119,9 @@ def test_several_processes_and_a_resumed_run_write_the_same_bytes(tmp_path: Path
     arguments = [str(path), str(tmp_path / "killed"), "--shard-size", "5", "--processes", "1"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen([sys.executable, "-c", SLOW, *arguments], env=environment, cwd=tmp_path, text=True)
-    wait_for(lambda: len(list((tmp_path / "killed" / "meta").glob("*.json"))) >= 3, process=process)
+    wait_for(
+        lambda: len(list((tmp_path / "killed" / "meta").glob("*.json"))) >= 3, "three shards are done", process=process
+    )
     process.send_signal(signal.SIGKILL)
     process.wait()
     before = len(list((tmp_path / "killed" / "meta").glob("*.json")))

@@ -169,7 +169,7 @@ def test_a_stalled_loading_worker_is_reported_in_its_own_words(
     monkeypatch.setattr(os, "_exit", lambda code: threading.Event().wait())
     start_recording(run, rank=0)
     with StallWatch(0.05, lambda: "Rank 0: no batch came. Worker 1 is stopped, has open 00007.tar.").waiting():
-        wait_for((run / "heartbeats" / "exit-00000.json").exists)
+        wait_for((run / "heartbeats" / "exit-00000.json").exists, "the end is recorded", seconds=20)
     stop_recording()
     output, code = examine(run)
     assert code == 1

@@ -59,7 +59,7 @@ def test_a_stopped_worker_is_reported_and_no_process_is_left_running(tmp_path: P
     assert re.search(rf"Worker 0 \(process {pids[0]}\) is waiting at {place}", done.stderr), done.stderr[-2000:]
     stopped = rf"Worker 1 \(process {pids[1]}\) is stopped \(SIGSTOP; SIGCONT continues it\) at {place}"
     assert re.search(stopped, done.stderr), done.stderr[-2000:]
-    wait_for(lambda: not any(lives(int(pid)) for pid in pids))  # no worker outlives the run
+    wait_for(lambda: not any(lives(int(pid)) for pid in pids), "the workers end with the run", seconds=20)
 
 
 LEAVES = """

@@ -124,8 +124,10 @@ def of_exception(error: BaseException) -> FetchError:
         return error
     if isinstance(error, urllib.error.HTTPError):
         text = str(error.reason).split("\n")[0]
-        if 300 <= error.code < 400:
-            return FetchError(REFUSED_SCHEME if "not allowed" in text else REDIRECTS, text)
+        if text.endswith("would lead to an infinite loop."):  # urllib's, as the next
+            return FetchError(REDIRECTS, text)
+        if 300 <= error.code < 400 and "not allowed" in text:
+            return FetchError(REFUSED_SCHEME, text)
         return FetchError(f"http {error.code}", text)
     cause = error.reason if isinstance(error, urllib.error.URLError) else error
     if isinstance(cause, FetchError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import io
 import json
+import math
 import re
 import tokenize
 import warnings
@@ -126,10 +127,15 @@ class PairSource(Protocol):
 
 
 def captions_in(value: Any) -> tuple[str, ...]:
-    """The texts of a caption field: one text, or a list of texts (or of mappings that hold one, as COCO has them)."""
+    """The texts of a caption field: one text, or a list of texts (or of mappings that hold one, as COCO has them).
+
+    A number is the text that it would be in a CSV file.
+    """
     found = []
     for item in value if isinstance(value, list | tuple) else [value]:
         text = item.get("raw", item.get("caption", item.get("text"))) if isinstance(item, Mapping) else item
+        if isinstance(text, int | float) and not isinstance(text, bool) and abs(text) < math.inf:
+            text = str(text)
         if isinstance(text, str) and text.strip():
             found.append(" ".join(text.split()))
     return tuple(found)
@@ -159,9 +165,11 @@ def _literals(text: str) -> list[str]:
 
 
 def not_utf8(error: UnicodeEncodeError | UnicodeDecodeError) -> str:
-    """Which byte makes a text no UTF-8, and what to do."""
+    """Which byte, or half of a character, makes a text no UTF-8, and what to do."""
     found = error.object[error.start]
-    byte = found if isinstance(found, int) else ord(found) & 0xFF  # a surrogate stands for the byte
+    byte = found if isinstance(found, int) else ord(found) - 0xDC00  # `surrogateescape` reads a byte as a surrogate
+    if not 0x80 <= byte <= 0xFF:
+        return f"the surrogate U+{byte + 0xDC00:04X}, which is half of a character: the program that wrote it cut one"
     return f"byte 0x{byte:02X}; if the text is in Latin-1: iconv -f latin1 -t utf-8 FILE"
 
 

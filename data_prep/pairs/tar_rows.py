@@ -76,7 +76,8 @@ def read_sample(path: str, offset: int) -> tuple[str, dict[str, bytes]]:
         try:
             sample: dict[str, Any] = next(group_by_keys(members, keys=_key_and_suffix), {"__key__": ""})
         except ValueError as error:
-            raise tarfile.ReadError(f"two members of its sample have the same suffix: {error.args[0]}") from error
+            name = error.args[0].rpartition(": duplicate file name")[0]
+            raise tarfile.ReadError(f"two members of its sample have the same suffix: {name}") from error
     return sample["__key__"], {name: body for name, body in sample.items() if not name.startswith("__")}
 
 
@@ -128,16 +129,20 @@ def _is_gzip(path: Path) -> bool:
 def find_caption(tars: list[Path], *, wanted: str | None) -> str:
     """Where the captions are: a member's suffix or `json:FIELD`, as given, or as found in the first sample.
 
+    Malformed samples before it are passed over here, and counted when all are read.
+
     Raises:
         UserError: The sample has no image or no caption; the message lists its members.
     """
-    first = next((row for tar in tars for row in tar_rows(tar, [tar])), None)
-    if first is None:
-        raise UserError(f"{tars[0]} holds no samples.")
-    try:
-        _, parts = read_sample(first.image, first.offset)
-    except tarfile.TarError as error:
-        raise UserError(f"The first sample of {first.place} cannot be read: {error}.") from error
+    problem, parts = f"{tars[0]} holds no samples.", dict[str, bytes]()
+    for row in (row for tar in tars for row in tar_rows(tar, [tar]) if not row.problem):
+        try:
+            _, parts = read_sample(row.image, row.offset)
+            break
+        except tarfile.TarError as error:
+            problem = f"No sample of {tars[0]} can be read: {error}."
+    else:
+        raise UserError(problem)
     if not any(name in FORMAT_SUFFIXES for name in parts):
         raise UserError(f"The first sample of {tars[0]} has no image, but {', '.join(parts)}: not image-text pairs.")
     fields: list[str] = []

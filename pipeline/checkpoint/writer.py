@@ -112,6 +112,11 @@ class Snapshot:
     """The newest checkpoint up to this step, and all later ones, are kept: the run may have to roll back to it, and the
     later ones are not known to be good yet. None: it never rolls back."""
 
+    @property
+    def not_finite(self) -> str:
+        """The first of the weights that has NaN or infinity in it; else empty."""
+        return next((name for name, value in self.weights.items() if not value.isfinite().all()), "")
+
 
 class CheckpointWriter:
     """Writes snapshots in the background, one at a time.

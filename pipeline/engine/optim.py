@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -23,6 +23,8 @@ _BEFORE = re.compile(
     r"cls_token|reg_token|stem|embeddings|embed_tokens|shared)\b"
 )
 
+Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
+
 
 @section
 class OptimizerConfig:
@@ -34,8 +36,9 @@ class OptimizerConfig:
     lr: float = Field(default=1e-3, gt=0.0)
     """Peak learning rate; `schedule` says how it changes over time. muon's updates are scaled to the size of AdamW's
     (2502.16982), so a rate for AdamW is a starting point."""
-    betas: tuple[float, float] = (0.9, 0.98)
-    """Decay rates of the moments of adamw (also of muon's AdamW), lamb and lion (lion's authors use 0.9, 0.99)."""
+    betas: tuple[Decay, Decay] = (0.9, 0.98)
+    """Decay rates of the moments of adamw (also of muon's AdamW), lamb and lion (lion's authors use 0.9, 0.99), each in
+    [0, 1)."""
     eps: float = Field(default=1e-8, gt=0.0)
     """Added to the denominator by adamw (also by muon's AdamW) and lamb."""
     momentum: float = Field(default=0.9, ge=0.0, lt=1.0)

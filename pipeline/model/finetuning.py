@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -41,6 +41,12 @@ class LoraConfig:
     """Names of the layers to adapt, such as [c_fc, c_proj]; None: every linear layer of the blocks of both towers, or
     of the one that is not locked. In open_clip's own towers these are the MLPs: their attention is one joint matrix,
     which is no layer, and is not adapted."""
+
+    @model_validator(mode="after")
+    def _of_adapters(self) -> LoraConfig:
+        if self.rank is None and (self.alpha is not None or self.targets is not None):
+            raise ValueError("alpha and targets are of adapters, and there are none: set model.lora.rank, too")
+        return self
 
     @property
     def scale(self) -> float:

@@ -110,6 +110,19 @@ class ModelConfig:
             )
         return self
 
+    @model_validator(mode="after")
+    def _unlocked_of_locked(self) -> ModelConfig:
+        for side, locked, blocks in (
+            ("image", self.lock_image, self.unlocked_image_blocks),
+            ("text", self.lock_text, self.unlocked_text_blocks),
+        ):
+            if blocks and not locked:
+                raise ValueError(
+                    f"unlocked_{side}_blocks = {blocks} is for a locked tower: set model.lock_{side}=true, or leave it "
+                    "out to train the whole tower"
+                )
+        return self
+
 
 class Towers(nn.Module):
     """Image and text encoder in one module. Features are unit-norm fp32, whatever the dtype of the weights."""
@@ -205,11 +218,11 @@ def without_weights(config: ModelConfig) -> ModelConfig:
     return replace(config, arch=arch, pretrained=None, tokenizer=tokenizer)
 
 
-def check_model(config: ModelConfig) -> None:
-    """Check everything about a `model` section that can be checked without loading weights.
+def check_start(config: ModelConfig) -> None:
+    """Check what the towers start from.
 
     Raises:
-        UserError: As `build_towers`; or `tokenizer` is given for an architecture that would not read it.
+        UserError: As `find_start`; or `tokenizer` is given for an architecture that would not read it.
     """
     start = find_start(config.arch, config.pretrained)
     if config.tokenizer and not needs_files(start.model_cfg):
@@ -217,6 +230,15 @@ def check_model(config: ModelConfig) -> None:
             f"model.tokenizer = {config.tokenizer!r} would have no effect: {start.name} reads text with open_clip's "
             "own tokenizer. Leave it out, or choose an architecture with one of Hugging Face."
         )
+
+
+def check_model(config: ModelConfig) -> None:
+    """Check everything about a `model` section that can be checked without loading weights.
+
+    Raises:
+        UserError: As `check_start` and `build_towers`.
+    """
+    check_start(config)
     build_towers(without_weights(config), seed=0, device="meta")
 
 

@@ -15,8 +15,7 @@ from pipeline.engine.engine_protocol import ENGINES
 from pipeline.errors import UserError
 from pipeline.metrics.mfu import TowerCosts, activation_bytes, measure_towers
 from pipeline.model.architectures import Architecture
-from pipeline.model.starting_weights import find_start
-from pipeline.model.towers import ModelConfig, build_towers, without_weights
+from pipeline.model.towers import ModelConfig, build_towers, check_start, without_weights
 from pipeline.objectives import ObjectiveMemory
 from pipeline.planning.run_costs import (
     Cost,
@@ -214,7 +213,7 @@ def _scored_flops(run: RunConfig) -> float:
 @functools.cache
 def _towers(model: ModelConfig) -> tuple[TowerCosts, Architecture, tuple[str, ...]]:
     """An architecture, its costs, and what is unusual about it."""
-    find_start(model.arch, model.pretrained)
+    check_start(model)
     towers, architecture = build_towers(without_weights(model), seed=0, device="meta")
     length = min(model.text_tokens or architecture.context_length, architecture.context_length)
     costs = measure_towers(towers, image_size=architecture.image_size, context_length=length)

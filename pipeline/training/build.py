@@ -27,7 +27,7 @@ from pipeline.evaluation.watch.ledger import forget_after
 from pipeline.metrics.logger import Telemetry
 from pipeline.metrics.mfu import Utilization
 from pipeline.model.architectures import Architecture
-from pipeline.model.towers import build_towers, without_weights
+from pipeline.model.towers import build_towers, check_start, without_weights
 from pipeline.model.trimming import TextTrimming, text_trimming
 from pipeline.objectives import Objective, ObjectiveConfig, ObjectiveContext, build_objective
 from pipeline.training.gradient_check import GradientCheck
@@ -121,6 +121,7 @@ def build_state(run: RunConfig, *, world: World) -> Iterator[tuple[RunState, Arc
     """The parts of a run that have state, in their initial state."""
     if run.evaluation.suite is not None and run.evaluation.workers != 0:
         preload(*WORKER_IMPORTS)  # the fork server starts with the loader, and serves the evaluation, too
+    check_start(run.model)
     towers, architecture = build_towers(run.model, seed=run.seed)
     with loader_of(run, architecture=architecture, world=world) as loader:
         starting = replace(run, objective=starting_objective(run, towers.logit))

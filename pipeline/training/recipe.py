@@ -110,7 +110,7 @@ class RunConfig:
     """Samples to train on, counting repetitions, as the papers state their budgets: steps x batch_size."""
     batch_size: int = Field(ge=2)
     """Global batch B, over all ranks."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of initial weights, data order, augmentation and dropout."""
     max_skipped_steps: int = Field(default=10, ge=0)
     """Stop when more than this many steps in a row were skipped because loss or gradient was not finite."""

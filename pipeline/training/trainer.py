@@ -132,6 +132,11 @@ class Trainer:
             return EXIT_NOT_SAVED
         if self.problem:
             raise UserError(self.problem)
+        if (count := self.state.skipped.in_a_row) and self.state.step == self.run.total_steps:
+            self.telemetry.warning(
+                f"The last {count} steps were skipped: the weights are those of step {self.state.step - count}, and "
+                "the run may have diverged. Which samples these were is in metrics.jsonl."
+            )
         if self.tests.ended_run and self.tests.validation is not None:
             self.telemetry.event(self.tests.validation.describe_end())
             return EXIT_DONE
@@ -280,12 +285,25 @@ class Trainer:
             gc.collect()
 
     def _save(self, *, now: bool) -> None:
-        """Start writing a checkpoint if one is due: not while steps are skipped, unless the run ends."""
-        due = self.state.step % self.run.checkpoint.every == 0 and not self.state.skipped.in_a_row
-        if now or self.state.step == self.end or due:
+        """Start writing a checkpoint if one is due: not while steps are skipped, unless the run ends.
+
+        Raises:
+            UserError: The weights at the end are not finite.
+        """
+        step = self.state.step
+        if now or step == self.end or (step % self.run.checkpoint.every == 0 and not self.state.skipped.in_a_row):
             self.phases.mark("checkpoint")
-            self.writer.save(self.state.snapshot())
-            self.saved_step = self.state.step
+            snapshot = self.state.snapshot()
+            if ruined := self.world.gather_objects(snapshot.not_finite)[0]:
+                message = f"{ruined} is not finite after step {step}: the run has diverged. No checkpoint is written."
+                if step == self.end:
+                    raise UserError(
+                        f"{message} Resume from an earlier one or start again, with a smaller optimizer.lr."
+                    )
+                self.telemetry.warning(message)
+                return
+            self.writer.save(snapshot)
+            self.saved_step = step
 
     def _finish(self, *, stop: bool, signals: list[int]) -> bool:
         """Wait for the last checkpoint on every rank, and retry if it failed. Returns whether it is on disk."""

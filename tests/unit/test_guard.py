@@ -96,6 +96,9 @@ def test_redirects_are_followed_and_bounded(site: Site) -> None:
     assert opener().open(url).read() == body
     assert refusal(opener(max_redirects=1), url) == reasons.REDIRECTS
     assert refusal(opener(), site.redirect("/loop", site.base + "/loop")) == reasons.REDIRECTS
+    for status in (300, 304, 307):  # that lead nowhere
+        site.answers["/nowhere"] = lambda handler, status=status: send(handler, status, b"")
+        assert refusal(opener(), site.base + "/nowhere") == f"http {status}"
 
 
 def test_opt_out_is_detected_before_the_body_is_read(site: Site) -> None:

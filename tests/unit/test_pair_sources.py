@@ -451,6 +451,12 @@ def test_what_is_ambiguous_in_tables_and_tars(tmp_path: Path) -> None:
     found = dropped(tmp_path / "z")
     assert [(place, reason) for place, reason, _ in found] == [(f"t.tar:{key}", "malformed row") for key in "ac"]
     assert "two members of its sample have the same suffix: c.JPG" in found[1][2]
+    canonical_tar.write(tmp_path / "first.tar", members[5:])
+    make(tmp_path / "first.tar", tmp_path / "only d")
+    assert (texts(tmp_path / "only d"), len(dropped(tmp_path / "only d"))) == ([["d"]], 1)
+    canonical_tar.write(tmp_path / "none.tar", members[5:8])
+    with pytest.raises(UserError, match=r"No sample of .*none\.tar can be read: .*the same suffix: c\.JPG\.$"):
+        make(tmp_path / "none.tar", tmp_path / "none")
     listing = write_listing(
         tmp_path / "list", [Listed("t.tar:other", str(tmp_path / "t.tar"), offset=0)], root=tmp_path
     )
@@ -472,6 +478,13 @@ def test_texts_that_are_not_utf8_cost_their_own_row_only(tmp_path: Path) -> None
     (tmp_path / "csv" / "t.csv").write_bytes(f"image,caption\n{names[0]},caf".encode() + b"\xe9\n" + b"001.jpg,two\n")
     make(tmp_path / "csv" / "t.csv", tmp_path / "other")
     assert dropped(tmp_path / "other")[0][2] == detail
+    rows = ['{"image": "000.jpg", "caption": "half \\ud83d"}', '{"image": "001.jpg", "caption": ["two", 3, 4.5, null]}']
+    (tmp_path / "csv" / "t.jsonl").write_text("\n".join(rows))
+    make(tmp_path / "csv" / "t.jsonl", tmp_path / "half")
+    assert texts(tmp_path / "half") == [["two", "3", "4.5"]]
+    ((_, reason, detail),) = dropped(tmp_path / "half")
+    assert reason == "caption is not UTF-8"
+    assert detail == "the surrogate U+D83D, which is half of a character: the program that wrote it cut one"
 
 
 def test_a_parquet_page_with_a_wrong_checksum_is_refused(tmp_path: Path) -> None:

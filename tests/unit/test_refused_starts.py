@@ -250,6 +250,7 @@ def test_settings_and_recipes_are_completed(tmp_path: Path, monkeypatch: pytest.
         (RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer"), 76, "another rank: it is gone"),
         (RuntimeError("an assertion"), 70, "probably a bug"),
         (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "run/config.yaml"), 2, "Free some space"),
+        (OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), "n" * 256), 2, "Use a shorter name"),
     ],
 )
 def test_what_others_caused_is_no_bug(

@@ -12,7 +12,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from pipeline.checkpoint.layout import finished_checkpoints
 from pipeline.checkpoint.reader import Checkpoint
+from pipeline.errors import UserError
+from pipeline.metrics.sinks import WARNING
 from pipeline.objectives import ObjectiveOutput
 from pipeline.objectives.openclip import OpenClip
 from pipeline.training.run_state import SkippedSteps
@@ -91,6 +94,22 @@ def test_a_run_leaves_a_ruined_checkpoint_behind(base: Path, monkeypatch: pytest
     run = train(base, "ruined", "checkpoint.keep_last=9")
     assert rollbacks(run) == [(10, "step-00000004")]
     assert all(math.isfinite(record["loss"]) for record in metrics(run, "train"))
+
+
+def test_weights_that_are_not_finite_are_not_published(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ruin(monkeypatch, STEPS - 3)
+    with pytest.raises(UserError, match=r"is not finite after step 14: the run has diverged.*smaller optimizer\.lr"):
+        train(base, "at the end", "max_rollbacks=0", "checkpoint.keep_last=9")
+    assert finished_checkpoints(base / "at the end")[-1].name == "step-00000011"
+    warned = [r["message"] for r in metrics(base / "at the end", "event") if r.get("level") == WARNING]
+    assert [message.partition(" is ")[2][:23] for message in warned] == ["not finite after step 1"]
+
+
+def test_a_run_that_ends_with_skipped_steps_says_so(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil(monkeypatch, (STEPS - 2, STEPS - 1))
+    run = train(base, "skipped", "max_rollbacks=0")
+    (warned,) = (r["message"] for r in metrics(run, "event") if r.get("level") == WARNING)
+    assert warned.startswith("The last 2 steps were skipped: the weights are those of step 12, and the run may have")
 
 
 def test_a_rollback_into_an_earlier_stage_trains_at_its_size(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,7 +100,7 @@ class StoredCrops:
 
     count: Annotated[int, Field(ge=1)]
     """Crops of a sample."""
-    seed: Annotated[int, Field(ge=0)]
+    seed: Annotated[int, Field(ge=0, lt=2**63)]
     """Of the crops."""
     scale: tuple[float, float]
     """As `CropConfig.scale`."""

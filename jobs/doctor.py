@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from jobs.known_settings import TRAINING, RecipePath, load_run
+from jobs.known_settings import TRAINING, FiniteRange, RecipePath, load_run
 
 if TYPE_CHECKING:
     from pipeline.planning.node_checks import DoctorFinding
@@ -26,9 +26,7 @@ MARKS = {"good": ("ok", "green"), "note": ("note", "yellow"), "broken": ("BROKEN
 @click.option(
     "--output", type=click.Path(path_type=Path), default="runs", show_default=True, help="Folder of the runs."
 )
-@click.option(
-    "--needs-gib", type=click.FloatRange(min=0), default=5.0, show_default=True, help="Free space needed in it."
-)
+@click.option("--needs-gib", type=FiniteRange(min=0), default=5.0, show_default=True, help="Free space needed in it.")
 @click.option("--recipe", type=RecipePath(TRAINING), help="Compare loading with what this recipe's steps take.")
 @click.option("--data", "manifests", multiple=True, help="Folder of shards to try reading; may be given several times.")
 @click.option("--allow-commands", is_flag=True, help="Run the commands that --data's manifest names as shards.")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import json
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import astuple
@@ -141,6 +142,17 @@ def _sections(key: str) -> list[str]:
 def recipe_names(folder: Path) -> tuple[str, ...]:
     """The names of the recipes in a folder, sorted."""
     return tuple(sorted(path.stem for path in folder.glob("*.yaml")))
+
+
+class FiniteRange(click.FloatRange):
+    """A number within bounds; click's range has NaN and infinity, too."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            bounds = f"of {self.min:g} or more" if self.max is None else f"from {self.min:g} to {self.max:g}"
+            self.fail(f"{value!r} is not a number {bounds}.", param, ctx)
+        return number
 
 
 class RecipePath(click.ParamType):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from jobs.known_settings import TRAINING, RecipePath, complete_settings, load_run
+from jobs.known_settings import TRAINING, FiniteRange, RecipePath, complete_settings, load_run
 
 if TYPE_CHECKING:
     from pipeline.planning.run_costs import DataPlan
@@ -28,7 +28,7 @@ GPUS = {989.0: "H100 or H200", 312.0: "A100", 362.0: "L40S", 65.0: "T4 in fp16"}
 @click.option(
     "--measure", is_flag=True, help="Also run the recipe on this machine for a minute, and forecast from that."
 )
-@click.option("--seconds", default=60.0, show_default=True, type=click.FloatRange(min=1), help="Duration of --measure.")
+@click.option("--seconds", default=60.0, show_default=True, type=FiniteRange(min=1), help="Duration of --measure.")
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...", shell_complete=complete_settings)
 def command(recipe: str | None, ranks: int | None, measure: bool, seconds: float, overrides: tuple[str, ...]) -> None:
     """Estimate the cost of a recipe: GPU memory per ZeRO stage, steps, FLOPs, GPU hours, data reading and shuffling.

@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import click
+
+from jobs.known_settings import FiniteRange
 
 PAGE_NAME = "worst.html"
 SHOWN_CUT = 0.1
 PROGRESS_SECONDS = 30.0
 
 
-class Share(click.FloatRange):
-    """A number from 0 to 1; click's range has NaN, too."""
-
-    def __init__(self) -> None:
-        super().__init__(0, 1)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        share = super().convert(value, param, ctx)
-        if math.isnan(share):
-            self.fail(f"{value!r} is not a number from 0 to 1.", param, ctx)
-        return share
+SHARE = FiniteRange(0, 1)
 
 
 @click.command(name="score", epilog="With several ranks: torchrun --nproc-per-node 8 -m jobs.score MODEL ...")
@@ -48,9 +38,9 @@ class Share(click.FloatRange):
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option("--allow-commands", is_flag=True, help="Run the commands that DATA's manifest names as shards.")
 @click.option("--allow-outside", is_flag=True, help="Read shards outside of DATA that its manifest names.")
-@click.option("--list-worst", nargs=2, type=(Share(), click.Path()), metavar="SHARE FILE",
+@click.option("--list-worst", nargs=2, type=(SHARE, click.Path()), metavar="SHARE FILE",
               help="Write the names of the worst share, for `neuclip verify --remove`.")  # fmt: skip
-@click.option("--index-best", nargs=2, type=(Share(), click.Path()), metavar="SHARE FILE",
+@click.option("--index-best", nargs=2, type=(SHARE, click.Path()), metavar="SHARE FILE",
               help="Write the uids of the best share as .npy, for `subset.index` of `neuclip download`.")  # fmt: skip
 def command(
     model: str,

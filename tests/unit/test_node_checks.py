@@ -240,3 +240,6 @@ def test_the_command_exits_with_1_when_something_is_broken(tmp_path: Path, monke
     bad = CliRunner().invoke(command, [*arguments, "--data", str(tmp_path / "nowhere")], standalone_mode=False)
     assert bad.return_value == 1
     assert "1 broken" in bad.output
+    endless = CliRunner().invoke(command, ["--output", str(tmp_path), "--needs-gib", "nan"])
+    assert endless.exit_code == 2
+    assert "'nan' is not a number of 0 or more." in endless.output

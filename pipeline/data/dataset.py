@@ -141,9 +141,16 @@ def dataset(
     """
     rank = int(os.environ.get("RANK", 0)) if rank is None else rank
     ranks = int(os.environ.get("WORLD_SIZE", 1)) if ranks is None else ranks
-    for name, number in (("batch_size", batch_size), ("image_size", image_size)):
-        if type(number) is not int or number < 1:
-            raise UserError(f"{name} = {number!r} must be a whole number of at least 1.")
+    numbers = (("batch_size", batch_size, 1), ("image_size", image_size, 1), ("rank", rank, 0), ("ranks", ranks, 1))
+    for name, number, least in numbers:
+        if type(number) is not int or number < least:
+            raise UserError(f"{name} = {number!r} must be a whole number of at least {least}.")
+    if type(seed) is not int or not 0 <= seed < 2**63:
+        raise UserError(f"seed = {seed!r} must be a whole number from 0 to 2**63 - 1.")
+    if normalization is not None and ([len(part) for part in normalization] != [3, 3] or min(normalization[1]) <= 0):
+        raise UserError(
+            f"normalization = {normalization!r} must be a mean and a standard deviation above 0 by channel."
+        )
     if not callable(tokenize):
         raise UserError(f"tokenize = {tokenize!r} must be callable, such as open_clip.get_tokenizer('ViT-B-32').")
     if not 0 <= rank < ranks:

@@ -24,7 +24,7 @@ OBJECTIVES: Registry[type[Objective]] = Registry(
 objective_names = OBJECTIVES.names
 _SECTIONS: dict[str, type[ObjectiveConfig]] = {}
 # Of the facts that `build_objective` takes; 0 is unknown.
-_LEAST = {"dim": 1, "batch_size": 1, "dataset_size": 0, "steps_per_epoch": 0, "total_steps": 0}
+_LEAST = {"dim": 1, "batch_size": 1, "dataset_size": 0, "steps_per_epoch": 0, "total_steps": 0, "seed": 0}
 
 
 def register(name: str, config: type[ObjectiveConfig]) -> Callable[[ObjectiveClass], ObjectiveClass]:

@@ -44,6 +44,7 @@ def test_wrong_inputs_are_refused(image: torch.Tensor, text: torch.Tensor, ids: 
         ({"batch_size": "8", "dataset_size": 5}, "batch_size = '8': has"),
         ({"dim": 8.0}, r"dim = 8\.0: has"),
         ({"dataset_size": None}, "dataset_size = None: has to be an integer, 0 or more"),
+        ({"dataset_size": 5, "seed": -1}, "seed = -1: has to be an integer, 0 or more"),
         ({"tau_init": 0.05}, r'does not know tau_init\. .*\{"name": "neuclip", "tau_init": 0.05\}'),
     ],
 )

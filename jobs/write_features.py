@@ -25,7 +25,7 @@ from pipeline.run_files import check_model, model_folder_in
     show_default=True,
     help="Crops of each image whose features are stored; 0: of the whole image.",
 )
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the crops.")
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Of the crops.")
 @click.option("--crop-scale", type=(float, float), default=(0.9, 1.0), show_default=True, help="As data.crop.scale.")
 @click.option("--crop-ratio", type=(float, float), default=(3 / 4, 4 / 3), help="As data.crop.ratio: 3/4 to 4/3.")
 @click.option(

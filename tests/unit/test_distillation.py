@@ -352,6 +352,8 @@ def test_the_command_names_options_without_effect_and_data_that_is_given_twice(b
     assert "--seed, --crop-scale: without --augmentations" in str(features(base, *given, output="useless").exception)
     again = features(base, str(base / "shards"), output="useless").exception
     assert "DATA has a folder twice" in str(again)
+    too_long = features(base, "--augmentations", "2", "--seed", str(2**63), output="useless")
+    assert f"{2**63} is not in the range" in too_long.output
     assert not (base / "useless").exists()
 
 

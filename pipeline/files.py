@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from pipeline.errors import UserError
 
@@ -176,3 +176,13 @@ def tar_errors() -> Iterator[None]:
         if isinstance(error, OSError) and error.errno != errno.EINVAL:  # of seeking to where no file ends
             raise
         raise tarfile.ReadError(f"damaged header ({type(error).__name__}: {error})") from error
+
+
+def zeros_before_more(file: BinaryIO) -> int | None:
+    """The number of zero bytes that come next and have something else behind them; None: there is nothing else."""
+    count = 0
+    while block := file.read(1 << 20):
+        if more := block.lstrip(b"\0"):
+            return count + len(block) - len(more)
+        count += len(block)
+    return None

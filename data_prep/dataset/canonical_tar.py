@@ -11,9 +11,9 @@ import tarfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from pipeline.data.shards.tar_reader import FORMAT_SUFFIXES
+from pipeline.data.shards.tar_reader import FORMAT_SUFFIXES, DamagedTar, check_end, members
 from pipeline.errors import UserError
-from pipeline.files import replacing, tar_errors
+from pipeline.files import replacing
 
 _BLOCK = 512
 
@@ -22,23 +22,19 @@ def samples(path: str | Path) -> Iterator[tuple[str, dict[str, bytes]]]:
     """Iterate over a webdataset tar as `(key, {extension: payload})`, in order.
 
     Raises:
-        tarfile.TarError: The file is not a complete tar.
+        DamagedTar: The file is not a complete tar.
     """
     key, parts = "", dict[str, bytes]()
-    with tar_errors(), tarfile.open(path, "r:") as archive:
-        for member in archive:
-            if not member.isfile():
-                continue
-            folder, slash, name = member.name.rpartition("/")
+    with open(path, "rb") as file:
+        for member, payload in members(file, wanted=lambda suffix: True):
+            folder, slash, name = member.rpartition("/")
             stem, _, suffix = name.partition(".")
-            if not stem or stem == name:  # belongs to no sample, by the rules of webdataset
-                continue
             if folder + slash + stem != key and parts:
                 yield key, parts
                 parts = {}
             key = folder + slash + stem
-            payload = archive.extractfile(member)
-            parts[suffix] = payload.read() if payload else b""
+            parts[suffix] = payload
+        check_end(file)
     if parts:
         yield key, parts
 
@@ -51,7 +47,7 @@ def intact_samples(path: str | Path) -> Iterator[tuple[str, dict[str, bytes]]]:
     """
     try:
         yield from samples(path)
-    except (tarfile.TarError, FileNotFoundError, IsADirectoryError) as error:
+    except (DamagedTar, FileNotFoundError, IsADirectoryError) as error:
         raise UserError(
             f"{path} is missing or not a complete tar ({error}). Run `neuclip verify` to find all damage."
         ) from error

@@ -12,9 +12,8 @@ from typing import Any
 
 from data_prep.pairs.listing import Listed, Listing
 from data_prep.pairs.pair import CAPTION_NAMES, MALFORMED_ROW, Pair, captions_in
-from pipeline.data.shards.tar_reader import FORMAT_SUFFIXES, split_name
+from pipeline.data.shards.tar_reader import FORMAT_SUFFIXES, DamagedTar, check_end, samples, split_name
 from pipeline.errors import UserError
-from pipeline.files import tar_errors
 
 
 @dataclass(frozen=True)
@@ -100,22 +99,19 @@ def tar_rows(root: Path, tars: list[Path]) -> Iterator[Listed]:
     """
     for tar in tars:
         shown = tar.relative_to(root).as_posix() if tar != root else tar.name
-        count, key, seen = 0, None, set[str]()
+        count, seen = 0, set[str]()
         try:
-            with tar_errors(), tarfile.open(tar, "r:") as archive:
-                for member in archive:
-                    stem, suffix = split_name(member.name)
-                    archive.members = []  # type: ignore[attr-defined]  # tarfile keeps every header that it has read: a million are a gigabyte
-                    if not member.isfile() or not suffix or not stem.rpartition("/")[2] or stem == key:
-                        continue
-                    key, count = stem, count + 1
-                    if stem in seen:
+            with tar.open("rb") as file:
+                for key, start in samples(file):
+                    count += 1
+                    if key in seen:
                         detail = "its name occurs before in this tar: the files of a sample must be neighbours"
-                        yield Listed(f"{shown}:{stem}", problem=MALFORMED_ROW, detail=detail)
+                        yield Listed(f"{shown}:{key}", problem=MALFORMED_ROW, detail=detail)
                         continue
-                    seen.add(stem)
-                    yield Listed(f"{shown}:{stem}", str(tar), offset=member.offset)
-        except (tarfile.TarError, OSError) as error:
+                    seen.add(key)
+                    yield Listed(f"{shown}:{key}", str(tar), offset=start)
+                check_end(file)
+        except (DamagedTar, OSError) as error:
             remedy = "it is compressed: gunzip it first" if _is_gzip(tar) else "fetch it again, or move it away"
             raise UserError(f"{tar} is not a complete tar, after {count:,} samples ({error}): {remedy}.") from error
 

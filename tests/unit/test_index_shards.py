@@ -94,6 +94,9 @@ def test_damaged_and_empty_shards_are_rejected_or_skipped(shards: Path) -> None:
     result = CliRunner().invoke(command, [str(shards), "--leave-out"], catch_exceptions=False)
     assert "left out: d.tar is empty" in result.output
     assert set(load_manifest(shards).facts["left out"]) == {"c.tar", "d.tar"}
+    (shards / "d.tar").write_bytes(whole + whole)
+    with pytest.raises(UserError, match=r"d\.tar has zeros where a file should begin, and more behind them: .*joined"):
+        index_shards(shards, replace=True)
 
 
 def test_patterns_can_name_shards_in_other_folders(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -457,6 +457,15 @@ def test_what_is_ambiguous_in_tables_and_tars(tmp_path: Path) -> None:
     canonical_tar.write(tmp_path / "none.tar", members[5:8])
     with pytest.raises(UserError, match=r"No sample of .*none\.tar can be read: .*the same suffix: c\.JPG\.$"):
         make(tmp_path / "none.tar", tmp_path / "none")
+    whole = (tmp_path / "t.tar").read_bytes()
+    for name, body, said in (
+        ("joined", whole + whole, "zeros where a file should begin"),
+        ("header", whole[:3072] + b"x" + whole[3073:], "checksum"),
+        ("cut", whole[:3100], "ends inside a header"),
+    ):
+        (tmp_path / f"{name}.tar").write_bytes(body)
+        with pytest.raises(UserError, match=rf"{name}\.tar is not a complete tar, after \d+ samples .*{said}"):
+            make(tmp_path / f"{name}.tar", tmp_path / name)
     listing = write_listing(
         tmp_path / "list", [Listed("t.tar:other", str(tmp_path / "t.tar"), offset=0)], root=tmp_path
     )

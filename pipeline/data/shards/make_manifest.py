@@ -25,6 +25,7 @@ from pipeline.data.shards.tar_reader import (
     CorruptSample,
     DamagedTar,
     TarRecord,
+    check_end,
     members,
     read_records,
 )
@@ -115,9 +116,11 @@ def read_shard(name: str, url: str, caption: CaptionField, *, stop: threading.Ev
     samples, hashed = 0, StreamHash(check)
     try:
         with open_shard(url) as file:
-            for record in read_records(hashed.over(file), caption_suffix=caption.suffix):
+            stream = hashed.over(file)
+            for record in read_records(stream, caption_suffix=caption.suffix):
                 samples += 1
                 unusable.update(_reasons(record, caption))
+            check_end(stream)
             sha256 = hashed.finish() or ""
     except DamagedTar as error:
         return ShardScan(name, damage=f"{error} (after {samples:,} samples)")

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 from pipeline.data.order.hashing import draw
 from pipeline.errors import UserError
+from pipeline.files import zeros_before_more
 
 BLOCK = 512
 IMAGE_SUFFIXES = frozenset({"jpg", "jpeg", "png", "webp", "ppm"})
@@ -87,7 +88,7 @@ def count_records(file: BinaryIO) -> int:
     Raises:
         DamagedTar: The tar is truncated or damaged.
     """
-    return sum(1 for _ in _samples(file))
+    return sum(1 for _ in samples(file))
 
 
 def repeated_key(file: BinaryIO) -> str | None:
@@ -97,7 +98,7 @@ def repeated_key(file: BinaryIO) -> str | None:
         DamagedTar: The tar is truncated or damaged.
     """
     seen = set[str]()
-    for sample, _ in _samples(file):
+    for sample, _ in samples(file):
         if sample in seen:
             return sample
         seen.add(sample)
@@ -111,15 +112,19 @@ def record_offset(file: BinaryIO, number: int) -> int:
         DamagedTar: The tar holds fewer samples, or is damaged before this one.
     """
     count = 0
-    for _, start in _samples(file):
+    for _, start in samples(file):
         if count == number:
             return start
         count += 1
     raise DamagedTar(f"has {count} samples, so there is no sample {number}")
 
 
-def _samples(file: BinaryIO) -> Iterator[tuple[str, int]]:
-    """Key and first byte of each sample."""
+def samples(file: BinaryIO) -> Iterator[tuple[str, int]]:
+    """Key and first byte of each sample; reads headers only.
+
+    Raises:
+        DamagedTar: The tar is truncated or damaged.
+    """
     current = ""
     for name, size, start in _members(file):
         sample, _ = split_name(name)
@@ -140,6 +145,19 @@ def members(file: BinaryIO, *, wanted: Callable[[str], bool] = lambda suffix: Fa
         if not payload:
             _skip(file, size)
         yield name, payload
+
+
+def check_end(file: BinaryIO) -> None:
+    """Read what follows the last member, once all were read, and check that it is zeros.
+
+    Raises:
+        DamagedTar: It is not, and all readers miss it.
+    """
+    if zeros_before_more(file) is not None:
+        raise DamagedTar(
+            "has zeros where a file should begin, and more behind them: a part of it was overwritten, or two archives "
+            "were joined, which have to be separate shards"
+        )
 
 
 def split_name(name: str) -> tuple[str, str]:

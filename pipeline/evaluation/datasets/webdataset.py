@@ -19,7 +19,7 @@ from typing import BinaryIO, Literal, NamedTuple
 import numpy as np
 
 from pipeline.evaluation.datasets.task_data import IMAGE_SUFFIXES, TaskData, TaskError, plain, read_lines
-from pipeline.files import tar_errors, text_lines
+from pipeline.files import tar_errors, text_lines, zeros_before_more
 
 PADDING = 2 * tarfile.RECORDSIZE
 """Zero bytes that may follow the last member. Writers end with 1,024 and fill up a record of 10,240."""
@@ -68,16 +68,12 @@ def _check_end(path: Path, file: BinaryIO, end: int) -> None:
     file.seek(end)
     if any(file.read(tarfile.BLOCKSIZE)):
         raise TaskError(f"The shard {path} is damaged: there is no valid header at byte {end:,}. Fetch it again.")
-    position = end + tarfile.BLOCKSIZE
-    while block := file.read(1 << 20):
-        if any(block):
-            start = position + next(index for index, byte in enumerate(block) if byte)
-            raise TaskError(
-                f"The shard {path} has zeros where a member should begin (byte {end:,}) and goes on at byte {start:,}: "
-                "a part of it was overwritten, or two archives were joined. Readers stop at the zeros and miss what "
-                "follows. Fetch it again, or write joined archives as separate shards."
-            )
-        position += len(block)
+    if (zeros := zeros_before_more(file)) is not None:
+        raise TaskError(
+            f"The shard {path} has zeros where a member should begin (byte {end:,}) and goes on at byte "
+            f"{end + tarfile.BLOCKSIZE + zeros:,}: a part of it was overwritten, or two archives were joined. Readers "
+            "stop at the zeros and miss what follows. Fetch it again, or write joined archives as separate shards."
+        )
     if remaining > PADDING:
         raise TaskError(
             f"The shard {path} ends in {remaining:,} zero bytes, more than any padding: was its download not "

@@ -253,6 +253,10 @@ def test_damaged_and_mismatched_checkpoints_are_refused(suite: Path, tmp_path: P
     )
     with pytest.raises(UserError, match="is damaged"):
         evaluate(str(folder), suite=suite)
+    for text in ("\0" * 100, '{"files": [1]}', '{"files": {}, "digest": "0"}'):
+        (folder / "checkpoint.json").write_text(text)
+        with pytest.raises(UserError, match=r"checkpoint\.json is damaged: .*Take another checkpoint"):
+            evaluate(str(folder), suite=suite)
     (tmp_path / "noise.pt").write_bytes(b"noise" * 100)
     with pytest.raises(UserError, match=r"noise\.pt"):
         evaluate(f"scenes-vit-tiny:{tmp_path / 'noise.pt'}", suite=suite)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from pipeline.checkpoint.layout import EMA_NAME, FOLDER_NAME, META_NAME, PREFIX, read_meta
+from pipeline.checkpoint.layout import EMA_NAME, FOLDER_NAME, META_NAME, PREFIX, digest_of, read_meta
 from pipeline.errors import UserError
 from pipeline.evaluation.datasets.suite import Suite
 from pipeline.evaluation.datasets.task_data import TaskError, plain
@@ -49,14 +49,14 @@ def load_checkpoint(spec: str, *, device: torch.device) -> EvaluationModel:
             f"{spec} cannot be loaded ({type(error).__name__}: {plain(error, longest=200)}): "
             "the weights are damaged, or those of another architecture."
         ) from error
-    folder = Path(model.source)
-    for name, facts in stated_files(folder).items():
-        if "sha256" not in facts or sha256_of(folder / name) == facts["sha256"]:
-            continue
-        raise UserError(
-            f"{folder / name} is damaged: its SHA-256 is not the one in {META_NAME}. "
-            "Take another checkpoint, or copy this one again from where it is whole."
-        )
+    folder, remedy = Path(model.source), "Take another checkpoint, or copy this one again from where it is whole."
+    try:
+        stated = stated_files(folder)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder / META_NAME} is damaged: {str(error).rstrip('.')}. {remedy}") from error
+    for name, facts in stated.items():
+        if "sha256" in facts and sha256_of(folder / name) != facts["sha256"]:
+            raise UserError(f"{folder / name} is damaged: its SHA-256 is not the one in {META_NAME}. {remedy}")
     return model
 
 
@@ -68,15 +68,25 @@ def is_complete(folder: Path) -> bool:
         return there and all(
             (folder / name).stat().st_size == facts["bytes"] for name, facts in stated.items() if "bytes" in facts
         )
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError):
         return False
 
 
 def stated_files(folder: Path) -> dict[str, Mapping[str, Any]]:
-    """Size and SHA-256 of the model's files, from `checkpoint.json`; empty for other folders."""
+    """Size and SHA-256 of the model's files, from `checkpoint.json`; empty for other folders.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It is damaged.
+    """
     if not (folder / META_NAME).is_file():
         return {}
-    files = read_meta(folder).get("files", {})
+    meta = read_meta(folder)
+    if "digest" in meta and meta["digest"] != digest_of(meta):
+        raise ValueError("its contents do not match their SHA-256")
+    files = meta.get("files", {})
+    if not isinstance(files, Mapping) or not all(isinstance(facts, Mapping) for facts in files.values()):
+        raise ValueError("its list of files is none")
     return {name: files[name] for name in (MODEL_CONFIG_NAME, WEIGHTS_NAME) if name in files}
 
 

@@ -6,6 +6,7 @@ computes the same subset, rows are processed in one pass, and a larger fraction 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -47,25 +48,30 @@ def hashes(names: Iterable[str], *, seed: int) -> np.ndarray:
 
 
 def _open_index(path: str) -> Any:
-    """The uid index, memory-mapped because it may have tens of gigabytes."""
+    """The uid index, memory-mapped because it may have tens of gigabytes; its order is checked at a million places."""
     if not Path(path).is_file():
         raise UserError(f"subset.index = {path!r} does not exist: fetch the published .npy of uids first.")
-    index = np.load(path, mmap_mode="r")
-    if index.dtype.names is None or len(index.dtype.names) != 2 or index.ndim != 1:
-        raise UserError(
-            f"subset.index = {path!r} holds {index.dtype} of shape {index.shape}, not pairs of 64-bit halves."
-        )
+    try:
+        index = np.load(path, mmap_mode="r")
+    except (ValueError, EOFError, OSError) as error:
+        raise UserError(f"subset.index = {path!r} is not a complete .npy file of uids ({error}).") from error
+    dtype = index.dtype if isinstance(index, np.ndarray) else None
+    if dtype is None or [kind for kind, *_ in (dtype.fields or {}).values()] != [np.uint64] * 2 or index.ndim != 1:
+        held = "several arrays" if dtype is None else f"{dtype} of shape {index.shape}"
+        raise UserError(f"subset.index = {path!r} holds {held}, not pairs of 64-bit halves (uint64).")
+    if not len(index):
+        raise UserError(f"subset.index = {path!r} holds no uids: nothing would be downloaded.")
+    some = np.asarray(index[:: -(-len(index) // 1_000_000)])
+    if (np.sort(some) != some).any():
+        raise UserError(f"subset.index = {path!r} is not sorted, so uids in it would not be found: np.sort it first.")
     return index
 
 
 def _contained(names: list[str], index: Any) -> np.ndarray:
     """Whether each 32-digit hexadecimal uid is in the sorted index (binary search; touches a few pages per uid)."""
-    try:
-        halves = [(int(name[:16], 16), int(name[16:], 16)) for name in names]
-    except ValueError as error:
-        raise UserError(
-            f"subset.index needs uids of 32 hexadecimal digits, but found one that is not ({error})."
-        ) from error
+    if wrong := next((name for name in names if not re.fullmatch(r"[0-9a-fA-F]{32}", name)), None):
+        raise UserError(f"subset.index needs uids of 32 hexadecimal digits, but found one that is not ({wrong!r:.80}).")
+    halves = [(int(name[:16], 16), int(name[16:], 16)) for name in names]
     wanted = np.array(halves, dtype=index.dtype)
     places = np.searchsorted(index, wanted)
     places[places == len(index)] = 0

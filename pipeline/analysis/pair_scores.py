@@ -78,7 +78,11 @@ class Scorer:
     tau: float
 
     def rows(self, batch: PairBatch) -> Iterator[dict[str, Any]]:
-        """The table's rows of a batch: the readable pairs, then those with a problem."""
+        """The table's rows of a batch: the readable pairs, then those with a problem.
+
+        Raises:
+            UserError: A score is not finite.
+        """
         shard = self.pairs.manifest.shards[batch.shard]
         fixed = {"shard": shard.name}
         if batch.captions:
@@ -92,6 +96,10 @@ class Scorer:
                 "score": cosine / self.tau - (first + second) / 2,
             }
             columns = {name: value.cpu().numpy() for name, value in values.items()}
+            if not all(np.isfinite(column).all() for column in columns.values()):
+                raise UserError(
+                    f"Scores of {shard.name} are not finite: the weights of {self.model.source} are damaged."
+                )
             for at, row in enumerate(batch.rows):
                 numbers = {name: float(column[at]) for name, column in columns.items()}
                 yield fixed | {"sample_id": shard.offset + row, "row": row, **numbers}

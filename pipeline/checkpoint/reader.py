@@ -25,6 +25,7 @@ from pipeline.checkpoint.layout import (
     fallback_runs,
     id_in,
     is_foreign,
+    is_name,
     name_of,
     read_meta,
     remove,
@@ -229,7 +230,10 @@ def find_checkpoint(
         try:
             return open_checkpoint(Path(which), world=world)
         except UserError as error:
-            raise UserError(f"Cannot resume from {which}: {error}") from error
+            allowed = (
+                "" if is_name(Path(which).name) else f" Give `latest`, or a checkpoint: RUN/{FOLDER_NAME}/{name_of(0)}."
+            )
+            raise UserError(f"Cannot resume from {which}: {error}{allowed}") from error
     folders = [run, *fallback_runs(fallback, run)]
     found = [path for folder in folders for path in checkpoint_folders(folder)]
     found.sort(key=step_of, reverse=True)

@@ -142,6 +142,8 @@ class CheckpointWriter:
     ) -> None:
         self.problem = ""
         """Why the last checkpoint could not be written; empty if it could. Known on rank 0, after `wait`."""
+        self.saved_step = 0
+        """The step of the last checkpoint that is on disk. Known on rank 0."""
         self.run, self.folder = run, run / FOLDER_NAME
         self._config, self._world, self._architecture, self._on_event = config, world, architecture, on_event
         self._thread: threading.Thread | None = None
@@ -307,6 +309,7 @@ class CheckpointWriter:
         flush(temporary)
         final = self.folder / name_of(snapshot.step)
         publish(temporary, final, self.run_id, self._on_event)
+        self.saved_step = snapshot.step
         size = sum(entry["bytes"] for entry in files.values())
         self._on_event(f"Checkpoint {final.name} written ({size / 1e6:.1f} MB).")
         self._verified.add(final.name)

@@ -7,6 +7,7 @@ It counts the calls and payload bytes of every collective in `world.traffic`.
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import socket
 import sys
@@ -25,7 +26,7 @@ from torch.distributed import distributed_c10d
 
 from pipeline.cores import usable_cores
 from pipeline.distributed.timing import Phases
-from pipeline.errors import UserError, too_many_files
+from pipeline.errors import EXIT_INTERRUPTED, UserError, too_many_files
 
 
 @dataclass(frozen=True)
@@ -116,10 +117,9 @@ class World:
         return int(distributed_c10d._get_default_store().add(name, amount)) if self.size > 1 else 0
 
     def store(self) -> Any:
-        """A connection of its own to the store that the ranks share; of several ranks only. A thread needs one: a call
-        that waits, such as for the id of a group of NCCL, blocks the other calls on its connection."""
-        store: Any = distributed_c10d._get_default_store()
-        return store.clone()
+        """A second connection to the store that the ranks share, always the same; of several ranks only. A thread needs
+        it: a call that waits, such as for the id of a group of NCCL, blocks the other calls on its connection."""
+        return _connection(distributed_c10d._get_default_store())
 
     def progress(self) -> None:
         """Note that the work of a long phase goes on, so that the heartbeat does not take it for a hang."""
@@ -151,6 +151,12 @@ class World:
         self.traffic[f"{collective}.calls"] += 1
         self.traffic[f"{collective}.bytes"] += x.numel() * x.element_size()
         return self.phase("communication")
+
+
+@functools.lru_cache(maxsize=1)
+def _connection(store: Any) -> Any:
+    """Made once, at the start: a new one to a store whose process was killed since would be tried for 46 minutes."""
+    return store.clone()
 
 
 @dataclass(frozen=True)
@@ -213,19 +219,19 @@ def collectives_trace() -> str:
 
 
 def leave(code: int) -> NoReturn:
-    """Exit this process; if it is one of several ranks, without the interpreter's usual cleanup.
+    """Exit this process; if it is one of several ranks, or interrupted, without the interpreter's usual cleanup.
 
     While the process group exists, destructors would wait for other ranks. After it was destroyed, references to it,
     such as DeepSpeed's, keep gloo's threads alive, and a thread that releases its last tensor while the interpreter
-    shuts down aborts the process (PyTorch issue 190489).
+    shuts down aborts the process (PyTorch issue 190489). So does one that writes a checkpoint, after an interrupt.
     """
     joined = dist.is_available() and dist.is_initialized()
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    if several and not joined:
+    at_once = int(os.environ.get("WORLD_SIZE", "1")) > 1 or code == EXIT_INTERRUPTED
+    if at_once and not joined:
         atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    if several or joined:
+    if at_once or joined:
         os._exit(code)
     sys.exit(code)
 

@@ -107,7 +107,7 @@ class Trainer:
         engine, signals = self.run.engine, self.signals.received
         starts = self.world.gather_objects((new_run_id(), bool(signals)))
         start, stop = starts[0][0], any(stop for _, stop in starts)  # between the stages
-        self.saved_step = self.state.step
+        self.saved_step = self.writer.saved_step = self.state.step
         heartbeat = Heartbeat(
             Path(self.run.output),
             world=self.world,
@@ -182,7 +182,7 @@ class Trainer:
     def _announce_stop(self, number: int) -> None:
         """Say at once, in a thread, what the first signal does: the step may take minutes."""
         if self.world.is_main and self.run.telemetry.progress != "quiet":
-            lost = self.state.step - self.saved_step
+            lost = self.state.step - self.writer.saved_step
             with suppress(OSError, ValueError):
                 print(
                     "Stopping after this step and a checkpoint; Ctrl-C again ends now and loses "

@@ -26,6 +26,7 @@ from pipeline.evaluation.compute import check_bf16
 from pipeline.evaluation.datasets.datacomp import AGGREGATES, TASKS
 from pipeline.evaluation.datasets.suite import open_suite
 from pipeline.evaluation.datasets.task_data import FileImages, TaskData, TaskError, decode, plain
+from pipeline.evaluation.protocols.classification import class_details
 from pipeline.evaluation.protocols.retrieval import write_examples
 from pipeline.evaluation.run import images
 from pipeline.evaluation.run.images import store_array
@@ -113,6 +114,11 @@ def test_formats_for_other_tools(model: EvaluationModel, suite: Path, tmp_path: 
     right = sum(details["matrix"][k][k] for k in range(6))
     assert found.results["imagenet1k"].score == pytest.approx(right / 37)
     assert all(pair["true"] != pair["predicted"] and pair["count"] for pair in details["confusions"])
+    few = {"target": np.array([999_999, 0, 17, 0]), "prediction": np.array([0, 0, 5, 2])}
+    many = class_details(few, ["a name"] * 1_000_000)  # the whole matrix would be 8 terabytes
+    assert many["matrix"] is None
+    assert many["confusions"] == [{"true": t, "predicted": p, "count": 1} for t, p in ((0, 2), (17, 5), (999_999, 0))]
+    assert many["classes"][0] == {"name": "a name", "samples": 2, "accuracy": 0.5}
     images = json.loads((next(tmp_path.glob("*.examples")) / "images.json").read_text())
     for example in images:
         assert [caption["right"] for caption in example["captions"]].count(True) == min(

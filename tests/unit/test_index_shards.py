@@ -83,6 +83,16 @@ def test_a_shard_that_has_changed_is_read_again(shards: Path) -> None:
     entry = {"name": "a/00000.tar", "samples": 99, "bytes": 1, "sha256": "", "unusable": {}, "problem": ""}
     (shards / JOURNAL).write_text(json.dumps(entry) + "\n")
     assert index_shards(shards).manifest.n == 7
+    write(shards / "c.tar", [good(7), good(8)])
+    (shards / "d.tar").write_bytes(b"")
+    with pytest.raises(UserError, match=r"d\.tar is empty"):
+        index_shards(shards, replace=True)
+    size = (shards / "c.tar").stat().st_size
+    write(shards / "c.tar", [good(8), good(7)])
+    assert (shards / "c.tar").stat().st_size == size
+    write(shards / "d.tar", [good(9)])
+    index_shards(shards, replace=True)
+    assert verify(shards, decode=0) == []
 
 
 def test_damaged_and_empty_shards_are_rejected_or_skipped(shards: Path) -> None:

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from safetensors.torch import load_file, save_file
 
 from data_prep.dataset import canonical_tar
 from data_prep.sources.subset import _contained
@@ -23,7 +24,7 @@ from jobs.verify import command as verify_command
 from pipeline.analysis.pair_scores import encode, part_of
 from pipeline.analysis.scorer import SampledNormalizers, load_network, make_scorer
 from pipeline.analysis.shard_pairs import PairReader, whole
-from pipeline.checkpoint.layout import META_NAME
+from pipeline.checkpoint.layout import META_NAME, finished_checkpoints
 from pipeline.checkpoint.reader import open_checkpoint
 from pipeline.data.shards.manifest_format import load_manifest
 from pipeline.data.shards.tar_reader import CaptionField
@@ -255,3 +256,18 @@ def test_scored_shards_from_elsewhere_can_be_curated(tmp_path: Path, base: Path)
     result = CliRunner().invoke(verify_command, [str(folder)], standalone_mode=False)
     assert "12 samples" in result.output
     assert "everything matches" in result.output
+
+
+def test_a_model_with_damaged_weights_gives_no_scores(base: Path, tmp_path: Path) -> None:
+    """Regression test: every score was NaN, and counted as one."""
+    folder = tmp_path / "model"
+    shutil.copytree(finished_checkpoints(base / "run")[-1], folder)
+    (folder / "checkpoint.json").unlink()
+    path = folder / "open_clip_model.safetensors"
+    weights = load_file(path)
+    weights["positional_embedding"][0] = torch.nan
+    save_file(weights, path)
+    arguments = [str(folder), "--data", str(base / "data"), "--output", str(tmp_path / "out"), "--workers", "0"]
+    result = CliRunner().invoke(command, [*arguments, "--device", "cpu"])
+    assert "are not finite: the weights of" in str(result.exception)
+    assert not (tmp_path / "out" / "scores.parquet").exists()

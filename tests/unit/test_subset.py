@@ -76,6 +76,30 @@ def test_uid_index_selects_its_members(tmp_path: Path) -> None:
     np.save(tmp_path / "wrong.npy", np.arange(4))
     with pytest.raises(UserError, match="not pairs of 64-bit halves"):
         Subset(SubsetConfig(index=str(tmp_path / "wrong.npy")))
+    for name in ("0" * 31, "0" * 33, "+" + "0" * 31):
+        with pytest.raises(UserError, match="32 hexadecimal digits"):
+            subset.mask([name])
+    whole = np.load(tmp_path / "index.npy")
+    for number, (stored, words) in enumerate(
+        (
+            (whole[::-1], "is not sorted, so uids in it would not be found"),
+            (whole[:0], "holds no uids"),
+            (whole.astype("f8,f8"), "not pairs of 64-bit halves"),
+        )
+    ):
+        np.save(tmp_path / f"{number}.npy", stored)
+        with pytest.raises(UserError, match=words):
+            Subset(SubsetConfig(index=str(tmp_path / f"{number}.npy")))
+    np.savez(tmp_path / "several.npz", whole)
+    (tmp_path / "empty.npy").touch()
+    (tmp_path / "cut.npy").write_bytes((tmp_path / "index.npy").read_bytes()[:200])
+    for name, words in (
+        ("several.npz", "several arrays"),
+        ("empty.npy", "not a complete"),
+        ("cut.npy", "not a complete"),
+    ):
+        with pytest.raises(UserError, match=words):
+            Subset(SubsetConfig(index=str(tmp_path / name)))
 
 
 def source_in(folder: Path, rows: int = 1_000) -> SourceConfig:

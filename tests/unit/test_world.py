@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from pipeline.distributed import start
 from pipeline.distributed.start import start_world
@@ -129,8 +130,24 @@ _fail("one rank's trouble", 2)
         assert done.stdout == ending
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_one_of_several_ranks_exits_without_interpreter_shutdown(ranks: int) -> None:
+def test_the_second_connection_to_the_store_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression test: where a stage ended when the launcher was killed, the ranks tried for 46 minutes to connect."""
+    made: list[object] = []
+
+    class Store:
+        def clone(self) -> object:
+            made.append(object())
+            return made[-1]
+
+    store = Store()
+    monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: store)
+    world = World(rank=0, size=2)
+    assert world.store() is world.store() is made[0]
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize(("ranks", "code"), [(1, 3), (2, 3), (1, 130)])
+def test_one_of_several_ranks_exits_without_interpreter_shutdown(ranks: int, code: int) -> None:
     # gloo's threads may use the interpreter after its shutdown has begun; atexit handlers still run.
     program = """
 import atexit, os, sys
@@ -139,9 +156,10 @@ class Last:
     def __del__(self, write=os.write): write(1, b"taken apart")
 sys.last_of_all = Last()
 atexit.register(print, "registered", end=" ")
-leave(3)
+leave(int(sys.argv[1]))
 """
     environment = {**os.environ, "WORLD_SIZE": str(ranks)}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 3, done.stderr
-    assert done.stdout.split() == ["registered", *(["taken", "apart"] if ranks == 1 else [])]
+    command = [sys.executable, "-c", program, str(code)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == code, done.stderr
+    assert done.stdout.split() == ["registered", *(["taken", "apart"] if (ranks, code) == (1, 3) else [])]

@@ -50,6 +50,8 @@ class ShardScan:
     """Why the shard could not be read at all; the cause may be temporary."""
     caption: str = "txt"
     """Where captions were expected."""
+    changed: int = 0
+    """When a local file was last changed, in nanoseconds: another one may have its size."""
 
 
 class ScanStopped(Exception):
@@ -64,7 +66,7 @@ def scan_shards(
     threads: int,
     on_scan: Callable[[ShardScan, int], None],
 ) -> dict[str, ShardScan]:
-    """Scan shards, except those in the journal whose files still have the same size.
+    """Scan shards, except those in the journal whose files have not changed since.
 
     Args:
         root: Folder of the journal and of relative names.
@@ -113,8 +115,10 @@ def read_shard(name: str, url: str, caption: CaptionField, *, stop: threading.Ev
             raise ScanStopped
 
     unusable: Counter[str] = Counter()
-    samples, hashed = 0, StreamHash(check)
+    samples, hashed, changed = 0, StreamHash(check), 0
     try:
+        if is_local(url):
+            changed = os.stat(url).st_mtime_ns
         with open_shard(url) as file:
             stream = hashed.over(file)
             for record in read_records(stream, caption_suffix=caption.suffix):
@@ -130,7 +134,7 @@ def read_shard(name: str, url: str, caption: CaptionField, *, stop: threading.Ev
         return ShardScan(name, unread=f"{type(error).__name__}: {error}")
     if not samples:
         return ShardScan(name, damage="is empty")
-    return ShardScan(name, samples, hashed.bytes, sha256, dict(unusable), caption=str(caption))
+    return ShardScan(name, samples, hashed.bytes, sha256, dict(unusable), caption=str(caption), changed=changed)
 
 
 def _reasons(record: TarRecord, caption: CaptionField) -> Iterator[str]:
@@ -165,7 +169,8 @@ def _read_journal(root: Path) -> dict[str, ShardScan]:
         except (ValueError, TypeError):
             continue  # an interruption truncated this line
         path = root / entry.name
-        if not is_local(entry.name) or (path.exists() and path.stat().st_size == entry.bytes):
+        about = path.stat() if is_local(entry.name) and path.exists() else None
+        if not is_local(entry.name) or (about and (about.st_size, about.st_mtime_ns) == (entry.bytes, entry.changed)):
             found[entry.name] = entry
     return found
 

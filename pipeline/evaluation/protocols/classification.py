@@ -63,13 +63,13 @@ def class_details(outcomes: Mapping[str, np.ndarray], names: Sequence[str]) -> d
     """
     target, prediction = outcomes["target"], outcomes["prediction"]
     classes = max(len(names), int(target.max()) + 1)
-    matrix = np.zeros((classes, classes), dtype=np.int64)
-    np.add.at(matrix, (target, prediction), 1)
-    totals, right = matrix.sum(1), matrix.diagonal()
-    wrong = matrix.copy()
-    np.fill_diagonal(wrong, 0)
-    order = np.argsort(-wrong, axis=None, kind="stable")[:CONFUSIONS]
-    pairs = [(int(k) // classes, int(k) % classes) for k in order]
+    # Only what occurs: the whole matrix of a million classes would be 8 terabytes.
+    cells = target.astype(np.int64) * classes + prediction
+    is_right = target == prediction
+    totals, right = (np.bincount(rows, minlength=classes) for rows in (target, target[is_right]))
+    wrong, counts = np.unique(cells[~is_right], return_counts=True)
+    order = np.argsort(-counts, kind="stable")[:CONFUSIONS]
+    small = classes <= FULL_MATRIX
     return {
         "classes": [
             {
@@ -79,11 +79,10 @@ def class_details(outcomes: Mapping[str, np.ndarray], names: Sequence[str]) -> d
             }
             for k in range(classes)
         ],
-        "matrix": matrix.tolist() if classes <= FULL_MATRIX else None,
+        "matrix": np.bincount(cells, minlength=classes**2).reshape(classes, -1).tolist() if small else None,
         "confusions": [
-            {"true": row, "predicted": column, "count": int(wrong[row, column])}
-            for row, column in pairs
-            if wrong[row, column]
+            {"true": int(wrong[k]) // classes, "predicted": int(wrong[k]) % classes, "count": int(counts[k])}
+            for k in order
         ],
     }
 

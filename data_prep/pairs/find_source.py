@@ -9,6 +9,7 @@ from pathlib import Path
 from data_prep.pairs import image_files, parquet_source, tar_rows
 from data_prep.pairs.listing import FileSource, Listed, Listing, write_listing
 from data_prep.pairs.pair import PairSource
+from pipeline.data.shards.manifest_format import JOURNAL
 from pipeline.errors import UserError
 
 _KNOWN = (
@@ -90,7 +91,7 @@ def _kind_of_folder(path: Path) -> str:
 
 def _tables(folder: Path) -> list[Path]:
     """Tables in a folder; without any, .txt files that belong to no image and have usual names of columns."""
-    files = sorted(path for path in folder.iterdir() if path.is_file())
+    files = sorted(path for path in folder.iterdir() if path.is_file() and path.name != JOURNAL)
     if tables := [path for path in files if path.suffix.lower() in image_files.TABLE_SUFFIXES]:
         return tables
     pictures = {path.stem for path in files if path.suffix.lower() != ".txt"}

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from data_prep.pairs.pair import NOT_UTF8, Pair, not_utf8
+from data_prep.pairs.pair import MALFORMED_ROW, NOT_UTF8, Pair, not_utf8
 from pipeline.errors import UserError
 from pipeline.files import replacing
 
@@ -97,7 +97,12 @@ def write_listing(path: Path, rows: Iterable[Listed], *, root: Path, group_image
 
 
 def _checked(row: Listed) -> Listed:
-    """The row, or why its captions cannot be stored. Checked before rows are merged: a bad one costs no other."""
+    """The row, or why it cannot be stored. Checked before rows are merged: a bad one costs no other."""
+    try:
+        os.fsencode(row.image)
+    except UnicodeEncodeError as error:
+        detail = f"the image's name has {not_utf8(error)}"
+        return replace(row, image="", captions=(), problem=MALFORMED_ROW, detail=detail)
     try:
         "".join(row.captions).encode("utf-8")
     except UnicodeEncodeError as error:

@@ -117,6 +117,7 @@ def test_suites_are_found_and_mistakes_are_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ['["a", "b c"]', "['a', 'b c']", ["a", "b c"], np.array(["a", "b c"])])
 def test_lists_are_read_in_every_stored_form(text: object) -> None:
     assert as_list(text, where="row 1") == ["a", "b c"]
+    assert as_list("[new] mug", where="row 1") == ["[new] mug"]
 
 
 @pytest.mark.parametrize(

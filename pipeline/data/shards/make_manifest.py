@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TextIO
 
-from pipeline.data.shards.manifest_format import MANIFEST_NAME, Manifest, make_manifest, shard_url
+from pipeline.data.shards.manifest_format import JOURNAL, MANIFEST_NAME, Manifest, make_manifest, shard_url
 from pipeline.data.shards.storage import StreamHash, is_local, open_shard
 from pipeline.data.shards.tar_reader import (
     CaptionField,
@@ -30,8 +30,6 @@ from pipeline.data.shards.tar_reader import (
     read_records,
 )
 from pipeline.errors import UserError
-
-JOURNAL = "manifest.partial.jsonl"
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,8 @@ Int64 = NDArray[np.int64]
 log = logging.getLogger(__name__)
 
 MANIFEST_NAME = "manifest.json"
+JOURNAL = "manifest.partial.jsonl"
+"""Of a scan for a manifest that was stopped."""
 FORMAT = "neuclip-manifest"
 VERSION = 1
 SHARED_BYTES = 1 << 18

@@ -132,14 +132,15 @@ def as_list(value: Any, *, where: str) -> list[str]:
     """A list of texts that may itself be stored as text (JSON or Python), or one text on its own.
 
     Raises:
-        TaskError: The text begins like a list, but is none, or an item is no text; `where` says which row it is.
+        TaskError: The text begins like a list (not as `[new] mug`), but is none, or an item is no text; `where` says
+            which row it is.
     """
     if value is None:
         return []
     if isinstance(value, list | tuple | np.ndarray):
         return [as_text(item, where=where) for item in value]
     text = as_text(value, where=where)
-    if not text.strip().startswith("["):
+    if not text.strip().startswith("[") or ("]" in text and not text.strip().endswith("]")):
         return [text]
     found = None
     for parse in (ast.literal_eval, json.loads):

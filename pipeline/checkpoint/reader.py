@@ -230,10 +230,8 @@ def find_checkpoint(
         try:
             return open_checkpoint(Path(which), world=world)
         except UserError as error:
-            allowed = (
-                "" if is_name(Path(which).name) else f" Give `latest`, or a checkpoint: RUN/{FOLDER_NAME}/{name_of(0)}."
-            )
-            raise UserError(f"Cannot resume from {which}: {error}{allowed}") from error
+            hint = "" if is_name(Path(which).name) else f" Give `latest`, or a folder RUN/{FOLDER_NAME}/{name_of(0)}."
+            raise UserError(f"Cannot resume from {which}: {error}{hint}") from error
     folders = [run, *fallback_runs(fallback, run)]
     found = [path for folder in folders for path in checkpoint_folders(folder)]
     found.sort(key=step_of, reverse=True)

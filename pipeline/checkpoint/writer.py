@@ -46,7 +46,7 @@ from pipeline.checkpoint.mirror import Mirror
 from pipeline.checkpoint.mirror_store import MirrorStore
 from pipeline.checkpoint.reader import abandon_after, damage
 from pipeline.config import section
-from pipeline.distributed.world import World
+from pipeline.distributed.world import WRITER, World
 from pipeline.files import flush, sha256_of, write_json, write_text
 from pipeline.model.architectures import Architecture
 from pipeline.model.finetuning import Adapters
@@ -193,7 +193,7 @@ class CheckpointWriter:
             except OSError as error:
                 refused = error
         self._world.barrier()
-        thread = threading.Thread(target=self._write, args=(snapshot, temporary, refused), daemon=True)
+        thread = threading.Thread(target=self._write, args=(snapshot, temporary, refused), daemon=True, name=WRITER)
         try:
             thread.start()
             self._thread = thread

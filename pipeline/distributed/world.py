@@ -11,6 +11,7 @@ import functools
 import os
 import socket
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ from torch.distributed import distributed_c10d
 
 from pipeline.cores import usable_cores
 from pipeline.distributed.timing import Phases
-from pipeline.errors import EXIT_INTERRUPTED, UserError, too_many_files
+from pipeline.errors import UserError, too_many_files
 
 
 @dataclass(frozen=True)
@@ -218,15 +219,22 @@ def collectives_trace() -> str:
     return recorded.decode(errors="replace") if isinstance(recorded, bytes) else str(recorded)
 
 
+WRITER = "checkpoint writer"
+"""Name of a thread during which the interpreter must not shut down."""
+
+
 def leave(code: int) -> NoReturn:
-    """Exit this process; if it is one of several ranks, or interrupted, without the interpreter's usual cleanup.
+    """Exit; one of several ranks, or a process that writes a checkpoint, without the interpreter's usual cleanup.
 
     While the process group exists, destructors would wait for other ranks. After it was destroyed, references to it,
     such as DeepSpeed's, keep gloo's threads alive, and a thread that releases its last tensor while the interpreter
-    shuts down aborts the process (PyTorch issue 190489). So does one that writes a checkpoint, after an interrupt.
+    shuts down aborts the process (PyTorch issue 190489). So does one that writes
+    a checkpoint, after an interrupt.
     """
     joined = dist.is_available() and dist.is_initialized()
-    at_once = int(os.environ.get("WORLD_SIZE", "1")) > 1 or code == EXIT_INTERRUPTED
+    at_once = int(os.environ.get("WORLD_SIZE", "1")) > 1 or any(
+        thread.name == WRITER for thread in threading.enumerate()
+    )
     if at_once and not joined:
         atexit._run_exitfuncs()
     sys.stdout.flush()

@@ -150,12 +150,14 @@ def test_the_second_connection_to_the_store_is_made_once(monkeypatch: pytest.Mon
 def test_one_of_several_ranks_exits_without_interpreter_shutdown(ranks: int, code: int) -> None:
     # gloo's threads may use the interpreter after its shutdown has begun; atexit handlers still run.
     program = """
-import atexit, os, sys
-from pipeline.distributed.world import leave
+import atexit, os, sys, threading
+from pipeline.distributed.world import WRITER, leave
 class Last:
     def __del__(self, write=os.write): write(1, b"taken apart")
 sys.last_of_all = Last()
 atexit.register(print, "registered", end=" ")
+if sys.argv[1] == "130":
+    threading.Thread(target=threading.Event().wait, daemon=True, name=WRITER).start()
 leave(int(sys.argv[1]))
 """
     environment = {**os.environ, "WORLD_SIZE": str(ranks)}

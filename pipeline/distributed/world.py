@@ -228,8 +228,8 @@ def leave(code: int) -> NoReturn:
 
     While the process group exists, destructors would wait for other ranks. After it was destroyed, references to it,
     such as DeepSpeed's, keep gloo's threads alive, and a thread that releases its last tensor while the interpreter
-    shuts down aborts the process (PyTorch issue 190489). So does one that writes
-    a checkpoint, after an interrupt.
+    shuts down aborts the process (PyTorch issue 190489). So does one that writes a checkpoint, after an
+    interrupt.
     """
     joined = dist.is_available() and dist.is_initialized()
     at_once = int(os.environ.get("WORLD_SIZE", "1")) > 1 or any(

@@ -11,12 +11,13 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from data_prep.dataset.dataset_folder import Folder, changed, content, signed
 from data_prep.settings.download_config import SubsetConfig
 from data_prep.settings.source_config import SourceConfig
-from data_prep.sources.metadata_tables import check_rows, check_unchanged, identity_of, read
+from data_prep.sources.metadata_tables import check_rows, check_unchanged, identity_of, is_same, read, stamp
 from data_prep.sources.subset import Subset
 from pipeline.config import to_tree
 from pipeline.errors import UserError
@@ -43,6 +44,8 @@ class Plan:
     """Rows of the source that could not be read."""
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Size, date and SHA-256 of a local table's files; empty before 0.2."""
+    index: dict[str, Any] = field(default_factory=dict)
+    """The same of `subset.index`; empty without one."""
     rules: dict[str, Any] = field(default_factory=dict)
     """Settings that determine the samples, see `rules_of`; empty before 0.2."""
     parts: dict[str, str] = field(default_factory=dict)
@@ -79,7 +82,7 @@ def make_plan(
     settings = {"source": to_tree(source), "subset": to_tree(subset), "shard_size": shard_size}
     path = folder.plan / "plan.json"
     if path.exists():
-        return _matching(load_plan(folder), settings, folder)
+        return _matching(load_plan(folder), settings, folder, index=subset.index)
     for old in folder.plan.glob("part-*"):
         old.unlink()
     files = identity_of(source)
@@ -96,6 +99,7 @@ def make_plan(
         settings=settings,
         skipped=counts["skipped"],
         files=files,
+        index=stamp(Path(subset.index)) if subset.index else {},
         rules=rules or {},
         parts=parts,
     )
@@ -184,13 +188,18 @@ def _open_part(folder: Folder, part: int) -> Any:
         raise UserError(f"{path} is missing or damaged ({error}). {folder.repair_hint}") from error
 
 
-def _matching(plan: Plan, settings: dict[str, Any], folder: Folder) -> Plan:
+def _matching(plan: Plan, settings: dict[str, Any], folder: Folder, *, index: str | None) -> Plan:
     flat = {"shard_size": settings["shard_size"], **settings["source"], **settings["subset"]}
     old = {"shard_size": plan.settings["shard_size"], **plan.settings["source"], **plan.settings["subset"]}
     if different := changed(old, flat):
         raise UserError(
             f"{folder.root} holds the URL list of other settings ({'; '.join(different)}). "
             "Use another output folder, or the old settings to continue."
+        )
+    if index and plan.index and Path(index).exists() and not is_same(Path(index), plan.index):
+        raise UserError(
+            f"subset.index = {index!r} has changed since the URL list was made. Use another output folder for the "
+            "changed index, or put the former one back to continue."
         )
     return plan
 

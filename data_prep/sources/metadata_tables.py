@@ -255,7 +255,12 @@ def identity_of(source: SourceConfig) -> dict[str, dict[str, Any]]:
     """Size, date and SHA-256 of each of a local table's files, by path below the table; nothing for the hub's."""
     if source.table is None:
         return {}
-    return {name: {**_stat(path), "sha256": sha256_of(path)} for name, path in _named(source).items()}
+    return {name: stamp(path) for name, path in _named(source).items()}
+
+
+def stamp(path: Path) -> dict[str, Any]:
+    """Size, date and SHA-256 of a file."""
+    return {**_stat(path), "sha256": sha256_of(path)}
 
 
 def check_unchanged(source: SourceConfig, planned: Mapping[str, Mapping[str, Any]]) -> bool:
@@ -273,7 +278,7 @@ def check_unchanged(source: SourceConfig, planned: Mapping[str, Mapping[str, Any
         return False
     found = _named(source)
     different = sorted(set(found) ^ set(planned)) or [
-        name for name, path in found.items() if not _is_same(path, planned[name])
+        name for name, path in found.items() if not is_same(path, planned[name])
     ]
     if different:
         raise UserError(
@@ -297,7 +302,8 @@ def check_rows(source: SourceConfig, found: int) -> None:
         )
 
 
-def _is_same(path: Path, planned: Mapping[str, Any]) -> bool:
+def is_same(path: Path, planned: Mapping[str, Any]) -> bool:
+    """Whether a file is as its `stamp` says; one of the same size and date is not read."""
     now = _stat(path)
     if now["bytes"] != planned["bytes"]:
         return False

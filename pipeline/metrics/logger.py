@@ -76,7 +76,7 @@ class Telemetry:
     when the run is certain to start. What is reported before is kept until then.
 
     A sink that cannot write, for example because the disk is full, does not end the run, nor does a tracker that
-    raises: the first error is printed.
+    raises: the first error is printed. metrics.jsonl gets its lines later.
 
     Args:
         open_sinks: Opens the sinks.
@@ -108,10 +108,9 @@ class Telemetry:
             except Exception as error:  # a tracker of a user's own may raise anything
                 if number not in self._failed:
                     self._failed.add(number)
-                    name = type(sink).__name__
+                    name, lost = type(sink).__name__, getattr(sink, "not_written", "metrics are missing there")
                     print(
-                        f"{name} cannot be written ({error if isinstance(error, OSError) else repr(error)}): "
-                        "metrics are missing there.",
+                        f"{name} cannot be written ({error if isinstance(error, OSError) else repr(error)}): {lost}.",
                         file=sys.stderr,
                         flush=True,
                     )

@@ -11,8 +11,9 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor
@@ -86,8 +87,12 @@ class QuietSink(Sink):
 class JsonLines(QuietSink):
     """RUN/metrics.jsonl: one JSON object per line, read by reports and plots."""
 
+    not_written = "its lines are kept in memory until they can be"
+    """What an error means for the records, by default that they are missing."""
+
     def __init__(self, context: SinkContext) -> None:
         self._file = _continue_at(context.run / METRICS_NAME, context.first_step)
+        self._waiting = bytearray()
 
     def scalars(self, kind: str, *, step: int, values: Mapping[str, float]) -> None:
         rounded = {name: float(f"{value:.9g}") for name, value in values.items()}
@@ -101,21 +106,29 @@ class JsonLines(QuietSink):
         self._write({"kind": "event", "time": round(time.time(), 3), "message": message, **facts})
 
     def close(self) -> None:
+        try:
+            self._flush()
+        except OSError as error:
+            print(f"The last lines of {METRICS_NAME} are missing ({error}).", file=sys.stderr, flush=True)
         self._file.close()
 
     def _write(self, record: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        self._waiting += f"{json.dumps(record)}\n".encode()
+        self._flush()
+
+    def _flush(self) -> None:
+        while self._waiting:  # a disk that fills up takes a part
+            del self._waiting[: self._file.write(self._waiting)]
 
 
-def _continue_at(path: Path, first_step: int) -> TextIO:
+def _continue_at(path: Path, first_step: int) -> FileIO:
     """Open the records for appending, after removing those of later steps and a line truncated by a crash."""
     if path.exists():
         before = path.read_text(encoding="utf-8", errors="replace")
         kept = "".join(f"{line}\n" for line in before.splitlines() if _remains(line, first_step))
         if kept != before:
             write_text(path, kept)  # in one step: a kill or a full disk must not cost the records
-    return path.open("a", encoding="utf-8")
+    return path.open("ab", buffering=0)
 
 
 def _remains(line: str, first_step: int) -> bool:

@@ -102,7 +102,8 @@ class Trainer:
             The exit code; EXIT_DONE also for a rollback, after which `rollback` is set.
 
         Raises:
-            UserError: Stored features of a sample are missing, on any rank; a checkpoint was written before.
+            UserError: The data or stored features cannot be read, on any rank, or too many samples are corrupt; a
+                checkpoint was written before.
         """
         engine, signals = self.run.engine, self.signals.received
         starts = self.world.gather_objects((new_run_id(), bool(signals)))
@@ -131,7 +132,8 @@ class Trainer:
         if not saved:
             return EXIT_NOT_SAVED
         if self.problem:
-            raise UserError(self.problem)
+            saved = f"{self.problem} The run is saved up to step {self.saved_step}"
+            raise UserError(f"{saved}: when that is mended, continue with --resume latest.")
         if (count := self.state.skipped.in_a_row) and self.state.step == self.run.total_steps:
             self.telemetry.warning(
                 f"The last {count} steps were skipped: the weights are those of step {self.state.step - count}, and "
@@ -152,12 +154,13 @@ class Trainer:
         result = self.train_step(batch, stop=bool(signals), missing=missing)
         if result.missing:
             self.state.position = before
-            self.problem = next(filter(None, self.world.gather_objects(self.problem)), "")
-            why = "Stored features are missing" if self.problem else "A rank had no batch when the signal came"
+            problems = [found for found in self.world.gather_objects((self.problem, missing)) if found[0]]
+            why = "A rank had no batch when the signal came"
+            if problems:
+                self.problem, unread = problems[0]
+                why = "The next batch cannot be read" if unread else "Stored features are missing"
             self.telemetry.event(f"{why}: the run stops without that step.")
-            if self.state.step > self.saved_step:
-                self._save(now=True)
-            return True
+            return self._end_early()
         self.state.skipped.note(applied=result.applied)
         if self.state.skipped.check(self.run, step=self.state.step):
             self.batches.settle()
@@ -168,12 +171,20 @@ class Trainer:
         self.state.step += 1
         self.state.not_selected += self.run.not_selected
         self._record(batch, result)
+        if self.problem:
+            return self._end_early()
         best = self.tests.validate(stop=result.stop)
         # At the end of a stage, no further step asks the other ranks.
         stop = result.stop or (self.state.step == self.end and self._any(bool(signals)))
         self._save(now=stop or best or self.tests.ended_run)
         self.tests.evaluate(stop=stop)
         return stop
+
+    def _end_early(self) -> bool:
+        """Save what was trained, and return that the run stops."""
+        if self.state.step > self.saved_step:
+            self._save(now=True)
+        return True
 
     def _any(self, value: bool) -> bool:
         """Whether a value is true on any rank. Collective."""
@@ -192,11 +203,14 @@ class Trainer:
                 )
 
     def _load(self) -> tuple[Batch, bool]:
-        """The next batch, and False; or a stand-in and True, if the run is to stop and there is none."""
+        """The next batch, and False; or a stand-in and True, if there is none: the run is to stop, or has a problem."""
         self.phases.mark("data", step=self.state.step)
         try:
             batch = self.batches.next()
-        except NoBatch:
+        except (NoBatch, UserError) as error:
+            self.problem = str(error)  # none with NoBatch
+            if self.problem and self.state.step == self.saved_step:
+                raise  # nothing is to be saved
             return self.state.loader.stand_in(), True
         self.state.position = batch.position
         if self.observer.profiler is not None:
@@ -280,8 +294,11 @@ class Trainer:
         self.utilization.count(text_tokens=result.text_tokens, images=result.images)
         self.observer.after(self.state, batch, result)
         if result.stop or self.state.step == self.end or self.state.step % self.run.telemetry.every == 0:
-            scalars = scalars_of(self.state, batch, result, meter=self.meter, utilization=self.utilization)
-            self.telemetry.train(step=self.state.step, scalars=scalars)
+            try:
+                scalars = scalars_of(self.state, batch, result, meter=self.meter, utilization=self.utilization)
+                self.telemetry.train(step=self.state.step, scalars=scalars)
+            except UserError as error:  # too many corrupt samples, on every rank
+                self.problem = str(error)
             gc.collect()
 
     def _save(self, *, now: bool) -> None:
@@ -336,7 +353,11 @@ class Trainer:
 
     def _report_epoch(self, batch: Batch) -> None:
         """Log the samples that were seen and skipped in the epoch that ends with this batch."""
-        report = self.state.loader.report(batch.position)
+        try:
+            report = self.state.loader.report(batch.position)
+        except UserError as error:  # too many corrupt samples, on every rank
+            self.problem = str(error)
+            return
         self.telemetry.event(
             f"Epoch {report.epoch} done: {report.samples:,} samples in {report.batch:,} batches, {report.dropped:,} "
             f"left over, {report.replaced:,} corrupt and replaced, order {report.order_hash}.",

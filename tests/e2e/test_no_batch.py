@@ -102,6 +102,31 @@ def test_a_signal_while_no_batch_comes_stops_the_run_with_a_checkpoint(
 
 
 @pytest.mark.slow
+def test_a_loading_worker_that_dies_ends_the_run_with_a_checkpoint(base: Path, undisturbed: Path) -> None:
+    """Regression test: the steps since the last checkpoint were lost."""
+    arguments = settings(base, "dead-worker")
+    process = subprocess.Popen(
+        launch("neuclip", arguments),
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    ranks = wait_until("step", base / "dead-worker", process)
+    os.kill(worker_of(ranks[1]), signal.SIGKILL)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 2, output[-3000:]
+    (saved,) = (int(path.name[5:]) for path in (base / "dead-worker" / "checkpoints").glob("step-*"))
+    assert 0 < saved < STEPS, "the run was faster than this test"
+    assert saved == max(record["step"] for record in metrics(base / "dead-worker", "train"))
+    assert f"The run is saved up to step {saved}: " in " ".join(output.split())
+    assert "Traceback" not in output, output[-3000:]
+    run("jobs.train", *arguments, "--resume", "latest", ranks=2)
+    assert same_end(base / "dead-worker", undisturbed)
+
+
+@pytest.mark.slow
 def test_a_signal_that_reaches_one_rank_between_two_stages_stops_all(base: Path) -> None:
     """Regression test: that rank left at once with 75, and the other ended with 76."""
     arguments = settings(base, "border", "schedule.stages=[{until: 0.5, image_size: 16}]", "engine.probe=false")

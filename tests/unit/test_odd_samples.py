@@ -18,6 +18,7 @@ from pipeline.data.data_config import CropConfig, DataConfig
 from pipeline.data.loading.decode import ImageDecoder
 from pipeline.data.loading.loader import build_loader
 from pipeline.distributed.world import World
+from pipeline.errors import UserError
 from tests.images import encoded, png
 from tests.metrics import metrics
 from tests.shards import jpeg, write_shards
@@ -159,3 +160,31 @@ def test_a_run_with_corrupt_samples_resumes_to_the_same_bits(tmp_path: Path) -> 
     assert [line["step"] for line in after] == list(range(1, 9))
     assert after[:4] == before[:4], "it began anew"
     assert after[4:] != before[4:]
+
+
+def test_too_many_corrupt_samples_end_a_run_with_a_checkpoint(tmp_path: Path) -> None:
+    """Regression test: the steps since the last checkpoint were lost."""
+    write_shards(tmp_path / "sh", [32], replace={20: {"jpg": b"?", "txt": b"caption 20"}})
+    write_tiny(tmp_path, image_size=16)
+    common = [
+        f"data.sources={tmp_path / 'sh'}",
+        f"model.arch={tmp_path / 'tiny-towers.json'}",
+        *("data.shuffle_buffer=1", "data.streams=1", "samples=64", "checkpoint.every=100"),
+    ]
+    with pytest.raises(
+        UserError, match=r"^1 of the first (\d+) samples .* saved up to step \d+: .* --resume latest\.$"
+    ):
+        train_here(*common, f"output={tmp_path / 'cut'}", "telemetry.every=1")
+    (saved,) = (path.name for path in (tmp_path / "cut/checkpoints").glob("step-*"))
+    assert "step-00000000" < saved < "step-00000008"
+    allowed = [*common, "data.corrupt_limit=1"]
+    train_here(*allowed, f"output={tmp_path / 'cut'}", resume="latest")
+    train_here(*allowed, f"output={tmp_path / 'whole'}")
+    with pytest.raises(UserError, match=r"^1 of the first 32 samples .* saved up to step 4: "):
+        train_here(*common, f"output={tmp_path / 'epoch'}", "telemetry.every=100")  # found by the epoch's report
+    train_here(*allowed, f"output={tmp_path / 'epoch'}", resume="latest")
+    cut, epoch, whole = (
+        (tmp_path / run / "checkpoints/step-00000008/open_clip_model.safetensors").read_bytes()
+        for run in ("cut", "epoch", "whole")
+    )
+    assert cut == epoch == whole

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -181,3 +182,24 @@ def test_a_profile_whose_last_step_is_before_its_first_is_refused(steps: tuple[i
     with pytest.raises(ValueError, match="the first step, counted from 0, and the last, which is not before it"):
         TelemetryConfig(profile=steps)
     assert TelemetryConfig(profile=(3, 3)).profile == (3, 3)
+
+
+def test_lines_that_a_full_disk_refuses_are_written_when_it_has_room(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Regression test: they were missing."""
+    telemetry = opened(tmp_path)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))  # takes a part of a line, as a full disk does
+        for step in (1, 2, 3):
+            telemetry.train(step=step, scalars={"loss": 0.5})
+        assert (tmp_path / "metrics.jsonl").stat().st_size == 100
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    telemetry.train(step=4, scalars={"loss": 0.5})
+    telemetry.close()
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4]
+    assert capsys.readouterr().err == (
+        "JsonLines cannot be written ([Errno 27] File too large): its lines are kept in memory until they can be.\n"
+    )

@@ -128,6 +128,22 @@ def test_the_plan_contains_exactly_the_members(tmp_path: Path) -> None:
     assert load_plan(folder) == make_plan(folder, source, subset, shard_size=30) == plan
 
 
+def test_a_changed_index_is_refused_and_a_missing_one_is_not_needed(tmp_path: Path) -> None:
+    """Regression test: the folder kept the members of the former one without a word."""
+    source, folder, index = source_in(tmp_path), Folder(tmp_path / "out"), tmp_path / "index.npy"
+    folder.make()
+    subset = SubsetConfig(index=str(index))
+    np.save(index, np.array([(0, k) for k in range(10)], np.dtype("u8,u8")))
+    plan = make_plan(folder, source, subset, shard_size=4)
+    index.write_bytes(index.read_bytes())  # the same, at another time
+    assert make_plan(folder, source, subset, shard_size=4) == plan
+    np.save(index, np.array([(0, k + 5) for k in range(10)], np.dtype("u8,u8")))
+    with pytest.raises(UserError, match=r"subset.index = '.*index.npy' has changed since the URL list was made\. "):
+        make_plan(folder, source, subset, shard_size=4)
+    index.unlink()
+    assert make_plan(folder, source, subset, shard_size=4) == plan
+
+
 def test_the_digest_of_the_list_does_not_depend_on_how_it_was_read(tmp_path: Path) -> None:
     digests = set()
     for name, size in (("one", 64), ("two", 1_000)):

@@ -107,6 +107,11 @@ def text_lines(text: str) -> list[str]:
     return lines if lines[-1] else lines[:-1]
 
 
+def as_text(name: str) -> str:
+    """A name of any bytes, as Python has it (with surrogates), in characters that UTF-8 has."""
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
 def other_encoding(head: bytes) -> str:
     """What is wrong with a text file of which these are the first four bytes, if it is UTF-16 or UTF-32; else empty."""
     if not (head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in head[:4]):

@@ -11,7 +11,7 @@ import tarfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from pipeline.data.shards.tar_reader import FORMAT_SUFFIXES, DamagedTar, check_end, members
+from pipeline.data.shards.tar_reader import FORMAT_SUFFIXES, DamagedTar, members
 from pipeline.errors import UserError
 from pipeline.files import replacing
 
@@ -26,7 +26,7 @@ def samples(path: str | Path) -> Iterator[tuple[str, dict[str, bytes]]]:
     """
     key, parts = "", dict[str, bytes]()
     with open(path, "rb") as file:
-        for member, payload in members(file, wanted=lambda suffix: True):
+        for member, payload in members(file, wanted=lambda suffix: True, strict=True):
             folder, slash, name = member.rpartition("/")
             stem, _, suffix = name.partition(".")
             if folder + slash + stem != key and parts:
@@ -34,7 +34,6 @@ def samples(path: str | Path) -> Iterator[tuple[str, dict[str, bytes]]]:
                 parts = {}
             key = folder + slash + stem
             parts[suffix] = payload
-        check_end(file)
     if parts:
         yield key, parts
 

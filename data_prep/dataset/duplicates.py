@@ -29,6 +29,7 @@ from pipeline.data.shards.manifest_format import Manifest
 from pipeline.data.shards.rgb_image import counted_errors
 from pipeline.data.shards.tar_reader import CorruptSample
 from pipeline.errors import UserError
+from pipeline.files import as_text
 from pipeline.pixels import load, open_image, to_rgb
 
 # Five blocks of the 64 bits: at most three flipped bits leave at least two blocks unchanged, so that every pair within
@@ -129,7 +130,7 @@ def find_overlap(
                 try:
                     theirs.append(signature(body))
                 except CorruptSample:
-                    on_undecodable(f"{path}:{key}")
+                    on_undecodable(as_text(f"{path}:{key}"))
         names.extend([path.relative_to(suite).parts[0]] * (len(theirs) - len(names)))
     keys, ours, _ = _signatures(local_manifest(root, allow_outside=allow_outside), on_undecodable)
     sets = (stacked(theirs), ours)
@@ -242,10 +243,10 @@ def _signatures(manifest: Manifest, on_undecodable: Callable[[str], None]) -> tu
             try:
                 body = canonical_tar.picture(parts)
                 found.append(signature(body))
-                names.append((shard.name, key))
+                names.append((shard.name, as_text(key)))
                 hashes.append(hashlib.sha256(body).digest()[:_HASH_BYTES])
             except CorruptSample:
-                on_undecodable(key)
+                on_undecodable(as_text(key))
     qualified = len({key for _, key in names}) < len(names)
     return [f"{shard}:{key}" if qualified else key for shard, key in names], stacked(found), hashes
 

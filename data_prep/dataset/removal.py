@@ -38,7 +38,7 @@ from data_prep.dataset.shard_plan import load_plan, read_shard
 from data_prep.settings.source_config import HASH_KINDS
 from pipeline.data.shards.manifest_format import MANIFEST_NAME, Manifest, check_keys, make_manifest
 from pipeline.errors import UserError
-from pipeline.files import flush, replacing, sha256_of, write_text
+from pipeline.files import as_text, flush, replacing, sha256_of, write_text
 
 
 @dataclass(frozen=True)
@@ -262,7 +262,8 @@ def names_of_sample(shard: str, key: str, parts: Mapping[str, bytes]) -> set[str
     except (ValueError, RecursionError):
         tree = {}
     fields = [tree.get(name) for name in ("uid", "url", *HASH_KINDS)] if isinstance(tree, dict) else []
-    return as_stored([key, f"{shard}:{key}", *(field for field in fields if isinstance(field, str))])
+    keys = [as_text(name) for name in (key, f"{shard}:{key}") if key == key.strip()]  # a list's names have no blanks
+    return as_stored([*keys, *(field for field in fields if isinstance(field, str))])
 
 
 def _rewrite_tar(path: Path, name: str, hit: set[str]) -> dict[str, Any]:

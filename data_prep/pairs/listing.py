@@ -16,7 +16,7 @@ from typing import Any
 
 from data_prep.pairs.pair import MALFORMED_ROW, NOT_UTF8, Pair, not_utf8
 from pipeline.errors import UserError
-from pipeline.files import replacing
+from pipeline.files import as_text, replacing
 
 GROUP = 2_000
 
@@ -115,7 +115,7 @@ def _plain(row: Listed) -> dict[str, Any]:
     tree: dict[str, Any] = {each.name: getattr(row, each.name) for each in fields(row)}
     tree["image"] = os.fsencode(row.image)
     for name in ("place", "detail"):
-        tree[name] = tree[name].encode("utf-8", "backslashreplace").decode()
+        tree[name] = as_text(tree[name])
     return tree
 
 

@@ -12,8 +12,9 @@ from typing import Any
 
 from data_prep.pairs.listing import Listed, Listing
 from data_prep.pairs.pair import CAPTION_NAMES, MALFORMED_ROW, Pair, captions_in
-from pipeline.data.shards.tar_reader import FORMAT_SUFFIXES, DamagedTar, check_end, samples, split_name
+from pipeline.data.shards.tar_reader import FORMAT_SUFFIXES, DamagedTar, samples, split_name
 from pipeline.errors import UserError
+from pipeline.files import as_text
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class TarSource:
             key, parts = read_sample(row.image, row.offset)
         except (OSError, tarfile.TarError) as error:
             return Pair(row.place, problem=MALFORMED_ROW, detail=f"the tar cannot be read at this position ({error})")
-        if not row.place.endswith(f":{key.encode('utf-8', 'backslashreplace').decode()}"):
+        if not row.place.endswith(f":{as_text(key)}"):
             return Pair(row.place, problem=MALFORMED_ROW, detail="the tar has another sample at this position")
         image = next((body for suffix, body in parts.items() if suffix in FORMAT_SUFFIXES), b"")
         suffix, colon, field = self.caption.partition(":")
@@ -102,7 +103,7 @@ def tar_rows(root: Path, tars: list[Path]) -> Iterator[Listed]:
         count, seen = 0, set[str]()
         try:
             with tar.open("rb") as file:
-                for key, start in samples(file):
+                for key, start in samples(file, strict=True):
                     count += 1
                     if key in seen:
                         detail = "its name occurs before in this tar: the files of a sample must be neighbours"
@@ -110,7 +111,6 @@ def tar_rows(root: Path, tars: list[Path]) -> Iterator[Listed]:
                         continue
                     seen.add(key)
                     yield Listed(f"{shown}:{key}", str(tar), offset=start)
-                check_end(file)
         except (DamagedTar, OSError) as error:
             remedy = "it is compressed: gunzip it first" if _is_gzip(tar) else "fetch it again, or move it away"
             raise UserError(f"{tar} is not a complete tar, after {count:,} samples ({error}): {remedy}.") from error

@@ -17,7 +17,7 @@ from pipeline.data.shards.manifest_format import Manifest, Shard
 from pipeline.data.shards.rgb_image import rgb_image
 from pipeline.data.shards.storage import is_local, open_records
 from pipeline.data.shards.tar_reader import CaptionField, CorruptSample, DamagedTar, TarRecord
-from pipeline.files import sha256_of
+from pipeline.files import as_text, sha256_of
 from pipeline.run_files import record_of
 
 
@@ -133,7 +133,7 @@ def names_in(url: str) -> dict[int, dict[str, str]]:
     names = {}
     with suppress(DamagedTar, OSError), open_records(url, skip=0, caption_suffix="json") as records:
         for row, record in enumerate(records):
-            names[row] = {"key": record.key}
+            names[row] = {"key": as_text(record.key)}
             if uid := uid_of(record.caption or b""):
                 names[row]["uid"] = uid
     return names
@@ -142,4 +142,4 @@ def names_in(url: str) -> dict[int, dict[str, str]]:
 def uid_of(text: bytes) -> str | None:
     """The uid in a sample's JSON member, or None."""
     tree = record_of(text) or {}
-    return str(tree["uid"]) if tree.get("uid") is not None else None
+    return as_text(str(tree["uid"])) if tree.get("uid") is not None else None

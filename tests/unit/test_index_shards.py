@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import shutil
+import tarfile
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ import webdataset
 from click.testing import CliRunner
 
 from data_prep.dataset.verification import verify
+from data_prep.pairs.tar_rows import tar_rows
 from jobs.manifest import command
 from pipeline.config import parse
 from pipeline.data.data_config import DataConfig
@@ -20,6 +24,7 @@ from pipeline.data.shards import make_manifest
 from pipeline.data.shards.make_manifest import JOURNAL, index_shards
 from pipeline.data.shards.manifest_format import load_manifest
 from pipeline.data.shards.storage import open_records
+from pipeline.data.shards.tar_reader import read_records
 from pipeline.errors import UserError
 from tests.web import jpeg
 
@@ -109,6 +114,23 @@ def test_damaged_and_empty_shards_are_rejected_or_skipped(shards: Path) -> None:
         index_shards(shards, replace=True)
 
 
+def test_links_in_a_tar_are_refused_and_training_passes_over_them(tmp_path: Path) -> None:
+    """Regression test: nothing said that their samples are missing. Webdataset passes over them, too."""
+    for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE):
+        path = write(tmp_path / "l.tar", [good(1)])
+        with tarfile.open(path, "a") as tar:
+            for name in ("README", "b.jpg"):
+                info = tarfile.TarInfo(name)
+                info.type, info.linkname = kind, "1.jpg"
+                tar.addfile(info)
+        with pytest.raises(UserError, match=r"l\.tar holds 'b\.jpg' as a link, .*: store the files .*after 1 samples"):
+            index_shards(tmp_path)
+        with pytest.raises(UserError, match="as a link"):
+            list(tar_rows(path, [path]))
+        with path.open("rb") as file:
+            assert len(list(read_records(file))) == 1
+
+
 def test_patterns_can_name_shards_in_other_folders(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     home = tmp_path_factory.mktemp("home")
     indexed = index_shards(home, [f"pipe:cat {shards}/{{a,b}}/00000.tar"])
@@ -122,6 +144,11 @@ def test_patterns_can_name_shards_in_other_folders(shards: Path, tmp_path_factor
 def test_mistakes_are_reported_before_any_work(shards: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="There is no folder"):
         index_shards(tmp_path / "nowhere")
+    (tmp_path / "latin").mkdir()
+    (tmp_path / "latin" / os.fsdecode(b"caf\xe9.tar")).touch()
+    with pytest.raises(UserError, match=r"The name .*caf\\udce9.tar is not UTF-8, .*: rename the shard"):
+        index_shards(tmp_path / "latin")
+    shutil.rmtree(tmp_path / "latin")
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"There is no .tar below"):
         index_shards(tmp_path / "empty")

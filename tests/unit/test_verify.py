@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from data_prep.rebuild import rebuild
 from data_prep.settings.download_config import DownloadConfig
 from jobs.manifest import command as manifest_command
 from jobs.verify import command
+from pipeline.analysis.shard_pairs import names_in
 from pipeline.config import dump
 from pipeline.data.shards.manifest_format import load_manifest
 from pipeline.data.shards.shard_table import ShardTableBuilder
@@ -211,6 +213,28 @@ def test_identical_images_of_shards_from_elsewhere_are_exact_duplicates(tmp_path
     arguments = [str(folder), "--remove", str(tmp_path / "list")]
     result = CliRunner().invoke(command, arguments, catch_exceptions=False, standalone_mode=False)
     assert "1 samples removed from 1 shards" in result.output
+
+
+def test_names_of_any_bytes_are_found_and_removed(tmp_path: Path) -> None:
+    """Regression tests: such a name ended the search (70), and a name with a blank was removed with the one without."""
+    folder, odd = tmp_path / "mine", os.fsdecode(b"caf\xe9")
+    folder.mkdir()
+    names, seeds = ["a", "a ", "b", odd], [0, 1, 2, 2]
+    pictures = [np.random.default_rng(seed).integers(0, 256, (32, 32, 3), dtype=np.uint8) for seed in seeds]
+    bodies = [encoded(Image.fromarray(pixels), "PNG") for pixels in pictures]
+    members = [
+        (f"{name}.{suffix}", part)
+        for name, body in zip(names, bodies, strict=True)
+        for suffix, part in (("png", body), ("txt", b"text"))
+    ]
+    canonical_tar.write(folder / "0.tar", members)
+    CliRunner().invoke(manifest_command, [str(folder)], catch_exceptions=False, standalone_mode=False)
+    found = duplicates.find_duplicates(folder)
+    assert found.exact == [["b", r"caf\udce9"]]
+    assert set(names_in(str(folder / "0.tar"))[3].values()) == {r"caf\udce9"}
+    done, manifest = remove(folder, {"a", r"caf\udce9"})
+    assert (done.missing, manifest.n) == ((), 2)
+    assert [key for key, _ in canonical_tar.samples(folder / "0.tar")] == ["a ", "b"]
 
 
 @pytest.mark.parametrize("option", [["--duplicates"], ["--overlap", "suite"]])

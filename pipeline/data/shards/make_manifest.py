@@ -25,11 +25,11 @@ from pipeline.data.shards.tar_reader import (
     CorruptSample,
     DamagedTar,
     TarRecord,
-    check_end,
     members,
     read_records,
 )
 from pipeline.errors import UserError
+from pipeline.files import as_text
 
 
 @dataclass(frozen=True)
@@ -119,10 +119,9 @@ def read_shard(name: str, url: str, caption: CaptionField, *, stop: threading.Ev
             changed = os.stat(url).st_mtime_ns
         with open_shard(url) as file:
             stream = hashed.over(file)
-            for record in read_records(stream, caption_suffix=caption.suffix):
+            for record in read_records(stream, caption_suffix=caption.suffix, strict=True):
                 samples += 1
                 unusable.update(_reasons(record, caption))
-            check_end(stream)
             sha256 = hashed.finish() or ""
     except DamagedTar as error:
         return ShardScan(name, damage=f"{error} (after {samples:,} samples)")
@@ -275,6 +274,8 @@ def _find(root: Path) -> list[str]:
 def _check_names(names: Sequence[str]) -> None:
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise UserError(f"{len(twice):,} shards are named twice, such as {twice[0]}: name each of them once.")
+    if odd := [name for name in names if as_text(name) != name]:
+        raise UserError(f"The name {as_text(odd[0])} is not UTF-8, which a manifest is: rename the shard.")
     if odd := [name for name in names if is_local(name) and ":" in name]:
         raise UserError(
             f"The name {odd[0]!r} contains a colon, so a manifest would take it for a URL: rename the shard."

@@ -28,7 +28,7 @@ LARGEST_PAYLOAD, PIECE = 1 << 30, 1 << 24
 """Bytes of an image or caption, above which it is damage, and of a read: a file may be shorter than its header says."""
 LARGEST_EXTENSION = 1 << 20
 """Bytes of a PAX header or long name; larger ones are damage, and would take long to parse."""
-REGULAR, PAX, PAX_GLOBAL, GNU_LONG_NAME = b"0\x007", b"x", b"g", b"L"
+REGULAR, LINKS, PAX, PAX_GLOBAL, GNU_LONG_NAME = b"0\x007", b"12", b"x", b"g", b"L"
 
 
 class DamagedTar(ValueError):
@@ -50,10 +50,18 @@ class TarRecord:
     """The members' common name."""
 
 
-def read_records(file: BinaryIO, *, skip: int = 0, caption_suffix: str = "txt") -> Iterator[TarRecord]:
+def read_records(
+    file: BinaryIO, *, skip: int = 0, caption_suffix: str = "txt", strict: bool = False
+) -> Iterator[TarRecord]:
     """The samples of a tar, starting at number `skip`.
 
     Consecutive members whose names are equal up to the first dot form one sample.
+
+    Args:
+        file: The tar.
+        skip: Number of the first sample.
+        caption_suffix: Of the member with the caption.
+        strict: Refuse what readers would not see: links, and anything behind the zeros that end the tar.
 
     Raises:
         DamagedTar: The tar is truncated or damaged; raised after the samples before the damage were yielded.
@@ -62,7 +70,7 @@ def read_records(file: BinaryIO, *, skip: int = 0, caption_suffix: str = "txt") 
     image: bytes | None = None
     caption: bytes | None = None
     try:
-        for name, size, _ in _members(file):
+        for name, size, _ in _members(file, strict=strict):
             sample, suffix = split_name(name)
             if sample != current:
                 if number >= skip:
@@ -119,14 +127,14 @@ def record_offset(file: BinaryIO, number: int) -> int:
     raise DamagedTar(f"has {count} samples, so there is no sample {number}")
 
 
-def samples(file: BinaryIO) -> Iterator[tuple[str, int]]:
-    """Key and first byte of each sample; reads headers only.
+def samples(file: BinaryIO, *, strict: bool = False) -> Iterator[tuple[str, int]]:
+    """Key and first byte of each sample; reads headers only. `strict` is that of `read_records`.
 
     Raises:
         DamagedTar: The tar is truncated or damaged.
     """
     current = ""
-    for name, size, start in _members(file):
+    for name, size, start in _members(file, strict=strict):
         sample, _ = split_name(name)
         if sample != current:
             yield sample, start
@@ -134,30 +142,19 @@ def samples(file: BinaryIO) -> Iterator[tuple[str, int]]:
         _skip(file, size)
 
 
-def members(file: BinaryIO, *, wanted: Callable[[str], bool] = lambda suffix: False) -> Iterator[tuple[str, bytes]]:
-    """The name of each member and, if its suffix is `wanted`, its payload, else nothing.
+def members(
+    file: BinaryIO, *, wanted: Callable[[str], bool] = lambda suffix: False, strict: bool = False
+) -> Iterator[tuple[str, bytes]]:
+    """The name of each member and, if its suffix is `wanted`, its payload, else nothing; `strict` as in `read_records`.
 
     Raises:
         DamagedTar: The tar is truncated or damaged.
     """
-    for name, size, _ in _members(file):
+    for name, size, _ in _members(file, strict=strict):
         payload = _payload(file, size) if wanted(split_name(name)[1]) else b""
         if not payload:
             _skip(file, size)
         yield name, payload
-
-
-def check_end(file: BinaryIO) -> None:
-    """Read what follows the last member, once all were read, and check that it is zeros.
-
-    Raises:
-        DamagedTar: It is not, and all readers miss it.
-    """
-    if zeros_before_more(file) is not None:
-        raise DamagedTar(
-            "has zeros where a file should begin, and more behind them: a part of it was overwritten, or two archives "
-            "were joined, which have to be separate shards"
-        )
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -167,13 +164,18 @@ def split_name(name: str) -> tuple[str, str]:
     return folder + slash + stem, suffix.lower()
 
 
-def _members(file: BinaryIO) -> Iterator[tuple[str, int, int]]:
+def _members(file: BinaryIO, *, strict: bool = False) -> Iterator[tuple[str, int, int]]:
     """`(name, size, first byte)` of each regular member; the caller must read or skip its padded payload."""
     override: dict[str, str] = {}
     start = position = 0
     while True:
         header = file.read(BLOCK)
         if not header or header.count(0) == len(header) == BLOCK:
+            if strict and zeros_before_more(file) is not None:
+                raise DamagedTar(
+                    "has zeros where a file should begin, and more behind them: a part of it was overwritten, or two "
+                    "archives were joined, which have to be separate shards"
+                )
             return
         name, size, kind = _parse(header)
         position += BLOCK
@@ -181,13 +183,19 @@ def _members(file: BinaryIO) -> Iterator[tuple[str, int, int]]:
             override = _pax(_extension(file, size))
         elif kind == GNU_LONG_NAME:
             override = {"path": _extension(file, size).rstrip(b"\0").decode("utf-8", "surrogateescape")}
-        elif kind in REGULAR:
+        elif kind in REGULAR + LINKS:
             if "size" in override:
                 size = _parsed_size(override["size"])
             name, override = override.get("path", name), {}
             # Webdataset's rule, which ignores `README` and macOS's `._0.jpg`.
-            if name.rpartition("/")[2].find(".") > 0:
+            is_part = name.rpartition("/")[2].find(".") > 0
+            if is_part and kind in REGULAR:
                 yield name, size, start
+            elif is_part and strict:
+                raise DamagedTar(
+                    f"holds {name!r} as a link, which readers of webdataset pass over: store the files themselves "
+                    "(GNU tar: --dereference --hard-dereference)"
+                )
             else:
                 _skip(file, size)
         else:

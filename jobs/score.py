@@ -129,6 +129,7 @@ def command(
                 uids = best_uids(place / TABLE_NAME, index_best[0])
                 with replacing(index_best[1]) as temporary, temporary.open("wb") as file:
                     np.save(file, uids)
+                tell(f"{len(uids):,} uids are in {index_best[1]}, for `neuclip download` with subset.index.")
 
 
 def _list_worst(table: Path, share: float, output: str, *, folder: str) -> None:

@@ -212,6 +212,7 @@ def test_lists_of_the_worst_and_best_pairs(tmp_path: Path, base: Path) -> None:
     assert worst.read_text().split() == [rows["key"][i] for i in order[:10]]
     index = np.load(best)
     assert len(index) == 20
+    assert f"20 uids are in {best}, for `neuclip download` with subset.index." in result.output
     kept = _contained(rows["uid"], index)
     assert sorted(np.flatnonzero(kept)) == sorted(order[20:])
     page = (tmp_path / "out" / "worst.html").read_text()

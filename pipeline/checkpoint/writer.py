@@ -252,7 +252,7 @@ class CheckpointWriter:
                 self.problem = f"{type(error).__name__}: {error}"
                 self._on_event(
                     f"Checkpoint {name_of(snapshot.step)} {NOT_WRITTEN} ({self.problem}). "
-                    "Training continues; older checkpoints are intact. Free some space or check the file system."
+                    "Older checkpoints are intact. Free some space or check the file system."
                 )
 
     def _write_part(self, snapshot: Snapshot, temporary: Path) -> None:

@@ -256,7 +256,9 @@ def train(run: RunConfig, *, resume: str | None = None, new_batch_size: bool = F
         if too_many_files(error):
             found = UserError(too_many_files_message(error))
         elif lost_contact(error):
-            found = LostRank(f"Lost contact with another rank: it is gone, and its own message says why ({error}).")
+            found = LostRank(
+                f"Lost contact with another rank: it is gone; its own message, if there is one, says why ({error})."
+            )
         record_exit(exit_code_of(found), str(found) if found is not error else f"{type(error).__name__}: {error}")
         raise found from (None if found is error else error)
     except BaseException as error:

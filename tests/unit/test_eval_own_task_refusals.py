@@ -57,6 +57,8 @@ def test_mistakes_in_the_yaml_are_reported(tmp_path: Path, text: str, message: s
         ("a: {csv: items.csv, image: file, label: x}", "has no column x; its columns are file, kind"),
         ("a: {csv: items.csv, image: file, label: kind, classnames: [one]}", "has 1 names, but the data has 3 classes"),
         ("a: {csv: items.csv, image: file, label: kind, classnames: {cup: x}}", "classnames has 'cup'"),
+        ("a: {csv: items.csv, image: file, label: kind, classnames: [a, ' ', c]}", "class '.*' has no name"),
+        ("a: {csv: items.csv, image: file, label: kind, classnames: [a, b, a]}", "are both named 'a', so prompts"),
         ("a: {dataset: nowhere, label: x}", "There is no data set"),
         ("a: {folder: pictures}", "holds no folders of classes"),
     ],

@@ -280,8 +280,23 @@ def _class_names(
     """A name for every label, from what the user gave, or the data set, or the labels themselves.
 
     Raises:
-        TaskError: The given names do not fit the labels.
+        TaskError: The given names do not fit the labels, or names are blank or equal.
     """
+    names, first = _all_names(labels, given, stored=stored, where=where), dict[str, str]()
+    for label, name in zip(labels, names, strict=True):
+        if not name.strip():
+            raise TaskError(f"{where}: class {label!r} has no name: give it one in classnames.")
+        if (other := first.setdefault(name, label)) != label:
+            raise TaskError(
+                f"{where}: classes {other!r} and {label!r} are both named {name!r}, so prompts cannot tell them apart: "
+                "give them different classnames."
+            )
+    return names
+
+
+def _all_names(
+    labels: Sequence[str], given: Mapping[str, str] | Sequence[str] | None, *, stored: Sequence[str], where: str
+) -> tuple[str, ...]:
     defaults = dict(zip(labels, stored, strict=False)) or {label: label.replace("_", " ") for label in labels}
     if given is None:
         return tuple(defaults[label] for label in labels)

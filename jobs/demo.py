@@ -172,9 +172,9 @@ def train(run: Any) -> tuple[int, str]:
     Returns:
         The exit code and a one-line summary.
     """
-    from pipeline.checkpoint.layout import finished_checkpoints, step_of
     from pipeline.distributed.workers import preload
     from pipeline.evaluation.run.images import WORKER_IMPORTS
+    from pipeline.run_files import finished_checkpoints, step_of
     from pipeline.training.run import train as train_run
 
     done = finished_checkpoints(Path(run.output))
@@ -195,8 +195,8 @@ def evaluate(run: str, suite: Path) -> list[str]:
     Returns:
         One line per task, for the last checkpoint.
     """
-    from pipeline.checkpoint.layout import finished_checkpoints
     from pipeline.evaluation import evaluate as evaluate_run
+    from pipeline.run_files import finished_checkpoints
 
     checkpoints = [str(path) for path in finished_checkpoints(Path(run))]
     evaluations = evaluate_run(checkpoints, suite=suite)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import click
@@ -43,7 +44,19 @@ def command(
     """
     check_new_folder(output)  # before imports that take seconds
     from pipeline.errors import UserError
-    from pipeline.export.exporter import choose_checkpoint, export, export_transformers, logit_parameters, model_of
+
+    if private and not push:
+        raise UserError("--private is for --push, which is not given.")
+    if licence and not re.fullmatch(r"[\w.+-]+", licence):
+        raise UserError(f"--license {licence!r} is not the identifier of a licence, such as apache-2.0 or mit.")
+    from pipeline.checkpoint.layout import validated_model
+    from pipeline.export.exporter import (
+        choose_checkpoint,
+        export,
+        export_transformers,
+        logit_parameters,
+        model_of,
+    )
     from pipeline.export.model_card import model_card
 
     chosen = choose_checkpoint(checkpoint, best=best)
@@ -60,6 +73,8 @@ def command(
     for path in exported.files:
         click.echo(f"{path.stat().st_size:>14,} B  {path}")
     click.echo(f"Step {chosen.step:,} exported; largest difference from the trained model {exported.difference:.1e}.")
+    if best and not average and validated_model(chosen.path) != chosen.path:
+        click.echo("The validation loss was that of the average of the weights (EMA); --ema exports it.")
     if push:
         from pipeline.export.exporter import push as upload
 

@@ -10,7 +10,9 @@ import click
 @click.command("report", context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RUN...")
 @click.option(
-    "--output", type=click.Path(path_type=Path), help="Folder to write into [RUN, or comparison/ for several]."
+    "--output",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder to write into [RUN, or comparison/ for several].",
 )
 @click.option("--tensorboard/--no-tensorboard", default=True, help="Add scores as scalars to RUN/tensorboard [yes].")
 @click.option("--mixed", is_flag=True, help="Allow comparing runs evaluated with different settings or data.")

@@ -89,13 +89,15 @@ def command(
 
 def after_training(run: Path) -> str:
     """Three lines for the end of training: the model with its best validation, the report, the next command."""
-    from pipeline.checkpoint.layout import best_checkpoint, finished_checkpoints, read_meta
+    from pipeline.checkpoint.layout import best_checkpoint, validated_model
+    from pipeline.run_files import finished_checkpoints, read_meta
 
     best, last = best_checkpoint(run), finished_checkpoints(run)[-1:]
+    validated = best and validated_model(best)
     lines = [f"Model:   {path}" for path in last]
     if best is not None:
-        lines = [f"Best validation: loss {read_meta(best)['validation']['best_loss']:.4f}, {best}"]
-    model = shlex.quote(str(best or next(iter(last), run)))
+        lines = [f"Best validation: loss {read_meta(best)['validation']['best_loss']:.4f}, {validated}"]
+    model = shlex.quote(str(validated or next(iter(last), run)))
     return "\n".join(
         [
             *lines,

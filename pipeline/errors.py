@@ -20,6 +20,7 @@ _FILE_ADVICE = {
     errno.EIO: "The disk reports a fault: look into the system's log.",
     errno.ENOENT: "There is no such file or folder, and it cannot be created.",
     errno.ENOTDIR: "A file is where a folder is needed: use another folder, or move the file away.",
+    errno.EEXIST: "There is such a file or folder already: use another name, or move it away.",
     errno.EISDIR: "A folder is where a file is needed: use another name, or move it away.",
     errno.ENAMETOOLONG: "Use a shorter name.",
     errno.EMFILE: "Too many files are open: raise `ulimit -n`, or lower fetch.threads or data.streams.",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 import re
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,16 +21,72 @@ RUN_CONFIG_NAME = "config.yaml"
 MODEL_CONFIG_NAME = "open_clip_config.json"
 METRICS_NAME = "metrics.jsonl"
 RUN_ID_NAME = "run_id"
+FOLDER_NAME = "checkpoints"
+META_NAME = "checkpoint.json"
+EMA_NAME = "ema"
+PREFIX = "step-"
 RUN_ID = "[0-9a-f]{16}"
 """The pattern of ids. They become names of folders, so every one that was read is compared with it."""
+
+
+def name_of(step: int) -> str:
+    """Name of the folder of a step's checkpoint."""
+    return f"{PREFIX}{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    """The step in a folder name made by `name_of`."""
+    return int(path.name.removeprefix(PREFIX))
+
+
+def is_name(name: str) -> bool:
+    """Whether `name_of` makes such names; a copy that somebody has made beside a checkpoint has another one."""
+    return re.fullmatch(rf"{re.escape(PREFIX)}[0-9]+", name) is not None
+
+
+def checkpoint_folders(run: Path) -> list[Path]:
+    """Folders of a run that are named like checkpoints, finished and intact or not, oldest first."""
+    found = (path for path in (run / FOLDER_NAME).glob(f"{PREFIX}*") if is_name(path.name) and path.is_dir())
+    return sorted(found, key=step_of)
+
+
+def finished_checkpoints(run: Path) -> list[Path]:
+    """Folders of the finished checkpoints of a run, oldest first; not verified."""
+    return [path for path in checkpoint_folders(run) if (path / META_NAME).is_file()]
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """The contents of a checkpoint's `checkpoint.json`.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is not a JSON mapping.
+    """
+    return parse_meta((path / META_NAME).read_bytes())
+
+
+def parse_meta(text: bytes) -> dict[str, Any]:
+    """The contents of a `checkpoint.json`, as `read_meta`."""
+    try:
+        meta = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    if not isinstance(meta, dict):
+        raise ValueError("not a mapping")
+    return meta
+
+
+def digest_of(meta: Mapping[str, Any]) -> str:
+    """SHA-256 of the contents of a `checkpoint.json` without its own entry `digest`."""
+    rest = {key: value for key, value in json.loads(json.dumps(dict(meta))).items() if key != "digest"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def model_folder_in(path: Path) -> Path | None:
     """`path` if it is a model folder, else the latest checkpoint of the run in it, else None."""
     if (path / MODEL_CONFIG_NAME).is_file():
         return path
-    checkpoints = sorted((path / "checkpoints").glob("step-*")) if path.is_dir() else []
-    return next((c for c in reversed(checkpoints) if (c / MODEL_CONFIG_NAME).is_file()), None)
+    return next((c for c in reversed(checkpoint_folders(path)) if (c / MODEL_CONFIG_NAME).is_file()), None)
 
 
 def check_model(spec: str) -> None:

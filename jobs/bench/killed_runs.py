@@ -6,8 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint.layout import META_NAME, finished_checkpoints, read_meta
-from pipeline.run_files import METRICS_NAME, read_records
+from pipeline.run_files import META_NAME, METRICS_NAME, finished_checkpoints, read_meta, read_records
 
 Result = dict[str, dict[str, Any]]
 TOLERANCE = 1e-4

@@ -46,9 +46,9 @@ from torch import Tensor
 from data_prep.scenes import ScenesConfig, write_suite
 from jobs.bench.killed_runs import Result, compare, is_intact, outcome
 from jobs.bench.loader import make_shards
-from pipeline.checkpoint.layout import FOLDER_NAME, PREFIX, finished_checkpoints, name_of
 from pipeline.files import write_json
 from pipeline.objectives import ObjectiveOutput
+from pipeline.run_files import FOLDER_NAME, PREFIX, finished_checkpoints, name_of
 from pipeline.training.recipe import RunConfig, load_recipe
 from pipeline.versions import source_commit
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.analysis.normalizer_error import checkpoints_of, measure
-from pipeline.checkpoint.layout import finished_checkpoints
 from pipeline.config import to_tree
 from pipeline.distributed.world import World, leave
 from pipeline.errors import UserError
@@ -28,6 +27,7 @@ from pipeline.metrics.mfu import training_flops
 from pipeline.objectives import Objective
 from pipeline.objectives.softmax import SoftmaxObjective
 from pipeline.report.run_data import Run, read_run
+from pipeline.run_files import finished_checkpoints
 from pipeline.training.recipe import RunConfig, load_recipe
 from pipeline.training.run import stage_trainers
 from pipeline.training.stages import stages_of

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from pipeline import config as cfg
-from pipeline.checkpoint.layout import finished_checkpoints
 from pipeline.checkpoint.reader import Checkpoint, open_checkpoint
 from pipeline.data.loading.decode import normalize
 from pipeline.data.loading.loader import Loader
@@ -38,6 +37,7 @@ from pipeline.model.trimming import text_trimming, without_padding
 from pipeline.objectives.pairwise import CPU_BLOCK, GPU_BLOCK
 from pipeline.objectives.selection import SelectionConfig
 from pipeline.objectives.softmax import Pair, SoftmaxObjective
+from pipeline.run_files import finished_checkpoints
 from pipeline.training.build import loader_of, objective_of
 from pipeline.training.recipe import RunConfig, parse_recipe
 from pipeline.training.recipe_file import without_consents
@@ -164,13 +164,20 @@ def measure(
             over the whole dataset. Default: all.
 
     Raises:
-        UserError: The objective has no normalizers (siglip), or stored features that the run uses are not there.
+        UserError: The objective has no normalizers (siglip), the weights do not fit `run`, or stored features that the
+            run uses are not there.
     """
     stored = run.stored_features
     run = replace(run, selection=SelectionConfig())  # over all pairs
     plain = replace(without_weights(run.model), patch_dropout=None, compile=False, lora=LoraConfig())
     towers, architecture = build_towers(plain, seed=run.seed)
-    towers.clip.load_state_dict(checkpoint.weights())
+    try:
+        towers.clip.load_state_dict(checkpoint.weights())
+    except RuntimeError as error:
+        raise UserError(
+            f"The weights of {checkpoint.path} do not fit the towers of {run.model.arch}: leave model.arch, "
+            "model.image_size and model.context_length as the run has them."
+        ) from error
     towers.to(world.device).eval()
     with loader_of(run, architecture=architecture, world=world) as loader:
         objective = objective_of(run, loader=loader, architecture=architecture, world=world)
@@ -198,7 +205,7 @@ def measure(
     exact, tau = torch.cat(found.exact), torch.cat(found.tau)
     measurement = Measurement(
         step=checkpoint.step,
-        samples=checkpoint.step * run.batch_size,
+        samples=int(checkpoint.meta["samples"]),
         batch_size=run.batch_size,
         pairs=world.size * len(pairs.sample_id),
         left_over=left_over,

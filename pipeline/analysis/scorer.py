@@ -12,7 +12,6 @@ from torch import Tensor
 from pipeline.analysis.normalizer_error import run_of
 from pipeline.analysis.pair_scores import Scorer, ScoringFacts, reference_pairs
 from pipeline.analysis.shard_pairs import PairReader, whole
-from pipeline.checkpoint.layout import META_NAME
 from pipeline.checkpoint.reader import open_checkpoint
 from pipeline.data.shards.manifest_format import Manifest
 from pipeline.data.shards.tar_reader import CaptionField
@@ -22,7 +21,7 @@ from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
 from pipeline.objectives import build_objective
 from pipeline.objectives.npn.neuclip import NeuClip
 from pipeline.objectives.npn.prototypes import Anchors
-from pipeline.run_files import model_folder_in
+from pipeline.run_files import META_NAME, model_folder_in
 
 
 class NetworkNormalizers:
@@ -116,7 +115,10 @@ def load_network(spec: str, *, device: torch.device) -> NetworkNormalizers | Non
     folder = model_folder_in(Path(spec))
     if folder is None or not (folder / META_NAME).is_file():
         return None
-    checkpoint = open_checkpoint(folder)
+    try:
+        checkpoint = open_checkpoint(folder)
+    except UserError as error:
+        raise UserError(f"{folder} is damaged: {error}") from error
     run, state = run_of(checkpoint), checkpoint.objective()
     if "npn.weight" not in state:
         return None

@@ -18,11 +18,8 @@ alone. Nothing in a checkpoint is ever unpickled.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -35,29 +32,31 @@ from pipeline.errors import UserError
 from pipeline.files import path_below, write_json
 from pipeline.model.finetuning import ADAPTER_FILES
 from pipeline.model.model_folder import WEIGHTS_NAME
-from pipeline.run_files import MODEL_CONFIG_NAME, RUN_ID, read_run_id, valid_run_id
+from pipeline.run_files import (
+    EMA_NAME,
+    FOLDER_NAME,
+    META_NAME,
+    MODEL_CONFIG_NAME,
+    PREFIX,
+    RUN_ID,
+    digest_of,
+    finished_checkpoints,
+    is_name,
+    name_of,
+    read_meta,
+    read_run_id,
+    step_of,
+    valid_run_id,
+)
 
-FOLDER_NAME = "checkpoints"
-META_NAME = "checkpoint.json"
 LATEST_NAME = "latest"
 MOMENTS_NAME = "moments.safetensors"
 OBJECTIVE_NAME = "objective.safetensors"
-EMA_NAME, ADAPTERS_NAME = "ema", "adapters"
+ADAPTERS_NAME = "adapters"
 BEST_NAME = "best"
 REPLACED = ".replaced"
 """Of hidden names: a checkpoint of the same step takes its place."""
 FORMAT, VERSION = "neuclip-checkpoint", 1
-PREFIX = "step-"
-
-
-def name_of(step: int) -> str:
-    """Name of the folder of a step's checkpoint."""
-    return f"{PREFIX}{step:08d}"
-
-
-def step_of(path: Path) -> int:
-    """The step in a folder name made by `name_of`."""
-    return int(path.name.removeprefix(PREFIX))
 
 
 def run_id_of(run: Path) -> str:
@@ -94,22 +93,6 @@ def fallback_run(fallback: str, run: Path, run_id: str) -> Path:
     return Path(fallback) / f"{run.resolve().name}-{run_id}"
 
 
-def is_name(name: str) -> bool:
-    """Whether `name_of` makes such names; a copy that somebody has made beside a checkpoint has another one."""
-    return re.fullmatch(rf"{re.escape(PREFIX)}[0-9]+", name) is not None
-
-
-def checkpoint_folders(run: Path) -> list[Path]:
-    """Folders of a run that are named like checkpoints, finished and intact or not, oldest first."""
-    found = (path for path in (run / FOLDER_NAME).glob(f"{PREFIX}*") if is_name(path.name) and path.is_dir())
-    return sorted(found, key=step_of)
-
-
-def finished_checkpoints(run: Path) -> list[Path]:
-    """Folders of the finished checkpoints of a run, oldest first; not verified."""
-    return [path for path in checkpoint_folders(run) if (path / META_NAME).is_file()]
-
-
 def best_checkpoint(run: Path) -> Path | None:
     """The checkpoint with the lowest validation loss; None if there is none on disk."""
     try:
@@ -118,6 +101,12 @@ def best_checkpoint(run: Path) -> Path | None:
         return None
     path = run / FOLDER_NAME / name
     return path if is_name(name) and (path / META_NAME).is_file() else None
+
+
+def validated_model(path: Path) -> Path:
+    """The model folder in a checkpoint whose validation losses the run has: with `ema.evaluate` that of the average."""
+    average = (path / EMA_NAME).is_dir() and read_meta(path).get("config", {}).get("ema", {}).get("evaluate")
+    return path / EMA_NAME if average else path
 
 
 _Count = Annotated[int, Field(ge=0, lt=2**53)]
@@ -292,34 +281,7 @@ def sweep(folder: Path) -> None:
             leftover.unlink(missing_ok=True)
 
 
-def read_meta(path: Path) -> dict[str, Any]:
-    """The contents of a checkpoint's `checkpoint.json`.
-
-    Raises:
-        OSError: It cannot be read.
-        ValueError: It is not a JSON mapping.
-    """
-    return parse_meta((path / META_NAME).read_bytes())
-
-
 def write_meta(path: Path, meta: Mapping[str, Any]) -> None:
     """Write a checkpoint's `checkpoint.json`, with the format and its own digest."""
     meta = {"format": FORMAT, "version": VERSION, **meta}
     write_json(path / META_NAME, {**meta, "digest": digest_of(meta)}, durable=True)
-
-
-def parse_meta(text: bytes) -> dict[str, Any]:
-    """The contents of a `checkpoint.json`, as `read_meta`."""
-    try:
-        meta = json.loads(text)
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
-    if not isinstance(meta, dict):
-        raise ValueError("not a mapping")
-    return meta
-
-
-def digest_of(meta: Mapping[str, Any]) -> str:
-    """SHA-256 of the contents of a `checkpoint.json` without its own entry `digest`."""
-    rest = {key: value for key, value in json.loads(json.dumps(dict(meta))).items() if key != "digest"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()

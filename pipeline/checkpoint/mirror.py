@@ -15,18 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from pipeline.checkpoint.layout import (
-    BEST_NAME,
-    FOLDER_NAME,
-    LATEST_NAME,
-    best_checkpoint,
-    finished_checkpoints,
-    id_in,
-    is_foreign,
-    is_name,
-    run_id_of,
-    step_of,
-)
+from pipeline.checkpoint.layout import BEST_NAME, LATEST_NAME, best_checkpoint, id_in, is_foreign, run_id_of
 from pipeline.checkpoint.mirror_store import ADVICE, MirrorStore, Owner, check_recipe
 from pipeline.checkpoint.reader import damage, taken_by
 from pipeline.config import Tree
@@ -34,6 +23,7 @@ from pipeline.distributed.peers import work_on_main
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.files import write_text
+from pipeline.run_files import FOLDER_NAME, finished_checkpoints, is_name, step_of
 
 ATTEMPTS, PAUSE_SECONDS = 3, 5.0
 ANSWER_SECONDS, NOTE_SECONDS = 120.0, 10.0

@@ -18,21 +18,12 @@ from typing import Any
 
 from fsspec.implementations.local import LocalFileSystem
 
-from pipeline.checkpoint.layout import (
-    FOLDER_NAME,
-    LATEST_NAME,
-    META_NAME,
-    PREFIX,
-    is_name,
-    parse_meta,
-    publish,
-    wrong_meta,
-)
+from pipeline.checkpoint.layout import LATEST_NAME, publish, wrong_meta
 from pipeline.checkpoint.reader import damage
 from pipeline.config import Tree, flatten
 from pipeline.errors import UserError
 from pipeline.files import flush, plain_name, write_json, write_text
-from pipeline.run_files import valid_run_id
+from pipeline.run_files import FOLDER_NAME, META_NAME, PREFIX, is_name, parse_meta, valid_run_id
 
 BLOCK = 1 << 20
 CHECK_NAME, OWNER_NAME = "write-test", "owner.json"

@@ -14,23 +14,15 @@ from torch import Tensor
 from pipeline.checkpoint.layout import (
     ADAPTERS_NAME,
     BEST_NAME,
-    EMA_NAME,
-    FOLDER_NAME,
     LATEST_NAME,
-    META_NAME,
     MOMENTS_NAME,
     OBJECTIVE_NAME,
     best_checkpoint,
-    checkpoint_folders,
     fallback_runs,
     id_in,
     is_foreign,
-    is_name,
-    name_of,
-    read_meta,
     remove,
     run_id_of,
-    step_of,
     wrong_meta,
 )
 from pipeline.distributed.world import World
@@ -38,6 +30,16 @@ from pipeline.errors import UserError
 from pipeline.files import flush, sha256_of, write_text
 from pipeline.model.finetuning import read_adapters
 from pipeline.model.model_folder import LOGIT_KEYS, WEIGHTS_NAME, load_tensors
+from pipeline.run_files import (
+    EMA_NAME,
+    FOLDER_NAME,
+    META_NAME,
+    checkpoint_folders,
+    is_name,
+    name_of,
+    read_meta,
+    step_of,
+)
 
 
 @dataclass(frozen=True)

@@ -25,20 +25,15 @@ from torch import Tensor
 from pipeline.checkpoint.layout import (
     ADAPTERS_NAME,
     BEST_NAME,
-    EMA_NAME,
-    FOLDER_NAME,
     LATEST_NAME,
     MOMENTS_NAME,
     OBJECTIVE_NAME,
     best_checkpoint,
-    finished_checkpoints,
     id_in,
-    name_of,
     outdated,
     publish,
     remove,
     run_id_of,
-    step_of,
     sweep,
     write_meta,
 )
@@ -51,7 +46,7 @@ from pipeline.files import flush, sha256_of, write_json, write_text
 from pipeline.model.architectures import Architecture
 from pipeline.model.finetuning import Adapters
 from pipeline.model.model_folder import save_open_clip, save_tensors
-from pipeline.run_files import new_run_id, write_run_id
+from pipeline.run_files import EMA_NAME, FOLDER_NAME, finished_checkpoints, name_of, new_run_id, step_of, write_run_id
 
 NOT_WRITTEN = "could NOT be written"
 """In the message about a checkpoint that failed."""

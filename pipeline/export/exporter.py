@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipeline.checkpoint.layout import ADAPTERS_NAME, EMA_NAME, META_NAME, best_checkpoint, finished_checkpoints
+from pipeline.checkpoint.layout import ADAPTERS_NAME, best_checkpoint
 from pipeline.checkpoint.reader import Checkpoint, open_checkpoint
 from pipeline.config import dump
 from pipeline.errors import UserError, in_a_line
@@ -35,7 +35,7 @@ from pipeline.model.architectures import save_tokenizer
 from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
 from pipeline.model.finetuning import ADAPTER_FILES
 from pipeline.model.model_folder import WEIGHTS_NAME
-from pipeline.run_files import MODEL_CONFIG_NAME, RUN_CONFIG_NAME
+from pipeline.run_files import EMA_NAME, META_NAME, MODEL_CONFIG_NAME, RUN_CONFIG_NAME, finished_checkpoints
 
 TOLERANCE = 1e-5
 
@@ -166,7 +166,8 @@ def write_checked(output: Path, write: Callable[[Path], float]) -> Exported:
         UserError: `output` is not empty, is being written by another process, or the difference is above 1e-5.
     """
     check_new_folder(output)
-    temporary = output.with_name(f".{output.name}.partial")
+    target = output.resolve()  # the folder itself, not `.` or a link to it
+    temporary = target.with_name(f".{target.name}.partial")
     temporary.mkdir(parents=True, exist_ok=True)
     with _alone_in(temporary):
         try:
@@ -179,7 +180,11 @@ def write_checked(output: Path, write: Callable[[Path], float]) -> Exported:
                     f"The export differs from the trained model by {worst:.1e}, more than {TOLERANCE:g}: it is not "
                     "kept. Other versions of torch or open_clip than those of the checkpoint may be the cause."
                 )
-            temporary.replace(output)
+            if target.exists() and target.samefile(os.curdir):  # a shell's folder must not be replaced under it
+                for path in temporary.iterdir():
+                    path.replace(target / path.name)
+            else:
+                temporary.replace(target)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     return Exported(output, tuple(sorted(path for path in output.rglob("*") if path.is_file())), worst)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import UserError, explain_memory_error, need_addresses
+from pipeline.files import sha256_of
 from pipeline.model.architectures import (
     Architecture,
     add_foreign_towers,
@@ -29,7 +30,7 @@ from pipeline.model.architectures import (
     refuse_hidden_code,
     save_tokenizer,
 )
-from pipeline.run_files import MODEL_CONFIG_NAME
+from pipeline.run_files import EMA_NAME, META_NAME, MODEL_CONFIG_NAME, digest_of, parse_meta
 
 WEIGHTS_NAME = "open_clip_model.safetensors"
 LOCAL = "local-dir:"
@@ -110,14 +111,53 @@ def allow_by_umask(*paths: Path) -> None:
 
 
 def load_folder(folder: Path, **kwargs: Any) -> nn.Module:
-    """open_clip's model from a folder; `kwargs` are `create_clip`'s.
+    """open_clip's model from a folder; `kwargs` are `create_clip`'s. In a checkpoint, its files are verified.
 
     Raises:
-        UserError: The folder holds no model, or open_clip cannot load it.
+        UserError: The folder holds no model, open_clip cannot load it, or it is a checkpoint and damaged.
     """
     if not (folder / MODEL_CONFIG_NAME).is_file():
         raise UserError(f"{folder} has no {MODEL_CONFIG_NAME}: it is not a model folder.")
-    return create_clip(f"{LOCAL}{folder}", **kwargs)
+    model = create_clip(f"{LOCAL}{folder}", **kwargs)
+    if kwargs.get("load_weights", True):
+        _verify(folder)
+    return model
+
+
+def _verify(folder: Path) -> None:
+    remedy = "Take another checkpoint, or copy this one again from where it is whole."
+    try:
+        stated = stated_files(folder)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{_meta_of(folder)} is damaged: {str(error).rstrip('.')}. {remedy}") from error
+    for name, facts in stated.items():
+        if "sha256" in facts and sha256_of(folder / name) != facts["sha256"]:
+            raise UserError(f"{folder / name} is damaged: its SHA-256 is not the one in {META_NAME}. {remedy}")
+
+
+def _meta_of(folder: Path) -> Path:
+    """Where a checkpoint, or the average of the weights in one, is described."""
+    return (folder.parent if folder.name == EMA_NAME else folder) / META_NAME
+
+
+def stated_files(folder: Path) -> dict[str, Mapping[str, Any]]:
+    """Size and SHA-256 of a model folder's two files, from a `checkpoint.json`; empty for other folders.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It is damaged.
+    """
+    path = _meta_of(folder)
+    if not path.is_file():
+        return {}
+    meta = parse_meta(path.read_bytes())
+    if "digest" in meta and meta["digest"] != digest_of(meta):
+        raise ValueError("its contents do not match their SHA-256")
+    files = meta.get("files", {})
+    if not isinstance(files, Mapping) or not all(isinstance(facts, Mapping) for facts in files.values()):
+        raise ValueError("its list of files is none")
+    prefix = f"{EMA_NAME}/" if path.parent != folder else ""
+    return {name: files[prefix + name] for name in (MODEL_CONFIG_NAME, WEIGHTS_NAME) if prefix + name in files}
 
 
 def _model_cfg(name: str) -> Mapping[str, Any]:

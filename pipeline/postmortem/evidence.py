@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint.layout import FOLDER_NAME, PREFIX, checkpoint_folders, fallback_runs, read_meta, step_of
+from pipeline.checkpoint.layout import fallback_runs
 from pipeline.checkpoint.reader import damage
 from pipeline.config import read_yaml
 from pipeline.distributed.exit_record import FOLDER_NAME as HEARTBEATS
@@ -21,7 +21,17 @@ from pipeline.distributed.heartbeat import Beat, read_beat
 from pipeline.errors import UserError
 from pipeline.evaluation.watch.ledger import DONE, FINISHED, LEDGER_FOLDER
 from pipeline.files import read_tree
-from pipeline.run_files import METRICS_NAME, RUN_CONFIG_NAME, read_records, read_run_id
+from pipeline.run_files import (
+    FOLDER_NAME,
+    METRICS_NAME,
+    PREFIX,
+    RUN_CONFIG_NAME,
+    checkpoint_folders,
+    read_meta,
+    read_records,
+    read_run_id,
+    step_of,
+)
 from pipeline.training.recipe import check_run, load_recipe
 from pipeline.training.run_start import LOCK_NAME, Origin, read_origin
 

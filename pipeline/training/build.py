@@ -30,6 +30,7 @@ from pipeline.model.architectures import Architecture
 from pipeline.model.towers import build_towers, check_start, without_weights
 from pipeline.model.trimming import TextTrimming, text_trimming
 from pipeline.objectives import Objective, ObjectiveConfig, ObjectiveContext, build_objective
+from pipeline.run_files import model_folder_in
 from pipeline.training.gradient_check import GradientCheck
 from pipeline.training.observer import Observer
 from pipeline.training.periodic_tests import PeriodicEvaluation, PeriodicTests
@@ -102,7 +103,8 @@ def describe_start(run: RunConfig, logit: tuple[float, float | None] | None) -> 
     if logit is None:
         return ""
     tau, bias = math.exp(-logit[0]), "" if logit[1] is None else f" and bias {logit[1]:.4g}"
-    start = f"Starting from the weights {run.model.pretrained}, whose temperature is {tau:.4g}{bias}"
+    weights = model_folder_in(Path(str(run.model.pretrained))) or run.model.pretrained
+    start = f"Starting from the weights {weights}, whose temperature is {tau:.4g}{bias}"
     if not run.model.pretrained_temperature:
         return f"{start}; the objective starts at its own (model.pretrained_temperature=false)."
     config = starting_objective(run, logit)

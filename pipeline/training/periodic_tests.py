@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.checkpoint.layout import EMA_NAME, FOLDER_NAME, name_of
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.distributed.world import PatientRanks, World
 from pipeline.errors import UserError
@@ -17,7 +16,7 @@ from pipeline.evaluation.run.summary import aggregate
 from pipeline.evaluation.watch.watcher import brief
 from pipeline.metrics.logger import Telemetry
 from pipeline.model.evaluation_model import EvaluationModel, copy_for_evaluation
-from pipeline.run_files import METRICS_NAME, read_records
+from pipeline.run_files import EMA_NAME, FOLDER_NAME, METRICS_NAME, name_of, read_records
 from pipeline.training.recipe import InTrainingConfig, RunConfig
 from pipeline.training.run_start import PREVIOUS
 from pipeline.training.run_state import RunState

@@ -22,11 +22,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint.layout import fallback_run, fallback_runs, name_of
+from pipeline.checkpoint.layout import fallback_run, fallback_runs
 from pipeline.checkpoint.reader import Checkpoint, agreed_checkpoint
 from pipeline.checkpoint.writer import CheckpointWriter, Snapshot
 from pipeline.errors import UserError
-from pipeline.run_files import write_run_id
+from pipeline.run_files import name_of, write_run_id
 from pipeline.training.run_state import RunState
 
 PAUSE_SECONDS = 15.0

@@ -22,7 +22,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
-from pipeline.checkpoint.layout import FOLDER_NAME, checkpoint_folders, read_meta
 from pipeline.checkpoint.mirror import check_in_time, fetch_newest, refuse_taken
 from pipeline.checkpoint.mirror_store import MirrorStore
 from pipeline.checkpoint.reader import Checkpoint, agreed_checkpoint
@@ -33,7 +32,7 @@ from pipeline.distributed.exit_record import reserve_space, start_recording, sto
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.files import write_text
-from pipeline.run_files import RUN_CONFIG_NAME, parse_as, read_as
+from pipeline.run_files import FOLDER_NAME, RUN_CONFIG_NAME, checkpoint_folders, parse_as, read_as, read_meta
 from pipeline.training.recipe import RunConfig
 
 LOCK_NAME = ".lock"

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.checkpoint.layout import finished_checkpoints
 from pipeline.checkpoint.reader import damage
 from pipeline.distributed.exit_record import read_ends
 from pipeline.evaluation.datasets.datacomp import TASKS
+from pipeline.run_files import finished_checkpoints
 from tests.e2e.test_signals import launch, wait_until
 from tests.e2e.test_signals import settings as endless
 from tests.e2e.test_train import BATCH, STEPS, base, equal, settings, two_ranks, weights  # noqa: F401 (fixtures)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.checkpoint.layout import META_NAME, PREFIX, name_of
 from pipeline.checkpoint.mirror_store import MirrorStore
+from pipeline.run_files import META_NAME, PREFIX, name_of
 from tests.e2e.test_train import STEPS, base, equal, records, settings, weights  # noqa: F401 (a fixture)
 from tests.launch import ROOT, command, environment, run, wait_for
 from tests.metrics import metrics

@@ -20,12 +20,7 @@ from safetensors.torch import save_file
 
 from pipeline.checkpoint import reader
 from pipeline.checkpoint import writer as writer_module
-from pipeline.checkpoint.layout import (
-    finished_checkpoints,
-    name_of,
-    restore_replaced,
-    step_of,
-)
+from pipeline.checkpoint.layout import restore_replaced
 from pipeline.checkpoint.reader import (
     Checkpoint,
     abandon_after,
@@ -39,7 +34,7 @@ from pipeline.errors import UserError
 from pipeline.evaluation.watch.ledger import forget_after
 from pipeline.model.evaluation_model import load_for_evaluation
 from pipeline.model.model_folder import weights_digest
-from pipeline.run_files import write_run_id
+from pipeline.run_files import finished_checkpoints, name_of, step_of, write_run_id
 from pipeline.training import recovery
 from pipeline.versions import versions
 from tests.launch import ROOT, environment, run

@@ -13,18 +13,11 @@ from typing import Any
 import pytest
 
 from pipeline.checkpoint import writer as writer_module
-from pipeline.checkpoint.layout import (
-    checkpoint_folders,
-    digest_of,
-    finished_checkpoints,
-    name_of,
-    outdated,
-    step_of,
-)
+from pipeline.checkpoint.layout import outdated
 from pipeline.checkpoint.reader import abandon_after, agreed_checkpoint, damage, find_checkpoint, open_checkpoint
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.run_files import read_run_id
+from pipeline.run_files import checkpoint_folders, digest_of, finished_checkpoints, name_of, read_run_id, step_of
 from tests.written_checkpoints import Towers, failing, latest, save_again, snapshot, write, writer_of
 
 

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.checkpoint.layout import finished_checkpoints, name_of
 from pipeline.checkpoint.reader import damage
 from pipeline.checkpoint.writer import CheckpointWriter, Snapshot
 from pipeline.distributed.exit_record import read_ends
 from pipeline.distributed.signals import EXIT_PREEMPTED
-from pipeline.run_files import METRICS_NAME, read_records
+from pipeline.run_files import METRICS_NAME, finished_checkpoints, name_of, read_records
 from pipeline.training.recipe import load_recipe
 from pipeline.training.run import train
 from pipeline.training.trainer import EXIT_NOT_SAVED

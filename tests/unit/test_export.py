@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from click.testing import CliRunner
 
 from jobs.export import command
+from pipeline.checkpoint.layout import validated_model, write_meta
 from pipeline.checkpoint.writer import CheckpointConfig, CheckpointWriter, Snapshot
 from pipeline.config import to_tree
 from pipeline.distributed.world import World
@@ -21,6 +24,7 @@ from pipeline.export.exporter import choose_checkpoint, example_inputs, export, 
 from pipeline.export.model_card import usage
 from pipeline.model.evaluation_model import load_for_evaluation
 from pipeline.model.towers import ModelConfig, build_towers
+from pipeline.run_files import read_meta
 from pipeline.training.recipe import load_recipe
 from tests.towers import write_tiny
 from tests.written_checkpoints import FACTS
@@ -151,6 +155,47 @@ def test_invalid_sources_and_outputs_are_refused(run: Path, tmp_path: Path) -> N
     (tmp_path / "file").write_text("x")
     with pytest.raises(UserError, match="not empty"):
         export(chosen, tmp_path, card="")
+
+
+def test_the_current_folder_and_a_link_to_a_folder_can_be_exported_to(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression tests: both were refused, one as a bug."""
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to("there")
+    monkeypatch.chdir(tmp_path / "here")
+    before = os.stat(".").st_ino
+    for output in (Path("."), tmp_path / "link"):
+        found = export(choose_checkpoint(run), output, card="")
+        assert {path.name for path in found.files} >= {"open_clip_config.json", "open_clip_model.safetensors"}
+    assert os.stat(tmp_path / "here").st_ino == before, "a shell in it would be nowhere"
+    assert (tmp_path / "link").is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "link", "there"]
+
+
+def test_options_that_mean_nothing_are_refused(run: Path, tmp_path: Path) -> None:
+    for options, message in ((["--private"], "is for --push"), (["--license", "mit\nx: y"], "not the identifier of")):
+        result = CliRunner().invoke(command, [str(run), str(tmp_path / "out"), *options])
+        assert message in str(result.exception)
+
+
+def test_the_best_weights_of_a_run_that_validates_their_average(run: Path, tmp_path: Path) -> None:
+    """Regression test: the trained weights were exported, whose loss nobody knows, without a word."""
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder)
+    best = folder / "checkpoints" / "step-00000010"
+    (folder / "checkpoints" / "best").write_text(best.name)
+    assert validated_model(best) == best
+    assert "(EMA)" not in exported(folder, tmp_path / "one", "--best")
+    (best / "ema").mkdir()
+    for name in ("open_clip_config.json", "open_clip_model.safetensors"):
+        shutil.copy(best / name, best / "ema" / name)
+    meta = read_meta(best)
+    write_meta(best, {**meta, "config": {**meta["config"], "ema": {"decay": 0.9, "evaluate": True}}})
+    assert validated_model(best) == best / "ema"
+    assert "that of the average of the weights (EMA); --ema exports it" in exported(folder, tmp_path / "two", "--best")
+    assert "(EMA)" not in exported(folder, tmp_path / "three", "--best", "--ema")
 
 
 def test_two_exports_to_one_folder_do_not_destroy_each_other(

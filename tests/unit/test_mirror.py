@@ -16,12 +16,11 @@ from fsspec.implementations.local import LocalFileSystem
 
 from pipeline.checkpoint import mirror as mirror_module
 from pipeline.checkpoint import writer as writer_module
-from pipeline.checkpoint.layout import name_of
 from pipeline.checkpoint.mirror import fetch_newest, refuse_taken
 from pipeline.checkpoint.mirror_store import MirrorStore
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.run_files import read_run_id
+from pipeline.run_files import name_of, read_run_id
 from pipeline.training.recipe import load_recipe
 from pipeline.training.run import setup
 from tests.mirrors import fetched, write, writer_of

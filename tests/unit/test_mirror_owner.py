@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from pipeline.checkpoint import mirror as mirror_module
-from pipeline.checkpoint.layout import META_NAME, best_checkpoint, checkpoint_folders, digest_of, name_of, run_id_of
+from pipeline.checkpoint.layout import best_checkpoint, run_id_of
 from pipeline.checkpoint.mirror import fetch_newest, refuse_taken
 from pipeline.checkpoint.mirror_store import MirrorStore, Owner
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.files import write_text
-from pipeline.run_files import read_run_id, write_run_id
+from pipeline.run_files import META_NAME, checkpoint_folders, digest_of, name_of, read_run_id, write_run_id
 from tests.launch import wait_for
 from tests.mirrors import fetched, write, writer_of
 from tests.written_checkpoints import FACTS, Towers, snapshot

@@ -15,22 +15,14 @@ from pathlib import Path
 import pytest
 
 from pipeline.checkpoint import mirror as mirror_module
-from pipeline.checkpoint.layout import (
-    FORMAT,
-    META_NAME,
-    MOMENTS_NAME,
-    OBJECTIVE_NAME,
-    VERSION,
-    digest_of,
-    name_of,
-)
+from pipeline.checkpoint.layout import FORMAT, MOMENTS_NAME, OBJECTIVE_NAME, VERSION
 from pipeline.checkpoint.mirror import fetch_newest, refuse_taken
 from pipeline.checkpoint.mirror_store import MirrorStore
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.files import sha256_of, write_json
 from pipeline.model.model_folder import WEIGHTS_NAME
-from pipeline.run_files import MODEL_CONFIG_NAME
+from pipeline.run_files import META_NAME, MODEL_CONFIG_NAME, digest_of, name_of
 from tests.launch import ROOT, wait_for
 from tests.mirrors import fetched, write, writer_of
 from tests.s3_server import client, client_settings, end, process, s3_server

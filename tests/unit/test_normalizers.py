@@ -136,3 +136,13 @@ def test_the_command_writes_the_values_that_it_prints(finished_run: Path) -> Non
     assert records[-1]["cold"]["mse"] == pytest.approx(alone.cold.mse, rel=1e-4)
     assert f"{alone.in_use.mse:.4f}" in shown
     assert "8 of the dataset" in shown
+
+
+def test_settings_that_do_not_fit_the_checkpoint(finished_run: Path) -> None:
+    """Regression tests: another batch size counted other samples; towers of another size were called a bug."""
+    checkpoint = checkpoints_of(finished_run, on_damage=pytest.fail)[-1]
+    measurement, _ = measure(run_of(checkpoint, changes={"batch_size": 8}), checkpoint, world=World())
+    assert (measurement.samples, measurement.batch_size) == (64, 8)
+    other = run_of(checkpoint, changes={"model": {"context_length": 8}})
+    with pytest.raises(UserError, match=r"The weights of .* do not fit the towers of .*: leave model\.arch, "):
+        measure(other, checkpoint, world=World())

@@ -24,14 +24,16 @@ from jobs.verify import command as verify_command
 from pipeline.analysis.pair_scores import encode, part_of
 from pipeline.analysis.scorer import SampledNormalizers, load_network, make_scorer
 from pipeline.analysis.shard_pairs import PairReader, whole
-from pipeline.checkpoint.layout import META_NAME, finished_checkpoints
+from pipeline.checkpoint.layout import write_meta
 from pipeline.checkpoint.reader import open_checkpoint
 from pipeline.data.shards.manifest_format import load_manifest
 from pipeline.data.shards.tar_reader import CaptionField
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
-from pipeline.run_files import model_folder_in
+from pipeline.model.starting_weights import FROM_WEIGHTS
+from pipeline.model.towers import ModelConfig, build_towers
+from pipeline.run_files import META_NAME, finished_checkpoints, model_folder_in, read_meta
 from tests.launch import run as launch
 from tests.shards import sample, write_shards
 
@@ -272,3 +274,40 @@ def test_a_model_with_damaged_weights_gives_no_scores(base: Path, tmp_path: Path
     result = CliRunner().invoke(command, [*arguments, "--device", "cpu"])
     assert "are not finite: the weights of" in str(result.exception)
     assert not (tmp_path / "out" / "scores.parquet").exists()
+
+
+def test_a_run_is_its_newest_checkpoint_and_not_a_copy_beside_it(base: Path, tmp_path: Path) -> None:
+    """Regression test: a backup, or another run's checkpoint that was put aside, was taken for the newest."""
+    run = tmp_path / "run"
+    shutil.copytree(base / "run", run)
+    newest = finished_checkpoints(run)[-1]
+    for name in (f"{newest.name}.bak", f"{newest.name}.run-0123456789abcdef", "step-old"):
+        shutil.copytree(newest, newest.with_name(name))
+    assert model_folder_in(run) == newest
+    assert load_for_evaluation(str(run)).source == str(newest)
+
+
+@pytest.mark.parametrize("part", ["", "ema"])
+def test_damaged_weights_of_a_checkpoint_are_refused_by_name(base: Path, tmp_path: Path, part: str) -> None:
+    """Regression test: features, scores and fine-tuning took them without a word."""
+    folder = tmp_path / "step-00000004"
+    shutil.copytree(finished_checkpoints(base / "run")[-1], folder)
+    if part:  # as a run with ema.decay writes it
+        (folder / part).mkdir()
+        for name in ("open_clip_config.json", "open_clip_model.safetensors"):
+            shutil.copy(folder / name, folder / part)
+    meta = read_meta(folder)
+    weights = folder / part / "open_clip_model.safetensors"
+    name = str(weights.relative_to(folder))
+    write_meta(folder, {**meta, "files": {**meta["files"], name: meta["files"]["open_clip_model.safetensors"]}})
+    assert load_for_evaluation(str(folder / part)).source == str(folder / part)
+    body = bytearray(weights.read_bytes())
+    body[-1000:-900] = bytes(100)
+    weights.write_bytes(body)
+
+    def start_from(spec: str) -> object:
+        return build_towers(ModelConfig(arch=FROM_WEIGHTS, pretrained=spec), seed=0)
+
+    for load in (load_for_evaluation, start_from):
+        with pytest.raises(UserError, match=r"open_clip_model\.safetensors is damaged: its SHA-256 is not the one in"):
+            load(str(folder / part))

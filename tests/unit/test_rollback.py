@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from pipeline.checkpoint.layout import finished_checkpoints
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.errors import UserError
 from pipeline.metrics.sinks import WARNING
 from pipeline.objectives import ObjectiveOutput
 from pipeline.objectives.openclip import OpenClip
+from pipeline.run_files import finished_checkpoints
 from pipeline.training.run_state import SkippedSteps
 from pipeline.training.step import StepResult, TrainStep
 from tests.metrics import metrics

@@ -14,12 +14,13 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from jobs.export import command as export
-from pipeline.checkpoint.layout import best_checkpoint, finished_checkpoints
+from pipeline.checkpoint.layout import best_checkpoint
 from pipeline.data.data_config import DataConfig, Source
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.model import evaluation_model
 from pipeline.model.evaluation_model import load_for_evaluation
+from pipeline.run_files import finished_checkpoints
 from pipeline.training import validation
 from pipeline.training.recipe import ValidationConfig, load_recipe
 from pipeline.training.validation import HeldOutPairs, ValidationHistory, validation_scores

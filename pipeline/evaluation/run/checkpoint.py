@@ -1,6 +1,6 @@
 """A checkpoint as an evaluation sees it: its model, and where its results go.
 
-Weights that differ from their recorded digests are refused. Results have one folder per checkpoint; the lock of a suite
+Results have one folder per checkpoint; the lock of a suite
 is one for all checkpoints of a run.
 """
 
@@ -10,13 +10,11 @@ import hashlib
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from pipeline.checkpoint.layout import EMA_NAME, FOLDER_NAME, META_NAME, PREFIX, digest_of, read_meta
 from pipeline.errors import UserError
 from pipeline.evaluation.datasets.suite import Suite
 from pipeline.evaluation.datasets.task_data import TaskError, plain
@@ -24,22 +22,21 @@ from pipeline.evaluation.identity import conditions
 from pipeline.evaluation.run.results import LOCK_NAME, SuiteLock
 from pipeline.evaluation.run.session import Session
 from pipeline.evaluation.run.summary import Evaluation
-from pipeline.files import sha256_of
 from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
-from pipeline.model.model_folder import WEIGHTS_NAME
-from pipeline.run_files import MODEL_CONFIG_NAME
+from pipeline.model.model_folder import WEIGHTS_NAME, stated_files
+from pipeline.run_files import EMA_NAME, FOLDER_NAME, MODEL_CONFIG_NAME, PREFIX
 
 POSITIONS = "visual.positional_embedding"
 
 
 def load_checkpoint(spec: str, *, device: torch.device) -> EvaluationModel:
-    """What `load_for_evaluation` loads, compared with the digests in our own checkpoints.
+    """What `load_for_evaluation` loads.
 
     Raises:
         UserError: Nothing can be loaded, the weights do not fit the architecture, or a file is damaged.
     """
     try:
-        model = load_for_evaluation(spec, device=device)
+        return load_for_evaluation(spec, device=device)
     except UserError:
         raise
     except OSError as error:
@@ -49,15 +46,6 @@ def load_checkpoint(spec: str, *, device: torch.device) -> EvaluationModel:
             f"{spec} cannot be loaded ({type(error).__name__}: {plain(error, longest=200)}): "
             "the weights are damaged, or those of another architecture."
         ) from error
-    folder, remedy = Path(model.source), "Take another checkpoint, or copy this one again from where it is whole."
-    try:
-        stated = stated_files(folder)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder / META_NAME} is damaged: {str(error).rstrip('.')}. {remedy}") from error
-    for name, facts in stated.items():
-        if "sha256" in facts and sha256_of(folder / name) != facts["sha256"]:
-            raise UserError(f"{folder / name} is damaged: its SHA-256 is not the one in {META_NAME}. {remedy}")
-    return model
 
 
 def is_complete(folder: Path) -> bool:
@@ -70,24 +58,6 @@ def is_complete(folder: Path) -> bool:
         )
     except (OSError, ValueError):
         return False
-
-
-def stated_files(folder: Path) -> dict[str, Mapping[str, Any]]:
-    """Size and SHA-256 of the model's files, from `checkpoint.json`; empty for other folders.
-
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: It is damaged.
-    """
-    if not (folder / META_NAME).is_file():
-        return {}
-    meta = read_meta(folder)
-    if "digest" in meta and meta["digest"] != digest_of(meta):
-        raise ValueError("its contents do not match their SHA-256")
-    files = meta.get("files", {})
-    if not isinstance(files, Mapping) or not all(isinstance(facts, Mapping) for facts in files.values()):
-        raise ValueError("its list of files is none")
-    return {name: files[name] for name in (MODEL_CONFIG_NAME, WEIGHTS_NAME) if name in files}
 
 
 def notes_on(model: EvaluationModel) -> list[str]:

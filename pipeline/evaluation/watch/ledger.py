@@ -36,8 +36,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint.layout import PREFIX, is_name, step_of
 from pipeline.files import read_tree, write_text
+from pipeline.run_files import PREFIX, is_name, step_of
 
 LEDGER_FOLDER = "evaluation-ledger"
 DONE = "done.json"

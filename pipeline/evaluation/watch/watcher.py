@@ -16,18 +16,17 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from pipeline.checkpoint.layout import finished_checkpoints, step_of
 from pipeline.config import section
 from pipeline.evaluation.datasets.suite import Suite
 from pipeline.evaluation.datasets.task_data import file_facts, plain
 from pipeline.evaluation.identity import Digests, suite_identity
-from pipeline.evaluation.run.checkpoint import default_folder, is_complete, load_checkpoint, stated_files
+from pipeline.evaluation.run.checkpoint import default_folder, is_complete, load_checkpoint
 from pipeline.evaluation.run.results import read_result
 from pipeline.evaluation.run.session import EvaluationConfig, Processes, attempt
 from pipeline.evaluation.run.summary import SUMMARY_NAME
 from pipeline.evaluation.watch.ledger import ABANDONED, FINISHED, LEDGER_FOLDER, RELEASED, Lease, Ledger
-from pipeline.model.model_folder import WEIGHTS_NAME
-from pipeline.run_files import MODEL_CONFIG_NAME
+from pipeline.model.model_folder import WEIGHTS_NAME, stated_files
+from pipeline.run_files import MODEL_CONFIG_NAME, finished_checkpoints, step_of
 
 
 class Candidates:

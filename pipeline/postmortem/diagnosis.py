@@ -46,6 +46,7 @@ def diagnose(evidence: RunEvidence) -> list[DoctorFinding]:
         *_checkpoints(evidence),
         *_disk(evidence),
         *_evaluations(evidence),
+        *_data(evidence),
         _command(evidence),
     ]
 
@@ -83,6 +84,8 @@ def _outcome(evidence: RunEvidence) -> DoctorFinding:
     if 0 < evidence.total_steps <= evidence.steps and (not killed or evidence.unscored):
         if not _intact(evidence):
             return DoctorFinding("run", "broken", "trained to its end, but no checkpoint is intact")
+        if _intact(evidence)[-1].step < evidence.total_steps and first is not None and first.code == EXIT_DONE:
+            return DoctorFinding("run", "broken", "trained to its end, but its last checkpoint is damaged or missing")
         if evidence.unscored:
             how = ": it was killed in the evaluation" if killed else ""
             return DoctorFinding("run", "note", f"trained to its end, but its last weights were not evaluated{how}")
@@ -200,6 +203,11 @@ def _evaluations(evidence: RunEvidence) -> Iterator[DoctorFinding]:
         yield DoctorFinding("evaluations", "broken", f"abandoned after several attempts: {', '.join(abandoned)}")
     if waiting:
         yield DoctorFinding("evaluations", "note", f"not finished: {', '.join(waiting)}", "start `neuclip watch` again")
+
+
+def _data(evidence: RunEvidence) -> Iterator[DoctorFinding]:
+    if evidence.missing and not evidence.holder and not _is_finished(evidence):
+        yield DoctorFinding("data", "note", f"not on this machine: {' '.join(evidence.missing)}", "put it back first")
 
 
 def _command(evidence: RunEvidence) -> DoctorFinding:

@@ -83,6 +83,8 @@ class RunEvidence:
     """The evaluation of the last step is not in metrics.jsonl, although it was due."""
     refusal: str = ""
     """Why the stored settings cannot be continued with; empty if they can."""
+    missing: Sequence[str] = ()
+    """Data and stored features that the settings name, but that are not on this machine."""
 
     @property
     def ranks(self) -> int:
@@ -134,19 +136,23 @@ def read_evidence(run: Path, *, verify: bool = True) -> RunEvidence:
     )
     evaluated = {record.get("step") for record in records if record.get("kind") == "evaluation"}
     due = bool(_setting(config, "evaluation", "suite"))
-    return replace(found, unscored=due and found.total_steps not in evaluated, refusal=_refusal(found))
+    found = replace(found, unscored=due and found.total_steps not in evaluated)
+    return _with_tried_settings(found) if config else found
 
 
-def _refusal(found: RunEvidence) -> str:
-    """Try the stored settings, as `neuclip train --dry-run` does."""
-    if not found.config:
-        return ""
+def _with_tried_settings(found: RunEvidence) -> RunEvidence:
+    """Try the stored settings, as `neuclip train --dry-run` does, and look for what they name."""
     try:
         run = load_recipe(found.run / RUN_CONFIG_NAME, [f"output={json.dumps(str(found.run))}"])
         check_run(run, world_size=found.ranks)
     except UserError as error:
-        return str(error)
-    return ""
+        return replace(found, refusal=str(error))
+    named = [
+        *(("data.sources", source.manifest) for source in run.data.sources),
+        *(("validation.sources", source.manifest) for source in run.validation.sources),
+        *((setting, folder) for setting, folders in run.stored_features.items() for folder in folders),
+    ]
+    return replace(found, missing=[f"{setting}={path}" for setting, path in named if not Path(path).exists()])
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -248,6 +248,35 @@ def test_damaged_checkpoints(run: Path, towers: Towers) -> None:
     assert "no checkpoint is intact" in last_line(output)
 
 
+def test_a_finished_run_whose_last_checkpoint_is_damaged(run: Path, towers: Towers) -> None:
+    """Regression test: the report said that the budget of samples had been raised."""
+    write(run, towers, [6, 10])
+    sink = JsonLines(SinkContext(run, total_steps=10, first_step=7))
+    sink.scalars("train", step=10, values={"loss": 1.0})
+    sink.close()
+    end(run, 0)
+    (run / "checkpoints/step-00000010/moments.safetensors").unlink()
+    output, code = examine(run)
+    assert code == 1
+    assert "trained to its end, but its last checkpoint is damaged or missing" in output.splitlines()[0]
+    assert "--resume latest" in last_line(output)
+
+
+def test_data_that_is_not_on_this_machine_is_named(run: Path, towers: Towers, tmp_path: Path) -> None:
+    write(run, towers, [6])
+    end(run, 75)
+    config = run / "config.yaml"
+    features = "{sources: x, teacher_features: [y]}\nobjective: {name: openclip, distill: 1}"
+    config.write_text(config.read_text().replace("{sources: x}", features))
+    output, code = examine(run)
+    assert code == 0
+    assert "not on this machine: data.sources=x data.teacher_features=y" in " ".join(output.split())
+    assert "--resume latest" in last_line(output)
+    (tmp_path / "x").mkdir()
+    config.write_text(config.read_text().replace(features, f"{{sources: {tmp_path / 'x'}}}"))
+    assert "not on this machine" not in examine(run)[0]
+
+
 def test_what_a_running_run_removes_meanwhile_is_skipped(
     run: Path,
     towers: Towers,

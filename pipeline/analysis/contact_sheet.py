@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from pipeline.analysis.pair_scores import by_score, read_scores
+from pipeline.analysis.pair_scores import by_score, read_scores, share_of
 from pipeline.data.shards.manifest_format import Manifest
 from pipeline.data.shards.rgb_image import rgb_image, thumbnail_url
 from pipeline.data.shards.storage import open_records
@@ -42,7 +42,7 @@ def write_contact_sheet(path: Path, table: Path, manifest: Manifest, *, caption:
     """
     rows = read_scores(table, columns=["shard", "row", "key", "score", "cosine"])
     order = by_score(rows)
-    cut, half = int(share * len(order)), SHOWN // 2
+    cut, half = share_of(len(order), share), SHOWN // 2
     parts = {
         "The worst pairs": order[: min(SHOWN, cut)],
         f"Just below the cut at {share:.0%}: the last that would be removed": order[max(SHOWN, cut - half) : cut],

@@ -250,7 +250,12 @@ def worst_keys(table: Path, share: float) -> list[str]:
     keys, shards = columns["key"].to_pylist(), columns["shard"].to_pylist()
     known = [key for key in keys if key is not None]
     qualified = len(set(known)) < len(known)
-    return [f"{shards[i]}:{keys[i]}" if qualified else keys[i] for i in order[: int(share * len(order))]]
+    return [f"{shards[i]}:{keys[i]}" if qualified else keys[i] for i in order[: share_of(len(order), share)]]
+
+
+def share_of(count: int, share: float) -> int:
+    """`share` of a number of pairs, rounded down: 29 for 0.29 of 100, which is 28.999... in floating point."""
+    return int(share * count + 1e-6)
 
 
 def by_score(table: pa.Table) -> np.ndarray:
@@ -286,7 +291,7 @@ def best_uids(table: Path, share: float) -> np.ndarray:
     score = columns["score"].to_numpy(zero_copy_only=False)
     uids = columns["uid"].to_pylist()
     scored = np.flatnonzero(np.isfinite(score))
-    chosen = scored[np.argsort(-score[scored], kind="stable")][: int(share * len(scored))]
+    chosen = scored[np.argsort(-score[scored], kind="stable")][: share_of(len(scored), share)]
     try:
         halves = [(int(uids[i][:16], 16), int(uids[i][16:], 16)) for i in chosen if len(uids[i]) == 32]
     except (TypeError, ValueError) as error:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -147,7 +148,7 @@ def dataset(
             raise UserError(f"{name} = {number!r} must be a whole number of at least {least}.")
     if type(seed) is not int or not 0 <= seed < 2**63:
         raise UserError(f"seed = {seed!r} must be a whole number from 0 to 2**63 - 1.")
-    if normalization is not None and ([len(part) for part in normalization] != [3, 3] or min(normalization[1]) <= 0):
+    if normalization is not None and not _is_normalization(normalization):
         raise UserError(
             f"normalization = {normalization!r} must be a mean and a standard deviation above 0 by channel."
         )
@@ -163,3 +164,11 @@ def dataset(
     decoding = {"global_batch": batch_size, "image_size": image_size, "tokenize": tokenize}
     world = World(rank=rank, size=ranks)
     return OrderedDataset(config=config, world=world, seed=seed, decoding=decoding, normalization=normalization)
+
+
+def _is_normalization(given: Any) -> bool:
+    try:
+        values = np.asarray(given, dtype=float)
+    except (TypeError, ValueError):
+        return False
+    return values.shape == (2, 3) and bool(np.isfinite(values).all() and (values[1] > 0).all())

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.errors import UserError
+from pipeline.errors import UserError, in_a_line
 from pipeline.model.architectures import Architecture, check_tag, describe, load_open_clip, register
 from pipeline.model.finetuning import LoraConfig
 from pipeline.model.model_folder import create_clip, load_folder, weights_digest
 from pipeline.model.starting_weights import logit_of
 from pipeline.model.towers import ModelConfig, Towers, build_towers, without_weights
-from pipeline.pixels import ImageError, orientation, read_file, read_upright, to_rgb, upright
+from pipeline.pixels import orientation, read_file, read_upright, to_rgb, upright
 from pipeline.run_files import MODEL_CONFIG_NAME, model_folder_in, no_model
 
 
@@ -63,7 +64,7 @@ class EvaluationModel:
         return self.towers.encode_text(text)
 
 
-def load_for_evaluation(spec: str, *, device: str | torch.device = "cpu") -> EvaluationModel:
+def load_for_evaluation(spec: str | os.PathLike[str], *, device: str | torch.device = "cpu") -> EvaluationModel:
     """Load a checkpoint or published weights for evaluation.
 
     Args:
@@ -73,8 +74,15 @@ def load_for_evaluation(spec: str, *, device: str | torch.device = "cpu") -> Eva
         device: Where to put the model.
 
     Raises:
-        UserError: There is no model at `spec`, or the weights do not fit the architecture.
+        UserError: There is no model at `spec`, the weights do not fit the architecture, or there is no such device.
     """
+    if not isinstance(spec, str | os.PathLike):
+        raise UserError(f"The model is {spec!r} ({type(spec).__name__}): give a folder, or ARCH:PRETRAINED.")
+    spec = os.fspath(spec)
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise UserError(f"device = {device!r} is none: {in_a_line(error)}") from error
     open_clip = load_open_clip()
     folder = model_folder_in(Path(spec))
     if folder is not None:
@@ -121,7 +129,7 @@ def for_evaluation(towers: Towers, architecture: Architecture, *, source: str) -
 
 
 def score(
-    model: str | EvaluationModel,
+    model: str | os.PathLike[str] | EvaluationModel,
     images: Sequence[Any] | Any,
     texts: Sequence[str] | str,
     *,
@@ -142,14 +150,17 @@ def score(
         or always [n, m] with `matrix`.
 
     Raises:
-        UserError: The numbers of images and texts differ, or an image cannot be read.
+        UserError: The numbers of images and texts differ, something given is of another type, or an image cannot be
+            read.
     """
+    if type(batch_size) is not int or batch_size < 1:
+        raise UserError(f"batch_size = {batch_size!r} must be a whole number of at least 1.")
     one_image, one_text = isinstance(images, str | Path) or hasattr(images, "convert"), isinstance(texts, str)
     images = [images] if one_image else images
     texts = [texts] if isinstance(texts, str) else texts
-    if not hasattr(images, "__len__"):
+    if not _is_sequence(images):
         raise UserError(f"The images are {images!r} ({type(images).__name__}): give paths or PIL images, or one.")
-    wrong = [text for text in texts if not isinstance(text, str)] if hasattr(texts, "__len__") else [texts]
+    wrong = [text for text in texts if not isinstance(text, str)] if _is_sequence(texts) else [texts]
     if wrong:
         raise UserError(f"The texts include {wrong[0]!r} ({type(wrong[0]).__name__}): give a str, or a list of them.")
     if not matrix and len(images) != len(texts):
@@ -157,10 +168,10 @@ def score(
             f"{len(images)} images and {len(texts)} texts were given: give one text per image, or matrix=True to "
             "compare every image with every text."
         )
-    if isinstance(model, str):
+    if not isinstance(model, EvaluationModel):
         model = load_for_evaluation(model)
     device = next(model.towers.parameters()).device
-    preprocess, size = model.preprocess, max(1, batch_size)
+    preprocess, size = model.preprocess, batch_size
 
     def image_batch(part: Sequence[Any]) -> Tensor:
         return torch.stack([preprocess(_open(image)) for image in part])
@@ -172,6 +183,11 @@ def score(
         return image @ text.T
     pairs = (image * text).sum(1)
     return pairs[0] if one_image and one_text else pairs
+
+
+def _is_sequence(items: Any) -> bool:
+    """Whether something has a length and numbered items, as lists, tuples, arrays and columns of tables do."""
+    return hasattr(items, "__len__") and hasattr(items, "__getitem__") and not isinstance(items, Mapping)
 
 
 def _encode(
@@ -201,5 +217,5 @@ def _open(image: Any) -> Any:
         if isinstance(image, str | Path):
             return read_upright(read_file(image))
         return upright(to_rgb(image), orientation(image))  # `to_rgb` has loaded it
-    except (OSError, ImageError) as error:
+    except (OSError, ValueError) as error:  # the latter for images, and paths with a NUL
         raise UserError(f"The image {image} cannot be read ({error}).") from error

@@ -147,9 +147,10 @@ class Explorer:
             UserError: It is not an image, damaged, or too large.
         """
         name = hashlib.sha256(body).hexdigest()[:24]
-        if name not in self._uploads:
-            pixels = self.model.preprocess(open_image(body, name="The file"))
-            self._remember(self._uploads, name, self._encode(pixels[None])[0])
+        known = self._uploads.get(name)
+        if known is None:
+            known = self._encode(self.model.preprocess(open_image(body, name="The file"))[None])[0]
+        self._remember(self._uploads, name, known)
         return name
 
     def classify(self, image: str, classes: Sequence[str], templates: Sequence[str]) -> list[dict[str, Any]]:
@@ -205,6 +206,7 @@ class Explorer:
     def _remember(self, cache: OrderedDict[Any, Tensor], key: Any, value: Tensor) -> None:
         with self._lock:
             cache[key] = value
+            cache.move_to_end(key)
             while len(cache) > KEPT_UPLOADS:
                 cache.popitem(last=False)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -41,14 +42,18 @@ class Dropped:
 
     count: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    """What else was left out."""
 
     def add(self, reason: str, example: str) -> None:
         self.count[reason] += 1
         self.examples.setdefault(reason, example)
 
     def lines(self) -> list[str]:
-        """One line per reason."""
-        return [f"{count:,} skipped: {reason} (first: {self.examples[reason]})" for reason, count in self.count.items()]
+        """One line per reason, and the notes."""
+        counted = self.count.items()
+        lines = [f"{count:,} skipped: {reason} (first: {self.examples[reason]})" for reason, count in counted]
+        return lines + self.notes
 
 
 def read_samples(source: Path, *, caption: CaptionField, limit: int, dropped: Dropped) -> Iterator[Sample]:
@@ -65,27 +70,36 @@ def read_samples(source: Path, *, caption: CaptionField, limit: int, dropped: Dr
                 f"{source} is not a UTF-8 text file with a caption a line: give such a file, or a folder of images or "
                 "shards."
             ) from error
+        _note_limit(dropped, source, "captions", len(lines), limit=limit)
         yield from (Sample(f"line {number}", caption=line) for number, line in lines[:limit])
         return
     if not source.is_dir():
         raise UserError(
             f"There is no {source}: give a folder of images or shards, or a text file with a caption a line."
         )
-    if shards := shards_in(source):
-        yield from _from_shards(shards, caption=caption, limit=limit, dropped=dropped)
-        return
     paths = sorted(
         path
         for path in source.rglob("*")
         if path.suffix.lower().removeprefix(".") in FORMAT_SUFFIXES and not path.name.startswith(".")
     )
+    if shards := shards_in(source):
+        if paths:
+            dropped.notes.append(f"{len(paths):,} images beside the shards of {_shown(source)} are not used.")
+        yield from _from_shards(shards, caption=caption, limit=limit, dropped=dropped)
+        return
     if not paths:
         raise UserError(f"{source} holds no images ({', '.join(FORMAT_SUFFIXES)}) and no shards (*.tar).")
+    _note_limit(dropped, source, "images", len(paths), limit=limit)
     for path in paths[:limit]:
         try:
             yield Sample(_shown(path.relative_to(source)), image=pixels.read_file(path))
         except OSError as error:
             dropped.add("the file cannot be read", f"{_shown(path)}: {error.strerror}")
+
+
+def _note_limit(dropped: Dropped, source: Path, what: str, count: int, *, limit: int) -> None:
+    if count > limit:
+        dropped.notes.append(f"Only the first {limit:,} of the {count:,} {what} in {_shown(source)} are used: --limit.")
 
 
 def _shown(path: Path) -> str:
@@ -105,6 +119,7 @@ def _from_shards(shards: list[Path], *, caption: CaptionField, limit: int, dropp
             with open_records(str(shard), skip=0, caption_suffix=caption.suffix) as records:
                 for row, record in enumerate(records):
                     if count == limit:
+                        dropped.notes.append(f"Only the first {limit:,} samples of the shards are used: --limit.")
                         return
                     name = f"{_shown(Path(shard.name))}, sample {row}"
                     try:
@@ -129,7 +144,8 @@ def open_image(body: bytes, *, name: str) -> Any:
     except pixels.ImageError as error:
         if error.reason == pixels.TOO_MANY_PIXELS:
             limit = f"more than the {LARGEST_PIXELS:,} pixels allowed"
-            raise UserError(f"{name} has {error.detail}, {limit}: make it smaller.") from error
+            size = re.sub(r".*\((\d+ pixels)\).*", r"\1", error.detail)  # Pillow's own limit has a text of its own
+            raise UserError(f"{name} has {size}, {limit}: make it smaller.") from error
         raise UserError(f"{name} {_WHY.get(error.reason, f'cannot be read ({error})')}.") from error
 
 

@@ -47,7 +47,7 @@ def make_app(explorer: Explorer, *, title: str, local: bool) -> Any:
         from starlette.concurrency import run_in_threadpool
         from starlette.middleware import Middleware
         from starlette.middleware.trustedhost import TrustedHostMiddleware
-        from starlette.requests import Request
+        from starlette.requests import ClientDisconnect, Request
         from starlette.responses import JSONResponse, Response
         from starlette.routing import Route
     except ImportError as error:
@@ -66,6 +66,8 @@ def make_app(explorer: Explorer, *, title: str, local: bool) -> Any:
             except UserError as error:
                 status = 413 if isinstance(error, TooLarge) else 400
                 return JSONResponse({"error": str(error)}, status_code=status, headers=HEADERS)
+            except ClientDisconnect:
+                return Response(status_code=400)  # nobody reads it
 
         return route
 

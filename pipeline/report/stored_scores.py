@@ -163,7 +163,7 @@ def _read_checkpoint(folder: Path, step: int | None, samples: int | None, notes:
         if reason != ANOTHER_SUITE:
             notes.append(f"{folder.name}/{path.name} is skipped: {reason}.")
             continue
-        if weights and tree.get("inputs", {}).get("checkpoint", weights) != weights:
+        if weights and part_of(tree, "inputs").get("checkpoint", weights) != weights:
             notes.append(f"{folder.name}/{path.name} scores other weights than its summary's and is skipped.")
         elif not is_intact(tree) or not is_named_after(path, str(tree.get("task"))):
             notes.append(f"{folder.name}/{path.name} was edited or copied since it was written, and is skipped.")

@@ -100,6 +100,7 @@ def test_what_does_not_fit_is_refused(folder: Path) -> None:
         ({"seed": -1}, "seed = -1 must be a whole number from 0 to"),
         ({"seed": 2**63}, rf"seed = {2**63} must be a whole number from 0 to"),
         ({"normalization": ((1, 2), (1, 2, 3))}, "normalization = .* must be a mean and a standard deviation"),
+        ({"normalization": (0.5, 0.5)}, "normalization = .* must be a mean and a standard deviation"),
         ({"normalization": ((0, 0, 0), (1, 0, 1))}, "normalization = .* must be a mean and a standard deviation"),
         ({"tokenize": None}, "tokenize = None must be callable"),
         (

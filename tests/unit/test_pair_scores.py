@@ -21,7 +21,7 @@ from data_prep.sources.subset import _contained
 from jobs.manifest import command as manifest_command
 from jobs.score import command
 from jobs.verify import command as verify_command
-from pipeline.analysis.pair_scores import encode, part_of
+from pipeline.analysis.pair_scores import encode, part_of, share_of
 from pipeline.analysis.scorer import SampledNormalizers, load_network, make_scorer
 from pipeline.analysis.shard_pairs import PairReader, whole
 from pipeline.checkpoint.layout import write_meta
@@ -311,3 +311,9 @@ def test_damaged_weights_of_a_checkpoint_are_refused_by_name(base: Path, tmp_pat
     for load in (load_for_evaluation, start_from):
         with pytest.raises(UserError, match=r"open_clip_model\.safetensors is damaged: its SHA-256 is not the one in"):
             load(str(folder / part))
+
+
+def test_a_share_of_pairs_is_exact() -> None:
+    """Regression test: 0.29 of 100 pairs were 28."""
+    assert [share_of(100, share) for share in (0.29, 0.57, 0.58, 1.0, 0.009)] == [29, 57, 58, 100, 0]
+    assert share_of(1_400_000, 0.07) == 98_000

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import http.client
 import json
+import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,12 +25,12 @@ from pipeline.errors import UserError
 from pipeline.evaluation.compute import Compute
 from pipeline.evaluation.protocols.texts import class_vectors
 from pipeline.playground import http_api
-from pipeline.playground.explorer import ClassSet, Explorer
+from pipeline.playground.explorer import KEPT_UPLOADS, ClassSet, Explorer
 from pipeline.playground.gallery import Dropped, open_image, read_samples
 from tests.browser import browser, problems
 from tests.checkpoints import make_model, save_checkpoint
 from tests.evaluation_suite import image_bytes
-from tests.images import encoded
+from tests.images import encoded, png
 from tests.shards import write_tar
 
 pytest.importorskip("starlette", reason="the extra `playground` is not installed")
@@ -127,6 +129,39 @@ def test_galleries_are_read_from_folders_shards_and_text_files(tmp_path: Path) -
             read(source)
 
 
+def test_what_a_gallery_leaves_out_is_said(tmp_path: Path) -> None:
+    """Regression test: images beside shards, and all beyond the limit, were left out without a word."""
+    write_photos(tmp_path / "photos", count=4)
+    assert read(tmp_path / "photos", limit=5)[1].notes == []
+    (said,) = read(tmp_path / "photos", limit=3)[1].lines()
+    assert said == f"Only the first 3 of the 5 images in {tmp_path / 'photos'} are used: --limit."
+    write_shard(tmp_path / "photos" / "shards", ("one", "two", "three"))
+    beside = f"5 images beside the shards of {tmp_path / 'photos'} are not used."
+    assert read(tmp_path / "photos", limit=3)[1].lines() == [beside]
+    samples, dropped = read(tmp_path / "photos", limit=2)
+    assert (len(samples), dropped.lines()[1:]) == (2, ["Only the first 2 samples of the shards are used: --limit."])
+    (tmp_path / "captions.txt").write_text("first\n\nsecond\n")
+    assert "first 1 of the 2 captions in" in read(tmp_path / "captions.txt", limit=1)[1].lines()[0]
+
+
+def test_a_client_that_leaves_and_a_picture_that_is_dropped_again(
+    address: tuple[str, int], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression tests: the former printed a traceback; the latter was forgotten as if it were the oldest."""
+    monkeypatch.setattr(logging.getLogger("uvicorn.error"), "handlers", [caplog.handler])
+    with socket.create_connection(address) as client:
+        client.sendall(b"POST /api/image HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000\r\n\r\nabc")
+    other = Explorer(make_model(0))
+    pictures = [body for _, body in bodies(KEPT_UPLOADS + 1)]
+    first = other.add_upload(pictures[0])
+    for body in (*pictures[1:-1], pictures[0], pictures[-1]):
+        other.add_upload(body)
+    assert len(other.classify(first, CLASSES, TEMPLATES)) == len(CLASSES)
+    time.sleep(0.5)
+    assert ask(address, "/api/info")[0] == 200
+    assert caplog.records == []
+
+
 def test_names_in_another_encoding_and_other_formats_are_shown(tmp_path: Path) -> None:
     """Regression test: one such name failed every search, and a GIF was left out without a word."""
     body = encoded(Image.new("RGB", (8, 8)), "GIF")
@@ -183,6 +218,8 @@ def test_bad_requests_get_a_clear_answer(address: tuple[str, int], explorer: Exp
     assert error("/api/image", b"text")[1].startswith("The file is not an image that can be read")
     assert error("/api/image", bodies(4)[3][1][:150])[0] == 400
     assert "has 9000 x 9000, more than the 64,000,000 pixels allowed" in error("/api/image", huge)[1]
+    vast = png(60_000, 60_000, data=b"", bits=8)
+    assert "has 3600000000 pixels, more than the 64,000,000 pixels allowed" in error("/api/image", vast)[1]
     assert error("/api/image", bytes(http_api.LARGEST_UPLOAD + 1)) == (
         413,
         "The file has more than 20 MiB: make it smaller.",

@@ -74,6 +74,21 @@ def test_score_turns_pictures_and_scales_16_bit_grey(run: Path, tmp_path: Path) 
     assert shown.tobytes() == upright.tobytes()
 
 
+def test_models_are_named_by_paths_and_mistakes_are_user_errors(run: Path, tmp_path: Path) -> None:
+    """Regression tests: they ended with errors of other types."""
+    assert neuclip.load(run).source == neuclip.load(str(run)).source
+    Image.open(io.BytesIO(jpeg(3))).save(tmp_path / "a.png")
+    assert neuclip.score(run, [tmp_path / "a.png"], TEXTS[:1]).shape == (1,)
+    for call, message in (
+        (lambda: neuclip.load(Path("nope")), "'nope' is neither a folder"),
+        (lambda: neuclip.load(7), r"The model is 7 \(int\): give a folder"),
+        (lambda: neuclip.load(run, device="bogus"), "device = 'bogus' is none: "),
+        (lambda: neuclip.score(run, ["a.png"], ["x"], batch_size="4"), "batch_size = '4' must be a whole number"),
+    ):
+        with pytest.raises(UserError, match=message):
+            call()
+
+
 def test_score_rejects_unequal_numbers_and_unreadable_images(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,6 +100,9 @@ def test_score_rejects_unequal_numbers_and_unreadable_images(
         (["a.jpg"], [3], r"texts include 3 \(int\)"),
         (3, "a", r"images are 3 \(int\): give paths or PIL images"),
         ([None], "a", r"images include None \(NoneType\)"),
+        ({"a.jpg": 1}, "a", r"images are {'a.jpg': 1} \(dict\)"),
+        (["a.jpg"], {"a"}, r"texts include {'a'} \(set\)"),
+        (["a\0.jpg"], "a", r"cannot be read \(embedded null byte"),
     ):
         with pytest.raises(UserError, match=message):
             neuclip.score(str(run), images, texts)

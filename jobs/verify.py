@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,7 +33,8 @@ _SHOWN = 20
     nargs=2,
     type=click.Path(),
     metavar="SUITE FILE",
-    help="Find samples that look like an image of the evaluation sets in SUITE; write their keys to FILE.",
+    help="Find samples that equal or look like an image of the evaluation sets in SUITE (a folder or tasks.yaml); "
+    "write their keys to FILE.",
 )
 @click.option("--remove", type=click.Path(dir_okay=False), help="Remove the uids, URLs, hashes or keys in this file.")
 def command(
@@ -139,7 +141,8 @@ def _overlap(folder: str, suite: str, output: Path, *, allow_outside: bool) -> N
     from data_prep.dataset.duplicates import find_overlap
 
     undecodable: list[str] = []
-    found = find_overlap(folder, suite, allow_outside=allow_outside, on_undecodable=undecodable.append)
+    others = _outside_tars(suite)
+    found = find_overlap(folder, suite, others=others, allow_outside=allow_outside, on_undecodable=undecodable.append)
     output.write_text("".join(f"{key}\n" for key in found), encoding="utf-8")
     for name, count in Counter(found.values()).most_common():
         click.echo(f"  {name:<48}{count:>8,}")
@@ -147,6 +150,26 @@ def _overlap(folder: str, suite: str, output: Path, *, allow_outside: bool) -> N
     click.echo(
         f"{len(found):,} samples look like an evaluation image; their keys are in {output}: check, then --remove."
     )
+
+
+def _outside_tars(suite: str) -> Iterator[tuple[str, str, bytes]]:
+    """Task, name and encoded bytes of each image that a suite has in other files; says which cannot be compared."""
+    from pipeline.errors import UserError
+    from pipeline.evaluation.datasets.suite import open_suite, open_task
+    from pipeline.evaluation.datasets.webdataset import is_webdataset
+
+    try:
+        entries = open_suite(suite).entries
+    except UserError:  # tars without a suite around them
+        return
+    for entry in entries:
+        if entry.folder is not None and is_webdataset(entry.folder):
+            continue
+        try:
+            images = open_task(entry).images
+            yield from ((entry.task.key, images.name(index), images.read(index)) for index in range(len(images)))
+        except UserError as error:
+            click.echo(f"{entry.task.key} is not compared: {error}")
 
 
 def _report_undecodable(names: list[str]) -> None:

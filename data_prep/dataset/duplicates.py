@@ -14,9 +14,9 @@ not duplicates because both resemble B. Near duplicates are candidates, not proo
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -105,34 +105,37 @@ def find_overlap(
     root: str | Path,
     suite: str | Path,
     *,
+    others: Iterable[tuple[str, str, bytes]] = (),
     allow_outside: bool = False,
     on_undecodable: Callable[[str], None] = lambda name: None,
 ) -> dict[str, str]:
-    """Samples that look like an image of an evaluation set: the sample's key, and the set's folder.
+    """Samples that equal or look like an image of an evaluation set: the sample's key, and the set's folder.
+
+    Equal are images with the same hash: that recorded of what was served, or that of what is stored.
 
     Args:
         root: The data set's folder.
-        suite: A folder of `wds_*` sets, as `neuclip evalsets` makes it.
+        suite: A folder of `wds_*` sets, as `neuclip evalsets` makes it, of which the tars are read.
+        others: Images of other sets: the set's name, the image's and its encoded bytes.
         allow_outside: As for `find_duplicates`.
         on_undecodable: As for `find_duplicates`; also for images of the suite, as TAR:KEY.
 
     Raises:
-        UserError: The suite holds no tar.
+        UserError: The suite holds no images.
     """
-    tars = sorted(Path(suite).rglob("*.tar"))
-    if not tars:
-        raise UserError(f"{suite} holds no tar of an evaluation set: give the folder of `neuclip evalsets`.")
-    names: list[str] = []
+    names, equal = list[str](), dict[bytes, str]()
     theirs: list[tuple[int, bytes]] = []
-    for path in tars:
-        for key, parts in canonical_tar.intact_samples(path):
-            if body := canonical_tar.picture(parts):
-                try:
-                    theirs.append(signature(body))
-                except CorruptSample:
-                    on_undecodable(as_text(f"{path}:{key}"))
-        names.extend([path.relative_to(suite).parts[0]] * (len(theirs) - len(names)))
-    keys, ours, _ = _signatures(local_manifest(root, allow_outside=allow_outside), on_undecodable)
+    for name, place, body in itertools.chain(_in_tars(Path(suite)), others):
+        for kind in HASH_KINDS:
+            equal.setdefault(hashlib.new(kind, body).digest()[:_HASH_BYTES], name)
+        try:
+            theirs.append(signature(body))
+            names.append(name)
+        except CorruptSample:
+            on_undecodable(as_text(place))
+    if not equal:
+        raise UserError(f"{suite} holds no tar or other data of an evaluation set: give that of `neuclip evalsets`.")
+    keys, ours, stored = _signatures(local_manifest(root, allow_outside=allow_outside), on_undecodable)
     sets = (stacked(theirs), ours)
     both = Signatures(np.concatenate([s.hashes for s in sets]), np.concatenate([s.thumbnails for s in sets]))
     start, first, match = len(theirs), both.first_equals(), dict[int, int]()
@@ -141,7 +144,17 @@ def find_overlap(
             match[j] = min(i, match.get(j, i))
     match |= {int(i): int(i) for i in set(first[start:][first[start:] < start].tolist())}
     found = {key: names[match[int(head)]] for key, head in zip(keys, first[start:], strict=True) if int(head) in match}
+    hashes = itertools.chain(zip(keys, stored, strict=True), _recorded(Folder(Path(root))))
+    found |= {key: equal[digest] for key, digest in hashes if digest in equal}
     return dict(sorted(found.items()))
+
+
+def _in_tars(suite: Path) -> Iterator[tuple[str, str, bytes]]:
+    """Set, place and encoded bytes of every image in a suite's tars."""
+    for path in sorted(suite.rglob("*.tar")):
+        for key, parts in canonical_tar.intact_samples(path):
+            if body := canonical_tar.picture(parts):
+                yield path.relative_to(suite).parts[0], f"{path}:{key}", body
 
 
 def exact_groups(folder: Folder, stored: Mapping[str, bytes]) -> list[list[str]]:
@@ -200,7 +213,7 @@ def _close_values(values: np.ndarray, distance: int) -> Iterator[tuple[int, int]
     """Pairs of indices of distinct hashes that differ in at most `distance` bits; some come several times."""
     if distance == 0:
         return
-    for blocks in combinations(_BLOCKS, 2):
+    for blocks in itertools.combinations(_BLOCKS, 2):
         mask = np.uint64(sum(((1 << (end - start)) - 1) << start for start, end in blocks))
         masked = values & mask
         order = np.argsort(masked, kind="stable")

@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 from PIL import Image
@@ -288,6 +291,33 @@ def test_overlap_with_evaluation_sets_is_found(copied: Path, tmp_path: Path) -> 
     assert "1 samples look like an evaluation image" in result.output
     with pytest.raises(UserError, match="holds no tar"):
         duplicates.find_overlap(copied, tmp_path / "none")
+
+
+def test_overlap_is_found_in_every_layout_of_a_suite(copied: Path, tmp_path: Path) -> None:
+    """Regression test: sets outside of tars, such as Flickr30k's parquet, were passed over without a word."""
+    suite = tmp_path / "suite"
+    for kind, side in (("cup", 45), ("mug", 190)):
+        (suite / "photos" / kind).mkdir(parents=True)
+        (suite / "photos" / kind / "a.jpg").write_bytes(jpeg(side=side))
+    (suite / "ds").mkdir()
+    images = [{"bytes": jpeg(side=side), "path": None} for side in (47, 191)]
+    pq.write_table(pa.table({"image": images, "caption": ["one", "two"]}), suite / "ds" / "test.parquet")
+    described = "own: {folder: photos}\npairs: {dataset: ds, caption: caption}\ngone: {csv: gone.csv, label: x}\n"
+    (suite / "tasks.yaml").write_text(described)
+    listed = tmp_path / "overlap.txt"
+    for given in (suite, suite / "tasks.yaml"):
+        result = CliRunner().invoke(command, [str(copied), "--overlap", str(given), str(listed)], standalone_mode=False)
+        assert listed.read_text().split() == ["0000000005", "0000000007"], result.output
+        assert "gone is not compared: " in result.output
+
+
+def test_overlap_is_found_by_the_hash_of_what_was_served(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression test: a copy whose stored image looks a little different was missed."""
+    number = itertools.count()
+    monkeypatch.setattr(duplicates, "signature", lambda body: (next(number) * 0x9E3779B97F4A7C15 % 2**64, bytes(192)))
+    monkeypatch.setattr(duplicates, "near_pairs", lambda *_, **__: iter(()))
+    others = [("pets", "a.jpg", jpeg(side=53)), ("pets", "b.jpg", jpeg(side=180))]
+    assert duplicates.find_overlap(copied, "none", others=others) == {"0000000013": "pets"}
 
 
 @pytest.mark.parametrize("distance", [0, 1, 3])

@@ -52,9 +52,7 @@ def command(table: Path, pairs: int, seed: int, port: int) -> None:
         with serve_scenes(config, port=port) as base:
             write_url_table(config, base, table)
             click.echo(f"{pairs:,} URLs on {base}, listed in {table}. Stop with Ctrl-C. To fetch them, elsewhere:")
-            click.echo(
-                f"neuclip download --recipe jobs/recipes/download/scenes.yaml source.table={table} output=FOLDER"
-            )
+            click.echo(f"neuclip download --recipe scenes source.table={table} output=FOLDER")
             while True:
                 time.sleep(3600)
     except UserError as error:

@@ -161,7 +161,8 @@ class Suite:
     def with_lost(self, keys: Sequence[str]) -> Suite:
         """The suite, extended by tasks that it once had and whose data is gone."""
         problem = "was a task of this suite when it was first evaluated here, but its data is no longer there"
-        lost = tuple(Entry(Task(key, key), None, problem=f"{key} {problem}. Restore it.") for key in keys)
+        remedy = "Restore it or its entry; if the removal is wanted, evaluate with relock=true, or into another --output."
+        lost = tuple(Entry(Task(key, key), None, problem=f"{key} {problem}. {remedy}") for key in keys)
         return replace(self, entries=(*self.entries, *lost), whole=(*self.whole, *lost))
 
 

@@ -146,7 +146,8 @@ def open_image(body: bytes, *, name: str) -> Any:
             limit = f"more than the {LARGEST_PIXELS:,} pixels allowed"
             size = re.sub(r".*\((\d+ pixels)\).*", r"\1", error.detail)  # Pillow's own limit has a text of its own
             raise UserError(f"{name} has {size}, {limit}: make it smaller.") from error
-        raise UserError(f"{name} {_WHY.get(error.reason, f'cannot be read ({error})')}.") from error
+        why = f"cannot be read: {error.detail}" if "agreed range" in error.detail else _WHY.get(error.reason)
+        raise UserError(f"{name} {why or f'cannot be read ({error})'}.") from error
 
 
 def thumbnail(image: Any) -> bytes:

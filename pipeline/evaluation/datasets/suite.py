@@ -161,8 +161,10 @@ class Suite:
     def with_lost(self, keys: Sequence[str]) -> Suite:
         """The suite, extended by tasks that it once had and whose data is gone."""
         problem = "was a task of this suite when it was first evaluated here, but its data is no longer there"
-        remedy = "Restore it or its entry; if the removal is wanted, evaluate with relock=true, or into another --output."
-        lost = tuple(Entry(Task(key, key), None, problem=f"{key} {problem}. {remedy}") for key in keys)
+        accept = (
+            "Restore it or its entry. If the removal is wanted, evaluate with relock=true, or into another --output."
+        )
+        lost = tuple(Entry(Task(key, key), None, problem=f"{key} {problem}. {accept}") for key in keys)
         return replace(self, entries=(*self.entries, *lost), whole=(*self.whole, *lost))
 
 

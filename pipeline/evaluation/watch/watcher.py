@@ -233,18 +233,22 @@ class Watcher:
             if (alone and items) or time.monotonic() < self._retry_at.get(path, 0.0):
                 continue
             if self._is_lost(run, path):
-                self._log(f"{path.name}: its results are missing, although it was evaluated; it is evaluated again.")
+                self._log(
+                    f"{self._shown(path)}: its results are missing, although it was evaluated; it is evaluated again."
+                )
                 self.ledgers[run].reopen(path.name, "results were missing")
             elif self._was_replaced(run, path):
-                self._log(f"{path.name} was replaced by other weights since it was evaluated; it is evaluated again.")
+                self._log(
+                    f"{self._shown(path)} was replaced by other weights since it was evaluated; it is evaluated again."
+                )
                 self.ledgers[run].reopen(path.name, "the checkpoint was replaced")
             lease = self.ledgers[run].claim(path.name, weights=self.candidates[run].weights(path))
             if lease is not None:
                 items[path] = lease
                 if alone or len(items) == self.config.together:
                     break
-            elif path.name in dict(self.abandoned()):
-                self._log(f"{path.name} is abandoned after {self.config.attempts} attempts.")
+            elif self.ledgers[run].outcomes().get(path.name, {}).get("outcome") == ABANDONED:
+                self._log(f"{self._shown(path)} is abandoned after {self.config.attempts} attempts.")
 
     def _in_doubt(self) -> bool:
         """Whether there is a lease whose owner may be dead, as the first process sees it."""
@@ -258,7 +262,9 @@ class Watcher:
     def _mention_incomplete(self) -> None:
         for candidates in self.candidates.values():
             for path in set(candidates.incomplete()) - self._mentioned:
-                self._log(f"{path.name} is not complete yet: a file is missing, or shorter than checkpoint.json says.")
+                self._log(
+                    f"{self._shown(path)} is not complete yet: a file is missing, or shorter than checkpoint.json says."
+                )
                 self._mentioned.add(path)
 
     def _evaluate(self, items: Mapping[Path, Lease | None]) -> None:
@@ -277,7 +283,7 @@ class Watcher:
                 self._give_up(path, items[path], broken[path])
         if not whole:
             return
-        self._log(f"Evaluating {', '.join(path.name for path in whole)} on {self.suite.name}.")
+        self._log(f"Evaluating {', '.join(map(self._shown, whole))} on {self.suite.name}.")
         found, error = attempt(
             lambda: evaluate(models, suite=self.suite, config=self.evaluation, processes=self.processes)
         )
@@ -297,15 +303,19 @@ class Watcher:
         if lease is None:
             return
         if lease.finish({"suite": self.suite.name, "outcome": FINISHED, "scores": scores}):
-            self._log(f"{path.name}: {len(scores)} tasks done.")
+            self._log(f"{self._shown(path)}: {len(scores)} tasks done.")
         else:
-            self._log(f"{path.name}: another watcher took it over and was first; the results are the same.")
+            self._log(f"{self._shown(path)}: another watcher took it over and was first; the results are the same.")
 
     def _give_up(self, path: Path, lease: Lease | None, reason: str) -> None:
-        self._log(f"{path.name} failed, and is tried {self.config.attempts} times at most: {reason}")
+        self._log(f"{self._shown(path)} failed, and is tried {self.config.attempts} times at most: {reason}")
         if lease is not None:
             lease.give_up(reason)
             self._retry_at[path] = time.monotonic() + self.config.retry_after
+
+    def _shown(self, path: Path) -> str:
+        """A checkpoint's name; with that of its run where there are several."""
+        return path.name if len(self.runs) == 1 else f"{path.parent.parent.name}/{path.name}"
 
     def _log(self, text: str) -> None:
         if self.processes[0].rank == 0:

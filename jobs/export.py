@@ -50,13 +50,7 @@ def command(
     if licence and not re.fullmatch(r"[\w.+-]+", licence):
         raise UserError(f"--license {licence!r} is not the identifier of a licence, such as apache-2.0 or mit.")
     from pipeline.checkpoint.layout import validated_model
-    from pipeline.export.exporter import (
-        choose_checkpoint,
-        export,
-        export_transformers,
-        logit_parameters,
-        model_of,
-    )
+    from pipeline.export.exporter import choose_checkpoint, export, export_transformers, logit_parameters, model_of
     from pipeline.export.model_card import model_card
 
     chosen = choose_checkpoint(checkpoint, best=best)

@@ -1,7 +1,6 @@
 """A checkpoint as an evaluation sees it: its model, and where its results go.
 
-Results have one folder per checkpoint; the lock of a suite
-is one for all checkpoints of a run.
+Results have one folder per checkpoint; the lock of a suite is one for all checkpoints of a run.
 """
 
 from __future__ import annotations

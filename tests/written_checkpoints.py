@@ -99,7 +99,7 @@ def snapshot(towers: Towers, step: int) -> Snapshot:
         counter=step,
         objective={"log_scale.value": torch.tensor(2.5)},
         rows={"u": (0, iter([torch.arange(4.0), torch.arange(4.0, 10.0)]))},
-        logit=(2.5, 0.0),
+        logit=(2.5, None),
         facts={**FACTS, "samples": 8 * step},
     )
 

@@ -30,7 +30,8 @@ LEVEL = 0.05
 class Spread:
     """Values over seeds, or paired differences of them; what needs two seeds is None for one.
 
-    Their mean, sample standard deviation, the mean's standard error, its t and two-sided p.
+    Their mean, sample standard deviation, the mean's standard error, its t (None if all are equal) and two-sided p (1
+    if one is not finite).
     """
 
     values: tuple[float, ...]
@@ -47,7 +48,9 @@ class Spread:
 
     @property
     def sd(self) -> float | None:
-        return statistics.stdev(self.values) if len(self.values) > 1 else None
+        if len(self.values) < 2:
+            return None
+        return statistics.stdev(self.values) if all(map(math.isfinite, self.values)) else math.nan
 
     @property
     def standard_error(self) -> float | None:
@@ -61,7 +64,9 @@ class Spread:
     @property
     def p(self) -> float | None:
         """Two-sided, of Student's distribution."""
-        return None if self.t is None else float(2 * scipy.stats.t.sf(abs(self.t), len(self.values) - 1))
+        if self.t is None:
+            return None
+        return 1.0 if math.isnan(self.t) else float(2 * scipy.stats.t.sf(abs(self.t), len(self.values) - 1))
 
     @property
     def half_width(self) -> float | None:

@@ -133,7 +133,7 @@ def _tables(study: Study, size: str, outcomes: Sequence[Outcome]) -> Iterator[tu
 
 
 def _comparisons(study: Study, size: str, outcomes: Sequence[Outcome]) -> list[list[str]]:
-    """Every score and saving against the baseline, over two seeds or more; empty if there is none."""
+    """Every score and saving against the baseline, over two seeds or more that differ; empty if there is none."""
     at_size = size_of(study, size)
     baseline = at_size.baseline or study.baseline
     compared: dict[tuple[str, str, str], Spread] = {}

@@ -28,13 +28,14 @@ class NetworkNormalizers:
     """The prediction of the network of a trained `neuclip` objective."""
 
     def __init__(self, objective: NeuClip) -> None:
-        self._npn, self._config = objective.npn, objective.config
+        self._npn = objective.npn
         self.tau = math.exp(-objective.logit_parameters()[0])
 
     def __call__(self, image: Tensor, text: Tensor, sample_ids: Tensor) -> tuple[Tensor, Tensor]:
         positive = (image * text).sum(1)
         tau, unused = positive.new_tensor(self.tau), torch.zeros_like(positive)
-        sides = [Anchors(side, positive, unused, tau, math.log(self._config.eps)) for side in (image, text)]
+        # Without the method's eps: in it, all pairs that fit much better than chance would have the score -log(eps).
+        sides = [Anchors(side, positive, unused, tau, -math.inf) for side in (image, text)]
         first, second = self._npn.predict((sides[0], sides[1]))
         return first + positive / tau, second + positive / tau
 

@@ -93,7 +93,7 @@ class Snapshot:
     objective: Mapping[str, Tensor]
     rows: Mapping[str, tuple[int, Iterable[Tensor]]]
     """Per-sample state of this rank by table: the first sample id, and blocks of rows, read as they are written."""
-    logit: tuple[float, float]
+    logit: tuple[float, float | None]
     """log(1/tau), and SigLIP's bias or 0."""
     facts: Mapping[str, Any]
     """JSON-able: samples seen, data position, resolved recipe, versions."""
@@ -280,7 +280,7 @@ class CheckpointWriter:
             if state is not None:
                 folder.mkdir(exist_ok=True)
                 written += save_open_clip(
-                    folder, state=state, architecture=self._architecture, logit_scale=scale, logit_bias=bias or None
+                    folder, state=state, architecture=self._architecture, logit_scale=scale, logit_bias=bias
                 )
         moments, objective = temporary / MOMENTS_NAME, temporary / OBJECTIVE_NAME
         save_tensors({f"{key}/{name}": value for (name, key), value in snapshot.moments.items()}, moments)

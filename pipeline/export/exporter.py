@@ -153,7 +153,7 @@ def export_transformers(
         model = load_for_evaluation(str(source))
         _, bias = logit_parameters(source)
         return write_transformers(
-            model, folder, examples=example_inputs(model), logit_scale=logit_scale, logit_bias=bias
+            model, folder, examples=example_inputs(model), logit_scale=logit_scale, logit_bias=bias or 0.0
         )
 
     return write_checked(output, write)
@@ -232,19 +232,19 @@ def _check_open_clip(folder: Path, model: EvaluationModel, examples: tuple[Tenso
     logits, _ = theirs.get_logits(image, text)
     scale, bias = logit_parameters(folder)
     # Logits in units of cosines, so that one tolerance holds for all.
-    expected = ours[0] @ ours[1].T + bias / scale
+    expected = ours[0] @ ours[1].T + (bias or 0.0) / scale
     pairs = (*zip(ours, found, strict=True), (expected, logits / scale))
     return max(float((a - b).abs().max()) for a, b in pairs)
 
 
-def logit_parameters(folder: Path) -> tuple[float, float]:
-    """`(1 / tau, bias)` of a model folder; a model without a bias has bias 0."""
+def logit_parameters(folder: Path) -> tuple[float, float | None]:
+    """`(1 / tau, bias)` of a model folder; None: it has no bias."""
     from safetensors import safe_open
 
     with safe_open(folder / WEIGHTS_NAME, framework="pt") as file:
         names = set(file.keys())
         scale = float(file.get_tensor("logit_scale").exp())
-        bias = float(file.get_tensor("logit_bias")) if "logit_bias" in names else 0.0
+        bias = float(file.get_tensor("logit_bias")) if "logit_bias" in names else None
     return scale, bias
 
 

@@ -24,7 +24,7 @@ def model_card(
     checkpoint: Checkpoint,
     *,
     scale: float,
-    bias: float,
+    bias: float | None,
     programs: tuple[str, ...] = (),
     form: str = "open_clip",
     licence: str | None = None,
@@ -35,7 +35,7 @@ def model_card(
     Args:
         checkpoint: The exported checkpoint.
         scale: Scale of open_clip's logits, 1 / tau.
-        bias: Bias of open_clip's logits.
+        bias: Bias of open_clip's logits; None: it has none.
         programs: Kinds of additional files, see `pipeline.export.tower_programs`.
         form: What loads the folder, open_clip or transformers.
         licence: The hub's identifier of the weights' licence.
@@ -86,13 +86,13 @@ def _front_matter(*, form: str, method: str, licence: str | None) -> str:
     return f"---\nlibrary_name: {form}\npipeline_tag: zero-shot-image-classification\n{stated}tags:\n{tags}\n---"
 
 
-def usage(arch: str, *, bias: float, config: Mapping[str, Any]) -> str:
+def usage(arch: str, *, bias: float | None, config: Mapping[str, Any]) -> str:
     """A snippet for open_clip that runs as it is in the export's folder."""
     if not (Path(load_open_clip().__file__).parent / "model_configs" / f"{arch}.json").is_file():
         return _USAGE_OPEN_CLIP
     sizes = ("image_size", "force_image_size"), ("context_length", "force_context_length")
     extra = "".join(f", {theirs}={config[ours]}" for ours, theirs in sizes if config.get(ours))
-    extra += ", init_logit_bias=0.0" if bias else ""
+    extra += ", init_logit_bias=0.0" if bias is not None else ""
     return (
         f"{_USAGE_OPEN_CLIP}\n\nThe weights alone, since open_clip knows this architecture:\n\n```python\n"
         f'model = open_clip.create_model("{arch}", pretrained=f"{{FOLDER}}/{WEIGHTS_NAME}"{extra})\n```'
@@ -153,7 +153,7 @@ print(dict(zip(classes, logits[0].sigmoid().tolist())))
 ```"""
 
 
-def _facts(checkpoint: Checkpoint, *, scale: float, bias: float) -> list[tuple[str, str]]:
+def _facts(checkpoint: Checkpoint, *, scale: float, bias: float | None) -> list[tuple[str, str]]:
     meta, config = checkpoint.meta, flatten(checkpoint.meta["config"])
     sources = ", ".join(source["manifest"] for source in config.get("data.sources", []))
     versions = ", ".join(f"{name} {version}" for name, version in meta.get("versions", {}).items())
@@ -167,7 +167,7 @@ def _facts(checkpoint: Checkpoint, *, scale: float, bias: float) -> list[tuple[s
         ("encoders' learning rate", f"{config['optimizer.lr']:g}"),
         ("weight decay", f"{config['optimizer.weight_decay']:g}"),
         ("logit scale 1/tau", f"{scale:.4f} (tau {1 / scale:.5f})"),
-        *([("logit bias", f"{bias:.4f}")] if bias else []),
+        *([("logit bias", f"{bias:.4f}")] if bias is not None else []),
         ("seed", str(config["seed"])),
         ("software", versions),
     ]

@@ -122,6 +122,8 @@ class Objective(ABC):
 
     distills = False
     """Whether `loss_and_gradients` takes `teacher`."""
+    has_bias = False
+    """Whether the loss has a logit bias, which is stored with the weights also when it is 0."""
 
     def __init__(
         self, config: ObjectiveConfig, context: ObjectiveContext, *, parts: Sequence[StatefulPart] = ()
@@ -151,6 +153,11 @@ class Objective(ABC):
     @abstractmethod
     def logit_parameters(self) -> tuple[float, float]:
         """`(logit_scale, logit_bias)` as open_clip stores them: log(1/tau) and 0, or SigLIP's own."""
+
+    def logit(self) -> tuple[float, float | None]:
+        """`logit_parameters`, with None for the bias of a loss that has none."""
+        scale, bias = self.logit_parameters()
+        return scale, bias if self.has_bias or bias else None
 
     def replicated_state(self) -> dict[str, Tensor]:
         """The state that every rank holds, by name: the tensors themselves."""
@@ -262,12 +269,11 @@ class Objective(ABC):
         Raises:
             UserError: The model has no `logit_scale`, or the bias has no place in it.
         """
-        scale, bias = self.logit_parameters()
-        for name, value in (("logit_scale", scale), ("logit_bias", bias)):
+        for name, value in zip(("logit_scale", "logit_bias"), self.logit(), strict=True):
             parameter = getattr(model, name, None)
             if isinstance(parameter, Tensor):
-                parameter.fill_(value)
-            elif name == "logit_scale" or value:
+                parameter.fill_(value or 0.0)
+            elif value is not None:
                 raise UserError(f"The {type(model).__name__} has no {name}, which would be {value:.4f}.")
 
     def gather_features(self, image: Tensor, text: Tensor) -> Pair:

@@ -29,6 +29,7 @@ class SigLip(Objective):
     """L = -(1/B) sum_ij log sigmoid( y_ij (s_ij / tau + bias) ), y = 1 for the own pair and -1 for all others."""
 
     config: SigLipConfig
+    has_bias = True
 
     def __init__(self, config: SigLipConfig, context: ObjectiveContext) -> None:
         self.temperature = LearnedTemperature(config, context)

@@ -52,12 +52,12 @@ class Selection:
         """
         world, config = self.state.world, self.state.run.selection
         count, super_batch = self.state.run.batch_size, self.state.run.read_batch
-        scale, bias = self.state.objective.logit_parameters()
+        scale, bias = self.state.objective.logit()
         own = self._features(image, batch.text, step=step)
         with true_fp32(world.device):
             features = [world.all_gather(values.float()) for values in (*own, guide.image, guide.text)]
-            learner = View(features[0], features[1], math.exp(-scale), bias or None)
-            reference = View(features[2], features[3], guide.tau, self.reference.facts.bias if bias else None)
+            learner = View(features[0], features[1], math.exp(-scale), bias)
+            reference = View(features[2], features[3], guide.tau, None if bias is None else self.reference.facts.bias)
             noise = gumbel_noise(config.chunks, super_batch, seed=self.state.run.seed, step=step).to(world.device)
             rows, learnability = select(learner, reference, count=count, chunks=config.chunks, noise=noise)
         metrics = {"learnability": learnability.mean(), "selected_learnability": learnability[rows].mean()}
@@ -119,7 +119,7 @@ def open_selection(
         return None
     folder, digests = Path(str(config.features)), state.loader.mixture.digests
     reference = open_features(folder, run.data, digests, setting="selection.features", seed=run.seed)
-    if state.objective.logit_parameters()[1] and reference.facts.bias is None:
+    if state.objective.logit()[1] is not None and reference.facts.bias is None:
         raise UserError(
             f"selection.features={config.features}: {run.objective.name} is scored by its sigmoid loss, for which the "
             "reference needs a bias, and its model has none. Use the features of a model that was trained with such a "

@@ -41,7 +41,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(base: Path) -> Path:
-    return write_run(base / "run", base, bias=0.0)
+    return write_run(base / "run", base, bias=None)
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +49,10 @@ def siglip(base: Path) -> Path:
     return write_run(base / "siglip", base, bias=BIAS)
 
 
-def write_run(folder: Path, base: Path, *, bias: float, tokenizer: str | None = None) -> Path:
+def write_run(folder: Path, base: Path, *, bias: float | None, tokenizer: str | None = None) -> Path:
     """Write a run folder with one checkpoint, its metrics and one score."""
     arch = str(base / "tiny-towers.json")
-    name = "siglip" if bias else "neuclip"
+    name = "neuclip" if bias is None else "siglip"
     config = load_recipe(None, ["output=x", "samples=80", "batch_size=8", "schedule.warmup_steps=0",
                                 "data.sources=shards", f"objective.name={name}", f"model.arch={arch}"])  # fmt: skip
     towers, architecture = build_towers(ModelConfig(arch=arch, tokenizer=tokenizer), seed=5)
@@ -113,7 +113,7 @@ def test_siglip_bias_is_in_the_logits_of_open_clip(base: Path, siglip: Path, tmp
 
 
 def test_the_card_loads_bare_weights_with_a_bias_only_where_the_model_has_one() -> None:
-    with_bias, without = (usage("ViT-B-32", bias=bias, config={}) for bias in (BIAS, 0.0))
+    with_bias, without = (usage("ViT-B-32", bias=bias, config={}) for bias in (BIAS, None))
     assert (
         'create_model("ViT-B-32", pretrained=f"{FOLDER}/open_clip_model.safetensors", init_logit_bias=0.0)' in with_bias
     )

@@ -34,7 +34,7 @@ TEXTS = ["a red square", "a photo of two dogs, running", "x" * 200]
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("transformers")
     write_tiny(base)
-    return write_run(base / "run", base, bias=0.0)
+    return write_run(base / "run", base, bias=None)
 
 
 def export(source: Path, output: Path, *options: str) -> str:

@@ -224,6 +224,22 @@ def test_restart_takes_the_newest_features(restart_with, newest):
         assert len(have & set(seen[2])) == 4
 
 
+@pytest.mark.parametrize("prototypes", [4, 8, 20])
+def test_a_feature_of_zeros_does_not_ruin_the_network(prototypes):
+    """Regression test: from the next restart on, every step was NaN, and was skipped."""
+    settings = {"name": "neuclip", "prototypes": prototypes, "restart_every": 2}
+    objective = build_objective(settings, context=context(8))
+    for step in range(6):
+        image, text = unit_features(8, seed=step)
+        if step == 1:
+            image[0] = text[1] = 0
+        output = objective.compute(image, text, sample_ids=torch.arange(8))
+        assert output.loss.isfinite(), step
+        assert output.grad_image.isfinite().all(), step
+        objective.commit()
+    assert objective.npn.network.lasting["weight"].isfinite().all()
+
+
 def test_small_m_takes_the_same_subset_for_both_sides_and_depends_on_the_seed():
     chosen = {}
     for seed in (0, 1):
@@ -357,6 +373,7 @@ def test_literal_settings_warn_and_change_the_result():
         ({"npn_schedule": "simultaneous"}, "inner_steps"),
         ({"npn": "mlp", "restart_every": 0, "renormalize": True}, "renormalize"),
         ({"npn": "mlp", "restart_every": 0, "npn_update": "prototypes"}, "npn_update"),
+        ({"prototypes": 2**63}, "objective.prototypes = 9223372036854775808: .*less than or equal to 1073741824"),
         ({"npn_update": "sharded"}, "objective.npn_update = 'sharded': this mode was removed; use .*=auto"),
         ({"npn_update": "spread"}, "objective.npn_update = 'spread': .*'replicated' or 'prototypes'"),
         ({"npn": "mlp", "restart_every": 0, "npn_compile": True}, "npn_compile"),

@@ -22,7 +22,7 @@ from jobs.manifest import command as manifest_command
 from jobs.score import command
 from jobs.verify import command as verify_command
 from pipeline.analysis.pair_scores import encode, part_of, share_of
-from pipeline.analysis.scorer import SampledNormalizers, load_network, make_scorer
+from pipeline.analysis.scorer import NetworkNormalizers, SampledNormalizers, load_network, make_scorer
 from pipeline.analysis.shard_pairs import PairReader, whole
 from pipeline.checkpoint.layout import write_meta
 from pipeline.checkpoint.reader import open_checkpoint
@@ -33,6 +33,8 @@ from pipeline.errors import UserError
 from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
 from pipeline.model.starting_weights import FROM_WEIGHTS
 from pipeline.model.towers import ModelConfig, build_towers
+from pipeline.objectives import build_objective
+from pipeline.objectives.npn.neuclip import NeuClip
 from pipeline.run_files import META_NAME, finished_checkpoints, model_folder_in, read_meta
 from tests.launch import run as launch
 from tests.shards import sample, write_shards
@@ -71,6 +73,22 @@ def test_sampled_normalizers_equal_the_definition_and_leave_out_the_own_pair() -
             for a, b in ((image, text), (text, image))
         ]
         assert [float(side[i]) for side in found] == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_networks_normalizers_have_no_limit() -> None:
+    """Regression test: with the method's eps in them, no score was above 32.2, and the best pairs tied."""
+    settings = {"name": "neuclip", "prototypes": 8, "tau_init": 0.01, "restart_every": 0, "inner_steps": 0}
+    objective = build_objective(settings, dim=64, batch_size=8, dataset_size=64, total_steps=8)
+    assert isinstance(objective, NeuClip)
+    generator = torch.Generator().manual_seed(0)
+    image, text = (torch.nn.functional.normalize(torch.randn(8, 64, generator=generator), dim=1) for _ in range(2))
+    objective.compute(image, text, sample_ids=torch.arange(8))
+    objective.commit()
+    tau = math.exp(-objective.logit_parameters()[0])
+    normalizers = NetworkNormalizers(objective)(image, image, torch.arange(8))  # pairs that could not fit better
+    for side, weight in zip(normalizers, objective.npn.network.lasting["weight"], strict=True):
+        expected = (image @ weight.T / tau).logsumexp(1) - math.log(8)
+        assert side.tolist() == pytest.approx(expected.tolist(), rel=1e-4)
 
 
 def test_every_pair_has_the_score_of_its_definition(base: Path, tmp_path: Path) -> None:

@@ -211,9 +211,14 @@ def test_a_smaller_image_changes_the_scores_and_leaves_the_weights_as_they_are(
 def test_a_sigmoid_learner_needs_a_reference_with_a_bias(base: Path) -> None:
     with pytest.raises(UserError, match="reference needs a bias"):
         train_here(*settings(base, "refused", "objective.name=siglip"))
+    with pytest.raises(UserError, match="reference needs a bias"):  # regression test: it was taken for a softmax loss
+        train_here(*settings(base, "refused", "objective.name=siglip", "objective.bias_init=0"))
     sigmoid = [f"output={base / 'sigmoid'}", f"data.sources={base / 'shards'}", "samples=8",
                f"model.arch={base / 'small.json'}", "objective.name=siglip"]  # fmt: skip
     train_here(*sigmoid)
+    train_here(*sigmoid, f"output={base / 'zero'}", "objective.bias_init=0", "objective.tau_lr=0")
+    assert float(weights(base / "zero")["logit_bias"]) == 0.0, "regression test: a bias of 0 was not stored"
+    assert "logit_bias" not in weights(base / "plain")
     given = [str(base / "shards"), "--model", str(base / "sigmoid"), "--workers", "0", "--device", "cpu"]
     assert CliRunner().invoke(command, [*given, "--output", str(base / "of-sigmoid")]).exit_code == 0
     train_here(*settings(base, "sigmoid-run", "objective.name=siglip", stored="of-sigmoid"))

@@ -11,7 +11,7 @@ import torch
 from torch.nn.utils import parameters_to_vector
 
 from jobs.studies import separation, separation_page
-from jobs.studies.outcomes import holm, significant
+from jobs.studies.outcomes import Spread, holm, significant
 from jobs.studies.separation import SeparationSetting, course_of, measure, train, watch
 from jobs.studies.small_towers import Hierarchy, draw_pairs, exact_log_normalizers, make_towers, oracle_loss
 
@@ -168,6 +168,14 @@ def test_holm_s_correction_on_a_worked_example() -> None:
     found = holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.005})  # Wikipedia's: 0.02, 0.03, 0.06, 0.06
     assert found == pytest.approx({"d": 0.02, "a": 0.03, "c": 0.06, "b": 0.06})
     assert holm({"x": 0.7, "y": 0.6}) == {"y": 1.0, "x": 1.0}
+
+
+def test_a_seed_that_diverged_makes_its_own_comparison_insignificant_only() -> None:
+    """Regression test: it ended with an AttributeError, and a NaN of a p could hide all others."""
+    good, diverged = Spread((1.0, 1.01, 0.99)), Spread((1.0, math.nan, 1.0))
+    assert diverged.p == 1.0
+    for compared in ({"a": diverged, "b": good}, {"b": good, "a": diverged}):
+        assert significant(compared) == {"b"}
 
 
 def test_only_what_survives_the_correction_is_bold() -> None:

@@ -209,7 +209,7 @@ class NpnConfig(TemperatureConfig):
     encoders' gradients use, is always fp32."""
     npn_compile: bool = False
     """Let torch.compile fuse what an update does beside its matrix products."""
-    prototypes: int = Field(default=4096, ge=1)
+    prototypes: int = Field(default=4096, ge=1, le=2**30)
     """Number of prototypes m per side."""
     restart_every: int = Field(default=500, ge=0)
     """Steps T_r between restarts from features; 0 = never."""

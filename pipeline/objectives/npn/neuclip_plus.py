@@ -33,7 +33,7 @@ class NeuClipPlusConfig(NeuClipConfig):
     npn: Annotated[str, AfterValidator(NPNS.known)] = "queue"
     """`queue`: prototypes that are the newest features of earlier batches, without learning. `prototypes`: learned.
     `mlp` predicts no mean over samples and cannot be pooled."""
-    prototypes: int = Field(default=16384, ge=1)
+    prototypes: int = Field(default=16384, ge=1, le=2**30)
     """Number of prototypes m per side. The larger m, the older the oldest features; the program warns above half of the
     dataset, and `neuclip study separation` tries a quarter of it."""
     restart_with: Literal["current", "previous"] = "previous"

@@ -211,7 +211,8 @@ class PrototypeNpn(Npn):
         """Overwrite the working prototypes `start`, `start + 1`, ... of both sides; each rank takes its own share."""
         for side in (0, 1):
             rows, mine = Division(self._ranks, self.config.prototypes).own(start, features[side])
-            self.network.working["weight"][side, rows] = mine
+            none = (mine == 0).all(dim=1, keepdim=True)  # a feature of zeros has no direction: any, instead of NaN
+            self.network.working["weight"][side, rows] = mine.masked_fill(none, mine.shape[1] ** -0.5)
 
     def _subset(self, batch: AnchorBatch) -> Tensor | slice:
         """Indices of m samples of the batch, drawn with the seed of this step."""

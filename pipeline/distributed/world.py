@@ -219,21 +219,21 @@ def collectives_trace() -> str:
     return recorded.decode(errors="replace") if isinstance(recorded, bytes) else str(recorded)
 
 
-WRITER = "checkpoint writer"
-"""Name of a thread during which the interpreter must not shut down."""
+WRITER, NEXT_BATCH = "checkpoint writer", "next batch"
+"""Names of threads during which the interpreter must not shut down."""
 
 
 def leave(code: int) -> NoReturn:
-    """Exit; one of several ranks, or a process that writes a checkpoint, without the interpreter's usual cleanup.
+    """Exit; one of several ranks, or a process with such a thread, without the interpreter's usual cleanup.
 
     While the process group exists, destructors would wait for other ranks. After it was destroyed, references to it,
     such as DeepSpeed's, keep gloo's threads alive, and a thread that releases its last tensor while the interpreter
-    shuts down aborts the process (PyTorch issue 190489). So does one that writes a checkpoint, after an
-    interrupt.
+    shuts down aborts the process (PyTorch issue 190489). So does one that writes a checkpoint or fetches a batch,
+    after an interrupt or an error.
     """
     joined = dist.is_available() and dist.is_initialized()
     at_once = int(os.environ.get("WORLD_SIZE", "1")) > 1 or any(
-        thread.name == WRITER for thread in threading.enumerate()
+        thread.name in (WRITER, NEXT_BATCH) for thread in threading.enumerate()
     )
     if at_once and not joined:
         atexit._run_exitfuncs()

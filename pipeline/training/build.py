@@ -167,7 +167,9 @@ def build_trainer(
     phases = world.phases
     assert phases is not None
     meter = Meter(run.batch_size, phases)
-    batches = PrefetchedBatches(state.loader, steps=end, meter=meter, device=world.device)
+    batches = PrefetchedBatches(
+        state.loader, steps=end, meter=meter, device=world.device, given_up=lambda: state.loader.given_up
+    )
     first_step = resumed.step if resumed else 0
     check = _gradient_check(run, engine, world=world, chunks=chunks) if first_step < end else None
     packed = run.model.text_batching == "packed"

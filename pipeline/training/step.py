@@ -15,7 +15,7 @@ import contextlib
 import hashlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -23,12 +23,16 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.data.loading.loader import Batch
+from pipeline.data.loading.worker_processes import NoBatch
 from pipeline.distributed.timing import Meter, Phases
-from pipeline.distributed.world import World
+from pipeline.distributed.world import NEXT_BATCH, World
 from pipeline.engine.engine_protocol import Engine
 from pipeline.model.trimming import TextChunks
 from pipeline.objectives.base import Objective, ObjectiveOutput
 from pipeline.objectives.distill import Teacher
+
+GIVEN_UP_SECONDS = 0.5
+"""How often a wait for a batch that is fetched ahead asks whether it was given up."""
 
 
 @dataclass(frozen=True)
@@ -55,31 +59,45 @@ class PrefetchedBatches:
         steps: Steps of the run; nothing is fetched ahead of the last one.
         meter: Counts the wait for batches.
         device: Where the step is computed.
+        given_up: Whether the run is to stop, and no batch will come any more.
     """
 
-    def __init__(self, loader: Iterator[Batch], *, steps: int, meter: Meter, device: torch.device) -> None:
-        self._loader, self._steps, self._meter, self._device = loader, steps, meter, device
+    def __init__(
+        self,
+        loader: Iterator[Batch],
+        *,
+        steps: int,
+        meter: Meter,
+        device: torch.device,
+        given_up: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._loader, self._steps, self._meter, self._device, self._given_up = loader, steps, meter, device, given_up
         self._ahead: Future[_Copy] | None = None
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copy: _Copy | None = None
 
     def next(self) -> Batch:
-        """Return the next batch, prefetched or fetched now. Errors of the loader are raised here."""
+        """Return the next batch, prefetched or fetched now. Errors of the loader are raised here.
+
+        Raises:
+            NoBatch: The run is to stop, and no batch has come; the thread may still wait for one.
+        """
         if self._ahead is None:
             with self._meter.waiting():
                 return next(self._loader)
         ahead, self._ahead = self._ahead, None
         with self._meter.waiting(hidden_by=self._device):
-            self._copy = ahead.result()
+            while not wait([ahead], timeout=GIVEN_UP_SECONDS).done:
+                if self._given_up():
+                    raise NoBatch
+        self._copy = ahead.result()
         return self._copy.batch
 
     def fetch_ahead(self, step: int) -> None:
         """Start to fetch the batch that follows step number `step` (from 0), and to copy its images."""
         if self._copies is not None and self._ahead is None and step + 1 < self._steps:
             self._ahead = Future()
-            threading.Thread(
-                target=self._fetch, args=(self._ahead, self._copies), name="next batch", daemon=True
-            ).start()
+            threading.Thread(target=self._fetch, args=(self._ahead, self._copies), name=NEXT_BATCH, daemon=True).start()
 
     def settle(self) -> None:
         """Wait until the loader is not in use; the batch that was fetched ahead is still the next one."""

@@ -232,7 +232,7 @@ class Trainer:
         if lr_scale is None:
             lr_scale = scheduled_scale(self.run.schedule, step=step, total_steps=self.run.total_steps)
         images = self.batches.image(batch)
-        if not missing:
+        if not (missing or stop):
             self.batches.fetch_ahead(step)
         selected: dict[str, Tensor] = {}
         if self.selection is not None:

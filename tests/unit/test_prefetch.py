@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from pipeline.data.loading.worker_processes import NoBatch
 from pipeline.distributed.timing import Meter, Phases
 from pipeline.training import trainer as trainer_module
 from pipeline.training.step import PrefetchedBatches, TrainStep
@@ -56,10 +57,12 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
-def prefetched(source: Iterator[Any], *, steps: int = 99, meter: Meter | None = None) -> PrefetchedBatches:
+def prefetched(
+    source: Iterator[Any], *, steps: int = 99, meter: Meter | None = None, **options: Any
+) -> PrefetchedBatches:
     """Batches that are fetched as for a GPU, with the `streams` of the fixture."""
     meter = meter or Meter(1, Phases(CPU))
-    batches = PrefetchedBatches(source, steps=steps, meter=meter, device=torch.device("cuda", 0))
+    batches = PrefetchedBatches(source, steps=steps, meter=meter, device=torch.device("cuda", 0), **options)
     batches._device = CPU  # the meter asks the device for its queued work
     return batches
 
@@ -108,6 +111,24 @@ def test_an_error_while_prefetching_is_raised_when_that_batch_is_due() -> None:
     batches.settle()
     with pytest.raises(ValueError, match="the second"):
         batches.next()
+
+
+@pytest.mark.usefixtures("streams")
+def test_a_wait_for_a_prefetched_batch_ends_when_it_was_given_up() -> None:
+    """Regression test: the process was ended instead, while or before it wrote its last checkpoint."""
+    go_on = threading.Event()
+
+    def source() -> Iterator[Any]:
+        yield batch("a")
+        assert go_on.wait(LIMIT)  # a file server that does not answer
+        yield batch("b")
+
+    batches = prefetched(source(), given_up=lambda: True)
+    batches.next()
+    batches.fetch_ahead(0)
+    with pytest.raises(NoBatch):
+        batches.next()
+    go_on.set()
 
 
 @pytest.mark.usefixtures("streams")

@@ -80,6 +80,27 @@ def test_a_wait_that_cannot_be_ended_ends_the_process_after_a_stop_signal() -> N
     assert "Stopped by a signal, in a wait for a batch that could not be ended" in done.stderr
 
 
+STAYS = """
+import threading, time
+from pipeline.data.loading import worker_processes as stalls
+stalls.PATIENCE_SECONDS, stalls.LEAVE_SECONDS = 0.2, 0.5
+def wait():
+    with stalls.StallWatch(600, str, stopped=lambda: True).waiting():
+        time.sleep(100)
+threading.Thread(target=wait, daemon=True).start()
+time.sleep(2)  # such as for the last checkpoint
+"""
+
+
+def test_a_wait_in_a_thread_does_not_end_the_process() -> None:
+    """Regression test: on a GPU it ended with 75 while it wrote its last checkpoint."""
+    own = {**environment(), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", STAYS], env=own, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 FILLS = """
 import sys, threading, time
 from pathlib import Path

@@ -146,18 +146,18 @@ def test_the_second_connection_to_the_store_is_made_once(monkeypatch: pytest.Mon
     assert len(made) == 1
 
 
-@pytest.mark.parametrize(("ranks", "code"), [(1, 3), (2, 3), (1, 130)])
+@pytest.mark.parametrize(("ranks", "code"), [(1, 3), (2, 3), (1, 130), (1, 2)])
 def test_one_of_several_ranks_exits_without_interpreter_shutdown(ranks: int, code: int) -> None:
     # gloo's threads may use the interpreter after its shutdown has begun; atexit handlers still run.
     program = """
 import atexit, os, sys, threading
-from pipeline.distributed.world import WRITER, leave
+from pipeline.distributed.world import NEXT_BATCH, WRITER, leave
 class Last:
     def __del__(self, write=os.write): write(1, b"taken apart")
 sys.last_of_all = Last()
 atexit.register(print, "registered", end=" ")
-if sys.argv[1] == "130":
-    threading.Thread(target=threading.Event().wait, daemon=True, name=WRITER).start()
+if name := {"130": WRITER, "2": NEXT_BATCH}.get(sys.argv[1]):
+    threading.Thread(target=threading.Event().wait, daemon=True, name=name).start()
 leave(int(sys.argv[1]))
 """
     environment = {**os.environ, "WORLD_SIZE": str(ranks)}

@@ -186,6 +186,11 @@ class Loader:
         self.position = position
         return batch
 
+    @property
+    def given_up(self) -> bool:
+        """Whether the run is to stop, and no batch will come any more."""
+        return self._watch.given_up
+
     def stand_in(self) -> Batch:
         """Black images without a caption in place of the next batch, for a step whose result is discarded."""
         data, file = self._dataset, self._dataset.features

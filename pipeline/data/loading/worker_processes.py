@@ -130,10 +130,11 @@ class StallWatch:
     """Whether the run is to stop. It is asked in the thread."""
     give_up: Callable[[], None] = lambda: None
     """Called once in the thread when the run is to stop and a wait goes on: it lets the wait fail. If it goes on all
-    the same, the process ends with exit code 75."""
+    the same, and the main thread waits, the process ends with exit code 75."""
     given_up: bool = False
     """`give_up` was called: no batch will come any more."""
     _since: float | None = None
+    _by_main: bool = False
     _thread: threading.Thread | None = None
 
     @contextmanager
@@ -142,7 +143,7 @@ class StallWatch:
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="stalls", daemon=True)
             self._thread.start()
-        self._since = time.monotonic()
+        self._since, self._by_main = time.monotonic(), threading.current_thread() is threading.main_thread()
         try:
             yield
         finally:
@@ -160,7 +161,7 @@ class StallWatch:
             if not self.given_up and now - since > PATIENCE_SECONDS and self.stopped():
                 self.given_up, given_up = True, now
                 self.give_up()
-            if self.given_up and now - given_up > LEAVE_SECONDS:
+            if self.given_up and self._by_main and now - given_up > LEAVE_SECONDS:
                 _leave(EXIT_PREEMPTED, STOPPED)
 
 

@@ -91,8 +91,13 @@ def need_addresses(size: int = 0) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a GPU ran out of memory; compares the name of torch's exception, so that torch is not imported."""
-    return type(error).__name__ == "OutOfMemoryError"
+    """Whether a GPU ran out of memory: in torch's allocator, or in CUDA, cuBLAS, cuDNN or NCCL, which have their own.
+
+    Names and messages are compared, so that torch is not imported.
+    """
+    words = ("cuda error: out of memory", "status_alloc_failed", "cuda failure 2 ")
+    raised = isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
+    return raised or type(error).__name__ == "OutOfMemoryError"
 
 
 def too_many_files(error: BaseException) -> bool:

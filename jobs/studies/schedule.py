@@ -9,17 +9,18 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from jobs.studies.declare import SizeFacts, Study, Unit
 from jobs.studies.unit import RESULT_NAME, SPEC_NAME
 from pipeline.cores import usable_cores
-from pipeline.errors import UserError
+from pipeline.errors import EXIT_INTERRUPTED, UserError
 
 Key = TypeVar("Key", bound=Hashable)
 Result = TypeVar("Result")
@@ -65,14 +66,43 @@ def command_of(unit: Unit, folder: Path, *, launcher: str | None) -> list[str]:
     return [*words, "jobs.studies.unit", str(folder)]
 
 
-def places_at_hand() -> list[dict[str, str]]:
-    """Environment variables of runs that can run in parallel: one set per GPU, without GPUs one per CPU core."""
+def gpus_at_hand() -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
     import torch
 
-    if torch.cuda.is_available():
-        return [{"CUDA_VISIBLE_DEVICES": str(number)} for number in range(torch.cuda.device_count())]
-    threads = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    return [threads for _ in range(usable_cores())]
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [name.strip() for name in visible.split(",")][:count] if visible else [str(n) for n in range(count)]
+
+
+class _Places:
+    """What parallel runs take and give back: GPUs, one for each rank; without GPUs, a core for each run."""
+
+    def __init__(self, gpus: Sequence[str], *, parallel: int) -> None:
+        self._alone = parallel == 1
+        self._free = [gpus[number % len(gpus)] for number in range(max(parallel, len(gpus)))] if gpus else []
+        self._gpus, self._changed = gpus, threading.Condition()
+
+    @contextmanager
+    def taken(self, ranks: int) -> Iterator[dict[str, str]]:
+        """The environment variables of a run; a single one may use the whole machine."""
+        if self._alone:
+            yield {}
+            return
+        if not self._gpus:
+            yield {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+            return
+        with self._changed:
+            self._changed.wait_for(lambda: len(set(self._free)) >= ranks)
+            mine = sorted(set(self._free), key=self._gpus.index)[:ranks]
+            for gpu in mine:
+                self._free.remove(gpu)
+        try:
+            yield {"CUDA_VISIBLE_DEVICES": ",".join(mine)}
+        finally:
+            with self._changed:
+                self._free += mine
+                self._changed.notify_all()
 
 
 def run_all(
@@ -92,29 +122,30 @@ def run_all(
 
     Raises:
         KeyboardInterrupt: One of these signals was received.
+        UserError: A unit needs more GPUs than there are.
     """
-    places = places_at_hand()
-    count = max(1, min(parallel or len(places), len(units)))
-    free: SimpleQueue[dict[str, str]] = SimpleQueue()
-    for number in range(count):
-        # A single run may use the whole machine; parallel runs get one device each.
-        free.put(places[number % len(places)] if count > 1 else {})
+    gpus = gpus_at_hand()
+    if gpus and launcher is None and (large := [unit for unit, _ in units if unit.ranks > len(gpus)]):
+        needs = f"{large[0].label} needs {large[0].ranks} GPUs"
+        raise UserError(f"{needs}, but {len(gpus)} are visible here: see --slurm.")
+    count = max(1, min(parallel or len(gpus) or usable_cores(), len(units)))
+    places = _Places(gpus, parallel=count)
     processes: list[subprocess.Popen] = []
+    stopped = threading.Event()
 
     def one(number: int, unit: Unit, folder: Path) -> int:
-        place, began = free.get(), time.monotonic()
-        try:
-            with (folder / "log.txt").open("ab") as log:
-                process = subprocess.Popen(
-                    command_of(unit, folder, launcher=launcher),
-                    env={**os.environ, **place},
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                )
-                processes.append(process)
-                code = process.wait()
-        finally:
-            free.put(place)
+        with places.taken(unit.ranks) as place, (folder / "log.txt").open("ab") as log:
+            if stopped.is_set():
+                return EXIT_INTERRUPTED
+            began = time.monotonic()
+            process = subprocess.Popen(
+                command_of(unit, folder, launcher=launcher),
+                env={**os.environ, **place},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+            processes.append(process)
+            code = process.wait()
         what = "done" if code == 0 else f"FAILED with exit code {code}, see {folder / 'log.txt'}"
         tell(f"{number + 1}/{len(units)} {unit.label}: {what} ({time.monotonic() - began:.0f} s)")
         return code
@@ -126,6 +157,7 @@ def run_all(
             futures = [(unit, pool.submit(one, i, unit, folder)) for i, (unit, folder) in enumerate(units)]
             codes = {unit.label: future.result() for unit, future in futures}
         except KeyboardInterrupt:
+            stopped.set()
             pool.shutdown(wait=False, cancel_futures=True)
             for process in processes:
                 process.terminate()  # the run writes a checkpoint; leaving the pool waits for it

@@ -47,6 +47,12 @@ def cpu_bf16_slowdown() -> float:
     return seconds(torch.bfloat16) / max(seconds(torch.float32), 1e-6)
 
 
+def keep_fp32(device: torch.device) -> None:
+    """Let fp32 convolutions of this process be in fp32: cuDNN's default is TF32, unlike that of matrix products."""
+    if device.type == "cuda":
+        torch.backends.cudnn.allow_tf32 = False
+
+
 @contextmanager
 def true_fp32(device: torch.device) -> Iterator[None]:
     """Inside, fp32 matrix products and convolutions do not use TF32 or bf16, and there is no autocast on this kind of

@@ -16,6 +16,7 @@ from pipeline.cores import usable_cores
 from pipeline.distributed.devices import choose_device, describe_rank, meet
 from pipeline.distributed.exit_record import EXIT_STALLED
 from pipeline.distributed.peers import StartWatch, watched
+from pipeline.distributed.precision import keep_fp32
 from pipeline.distributed.timing import Phases
 from pipeline.distributed.world import World, free_port
 from pipeline.errors import UserError, in_a_line, too_many_files, too_many_files_message
@@ -72,6 +73,7 @@ def start_world(
             if size == 1 or not owned:
                 raise
             chosen, problem = torch.device("cpu"), str(error)  # the others would wait for this rank
+        keep_fp32(chosen)
         backend, limit = "nccl" if chosen.type == "cuda" else "gloo", timedelta(minutes=timeout_minutes)
         cores = _join(rank, size, chosen, limit, problem=problem, lost_after=lost_after) if owned else usable_cores()
         failed = True

@@ -27,7 +27,7 @@ from torch.distributed import distributed_c10d
 
 from pipeline.cores import usable_cores
 from pipeline.distributed.timing import Phases
-from pipeline.errors import UserError, too_many_files
+from pipeline.errors import UserError, is_out_of_memory, too_many_files
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ def ranks_here(world_size: int) -> int:
 def lost_contact(error: BaseException) -> bool:
     """Whether an error came from a collective: another rank is gone, or the collective timed out."""
     names = ("gloo", "nccl", "connection closed by peer", "connection reset by peer")
-    if too_many_files(error):
+    if too_many_files(error) or is_out_of_memory(error):
         return False
     named = isinstance(error, RuntimeError) and any(name in str(error).lower() for name in names)
     return named or isinstance(error, dist.DistError)

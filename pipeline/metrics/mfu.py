@@ -170,8 +170,10 @@ PEAK_BF16_TFLOPS = (
 
 
 def known_peak(device_name: str) -> float | None:
-    """Dense bf16 TFLOP/s of a GPU by torch's device name; None if it is not in the table."""
+    """Dense bf16 TFLOP/s of a GPU by torch's device name; None if it is not in the table, or a slice of one (MIG)."""
     words = device_name.replace("-", " ").split()
+    if "MIG" in words:
+        return None
     for key, peak in PEAK_BF16_TFLOPS:
         if all(part in words for word in key for part in word.split()):
             return peak

@@ -20,6 +20,7 @@ from pipeline.data.data_config import DataConfig
 from pipeline.data.loading.decode import StoredCrops
 from pipeline.data.loading.feature_file import FeatureFile, FeatureStore
 from pipeline.data.shards.tar_reader import CaptionField
+from pipeline.distributed.devices import to_device
 from pipeline.errors import UserError
 from pipeline.files import read_tree
 from pipeline.objectives.distill import Teacher
@@ -174,7 +175,7 @@ class StoredTeacher:
         values = np.stack([values[range(len(ids)), shown], values[:, last]])
         if not (finite := np.isfinite(values).all(axis=(0, 2))).all():
             raise UserError(self._hint.format(ids[int(finite.argmin())]))
-        image, text = torch.from_numpy(values).to(device, non_blocking=True).float()
+        image, text = to_device(torch.from_numpy(values), device).float()
         return Teacher(F.normalize(image, dim=1), F.normalize(text, dim=1), self.facts.tau)
 
 

@@ -102,6 +102,8 @@ def test_user_error_is_one_paragraph_without_traceback(capsys: pytest.CaptureFix
         (UserError("do this"), 2, "Error: do this"),
         (RuntimeError("oops"), 70, "probably a bug in neuclip"),
         (torch.OutOfMemoryError("CUDA out of memory."), 2, "Lower engine.micro_batch"),
+        (torch.AcceleratorError("CUDA error: out of memory", 2), 2, "Lower engine.micro_batch"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling ..."), 2, "Lower engine.micro_batch"),
         (KeyboardInterrupt(), 130, "Interrupted"),
         (PermissionError(errno.EACCES, "Permission denied", "/x/y"), 2, "Cannot write or read /x/y: Permission denied"),
         (FileNotFoundError(errno.ENOENT, "No such file", "/x/y"), 2, "cannot be created. Show where with: neuclip"),

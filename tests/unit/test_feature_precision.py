@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pipeline.distributed.precision import keep_fp32, true_fp32
 from pipeline.distributed.world import World
 from pipeline.objectives import build_objective
 from pipeline.planning.run_costs import simulate_objective
@@ -46,3 +47,15 @@ def test_it_halves_the_bytes_of_features() -> None:
         return simulate_objective(settings, dim=512, batch_size=5120, ranks=8).traffic["all_gather.bytes"]
 
     assert sent("fp32") - sent("bf16") == 2 * 640 * 512 * 2
+
+
+def test_convolutions_on_a_gpu_do_not_use_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression test: fp32 training and scores had TF32 in the patches' convolution."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    keep_fp32(torch.device("cpu"))
+    assert torch.backends.cudnn.allow_tf32
+    keep_fp32(torch.device("cuda"))
+    assert not torch.backends.cudnn.allow_tf32
+    with true_fp32(torch.device("cpu")):
+        assert not torch.backends.cudnn.allow_tf32
+    assert not torch.backends.cudnn.allow_tf32

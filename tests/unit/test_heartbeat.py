@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import DistBackendError
 
 from pipeline.distributed import heartbeat as heartbeat_module
 from pipeline.distributed.exit_record import read_ends
@@ -107,6 +108,8 @@ def test_a_single_rank_writes_its_heartbeat_and_waits_for_nobody(tmp_path: Path)
 def test_which_errors_mean_lost_contact() -> None:
     assert lost_contact(RuntimeError("[gloo/transport/tcp/pair.cc:533] Connection closed by peer [127.0.0.1]:29"))
     assert not lost_contact(RuntimeError("CUDA out of memory"))
+    assert not lost_contact(DistBackendError("NCCL error: unhandled cuda error. Cuda failure 2 'out of memory'"))
+    assert lost_contact(DistBackendError("NCCL error: remote process exited"))
     assert not lost_contact(ValueError("NCCL"))
 
 

@@ -49,6 +49,7 @@ def test_a_grid_shows_every_image_with_its_caption() -> None:
         ("NVIDIA GeForce RTX 4090", 165.2),
         ("Tesla V100-SXM2-32GB", None),
         ("A GPU of tomorrow", None),
+        ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", None),
     ],
 )
 def test_peaks_are_looked_up_and_never_guessed(name: str, peak: float | None) -> None:

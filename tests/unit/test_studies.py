@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import re
 import statistics
+import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import scipy.stats
+import torch
 
-from jobs.studies import separation_page, study_figures, study_names
+from jobs.studies import schedule, separation_page, study_figures, study_names
 from jobs.studies.declare import SIZES, distinct, load_study, size_of, units_of
 from jobs.studies.outcomes import COLUMNS, PAIRED, Outcome, Spread, curve, paired, shown, spread
 from jobs.studies.publish import as_csv, as_markdown, provenance, render
@@ -146,6 +149,46 @@ def test_comparisons_have_intervals_and_are_corrected_for_their_number() -> None
     assert rows[average][:4] == shown
     assert float(rows[average][4]) == pytest.approx(len(rows) * test.pvalue, rel=0.05), "the smallest of all p"
     assert f"| {len(rows)} comparisons, " in page
+
+
+def test_each_rank_of_a_run_gets_a_gpu_that_the_study_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression tests: all ranks of a run shared one GPU, and CUDA_VISIBLE_DEVICES of the study was not heeded."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, GPU-a,6,7")
+    units = [unit for unit in units_of("scaling", size="desk") if unit.ranks in (1, 4)][:6]
+    assert {unit.ranks for unit in units} == {1, 4}
+    used, seen = set[str](), []
+    lock = threading.Lock()
+
+    def popen(command: list[str], *, env: dict[str, str], **_: Any) -> Any:
+        mine = env["CUDA_VISIBLE_DEVICES"].split(",")
+        with lock:
+            assert not used & set(mine), "two runs have a GPU at a time"
+            used.update(mine)
+            seen.append((4 if "--nproc-per-node" in command else 1, mine))
+
+        def wait() -> int:
+            time.sleep(0.05)
+            with lock:
+                used.difference_update(mine)
+            return 0
+
+        return SimpleNamespace(wait=wait, terminate=lambda: None)
+
+    monkeypatch.setattr(schedule.subprocess, "Popen", popen)
+    monkeypatch.setattr(schedule.signal, "signal", lambda *_: None)
+    folders = [tmp_path / str(number) for number in range(len(units))]
+    for folder in folders:
+        folder.mkdir()
+    given: Any = {"parallel": None, "launcher": None, "tell": lambda line: None}
+    assert schedule.run_all(list(zip(units, folders, strict=True)), **given) == {}
+    assert sorted(ranks for ranks, _ in seen) == sorted(unit.ranks for unit in units)
+    assert all(len(set(mine)) == ranks and set(mine) <= {"4", "GPU-a", "6", "7"} for ranks, mine in seen)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(UserError, match="needs 4 GPUs, but 1 are visible here"):
+        schedule.run_all(list(zip(units, folders, strict=True)), **given)
 
 
 def test_a_unit_is_started_as_declared(tmp_path: Path) -> None:

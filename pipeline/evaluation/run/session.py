@@ -19,6 +19,7 @@ from pydantic import Field
 
 from pipeline.config import section
 from pipeline.cores import cores_of_rank, cpu_quota
+from pipeline.distributed.precision import keep_fp32
 from pipeline.distributed.world import PatientRanks, World
 from pipeline.errors import UserError, is_out_of_memory
 from pipeline.evaluation.compute import Compute
@@ -130,13 +131,15 @@ def start_processes(device: str = "auto") -> Iterator[tuple[Processes, torch.dev
     if device == "cuda" and on_cpu:
         raise UserError("device = 'cuda', but torch sees no CUDA device here: use 'auto' or 'cpu'.")
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield World(), torch.device("cpu" if on_cpu else "cuda")
+        keep_fp32(chosen := torch.device("cpu" if on_cpu else "cuda"))
+        yield World(), chosen
         return
     from accelerate import PartialState
 
     # The first process may score a large retrieval task, or a watcher may wait, while the others are in a collective.
     # Without `cpu` it would not connect the processes of a machine that has no GPU.
     state = PartialState(cpu=on_cpu, timeout=timedelta(hours=4))
+    keep_fp32(state.device)
     try:
         yield connected_world(state), state.device
     finally:

@@ -92,6 +92,7 @@ class _Places:
         if not self._gpus:
             yield {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
             return
+        ranks = min(ranks, len(self._gpus))  # a launcher of the user's own may have more elsewhere
         with self._changed:
             self._changed.wait_for(lambda: len(set(self._free)) >= ranks)
             mine = sorted(set(self._free), key=self._gpus.index)[:ranks]

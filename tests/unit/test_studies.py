@@ -189,6 +189,7 @@ def test_each_rank_of_a_run_gets_a_gpu_that_the_study_may_use(tmp_path: Path, mo
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(UserError, match="needs 4 GPUs, but 1 are visible here"):
         schedule.run_all(list(zip(units, folders, strict=True)), **given)
+    assert schedule.run_all(list(zip(units, folders, strict=True)), **{**given, "launcher": "srun -n {ranks}"}) == {}
 
 
 def test_a_unit_is_started_as_declared(tmp_path: Path) -> None:

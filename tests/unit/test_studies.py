@@ -185,9 +185,9 @@ def test_each_rank_of_a_run_gets_a_gpu_that_the_study_may_use(tmp_path: Path, mo
     assert schedule.run_all(list(zip(units, folders, strict=True)), **given) == {}
     assert sorted(ranks for ranks, _ in seen) == sorted(unit.ranks for unit in units)
     assert all(len(set(mine)) == ranks and set(mine) <= {"4", "GPU-a", "6", "7"} for ranks, mine in seen)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(UserError, match="needs 4 GPUs, but 1 are visible here"):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(UserError, match="needs 4 GPUs, but 2 are visible here"):
         schedule.run_all(list(zip(units, folders, strict=True)), **given)
     assert schedule.run_all(list(zip(units, folders, strict=True)), **{**given, "launcher": "srun -n {ranks}"}) == {}
 

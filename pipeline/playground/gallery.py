@@ -22,7 +22,6 @@ SIDE = 384
 LARGEST_PIXELS = 64_000_000
 _WHY = {
     pixels.NOT_AN_IMAGE: "is not an image that can be read (PNG, JPEG, WebP and others)",
-    pixels.UNDECODABLE: "is damaged: it cannot be decoded to its end",
     pixels.TRUNCATED: "is damaged: it cannot be decoded to its end",
 }
 
@@ -146,8 +145,7 @@ def open_image(body: bytes, *, name: str) -> Any:
             limit = f"more than the {LARGEST_PIXELS:,} pixels allowed"
             size = re.sub(r".*\((\d+ pixels)\).*", r"\1", error.detail)  # Pillow's own limit has a text of its own
             raise UserError(f"{name} has {size}, {limit}: make it smaller.") from error
-        why = f"cannot be read: {error.detail}" if "agreed range" in error.detail else _WHY.get(error.reason)
-        raise UserError(f"{name} {why or f'cannot be read ({error})'}.") from error
+        raise UserError(f"{name} {_WHY.get(error.reason, f'cannot be read ({error})')}.") from error
 
 
 def thumbnail(image: Any) -> bytes:

@@ -132,8 +132,10 @@ class Trainer:
         if not saved:
             return EXIT_NOT_SAVED
         if self.problem:
-            message = f"{self.problem} The run is saved up to step {self.saved_step}"
-            raise UserError(f"{message}: when that is mended, continue with --resume latest.")
+            left = (
+                f" The run is saved up to step {self.saved_step}: when that is mended, continue with --resume latest."
+            )
+            raise UserError(self.problem + (left if self.saved_step else ""))
         if (count := self.state.skipped.in_a_row) and self.state.step == self.run.total_steps:
             self.telemetry.warning(
                 f"The last {count} steps were skipped: the weights are those of step {self.state.step - count}, and "

@@ -252,6 +252,11 @@ def test_a_damaged_record_ends_the_run_with_the_samples_number(base: Path, monke
     steps = len(metrics(base / "torn-run", "train"))
     assert 0 < steps < 6
     assert (base / "torn-run" / "checkpoints" / f"step-{steps:08d}").is_dir(), "no step is lost"
+    body[len(body) // 2 :] = bytes(len(body) - len(body) // 2)
+    (base / "torn" / "features.npy").write_bytes(body)
+    with pytest.raises(UserError, match=r"no features of sample \d+, or damaged ones") as first:
+        train_here(*settings(base, "torn-at-once", stored="torn"), "batch_size=48", "samples=48")
+    assert "saved up to step" not in str(first.value), "no step was taken"
     assert features(base, output="torn").exit_code == 0
     train_here(*settings(base, "torn-run", stored="torn"), resume="latest")
     train_here(*settings(base, "not-torn", stored="features"))

@@ -24,6 +24,7 @@ from pipeline.evaluation.datasets.own_tasks import (
 )
 from pipeline.evaluation.datasets.rows import open_rows
 from pipeline.evaluation.datasets.task_data import (
+    ACCEPT,
     COUNTS,
     CheckedImages,
     TaskData,
@@ -160,11 +161,11 @@ class Suite:
 
     def with_lost(self, keys: Sequence[str]) -> Suite:
         """The suite, extended by tasks that it once had and whose data is gone."""
-        problem = "was a task of this suite when it was first evaluated here, but its data is no longer there"
-        accept = (
-            "Restore it or its entry. If the removal is wanted, evaluate with relock=true, or into another --output."
+        problem = (
+            "was a task of this suite when it was first evaluated here, but its data is no longer there. Restore it"
         )
-        lost = tuple(Entry(Task(key, key), None, problem=f"{key} {problem}. {accept}") for key in keys)
+        texts = {key: f"{key} {problem} or its entry. {ACCEPT}" for key in keys}
+        lost = tuple(Entry(Task(key, key), None, problem=text) for key, text in texts.items())
         return replace(self, entries=(*self.entries, *lost), whole=(*self.whole, *lost))
 
 

@@ -27,6 +27,10 @@ CLOCK_TICK = 0.02
 """Seconds within which two changes of a file may get the same date: a file so new is not noted before they are over."""
 
 
+ACCEPT = "If the change is wanted, evaluate with relock=true, or into another --output."
+"""In messages about data that is not what it was when it was first evaluated."""
+
+
 class TaskError(UserError):
     """A task cannot be scored: its data is missing, partial, damaged or inconsistent, or a model fails on it."""
 

@@ -27,13 +27,12 @@ import numpy as np
 from pipeline.errors import UserError
 from pipeline.evaluation.datasets.datacomp import Task
 from pipeline.evaluation.datasets.suite import Suite
-from pipeline.evaluation.datasets.task_data import TaskData, TaskError, check_digests, plain
+from pipeline.evaluation.datasets.task_data import ACCEPT, TaskData, TaskError, check_digests, plain
 from pipeline.evaluation.identity import data_digest
 from pipeline.files import replacing, sha256_of, write_json, write_text
 
 OUTCOMES_SUFFIX = ".outcomes.npz"
 LOCK_NAME = "suite.lock.json"
-ACCEPT = "If the change is wanted, evaluate with relock=true, or into another --output."
 ANOTHER_SUITE = "it is a task of another suite"
 
 

@@ -131,8 +131,9 @@ def start_processes(device: str = "auto") -> Iterator[tuple[Processes, torch.dev
     if device == "cuda" and on_cpu:
         raise UserError("device = 'cuda', but torch sees no CUDA device here: use 'auto' or 'cpu'.")
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        keep_fp32(chosen := torch.device("cpu" if on_cpu else "cuda"))
-        yield World(), chosen
+        one = torch.device("cpu" if on_cpu else "cuda")
+        keep_fp32(one)
+        yield World(), one
         return
     from accelerate import PartialState
 

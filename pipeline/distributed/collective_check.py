@@ -67,11 +67,12 @@ def run_ranks(device: str, ranks: int) -> int:
         try:
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             main(device)
-            leave(0)
+            code = 0
         except BaseException:
             traceback.print_exc()
-            sys.stderr.flush()
-        os._exit(1)
+            code = 1
+        sys.stderr.flush()
+        os._exit(code)  # and not through this process's clean-up, or a group's destructors
     failed = False
     for _ in range(ranks):
         pid, status = os.wait()

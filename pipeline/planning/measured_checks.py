@@ -84,7 +84,7 @@ def check_transport(
     chosen, network = re.search(r"Using network (\S+)", log), network or {}
     transport, speed = chosen[1] if chosen else "unknown", sum(network.values())
     names = ", ".join(network)
-    found = f"{figures}; between nodes NCCL would use NET/{transport}"
+    found = f"{figures}; between nodes NCCL would use NET/{transport}" if chosen or network else figures
     if network and not speed:
         remedy = "see `ibstat` or `rdma link`; nodes exchange data by TCP until a port is up"
         return DoctorFinding("NCCL", "note", f"{found}; no port of {names} is active", remedy)

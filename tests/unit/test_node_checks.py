@@ -95,10 +95,12 @@ def test_slow_loading_is_noted_with_settings_that_help(monkeypatch: pytest.Monke
     assert "not measured" in check_loading(["/no/such/folder"], ranks=1).found
 
 
-def test_two_processes_exchange_numbers() -> None:
-    finding = check_collectives("cpu", ranks=2)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_processes_exchange_numbers(ranks: int) -> None:
+    """Regression test: with one process, as on a machine with one GPU, the check ended with "SystemExit: 0"."""
+    finding = check_collectives("cpu", ranks=ranks)
     assert finding.status == "good", finding
-    assert "2 processes agree" in finding.found
+    assert f"{ranks} processes agree" in finding.found
 
 
 def test_processes_that_cannot_connect_are_reported_as_broken(monkeypatch: pytest.MonkeyPatch) -> None:

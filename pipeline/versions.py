@@ -13,19 +13,21 @@ PACKAGES = ("neuclip", "torch", "torchvision", "deepspeed", "open_clip_torch", "
 
 @functools.cache
 def version_of(package: str) -> str:
-    """A package's installed version, read once: checkpoints state it, also when no more files can be opened."""
-    return metadata.version(package)
+    """A package's installed version, or "absent".
+
+    It is read once: checkpoints state it, also when no more files can be opened.
+
+    `neuclip` itself is absent where a copy of the repository is used without installing it.
+    """
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "absent"
 
 
 def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
     """Package -> installed version (or "absent"), and Python's."""
-    found = {"python": platform.python_version()}
-    for package in packages:
-        try:
-            found[package] = version_of(package)
-        except metadata.PackageNotFoundError:
-            found[package] = "absent"
-    return found
+    return {"python": platform.python_version(), **{package: version_of(package) for package in packages}}
 
 
 def source_commit() -> str:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ from pipeline.errors import UserError
 from pipeline.evaluation import evaluate, protocol
 from pipeline.evaluation.datasets.datacomp import TASKS
 from pipeline.evaluation.datasets.suite import open_suite
-from pipeline.evaluation.identity import ROOT, code_digest, imported_modules
+from pipeline.evaluation.identity import ROOT, code_digest, code_version, imported_modules
 from pipeline.evaluation.run import evaluator, images
 from pipeline.evaluation.run.results import _digest
 from pipeline.model.evaluation_model import EvaluationModel
 from pipeline.report.stored_scores import read_evaluations
+from pipeline.versions import version_of
 from tests.checkpoints import QUICK, contents, save_checkpoint
 from tests.evaluation_suite import write_classification
 from tests.own_tasks import write_class_folders, write_csv
@@ -54,6 +56,20 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for key in ("cifar10", "mnist", "stl10"):
         write_classification(root, TASKS[key], samples=20)
     return root
+
+
+def test_a_copy_of_the_repository_that_is_not_installed_can_evaluate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression test: on a GPU machine whose PYTHONPATH named the folder, every evaluation was "probably a bug"."""
+
+    def absent(package: str) -> str:
+        raise metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(metadata, "version", absent)
+    version_of.cache_clear()
+    try:
+        assert code_version.__wrapped__() == f"absent {code_digest(ROOT)}"
+    finally:
+        version_of.cache_clear()
 
 
 def test_a_byte_of_any_module_that_scores_depend_on_changes_the_codes_digest(tmp_path: Path) -> None:

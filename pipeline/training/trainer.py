@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -19,7 +18,7 @@ from pipeline.data.loading.loader import Batch
 from pipeline.data.loading.worker_processes import NoBatch
 from pipeline.distributed.heartbeat import Heartbeat
 from pipeline.distributed.signals import EXIT_PREEMPTED, StopSignals
-from pipeline.distributed.timing import Meter, Phases, present_objects_kept
+from pipeline.distributed.timing import Meter, Phases, collect_garbage, present_objects_kept
 from pipeline.distributed.world import World
 from pipeline.engine.optim import lr_scale as scheduled_scale
 from pipeline.errors import UserError
@@ -301,7 +300,7 @@ class Trainer:
                 self.telemetry.train(step=self.state.step, scalars=scalars)
             except UserError as error:  # too many corrupt samples, on every rank
                 self.problem = str(error)
-            gc.collect()
+            collect_garbage()
 
     def _save(self, *, now: bool) -> None:
         """Start writing a checkpoint if one is due: not while steps are skipped, unless the run ends.

@@ -4,9 +4,10 @@
     python -m jobs.bench.gpu --dry-run                lists the steps
     python -m jobs.bench.gpu --tiny --output x.json   runs every step in a tiny form on the CPU: tests the suite itself
 
-Needs no network and no data: it generates images. Every step is a command of its own with a time limit, and its output
-is saved when it ends, so that an interrupted suite keeps its results. A failed step is recorded and the next one runs;
-a step whose expected time exceeds what is left of --minutes (25) is skipped and listed. Exit code 1: a step failed.
+Needs no network and no data: it generates images. Every step is a command of its own with a time limit. What it prints
+goes to a file beside the results, which are saved after each step, so that an interrupted suite keeps both. A failed
+step is recorded and the next one runs; a step whose expected time exceeds what is left of --minutes (25) is skipped and
+listed. Exit code 1: a step failed.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from pipeline.versions import versions
 ROOT = Path(__file__).parents[2]
 PYTHON = sys.executable
 KEPT_LINES = 80
-FIGURES = ("loss", "samples_per_second", "mfu", "data_wait", "memory_gib", "time_")
+FIGURES = ("loss", "samples_per_second", "mfu", "data_wait", "memory_gib", "cpu_ms", "time_")
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Step:
     answers: str
     """The question that the step answers."""
     seconds: int
-    """Expected time on an H100, which no run has confirmed yet; the time limit is twice as long plus half a minute."""
+    """Expected time; the time limit is twice as long plus half a minute. Those that have run: docs/benchmarks.md."""
     command: Sequence[str]
     tiny: Sequence[str]
     """The same measurement in a tiny form, for a CPU."""
@@ -110,7 +111,7 @@ def steps() -> list[Step]:
     """All measurements, most valuable first."""
     return [
         Step(
-            "doctor", "Is the machine in order?", 60,
+            "doctor", "Is the machine in order?", 40,
             [PYTHON, "-m", "jobs.cli", "doctor", "--output", "{work}"],
             [PYTHON, "-m", "jobs.cli", "doctor", "--output", "{work}", "--needs-gib", "0.01"],
         ),
@@ -130,14 +131,14 @@ def steps() -> list[Step]:
             bench("gpu", "--make-shards", "{work}/shards", "--samples", "64", "--side", "40"),
         ),
         Step(
-            "150 steps of ViT-B/32", "Does a real run train from end to end? Rate, MFU, waits for data.", 120,
+            "150 steps of ViT-B/32", "Does a real run train from end to end? Rate, MFU, waits for data.", 100,
             train("b32", arch="ViT-B-32", batch=1024, steps=150,
                   settings=(*GPU, workers(12), "objective.name=neuclip", "objective.prototypes=1024")),
             train("b32", arch="scenes-vit-micro", batch=16, steps=4, settings=(*CPU, *NEUCLIP)), run="b32",
         ),
         Step(
             "against open_clip_train", "Goal: at least 1.15 times its samples per second; with and without trimming.",
-            160,
+            90,
             bench("train", *B16, "--rounds", "4", "--contenders", "openclip", "whole_texts", "neuclip"),
             bench("train", *TINY, "--batch", "8"),
         ),
@@ -148,7 +149,7 @@ def steps() -> list[Step]:
             bench("options", *TINY, "--batch", "8", "--micro-batch", "4", "--options", "none", "stage_2"),
         ),
         Step(
-            "extra time of NeuCLIP", "Goal: 3% of a step for local batch 640 of 5,120, 1% for one GPU with 5,120.", 150,
+            "extra time of NeuCLIP", "Goal: 3% of a step for local batch 640 of 5,120, 1% for one GPU with 5,120.", 160,
             bench("neuclip_overhead", "--arch", "ViT-B-16", "--device", "cuda", "--setting", "both", "--rounds", "3"),
             bench("neuclip_overhead", *TINY, "--batch", "16", "--ranks", "2", "--micro-batch", "8"),
         ),
@@ -167,12 +168,12 @@ def steps() -> list[Step]:
                   settings=(*CPU, *NEUCLIP, "telemetry.profile=[1,2]")), run="profile",
         ),
         Step(
-            "compiled towers", "What does model.compile save? If compiling takes too long, only this is lost.", 80,
+            "compiled towers", "What does model.compile save? If compiling takes too long, only this is lost.", 160,
             bench("options", *B16, "--micro-batch", "160", "--rounds", "2", "--options", "trim_image", "compile"),
             bench("options", *TINY, "--batch", "8", "--micro-batch", "4", "--options", "trim_image"),
         ),
         Step(
-            "extra time of NeuCLIP, compiled", "The same with objective.npn_compile.", 90,
+            "extra time of NeuCLIP, compiled", "The same with objective.npn_compile.", 110,
             bench("neuclip_overhead", "--arch", "ViT-B-16", "--device", "cuda", "--setting", "gathered", "--rounds",
                   "3", "--npn-compile"),
             bench("neuclip_overhead", *TINY, "--batch", "16", "--ranks", "2", "--micro-batch", "8", "--setting",
@@ -209,8 +210,8 @@ def machine() -> dict[str, Any]:
     return found
 
 
-def take(step: Step, *, work: Path, tiny: bool) -> StepOutcome:
-    """Run one step until it ends or its time limit is reached."""
+def take(step: Step, *, work: Path, tiny: bool, log: Path | None = None) -> StepOutcome:
+    """Run one step until it ends or its time limit is reached; `log` gets what it prints."""
     command = [part.replace("{work}", str(work)) for part in (step.tiny if tiny else step.command)]
     outcome = StepOutcome(step.name, step.answers, " ".join(command[1:]), status="done")
     environment = without_launcher(os.environ)
@@ -218,7 +219,7 @@ def take(step: Step, *, work: Path, tiny: bool) -> StepOutcome:
     if tiny:
         environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     start, limit = time.monotonic(), 2 * step.seconds + 30
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as out:
+    with (log or work / "step.log").open("w+", encoding="utf-8", errors="replace") as out:
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
         )
@@ -281,6 +282,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--samples", type=int, default=64, help=argparse.SUPPRESS)
     parser.add_argument("--side", type=int, default=64, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # which ends the step's processes, too
     if args.make_shards:
         make_shards(args.make_shards, samples=args.samples, side=args.side)
         return 0
@@ -321,7 +323,8 @@ def suite(chosen: Sequence[Step], *, output: Path, seconds: float, tiny: bool) -
                 outcome = StepOutcome(step.name, step.answers, "", status=f"left out: {left:.0f} s were left")
             else:
                 print(f"{step.name} ...", flush=True)
-                outcome = take(step, work=Path(work), tiny=tiny)
+                log = output.with_name(f"{output.stem}-{step.name.replace(' ', '-').replace('/', '-')}.log")
+                outcome = take(step, work=Path(work), tiny=tiny, log=log)
             outcomes.append(outcome)
             for path in outcome.files:  # the temporary folder will be gone
                 shutil.copy(path, output.with_name(f"{output.stem}-{Path(path).name}"))

@@ -13,6 +13,7 @@ contributions.
 from __future__ import annotations
 
 import argparse
+import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -148,6 +149,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=5120, help="global batch")
     parser.add_argument("--top", type=int, default=0, help="also list this many kernels of each program")
     args = parser.parse_args(argv)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # where torch sees a GPU, it crashes on fake CUDA tensors
     if args.batch % args.ranks:
         parser.error(f"--ranks {args.ranks} does not divide --batch {args.batch}")
     print(f"one of {args.ranks} ranks, {args.batch // args.ranks} of {args.batch} pairs; estimates for an H100")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -46,12 +47,39 @@ def test_a_step_leaves_no_process_behind(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-c", code]
     assert gpu.take(gpu.Step("s", "?", 60, command, command), work=tmp_path, tiny=True).status == "done"
-    stat = Path("/proc") / (tmp_path / "pid").read_text() / "stat"
+    assert ended(int((tmp_path / "pid").read_text())), "the step's child still runs"
+
+
+def ended(pid: int) -> bool:
+    """Whether a process ends within ten seconds."""
+    stat = Path("/proc") / str(pid) / "stat"
     for _ in range(100):  # init reaps it
         if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":
-            return
+            return True
         time.sleep(0.1)
-    raise AssertionError("the step's child still runs")
+    return False
+
+
+def test_an_interrupted_suite_keeps_what_the_step_has_printed(tmp_path: Path) -> None:
+    """Regression test: a machine was given back during a step, and its first table was lost."""
+    step = "import os, time; print('a table', os.getpid(), flush=True); time.sleep(300)"
+    suite = (
+        "import sys; from jobs.bench import gpu; command = [sys.executable, '-c', sys.argv[1]]; gpu.steps = lambda: "
+        "[gpu.Step('a step', '?', 60, command, command)]; gpu.main(['--tiny', '--output', sys.argv[2]])"
+    )
+    process = subprocess.Popen([sys.executable, "-c", suite, step, str(tmp_path / "gpu.json")], stderr=subprocess.PIPE)
+    log = tmp_path / "gpu-a-step.log"
+    try:
+        for _ in range(600):
+            if log.exists() and "a table" in log.read_text():
+                break
+            time.sleep(0.1)
+        process.terminate()
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert log.read_text().startswith("a table")
+    assert ended(int(log.read_text().split()[2])), "the step still runs"
 
 
 def test_a_step_does_not_take_itself_for_a_rank_of_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,11 +65,19 @@ def test_gpu_matches_cpu(name: str) -> None:
         assert relative_error(there, here) < (NEUCLIP_TOLERANCE if name == "neuclip" else 1e-4)
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", NEUCLIP_TOLERANCE), ("bf16", 3e-2)])
-def test_compiled_passes_make_the_same_updates(precision: str, tolerance: float) -> None:
-    plain = {**NEUCLIP, "npn_precision": precision}
+def test_compiled_passes_make_the_same_updates() -> None:
+    plain = {**NEUCLIP, "npn_precision": "fp32"}
     for fused, compiled in zip(run(plain, "cuda"), run({**plain, "npn_compile": True}, "cuda"), strict=True):
-        assert relative_error(compiled, fused) < tolerance
+        assert relative_error(compiled, fused) < NEUCLIP_TOLERANCE
+
+
+def test_compiled_passes_in_bf16_are_as_close_to_fp32_as_the_others() -> None:
+    exact, plain, compiled = (
+        run({**NEUCLIP, "npn_precision": precision, "npn_compile": compile_}, "cuda")
+        for precision, compile_ in (("fp32", False), ("bf16", False), ("bf16", True))
+    )
+    errors = [max(map(relative_error, values, exact)) for values in (plain, compiled)]
+    assert errors[1] < 1.5 * errors[0], errors
 
 
 def test_anchor_block_size_does_not_change_results(monkeypatch: pytest.MonkeyPatch) -> None:

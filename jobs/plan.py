@@ -182,7 +182,7 @@ def memory_rows(plan: RunPlan, *, capacity: float) -> list[list[str]]:
     rows = []
     for stage, part in plan.engine.items():
         total = plan.gpu_bytes(stage) / GIB
-        columns = (part.weights, part.gradients, part.masters, part.moments, part.buffers, plan.activations)
+        columns = (part.weights, part.gradients, part.masters, part.moments, part.buffers, plan.activation_bytes(stage))
         rows.append(
             [
                 f"{stage} (recipe)" if stage == plan.stage else str(stage),

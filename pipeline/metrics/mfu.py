@@ -39,6 +39,8 @@ class TowerCosts:
     """Tokens of one text."""
     trained: tuple[bool, bool]
     """Whether any part of the image tower, and of the text tower, is trained."""
+    normalized_bytes: float = 0.0
+    """Those of `saved_bytes` that are inputs of layer norms."""
 
     @property
     def forward_flops(self) -> float:
@@ -49,7 +51,7 @@ class TowerCosts:
 def measure_towers(towers: nn.Module, *, image_size: int, context_length: int) -> TowerCosts:
     """Count parameters, FLOPs and saved tensors of towers that were built on the meta device."""
     towers.train()
-    one, two = (
+    (one, normalized_one), (two, normalized_two) = (
         _saved_bytes(lambda rows=rows: towers(*_inputs(rows, image_size, context_length)), towers)  # type: ignore[misc]
         for rows in (2, 4)
     )
@@ -62,6 +64,7 @@ def measure_towers(towers: nn.Module, *, image_size: int, context_length: int) -
         saved_bytes=(two - one) / 2,
         context_length=context_length,
         trained=trained_towers(towers),
+        normalized_bytes=(normalized_two - normalized_one) / 2,
     )
 
 
@@ -91,8 +94,13 @@ def _inputs(rows: int, image_size: int, context_length: int) -> tuple[Tensor, Te
 
 
 def activation_bytes(costs: TowerCosts, *, micro_batch: int, bf16: bool) -> int:
-    """Bytes that autograd saves for one micro-batch, with fused attention; under bf16 half of what fp32 needs."""
+    """Bytes that autograd saves for one micro-batch, with fused attention; in bf16 half of what fp32 needs."""
     return round(costs.saved_bytes * micro_batch * (0.5 if bf16 else 1.0))
+
+
+def autocast_bytes(costs: TowerCosts, *, micro_batch: int) -> int:
+    """More bytes under autocast to bf16, where layer norms compute in fp32 and keep their inputs in it."""
+    return round(0.5 * costs.normalized_bytes * micro_batch)
 
 
 @contextmanager
@@ -125,27 +133,35 @@ class _FusedAttention(torch.autograd.Function):
         raise NotImplementedError("shapes only")
 
 
-def _saved_bytes(forward: Callable[[], Any], towers: nn.Module) -> int:
-    """Bytes of the distinct storages that autograd keeps for backward, without parameters.
+def _saved_bytes(forward: Callable[[], Any], towers: nn.Module) -> tuple[int, int]:
+    """Bytes of the distinct storages that autograd keeps for backward, without parameters, and of layer norms' inputs.
 
     Activation checkpointing hides what it saves, so the inputs of the transformers' blocks are counted in any case.
     """
-    own = {p.untyped_storage()._cdata for p in towers.parameters()}
+    own = {_storage(p) for p in towers.parameters()}
     kept: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        if tensor.untyped_storage()._cdata not in own:
-            kept[tensor.untyped_storage()._cdata] = tensor
+        if _storage(tensor) not in own:
+            kept[_storage(tensor)] = tensor
         return tensor
 
     blocks = [block for name, m in towers.named_modules() if name.endswith("resblocks") for block in m.children()]
     handles = [block.register_forward_pre_hook(lambda _, inputs: (keep(inputs[0]), None)[1]) for block in blocks]
+    normalized = set[int]()
+    norms = [module for module in towers.modules() if isinstance(module, nn.LayerNorm)]
+    handles += [norm.register_forward_pre_hook(lambda _, inputs: normalized.add(_storage(inputs[0]))) for norm in norms]
     with _fused_attention(), saved_tensors_hooks(keep, lambda tensor: tensor):
         output = forward()
     for handle in handles:
         handle.remove()
     del output
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    sizes = {storage: tensor.untyped_storage().nbytes() for storage, tensor in kept.items()}
+    return sum(sizes.values()), sum(size for storage, size in sizes.items() if storage in normalized)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 # Dense bf16 TFLOP/s (no sparsity) from the vendors' data sheets, by substring of torch's device name; first match wins.

@@ -13,7 +13,7 @@ from pipeline.data.loading.feature_file import FeatureFile
 from pipeline.data.order.canonical_order import make_layout
 from pipeline.engine.engine_protocol import ENGINES
 from pipeline.errors import UserError
-from pipeline.metrics.mfu import TowerCosts, activation_bytes, measure_towers
+from pipeline.metrics.mfu import TowerCosts, activation_bytes, autocast_bytes, measure_towers
 from pipeline.model.architectures import Architecture
 from pipeline.model.towers import ModelConfig, build_towers, check_start, without_weights
 from pipeline.objectives import ObjectiveMemory
@@ -48,6 +48,8 @@ class RunPlan:
     """Memory by ZeRO stage."""
     activations: int
     """Bytes of activations of one micro-batch."""
+    autocast: int
+    """More of them at stage 0, if it computes in bf16."""
     objective: ObjectiveMemory
     traffic: dict[str, int]
     """Calls and bytes of each collective of the objective in a step, as a rank contributes them."""
@@ -77,7 +79,11 @@ class RunPlan:
     def gpu_bytes(self, stage: int) -> int:
         """Estimated bytes on one GPU at a ZeRO stage."""
         rows = 0 if self.objective.rows_on_host else round(self.objective.per_sample * self.dataset_size / self.gpus)
-        return self.engine[stage].total + self.activations + self.objective.replicated + rows
+        return self.engine[stage].total + self.activation_bytes(stage) + self.objective.replicated + rows
+
+    def activation_bytes(self, stage: int) -> int:
+        """Bytes of activations of one micro-batch at a ZeRO stage."""
+        return self.activations + (self.autocast if stage == 0 else 0)
 
     @property
     def objective_bytes(self) -> int:
@@ -121,6 +127,7 @@ def plan_run(run: RunConfig, *, gpus: int) -> RunPlan:
         samples, path = data.samples if data else dataset_size, Path(run.model.image_features_cache)
         features = FeatureFile(path, samples=samples, dim=dim, dtype=engine.dtype)
     costs = _stage_costs(run, dataset_size=dataset_size, accumulation=micro < local)
+    largest = max((_towers(stage.run.model)[0] for stage in stages_of(run)), key=lambda towers: towers.saved_bytes)
     return RunPlan(
         architecture=architecture.name,
         gpus=gpus,
@@ -141,10 +148,8 @@ def plan_run(run: RunConfig, *, gpus: int) -> RunPlan:
             )
             for stage in range(4)
         },
-        activations=max(
-            activation_bytes(_towers(stage.run.model)[0], micro_batch=micro, bf16=engine.bf16)
-            for stage in stages_of(run)
-        ),
+        activations=activation_bytes(largest, micro_batch=micro, bf16=engine.bf16),
+        autocast=autocast_bytes(largest, micro_batch=micro) if engine.bf16 else 0,
         objective=objective.memory,
         traffic=objective.traffic,
         features_bytes=None if features is None else features.file_bytes,

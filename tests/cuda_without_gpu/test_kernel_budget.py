@@ -6,10 +6,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 
 from jobs.bench import roofline
 from jobs.bench.kernel_trace import Gpu, Kernel, fake_gpu
 from jobs.bench.roofline import Program, block_step, npn_step, objective_step
+from pipeline.metrics.mfu import _fused_attention, _storage, activation_bytes, autocast_bytes, measure_towers
+from pipeline.model.towers import ModelConfig, build_towers
 
 RANKS, BATCH = 8, 5120
 # One of 8 ranks, local batch 640 of 5,120, d = 512, 4,096 prototypes, 10 inner steps: kernels, and GB moved.
@@ -100,3 +105,32 @@ def test_the_table_lists_every_program(capsys: pytest.CaptureFixture[str], monke
     printed = capsys.readouterr().out
     for name in ("openclip", "replicated, eager", "prototypes, compiled", "packed attention"):
         assert name in printed
+
+
+def test_plan_counts_what_autograd_saves_under_cudas_autocast() -> None:
+    """Regression test: layer norms keep their inputs in fp32 there, 11% of what ViT-B/16 took on an H200."""
+    towers, architecture = build_towers(ModelConfig(arch="ViT-B-32"), seed=0, device="meta")
+    size, length = architecture.image_size, architecture.context_length
+    costs = measure_towers(towers, image_size=size, context_length=length)
+
+    def saved(rows: int) -> int:
+        kept: dict[int, Tensor] = {}
+        image = torch.zeros(rows, 3, size, size, device="cuda")
+        text = torch.zeros(rows, length, dtype=torch.int64, device="cuda")
+        with _fused_attention(), saved_tensors_hooks(lambda x: kept.setdefault(_storage(x), x), lambda x: x):
+            output = torch.func.functional_call(towers, state, (image, text))
+        del output
+        return sum(x.untyped_storage().nbytes() for key, x in kept.items() if key not in map(_storage, state.values()))
+
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            named = (*towers.named_parameters(), *towers.named_buffers())
+            state = {name: torch.empty_like(x, device="cuda", requires_grad=x.requires_grad) for name, x in named}
+            found = (saved(4) - saved(2)) / 2
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+        torch.clear_autocast_cache()
+    expected = activation_bytes(costs, micro_batch=1, bf16=True) + autocast_bytes(costs, micro_batch=1)
+    assert expected == pytest.approx(found, rel=0.01)

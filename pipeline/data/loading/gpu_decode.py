@@ -1,4 +1,4 @@
-"""Decoding on the GPU: ordinary JPEGs of a batch with nvJPEG, in the training process. It has not run on a GPU yet."""
+"""Decoding on the GPU: ordinary JPEGs of a batch with nvJPEG, in the training process."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.metadata
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ from data_prep.settings.download_config import DownloadConfig
 from pipeline.config import to_tree
 from pipeline.data.shards.manifest_format import Manifest, load_manifest, make_manifest
 from pipeline.errors import UserError
+from pipeline.versions import version_of
 
 # Settings of how servers are requested, which may change between runs. (The user agent is not among them, because
 # opt-outs may address it.)
@@ -52,7 +52,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 def tool_versions() -> dict[str, str]:
     """Installed versions of the packages that determine a sample's bytes."""
-    return {name: importlib.metadata.version(name) for name in _TOOLS}
+    return {name: version_of(name) for name in _TOOLS}
 
 
 def versions_used(records: Iterable[ShardRecord]) -> dict[str, str]:

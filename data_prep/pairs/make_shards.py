@@ -7,7 +7,6 @@ output of an interrupted and resumed run is therefore bit-identical to that of a
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import multiprocessing
 from collections import Counter
@@ -39,6 +38,7 @@ from data_prep.reasons import REMOVED, FetchError
 from pipeline.data.shards.manifest_format import Manifest, make_manifest
 from pipeline.errors import UserError
 from pipeline.files import flush, replacing, write_text
+from pipeline.versions import version_of
 
 DROPPED_NAME = "dropped.tsv"
 SMALLEST, LARGEST, SHARDS = 100, 10_000, 32
@@ -311,7 +311,7 @@ def _finish(config: PairsConfig, folder: Folder, source: PairSource, plan: str) 
     if not entries:
         raise UserError(f"None of the {source.rows:,} rows of {config.source} gave a sample: {_most(failures, shown)}.")
     image = {key: value for key, value in asdict(config.image).items() if value is not None}
-    tools = {name: importlib.metadata.version(name) for name in _TOOLS}
+    tools = {name: version_of(name) for name in _TOOLS}
     facts = {"made by": config.made_by, "source": dict(source.facts), "image": image, "tools": tools}
     manifest = make_manifest(entries, root=folder.root, failures=failures, facts=facts)
     manifest.save(folder.root)

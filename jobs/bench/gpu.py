@@ -16,6 +16,7 @@ import argparse
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -316,6 +317,7 @@ def suite(chosen: Sequence[Step], *, output: Path, seconds: float, tiny: bool) -
         )
     start, outcomes = time.monotonic(), list[StepOutcome]()
     facts = {"tiny": tiny, "machine": machine()}
+    output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="neuclip-gpu-") as work:
         for step in chosen:
             left = seconds - (time.monotonic() - start)
@@ -323,8 +325,8 @@ def suite(chosen: Sequence[Step], *, output: Path, seconds: float, tiny: bool) -
                 outcome = StepOutcome(step.name, step.answers, "", status=f"left out: {left:.0f} s were left")
             else:
                 print(f"{step.name} ...", flush=True)
-                log = output.with_name(f"{output.stem}-{step.name.replace(' ', '-').replace('/', '-')}.log")
-                outcome = take(step, work=Path(work), tiny=tiny, log=log)
+                name = re.sub(r"\W+", "-", f"{output.stem}-{step.name}")
+                outcome = take(step, work=Path(work), tiny=tiny, log=output.with_name(f"{name}.log"))
             outcomes.append(outcome)
             for path in outcome.files:  # the temporary folder will be gone
                 shutil.copy(path, output.with_name(f"{output.stem}-{Path(path).name}"))

@@ -111,7 +111,7 @@ def test_failures_and_what_there_was_no_time_for_are_recorded(tmp_path: Path) ->
         return gpu.Step(name, "?", seconds, command, command)
 
     steps = [step("good", "print('fine')"), step("bad", "raise SystemExit(3)"), step("long", "", seconds=1000)]
-    output = tmp_path / "gpu.json"
+    output = tmp_path / "new" / "gpu.json"
     assert gpu.suite(steps, output=output, seconds=500, tiny=True) == 1
     written = json.loads(output.read_text())
     assert [outcome["status"].split(":")[0] for outcome in written["steps"]] == ["done", "failed", "left out"]

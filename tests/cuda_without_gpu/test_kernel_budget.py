@@ -122,6 +122,7 @@ def test_plan_counts_what_autograd_saves_under_cudas_autocast() -> None:
         del output
         return sum(x.untyped_storage().nbytes() for key, x in kept.items() if key not in map(_storage, state.values()))
 
+    before = torch.get_autocast_dtype("cuda")
     torch.set_autocast_dtype("cuda", torch.bfloat16)
     torch.set_autocast_enabled("cuda", True)
     try:
@@ -131,6 +132,7 @@ def test_plan_counts_what_autograd_saves_under_cudas_autocast() -> None:
             found = (saved(4) - saved(2)) / 2
     finally:
         torch.set_autocast_enabled("cuda", False)
+        torch.set_autocast_dtype("cuda", before)
         torch.clear_autocast_cache()
     expected = activation_bytes(costs, micro_batch=1, bf16=True) + autocast_bytes(costs, micro_batch=1)
     assert expected == pytest.approx(found, rel=0.01)

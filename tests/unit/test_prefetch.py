@@ -239,18 +239,16 @@ def test_a_step_waits_nowhere_for_the_next_batch(tmp_path: Path, monkeypatch: py
     assert all(torch.equal(weights[key], value) for key, value in without.items())
 
 
-def test_what_makes_collections_slow_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_objects_that_compiling_leaves_are_looked_at_once() -> None:
     """Regression test: torch.compile leaves so many objects that the collection of every record took 0.09 s."""
     try:
-        collect_garbage()
+        gc.freeze()
         before = gc.get_freeze_count()
-        compiled = [[] for _ in range(10_000)]
-        monkeypatch.setattr(timing, "SLOW_COLLECTION", 0.0)
+        kept = [[] for _ in range(1000)]
         collect_garbage()
-        assert gc.get_freeze_count() - before > len(compiled)
-        monkeypatch.setattr(timing, "SLOW_COLLECTION", 60.0)
-        frozen = gc.get_freeze_count()
+        assert gc.get_freeze_count() == before, "a few objects are left to the next collection"
+        kept += [[] for _ in range(timing.MANY_OBJECTS)]
         collect_garbage()
-        assert gc.get_freeze_count() == frozen, "a fast collection leaves the objects to the next one"
+        assert gc.get_freeze_count() - before > len(kept)
     finally:
         gc.unfreeze()

@@ -138,7 +138,7 @@ def dataset(
         `load_state_dict`. It does its own batching: use `DataLoader(..., batch_size=None, num_workers=0)`.
 
     Raises:
-        UserError: A setting is not valid, or the first samples lack the captions that it names.
+        UserError: A setting is not valid, the data is missing or does not fit, or its first samples lack the captions.
     """
     rank = int(os.environ.get("RANK", 0)) if rank is None else rank
     ranks = int(os.environ.get("WORLD_SIZE", 1)) if ranks is None else ranks
@@ -163,7 +163,9 @@ def dataset(
     check_captions(config)
     decoding = {"global_batch": batch_size, "image_size": image_size, "tokenize": tokenize}
     world = World(rank=rank, size=ranks)
-    return OrderedDataset(config=config, world=world, seed=seed, decoding=decoding, normalization=normalization)
+    found = OrderedDataset(config=config, world=world, seed=seed, decoding=decoding, normalization=normalization)
+    len(found)  # reads the manifest, so that data which is missing or does not fit is an error here
+    return found
 
 
 def _is_normalization(given: Any) -> bool:

@@ -127,6 +127,14 @@ def test_what_does_not_fit_is_refused(folder: Path) -> None:
         make(folder, seed=4).load_state_dict(one.state_dict())
 
 
+def test_data_that_is_missing_or_does_not_fit_is_an_error_at_once(folder: Path) -> None:
+    """Regression test: it was one at the first batch, after the model had been built."""
+    with pytest.raises(UserError, match="There is no manifest at"):
+        make(folder / "nowhere")
+    with pytest.raises(UserError, match="fewer than the global batch of 4000"):
+        make(folder, batch_size=4000)
+
+
 def test_a_list_of_folders_is_a_mixture(folder: Path) -> None:
     options: dict[str, Any] = {"batch_size": BATCH, "image_size": 16, "tokenize": count_tokens, **SETTINGS}
     assert len(neuclip.dataset(folder, **options)) == STEPS

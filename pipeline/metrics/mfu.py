@@ -39,8 +39,8 @@ class TowerCosts:
     """Tokens of one text."""
     trained: tuple[bool, bool]
     """Whether any part of the image tower, and of the text tower, is trained."""
-    normalized_bytes: float = 0.0
-    """Those of `saved_bytes` that are inputs of layer norms."""
+    autocast_bytes: float = 0.0
+    """What autograd saves under autocast to bf16."""
 
     @property
     def forward_flops(self) -> float:
@@ -51,7 +51,7 @@ class TowerCosts:
 def measure_towers(towers: nn.Module, *, image_size: int, context_length: int) -> TowerCosts:
     """Count parameters, FLOPs and saved tensors of towers that were built on the meta device."""
     towers.train()
-    (one, normalized_one), (two, normalized_two) = (
+    (one, autocast_one), (two, autocast_two) = (
         _saved_bytes(lambda rows=rows: towers(*_inputs(rows, image_size, context_length)), towers)  # type: ignore[misc]
         for rows in (2, 4)
     )
@@ -64,7 +64,7 @@ def measure_towers(towers: nn.Module, *, image_size: int, context_length: int) -
         saved_bytes=(two - one) / 2,
         context_length=context_length,
         trained=trained_towers(towers),
-        normalized_bytes=(normalized_two - normalized_one) / 2,
+        autocast_bytes=(autocast_two - autocast_one) / 2,
     )
 
 
@@ -83,7 +83,8 @@ def measure_flops(towers: nn.Module, *, image_size: int, context_length: int | N
 
 
 def _flops(forward: Callable[[], Any]) -> int:
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+    # With gradients: without them, a parameter that is expanded (timm's pooling by attention) fails in the counter.
+    with FlopCounterMode(display=False) as counter:
         forward()
     return counter.get_total_flops()
 
@@ -93,14 +94,15 @@ def _inputs(rows: int, image_size: int, context_length: int) -> tuple[Tensor, Te
     return image, torch.zeros(rows, context_length, dtype=torch.int64, device="meta")
 
 
-def activation_bytes(costs: TowerCosts, *, micro_batch: int, bf16: bool) -> int:
-    """Bytes that autograd saves for one micro-batch, with fused attention; in bf16 half of what fp32 needs."""
+def activation_bytes(costs: TowerCosts, *, micro_batch: int, bf16: bool, autocast: bool = False) -> int:
+    """Bytes that autograd saves for one micro-batch, with fused attention.
+
+    In bf16 it is half of what fp32 needs; more under autocast, where layer norms compute in fp32 and keep their inputs
+    in it. (Other operations that autocast computes in fp32, such as the softmax of a Swin tower, are not counted.)
+    """
+    if bf16 and autocast:
+        return round(costs.autocast_bytes * micro_batch)
     return round(costs.saved_bytes * micro_batch * (0.5 if bf16 else 1.0))
-
-
-def autocast_bytes(costs: TowerCosts, *, micro_batch: int) -> int:
-    """More bytes under autocast to bf16, where layer norms compute in fp32 and keep their inputs in it."""
-    return round(0.5 * costs.normalized_bytes * micro_batch)
 
 
 @contextmanager
@@ -133,31 +135,60 @@ class _FusedAttention(torch.autograd.Function):
         raise NotImplementedError("shapes only")
 
 
-def _saved_bytes(forward: Callable[[], Any], towers: nn.Module) -> tuple[int, int]:
-    """Bytes of the distinct storages that autograd keeps for backward, without parameters, and of layer norms' inputs.
+def _saved_bytes(forward: Callable[[], Any], towers: nn.Module) -> tuple[float, float]:
+    """Bytes of the distinct storages that autograd keeps for backward, without parameters: in fp32, and under autocast.
 
-    Activation checkpointing hides what it saves, so the inputs of the transformers' blocks are counted in any case.
+    A layer norm gets a copy of its input, as under autocast; in fp32 it keeps the input itself. Activation
+    checkpointing hides what it saves: the inputs of the blocks.
     """
     own = {_storage(p) for p in towers.parameters()}
-    kept: dict[int, Tensor] = {}
+    plain, autocast = dict[int, Tensor](), dict[int, Tensor]()
+    copies, wide = dict[int, tuple[Tensor, Tensor]](), set[int]()
+    functional: Any = nn.functional
+    layer_norm = functional.layer_norm
+
+    def normalized(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        copy = x.clone()
+        copies[_storage(copy)] = copy, x
+        wide.add(_storage(copy))
+        return layer_norm(copy, *args, **kwargs)
 
     def keep(tensor: Tensor) -> Tensor:
-        if _storage(tensor) not in own:
-            kept[_storage(tensor)] = tensor
+        _, original = copies.get(_storage(tensor), (None, tensor))
+        if _storage(original) not in own:
+            plain[_storage(original)], autocast[_storage(tensor)] = original, tensor
         return tensor
 
-    blocks = [block for name, m in towers.named_modules() if name.endswith("resblocks") for block in m.children()]
-    handles = [block.register_forward_pre_hook(lambda _, inputs: (keep(inputs[0]), None)[1]) for block in blocks]
-    normalized = set[int]()
-    norms = [module for module in towers.modules() if isinstance(module, nn.LayerNorm)]
-    handles += [norm.register_forward_pre_hook(lambda _, inputs: normalized.add(_storage(inputs[0]))) for norm in norms]
-    with _fused_attention(), saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = forward()
-    for handle in handles:
-        handle.remove()
+    def enter(block: nn.Module, given: tuple[Tensor, ...]) -> None:
+        if given[0].requires_grad:
+            keep(given[0])
+            if block in of_texts:  # whose embeddings are in fp32, and all that is added to them
+                wide.add(_storage(given[0]))
+
+    stacks = {name: m for name, m in towers.named_modules() if name.endswith("resblocks")}
+    blocks = [block for name, m in stacks.items() if _checkpointed(towers, name) for block in m.children()]
+    of_texts = {block for name, m in stacks.items() if ".visual." not in name for block in m.children()}
+    handles = [block.register_forward_pre_hook(enter) for block in blocks]
+    functional.layer_norm = normalized
+    try:
+        with _fused_attention(), saved_tensors_hooks(keep, lambda tensor: tensor):
+            output = forward()
+    finally:
+        functional.layer_norm = layer_norm
+        for handle in handles:
+            handle.remove()
     del output
-    sizes = {storage: tensor.untyped_storage().nbytes() for storage, tensor in kept.items()}
-    return sum(sizes.values()), sum(size for storage, size in sizes.items() if storage in normalized)
+    in_fp32 = sum(_bytes(tensor) for tensor in plain.values())
+    return in_fp32, sum(_bytes(tensor) * (1.0 if key in wide else 0.5) for key, tensor in autocast.items())
+
+
+def _checkpointed(towers: nn.Module, name: str) -> bool:
+    """Whether the blocks of the stack `name` are activation-checkpointed."""
+    return bool(getattr(towers.get_submodule(name.rpartition(".")[0]), "grad_checkpointing", False))
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
 
 
 def _storage(tensor: Tensor) -> int:

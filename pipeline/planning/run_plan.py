@@ -13,7 +13,7 @@ from pipeline.data.loading.feature_file import FeatureFile
 from pipeline.data.order.canonical_order import make_layout
 from pipeline.engine.engine_protocol import ENGINES
 from pipeline.errors import UserError
-from pipeline.metrics.mfu import TowerCosts, activation_bytes, autocast_bytes, measure_towers
+from pipeline.metrics.mfu import TowerCosts, activation_bytes, measure_towers
 from pipeline.model.architectures import Architecture
 from pipeline.model.towers import ModelConfig, build_towers, check_start, without_weights
 from pipeline.objectives import ObjectiveMemory
@@ -48,8 +48,8 @@ class RunPlan:
     """Memory by ZeRO stage."""
     activations: int
     """Bytes of activations of one micro-batch."""
-    autocast: int
-    """More of them at stage 0, if it computes in bf16."""
+    activations_at_0: int
+    """The same at ZeRO stage 0, whose bf16 is autocast."""
     objective: ObjectiveMemory
     traffic: dict[str, int]
     """Calls and bytes of each collective of the objective in a step, as a rank contributes them."""
@@ -83,7 +83,7 @@ class RunPlan:
 
     def activation_bytes(self, stage: int) -> int:
         """Bytes of activations of one micro-batch at a ZeRO stage."""
-        return self.activations + (self.autocast if stage == 0 else 0)
+        return self.activations if stage else self.activations_at_0
 
     @property
     def objective_bytes(self) -> int:
@@ -149,7 +149,7 @@ def plan_run(run: RunConfig, *, gpus: int) -> RunPlan:
             for stage in range(4)
         },
         activations=activation_bytes(largest, micro_batch=micro, bf16=engine.bf16),
-        autocast=autocast_bytes(largest, micro_batch=micro) if engine.bf16 else 0,
+        activations_at_0=activation_bytes(largest, micro_batch=micro, bf16=engine.bf16, autocast=True),
         objective=objective.memory,
         traffic=objective.traffic,
         features_bytes=None if features is None else features.file_bytes,

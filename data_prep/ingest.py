@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.dataset.dataset_folder import Folder, ShardRecord
-from data_prep.dataset.manifest_writer import changes, rules_of, write_manifest
+from data_prep.dataset.manifest_writer import changes, check_recorded, rules_of, write_manifest
 from data_prep.dataset.removal import finish_removal
 from data_prep.dataset.sessions import Journal, exclusive_lock, part_lock, shared_lock, worker_lock
 from data_prep.dataset.shard_commit import recover
@@ -140,6 +140,7 @@ def _with_rules(folder: Folder, plan: Plan, rules: dict[str, Any]) -> Plan:
 
     Nor may they change while a download works with the former ones: its shards would be refused at the end.
     """
+    check_recorded(folder, plan)
     differences = changes(plan.rules, rules) if plan.rules else []
     is_begun = bool(folder.finished() or folder.numbered("meta", ".commit"))
     if differences and is_begun:

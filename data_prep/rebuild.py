@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from data_prep.dataset.dataset_folder import Folder, load_config
-from data_prep.dataset.manifest_writer import rules_of, write_manifest
+from data_prep.dataset.manifest_writer import check_recorded, rules_of, write_manifest
 from data_prep.dataset.removal import finish_removal
 from data_prep.dataset.sessions import exclusive_lock, read_sessions
 from data_prep.dataset.shard_commit import recover
@@ -59,6 +59,7 @@ def rebuild(
     folder.make()
     with exclusive_lock(folder):
         plan = _repaired_plan(config, folder)
+        check_recorded(folder, plan)
         _check_settings(config, folder, plan)
         recover(folder, range(plan.shards))
         shards = _shards_at_fault(folder, plan, problems)

@@ -55,6 +55,20 @@ def tool_versions() -> dict[str, str]:
     return {name: version_of(name) for name in _TOOLS}
 
 
+def check_recorded(folder: Folder, plan: Plan) -> None:
+    """Refuse to change shards of which nothing says with which settings they were made.
+
+    Raises:
+        UserError: A version before 0.2 has made them.
+    """
+    if not plan.rules and folder.finished():
+        raise UserError(
+            f"{folder.root} was downloaded by a version before 0.2, which did not record the settings of its shards: "
+            "changed or continued, it could mix images of different sizes. It can be trained on as it is. Download "
+            "into a new folder, or copy shards/*.tar to one, for `neuclip manifest` and then `neuclip verify --remove`."
+        )
+
+
 def versions_used(records: Iterable[ShardRecord]) -> dict[str, str]:
     """The versions that the shards of a set were made with; several of one package are joined by commas."""
     used: dict[str, set[str]] = {name: set() for name in _TOOLS}

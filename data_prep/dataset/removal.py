@@ -30,7 +30,7 @@ from data_prep.dataset.dataset_folder import (
     signed,
     tar_name,
 )
-from data_prep.dataset.manifest_writer import local_manifest, write_manifest
+from data_prep.dataset.manifest_writer import check_recorded, local_manifest, write_manifest
 from data_prep.dataset.salvage import check_converted, check_meta, check_shard
 from data_prep.dataset.sessions import exclusive_lock, part_lock
 from data_prep.dataset.shard_commit import publish, recover
@@ -74,7 +74,9 @@ def remove(root: str | Path, names: set[str]) -> tuple[Removal, Manifest | None]
         return remove_from_shards(folder, names)
     load_config(folder.root)  # fails if the settings are lost
     with exclusive_lock(folder):
-        recover(folder, range(load_plan(folder).shards))
+        plan = load_plan(folder)
+        check_recorded(folder, plan)
+        recover(folder, range(plan.shards))
         if read_lines(folder.pending_removal) - names:  # of another list
             finish_removal(folder)
         return _remove(folder, names)

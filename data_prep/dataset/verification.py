@@ -159,6 +159,8 @@ def _check_manifest(folder: Folder, plan: Plan, manifest: Manifest) -> Iterator[
     stated = json.loads((folder.root / MANIFEST_NAME).read_bytes())
     # Compared as JSON, which has lists in place of tuples.
     for name, value in (("failures", expected.failures), ("facts", expected.facts), ("attempted", expected.attempted)):
+        if name == "facts" and not plan.rules:  # of a version before 0.2: the plan does not say all of them
+            continue
         if json.dumps(stated.get(name), sort_keys=True) != json.dumps(value, sort_keys=True, default=dict):
             yield Problem(MANIFEST_NAME, name, "it does not match the plan and the shards' records")
     if manifest.digest != expected.digest:

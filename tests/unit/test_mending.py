@@ -300,6 +300,30 @@ def test_settings_of_samples_cannot_change_while_a_download_works(made: Download
     assert prepare(other)[1].rules["image"]["size"] == 99
 
 
+def test_a_folder_of_a_version_before_0_2_is_read_and_not_changed(made: DownloadConfig, copied: Path) -> None:
+    """Regression test: each command that changes one ended as a bug, after it had lost the settings in the manifest; a
+    download that went on mixed images of two sizes. `verify` called one damaged."""
+
+    def as_before(path: Path, *names: str) -> None:
+        edit(path, lambda tree: [tree.pop(name, None) for name in names])
+
+    as_before(copied / "plan/plan.json", "rules", "parts", "files", "index", "own_sha256")
+    for path in (copied / "meta").glob("*.json"):
+        as_before(path, "rules", "tools", "own_sha256")
+    before = contents(copied)
+    config = replace(made, output=str(copied))
+    for change in (
+        lambda: prepare(config),
+        lambda: prepare(replace(config, image=replace(config.image, size=99))),
+        lambda: remove(copied, {"000000001"}),
+        lambda: rebuild(copied, [], allow_addresses=True),
+    ):
+        with pytest.raises(UserError, match=r"downloaded by a version before 0\.2, which did not record"):
+            change()
+    assert contents(copied) == before
+    assert verify(copied) == []
+
+
 def test_removal_and_rebuild_are_refused_while_another_process_uses_the_folder(copied: Path) -> None:
     folder = Folder(copied)
     with shared_lock(folder), shared_lock(folder), part_lock(folder, 0):

@@ -97,9 +97,19 @@ class LazyGroup(click.Group):
             formatter.write_dl([(name, help_line) for name, (_, help_line) in COMMANDS.items()])
 
 
+def _version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        from pipeline.versions import version_of
+
+        click.echo(f"neuclip, version {version_of('neuclip')}")
+        context.exit()
+
+
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--debug", is_flag=True, help="Show the full traceback of an error.")
-@click.version_option(package_name="neuclip")
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Show the version and exit."
+)
 def cli(debug: bool) -> None:
     """Pretrain CLIP models with few GPUs: from URLs to an evaluated model.
 

@@ -16,6 +16,7 @@ from pipeline.errors import UserError
 from pipeline.metrics.mfu import TowerCosts, activation_bytes, measure_towers
 from pipeline.model.architectures import Architecture
 from pipeline.model.towers import ModelConfig, build_towers, check_start, without_weights
+from pipeline.model.trimming import text_trimming
 from pipeline.objectives import ObjectiveMemory
 from pipeline.planning.run_costs import (
     Cost,
@@ -220,6 +221,8 @@ def _towers(model: ModelConfig) -> tuple[TowerCosts, Architecture, tuple[str, ..
     """An architecture, its costs, and what is unusual about it."""
     check_start(model)
     towers, architecture = build_towers(without_weights(model), seed=0, device="meta")
+    packed = model.text_batching == "packed"  # checked as in training:
+    text_trimming(towers.clip, wanted=model.trim_text, longest=model.text_tokens, packed=packed)
     length = min(model.text_tokens or architecture.context_length, architecture.context_length)
     costs = measure_towers(towers, image_size=architecture.image_size, context_length=length)
     return costs, architecture, towers.notes

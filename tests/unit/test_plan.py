@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from jobs.plan import _size, command, describe_loading
 from pipeline.errors import UserError
-from pipeline.metrics.mfu import TowerCosts, measure_towers
+from pipeline.metrics.mfu import TowerCosts, measure_flops, measure_towers
 from pipeline.model.towers import ModelConfig, build_towers
 from pipeline.planning import measure
 from pipeline.planning.run_costs import engine_memory, run_cost
@@ -60,6 +60,21 @@ def test_saved_bytes_equal_what_autograd_saves(arch: str) -> None:
         return sum(t.untyped_storage().nbytes() for t in kept.values())
 
     assert (saved(64) - saved(32)) / 32 == pytest.approx(estimated, rel=0.01)
+
+
+@pytest.mark.parametrize("unfit", ["model.text_tokens=8", "model.trim_text=true", "model.text_batching=packed"])
+def test_what_training_refuses_is_refused(arch: str, unfit: str) -> None:
+    """Regression test: `plan` gave numbers for it, or ended as a bug."""
+    given = settings("ViT-B-32", "plan.dataset_size=1000", "model.packed_attention=false", unfit)
+    with pytest.raises(UserError, match="It needs packed attention"):
+        plan_run(load_recipe(None, given), gpus=1)
+
+
+def test_flops_of_towers_that_pool_by_attention_are_counted() -> None:
+    """Regression test: training SigLIP's towers ended as a bug where the GPU's peak is known, and `plan` everywhere."""
+    towers, architecture = build_towers(ModelConfig(arch="PE-Core-T-16-384"), seed=0, device="meta")
+    assert measure_towers(towers, image_size=architecture.image_size, context_length=8).image_flops > 1e9
+    assert measure_flops(towers, image_size=architecture.image_size, context_length=8) > 1e9
 
 
 def test_checkpointing_saves_memory(arch: str) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import os
 import platform
 import re
@@ -211,15 +212,15 @@ def machine() -> dict[str, Any]:
     return found
 
 
-def take(step: Step, *, work: Path, tiny: bool, log: Path | None = None) -> StepOutcome:
-    """Run one step until it ends or its time limit is reached; `log` gets what it prints."""
+def take(step: Step, *, work: Path, tiny: bool, log: Path | None = None, most: float = math.inf) -> StepOutcome:
+    """Run one step until it ends or its time limit, `most` seconds or less, is reached; `log` gets what it prints."""
     command = [part.replace("{work}", str(work)) for part in (step.tiny if tiny else step.command)]
     outcome = StepOutcome(step.name, step.answers, " ".join(command[1:]), status="done")
     environment = without_launcher(os.environ)
     environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     if tiny:
         environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    start, limit = time.monotonic(), 2 * step.seconds + 30
+    start, limit = time.monotonic(), min(2 * step.seconds + 30, most)
     with (log or work / "step.log").open("w+", encoding="utf-8", errors="replace") as out:
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
@@ -228,7 +229,7 @@ def take(step: Step, *, work: Path, tiny: bool, log: Path | None = None) -> Step
             if code := process.wait(limit):
                 outcome.status = f"failed: exit code {code}"
         except subprocess.TimeoutExpired:
-            outcome.status = f"failed: not done after {limit} s"
+            outcome.status = f"failed: not done after {limit:.0f} s"
         finally:  # workers and contenders, too: they hold memory of the GPU that the next step needs
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -283,15 +284,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--samples", type=int, default=64, help=argparse.SUPPRESS)
     parser.add_argument("--side", type=int, default=64, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # which ends the step's processes, too
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)  # which ends the step's processes, too
     if args.make_shards:
         make_shards(args.make_shards, samples=args.samples, side=args.side)
         return 0
+    if not args.minutes > 0:
+        parser.error(f"--minutes must be above 0, not {args.minutes:g}")
+    for word in args.only or ():
+        if not word or not any(word in step.name for step in steps()):
+            parser.error(f"--only {word!r} names no step; there are: {', '.join(step.name for step in steps())}")
     chosen = [
         step for step in steps() if not args.only or step.name == "shards" or any(w in step.name for w in args.only)
     ]
-    if not chosen or (args.only and len(chosen) == 1 and "shards" not in args.only):
-        parser.error(f"--only names no step; there are: {', '.join(step.name for step in steps())}")
     if args.dry_run:
         for step in chosen:
             print(f"{step.name} (about {step.seconds} s): {step.answers}\n    {' '.join(step.command[1:])}")
@@ -317,7 +322,13 @@ def suite(chosen: Sequence[Step], *, output: Path, seconds: float, tiny: bool) -
         )
     start, outcomes = time.monotonic(), list[StepOutcome]()
     facts = {"tiny": tiny, "machine": machine()}
-    output.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.open("x").close()
+        write_json(output, {**facts, "steps": []})
+    except OSError as error:
+        why = "exists already" if output.exists() else f"cannot be written ({error.strerror})"
+        raise SystemExit(f"{output} {why}: give --output another name.") from None
     with tempfile.TemporaryDirectory(prefix="neuclip-gpu-") as work:
         for step in chosen:
             left = seconds - (time.monotonic() - start)
@@ -326,10 +337,13 @@ def suite(chosen: Sequence[Step], *, output: Path, seconds: float, tiny: bool) -
             else:
                 print(f"{step.name} ...", flush=True)
                 name = re.sub(r"\W+", "-", f"{output.stem}-{step.name}")
-                outcome = take(step, work=Path(work), tiny=tiny, log=output.with_name(f"{name}.log"))
+                outcome = take(step, work=Path(work), tiny=tiny, log=output.with_name(f"{name}.log"), most=left)
             outcomes.append(outcome)
-            for path in outcome.files:  # the temporary folder will be gone
-                shutil.copy(path, output.with_name(f"{output.stem}-{Path(path).name}"))
+            try:
+                for path in outcome.files:  # the temporary folder will be gone
+                    shutil.copy(path, output.with_name(f"{output.stem}-{Path(path).name}"))
+            except OSError as error:
+                outcome.status = f"failed: its files could not be copied ({error.strerror})"
             write_json(output, {**facts, "steps": [asdict(each) for each in outcomes]})
             print(f"{step.name}: {outcome.status}, {outcome.seconds:.0f} s {outcome.figures or ''}", flush=True)
     failed = [outcome.name for outcome in outcomes if outcome.status.startswith("failed")]
@@ -338,4 +352,7 @@ def suite(chosen: Sequence[Step], *, output: Path, seconds: float, tiny: bool) -
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("Interrupted. The files of the steps that ran are kept.")

@@ -150,6 +150,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--top", type=int, default=0, help="also list this many kernels of each program")
     args = parser.parse_args(argv)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # where torch sees a GPU, it crashes on fake CUDA tensors
+    if min(args.ranks, args.batch) < 1:
+        parser.error("--ranks and --batch must be at least 1")
     if args.batch % args.ranks:
         parser.error(f"--ranks {args.ranks} does not divide --batch {args.batch}")
     print(f"one of {args.ranks} ranks, {args.batch // args.ranks} of {args.batch} pairs; estimates for an H100")

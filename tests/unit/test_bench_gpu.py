@@ -120,6 +120,32 @@ def test_failures_and_what_there_was_no_time_for_are_recorded(tmp_path: Path) ->
     assert written["machine"]["versions"]["torch"]
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--only", "nosuch", "network"], "--only 'nosuch' names no step"),
+        (["--only", ""], "--only '' names no step"),
+        (["--minutes", "nan"], "--minutes must be above 0, not nan"),
+        (["--tiny", "--output", "{folder}"], "exists already: give --output another name"),
+        (["--tiny", "--output", "{folder}/file/x.json"], "cannot be written (File exists): give --output another name"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also results of an earlier call, which `--only` would replace."""
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as refused:
+        gpu.main([word.replace("{folder}", str(tmp_path)) for word in words])
+    assert message in f"{refused.value} {capsys.readouterr().err}"
+
+
+def test_minutes_are_a_limit(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import time; time.sleep(300)"]
+    assert gpu.suite([gpu.Step("s", "?", 1, command, command)], output=tmp_path / "x.json", seconds=2, tiny=True) == 1
+    assert json.loads((tmp_path / "x.json").read_text())["steps"][0]["status"] == "failed: not done after 2 s"
+
+
 def test_missing_packages_are_named_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "NEEDED", ("json", "no_such_package"))
     with pytest.raises(SystemExit, match=r"missing here: no_such_package\. docs/benchmarks\.md"):

@@ -52,7 +52,7 @@ def test_no_sample_of_the_epoch_is_repeated(base: Path, before: int, steps: int,
 def test_another_number_of_streams_is_still_refused(base: Path) -> None:
     first, second = loader(base, 8), loader(base, 16, streams=8)
     next(first)
-    with pytest.raises(UserError, match=r"data\.streams was 4, now 8"):
+    with pytest.raises(UserError, match=r"continued: data\.streams was 4, now 8\. Restore"):  # the size is no reason
         second.load_state_dict(first.state_dict(), new_batch_size=True)
     with pytest.raises(UserError, match="global batch was 8, now 16"):
         loader(base, 16).load_state_dict(first.state_dict())

@@ -233,8 +233,9 @@ def with_batch_size(state: Mapping[str, Any], dataset: StreamDataset) -> tuple[d
         UserError: This program computes another order than the one that wrote the state.
     """
     layout, before = dataset.order.layout, int(state["order"]["global batch"])
-    if before % layout.streams or state["order"]["data.streams"] != layout.streams:
-        return dict(state), 0  # other streams: `restore_position` refuses the state with the reason
+    order = {**state["order"], "global batch": layout.global_batch}
+    if before % layout.streams or order["data.streams"] != layout.streams:
+        return {**state, "order": order}, 0  # other streams: `restore_position` refuses the state with the reason
     old = replace(dataset.order, layout=replace(layout, global_batch=before))
     everywhere = range(layout.streams)
     if _proof(old, Position(epoch=state["epoch"], batch=state["batch"]), everywhere) != state["proof"]:
@@ -243,7 +244,6 @@ def with_batch_size(state: Mapping[str, Any], dataset: StreamDataset) -> tuple[d
     batch = min(-(-turn // layout.rows), layout.steps)
     skipped = max(0, batch * layout.rows - turn) * layout.streams
     proof = _proof(dataset.order, Position(epoch=state["epoch"], batch=batch), everywhere)
-    order = {**state["order"], "global batch": layout.global_batch}
     return {**state, "batch": batch, "proof": proof, "order": order}, skipped
 
 

@@ -365,7 +365,7 @@ def describe(checkpoint: Checkpoint, run: RunConfig, *, skipped: int) -> str:
 
 
 def changed_settings(before: Tree, now: Tree) -> list[str]:
-    """The settings that differ, without `output`.
+    """The settings that differ, without `output`: first those that both have.
 
     One that only one of both has differs, too: the default of a new setting may compute in another way than the version
     that did not have it.
@@ -373,6 +373,6 @@ def changed_settings(before: Tree, now: Tree) -> list[str]:
     old, new = flatten(before), flatten(now)
     return [
         f"{key} {old.get(key, 'absent')} -> {new.get(key, 'absent')}"
-        for key in sorted(old.keys() | new.keys())
+        for key in sorted(old.keys() | new.keys(), key=lambda key: (key not in old or key not in new, key))
         if old.get(key, "absent") != new.get(key, "absent") and key != "output"
     ]

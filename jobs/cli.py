@@ -99,9 +99,9 @@ class LazyGroup(click.Group):
 
 def _version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
     if wanted:
-        from pipeline.versions import version_of
+        from neuclip import __version__  # here, because reading it would delay every start
 
-        click.echo(f"neuclip, version {version_of('neuclip')}")
+        click.echo(f"neuclip, version {__version__}")
         context.exit()
 
 

@@ -52,7 +52,7 @@ class Step:
     answers: str
     """The question that the step answers."""
     seconds: int
-    """Expected time; the time limit is twice as long plus half a minute. Those that have run: docs/benchmarks.md."""
+    """Expected time, a guess for steps that no H200 has run; the time limit is twice as long plus half a minute."""
     command: Sequence[str]
     tiny: Sequence[str]
     """The same measurement in a tiny form, for a CPU."""
@@ -322,13 +322,13 @@ def suite(chosen: Sequence[Step], *, output: Path, seconds: float, tiny: bool) -
         )
     start, outcomes = time.monotonic(), list[StepOutcome]()
     facts = {"tiny": tiny, "machine": machine()}
+    if output.exists():
+        raise SystemExit(f"{output} exists already: give --output another name.")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        output.open("x").close()
         write_json(output, {**facts, "steps": []})
     except OSError as error:
-        why = "exists already" if output.exists() else f"cannot be written ({error.strerror})"
-        raise SystemExit(f"{output} {why}: give --output another name.") from None
+        raise SystemExit(f"{output} cannot be written ({error.strerror}): give --output another name.") from None
     with tempfile.TemporaryDirectory(prefix="neuclip-gpu-") as work:
         for step in chosen:
             left = seconds - (time.monotonic() - start)

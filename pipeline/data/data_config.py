@@ -107,8 +107,8 @@ class DataConfig:
     decoding: Literal["fast", "scaled", "exact", "gpu"] = "fast"
     """`fast` (libjpeg-turbo and torch's uint8 bicubic, within 2 of 255 of open_clip's pixels), `exact` (open_clip's own
     PIL pixels), `scaled` (as `fast`, but images of twice the training size and more are decoded at 1/2, 1/4 or 1/8 of
-    their size: cheaper, and slightly other pixels) or `gpu` (ordinary JPEGs with nvJPEG, with
-    slightly other pixels; all else as `fast`)."""
+    their size: cheaper, and slightly other pixels) or `gpu` (ordinary JPEGs with nvJPEG, with slightly other
+    pixels; all else as `fast`)."""
     crop: CropConfig = Field(default_factory=CropConfig)
     """The random resized crop."""
     max_pixels: int = Field(default=178_956_970, ge=1)

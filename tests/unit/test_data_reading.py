@@ -13,6 +13,7 @@ import pytest
 import webdataset
 
 from data_prep.dataset import canonical_tar as canonical
+from data_prep.pairs.find_source import SourceOptions, open_source
 from pipeline.data.loading.stream_reader import TRUNCATED, StreamReader
 from pipeline.data.order.canonical_order import stream_order
 from pipeline.data.order.mixture import make_mixture, plan_epoch
@@ -74,6 +75,16 @@ def test_long_names_directories_and_extended_headers(tmp_path: Path, dialect: in
         with open(path, "rb") as file:
             file.seek(record_offset(file, number))
             assert next(read_records(file)) == record
+
+
+def test_the_image_of_a_sample_is_its_first(tmp_path: Path) -> None:
+    samples = [{"jpg": b"photo", "png": b"mask", "txt": b"a cup"}, {"png": b"photo", "txt": b"a cat"}]
+    write_tar(tmp_path / "a.tar", samples)
+    with open_records(str(tmp_path / "a.tar"), skip=0) as records:
+        assert [record.image for record in records] == [b"photo", b"photo"]
+    options = SourceOptions(caption="txt")
+    source = open_source(str(tmp_path / "a.tar"), options, listing=tmp_path / "list")
+    assert [pair.image for pair in source.read(0, 2)] == [b"photo", b"photo"]
 
 
 def test_names_split_at_the_first_dot_of_the_file_name() -> None:

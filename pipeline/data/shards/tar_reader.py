@@ -55,7 +55,7 @@ def read_records(
 ) -> Iterator[TarRecord]:
     """The samples of a tar, starting at number `skip`.
 
-    Consecutive members whose names are equal up to the first dot form one sample.
+    Consecutive members whose names are equal up to the first dot form one sample, whose first image counts.
 
     Args:
         file: The tar.
@@ -76,12 +76,12 @@ def read_records(
                 if number >= skip:
                     yield TarRecord(image=image, caption=caption, key=current)
                 current, number, image, caption = sample, number + 1, None, None
-            if number < skip or (suffix != caption_suffix and suffix not in IMAGE_SUFFIXES):
-                _skip(file, size)
-            elif suffix == caption_suffix:
+            if number >= skip and suffix == caption_suffix:
                 caption = _payload(file, size)
-            else:
+            elif number >= skip and suffix in IMAGE_SUFFIXES and image is None:
                 image = _payload(file, size)
+            else:
+                _skip(file, size)
     except DamagedTar:
         if image is not None and caption is not None:
             yield TarRecord(image=image, caption=caption, key=current)

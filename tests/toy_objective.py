@@ -31,4 +31,4 @@ class InBatchToy(SoftmaxObjective):
     def anchor_weights(self, batch: AnchorBatch) -> AnchorWeights:
         loss = self.config.tau * (batch.log_g[0] + batch.log_g[1]).mean()
         zero = torch.zeros_like(loss)
-        return AnchorWeights(loss, log_normalizer=batch.log_g, log_scale=(zero, zero), metrics={"tau": zero + 0.1})
+        return AnchorWeights(loss, log_normalizer=batch.log_g, metrics={"tau": zero + 0.1})

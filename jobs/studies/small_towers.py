@@ -11,7 +11,7 @@ Shape legend: n pairs, D input features of a side, L latent dimensions, d embedd
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -204,7 +204,7 @@ def oracle_loss(image: Tensor, text: Tensor, *, tau: float, exact: tuple[Tensor,
     return loss
 
 
-def squared_error(found: tuple[Tensor, Tensor], exact: tuple[Tensor, Tensor]) -> float:
+def squared_error(found: Iterable[Tensor], exact: Iterable[Tensor]) -> float:
     """The mean squared error of log-normalizers, averaged over both sides."""
     return float(torch.stack([(a - b).square().mean() for a, b in zip(found, exact, strict=True)]).mean())
 

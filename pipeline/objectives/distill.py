@@ -51,7 +51,7 @@ class Relational:
     """[B, 2]: B times d loss / d tau of each anchor of both sides."""
 
 
-def ensemble_loss(own: Pair, features: Pair, tau: Pair, *, teacher: Teachers, world: World) -> Relational:
+def ensemble_loss(own: Pair, features: Pair, tau: Tensor, *, teacher: Teachers, world: World) -> Relational:
     """The mean of the teachers' `relational_loss`, as in MobileCLIP. Collective.
 
     Args:
@@ -70,13 +70,13 @@ def ensemble_loss(own: Pair, features: Pair, tau: Pair, *, teacher: Teachers, wo
     return Relational(loss, (first, second), slopes)
 
 
-def relational_loss(own: Pair, features: Pair, tau: Pair, *, teacher: Teacher, world: World) -> Relational:
+def relational_loss(own: Pair, features: Pair, tau: Tensor, *, teacher: Teacher, world: World) -> Relational:
     """The loss over the global batch and its exact derivatives. Collective: the teacher's features, 8 scalars a row.
 
     Args:
         own: The student's unit-norm features of this rank, [b, d] each.
         features: Those of all ranks, [B, d] each.
-        tau: The student's temperature of each anchor, [B] each.
+        tau: The student's temperature of each anchor, [2, B].
         teacher: Its features of this rank's samples.
         world: The ranks.
     """

@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from pipeline.config import section
-from pipeline.objectives.base import ObjectiveContext, Pair
+from pipeline.objectives.base import ObjectiveContext
 from pipeline.objectives.parts import Adam, Momentum, Temperature
 from pipeline.objectives.registry import register
 from pipeline.objectives.softmax import AnchorBatch, AnchorWeights, SoftmaxObjective
@@ -59,9 +59,9 @@ class SampleTemperatures(Temperature):
         # Mean of the latest batch: an open_clip file has room for one logit scale only.
         self.batch_tau = torch.tensor(config.tau_init, dtype=context.dtype, device=context.device)
 
-    def of_anchors(self, size: int, fetched: Tensor | None) -> Pair:
+    def of_anchors(self, size: int, fetched: Tensor | None) -> Tensor:
         assert fetched is not None
-        return fetched[:, 2].contiguous(), fetched[:, 3].contiguous()
+        return fetched[:, 2:4].T.contiguous()
 
     def updated(self, rows: Tensor, gradient: Tensor, *, lr_scale: float) -> Tensor:
         """The batch's columns of this component after one optimizer step; tau stays within [tau_min, tau_max].
@@ -110,22 +110,14 @@ class ISogClr(SoftmaxObjective):
 
     def anchor_weights(self, batch: AnchorBatch) -> AnchorWeights:
         log_u, log_normalizer = self.averages.estimate(batch)
-        slopes = temperature_slopes(batch, log_normalizer)
-        loss, gradients = torch.zeros_like(batch.positive[0]), []
-        for side in (0, 1):
-            inside = log_normalizer[side] + self.config.rho
-            loss = loss + (batch.tau[side] * inside).mean()
-            gradients.append(inside + batch.tau[side] * slopes[side])
-        zero = torch.zeros_like(loss)
-        tau = torch.stack(batch.tau, 1)
+        inside, tau = log_normalizer + self.config.rho, batch.tau
         metrics = {"tau": tau.mean(), "tau_lowest": tau.min(), "tau_highest": tau.max()}
         return AnchorWeights(
-            loss=loss,
+            loss=(tau * inside).mean(1).sum(),
             log_normalizer=log_normalizer,
-            log_scale=(zero, zero),
-            tau_gradient=torch.stack(gradients, 1),
+            tau_gradient=(inside + tau * temperature_slopes(batch, log_normalizer)).T.contiguous(),
             metrics={**metrics, **self.averages.metrics(batch, log_normalizer)},
-            update=(torch.stack(log_u, 1), batch.fetched),
+            update=(log_u.T, batch.fetched),
         )
 
     def update_state(self, pending: AnchorWeights, *, lr_scale: float) -> None:
@@ -134,5 +126,5 @@ class ISogClr(SoftmaxObjective):
         tau_rows = self.temperature.updated(rows, pending.tau_gradient, lr_scale=lr_scale)
         self.averages.commit(torch.cat([log_u, tau_rows], 1))
 
-    def cold_normalizers(self, batch: AnchorBatch) -> Pair:
+    def cold_normalizers(self, batch: AnchorBatch) -> Tensor:
         return self.averages.cold_normalizers(batch)

@@ -6,9 +6,10 @@ import math
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from pipeline.config import section
-from pipeline.objectives.base import ObjectiveContext, Pair
+from pipeline.objectives.base import ObjectiveContext
 from pipeline.objectives.registry import register
 from pipeline.objectives.softmax import AnchorBatch, AnchorWeights, SoftmaxObjective
 from pipeline.objectives.temperature import LearnedTemperature, TemperatureConfig
@@ -33,19 +34,14 @@ class OpenClip(SoftmaxObjective):
     def anchor_weights(self, batch: AnchorBatch) -> AnchorWeights:
         log_pairs = math.log(batch.size - 1)
         tau = self.temperature.value()
-        loss, tau_gradient, normalizers = torch.zeros_like(tau), torch.zeros_like(tau), []
-        for log_g, mean_h in zip(batch.log_g, batch.mean_h, strict=True):
-            loss = loss + 0.5 * F.softplus(log_g + log_pairs).mean()
-            tau_gradient = tau_gradient - 0.5 * (torch.sigmoid(log_g + log_pairs) * mean_h).mean() / tau
-            normalizers.append(torch.logaddexp(log_g, log_g.new_full((), -log_pairs)))
-        log_scale = -torch.log(2 * tau)
+        log_odds = batch.log_g + log_pairs
         return AnchorWeights(
-            loss=loss,
-            log_normalizer=(normalizers[0], normalizers[1]),
-            log_scale=(log_scale, log_scale),
-            tau_gradient=tau_gradient,
+            loss=0.5 * F.softplus(log_odds).mean(1).sum(),
+            log_normalizer=torch.logaddexp(batch.log_g, batch.log_g.new_full((), -log_pairs)),
+            log_scale=-torch.log(2 * tau),
+            tau_gradient=-(0.5 * (torch.sigmoid(log_odds) * batch.mean_h).mean(1) / tau).sum(),
             metrics={"tau": tau},
         )
 
-    def normalizers_in_use(self, batch: AnchorBatch) -> Pair:
+    def normalizers_in_use(self, batch: AnchorBatch) -> Tensor:
         return batch.log_g  # the positive, which this loss adds to the sum, is no part of g

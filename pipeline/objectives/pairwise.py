@@ -51,20 +51,6 @@ def row_blocks(rows: int, columns: int, *, device: torch.device) -> Iterator[sli
         yield slice(start, min(rows, start + size))
 
 
-@dataclass(frozen=True)
-class AnchorSide:
-    """The anchors' scalars in the pairwise gradient of one side; every tensor is [n] for n anchors."""
-
-    positive: Tensor
-    """s_ii."""
-    tau: Tensor
-    """Temperature."""
-    log_weight: Tensor
-    """w_i such that dL/ds_ij = exp(h_ij + w_i) for j != i."""
-    pull: Tensor
-    """-dL/ds_ii."""
-
-
 def similarities(own_bd: Tensor, others_Bd: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Blocks of own rows and their products with all others, [rows, B], in a buffer that the next block overwrites."""
     columns, space = others_Bd.shape[0], Workspace()
@@ -102,29 +88,36 @@ def anchor_statistics(
     return log_g, mean_h
 
 
-def softmax_gradient(own_bd: Tensor, others_Bd: Tensor, *, own: AnchorSide, others: AnchorSide, first: int) -> Tensor:
+def softmax_gradient(
+    own_bd: Tensor,
+    others_Bd: Tensor,
+    *,
+    slope: tuple[Tensor, Tensor],
+    shift: tuple[Tensor, Tensor],
+    pull: Tensor,
+    first: int,
+) -> Tensor:
     """Feature gradient of every softmax objective, `sum_j dL/ds_ij others_j` for each own row i of one side, [b, d].
 
-    A sample's feature occurs twice: as an anchor against all others (weights of `own`) and as a negative of every
-    anchor of the other side (weights of `others`). So the gradient needs the gathered scalars of the other ranks'
-    anchors, but no gradient collective (FastCLIP, section 4).
+    A sample's feature occurs twice: as an anchor against all others and as a negative of every anchor of the other
+    side. So the gradient needs the gathered scalars of the other ranks' anchors, but no gradient collective (FastCLIP,
+    section 4).
 
     Args:
         own_bd: Features of this rank.
         others_Bd: The other side of the whole batch.
-        own: Scalars of all anchors of this side, [B].
-        others: Scalars of all anchors of the other side, [B].
+        slope: 1 / tau of all anchors of the own and of the other side, [B] each.
+        shift: Likewise z_i such that anchor i adds exp(slope_i s_ij + z_i) to dL/ds_ij for j != i.
+        pull: -dL/ds_ii of both sides together, [B].
         first: Column of row 0's partner.
     """
     gradient, space = torch.empty_like(own_bd), Workspace()
     local = slice(first, first + own_bd.shape[0])
-    pull = own.pull[local] + others.pull[local]
-    own_slope, own_shift = 1.0 / own.tau[local], own.log_weight[local] - own.positive[local] / own.tau[local]
-    slope, shift = 1.0 / others.tau, others.log_weight - others.positive / others.tau
+    own_slope, own_shift, own_pull = slope[0][local, None], shift[0][local, None], pull[local]
     for rows, s in similarities(own_bd, others_Bd):
         a = space.take("a", tuple(s.shape), like=s)
-        torch.addcmul(own_shift[rows, None], s, own_slope[rows, None], out=a).exp_()
-        a += torch.addcmul(shift, s, slope, out=s).exp_()
-        a.diagonal(first + rows.start).copy_(-pull[rows])
+        torch.addcmul(own_shift[rows], s, own_slope[rows], out=a).exp_()
+        a += torch.addcmul(shift[1], s, slope[1], out=s).exp_()
+        a.diagonal(first + rows.start).copy_(-own_pull[rows])
         torch.mm(a, others_Bd, out=gradient[rows])
     return gradient

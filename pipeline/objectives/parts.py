@@ -136,8 +136,8 @@ class Temperature(StatefulPart):
     """Supplies the temperature of every anchor."""
 
     @abstractmethod
-    def of_anchors(self, size: int, fetched: Tensor | None) -> Pair:
-        """tau of a batch's anchors, [B] each (expanded scalars for a global one); fetched: the batch's table rows."""
+    def of_anchors(self, size: int, fetched: Tensor | None) -> Tensor:
+        """tau of a batch's anchors, [2, B] (an expanded scalar for a global one); fetched: the batch's table rows."""
 
     @abstractmethod
     def logit_scale(self) -> float:

@@ -4,7 +4,8 @@ One step on every rank: gather the features once; compute statistics of the own 
 method choose, from the same numbers on every rank, how much each anchor weighs; compute the exact gradient of the own
 features. No collective moves d-dimensional gradients (FastCLIP, section 4).
 
-Shape legend: B global batch, b local batch, d feature dimension, K ranks. A pair is (image side, text side).
+Shape legend: B global batch, b local batch, d feature dimension, K ranks. [2, B] are numbers of all anchors, image
+anchors first; a pair is (image side, text side).
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ class AnchorBatch:
     """[B, d] each."""
     positive: Tensor
     """s_ii, [B]."""
-    tau: Pair
-    """Temperature of each anchor, [B] each."""
-    log_g: Pair
-    """log of the in-batch normalizer, [B] each."""
-    mean_h: Pair
-    """[B] each; see `pairwise.anchor_statistics`."""
+    tau: Tensor
+    """Temperature of each anchor, [2, B]."""
+    log_g: Tensor
+    """log of the in-batch normalizer, [2, B]."""
+    mean_h: Tensor
+    """[2, B]; see `pairwise.anchor_statistics`."""
     fetched: Any
     """Rows of the per-sample table, [B, columns], for methods that have one."""
     size: int
@@ -63,12 +64,12 @@ class AnchorWeights:
 
     loss: Tensor
     """Scalar."""
-    log_normalizer: Pair
-    """a, [B] each."""
-    log_scale: Pair
-    """log c, [B] each or scalars."""
-    pull: Pair | None = None
-    """-dL/ds_ii of each side, [B] each; by default the sum of dL/ds_ij over j != i."""
+    log_normalizer: Tensor
+    """a, [2, B]."""
+    log_scale: Tensor | float = 0.0
+    """log c, the same for all anchors."""
+    pull: Tensor | None = None
+    """-dL/ds_ii, [2, B]; by default the sum of dL/ds_ij over j != i."""
     tau_gradient: Tensor | None = None
     """dL/dtau, for `Temperature.update`."""
     feature_gradient: Pair | None = None
@@ -80,13 +81,13 @@ class AnchorWeights:
 
 @dataclass(frozen=True)
 class NormalizerEstimates:
-    """A method's own log-normalizers of this rank's anchors, and their temperatures; [b] each."""
+    """A method's own log-normalizers of this rank's anchors, and their temperatures; [2, b]."""
 
-    cold: Pair
+    cold: Tensor
     """From the lasting state alone."""
-    in_use: Pair
+    in_use: Tensor
     """After what a step on the anchors' own batch learns before it computes gradients."""
-    tau: Pair
+    tau: Tensor
 
 
 class SoftmaxObjective(Objective):
@@ -121,12 +122,12 @@ class SoftmaxObjective(Objective):
     def anchor_weights(self, batch: AnchorBatch) -> AnchorWeights:
         """Loss, log-normalizers and pending update of this batch; must not change lasting state."""
 
-    def cold_normalizers(self, batch: AnchorBatch) -> Pair:
-        """log-normalizers of the anchors from lasting state alone, [B] each; here the batch's own value."""
+    def cold_normalizers(self, batch: AnchorBatch) -> Tensor:
+        """log-normalizers of the anchors from lasting state alone, [2, B]; here the batch's own value."""
         return batch.log_g
 
-    def normalizers_in_use(self, batch: AnchorBatch) -> Pair:
-        """log-normalizers by which a step on this batch would weigh its gradients, [B] each."""
+    def normalizers_in_use(self, batch: AnchorBatch) -> Tensor:
+        """log-normalizers by which a step on this batch would weigh its gradients, [2, B]."""
         return self.anchor_weights(batch).log_normalizer
 
     def restarts(self) -> bool:
@@ -152,9 +153,8 @@ class SoftmaxObjective(Objective):
         dtype = self.context.dtype
         with true_fp32(self.context.device):
             batch = self._gather((image.to(dtype), text.to(dtype)), sample_ids)
-            pairs = (self.cold_normalizers(batch), self.normalizers_in_use(batch), batch.tau)
-        cold, in_use, tau = ((first[batch.rows], second[batch.rows]) for first, second in pairs)
-        return NormalizerEstimates(cold, in_use, tau)
+            found = (self.cold_normalizers(batch), self.normalizers_in_use(batch), batch.tau)
+        return NormalizerEstimates(*(values[:, batch.rows] for values in found))
 
     def loss_and_gradients(
         self, image: Tensor, text: Tensor, *, sample_ids: Tensor, teacher: Teachers = ()
@@ -210,8 +210,8 @@ class SoftmaxObjective(Objective):
             scalars += pairwise.anchor_statistics(
                 own[side], features[1 - side], positive_b=positive_b, tau_b=tau[side][rows], first=rows.start
             )
-        positive, log_g1, mean_h1, log_g2, mean_h2 = self.world.all_gather(torch.stack(scalars, 1)).unbind(1)
-        log_g, mean_h = (log_g1, log_g2), (mean_h1, mean_h2)
+        gathered = self.world.all_gather(torch.stack(scalars, 1)).T.contiguous()
+        positive, log_g, mean_h = gathered[0], gathered[1::2], gathered[2::2]
         ids = None
         if self._estimator.needs_ids:
             ids = self.world.all_gather(sample_ids.to(positive_b.device, non_blocking=True))
@@ -219,17 +219,18 @@ class SoftmaxObjective(Objective):
 
 
 def _feature_gradients(batch: AnchorBatch, weights: AnchorWeights) -> Pair:
-    sides = []
-    for side in (0, 1):
-        log_share = weights.log_scale[side] - weights.log_normalizer[side] - math.log(batch.size)
-        pull = torch.exp(log_share + batch.log_g[side]) if weights.pull is None else weights.pull[side]
-        log_weight = log_share - math.log(batch.size - 1)
-        sides.append(pairwise.AnchorSide(batch.positive, batch.tau[side], log_weight, pull))
+    log_share = weights.log_scale - weights.log_normalizer - math.log(batch.size)
+    pull = torch.exp(log_share + batch.log_g) if weights.pull is None else weights.pull
+    slope, shift = 1.0 / batch.tau, log_share - math.log(batch.size - 1) - batch.positive / batch.tau
     gradients = []
     for side in (0, 1):
-        own, others = batch.features[side][batch.rows], batch.features[1 - side]
         gradient = pairwise.softmax_gradient(
-            own, others, own=sides[side], others=sides[1 - side], first=batch.rows.start
+            batch.features[side][batch.rows],
+            batch.features[1 - side],
+            slope=(slope[side], slope[1 - side]),
+            shift=(shift[side], shift[1 - side]),
+            pull=pull.sum(0),
+            first=batch.rows.start,
         )
         if weights.feature_gradient is not None:
             gradient += weights.feature_gradient[side]

@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor
 
 from pipeline.config import section
-from pipeline.objectives.base import ObjectiveConfig, ObjectiveContext, Pair
+from pipeline.objectives.base import ObjectiveConfig, ObjectiveContext
 from pipeline.objectives.parts import StatefulPart
 from pipeline.objectives.registry import register
 from pipeline.objectives.sample_table import PerSampleTable
@@ -101,40 +101,35 @@ class MovingAverages(StatefulPart):
         )
         gamma_at(config, context, step=0)  # report missing facts now rather than in the first step
 
-    def estimate(self, batch: AnchorBatch) -> tuple[Pair, Pair]:
-        """New log u and the log-normalizers log(eps + u), [B] each."""
+    def estimate(self, batch: AnchorBatch) -> tuple[Tensor, Tensor]:
+        """New log u and the log-normalizers log(eps + u), [2, B]."""
         log_u = self._averages(batch, gamma=gamma_at(self.config, self.context, step=batch.step))
         return log_u, self._with_eps(log_u)
 
-    def cold_normalizers(self, batch: AnchorBatch) -> Pair:
+    def cold_normalizers(self, batch: AnchorBatch) -> Tensor:
         """log(eps + u) before this batch; for a new sample, with the batch's own value."""
         return self._with_eps(self._averages(batch, gamma=0.0))
 
-    def metrics(self, batch: AnchorBatch, log_normalizer: Pair) -> dict[str, Tensor]:
+    def metrics(self, batch: AnchorBatch, log_normalizer: Tensor) -> dict[str, Tensor]:
         """normalizer_gap: mean |log(eps + u) - log(eps + g)| over both sides; gamma."""
         gamma = gamma_at(self.config, self.context, step=batch.step)
-        gap = (torch.stack(log_normalizer) - torch.stack(self._with_eps(batch.log_g))).abs().mean()
+        gap = (log_normalizer - self._with_eps(batch.log_g)).abs().mean()
         return {"normalizer_gap": gap, "gamma": batch.positive.new_full((), gamma)}
 
     def commit(self, update: Tensor) -> None:
         """Write the batch's new rows, [B, columns]."""
         self.table.write(update)
 
-    def _averages(self, batch: AnchorBatch, *, gamma: float) -> Pair:
-        first, second = (moving_average(batch.fetched[:, side], batch.log_g[side], gamma=gamma) for side in (0, 1))
-        return first, second
+    def _averages(self, batch: AnchorBatch, *, gamma: float) -> Tensor:
+        return moving_average(batch.fetched[:, :2].T.contiguous(), batch.log_g, gamma=gamma)
 
-    def _with_eps(self, values: Pair) -> Pair:
-        log_eps = values[0].new_full((), math.log(self.config.eps))
-        return torch.logaddexp(values[0], log_eps), torch.logaddexp(values[1], log_eps)
+    def _with_eps(self, values: Tensor) -> Tensor:
+        return torch.logaddexp(values, values.new_full((), math.log(self.config.eps)))
 
 
-def temperature_slopes(batch: AnchorBatch, log_normalizer: Pair) -> Pair:
-    """`(dg_i/dtau) / (eps + u_i)` of each anchor, [B] each: -(1/tau) exp(log g - a) mean_h."""
-    first, second = (
-        -torch.exp(batch.log_g[side] - log_normalizer[side]) * batch.mean_h[side] / batch.tau[side] for side in (0, 1)
-    )
-    return first, second
+def temperature_slopes(batch: AnchorBatch, log_normalizer: Tensor) -> Tensor:
+    """`(dg_i/dtau) / (eps + u_i)` of each anchor, [2, B]: -(1/tau) exp(log g - a) mean_h."""
+    return -torch.exp(batch.log_g - log_normalizer) * batch.mean_h / batch.tau
 
 
 @section
@@ -168,16 +163,15 @@ class SogClr(SoftmaxObjective):
 
     def anchor_weights(self, batch: AnchorBatch) -> AnchorWeights:
         log_u, log_normalizer = self.averages.estimate(batch)
-        zero = torch.zeros_like(batch.positive[0])
+        tau = batch.positive.new_full((), self.config.tau)
         return AnchorWeights(
-            loss=self.config.tau * (log_normalizer[0] + log_normalizer[1]).mean(),
+            loss=self.config.tau * log_normalizer.sum(0).mean(),
             log_normalizer=log_normalizer,
-            log_scale=(zero, zero),
-            metrics={"tau": zero + self.config.tau, **self.averages.metrics(batch, log_normalizer)},
-            update=torch.stack(log_u, 1),
+            metrics={"tau": tau, **self.averages.metrics(batch, log_normalizer)},
+            update=log_u.T.contiguous(),
         )
 
-    def cold_normalizers(self, batch: AnchorBatch) -> Pair:
+    def cold_normalizers(self, batch: AnchorBatch) -> Tensor:
         return self.averages.cold_normalizers(batch)
 
 
@@ -220,15 +214,15 @@ class FastClipV0(SoftmaxObjective):
     def anchor_weights(self, batch: AnchorBatch) -> AnchorWeights:
         log_u, log_normalizer = self.averages.estimate(batch)
         slopes = temperature_slopes(batch, log_normalizer)
-        tau, total = self.temperature.value(), (log_normalizer[0] + log_normalizer[1]).mean()
-        loss, tau_gradient, log_scale = self.scaled(tau, total, (slopes[0] + slopes[1]).mean())
+        tau = self.temperature.value()
+        loss, tau_gradient, log_scale = self.scaled(tau, log_normalizer.sum(0).mean(), slopes.sum(0).mean())
         return AnchorWeights(
             loss=loss,
             log_normalizer=log_normalizer,
-            log_scale=(log_scale, log_scale),
+            log_scale=log_scale,
             tau_gradient=tau_gradient,
             metrics={"tau": tau, **self.averages.metrics(batch, log_normalizer)},
-            update=torch.stack(log_u, 1),
+            update=log_u.T.contiguous(),
         )
 
     def scaled(self, tau: Tensor, total: Tensor, slope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -241,7 +235,7 @@ class FastClipV0(SoftmaxObjective):
         """
         return total, slope, -torch.log(tau)
 
-    def cold_normalizers(self, batch: AnchorBatch) -> Pair:
+    def cold_normalizers(self, batch: AnchorBatch) -> Tensor:
         return self.averages.cold_normalizers(batch)
 
 

@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor
 
 from pipeline.config import section
-from pipeline.objectives.base import ObjectiveConfig, ObjectiveContext, Pair
+from pipeline.objectives.base import ObjectiveConfig, ObjectiveContext
 from pipeline.objectives.parts import Adam, StatefulPart, Temperature
 
 log = logging.getLogger(__name__)
@@ -96,9 +96,8 @@ class ConstantTemperature(Temperature):
     def __init__(self, tau: float, context: ObjectiveContext) -> None:
         self.tau, self.context = tau, context
 
-    def of_anchors(self, size: int, fetched: Tensor | None) -> Pair:
-        tau = torch.full((size,), self.tau, dtype=self.context.dtype, device=self.context.device)
-        return tau, tau
+    def of_anchors(self, size: int, fetched: Tensor | None) -> Tensor:
+        return torch.full((2, size), self.tau, dtype=self.context.dtype, device=self.context.device)
 
     def logit_scale(self) -> float:
         return -math.log(self.tau)
@@ -115,9 +114,8 @@ class LearnedTemperature(Temperature):
         """tau, a 0-dim tensor."""
         return torch.exp(-self.log_scale.value)
 
-    def of_anchors(self, size: int, fetched: Tensor | None) -> Pair:
-        tau = self.value().expand(size)
-        return tau, tau
+    def of_anchors(self, size: int, fetched: Tensor | None) -> Tensor:
+        return self.value().expand(2, size)
 
     def update(self, gradient: Tensor, *, lr_scale: float) -> None:
         """One step of Adam on log(1/tau) from dL/dtau = -(1/tau) dL/dlog(1/tau); tau stays in [tau_min, tau_max]."""

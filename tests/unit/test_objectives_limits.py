@@ -89,8 +89,11 @@ def test_row_blocks_on_every_rank(rank, monkeypatch):
     def of(part):
         facts = {"positive_b": positive[part], "tau_b": tau[part], "first": part.start}
         statistics = pairwise.anchor_statistics(image[part], text, **facts)
-        side = pairwise.AnchorSide(positive, tau, torch.linspace(-3, 1, 16).double(), torch.linspace(0, 1, 16).double())
-        gradient = pairwise.softmax_gradient(image[part], text, own=side, others=side, first=part.start)
+        slope, shift = 1 / tau, torch.linspace(-3, 1, 16).double() - positive / tau
+        pull = torch.linspace(0, 2, 16).double()
+        gradient = pairwise.softmax_gradient(
+            image[part], text, slope=(slope, slope), shift=(shift, shift), pull=pull, first=part.start
+        )
         return *statistics, gradient
 
     whole = of(slice(0, 16))

@@ -101,9 +101,8 @@ def test_a_method_outside_the_package_needs_only_one_class(monkeypatch):
             super().__init__(config, context, temperature=ConstantTemperature(config.tau, context))
 
         def anchor_weights(self, batch):
-            zero = torch.zeros((), dtype=self.context.dtype)
             loss = (batch.log_g[0] + batch.log_g[1]).mean()
-            return AnchorWeights(loss, log_normalizer=batch.log_g, log_scale=(zero, zero))
+            return AnchorWeights(loss, log_normalizer=batch.log_g)
 
     objective = build_objective({"name": "toy_softmax", "tau": 0.2}, dim=16, batch_size=8, dtype=torch.float64)
     image, text = (f.requires_grad_() for f in unit_features(8))

@@ -97,12 +97,12 @@ class PartitionNetworks(StatefulPart):
             mlp.initial_parameters(context), Adam(config.npn_lr), copies=("average", "previous")
         )
 
-    def advance(self, batch: AnchorBatch, log_means: Pair) -> Pair:
-        """Restart if an epoch begins, update on this batch, predict log lambda of each anchor, [B] each; pending.
+    def advance(self, batch: AnchorBatch, log_means: Tensor) -> Tensor:
+        """Restart if an epoch begins, update on this batch, predict log lambda of each anchor, [2, B]; pending.
 
         Args:
             batch: The global batch.
-            log_means: log of the batch's mean of exp(s / tau), [B] each.
+            log_means: log of the batch's mean of exp(s / tau), [2, B].
         """
         config, network = self.config, self.network
         network.begin()
@@ -125,15 +125,12 @@ class PartitionNetworks(StatefulPart):
             for side in (0, 1):
                 for name, average in network.side(side, copy="average").items():
                     average.lerp_(network.side(side)[name], 1 - config.ema_decay)
-        first, second = (mlp.forward(network.side(s, copy="average"), batch.features[s]) for s in (0, 1))
-        return first, second
+        return self.predict(batch.features, lasting=False)
 
-    def predict(self, features: Pair) -> Pair:
-        """log lambda of each anchor from the lasting averages, [B] each."""
-        first, second = (
-            mlp.forward(self.network.side(side, copy="average", lasting=True), features[side]) for side in (0, 1)
-        )
-        return first, second
+    def predict(self, features: Pair, *, lasting: bool = True) -> Tensor:
+        """log lambda of each anchor from the averages, lasting or pending, [2, B]."""
+        averages = (self.network.side(side, copy="average", lasting=lasting) for side in (0, 1))
+        return torch.stack([mlp.forward(average, own) for average, own in zip(averages, features, strict=True)])
 
     def commit(self, update: Any) -> None:
         self.network.commit()
@@ -144,9 +141,9 @@ class PartitionNetworks(StatefulPart):
     def learning_rates(self, *, lr_scale: float) -> dict[str, float]:
         return {"npn_lr": self.config.npn_lr}
 
-    def _restart(self, epoch: int, log_means: Pair) -> None:
+    def _restart(self, epoch: int, log_means: Tensor) -> None:
         fresh = mlp.initial_parameters(self.context, restart=epoch)
-        fresh["head.bias"] = torch.stack([mean.mean()[None] for mean in log_means])
+        fresh["head.bias"] = log_means.mean(1, keepdim=True)
         for side in (0, 1):
             average, previous = (self.network.side(side, copy=copy) for copy in ("average", "previous"))
             for name, parameter in self.network.side(side).items():
@@ -182,41 +179,30 @@ class AmorLip(SoftmaxObjective):
         weight, others = config.positive_weight, batch.size - 1
         logit = batch.positive / tau
         kappa = logit.new_full((), weight / others)  # E_i = exp(s_ii / tau) (g_i + kappa) / (1 + kappa)
-        log_means = tuple(logit + torch.logaddexp(g, kappa.log()) - torch.log1p(kappa) for g in batch.log_g)
+        log_means = logit + torch.logaddexp(batch.log_g, kappa.log()) - torch.log1p(kappa)
         with self.world.phase("npn"):
-            predicted = self.networks.advance(batch, (log_means[0], log_means[1]))
+            predicted = self.networks.advance(batch, log_means)
         bound = math.log(config.ratio_cap) if config.ratio_cap else MAX_LOG_RATIO
-        normalizers, pulls, gaps, ratios = [], [], [], []
-        tau_gradient = torch.zeros_like(tau) + config.rho
-        for side in (0, 1):
-            log_lambda = torch.maximum(predicted[side], log_means[side] - bound)
-            ratio = torch.exp(log_means[side] - log_lambda)
-            positive_share = torch.exp(kappa.log() + logit - torch.log1p(kappa) - log_lambda)  # of the ratio
-            mean_logit = logit * ratio + (ratio - positive_share) * batch.mean_h[side]
-            tau_gradient = tau_gradient + (ratio - mean_logit).mean()
-            normalizers.append(log_lambda - logit + torch.log1p(kappa))
-            pulls.append((1.0 - positive_share) / batch.size)
-            gaps.append((predicted[side] - log_means[side]).abs().mean())
-            ratios.append(ratio)
-        zero = torch.zeros_like(tau)
+        log_lambda = torch.maximum(predicted, log_means - bound)
+        ratio = torch.exp(log_means - log_lambda)
+        positive_share = torch.exp(kappa.log() + logit - torch.log1p(kappa) - log_lambda)  # of the ratio
+        mean_logit = logit * ratio + (ratio - positive_share) * batch.mean_h
         return AnchorWeights(
-            loss=-2 * batch.positive.mean() + tau * ((ratios[0] + ratios[1]).mean() + config.rho),
-            log_normalizer=(normalizers[0], normalizers[1]),
-            log_scale=(zero, zero),
-            pull=(pulls[0], pulls[1]),
-            tau_gradient=tau_gradient,
+            loss=-2 * batch.positive.mean() + tau * (ratio.sum(0).mean() + config.rho),
+            log_normalizer=log_lambda - logit + torch.log1p(kappa),
+            pull=(1.0 - positive_share) / batch.size,
+            tau_gradient=config.rho + (ratio - mean_logit).mean(1).sum(),
             metrics={
                 "tau": tau,
-                "normalizer_gap": torch.stack(gaps).mean(),
-                "ratio_max": torch.maximum(ratios[0].max(), ratios[1].max()),
+                "normalizer_gap": (predicted - log_means).abs().mean(),
+                "ratio_max": ratio.max(),
             },
         )
 
-    def cold_normalizers(self, batch: AnchorBatch) -> Pair:
+    def cold_normalizers(self, batch: AnchorBatch) -> Tensor:
         # As in `anchor_weights`: lambda predicts E_i = exp(s_ii / tau) (g_i + kappa) / (1 + kappa).
         own = batch.positive / self.temperature.value() - math.log1p(self.config.positive_weight / (batch.size - 1))
-        first, second = self.networks.predict(batch.features)
-        return first - own, second - own
+        return self.networks.predict(batch.features) - own
 
     def restarts(self) -> bool:
         return self.steps % self.context.steps_per_epoch == 0

@@ -85,17 +85,15 @@ class NeuClip(SoftmaxObjective):
         alpha = torch.maximum(self.chosen_normalizers(prediction, targets), targets - self._log_cap)
         ratio = torch.exp(targets - alpha)
         inside = (ratio[0] + alpha[0] + ratio[1] + alpha[1]).mean() + 2 * (config.rho - 1)
-        within = (torch.exp(torch.stack(batch.log_g) - alpha) * torch.stack(batch.mean_h)).mean(1)
+        within = (torch.exp(batch.log_g - alpha) * batch.mean_h).mean(1)
         tau_gradient = inside - within[0] - within[1]
         through: Pair | None = None
         if not config.stop_gradient:
             through, tau_term = self._through_alpha(batch, anchors, ratio)
             tau_gradient = tau_gradient + tau_term
-        zero = torch.zeros_like(tau)
         return AnchorWeights(
             loss=tau * inside,
-            log_normalizer=(alpha[0], alpha[1]),
-            log_scale=(zero, zero),
+            log_normalizer=alpha,
             tau_gradient=tau_gradient,
             feature_gradient=through,
             metrics={
@@ -112,8 +110,8 @@ class NeuClip(SoftmaxObjective):
         """The log-normalizers that weigh the batch's anchors, [2, B]; targets: the batch's own log(eps + g), [2, B]."""
         return torch.stack(prediction.alpha)
 
-    def cold_normalizers(self, batch: AnchorBatch) -> Pair:
-        return self.npn.predict(anchors_of(batch, self.config, tau=self.temperature.value()))
+    def cold_normalizers(self, batch: AnchorBatch) -> Tensor:
+        return torch.stack(self.npn.predict(anchors_of(batch, self.config, tau=self.temperature.value())))
 
     def restarts(self) -> bool:
         return self.npn.restarts(self.steps)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipeline.config import section
 from pipeline.objectives.base import ObjectiveContext
-from pipeline.objectives.parts import Adam, Momentum, Temperature
+from pipeline.objectives.parts import Adam, Temperature
 from pipeline.objectives.registry import register
 from pipeline.objectives.softmax import AnchorBatch, AnchorWeights, SoftmaxObjective
 from pipeline.objectives.sogclr import EstimatorConfig, MovingAverages, temperature_slopes
@@ -72,11 +72,13 @@ class SampleTemperatures(Temperature):
             lr_scale: The encoders' learning-rate schedule, in [0, 1].
         """
         c, lr, rows = self.config, tau_lr_at(self.config, lr_scale=lr_scale), rows[:, 2:].clone()
-        tau, slots, updates = rows[:, :2], {"moment1": rows[:, 2:4], "moment2": rows[:, 4:6]}, rows[:, 6:]
-        updates += 1
-        adam, momentum = Adam(lr, (c.tau_beta1, c.tau_beta2), c.tau_eps), Momentum(lr, c.tau_beta1)
-        optimizer = adam if c.tau_optimizer == "adam" else momentum
-        optimizer.step(tau, gradient, slots, updates=updates)
+        tau, moment1, moment2, updates = rows[:, :2], rows[:, 2:4], rows[:, 4:6], rows[:, 6:]
+        if c.tau_optimizer == "momentum":
+            tau -= lr * moment1.lerp_(gradient, 1 - c.tau_beta1)
+        else:
+            updates += 1
+            adam, slots = Adam(lr, (c.tau_beta1, c.tau_beta2), c.tau_eps), {"moment1": moment1, "moment2": moment2}
+            adam.step(tau, gradient, slots, updates=updates)
         tau.clamp_(c.tau_min, c.tau_max)
         self.batch_tau.copy_(tau.mean())
         return rows

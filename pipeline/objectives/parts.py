@@ -3,8 +3,9 @@
 The objective saves, loads, compares and logs its parts; see `Objective`. State that every rank computes for itself has
 to stay bit-identical on all ranks, which `DriftGuard` checks.
 
-The optimizers of state outside the encoders' engine are pure updates in place, on tensors that the caller keeps:
-AdaGrad for NeuCLIP's network, Adam for temperatures, biases and all else.
+The optimizers of state outside the encoders' engine are pure updates in place, on tensors that the caller keeps: the
+parameter and the `slots`, of its shape. `updates` is the number of the update, from 1. AdaGrad is for NeuCLIP's
+network, Adam for temperatures, biases and all else.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,15 +26,6 @@ from pipeline.errors import UserError
 from pipeline.objectives.sample_table import PerSampleTable
 
 Rate = Tensor | float
-
-
-class InnerOptimizer(Protocol):
-    """An optimizer whose memory is in `slots`: names of tensors with the parameter's shape."""
-
-    slots: ClassVar[tuple[str, ...]]
-
-    def step(self, parameter: Tensor, gradient: Tensor, slots: Mapping[str, Tensor], *, updates: Rate) -> None:
-        """Update parameter and slots in place; `updates` is the number of this update, from 1."""
 
 
 @dataclass(frozen=True)
@@ -77,18 +69,7 @@ class Adam:
         parameter -= self.lr * first / (second.sqrt() + self.eps)
 
 
-@dataclass(frozen=True)
-class Momentum:
-    """Gradient descent along a moving average of the gradient."""
-
-    lr: Rate
-    beta: float = 0.9
-    slots: ClassVar[tuple[str, ...]] = ("moment1",)
-
-    def step(self, parameter: Tensor, gradient: Tensor, slots: Mapping[str, Tensor], *, updates: Rate) -> None:
-        parameter -= self.lr * slots["moment1"].lerp_(gradient, 1 - self.beta)
-
-
+InnerOptimizer = AdaGrad | Adam
 Pair = tuple[Tensor, Tensor]
 """The image side and the text side."""
 

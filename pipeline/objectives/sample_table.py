@@ -188,8 +188,8 @@ class TableSnapshot:
     training writes meanwhile.
     """
 
-    def __init__(self, values: Tensor, lock: threading.Lock, *, block: int = BLOCK) -> None:
-        self._values, self._lock, self._block = values, lock, block
+    def __init__(self, values: Tensor, lock: threading.Lock) -> None:
+        self._values, self._lock = values, lock
         self._kept: list[tuple[Tensor, Tensor]] = []
         self._next = 0  # first row that has not been read
         self.finished = False
@@ -202,8 +202,8 @@ class TableSnapshot:
 
     def __iter__(self) -> Iterator[Tensor]:
         try:
-            for start in range(0, len(self._values) - 1, self._block):
-                stop = min(start + self._block, len(self._values) - 1)
+            for start in range(0, len(self._values) - 1, BLOCK):
+                stop = min(start + BLOCK, len(self._values) - 1)
                 with self._lock:
                     rows = self._values[start:stop].to("cpu", copy=True)
                     self._next, kept = stop, list(self._kept)

@@ -20,7 +20,6 @@ from pipeline.objectives.base import ObjectiveConfig, ObjectiveContext
 from pipeline.objectives.parts import Adam, StatefulPart, Temperature
 
 log = logging.getLogger(__name__)
-TauSchedule = Literal["encoders", "constant"]
 
 
 @section
@@ -35,7 +34,7 @@ class LearnedTauConfig(ObjectiveConfig):
     """Upper bound of the temperature."""
     tau_lr: float = Field(default=2e-3, ge=0)
     """Adam's learning rate of log(1/tau)."""
-    tau_schedule: TauSchedule = "encoders"
+    tau_schedule: Literal["encoders", "constant"] = "encoders"
     """`encoders`: the rate follows the encoders' warm-up and decay, as in open_clip, where the temperature is one of
     the model's parameters. `constant`: as in the published commands of FastCLIP-v2, -v3 and AmorLIP."""
     tau_beta1: float = Field(default=0.9, ge=0, lt=1)

@@ -10,6 +10,7 @@ import torch
 
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
+from pipeline.objectives import sample_table
 from pipeline.objectives.sample_table import PerSampleTable, owned_range
 
 COLUMNS = {"image_log_u": -math.inf, "text_log_u": 0.5}
@@ -73,7 +74,7 @@ def test_rows_are_redistributed_to_another_world_size():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_snapshot_is_constant_while_the_table_changes(seed):
+def test_a_snapshot_is_constant_while_the_table_changes(seed, monkeypatch):
     generator = torch.Generator().manual_seed(seed)
     rows = table(50)
 
@@ -88,7 +89,7 @@ def test_a_snapshot_is_constant_while_the_table_changes(seed):
     expected = rows.owned().clone()
     assert not torch.equal(expected, before)
     snapshot = rows.snapshot()
-    snapshot._block = 7
+    monkeypatch.setattr(sample_table, "BLOCK", 7)
     blocks = []
     for block in snapshot:
         blocks.append(block)

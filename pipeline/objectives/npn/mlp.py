@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -89,7 +89,8 @@ class MlpNpn(Npn):
         self._held_back = []
         used, cold = [], []
         for side in (0, 1):
-            predict, slope = functools.partial(alpha, anchors=anchors[side]), self._slope(anchors[side])
+            predict = functools.partial(alpha, anchors=anchors[side])
+            slope = functools.partial(self._slope, anchors[side])
             first = None
             for inner in range(self.config.inner_steps):
                 gradients, before = self.network.gradients(side, predict, slope)
@@ -111,8 +112,8 @@ class MlpNpn(Npn):
         with torch.enable_grad():
             features, positive = anchors.features.clone().requires_grad_(), anchors.positive.clone().requires_grad_()
             tau = anchors.tau.expand_as(positive).clone().requires_grad_()
-            log_mean = forward(self.network.side(side), features) - positive / tau
-            total = torch.logaddexp(log_mean, log_mean.new_full((), anchors.log_eps)).sum()
+            own = replace(anchors, features=features, positive=positive, tau=tau)
+            total = alpha(self.network.side(side), own).sum()
         to_feature, to_positive, to_tau = torch.autograd.grad(total, [features, positive, tau])
         to_own = to_feature + to_positive[:, None] * partners_bd
         return to_own, to_positive[:, None] * anchors.features, to_tau
@@ -123,14 +124,9 @@ class MlpNpn(Npn):
         self._held_back = []
         self.network.commit()
 
-    def _slope(self, anchors: Anchors) -> Any:
-        """d loss / d alpha of the network's own objective, a function of alpha."""
-
-        def unified(predicted: Tensor) -> Tensor:
-            log_ratio = (anchors.log_target - predicted).clamp_(max=MAX_LOG_RATIO)
-            return anchors.tau * (1.0 - torch.exp(log_ratio)) / len(anchors)
-
-        def separate(predicted: Tensor) -> Tensor:
+    def _slope(self, anchors: Anchors, predicted: Tensor) -> Tensor:
+        """d loss / d alpha of the network's own objective."""
+        if self.config.npn_objective == "separate":
             return (predicted - anchors.log_target) / len(anchors)
-
-        return unified if self.config.npn_objective == "unified" else separate
+        log_ratio = (anchors.log_target - predicted).clamp_(max=MAX_LOG_RATIO)
+        return anchors.tau * (1.0 - torch.exp(log_ratio)) / len(anchors)

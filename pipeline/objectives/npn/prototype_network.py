@@ -103,12 +103,8 @@ class PrototypeNpn(Npn):
         return prototypes.alpha_slopes(anchors, weight, partners_bd)
 
     def metrics(self) -> dict[str, Tensor]:
-        norms = [self.weight(side).norm(dim=1) for side in (0, 1)]
-        if self.divided:
-            mean = self._ranks.all_reduce(torch.stack([norm.sum() for norm in norms]).sum()) / (2 * self._next_live)
-        else:
-            mean = torch.stack([norm.mean() for norm in norms]).mean()
-        return {"prototype_norm": mean}
+        norms = [self.weight(side).norm(dim=1).sum() for side in (0, 1)]
+        return {"prototype_norm": self._ranks.all_reduce(torch.stack(norms).sum()) / (2 * self._next_live)}
 
     def distributions(self) -> dict[str, Tensor]:
         weight = self.network.lasting["weight"][:, : Division(self._ranks, int(self.live)).rows]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,16 +23,6 @@ from pipeline.objectives.softmax import AnchorBatch
 
 _EXCLUDED = -1e30
 """The exponent of an anchor's own sample: its exponential is 0, also where all exponents of a row are excluded."""
-
-
-@dataclass(frozen=True)
-class _Others:
-    """The features that an anchor's mean is over: those of other samples."""
-
-    own: Tensor | None
-    """Where a feature is of the anchor's own sample, [b, filled]; None: nothing is excluded."""
-    count: Tensor
-    """How many others there are, [b]."""
 
 
 @register_npn("queue")
@@ -76,10 +65,11 @@ class QueueNpn(Npn):
         self.queue.add(update)
 
     def slopes(self, side: int, anchors: Anchors, partners_bd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        others, features = self._others(anchors, self._in_use), self._in_use.features[side, : self._in_use.filled]
-        z = self._products(anchors.features[None] / anchors.tau, features[None], others)[0]
+        features = self._in_use.features[side, : self._in_use.filled]
+        own, count = self._others(anchors, self._in_use)
+        z = self._products(anchors.features[None] / anchors.tau, features[None], own)[0]
         weights, log_sum = torch.softmax(z, 1), z.logsumexp(1)
-        _, share = normalizer_of_mean(log_sum, anchors, others.count)
+        _, share = normalizer_of_mean(log_sum, anchors, count)
         return mean_slopes(anchors, (weights @ features) * share[:, None], share, partners_bd)
 
     def replicated_state(self) -> dict[str, Tensor]:
@@ -97,23 +87,24 @@ class QueueNpn(Npn):
         scaled = torch.stack([anchors[0].features, anchors[1].features]) / anchors[0].tau
         for rows in row_blocks(len(anchors[0]), 2 * queue.filled, device=features.device):
             part = anchors[0].take(rows)
-            others = self._others(part, queue)
-            z = self._products(scaled[:, rows], features, others)
+            own, count = self._others(part, queue)
+            z = self._products(scaled[:, rows], features, own)
             top = z.amax(2)  # softmax is faster than logsumexp, and its largest value is exp(top) / sum
             log_sum = top - torch.softmax(z, 2, out=z).amax(2).log_()
-            alpha, _ = normalizer_of_mean(log_sum, part, others.count)
-            found.append(torch.cat([alpha, others.count[None]]).T)
+            alpha, _ = normalizer_of_mean(log_sum, part, count)
+            found.append(torch.cat([alpha, count[None]]).T)
         return torch.cat(found)
 
-    def _others(self, anchors: Anchors, queue: FeatureQueue) -> _Others:
+    def _others(self, anchors: Anchors, queue: FeatureQueue) -> tuple[Tensor | None, Tensor]:
+        """Where a feature is of the anchor's own sample, [b, filled] or None, and the number of all others, [b]."""
         count = anchors.positive.new_full((len(anchors),), queue.filled)
         if not self.needs_ids or anchors.ids is None:
-            return _Others(None, count)
+            return None, count
         own = anchors.ids[:, None] == queue.ids[: queue.filled]
-        return _Others(own, count - own.sum(1, dtype=count.dtype))
+        return own, count - own.sum(1, dtype=count.dtype)
 
-    def _products(self, scaled: Tensor, features: Tensor, others: _Others) -> Tensor:
+    def _products(self, scaled: Tensor, features: Tensor, own: Tensor | None) -> Tensor:
         """e_i . x_j / tau, [sides, b, filled], in a buffer; low where x_j is of the anchor's own sample."""
         shape = (len(scaled), scaled.shape[1], features.shape[1])
         z = torch.bmm(scaled, features.transpose(1, 2), out=self.workspace.take("products", shape, like=features))
-        return z if others.own is None else z.masked_fill_(others.own, _EXCLUDED)
+        return z if own is None else z.masked_fill_(own, _EXCLUDED)

@@ -77,13 +77,10 @@ class Telemetry:
 
     A sink that cannot write, for example because the disk is full, does not end the run, nor does a tracker that
     raises: the first error is printed. metrics.jsonl gets its lines later.
-
-    Args:
-        open_sinks: Opens the sinks.
     """
 
-    def __init__(self, open_sinks: Callable[[], Sequence[Sink]]) -> None:
-        self._open_sinks = open_sinks
+    def __init__(self, names: Sequence[str], context: SinkContext) -> None:
+        self._names, self._context = names, context
         self._sinks: list[Sink] = []
         self._kept: list[Callable[[Sink], None]] | None = []
         self._failed: set[int] = set()
@@ -94,7 +91,9 @@ class Telemetry:
         Raises:
             UserError: A tracker cannot be opened.
         """
-        self._sinks = list(self._open_sinks())
+        # Trackers first: one that cannot be opened must not cost the records of metrics.jsonl.
+        opened = {name: SINKS.registered[name](self._context) for name in reversed(self._names)}
+        self._sinks = [opened[name] for name in self._names]
         kept, self._kept = self._kept or [], None
         for call in kept:
             self._each(call)
@@ -186,12 +185,4 @@ def open_telemetry(
         project=config.project,
         settings=settings or {},
     )
-
-    def open_sinks() -> list[Sink]:
-        if not is_main:
-            return []
-        # Trackers first: one that cannot be opened must not cost the records of metrics.jsonl.
-        opened = {name: SINKS.registered[name](context) for name in reversed(names)}
-        return [opened[name] for name in names]
-
-    return Telemetry(open_sinks)
+    return Telemetry(names if is_main else [], context)

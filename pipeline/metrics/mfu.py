@@ -195,49 +195,33 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-# Dense bf16 TFLOP/s (no sparsity) from the vendors' data sheets, by substring of torch's device name; first match wins.
-PEAK_BF16_TFLOPS = (
-    (("B200",), 2250.0),
-    (("GH200",), 989.0),
-    (("H200", "NVL"), 835.0),
-    (("H200",), 989.0),
-    (("H100", "PCIe"), 756.0),
-    (("H100", "NVL"), 835.0),
-    (("H100",), 989.0),
-    (("A100",), 312.0),
-    (("L40S",), 362.0),
-    (("L40",), 181.0),
-    (("L4",), 121.0),
-    (("A40",), 149.7),
-    (("RTX A6000",), 154.8),
-    (("A30",), 165.0),
-    (("RTX 4090",), 165.2),
-    (("RTX 3090",), 71.0),
-)
+# Dense bf16 TFLOP/s (no sparsity) from the vendors' data sheets, by words of torch's device name; first match wins.
+PEAK_BF16_TFLOPS = {
+    "B200": 2250.0,
+    "GH200": 989.0,
+    "H200 NVL": 835.0,
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.0,
+    "A100": 312.0,
+    "L40S": 362.0,
+    "L40": 181.0,
+    "L4": 121.0,
+    "A40": 149.7,
+    "RTX A6000": 154.8,
+    "A30": 165.0,
+    "RTX 4090": 165.2,
+    "RTX 3090": 71.0,
+}
 
 
 def known_peak(device_name: str) -> float | None:
     """Dense bf16 TFLOP/s of a GPU by torch's device name; None if it is not in the table, or a slice of one (MIG)."""
-    words = device_name.replace("-", " ").split()
+    words = set(device_name.replace("-", " ").split())
     if "MIG" in words:
         return None
-    for key, peak in PEAK_BF16_TFLOPS:
-        if all(part in words for word in key for part in word.split()):
-            return peak
-    return None
-
-
-@dataclass(frozen=True)
-class _ForwardFlops:
-    """Forward FLOPs of a model's towers."""
-
-    image: float
-    """Of an image."""
-    text: tuple[float, ...]
-    """Of a text, as a polynomial in its tokens (attention is quadratic); constant where texts cannot be trimmed."""
-    context_length: int
-    trained: tuple[bool, bool]
-    """Whether any part of the image tower, and of the text tower, is trained."""
+    return next((peak for key, peak in PEAK_BF16_TFLOPS.items() if words.issuperset(key.split())), None)
 
 
 def training_flops(model: ModelConfig, *, text_tokens: float | None = None, images: float = 1.0) -> float:
@@ -250,23 +234,23 @@ def training_flops(model: ModelConfig, *, text_tokens: float | None = None, imag
         text_tokens: tokens that the text tower computes per text, where texts are trimmed; None: its context length.
         images: images that the image tower computes per pair: fewer than one if some of its outputs are stored.
     """
-    flops = _forward_flops(replace(without_weights(model), sync_batchnorm=False, compile=False))
-    tokens = (model.text_tokens or flops.context_length) if text_tokens is None else text_tokens
-    of_text = sum(factor * tokens**power for power, factor in enumerate(flops.text))
-    for_image, for_text = (3.0 if trained else 1.0 for trained in flops.trained)
-    return for_image * images * flops.image + for_text * of_text
+    image, text, length = _measured(replace(without_weights(model), sync_batchnorm=False, compile=False))
+    tokens = (model.text_tokens or length) if text_tokens is None else text_tokens
+    return images * image + float(np.polynomial.polynomial.polyval(tokens, text))
 
 
 @functools.cache
-def _forward_flops(model: ModelConfig) -> _ForwardFlops:
-    """Measured on the meta device."""
+def _measured(model: ModelConfig) -> tuple[float, np.ndarray, int]:
+    """FLOPs of training on an image and on a text, the latter as a polynomial in its tokens (attention is quadratic) or
+    a constant where texts cannot be trimmed; and the context length."""
     towers, architecture = build_towers(model, seed=0, device="meta")
     length, size = architecture.context_length, architecture.image_size
     points = [length] if why_not_trimmed(towers.clip) else sorted({1, (1 + length) // 2, length})
     image = measure_flops(towers, image_size=size, context_length=None)
     text = [measure_flops(towers, image_size=size, context_length=tokens) - image for tokens in points]
-    curve = tuple(np.polynomial.polynomial.polyfit(points, text, deg=len(points) - 1))
-    return _ForwardFlops(image, curve, length, trained_towers(towers))
+    curve = np.polynomial.polynomial.polyfit(points, text, deg=len(points) - 1)
+    for_image, for_text = (3.0 if trained else 1.0 for trained in trained_towers(towers))
+    return for_image * image, for_text * curve, length
 
 
 class Utilization:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -168,17 +168,8 @@ def score(
             f"{len(images)} images and {len(texts)} texts were given: give one text per image, or matrix=True to "
             "compare every image with every text."
         )
-    if not isinstance(model, EvaluationModel):
-        model = load_for_evaluation(model)
-    device = next(model.towers.parameters()).device
-    preprocess, size = model.preprocess, batch_size
-
-    def image_batch(part: Sequence[Any]) -> Tensor:
-        return torch.stack([preprocess(_open(image)) for image in part])
-
-    image = _encode(images, image_batch, model.encode_image, size=size, device=device, dim=model.dim)
-    tokenize = model.tokenize
-    text = _encode(texts, lambda part: tokenize(list(part)), model.encode_text, size=size, device=device, dim=model.dim)
+    loaded = model if isinstance(model, EvaluationModel) else load_for_evaluation(model)
+    image, text = _features(loaded, images, size=batch_size), _features(loaded, texts, size=batch_size, of_texts=True)
     if matrix:
         return image @ text.T
     pairs = (image * text).sum(1)
@@ -190,19 +181,17 @@ def _is_sequence(items: Any) -> bool:
     return hasattr(items, "__len__") and hasattr(items, "__getitem__") and not isinstance(items, Mapping)
 
 
-def _encode(
-    items: Sequence[Any],
-    prepare: Callable[[Sequence[Any]], Tensor],
-    encode: Callable[[Tensor], Tensor],
-    *,
-    size: int,
-    device: torch.device,
-    dim: int,
-) -> Tensor:
+def _features(model: EvaluationModel, items: Sequence[Any], *, size: int, of_texts: bool = False) -> Tensor:
     """[n, d] unit-norm features on the CPU."""
-    batches: Iterator[Sequence[Any]] = (items[start : start + size] for start in range(0, len(items), size))
-    features = [encode(prepare(batch).to(device)).float().cpu() for batch in batches]
-    return torch.cat(features) if features else torch.empty(0, dim)
+    device, found = next(model.towers.parameters()).device, [torch.empty(0, model.dim)]
+    for start in range(0, len(items), size):
+        batch = items[start : start + size]
+        if of_texts:
+            features = model.encode_text(model.tokenize(list(batch)).to(device))
+        else:
+            features = model.encode_image(torch.stack([model.preprocess(_open(image)) for image in batch]).to(device))
+        found.append(features.float().cpu())
+    return torch.cat(found)
 
 
 def _open(image: Any) -> Any:

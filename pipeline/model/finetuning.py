@@ -77,11 +77,7 @@ def add_adapters(clip: nn.Module, config: LoraConfig, *, seed: int, locked: tupl
     # One expression for the layers that differ in their number: peft would also adapt others by a plain list of names.
     expressions = sorted({re.sub(r"(?<=\\\.)\d+(?=\\\.)", r"\\d+", re.escape(name)) for name in layers})
     alpha: Any = config.scale * config.rank  # peft declares an integer; a float serves as well
-    settings: Any = peft.LoraConfig(
-        r=config.rank,
-        lora_alpha=alpha,
-        target_modules="|".join(expressions),
-    )
+    settings: Any = peft.LoraConfig(r=config.rank, lora_alpha=alpha, target_modules="|".join(expressions))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         peft.inject_adapter_in_model(settings, clip)
@@ -171,10 +167,9 @@ def lock_towers(clip: nn.Module, *, image: int | None, text: int | None) -> None
     Raises:
         UserError: This architecture cannot be locked so, or nothing would be left to train.
     """
-    if image is not None:
-        _lock(clip, "image", image)
-    if text is not None:
-        _lock(clip, "text", text)
+    for side, unlocked in (("image", image), ("text", text)):
+        if unlocked is not None:
+            _lock(clip, side, unlocked)
     learned = (parameter for name, parameter in clip.named_parameters() if not name.startswith("logit_"))
     if not any(parameter.requires_grad for parameter in learned):  # the logit scale belongs to the objective
         raise UserError("Both towers are locked: nothing is left to train. Unlock one, or some of its last blocks.")

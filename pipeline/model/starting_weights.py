@@ -7,7 +7,6 @@ optimizer's moments can be resized for another image size.
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from collections.abc import Mapping
@@ -45,6 +44,10 @@ class Start:
     load: bool = True
     """Whether the folder's weights are loaded, and not only its architecture built."""
 
+    @property
+    def has_weights(self) -> bool:
+        return self.weights is not None or (self.folder is not None and self.load)
+
 
 def find_start(arch: str, pretrained: str | None) -> Start:
     """Resolve `model.arch` and `model.pretrained`; a hub model is downloaded into the hub's cache.
@@ -59,11 +62,9 @@ def find_start(arch: str, pretrained: str | None) -> Start:
                 f"model.arch = {FROM_WEIGHTS} takes the architecture that is stored with model.pretrained, which must "
                 f"then be a model folder, a run or {HUB}OWNER/NAME; it is {pretrained!r}."
             )
-        stored = json.loads((folder / MODEL_CONFIG_NAME).read_text(encoding="utf-8"))
-        start = Start(stored.get("architecture") or folder.name, stored["model_cfg"], folder=folder)
+        start = _start_in(folder, load=True)
     elif (Path(arch) / MODEL_CONFIG_NAME).is_file():
-        stored = json.loads((Path(arch) / MODEL_CONFIG_NAME).read_text(encoding="utf-8"))
-        start = Start(stored.get("architecture") or Path(arch).name, stored["model_cfg"], folder=Path(arch), load=False)
+        start = _start_in(Path(arch), load=False)
         if pretrained:
             raise UserError(
                 f"model.arch = {arch} is a model folder: give it as model.pretrained, with model.arch=pretrained."
@@ -82,6 +83,11 @@ def find_start(arch: str, pretrained: str | None) -> Start:
             "which no objective here computes. Take the architecture of the same size without `coca_`."
         )
     return start
+
+
+def _start_in(folder: Path, *, load: bool) -> Start:
+    stored = json.loads((folder / MODEL_CONFIG_NAME).read_text(encoding="utf-8"))
+    return Start(stored.get("architecture") or folder.name, stored["model_cfg"], folder=folder, load=load)
 
 
 def folder_of(pretrained: str) -> Path | None:
@@ -157,7 +163,7 @@ def create_from(
     else:
         # Without weights both towers start from scratch: no weights of the text tower's base model.
         clip = create_clip(start.name, pretrained=start.weights, pretrained_text=False, **common)
-    if start.weights is not None or (start.folder is not None and start.load):
+    if start.has_weights:
         _check_finite(clip, start.weights or start.folder)
     return clip
 
@@ -170,7 +176,7 @@ def _check_finite(clip: nn.Module, weights: str | Path | None) -> None:
 
 def interpolated(start: Start, *, image_size: int | None, context_length: int | None) -> list[str]:
     """Sentences about the position embeddings that were interpolated when the weights were loaded."""
-    if start.weights is None and not (start.folder is not None and start.load):
+    if not start.has_weights:
         return []
     stored: Mapping[str, Any] = start.model_cfg
     if start.folder is not None:
@@ -188,10 +194,9 @@ def interpolated(start: Start, *, image_size: int | None, context_length: int | 
 
 def with_sizes(model_cfg: Mapping[str, Any], *, context_length: int | None) -> dict[str, Any]:
     """The description with another context length."""
-    described = copy.deepcopy(dict(model_cfg))
-    if context_length is not None:
-        described["text_cfg"] = {**described["text_cfg"], "context_length": context_length}
-    return described
+    if context_length is None:
+        return dict(model_cfg)
+    return {**model_cfg, "text_cfg": {**model_cfg["text_cfg"], "context_length": context_length}}
 
 
 def logit_of(clip: nn.Module) -> tuple[float, float | None] | None:

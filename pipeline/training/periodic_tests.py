@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,11 +27,6 @@ from pipeline.training.validation import Validation, ValidationHistory
 class PeriodicEvaluation:
     """Evaluates a run's current weights.
 
-    Args:
-        config: The evaluation section.
-        run: The run's folder.
-        world: The ranks.
-
     Raises:
         UserError: The suite is missing or incomplete.
     """
@@ -43,14 +39,10 @@ class PeriodicEvaluation:
         self._failed: dict[str, list[int]] = {}
 
     def __call__(self, model: EvaluationModel, *, step: int) -> tuple[dict[str, float], dict[str, str]]:
-        """Evaluate. Collective.
+        """Evaluate the weights after `step` steps, which are on this rank's device. Collective.
 
         The results are stored as those of the step's checkpoint, so that `neuclip evaluate` reuses them if it evaluates
         the same weights. Whatever fails is returned, on all ranks alike, because training continues.
-
-        Args:
-            model: The weights of this step, on this rank's device.
-            step: Number of steps that they have taken.
 
         Returns:
             Scores by task, and by aggregate if all of its tasks were evaluated; reasons of failures by task.
@@ -67,9 +59,8 @@ class PeriodicEvaluation:
         for task in failures:
             self._failed.setdefault(task, []).append(step)
         scores = {task: result.score for task, result in results.items()}
-        means = {name: value.score for name, value in aggregate(results).items()}
-        complete = {name: mean for name, mean in means.items() if mean is not None}
-        return {**scores, **complete}, failures
+        means = {name: mean.score for name, mean in aggregate(results).items() if mean.score is not None}
+        return {**scores, **means}, failures
 
     def unscored(self) -> str:
         """One sentence on the tasks that failed since this process started; empty when none did."""
@@ -87,26 +78,20 @@ def scores_are_logged(run: Path, step: int, *, world: World) -> bool:
     return bool(world.gather_objects(found)[0])
 
 
-@dataclass(frozen=True)
-class MissedTests:
-    """Tests that were due at a checkpoint, but that a signal or a kill has prevented."""
-
-    validation: bool = False
-    evaluation: bool = False
-
-
-def missed_tests(run: RunConfig, checkpoint: Checkpoint, *, world: World) -> MissedTests:
-    """What a run that continues from a checkpoint makes up for. Collective."""
+def missed_tests(run: RunConfig, checkpoint: Checkpoint, *, world: World) -> set[str]:
+    """Which of `validation` and `evaluation` were due at a checkpoint, but prevented (signal, kill). Collective."""
     step = checkpoint.step
     history = ValidationHistory()
     history.load_state_dict(checkpoint.meta.get("validation") or history.state_dict(), step=step)
     validated = history.step == step or not run.validation.sources or PREVIOUS in checkpoint.meta
     ended = history.ends_run(run.validation.patience)
     evaluated = run.evaluation.suite is None or not evaluation_is_due(run, step=step, ended=ended)
-    return MissedTests(
-        validation=not validated and validation_is_due(run, step=step),
-        evaluation=not evaluated and not scores_are_logged(Path(run.output), step, world=world),
-    )
+    missed = set()
+    if not validated and validation_is_due(run, step=step):
+        missed.add("validation")
+    if not evaluated and not scores_are_logged(Path(run.output), step, world=world):
+        missed.add("evaluation")
+    return missed
 
 
 def validation_is_due(run: RunConfig, *, step: int) -> bool:
@@ -142,8 +127,7 @@ class PeriodicTests:
     def validate(self, *, stop: bool) -> bool:
         """Validate if that is due. Collective. Returns whether a checkpoint of these weights is to be kept as the best.
 
-        Args:
-            stop: A signal has ended the run.
+        `stop`: a signal has ended the run.
         """
         step, run = self.state.step, self.state.run
         if self.validation is None or not validation_is_due(run, step=step) or (stop and step < run.total_steps):
@@ -167,22 +151,21 @@ class PeriodicTests:
                 )
         self._model = None
 
-    def make_up(self, missed: MissedTests) -> bool:
-        """Test the restored weights where that was prevented. Collective.
+    def make_up(self, missed: Collection[str]) -> bool:
+        """Test the restored weights where that was prevented, see `missed_tests`. Collective.
 
         Returns:
             Whether the history of validations has changed, so that the checkpoint is to be written again.
         """
-        for name, value in (("validation", missed.validation), ("evaluation", missed.evaluation)):
-            if value:
-                step = self.state.step
-                self.telemetry.event(f"The {name} after step {step} was not finished: doing it now.", step=step)
-        if missed.validation:
+        step = self.state.step
+        for name in sorted(missed, reverse=True):  # in the order in which they are done
+            self.telemetry.event(f"The {name} after step {step} was not finished: doing it now.", step=step)
+        if "validation" in missed:
             self.validate(stop=False)
-        if missed.evaluation:
+        if "evaluation" in missed:
             self.evaluate(stop=False)
         self._model = None
-        return missed.validation
+        return "validation" in missed
 
     def report_end(self) -> None:
         """Log which tasks have failed since this process started, if any."""

@@ -133,10 +133,7 @@ def add_recipe_keys(recipe: Mapping[str, Any], above: Mapping[str, Any]) -> tupl
 
 
 def choose_method(recipe: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """One recipe for many methods: `methods: {NAME: {section: {key: value}}}` holds the settings of each.
-
-    Those of the chosen method (`objective.name` of the overrides, else of the recipe) override the rest of the recipe.
-    A registered method without such a part is used with its own defaults, which is logged.
+    """The recipe with what its `methods` has for the chosen method, `objective.name` of the overrides, else its own.
 
     Raises:
         UserError: The recipe's `methods` are malformed, or there is no such method.
@@ -160,11 +157,8 @@ def choose_method(recipe: Mapping[str, Any], above: Mapping[str, Any]) -> dict[s
 
 
 def scale_rates(recipe: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Scale the learning rates linearly with the batch size, as FastCLIP (appendix B) does over numbers of nodes.
-
-    If a recipe has `reference_batch`, the batch size for which its `optimizer.lr` and `objective.tau_lr` were chosen,
-    both are multiplied by batch_size / reference_batch. A rate that is given as an override is not scaled.
-    """
+    """Scale the learning rates linearly with the batch size, as FastCLIP (appendix B) does over numbers of nodes: see
+    `RecipeKeys.reference_batch`."""
     tree = dict(recipe)
     reference = tree.pop("reference_batch", None)
     size = above.get("batch_size", tree.get("batch_size"))
@@ -191,23 +185,10 @@ def resolve_budget(recipe: Mapping[str, Any], above: Mapping[str, Any]) -> dict[
     Raises:
         UserError: A budget is given in both units in one place, or a value is out of range.
     """
-    recipe, above = _without_null(BUDGETS, recipe, above)
-    _one_of(*BUDGETS, recipe, above)
-    schedules = _without_null(WARM_UPS, _section(recipe, "schedule"), _section(above, "schedule"))
-    _one_of(*WARM_UPS, *schedules)
-    recipe, above = (
-        {**tree, "schedule": schedule} if isinstance(tree.get("schedule"), Mapping) else tree
-        for tree, schedule in zip((recipe, above), schedules, strict=True)
-    )
-    below = dict(recipe)
-    if "samples" in above:
-        below.pop("epochs", None)
-    if "epochs" in above:
-        below.pop("samples", None)
-    for given, replaced in (("warmup_steps", "warmup_share"), ("warmup_share", "warmup_steps")):
-        if given in _section(above, "schedule") and replaced in _section(below, "schedule"):
-            below["schedule"] = {key: value for key, value in below["schedule"].items() if key != replaced}
-    tree = cfg.merge(below, above)
+    tree = _merged_in_one_unit(BUDGETS, recipe, above)
+    if isinstance(tree.get("schedule"), Mapping):
+        schedules = (_section(recipe, "schedule"), _section(above, "schedule"))
+        tree["schedule"] = _merged_in_one_unit(WARM_UPS, *schedules)
     if "epochs" in tree:
         tree["samples"] = _samples_of(tree.pop("epochs"), tree)
     if "warmup_share" in _section(tree, "schedule"):
@@ -218,14 +199,23 @@ def resolve_budget(recipe: Mapping[str, Any], above: Mapping[str, Any]) -> dict[
     return tree
 
 
-def _without_null(
-    names: tuple[str, str], recipe: Mapping[str, Any], above: Mapping[str, Any]
-) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Both trees without these keys where they are null: in the overrides, that removes the recipe's."""
+def _merged_in_one_unit(names: tuple[str, str], recipe: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """The recipe merged with its overrides, where one budget has two names: a name that the overrides give replaces
+    either one of the recipe, and a null there removes the recipe's of that name.
+
+    Raises:
+        UserError: Both names are given in one place.
+    """
     removed = {name for name in names if name in above and above[name] is None}
     recipe = {key: value for key, value in recipe.items() if key not in removed}
-    trees = [{k: v for k, v in tree.items() if k not in names or v is not None} for tree in (recipe, above)]
-    return trees[0], trees[1]
+    recipe, above = ({k: v for k, v in tree.items() if k not in names or v is not None} for tree in (recipe, above))
+    if any(all(name in tree for name in names) for tree in (recipe, above)):
+        raise UserError(
+            f"Both {names[0]} and {names[1]} are given, which are two ways to say the same: give one of them."
+        )
+    if any(name in above for name in names):
+        recipe = {key: value for key, value in recipe.items() if key not in names}
+    return cfg.merge(recipe, above)
 
 
 def _samples_of(epochs: Any, tree: Mapping[str, Any]) -> int:
@@ -256,11 +246,6 @@ def _epoch_samples(tree: Mapping[str, Any]) -> int:
         if isinstance(expected, int):
             return expected
         raise UserError(f"epochs = {tree.get('epochs', '')}: the size of an epoch is not known. {error}") from error
-
-
-def _one_of(name: str, other: str, *trees: Mapping[str, Any]) -> None:
-    if any(name in tree and other in tree for tree in trees):
-        raise UserError(f"Both {name} and {other} are given, which are two ways to say the same: give one of them.")
 
 
 def _number(value: Any, name: str, *, low: float, high: float) -> float:

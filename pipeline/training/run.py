@@ -29,7 +29,7 @@ from pipeline.training.build import build_state, build_trainer, collectives_limi
 from pipeline.training.image_features import open_image_features
 from pipeline.training.observer import describe_hosts
 from pipeline.training.pair_selection import open_selection
-from pipeline.training.periodic_tests import MissedTests, missed_tests
+from pipeline.training.periodic_tests import missed_tests
 from pipeline.training.recipe import RunConfig, check_run
 from pipeline.training.run_start import (
     changed_settings,
@@ -87,10 +87,10 @@ def setup(
         )
     with ExitStack() as stack:
         check_stages(run)
-        stage, missed = stage_at(run, checkpoint.step if checkpoint else 0), MissedTests()
+        stage, missed = stage_at(run, checkpoint.step if checkpoint else 0), set[str]()
         if checkpoint is not None and first:
             missed = missed_tests(run, checkpoint, world=world)
-            if missed != MissedTests() and stage.first == checkpoint.step:
+            if missed and stage.first == checkpoint.step:
                 stage = stage_at(run, checkpoint.step - 1)  # its towers are tested, before they are resized
         state, architecture = stack.enter_context(build_state(stage.run, world=world))
         telemetry = open_telemetry(

@@ -230,11 +230,14 @@ def common_crops(opened: Mapping[str, Sequence[StoredTeacher]]) -> StoredCrops |
                     f"{setting} has the features of {teacher.facts.source} twice (number {number + 1} for one): list "
                     "each teacher once."
                 )
-    found = {(setting, index): teacher.facts.crops for setting, teachers in opened.items()
-             for index, teacher in enumerate(teachers) if teacher.facts.crops is not None}  # fmt: skip
+    found = {
+        f"{setting} ({number})": teacher.facts.crops
+        for setting, teachers in opened.items()
+        for number, teacher in enumerate(teachers, 1)
+        if teacher.facts.crops is not None
+    }
     if len(set(found.values())) > 1:
-        listed = "; ".join(f"{setting} ({index + 1}): {crops.count} with seed {crops.seed}"
-                           for (setting, index), crops in found.items())  # fmt: skip
+        listed = "; ".join(f"{name}: {crops.count} with seed {crops.seed}" for name, crops in found.items())
         raise UserError(
             f"The stored features are of different crops, and a step shows one of a sample: {listed}. Run `neuclip "
             "features` with the same --augmentations and --seed."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -31,7 +31,7 @@ from pipeline.training.gradient_check import TOLERANCE, GradientCheck
 from pipeline.training.image_features import ImageFeatures
 from pipeline.training.observer import Observer, scalars_of
 from pipeline.training.pair_selection import Selection
-from pipeline.training.periodic_tests import MissedTests, PeriodicTests
+from pipeline.training.periodic_tests import PeriodicTests
 from pipeline.training.recipe import RunConfig
 from pipeline.training.recovery import roll_back, save_again
 from pipeline.training.run_state import RunState
@@ -71,8 +71,8 @@ class Trainer:
     """Whose similarities the run learns from, too."""
     selection: Selection | None = None
     """Which pairs of those that are read are trained on; None: all."""
-    missed: MissedTests = field(default_factory=MissedTests)
-    """What was due at the checkpoint that was restored, but was prevented."""
+    missed: Collection[str] = ()
+    """The tests that were due at the checkpoint that was restored, but were prevented."""
     rollback: Checkpoint | None = None
     """Where the run continues after `fit` if too many steps were skipped; its data position is that of now."""
     problem: str = ""

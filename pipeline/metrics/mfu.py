@@ -254,20 +254,12 @@ def _measured(model: ModelConfig) -> tuple[float, np.ndarray, int]:
 
 
 class Utilization:
-    """MFU from samples per second. Reported only where the device's peak is known."""
+    """MFU from samples per second. Reported only where the device's peak is known: from the user, or in bf16 from the
+    table."""
 
     def __init__(
         self, model: ModelConfig, *, device: torch.device, ranks: int, bf16: bool, peak_tflops: float | None
     ) -> None:
-        """Look up the peak and the FLOPs of the model.
-
-        Args:
-            model: The recipe's `model` section.
-            device: The device of this rank.
-            ranks: The world size.
-            bf16: Whether the towers compute in bf16; the table of peaks is for bf16.
-            peak_tflops: Peak of one device, set by the user; None: from the table, for a GPU in bf16.
-        """
         if peak_tflops is None and device.type == "cuda" and bf16:
             peak_tflops = known_peak(torch.cuda.get_device_name(device))
         self._model, self._peak = model, None if peak_tflops is None else peak_tflops * 1e12 * ranks

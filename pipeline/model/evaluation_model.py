@@ -105,14 +105,7 @@ def load_for_evaluation(spec: str | os.PathLike[str], *, device: str | torch.dev
 def copy_for_evaluation(
     config: ModelConfig, weights: Mapping[str, Tensor], *, device: torch.device, source: str
 ) -> EvaluationModel:
-    """Towers of their own with these weights (a state dict by open_clip's names), as `load_for_evaluation` has them.
-
-    Args:
-        config: The run's `model` section.
-        weights: fp32 values.
-        device: Where to put the model.
-        source: For messages and results.
-    """
+    """Towers of their own with these weights (a state dict by open_clip's names), as `load_for_evaluation` has them."""
     # The same attention as in `neuclip evaluate`, so that both compute the same scores.
     plain = replace(without_weights(config), packed_attention=False, trim_image=False, lora=LoraConfig())
     towers, architecture = build_towers(plain, seed=0)

@@ -58,11 +58,7 @@ class LoraConfig:
 def add_adapters(clip: nn.Module, config: LoraConfig, *, seed: int, locked: tuple[bool, bool]) -> None:
     """Add adapters to a model in place and freeze everything else; nothing without a rank.
 
-    Args:
-        clip: open_clip's model.
-        config: The section.
-        seed: Of A's initial values; B starts at 0.
-        locked: Whether image and text tower stay as they are.
+    `seed` is that of A's initial values, B starts at 0; `locked`: whether image and text tower stay as they are.
 
     Raises:
         UserError: peft is not installed, or there is nothing to adapt.
@@ -193,11 +189,7 @@ def _lock(clip: nn.Module, side: str, unlocked: int) -> None:
 
 
 def check_constant_image_tower(visual: nn.Module, *, locked: bool) -> None:
-    """Check that an image tower's outputs depend on the image alone for as long as a run takes.
-
-    Args:
-        visual: The image tower, in the form in which it is trained.
-        locked: `model.lock_image`.
+    """Check that the outputs of an image tower, as it is trained, depend on the image alone for as long as a run takes.
 
     Raises:
         UserError: Its weights are trained, its batch norms follow the batches, or it drops something at random.

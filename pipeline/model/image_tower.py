@@ -65,10 +65,7 @@ def use_class_token_block(clip: nn.Module, *, wanted: bool | None) -> None:
     """Let the image tower's last block compute the class token only, in place, where that is exact.
 
     The tower then refuses `forward_intermediates` and `output_tokens`, which would return the last block's patches.
-
-    Args:
-        clip: open_clip's model, after `use_packed_attention`.
-        wanted: `model.trim_image`.
+    Call this after `use_packed_attention`; `wanted` is `model.trim_image`.
 
     Raises:
         UserError: It is demanded, and would change what this model computes.
@@ -215,11 +212,8 @@ class _Synchronised(torch.autograd.Function):
 
 
 def use_fp32_batch_norms(model: nn.Module, *, synchronised: bool = False) -> None:
-    """Turn every plain `nn.BatchNorm2d` of a model into an `Fp32BatchNorm2d`, in place.
-
-    Args:
-        model: The model to change.
-        synchronised: Use statistics over all ranks (`SyncFp32BatchNorm2d`).
+    """Turn every plain `nn.BatchNorm2d` of a model into an `Fp32BatchNorm2d` or, if `synchronised`, its subclass, in
+    place.
 
     Raises:
         UserError: `synchronised`, and the model has batch norms of another class.

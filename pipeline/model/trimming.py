@@ -117,11 +117,7 @@ def text_trimming(
 ) -> TextTrimming | None:
     """How to trim texts for a model; None: do not.
 
-    Args:
-        clip: open_clip's model.
-        wanted: `model.trim_text`.
-        longest: `model.text_tokens`.
-        packed: Whether `model.text_batching` is `packed`.
+    `wanted` is `model.trim_text`, `longest` `model.text_tokens`, and `packed` whether `model.text_batching` is so.
 
     Raises:
         UserError: Trimming is demanded, and would change what this model computes.

@@ -32,12 +32,7 @@ from pipeline.objectives.temperature import LearnedTemperature, TemperatureConfi
 
 
 class AutogradObjective(Objective):
-    """An objective without state beyond a learned temperature; a method implements `batch_loss`.
-
-    Args:
-        config: The method's section.
-        context: The facts of the run.
-    """
+    """An objective without state beyond a learned temperature; a method implements `batch_loss`."""
 
     def __init__(self, config: TemperatureConfig, context: ObjectiveContext) -> None:
         self.temperature = LearnedTemperature(config, context)

@@ -66,10 +66,7 @@ class ObjectiveContext:
     """Of state and arithmetic; the tests use float64."""
 
     def epochs(self, *, needed_by: str) -> int:
-        """Number of epochs of the run, counting a partial last one.
-
-        Args:
-            needed_by: The setting that depends on it, for the message.
+        """Number of epochs of the run, counting a partial last one; `needed_by` is the setting that depends on it.
 
         Raises:
             UserError: The length of the run is unknown.
@@ -112,12 +109,8 @@ class Objective(ABC):
     """A training objective. In every step the trainer calls `compute`, then `commit`, or `discard` if it skips the
     step.
 
-    A method implements `loss_and_gradients`, `update_state` and `logit_parameters`; what has state are its `parts`.
-
-    Args:
-        config: The method's section.
-        context: The facts of the run.
-        parts: What has state: it is saved, loaded, compared over the ranks and logged.
+    A method implements `loss_and_gradients`, `update_state` and `logit_parameters`; what has state are its `parts`,
+    which are saved, loaded, compared over the ranks and logged.
     """
 
     distills = False
@@ -294,8 +287,7 @@ class Objective(ABC):
     def prefetch(self, sample_ids: Tensor) -> None:
         """Start fetching the per-sample state of the next batch; optional, before its forward pass.
 
-        Args:
-            sample_ids: [b] int64; `compute` must be given the same tensor object.
+        `compute` must be given the same tensor object, [b] int64.
         """
         if self.table is not None:
             self.table.prefetch(sample_ids)

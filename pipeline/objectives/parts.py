@@ -238,10 +238,7 @@ def fingerprint(tensors: Mapping[str, Tensor], *, device: torch.device) -> Tenso
 class DriftGuard:
     """Compares the ranks' state; on a mismatch rank 0's wins, and the event is counted.
 
-    Args:
-        world: The ranks.
-        every: Commits between two comparisons; 0 = never, as on a single rank.
-        device: Where fingerprints are computed.
+    `every` is the number of commits between two comparisons; 0 = never, as on a single rank.
     """
 
     def __init__(self, world: World, *, every: int, device: torch.device) -> None:

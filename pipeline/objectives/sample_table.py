@@ -37,8 +37,6 @@ class PerSampleTable:
 
     Args:
         columns: Name -> initial value.
-        dataset_size: Number of samples n.
-        world: The ranks that share the rows.
         device: Where lookups and writes happen.
         on_host: Keep the rows in host memory rather than on `device`.
     """
@@ -71,19 +69,15 @@ class PerSampleTable:
         self._snapshots: weakref.WeakSet[TableSnapshot] = weakref.WeakSet()
 
     def prefetch(self, sample_ids: Tensor) -> None:
-        """Gather the next batch's ids and start to copy them to the table's device.
+        """Gather the next batch's ids, [b] int64, and start to copy them to the table's device.
 
-        Args:
-            sample_ids: [b] int64; only a `lookup` of the same tensor object uses them.
+        Only a `lookup` of the same tensor object uses them.
         """
         ids = self.world.all_gather(sample_ids.to(self.device, non_blocking=True))
         self._fetching = (sample_ids, *self._send_home(ids))
 
     def lookup(self, sample_ids: Tensor) -> Tensor:
-        """The rows of the global batch, [B, columns], the same on every rank.
-
-        Args:
-            sample_ids: This rank's, [b] int64.
+        """The rows of the global batch, [B, columns], the same on every rank, by this rank's ids, [b] int64.
 
         Raises:
             UserError: An id is outside [0, n).

@@ -44,11 +44,7 @@ class SelectionConfig:
         return batch_size if self.ratio is None else max(round(batch_size / (1 - self.ratio)), batch_size + 1)
 
     def check(self, batch_size: int, *, streams: int) -> None:
-        """Check what a step reads.
-
-        Args:
-            batch_size: Pairs that are trained on.
-            streams: The setting `data.streams`.
+        """Check what a step reads to train on `batch_size` pairs; `streams` is `data.streams`.
 
         Raises:
             UserError: It is no whole number, or the streams do not divide it; with a ratio that would fit.
@@ -101,13 +97,9 @@ def pair_losses(view: View) -> Tensor:
 
 
 def added_losses(view: View, chosen: Tensor) -> Tensor:
-    """What each pair would add to the summed loss of the chosen ones, [S]; of these themselves it means nothing.
+    """What each pair would add, [S], to the summed loss of the chosen rows, [C]; of these themselves it means nothing.
 
     It is the pair's own loss among them, and what it adds to theirs as a negative.
-
-    Args:
-        view: A model.
-        chosen: Rows of the super-batch, [C].
     """
     positive = view.positive()
     added = F.softplus(-positive) if view.bias is not None else torch.zeros_like(positive)

@@ -94,8 +94,6 @@ class SoftmaxObjective(Objective):
     """An objective whose gradient is a weighted softmax; a method implements `anchor_weights`.
 
     Args:
-        config: The method's section.
-        context: The facts of the run.
         temperature: Supplies tau, and learns it unless it is constant.
         estimator: Keeps the method's estimates of the normalizers, if it has any beyond the batch's own.
         eps: The small constant that the method adds to every normalizer g; 0 = none.

@@ -78,12 +78,9 @@ def moving_average(log_u: Tensor, log_g: Tensor, *, gamma: float) -> Tensor:
 
 
 class MovingAverages(StatefulPart):
-    """The estimator: a table of log u of both sides, and of further columns that a method keeps beside them.
+    """The estimator: a table of log u of both sides, and of further columns that a method keeps behind them.
 
-    Args:
-        config: A section with `EstimatorConfig`'s settings.
-        context: The facts of the run.
-        further_columns: Names and initial values of the method's own columns, behind the two of log u.
+    `further_columns` has their names and initial values.
     """
 
     table: PerSampleTable

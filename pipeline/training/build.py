@@ -78,11 +78,7 @@ def starting_objective(run: RunConfig, logit: tuple[float, float | None] | None)
     """The run's objective with the temperature (and bias) of the pretrained weights as its initial values.
 
     A temperature outside the objective's bounds starts at the nearest bound. Objectives with a fixed temperature keep
-    theirs, which is a setting.
-
-    Args:
-        run: The run's configuration.
-        logit: log(1/tau) and bias of the pretrained weights; None without pretrained weights.
+    theirs, which is a setting. `logit` is log(1/tau) and bias of the weights; None without pretrained weights.
     """
     config = run.objective
     if logit is None or not run.model.pretrained_temperature:

@@ -28,12 +28,8 @@ class GradientCheck:
     """Checks one step: `begin` before it, `reference` between backward and update, `finish` after it.
 
     Args:
-        engine: The engine to check.
         plain: fp32 towers of the check's own; they take the engine's weights. Their backward pass should recompute
             activations: an fp32 copy of the model leaves little memory.
-        world: The ranks.
-        seed: As for `TrainStep`.
-        chunks: As for `TrainStep`.
     """
 
     def __init__(self, engine: Engine, plain: Towers, *, world: World, seed: int, chunks: Sequence[slice]) -> None:
@@ -71,9 +67,6 @@ class GradientCheck:
 
     def finish(self, *, clipping: float) -> float:
         """Compare the gradient that was applied with the reference, and free the copy of the towers. Collective.
-
-        Args:
-            clipping: `engine.gradient_clipping`.
 
         Returns:
             Their relative L2 distance.

@@ -32,10 +32,7 @@ IDENTITY, FEATURES = "identity.json", "features.npy"
 class ImageFeatures:
     """The image side's input of a step: stored outputs, and computed ones where none are stored.
 
-    Args:
-        store: The open file.
-        engine: Runs the tower.
-        micro_batch: Images that run through the tower at once; None: all of a batch.
+    `micro_batch` images run through the tower at once; None: all of a batch.
     """
 
     def __init__(self, store: FeatureStore, engine: Engine, *, micro_batch: int | None) -> None:
@@ -74,12 +71,7 @@ def open_image_features(
 ) -> ImageFeatures | None:
     """Open or create the features of this run's image tower and data, and let the loader read them. Collective.
 
-    Call it when the weights are those of the run, after a checkpoint was restored.
-
-    Args:
-        state: The parts of the run.
-        architecture: Of the towers.
-        report: Receives a sentence about what was opened.
+    Call it when the weights are those of the run, after a checkpoint was restored. `report` receives a sentence.
 
     Returns:
         None without `model.image_features_cache`.

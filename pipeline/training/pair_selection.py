@@ -103,13 +103,7 @@ class Selection:
 def open_selection(
     state: RunState, *, image_size: int, normalized: Callable[[Tensor], Tensor], trimming: TextTrimming | None
 ) -> Selection | None:
-    """The selection of a run; None without one.
-
-    Args:
-        state: The parts of the run.
-        image_size: Of the images that are trained on.
-        normalized: uint8 images on the device -> images as the engine takes them.
-        trimming: Of texts.
+    """The selection of a run, which trains on images of `image_size`; None without one.
 
     Raises:
         UserError: The reference's features do not fit the run, or its images cannot have the size.

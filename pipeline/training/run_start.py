@@ -95,12 +95,8 @@ def folder_of_a_start(run: RunConfig, *, world: World, note: Callable[[], None] 
     """A refused start removes a folder that had nothing in it, and changes nothing in one that had.
 
     What `neuclip doctor` reads about the start before, and the run's settings, are replaced by `prepare_folder`, when
-    every check has passed; in a new folder now, so that a start that is killed leaves them, too.
-
-    Args:
-        run: The configuration.
-        world: The ranks.
-        note: Called on rank 0 to write there what else is known about this start.
+    every check has passed; in a new folder now, so that a start that is killed leaves them, too. `note` is called
+    on rank 0 to write there what else is known about this start.
 
     Raises:
         UserError: What the block raises.
@@ -262,10 +258,7 @@ def _has_begun(folder: Path, origin: Origin, *, world: World, mirror: str | None
 def in_new_steps(checkpoint: Checkpoint, run: RunConfig, *, allowed: bool) -> Checkpoint:
     """The checkpoint with its step counted in this run's batches; unchanged if the batch size is the same.
 
-    Args:
-        checkpoint: The checkpoint to continue from.
-        run: The configuration of the run that continues it.
-        allowed: The option `--new-batch-size` is given.
+    `allowed`: the option `--new-batch-size` is given.
 
     Raises:
         UserError: The batch size differs and the option is not given, or the run would continue in the same folder,
@@ -318,11 +311,7 @@ def check_continuation(checkpoint: Checkpoint, run: RunConfig) -> None:
 
 
 def check_features(checkpoint: Checkpoint, features: Mapping[str, Mapping[str, Any]]) -> None:
-    """Check that a run goes on with the stored features with which it began.
-
-    Args:
-        checkpoint: From which it continues.
-        features: As `RunState.features`.
+    """Check that a run goes on with the stored features with which it began; `features` as `RunState.features`.
 
     Raises:
         UserError: A setting names features of another model.
@@ -347,10 +336,7 @@ def _with_weights_of(checkpoint: Checkpoint) -> str:
 def describe(checkpoint: Checkpoint, run: RunConfig, *, skipped: int) -> str:
     """What a changed batch size did, for the log; empty if it did not change.
 
-    Args:
-        checkpoint: From `in_new_steps`.
-        run: The run that continues it.
-        skipped: Samples that were skipped so that new batches begin at multiples of their size.
+    `skipped` samples were left out so that new batches begin at multiples of their size.
     """
     if PREVIOUS not in checkpoint.meta:
         return ""

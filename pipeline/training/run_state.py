@@ -61,9 +61,7 @@ class SkippedSteps:
     def choose(self, newest: Callable[[int], Checkpoint | None], *, step: int) -> Checkpoint | None:
         """The checkpoint to roll back to; None if there is none from before the skipped steps.
 
-        Args:
-            newest: Returns the newest checkpoint up to a step.
-            step: Steps taken, the skipped ones included.
+        `newest` returns the newest checkpoint up to a step; `step` counts the skipped steps, too.
         """
         found = newest(self.last_good(step)) or newest(step - self.in_a_row)
         if found is not None and found.step == self.rolled_back_to:

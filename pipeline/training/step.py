@@ -55,10 +55,7 @@ class PrefetchedBatches:
     checkpoint, are not affected.
 
     Args:
-        loader: The batches.
         steps: Steps of the run; nothing is fetched ahead of the last one.
-        meter: Counts the wait for batches.
-        device: Where the step is computed.
         given_up: Whether the run is to stop, and no batch will come any more.
     """
 
@@ -326,10 +323,7 @@ def micro_batches(local_batch: int, micro_batch: int | None) -> list[slice]:
 class Flags:
     """Which flags are set on any rank, by one collective. Reading them waits for nothing that is queued after it.
 
-    Args:
-        first: A scalar on the device.
-        others: Flags of the host.
-        world: The ranks.
+    `first` is a scalar on the device, `others` are flags of the host.
     """
 
     def __init__(self, first: Tensor, *others: bool, world: World) -> None:

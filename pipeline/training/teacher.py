@@ -149,13 +149,7 @@ class StoredTeacher:
         return f"{facts.source} (weights {facts.model[:12]}, tau {facts.tau:.4g}{crops}{lacks})"
 
     def of(self, sample_ids: Tensor, *, epoch: int, device: torch.device, stand_in: bool = False) -> Teacher:
-        """The teacher's features of samples, [b] int64, on the device; of a batch that stands in for one, zeros.
-
-        Args:
-            sample_ids: The samples.
-            epoch: In which they are shown.
-            device: Where the features are needed.
-            stand_in: The batch stands in for one.
+        """The teacher's features of samples, [b] int64, that an epoch shows; of a batch that stands in for one, zeros.
 
         Raises:
             UserError: Those of a sample are missing or damaged.
@@ -215,10 +209,7 @@ def open_features(
 
 
 def common_crops(opened: Mapping[str, Sequence[StoredTeacher]]) -> StoredCrops | None:
-    """The crops that a run shows; None: its own.
-
-    Args:
-        opened: Stored features, by the setting that names them.
+    """The crops that a run shows, from stored features by the setting that names them; None: its own.
 
     Raises:
         UserError: They are of different crops, or a setting names the same features twice.

@@ -220,11 +220,8 @@ class Validation:
     _reported: bool = False
 
     def __call__(self, model: EvaluationModel, *, step: int) -> tuple[dict[str, float], bool]:
-        """Scores of a model, and whether its loss is the lowest so far. Collective; the same on all ranks.
-
-        Args:
-            model: The weights of this step, on this rank's device.
-            step: Number of steps that they have taken.
+        """Scores of the weights after `step` steps, and whether their loss is the lowest so far. Collective; the same
+        on all ranks.
 
         Raises:
             UserError: Fewer than two pairs can be used.

@@ -100,9 +100,7 @@ class PartitionNetworks(StatefulPart):
     def advance(self, batch: AnchorBatch, log_means: Tensor) -> Tensor:
         """Restart if an epoch begins, update on this batch, predict log lambda of each anchor, [2, B]; pending.
 
-        Args:
-            batch: The global batch.
-            log_means: log of the batch's mean of exp(s / tau), [2, B].
+        `log_means` are the logarithms of the batch's means of exp(s / tau), [2, B].
         """
         config, network = self.config, self.network
         network.begin()

@@ -27,9 +27,7 @@ Parameters = Mapping[str, Tensor]
 def initial_parameters(context: ObjectiveContext, *, restart: int = 0) -> dict[str, Tensor]:
     """Both sides' parameters, stacked as [2, ...]: linear layers uniform within 1/sqrt(d), as torch.nn.Linear does.
 
-    Args:
-        context: Gives sizes and seed.
-        restart: Number of the initialization; each draws from its own seed.
+    `restart` is the number of the initialization; each draws from its own seed.
     """
     generator = torch.Generator().manual_seed((context.seed * 0x9E3779B97F4A7C15 + restart) % 2**63)
     dim, bound = context.dim, 1 / math.sqrt(context.dim)

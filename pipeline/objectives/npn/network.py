@@ -118,10 +118,7 @@ NO_SAMPLE = -(2**62)
 class FeatureQueue:
     """The newest m features of both sides, [2, m, d]: texts for image anchors, images for text anchors.
 
-    Args:
-        length: m; may be 0.
-        context: The facts of the run.
-        ids: Whether it holds the sample ids, too.
+    `length` is m, and may be 0; with `ids` it holds the sample ids, too.
     """
 
     def __init__(self, length: int, context: ObjectiveContext, *, ids: bool = False) -> None:
@@ -245,12 +242,6 @@ class Npn(StatefulPart):
 
     A variant is one file with a class that `@register_npn("name")` makes selectable as `objective.npn=name`: in this
     folder, or in an installed package with an entry point of the group `neuclip.npn`.
-
-    Args:
-        config: The objective's section.
-        context: The facts of the run.
-        parameters: Initial parameters of both sides, [2, ...] each.
-        slot_name: See `ReplicatedNetwork`.
     """
 
     is_mean: ClassVar[bool] = False

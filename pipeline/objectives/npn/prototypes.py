@@ -182,12 +182,7 @@ def _add_product(
 
 
 def alpha_slopes(anchors: Anchors, weight_md: Tensor, partners_bd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Derivatives of alpha with respect to the anchor's own feature, its partner's feature and the temperature.
-
-    Args:
-        anchors: [b] of them.
-        weight_md: The prototypes.
-        partners_bd: The features of the anchors' partners, [b, d].
+    """Derivatives of alpha with respect to the own feature of b anchors, their partners' [b, d] and the temperature.
 
     Returns:
         d alpha/d e [b, d], d alpha/d partner [b, d], d alpha/d tau [b].

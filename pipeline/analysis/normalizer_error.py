@@ -186,10 +186,7 @@ def measure(
                 f"{run.objective.name} has no normalizers to compare: choose a run with a softmax objective."
             )
         opened = {
-            setting: [
-                open_features(Path(folder), run.data, loader.mixture.digests, setting=setting, seed=run.seed)
-                for folder in folders
-            ]
+            setting: [open_features(folder, run, loader.mixture.digests, setting=setting) for folder in folders]
             for setting, folders in stored.items()
         }
         if (crops := common_crops(opened)) is not None:

@@ -17,13 +17,7 @@ from torch import Tensor, nn
 
 from pipeline.distributed.devices import to_device
 from pipeline.errors import UserError
-from pipeline.model.attention import (
-    CausalPackedAttention,
-    PackedText,
-    causal_text_transformer,
-    encode_packed,
-    pack,
-)
+from pipeline.model.attention import CausalPackedAttention, PackedText, causal_text_transformer, encode_packed, pack
 
 MULTIPLE = 8
 """Widths are multiples of this: efficient for kernels, and few different shapes to compile."""

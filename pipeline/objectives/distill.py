@@ -51,21 +51,11 @@ class Relational:
     """[B, 2]: B times d loss / d tau of each anchor of both sides."""
 
 
-def ensemble_loss(own: Pair, features: Pair, tau: Tensor, *, teacher: Teachers, world: World) -> Relational:
-    """The mean of the teachers' `relational_loss`, as in MobileCLIP. Collective.
-
-    Args:
-        own: As for `relational_loss`, like the next two.
-        features: See there.
-        tau: See there.
-        teacher: One or several.
-        world: The ranks.
-    """
-    teachers = [teacher] if isinstance(teacher, Teacher) else teacher
-    found = [relational_loss(own, features, tau, teacher=one, world=world) for one in teachers]
+def mean_of(losses: Sequence[Relational]) -> Relational:
+    """The mean over several teachers, as in MobileCLIP."""
     loss, first, second, slopes = (
         torch.stack(parts).mean(0)
-        for parts in zip(*((one.loss, *one.gradients, one.tau_slopes) for one in found), strict=True)
+        for parts in zip(*((one.loss, *one.gradients, one.tau_slopes) for one in losses), strict=True)
     )
     return Relational(loss, (first, second), slopes)
 

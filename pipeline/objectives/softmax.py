@@ -23,7 +23,7 @@ from torch.profiler import record_function
 from pipeline.distributed.precision import true_fp32
 from pipeline.objectives import pairwise
 from pipeline.objectives.base import Objective, ObjectiveConfig, ObjectiveContext, ObjectiveOutput
-from pipeline.objectives.distill import Teachers, ensemble_loss
+from pipeline.objectives.distill import Teacher, Teachers, mean_of, relational_loss
 from pipeline.objectives.parts import Pair, StatefulPart, Temperature
 
 SIDES = ("image", "text")
@@ -174,7 +174,10 @@ class SoftmaxObjective(Objective):
 
     def _distilled(self, weights: AnchorWeights, batch: AnchorBatch, own: Pair, teacher: Teachers) -> AnchorWeights:
         """The weights with the teachers' loss added to loss and gradients."""
-        found = ensemble_loss(own, batch.features, batch.tau, teacher=teacher, world=self.world)
+        teachers = [teacher] if isinstance(teacher, Teacher) else teacher
+        found = mean_of(
+            [relational_loss(own, batch.features, batch.tau, teacher=one, world=self.world) for one in teachers]
+        )
         scale = self.config.distill
         further = weights.feature_gradient or (torch.zeros_like(own[0]), torch.zeros_like(own[1]))
         to_tau = weights.tau_gradient

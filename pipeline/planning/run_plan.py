@@ -177,7 +177,7 @@ def _stored_features(run: RunConfig, data: DataPlan | None) -> Iterator[str]:
         if not Path(folder).exists():
             yield f"{setting}={folder} is not there yet: `neuclip features DATA --model TEACHER --output {folder}`"
         elif data is not None:
-            opened[setting].append(open_features(Path(folder), run.data, data.digests, setting=setting, seed=run.seed))
+            opened[setting].append(open_features(folder, run, data.digests, setting=setting))
     common_crops(opened)
 
 

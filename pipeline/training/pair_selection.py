@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -111,8 +110,8 @@ def open_selection(
     run, config = state.run, state.run.selection
     if config.ratio is None:
         return None
-    folder, digests = Path(str(config.features)), state.loader.mixture.digests
-    reference = open_features(folder, run.data, digests, setting="selection.features", seed=run.seed)
+    digests = state.loader.mixture.digests
+    reference = open_features(str(config.features), run, digests, setting="selection.features")
     if state.objective.logit()[1] is not None and reference.facts.bias is None:
         raise UserError(
             f"selection.features={config.features}: {run.objective.name} is scored by its sigmoid loss, for which the "

@@ -148,9 +148,7 @@ def _open_features(trainer: Trainer, architecture: Architecture) -> None:
     run, state, event = trainer.run, trainer.state, trainer.telemetry.event
     trainer.image_features = open_image_features(state, architecture, report=event)
     setting, digests = "data.teacher_features", state.loader.mixture.digests
-    trainer.teachers = [
-        open_features(Path(folder), run.data, digests, setting=setting, seed=run.seed) for folder in run.data.teachers
-    ]
+    trainer.teachers = [open_features(folder, run, digests, setting=setting) for folder in run.data.teachers]
     for number, teacher in enumerate(trainer.teachers):
         state.features[f"{setting}[{number}]" if number else setting] = teacher.facts.identity
         event(f"Teacher: {teacher.describe()}.")

@@ -16,7 +16,6 @@ from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
 
 from pipeline.config import first_problem
-from pipeline.data.data_config import DataConfig
 from pipeline.data.loading.decode import StoredCrops
 from pipeline.data.loading.feature_file import FeatureFile, FeatureStore
 from pipeline.data.shards.tar_reader import CaptionField
@@ -24,6 +23,7 @@ from pipeline.distributed.devices import to_device
 from pipeline.errors import UserError
 from pipeline.files import read_tree
 from pipeline.objectives.distill import Teacher
+from pipeline.training.recipe import RunConfig
 
 FEATURES, FACTS = "features.npy", "features.json"
 LOOKED_AT = 64
@@ -173,35 +173,27 @@ class StoredTeacher:
         return Teacher(F.normalize(image, dim=1), F.normalize(text, dim=1), self.facts.tau)
 
 
-def open_features(
-    folder: Path, config: DataConfig, digests: Sequence[str], *, setting: str, seed: int
-) -> StoredTeacher:
-    """Stored features for a run with this data.
-
-    Args:
-        folder: Output of `neuclip features`.
-        config: The `data` section.
-        digests: Hash of each source's contents.
-        setting: Which names the folder, for messages.
-        seed: Of the run.
+def open_features(folder: str, run: RunConfig, digests: Sequence[str], *, setting: str) -> StoredTeacher:
+    """Stored features for a run, the hashes of whose sources' contents are `digests`; `setting` names the folder.
 
     Raises:
         UserError: The features are not complete, or of other data or crops.
     """
-    teacher = StoredTeacher(folder, setting=setting, seed=seed)
-    captions = sorted({str(CaptionField.parse(source.caption or config.caption)) for source in config.sources})
+    place = Path(folder)
+    teacher = StoredTeacher(place, setting=setting, seed=run.seed)
+    captions = sorted({str(CaptionField.parse(source.caption or run.data.caption)) for source in run.data.sources})
     found = {"data": teacher.facts.data, "captions": [teacher.facts.caption]}
     wanted = {"data": list(digests), "captions": captions}
     if other := [name for name in wanted if wanted[name] != found[name]]:
         raise UserError(
-            f"{setting}={folder} are of other {' and '.join(other)} than this run "
+            f"{setting}={place} are of other {' and '.join(other)} than this run "
             f"({'; '.join(f'{found[name]}, now {wanted[name]}' for name in other)}): run `neuclip features` on "
             "data.sources, in their order, with --caption as in data.caption."
         )
-    crops, own = teacher.facts.crops, config.crop
+    crops, own = teacher.facts.crops, run.data.crop
     if crops is not None and (crops.scale, crops.ratio) != (own.scale, own.ratio):
         raise UserError(
-            f"{setting}={folder} are of crops with scale {list(crops.scale)} and ratio {list(crops.ratio)}, and this "
+            f"{setting}={place} are of crops with scale {list(crops.scale)} and ratio {list(crops.ratio)}, and this "
             f"run has data.crop.scale={list(own.scale)} data.crop.ratio={list(own.ratio)}: set them to the former, or "
             "run `neuclip features` with --crop-scale and --crop-ratio."
         )

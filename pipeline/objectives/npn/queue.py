@@ -8,15 +8,7 @@ import torch
 from torch import Tensor
 
 from pipeline.objectives.base import ObjectiveContext, Pair
-from pipeline.objectives.npn.network import (
-    NO_SAMPLE,
-    BothSides,
-    FeatureQueue,
-    Npn,
-    NpnConfig,
-    Prediction,
-    register_npn,
-)
+from pipeline.objectives.npn.network import NO_SAMPLE, BothSides, FeatureQueue, Npn, NpnConfig, Prediction, register_npn
 from pipeline.objectives.npn.prototypes import Anchors, mean_slopes, normalizer_of_mean
 from pipeline.objectives.pairwise import Workspace, row_blocks
 from pipeline.objectives.softmax import AnchorBatch

@@ -131,11 +131,7 @@ def register(arch: str) -> str:
 
 
 def _check_description(path: Path) -> None:
-    """Check the form of an architecture's JSON file, since open_clip passes over what it cannot read.
-
-    Raises:
-        UserError: It is not JSON, or lacks a part.
-    """
+    """Check the form of an architecture's JSON file, since open_clip passes over what it cannot read."""
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -242,11 +238,6 @@ def needs_files(model_cfg: Mapping[str, Any]) -> bool:
     return bool(model_cfg["text_cfg"].get("hf_tokenizer_name"))
 
 
-def trusts_remote_code() -> bool:
-    """Whether the user's environment allows the code that comes with a model."""
-    return os.environ.get(TRUST_VARIABLE, "").lower() in ("1", "true", "yes")
-
-
 def refuse_hidden_code(text_cfg: Mapping[str, Any]) -> None:
     """Make a text tower of Hugging Face fail if it has code of its own; transformers would ask on the terminal."""
     if text_cfg.get("hf_model_name"):
@@ -284,7 +275,7 @@ def build_tokenizer(
     text = model_cfg["text_cfg"]
     length = int(text.get("context_length", own.DEFAULT_CONTEXT_LENGTH))
     options = dict(text.get("tokenizer_kwargs") or {})
-    trusted = trust_remote_code or trusts_remote_code()
+    trusted = trust_remote_code or os.environ.get(TRUST_VARIABLE, "").lower() in ("1", "true", "yes")
     if (odd := options.keys() - HARMLESS) and not trusted:
         raise UserError(_refusal(name, f"its description has the tokenizer options {', '.join(sorted(odd))}"))
     if not needs_files(model_cfg):

@@ -188,11 +188,7 @@ def _features(model: EvaluationModel, items: Sequence[Any], *, size: int, of_tex
 
 
 def _open(image: Any) -> Any:
-    """A PIL image in RGB, as a viewer shows it: cameras store turned pictures with a note to turn them back (EXIF).
-
-    Raises:
-        UserError: It is neither a path nor an image, or the file cannot be read as one.
-    """
+    """A PIL image in RGB, as a viewer shows it: cameras store turned pictures with a note to turn them back (EXIF)."""
     if not (isinstance(image, str | Path) or hasattr(image, "convert")):
         raise UserError(f"The images include {image!r} ({type(image).__name__}): give paths or PIL images.")
     try:

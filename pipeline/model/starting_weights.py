@@ -112,11 +112,7 @@ def folder_of(pretrained: str) -> Path | None:
 
 
 def _download(name: str) -> Path:
-    """The folder of a hub model.
-
-    Raises:
-        UserError: It cannot be downloaded, or is not an open_clip model.
-    """
+    """The folder of a hub model."""
     import huggingface_hub
 
     try:

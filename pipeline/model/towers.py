@@ -192,9 +192,6 @@ def _check_timm_size(name: str, visual: nn.Module) -> None:
     """Check that a tower of timm's takes images of the size that its architecture states.
 
     open_clip passes `model.image_size` on to timm, but not the size in a JSON file.
-
-    Raises:
-        UserError: It takes images of another size.
     """
     patches = getattr(getattr(visual, "trunk", None), "patch_embed", None)
     taken = getattr(patches, "img_size", None)

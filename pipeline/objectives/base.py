@@ -240,11 +240,7 @@ class Objective(ABC):
         return loss
 
     def _unknown_ids(self, image: Tensor) -> Tensor:
-        """Distinct negative ids for a batch that was given without, [b] int64.
-
-        Raises:
-            UserError: The method needs the samples' own.
-        """
+        """Distinct negative ids for a batch that was given without, [b] int64."""
         if self.table is not None:
             raise UserError(f"{self.config.name} keeps state per sample: call loss(..., sample_ids=ids), [b] int64.")
         rows, first = self.world.rows(len(image)), self.steps * self.context.batch_size + 1

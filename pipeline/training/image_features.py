@@ -113,11 +113,7 @@ def _create(file: FeatureFile, facts: Mapping[str, Any]) -> str:
 
 
 def _identity(state: RunState, architecture: Architecture) -> dict[str, Any]:
-    """Everything that determines the outputs by sample id. Collective.
-
-    Raises:
-        UserError: The manifest does not identify the images.
-    """
+    """Everything that determines the outputs by sample id. Collective."""
     shards = state.loader.mixture.manifest.shards
     if not all(shard.sha256 for shard in shards):
         raise UserError(

@@ -130,11 +130,7 @@ def open_selection(
 
 
 def _patch_of(visual: Any) -> int:
-    """Side of a ViT's patches in pixels, where `_at_size` can change the size of its images.
-
-    Raises:
-        UserError: It cannot.
-    """
+    """Side of a ViT's patches in pixels, where `_at_size` can change the size of its images."""
     from open_clip.transformer import VisionTransformer
 
     if isinstance(visual, VisionTransformer) and visual.attn_pool is None:

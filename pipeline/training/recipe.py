@@ -253,11 +253,7 @@ def check_run(run: RunConfig, *, world_size: int) -> None:
 
 
 def _check_selection(run: RunConfig) -> None:
-    """Check the settings of `selection` together with others.
-
-    Raises:
-        UserError: They contradict each other.
-    """
+    """Check the settings of `selection` together with others."""
     config = run.selection
     if (config.ratio is None) != (config.features is None):
         raise UserError(
@@ -283,11 +279,7 @@ def check_captions_of(run: RunConfig) -> None:
 
 
 def _check_ranks(run: RunConfig, *, world_size: int) -> None:
-    """Check that the ranks divide streams and batch, and micro-batches the local batch.
-
-    Raises:
-        UserError: They do not, with a batch size and a number of streams that would fit.
-    """
+    """Check that the ranks divide streams and batch, and micro-batches the local batch."""
     batch, streams, micro_batch = run.batch_size, run.data.streams, run.engine.micro_batch
     if batch % world_size or streams % world_size:
         fitting = max(1, round(streams / world_size)) * world_size

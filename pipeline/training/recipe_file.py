@@ -202,9 +202,6 @@ def resolve_budget(recipe: Mapping[str, Any], above: Mapping[str, Any]) -> dict[
 def _merged_in_one_unit(names: tuple[str, str], recipe: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """The recipe merged with its overrides, where one budget has two names: a name that the overrides give replaces
     either one of the recipe, and a null there removes the recipe's of that name.
-
-    Raises:
-        UserError: Both names are given in one place.
     """
     removed = {name for name in names if name in above and above[name] is None}
     recipe = {key: value for key, value in recipe.items() if key not in removed}

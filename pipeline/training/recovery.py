@@ -1,14 +1,9 @@
 """What a run does when steps are skipped, and when its last checkpoint cannot be written.
 
-A step whose loss or gradient is not finite is skipped: it changes nothing. After more than `max_skipped_steps` in a row
-the run stops or, if `max_rollbacks` allows it, rolls back: weights, moments, objective and step count are restored from
-a checkpoint from before these steps, while the data continues after the last of them. The batches since that
-checkpoint, good and bad, are not seen again in this epoch, and the number of updates stays as planned. Later
-checkpoints and metrics are removed. A run that is killed before its next checkpoint does all of this again.
-
-The update that ruins the weights is finite itself, and so may be the losses of the next few steps. A checkpoint
-therefore counts as good only when FINITE_STEPS steps after it were applied. The newest good one is never pruned, and a
-roll-back that would return to the same checkpoint as the one before takes the one before it.
+The rules of skipping and rolling back are in docs/cluster.md. Weights, moments, objective and step count are restored,
+the position in the data is not, so that the number of updates stays as planned. The update that ruins the weights is
+finite itself, and so may be the losses of the next few steps: a checkpoint therefore counts as good only when
+FINITE_STEPS steps after it were applied.
 
 The last checkpoint is written again until it is on disk: without it, the training since the one before is lost.
 """

@@ -159,11 +159,7 @@ class RunState:
         return Adapters(self.engine.module.clip.adapters, tensors, self.base)
 
     def _weights_of(self, checkpoint: Checkpoint) -> dict[str, Tensor]:
-        """A checkpoint's weights as the engine has them: with adapters, beside the pretrained weights. Collective.
-
-        Raises:
-            UserError: It has adapters and the run does not, or the other way round, or they are of other weights.
-        """
+        """A checkpoint's weights as the engine has them: with adapters, beside the pretrained weights. Collective."""
         base, stored = checkpoint.meta.get("adapters_of"), checkpoint.adapters()
         if (stored is None) != (self.run.model.lora.rank is None):
             raise UserError(

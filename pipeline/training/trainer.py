@@ -303,11 +303,7 @@ class Trainer:
             collect_garbage()
 
     def _save(self, *, now: bool) -> None:
-        """Start writing a checkpoint if one is due: not while steps are skipped, unless the run ends.
-
-        Raises:
-            UserError: The weights at the end are not finite.
-        """
+        """Start writing a checkpoint if one is due: not while steps are skipped, unless the run ends."""
         step = self.state.step
         if now or step == self.end or (step % self.run.checkpoint.every == 0 and not self.state.skipped.in_a_row):
             self.phases.mark("checkpoint")

@@ -70,17 +70,43 @@ def sink_names(config: TelemetryConfig) -> list[str]:
 
 
 class Telemetry:
-    """Reports metrics and events to the sinks. Without sinks, as on ranks other than 0, every call does nothing.
+    """Reports metrics and events to the sinks. On ranks other than 0 there are none, and every call does nothing.
 
     Sinks write to the run's folder, and drop the records of steps that will be repeated: they are opened by `begin`,
     when the run is certain to start. What is reported before is kept until then.
 
     A sink that cannot write, for example because the disk is full, does not end the run, nor does a tracker that
     raises: the first error is printed. metrics.jsonl gets its lines later.
+
+    Args:
+        run: The run's folder.
+        first_step: The step at which it continues.
+        settings: The run's settings, which trackers show.
+
+    Raises:
+        UserError: As `sink_names`.
     """
 
-    def __init__(self, names: Sequence[str], context: SinkContext) -> None:
-        self._names, self._context = names, context
+    def __init__(
+        self,
+        run: Path,
+        *,
+        config: TelemetryConfig,
+        total_steps: int,
+        first_step: int,
+        is_main: bool,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        names = sink_names(config)
+        self._names = names if is_main else []
+        self._context = SinkContext(
+            run,
+            total_steps=total_steps,
+            first_step=first_step,
+            progress=config.progress,
+            project=config.project,
+            settings=settings or {},
+        )
         self._sinks: list[Sink] = []
         self._kept: list[Callable[[Sink], None]] | None = []
         self._failed: set[int] = set()
@@ -152,37 +178,3 @@ class Telemetry:
     def close(self) -> None:
         self._each(lambda sink: sink.close())
         self._sinks = []  # a thread may still report an upload that nobody waits for
-
-
-def open_telemetry(
-    run: Path,
-    *,
-    config: TelemetryConfig,
-    total_steps: int,
-    first_step: int,
-    is_main: bool,
-    settings: Mapping[str, Any] | None = None,
-) -> Telemetry:
-    """The telemetry of one rank, which starts with `begin`.
-
-    Args:
-        run: The run's folder.
-        config: The telemetry section.
-        total_steps: Steps of the whole run.
-        first_step: The step at which it continues.
-        is_main: Whether this is rank 0; others report nothing.
-        settings: The run's settings, which trackers show.
-
-    Raises:
-        UserError: As `sink_names`.
-    """
-    names = sink_names(config)
-    context = SinkContext(
-        run,
-        total_steps=total_steps,
-        first_step=first_step,
-        progress=config.progress,
-        project=config.project,
-        settings=settings or {},
-    )
-    return Telemetry(names if is_main else [], context)

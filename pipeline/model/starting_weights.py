@@ -127,38 +127,18 @@ def _download(name: str) -> Path:
     return folder
 
 
-def create_from(
-    start: Start,
-    *,
-    image_size: int | None,
-    context_length: int | None,
-    patch_dropout: float | None,
-    device: Any,
-) -> nn.Module:
-    """Build the towers; where image size or context length differ from the weights', position embeddings are
-    interpolated (bicubic for images, linear for text); see `interpolated`.
-
-    Args:
-        start: What to build.
-        image_size: Side of the images, None for the architecture's.
-        context_length: Tokens of a text, None for the architecture's.
-        patch_dropout: None for the architecture's.
-        device: Where to build; "meta" builds shapes.
+def create_from(start: Start, **options: Any) -> nn.Module:
+    """Build the towers with options of `open_clip.create_model`; where image size or context length differ from the
+    weights', position embeddings are interpolated (bicubic for images, linear for text); see `interpolated`.
 
     Raises:
         UserError: open_clip cannot load the weights, or they are not finite.
     """
-    common: dict[str, Any] = {
-        "force_image_size": image_size,
-        "force_context_length": context_length,
-        "force_patch_dropout": patch_dropout,
-        "device": device,
-    }
     if start.folder is not None:
-        clip = load_folder(start.folder, load_weights=start.load, **common)
+        clip = load_folder(start.folder, load_weights=start.load, **options)
     else:
         # Without weights both towers start from scratch: no weights of the text tower's base model.
-        clip = create_clip(start.name, pretrained=start.weights, pretrained_text=False, **common)
+        clip = create_clip(start.name, pretrained=start.weights, pretrained_text=False, **options)
     if start.has_weights:
         _check_finite(clip, start.weights or start.folder)
     return clip

@@ -265,9 +265,9 @@ def build_towers(config: ModelConfig, *, seed: int, device: str | torch.device =
         torch.manual_seed(seed)
         clip = create_from(
             start,
-            image_size=config.image_size,
-            context_length=config.context_length,
-            patch_dropout=config.patch_dropout,
+            force_image_size=config.image_size,
+            force_context_length=config.context_length,
+            force_patch_dropout=config.patch_dropout,
             device=device,
         )
     _check_timm_size(start.name, clip.visual)  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ from pipeline.distributed.start import start_world
 from pipeline.distributed.world import World, lost_contact
 from pipeline.engine.engine_config import in_fp32
 from pipeline.errors import UserError, exit_code_of, too_many_files, too_many_files_message
-from pipeline.metrics.logger import open_telemetry
+from pipeline.metrics.logger import Telemetry
 from pipeline.metrics.trackers import check_installed
 from pipeline.model.architectures import Architecture
 from pipeline.model.trimming import why_not_trimmed
@@ -93,7 +93,7 @@ def setup(
             if missed and stage.first == checkpoint.step:
                 stage = stage_at(run, checkpoint.step - 1)  # its towers are tested, before they are resized
         state, architecture = stack.enter_context(build_state(stage.run, world=world))
-        telemetry = open_telemetry(
+        telemetry = Telemetry(
             Path(run.output),
             config=run.telemetry,
             total_steps=run.total_steps,

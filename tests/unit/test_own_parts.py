@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from data_prep.settings.source_config import SOURCES
 from jobs import download, report
 from pipeline.errors import UserError
-from pipeline.metrics.logger import TelemetryConfig, open_telemetry
+from pipeline.metrics.logger import Telemetry, TelemetryConfig
 from pipeline.metrics.sinks import SINKS
 from pipeline.report.charts import CHARTS
 from tests.report_runs import make_run
@@ -69,7 +69,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_tracker(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run").mkdir()
     config = TelemetryConfig(trackers=("toy",), tensorboard=False, progress="quiet")
-    telemetry = open_telemetry(tmp_path / "run", config=config, total_steps=2, first_step=0, is_main=True)
+    telemetry = Telemetry(tmp_path / "run", config=config, total_steps=2, first_step=0, is_main=True)
     telemetry.begin()
     telemetry.train(step=1, scalars={"loss": 0.5})
     for step in (1, 2):
@@ -78,7 +78,7 @@ def test_a_tracker(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     telemetry.close()
     assert (tmp_path / "run/toy.txt").read_text() == "train 1 0.5"
     with pytest.raises(UserError, match=r"telemetry.trackers: there is no sink 'tpy'.*nearest is toy"):
-        open_telemetry(tmp_path, config=TelemetryConfig(trackers=("tpy",)), total_steps=2, first_step=0, is_main=True)
+        Telemetry(tmp_path, config=TelemetryConfig(trackers=("tpy",)), total_steps=2, first_step=0, is_main=True)
 
 
 def test_a_source_of_urls(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from pipeline import files
 from pipeline.errors import UserError
-from pipeline.metrics.logger import Telemetry, TelemetryConfig, open_telemetry, sink_names
+from pipeline.metrics.logger import Telemetry, TelemetryConfig, sink_names
 from pipeline.metrics.sinks import SINKS, QuietSink, SinkContext, headline, register_sink
 
 
@@ -47,7 +47,7 @@ def diaries() -> Iterator[list[Diary]]:
 
 def opened(run: Path, *, first_step: int = 0, is_main: bool = True, **settings: Any) -> Telemetry:
     config = TelemetryConfig(progress="quiet", tensorboard=False, **settings)
-    telemetry = open_telemetry(run, config=config, total_steps=9, first_step=first_step, is_main=is_main)
+    telemetry = Telemetry(run, config=config, total_steps=9, first_step=first_step, is_main=is_main)
     telemetry.begin()
     return telemetry
 
@@ -80,7 +80,7 @@ def test_nothing_is_written_before_the_run_begins(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"kind": "train", "step": 7, "loss": 1.0}\n')
     config = TelemetryConfig(progress="quiet")
-    telemetry = open_telemetry(tmp_path, config=config, total_steps=9, first_step=3, is_main=True)
+    telemetry = Telemetry(tmp_path, config=config, total_steps=9, first_step=3, is_main=True)
     telemetry.event("A note.")
     telemetry.close()
     assert [line["kind"] for line in lines(tmp_path)] == ["train"]
@@ -160,7 +160,7 @@ def test_distributions_contain_only_finite_values(tmp_path: Path) -> None:
 
 def test_progress_lines_show_the_most_important_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = TelemetryConfig(progress="lines", tensorboard=False)
-    telemetry = open_telemetry(tmp_path, config=config, total_steps=9, first_step=0, is_main=True)
+    telemetry = Telemetry(tmp_path, config=config, total_steps=9, first_step=0, is_main=True)
     telemetry.begin()
     telemetry.train(step=9, scalars={"loss": 0.5, "samples_per_second": 1234.0, "lr": 1.0})
     telemetry.evaluation(step=9, scores={"a": 0.25})

@@ -15,16 +15,14 @@ import torch
 
 from pipeline.errors import UserError
 from pipeline.metrics import trackers
-from pipeline.metrics.logger import Telemetry, TelemetryConfig, open_telemetry, sink_names
+from pipeline.metrics.logger import Telemetry, TelemetryConfig, sink_names
 from tests.training import train_here
 
 
 def opened(run: Path, name: str, *, first_step: int = 0) -> Telemetry:
     config = TelemetryConfig(progress="quiet", tensorboard=False, trackers=(name,), project="tests")
     settings = {"samples": 80, "optimizer": {"lr": 0.001}}
-    telemetry = open_telemetry(
-        run, config=config, total_steps=9, first_step=first_step, is_main=True, settings=settings
-    )
+    telemetry = Telemetry(run, config=config, total_steps=9, first_step=first_step, is_main=True, settings=settings)
     telemetry.begin()
     return telemetry
 

@@ -23,7 +23,7 @@ def save_checkpoint(folder: Path, seed: int) -> Path:
     """Save an untrained model as an open_clip folder."""
     towers, architecture = build_towers(ModelConfig(arch="scenes-vit-tiny"), seed=seed)
     folder.mkdir(parents=True)
-    save_open_clip(folder, state=towers.clip.state_dict(), architecture=architecture, logit_scale=2.6, logit_bias=None)
+    save_open_clip(folder, state=towers.clip.state_dict(), architecture=architecture, logit=(2.6, None))
     return folder
 
 

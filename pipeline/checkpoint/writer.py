@@ -274,14 +274,11 @@ class CheckpointWriter:
 
     def _write_replicated(self, snapshot: Snapshot, temporary: Path) -> list[Path]:
         """Write the state that all ranks share, and return the files."""
-        scale, bias = snapshot.logit
         written = []
         for folder, state in ((temporary, snapshot.weights), (temporary / EMA_NAME, snapshot.ema)):
             if state is not None:
                 folder.mkdir(exist_ok=True)
-                written += save_open_clip(
-                    folder, state=state, architecture=self._architecture, logit_scale=scale, logit_bias=bias
-                )
+                written += save_open_clip(folder, state=state, architecture=self._architecture, logit=snapshot.logit)
         moments, objective = temporary / MOMENTS_NAME, temporary / OBJECTIVE_NAME
         save_tensors({f"{key}/{name}": value for (name, key), value in snapshot.moments.items()}, moments)
         save_tensors({name: value.contiguous() for name, value in snapshot.objective.items()}, objective)

@@ -6,7 +6,6 @@ state beside these two files.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import logging
@@ -52,31 +51,19 @@ def weights_digest(state: Mapping[str, Tensor]) -> str:
 
 
 def save_open_clip(
-    folder: Path,
-    *,
-    state: Mapping[str, Tensor],
-    architecture: Architecture,
-    logit_scale: float,
-    logit_bias: float | None,
+    folder: Path, *, state: Mapping[str, Tensor], architecture: Architecture, logit: tuple[float, float | None]
 ) -> list[Path]:
-    """Write a folder that `open_clip.create_model("local-dir:FOLDER")` loads.
+    """Fill an existing folder so that `open_clip.create_model("local-dir:FOLDER")` loads it. Returns the files written.
 
-    Args:
-        folder: An existing folder.
-        state: fp32 weights by open_clip's names.
-        architecture: The model's description.
-        logit_scale: Log(1/tau).
-        logit_bias: The bias of a sigmoid loss; None without one.
-
-    Returns:
-        The files written.
+    `state` are fp32 weights by open_clip's names; `logit` is log(1/tau) and the bias of a sigmoid loss, or None.
     """
-    model_cfg = copy.deepcopy(dict(architecture.model_cfg))
+    scale, bias = logit
+    model_cfg = dict(architecture.model_cfg)
     tensors = {name: value.detach().cpu().contiguous() for name, value in state.items()}
-    tensors["logit_scale"] = torch.tensor(logit_scale, dtype=torch.float32)
-    if logit_bias is not None:
-        model_cfg["init_logit_bias"] = logit_bias
-        tensors["logit_bias"] = torch.tensor(logit_bias, dtype=torch.float32)
+    tensors["logit_scale"] = torch.tensor(scale, dtype=torch.float32)
+    if bias is not None:
+        model_cfg["init_logit_bias"] = bias
+        tensors["logit_bias"] = torch.tensor(bias, dtype=torch.float32)
     config = {
         "architecture": architecture.name,
         "model_cfg": model_cfg,

@@ -129,7 +129,7 @@ def test_family_trains_saves_and_loads_again(family: str, tmp_path: Path, tokeni
     folder = tmp_path / "saved"
     folder.mkdir()
     state = {name: value.detach() for name, value in towers.clip.state_dict().items()}
-    save_open_clip(folder, state=state, architecture=architecture, logit_scale=2.5, logit_bias=None)
+    save_open_clip(folder, state=state, architecture=architecture, logit=(2.5, None))
     model = load_for_evaluation(str(folder))
     again = open_clip.create_model(f"local-dir:{folder}").eval()
     theirs = open_clip.get_tokenizer(f"local-dir:{folder}")

@@ -97,7 +97,7 @@ def test_the_logit_bias_does_not_change_the_digests_of_an_evaluated_model(tmp_pa
     folder = tmp_path / "siglip"
     folder.mkdir()
     state = towers.clip.state_dict()
-    save_open_clip(folder, state=state, architecture=architecture, logit_scale=2.3, logit_bias=-9.0)
+    save_open_clip(folder, state=state, architecture=architecture, logit=(2.3, -9.0))
     in_training = for_evaluation(towers, architecture, source="memory")
     saved = load_for_evaluation(str(folder))
     assert (model_config_digest(saved), saved.digest) == (model_config_digest(in_training), in_training.digest)

@@ -23,7 +23,6 @@ from pipeline.distributed.world import World, limit_collectives
 from pipeline.engine.engine_protocol import ENGINES, Engine
 from pipeline.engine.state import WeightAverage
 from pipeline.evaluation.run.images import WORKER_IMPORTS
-from pipeline.evaluation.watch.ledger import forget_after
 from pipeline.metrics.logger import Telemetry
 from pipeline.metrics.mfu import Utilization
 from pipeline.model.architectures import Architecture
@@ -200,9 +199,7 @@ def build_trainer(
         trimming=trimming,
         take_step=take_step,
         telemetry=telemetry,
-        observer=Observer(
-            run=folder, config=run.telemetry, telemetry=telemetry, world=world, tokenizer=architecture.tokenize
-        ),
+        observer=Observer(state=state, telemetry=telemetry, tokenizer=architecture.tokenize),
         meter=meter,
         utilization=Utilization(
             run.model,
@@ -221,7 +218,6 @@ def build_trainer(
         ),
         gradient_check=check,
         tests=PeriodicTests(state, telemetry, _validation(state, telemetry=telemetry), evaluation),
-        on_rollback=partial(forget_after, folder),
     )
 
 

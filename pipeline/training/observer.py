@@ -17,7 +17,7 @@ from pipeline.data.loading.loader import Batch
 from pipeline.distributed.timing import Meter
 from pipeline.distributed.world import World
 from pipeline.engine.optim import lr_scale
-from pipeline.metrics.logger import Telemetry, TelemetryConfig
+from pipeline.metrics.logger import Telemetry
 from pipeline.metrics.mfu import Utilization
 from pipeline.training.run_state import RunState
 from pipeline.training.step import StepResult
@@ -26,80 +26,67 @@ CELL, LINES, COLUMNS = 160, 3, 4
 """Side of an image in the grid in pixels, lines of caption below it, images per row."""
 
 
-def scalars_of(
-    state: RunState, batch: Batch, result: StepResult, *, meter: Meter, utilization: Utilization
-) -> dict[str, float]:
-    """The metrics of the step that a run has just taken and counted. Collective.
-
-    Args:
-        state: After the step.
-        batch: This rank's.
-        result: Of the step.
-        meter: Read, which starts its next measurement.
-        utilization: For the MFU.
-    """
-    run, position = state.run, batch.position
-    metrics = dict(result.output.metrics)
-    values = torch.stack([value.float() for value in metrics.values()]).tolist()
-    norm = state.engine.gradient_norm()
-    scale = lr_scale(run.schedule, step=state.step - 1, total_steps=run.total_steps)
-    rates = meter.read()
-    tokens = torch.tensor([result.text_tokens], dtype=torch.float64, device=state.world.device)
-    return {
-        "samples": state.step * run.batch_size,
-        **({"samples_not_selected": state.not_selected} if state.not_selected else {}),
-        "epoch": position.epoch + position.batch / state.loader.steps_per_epoch,
-        "loss": float(result.output.loss),
-        **dict(zip(metrics, values, strict=True)),
-        "lr": run.optimizer.lr * scale,
-        **state.objective.learning_rates(lr_scale=scale),
-        **({} if norm is None else {"gradient_norm": norm}),
-        **state.skipped.scalars(),
-        **state.objective.counters(),
-        "text_tokens": float(state.world.all_gather(tokens).mean()),
-        "corrupt_samples": state.loader.replaced(position),
-        **rates,
-        **slowest_rank(state.world, rates, batch_size=run.batch_size),
-        **utilization.scalars(rates["samples_per_second"]),
-    }
-
-
 @dataclass(kw_only=True)
 class Observer:
-    """Reports pictures and distributions of a step when they are due, and profiles the configured steps."""
+    """Reports the metrics, pictures and distributions of a step, and profiles the configured steps."""
 
-    run: Path
-    config: TelemetryConfig
+    state: RunState
     telemetry: Telemetry
-    world: World
     tokenizer: Any
     profiler: StepProfiler | None = field(default=None, init=False)
     """Profiles the configured steps; None on other ranks, and without any."""
 
     def __post_init__(self) -> None:
-        if self.config.profile is not None and self.world.is_main:
-            self.profiler = StepProfiler(
-                folder=self.run / "profile", steps=self.config.profile, telemetry=self.telemetry
-            )
+        run = self.state.run
+        if run.telemetry.profile is not None and self.state.world.is_main:
+            folder = Path(run.output) / "profile"
+            self.profiler = StepProfiler(folder=folder, steps=run.telemetry.profile, telemetry=self.telemetry)
 
-    def after(self, state: RunState, batch: Batch, result: StepResult) -> None:
-        """Call it when the step that gave `result` was counted in `state`."""
-        step = state.step
+    def scalars(self, batch: Batch, result: StepResult, *, meter: Meter, utilization: Utilization) -> dict[str, float]:
+        """The metrics of the step that was just taken and counted; `meter` starts its next measurement. Collective."""
+        state, run, position = self.state, self.state.run, batch.position
+        metrics = dict(result.output.metrics)
+        values = torch.stack([value.float() for value in metrics.values()]).tolist()
+        norm = state.engine.gradient_norm()
+        scale = lr_scale(run.schedule, step=state.step - 1, total_steps=run.total_steps)
+        rates = meter.read()
+        tokens = torch.tensor([result.text_tokens], dtype=torch.float64, device=state.world.device)
+        return {
+            "samples": state.step * run.batch_size,
+            **({"samples_not_selected": state.not_selected} if state.not_selected else {}),
+            "epoch": position.epoch + position.batch / state.loader.steps_per_epoch,
+            "loss": float(result.output.loss),
+            **dict(zip(metrics, values, strict=True)),
+            "lr": run.optimizer.lr * scale,
+            **state.objective.learning_rates(lr_scale=scale),
+            **({} if norm is None else {"gradient_norm": norm}),
+            **state.skipped.scalars(),
+            **state.objective.counters(),
+            "text_tokens": float(state.world.all_gather(tokens).mean()),
+            "corrupt_samples": state.loader.replaced(position),
+            **rates,
+            **slowest_rank(state.world, rates, batch_size=run.batch_size),
+            **utilization.scalars(rates["samples_per_second"]),
+        }
+
+    def after(self, batch: Batch, result: StepResult) -> None:
+        """Call it when the step that gave `result` was counted."""
+        step, config = self.state.step, self.state.run.telemetry
         if self.profiler is not None:
             self.profiler.after(step)
-        if not self.world.is_main:
+        if not self.state.world.is_main:
             return
-        every, pictures = self.config.histograms_every, self.config.images_every
+        every, pictures = config.histograms_every, config.images_every
         if every and step % every == 0:
             output = result.output
             norms = {
                 "gradient_of_image_feature": output.grad_image.norm(dim=1),
                 "gradient_of_text_feature": output.grad_text.norm(dim=1),
             }
-            found = {**output.distributions, **state.objective.distributions(), **norms}
+            found = {**output.distributions, **self.state.objective.distributions(), **norms}
             self.telemetry.distributions(step=step, values={name: v.float().cpu() for name, v in found.items()})
         if pictures and step % pictures == 0 and len(batch.image):
-            rows = slice(0, self.config.images)
+            rows = slice(0, config.images)
             captions = captions_of(batch.shown_text[rows].cpu(), self.tokenizer)
             grid = captioned_grid(batch.image[rows].cpu(), captions)
             self.telemetry.pictures(step=step, grid=grid, captions=captions)
@@ -110,13 +97,13 @@ class StepProfiler:
     """Runs torch's profiler from the first to the last of `steps` (numbered from 0): a Chrome trace and a table."""
 
     folder: Path
-    steps: tuple[int, int] | None
+    steps: tuple[int, int]
     telemetry: Telemetry
     _running: torch.profiler.profile | None = None
 
     def before(self, step: int) -> None:
         """Call it before step number `step` (from 0)."""
-        if self.steps is None or self._running is not None or not self.steps[0] <= step <= self.steps[1]:
+        if self._running is not None or not self.steps[0] <= step <= self.steps[1]:
             return
         kinds = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
@@ -126,9 +113,9 @@ class StepProfiler:
 
     def after(self, step: int) -> None:
         """Call it when `step` steps have been taken."""
-        if self._running is None or self.steps is None or step <= self.steps[1]:
+        if self._running is None or step <= self.steps[1]:
             return
-        profiler, self._running, self.steps = self._running, None, None
+        profiler, self._running = self._running, None
         profiler.stop()
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"steps-{self._first}-{step - 1}.json"

@@ -21,15 +21,14 @@ from pipeline.checkpoint.layout import fallback_run, fallback_runs
 from pipeline.checkpoint.reader import Checkpoint, agreed_checkpoint
 from pipeline.checkpoint.writer import CheckpointWriter, Snapshot
 from pipeline.errors import UserError
+from pipeline.evaluation.watch.ledger import forget_after
 from pipeline.run_files import name_of, write_run_id
 from pipeline.training.run_state import RunState
 
 PAUSE_SECONDS = 15.0
 
 
-def roll_back(
-    state: RunState, *, writer: CheckpointWriter, report: Callable[..., None], on_rollback: Callable[[int], None]
-) -> Checkpoint:
+def roll_back(state: RunState, *, writer: CheckpointWriter, report: Callable[..., None]) -> Checkpoint:
     """A good checkpoint from before the skipped steps, whose data continues after them; later ones are removed.
 
     The run continues from it as a run that is resumed: its step may be one of an earlier stage. Collective.
@@ -38,7 +37,6 @@ def roll_back(
         state: After a step that was skipped; the skipped steps are those before `state.step + 1`.
         writer: Of the run's checkpoints.
         report: Called with messages and facts, on rank 0.
-        on_rollback: Called on rank 0 with the step of the checkpoint.
 
     Raises:
         UserError: There is no checkpoint from before the skipped steps.
@@ -61,7 +59,7 @@ def roll_back(
     skipped.roll_back(found.step)
     if world.is_main:
         writer.abandon_after(found.step)
-        on_rollback(found.step)
+        forget_after(Path(run.output), found.step)
     report(
         f"Rolled back to {found.path.name} after {count} skipped steps in a row; the data continues after "
         f"them (rollback {skipped.rollbacks} of {run.max_rollbacks}).",

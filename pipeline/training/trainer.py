@@ -29,7 +29,7 @@ from pipeline.objectives.distill import Teacher
 from pipeline.run_files import new_run_id
 from pipeline.training.gradient_check import TOLERANCE, GradientCheck
 from pipeline.training.image_features import ImageFeatures
-from pipeline.training.observer import Observer, scalars_of
+from pipeline.training.observer import Observer
 from pipeline.training.pair_selection import Selection
 from pipeline.training.periodic_tests import PeriodicTests
 from pipeline.training.recipe import RunConfig
@@ -63,8 +63,6 @@ class Trainer:
     gradient_check: GradientCheck | None
     """Checks the first step that is applied; None: no check."""
     tests: PeriodicTests
-    on_rollback: Callable[[int], None]
-    """Called on rank 0 with the step to which the run has rolled back."""
     image_features: ImageFeatures | None = None
     """Stored outputs of a locked image tower; None: the tower runs in every step."""
     teachers: Sequence[StoredTeacher] = ()
@@ -165,9 +163,7 @@ class Trainer:
         self.state.skipped.note(applied=result.applied)
         if self.state.skipped.check(self.run, step=self.state.step):
             self.batches.settle()
-            self.rollback = roll_back(
-                self.state, writer=self.writer, report=self.telemetry.event, on_rollback=self.on_rollback
-            )
+            self.rollback = roll_back(self.state, writer=self.writer, report=self.telemetry.event)
             return result.stop
         self.state.step += 1
         self.state.not_selected += self.run.not_selected
@@ -293,10 +289,10 @@ class Trainer:
     def _record(self, batch: Batch, result: StepResult) -> None:
         """Pictures, distributions and metrics that are due after this step."""
         self.utilization.count(text_tokens=result.text_tokens, images=result.images)
-        self.observer.after(self.state, batch, result)
+        self.observer.after(batch, result)
         if result.stop or self.state.step == self.end or self.state.step % self.run.telemetry.every == 0:
             try:
-                scalars = scalars_of(self.state, batch, result, meter=self.meter, utilization=self.utilization)
+                scalars = self.observer.scalars(batch, result, meter=self.meter, utilization=self.utilization)
                 self.telemetry.train(step=self.state.step, scalars=scalars)
             except UserError as error:  # too many corrupt samples, on every rank
                 self.problem = str(error)

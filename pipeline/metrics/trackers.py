@@ -108,11 +108,7 @@ class Trackio(TrackerSink):
 
     def _open(self, context: SinkContext) -> None:
         self._client.init(
-            project=context.project,
-            name=context.run.name,
-            resume="allow",
-            config=dict(context.settings),
-            embed=False,
+            project=context.project, name=context.run.name, resume="allow", config=dict(context.settings), embed=False
         )
 
     def _log(self, step: int, values: Mapping[str, Any]) -> None:

@@ -77,8 +77,8 @@ class SampleTemperatures(Temperature):
             tau -= lr * moment1.lerp_(gradient, 1 - c.tau_beta1)
         else:
             updates += 1
-            adam, slots = Adam(lr, (c.tau_beta1, c.tau_beta2), c.tau_eps), {"moment1": moment1, "moment2": moment2}
-            adam.step(tau, gradient, slots, updates=updates)
+            slots = {"moment1": moment1, "moment2": moment2}
+            Adam(lr, (c.tau_beta1, c.tau_beta2), c.tau_eps).step(tau, gradient, slots, updates=updates)
         tau.clamp_(c.tau_min, c.tau_max)
         self.batch_tau.copy_(tau.mean())
         return rows

@@ -59,10 +59,7 @@ def parse_objective(tree: Mapping[str, Any]) -> ObjectiveConfig:
 
 
 def build_objective(
-    objective: ObjectiveConfig | Mapping[str, Any] | str,
-    *,
-    context: ObjectiveContext | None = None,
-    **facts: Any,
+    objective: ObjectiveConfig | Mapping[str, Any] | str, *, context: ObjectiveContext | None = None, **facts: Any
 ) -> Objective:
     """An objective from its config, a mapping of settings, or its name.
 

@@ -202,11 +202,7 @@ def build_trainer(
         observer=Observer(state=state, telemetry=telemetry, tokenizer=architecture.tokenize),
         meter=meter,
         utilization=Utilization(
-            run.model,
-            device=world.device,
-            ranks=world.size,
-            bf16=engine.bf16,
-            peak_tflops=run.telemetry.peak_tflops,
+            run.model, device=world.device, ranks=world.size, bf16=engine.bf16, peak_tflops=run.telemetry.peak_tflops
         ),
         writer=CheckpointWriter(
             folder,

@@ -48,12 +48,7 @@ from pipeline.training.trainer import EXIT_DONE, EXIT_NOT_SAVED, Trainer
 
 @contextmanager
 def setup(
-    run: RunConfig,
-    *,
-    world: World,
-    resume: str | Checkpoint | None,
-    new_batch_size: bool = False,
-    first: bool = True,
+    run: RunConfig, *, world: World, resume: str | Checkpoint | None, new_batch_size: bool = False, first: bool = True
 ) -> Iterator[Trainer]:
     """Build every part of a run and, if asked, restore a checkpoint. Cheap checks come first.
 

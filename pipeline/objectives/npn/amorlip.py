@@ -190,11 +190,7 @@ class AmorLip(SoftmaxObjective):
             log_normalizer=log_lambda - logit + torch.log1p(kappa),
             pull=(1.0 - positive_share) / batch.size,
             tau_gradient=config.rho + (ratio - mean_logit).mean(1).sum(),
-            metrics={
-                "tau": tau,
-                "normalizer_gap": (predicted - log_means).abs().mean(),
-                "ratio_max": ratio.max(),
-            },
+            metrics={"tau": tau, "normalizer_gap": (predicted - log_means).abs().mean(), "ratio_max": ratio.max()},
         )
 
     def cold_normalizers(self, batch: AnchorBatch) -> Tensor:

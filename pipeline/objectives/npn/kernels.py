@@ -229,13 +229,7 @@ def _exponentials(z: Tensor, scale: Tensor | None, out: Tensor, dtype: torch.dty
 
 
 def _adagrad(
-    weight_md: Tensor,
-    product: Tensor,
-    inverse: Tensor,
-    memory: Tensor,
-    low: Tensor | None,
-    lr: float,
-    eps: float,
+    weight_md: Tensor, product: Tensor, inverse: Tensor, memory: Tensor, low: Tensor | None, lr: float, eps: float
 ) -> tuple[Tensor, Tensor]:
     gradient = product.to(weight_md.dtype)
     along = (gradient * weight_md).sum(1, keepdim=True) * inverse * inverse

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,10 +19,10 @@ from pipeline.errors import UserError, in_a_line
 from pipeline.model.architectures import Architecture, check_tag, describe, load_open_clip, register
 from pipeline.model.finetuning import LoraConfig
 from pipeline.model.model_folder import create_clip, load_folder, weights_digest
-from pipeline.model.starting_weights import logit_of
+from pipeline.model.starting_weights import logit_of, start_in
 from pipeline.model.towers import ModelConfig, Towers, build_towers, without_weights
 from pipeline.pixels import orientation, read_file, read_upright, to_rgb, upright
-from pipeline.run_files import MODEL_CONFIG_NAME, model_folder_in, no_model
+from pipeline.run_files import model_folder_in, no_model
 
 
 @dataclass(frozen=True)
@@ -86,9 +85,8 @@ def load_for_evaluation(spec: str | os.PathLike[str], *, device: str | torch.dev
     open_clip = load_open_clip()
     folder = model_folder_in(Path(spec))
     if folder is not None:
-        clip, source = load_folder(folder), str(folder)
-        stored = json.loads((folder / MODEL_CONFIG_NAME).read_text(encoding="utf-8"))
-        architecture = describe(stored.get("architecture", folder.name), clip, stored["model_cfg"], tokenizer=folder)
+        clip, source, start = load_folder(folder), str(folder), start_in(folder)
+        architecture = describe(start.name, clip, start.model_cfg, tokenizer=folder)
     else:
         arch, colon, pretrained = spec.partition(":")
         if not colon or not pretrained:

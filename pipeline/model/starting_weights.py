@@ -62,9 +62,9 @@ def find_start(arch: str, pretrained: str | None) -> Start:
                 f"model.arch = {FROM_WEIGHTS} takes the architecture that is stored with model.pretrained, which must "
                 f"then be a model folder, a run or {HUB}OWNER/NAME; it is {pretrained!r}."
             )
-        start = _start_in(folder, load=True)
+        start = start_in(folder)
     elif (Path(arch) / MODEL_CONFIG_NAME).is_file():
-        start = _start_in(Path(arch), load=False)
+        start = start_in(Path(arch), load=False)
         if pretrained:
             raise UserError(
                 f"model.arch = {arch} is a model folder: give it as model.pretrained, with model.arch=pretrained."
@@ -85,7 +85,8 @@ def find_start(arch: str, pretrained: str | None) -> Start:
     return start
 
 
-def _start_in(folder: Path, *, load: bool) -> Start:
+def start_in(folder: Path, *, load: bool = True) -> Start:
+    """The model in a folder."""
     stored = json.loads((folder / MODEL_CONFIG_NAME).read_text(encoding="utf-8"))
     return Start(stored.get("architecture") or folder.name, stored["model_cfg"], folder=folder, load=load)
 
@@ -154,9 +155,7 @@ def interpolated(start: Start, *, image_size: int | None, context_length: int | 
     """Sentences about the position embeddings that were interpolated when the weights were loaded."""
     if not start.has_weights:
         return []
-    stored: Mapping[str, Any] = start.model_cfg
-    if start.folder is not None:
-        stored = json.loads((start.folder / MODEL_CONFIG_NAME).read_text(encoding="utf-8"))["model_cfg"]
+    stored = start.model_cfg if start.folder is None else start_in(start.folder).model_cfg
     notes = []
     for what, before, now in (
         ("image size", stored["vision_cfg"].get("image_size", 224), image_size),

@@ -164,8 +164,7 @@ def scale_rates(recipe: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str
     size = above.get("batch_size", tree.get("batch_size"))
     if reference is None or size == reference:
         return tree
-    reference = _whole({"reference_batch": reference}, "reference_batch")
-    size = _whole({"batch_size": size}, "batch_size")
+    reference, size = _whole(reference, "reference_batch"), _whole(size, "batch_size")
     for section_name, key in SCALED_RATES:
         values = _section(tree, section_name)
         if key in values:
@@ -194,7 +193,8 @@ def resolve_budget(recipe: Mapping[str, Any], above: Mapping[str, Any]) -> dict[
     if "warmup_share" in _section(tree, "schedule"):
         schedule = dict(tree["schedule"])
         share = _number(schedule.pop("warmup_share"), "schedule.warmup_share", low=0.0, high=1.0)
-        schedule["warmup_steps"] = round(share * (_whole(tree, "samples") // _whole(tree, "batch_size")))
+        steps = _whole(tree.get("samples"), "samples") // _whole(tree.get("batch_size"), "batch_size")
+        schedule["warmup_steps"] = round(share * steps)
         tree["schedule"] = schedule
     return tree
 
@@ -218,14 +218,14 @@ def _merged_in_one_unit(names: tuple[str, str], recipe: Mapping[str, Any], above
 def _samples_of(epochs: Any, tree: Mapping[str, Any]) -> int:
     """The number of samples in `epochs` epochs of whole batches."""
     count = _number(epochs, "epochs", low=0.0, high=1e6)
-    batch = _whole(tree, "batch_size")
+    batch = _whole(tree.get("batch_size"), "batch_size")
     read = cfg.parse(SelectionConfig, _section(tree, "selection"), prefix="selection").read_batch(batch)
-    n = _epoch_samples(tree)
-    streams = DataConfig.streams if (given := _section(tree, "data").get("streams")) is None else given
+    config = cfg.parse(DataConfig, _section(tree, "data"), prefix="data")
+    n = _epoch_samples(config, tree)
     # The same layout of an epoch as in `make_layout`: streams of equal length, whole batches.
-    steps = n // streams // max(1, read // streams) if isinstance(streams, int) and streams > 0 else n // read
+    steps = n // config.streams // max(1, read // config.streams)
     if steps < 1:
-        check_captions(cfg.parse(DataConfig, _section(tree, "data"), prefix="data"))  # else it is refused after this
+        check_captions(config)  # else it is refused after this
         raise UserError(
             f"An epoch of {n:,} samples does not fill one batch of {read} (batch_size = {batch}): lower batch_size "
             "(and data.streams, which must divide it)."
@@ -233,9 +233,8 @@ def _samples_of(epochs: Any, tree: Mapping[str, Any]) -> int:
     return max(1, round(count * steps)) * batch
 
 
-def _epoch_samples(tree: Mapping[str, Any]) -> int:
+def _epoch_samples(config: DataConfig, tree: Mapping[str, Any]) -> int:
     """Samples per epoch, from the manifests of `data.sources` or, if these are missing, from `plan.dataset_size`."""
-    config = cfg.parse(DataConfig, _section(tree, "data"), prefix="data")
     try:
         return load_mixture(config).epoch_samples
     except UserError as error:
@@ -251,8 +250,7 @@ def _number(value: Any, name: str, *, low: float, high: float) -> float:
     return float(value)
 
 
-def _whole(tree: Mapping[str, Any], name: str) -> int:
-    value = tree.get(name)
+def _whole(value: Any, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         given = "is required and was not given" if value is None else f"= {value!r} must be a positive whole number"
         raise UserError(f"{name} {given}.")

@@ -189,7 +189,8 @@ def resolve_budget(recipe: Mapping[str, Any], above: Mapping[str, Any]) -> dict[
         schedules = (_section(recipe, "schedule"), _section(above, "schedule"))
         tree["schedule"] = _merged_in_one_unit(WARM_UPS, *schedules)
     if "epochs" in tree:
-        tree["samples"] = _samples_of(tree.pop("epochs"), tree)
+        tree["samples"] = _samples_of(tree)
+        del tree["epochs"]
     if "warmup_share" in _section(tree, "schedule"):
         schedule = dict(tree["schedule"])
         share = _number(schedule.pop("warmup_share"), "schedule.warmup_share", low=0.0, high=1.0)
@@ -215,9 +216,9 @@ def _merged_in_one_unit(names: tuple[str, str], recipe: Mapping[str, Any], above
     return cfg.merge(recipe, above)
 
 
-def _samples_of(epochs: Any, tree: Mapping[str, Any]) -> int:
-    """The number of samples in `epochs` epochs of whole batches."""
-    count = _number(epochs, "epochs", low=0.0, high=1e6)
+def _samples_of(tree: Mapping[str, Any]) -> int:
+    """The number of samples in the tree's `epochs` of whole batches."""
+    count = _number(tree["epochs"], "epochs", low=0.0, high=1e6)
     batch = _whole(tree.get("batch_size"), "batch_size")
     read = cfg.parse(SelectionConfig, _section(tree, "selection"), prefix="selection").read_batch(batch)
     config = cfg.parse(DataConfig, _section(tree, "data"), prefix="data")
@@ -241,7 +242,7 @@ def _epoch_samples(config: DataConfig, tree: Mapping[str, Any]) -> int:
         expected = _section(tree, "plan").get("dataset_size")
         if isinstance(expected, int):
             return expected
-        raise UserError(f"epochs = {tree.get('epochs', '')}: the size of an epoch is not known. {error}") from error
+        raise UserError(f"epochs = {tree['epochs']}: the size of an epoch is not known. {error}") from error
 
 
 def _number(value: Any, name: str, *, low: float, high: float) -> float:

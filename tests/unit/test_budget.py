@@ -56,7 +56,7 @@ def test_override_replaces_the_equivalent_recipe_setting() -> None:
         ({"schedule": {"warmup_share": 0.1, "warmup_steps": 5}}, "Both warmup_share and warmup_steps"),
         ({"epochs": "x", "batch_size": 4}, "epochs = 'x' must be a number above 0"),
         ({"epochs": 1}, "batch_size is required"),
-        ({"epochs": 1, "batch_size": 8, "data": {"sources": "no"}}, "size of an epoch is not known.*neuclip pairs"),
+        ({"epochs": 1, "batch_size": 8, "data": {"sources": "no"}}, "epochs = 1: the size of an epoch.*neuclip pairs"),
         ({"epochs": 1, "batch_size": 64, "data": {"sources": "x"}, "plan": {"dataset_size": 9}}, "does not fill one"),
         ({"samples": 8, "batch_size": 8, "schedule": {"warmup_share": 2}}, "warmup_share = 2 must be a number"),
     ],

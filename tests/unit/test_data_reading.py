@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
-import random
 import tarfile
 from pathlib import Path
 
-import numpy as np
 import pytest
 import webdataset
 
@@ -16,11 +13,10 @@ from data_prep.dataset import canonical_tar as canonical
 from data_prep.pairs.find_source import SourceOptions, open_source
 from pipeline.data.loading.stream_reader import TRUNCATED, StreamReader
 from pipeline.data.order.canonical_order import stream_order
-from pipeline.data.order.mixture import make_mixture, plan_epoch
 from pipeline.data.shards.check_shards import check_shards
 from pipeline.data.shards.manifest_format import load_manifest, make_manifest
 from pipeline.data.shards.storage import open_records
-from pipeline.data.shards.tar_reader import DamagedTar, count_records, read_records, record_offset, split_name
+from pipeline.data.shards.tar_reader import count_records, read_records, record_offset, split_name
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from tests.shards import jpeg, reader, sample, write_members, write_shards, write_tar
@@ -168,25 +164,6 @@ def test_shards_that_differ_from_the_manifest_are_refused(tmp_path: Path) -> Non
     only = make_manifest([("00002.tar", 5, manifest.shards[2].bytes, "")], root=tmp_path)
     with pytest.raises(UserError, match="holds 4 samples, but its manifest lists 5"):
         check_shards(only, World())
-
-
-def test_damaged_bytes_raise_only_damaged_tar(tmp_path: Path) -> None:
-    rng = random.Random(0)
-    write_tar(tmp_path / "a.tar", [sample(i) for i in range(3)], format=tarfile.PAX_FORMAT)
-    whole = (tmp_path / "a.tar").read_bytes()
-    for _ in range(300):
-        data = bytearray(whole)
-        for _ in range(rng.randint(1, 4)):
-            data[rng.randrange(len(data))] = rng.randrange(256)
-        with contextlib.suppress(DamagedTar):
-            list(read_records(io.BytesIO(bytes(data[: rng.randrange(1, len(data))]))))
-
-
-def test_a_planned_epoch_covers_every_sample_once(tmp_path: Path) -> None:
-    manifest = write_shards(tmp_path, [3, 1, 4])
-    segments = plan_epoch(make_mixture([manifest]), seed=1, epoch=0)
-    shards, numbers = segments.locate(np.arange(8))
-    assert sorted(manifest.offsets[shards] + numbers) == list(range(8))
 
 
 def kept_bytes(stream: StreamReader) -> int:

@@ -9,13 +9,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from data_prep.icons.icon_package import IconsConfig, IconSourceConfig, parse_download
 from data_prep.settings.download_config import DownloadConfig
 from data_prep.settings.source_config import SOURCES, resolve
-from jobs.download import command as download_command
-from jobs.verify import command as verify_command
 from pipeline.config import merge, parse, parse_overrides, read_yaml
 
 JOBS = Path(__file__).parents[2] / "jobs"
@@ -100,13 +97,6 @@ def test_slurm_template_runs_with_a_fake_sbatch(tmp_path: Path) -> None:
     assert {config.output for config in configs} == {str(tmp_path / "out put")}
     assert {config.source.table for config in configs} == {"a b.tsv"}
     assert [config.fetch.worker for config in configs] == [0, 0, 0, 3]
-
-
-@pytest.mark.parametrize("command", [download_command, verify_command])
-def test_help_is_printed(command: object) -> None:
-    result = CliRunner().invoke(command, ["--help"])  # type: ignore[arg-type]
-    assert result.exit_code == 0
-    assert "Usage" in result.output
 
 
 def test_command_lines_in_recipes_name_their_file() -> None:

@@ -16,9 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
-from pipeline.data.shards.rgb_image import rgb_image
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.evaluation import evaluate
@@ -36,7 +34,6 @@ from pipeline.model.evaluation_model import EvaluationModel
 from pipeline.training.periodic_tests import InTrainingConfig, PeriodicEvaluation
 from tests.checkpoints import QUICK, contents, make_model, save_checkpoint
 from tests.evaluation_suite import image_bytes, write_classification
-from tests.images import encoded
 
 
 def test_changed_data_is_refused_until_it_is_accepted(model: EvaluationModel, tmp_path: Path) -> None:
@@ -206,14 +203,6 @@ def test_weights_of_another_image_size_are_noted(suite: Path, tmp_path: Path) ->
     assert len(found.notes) == 1
     assert "open_clip interpolated them" in found.notes[0]
     assert json.loads((tmp_path / "out/summary.json").read_text())["notes"] == list(found.notes)
-
-
-def test_16_bit_grey_is_scaled_as_in_training() -> None:
-    grey = np.linspace(0, 65535, 64).astype(np.uint16).reshape(8, 8)
-    body = encoded(Image.fromarray(grey), "PNG")
-    pixels = np.asarray(decode(body, name="grey.png"))
-    assert np.array_equal(pixels[..., 0], (grey / 257).round())
-    assert np.array_equal(pixels, np.asarray(rgb_image(body)))
 
 
 def full_disk(*_: Any, **__: Any) -> None:

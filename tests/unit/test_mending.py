@@ -112,6 +112,7 @@ def test_damaged_files_are_reported_and_repaired(copied: Path, site: Site, name:
     asked = len(site.agents)
     result = CliRunner().invoke(command, [str(copied), "--rebuild", "--allow-addresses"], standalone_mode=False)
     assert result.exception is None, result.exception
+    assert "Repaired, bit-identical to the original; 24 samples now, 24 before." in result.output
     lost = {"shards/00003.tar": 1, "shards/00003.tar ": SHARD, "shards/00003.tar  ": SHARD}
     assert len(site.agents) - asked == lost.get(name, 0), "only lost samples are fetched"
     assert contents(copied) == before

@@ -274,14 +274,6 @@ def test_without_restarts_the_prototypes_are_filled_once():
     assert torch.equal(objective.npn.network.lasting["weight"][0], unit_features(8, seed=0)[1])
 
 
-def test_the_queue_holds_the_newest_features():
-    objective = build_objective({"name": "neuclip", "npn": "queue", "prototypes": 12}, context=context(8))
-    run_steps(objective, 5, batch_size=8)
-    have = {tuple(row.tolist()) for row in objective.npn.queue.features[0]}
-    assert {tuple(r.tolist()) for r in unit_features(8, seed=4)[1]} <= have
-    assert len(have & {tuple(r.tolist()) for r in unit_features(8, seed=3)[1]}) == 4
-
-
 def test_resetting_adam_resets_its_step_count():
     settings = {"name": "neuclip", "npn_optimizer": "adam", "reset_accumulator": True, "restart_every": 3}
     objective = build_objective({**settings, "prototypes": 8, "inner_steps": 2}, context=context(8))

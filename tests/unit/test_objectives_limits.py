@@ -164,12 +164,6 @@ def test_tau_can_only_decrease_where_rho_is_not_below_log_n(name):
     assert found[0.9 * math.log(15), True] < -0.2
 
 
-def test_temperature_learning_rate_follows_the_schedule():
-    objective = build_objective("openclip", context=context(8))
-    objective.temperature.update(torch.tensor(1.0).double(), lr_scale=0.0)
-    assert objective.logit_parameters()[0] == pytest.approx(math.log(1 / 0.07), abs=1e-12)
-
-
 @pytest.mark.parametrize("api", ["older", "newer", "all"])
 def test_tf32_in_the_caller_does_not_affect_the_loss(monkeypatch, api):
     """The older interface can be read inside, whichever of the two the caller used."""

@@ -270,7 +270,7 @@ def test_a_batch_larger_than_configured_is_rejected(name):
         objective.loss(*unit_features(9, dtype=torch.float32))
 
 
-@pytest.mark.parametrize("name", ["neuclip", "siglip", "isogclr", "fastclip_v3", "amorlip"])
+@pytest.mark.parametrize("name", ["openclip", "neuclip", "siglip", "isogclr", "fastclip_v3", "amorlip"])
 def test_the_temperature_learning_rate_follows_the_schedule_or_is_constant(name):
     def moved(schedule):
         facts = {"dim": 16, "batch_size": 8, "dataset_size": 8, "total_steps": 1}

@@ -6,7 +6,6 @@ import json
 import shutil
 import struct
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +13,7 @@ import torch
 from PIL import Image, PngImagePlugin
 
 from pipeline.config import parse
-from pipeline.data.data_config import CropConfig, DataConfig
-from pipeline.data.loading.decode import ImageDecoder
+from pipeline.data.data_config import DataConfig
 from pipeline.data.loading.loader import build_loader
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
@@ -126,14 +124,6 @@ def test_odd_samples_are_used_or_counted_by_reason(folder: Path, decoding: str) 
     used = [name for number, name in kinds.items() if reasons[name] and number in shown]
     assert (unused, used) == ([], [])
     assert sum(batch.replaced for batch in batches) == sum(COUNTS.values())
-
-
-@pytest.mark.parametrize("decoding", ["fast", "exact"])
-def test_16_bit_grey_is_scaled_to_8_bits(decoding: Any) -> None:
-    """Pillow's own conversion clips it to white."""
-    body = png(20, 20, data=(b"\0" + struct.pack(">H", 128 * 257) * 20) * 20, bits=16)
-    decoder = ImageDecoder(size=16, crop=CropConfig(), mode=decoding, max_pixels=MAX_PIXELS)
-    assert (decoder(body, state=1) == 128).all()
 
 
 def test_a_run_with_corrupt_samples_resumes_to_the_same_bits(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -34,7 +33,6 @@ from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.training.recipe import load_recipe
 from pipeline.training.recipe_file import read_recipe
-from tests.images import encoded
 from tests.launch import wait_for
 from tests.pair_files import convert_all, digests, dropped, make, picture, table, write_csv, write_images  # noqa: F401
 from tests.shards import count_tokens
@@ -96,16 +94,6 @@ def test_shards_of_decoded_pixels_train_like_the_images(table: Path, tmp_path: P
         assert torch.equal(stored.sample_id, raw.sample_id)
         assert torch.equal(stored.image, raw.image)
         assert torch.equal(stored.text, raw.text)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
-def test_16_bit_grey_is_scaled_when_it_is_encoded_again(kind: str) -> None:
-    """Pillow's own conversion clips it to white."""
-    grey = Image.fromarray(np.full((60, 80), 128 * 257, np.uint16))
-    stored_image = convert(encoded(grey, kind), ImageOptions(size=32))
-    with Image.open(io.BytesIO(stored_image.body)) as image:
-        assert np.abs(np.asarray(image.convert("RGB")).astype(int) - 128).max() <= 1
 
 
 def test_several_processes_and_a_resumed_run_write_the_same_bytes(tmp_path: Path) -> None:

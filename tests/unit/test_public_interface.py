@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
-import numpy as np
 import open_clip
 import pytest
 import torch
@@ -13,7 +12,6 @@ from PIL import Image
 
 import neuclip
 from pipeline.errors import UserError
-from pipeline.playground.gallery import open_image
 from tests.shards import jpeg
 from tests.towers import write_tiny
 from tests.unit.test_export import write_run
@@ -56,22 +54,6 @@ def test_score_equals_open_clips_cosines_for_any_batch_size(run: Path, tmp_path:
     assert neuclip.score(model, opened[0], TEXTS[0]).shape == ()
     assert neuclip.score(model, opened[0], TEXTS[:1]).shape == (1,)
     assert neuclip.score(model, opened[0], TEXTS, matrix=True).shape == (1, 3)
-
-
-def test_score_turns_pictures_and_scales_16_bit_grey(run: Path, tmp_path: Path) -> None:
-    upright = Image.open(io.BytesIO(jpeg(3, size=(40, 24)))).convert("RGB")
-    exif = Image.Exif()
-    exif[0x0112] = 6  # to be turned clockwise
-    upright.transpose(Image.Transpose.ROTATE_90).save(tmp_path / "turned.png", exif=exif)
-    grey = upright.convert("L")
-    Image.fromarray(np.asarray(grey).astype(np.uint16) * 257).save(tmp_path / "16.png")
-    model = neuclip.load(str(run))
-    found = neuclip.score(model, [tmp_path / "turned.png", Image.open(tmp_path / "turned.png"), tmp_path / "16.png"],
-                          [TEXTS[0]] * 3)  # fmt: skip
-    expected = neuclip.score(model, [upright, upright, grey], [TEXTS[0]] * 3)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
-    shown = open_image((tmp_path / "turned.png").read_bytes(), name="turned.png")
-    assert shown.tobytes() == upright.tobytes()
 
 
 def test_models_are_named_by_paths_and_mistakes_are_user_errors(run: Path, tmp_path: Path) -> None:

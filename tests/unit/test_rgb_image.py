@@ -24,6 +24,7 @@ from pipeline.data.shards.rgb_image import rgb_image
 from pipeline.data.shards.tar_reader import CaptionField, CorruptSample
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
+from pipeline.evaluation.datasets.task_data import decode as evaluated
 from pipeline.playground.gallery import open_image
 from pipeline.report.run_page import sample_pairs
 from pipeline.training.recipe import ValidationConfig
@@ -57,6 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_16_bit_grey_and_what_cannot_be_decoded() -> None:
     np.testing.assert_array_equal(np.asarray(rgb_image(GREY_16)), EXPECTED)
+    np.testing.assert_array_equal(np.asarray(evaluated(GREY_16, name="x")), EXPECTED)
     for body in (OTHER_FORMAT, b"", b"text", jpeg(1)[:-200]):
         with pytest.raises(CorruptSample, match="image cannot be decoded"):
             rgb_image(body)

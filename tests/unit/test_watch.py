@@ -22,7 +22,7 @@ from pipeline.evaluation.datasets.datacomp import TASKS
 from pipeline.evaluation.datasets.suite import Suite, open_suite
 from pipeline.evaluation.identity import suite_identity
 from pipeline.evaluation.run.session import EvaluationConfig
-from pipeline.evaluation.watch.ledger import LEDGER_FOLDER, Ledger, forget_after
+from pipeline.evaluation.watch.ledger import LEDGER_FOLDER, forget_after
 from pipeline.evaluation.watch.watcher import WatchConfig, Watcher, brief
 from pipeline.files import sha256_of
 from tests.checkpoints import save_step
@@ -158,27 +158,6 @@ def test_a_whole_copy_of_an_abandoned_checkpoint_is_evaluated(tmp_path: Path, su
     replace_checkpoint(run, 100, weights_of=100)
     assert watcher.run(threading.Event(), once=True)
     assert watcher.ledgers[run].outcomes()["step-00000100"]["outcome"] == "done"
-
-
-def test_clocks_and_dates_of_other_machines_do_not_matter(tmp_path: Path, suite: Suite) -> None:
-    """A watcher whose clock is years ahead neither takes a live lease nor leaves a dead one."""
-    save_step(tmp_path, 100)
-    watcher = make_watcher(tmp_path, suite, [])
-    holder = Ledger(watcher.ledgers[tmp_path].folder, ttl=0.2, clock=lambda: -1e9)
-    lease = holder.claim("step-00000100")
-    assert lease is not None
-    ahead = Ledger(holder.folder, ttl=0.2, clock=lambda: 1e9)
-    for path in holder.folder.rglob("*"):
-        os.utime(path, (4e9, 4e9))
-    assert ahead.claim("step-00000100") is None
-    lease._end_heartbeat()
-    late = [1e9]
-    ahead = Ledger(holder.folder, ttl=0.2, clock=lambda: late[0])
-    assert ahead.claim("step-00000100") is None
-    late[0] += 0.3
-    taken = ahead.claim("step-00000100")
-    assert taken is not None
-    taken.give_up("the test ends")
 
 
 def test_a_read_only_run_is_refused_with_its_name(

@@ -16,10 +16,11 @@ from click.testing import CliRunner, Result
 
 from jobs.evaluate import command
 from pipeline.errors import UserError
-from pipeline.evaluation import evaluate, protocol
+from pipeline.evaluation import evaluate
 from pipeline.evaluation.datasets.datacomp import TASKS
 from pipeline.evaluation.datasets.suite import open_suite
 from pipeline.evaluation.identity import ROOT, code_digest, code_version, imported_modules
+from pipeline.evaluation.protocol import PROTOCOLS
 from pipeline.evaluation.run import evaluator, images
 from pipeline.evaluation.run.results import _digest
 from pipeline.model.evaluation_model import EvaluationModel
@@ -28,6 +29,7 @@ from pipeline.versions import version_of
 from tests.checkpoints import QUICK, contents, save_checkpoint
 from tests.evaluation_suite import write_classification
 from tests.own_tasks import write_class_folders, write_csv
+from tests.plugins import install
 
 PLUGIN = '''
 """The median rank of the right class, as a share of the classes: a protocol of a user's own."""
@@ -310,23 +312,10 @@ def test_a_misspelt_place_in_a_second_file_touches_no_result(tmp_path: Path) -> 
     assert (tmp_path / "out/mine.json").read_bytes() == before["mine.json"]
 
 
-@pytest.fixture
-def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An installed package of a user's own that offers a protocol."""
-    site = tmp_path / "site"
-    (site / "ranks-1.0.dist-info").mkdir(parents=True)
-    (site / "ranks-1.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: ranks\nVersion: 1.0\n")
-    (site / "ranks-1.0.dist-info/entry_points.txt").write_text("[neuclip.protocols]\nmedian_rank = ranks_of_mine\n")
-    (site / "ranks_of_mine.py").write_text(PLUGIN)
-    monkeypatch.syspath_prepend(site)
-    monkeypatch.setattr(protocol.PROTOCOLS, "_loaded", False)
-    yield
-    protocol.PROTOCOLS.registered.pop("median_rank", None)
-
-
-@pytest.mark.usefixtures("plugin")
-def test_a_task_and_a_protocol_of_ones_own_need_no_change_here(tmp_path: Path) -> None:
+def test_a_task_and_a_protocol_of_ones_own_need_no_change_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """CONTRIBUTING: a task is a row of a tasks.yaml, a protocol a file with `@register` and an entry point."""
+    entry_points = "[neuclip.protocols]\nmedian_rank = ranks_of_mine\n"
+    install(monkeypatch, PROTOCOLS, tmp_path / "site", entry_points, ranks_of_mine=PLUGIN)
     checkpoint = save_checkpoint(tmp_path / "step-00000001", 0)
     root = tmp_path / "suite"
     write_class_folders(root)

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from click.testing import CliRunner
 
+from jobs.plan import command as plan
+from jobs.settings import command as settings
 from pipeline.errors import UserError
 from pipeline.objectives import build_objective, parse_objective
 from pipeline.objectives.npn import kernels, prototypes
-from pipeline.objectives.npn.network import Npn, register_npn
+from pipeline.objectives.npn.network import NPNS, Npn, register_npn
 from pipeline.objectives.npn.prototypes import Anchors
 from pipeline.objectives.pairwise import Workspace
 from pipeline.objectives.parts import AdaGrad, Adam
 from tests.metrics import metrics
+from tests.plugins import install
 from tests.shards import write_shards
 from tests.towers import write_tiny
+from tests.training import SMALL, train_here
 from tests.unit.objectives_reference import context, normalizers, prototype_alpha, relative_error, unit_features
 
 EPS = 1e-14
@@ -408,33 +409,17 @@ class LevelNpn(Npn):
 """
 
 
-@pytest.mark.slow
-def test_an_installed_package_adds_a_variant_to_the_commands(tmp_path):
-    """One file and an entry point, as pip would install them: `settings`, `plan` and `train --recipe own`."""
-    (tmp_path / "level_network.py").write_text(LEVEL, encoding="utf-8")
-    facts = tmp_path / "level_network-1.0.dist-info"
-    facts.mkdir()
-    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: level-network\nVersion: 1.0\n", encoding="utf-8")
-    (facts / "entry_points.txt").write_text("[neuclip.npn]\nlevel = level_network\n", encoding="utf-8")
+def test_an_installed_package_adds_a_variant_to_the_commands(tmp_path, monkeypatch):
+    """One file and an entry point: `settings`, `plan --recipe own` and training."""
+    install(monkeypatch, NPNS, tmp_path, "[neuclip.npn]\nlevel = level_network\n", level_network=LEVEL)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert "level, mlp, prototypes or queue" in CliRunner().invoke(settings, ["objective.npn"]).output
     write_shards(tmp_path / "shards", [40])
-    run = (
-        "--recipe", "own", "objective.npn=level", f"data.sources={tmp_path / 'shards'}", f"output={tmp_path / 'run'}",
-        f"model.arch={write_tiny(tmp_path)}", "samples=32", "batch_size=8", "data.streams=4", "data.workers=0",
-        "engine.device=cpu", "telemetry.every=1",
-    )  # fmt: skip
-    paths = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
-
-    def neuclip(*command):
-        environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [sys.executable, "-m", "jobs.cli", *command], env=environment, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    assert "level, mlp, prototypes or queue" in neuclip("settings", "objective.npn")
-    assert "neuclip" in neuclip("plan", *run)
-    neuclip("train", *run)
+    given = ("objective.name=neuclip", "objective.npn=level", f"data.sources={tmp_path / 'shards'}",
+             f"output={tmp_path / 'run'}", f"model.arch={write_tiny(tmp_path)}", "samples=32")  # fmt: skip
+    done = CliRunner().invoke(plan, ["--recipe", "own", *SMALL, *given], catch_exceptions=False)
+    assert "neuclip on tiny-towers" in done.output
+    train_here(*given)
     losses = [record["loss"] for record in metrics(tmp_path / "run", "train")]
     assert len(losses) == 4
     assert all(math.isfinite(loss) for loss in losses)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from click.testing import CliRunner
 
+from jobs.plan import command as plan
 from pipeline.config import section, to_tree
 from pipeline.errors import UserError
 from pipeline.objectives import ObjectiveConfig, build_objective, objective_names, parse_objective, register
@@ -19,9 +17,9 @@ from pipeline.objectives.autograd import AutogradObjective
 from pipeline.objectives.registry import OBJECTIVES
 from pipeline.objectives.softmax import AnchorWeights, SoftmaxObjective
 from pipeline.objectives.temperature import ConstantTemperature, TemperatureConfig
+from tests.plugins import install
 from tests.unit.objectives_reference import context, relative_error, unit_features
 
-ROOT = Path(__file__).parents[2]
 PAPERS = {"openclip", "siglip", "sogclr", "isogclr", "amorlip", "neuclip", *(f"fastclip_v{i}" for i in range(4))}
 
 
@@ -140,9 +138,7 @@ class Margin(AutogradObjective):
 
 def test_a_loss_with_autograd_is_a_file_of_ten_lines_outside_the_repository(tmp_path, monkeypatch):
     """Without a margin it is `openclip`: the same loss, gradients and temperature over several steps."""
-    monkeypatch.setattr(OBJECTIVES, "registered", dict(OBJECTIVES.registered))
-    (tmp_path / "margin_loss.py").write_text(LOSS_OUTSIDE, encoding="utf-8")
-    monkeypatch.syspath_prepend(tmp_path)
+    install(monkeypatch, OBJECTIVES, tmp_path, "", margin_loss=LOSS_OUTSIDE)
     importlib.import_module("margin_loss")
     both = [build_objective(name, context=context(8)) for name in ("margin", "openclip")]
     for step in range(3):
@@ -159,25 +155,18 @@ def test_a_loss_with_autograd_is_a_file_of_ten_lines_outside_the_repository(tmp_
 
 
 @pytest.mark.parametrize("recipe", ["own", "finetune", "cc3m"])
-def test_an_installed_package_adds_a_method_to_the_commands(recipe, tmp_path):
-    """A package with an entry point, as pip would install it: `neuclip plan` with a shipped recipe."""
-    (tmp_path / "margin_loss.py").write_text(LOSS_OUTSIDE, encoding="utf-8")
-    facts = tmp_path / "margin_loss-1.0.dist-info"
-    facts.mkdir()
-    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: margin-loss\nVersion: 1.0\n", encoding="utf-8")
-    (facts / "entry_points.txt").write_text("[neuclip.objectives]\nmargin = margin_loss\n", encoding="utf-8")
-    command = [sys.executable, "-m", "jobs.cli", "plan", "--recipe", recipe, "objective.name=margin"]
-    given = ["data.sources=data/x", "output=runs/x"] if recipe != "cc3m" else []
-    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
-    done = subprocess.run([*command, *given], env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "margin" in done.stdout
-    (tmp_path / "margin_loss.py").write_text("import nothing_of_this_name", encoding="utf-8")
-    done = subprocess.run([*command, *given], env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
-    assert done.returncode != 0
-    assert (
-        "The objective 'margin' (margin_loss, an entry point of neuclip.objectives) cannot be imported" in done.stderr
-    )
+def test_an_installed_package_adds_a_method_to_the_commands(recipe, tmp_path, monkeypatch):
+    """`neuclip plan` with a shipped recipe; tests/unit/test_own_package.py has all commands."""
+    command = ["--recipe", recipe, "objective.name=margin"]
+    command += ["data.sources=data/x", "output=runs/x"] if recipe != "cc3m" else []
+    entry_points = "[neuclip.objectives]\nmargin = margin_loss\n"
+    install(monkeypatch, OBJECTIVES, tmp_path, entry_points, margin_loss=LOSS_OUTSIDE)
+    done = CliRunner().invoke(plan, command, catch_exceptions=False)
+    assert "margin" in done.output
+    install(monkeypatch, OBJECTIVES, tmp_path, entry_points, margin_loss="import nothing_of_this_name")
+    monkeypatch.delitem(OBJECTIVES.registered, "margin")
+    with pytest.raises(UserError, match=r"'margin' \(margin_loss, an entry point of .*objectives\) cannot be imported"):
+        CliRunner().invoke(plan, command, catch_exceptions=False)
 
 
 @pytest.mark.parametrize(

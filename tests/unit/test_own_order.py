@@ -20,6 +20,7 @@ from pipeline.errors import UserError
 from pipeline.training.recipe import load_recipe
 from pipeline.training.run import train
 from tests.metrics import metrics
+from tests.plugins import install
 from tests.shards import count_tokens, write_shards
 from tests.towers import write_tiny
 from tests.training import SMALL, in_this_process
@@ -31,13 +32,9 @@ EXAMPLE = (ROOT / "docs/data.md").read_text().partition("#### An order of your o
 @pytest.fixture
 def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An installed package that offers the order."""
-    (tmp_path / "stored-1.0.dist-info").mkdir()
-    (tmp_path / "stored-1.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: stored\nVersion: 1.0\n")
-    (tmp_path / "stored-1.0.dist-info/entry_points.txt").write_text("[neuclip.orders]\nas_stored = order_as_stored\n")
-    (tmp_path / "order_as_stored.py").write_text(EXAMPLE.partition("```python\n")[2].partition("```")[0])
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(ORDERS, "_loaded", False)
-    monkeypatch.setattr(ORDERS, "registered", dict(ORDERS.registered))
+    example = EXAMPLE.partition("```python\n")[2].partition("```")[0]
+    entry_points = "[neuclip.orders]\nas_stored = order_as_stored\n"
+    install(monkeypatch, ORDERS, tmp_path / "site", entry_points, order_as_stored=example)
 
 
 @pytest.mark.usefixtures("plugin")

@@ -12,6 +12,7 @@ import pytest
 
 from tests.metrics import metrics
 from tests.own_tasks import write_class_folders
+from tests.plugins import write_package
 from tests.shards import write_shards
 from tests.towers import write_tiny
 from tests.training import SMALL
@@ -43,12 +44,9 @@ if __name__ == "__main__":
 @pytest.mark.slow
 def test_the_commands_use_what_a_package_adds(tmp_path: Path) -> None:
     site = tmp_path / "site"
-    (site / "mine-1.0.dist-info").mkdir(parents=True)
-    (site / "mine-1.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
     groups = "".join(f"[neuclip.{group}]\nmine = mine_{group}\n" for group in PARTS if group != "charts")
-    (site / "mine-1.0.dist-info/entry_points.txt").write_text(f"{groups}[neuclip.charts]\nmine = mine_trackers\n")
-    for group, text in PARTS.items():
-        (site / f"mine_{group}.py").write_text(text)
+    modules = {f"mine_{group}": text for group, text in PARTS.items()}
+    write_package(site, f"{groups}[neuclip.charts]\nmine = mine_trackers\n", **modules)
     (tmp_path / "program.py").write_text(PROGRAM)
     write_shards(tmp_path / "shards", [20, 20])
     write_class_folders(tmp_path / "suite")

@@ -17,6 +17,7 @@ from pipeline.errors import UserError
 from pipeline.metrics.logger import Telemetry, TelemetryConfig
 from pipeline.metrics.sinks import SINKS
 from pipeline.report.charts import CHARTS
+from tests.plugins import install
 from tests.report_runs import make_run
 
 PACKAGE = """
@@ -53,16 +54,10 @@ def broken(run):
 @pytest.fixture(autouse=True)
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An installed package of a user's own."""
-    site, name = tmp_path / "site", f"toys_{tmp_path.name}"
-    (site / "toys-1.0.dist-info").mkdir(parents=True)
-    (site / "toys-1.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: toys\nVersion: 1.0\n")
-    groups = "".join(f"[neuclip.{group}]\ntoy = {name}\n" for group in ("trackers", "sources", "charts"))
-    (site / "toys-1.0.dist-info/entry_points.txt").write_text(groups)
-    (site / f"{name}.py").write_text(PACKAGE)
-    monkeypatch.syspath_prepend(site)
+    groups = "".join(f"[neuclip.{group}]\ntoy = toys_of_mine\n" for group in ("trackers", "sources", "charts"))
+    install(monkeypatch, SINKS, tmp_path / "site", groups, toys_of_mine=PACKAGE)
     monkeypatch.setattr("pipeline.report.charts.CHARTS", CHARTS[:])
-    monkeypatch.setattr(SINKS, "_loaded", False)
-    with mock.patch.dict(SOURCES), mock.patch.dict(SINKS.registered):
+    with mock.patch.dict(SOURCES):
         yield
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 
 from jobs.bench import gpu
 from tests.documents import Line, check
+from tests.launch import lives, wait_for
 
 
 @pytest.mark.parametrize("step", gpu.steps(), ids=lambda step: step.name)
@@ -47,17 +47,8 @@ def test_a_step_leaves_no_process_behind(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-c", code]
     assert gpu.take(gpu.Step("s", "?", 60, command, command), work=tmp_path, tiny=True).status == "done"
-    assert ended(int((tmp_path / "pid").read_text())), "the step's child still runs"
-
-
-def ended(pid: int) -> bool:
-    """Whether a process ends within ten seconds."""
-    stat = Path("/proc") / str(pid) / "stat"
-    for _ in range(100):  # init reaps it
-        if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":
-            return True
-        time.sleep(0.1)
-    return False
+    pid = int((tmp_path / "pid").read_text())
+    wait_for(lambda: not lives(pid), "the step's child ends", seconds=10)
 
 
 def test_an_interrupted_suite_keeps_what_the_step_has_printed(tmp_path: Path) -> None:
@@ -67,19 +58,19 @@ def test_an_interrupted_suite_keeps_what_the_step_has_printed(tmp_path: Path) ->
         "import sys; from jobs.bench import gpu; command = [sys.executable, '-c', sys.argv[1]]; gpu.steps = lambda: "
         "[gpu.Step('a step', '?', 60, command, command)]; gpu.main(['--tiny', '--output', sys.argv[2]])"
     )
-    process = subprocess.Popen([sys.executable, "-c", suite, step, str(tmp_path / "gpu.json")], stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", suite, step, str(tmp_path / "gpu.json")], stderr=subprocess.PIPE, text=True
+    )
     log = tmp_path / "gpu-a-step.log"
     try:
-        for _ in range(600):
-            if log.exists() and "a table" in log.read_text():
-                break
-            time.sleep(0.1)
+        wait_for(lambda: log.exists() and "a table" in log.read_text(), "the step prints", process=process)
         process.terminate()
         process.communicate(timeout=60)
     finally:
         process.kill()
     assert log.read_text().startswith("a table")
-    assert ended(int(log.read_text().split()[2])), "the step still runs"
+    pid = int(log.read_text().split()[2])
+    wait_for(lambda: not lives(pid), "the step ends", seconds=10)
 
 
 def test_a_step_does_not_take_itself_for_a_rank_of_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

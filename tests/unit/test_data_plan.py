@@ -6,9 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
-from jobs.cli import cli
 from pipeline.config import parse
 from pipeline.data.data_config import DataConfig
 from pipeline.data.order.canonical_order import Order, make_layout, planned_ids
@@ -131,15 +129,3 @@ def test_plan_counts_match_the_manifest(tmp_path: Path) -> None:
     assert 0 < plan.passed_samples < 72
     with pytest.raises(UserError, match="is not divisible by 3 ranks"):
         plan_data(config, ranks=3, global_batch=8, image_size=10)
-
-
-def test_plan_command(tmp_path: Path) -> None:
-    write_shards(tmp_path, [20, 12, 16, 24])
-    arguments = ["plan", "--ranks", "2", f"data.sources={tmp_path}", "data.streams=4", "batch_size=8", "samples=720"]
-    done = CliRunner().invoke(
-        cli, [*arguments, f"output={tmp_path}", "objective.name=openclip", "schedule.warmup_steps=9"]
-    )
-    assert done.exit_code == 0, done.output
-    assert "9 steps of 8; every sample is in a batch" in done.output
-    assert "90 steps, 10.00 epochs, 720 samples seen" in done.output
-    assert "distinct shards in a batch (a global shuffle: 4)" in done.output

@@ -11,17 +11,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from data_prep.dataset.verification import verify
 from data_prep.fetching import downloader
 from data_prep.fetching.decoder import Decoder, ImageConverter
-from data_prep.ingest import prepare
-from data_prep.settings.download_config import DownloadConfig, FetchConfig, ImageConfig
-from pipeline.config import parse
-from tests.ingested import fetch_here, own_opener, site  # noqa: F401
+from data_prep.settings.download_config import FetchConfig, ImageConfig
+from tests.ingested import fetch_here, own_opener, prepared, site  # noqa: F401
 from tests.launch import lives, wait_for
 from tests.web import Site, jpeg
 
@@ -127,13 +123,6 @@ def test_a_shard_with_such_images_is_finished(site: Site, tmp_path: Path) -> Non
     """Regression test: an image that could not be decoded in time stopped its shard at every start."""
     bodies = [jpeg(side=30), jpeg(side=31) + b"DOOM die", jpeg(side=32)]
     urls = [site.image(f"/doomed-{k}", body) for k, body in enumerate(bodies)]
-    pq.write_table(pa.table({"url": urls, "caption": ["a cat"] * 3}), tmp_path / "urls.parquet")
-    tree = {
-        "output": str(tmp_path / "data"),
-        "source": {"table": str(tmp_path / "urls.parquet")},
-        "guard": {"allow_addresses": ["127.0.0.1"]},
-    }
-    config, plan = prepare(parse(DownloadConfig, tree))
-    manifest = fetch_here(config, plan, [0])
+    manifest = fetch_here(*prepared(tmp_path, {"url": urls, "caption": ["a cat"] * 3}), [0])
     assert (manifest.n, manifest.failures) == (2, {"quarantined": 1})
     assert verify(tmp_path / "data") == []

@@ -46,6 +46,16 @@ def good(count: int = 20) -> dict[str, list]:
     }
 
 
+def served(site: Site) -> dict[str, list]:
+    """A table of twelve images with their hashes."""
+    bodies = [jpeg(side=16 + k) for k in range(12)]
+    return {
+        "url": [site.image(f"/{k}.jpg", body) for k, body in enumerate(bodies)],
+        "caption": ["a cat"] * 12,
+        "digest": [hashlib.sha256(body).hexdigest() for body in bodies],
+    }
+
+
 def test_good_table_passes_without_notes(tmp_path: Path) -> None:
     assert source_checks.check_source(config_for(tmp_path, good(), hash="sha256", rows=20)) == []
 
@@ -87,13 +97,8 @@ def _pixel_hash(body: bytes) -> str:
     ],
 )
 def test_unusable_hash_columns_are_recognised(tmp_path: Path, site: Site, kind: str, value_of, words: str) -> None:
-    bodies = {f"/{k}.jpg": jpeg(side=16 + k) for k in range(12)}
-    urls = {site.image(path, body): body for path, body in bodies.items()}
-    columns = {
-        "url": list(urls),
-        "caption": ["a cat"] * 12,
-        "digest": [value_of(url, body) for url, body in urls.items()],
-    }
+    columns = served(site)
+    columns["digest"] = [value_of(url, jpeg(side=16 + k)) for k, url in enumerate(columns["url"])]
     config = config_for(tmp_path, columns, hash="digest", hash_kind=kind)
     source_checks.check_source(config)
     with pytest.raises(UserError, match=r"12 of 12 probed images differ") as caught:
@@ -102,12 +107,7 @@ def test_unusable_hash_columns_are_recognised(tmp_path: Path, site: Site, kind: 
 
 
 def test_correct_hash_passes_and_changed_images_are_noted(tmp_path: Path, site: Site) -> None:
-    bodies = [jpeg(side=16 + k) for k in range(12)]
-    columns = {
-        "url": [site.image(f"/{k}.jpg", body) for k, body in enumerate(bodies)],
-        "caption": ["a cat"] * 12,
-        "digest": [hashlib.sha256(body).hexdigest() for body in bodies],
-    }
+    columns = served(site)
     assert source_checks.check_hashes(config_for(tmp_path, columns, hash="digest")) == []
     refused = replace(config_for(tmp_path, columns, hash="digest"), guard=GuardConfig())
     assert source_checks.check_hashes(refused) == [
@@ -120,12 +120,7 @@ def test_correct_hash_passes_and_changed_images_are_noted(tmp_path: Path, site: 
 
 def test_probed_rows_without_a_url_give_no_image(tmp_path: Path, site: Site) -> None:
     """Regression test: they used to end the download with an AttributeError."""
-    bodies = [jpeg(side=16 + k) for k in range(12)]
-    columns: dict[str, list] = {
-        "url": [site.image(f"/{k}.jpg", body) for k, body in enumerate(bodies)],
-        "caption": ["a cat"] * 12,
-        "digest": [hashlib.sha256(body).hexdigest() for body in bodies],
-    }
+    columns = served(site)
     columns["url"][3] = None
     assert source_checks.check_hashes(config_for(tmp_path, columns, hash="digest")) == []
 
@@ -151,12 +146,8 @@ def test_hash_check_does_not_read_opted_out_bodies(tmp_path: Path, site: Site) -
         handler.send_header("Content-Length", "100000000")
         handler.end_headers()  # no body follows
 
-    site.answers.update({f"/{k}": noai for k in range(12)})
-    columns = {
-        "url": [f"{site.base}/{k}" for k in range(12)],
-        "caption": ["a cat"] * 12,
-        "digest": ["0" * 64] * 12,
-    }
+    columns = served(site)
+    site.answers = dict.fromkeys(site.answers, noai)
     assert source_checks.check_hashes(config_for(tmp_path, columns, hash="digest")) == [
         "Only 0 of 12 probed URLs gave an image (mostly 'opted out'), too few to check column 'digest'."
     ]

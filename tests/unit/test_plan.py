@@ -134,7 +134,9 @@ def test_the_command_prints_the_plan_and_the_data(arch: str, tmp_path: Path) -> 
         "1 (recipe)",
         "GPU hours",
         "120 samples in 2 shards",
-        "distinct shards in a batch",
+        "3 steps of 40; every sample is in a batch",
+        "25 steps, 8.33 epochs, 1,000 samples seen",
+        "distinct shards in a batch (a global shuffle: 2)",
     ):
         assert part in result.output
     plan = plan_run(load_recipe(None, [*arguments, "plan.mfu=0.01"]), gpus=2)

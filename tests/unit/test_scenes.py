@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections import Counter
@@ -28,6 +27,7 @@ from data_prep.scenes.render import draw, jpeg
 from data_prep.scenes.scene import describe
 from pipeline.config import parse
 from pipeline.errors import UserError
+from tests.launch import wait_for
 
 EVEN = FaultRates(**dict.fromkeys(FaultRates.__dataclass_fields__, 1 / 14))
 CONFIG = ScenesConfig(pairs=200, image_size=48, faults=EVEN, slow_seconds=0.05, stall_seconds=3.0)
@@ -189,15 +189,14 @@ def test_server_stops_when_its_parent_is_killed() -> None:
     assert _get(address + "/stats")[0] == 200
     parent.send_signal(signal.SIGKILL)
     parent.wait()
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
+
+    def gone() -> bool:
         try:
-            _get(address + "/stats")
+            return not _get(address + "/stats")
         except (urllib.error.URLError, ConnectionError):
-            break
-        time.sleep(0.05)
-    else:
-        pytest.fail("the server outlived its parent")
+            return True
+
+    wait_for(gone, "the server ends with its parent", seconds=10)
 
 
 def test_the_error_names_an_occupied_port(base: str) -> None:

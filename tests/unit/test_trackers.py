@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sqlite3
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from pipeline.errors import UserError
 from pipeline.metrics import trackers
 from pipeline.metrics.logger import Telemetry, TelemetryConfig, sink_names
+from tests.launch import wait_for
 from tests.training import train_here
 
 
@@ -85,12 +85,12 @@ def test_wandb_offline_has_metrics_scores_pictures_and_settings(
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     report(tmp_path / "mine", "wandb")
-    deadline = time.monotonic() + 60  # wandb's own process writes the files
-    while True:
-        rows, ids, settings = wandb_records(tmp_path / "mine")
-        if any(row.get("train/loss") == 2.5 for row in rows) or time.monotonic() > deadline:
-            break
-        time.sleep(0.5)
+    wait_for(
+        lambda: any(row.get("train/loss") == 2.5 for row in wandb_records(tmp_path / "mine")[0]),
+        "wandb's own process writes the files",
+        pause=0.5,
+    )
+    rows, ids, settings = wandb_records(tmp_path / "mine")
     losses = [(row["step"], row["train/loss"]) for row in rows if "train/loss" in row]
     assert losses == [(1, 3.0), (2, 2.0), (2, 2.5)]
     assert next(row for row in rows if "evaluation/imagenet" in row)["evaluation/imagenet"] == 0.25

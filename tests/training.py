@@ -4,16 +4,32 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from unittest import mock
 
 from pipeline.training.recipe import load_recipe
 from pipeline.training.run import train
+from tests.shards import write_shards
+from tests.towers import write_tiny
 
 SMALL = ("data.streams=4", "data.shuffle_buffer=10", "data.workers=0", "batch_size=8", "schedule.warmup_steps=1",
          "engine.deepspeed=zero1_fp32", "engine.device=cpu", "telemetry.every=1", "telemetry.tensorboard=false",
          "telemetry.progress=quiet", "optimizer.eps=1e-5", "objective.name=openclip")  # fmt: skip
+
+
+def prepare(folder: Path, sizes: Sequence[int] = (40,), *, image_size: int = 16) -> Path:
+    """Write what a small run needs, shards of these sizes and an architecture, to a folder, and return it."""
+    write_shards(folder / "shards", sizes)
+    write_tiny(folder, image_size=image_size)
+    return folder
+
+
+def settings_in(folder: Path, output: str | Path, *more: str) -> list[str]:
+    """Settings of a run on what `prepare` has written; `output` is in the folder unless it is absolute."""
+    inputs = [f"data.sources={folder / 'shards'}", f"model.arch={folder / 'tiny-towers.json'}"]
+    return [f"output={folder / output}", *inputs, *more]
 
 
 def train_here(*overrides: str, resume: str | None = None, new_batch_size: bool = False) -> None:

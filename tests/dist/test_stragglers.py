@@ -10,20 +10,15 @@ from pipeline.distributed.world import World
 from pipeline.training.observer import describe_hosts, slowest_rank
 from tests.launch import run
 from tests.metrics import metrics
-from tests.shards import write_shards
 from tests.thread_world import on_ranks
-from tests.towers import write_tiny
-from tests.training import SMALL, train_here
+from tests.training import SMALL, prepare, settings_in, train_here
 
 PAUSE = 0.5
 
 
 @pytest.mark.slow
 def test_of_two_ranks_the_one_that_pauses_is_the_slowest(tmp_path: Path) -> None:
-    write_shards(tmp_path / "shards", [16, 16])
-    arch = write_tiny(tmp_path)
-    settings = (f"output={tmp_path / 'run'}", f"data.sources={tmp_path / 'shards'}", f"model.arch={arch}", "samples=48",
-                "model.text_batching=packed")  # fmt: skip
+    settings = settings_in(prepare(tmp_path, [16, 16]), "run", "samples=48", "model.text_batching=packed")
     run("tests.e2e.slow_run", f"forward={PAUSE}", *SMALL, *settings, ranks=2)
     records = metrics(tmp_path / "run", "train")
     assert len(records) == 6

@@ -16,8 +16,7 @@ import pytest
 
 from tests.launch import ROOT, environment, free_port, wait_for
 from tests.metrics import metrics
-from tests.shards import write_shards
-from tests.towers import write_tiny
+from tests.training import prepare
 
 CLUSTER = ROOT / "jobs" / "cluster"
 SBATCH = CLUSTER / "train.sbatch"
@@ -44,8 +43,7 @@ if [[ $1 == requeue ]]; then echo "$2" >> "$FAKE/requeued"; else echo 127.0.0.1;
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("launch")
-    write_shards(folder / "shards", [20, 30, 15])
-    write_tiny(folder)
+    prepare(folder, [20, 30, 15])
     (folder / "recipe.yaml").write_text(
         json.dumps(
             {

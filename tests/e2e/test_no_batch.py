@@ -15,30 +15,21 @@ import pytest
 from tests.e2e.test_signals import launch, wait_until
 from tests.launch import ROOT, environment, lives, run
 from tests.metrics import equal, metrics, weights
-from tests.shards import write_shards
-from tests.towers import write_tiny
+from tests.training import prepare, settings_in
 
 BATCH, STEPS = 8, 150
 
 
 def settings(folder: Path, name: str, *more: str) -> list[str]:
-    return [
-        f"output={folder / name}",
-        f"model.arch={folder / 'tiny-towers.json'}",
-        f"data.sources={folder / 'shards'}",
-        *("data.streams=4", "data.shuffle_buffer=10", "data.workers=1", f"batch_size={BATCH}"),
-        *("objective.name=sogclr", "engine.deepspeed=zero1_fp32", "engine.device=cpu", "schedule.warmup_steps=1"),
-        *("checkpoint.every=1000", "telemetry.every=1", "telemetry.tensorboard=false", f"samples={BATCH * STEPS}"),
-        *more,
-    ]
+    given = ["data.streams=4", "data.shuffle_buffer=10", "data.workers=1", f"batch_size={BATCH}"]
+    given += ["objective.name=sogclr", "engine.deepspeed=zero1_fp32", "engine.device=cpu", "schedule.warmup_steps=1"]
+    given += ["checkpoint.every=1000", "telemetry.every=1", "telemetry.tensorboard=false", f"samples={BATCH * STEPS}"]
+    return settings_in(folder, name, *given, *more)
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("no-batch")
-    write_shards(folder / "shards", [20, 30, 15])
-    write_tiny(folder, image_size=32)
-    return folder
+    return prepare(tmp_path_factory.mktemp("no-batch"), [20, 30, 15], image_size=32)
 
 
 @pytest.fixture(scope="module")

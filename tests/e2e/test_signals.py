@@ -13,26 +13,15 @@ import psutil
 import pytest
 
 from tests.launch import ROOT, command, environment, free_port, lives, wait_for
-from tests.shards import write_shards
-from tests.towers import write_tiny
+from tests.training import prepare, settings_in
 
 
 def settings(folder: Path) -> list[str]:
     """A run that would take hours and saves only when it is stopped."""
-    write_shards(folder / "shards", [20, 30, 15])
-    return [
-        f"output={folder / 'run'}",
-        f"model.arch={write_tiny(folder)}",
-        f"data.sources={folder / 'shards'}",
-        *("data.streams=4", "data.shuffle_buffer=10", "data.workers=0", "batch_size=8", "samples=80000000"),
-        *("objective.name=openclip", "engine.deepspeed=zero1_fp32", "engine.device=cpu"),
-        *(
-            "checkpoint.every=1000000",
-            "telemetry.every=1",
-            "telemetry.tensorboard=false",
-            "engine.lost_rank_seconds=20",
-        ),
-    ]
+    given = ["data.streams=4", "data.shuffle_buffer=10", "data.workers=0", "batch_size=8", "samples=80000000"]
+    given += ["objective.name=openclip", "engine.deepspeed=zero1_fp32", "engine.device=cpu", "telemetry.every=1"]
+    given += ["checkpoint.every=1000000", "telemetry.tensorboard=false", "engine.lost_rank_seconds=20"]
+    return settings_in(prepare(folder, [20, 30, 15]), "run", *given)
 
 
 def launch(launcher: str, arguments: list[str]) -> list[str]:

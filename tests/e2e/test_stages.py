@@ -14,8 +14,8 @@ from pipeline.training.recipe import load_recipe
 from tests.e2e.test_train import BATCH, STEPS, equal, records, settings, weights
 from tests.launch import run
 from tests.metrics import metrics
-from tests.shards import write_shards
-from tests.towers import TINY, write_tiny
+from tests.towers import TINY
+from tests.training import prepare
 
 FIRST = 5
 STAGES = "[{until: 0.42, image_size: 16, text_tokens: 4, patch_dropout: 0.5, lr_scale: 0.5}]"
@@ -23,10 +23,7 @@ STAGES = "[{until: 0.42, image_size: 16, text_tokens: 4, patch_dropout: 0.5, lr_
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("stages")
-    write_shards(folder / "shards", [20, 30, 15])
-    write_tiny(folder, image_size=32)
-    return folder
+    return prepare(tmp_path_factory.mktemp("stages"), [20, 30, 15], image_size=32)
 
 
 def staged(base: Path, name: str, *more: str, timeout: float = 300) -> None:

@@ -18,42 +18,23 @@ from pipeline.objectives import objective_names
 from tests.launch import ROOT, command, environment, run
 from tests.metrics import equal, metrics
 from tests.shards import write_shards
-from tests.towers import write_tiny
+from tests.training import prepare, settings_in
 
 STEPS, BATCH = 12, 8
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("train")
-    write_shards(folder / "shards", [20, 30, 15])
-    write_tiny(folder)
-    return folder
+    return prepare(tmp_path_factory.mktemp("train"), [20, 30, 15])
 
 
 def settings(base: Path, output: str, *more: str) -> list[str]:
-    return [
-        f"output={base / output}",
-        f"model.arch={base / 'tiny-towers.json'}",
-        f"data.sources={base / 'shards'}",
-        "data.streams=4",
-        "data.shuffle_buffer=10",
-        "data.workers=0",
-        f"samples={STEPS * BATCH}",
-        f"batch_size={BATCH}",
-        "schedule.warmup_steps=3",
-        # The gradient of attention's key biases is only rounding noise, which Adam would amplify to full steps.
-        "optimizer.eps=1e-5",
-        "objective.prototypes=16",
-        "objective.restart_every=5",
-        "objective.inner_steps=3",
-        "engine.deepspeed=zero1_fp32",
-        "engine.device=cpu",
-        "checkpoint.every=6",
-        "telemetry.every=1",
-        "telemetry.tensorboard=false",
-        *more,
-    ]
+    given = ["data.streams=4", "data.shuffle_buffer=10", "data.workers=0", f"samples={STEPS * BATCH}"]
+    given += [f"batch_size={BATCH}", "schedule.warmup_steps=3", "engine.deepspeed=zero1_fp32", "engine.device=cpu"]
+    given += ["objective.prototypes=16", "objective.restart_every=5", "objective.inner_steps=3"]
+    given += ["checkpoint.every=6", "telemetry.every=1", "telemetry.tensorboard=false"]
+    # The gradient of attention's key biases is only rounding noise, which Adam would amplify to full steps.
+    return settings_in(base, output, *given, "optimizer.eps=1e-5", *more)
 
 
 def weights(run_folder: Path, step: int = STEPS) -> dict[str, torch.Tensor]:

@@ -10,6 +10,7 @@ from torch import nn
 
 from pipeline.model.image_tower import Fp32BatchNorm2d, use_fp32_batch_norms
 from pipeline.training.step import frozen_statistics
+from tests.metrics import equal
 
 
 def pair() -> tuple[nn.BatchNorm2d, nn.BatchNorm2d]:
@@ -33,8 +34,7 @@ def test_fp32_output_equals_torch(training: bool) -> None:
         norm(x + 1)
         norm.train(training)
     assert torch.equal(plain(x), ours(x))
-    for name, value in plain.state_dict().items():
-        assert torch.equal(value, ours.state_dict()[name]), name
+    assert equal(plain.state_dict(), ours.state_dict())
 
 
 def test_bf16_weights_keep_fp32_statistics_and_get_gradients() -> None:

@@ -15,9 +15,7 @@ from pipeline.planning import node_checks
 from pipeline.run_files import RUN_CONFIG_NAME
 from pipeline.training.recipe import RunConfig, load_recipe
 from tests.metrics import metrics
-from tests.shards import write_shards
-from tests.towers import write_tiny
-from tests.training import train_here
+from tests.training import prepare, settings_in, train_here
 
 SLOW = "Matrix products in bf16 take 12 times as long as in fp32 on this CPU."
 
@@ -44,15 +42,8 @@ def test_the_doctor_notes_a_cpu_that_is_slow_in_bf16(slowdown: float) -> None:
 
 @pytest.mark.parametrize("deepspeed", ["zero1_bf16", "zero1_fp32"])
 def test_a_run_in_bf16_warns_there(slowdown: float, deepspeed: str, tmp_path: Path) -> None:
-    write_shards(tmp_path / "shards", [16])
-    train_here(
-        f"output={tmp_path / 'run'}",
-        f"data.sources={tmp_path / 'shards'}",
-        f"model.arch={write_tiny(tmp_path)}",
-        f"engine.deepspeed={deepspeed}",
-        "samples=8",
-        "data.streams=1",
-    )
+    prepare(tmp_path, [16])
+    train_here(*settings_in(tmp_path, "run", f"engine.deepspeed={deepspeed}", "samples=8", "data.streams=1"))
     records = [record for record in metrics(tmp_path / "run", "event") if "in bf16" in record["message"]]
     warnings = [record["message"] for record in records if record["level"] == "warning"]
     expected = [f"{SLOW} Training in fp32 is faster here: engine.deepspeed=zero1_fp32."]

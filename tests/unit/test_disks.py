@@ -19,9 +19,7 @@ from pipeline.training.run import train
 from pipeline.training.trainer import EXIT_NOT_SAVED
 from tests.metrics import equal, weights
 from tests.mounts import JournalledDisk, fill, small_disk
-from tests.shards import write_shards
-from tests.towers import write_tiny
-from tests.training import SMALL, in_this_process, train_here
+from tests.training import SMALL, in_this_process, prepare, settings_in, train_here
 
 STEPS = 6
 
@@ -29,20 +27,14 @@ STEPS = 6
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("disks")
-    write_shards(folder / "shards", [40])
-    write_tiny(folder, image_size=32)
+    prepare(folder, image_size=32)
     train_here(*settings(folder, folder / "whole"))
     return folder
 
 
 def settings(base: Path, output: Path, *more: str) -> list[str]:
-    return [
-        f"output={output}",
-        f"data.sources={base / 'shards'}",
-        f"model.arch={base / 'tiny-towers.json'}",
-        *(f"samples={8 * STEPS}", "checkpoint.every=2", "checkpoint.retry_minutes=0", "telemetry.tensorboard=true"),
-        *more,
-    ]
+    given = (f"samples={8 * STEPS}", "checkpoint.every=2", "checkpoint.retry_minutes=0", "telemetry.tensorboard=true")
+    return settings_in(base, output, *given, *more)
 
 
 def code_of(*overrides: str) -> int:

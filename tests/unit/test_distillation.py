@@ -33,7 +33,7 @@ from pipeline.training.run import stage_trainers
 from pipeline.training.step import TrainStep
 from pipeline.training.teacher import StoredTeacher
 from tests.launch import run
-from tests.metrics import metrics, weights
+from tests.metrics import equal, metrics, weights
 from tests.shards import write_shards
 from tests.towers import TINY
 from tests.training import SMALL, in_this_process, train_here
@@ -167,6 +167,23 @@ def settings(base: Path, output: str, *more: str, stored: str = "features") -> l
             f"data.teacher_features={base / stored}", *more]  # fmt: skip
 
 
+def changed(features: Path, copy: Path, *, facts: dict[str, Any] | None = None, **others: Any) -> Path:
+    """Copy features with other facts, or other values beside them, in their features.json."""
+    shutil.copytree(features, copy)
+    tree = json.loads((copy / "features.json").read_text()) | others
+    tree["facts"] |= facts or {}
+    (copy / "features.json").write_text(json.dumps(tree))
+    return copy
+
+
+def damage(file: Path) -> bytearray:
+    """Change what a file of features holds of sample 47, which is in the second shard, and return its bytes."""
+    body = bytearray(file.read_bytes())
+    body[-5] ^= 1
+    file.write_bytes(body)
+    return body
+
+
 def values(base: Path, run: str, key: str = "loss") -> list[float]:
     return [record[key] for record in metrics(base / run, "train")]
 
@@ -185,9 +202,7 @@ def test_features_are_those_of_the_model_and_what_is_missing_is_counted_and_adde
 
     shutil.copytree(base / "features", base / "damaged")
     file = base / "damaged" / "features.npy"
-    body = bytearray(file.read_bytes())
-    body[-5] ^= 1  # in the second shard
-    file.write_bytes(body)
+    damage(file)
     shutil.copytree(base / "damaged", base / "quiet")
     assert "shards of this rank" not in features(base, output="quiet").output  # one line in half a minute
     monkeypatch.setattr("jobs.score.PROGRESS_SECONDS", 0)
@@ -238,9 +253,7 @@ def test_a_full_disk_ends_the_command(base: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_a_damaged_record_ends_the_run_with_the_samples_number(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(base / "features", base / "torn")
-    body = bytearray((base / "torn" / "features.npy").read_bytes())
-    body[-5] ^= 1  # of sample 47
-    (base / "torn" / "features.npy").write_bytes(body)
+    body = damage(base / "torn" / "features.npy")
     with pytest.raises(UserError, match=r"2 of the 48 features checked are .* \(that of sample 47, .* 1 of all 48"):
         train_here(*settings(base, "refused", stored="torn"))
     assert not (base / "refused").exists()
@@ -260,8 +273,7 @@ def test_a_damaged_record_ends_the_run_with_the_samples_number(base: Path, monke
     assert features(base, output="torn").exit_code == 0
     train_here(*settings(base, "torn-run", stored="torn"), resume="latest")
     train_here(*settings(base, "not-torn", stored="features"))
-    for name, value in weights(base / "torn-run").items():
-        assert torch.equal(value, weights(base / "not-torn")[name]), name
+    assert equal(weights(base / "torn-run"), weights(base / "not-torn"))
     assert any("1 of 48 samples have no features: the run ends if it reaches one" in message for message in logged)
 
 
@@ -275,9 +287,8 @@ def test_a_file_that_cannot_be_created_or_read_ends_the_command_with_its_name(
         patched.setattr(os, "ftruncate", too_large)
         found = str(features(base, output="large").exception)
     assert re.search(r"features\.npy, of 0\.0 MB, cannot be created or opened: File too large", found)
+    shutil.copytree(base / "features", base / "begun-wrong")
     for text in ("[]", "null", '{"facts": 3}', "{"):
-        shutil.rmtree(base / "begun-wrong", ignore_errors=True)
-        shutil.copytree(base / "features", base / "begun-wrong")
         (base / "begun-wrong" / "features.json").write_text(text)
         assert "features.json is damaged: give another --output" in str(features(base, output="begun-wrong").exception)
     (base / "begun-wrong" / "features.json").write_text('{"facts": {"seed": "x"}}')
@@ -382,23 +393,18 @@ def test_a_shard_that_is_away_does_not_count_as_corrupt_samples(base: Path) -> N
 
 @pytest.mark.parametrize("stored", [99, -1, 2.5, "47", None, 10**400])
 def test_an_impossible_number_of_features_is_refused(base: Path, tmp_path: Path, stored: Any) -> None:
-    shutil.copytree(base / "features", tmp_path / "facts")
-    tree = json.loads((tmp_path / "facts" / "features.json").read_text()) | {"stored": stored}
-    (tmp_path / "facts" / "features.json").write_text(json.dumps(tree))
+    facts = changed(base / "features", tmp_path / "facts", stored=stored)
     with pytest.raises(UserError, match=r"no features of `neuclip features` \(features\.json says that"):
-        StoredTeacher(tmp_path / "facts", setting="x")
+        StoredTeacher(facts, setting="x")
 
 
 def test_another_models_file_is_refused_however_many_features_are_missing(base: Path, other_features: Path) -> None:
-    shutil.copytree(base / "features", base / "few")
-    shutil.copy(other_features / "features.npy", base / "few")
-    tree = json.loads((base / "few" / "features.json").read_text()) | {"stored": 0}
-    (base / "few" / "features.json").write_text(json.dumps(tree))
+    few = changed(base / "features", base / "few", stored=0)
+    shutil.copy(other_features / "features.npy", few)
     with pytest.raises(UserError, match="48 of the 48 features checked are missing"):
-        StoredTeacher(base / "few", setting="x")
-    tree["facts"]["seed"] = -1
-    (base / "few" / "features.json").write_text(json.dumps(tree))
-    assert "holds features with another seed (-1, now " in str(features(base, output="few").exception)
+        StoredTeacher(few, setting="x")
+    changed(few, base / "fewer", facts={"seed": -1})
+    assert "holds features with another seed (-1, now " in str(features(base, output="fewer").exception)
 
 
 def test_a_run_goes_on_with_the_teacher_with_which_it_began(base: Path, other_features: Path) -> None:
@@ -467,8 +473,7 @@ def test_a_run_with_stored_crops_resumes_to_the_same_bits(base: Path, of_crops: 
     train_here(*settings(base, "crops-stopped", *more))
     shutil.rmtree(max((base / "crops-stopped" / "checkpoints").glob("step-*")))
     train_here(*settings(base, "crops-stopped", *more), resume="latest")
-    for name, value in weights(base / "crops-stopped").items():
-        assert torch.equal(value, weights(base / "crops-whole")[name]), name
+    assert equal(weights(base / "crops-stopped"), weights(base / "crops-whole"))
     told = [record["message"] for record in metrics(base / "crops-whole", "event")]
     assert sum(message.startswith("Teacher: ") for message in told) == 2
     assert any(", 3 crops of each image" in message for message in told)
@@ -514,12 +519,9 @@ def test_other_crops_are_computed_though_the_facts_were_lost(base: Path, of_crop
      {"crops": {"count": 7, "seed": 8, "scale": [0.3, 0.9], "ratio": [3 / 4, 4 / 3]}, "dim": 8}],
 )  # fmt: skip
 def test_facts_that_were_changed_are_refused(of_crops: Path, changes: dict[str, Any], tmp_path: Path) -> None:
-    shutil.copytree(of_crops, tmp_path / "facts")
-    tree = json.loads((tmp_path / "facts" / "features.json").read_text())
-    tree["facts"] |= changes
-    (tmp_path / "facts" / "features.json").write_text(json.dumps(tree))
+    facts = changed(of_crops, tmp_path / "facts", facts=changes)
     with pytest.raises(UserError, match=r"features\.json was changed after it was written"):
-        StoredTeacher(tmp_path / "facts", setting="data.teacher_features")
+        StoredTeacher(facts, setting="data.teacher_features")
 
 
 def test_crops_are_encoded_in_batches_of_the_given_size(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -546,12 +548,9 @@ def test_normalizers_are_measured_on_the_stored_crops(
      ("dim", 2.5), ("data", "x"), ("samples", -1), ("crops", 3)],
 )  # fmt: skip
 def test_impossible_facts_are_refused_before_the_first_step(base: Path, name: str, value: Any, tmp_path: Path) -> None:
-    shutil.copytree(base / "features", tmp_path / "facts")
-    tree = json.loads((tmp_path / "facts" / "features.json").read_text())
-    tree["facts"][name] = value
-    (tmp_path / "facts" / "features.json").write_text(json.dumps(tree))
+    facts = changed(base / "features", tmp_path / "facts", facts={name: value})
     with pytest.raises(UserError, match=rf"no features of `neuclip features` \(in features\.json, {name} is wrong: "):
-        StoredTeacher(tmp_path / "facts", setting="data.teacher_features")
+        StoredTeacher(facts, setting="data.teacher_features")
 
 
 def test_features_that_are_not_finite_are_refused(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -597,5 +596,4 @@ def test_runs_distill_the_same_with_micro_batches_on_two_ranks_and_after_a_kill(
     for step in sorted((base / "stopped" / "checkpoints").glob("step-*"))[1:]:
         shutil.rmtree(step)
     train_here(*settings(base, "stopped", "checkpoint.every=3"), resume="latest")
-    for name, value in weights(base / "stopped").items():
-        assert torch.equal(value, weights(base / "whole")[name]), name
+    assert equal(weights(base / "stopped"), weights(base / "whole"))

@@ -33,25 +33,18 @@ SCALE, BIAS = 3.25, -7.5
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("export")
-    write_tiny(folder)
-    return folder
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("export") / "run", bias=None)
 
 
 @pytest.fixture(scope="module")
-def run(base: Path) -> Path:
-    return write_run(base / "run", base, bias=None)
+def siglip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("export") / "siglip", bias=BIAS)
 
 
-@pytest.fixture(scope="module")
-def siglip(base: Path) -> Path:
-    return write_run(base / "siglip", base, bias=BIAS)
-
-
-def write_run(folder: Path, base: Path, *, bias: float | None, tokenizer: str | None = None) -> Path:
-    """Write a run folder with one checkpoint, its metrics and one score."""
-    arch = str(base / "tiny-towers.json")
+def write_run(folder: Path, *, bias: float | None, arch: str | None = None, tokenizer: str | None = None) -> Path:
+    """Write a run folder with one checkpoint, its metrics and one score; a tiny architecture is beside it."""
+    arch = arch or write_tiny(folder.parent)
     name = "neuclip" if bias is None else "siglip"
     config = load_recipe(None, ["output=x", "samples=80", "batch_size=8", "schedule.warmup_steps=0",
                                 "data.sources=shards", f"objective.name={name}", f"model.arch={arch}"])  # fmt: skip
@@ -79,12 +72,12 @@ def exported(source: Path, output: Path, *options: str) -> str:
     return result.output
 
 
-def test_open_clip_reproduces_features_and_logits(base: Path, run: Path, tmp_path: Path) -> None:
+def test_open_clip_reproduces_features_and_logits(run: Path, tmp_path: Path) -> None:
     assert "Step 10 exported" in exported(run, tmp_path / "out")
     trained = load_for_evaluation(str(run))
     image, text = example_inputs(trained)
     features = trained.encode_image(image), trained.encode_text(text)
-    open_clip.add_model_config(base / "tiny-towers.json")
+    open_clip.add_model_config(run.parent / "tiny-towers.json")
     weights = str(tmp_path / "out" / "open_clip_model.safetensors")
     for name, kwargs in (("tiny-towers", {"pretrained": weights}), (f"local-dir:{tmp_path / 'out'}", {})):
         model, _, preprocess = open_clip.create_model_and_transforms(name, **kwargs)
@@ -97,12 +90,12 @@ def test_open_clip_reproduces_features_and_logits(base: Path, run: Path, tmp_pat
         assert scale.item() == pytest.approx(torch.tensor(SCALE).exp().item())
 
 
-def test_siglip_bias_is_in_the_logits_of_open_clip(base: Path, siglip: Path, tmp_path: Path) -> None:
+def test_siglip_bias_is_in_the_logits_of_open_clip(siglip: Path, tmp_path: Path) -> None:
     exported(siglip, tmp_path / "out")
     trained = load_for_evaluation(str(siglip))
     image, text = example_inputs(trained)
     expected = torch.tensor(SCALE).exp() * trained.encode_image(image) @ trained.encode_text(text).T + BIAS
-    open_clip.add_model_config(base / "tiny-towers.json")
+    open_clip.add_model_config(siglip.parent / "tiny-towers.json")
     weights = str(tmp_path / "out" / "open_clip_model.safetensors")
     alone = open_clip.create_model("tiny-towers", pretrained=weights, init_logit_bias=0.0)
     for model in (alone, open_clip.create_model(f"local-dir:{tmp_path / 'out'}")):

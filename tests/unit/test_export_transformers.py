@@ -24,7 +24,6 @@ from pipeline.export import exporter
 from pipeline.export.siglip_model import is_siglip, why_not_siglip
 from pipeline.export.transformers_model import why_not_clip
 from pipeline.model.evaluation_model import load_for_evaluation
-from tests.towers import write_tiny
 from tests.unit.test_export import write_run
 
 TEXTS = ["a red square", "a photo of two dogs, running", "x" * 200]
@@ -32,9 +31,7 @@ TEXTS = ["a red square", "a photo of two dogs, running", "x" * 200]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    base = tmp_path_factory.mktemp("transformers")
-    write_tiny(base)
-    return write_run(base / "run", base, bias=None)
+    return write_run(tmp_path_factory.mktemp("transformers") / "run", bias=None)
 
 
 def export(source: Path, output: Path, *options: str) -> str:
@@ -191,9 +188,9 @@ def test_siglip_model_reproduces_features_logits_and_tokens(tmp_path: Path, tanh
     config["embed_dim"] = 32
     config["vision_cfg"] |= {"timm_model_name": "vit_small_for_siglip_tests", "image_size": 16}
     config["text_cfg"] |= {"width": 24, "heads": 2, "layers": 2, "vocab_size": 200, "context_length": 12}
-    (tmp_path / "tiny-towers.json").write_text(json.dumps(config))
-    words = write_tokenizer(tmp_path / "tokenizer")
-    source = write_run(tmp_path / "run", tmp_path, bias=-7.5, tokenizer=str(words))
+    arch, words = tmp_path / "siglip.json", write_tokenizer(tmp_path / "tokenizer")
+    arch.write_text(json.dumps(config))
+    source = write_run(tmp_path / "run", bias=-7.5, arch=str(arch), tokenizer=str(words))
     output = tmp_path / "out"
     export(source, output, "--format", "transformers")
     trained = load_for_evaluation(str(source))

@@ -20,7 +20,7 @@ from tests.metrics import metrics
 from tests.own_tasks import write_class_folders, write_csv
 from tests.shards import write_shards
 from tests.towers import write_tiny
-from tests.training import train_here
+from tests.training import prepare, settings_in, train_here
 
 TASKS = """
 folders: {folder: photos}
@@ -36,26 +36,19 @@ class Killed(BaseException):
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("evaluation")
-    write_shards(folder / "shards", [40])
+    prepare(folder)
     write_shards(folder / "held-out", [24])
     write_class_folders(folder)
     write_csv(folder, "kind")
     (folder / "tasks.yaml").write_text(TASKS)
-    write_tiny(folder)
     write_tiny(folder, image_size=32, name="larger.json")
     return folder
 
 
 def train(base: Path, name: str, *more: str) -> None:
-    train_here(
-        f"output={base / name}",
-        f"data.sources={base / 'shards'}",
-        f"model.arch={base / 'tiny-towers.json'}",
-        f"evaluation.suite={base / 'tasks.yaml'}",
-        *("evaluation.every=2", "evaluation.workers=0", "samples=32", "checkpoint.every=1"),
-        *more,
-        resume="latest",
-    )
+    given = ("evaluation.every=2", "evaluation.workers=0", "samples=32", "checkpoint.every=1")
+    suite = f"evaluation.suite={base / 'tasks.yaml'}"
+    train_here(*settings_in(base, name, suite, *given, *more), resume="latest")
 
 
 @pytest.fixture

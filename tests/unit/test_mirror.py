@@ -24,9 +24,7 @@ from pipeline.run_files import name_of, read_run_id
 from pipeline.training.recipe import load_recipe
 from pipeline.training.run import setup
 from tests.mirrors import fetched, write, writer_of
-from tests.shards import write_shards
-from tests.towers import write_tiny
-from tests.training import SMALL, train_here
+from tests.training import SMALL, prepare, settings_in, train_here
 from tests.written_checkpoints import Towers, failing, save_again, snapshot
 
 SETTINGS = [*SMALL, "samples=80", "data.sources=nowhere"]
@@ -267,10 +265,9 @@ def test_a_second_ctrl_c_does_not_wait_for_the_mirror(tmp_path: Path, monkeypatc
         released.wait(60)
 
     monkeypatch.setattr(MirrorStore, "upload", hang)
-    write_shards(tmp_path / "shards", [40])
-    given = [f"output={tmp_path / 'run'}", f"model.arch={write_tiny(tmp_path)}", f"data.sources={tmp_path / 'shards'}"]
+    given = ("samples=4000", "checkpoint.every=1", f"checkpoint.mirror=file://{tmp_path / 'store'}")
     with pytest.raises(KeyboardInterrupt):
-        train_here(*given, "samples=4000", "checkpoint.every=1", f"checkpoint.mirror=file://{tmp_path / 'store'}")
+        train_here(*settings_in(prepare(tmp_path), "run", *given))
     seconds = time.monotonic() - begun[0]
     released.set()
     for thread in threading.enumerate():

@@ -22,9 +22,8 @@ from pipeline.model.evaluation_model import for_evaluation, load_for_evaluation
 from pipeline.model.model_folder import create_clip, save_open_clip, save_tensors
 from pipeline.model.towers import ModelConfig, build_towers, check_model
 from tests.checkpoints import save_checkpoint
-from tests.shards import write_shards
 from tests.towers import TINY
-from tests.training import train_here
+from tests.training import prepare, settings_in, train_here
 
 
 @pytest.mark.parametrize(("arch", "tag"), [("ViT-B-32", "openai"), ("ViT-B-16", "dfn2b"), ("RN50", "cc12m")])
@@ -153,15 +152,9 @@ def test_an_architecture_is_one_json_file(
 def test_a_tokenizer_that_would_not_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"model\.tokenizer = .* would have no effect: scenes-vit-micro"):
         check_model(ModelConfig(arch="scenes-vit-micro", tokenizer=str(tmp_path)))
-    write_shards(tmp_path / "shards", [16])
+    given = settings_in(prepare(tmp_path, [16]), "run", "samples=16", f"model.tokenizer={tmp_path}")
     with pytest.raises(UserError, match=r"model\.tokenizer = .* would have no effect: scenes-vit-micro"):
-        train_here(
-            f"output={tmp_path / 'run'}",
-            f"data.sources={tmp_path / 'shards'}",
-            "samples=16",
-            "model.arch=scenes-vit-micro",
-            f"model.tokenizer={tmp_path}",
-        )
+        train_here(*given, "model.arch=scenes-vit-micro")
 
 
 WITHOUT_FOREIGN_TOWERS = """

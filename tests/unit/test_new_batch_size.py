@@ -15,17 +15,13 @@ from pipeline.distributed.world import World
 from pipeline.engine.optim import ScheduleConfig, lr_scale
 from pipeline.errors import UserError
 from tests.metrics import metrics
-from tests.shards import count_tokens, write_shards
-from tests.towers import write_tiny
-from tests.training import train_here
+from tests.shards import count_tokens
+from tests.training import prepare, settings_in, train_here
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("batch")
-    write_tiny(folder)
-    write_shards(folder / "shards", [30, 34])
-    return folder
+    return prepare(tmp_path_factory.mktemp("batch"), [30, 34])
 
 
 def loader(base: Path, batch: int, streams: int = 4) -> Loader:
@@ -59,14 +55,14 @@ def test_another_number_of_streams_is_still_refused(base: Path) -> None:
 
 
 def test_a_run_continues_with_another_batch_size_in_a_new_folder(base: Path) -> None:
-    given = [f"model.arch={base / 'tiny-towers.json'}", f"data.sources={base / 'shards'}", "samples=128"]
-    train_here(*given, f"output={base / 'first'}", "checkpoint.every=4", "checkpoint.keep_last=9")
+    given = settings_in(base, "first", "samples=128")
+    train_here(*given, "checkpoint.every=4", "checkpoint.keep_last=9")
     checkpoint = str(base / "first" / "checkpoints" / "step-00000004")
-    new = [*given, f"output={base / 'second'}", "batch_size=16"]
+    new = settings_in(base, "second", "samples=128", "batch_size=16")
     with pytest.raises(UserError, match=r"batch_size = 8, and this run has 16.*--new-batch-size with a new output"):
         train_here(*new, resume=checkpoint)
     with pytest.raises(UserError, match="choose another output, with --resume"):
-        train_here(*given, f"output={base / 'first'}", "batch_size=16", resume=checkpoint, new_batch_size=True)
+        train_here(*given, "batch_size=16", resume=checkpoint, new_batch_size=True)
     train_here(*new, resume=checkpoint, new_batch_size=True)
     (message,) = [r["message"] for r in metrics(base / "second", "event") if "New batch size" in r["message"]]
     assert "8 -> 16" in message
@@ -94,10 +90,9 @@ def test_a_run_continues_with_another_batch_size_in_a_new_folder(base: Path) -> 
 
 
 def test_a_fork_whose_disk_is_lost_continues_from_its_mirror(base: Path) -> None:
-    given = [f"model.arch={base / 'tiny-towers.json'}", f"data.sources={base / 'shards'}"]
-    train_here(*given, f"output={base / 'origin'}", "samples=32", "checkpoint.every=2")
+    train_here(*settings_in(base, "origin", "samples=32", "checkpoint.every=2"))
     start = str(base / "origin" / "checkpoints" / "step-00000002")
-    fork = [*given, f"output={base / 'fork'}", f"checkpoint.mirror=file://{base / 'mirror'}"]
+    fork = settings_in(base, "fork", f"checkpoint.mirror=file://{base / 'mirror'}")
     train_here(*fork, "samples=48", resume=start)
     for lost in ("fork", "fork/checkpoints"):
         shutil.rmtree(base / lost)

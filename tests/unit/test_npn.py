@@ -21,9 +21,7 @@ from pipeline.objectives.pairwise import Workspace
 from pipeline.objectives.parts import AdaGrad, Adam
 from tests.metrics import metrics
 from tests.plugins import install
-from tests.shards import write_shards
-from tests.towers import write_tiny
-from tests.training import SMALL, train_here
+from tests.training import SMALL, prepare, settings_in, train_here
 from tests.unit.objectives_reference import context, normalizers, prototype_alpha, relative_error, unit_features
 
 EPS = 1e-14
@@ -414,9 +412,7 @@ def test_an_installed_package_adds_a_variant_to_the_commands(tmp_path, monkeypat
     install(monkeypatch, NPNS, tmp_path, "[neuclip.npn]\nlevel = level_network\n", level_network=LEVEL)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert "level, mlp, prototypes or queue" in CliRunner().invoke(settings, ["objective.npn"]).output
-    write_shards(tmp_path / "shards", [40])
-    given = ("objective.name=neuclip", "objective.npn=level", f"data.sources={tmp_path / 'shards'}",
-             f"output={tmp_path / 'run'}", f"model.arch={write_tiny(tmp_path)}", "samples=32")  # fmt: skip
+    given = settings_in(prepare(tmp_path), "run", "objective.name=neuclip", "objective.npn=level", "samples=32")
     done = CliRunner().invoke(plan, ["--recipe", "own", *SMALL, *given], catch_exceptions=False)
     assert "neuclip on tiny-towers" in done.output
     train_here(*given)

@@ -19,9 +19,7 @@ from pipeline.errors import UserError
 from pipeline.model.towers import Towers
 from pipeline.training.recipe import check_run, load_recipe
 from tests.metrics import metrics
-from tests.shards import write_shards
-from tests.towers import write_tiny
-from tests.training import train_here
+from tests.training import prepare, settings_in, train_here
 
 
 class PlainState:
@@ -97,16 +95,11 @@ class PlainEngine:
 @pytest.fixture(scope="module")
 def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
     """The losses of the same run with each engine."""
-    folder = tmp_path_factory.mktemp("engines")
-    write_shards(folder / "shards", [40])
+    folder = prepare(tmp_path_factory.mktemp("engines"))
     found = {}
     for name in ("plain", "deepspeed"):
-        run = folder / name
-        train_here(
-            f"engine.name={name}", f"output={run}", f"data.sources={folder / 'shards'}",
-            f"model.arch={write_tiny(folder)}", "samples=32", "engine.deepspeed=zero0_fp32",
-        )  # fmt: skip
-        found[name] = [record["loss"] for record in metrics(run, "train")]
+        train_here(*settings_in(folder, name, f"engine.name={name}", "samples=32", "engine.deepspeed=zero0_fp32"))
+        found[name] = [record["loss"] for record in metrics(folder / name, "train")]
     return found
 
 
@@ -182,14 +175,9 @@ def test_gradients_of_nan_are_found_with_a_file_that_does_not_ask_for_it(tmp_pat
 
 def test_batch_norms_and_deepspeed_do_not_communicate_at_the_same_time() -> None:
     def check(stage: int, ranks: int) -> None:
-        given = [
-            "model.arch=RN50",
-            "model.sync_batchnorm=true",
-            "samples=64",
-            "batch_size=16",
-            "schedule.warmup_steps=1",
-        ]
-        run = load_recipe(None, [*given, "data.sources=x", "output=y", f"engine.deepspeed=zero{stage}_bf16"])
+        given = ["model.arch=RN50", "model.sync_batchnorm=true", "samples=64", "batch_size=16", "data.sources=x"]
+        given += ["output=y", "schedule.warmup_steps=1", f"engine.deepspeed=zero{stage}_bf16"]
+        run = load_recipe(None, given)
         check_run(run, world_size=ranks)
 
     for stage in (2, 3):
@@ -204,9 +192,5 @@ def test_values_that_deepspeed_refuses_are_a_user_error(tmp_path: Path) -> None:
     settings = json.loads((DS_CONFIGS / "zero1_fp32.json").read_text())
     settings["zero_optimization"]["reduce_bucket_size"] = -5
     file.write_text(json.dumps(settings))
-    write_shards(tmp_path / "shards", [40])
     with pytest.raises(UserError, match=r"DeepSpeed refuses engine.deepspeed"):
-        train_here(
-            f"output={tmp_path / 'run'}", f"data.sources={tmp_path / 'shards'}", f"model.arch={write_tiny(tmp_path)}",
-            "samples=32", f"engine.deepspeed={file}",
-        )  # fmt: skip
+        train_here(*settings_in(prepare(tmp_path), "run", "samples=32", f"engine.deepspeed={file}"))

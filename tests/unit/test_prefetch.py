@@ -12,16 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from pipeline.data.loading.worker_processes import NoBatch
 from pipeline.distributed import timing
 from pipeline.distributed.timing import Meter, Phases, collect_garbage
 from pipeline.training import trainer as trainer_module
 from pipeline.training.step import PrefetchedBatches, TrainStep
-from tests.shards import write_shards
-from tests.towers import write_tiny
-from tests.training import train_here
+from tests.metrics import equal, weights
+from tests.training import prepare, settings_in, train_here
 
 CPU = torch.device("cpu")
 LIMIT = 60.0
@@ -193,15 +191,11 @@ def test_images_are_copied_ahead_on_a_stream_of_their_own(streams: list[str]) ->
 @pytest.mark.usefixtures("streams")
 def test_a_step_waits_nowhere_for_the_next_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is fetched from before the forward pass until after the update, and the weights are the same."""
-    write_shards(tmp_path / "shards", [40])
-    write_tiny(tmp_path, image_size=32)
+    prepare(tmp_path, image_size=32)
 
     def train(name: str) -> dict[str, torch.Tensor]:
-        train_here(
-            f"output={tmp_path / name}", f"data.sources={tmp_path / 'shards'}",
-            f"model.arch={tmp_path}/tiny-towers.json", "samples=32", "model.patch_dropout=0.5", "engine.probe=false",
-        )  # fmt: skip
-        return load_file(tmp_path / name / "checkpoints" / "step-00000004" / "open_clip_model.safetensors")
+        train_here(*settings_in(tmp_path, name, "samples=32", "model.patch_dropout=0.5", "engine.probe=false"))
+        return weights(tmp_path / name, 4)
 
     without = train("without")
     began, stepped, number = threading.Event(), threading.Event(), 0
@@ -234,9 +228,8 @@ def test_a_step_waits_nowhere_for_the_next_batch(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
     monkeypatch.setattr(TrainStep, "__call__", step)
     monkeypatch.setattr(trainer_module.Trainer, "fit", ahead)
-    weights = train("ahead")
+    assert equal(train("ahead"), without)
     assert gc.get_freeze_count() == 0
-    assert all(torch.equal(weights[key], value) for key, value in without.items())
 
 
 def test_objects_that_compiling_leaves_are_looked_at_once() -> None:

@@ -13,7 +13,6 @@ from PIL import Image
 import neuclip
 from pipeline.errors import UserError
 from tests.shards import jpeg
-from tests.towers import write_tiny
 from tests.unit.test_export import write_run
 
 TEXTS = ["a red square", "two dogs", "the sea"]
@@ -21,9 +20,7 @@ TEXTS = ["a red square", "two dogs", "the sea"]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    base = tmp_path_factory.mktemp("public")
-    write_tiny(base)
-    return write_run(base / "run", base, bias=0.0)
+    return write_run(tmp_path_factory.mktemp("public") / "run", bias=0.0)
 
 
 def test_every_public_name_can_be_used() -> None:

@@ -26,8 +26,7 @@ from pipeline.training import run as run_module
 from pipeline.training.recipe import RunConfig, check_run, load_recipe
 from pipeline.training.run_start import LOCK_NAME, folder_of_a_start, hold_folder
 from tests.shards import jpeg, write_shards
-from tests.towers import write_tiny
-from tests.training import train_here
+from tests.training import prepare, settings_in, train_here
 
 COMMON = ["samples=100000", "data.sources=data/x"]
 
@@ -165,21 +164,13 @@ def test_a_new_run_asks_its_mirror_before_it_starts(run_that_crashed: Path, tmp_
 
 
 def settings_of_crash(run: Path) -> list[str]:
-    return [
-        f"output={run}",
-        f"data.sources={run.parent / 'shards'}",
-        f"model.arch={run.parent / 'tiny-towers.json'}",
-        *("samples=24", "checkpoint.every=2", "checkpoint.keep_last=9"),
-    ]
+    return settings_in(run.parent, run, "samples=24", "checkpoint.every=2", "checkpoint.keep_last=9")
 
 
 @pytest.fixture(scope="module")
 def run_that_crashed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with records after its last checkpoint, a heartbeat and an unfinished checkpoint."""
-    folder = tmp_path_factory.mktemp("crashed")
-    write_shards(folder / "shards", [40])
-    write_tiny(folder)
-    run = folder / "run"
+    run = prepare(tmp_path_factory.mktemp("crashed")) / "run"
     train_here(*settings_of_crash(run))
     shutil.rmtree(run / "checkpoints" / "step-00000003")
     (run / "heartbeats" / "rank-00000.json").write_text("{}")

@@ -21,9 +21,7 @@ from pipeline.run_files import finished_checkpoints
 from pipeline.training.run_state import SkippedSteps
 from pipeline.training.step import StepResult, TrainStep
 from tests.metrics import metrics
-from tests.shards import write_shards
-from tests.towers import write_tiny
-from tests.training import train_here
+from tests.training import prepare, settings_in, train_here
 
 STEPS = 14
 STAGES = "schedule.stages=[{until: 0.36, image_size: 16}]"
@@ -31,21 +29,12 @@ STAGES = "schedule.stages=[{until: 0.36, image_size: 16}]"
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("rollback")
-    write_shards(folder / "shards", [100, 100])  # one epoch: no sample is repeated
-    write_tiny(folder, image_size=32)
-    return folder
+    return prepare(tmp_path_factory.mktemp("rollback"), [100, 100], image_size=32)  # one epoch: no sample is repeated
 
 
 def train(base: Path, name: str, *more: str) -> Path:
-    train_here(
-        f"output={base / name}",
-        f"data.sources={base / 'shards'}",
-        f"model.arch={base / 'tiny-towers.json'}",
-        *(f"samples={8 * STEPS}", "checkpoint.every=1", "max_skipped_steps=2", "max_rollbacks=3"),
-        *more,
-        resume="latest",
-    )
+    given = (f"samples={8 * STEPS}", "checkpoint.every=1", "max_skipped_steps=2", "max_rollbacks=3")
+    train_here(*settings_in(base, name, *given, *more), resume="latest")
     return base / name
 
 

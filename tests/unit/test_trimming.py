@@ -14,14 +14,14 @@ from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.metrics.mfu import measure_flops, training_flops
 from pipeline.model.attention import PackedLayout, PackedText, pack
-from pipeline.model.model_folder import WEIGHTS_NAME
 from pipeline.model.towers import ModelConfig, Towers, build_towers
 from pipeline.model.trimming import TextChunks, text_trimming, trimmed_width, why_not_trimmed, without_padding
 from pipeline.objectives import build_objective
 from pipeline.training.step import TrainStep, micro_batches
+from tests.metrics import equal, weights
 from tests.shards import sample, write_shards
 from tests.towers import write_tiny
-from tests.training import train_here
+from tests.training import prepare, settings_in, train_here
 from tests.unit.test_attention import KINDS, batch, gradients, write_kind
 
 TRIMMABLE = {"CLIP", "quick_gelu", "custom_text", "eos", "layer_scale", "attentional_pool"}
@@ -211,21 +211,12 @@ def test_flops_count_only_the_computed_tokens(tmp_path: Path) -> None:
 def test_a_resumed_run_on_packed_texts_is_bit_identical(micro_batch: str, tmp_path: Path) -> None:
     longer = {i: {**sample(i), "txt": b"a photo of a cat on a mat"[: 7 + i % 12]} for i in range(0, 40, 3)}
     write_shards(tmp_path / "shards", [20, 20], replace=longer)
-    shared = (
-        f"data.sources={tmp_path / 'shards'}",
-        f"model.arch={write_tiny(tmp_path)}",
-        f"engine.micro_batch={micro_batch}",
-        "model.text_batching=packed",
-        "checkpoint.every=2",
-    )
-    whole, halves = tmp_path / "whole", tmp_path / "halves"
-    train_here(*shared, f"output={whole}", "samples=32")
-    train_here(*shared, f"output={halves}", "samples=16", "schedule.warmup_steps=1")
-    train_here(*shared, f"output={halves}", "samples=32", resume="latest")
-    first, second = (load_file(run / "checkpoints" / "step-00000004" / WEIGHTS_NAME) for run in (whole, halves))
-    assert first.keys() == second.keys()
-    for name, value in first.items():
-        assert torch.equal(value, second[name]), name
+    write_tiny(tmp_path)
+    shared = (f"engine.micro_batch={micro_batch}", "model.text_batching=packed", "checkpoint.every=2")
+    train_here(*settings_in(tmp_path, "whole", *shared, "samples=32"))
+    train_here(*settings_in(tmp_path, "halves", *shared, "samples=16"))
+    train_here(*settings_in(tmp_path, "halves", *shared, "samples=32"), resume="latest")
+    assert equal(weights(tmp_path / "whole", 4), weights(tmp_path / "halves", 4))
 
 
 @pytest.mark.parametrize("micro_batch", ["null", "4"])
@@ -242,28 +233,23 @@ def test_a_run_that_rehearses_its_widest_texts_is_bit_identical(
         return found
 
     monkeypatch.setattr(TextChunks, "tokens", recorded)
-    write_shards(tmp_path / "shards", [20, 20])  # captions of a few tokens
-    arch = Path(write_tiny(tmp_path))
+    arch = prepare(tmp_path, [20, 20]) / "tiny-towers.json"  # captions of a few tokens
     arch.write_text(arch.read_text().replace('"context_length": 8', '"context_length": 20'))
-    shared = (
-        f"data.sources={tmp_path / 'shards'}",
-        f"model.arch={arch}",
-        f"engine.micro_batch={micro_batch}",
-        *("objective.name=neuclip", "objective.prototypes=8", "checkpoint.every=2", "schedule.warmup_steps=1"),
-    )
-    plain, rehearsed = tmp_path / "plain", tmp_path / "rehearsed"
-    train_here(*shared, f"output={plain}", "samples=32")
+    shared = (f"engine.micro_batch={micro_batch}", "objective.name=neuclip", "objective.prototypes=8",
+              "checkpoint.every=2")  # fmt: skip
+    train_here(*settings_in(tmp_path, "plain", *shared, "samples=32"))
     assert set(widths) == {8}
     widths.clear()
     for samples, resume in ((16, None), (32, "latest")):
-        train_here(*shared, f"output={rehearsed}", f"samples={samples}", "engine.rehearse_widest=true", resume=resume)
+        given = settings_in(tmp_path, "rehearsed", *shared, f"samples={samples}", "engine.rehearse_widest=true")
+        train_here(*given, resume=resume)
     assert sum(width == 20 for width in widths) == 2 * (4 if micro_batch == "4" else 1)
     assert "OVERFLOW" not in caplog.text, "a rehearsal is no fault"
     files = [
-        {path.name: load_file(path) for path in (run / "checkpoints" / "step-00000004").glob("*.safetensors")}
-        for run in (plain, rehearsed)
+        {path.name: load_file(path) for path in (tmp_path / run / "checkpoints/step-00000004").glob("*.safetensors")}
+        for run in ("plain", "rehearsed")
     ]
     assert files[0].keys() == files[1].keys()
     assert len(files[0]) >= 3
     for name, tensors in files[0].items():
-        assert all(torch.equal(value, files[1][name][key]) for key, value in tensors.items()), name
+        assert equal(tensors, files[1][name]), name

@@ -24,7 +24,7 @@ from pipeline.run_files import finished_checkpoints
 from pipeline.training import validation
 from pipeline.training.recipe import ValidationConfig, load_recipe
 from pipeline.training.validation import HeldOutPairs, ValidationHistory, validation_scores
-from tests.metrics import metrics
+from tests.metrics import equal, metrics
 from tests.shards import sample, write_shards
 from tests.thread_world import on_ranks
 from tests.towers import write_tiny
@@ -183,9 +183,8 @@ def test_the_average_is_saved_resumed_to_the_same_bits_validated_and_exported(ba
     ends = [base / run / "checkpoints" / "step-00000006" for run in ("ema", "half", "plain")]
     averages = [load_file(end / "ema" / "open_clip_model.safetensors") for end in ends[:2]]
     weights = [load_file(end / "open_clip_model.safetensors") for end in ends]
-    for name, value in averages[0].items():
-        assert torch.equal(value, averages[1][name]), name
-        assert torch.equal(weights[0][name], weights[2][name]), "the average changes no training"
+    assert equal(averages[0], averages[1])
+    assert equal(weights[0], weights[2]), "the average changes no training"
     assert not torch.equal(averages[0]["visual.proj"], weights[0]["visual.proj"])
     model = load_for_evaluation(str(ends[0] / "ema"))
     ((image, text),) = on_ranks(1, lambda world: pairs(base, world).features(model))
@@ -195,7 +194,7 @@ def test_the_average_is_saved_resumed_to_the_same_bits_validated_and_exported(ba
     printed = CliRunner().invoke(export, [str(base / "ema"), str(base / "out"), "--ema", "--best"]).output
     assert "Step 6 exported" in printed
     exported = load_file(base / "out" / "open_clip_model.safetensors")
-    assert all(torch.equal(value, exported[name]) for name, value in averages[0].items())
+    assert equal(averages[0], exported)
     assert "exponential moving average of the trained ones (decay 0.9)" in (base / "out" / "README.md").read_text()
     refused = CliRunner().invoke(export, [str(base / "plain"), str(base / "no-out"), "--ema"])
     assert "has no average of the weights" in str(refused.exception)

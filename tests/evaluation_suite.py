@@ -113,17 +113,17 @@ def write_retrieval(root: Path, task: Task, *, layout: str, seed: int = 0, sampl
     return folder
 
 
-def association_rows(*, seed: int = 0, instances: int = 9) -> list[dict[str, Any]]:
+def association_rows(*, seed: int = 0) -> list[dict[str, Any]]:
     rng = generator(seed, "misc/winogavil")
     pool = {f"thing{k}": image_bytes(rng, 4 * k + 1) for k in range(16)}  # 4k + 1 has no alpha, so JPEG is possible
     cues = ("Orchard", "null", "uncle", "Zebra", "ice", "Echo", "bank", "Apple", "yard")
     rows = []
-    for number in range(instances):
+    for number, cue in enumerate(cues):
         size = (5, 6, 10, 12)[number % 4]
         names = [str(name) for name in rng.permutation(sorted(pool))[:size]]
         truth = sorted(names[: 2 + number % 3])
         images = [pool[name] for name in names]
-        rows.append({"candidates": names, "cue": cues[number], "associations": truth, "candidate_images": images})
+        rows.append({"candidates": names, "cue": cue, "associations": truth, "candidate_images": images})
     return rows
 
 
@@ -149,13 +149,12 @@ def write_association(root: Path, *, layout: str, seed: int = 0) -> Path:
     return folder
 
 
-def write_cache(root: Path, *, samples: int = 9, seed: int = 0, embedded: bool = False, digest: str = "ab12") -> Path:
+def write_cache(root: Path, *, samples: int = 9, embedded: bool = False, digest: str = "ab12") -> Path:
     """Write WinoGAViL as cached by `datasets.load_dataset(..., cache_dir=ROOT/hf_cache)`: images are below downloads/.
 
     Args:
         root: folder that contains hf_cache.
         samples: number of instances.
-        seed: seed of the images.
         embedded: store the images in the arrow file, as newer versions of the dataset do.
         digest: name of the dataset version in the cache.
     """
@@ -171,7 +170,7 @@ def write_cache(root: Path, *, samples: int = 9, seed: int = 0, embedded: bool =
         {"candidates": text, "cue": Value("string"), "associations": text, "candidate_images": Sequence(Image())}
     )
     with ArrowWriter(path=str(version / "winogavil-test.arrow"), features=features) as writer:
-        for row in association_rows(seed=seed)[:samples]:
+        for row in association_rows()[:samples]:
             images: list[Any] = []
             for name, (suffix, body) in zip(row["candidates"], row["candidate_images"], strict=True):
                 path = downloads / f"{name}.jpg"
@@ -237,14 +236,13 @@ def write_one_of_each(root: Path, *keys: str, flickr: str, winogavil: str) -> Pa
     return root
 
 
-def write_suite(root: Path, *, seed: int = 0, layouts: dict[str, str] | None = None) -> Path:
-    """Write all 38 tasks below `root`; `layouts` selects the layouts of flickr, mscoco and winogavil."""
-    chosen = {**LAYOUTS, **(layouts or {})}
+def write_suite(root: Path, *, seed: int = 0) -> Path:
+    """Write all 38 tasks below `root`."""
     for task in TASKS.values():
         if task.protocol == "classification":
             write_classification(root, task, seed=seed)
         elif task.protocol == "retrieval":
-            write_retrieval(root, task, layout=chosen["flickr" if "flickr" in task.key else "mscoco"], seed=seed)
+            write_retrieval(root, task, layout=LAYOUTS["flickr" if "flickr" in task.key else "mscoco"], seed=seed)
         else:
-            write_association(root, layout=chosen["winogavil"], seed=seed)
+            write_association(root, layout=LAYOUTS["winogavil"], seed=seed)
     return root

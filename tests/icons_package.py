@@ -68,11 +68,10 @@ SETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def write_package(folder: Path, *, version: str = VERSION) -> Path:
+def write_package(folder: Path) -> Path:
     """Write the package as the npm client unpacks it. Returns its folder."""
     (folder / "json").mkdir(parents=True)
-    about = {"name": "@iconify/json", "version": version}
-    (folder / "package.json").write_text(json.dumps(about))
+    (folder / "package.json").write_text(json.dumps({"name": "@iconify/json", "version": VERSION}))
     collections = {}
     for prefix, (facts, tree) in SETS.items():
         collections[prefix] = {"total": len(tree["icons"]), **facts}

@@ -26,11 +26,11 @@ def see_through(image: Image.Image) -> Image.Image:
     return image
 
 
-def sixteen_bits(image: Image.Image, kind: str = ".png") -> bytes:
-    """Return a file of the image with 16 bits for each value."""
+def sixteen_bits(image: Image.Image) -> bytes:
+    """Return a PNG of the image with 16 bits for each value."""
     array = np.asarray(image).astype(np.uint16) * 257
     array = array[..., [2, 1, 0, 3][: array.shape[2]]] if array.ndim == 3 else array
-    return bytes(cv2.imencode(kind, array)[1])
+    return bytes(cv2.imencode(".png", array)[1])
 
 
 def png_chunk(kind: bytes, body: bytes) -> bytes:

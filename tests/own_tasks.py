@@ -47,10 +47,10 @@ def opened(root: Path, text: str) -> TaskData:
     return open_task(one_task(root, text))
 
 
-def labelled(root: Path, lines: list[str], *, kind: str = "label") -> str:
+def labelled(root: Path, lines: list[str]) -> str:
     write_csv(root, "kind")
     (root / "items.csv").write_text("\n".join(lines) + "\n")
-    return f"mine: {{csv: items.csv, images: pictures, image: file, {kind}: kind}}"
+    return "mine: {csv: items.csv, images: pictures, image: file, label: kind}"
 
 
 def write_parquet(path: Path, **columns: list[Any]) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from pipeline.evaluation.run.evaluator import Evaluation
     from pipeline.model.evaluation_model import EvaluationModel
     from tests.written_checkpoints import Towers
 
@@ -41,14 +42,21 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(model: EvaluationModel, suite: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """The files of the model's results on the suite."""
+def evaluated(model: EvaluationModel, suite: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Evaluation]:
+    """A folder of the model's results on the suite, which tests only read, and what was returned."""
     from pipeline.evaluation import evaluate
-    from tests.checkpoints import QUICK, contents
+    from tests.checkpoints import QUICK
 
-    folder = tmp_path_factory.mktemp("expected")
-    evaluate(model, suite=suite, output=folder, config=QUICK)
-    return contents(folder)
+    folder = tmp_path_factory.mktemp("evaluated")
+    return folder, evaluate(model, suite=suite, output=folder, config=QUICK)[0]
+
+
+@pytest.fixture(scope="module")
+def expected(evaluated: tuple[Path, Evaluation]) -> dict[str, bytes]:
+    """The files of the model's results on the suite."""
+    from tests.checkpoints import contents
+
+    return contents(evaluated[0])
 
 
 @pytest.fixture(scope="module")

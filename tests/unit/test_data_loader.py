@@ -289,7 +289,11 @@ def test_every_stream_reads_its_shards_once_and_in_order(folder: Path, monkeypat
         (OSError("Caught OSError in DataLoader worker process 0.\nOriginal Traceback ..."), False),
     ],
 )
-def test_only_killed_workers_are_reported_as_killed(folder: Path, error: Exception, died: bool) -> None:
+def test_only_killed_workers_are_reported_as_killed(
+    folder: Path, error: Exception, died: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.distributed.workers._import_error", lambda modules: "")  # slow; the next test has it
+
     def fail() -> Any:
         raise error
         yield

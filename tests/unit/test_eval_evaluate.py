@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import pickle
 import re
 import tarfile
 from collections.abc import Sequence
@@ -16,14 +17,20 @@ import torch
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from torch import Tensor
 
+from jobs.evaluate import command
+from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.evaluation import evaluate
 from pipeline.evaluation.compute import Compute, microbatches
 from pipeline.evaluation.datasets.datacomp import TASKS
+from pipeline.evaluation.datasets.suite import open_suite
+from pipeline.evaluation.datasets.webdataset import open_webdataset
+from pipeline.evaluation.protocols import association, classification, retrieval
 from pipeline.evaluation.protocols.texts import encode_texts
-from pipeline.evaluation.run.evaluator import EvaluationConfig
+from pipeline.evaluation.run.evaluator import Evaluation, EvaluationConfig
 from pipeline.evaluation.run.summary import aggregate, describe
 from pipeline.model.evaluation_model import EvaluationModel, for_evaluation
 from pipeline.model.towers import ModelConfig, build_towers
@@ -157,8 +164,6 @@ def test_non_finite_features_fail_only_their_checkpoint(
 
 
 def test_results_of_other_tasks_stay_in_the_summary(model: EvaluationModel, suite: Path, tmp_path: Path) -> None:
-    from pipeline.evaluation.datasets.suite import open_suite
-
     opened = open_suite(suite)
     for key in ("imagenet1k", "misc/winogavil"):
         evaluate(model, suite=opened.only([key]), output=tmp_path, config=QUICK)
@@ -167,12 +172,9 @@ def test_results_of_other_tasks_stay_in_the_summary(model: EvaluationModel, suit
     assert set(json.loads((tmp_path / "timings.json").read_text())["tasks"]) == {"imagenet1k", "misc/winogavil"}
 
 
-def test_outcomes_reproduce_the_metrics(model: EvaluationModel, suite: Path, tmp_path: Path) -> None:
-    from pipeline.evaluation.protocols import association, classification, retrieval
-
-    found = evaluate(model, suite=suite, output=tmp_path, config=QUICK)[0]
-    for key, result in found.results.items():
-        outcomes = dict(np.load(tmp_path / f"{TASKS[key].stem}.outcomes.npz", allow_pickle=False))
+def test_outcomes_reproduce_the_metrics(evaluated: tuple[Path, Evaluation]) -> None:
+    for key, result in evaluated[1].results.items():
+        outcomes = dict(np.load(evaluated[0] / f"{TASKS[key].stem}.outcomes.npz", allow_pickle=False))
         if result.protocol == "classification":
             classes = 6 if key == "imagenet1k" else 7
             assert classification.metrics(TASKS[key], outcomes, classes=classes) == result.metrics
@@ -181,11 +183,8 @@ def test_outcomes_reproduce_the_metrics(model: EvaluationModel, suite: Path, tmp
             assert module.metrics(outcomes) == result.metrics
 
 
-def test_examples_show_the_best_images(model: EvaluationModel, suite: Path, tmp_path: Path) -> None:
-    from PIL import Image
-
-    evaluate(model, suite=suite, output=tmp_path, config=QUICK)
-    folder = next(tmp_path.glob("*.examples"))
+def test_examples_show_the_best_images(evaluated: tuple[Path, Evaluation]) -> None:
+    folder = next(evaluated[0].glob("*.examples"))
     examples = json.loads((folder / "examples.json").read_text())
     assert len(examples) == QUICK.examples
     for example in examples:
@@ -226,8 +225,6 @@ def test_every_micro_batch_of_texts_is_progress(model: EvaluationModel) -> None:
 
 def test_every_form_of_checkpoint_is_accepted(suite: Path, tmp_path: Path, expected: dict[str, bytes]) -> None:
     """Our checkpoint, a run, a hub folder and ARCH:FILE with the same weights give the same results."""
-    from pipeline.evaluation.datasets.suite import open_suite
-
     folder = save_checkpoint(tmp_path / "run/checkpoints/step-00000500", 0)
     hub = tmp_path / "hub"
     hub.mkdir()
@@ -265,8 +262,6 @@ def test_damaged_and_mismatched_checkpoints_are_refused(suite: Path, tmp_path: P
 
 
 def test_command_line(suite: Path, tmp_path: Path) -> None:
-    from jobs.evaluate import command
-
     folder = save_checkpoint(tmp_path / "step-00000001", 0)
     arguments = [str(folder), "--suite", str(suite), "--output", str(tmp_path / "out"), "--device", "cpu", "workers=0"]
     done = CliRunner().invoke(command, [*arguments, "--task", "imagenet1k"], standalone_mode=False)
@@ -294,10 +289,6 @@ def test_two_checkpoints_that_would_share_a_folder_are_refused(suite: Path) -> N
 
 def test_tar_members_are_read_by_position(tmp_path: Path) -> None:
     """Images are read at their offset in the tar, in any order and in another process, too."""
-    import pickle
-
-    from pipeline.evaluation.datasets.webdataset import open_webdataset
-
     folder = write_classification(tmp_path, TASKS["cifar10"])
     images = pickle.loads(pickle.dumps(open_webdataset(folder).images))
     with tarfile.open(folder / "test/1.tar") as tar:
@@ -312,8 +303,6 @@ def test_a_training_run_evaluates_with_its_own_world(
     model: EvaluationModel, suite: Path, expected: dict[str, bytes], tmp_path: Path
 ) -> None:
     """A model in memory, evaluated on the run's ranks, gives results bit-identical to those of its checkpoint."""
-    from pipeline.distributed.world import World
-
     before = model.encode_image(torch.zeros(1, 3, model.image_size, model.image_size))
     evaluate(model, suite=suite, output=tmp_path, config=QUICK, processes=(World(), torch.device("cpu")))
     assert contents(tmp_path) == expected

@@ -27,6 +27,7 @@ from pipeline.evaluation.datasets.task_data import FileImages, TaskData, TaskErr
 from pipeline.evaluation.protocols.classification import class_details
 from pipeline.evaluation.protocols.retrieval import write_examples
 from pipeline.evaluation.run import images
+from pipeline.evaluation.run.evaluator import Evaluation
 from pipeline.evaluation.run.images import store_array
 from pipeline.evaluation.run.session import attempt
 from pipeline.files import replacing
@@ -95,18 +96,18 @@ def test_summary_covers_one_suite_and_one_configuration(model: EvaluationModel, 
     assert [path.name for path in output.glob("imagenet*.json")] != [], "their results must be kept"
 
 
-def test_formats_for_other_tools(model: EvaluationModel, suite: Path, tmp_path: Path) -> None:
-    found = evaluate(model, suite=suite, output=tmp_path, config=QUICK)[0]
-    lines = [json.loads(line) for line in (tmp_path / "eval_results.jsonl").read_text().splitlines()]
+def test_formats_for_other_tools(evaluated: tuple[Path, Evaluation]) -> None:
+    folder, found = evaluated
+    lines = [json.loads(line) for line in (folder / "eval_results.jsonl").read_text().splitlines()]
     assert [line["key"] for line in lines] == list(found.results)
     for line in lines:
         result = found.results[line["key"]]
         assert line["dataset"] == result.name
         assert line["metrics"] == {**result.metrics, "main_metric": result.score}
-    table = (tmp_path / "scores.csv").read_text().splitlines()
+    table = (folder / "scores.csv").read_text().splitlines()
     assert table[0] == "task,name,metric,score,chance,samples,official"
     assert table[1].startswith(f"imagenet1k,ImageNet 1k,acc1,{found.results['imagenet1k'].score!r},")
-    details = json.loads((tmp_path / "classes/imagenet1k.json").read_text())
+    details = json.loads((folder / "classes/imagenet1k.json").read_text())
     assert sum(entry["samples"] for entry in details["classes"]) == 37 == np.sum(details["matrix"])
     right = sum(details["matrix"][k][k] for k in range(6))
     assert found.results["imagenet1k"].score == pytest.approx(right / 37)
@@ -116,7 +117,7 @@ def test_formats_for_other_tools(model: EvaluationModel, suite: Path, tmp_path: 
     assert many["matrix"] is None
     assert many["confusions"] == [{"true": t, "predicted": p, "count": 1} for t, p in ((0, 2), (17, 5), (999_999, 0))]
     assert many["classes"][0] == {"name": "a name", "samples": 2, "accuracy": 0.5}
-    images = json.loads((next(tmp_path.glob("*.examples")) / "images.json").read_text())
+    images = json.loads((next(folder.glob("*.examples")) / "images.json").read_text())
     for example in images:
         assert [caption["right"] for caption in example["captions"]].count(True) == min(
             5, sum(caption["caption"] in example["own"] for caption in example["captions"])

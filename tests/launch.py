@@ -79,6 +79,13 @@ def command(module: str, *arguments: str, ranks: int = 0) -> list[str]:
     return [*launcher, "-m", module, *arguments]
 
 
+def python(*arguments: str, timeout: float = 120, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run Python with these arguments, in a process of its own that has these variables as well."""
+    own = {**environment(), "PYTHONPATH": str(ROOT), **variables}
+    call = [sys.executable, *arguments]
+    return subprocess.run(call, cwd=ROOT, env=own, capture_output=True, text=True, timeout=timeout, check=False)
+
+
 def environment() -> dict[str, str]:
     """This process's environment without what launchers and our own command line set in it; one thread per rank."""
     kept = without_launcher(os.environ)

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.hub import COMMIT, Hub
+from tests.launch import python
 from tests.web import jpeg, serve
 
 ROWS = 60
@@ -48,16 +49,13 @@ def hub() -> Iterator[Hub]:
 
 
 def plan_only(hub: Hub, folder: Path, *words: str, offline: bool = False) -> subprocess.CompletedProcess[str]:
-    environment = {
-        **os.environ,
-        "HF_ENDPOINT": hub.base,
-        "HF_HOME": str(folder / "hf"),
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        "HF_HUB_OFFLINE": "1" if offline else "0",
-    }
-    command = [sys.executable, "-m", "jobs.download", "--plan-only", f"output={folder / 'out'}", *words]
-    settings = ["source.name=datacomp-small", f"source.rows={ROWS}", "monitor.probe=0", "fetch.shard_size=25"]
-    return subprocess.run([*command, *settings], env=environment, capture_output=True, text=True, timeout=120)
+    words += ("source.name=datacomp-small", f"source.rows={ROWS}", "monitor.probe=0", "fetch.shard_size=25")
+    return python("-m", "jobs.download", "--plan-only", f"output={folder / 'out'}", *words, **settings_of(hub, folder),
+                  HF_HUB_OFFLINE="1" if offline else "0")  # fmt: skip
+
+
+def settings_of(hub: Hub, folder: Path) -> dict[str, str]:
+    return {"HF_ENDPOINT": hub.base, "HF_HOME": str(folder / "hf"), "HF_HUB_DISABLE_TELEMETRY": "1"}
 
 
 def test_metadata_is_streamed_at_a_pinned_commit(hub: Hub, tmp_path: Path) -> None:
@@ -101,15 +99,9 @@ def test_pages_of_pairs_on_the_hub_are_compared_with_their_checksums(hub: Hub, t
     damaged = buffer.getvalue().replace(b"a cat 2", b"a car 2", 1)
     for repo, body in (("my/pairs", buffer.getvalue()), ("my/damaged", damaged)):
         hub.files[repo] = hub.stated[repo] = {"train.parquet": body}
-    environment = {**os.environ, "HF_ENDPOINT": hub.base, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "0"}
+    environment = {**settings_of(hub, tmp_path), "HF_HUB_OFFLINE": "0"}
     ends = {
-        repo: subprocess.run(
-            [sys.executable, "-m", "jobs.pairs", repo, str(tmp_path / repo), "--processes", "1"],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
+        repo: python("-m", "jobs.pairs", repo, str(tmp_path / repo), "--processes", "1", timeout=240, **environment)
         for repo in ("my/pairs", "my/damaged")
     }
     assert "4 of 4 rows gave a sample" in ends["my/pairs"].stdout, ends["my/pairs"].stderr

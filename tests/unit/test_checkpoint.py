@@ -7,8 +7,6 @@ import json
 import os
 import shutil
 import stat
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -37,7 +35,7 @@ from pipeline.model.model_folder import weights_digest
 from pipeline.run_files import finished_checkpoints, name_of, step_of, write_run_id
 from pipeline.training import recovery
 from pipeline.versions import versions
-from tests.launch import ROOT, environment, run
+from tests.launch import python, run
 from tests.thread_world import on_ranks
 from tests.written_checkpoints import Towers, failing, latest, save_again, snapshot, write, writer_of
 
@@ -194,8 +192,7 @@ except MemoryError as error:
 def test_exhausted_addresses_are_an_error_and_no_abort(what: str, tmp_path: Path, towers: Towers) -> None:
     """Regression test: safetensors aborted the process (SIGABRT), or the weights were called damaged."""
     write(tmp_path, towers, [1])
-    call = [sys.executable, "-c", WITHOUT_ADDRESSES, what, str(tmp_path / "checkpoints" / name_of(1))]
-    done = subprocess.run(call, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
+    done = python("-c", WITHOUT_ADDRESSES, what, str(tmp_path / "checkpoints" / name_of(1)))
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.startswith("2 `ulimit -v` allows this process"), done.stdout
     assert done.stdout.rstrip().endswith("MiB more are needed): raise it.")

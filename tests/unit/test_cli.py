@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from jobs import cli
 from jobs.known_settings import TRAINING, RecipePath, known_settings
 from jobs.train import command as train
 from pipeline.errors import UserError
-from tests.launch import ROOT
+from tests.launch import ROOT, python
 
 
 def exit_code(*arguments: str) -> int:
@@ -26,58 +27,48 @@ def exit_code(*arguments: str) -> int:
     return int(caught.value.code or 0)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--help"], " ".join(cli.COMMANDS)),
-        (["trian"], "The nearest is train"),
-        (["train"], "There is no --recipe cc3m finetune"),
-        (["train", "--help"], "--resume"),
-        (["train", "--recipe", "nothing"], "There is no recipe nothing"),
-        (["train", "--recipe", "own", "optimzer.lr=1"], "The nearest valid key is optimizer.lr."),
-        (
-            ["plan", "--recipe", "own", "data.crop.scael=1"],
-            "The nearest valid key is data.crop.scale. Valid here: scale",
-        ),
-        (["train", "--optimizer.lr", "1e-3"], "Settings are written without dashes: optimizer.lr=1e-3"),
-        (["train", "--batch-size=64"], "SECTION.KEY=64 `neuclip settings batch_size`"),
-        (["settings", "optimizer"], "optimizer.lr weight_decay"),
-        (["settings", "tau", "lr"], "objective.tau_lr"),
-        (["export", "runs/mnie", "out"], "Path 'runs/mnie' does not exist."),
-        (["playground", "jobs"], "'jobs' is neither a folder with open_clip_config.json"),
-        (["evaluate", "jobs", "--suite=x"], "'jobs' is neither a folder with open_clip_config.json"),
-        (["evaluate", "jobs"], "Missing option '--suite'. A folder or YAML file of tasks"),
-        (["export", "jobs"], "Missing argument 'OUTPUT'. Export CHECKPOINT to the new folder"),
-        (["export", "jobs", "pipeline"], "pipeline is not empty: choose another output"),
-        (["playground", "jbos"], "'jbos' is neither a folder nor ARCH:PRETRAINED The nearest name there is jobs."),
-        (["evaluate", "jbos", "--suite=x"], "The nearest name there is jobs."),
-        (["study", "separatoin"], "The nearest is separation."),
-    ],
-    ids=" ".join,
-)
-def test_no_tensors_are_imported_where_none_are_needed(
-    arguments: list[str], words: str, settings_cache: dict[str, str]
-) -> None:
-    script = "import sys; sys.argv[:] = ['neuclip', *sys.argv[1:]]\nimport jobs.cli\ntry: jobs.cli.main()\n"
-    script += "except SystemExit: pass\nheavy = {'torch', 'numpy', 'deepspeed', 'open_clip'} & set(sys.modules)\n"
-    script += "assert not heavy, heavy"
-    done = subprocess.run(
-        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60, check=False,
-        env=settings_cache,
-    )  # fmt: skip
+WITHOUT_TENSORS = [
+    (["--help"], " ".join(cli.COMMANDS)),
+    (["trian"], "The nearest is train"),
+    (["train"], "There is no --recipe cc3m finetune"),
+    (["train", "--help"], "--resume"),
+    (["train", "--recipe", "nothing"], "There is no recipe nothing"),
+    (["train", "--recipe", "own", "optimzer.lr=1"], "The nearest valid key is optimizer.lr."),
+    (["plan", "--recipe", "own", "data.crop.scael=1"], "The nearest valid key is data.crop.scale. Valid here: scale"),
+    (["train", "--optimizer.lr", "1e-3"], "Settings are written without dashes: optimizer.lr=1e-3"),
+    (["train", "--batch-size=64"], "SECTION.KEY=64 `neuclip settings batch_size`"),
+    (["settings", "optimizer"], "optimizer.lr weight_decay"),
+    (["settings", "tau", "lr"], "objective.tau_lr"),
+    (["export", "runs/mnie", "out"], "Path 'runs/mnie' does not exist."),
+    (["playground", "jobs"], "'jobs' is neither a folder with open_clip_config.json"),
+    (["evaluate", "jobs", "--suite=x"], "'jobs' is neither a folder with open_clip_config.json"),
+    (["evaluate", "jobs"], "Missing option '--suite'. A folder or YAML file of tasks"),
+    (["export", "jobs"], "Missing argument 'OUTPUT'. Export CHECKPOINT to the new folder"),
+    (["export", "jobs", "pipeline"], "pipeline is not empty: choose another output"),
+    (["playground", "jbos"], "'jbos' is neither a folder nor ARCH:PRETRAINED The nearest name there is jobs."),
+    (["evaluate", "jbos", "--suite=x"], "The nearest name there is jobs."),
+    (["study", "separatoin"], "The nearest is separation."),
+]
+MAIN = """
+import contextlib, io, json, sys
+import jobs.cli
+for arguments in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(printed):
+        with contextlib.suppress(SystemExit):
+            jobs.cli.main(arguments)
+    print(json.dumps([printed.getvalue(), sorted({"torch", "numpy", "deepspeed", "open_clip"} & set(sys.modules))]))
+"""
+
+
+def test_no_tensors_are_imported_where_none_are_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    known_settings()  # its table is cached there
+    done = python("-c", MAIN, json.dumps([arguments for arguments, _ in WITHOUT_TENSORS]))
     assert done.returncode == 0, done.stderr
-    printed = " ".join((done.stdout + done.stderr).split())
-    assert [word for word in words.split() if word not in printed] == []
-
-
-@pytest.fixture(scope="module")
-def settings_cache(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """An environment whose cache folder has the table of settings."""
-    folder = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder))
-        known_settings()
-        return dict(os.environ)
+    for (arguments, words), line in zip(WITHOUT_TENSORS, done.stdout.splitlines(), strict=True):
+        printed, heavy = json.loads(line)
+        assert heavy == [], arguments
+        assert [word for word in words.split() if word not in " ".join(printed.split())] == [], arguments
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
@@ -148,7 +139,7 @@ command.callback = import_a_module
 signal.signal(signal.SIGINT, signal.default_int_handler)
 cli.main(["settings"])
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = python("-c", program)
     assert done.returncode == 130, done.stderr
     assert "Interrupted." in done.stderr
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import io
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from data_prep.fetching import downloader
 from data_prep.fetching.decoder import Decoder, ImageConverter
 from data_prep.settings.download_config import FetchConfig, ImageConfig
 from tests.ingested import fetch_here, own_opener, prepared, site  # noqa: F401
-from tests.launch import lives, wait_for
+from tests.launch import lives, python, wait_for
 from tests.web import Site, jpeg
 
 # A decoder that ends or sleeps as the end of the image's file says; the marker file makes it happen only once.
@@ -105,7 +104,7 @@ def test_a_decoder_ends_with_its_worker() -> None:
         "print(decoder._process.pid, flush=True)\n"
         "os.kill(os.getpid(), 9)\n"
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    ended = python("-c", program)
     assert ended.returncode == -signal.SIGKILL
     wait_for(lambda: not lives(int(ended.stdout)), "the decoder ends with its worker")
 

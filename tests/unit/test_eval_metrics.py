@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -19,6 +16,7 @@ from pipeline.evaluation.protocols import association, classification, retrieval
 from pipeline.evaluation.protocols.texts import TextSide
 from pipeline.evaluation.run.results import TaskResult
 from pipeline.evaluation.run.summary import aggregate
+from tests.launch import python
 
 
 def score(key: str, value: float) -> TaskResult:
@@ -239,4 +237,4 @@ def test_custom_tasks_are_in_no_aggregate() -> None:
 def test_table_and_readers_do_not_import_torch(module: str) -> None:
     """`data_prep` uses them, too, and must start without importing torch."""
     code = f"import sys, pipeline.evaluation.datasets.{module}; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+    assert python("-c", code).stdout == "False\n"

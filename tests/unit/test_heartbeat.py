@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from pipeline.distributed.exit_record import read_ends
 from pipeline.distributed.heartbeat import Beat, Heartbeat, behind, diagnosis, read_beat, stderr_copied
 from pipeline.distributed.timing import Phases
 from pipeline.distributed.world import World, lost_contact
-from tests.launch import ROOT, environment, wait_for
+from tests.launch import python, wait_for
 
 BEAT = Beat(rank=0, host="a", pid=1, step=7, phase="objective", marks=40, seconds=61.0, beat=9)
 
@@ -161,8 +160,7 @@ def test_a_driver_that_hangs_does_not_keep_a_rank_from_ending(tmp_path: Path) ->
         "beats._leave('rank 1 is gone.')\n"
     )
     (tmp_path / "heartbeats").mkdir()
-    call = [sys.executable, "-c", program, str(tmp_path)]
-    done = subprocess.run(call, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+    done = python("-c", program, str(tmp_path), timeout=300)
     assert done.returncode == 1, done.stderr
     assert "Rank 0 on " in done.stderr
     assert [(end.code, end.reason) for end in read_ends(tmp_path / "heartbeats")] == [(76, "rank 1 is gone.")]

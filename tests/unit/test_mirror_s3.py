@@ -23,7 +23,7 @@ from pipeline.errors import UserError
 from pipeline.files import sha256_of, write_json
 from pipeline.model.model_folder import WEIGHTS_NAME
 from pipeline.run_files import META_NAME, MODEL_CONFIG_NAME, digest_of, name_of
-from tests.launch import ROOT, wait_for
+from tests.launch import ROOT, python, wait_for
 from tests.mirrors import fetched, write, writer_of
 from tests.s3_server import client, client_settings, end, process, s3_server
 from tests.written_checkpoints import FACTS, Towers, snapshot
@@ -189,19 +189,12 @@ def test_uploads_fail_and_are_counted_while_the_server_is_away(
     assert [path.name for path in sorted((run / "checkpoints").glob("step-*"))] == [name_of(n) for n in (3, 4, 5)]
 
 
-def test_the_endpoint_comes_from_the_environment(tmp_path: Path, port: int) -> None:
+def test_the_endpoint_comes_from_the_environment(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """docs/cluster.md names two variables; the server would not be found without one of them."""
     script = "import fsspec; print(fsspec.filesystem('s3').ls(''))"
     settings = client_settings(port)
     endpoint = settings.pop("AWS_ENDPOINT_URL")
-    base = {name: value for name, value in os.environ.items() if name != "AWS_ENDPOINT_URL"}
+    monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
     for name in ("AWS_ENDPOINT_URL", "FSSPEC_S3_ENDPOINT_URL"):
-        done = subprocess.run(
-            [sys.executable, "-c", script],
-            env={**base, **settings, name: endpoint},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
-        )
+        done = python("-c", script, **settings, **{name: endpoint})
         assert json.loads(done.stdout.replace("'", '"')) == ["bucket"]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +20,7 @@ from pipeline.model.evaluation_model import for_evaluation, load_for_evaluation
 from pipeline.model.model_folder import create_clip, save_open_clip, save_tensors
 from pipeline.model.towers import ModelConfig, build_towers, check_model
 from tests.checkpoints import save_checkpoint
+from tests.launch import python
 from tests.towers import TINY
 from tests.training import prepare, settings_in, train_here
 
@@ -179,8 +178,7 @@ def test_open_clip_without_foreign_towers_builds_them_when_a_model_needs_them(tm
     path.write_text(
         json.dumps({"embed_dim": 16, "vision_cfg": vision, "text_cfg": {"width": 32, "heads": 2, "layers": 1}})
     )
-    command = [sys.executable, "-c", WITHOUT_FOREIGN_TOWERS, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = python("-c", WITHOUT_FOREIGN_TOWERS, str(path))
     assert done.returncode == 0, done.stderr
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.launch import python
 from tests.metrics import metrics
 from tests.own_tasks import write_class_folders
 from tests.plugins import write_package
@@ -64,12 +63,8 @@ def test_the_commands_use_what_a_package_adds(tmp_path: Path) -> None:
         ["evaluate", str(run), "--suite", str(tmp_path / "suite"), "--output", str(tmp_path / "scores")],
         ["report", str(run)],
     ]
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / "program.py"), json.dumps(commands)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(site)])},
-        capture_output=True,
-        text=True,
-    )
+    path = os.pathsep.join([str(ROOT), str(site)])
+    done = python(str(tmp_path / "program.py"), json.dumps(commands), timeout=600, PYTHONPATH=path)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert "Objectives: margin" in done.stdout
     assert "margin on tiny-towers" in done.stdout

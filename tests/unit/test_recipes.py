@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from pipeline.errors import UserError
 from pipeline.objectives import objective_names, parse_objective
 from pipeline.planning.run_plan import plan_run
 from pipeline.training.recipe import load_recipe, parse_recipe
+from tests.launch import python
 
 FOLDER = Path(__file__).parents[2] / "jobs" / "recipes"
 PAPERS = ("cc3m", "cc12m", "dfn14m", "dfn192m", "dfn1b", "laion315m")
@@ -177,7 +176,7 @@ def test_the_command_line_changes_what_only_a_recipe_resolves() -> None:
 
 def test_reading_a_recipe_does_not_import_open_clip() -> None:
     code = "import sys, pipeline.training.recipe; sys.exit('open_clip' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert python("-c", code).returncode == 0
 
 
 def test_training_recipes_read_what_download_recipes_write() -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import neuclip
+from tests.launch import python
 
 pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install -e '.[docs]'")
 ROOT = Path(__file__).parents[2]
@@ -26,14 +24,8 @@ BROKEN_NAMES = """Array.from(document.querySelectorAll("article td code"))
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
-        cwd=ROOT,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
+    build = ("-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder))
+    done = python(*build, timeout=500, NO_MKDOCS_2_WARNING="1")
     assert done.returncode == 0, done.stderr
     return folder
 

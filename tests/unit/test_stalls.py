@@ -18,7 +18,7 @@ from pipeline.data.loading.worker import share
 from pipeline.data.loading.worker_processes import describe_workers
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from tests.launch import ROOT, environment, lives, wait_for
+from tests.launch import ROOT, environment, lives, python, wait_for
 from tests.shards import count_tokens, write_shards
 
 HANGS = """
@@ -43,15 +43,7 @@ def test_a_stopped_worker_is_reported_and_no_process_is_left_running(tmp_path: P
     write_shards(tmp_path / "shards", [20, 30, 15])
     script = tmp_path / "hangs.py"
     script.write_text(HANGS)
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path / "shards")],
-        cwd=ROOT,
-        env={**environment(), "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    done = python(str(script), str(tmp_path / "shards"), timeout=200)
     assert done.returncode == 76, done.stderr[-2000:]
     pids = done.stdout.split()
     assert "Rank 0: no batch came from the loading workers for 0.05 minutes" in done.stderr
@@ -72,10 +64,7 @@ with stalls.StallWatch(600, str, stopped=lambda: True).waiting():
 
 
 def test_a_wait_that_cannot_be_ended_ends_the_process_after_a_stop_signal() -> None:
-    own = {**environment(), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", LEAVES], env=own, capture_output=True, text=True, timeout=60, check=False
-    )
+    done = python("-c", LEAVES)
     assert done.returncode == 75, done.stderr[-2000:]
     assert "Stopped by a signal, in a wait for a batch that could not be ended" in done.stderr
 
@@ -94,10 +83,7 @@ time.sleep(2)  # such as for the last checkpoint
 
 def test_a_wait_in_a_thread_does_not_end_the_process() -> None:
     """Regression test: on a GPU it ended with 75 while it wrote its last checkpoint."""
-    own = {**environment(), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", STAYS], env=own, capture_output=True, text=True, timeout=60, check=False
-    )
+    done = python("-c", STAYS)
     assert (done.returncode, done.stderr) == (0, "")
 
 

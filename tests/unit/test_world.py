@@ -19,6 +19,7 @@ from pipeline.distributed.world import World, limit_collectives
 from pipeline.errors import UserError
 from pipeline.training.recipe import parse_recipe
 from pipeline.training.run_start import hold_folder
+from tests.launch import python
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
@@ -124,7 +125,7 @@ if sys.argv[1] == "group":
 _fail("one rank's trouble", 2)
 """
     for group, ending in (("group", ""), ("none", "waited for others\n")):
-        done = subprocess.run([sys.executable, "-c", program, group], capture_output=True, text=True)
+        done = python("-c", program, group)
         assert done.returncode == 2
         assert "Error: one rank's trouble" in done.stderr
         assert done.stdout == ending
@@ -160,8 +161,6 @@ if name := {"130": WRITER, "2": NEXT_BATCH}.get(sys.argv[1]):
     threading.Thread(target=threading.Event().wait, daemon=True, name=name).start()
 leave(int(sys.argv[1]))
 """
-    environment = {**os.environ, "WORLD_SIZE": str(ranks)}
-    command = [sys.executable, "-c", program, str(code)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = python("-c", program, str(code), WORLD_SIZE=str(ranks))
     assert done.returncode == code, done.stderr
     assert done.stdout.split() == ["registered", *(["taken", "apart"] if (ranks, code) == (1, 3) else [])]

@@ -19,7 +19,8 @@ from data_prep.dataset.shard_plan import Plan, load_plan
 from data_prep.fetching.downloader import Job, Mode, ShardDownloader
 from data_prep.ingest import prepare
 from data_prep.settings.download_config import DownloadConfig
-from pipeline.config import dump, parse
+from pipeline.config import dump
+from tests.downloads import download_config
 from tests.images import encoded
 from tests.web import Site, jpeg, picture, serve
 
@@ -52,13 +53,10 @@ def made(site: Site, tmp_path_factory: pytest.TempPathFactory) -> DownloadConfig
         "uid": [f"{k:032x}" for k in range(ROWS)],
     }
     pq.write_table(pa.table(columns), folder / "urls.parquet")
-    tree = {
-        "output": str(folder / "data"),
-        "source": {"table": str(folder / "urls.parquet"), "uid": "uid"},
-        "guard": {"allow_addresses": ["127.0.0.1"]},
-        "fetch": {"shard_size": SHARD, "threads": 4, "retries": 0},
-    }
-    config, plan = prepare(parse(DownloadConfig, tree))
+    fetch = {"shard_size": SHARD, "threads": 4, "retries": 0}
+    config, plan = prepare(
+        download_config(folder / "data", folder / "urls.parquet", source={"uid": "uid"}, fetch=fetch)
+    )
     fetch_here(config, plan, range(plan.shards))
     return config
 
@@ -68,13 +66,7 @@ def prepared(folder: Path, columns: Mapping[str, Any] | Path, *, monitor: Any = 
     table = columns if isinstance(columns, Path) else folder / "urls.parquet"
     if not isinstance(columns, Path):
         pq.write_table(pa.table(dict(columns)), table)
-    tree = {
-        "output": str(folder / "data"),
-        "source": {"table": str(table), **source},
-        "guard": {"allow_addresses": ["127.0.0.1"]},
-        "monitor": monitor or {},
-    }
-    return prepare(parse(DownloadConfig, tree))
+    return prepare(download_config(folder / "data", table, source=source, monitor=monitor or {}))
 
 
 def fetch_here(

@@ -36,7 +36,7 @@ from data_prep.fetching.decoder import ImageConverter
 from data_prep.fetching.downloader import Job, ShardDownloader
 from data_prep.fetching.supervisor import discard_unfinished
 from data_prep.settings.download_config import DownloadConfig, ImageConfig
-from pipeline.config import parse
+from tests.downloads import download_config
 from tests.ingested import own_opener  # noqa: F401
 from tests.web import Site, jpeg, send, serve
 
@@ -55,13 +55,8 @@ class Place:
             site.answers[f"/{k}"] = lambda handler, k=k: self._answer(handler, k)
         table = pa.table({"url": urls, "caption": [f"picture {k}" for k in range(ROWS)]})
         pq.write_table(table, folder / "urls.parquet")
-        tree = {
-            "output": str(self.root),
-            "source": {"table": str(folder / "urls.parquet")},
-            "guard": {"allow_addresses": ["127.0.0.1"], "contact": "x@example.org"},
-            "fetch": {"shard_size": SHARD, "threads": 2, "retries": 0, "processes": 1},
-        }
-        self.config = parse(DownloadConfig, tree)
+        fetch = {"shard_size": SHARD, "threads": 2, "retries": 0, "processes": 1}
+        self.config = download_config(self.root, folder / "urls.parquet", fetch=fetch)
 
     def _answer(self, handler: object, k: int) -> None:
         if k % 5 == 4:

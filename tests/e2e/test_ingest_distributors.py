@@ -16,8 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_prep.ingest import download
-from data_prep.settings.download_config import DownloadConfig
-from pipeline.config import parse
+from tests.downloads import download_config
 from tests.web import jpeg, send, serve
 
 ROWS, SHARD = 60, 10
@@ -93,17 +92,12 @@ def test_every_distributor_gives_the_same_manifest(tmp_path: Path, monkeypatch: 
         pq.write_table(pa.table(columns), tmp_path / "urls.parquet")
         made = {}
         for name in ("multiprocessing", *others):
-            tree = {
-                "output": str(tmp_path / name),
-                "source": {"table": str(tmp_path / "urls.parquet")},
-                "guard": {"allow_addresses": ["127.0.0.1"], "contact": "x@example.org"},
-                "fetch": {"distributor": name, "shard_size": SHARD, "threads": 1, "processes": 2},
-            }
-            made[name] = download(parse(DownloadConfig, tree))
+            fetch = {"distributor": name, "shard_size": SHARD, "threads": 1, "processes": 2}
+            table, output = tmp_path / "urls.parquet", tmp_path / f"{name}-killed"
+            made[name] = download(download_config(tmp_path / name, table, fetch=fetch))
             if name in others:
-                tree["output"] += "-killed"
-                with KilledWorker(Path(tree["output"]), WORKERS[name]) as killed:
-                    made[f"{name}, a worker killed"] = download(parse(DownloadConfig, tree))
+                with KilledWorker(output, WORKERS[name]) as killed:
+                    made[f"{name}, a worker killed"] = download(download_config(output, table, fetch=fetch))
                 assert killed.was_in_time, "nothing was left to do when it was killed"
     for name in made:
         assert made[name].digest == made["multiprocessing"].digest

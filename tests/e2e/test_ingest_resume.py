@@ -25,8 +25,8 @@ from data_prep.fetching.supervisor import FetchEngine, Paused
 from data_prep.ingest import download, prepare
 from data_prep.rebuild import rebuild
 from data_prep.settings.download_config import DownloadConfig
-from pipeline.config import parse
 from pipeline.errors import UserError
+from tests.downloads import download_config
 from tests.launch import lives, wait_for
 from tests.web import Site, jpeg, send, serve
 
@@ -57,14 +57,8 @@ def table_of(site: Site, path: Path, *, delay: float = 0.0) -> Path:
 
 
 def settings(output: Path, table: Path, *, monitor: dict | None = None, **fetch: object) -> DownloadConfig:
-    tree = {
-        "output": str(output),
-        "source": {"table": str(table)},
-        "guard": {"allow_addresses": ["127.0.0.1"], "backoff": 0.05, "contact": "x@example.org"},
-        "fetch": {"shard_size": SHARD, "processes": 1, "threads": 4, "timeout": 2, "retries": 0, **fetch},
-        "monitor": monitor or {},
-    }
-    return parse(DownloadConfig, tree)
+    fetch = {"shard_size": SHARD, "processes": 1, "threads": 4, "timeout": 2, "retries": 0, **fetch}
+    return download_config(output, table, guard={"backoff": 0.05}, fetch=fetch, monitor=monitor or {})
 
 
 @pytest.mark.slow

@@ -17,8 +17,8 @@ from PIL import Image
 
 from data_prep.fetching import source_checks
 from data_prep.settings.download_config import DownloadConfig, FetchConfig, GuardConfig
-from pipeline.config import parse
 from pipeline.errors import UserError
+from tests.downloads import download_config
 from tests.web import Site, jpeg, serve
 
 
@@ -30,12 +30,7 @@ def site() -> Iterator[Site]:
 
 def config_for(folder: Path, columns: dict[str, list], **source: object) -> DownloadConfig:
     pq.write_table(pa.table(columns), folder / "urls.parquet")
-    tree = {
-        "output": str(folder / "out"),
-        "source": {"table": str(folder / "urls.parquet"), **source},
-        "guard": {"allow_addresses": ["127.0.0.1"], "contact": "x@example.org"},
-    }
-    return parse(DownloadConfig, tree)
+    return download_config(folder / "out", folder / "urls.parquet", source=source)
 
 
 def good(count: int = 20) -> dict[str, list]:

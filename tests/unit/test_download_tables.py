@@ -14,12 +14,11 @@ import pytest
 from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.shard_plan import load_plan
 from data_prep.ingest import prepare
-from data_prep.settings.download_config import DownloadConfig
 from data_prep.settings.source_config import SourceConfig
 from data_prep.sources.metadata_tables import count_known, files_of, read
 from data_prep.sources.text_columns import columns_of
-from pipeline.config import parse
 from pipeline.errors import UserError
+from tests.downloads import download_config
 
 # Captions as found on the web: unbalanced quotes, commas, umlauts.
 CAPTIONS = ['a "cat', "b, c", "köter 犬", "it's 5' tall"]
@@ -66,13 +65,9 @@ def test_lines_with_a_wrong_number_of_fields_are_skipped_and_counted(tmp_path: P
     lines = [f"a cat {k}{mark}http://example.org/{k}.jpg" for k in range(40)]
     lines[7], lines[20] = f"one{mark}two{mark}three", "alone"
     (tmp_path / f"list.{kind}").write_text("\n".join(lines) + "\n")
-    tree = {
-        "output": str(tmp_path / "out"),
-        "source": {"table": str(tmp_path / f"list.{kind}"), "header": ["caption", "url"], "rows": 40},
-        "guard": {"contact": "x@example.org"},
-    }
-    notes: list[str] = []
-    _, plan = prepare(parse(DownloadConfig, tree), on_note=notes.append)
+    source, notes = {"header": ["caption", "url"], "rows": 40}, list[str]()
+    config = download_config(tmp_path / "out", tmp_path / f"list.{kind}", source=source)
+    _, plan = prepare(config, on_note=notes.append)
     assert (plan.rows, plan.skipped, plan.seen) == (38, 2, 40)
     assert notes == [
         "2 of 40 rows cannot be read (a wrong number of fields, or text that is not UTF-8) and were left out."

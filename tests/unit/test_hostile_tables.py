@@ -20,6 +20,7 @@ from data_prep.settings.source_config import SourceConfig
 from data_prep.sources.metadata_tables import count_known, read
 from pipeline.config import parse
 from pipeline.errors import UserError
+from tests.downloads import download_config
 
 
 def rows_of(source: SourceConfig, skipped: list[int] | None = None) -> list[dict]:
@@ -41,12 +42,8 @@ def test_uids_of_any_type_are_read_as_text(tmp_path: Path, kind: pa.DataType) ->
     values = pa.array(uids) if kind == pa.int64() else pa.array([str(uid) for uid in uids])
     values = values.dictionary_encode() if pa.types.is_dictionary(kind) else values.cast(kind)
     pq.write_table(pa.table(columns(4, SAMPLE_ID=values)), tmp_path / "a.parquet")
-    tree = {
-        "output": str(tmp_path / "out"),
-        "source": {"table": str(tmp_path / "a.parquet"), "uid": "SAMPLE_ID"},
-        "subset": {"fraction": 0.999999},
-    }
-    prepare(parse(DownloadConfig, tree))
+    named, subset = {"uid": "SAMPLE_ID"}, {"fraction": 0.999999}
+    prepare(download_config(tmp_path / "out", tmp_path / "a.parquet", source=named, subset=subset))
     assert read_shard(Folder(tmp_path / "out"), 0)["uid"].to_pylist() == [str(uid) for uid in uids]
 
 
@@ -219,12 +216,8 @@ def test_parts_with_different_column_types_are_unified(tmp_path: Path) -> None:
     ]
     for k, part in enumerate(parts):
         pq.write_table(pa.table(part), tmp_path / f"{k}.parquet")
-    tree = {
-        "output": str(tmp_path / "out"),
-        "source": {"table": str(tmp_path), "files": "?.parquet", "keep": ["similarity", "NSFW"]},
-        "fetch": {"shard_size": 4},
-    }
-    _, plan = prepare(parse(DownloadConfig, tree))
+    source = {"files": "?.parquet", "keep": ["similarity", "NSFW"]}
+    _, plan = prepare(download_config(tmp_path / "out", tmp_path, source=source, fetch={"shard_size": 4}))
     tables = [read_shard(Folder(tmp_path / "out"), shard) for shard in range(plan.shards)]
     assert {str(table.schema.field("similarity").type) for table in tables} == {"double"}
     assert [row["NSFW"] for table in tables for row in table.to_pylist()] == [None] * 3 + ["NSFW"] * 3 + [

@@ -90,6 +90,12 @@ def end(run: Path, code: int, reason: str = "", *, rank: int = 0) -> None:
     stop_recording()
 
 
+def say(run: Path, message: str) -> None:
+    sink = JsonLines(SinkContext(run, total_steps=10, first_step=9))
+    sink.event(message, facts={})
+    sink.close()
+
+
 def examine(run: Path) -> tuple[str, int]:
     done = CliRunner().invoke(command, [str(run)], standalone_mode=False, catch_exceptions=False)
     return done.output, done.return_value
@@ -147,9 +153,7 @@ def test_killed_while_writing_a_checkpoint(run: Path, towers: Towers) -> None:
 
 def test_a_full_disk(run: Path, towers: Towers, monkeypatch: pytest.MonkeyPatch) -> None:
     write(run, towers, [3])
-    sink = JsonLines(SinkContext(run, total_steps=10, first_step=9))
-    sink.event("Checkpoint step-00000006 could NOT be written (OSError: No space left).", facts={})
-    sink.close()
+    say(run, "Checkpoint step-00000006 could NOT be written (OSError: No space left).")
     end(run, 74, "")
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=10))
     output, code = examine(run)
@@ -193,15 +197,13 @@ def test_stopped_early_by_the_validation_loss(run: Path, towers: Towers, evaluat
         file.write(evaluation)
     history = ValidationHistory(best_loss=2.5, best_step=3, since_best=2)
     validation = Validation(ValidationConfig(), pairs=None, tau=1.0, history=history, report=print)  # type: ignore[arg-type]
-    sink = JsonLines(SinkContext(run, total_steps=10, first_step=9))
-    sink.event(validation.describe_end(), facts={})
+    say(run, validation.describe_end())
     end(run, 0)
     output, code = examine(run)
     assert code == 0
     assert "finished: Stopped early: 2 validations in a row without a lower loss than 2.5000 at step 3" in output
     assert last_line(output).endswith(f"neuclip report '{run}'")
-    sink.event("Resumed from step-00000007 (step 7 of 10).", facts={})
-    sink.close()
+    say(run, "Resumed from step-00000007 (step 7 of 10).")
     end(run, 75)
     assert last_line(examine(run)[0]).endswith(f"--resume latest output='{run}'")
 

@@ -15,11 +15,7 @@ from tests.written_checkpoints import Towers, latest, snapshot
 
 
 def writer_of(
-    run: Path,
-    url: str,
-    towers: Towers,
-    on_event: Callable[[str], None] = print,
-    **settings: Any,
+    run: Path, url: str, towers: Towers, on_event: Callable[[str], None] = print, **settings: Any
 ) -> CheckpointWriter:
     return written_checkpoints.writer_of(run, towers, on_event=on_event, mirror=url, **settings)
 

@@ -29,11 +29,7 @@ def main(folder: Path, *, clone: bool) -> None:
     table.values.normal_()
     events: list[str] = []
     writer = CheckpointWriter(
-        folder,
-        config=CheckpointConfig(keep_last=1),
-        world=World(),
-        architecture=architecture,
-        on_event=events.append,
+        folder, config=CheckpointConfig(keep_last=1), world=World(), architecture=architecture, on_event=events.append
     )
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     blocks = [table.owned().clone()] if clone else table.snapshot()

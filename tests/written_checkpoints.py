@@ -18,18 +18,9 @@ from pipeline.training import recovery
 
 Towers = tuple[dict[str, torch.Tensor], Architecture]
 
-FACTS = {
-    "config": {"batch_size": 8},
-    "data": {
-        "epoch": 0,
-        "batch": 1,
-        "order_hash": "0f",
-        "corrupt": [["image is missing", "00000.tar", 2]],
-        "proof": "0f",
-        "order": {},
-        "pixels": {},
-    },
-}
+CORRUPT = [["image is missing", "00000.tar", 2]]
+POSITION = {"epoch": 0, "batch": 1, "order_hash": "0f", "corrupt": CORRUPT, "proof": "0f", "order": {}, "pixels": {}}
+FACTS = {"config": {"batch_size": 8}, "data": POSITION}
 """What every checkpoint needs beside its step."""
 
 

@@ -24,6 +24,7 @@ from tests.evaluation_suite import write_classification
 from tests.launch import ROOT, environment, lives, run
 from tests.shards import write_shards
 
+FORWARD = "pipeline.engine.deepspeed_engine:DeepSpeedEngine.forward"
 CRASHES = [
     ("pipeline.objectives.base:Objective.commit", 5, "1"),
     ("pipeline.engine.state:DeepSpeedState.moments", 2, "1"),
@@ -47,16 +48,7 @@ def test_a_run_with_four_crashes_is_bit_identical(base: Path, two_ranks: Path) -
 @pytest.mark.slow
 def test_a_sleeping_rank_is_reported_with_its_step_and_phase(base: Path) -> None:  # noqa: F811
     arguments = settings(base, "asleep", "engine.probe=false", "engine.timeout_minutes=0.1")
-    done = run(
-        "tests.e2e.sleeping_run",
-        "pipeline.engine.deepspeed_engine:DeepSpeedEngine.forward",
-        "3",
-        "1",
-        "25",
-        *arguments,
-        ranks=2,
-        check=False,
-    )
+    done = run("tests.e2e.sleeping_run", FORWARD, "3", "1", "25", *arguments, ranks=2, check=False)
     assert done.returncode != 0
     printed = done.stderr
     assert "The others wait for rank 1." in printed, printed[-3000:]
@@ -69,15 +61,7 @@ def test_a_sleeping_rank_is_reported_with_its_step_and_phase(base: Path) -> None
 @pytest.mark.slow
 def test_a_lost_rank_is_reported(base: Path) -> None:  # noqa: F811
     arguments = settings(base, "gone", "engine.probe=false", "engine.timeout_minutes=0.1")
-    done = run(
-        "tests.e2e.doomed_run",
-        "pipeline.engine.deepspeed_engine:DeepSpeedEngine.forward",
-        "3",
-        "1",
-        *arguments,
-        ranks=2,
-        check=False,
-    )
+    done = run("tests.e2e.doomed_run", FORWARD, "3", "1", *arguments, ranks=2, check=False)
     assert done.returncode != 0
     assert f"Rank 0 on {socket.gethostname()}: lost contact with another rank" in done.stderr
     assert "rank 1 without a heartbeat" in done.stderr

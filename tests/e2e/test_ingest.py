@@ -32,16 +32,8 @@ from pipeline.files import sha256_of
 
 PAIRS, SHARD = 240, 100
 RATES = {fault.value: 0.03 for fault in Fault if fault not in (Fault.NONE, Fault.OVERSIZE, Fault.STALL)}
-SCENES = parse(
-    ScenesConfig,
-    {
-        "pairs": PAIRS,
-        "image_size": 48,
-        "faults": {**RATES, "oversize": 0.01, "stall": 0.01},
-        "stall_seconds": 16,
-        "slow_seconds": 0.2,
-    },
-)
+FAULTS = {"faults": {**RATES, "oversize": 0.01, "stall": 0.01}, "stall_seconds": 16, "slow_seconds": 0.2}
+SCENES = parse(ScenesConfig, {"pairs": PAIRS, "image_size": 48, **FAULTS})
 REASONS = {
     Fault.NOT_FOUND: "http 404",
     Fault.FORBIDDEN: "http 403",
@@ -63,15 +55,11 @@ class World:
     base: str
 
     def config(self, output: Path, **fetch: object) -> DownloadConfig:
+        guard = {"allow_addresses": ["127.0.0.1"], "contact": "test@example.org", "max_pixels": 1_000_000}
         tree = {
             "output": str(output),
             "source": {"name": "scenes", "table": str(self.table)},
-            "guard": {
-                "allow_addresses": ["127.0.0.1"],
-                "backoff": 0.05,
-                "contact": "test@example.org",
-                "max_pixels": 1_000_000,
-            },
+            "guard": {**guard, "backoff": 0.05},
             "fetch": {"shard_size": SHARD, "timeout": 6, "total_timeout": 12, **fetch},
         }
         return parse(DownloadConfig, tree)

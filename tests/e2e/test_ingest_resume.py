@@ -65,17 +65,10 @@ def settings(output: Path, table: Path, *, monitor: dict | None = None, **fetch:
 def test_a_killed_run_resumes_and_ends_with_the_same_manifest(site: Site, tmp_path: Path) -> None:
     table = table_of(site, tmp_path / "urls.parquet", delay=0.05)
     words = [
-        f"output={tmp_path / 'killed'}",
-        f"source.table={table}",
-        "guard.allow_addresses=[127.0.0.1]",
-        "guard.backoff=0.05",
-        "guard.contact=x@example.org",
-        f"fetch.shard_size={SHARD}",
-        "fetch.processes=1",
-        "fetch.threads=4",
-        "fetch.timeout=2",
-        "fetch.retries=0",
-    ]
+        f"output={tmp_path / 'killed'}", f"source.table={table}", "guard.allow_addresses=[127.0.0.1]",
+        "guard.backoff=0.05", "guard.contact=x@example.org", f"fetch.shard_size={SHARD}", "fetch.processes=1",
+        "fetch.threads=4", "fetch.timeout=2", "fetch.retries=0",
+    ]  # fmt: skip
     command = [sys.executable, "-m", "jobs.download", *words]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     folder = Folder(tmp_path / "killed")

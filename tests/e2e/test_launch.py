@@ -44,21 +44,13 @@ if [[ $1 == requeue ]]; then echo "$2" >> "$FAKE/requeued"; else echo 127.0.0.1;
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("launch")
     prepare(folder, [20, 30, 15])
-    (folder / "recipe.yaml").write_text(
-        json.dumps(
-            {
-                "output": str(folder / "run"),
-                "samples": STEPS * BATCH,
-                "batch_size": BATCH,
-                "model": {"arch": str(folder / "tiny-towers.json")},
-                "data": {"sources": str(folder / "shards"), "streams": 4, "shuffle_buffer": 10, "workers": 0},
-                "objective": {"name": "openclip"},
-                "schedule": {"warmup_steps": 2},
-                "engine": {"deepspeed": "zero1_fp32", "device": "cpu"},
-                "telemetry": {"every": 1, "tensorboard": False},
-            }
-        )
-    )
+    recipe = {
+        "output": str(folder / "run"), "samples": STEPS * BATCH, "batch_size": BATCH, "schedule": {"warmup_steps": 2},
+        "model": {"arch": str(folder / "tiny-towers.json")}, "objective": {"name": "openclip"},
+        "data": {"sources": str(folder / "shards"), "streams": 4, "shuffle_buffer": 10, "workers": 0},
+        "engine": {"deepspeed": "zero1_fp32", "device": "cpu"}, "telemetry": {"every": 1, "tensorboard": False},
+    }  # fmt: skip
+    (folder / "recipe.yaml").write_text(json.dumps(recipe))
     return folder
 
 

@@ -14,16 +14,11 @@ from pipeline.objectives import objective_names
 from tests.documents import ROOT
 
 TESTS = (
-    "tests/unit/test_imports.py",
-    "tests/unit/test_objectives_drift.py",
-    "tests/unit/test_objectives_limits.py",
-    "tests/unit/test_objectives_registry.py",
-    "tests/unit/test_objectives_state.py",
-    "tests/unit/test_readme.py",
-    "tests/unit/test_recipes.py",
-    "tests/unit/test_settings_page.py",
+    "tests/unit/test_imports.py", "tests/unit/test_objectives_drift.py", "tests/unit/test_objectives_limits.py",
+    "tests/unit/test_objectives_registry.py", "tests/unit/test_objectives_state.py", "tests/unit/test_readme.py",
+    "tests/unit/test_recipes.py", "tests/unit/test_settings_page.py",
     "tests/e2e/test_train.py::test_every_objective_trains_and_resumes_bit_identically",
-)
+)  # fmt: skip
 FOR_EACH_METHOD = (
     "tests/unit/test_objectives_drift.py::test_all_replicated_state_is_compared",
     "tests/unit/test_objectives_limits.py::test_row_blocks_do_not_change_the_result",

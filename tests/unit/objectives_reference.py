@@ -12,15 +12,9 @@ from pipeline.objectives import ObjectiveContext
 
 def context(batch_size: int, dim: int = 16, **facts: object) -> ObjectiveContext:
     defaults: dict[str, object] = {
-        "dim": dim,
-        "batch_size": batch_size,
-        "dataset_size": 4 * batch_size,
-        "steps_per_epoch": 4,
-        "total_steps": 40,
-        "world": World(),
-        "device": torch.device("cpu"),
-        "dtype": torch.float64,
-    }
+        "dim": dim, "batch_size": batch_size, "dataset_size": 4 * batch_size, "steps_per_epoch": 4, "total_steps": 40,
+        "world": World(), "device": torch.device("cpu"), "dtype": torch.float64,
+    }  # fmt: skip
     return ObjectiveContext(**{**defaults, **facts})  # type: ignore[arg-type]
 
 

@@ -21,10 +21,7 @@ from pipeline.errors import UserError
     ("tree", "words"),
     [
         ({"guard": {"allow_addresses": ["localhost"]}}, "neither an IP address nor a network"),
-        (
-            {"guard": {"allow_addresses": "localhost"}},
-            "names such as localhost are not allowed here",
-        ),
+        ({"guard": {"allow_addresses": "localhost"}}, "names such as localhost are not allowed here"),
         ({"guard": {"opt_outs": "noia"}}, "noai"),
         ({"fetch": {"worker": 2, "workers": 2}}, "worker = 2 must be below workers = 2"),
         ({"guard": {"max_pixels": 400_000_000}}, "178956970"),

@@ -277,9 +277,7 @@ BREAKS = {
         "is not among its 10 candidates",
     ),
     "a list of WinoGAViL is damaged": Break(
-        "misc/winogavil",
-        lambda f: edit_csv(f, lambda rows: rows[1].update(candidates='["thing1", "thi')),
-        "row 2 of",
+        "misc/winogavil", lambda f: edit_csv(f, lambda rows: rows[1].update(candidates='["thing1", "thi')), "row 2 of"
     ),
     "an image of WinoGAViL is missing": Break("misc/winogavil", without_image, "in none of its archives"),
     "a row of WinoGAViL is missing": Break(

@@ -15,16 +15,7 @@ from pipeline.evaluation.datasets.suite import open_suite
 from pipeline.evaluation.datasets.task_data import TaskError
 from pipeline.model.evaluation_model import EvaluationModel
 from tests.checkpoints import QUICK
-from tests.own_tasks import (
-    CLASSES,
-    bodies,
-    labelled,
-    one_task,
-    opened,
-    write_class_folders,
-    write_csv,
-    write_parquet,
-)
+from tests.own_tasks import CLASSES, bodies, labelled, one_task, opened, write_class_folders, write_csv, write_parquet
 
 
 @pytest.mark.parametrize(

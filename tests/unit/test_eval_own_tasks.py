@@ -20,14 +20,7 @@ from pipeline.model.evaluation_model import EvaluationModel
 from tests.checkpoints import QUICK, save_checkpoint
 from tests.evaluation_suite import write_classification
 from tests.hub import Hub
-from tests.own_tasks import (
-    CLASSES,
-    bodies,
-    one_task,
-    opened,
-    write_class_folders,
-    write_csv,
-)
+from tests.own_tasks import CLASSES, bodies, one_task, opened, write_class_folders, write_csv
 from tests.web import serve
 
 

@@ -75,23 +75,9 @@ def test_file_permissions_follow_the_umask(tmp_path: Path) -> None:
 
 
 OUTSIDE = [
-    "../x",
-    "a/../../x",
-    "/abs/x",
-    "",
-    ".",
-    "..",
-    "a//x",
-    "a/",
-    "C:x",
-    "a\\..\\x",
-    "a\0x",
-    "a\nx",
-    "x" * 256,
-    "\ud800",
-    7,
-    None,
-]
+    "../x", "a/../../x", "/abs/x", "", ".", "..", "a//x", "a/", "C:x", "a\\..\\x", "a\0x", "a\nx", "x" * 256, "\ud800",
+    7, None,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OUTSIDE, ids=repr)

@@ -73,30 +73,16 @@ def test_ordinary_jpegs_are_left_to_the_gpu(subsampling: int) -> None:
     assert found.box == decode.crop_box(70, 90, crop=CROP, state=3)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        encoded(progressive=True),
-        encoded(mode="L"),
-        encoded(mode="CMYK"),
-        encoded(keep_rgb=True),
-        encoded()[:-2],
-        encoded()[:200],
-        encoded("PNG"),
-        encoded("PPM"),
-        b"",
-        b"\xff\xd8",
-        b"\xff\xd8\xff\xd9",
-        patched(4, 12),
-        patched(11, 0x14, mode="L", size=(16, 64)),
-        patched(11, 0x14, subsampling=2, size=(64, 64)),
-        encoded() + bytes(20_000),
-    ],
-    ids=[
-        "progressive", "grey", "CMYK", "RGB", "no end", "cut", "PNG", "PPM", "empty", "begin only", "no frame",
-        "12 bits", "grey 4:4:1", "4:4:1", "more bytes than pixels",
-    ],
-)  # fmt: skip
+NOT_ORDINARY = {
+    "progressive": encoded(progressive=True), "grey": encoded(mode="L"), "CMYK": encoded(mode="CMYK"),
+    "RGB": encoded(keep_rgb=True), "no end": encoded()[:-2], "cut": encoded()[:200], "PNG": encoded("PNG"),
+    "PPM": encoded("PPM"), "empty": b"", "begin only": b"\xff\xd8", "no frame": b"\xff\xd8\xff\xd9",
+    "12 bits": patched(4, 12), "grey 4:4:1": patched(11, 0x14, mode="L", size=(16, 64)),
+    "4:4:1": patched(11, 0x14, subsampling=2, size=(64, 64)), "more bytes than pixels": encoded() + bytes(20_000),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("data", NOT_ORDINARY.values(), ids=NOT_ORDINARY)
 def test_everything_else_is_decoded_by_the_worker(data: bytes) -> None:
     assert ON_GPU.for_gpu(data, state=0) is None
 
@@ -110,9 +96,8 @@ def test_images_with_too_many_pixels_are_corrupt_or_stay_with_the_worker(monkeyp
 
 
 def test_what_torch_cannot_resize_on_a_gpu_stays_with_the_worker() -> None:
-    whole = ImageDecoder(
-        size=2, crop=CropConfig(scale=(1, 1), ratio=(1, 1)), mode="fast", max_pixels=10**6, gpu="a GPU"
-    )
+    crop = CropConfig(scale=(1, 1), ratio=(1, 1))
+    whole = ImageDecoder(size=2, crop=crop, mode="fast", max_pixels=10**6, gpu="a GPU")
     assert whole.for_gpu(encoded(size=(80, 80)), state=0) is not None
     assert whole.for_gpu(encoded(size=(81, 81)), state=0) is None
 

@@ -33,13 +33,9 @@ from tests.pair_files import digests
 
 pytest.importorskip("resvg_py", reason="resvg-py is not installed: pip install -e '.[icons]'")
 SMALL = (
-    "held_out.sets=0.06",
-    "held_out.pairs=20",
-    "held_out.phrases=3",
-    "image.size=32",
-    "fetch.shard_size=100",
+    "held_out.sets=0.06", "held_out.pairs=20", "held_out.phrases=3", "image.size=32", "fetch.shard_size=100",
     "fetch.processes=1",
-)
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

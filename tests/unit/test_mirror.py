@@ -128,10 +128,7 @@ def test_an_upload_that_ends_early_never_looks_complete(
 
 
 def test_a_file_that_arrives_with_other_contents_is_noticed(
-    tmp_path: Path,
-    url: str,
-    towers: Towers,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, url: str, towers: Towers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mirror_module, "PAUSE_SECONDS", 0.0)
     monkeypatch.setattr(MirrorStore, "_sha256", lambda self, name: "0" * 64)
@@ -152,11 +149,7 @@ def test_a_damaged_checkpoint_in_the_mirror_is_skipped(tmp_path: Path, towers: T
     assert not list((run / "checkpoints").glob(".*"))
 
 
-def test_a_rollback_removes_later_checkpoints_from_the_mirror(
-    tmp_path: Path,
-    url: str,
-    towers: Towers,
-) -> None:
+def test_a_rollback_removes_later_checkpoints_from_the_mirror(tmp_path: Path, url: str, towers: Towers) -> None:
     run = tmp_path / "run"
     write(run, url, towers, [1, 2, 3])
     writer_of(run, url, towers).abandon_after(1)
@@ -165,10 +158,7 @@ def test_a_rollback_removes_later_checkpoints_from_the_mirror(
 
 
 def test_a_rollback_that_the_mirror_does_not_follow_is_reported(
-    tmp_path: Path,
-    url: str,
-    towers: Towers,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, url: str, towers: Towers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(self: MirrorStore) -> list[str]:
         raise RuntimeError("no credentials")  # not an OSError: client libraries have errors of their own
@@ -214,10 +204,7 @@ def test_an_unfinished_folder_of_the_same_step_is_replaced(tmp_path: Path, url: 
 
 
 def test_a_checkpoint_in_the_fallback_folder_is_uploaded_beside_the_best_one(
-    tmp_path: Path,
-    url: str,
-    towers: Towers,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, url: str, towers: Towers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
     writer = writer_of(run, url, towers, keep_last=1)
@@ -235,10 +222,7 @@ def test_a_checkpoint_in_the_fallback_folder_is_uploaded_beside_the_best_one(
 
 
 def test_the_end_of_a_run_waits_for_the_mirror_only_once(
-    tmp_path: Path,
-    url: str,
-    towers: Towers,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, url: str, towers: Towers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     released, events = threading.Event(), list[str]()
     monkeypatch.setattr(MirrorStore, "upload", lambda self, path: released.wait(30))

@@ -57,10 +57,7 @@ def resumed(run: Path, url: str) -> None:
 
 
 def test_two_machines_cannot_train_one_run(
-    tmp_path: Path,
-    url: str,
-    towers: Towers,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, url: str, towers: Towers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mirror_module, "BEAT_SECONDS", 0.2)
     first, second, events = tmp_path / "one" / "run", tmp_path / "two" / "run", list[str]()
@@ -100,11 +97,7 @@ def test_two_processes_may_claim_a_mirror_at_once(tmp_path: Path) -> None:
     assert not [claim for claim in claims if claim.exception()]
 
 
-def test_a_new_machine_does_not_continue_a_run_with_another_recipe(
-    tmp_path: Path,
-    url: str,
-    towers: Towers,
-) -> None:
+def test_a_new_machine_does_not_continue_a_run_with_another_recipe(tmp_path: Path, url: str, towers: Towers) -> None:
     recipe = {"batch_size": 8, "seed": 1, "optimizer": {"lr": 0.1}, "checkpoint": {"every": 5}}
     writer = writer_of(tmp_path / "one" / "run", url, towers)
     writer.save(replace(snapshot(towers, 1), facts={**FACTS, "samples": 8, "config": recipe}))
@@ -158,12 +151,7 @@ def test_a_foreign_checkpoint_of_the_same_step_is_kept(tmp_path: Path, url: str,
 
 
 @pytest.mark.parametrize("text", [b"[]", b"7", b"null", b'{"files": []}', b"\xff", b"[" * 100_000, b""])
-def test_a_checkpoint_json_of_another_type_is_skipped(
-    tmp_path: Path,
-    url: str,
-    towers: Towers,
-    text: bytes,
-) -> None:
+def test_a_checkpoint_json_of_another_type_is_skipped(tmp_path: Path, url: str, towers: Towers, text: bytes) -> None:
     run = tmp_path / "run"
     write(run, url, towers, [1, 2])
     store = MirrorStore(url, run)
@@ -191,12 +179,7 @@ def test_a_damaged_recipe_in_a_mirror_is_skipped(tmp_path: Path, url: str, tower
 
 
 @pytest.mark.parametrize("name", ["../../outside", "ema/../../../outside", "{abs}", "."])
-def test_a_mirror_cannot_write_outside_the_run(
-    tmp_path: Path,
-    url: str,
-    towers: Towers,
-    name: str,
-) -> None:
+def test_a_mirror_cannot_write_outside_the_run(tmp_path: Path, url: str, towers: Towers, name: str) -> None:
     run, name = tmp_path / "deep" / "run", name.format(abs=tmp_path / "outside")
     write(run, url, towers, [1, 2])
     change_meta(MirrorStore(url, run), 2, lambda meta: meta["files"].update({name: {"bytes": 0, "sha256": "0"}}))
@@ -211,12 +194,7 @@ def test_a_mirror_cannot_write_outside_the_run(
 
 
 @pytest.mark.parametrize("name", ["/../../precious", ".", "..", "{abs}", "step-00000001/../../../../precious"])
-def test_a_name_in_best_deletes_nothing(
-    tmp_path: Path,
-    url: str,
-    towers: Towers,
-    name: str,
-) -> None:
+def test_a_name_in_best_deletes_nothing(tmp_path: Path, url: str, towers: Towers, name: str) -> None:
     run, precious = tmp_path / "run", tmp_path / "precious"
     precious.mkdir()
     (precious / "thesis").write_text("ten years")

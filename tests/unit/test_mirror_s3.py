@@ -156,9 +156,7 @@ def test_a_byte_that_changes_on_the_server_is_noticed(tmp_path: Path, port: int,
 
 
 def test_uploads_fail_and_are_counted_while_the_server_is_away(
-    tmp_path: Path,
-    towers: Towers,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, towers: Towers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mirror_module, "PAUSE_SECONDS", 0.0)
     run, url, events = tmp_path / "run", "s3://bucket/runs", list[str]()

@@ -34,16 +34,8 @@ def normalizers(
 
 @pytest.mark.parametrize(("cap", "power"), [(0, 1.0), (2.0, 1.0), (0, 0.25), (2.0, 0.75)])
 def test_losses_and_gradients_equal_the_equations(cap: float, power: float) -> None:
-    settings = {
-        "name": "neuclip_plus",
-        "prototypes": PROTOTYPES,
-        "eps": EPS,
-        "ratio_cap": cap,
-        "ratio_power": power,
-        "tau_lr": 0.0,
-        "rho": 1.5,
-    }
-    objective = build_objective({**settings, "tau_init": 0.2}, context=context(BATCH))
+    settings = {"name": "neuclip_plus", "prototypes": PROTOTYPES, "eps": EPS, "ratio_cap": cap, "ratio_power": power}
+    objective = build_objective({**settings, "tau_lr": 0.0, "rho": 1.5, "tau_init": 0.2}, context=context(BATCH))
     history: list[tuple[torch.Tensor, torch.Tensor]] = []
     seen: list[int] = []
     for step in range(6):

@@ -143,16 +143,8 @@ def test_model_and_network_are_of_one_checkpoint(base: Path, tmp_path: Path, mon
         return model
 
     monkeypatch.setattr("pipeline.analysis.scorer.load_for_evaluation", load)
-    _, facts = make_scorer(
-        str(tmp_path / "run"),
-        load_manifest(base / "data"),
-        caption=CaptionField(),
-        normalizers="network",
-        reference=2,
-        batch_size=8,
-        workers=0,
-        world=World(),
-    )
+    _, facts = make_scorer(str(tmp_path / "run"), load_manifest(base / "data"), caption=CaptionField(),
+                           normalizers="network", reference=2, batch_size=8, workers=0, world=World())  # fmt: skip
     assert facts.model == load_for_evaluation(str(chosen)).digest
 
 

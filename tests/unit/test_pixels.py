@@ -192,16 +192,9 @@ def test_every_mode_of_an_image_in_memory(mode: str) -> None:
             pixels.to_rgb(Image.new(mode, (2, 2)))
         return
     white = {
-        "L": 255,
-        "1": 255,
-        "CMYK": (0,) * 4,
-        "YCbCr": (255, 128, 128),
-        "LAB": (255, 128, 128),
-        "HSV": (0, 0, 255),
-        "LA": (255, 9),
-        "La": (255, 255),
-        "RGBA": (255, 255, 255, 9),
-    }
+        "L": 255, "1": 255, "CMYK": (0,) * 4, "YCbCr": (255, 128, 128), "LAB": (255, 128, 128), "HSV": (0, 0, 255),
+        "LA": (255, 9), "La": (255, 255), "RGBA": (255, 255, 255, 9),
+    }  # fmt: skip
     if mode in ("P", "PA"):
         image = Image.new("RGB", (2, 2), "white").convert("P").convert(mode)
     else:

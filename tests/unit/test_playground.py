@@ -299,16 +299,8 @@ def test_the_command_offers_the_classes_of_a_suite(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(http_api, "serve", lambda app, listening: None)
     arguments = [str(save_checkpoint(tmp_path / "step-00000001", 0)), "--suite", str(tmp_path / "tasks.yaml")]
     (tmp_path / "captions.txt").write_text("one\ntwo\n")
-    arguments += [
-        "--images",
-        str(photos),
-        "--captions",
-        str(tmp_path / "captions.txt"),
-        "--port",
-        "0",
-        "--device",
-        "cpu",
-    ]
+    arguments += ["--images", str(photos), "--captions", str(tmp_path / "captions.txt"), "--port", "0"]
+    arguments += ["--device", "cpu"]
     done = CliRunner().invoke(job.command, arguments, standalone_mode=False)
     assert done.return_value == 0, done.output
     assert served[0].class_sets == (ClassSet("Our products", ("mug", "T-shirt"), ("a {c} for sale",)),)

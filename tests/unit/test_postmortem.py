@@ -164,9 +164,7 @@ def test_a_full_disk(run: Path, towers: Towers, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_stalled_loading_worker_is_reported_in_its_own_words(
-    run: Path,
-    towers: Towers,
-    monkeypatch: pytest.MonkeyPatch,
+    run: Path, towers: Towers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(run, towers, [6])
     beat(run)
@@ -280,9 +278,7 @@ def test_data_that_is_not_on_this_machine_is_named(run: Path, towers: Towers, tm
 
 
 def test_what_a_running_run_removes_meanwhile_is_skipped(
-    run: Path,
-    towers: Towers,
-    monkeypatch: pytest.MonkeyPatch,
+    run: Path, towers: Towers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(run, towers, [3, 6])
     for rank in (0, 1):
@@ -418,13 +414,7 @@ def test_a_moved_folder_and_settings_that_cannot_be_continued_with(run: Path, to
         (False, False, "finished: 10 steps"),
     ],
 )
-def test_a_run_that_reached_its_last_step(
-    run: Path,
-    towers: Towers,
-    damaged: bool,
-    suite: bool,
-    expected: str,
-) -> None:
+def test_a_run_that_reached_its_last_step(run: Path, towers: Towers, damaged: bool, suite: bool, expected: str) -> None:
     write(run, towers, [10])
     sink = JsonLines(SinkContext(run, total_steps=10, first_step=9))
     for step in (8, 9, 10):

@@ -175,18 +175,8 @@ def test_off_is_the_plain_run_and_other_settings_work_together(base: Path) -> No
     assert len(values(base, "combined", "distillation_loss")) == 6
     train_here(*settings(base, "micro", "engine.micro_batch=4"))
     assert values(base, "micro") == pytest.approx(values(base, "whole"), rel=1e-4)
-    assert (
-        load_recipe(
-            None,
-            [
-                *settings(base, "x", "batch_size=8", "schedule.warmup_steps=1"),
-                "data.streams=4",
-                "samples=null",
-                "epochs=2",
-            ],
-        ).samples
-        == 64
-    )
+    more = ("batch_size=8", "schedule.warmup_steps=1", "data.streams=4", "samples=null", "epochs=2")
+    assert load_recipe(None, settings(base, "x", *more)).samples == 64
 
 
 def test_a_smaller_image_changes_the_scores_and_leaves_the_weights_as_they_are(

@@ -133,13 +133,8 @@ def test_a_stopped_study_resumes_and_the_page_is_rendered_from_the_data(tmp_path
 
 
 PAGE = {
-    "size": "desk",
-    "command": "c",
-    "date": "2026",
-    "units": 32,
-    "versions": {},
-    "machine": {"cores": 2, "cpu": "x"},
-}
+    "size": "desk", "command": "c", "date": "2026", "units": 32, "versions": {}, "machine": {"cores": 2, "cpu": "x"},
+}  # fmt: skip
 
 
 def result(arm: str, seed: int, nce: float) -> dict:

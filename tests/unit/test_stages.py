@@ -19,14 +19,9 @@ from tests.unit.test_attention import write_kind
 
 RECIPES = Path(__file__).parents[2] / "jobs" / "recipes"
 DATA = (
-    "output=x",
-    "data.sources=x",
-    "samples=1000",
-    "batch_size=10",
-    "plan.dataset_size=500",
-    "schedule.warmup_steps=0",
+    "output=x", "data.sources=x", "samples=1000", "batch_size=10", "plan.dataset_size=500", "schedule.warmup_steps=0",
     "data.streams=10",
-)
+)  # fmt: skip
 
 
 def recipe(*stages: str, arch: str = "scenes-vit-tiny", more: tuple[str, ...] = ()) -> RunConfig:

@@ -128,7 +128,7 @@ def test_a_refused_start_leaves_nothing_behind(tmp_path: Path) -> None:
         ("data.sources=nowhere", None),
         ("data.streams=2", None),
         ("evaluation.suite=nowhere", None),
-        ("batch_size=16", ""),
+        ("batch_size=16", "batch_size = 8, and this run has 16"),
         ("validation.sources=nowhere", None),
         ("model.arch=scenes-vit-micro", None),
         ("samples=8", r"samples = 8 is 1 step of batch_size = 8, but step-00000002 has trained 2 \(16 samples\)"),

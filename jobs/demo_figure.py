@@ -65,9 +65,11 @@ def collect(run: Path) -> dict[str, Any]:
         "retrieval": {"score": retrieval.score, "candidates": retrieval.samples},
         "examples": [
             {
-                "caption": example.caption,
-                "rank": example.rank + 1,
-                "images": [{"right": image.right, "jpeg": _thumbnail(image.file)} for image in example.images[:IMAGES]],
+                "caption": example["caption"],
+                "rank": example["rank"] + 1,
+                "images": [
+                    {"right": image["right"], "jpeg": _thumbnail(image["file"])} for image in example["images"][:IMAGES]
+                ],
             }
             for example in chosen
         ],

@@ -11,7 +11,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -65,23 +65,16 @@ class Method:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The comparison of several runs.
-
-    Attributes:
-        runs: The runs; the first is the baseline.
-        labels: One short, distinct name per run.
-        aggregates: Rows of the aggregates.
-        tasks: Rows of the tasks.
-        methods: Runs grouped over seeds.
-        notes: Remarks about missing or differing data.
-    """
+    """The comparison of several runs, the first of which is the baseline."""
 
     runs: tuple[Run, ...]
     labels: tuple[str, ...]
+    """One short, distinct name per run."""
     aggregates: tuple[Row, ...]
     tasks: tuple[Row, ...]
     methods: tuple[Method, ...]
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...]
+    """Remarks about missing or differing data."""
 
 
 def compare(runs: Sequence[Run], *, mixed: bool = False) -> Comparison:
@@ -248,7 +241,7 @@ def resample(scores: Sequence[Score], *, resamples: int = RESAMPLES) -> np.ndarr
     """
     if len({str(score.inputs.get("task_data")) for score in scores}) != 1:
         return None
-    found = [score.outcomes() for score in scores]
+    found = [score.read_outcomes() for score in scores]
     statistics = [statistic(s, outcomes) for s, outcomes in zip(scores, found, strict=True) if outcomes is not None]
     usable = [pair for pair in statistics if pair is not None]
     if len(usable) != len(scores) or len({units for units, _ in usable}) != 1:

@@ -7,37 +7,33 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from pipeline.evaluation.datasets.datacomp import TASKS
 from pipeline.evaluation.run.results import (
     ANOTHER_SUITE,
-    TaskScore,
+    LOCK_NAME,
+    TaskResult,
     is_intact,
     is_named_after,
     part_of,
     read_outcomes,
+    read_result,
 )
 from pipeline.files import path_below, read_tree
+from pipeline.run_files import EMA_NAME
 
-SUMMARY, TIMINGS, LOCK = "summary.json", "timings.json", "suite.lock.json"
-AVERAGE = "ema"
-"""The folder of the average of the weights in a checkpoint."""
-NEEDED = ("task", "protocol", "main_metric", "score", "metrics", "samples")
+T = TypeVar("T")
+SUMMARY, TIMINGS = "summary.json", "timings.json"
 
 
 @dataclass(frozen=True)
-class Score(TaskScore):
-    """One task's result, read from `path`; `inputs` are the settings and data it was computed with."""
+class Score(TaskResult):
+    """One task's result, and the file that it was read from."""
 
-    inputs: Mapping[str, Any]
-    path: Path
-    official: bool = False
-    """Whether the sample counts are those of the official data."""
-    outcomes_digest: str | None = None
-    """SHA-256 of the per-sample outcomes; version 0.1 recorded none."""
+    path: Path = field(kw_only=True)
 
     @property
     def label(self) -> str:
@@ -48,49 +44,9 @@ class Score(TaskScore):
     def times_chance(self) -> float | None:
         return self.score / self.chance if self.chance else None
 
-    def outcomes(self) -> dict[str, np.ndarray] | None:
+    def read_outcomes(self) -> dict[str, np.ndarray] | None:
         """Per-sample outcomes, from which every metric can be recomputed; None if missing or changed."""
-        return read_outcomes(self.path, self.outcomes_digest)
-
-
-@dataclass(frozen=True)
-class Retrieved:
-    """An image retrieved for a caption; `right` if it is the caption's own image."""
-
-    file: Path
-    score: float | None
-    right: bool
-
-
-@dataclass(frozen=True)
-class Example:
-    """A caption, the rank of its own image (0 is first), the best images, and its own image."""
-
-    caption: str
-    rank: int
-    images: tuple[Retrieved, ...]
-    own: Path
-
-    @property
-    def found(self) -> bool:
-        """Whether its own image is among the best."""
-        return any(image.right for image in self.images)
-
-
-@dataclass(frozen=True)
-class Described:
-    """An image, the rank of its best own caption (0 is first), the best captions, and its own."""
-
-    image: Path
-    rank: int
-    captions: tuple[tuple[str, bool], ...]
-    """The best captions, and whether each is the image's own."""
-    own: str
-
-    @property
-    def found(self) -> bool:
-        """Whether one of its own captions is among the best."""
-        return any(right for _, right in self.captions)
+        return read_outcomes(self.path, self.outcomes or None)
 
 
 @dataclass(frozen=True)
@@ -119,8 +75,12 @@ class StoredEvaluation:
     timings: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     average: bool = False
     """Whether the weights are the average (EMA) of a checkpoint's, as while training with `ema.evaluate`."""
-    examples: tuple[Example, ...] = ()
-    described: tuple[Described, ...] = ()
+    examples: tuple[Mapping[str, Any], ...] = ()
+    """Captions, each with the `rank` of its `own` image (0 is first) and the best `images`, one of them `right` if its
+    own is `found`."""
+    described: tuple[Mapping[str, Any], ...] = ()
+    """Images, each with the `rank` of its best own caption (0 is first), its `own` captions as one text, and the best
+    `captions`, one of them `right` if an own one is `found`."""
     classes: tuple[Classes, ...] = ()
 
     def score(self, task: str) -> Score | None:
@@ -156,7 +116,7 @@ def _read_checkpoint(folder: Path, step: int | None, samples: int | None, notes:
     scores, summary, timings = [], read_tree(folder / SUMMARY), read_tree(folder / TIMINGS)
     weights, left_out = summary.get("checkpoint"), part_of(summary, "left_out")
     for path in sorted(folder.glob("*.json")):
-        if path.name in (SUMMARY, TIMINGS, LOCK):
+        if path.name in (SUMMARY, TIMINGS, LOCK_NAME):
             continue
         tree = read_tree(path)
         reason = left_out.get(str(tree.get("task")), ANOTHER_SUITE)
@@ -167,14 +127,15 @@ def _read_checkpoint(folder: Path, step: int | None, samples: int | None, notes:
             notes.append(f"{folder.name}/{path.name} scores other weights than its summary's and is skipped.")
         elif not is_intact(tree) or not is_named_after(path, str(tree.get("task"))):
             notes.append(f"{folder.name}/{path.name} was edited or copied since it was written, and is skipped.")
-        elif (score := _score(tree, path)) is not None:
-            scores.append(score)
+        elif (result := read_result(path, undigested=True)) is not None:
+            scores.append(Score(**vars(result), path=path))
         else:
             notes.append(f"{folder.name}/{path.name} is not a task's result and is skipped.")
     if scores and not summary:
         notes.append(f"{folder.name}: the evaluation is not finished, tasks are missing.")
     table = {key: position for position, key in enumerate(TASKS)}
     scores.sort(key=lambda score: table.get(score.task, len(table)))
+    retrieved = sorted(folder.glob("*.examples"))
     return StoredEvaluation(
         checkpoint=folder.name,
         step=step,
@@ -183,53 +144,20 @@ def _read_checkpoint(folder: Path, step: int | None, samples: int | None, notes:
         failures=part_of(summary, "failures"),
         aggregates=part_of(summary, "aggregates"),
         timings=part_of(timings, "tasks"),
-        average=Path(str(timings.get("source", ""))).name == AVERAGE,
-        examples=tuple(example for path in sorted(folder.glob("*.examples")) for example in _examples(path, notes)),
-        described=tuple(one for path in sorted(folder.glob("*.examples")) for one in _described(path, notes)),
+        average=Path(str(timings.get("source", ""))).name == EMA_NAME,
+        examples=tuple(example for path in retrieved for example in _examples(path, notes)),
+        described=tuple(one for path in retrieved for one in _described(path, notes)),
         classes=tuple(found for score in scores if (found := _classes(folder, score, notes)) is not None),
     )
 
 
-def _score(tree: Mapping[str, Any], path: Path) -> Score | None:
-    """The score in a result's file; None for a damaged one, or a file of another kind."""
-    numbers = isinstance(tree.get("score"), int | float) and isinstance(tree.get("samples"), int)
-    parts = all(isinstance(tree.get(name, {}), dict) for name in ("metrics", "inputs"))
-    if not (numbers and parts and all(key in tree for key in NEEDED)):
-        return None
-    return Score(
-        task=tree["task"],
-        name=tree.get("name", tree["task"]),
-        protocol=tree["protocol"],
-        main_metric=tree["main_metric"],
-        score=float(tree["score"]),
-        metrics=tree["metrics"],
-        chance=tree.get("chance"),
-        samples=int(tree["samples"]),
-        inputs=tree.get("inputs", {}),
-        path=path,
-        official=bool(tree.get("official")),
-        outcomes_digest=tree.get("outcomes"),
-    )
-
-
-def _examples(folder: Path, notes: list[str]) -> list[Example]:
+def _stored(path: Path, parse: Callable[[Any], T], *, what: str, notes: list[str]) -> T | None:
+    """What `parse` makes of a JSON file beside the scores; None, with a note, if it is damaged."""
     try:
-        entries = json.loads((folder / "examples.json").read_text(encoding="utf-8"))
-        return [
-            Example(
-                caption=entry["caption"],
-                rank=int(entry["rank"]),
-                images=tuple(
-                    Retrieved(_image(folder, image["file"]), image.get("score"), bool(image["right"]))
-                    for image in entry["images"]
-                ),
-                own=_image(folder, f"{entry['right']}.jpg"),
-            )
-            for entry in entries
-        ]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        notes.append(f"The retrieval examples in {folder.name} cannot be read ({error!r}).")
-        return []
+        return parse(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        notes.append(f"{what} cannot be read ({error!r}).")
+        return None
 
 
 def _image(folder: Path, name: object) -> Path:
@@ -237,31 +165,43 @@ def _image(folder: Path, name: object) -> Path:
     return path_below(folder, name, what="An example's image")
 
 
-def _described(folder: Path, notes: list[str]) -> list[Described]:
-    path = folder / "images.json"
+def _examples(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
+    def parse(entry: Mapping[str, Any]) -> dict[str, Any]:
+        images = [
+            {"file": _image(folder, image["file"]), "score": image.get("score"), "right": bool(image["right"])}
+            for image in entry["images"]
+        ]
+        return {
+            "caption": entry["caption"],
+            "rank": int(entry["rank"]),
+            "images": images,
+            "own": _image(folder, f"{entry['right']}.jpg"),
+            "found": any(image["right"] for image in images),
+        }
+
+    what, path = f"The retrieval examples in {folder.name}", folder / "examples.json"
+    return _stored(path, lambda entries: [*map(parse, entries)], what=what, notes=notes) or []
+
+
+def _described(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
+    def parse(entry: Mapping[str, Any]) -> dict[str, Any]:
+        captions = [(one["caption"], bool(one["right"])) for one in entry["captions"]]
+        return {
+            "image": _image(folder, entry["file"]),
+            "rank": int(entry["rank"]),
+            "captions": captions,
+            "own": " / ".join(entry["own"]),
+            "found": any(right for _, right in captions),
+        }
+
+    what, path = f"The captions retrieved for images in {folder.name}", folder / "images.json"
     if not path.is_file():  # written by an older version
         return []
-    try:
-        return [
-            Described(
-                image=_image(folder, entry["file"]),
-                rank=int(entry["rank"]),
-                captions=tuple((one["caption"], bool(one["right"])) for one in entry["captions"]),
-                own=" / ".join(entry["own"]),
-            )
-            for entry in json.loads(path.read_text(encoding="utf-8"))
-        ]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        notes.append(f"The captions retrieved for images in {folder.name} cannot be read ({error!r}).")
-        return []
+    return _stored(path, lambda entries: [*map(parse, entries)], what=what, notes=notes) or []
 
 
 def _classes(folder: Path, score: Score, notes: list[str]) -> Classes | None:
-    path = folder / "classes" / score.path.name
-    if not path.is_file():
-        return None
-    try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+    def parse(tree: Mapping[str, Any]) -> Classes:
         names = tuple(one["name"] or "(blank)" for one in tree["classes"])
         return Classes(
             task=score.label,
@@ -270,6 +210,6 @@ def _classes(folder: Path, score: Score, notes: list[str]) -> Classes | None:
             matrix=tuple(map(tuple, tree["matrix"])) if tree["matrix"] else None,
             confusions=tuple((names[c["true"]], names[c["predicted"]], int(c["count"])) for c in tree["confusions"]),
         )
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-        notes.append(f"The classes of {score.task} cannot be read ({error!r}).")
-        return None
+
+    path = folder / "classes" / score.path.name
+    return _stored(path, parse, what=f"The classes of {score.task}", notes=notes) if path.is_file() else None

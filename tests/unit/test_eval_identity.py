@@ -282,10 +282,10 @@ def test_an_image_elsewhere_that_is_replaced_after_it_was_hashed_gets_no_score(
 def test_reports_do_not_use_outcomes_that_were_changed(model: EvaluationModel, suite: Path, tmp_path: Path) -> None:
     evaluated(model, suite, tmp_path / "out", "mnist")
     (found,) = read_evaluations(tmp_path, lambda step: step, [])
-    assert found.scores[0].outcomes() is not None
+    assert found.scores[0].read_outcomes() is not None
     outcomes = tmp_path / "out/mnist.outcomes.npz"
     np.savez_compressed(outcomes, target=np.zeros(20, int), prediction=np.zeros(20, int), rank=np.zeros(20, int))
-    assert found.scores[0].outcomes() is None
+    assert found.scores[0].read_outcomes() is None
 
 
 def run(*arguments: object) -> Result:

@@ -24,7 +24,7 @@ def make_score(
     folder.mkdir(parents=True, exist_ok=True)
     np.savez(folder / "t.outcomes.npz", **outcomes)
     inputs = {"task_data": "same"}
-    return Score(task, task, protocol, metric, 0.0, {}, None, 0, inputs, folder / "t.json")
+    return Score(task, task, protocol, metric, 0.0, {}, None, 0, False, inputs, path=folder / "t.json")
 
 
 @pytest.fixture
@@ -176,7 +176,7 @@ def test_an_aggregate_over_unofficial_data_is_marked(tmp_path: Path) -> None:
     def evaluated(official: bool) -> StoredEvaluation:
         keys = AGGREGATES["Retrieval"]
         path = tmp_path / "x.json"
-        scores = [Score(k, k, "retrieval", "m", 0.5, {}, None, 9, {}, path, official=official) for k in keys]
+        scores = [Score(k, k, "retrieval", "m", 0.5, {}, None, 9, official, {}, path=path) for k in keys]
         return StoredEvaluation("step-1", 1, 1, tuple(scores))
 
     assert list(groups_of([evaluated(True)])) == ["Retrieval"]

@@ -37,8 +37,8 @@ ANOTHER_SUITE = "it is a task of another suite"
 
 
 @dataclass(frozen=True)
-class TaskScore:
-    """A task's score, as the evaluation computes it and reports show it."""
+class TaskResult:
+    """A task's score and everything that it depends on."""
 
     task: str
     name: str
@@ -51,18 +51,12 @@ class TaskScore:
     """The expected score of guessing; None where it has no simple form."""
     samples: int
     """Images, pairs or instances in the task's data."""
-
-
-@dataclass(frozen=True)
-class TaskResult(TaskScore):
-    """A task's score and everything that it depends on."""
-
     official: bool
     """Whether the data has the official counts."""
     inputs: Mapping[str, Any]
     """The identity: equal inputs give an equal result."""
     outcomes: str = ""
-    """SHA-256 of the per-sample outcomes beside it."""
+    """SHA-256 of the per-sample outcomes beside it; version 0.1 recorded none."""
 
 
 def part_of(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -79,9 +73,7 @@ def is_intact(tree: Mapping[str, Any]) -> bool:
 def read_result(path: Path, *, undigested: bool = False) -> TaskResult | None:
     """The result in a file; None when there is none, it is not as it was written, or is another task's.
 
-    Args:
-        path: The file, named after the task.
-        undigested: Accept a result of version 0.1, which had no digest.
+    Those of version 0.1, which had no digest, are accepted with `undigested`.
     """
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))

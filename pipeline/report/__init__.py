@@ -15,10 +15,6 @@ import sys
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from pipeline.report.stored_scores import StoredEvaluation
 
 FOLDER = Path("tensorboard") / "evaluation"
 """Where a run's scores are as TensorBoard scalars."""
@@ -51,35 +47,19 @@ def write_report(runs: Sequence[str | Path], *, output: str | Path | None = None
 
 
 def update_scores(run: str | Path) -> None:
-    """Write the scores in a run's folder as TensorBoard scalars, if the run logs to TensorBoard and has any.
+    """Write every score and complete aggregate of a run as TensorBoard scalars, in place of earlier ones.
 
-    Evaluations, watchers and reports call it. If the disk refuses it, that is printed: the scores themselves are safe.
+    Evaluations, watchers and reports call it, several at a time: every file is complete when it appears. A run that
+    does not log to TensorBoard is left alone. If the disk refuses it, that is printed: the scores themselves are safe.
     """
     from pipeline.report.stored_scores import read_evaluations
 
-    folder = Path(run)
-    if not (folder / FOLDER.parent).is_dir():
+    folder, new = Path(run) / FOLDER, Path(run) / f".{FOLDER.name}-{uuid.uuid4().hex}"
+    evaluations = read_evaluations(Path(run) / "evaluation", lambda step: None, []) if folder.parent.is_dir() else ()
+    if not evaluations:
         return
-    evaluations = read_evaluations(folder / "evaluation", lambda step: None, [])
-    if evaluations:
-        try:
-            write_scores(folder, evaluations)
-        except OSError as error:
-            print(f"{folder / FOLDER} cannot be written ({error}): scores are missing in TensorBoard.", file=sys.stderr)
-
-
-def write_scores(run: Path, evaluations: Sequence[StoredEvaluation]) -> Path:
-    """Write every score and complete aggregate at the checkpoint's step, replacing earlier ones.
-
-    Several watchers may do so at a time: every file is complete when it appears.
-
-    Returns:
-        The folder, a sub-run of RUN/tensorboard.
-    """
     from torch.utils.tensorboard import SummaryWriter
 
-    folder = run / FOLDER
-    new = run / f".{FOLDER.name}-{uuid.uuid4().hex}"
     try:
         with SummaryWriter(str(new)) as writer:
             for evaluation in evaluations:
@@ -94,7 +74,6 @@ def write_scores(run: Path, evaluations: Sequence[StoredEvaluation]) -> Path:
         new.rename(folder)
     except OSError as error:
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # else another watcher was faster
-            raise
+            print(f"{folder} cannot be written ({error}): scores are missing in TensorBoard.", file=sys.stderr)
     finally:
         shutil.rmtree(new, ignore_errors=True)
-    return folder

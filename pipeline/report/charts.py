@@ -22,9 +22,6 @@ COLD = "normalizer_gap_cold"
 log = logging.getLogger(__name__)
 
 
-Kind = Literal["number", "share"]
-
-
 @dataclass(frozen=True)
 class Quantity:
     """How a logged value is displayed."""
@@ -33,7 +30,7 @@ class Quantity:
     """Title, with the unit if there is one."""
     note: str = ""
     """One sentence on how to read it."""
-    kind: Kind = "number"
+    kind: Literal["number", "share"] = "number"
     """A "share" is shown in percent."""
     zero: bool = False
     """The axis starts at zero."""
@@ -229,10 +226,10 @@ def chart(title: str, lines: Sequence[Line], *, note: str = "", percent: bool = 
         percent: The values are fractions, shown in percent.
         options: Passed to `line_chart`.
     """
-    drawing = line_chart(lines, percent=percent, **options)
+    svg, hover = line_chart(lines, percent=percent, **options)
     ends = [f"{line.label + ' ' if line.label else ''}{_value(line.y[-1], percent)}" for line in lines]
     reach = f"{short(lines[0].x[0])} to {short(lines[0].x[-1])}"
-    return Chart(title, drawing.svg, note, drawing.hover, f"Over {reach} samples seen; at the end {', '.join(ends)}.")
+    return Chart(title, svg, note, hover, f"Over {reach} samples seen; at the end {', '.join(ends)}.")
 
 
 def _value(value: float, percent: bool) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -144,28 +143,7 @@ def _performance_curves(comparison: Comparison) -> list[Chart]:
     return made
 
 
-@dataclass(frozen=True)
-class Interval:
-    """A difference in points, and its position on the common axis of all rows in percent of the width."""
-
-    label: str
-    text: str
-    at: float
-    low: float
-    high: float
-    colour: str
-
-
-@dataclass(frozen=True)
-class Intervals:
-    """Differences of one run from the first, the largest first; `zero` is the position of no difference."""
-
-    title: str
-    rows: tuple[Interval, ...]
-    zero: float
-
-
-def _difference_charts(comparison: Comparison) -> list[Intervals]:
+def _difference_charts(comparison: Comparison) -> list[dict[str, Any]]:
     """Per run, the difference of every task from the first run; coloured if the interval excludes zero."""
     made = []
     for k, label in enumerate(comparison.labels[1:], 1):
@@ -176,7 +154,8 @@ def _difference_charts(comparison: Comparison) -> list[Intervals]:
     return made
 
 
-def _intervals(title: str, deltas: Sequence[tuple[str, Difference]]) -> Intervals:
+def _intervals(title: str, deltas: Sequence[tuple[str, Difference]]) -> dict[str, Any]:
+    """Differences in points, the largest first, with their positions on a common axis in percent of its width."""
     ends = [end for _, delta in deltas for end in (delta.value, *(delta.interval or ()))]
     least, most = min(0.0, *ends), max(0.0, *ends)
     span = (most - least) or 1.0
@@ -188,8 +167,9 @@ def _intervals(title: str, deltas: Sequence[tuple[str, Difference]]) -> Interval
     for name, delta in sorted(deltas, key=lambda pair: -pair[1].value):
         low, high = delta.interval or (delta.value, delta.value)
         colour = ("good" if delta.value > 0 else "bad") if delta.is_clear else "muted"
-        rows.append(Interval(name, change(delta), place(delta.value), place(low), place(high), colour))
-    return Intervals(title, tuple(rows), place(0.0))
+        places = {"at": place(delta.value), "low": place(low), "high": place(high)}
+        rows.append({"label": name, "text": change(delta), **places, "colour": colour})
+    return {"title": title, "rows": rows, "zero": place(0.0)}
 
 
 def different_settings(comparison: Comparison) -> list[tuple[str, list[str]]]:

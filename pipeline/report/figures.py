@@ -64,15 +64,6 @@ class Line:
     marked: bool = False
 
 
-@dataclass(frozen=True)
-class Drawing:
-    """An SVG and the data that the page shows under the pointer."""
-
-    svg: str
-    hover: dict[str, Any]
-    """Position of the axes in the SVG, their limits, and the plotted points of every line, for the page's script."""
-
-
 def line_chart(
     lines: Sequence[Line],
     *,
@@ -80,7 +71,7 @@ def line_chart(
     zero: bool = False,
     level: float | None = None,
     size: tuple[int, int] = SIZE,
-) -> Drawing:
+) -> tuple[str, dict[str, Any]]:
     """Curves over samples seen.
 
     Args:
@@ -89,6 +80,10 @@ def line_chart(
         zero: The value axis starts at 0.
         level: A dashed horizontal line, for example chance.
         size: Width and height in units of the SVG.
+
+    Returns:
+        The SVG, and for the page's script, which shows values under the pointer: the position of the axes in the SVG,
+        their limits, and the plotted points of every line.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -106,7 +101,7 @@ def line_chart(
             _legend_above(axes, labels, width=size[0])
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     hover = {**_box(axes, size), "percent": percent, "lines": _points(lines, drawn)}
-    return Drawing(_for_page(buffer.getvalue()), hover)
+    return _for_page(buffer.getvalue()), hover
 
 
 def _legend_above(axes: Axes, labels: Sequence[str], *, width: int) -> None:

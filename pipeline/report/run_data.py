@@ -122,7 +122,7 @@ def read_run(folder: str | Path) -> Run:
     config = _read_config(folder / RUN_CONFIG_NAME, notes)
     rows, validations, events = _read_metrics(folder / METRICS_NAME, notes)
     seen = samples_at(rows)
-    run = Run(
+    return Run(
         folder=folder,
         config=config,
         rows=tuple(rows),
@@ -131,8 +131,8 @@ def read_run(folder: str | Path) -> Run:
         stages=_read_stages(folder / "stages.json", notes),
         manifests=_read_manifests(folder, config, notes),
         evaluations=read_evaluations(folder / "evaluation", seen, notes),
+        notes=tuple(notes),  # to which the lines above have added
     )
-    return Run(**{**vars(run), "notes": tuple(notes)})
 
 
 def samples_at(rows: list[Row]) -> Any:

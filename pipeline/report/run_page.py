@@ -5,14 +5,12 @@ from __future__ import annotations
 import base64
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pipeline.data.shards.manifest_format import Manifest
 from pipeline.data.shards.storage import is_local, open_records
 from pipeline.data.shards.tar_reader import CaptionField
-from pipeline.errors import UserError
 from pipeline.files import write_text
 from pipeline.report import charts
 from pipeline.report.headlines import flat, score_rows, tiles
@@ -202,24 +200,14 @@ def _data_uri(path: Path) -> str | None:
         return None
 
 
-@dataclass(frozen=True)
-class SamplePair:
-    """A caption and its image as a data URI."""
+def sample_pairs(manifests: Sequence[Manifest], *, caption: str = "txt") -> list[tuple[str, str]]:
+    """Captions (`data.caption` of the run) with their images as data URIs; unreadable ones are skipped.
 
-    caption: str
-    image: str
-
-
-def sample_pairs(manifests: Sequence[Manifest], *, caption: str = "txt") -> list[SamplePair]:
-    """At most `COUNT` pairs at even intervals from all local shards; unreadable ones are skipped.
-
-    Args:
-        manifests: The manifests of the data sources.
-        caption: `data.caption` of the run.
+    They are at most `COUNT`, at even intervals from all local shards.
     """
     try:
         field = CaptionField.parse(caption)
-    except (UserError, ValueError):
+    except ValueError:
         return []
     places = [
         (manifest, shard, row)
@@ -232,7 +220,7 @@ def sample_pairs(manifests: Sequence[Manifest], *, caption: str = "txt") -> list
     return [pair for pair in found if pair is not None]
 
 
-def _read(url: str, row: int, field: CaptionField) -> SamplePair | None:
+def _read(url: str, row: int, field: CaptionField) -> tuple[str, str] | None:
     from pipeline.data.shards.rgb_image import rgb_image, thumbnail_url
 
     if not is_local(url) or not Path(url).is_file():
@@ -242,7 +230,6 @@ def _read(url: str, row: int, field: CaptionField) -> SamplePair | None:
             record = next(iter(records), None)
         if record is None or record.image is None or record.caption is None:
             return None
-        text = field.read(record)
-        return SamplePair(text, thumbnail_url(rgb_image(record.image), (SIDE, SIDE)))
-    except (OSError, ValueError, UserError):
+        return field.read(record), thumbnail_url(rgb_image(record.image), (SIDE, SIDE))
+    except (OSError, ValueError):
         return None

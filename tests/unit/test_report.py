@@ -118,10 +118,10 @@ def test_ticks_have_the_fewest_digits_that_tell_them_apart(values: list[float], 
 
 def test_small_charts_show_the_ends_of_their_axis_and_a_line_above_the_highest_value() -> None:
     x = np.array([1_000.0, 2_500.0, 7_000.0])
-    drawing = line_chart([Line(x, np.array([0.1, 0.2, 0.37]))], percent=True, zero=True, size=SMALL)
-    labels = re.findall(r">([^<>]+)</text>", drawing.svg)
+    svg, hover = line_chart([Line(x, np.array([0.1, 0.2, 0.37]))], percent=True, zero=True, size=SMALL)
+    labels = re.findall(r">([^<>]+)</text>", svg)
     assert labels[:2] == ["1k", "7k"]
-    assert drawing.hover["y"][1] >= 0.4
+    assert hover["y"][1] >= 0.4
     assert labels[-1] == "45%"
 
 
@@ -135,8 +135,8 @@ def test_ticks_of_values_are_even_and_enclose_the_curves(low: float, high: float
     assert 2 <= len(ticks) <= 7
     np.testing.assert_allclose(np.diff(ticks), ticks[1] - ticks[0])
     x = np.linspace(0.0, 100.0, 50)
-    drawing = line_chart([Line(x, np.linspace(low, high, 50))], zero=zero)
-    np.testing.assert_allclose(drawing.hover["y"], [ticks[0], ticks[-1]], rtol=1e-5)
+    _, hover = line_chart([Line(x, np.linspace(low, high, 50))], zero=zero)
+    np.testing.assert_allclose(hover["y"], [ticks[0], ticks[-1]], rtol=1e-5)
 
 
 @pytest.mark.parametrize("high", [0.85, 0.94, 0.999, 1.0])
@@ -159,8 +159,8 @@ def test_an_axis_of_shares_ends_at_100_percent(high: float) -> None:
     ],
 )
 def test_the_axis_of_samples_has_ticks_at_both_ends(first: float, last: float, labels: str) -> None:
-    drawing = line_chart([Line(np.array([first, last]), np.array([1.0, 2.0]))])
-    found = re.findall(r">([^<>]+)</text>", drawing.svg)
+    svg, _ = line_chart([Line(np.array([first, last]), np.array([1.0, 2.0]))])
+    found = re.findall(r">([^<>]+)</text>", svg)
     assert " ".join(found).startswith(labels)
 
 
@@ -373,21 +373,21 @@ def test_pooling_and_smoothing_preserve_means_and_lines() -> None:
 
 
 def test_charts_use_the_page_colours_and_accept_unusual_input() -> None:
-    drawing = line_chart([Line(np.array([1.0]), np.array([2.0]), label="a & b")])
-    assert drawing.svg.startswith("<svg")
-    assert "var(--series-1)" in drawing.svg
-    assert "#0102" not in drawing.svg
-    assert "a &amp; b" in drawing.svg
+    svg, _ = line_chart([Line(np.array([1.0]), np.array([2.0]), label="a & b")])
+    assert svg.startswith("<svg")
+    assert "var(--series-1)" in svg
+    assert "#0102" not in svg
+    assert "a &amp; b" in svg
     assert [short(v) for v in (12, 1_234, 12_800_000_000)] == ["12", "1.23k", "12.8B"]
 
 
 def test_the_pointer_finds_points_at_their_drawn_position() -> None:
     """The box and limits of the axes map a value to the position of its marker in the SVG."""
     x, y = np.array([0.0, 10.0, 20.0]), np.array([1.0, 3.0, 2.0])
-    drawing = line_chart([Line(x, y, marked=True)])
-    left, top, right, bottom = drawing.hover["box"]
-    (x0, x1), (y0, y1) = drawing.hover["x"], drawing.hover["y"]
-    drawn = [(float(a), float(b)) for a, b in re.findall(r'<use href="[^"]*" x="([\d.]+)" y="([\d.]+)"', drawing.svg)]
+    svg, hover = line_chart([Line(x, y, marked=True)])
+    left, top, right, bottom = hover["box"]
+    (x0, x1), (y0, y1) = hover["x"], hover["y"]
+    drawn = [(float(a), float(b)) for a, b in re.findall(r'<use href="[^"]*" x="([\d.]+)" y="([\d.]+)"', svg)]
     for a, b in zip(x, y, strict=True):
         place = left + (a - x0) / (x1 - x0) * (right - left), bottom - (b - y0) / (y1 - y0) * (bottom - top)
         assert min(abs(place[0] - u) + abs(place[1] - v) for u, v in drawn) < 0.5

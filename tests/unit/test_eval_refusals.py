@@ -247,7 +247,7 @@ def test_truncated_or_zeroed_tars_are_detected(seed: int) -> None:
             return
         if len(found) < len(bodies):
             # Zeros from a header to the very end of the file look like the end of a shorter archive.
-            assert not any(damaged[found[-1].offset + found[-1].size :] if found else damaged)
+            assert not any(damaged[found[-1].offset_data + found[-1].size :] if found else damaged)
 
 
 def test_keys_that_map_to_the_same_file_are_refused(tmp_path: Path) -> None:

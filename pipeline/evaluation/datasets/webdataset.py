@@ -14,7 +14,7 @@ import tarfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Literal, NamedTuple
+from typing import BinaryIO, Literal
 
 import numpy as np
 
@@ -25,15 +25,7 @@ PADDING = 2 * tarfile.RECORDSIZE
 """Zero bytes that may follow the last member. Writers end with 1,024 and fill up a record of 10,240."""
 
 
-class TarMember(NamedTuple):
-    """A regular file in a tar and where its content is."""
-
-    name: str
-    offset: int
-    size: int
-
-
-def read_members(path: Path) -> Iterator[TarMember]:
+def read_members(path: Path) -> Iterator[tarfile.TarInfo]:
     """The regular files of a tar in order.
 
     Raises:
@@ -49,7 +41,7 @@ def read_members(path: Path) -> Iterator[TarMember]:
                         f"The shard {path}: {member.name} is a link or a sparse file: its content is elsewhere. "
                         "Write the shard again with the files themselves."
                     )
-                yield TarMember(member.name, member.offset_data, member.size)
+                yield member
             end = archive.offset
         with path.open("rb") as file:
             _check_end(path, file, end)
@@ -95,8 +87,20 @@ class TarSample:
 
     key: str
     shard: int
+    path: Path
+    """Of the shard."""
     image: tuple[int, int] | None = None
     small: dict[str, bytes] = field(default_factory=dict)
+
+    @property
+    def place(self) -> str:
+        """Where it is, for messages."""
+        return f"Sample {self.key} in {self.path}"
+
+    def member(self, suffix: str) -> bytes:
+        if suffix not in self.small:
+            raise TaskError(f"{self.place} has no .{suffix}.")
+        return self.small[suffix]
 
 
 class TarImages:
@@ -160,11 +164,11 @@ def open_webdataset(
     shards = _shards(folder)
     samples = [sample for number, shard in enumerate(shards) for sample in _read_shard(shard, number)]
     images = TarImages(shards, samples)
-    _check_samples(samples, shards)
+    _check_samples(samples)
     _check_copies(samples, images)
     files = (folder / "test" / "nshards.txt", *shards)
     if is_retrieval(folder):
-        captions = tuple(_captions(sample, shards) for sample in samples)
+        captions = tuple(map(_captions, samples))
         return TaskData(folder, "webdataset", images, (*files, folder / "dataset_type.txt"), captions=captions)
     classnames = read_lines(folder / "classnames.txt")
     blank = sum(not name for name in classnames) if blank_class == "drop" else 0
@@ -178,8 +182,8 @@ def open_webdataset(
         images,
         (*files, *prompts),
         blank_classes=blank,
-        labels=np.array([_label(sample, shards) for sample in samples], dtype=np.int64),
-        metadata=_metadata(samples, shards, columns, groups) if columns else None,
+        labels=np.array([*map(_label, samples)], dtype=np.int64),
+        metadata=_metadata(samples, columns, groups) if columns else None,
         classnames=classnames,
         templates=templates,
     )
@@ -222,30 +226,30 @@ def _read_shard(shard: Path, number: int) -> Iterator[TarSample]:
             if sample is None or sample.key != key:
                 if sample is not None:
                     yield sample
-                sample = TarSample(key, number)
+                sample = TarSample(key, number, shard)
             if suffix in IMAGE_SUFFIXES:
                 if sample.image is not None:
-                    raise TaskError(f"Sample {key} in {shard} has two images.")
-                sample.image = (member.offset, member.size)
+                    raise TaskError(f"{sample.place} has two images.")
+                sample.image = (member.offset_data, member.size)
             elif suffix in SMALL_SUFFIXES:
                 if suffix in sample.small:
-                    raise TaskError(f"Sample {key} in {shard} has two members .{suffix}.")
-                sample.small[suffix] = os.pread(file.fileno(), member.size, member.offset)
+                    raise TaskError(f"{sample.place} has two members .{suffix}.")
+                sample.small[suffix] = os.pread(file.fileno(), member.size, member.offset_data)
     if sample is None:
         raise TaskError(f"The shard {shard} holds no samples at all: it is damaged or not the task's. Fetch it again.")
     yield sample
 
 
-def _check_samples(samples: list[TarSample], shards: tuple[Path, ...]) -> None:
+def _check_samples(samples: Sequence[TarSample]) -> None:
     seen: set[tuple[int, str]] = set()
     for sample in samples:
         if (sample.shard, sample.key) in seen:
-            raise TaskError(f"{shards[sample.shard]} holds sample {sample.key} twice, or its members are not together.")
+            raise TaskError(f"{sample.path} holds sample {sample.key} twice, or its members are not together.")
         seen.add((sample.shard, sample.key))
     for sample in samples:
         if sample.image is None:
             allowed = ", ".join(f".{suffix}" for suffix in IMAGE_SUFFIXES)
-            raise TaskError(f"Sample {sample.key} in {shards[sample.shard]} has no image ({allowed}).")
+            raise TaskError(f"{sample.place} has no image ({allowed}).")
 
 
 def _check_copies(samples: Sequence[TarSample], images: TarImages) -> None:
@@ -257,57 +261,50 @@ def _check_copies(samples: Sequence[TarSample], images: TarImages) -> None:
     for index, sample in enumerate(samples):
         by_shard.setdefault(sample.shard, []).append(index)
     known: dict[object, list[int]] = {}
-    for shard, indices in by_shard.items():
+    for indices in by_shard.values():
         facts = tuple((samples[k].image[1], tuple(sorted(samples[k].small.items()))) for k in indices)  # type: ignore[index]
         twin = known.setdefault(facts, indices)
         if twin is not indices and all(images.read(a) == images.read(b) for a, b in zip(twin, indices, strict=True)):
-            first, second = images.shards[samples[twin[0]].shard], images.shards[shard]
+            first, second = samples[twin[0]].path, samples[indices[0]].path
             raise TaskError(f"{second} holds the same {len(indices)} samples as {first}: it is a copy. Fetch it again.")
 
 
-def _member(sample: TarSample, suffix: str, shards: tuple[Path, ...]) -> bytes:
-    if suffix not in sample.small:
-        raise TaskError(f"Sample {sample.key} in {shards[sample.shard]} has no .{suffix}.")
-    return sample.small[suffix]
-
-
-def _label(sample: TarSample, shards: tuple[Path, ...]) -> int:
-    text = _member(sample, "cls", shards).strip()
+def _label(sample: TarSample) -> int:
+    text = sample.member("cls").strip()
     if not re.fullmatch(rb"-?[0-9]{1,9}", text):
-        raise TaskError(f"Sample {sample.key} in {shards[sample.shard]}: .cls holds {text[:20]!r}, not a class number.")
+        raise TaskError(f"{sample.place}: .cls holds {text[:20]!r}, not a class number.")
     return int(text)
 
 
-def _captions(sample: TarSample, shards: tuple[Path, ...]) -> tuple[str, ...]:
+def _captions(sample: TarSample) -> tuple[str, ...]:
     try:
-        captions = tuple(text_lines(_member(sample, "txt", shards).decode("utf-8")))
+        captions = tuple(text_lines(sample.member("txt").decode("utf-8")))
     except UnicodeDecodeError as error:
-        raise TaskError(f"Sample {sample.key} in {shards[sample.shard]}: .txt is not UTF-8 ({error}).") from error
+        raise TaskError(f"{sample.place}: .txt is not UTF-8 ({error}).") from error
     if not captions or not all(caption.strip() for caption in captions):
-        raise TaskError(f"Sample {sample.key} in {shards[sample.shard]}: .txt has no caption or a blank line.")
+        raise TaskError(f"{sample.place}: .txt has no caption or a blank line.")
     return captions
 
 
-def _metadata(samples: list[TarSample], shards: tuple[Path, ...], columns: int, groups: Sequence[int]) -> np.ndarray:
+def _metadata(samples: Sequence[TarSample], columns: int, groups: Sequence[int]) -> np.ndarray:
     """[n, columns or more] int64, paired by sample and never by a second reading."""
     rows: list[np.ndarray] = []
     for sample in samples:
-        where = f"Sample {sample.key} in {shards[sample.shard]}"
         try:
-            row = np.lib.format.read_array(io.BytesIO(_member(sample, "npy", shards)), allow_pickle=False)
+            row = np.lib.format.read_array(io.BytesIO(sample.member("npy")), allow_pickle=False)
         except TaskError:
             raise
         except Exception as error:  # a damaged header is parsed as Python, and may state any shape
-            raise TaskError(f"{where}: .npy is damaged ({plain(error)}). Fetch this shard again.") from error
+            raise TaskError(f"{sample.place}: .npy is damaged ({plain(error)}). Fetch this shard again.") from error
         if row.ndim != 1 or len(row) < columns or (rows and row.shape != rows[0].shape):
             raise TaskError(
-                f"{where}: .npy has shape {row.shape}, "
+                f"{sample.place}: .npy has shape {row.shape}, "
                 f"but the task needs {columns} columns, the same number for every sample."
             )
         group, numbers = row[list(groups)], row.dtype.kind in "iuf"
         if not (numbers and (abs(row[:columns]) < MOST).all()) or (group < 0).any() or (group % 1).any():
             raise TaskError(
-                f"{where}: .npy holds {row.tolist()}, but the numbers of groups must be whole and not negative "
+                f"{sample.place}: .npy holds {row.tolist()}, but the numbers of groups must be whole and not negative "
                 f"(columns {', '.join(map(str, groups))}). The shard is of another version: fetch it again."
             )
         rows.append(row.astype(np.int64))

@@ -16,7 +16,7 @@ from pipeline.errors import UserError
 from pipeline.run_files import check_model
 
 if TYPE_CHECKING:
-    from pipeline.evaluation.run.evaluator import Evaluation
+    from pipeline.evaluation.run.summary import Evaluation
 
 EXIT_SOME_FAILED = 1
 SHOWN_LEFT_OUT = 3
@@ -53,8 +53,7 @@ def command(
     from pipeline.config import parse, parse_overrides
     from pipeline.evaluation import evaluate
     from pipeline.evaluation.datasets.suite import open_suite
-    from pipeline.evaluation.run.evaluator import EvaluationConfig
-    from pipeline.evaluation.run.session import start_processes
+    from pipeline.evaluation.run.session import EvaluationConfig, start_processes
     from pipeline.report import update_scores
 
     config = parse(EvaluationConfig, parse_overrides(settings))

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pipeline.evaluation.datasets.suite import Suite
-    from pipeline.evaluation.run.evaluator import Evaluation, EvaluationConfig
-    from pipeline.evaluation.run.session import Processes
+    from pipeline.evaluation.run.session import EvaluationConfig, Processes
+    from pipeline.evaluation.run.summary import Evaluation
     from pipeline.model.evaluation_model import EvaluationModel
 
 Progress = Callable[[str, "Sequence[Evaluation]"], None]
@@ -53,8 +53,8 @@ def evaluate(
     from pipeline.evaluation.compute import Compute
     from pipeline.evaluation.datasets.suite import Suite, open_suite
     from pipeline.evaluation.run.checkpoint import load_checkpoint, prepare
-    from pipeline.evaluation.run.evaluator import EvaluationConfig, Evaluator
-    from pipeline.evaluation.run.session import Session
+    from pipeline.evaluation.run.evaluator import Evaluator
+    from pipeline.evaluation.run.session import EvaluationConfig, Session
     from pipeline.evaluation.run.summary import write_summary
     from pipeline.model.evaluation_model import EvaluationModel
 

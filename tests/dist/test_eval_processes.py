@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.evaluation import evaluate
 from pipeline.evaluation.datasets.datacomp import TASKS
-from pipeline.evaluation.run.evaluator import EvaluationConfig
+from pipeline.evaluation.run.session import EvaluationConfig
 from tests.checkpoints import contents, save_checkpoint
 from tests.evaluation_suite import write_classification, write_one_of_each
 from tests.launch import free_port

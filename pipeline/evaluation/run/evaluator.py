@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,31 +12,14 @@ from torch import Tensor
 
 from pipeline.evaluation.datasets.suite import Entry, Suite, is_official, open_task
 from pipeline.evaluation.datasets.task_data import TaskData, TaskError, check_copies, check_digests, file_digests, plain
-from pipeline.evaluation.identity import data_digest, definition, identity_of
+from pipeline.evaluation.identity import definition, identity_of
 from pipeline.evaluation.protocol import PROTOCOLS, Outcomes, Protocol
-from pipeline.evaluation.run.features import ClassifierCache, image_pass, text_features
+from pipeline.evaluation.run.features import ClassifierCache, OpenedTask, image_pass, text_features
 from pipeline.evaluation.run.results import TaskResult, read_outcomes, read_result, write_result
-from pipeline.evaluation.run.session import EvaluationConfig as EvaluationConfig
 from pipeline.evaluation.run.session import Session
-from pipeline.evaluation.run.summary import Evaluation as Evaluation
+from pipeline.evaluation.run.summary import Evaluation
 
 CLASSIFIERS = "classifiers"
-
-
-@dataclass(frozen=True)
-class OpenedTask:
-    """A task whose data has been opened and checked."""
-
-    entry: Entry
-    data: TaskData
-    files: Mapping[str, str]
-    """Digests of the data's files, by name."""
-    protocol: Protocol
-
-    @property
-    def digest(self) -> str:
-        """Of the data, as results and locks record it."""
-        return data_digest(self.files, self.data.columns)
 
 
 class Evaluator:
@@ -64,13 +46,12 @@ class Evaluator:
         started = time.perf_counter()
         opened = self._open(entry)
         inputs = [identity_of(e.conditions, entry, opened.data, files=opened.files) for e in self.evaluations]
-        wanted = self._wanted(opened, inputs, self._unlocked(opened))
+        wanted = self._wanted(opened, inputs)
         encoded = {index: self._texts(index, opened) for index in wanted}
         texts = {index: features for index, features in encoded.items() if features is not None}
         if texts:
             models = {index: self.evaluations[index].model for index in texts}
-            task = (opened.protocol, opened.data.images, opened.digest)
-            kept, failed = image_pass(self.session, task, models, texts)
+            kept, failed = image_pass(self.session, opened, models, texts)
             for index, message in failed.items():
                 self._fail(self.evaluations[index], entry, message)
             for index, found in kept.items():
@@ -108,18 +89,6 @@ class Evaluator:
             merged.update(part)
         return dict(sorted(merged.items()))
 
-    def _unlocked(self, opened: OpenedTask) -> list[int]:
-        """The checkpoints that were first evaluated on this data, or not evaluated yet; the others fail."""
-        found = []
-        for index, evaluation in enumerate(self.evaluations):
-            try:
-                if not self.session.config.relock:
-                    evaluation.lock.check(opened.entry.task.key, opened.data, opened.files)
-                found.append(index)
-            except TaskError as error:
-                self._fail(evaluation, opened.entry, str(error))
-        return found
-
     def _lock(self, opened: OpenedTask, suite: Suite) -> None:
         """Record the data of a task that was scored."""
         key, relock = opened.entry.task.key, self.session.config.relock
@@ -132,21 +101,30 @@ class Evaluator:
 
         self.session.on_main(write)
 
-    def _wanted(self, opened: OpenedTask, inputs: Sequence[Mapping[str, Any]], allowed: Sequence[int]) -> list[int]:
-        """Which checkpoints need this task; the first process decides, so that all agree."""
+    def _wanted(self, opened: OpenedTask, inputs: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Which checkpoints need this task; the first process decides, so that all agree.
+
+        Those that were first evaluated on other data fail.
+        """
+        config, key, wanted = self.session.config, opened.entry.task.key, []
 
         def look() -> list[TaskResult | None]:
-            if self.session.config.recompute:
+            if config.recompute:
                 return [None] * len(inputs)
             return [_stored_result(evaluation.path(opened.entry), opened.protocol) for evaluation in self.evaluations]
 
-        wanted, task = [], opened.entry.task
-        for index, (result, wished) in enumerate(zip(self.session.on_main(look), inputs, strict=True)):
-            if index not in allowed:
+        stored = self.session.on_main(look)
+        for index, evaluation in enumerate(self.evaluations):
+            try:
+                if not config.relock:
+                    evaluation.lock.check(key, opened.data, opened.files)
+            except TaskError as error:
+                self._fail(evaluation, opened.entry, str(error))
                 continue
-            if result is not None and result.task == task.key and result.inputs == wished:
-                self.evaluations[index].results[task.key] = result
-                self.evaluations[index].reused.add(task.key)
+            result = stored[index]
+            if result is not None and result.task == key and result.inputs == inputs[index]:
+                evaluation.results[key] = result
+                evaluation.reused.add(key)
             else:
                 wanted.append(index)
         return wanted

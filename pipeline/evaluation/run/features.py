@@ -8,20 +8,33 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.evaluation.datasets.task_data import ImageSource, TaskError
-from pipeline.evaluation.identity import PACKAGES, code_version, model_config_digest
+from pipeline.evaluation.datasets.suite import Entry
+from pipeline.evaluation.datasets.task_data import TaskData, TaskError
+from pipeline.evaluation.identity import PACKAGES, code_version, data_digest, model_config_digest
 from pipeline.evaluation.protocol import Outcomes, Protocol
 from pipeline.evaluation.protocols.texts import TextSide, check_finite
 from pipeline.evaluation.run.images import ImagePass, PixelCache, load_array, preprocessing_key, store_array
 from pipeline.evaluation.run.session import Session
 from pipeline.model.evaluation_model import EvaluationModel
 from pipeline.versions import versions
+
+
+@dataclass(frozen=True)
+class OpenedTask:
+    """A task whose data has been opened and checked."""
+
+    entry: Entry
+    data: TaskData
+    files: Mapping[str, str]
+    """Digests of the data's files, by name."""
+    protocol: Protocol
 
 
 def text_features(session: Session, model: EvaluationModel, side: TextSide) -> Tensor:
@@ -78,23 +91,16 @@ class ClassifierCache:
 
 
 def image_pass(
-    session: Session,
-    task: tuple[Protocol, ImageSource, str],
-    models: Mapping[int, EvaluationModel],
-    texts: Mapping[int, Tensor],
+    session: Session, opened: OpenedTask, models: Mapping[int, EvaluationModel], texts: Mapping[int, Tensor]
 ) -> tuple[dict[int, Outcomes], dict[int, str]]:
     """What the protocol keeps of every image, in the images' order, for every model; and the models that failed.
 
-    Args:
-        session: Settings, processes and device.
-        task: The task's protocol, its images, and the digest of its data for the cache of decoded images.
-        models: By number.
-        texts: Every model's text features.
+    Models and their text features are by number.
 
     Raises:
         TaskError: On every process, when an image cannot be read.
     """
-    parts = session.together(lambda: _my_images(session, task, models, texts))
+    parts = session.together(lambda: _my_images(session, opened, models, texts))
     gathered = (piece for part in session.world.gather_objects(parts) for piece in part)
     pieces = [found for _, found in sorted(gathered, key=lambda piece: piece[0])]
     kept: dict[int, Outcomes] = {}
@@ -110,17 +116,17 @@ def image_pass(
 
 
 def _my_images(
-    session: Session,
-    task: tuple[Protocol, ImageSource, str],
-    models: Mapping[int, EvaluationModel],
-    texts: Mapping[int, Tensor],
+    session: Session, opened: OpenedTask, models: Mapping[int, EvaluationModel], texts: Mapping[int, Tensor]
 ) -> list[tuple[int, dict[int, Outcomes | str]]]:
     """This process's micro-batches: their numbers, and per model the values to keep or the error.
 
     A work item is one micro-batch for one model, so that several checkpoints keep all threads busy on small tasks.
     """
-    protocol, source, data = task
-    device, config = session.compute.device, session.config
+    source, device, config = opened.data.images, session.compute.device, session.config
+    cache = None
+    if config.cache:
+        digest = data_digest(opened.files, opened.data.columns)
+        cache = PixelCache(Path(config.cache), data=digest, micro_batch=config.micro_batch)
     on_device = {index: texts[index].to(device) for index in models}
     keys = {index: preprocessing_key(model) for index, model in models.items()}
     reading = ImagePass(
@@ -129,7 +135,7 @@ def _my_images(
         micro_batch=config.micro_batch,
         batch_size=config.batch_size,
         workers=config.loader_workers(session.world.cores),
-        cache=PixelCache(Path(config.cache), data=data, micro_batch=config.micro_batch) if config.cache else None,
+        cache=cache,
     )
 
     def work() -> Iterator[tuple[int, int, int, Tensor]]:
@@ -146,7 +152,7 @@ def _my_images(
             features = models[index].encode_image(pixels)[:valid]
         try:
             check_finite(features, what=lambda row: source.name(start + row))
-            return number, index, protocol.keep(features, on_device[index], start=start)
+            return number, index, opened.protocol.keep(features, on_device[index], start=start)
         except TaskError as error:
             return number, index, str(error)
 

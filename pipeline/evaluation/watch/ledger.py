@@ -23,6 +23,7 @@ evaluated again.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -114,13 +115,11 @@ class Lease:
         create_once(self.folder / f"end-{self.number:04d}.json", json.dumps(record, indent=1) + "\n")
 
     def _live(self) -> None:
-        count = 0
-        while not self._stop.wait(self.interval):
-            count += 1
-            try:
+        for count in itertools.count(1):
+            if self._stop.wait(self.interval):
+                return
+            with contextlib.suppress(OSError):  # the file system may be temporarily unreachable; the work continues
                 self._beat(count)
-            except OSError:
-                continue  # the file system may be temporarily unreachable; the work continues
 
     def _beat(self, count: int) -> None:
         beat = self.folder / f"lease-{self.number:04d}.beat"
@@ -151,18 +150,13 @@ class Ledger:
         self._seen: dict[Path, tuple[str, float]] = {}  # the last heartbeat, and when it was first seen
         self._first: dict[Path, str] = {}
 
+    def outcome(self, name: str) -> dict[str, Any]:
+        """The outcome of a checkpoint, finished or abandoned; empty if it has none, or the record is damaged."""
+        return read_tree(self.folder / name / DONE)
+
     def done(self, name: str) -> bool:
-        """Whether a checkpoint has an outcome, finished or abandoned. A damaged record is ignored."""
-        return bool(read_tree(self.folder / name / DONE))
-
-    def finished(self, name: str) -> bool:
-        """Whether a checkpoint was evaluated, according to the ledger."""
-        return read_tree(self.folder / name / DONE).get("outcome") == FINISHED
-
-    def was_replaced(self, name: str, weights: str) -> bool:
-        """Whether a checkpoint's outcome is that of other weights, which had its name before."""
-        before = read_tree(self.folder / name / DONE).get("weights")
-        return bool(before and weights) and before != weights
+        """Whether a checkpoint has an outcome."""
+        return bool(self.outcome(name))
 
     def reopen(self, name: str, reason: str) -> None:
         """Set an outcome aside, so that the checkpoint is evaluated again; this is not counted as an attempt."""
@@ -192,13 +186,14 @@ class Ledger:
         if self._spent(folder, weights) >= self.attempts:
             self._abandon(name, folder, number, weights)
             return None
-        owner: dict[str, Any] = {
+        owner = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "token": uuid.uuid4().hex,
             "at": _now(),
+            "weights": weights,
+            "ttl": self.ttl,
         }
-        owner |= {"weights": weights, "ttl": self.ttl}
         path = folder / f"lease-{number + 1:04d}.json"
         if not create_once(path, json.dumps(owner, indent=1) + "\n"):
             return None
@@ -248,8 +243,8 @@ class Ledger:
 
     def outcomes(self) -> dict[str, dict[str, Any]]:
         """The outcome of every checkpoint that has one, by name."""
-        found = {path.parent.name: read_tree(path) for path in sorted(self.folder.glob(f"*/{DONE}"))}
-        return {name: outcome for name, outcome in found.items() if outcome}
+        names = [path.parent.name for path in sorted(self.folder.glob(f"*/{DONE}"))]
+        return {name: outcome for name in names if (outcome := self.outcome(name))}
 
 
 def _read(path: Path) -> str:

@@ -89,8 +89,12 @@ class Candidates:
         return self._complete.get(path) == facts
 
 
-Say = Callable[[str], None]
 SHOWN_FAILURES = 3
+AGAIN = {
+    "results were missing": ": its results are missing, although it was evaluated",
+    "the checkpoint was replaced": " was replaced by other weights since it was evaluated",
+}
+"""Why a checkpoint is evaluated again: for the ledger, and for the log."""
 
 
 @section
@@ -135,7 +139,7 @@ class Watcher:
         config: WatchConfig,
         evaluation: EvaluationConfig,
         processes: tuple[Processes, Any],
-        say: Say,
+        say: Callable[[str], None],
         on_scored: Callable[[Path], None] = lambda run: None,
     ) -> None:
         self.runs, self.suite, self.config, self.evaluation = list(runs), suite, config, evaluation
@@ -207,15 +211,17 @@ class Watcher:
             (run, path)
             for run, candidates in self.candidates.items()
             for path in candidates.ready()
-            if not self.ledgers[run].done(path.name) or self._is_lost(run, path) or self._was_replaced(run, path)
+            if not self.ledgers[run].done(path.name) or self._why_again(run, path)
         ]
         return sorted(found, key=lambda item: step_of(item[1]), reverse=self.config.order == "newest")
 
-    def _is_lost(self, run: Path, path: Path) -> bool:
-        return self.ledgers[run].finished(path.name) and not self.candidates[run].has_results(path, self.suite)
-
-    def _was_replaced(self, run: Path, path: Path) -> bool:
-        return self.ledgers[run].was_replaced(path.name, self.candidates[run].weights(path))
+    def _why_again(self, run: Path, path: Path) -> str:
+        """Why a checkpoint that has an outcome is evaluated again, one of `AGAIN`; empty if it is not."""
+        outcome, candidates = self.ledgers[run].outcome(path.name), self.candidates[run]
+        if outcome.get("outcome") == FINISHED and not candidates.has_results(path, self.suite):
+            return "results were missing"
+        before, now = outcome.get("weights"), candidates.weights(path)
+        return "the checkpoint was replaced" if before and now and before != now else ""
 
     def _claimed(self, mine: dict[Path, Lease]) -> Mapping[Path, Lease | None]:
         """The checkpoints that all processes work on now; the first process adds its leases to `mine`, one by one."""
@@ -232,22 +238,15 @@ class Watcher:
             alone = self.config.order == "newest" and path in newest
             if (alone and items) or time.monotonic() < self._retry_at.get(path, 0.0):
                 continue
-            if self._is_lost(run, path):
-                self._log(
-                    f"{self._shown(path)}: its results are missing, although it was evaluated; it is evaluated again."
-                )
-                self.ledgers[run].reopen(path.name, "results were missing")
-            elif self._was_replaced(run, path):
-                self._log(
-                    f"{self._shown(path)} was replaced by other weights since it was evaluated; it is evaluated again."
-                )
-                self.ledgers[run].reopen(path.name, "the checkpoint was replaced")
+            if reason := self._why_again(run, path):
+                self._log(f"{self._shown(path)}{AGAIN[reason]}; it is evaluated again.")
+                self.ledgers[run].reopen(path.name, reason)
             lease = self.ledgers[run].claim(path.name, weights=self.candidates[run].weights(path))
             if lease is not None:
                 items[path] = lease
                 if alone or len(items) == self.config.together:
                     break
-            elif self.ledgers[run].outcomes().get(path.name, {}).get("outcome") == ABANDONED:
+            elif self.ledgers[run].outcome(path.name).get("outcome") == ABANDONED:
                 self._log(f"{self._shown(path)} is abandoned after {self.config.attempts} attempts.")
 
     def _in_doubt(self) -> bool:

@@ -51,11 +51,7 @@ class Exported:
 
 
 def choose_checkpoint(source: Path, *, best: bool = False) -> Checkpoint:
-    """Open a checkpoint, or one of a run, and verify it.
-
-    Args:
-        source: A checkpoint, or a run's folder.
-        best: Of a run, take the checkpoint with the lowest validation loss instead of the newest.
+    """Open a checkpoint, or of a run the newest (`best`: that with the lowest validation loss), and verify it.
 
     Raises:
         UserError: There is no checkpoint, or it is damaged.
@@ -192,11 +188,7 @@ def write_checked(output: Path, write: Callable[[Path], float]) -> Exported:
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder.
-
-    Raises:
-        UserError: Another process of this machine holds it.
-    """
+    """Hold the lock of a folder, unless another process of this machine holds it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         try:
@@ -249,12 +241,9 @@ def logit_parameters(folder: Path) -> tuple[float, float | None]:
 
 
 def push(folder: Path, repository: str, *, private: bool = False) -> str:
-    """Create the repository if needed and upload the folder in one commit.
+    """Create the repository if needed and upload the folder in one commit, whose address is returned.
 
     Uses the hub at `HF_ENDPOINT` (huggingface.co by default) and the account of `HF_TOKEN` or `hf auth login`.
-
-    Returns:
-        The address of the commit.
 
     Raises:
         UserError: The hub refuses the upload or cannot be reached. The folder is unchanged.

@@ -48,7 +48,9 @@ def siglip_state(clip: Any) -> dict[str, Tensor]:
     """open_clip's weights under transformers' names, for towers that pass `why_not_siglip`."""
     image, unknown = _image_state(clip.visual.trunk.state_dict())
     assert not unknown, unknown
-    return {**image, **_text_state(clip.text.state_dict())}
+    text = clip.text.state_dict()
+    head = {f"text_model.head.{kind}": text[f"text_projection.{kind}"] for kind in ("weight", "bias")}
+    return {**image, **text_state(text), **head}
 
 
 def siglip_config(model: EvaluationModel) -> dict[str, Any]:
@@ -116,7 +118,7 @@ def _image_state(trunk: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[s
             if named.startswith("?"):
                 unknown.append(key)
                 continue
-            found |= {f"vision_model.encoder.layers.{number}.{k}": v for k, v in block(named, value).items()}
+            found |= {f"vision_model.encoder.layers.{number}.{k}": v for k, v in _block(named, value).items()}
         elif key not in _POOL:
             unknown.append(key)
     if all(key in trunk for key in _POOL):
@@ -128,20 +130,24 @@ def _image_state(trunk: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[s
     return found, unknown
 
 
-def _text_state(text: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """open_clip's text tower under transformers' names."""
-    found = {
+def text_state(text: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """open_clip's text tower without its projection under transformers' names."""
+    return {
         "text_model.embeddings.token_embedding.weight": text["token_embedding.weight"],
         "text_model.embeddings.position_embedding.weight": text["positional_embedding"],
         "text_model.final_layer_norm.weight": text["ln_final.weight"],
         "text_model.final_layer_norm.bias": text["ln_final.bias"],
-        "text_model.head.weight": text["text_projection.weight"],
-        "text_model.head.bias": text["text_projection.bias"],
+        **blocks_state(text, "text_model"),
     }
-    for key, value in text.items():
+
+
+def blocks_state(tower: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    """The blocks of one of open_clip's own towers under transformers' names."""
+    found = {}
+    for key, value in tower.items():
         if key.startswith("transformer.resblocks."):
             number, _, part = key.removeprefix("transformer.resblocks.").partition(".")
-            found |= {f"text_model.encoder.layers.{number}.{k}": v for k, v in block(part, value).items()}
+            found |= {f"{name}.encoder.layers.{number}.{k}": v for k, v in _block(part, value).items()}
     return found
 
 
@@ -152,7 +158,7 @@ def write_tokenizer(model: EvaluationModel, folder: Path) -> None:
     plain.save_pretrained(str(folder))
 
 
-def block(part: str, value: Tensor) -> dict[str, Tensor]:
+def _block(part: str, value: Tensor) -> dict[str, Tensor]:
     """One parameter of open_clip's block under transformers' names; packed projections become three."""
     if part.startswith("attn.in_proj_"):
         kind = part.removeprefix("attn.in_proj_")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -58,25 +58,16 @@ def _traceable() -> Iterator[None]:
 
 
 def export_torch(folder: Path, side: str, tower: nn.Module, example: Tensor) -> float:
-    """Write `SIDE.pt2`.
-
-    Returns:
-        The largest difference of its features from the tower's.
-    """
+    """Write `SIDE.pt2`. Returns the largest difference of its features from the tower's."""
     path = folder / f"{side}.pt2"
     with _traceable():
         program = torch.export.export(tower, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},))
         torch.export.save(program, path)
-        again = torch.export.load(path).module()
-        return max(float((again(x) - tower(x)).abs().max()) for x in (example, example[:2]))
+        return _difference(torch.export.load(path).module(), tower, example)
 
 
 def export_onnx(folder: Path, side: str, tower: nn.Module, example: Tensor) -> float:
-    """Write `SIDE.onnx`.
-
-    Returns:
-        The largest difference of its features, computed by onnxruntime, from the tower's.
-    """
+    """Write `SIDE.onnx`. Returns the largest difference of its features, by onnxruntime, from the tower's."""
     import onnxruntime
 
     logging.getLogger("onnxscript").setLevel(logging.ERROR)  # it logs every constant that it does not fold
@@ -95,11 +86,12 @@ def export_onnx(folder: Path, side: str, tower: nn.Module, example: Tensor) -> f
             verbose=False,
         )
         session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-        worst = 0.0
-        for x in (example, example[:2]):
-            (found,) = session.run(None, {side: x.numpy()})
-            worst = max(worst, float((torch.from_numpy(found) - tower(x)).abs().max()))
-    return worst
+        return _difference(lambda x: torch.from_numpy(session.run(None, {side: x.numpy()})[0]), tower, example)
+
+
+def _difference(program: Callable[[Tensor], Tensor], tower: nn.Module, example: Tensor) -> float:
+    """The largest difference of features, of the whole example and of a smaller batch."""
+    return max(float((program(x) - tower(x)).abs().max()) for x in (example, example[:2]))
 
 
 def require_onnx() -> None:

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from pipeline.errors import UserError
 from pipeline.export.siglip_model import (
-    block,
+    blocks_state,
     is_siglip,
     siglip_config,
     siglip_state,
+    text_state,
     why_not_siglip,
     write_tokenizer,
 )
@@ -147,13 +148,11 @@ def clip_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """open_clip's weights under transformers' names; packed attention projections are split into three."""
     text = {key.removeprefix("text."): value for key, value in state.items() if not key.startswith("visual.")}
     image = {key.removeprefix("visual."): value for key, value in state.items() if key.startswith("visual.")}
-    found = {
+    return {
+        **text_state(text),
+        **blocks_state(image, "vision_model"),
         "text_projection.weight": text["text_projection"].T.contiguous(),
         "visual_projection.weight": image["proj"].T.contiguous(),
-        "text_model.embeddings.token_embedding.weight": text["token_embedding.weight"],
-        "text_model.embeddings.position_embedding.weight": text["positional_embedding"],
-        "text_model.final_layer_norm.weight": text["ln_final.weight"],
-        "text_model.final_layer_norm.bias": text["ln_final.bias"],
         "vision_model.embeddings.class_embedding": image["class_embedding"],
         "vision_model.embeddings.position_embedding.weight": image["positional_embedding"],
         "vision_model.embeddings.patch_embedding.weight": image["conv1.weight"],
@@ -162,12 +161,6 @@ def clip_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         "vision_model.post_layernorm.weight": image["ln_post.weight"],
         "vision_model.post_layernorm.bias": image["ln_post.bias"],
     }
-    for name, tower in (("text_model", text), ("vision_model", image)):
-        for key, value in tower.items():
-            if key.startswith("transformer.resblocks."):
-                number, _, part = key.removeprefix("transformer.resblocks.").partition(".")
-                found |= {f"{name}.encoder.layers.{number}.{k}": v for k, v in block(part, value).items()}
-    return found
 
 
 def _write_processor(model: EvaluationModel, folder: Path, *, kind: str) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def write_contact_sheet(path: Path, table: Path, manifest: Manifest, *, caption:
     }
     chosen = {int(index) for part in parts.values() for index in part}
     picked = {index: rows.slice(index, 1).to_pylist()[0] for index in sorted(chosen)}
-    pairs = _read(manifest, list(picked.values()), caption)
+    pairs = _read(manifest, {(row["shard"], row["row"]) for row in picked.values()}, caption)
     body = [f"<p class=note>{len(order):,} pairs have a score. A score is how much better a pair fits than chance."]
     for title, part in ((title, part) for title, part in parts.items() if len(part)):
         figures = (_figure(picked[int(index)], pairs) for index in part)
@@ -63,22 +64,18 @@ def write_contact_sheet(path: Path, table: Path, manifest: Manifest, *, caption:
 
 
 def _read(
-    manifest: Manifest, wanted: Sequence[dict[str, Any]], caption: CaptionField
+    manifest: Manifest, wanted: Collection[tuple[str, int]], caption: CaptionField
 ) -> dict[tuple[str, int], tuple[str, str]]:
     """The thumbnail, as a data URL, and the caption of samples, by shard and row."""
-    rows: dict[str, set[int]] = {}
-    for row in wanted:
-        rows.setdefault(row["shard"], set()).add(row["row"])
     found: dict[tuple[str, int], tuple[str, str]] = {}
-    for shard in (shard for shard in manifest.shards if shard.name in rows):
-        left = set(rows[shard.name])
+    for shard in manifest.shards:
+        last = max((row for name, row in wanted if name == shard.name), default=None)
+        if last is None:
+            continue
         with open_records(manifest.url(shard), skip=0, caption_suffix=caption.suffix) as records:
-            for number, record in enumerate(records):
-                if number in left:
-                    left.discard(number)
-                    found[shard.name, number] = _thumbnail(record.image or b""), caption.read(record)
-                if not left:
-                    break
+            for row, record in enumerate(itertools.islice(records, last + 1)):
+                if (shard.name, row) in wanted:
+                    found[shard.name, row] = _thumbnail(record.image or b""), caption.read(record)
     return found
 
 

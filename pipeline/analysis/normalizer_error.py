@@ -197,8 +197,10 @@ def measure(
         left_over = loader.n - loader.steps_per_epoch * run.batch_size
     local, steps = run.batch_size // world.size, len(pairs.sample_id) * world.size // run.batch_size
     wanted = steps if limit is None else min(steps, max(1, -(-limit // run.batch_size)))
-    rows = [_compare(objective, pairs, slice(step * local, (step + 1) * local), world) for step in range(wanted)]
-    found = _join(rows)
+    parts = [_compare(objective, pairs, slice(step * local, (step + 1) * local), world) for step in range(wanted)]
+    ids, values = (torch.cat(part) for part in zip(*parts, strict=True))
+    of_sides = values.unbind(1)
+    found = Rows(ids, *((of_sides[i], of_sides[i + 1]) for i in range(0, 8, 2)))
     exact, tau = torch.cat(found.exact), torch.cat(found.tau)
     measurement = Measurement(
         step=checkpoint.step,
@@ -257,8 +259,9 @@ def _encode_epoch(loader: Loader, towers: Any, architecture: Any, world: World) 
     return pairs
 
 
-def _compare(objective: SoftmaxObjective, pairs: _Pairs, own: slice, world: World) -> Rows:
-    """Exact values and the method's estimates for a global batch, of which this rank has the rows `own`."""
+def _compare(objective: SoftmaxObjective, pairs: _Pairs, own: slice, world: World) -> tuple[Tensor, Tensor]:
+    """The sample ids of a global batch, [B], of which this rank has the rows `own`, and its values, [B, 8]: exact ones,
+    cold and in-use estimates, and tau, each of both sides."""
     image, text, ids = pairs.features[0][own], pairs.features[1][own], pairs.sample_id[own]
     estimates = objective.log_normalizers(image, text, sample_ids=ids)
     with true_fp32(world.device):
@@ -274,17 +277,7 @@ def _compare(objective: SoftmaxObjective, pairs: _Pairs, own: slice, world: Worl
             for side, features in enumerate((image, text))
         ]
     values = torch.stack([*exact, *estimates.cold, *estimates.in_use, *estimates.tau], 1)
-    gathered = world.all_gather(values).cpu().unbind(1)
-    of_sides = [(gathered[i], gathered[i + 1]) for i in range(0, 8, 2)]
-    return Rows(world.all_gather(ids).cpu(), *of_sides)
-
-
-def _join(parts: list[Rows]) -> Rows:
-    def joined(name: str) -> Pair:
-        return tuple(torch.cat([getattr(part, name)[side] for part in parts]) for side in (0, 1))  # type: ignore[return-value]
-
-    ids = torch.cat([part.sample_id for part in parts])
-    return Rows(ids, joined("exact"), joined("cold"), joined("in_use"), joined("tau"))
+    return world.all_gather(ids).cpu(), world.all_gather(values).cpu()
 
 
 def _errors(given: Tensor, exact: Tensor) -> Errors:
@@ -295,9 +288,7 @@ def _errors(given: Tensor, exact: Tensor) -> Errors:
 def checkpoints_of(run: Path, *, on_damage: Callable[[str], None]) -> list[Checkpoint]:
     """The undamaged checkpoints of a run's folder (or `run` itself, if it is a checkpoint), oldest first.
 
-    Args:
-        run: A run's folder, or a checkpoint.
-        on_damage: Called with a message for each damaged checkpoint.
+    `on_damage` is called with a message for each damaged one.
 
     Raises:
         UserError: There is no undamaged checkpoint.

@@ -136,20 +136,10 @@ def reference_pairs(model: EvaluationModel, pairs: PairReader, *, count: int) ->
     return image, text, ids
 
 
-def score_shards(
-    scorer: Scorer,
-    *,
-    output: Path,
-    world: World,
-    on_shard: Callable[[int, int], None] = lambda done, total: None,
-) -> None:
-    """Write the table of every shard that has none yet; this rank's share of them.
+def score_shards(scorer: Scorer, *, output: Path, world: World, on_shard: Callable[[int, int], None]) -> None:
+    """Write the table of every shard that has none in `output` yet; this rank's share of them.
 
-    Args:
-        scorer: The model and the dataset.
-        output: Folder of the tables.
-        world: The ranks.
-        on_shard: Called with the number of this rank's finished shards, and of all its shards.
+    `on_shard` is called with the number of this rank's finished shards, and of all its shards.
     """
     manifest = scorer.pairs.manifest
     mine = range(world.rank, len(manifest.shards), world.size)
@@ -174,13 +164,9 @@ def part_of(output: Path, shard: int) -> Path:
 
 
 def start_output(path: Path, facts: Any, *, what: str, apart: Collection[str] = ()) -> None:
-    """Create a folder for results by its file of facts, or check that it holds those of the same facts.
+    """Create a folder for results (`what`) by its file of facts, or check that it holds those of the same facts.
 
-    Args:
-        path: The file.
-        facts: A dataclass of plain values.
-        what: The results, for messages.
-        apart: Facts that may differ.
+    `facts` is a dataclass of plain values, of which those in `apart` may differ.
 
     Raises:
         UserError: It holds others, or the file is damaged.
@@ -202,10 +188,7 @@ def start_output(path: Path, facts: Any, *, what: str, apart: Collection[str] = 
 
 
 def join_parts(manifest: Manifest, output: Path, facts: ScoringFacts) -> dict[str, Any]:
-    """Write `scores.parquet` from the tables of all shards, and the counts to `scores.json`.
-
-    Returns:
-        The counts.
+    """Write `scores.parquet` from the tables of all shards, and the counts, which are returned, to `scores.json`.
 
     Raises:
         UserError: Tables are missing.

@@ -41,14 +41,7 @@ class NetworkNormalizers:
 
 
 class SampledNormalizers:
-    """Means over a sample of the dataset's pairs; a pair of the sample is left out of its own mean.
-
-    Args:
-        image: [m, d] unit-norm features of the sample.
-        text: Likewise.
-        sample_ids: [m].
-        tau: The temperature.
-    """
+    """Means over a sample of the dataset's pairs, [m, d] unit-norm features; a pair is left out of its own mean."""
 
     def __init__(self, image: Tensor, text: Tensor, sample_ids: Tensor, *, tau: float) -> None:
         self._others, self._ids, self.tau = (text, image), sample_ids, tau

@@ -30,7 +30,6 @@ class PairBatch:
     rows: list[int]
     """Positions in the shard of the readable pairs."""
     sample_ids: list[int]
-    """Their ids."""
     image: Tensor
     """[b, 3, H, W], preprocessed; of several crops of each [b, K, 3, H, W]."""
     captions: list[str]
@@ -56,9 +55,7 @@ class PairReader:
 
     manifest: Manifest
     caption: CaptionField
-    """Where captions are."""
     image_of: ImageOf
-    """What is taken of an image."""
     batch_size: int
     """Most pairs of a batch."""
     workers: int

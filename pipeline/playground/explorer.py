@@ -6,12 +6,13 @@ Shape legend: n images, m captions, C classes, d feature dimension.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import random
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,10 +45,6 @@ class Explorer:
     """A model, the features of a gallery and of captions, and the images that were dropped onto the page.
 
     Safe to call from several threads: one of them computes at a time.
-
-    Args:
-        model: The model.
-        class_sets: Class names and templates that the page offers.
     """
 
     def __init__(self, model: EvaluationModel, *, class_sets: Sequence[ClassSet] = ()) -> None:
@@ -80,18 +77,6 @@ class Explorer:
             except UserError as error:
                 return str(error)
 
-        features: list[Tensor] = [self._images]
-        batch: list[tuple[Sample, Tensor, bytes]] = []
-
-        def encode() -> None:
-            features.append(self._encode(torch.stack([pixels for _, pixels, _ in batch])))
-            for sample, _, small in batch:
-                self.names.append(sample.name)
-                self.image_captions.append(sample.caption)
-                self.thumbnails.append(small)
-            progress(len(self.names))
-            batch.clear()
-
         def with_image() -> Iterator[Sample]:
             for sample in samples:
                 if sample.image is None:
@@ -99,16 +84,23 @@ class Explorer:
                 else:
                     yield sample
 
-        with ThreadPoolExecutor(4) as pool:
+        def usable(pool: Executor) -> Iterator[tuple[Sample, Tensor, bytes]]:
             for ready in thread_map(pool, prepare, with_image(), ahead=2 * BATCH):
                 if isinstance(ready, str):
                     dropped.add("the image cannot be decoded", ready)
-                    continue
-                batch.append(ready)
-                if len(batch) == BATCH:
-                    encode()
-        if batch:
-            encode()
+                else:
+                    yield ready
+
+        features = [self._images]
+        with ThreadPoolExecutor(4) as pool:
+            found = usable(pool)
+            while batch := list(itertools.islice(found, BATCH)):
+                features.append(self._encode(torch.stack([pixels for _, pixels, _ in batch])))
+                for sample, _, small in batch:
+                    self.names.append(sample.name)
+                    self.image_captions.append(sample.caption)
+                    self.thumbnails.append(small)
+                progress(len(self.names))
         self._images = torch.cat(features)
 
     def add_captions(self, captions: Sequence[str], *, progress: Callable[[int], None]) -> None:
@@ -127,21 +119,18 @@ class Explorer:
             UserError: The text is empty or too long.
         """
         query = self._texts([_checked_text(text, "the text")])
-        return [
-            {"image": k, "name": self.names[k], "caption": self.image_captions[k], "score": score}
-            for k, score in _best((self._images @ query.T)[:, 0], count)
-        ]
+        return [{**self._shown(k), "score": score} for k, score in _best((self._images @ query.T)[:, 0], count)]
 
     def some_images(self, *, count: int) -> list[dict[str, Any]]:
         """Gallery images drawn at random: number, name and caption."""
         drawn = random.sample(range(len(self.names)), min(count, len(self.names)))
-        return [{"image": k, "name": self.names[k], "caption": self.image_captions[k]} for k in drawn]
+        return [self._shown(k) for k in drawn]
+
+    def _shown(self, k: int) -> dict[str, Any]:
+        return {"image": k, "name": self.names[k], "caption": self.image_captions[k]}
 
     def add_upload(self, body: bytes) -> str:
-        """Encode an image that was dropped onto the page.
-
-        Returns:
-            The name under which `classify` and `nearest_captions` know it.
+        """Encode an image that was dropped onto the page. Returns its name for `classify` and `nearest_captions`.
 
         Raises:
             UserError: It is not an image, damaged, or too large.

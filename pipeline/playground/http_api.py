@@ -33,11 +33,8 @@ class TooLarge(UserError):
 def make_app(explorer: Explorer, *, title: str, local: bool) -> Any:
     """The Starlette application.
 
-    Args:
-        explorer: The model and what it searches.
-        title: What the page calls the model.
-        local: Serve requests for this machine's own name only, so that other web pages cannot reach the server by a
-            name of their own that resolves to it.
+    With `local`, it serves requests for this machine's own name only, so that other web pages cannot reach the server
+    by a name of their own that resolves to it. `title` is what the page calls the model.
 
     Raises:
         UserError: Starlette is not installed.

@@ -14,7 +14,7 @@ from typing import Any
 
 from pipeline.checkpoint.layout import fallback_runs
 from pipeline.checkpoint.reader import damage
-from pipeline.config import read_yaml
+from pipeline.config import flatten, read_yaml
 from pipeline.distributed.exit_record import FOLDER_NAME as HEARTBEATS
 from pipeline.distributed.exit_record import ExitRecord, read_ends
 from pipeline.distributed.heartbeat import Beat, read_beat
@@ -104,11 +104,7 @@ class RunEvidence:
 
 
 def read_evidence(run: Path, *, verify: bool = True) -> RunEvidence:
-    """Read a run's folder.
-
-    Args:
-        run: The folder.
-        verify: Hash the files of every checkpoint; otherwise only their sizes are compared.
+    """Read a run's folder. Without `verify`, only the sizes of a checkpoint's files are compared, not their hashes.
 
     Raises:
         UserError: It is not the folder of a run.
@@ -116,8 +112,9 @@ def read_evidence(run: Path, *, verify: bool = True) -> RunEvidence:
     if not (run / RUN_CONFIG_NAME).is_file() and not (run / FOLDER_NAME).is_dir() and not (run / LOCK_NAME).is_file():
         raise UserError(f"{run} is not the folder of a run: it has no {RUN_CONFIG_NAME} and no {FOLDER_NAME}/.")
     config = _read_config(run / RUN_CONFIG_NAME)
+    settings = flatten(config)
     records = read_records(run / METRICS_NAME)
-    fallback = _setting(config, "checkpoint", "fallback")
+    fallback = settings.get("checkpoint.fallback")
     runs = [run, *fallback_runs(fallback if isinstance(fallback, str) else None, run)]
     steps = [record.get("step") for record in records if record.get("kind") == "train"]
     found = RunEvidence(
@@ -135,7 +132,7 @@ def read_evidence(run: Path, *, verify: bool = True) -> RunEvidence:
         origin=read_origin(run),
     )
     evaluated = {record.get("step") for record in records if record.get("kind") == "evaluation"}
-    due = bool(_setting(config, "evaluation", "suite"))
+    due = bool(settings.get("evaluation.suite"))
     found = replace(found, unscored=due and found.total_steps not in evaluated)
     return _with_tried_settings(found) if config else found
 
@@ -160,12 +157,6 @@ def _read_config(path: Path) -> dict[str, Any]:
         return read_yaml(path)
     except (UserError, ValueError):
         return {}
-
-
-def _setting(config: Mapping[str, Any], section: str, name: str) -> Any:
-    """A setting; None if it is not there, or the section is damaged."""
-    tree = config.get(section)
-    return tree.get(name) if isinstance(tree, dict) else None
 
 
 def _last_start(records: Sequence[Mapping[str, Any]]) -> list[str]:

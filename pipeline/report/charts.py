@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -275,8 +275,8 @@ def retrieval_chart(score: Score, *, named: bool = False) -> Bars:
         for k in (1, 5, 10):
             value = score.metrics.get(f"{prefix}_retrieval_recall@{k}")
             if value is not None:
-                bar = Bar(f"{direction}, R@{k}", value, f"{100 * value:.1f}%", colour=colour)
-                bars.append(replace(bar, remark=_times(value * score.samples / k), mark=min(1.0, k / score.samples)))
+                remark, chance = _times(value * score.samples / k), min(1.0, k / score.samples)
+                bars.append(Bar(f"{direction}, R@{k}", value, f"{100 * value:.1f}%", remark, chance, colour))
     title = f"{score.label}: retrieval" if named else "Retrieval"
     note = "R@k: the right one is among the best k. The tick marks chance: k / number of images."
     return Bars(f"{title} among {score.samples:,} pairs", tuple(bars), 1.0, note)

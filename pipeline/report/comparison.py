@@ -98,9 +98,7 @@ def compare(runs: Sequence[Run], *, mixed: bool = False) -> Comparison:
     tasks = []
     for key, sample in by_task.items():
         scores = [evaluation.score(key) if evaluation else None for evaluation in latest]
-        there = [score for score in scores if score is not None]
-        values = resample(there) if len(there) > 1 else None
-        drawn[key] = _per_run(scores, values)
+        drawn[key] = _per_run(scores)
         tasks.append(_row(sample.label, [s.score if s else None for s in scores], drawn[key], chance=sample.chance))
     aggregates = [_aggregate(name, keys, latest, drawn) for name, keys in groups_of(latest).items()]
     return Comparison(
@@ -166,12 +164,13 @@ def mean_score(evaluation: StoredEvaluation | None, keys: Sequence[str]) -> floa
     return math.fsum(found) / len(keys) if found and len(found) == len(keys) else None
 
 
-def _per_run(scores: Sequence[Score | None], values: np.ndarray | None) -> np.ndarray | None:
-    """`[runs, resamples]` with NaN where a run has no score."""
-    if values is None:
+def _per_run(scores: Sequence[Score | None]) -> np.ndarray | None:
+    """What `resample` returns for the runs that have a score, with NaN for the others."""
+    there = [score for score in scores if score is not None]
+    if len(there) < 2 or (values := resample(there)) is None:
         return None
     full = np.full((len(scores), values.shape[1]), np.nan)
-    full[[k for k, score in enumerate(scores) if score is not None]] = values
+    full[[score is not None for score in scores]] = values
     return full
 
 

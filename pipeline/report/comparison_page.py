@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,18 +19,22 @@ from pipeline.report.headlines import flat, tail_mean
 from pipeline.report.run_data import Run
 from pipeline.report.run_page import render
 
+Named = Sequence[tuple[str, Run, str]]
+"""Runs, each with its label before it and its colour behind it."""
+
 
 def write_comparison(runs: Sequence[Run], output: Path, *, mixed: bool = False) -> Path:
     """Write `comparison.html`, `.md`, `.csv` and `.tex` to `output`. Returns the path of the page."""
     comparison = compare(runs, mixed=mixed)
+    named = list(zip(comparison.labels, comparison.runs, itertools.cycle(SERIES), strict=False))
     context = {
         "c": comparison,
         "title": " · ".join(comparison.labels),
-        "summary": _summary(comparison),
+        "summary": _summary(named),
         "settings": different_settings(comparison),
-        "curves": _performance_curves(comparison),
+        "curves": _performance_curves(named),
         "differences": _difference_charts(comparison),
-        "training": _training_curves(comparison),
+        "training": _training_curves(named),
         "percent": percent,
         "change": change,
         "colours": SERIES,
@@ -103,9 +108,9 @@ def _escape(text: str) -> str:
     return text
 
 
-def _summary(comparison: Comparison) -> list[dict[str, Any]]:
+def _summary(named: Named) -> list[dict[str, Any]]:
     rows = []
-    for label, run, colour in zip(comparison.labels, comparison.runs, _colours(comparison), strict=True):
+    for label, run, colour in named:
         _, speed = run.curve("samples_per_second")
         gap = tail_mean(run, "normalizer_gap")
         rows.append(
@@ -124,16 +129,12 @@ def _summary(comparison: Comparison) -> list[dict[str, Any]]:
     return rows
 
 
-def _colours(comparison: Comparison) -> list[str]:
-    return [SERIES[k % len(SERIES)] for k in range(len(comparison.runs))]
-
-
-def _performance_curves(comparison: Comparison) -> list[Chart]:
+def _performance_curves(named: Named) -> list[Chart]:
     """Every aggregate over samples seen, one curve per run."""
     made = []
-    for name, keys in groups_of([run.latest for run in comparison.runs]).items():
+    for name, keys in groups_of([run.latest for _, run, _ in named]).items():
         lines = []
-        for label, run, colour in zip(comparison.labels, comparison.runs, _colours(comparison), strict=True):
+        for label, run, colour in named:
             found = [(e.samples, mean_score(e, keys)) for e in run.evaluations if e.samples is not None]
             points = np.array([p for p in found if p[1] is not None], dtype=np.float64).reshape(-1, 2)
             if len(points):
@@ -180,11 +181,11 @@ def different_settings(comparison: Comparison) -> list[tuple[str, list[str]]]:
     return [(key, values) for key, values in rows if len(set(values)) > 1 and key != "output"]
 
 
-def _training_curves(comparison: Comparison) -> list[Chart]:
+def _training_curves(named: Named) -> list[Chart]:
     made = []
     for key in ("loss", "tau", "normalizer_gap", "normalizer_gap_cold", "samples_per_second"):
         lines = []
-        for label, run, colour in zip(comparison.labels, comparison.runs, _colours(comparison), strict=True):
+        for label, run, colour in named:
             x, y = run.curve(key)
             if len(x):
                 lines.append(Line(x, y, label=label, colour=colour, smooth=quantity(key).smooth))

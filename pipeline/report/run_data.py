@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.config import parse_yaml
+from pipeline.config import flatten, parse_yaml
 from pipeline.data.shards.manifest_format import Manifest, load_manifest
 from pipeline.errors import UserError
 from pipeline.files import read_tree
@@ -73,12 +73,7 @@ class Run:
 
     def setting(self, key: str, default: Any = None) -> Any:
         """A value of the configuration by dotted key."""
-        value: Any = self.config
-        for part in key.split("."):
-            if not isinstance(value, Mapping) or part not in value:
-                return default
-            value = value[part]
-        return value
+        return flatten(self.config).get(key, default)
 
     @property
     def architecture(self) -> str | None:

@@ -72,7 +72,6 @@ class StoredEvaluation:
     scores: tuple[Score, ...]
     failures: Mapping[str, str] = field(default_factory=dict)
     aggregates: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    timings: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     average: bool = False
     """Whether the weights are the average (EMA) of a checkpoint's, as while training with `ema.evaluate`."""
     examples: tuple[Mapping[str, Any], ...] = ()
@@ -113,7 +112,7 @@ def read_evaluations(
 
 
 def _read_checkpoint(folder: Path, step: int | None, samples: int | None, notes: list[str]) -> StoredEvaluation:
-    scores, summary, timings = [], read_tree(folder / SUMMARY), read_tree(folder / TIMINGS)
+    scores, summary = [], read_tree(folder / SUMMARY)
     weights, left_out = summary.get("checkpoint"), part_of(summary, "left_out")
     for path in sorted(folder.glob("*.json")):
         if path.name in (SUMMARY, TIMINGS, LOCK_NAME):
@@ -143,8 +142,7 @@ def _read_checkpoint(folder: Path, step: int | None, samples: int | None, notes:
         scores=tuple(scores),
         failures=part_of(summary, "failures"),
         aggregates=part_of(summary, "aggregates"),
-        timings=part_of(timings, "tasks"),
-        average=Path(str(timings.get("source", ""))).name == EMA_NAME,
+        average=Path(str(read_tree(folder / TIMINGS).get("source", ""))).name == EMA_NAME,
         examples=tuple(example for path in retrieved for example in _examples(path, notes)),
         described=tuple(one for path in retrieved for one in _described(path, notes)),
         classes=tuple(found for score in scores if (found := _classes(folder, score, notes)) is not None),

@@ -60,8 +60,9 @@ def write_run(folder: Path, *, bias: float | None, arch: str | None = None, toke
     (folder / "metrics.jsonl").write_text(json.dumps(record) + "\n" + json.dumps({**record, "step": 11, "loss": 9}))
     scores = folder / "evaluation" / "step-00000010"
     scores.mkdir(parents=True)
-    score = {"task": "scenes/colour", "protocol": "classification", "main_metric": "acc1", "score": 0.625,
-             "metrics": {"acc1": 0.625}, "chance": 0.125, "samples": 400}  # fmt: skip
+    score = {"task": "scenes/colour", "name": "scenes/colour", "protocol": "classification", "main_metric": "acc1",
+             "score": 0.625, "metrics": {"acc1": 0.625}, "chance": 0.125, "samples": 400, "official": False,
+             "inputs": {}}  # fmt: skip
     (scores / "scenes-colour.json").write_text(json.dumps(score))
     return folder
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from pipeline.evaluation.run.summary import Evaluation
     from pipeline.model.evaluation_model import EvaluationModel
 
-Progress = Callable[[str, "Sequence[Evaluation]"], None]
-
 
 def evaluate(
     checkpoints: str | EvaluationModel | Sequence[str | EvaluationModel],
@@ -28,7 +26,7 @@ def evaluate(
     output: str | Path | None = None,
     config: EvaluationConfig | None = None,
     processes: tuple[Processes, Any] | None = None,
-    progress: Progress | None = None,
+    progress: Callable[[str, Sequence[Evaluation]], None] | None = None,
 ) -> list[Evaluation]:
     """Evaluate checkpoints on every task of a suite, all of them in one pass over its images.
 

@@ -57,6 +57,9 @@ class Compute:
         threads: CPU threads, each of which computes whole micro-batches.
         precision: `fp32`, or `bf16` on a device that computes it in hardware.
         on_result: Called after every micro-batch.
+
+    Raises:
+        UserError: bf16 is requested and the device does not support it.
     """
 
     def __init__(
@@ -67,11 +70,6 @@ class Compute:
         precision: str = "fp32",
         on_result: Callable[[], None] = lambda: None,
     ) -> None:
-        """Check the device and configure it.
-
-        Raises:
-            UserError: bf16 is requested and the device does not support it.
-        """
         if precision == "bf16":
             check_bf16(device)
         self.device, self.precision = device, precision

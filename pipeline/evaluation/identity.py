@@ -84,13 +84,9 @@ def identity_of(
 
 
 def misfit(inputs: Mapping[str, Any], entry: Entry, *, conditions: Mapping[str, Any], data: str | None) -> str:
-    """Why a stored result is not what an evaluation would give now; empty when it is.
+    """Why a stored result, which records `inputs`, is not what an evaluation would give now; empty when it is.
 
-    Args:
-        inputs: The identity that the result records.
-        entry: The task.
-        conditions: Those of the current evaluation.
-        data: The digest of the task's data; None if that is not known.
+    `data` is the digest of the task's data; None if that is not known.
     """
     other = [name for name, value in conditions.items() if inputs.get(name) != value]
     if other:
@@ -171,13 +167,8 @@ def suite_identity(suite: Suite, config: EvaluationConfig, *, known: Path) -> st
     """The suite's name with a digest of its tasks, their files' contents and the settings that can change a score.
 
     A renamed folder gives another name but the same digest; other data under the same name gives another digest. The
-    code is not part of it: after an update, watchers do not score again what has scores.
-
-    Args:
-        suite: The tasks; the ledger treats a part of a suite as another suite.
-        config: The settings.
-        known: A file that caches digests by path, size and dates, so that unchanged files are not read again. The
-            evaluation itself always reads them.
+    code is not part of it: after an update, watchers do not score again what has scores. A part of a suite has another
+    identity than the whole. `known` is the file of `Digests`; the evaluation itself always reads all files.
 
     Raises:
         UserError: A file of the suite cannot be read.
@@ -198,7 +189,7 @@ def suite_identity(suite: Suite, config: EvaluationConfig, *, known: Path) -> st
 
 
 class Digests:
-    """SHA-256 of files, remembered by path, size, dates and inode in the file `known`."""
+    """SHA-256 of files, remembered by path, size, dates and inode in the file `known`, so that they are read once."""
 
     def __init__(self, known: Path) -> None:
         self._path, self._changed = known, False

@@ -1,11 +1,7 @@
-"""The ways to score a task: classes with `@register` in `protocols/`, or in a package of one's own.
+"""The ways to score a task: classes with `@register` in `protocols/`, or in a package of one's own, which names its
+module as an entry point (docs/evaluation.md). Beside them, metrics over groups of samples.
 
-Imports no torch. Beside them, metrics over groups of samples.
-
-A package of one's own names its module in its metadata, for example in `pyproject.toml`:
-
-    [project.entry-points."neuclip.protocols"]
-    my_protocol = "my_package.my_protocol"
+Imports no torch.
 """
 
 from __future__ import annotations

@@ -1,20 +1,6 @@
 """Custom tasks: a folder of class folders, a CSV, or a Hugging Face data set, described in a few lines of YAML.
 
-    # tasks.yaml in the suite's folder, or given as the suite itself
-    products:
-      folder: photos                      # photos/mug/1.jpg, photos/t_shirt/7.png, ...
-      templates: ["a photo of a {c}.", "a {c} in a shop"]
-      classnames: {t_shirt: T-shirt}
-      metric: mean_per_class_recall
-    catalogue:
-      csv: catalogue.csv
-      image: file
-      caption: text
-    birds:
-      dataset: birds                      # save_to_disk, parquet, or owner/name on the hub
-      label: species
-
-Paths are relative to the YAML file.
+`docs/evaluation.md` has an example; paths are relative to the YAML file.
 """
 
 from __future__ import annotations
@@ -311,11 +297,7 @@ def _all_names(
 
 
 def _fetch(own: OwnTask, place: Path) -> None:
-    """Download a data set's parquet files from the hub.
-
-    Raises:
-        TaskError: The hub does not provide them.
-    """
+    """Download a data set's parquet files from the hub."""
     from huggingface_hub import snapshot_download
 
     options: dict[str, Any] = {"repo_type": "dataset", "revision": own.revision, "allow_patterns": ["*.parquet"]}

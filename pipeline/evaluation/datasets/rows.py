@@ -23,8 +23,6 @@ CSV_NEEDS: dict[str, Needs] = {
 }
 CANDIDATES = (5, 6, 10, 12)
 """How many candidates WinoGAViL's instances have; its scores are means over these numbers."""
-STATED_COUNTS = {"num_candidates": "candidates", "num_associations": "associations"}
-"""WinoGAViL's columns that say how many names a list must have."""
 
 
 def find_table(folder: Path, *, needs: Needs, split: str = "test") -> Table:
@@ -101,13 +99,9 @@ def check_repeated(images: TableImages, about: Sequence[object]) -> None:
 
 
 def retrieval_rows(table: Table, folder: Path, *, image: str = "", caption: str = "") -> TaskData:
-    """Images with captions.
+    """Images with captions, one or a list of them in every row; rows that name the same file are one image.
 
-    Args:
-        table: The rows. Rows that name the same image file are one image with several captions.
-        folder: The task's folder, for messages.
-        image: The column of images; by default one of the names in use.
-        caption: The column of captions, one or a list in every row.
+    The columns are by default those with one of the names in use.
     """
     texts = table.values(column_of(table, (caption,) if caption else CAPTIONS, folder))
     column = column_of(table, (image,) if image else IMAGES, folder)
@@ -174,15 +168,14 @@ def association_rows(table: Table, folder: Path) -> TaskData:
 
 
 def _lists(table: Table, column: str, folder: Path) -> list[list[str]]:
-    """A column of lists; where another column says how long each must be, it is."""
-    values = table.values(column_of(table, (column,), folder))
+    """A column of lists; where another column (`num_candidates`) says how long each must be, it is."""
+    values, counts = table.values(column_of(table, (column,), folder)), f"num_{column}"
     found = [as_list(value, where=table.row_name(row)) for row, value in enumerate(values)]
-    for counts in (name for name, of in STATED_COUNTS.items() if of == column and name in table.columns):
-        for row, (own, count) in enumerate(zip(found, table.values(counts), strict=True)):
-            with suppress(ValueError):
-                count = float(count)
-            if str(count).strip() and len(own) != count:
-                raise TaskError(f"{table.row_name(row)} has {len(own)} {column}, but its {counts} says {count}.")
+    for row, count in enumerate(table.values(counts) if counts in table.columns else ()):
+        with suppress(ValueError):
+            count = float(count)
+        if str(count).strip() and len(found[row]) != count:
+            raise TaskError(f"{table.row_name(row)} has {len(found[row])} {column}, but its {counts} says {count}.")
     return found
 
 

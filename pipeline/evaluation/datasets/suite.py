@@ -13,15 +13,7 @@ from typing import Any
 from pipeline.config import suggest
 from pipeline.errors import UserError
 from pipeline.evaluation.datasets.datacomp import DATACOMP, TASKS, Task, folder_names
-from pipeline.evaluation.datasets.own_tasks import (
-    HUB,
-    TASKS_NAME,
-    OwnTask,
-    open_own,
-    place_of,
-    read_own_tasks,
-    task_of,
-)
+from pipeline.evaluation.datasets.own_tasks import HUB, TASKS_NAME, OwnTask, open_own, place_of, read_own_tasks, task_of
 from pipeline.evaluation.datasets.rows import open_rows
 from pipeline.evaluation.datasets.task_data import (
     ACCEPT,
@@ -162,10 +154,10 @@ class Suite:
     def with_lost(self, keys: Sequence[str]) -> Suite:
         """The suite, extended by tasks that it once had and whose data is gone."""
         problem = (
-            "was a task of this suite when it was first evaluated here, but its data is no longer there. Restore it"
+            "was a task of this suite when it was first evaluated here, but its data is no longer there. Restore it or "
+            f"its entry. {ACCEPT}"
         )
-        texts = {key: f"{key} {problem} or its entry. {ACCEPT}" for key in keys}
-        lost = tuple(Entry(Task(key, key), None, problem=text) for key, text in texts.items())
+        lost = tuple(Entry(Task(key, key), None, problem=f"{key} {problem}") for key in keys)
         return replace(self, entries=(*self.entries, *lost), whole=(*self.whole, *lost))
 
 

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from math import comb
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from pipeline.evaluation.datasets.datacomp import Task
@@ -25,17 +24,6 @@ def prompt(cue: str) -> str:
     """The cue as a text: lower case, with an article."""
     cue = cue.lower()
     return f"{'An' if cue[:1] in set('aeiou') else 'A'} {cue}"
-
-
-def outcomes(images: Tensor, cues: Tensor, data: TaskData) -> dict[str, np.ndarray]:
-    """[images, d] and [instances, d] unit features -> the Jaccard index and number of candidates of every instance."""
-    image_features, cue_features = images.double().numpy(), cues.double().numpy()
-    found = [
-        jaccard((image_features[list(instance.candidates)] * cue).sum(1), np.array(instance.associated, dtype=bool))
-        for instance, cue in zip(data.instances, cue_features, strict=True)
-    ]
-    sizes = [len(instance.candidates) for instance in data.instances]
-    return {"jaccard": np.array(found), "candidates": np.array(sizes)}
 
 
 def jaccard(scores: np.ndarray, truth: np.ndarray) -> float:
@@ -74,7 +62,13 @@ class Association(Protocol):
         self.texts = TextSide([prompt(instance.cue) for instance in data.instances])
 
     def finish(self, kept: Outcomes, texts: Tensor) -> Outcomes:
-        return outcomes(torch.from_numpy(kept["features"]), texts[self.texts.rows], self.data)
+        images, cues = kept["features"].astype(np.float64), texts[self.texts.rows].double().numpy()
+        found = [
+            jaccard((images[list(instance.candidates)] * cue).sum(1), np.array(instance.associated, dtype=bool))
+            for instance, cue in zip(self.data.instances, cues, strict=True)
+        ]
+        sizes = [len(instance.candidates) for instance in self.data.instances]
+        return {"jaccard": np.array(found), "candidates": np.array(sizes)}
 
     def metrics(self, found: Mapping[str, np.ndarray]) -> dict[str, float]:
         return metrics(found)

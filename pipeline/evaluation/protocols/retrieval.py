@@ -34,13 +34,8 @@ CAPTIONS_NAME, IMAGES_NAME = "examples.json", "images.json"
 def outcomes(images: Tensor, texts: Tensor, *, side: TextSide, owner: np.ndarray) -> dict[str, np.ndarray]:
     """Per caption the rank of its image, per image the best rank of its captions; 0 is the first.
 
-    Ties go to the lower index.
-
-    Args:
-        images: [n, d] unit features.
-        texts: [distinct captions, d] unit features.
-        side: The captions.
-        owner: [m] the captions' images.
+    Ties go to the lower index. Images are [n, d] unit features, texts those of the distinct captions, and `owner`, [m],
+    has the captions' images.
     """
     own, captions = torch.from_numpy(owner), texts[side.rows]
     image_rank = [
@@ -116,14 +111,9 @@ class Retrieval(Protocol):
 def write_examples(folder: Path, data: TaskData, *, features: tuple[Tensor, Tensor], count: int) -> None:
     """Write a few captions with their best images and images with their best captions.
 
-    They are chosen by position, so that two evaluations show the same. The files are `examples.json` (text to image),
-    `images.json` (image to text) and JPEG thumbnails.
-
-    Args:
-        folder: Output folder; existing files are replaced.
-        data: The task's images and captions.
-        features: [n, d] of the images and [m, d] of the captions, unit norm.
-        count: How many captions and how many images, evenly spaced.
+    They are `count` each, chosen by position, so that two evaluations show the same. The files, which replace those in
+    `folder`, are `examples.json` (text to image), `images.json` (image to text) and JPEG thumbnails. The unit-norm
+    features are [n, d] of the images and [m, d] of the captions.
     """
     images, captions = features
     flat = [(caption, image) for image, own in enumerate(data.captions) for caption in own]

@@ -99,12 +99,7 @@ def check_finite(features: Tensor, *, what: Callable[[int], str]) -> None:
 
 
 def class_vectors(
-    model: EvaluationModel,
-    classnames: Sequence[str],
-    templates: Sequence[str],
-    *,
-    compute: Compute,
-    micro_batch: int,
+    model: EvaluationModel, classnames: Sequence[str], templates: Sequence[str], *, compute: Compute, micro_batch: int
 ) -> Tensor:
     """[C, d] classifier: every template filled in, encoded, L2-normalised, averaged over templates, renormalised.
 

@@ -192,12 +192,9 @@ def _seal(array: np.ndarray, key: str) -> bytes:
 
 
 class PixelCache:
-    """The cached micro-batches of one task, as 8-bit pixels.
+    """The cached micro-batches of one task (`data` is the digest of its data), as 8-bit pixels.
 
-    Args:
-        folder: `evaluation.cache`, for all tasks and suites.
-        data: Digest of the task's data.
-        micro_batch: Images per micro-batch.
+    The folder is `evaluation.cache`, for all tasks and suites.
     """
 
     def __init__(self, folder: Path, *, data: str, micro_batch: int) -> None:

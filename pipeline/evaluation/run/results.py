@@ -112,8 +112,7 @@ def read_outcomes(path: Path, digest: str | None) -> dict[str, np.ndarray] | Non
 def write_result(path: Path, result: TaskResult, outcomes: Mapping[str, np.ndarray]) -> TaskResult:
     """Write the per-sample outcomes, then the result, so that an existing result is always complete.
 
-    Returns:
-        The result with the outcomes' digest.
+    The result is returned with the outcomes' digest.
     """
     with replacing(path.with_name(path.stem + OUTCOMES_SUFFIX)) as temporary:
         with temporary.open("wb") as file:
@@ -194,11 +193,7 @@ class SuiteLock:
             raise TaskError(f"{key}: {what} when it was first evaluated ({self.path}). {ACCEPT}")
 
     def add(self, key: str, data: TaskData, files: Mapping[str, str]) -> bool:
-        """Lock a task's data.
-
-        Returns:
-            Whether that changed the lock.
-        """
+        """Lock a task's data. Returns whether that changed the lock."""
         entry = {"counts": data.counts, "data": data_digest(files, data.columns), "files": dict(files)}
         changed = self.tasks.get(key) != entry
         self.tasks[key] = entry
@@ -211,9 +206,7 @@ class SuiteLock:
     def write(self, suite: Suite, *, replacing: bool) -> None:
         """Write the lock, merged with what other processes have locked in the meantime.
 
-        Args:
-            suite: The suite.
-            replacing: Our entries take precedence over those in the file.
+        With `replacing`, our entries take precedence over those in the file.
         """
         now = SuiteLock.read(self.path)
         tasks = {**now.tasks, **self.tasks} if replacing else {**self.tasks, **now.tasks}

@@ -15,14 +15,7 @@ from typing import Any
 from pipeline.evaluation.datasets.datacomp import AGGREGATES
 from pipeline.evaluation.datasets.suite import Entry, Suite
 from pipeline.evaluation.identity import SETTINGS, misfit
-from pipeline.evaluation.run.results import (
-    ANOTHER_SUITE,
-    SuiteLock,
-    TaskResult,
-    is_named_after,
-    part_of,
-    read_result,
-)
+from pipeline.evaluation.run.results import ANOTHER_SUITE, SuiteLock, TaskResult, is_named_after, part_of, read_result
 from pipeline.files import read_tree, write_json, write_text
 from pipeline.model.evaluation_model import EvaluationModel
 

@@ -48,11 +48,7 @@ _LEASE = re.compile(r"^lease-(\d+)\.json$")
 
 
 def create_once(path: Path, text: str) -> bool:
-    """Create a complete file unless the name is already taken. Safe on NFS.
-
-    Returns:
-        Whether the file was created.
-    """
+    """Create a complete file unless the name is already taken. Returns whether it was created. Safe on NFS."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
     write_text(temporary, text, durable=True)
@@ -99,11 +95,7 @@ class Lease:
         return self
 
     def finish(self, outcome: Mapping[str, Any]) -> bool:
-        """Write the outcome.
-
-        Returns:
-            False if another watcher considered this one dead and wrote an outcome first.
-        """
+        """Write the outcome. Returns False if another watcher considered this one dead and wrote an outcome first."""
         self._end_heartbeat()
         record = {"checkpoint": self.folder.name, **outcome, "attempt": self.number, **self.owner}
         return create_once(self.folder / DONE, json.dumps(record, indent=1) + "\n")
@@ -171,9 +163,7 @@ class Ledger:
     def claim(self, name: str, *, weights: str = "") -> Lease | None:
         """A lease on a checkpoint; None when it is done, held by a live watcher, or taken by another one first.
 
-        Args:
-            name: The checkpoint.
-            weights: What tells it from another checkpoint of the same name; attempts at others are not counted.
+        `weights` tell it from another checkpoint of the same name; attempts at others are not counted.
         """
         folder = self.folder / name
         if self.done(name):

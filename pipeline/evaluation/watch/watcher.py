@@ -158,8 +158,7 @@ class Watcher:
     def run(self, stop: threading.Event, *, once: bool = False) -> bool:
         """Work until `stop` is set; with `once`, until no checkpoint is waiting and no lease of a dead watcher is left.
 
-        Returns:
-            Whether every checkpoint has its scores.
+        Returns whether every checkpoint has its scores.
         """
         found = sum(len(candidates.ready()) for candidates in self.candidates.values())
         self._log(
@@ -189,11 +188,7 @@ class Watcher:
         ]
 
     def step(self) -> bool:
-        """Evaluate the next checkpoints.
-
-        Returns:
-            Whether there was anything to do.
-        """
+        """Evaluate the next checkpoints. Returns whether there was anything to do."""
         mine: dict[Path, Lease] = {}
         try:
             items = self._claimed(mine)

@@ -143,7 +143,7 @@ def text_state(text: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def blocks_state(tower: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
     """The blocks of one of open_clip's own towers under transformers' names."""
-    found = {}
+    found: dict[str, Tensor] = {}
     for key, value in tower.items():
         if key.startswith("transformer.resblocks."):
             number, _, part = key.removeprefix("transformer.resblocks.").partition(".")

@@ -22,8 +22,8 @@ from pipeline.evaluation.run.results import LOCK_NAME, SuiteLock
 from pipeline.evaluation.run.session import Session
 from pipeline.evaluation.run.summary import Evaluation
 from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
-from pipeline.model.model_folder import WEIGHTS_NAME, stated_files
-from pipeline.run_files import EMA_NAME, FOLDER_NAME, MODEL_CONFIG_NAME, PREFIX
+from pipeline.model.model_folder import WEIGHTS_NAME
+from pipeline.run_files import EMA_NAME, FOLDER_NAME, PREFIX
 
 POSITIONS = "visual.positional_embedding"
 
@@ -45,18 +45,6 @@ def load_checkpoint(spec: str, *, device: torch.device) -> EvaluationModel:
             f"{spec} cannot be loaded ({type(error).__name__}: {plain(error, longest=200)}): "
             "the weights are damaged, or those of another architecture."
         ) from error
-
-
-def is_complete(folder: Path) -> bool:
-    """Whether a checkpoint's model files exist with their stated sizes; a copy may still be in progress."""
-    try:
-        stated = stated_files(folder)
-        there = all((folder / name).is_file() for name in (MODEL_CONFIG_NAME, WEIGHTS_NAME))
-        return there and all(
-            (folder / name).stat().st_size == facts["bytes"] for name, facts in stated.items() if "bytes" in facts
-        )
-    except (OSError, ValueError):
-        return False
 
 
 def notes_on(model: EvaluationModel) -> list[str]:

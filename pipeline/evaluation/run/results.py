@@ -199,10 +199,6 @@ class SuiteLock:
         self.tasks[key] = entry
         return changed
 
-    def data_of(self, key: str) -> str | None:
-        """The digest of the data that a task was locked with."""
-        return self.tasks.get(key, {}).get("data")
-
     def write(self, suite: Suite, *, replacing: bool) -> None:
         """Write the lock, merged with what other processes have locked in the meantime.
 

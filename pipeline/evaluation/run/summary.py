@@ -129,6 +129,7 @@ def summarize(evaluation: Evaluation, suite: Suite) -> Summary:
     """This evaluation's results, with those of the suite's other tasks from earlier evaluations that fit them."""
     now = {entry.task.key for entry in suite.entries}
     results, left_out = dict(evaluation.results), _strays(evaluation, suite)
+    locked = {key: task["data"] for key, task in evaluation.lock.tasks.items()}
     for entry in suite.whole:
         key, path = entry.task.key, evaluation.path(entry)
         if key in now or not path.is_file():
@@ -136,9 +137,7 @@ def summarize(evaluation: Evaluation, suite: Suite) -> Summary:
         result = read_result(path)
         if result is None:
             left_out[key] = "its file was edited or damaged, or is of a version without digests"
-        elif reason := misfit(
-            result.inputs, entry, conditions=evaluation.conditions, data=evaluation.lock.data_of(key)
-        ):
+        elif reason := misfit(result.inputs, entry, conditions=evaluation.conditions, data=locked.get(key)):
             left_out[key] = reason
         else:
             results[key] = result

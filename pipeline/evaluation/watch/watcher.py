@@ -20,7 +20,7 @@ from pipeline.config import section
 from pipeline.evaluation.datasets.suite import Suite
 from pipeline.evaluation.datasets.task_data import file_facts, plain
 from pipeline.evaluation.identity import Digests, suite_identity
-from pipeline.evaluation.run.checkpoint import default_folder, is_complete, load_checkpoint
+from pipeline.evaluation.run.checkpoint import default_folder, load_checkpoint
 from pipeline.evaluation.run.results import read_result
 from pipeline.evaluation.run.session import EvaluationConfig, Processes, attempt
 from pipeline.evaluation.run.summary import SUMMARY_NAME
@@ -34,7 +34,7 @@ class Candidates:
 
     def __init__(self, run: Path, *, every: int) -> None:
         self.run, self._every = run, every
-        self._complete: dict[Path, tuple[object, ...]] = {}
+        self._complete: dict[Path, dict[str, tuple[int, ...]]] = {}
         self._weights = Digests(run / LEDGER_FOLDER / "weights.json")
         self._checked: dict[Path, tuple[int, frozenset[str]]] = {}
 
@@ -79,14 +79,17 @@ class Candidates:
         return hashlib.sha256(json.dumps(stated, sort_keys=True).encode()).hexdigest()[:16]
 
     def _is_complete(self, path: Path) -> bool:
-        """Whether all files are there; looked at again when one was replaced."""
+        """Whether the model's files exist with their stated sizes; looked at again when one was replaced."""
         try:
-            facts = tuple(file_facts(path / name) for name in (MODEL_CONFIG_NAME, WEIGHTS_NAME))
-        except OSError:
+            now = {name: file_facts(path / name) for name in (MODEL_CONFIG_NAME, WEIGHTS_NAME)}
+            if self._complete.get(path) != now:
+                sizes = {name: size for name, (size, *_) in now.items()}
+                if any(facts.get("bytes", sizes[name]) != sizes[name] for name, facts in stated_files(path).items()):
+                    return False
+                self._complete[path] = now
+        except (OSError, ValueError):
             return False
-        if self._complete.get(path) != facts and is_complete(path):
-            self._complete[path] = facts
-        return self._complete.get(path) == facts
+        return True
 
 
 SHOWN_FAILURES = 3
@@ -122,10 +125,6 @@ class Watcher:
     """Watches runs and evaluates their checkpoints on one suite, each of them once.
 
     Args:
-        runs: Their folders.
-        suite: The tasks.
-        config: When to look and what to take first.
-        evaluation: Settings of the evaluations.
         processes: Ranks and device, as for `evaluate`. Only the first rank decides.
         say: Called with a line for the log.
         on_scored: Called with a run's folder after some of its checkpoints were evaluated, on the first process.

@@ -80,9 +80,7 @@ class Comparison:
 def compare(runs: Sequence[Run], *, mixed: bool = False) -> Comparison:
     """Compare the latest evaluation of every run with that of the first.
 
-    Args:
-        runs: The first is the baseline.
-        mixed: Allow scores from different settings or data; the notes list the differences.
+    With `mixed`, scores may be from different settings or data; the notes list the differences.
 
     Raises:
         UserError: A task was evaluated with different settings or on different data, and `mixed` is not given.

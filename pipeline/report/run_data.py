@@ -27,30 +27,23 @@ RECALLS = ("image_to_text_r1", "text_to_image_r1")
 
 @dataclass(frozen=True)
 class Run:
-    """The contents of a run's folder.
-
-    Attributes:
-        folder: The run's folder.
-        config: The resolved configuration, {} if missing.
-        rows: The training lines of metrics.jsonl in order of steps, one per step (a resumed run logs some steps again;
-            the last line is used).
-        validations: The validations, one per step, with the samples seen by then.
-        events: The other lines that have a message.
-        stages: Seconds by stage name; only `neuclip demo` records them.
-        manifests: The manifests of the data sources.
-        evaluations: The evaluations in order of samples seen.
-        notes: What is missing or damaged.
-    """
+    """The contents of a run's folder."""
 
     folder: Path
     config: Mapping[str, Any] = field(default_factory=dict)
     rows: tuple[Row, ...] = ()
+    """The training lines of metrics.jsonl in order, one per step (the last, where a resumed run logs it again)."""
     validations: tuple[Row, ...] = ()
+    """One per step, with the samples seen by then."""
     events: tuple[Row, ...] = ()
+    """The other lines that have a message."""
     stages: Mapping[str, float] = field(default_factory=dict)
+    """Seconds by stage name; only `neuclip demo` records them."""
     manifests: tuple[Manifest, ...] = ()
     evaluations: tuple[StoredEvaluation, ...] = ()
+    """In order of samples seen."""
     notes: tuple[str, ...] = ()
+    """What is missing or damaged."""
 
     @property
     def name(self) -> str:

@@ -81,9 +81,8 @@ def read_result(path: Path, *, undigested: bool = False) -> TaskResult | None:
             return None
         result = TaskResult(**{name: value for name, value in tree.items() if name != "digest"})
         stated = result.metrics[result.main_metric]
-        whole = (
-            isinstance(result.inputs, dict) and isinstance(result.samples, int) and is_named_after(path, result.task)
-        )
+        parts = ((result.metrics, dict), (result.inputs, dict), (result.samples, int))
+        whole = all(isinstance(value, kind) for value, kind in parts) and is_named_after(path, result.task)
         return result if whole and math.isfinite(result.score) and result.score == stated else None
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None

@@ -122,7 +122,7 @@ def export(
         for name, export_one in (("torch", export_torch), ("onnx", export_onnx)):
             if name in programs:
                 differences += [export_one(folder, side, tower, x) for side, tower, x in sides(model, examples)]
-        return float(torch.tensor(differences).max())  # NaN when any of them is
+        return float(torch.tensor(differences).max())  # NaN if any is
 
     return write_checked(output, write)
 
@@ -226,7 +226,7 @@ def _check_open_clip(folder: Path, model: EvaluationModel, examples: tuple[Tenso
     # Logits in units of cosines, so that one tolerance holds for all.
     expected = ours[0] @ ours[1].T + (bias or 0.0) / scale
     pairs = (*zip(ours, found, strict=True), (expected, logits / scale))
-    return max(float((a - b).abs().max()) for a, b in pairs)
+    return float(torch.stack([(a - b).abs().max() for a, b in pairs]).max())  # NaN if any is
 
 
 def logit_parameters(folder: Path) -> tuple[float, float | None]:

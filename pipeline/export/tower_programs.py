@@ -91,7 +91,7 @@ def export_onnx(folder: Path, side: str, tower: nn.Module, example: Tensor) -> f
 
 def _difference(program: Callable[[Tensor], Tensor], tower: nn.Module, example: Tensor) -> float:
     """The largest difference of features, of the whole example and of a smaller batch."""
-    return max(float((program(x) - tower(x)).abs().max()) for x in (example, example[:2]))
+    return float(torch.stack([(program(x) - tower(x)).abs().max() for x in (example, example[:2])]).max())
 
 
 def require_onnx() -> None:

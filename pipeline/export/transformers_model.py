@@ -209,4 +209,4 @@ def _difference(model: EvaluationModel, folder: Path, image: Tensor, text: Tenso
     if isinstance(theirs, transformers.CLIPModel):
         vision, words = theirs.visual_projection(vision), theirs.text_projection(words)
     pairs = ((vision, model.encode_image(image)), (words, model.encode_text(text)))
-    return max(float((torch.nn.functional.normalize(a, dim=-1) - b).abs().max()) for a, b in pairs)
+    return float(torch.stack([(torch.nn.functional.normalize(a, dim=-1) - b).abs().max() for a, b in pairs]).max())

@@ -22,7 +22,7 @@ from pipeline.errors import UserError
 from pipeline.export import exporter
 from pipeline.export.exporter import choose_checkpoint, example_inputs, export, logit_parameters
 from pipeline.export.model_card import usage
-from pipeline.model.evaluation_model import load_for_evaluation
+from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
 from pipeline.model.towers import ModelConfig, build_towers
 from pipeline.run_files import read_meta
 from pipeline.training.recipe import load_recipe
@@ -213,7 +213,8 @@ def test_two_exports_to_one_folder_do_not_destroy_each_other(
 
 
 def test_an_export_that_differs_is_refused(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.export.exporter._check_open_clip", lambda *_: float("nan"))
+    """Also where only texts differ, by NaN."""
+    monkeypatch.setattr(EvaluationModel, "encode_text", lambda self, text: torch.full((len(text), self.dim), torch.nan))
     with pytest.raises(UserError, match="differs from the trained model"):
         export(choose_checkpoint(run), tmp_path / "out", card="")
     assert list(tmp_path.iterdir()) == []  # no folder is left that would block the next attempt

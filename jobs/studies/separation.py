@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,9 @@ from torch import Tensor
 
 from jobs.studies.schedule import in_processes
 from jobs.studies.small_towers import (
+    INPUTS,
     Course,
     CourseStep,
-    Hierarchy,
     draw_pairs,
     exact_log_normalizers,
     make_objective,
@@ -132,17 +132,15 @@ class PairedRun:
 
 def runs_of(size: str) -> list[PairedRun]:
     """All runs of a size, seeds outermost, so that an unfinished study is balanced."""
-    groups = SIZES[size]
-    most = max(group.seeds for group in groups)
-    return [run for seed in range(most) for group in groups for run in _runs_of_seed(group, seed)]
-
-
-def _runs_of_seed(group: Group, seed: int) -> Iterator[PairedRun]:
-    for batch in reversed(group.batches):
-        for arm in group.arms if seed < group.seeds else ():
-            yield PairedRun(group.pairs, group.epochs, batch, arm, seed, seed)
-        if seed < group.shared_seeds:
-            yield PairedRun(group.pairs, group.epochs, batch, SHARED, seed, seed)
+    groups, runs = SIZES[size], list[PairedRun]()
+    for seed in range(max(group.seeds for group in groups)):
+        for group in groups:
+            arms = group.arms if seed < group.seeds else ()
+            if seed < group.shared_seeds:
+                arms += (SHARED,)
+            for batch in reversed(group.batches):
+                runs += [PairedRun(group.pairs, group.epochs, batch, arm, seed, seed) for arm in arms]
+    return runs
 
 
 def path_of(run: PairedRun, place: Path) -> Path:
@@ -187,11 +185,11 @@ class SeparationSetting:
 
 def course_of(setting: SeparationSetting, *, seed: int) -> Course:
     """The parts of a run that do not depend on the method."""
-    inputs = dict.fromkeys(("image", "text"), Hierarchy().inputs)
+    inputs = dict.fromkeys(("image", "text"), INPUTS)
     towers = make_towers(inputs, hidden=setting.hidden, dim=setting.dim, seed=seed)
     optimizer = torch.optim.AdamW(towers.parameters(), lr=setting.lr, betas=(0.9, 0.98), weight_decay=0.01)
     return Course(
-        draw_pairs(Hierarchy(), setting.pairs, seed=TRAINING_PAIRS + seed),
+        draw_pairs(setting.pairs, seed=TRAINING_PAIRS + seed),
         towers,
         optimizer,
         orders(setting.pairs, setting.batch, seed=seed),
@@ -264,7 +262,7 @@ def measure(course: Course, setting: SeparationSetting, *, seed: int) -> dict[st
     log_g = exact_log_normalizers(image, text, tau=s.tau, rows=rows)
     squared = exact_log_normalizers(image, text, tau=s.tau / 2, rows=rows)  # exp(2 h) = exp((s_ij - s_ii) / (tau / 2))
     chi2 = torch.stack([(two - 2 * one).exp().mean() - 1 for two, one in zip(squared, log_g, strict=True)]).mean()
-    held_image, held_text = course.embed(*draw_pairs(Hierarchy(), s.held_out, seed=HELD_OUT_PAIRS + seed))
+    held_image, held_text = course.embed(*draw_pairs(s.held_out, seed=HELD_OUT_PAIRS + seed))
     held_g = exact_log_normalizers(held_image, held_text, tau=s.tau, rows=torch.arange(s.held_out))
     return {
         "gcl": s.tau * float((log_g[0] + log_g[1]).mean()),

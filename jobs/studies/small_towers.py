@@ -23,51 +23,35 @@ from pipeline.objectives import Objective, build_objective
 
 WORLD_SEED = 1234
 """Seed of the class centres and views: the same for training and held-out pairs, and for all runs."""
+INPUTS, LATENT = 64, 32
+"""D and L."""
+SUPER_CLASSES, SUB_CLASSES = 32, 16
+"""Super-classes, and sub-classes in each of them."""
+ZIPF, NOISE = 1.0, 0.15
+"""Exponent of the frequencies of all sub-classes; standard deviation of the noise on inputs of unit variance."""
+OF_SUPER, OF_SUB, OF_INDIVIDUAL = 1.0, 0.8, 0.5
+"""Lengths of the three parts of a latent vector."""
 NCE_TEMPERATURES = tuple(0.02 * 1.2**i for i in range(18))
 
 
-@dataclass(frozen=True)
-class Hierarchy:
-    """The distribution of the pairs.
-
-    Attributes:
-        inputs: D, features of each side.
-        latent: L, dimensions of the latent vector.
-        super_classes: Super-classes; each has `sub_classes` of its own.
-        sub_classes: Sub-classes in a super-class.
-        zipf: Exponent of the frequencies of all sub-classes.
-        noise: Standard deviation of the noise on inputs of unit variance.
-        scale: Lengths of the three parts of a latent vector: super-class, sub-class, individual.
-    """
-
-    inputs: int = 64
-    latent: int = 32
-    super_classes: int = 32
-    sub_classes: int = 16
-    zipf: float = 1.0
-    noise: float = 0.15
-    scale: tuple[float, float, float] = (1.0, 0.8, 0.5)
-
-
-def draw_pairs(hierarchy: Hierarchy, n: int, *, seed: int) -> tuple[Tensor, Tensor]:
-    """Draw n pairs of inputs for the image and text towers, [n, D] each; depends only on (hierarchy, n, seed)."""
-    h = hierarchy
+def draw_pairs(n: int, *, seed: int) -> tuple[Tensor, Tensor]:
+    """Draw n pairs of inputs for the image and text towers, [n, D] each; depends only on n and the seed."""
     world, generator = torch.Generator().manual_seed(WORLD_SEED), torch.Generator().manual_seed(seed)
-    supers = F.normalize(torch.randn(h.super_classes, h.latent, generator=world), dim=1)
-    subs = F.normalize(torch.randn(h.super_classes, h.sub_classes, h.latent, generator=world), dim=2)
-    mixing = [torch.randn(h.latent, 2 * h.latent, generator=world) for _ in range(2)]
-    views = [torch.randn(2 * h.latent, h.inputs, generator=world) / math.sqrt(h.latent) for _ in range(2)]
-    count = h.super_classes * h.sub_classes
-    frequency = (torch.arange(count) + 1.0) ** -h.zipf
+    supers = F.normalize(torch.randn(SUPER_CLASSES, LATENT, generator=world), dim=1)
+    subs = F.normalize(torch.randn(SUPER_CLASSES, SUB_CLASSES, LATENT, generator=world), dim=2)
+    mixing = [torch.randn(LATENT, 2 * LATENT, generator=world) for _ in range(2)]
+    views = [torch.randn(2 * LATENT, INPUTS, generator=world) / math.sqrt(LATENT) for _ in range(2)]
+    count = SUPER_CLASSES * SUB_CLASSES
+    frequency = (torch.arange(count) + 1.0) ** -ZIPF
     ranks = torch.multinomial(frequency / frequency.sum(), n, replacement=True, generator=generator)
     classes = torch.randperm(count, generator=world)[ranks]
-    individual = F.normalize(torch.randn(n, h.latent, generator=generator), dim=1)
-    of_super, of_sub = classes // h.sub_classes, classes % h.sub_classes
-    latent = h.scale[0] * supers[of_super] + h.scale[1] * subs[of_super, of_sub] + h.scale[2] * individual
+    individual = F.normalize(torch.randn(n, LATENT, generator=generator), dim=1)
+    of_super, of_sub = classes // SUB_CLASSES, classes % SUB_CLASSES
+    latent = OF_SUPER * supers[of_super] + OF_SUB * subs[of_super, of_sub] + OF_INDIVIDUAL * individual
     sides = []
     for mix, view in zip(mixing, views, strict=True):
         clean = torch.tanh(latent @ mix) @ view
-        sides.append(clean / clean.std() + h.noise * torch.randn(n, h.inputs, generator=generator))
+        sides.append(clean / clean.std() + NOISE * torch.randn(n, INPUTS, generator=generator))
     return sides[0], sides[1]
 
 

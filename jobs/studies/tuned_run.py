@@ -15,7 +15,6 @@ from torch import Tensor
 
 from jobs.studies.small_towers import (
     Course,
-    Hierarchy,
     draw_pairs,
     exact_log_normalizers,
     make_objective,
@@ -82,8 +81,7 @@ def load(setting: TunedSetting, *, seed: int, tuning: bool, folder: Path) -> Tun
     """The pairs of a run; with `tuning`, the held-out pairs are those that are not reported."""
     if setting.data == "synthetic":
         drawn = 2 * seed + (1 if tuning else 0)
-        held = draw_pairs(Hierarchy(), 2500, seed=10_000_000 + drawn)
-        return TunedPairs(draw_pairs(Hierarchy(), setting.pairs, seed=drawn), held)
+        return TunedPairs(draw_pairs(setting.pairs, seed=drawn), draw_pairs(2500, seed=10_000_000 + drawn))
     stored = icons(folder)
     pool, held_rows = ((stored["group"] == group).nonzero().flatten() for group in (0, 1))
     held_rows = held_rows[0 if tuning else 1 :: 2]

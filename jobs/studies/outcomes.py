@@ -158,23 +158,19 @@ class Outcome:
 
 def average(scores: Mapping[str, float]) -> float | None:
     """The benchmark's average if all of its tasks were evaluated, else the mean over the evaluated tasks."""
-    if AVERAGE_OF_BENCHMARK in scores:
-        return scores[AVERAGE_OF_BENCHMARK]
     tasks = [value for name, value in scores.items() if name not in AGGREGATES]
-    return statistics.fmean(tasks) if tasks else None
+    return scores.get(AVERAGE_OF_BENCHMARK, statistics.fmean(tasks) if tasks else None)
 
 
 def retrieval(scores: Mapping[str, float]) -> float | None:
     """The benchmark's retrieval mean if available, else the mean R@1 of the tasks with "retrieval" in their names."""
-    if RETRIEVAL_OF_BENCHMARK in scores:
-        return scores[RETRIEVAL_OF_BENCHMARK]
     tasks = [value for name, value in scores.items() if "retrieval" in name]
-    return statistics.fmean(tasks) if tasks else None
+    return scores.get(RETRIEVAL_OF_BENCHMARK, statistics.fmean(tasks) if tasks else None)
 
 
-def _last_scores(result: Result) -> Mapping[str, float]:
-    scores: Mapping[str, float] = result["curve"][-1]["scores"] if result["curve"] else {}
-    return scores
+def _last_score(score: Callable[[Mapping[str, float]], float | None]) -> Callable[[Result], float | None]:
+    """Of the last evaluation."""
+    return lambda result: score(result["curve"][-1]["scores"]) if result["curve"] else None
 
 
 def _normalizer(*keys: str) -> Callable[[Result], float | None]:
@@ -193,12 +189,12 @@ def _normalizer(*keys: str) -> Callable[[Result], float | None]:
     return value
 
 
-def _step_ms(part: str) -> Callable[[Result], float | None]:
-    return lambda result: result["step_ms"].get(part)
+def _entry(section: str, key: str) -> Callable[[Result], float | None]:
+    return lambda result: result.get(section, {}).get(key)
 
 
-def _share(result: Result, part: str) -> float | None:
-    found = result["step_ms"].get(part)
+def _network_share(result: Result) -> float | None:
+    found = result["step_ms"].get("npn")
     return None if found is None else found / result["step_ms"]["whole"]
 
 
@@ -207,31 +203,32 @@ def _traffic(result: Result) -> float | None:
     return None if found is None else sum(found.values()) / 1024
 
 
-def _cost(key: str) -> Callable[[Result], float | None]:
-    return lambda result: result.get("cost", {}).get(key)
+def _rate(result: Result) -> float | None:
+    whole = result["step_ms"].get("whole")
+    return 1e3 * result["batch_size"] / whole if whole else None
 
 
 COLUMNS: dict[str, Column] = {
-    "average": Column("average, %", lambda r: average(_last_scores(r)), ".1f", 100),
-    "retrieval": Column("retrieval R@1, %", lambda r: retrieval(_last_scores(r)), ".1f", 100),
-    "imagenet": Column("ImageNet & variants, %", lambda r: _last_scores(r).get(IMAGENET), ".1f", 100),
-    "held_out_loss": Column("held-out loss, nats", lambda r: r.get("validation", {}).get("loss")),
-    "tau": Column("tau", lambda r: r["last"].get("tau"), ".4f"),
+    "average": Column("average, %", _last_score(average), ".1f", 100),
+    "retrieval": Column("retrieval R@1, %", _last_score(retrieval), ".1f", 100),
+    "imagenet": Column("ImageNet & variants, %", _last_score(lambda scores: scores.get(IMAGENET)), ".1f", 100),
+    "held_out_loss": Column("held-out loss, nats", _entry("validation", "loss")),
+    "tau": Column("tau", _entry("last", "tau"), ".4f"),
     "mse_in_use": Column("error in use (MSE)", _normalizer("in_use", "mse")),
     "mse_cold": Column("error cold (MSE)", _normalizer("cold", "mse")),
     "bias_in_use": Column("bias in use", _normalizer("in_use", "bias"), "+.3f"),
     "variance": Column("variance of exact", _normalizer("variance"), ".2f"),
-    "samples": Column("samples seen", lambda r: r["last"].get("samples"), ",.0f"),
-    "cpu_seconds": Column("CPU time, s", _cost("cpu_seconds"), ",.0f"),
-    "training_tflop": Column("arithmetic, TFLOP", _cost("training_flops"), ",.1f", 1e-12),
-    "samples_per_second": Column("samples/s", lambda r: _rate(r), ",.0f"),
-    "step_ms": Column("step, ms", _step_ms("whole"), ".1f"),
-    "forward_ms": Column("forward, ms", _step_ms("forward"), ".1f"),
-    "objective_ms": Column("objective, ms", _step_ms("objective"), ".2f"),
-    "npn_ms": Column("of it the network, ms", _step_ms("npn"), ".2f"),
-    "npn_share": Column("network's share of the step, %", lambda r: _share(r, "npn"), ".1f", 100),
-    "backward_ms": Column("backward, ms", _step_ms("backward"), ".1f"),
-    "optimizer_ms": Column("optimizer, ms", _step_ms("optimizer"), ".1f"),
+    "samples": Column("samples seen", _entry("last", "samples"), ",.0f"),
+    "cpu_seconds": Column("CPU time, s", _entry("cost", "cpu_seconds"), ",.0f"),
+    "training_tflop": Column("arithmetic, TFLOP", _entry("cost", "training_flops"), ",.1f", 1e-12),
+    "samples_per_second": Column("samples/s", _rate, ",.0f"),
+    "step_ms": Column("step, ms", _entry("step_ms", "whole"), ".1f"),
+    "forward_ms": Column("forward, ms", _entry("step_ms", "forward"), ".1f"),
+    "objective_ms": Column("objective, ms", _entry("step_ms", "objective"), ".2f"),
+    "npn_ms": Column("of it the network, ms", _entry("step_ms", "npn"), ".2f"),
+    "npn_share": Column("network's share of the step, %", _network_share, ".1f", 100),
+    "backward_ms": Column("backward, ms", _entry("step_ms", "backward"), ".1f"),
+    "optimizer_ms": Column("optimizer, ms", _entry("step_ms", "optimizer"), ".1f"),
     "memory_mib": Column("peak memory, MiB", lambda r: r["peak_memory_mib"], ",.0f"),
     "traffic_kib": Column("objective's collectives, KiB a rank and step", _traffic, ",.1f"),
 }
@@ -242,11 +239,6 @@ PAIRED = {
     "saving": ("cpu_seconds", "times less CPU time than {baseline}"),
     "extra_time": ("objective_ms", "objective's extra time against {baseline}, share of its step"),
 }
-
-
-def _rate(result: Result) -> float | None:
-    whole = result["step_ms"].get("whole")
-    return 1e3 * result["batch_size"] / whole if whole else None
 
 
 def read_outcomes(units: Sequence[Unit], output: Path) -> list[Outcome]:
@@ -262,8 +254,7 @@ def read_outcomes(units: Sequence[Unit], output: Path) -> list[Outcome]:
 
 def spread(outcomes: Sequence[Outcome], setting: str, arm: str, column: str) -> Spread | None:
     """A column's values over the seeds of one arm in one setting; None if no run has the metric."""
-    values = [COLUMNS[column].value(o.result) for o in _of(outcomes, setting, arm)]
-    return Spread.of(COLUMNS[column].scale * value for value in values if value is not None)
+    return Spread.of(COLUMNS[column].scale * value for value in _by_seed(outcomes, setting, arm, column).values())
 
 
 def paired(outcomes: Sequence[Outcome], setting: str, arm: str, *, kind: str, baseline: str) -> Spread | None:
@@ -272,22 +263,15 @@ def paired(outcomes: Sequence[Outcome], setting: str, arm: str, *, kind: str, ba
     `saving` is the baseline's value over the arm's. Other kinds are the arm's value minus the baseline's, `extra_time`
     as a percentage of the baseline's step time.
     """
-    column = COLUMNS[PAIRED[kind][0] if kind in PAIRED else kind]
-    before = {o.seed: o.result for o in _of(outcomes, setting, baseline)}
-    differences = []
-    for outcome in _of(outcomes, setting, arm):
-        other = before.get(outcome.seed)
-        if other is None:
-            continue
-        a, b = column.value(outcome.result), column.value(other)
-        if a is None or b is None:
-            continue
-        if kind == "saving":
-            differences.append(b / a)
-            continue
-        whole = COLUMNS["step_ms"].value(other)
-        differences.append(100 * (a - b) / whole if kind == "extra_time" and whole else column.scale * (a - b))
-    return Spread.of(differences)
+    column = PAIRED[kind][0] if kind in PAIRED else kind
+    own, other = (_by_seed(outcomes, setting, name, column) for name in (arm, baseline))
+    seeds = [seed for seed in own if seed in other]
+    if kind == "saving":
+        return Spread.of(other[seed] / own[seed] for seed in seeds)
+    if kind == "extra_time":
+        whole = _by_seed(outcomes, setting, baseline, "step_ms")
+        return Spread.of(100 * (own[seed] - other[seed]) / whole[seed] for seed in seeds)
+    return Spread.of(COLUMNS[column].scale * (own[seed] - other[seed]) for seed in seeds)
 
 
 def curve(outcomes: Sequence[Outcome], setting: str, arm: str, column: str) -> list[tuple[float, list[float]]]:
@@ -306,6 +290,12 @@ def _along(result: Result, column: str) -> list[tuple[float, float]]:
         return [(samples, 100 * value) for samples, value in pairs if value is not None]
     quantity, where = column.split("_", 1)
     return [(m["samples"], m[where][quantity]) for m in result["normalizers"]]
+
+
+def _by_seed(outcomes: Sequence[Outcome], setting: str, arm: str, column: str) -> dict[int, float]:
+    """A column's values of the runs that have the metric."""
+    values = {o.seed: COLUMNS[column].value(o.result) for o in _of(outcomes, setting, arm)}
+    return {seed: value for seed, value in values.items() if value is not None}
 
 
 def _of(outcomes: Sequence[Outcome], setting: str, arm: str) -> list[Outcome]:

@@ -27,19 +27,8 @@ COMPARED_NOTE = (
     " The last table has every paired difference in a score with its 95% interval; p is corrected for the number of "
     "comparisons on the page by Holm's method, and significant at 5%."
 )
-KEPT = (
-    "commit",
-    "batch_size",
-    "ranks",
-    "curve",
-    "last",
-    "step_ms",
-    "peak_memory_mib",
-    "traffic_bytes_per_step",
-    "normalizers",
-    "cost",
-    "validation",
-)
+LEFT_OUT = ("label", "config", "versions")
+"""Entries of a run's result that `results.json` does not repeat for every run."""
 
 
 def publish(
@@ -84,10 +73,8 @@ def as_csv(outcomes: Sequence[Outcome]) -> str:
 
 def as_markdown(study: Study, data: Mapping[str, Any], outcomes: Sequence[Outcome], drawn: Sequence[str]) -> str:
     """The generated page of a study: its question, how it was run, a table per setting, and the figures."""
-    how = (
-        f"{_how(study, data, outcomes)} This page is generated from `results.json` by `neuclip study`; do not edit it."
-    )
-    lines = [f"# {study.title}", "", study.question.strip(), "", how]
+    how = "This page is generated from `results.json` by `neuclip study`; do not edit it."
+    lines = [f"# {study.title}", "", study.question.strip(), "", f"{_how(study, data, outcomes)} {how}"]
     for title, rows in _tables(study, data["size"], outcomes):
         lines += ["", f"## {title}", "", *as_lines(rows)]
     for file in drawn:
@@ -97,14 +84,10 @@ def as_markdown(study: Study, data: Mapping[str, Any], outcomes: Sequence[Outcom
 
 def as_html(study: Study, data: Mapping[str, Any], outcomes: Sequence[Outcome], drawn: Mapping[str, str]) -> str:
     """The same content as one self-contained HTML file."""
-    parts = [
-        {
-            "title": title,
-            "header": rows[0],
-            "rows": [[cell.replace("`", "").strip("*") for cell in r] for r in rows[1:]],
-        }
-        for title, rows in _tables(study, data["size"], outcomes)
-    ]
+    parts = []
+    for title, (header, *rows) in _tables(study, data["size"], outcomes):
+        plain = [[cell.replace("`", "").strip("*") for cell in row] for row in rows]
+        parts.append({"title": title, "header": header, "rows": plain})
     figures = [{"title": figure_title(file), "svg": svg[svg.index("<svg") :]} for file, svg in drawn.items()]
     how = _how(study, data, outcomes).replace("`", "")
     context = {"title": study.title, "question": study.question.strip(), "how": how, "parts": parts, "figures": figures}
@@ -136,23 +119,21 @@ def _comparisons(study: Study, size: str, outcomes: Sequence[Outcome]) -> list[l
     """Every score and saving against the baseline, over two seeds or more that differ; empty if there is none."""
     at_size = size_of(study, size)
     baseline = at_size.baseline or study.baseline
+    columns = [column for column in study.columns if column in COMPARED]
     compared: dict[tuple[str, str, str], Spread] = {}
-    for setting, column in itertools.product(at_size.settings, study.columns):
-        for arm in arms_of(study, size) if column in COMPARED else ():
-            found = paired(outcomes, setting, arm, kind=column, baseline=baseline)
-            if arm != baseline and found is not None and found.t is not None:
-                equal = float(column == "saving")  # a ratio is compared with 1
-                compared[setting, column, arm] = Spread(tuple(value - equal for value in found.values))
+    for setting, column, arm in itertools.product(at_size.settings, columns, arms_of(study, size)):
+        found = paired(outcomes, setting, arm, kind=column, baseline=baseline)
+        if arm != baseline and found is not None and found.t is not None:
+            equal = float(column == "saving")  # a ratio is compared with 1
+            compared[setting, column, arm] = Spread(tuple(value - equal for value in found.values))
     adjusted = holm({name: one.p for name, one in compared.items() if one.p is not None})
     clear = sum(p <= LEVEL for p in adjusted.values())
-    rows = [
-        [f"{len(adjusted)} comparisons, {clear} significant", "difference", "95% interval", "t", "p", "p, corrected"]
-    ]
-    heading = ""
+    title = f"{len(adjusted)} comparisons, {clear} significant"
+    rows = [[title, "difference", "95% interval", "t", "p", "p, corrected"]]
     for (setting, column, arm), one in compared.items():
-        if setting != heading:
-            rows.append([f"**{at_size.settings[setting].title or setting}**"])
-            heading = setting
+        heading = [f"**{at_size.settings[setting].title or setting}**"]
+        if heading not in rows:
+            rows.append(heading)
         base, form, half = float(column == "saving"), COMPARED[column], one.half_width or 0.0
         ends = " to ".join(f"{base + one.mean + sign * half:{form}}" for sign in (-1, 1))
         tests = (f"{one.t:+.1f}", f"{one.p:.2g}", f"{adjusted[setting, column, arm]:.2g}")
@@ -203,7 +184,8 @@ def _cell(outcomes: Sequence[Outcome], setting: str, arm: str, column: str, base
 
 
 def _compact(outcome: Outcome) -> dict[str, Any]:
-    return {**asdict(outcome), "result": {key: outcome.result[key] for key in KEPT if key in outcome.result}}
+    kept = {key: value for key, value in outcome.result.items() if key not in LEFT_OUT}
+    return {**asdict(outcome), "result": kept}
 
 
 def write_data(folder: Path, *, study: str, size: str, command: str, versions: Mapping[str, str], **rest: Any) -> None:

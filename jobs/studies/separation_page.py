@@ -14,8 +14,6 @@ from jobs.studies.study_figures import STYLE, as_svg
 from pipeline.versions import versions
 
 Results = Sequence[Mapping[str, Any]]
-
-
 MEASURES = {
     "nce": ("held-out NCE, nats", ".3f"),
     "mrr": ("held-out MRR, %", ".1f"),
@@ -29,16 +27,8 @@ MEASURES = {
 
 def publish(size: str, results: Results, *, total: int, folder: Path, command: str) -> list[Path]:
     """Write all files of the study to `folder`. Returns their paths."""
-    write_data(
-        folder,
-        study=NAME,
-        size=size,
-        command=command,
-        versions=versions(),
-        arms=ARMS,
-        units=total,
-        runs=list(results),
-    )
+    facts = {"arms": ARMS, "units": total, "runs": list(results)}
+    write_data(folder, study=NAME, size=size, command=command, versions=versions(), **facts)
     return [folder / DATA_NAME, *render(folder)]
 
 
@@ -50,8 +40,8 @@ def render(folder: Path) -> list[Path]:
     return write_texts(folder, texts)
 
 
-def values_of(results: Results, *, pairs: int, batch: int, arm: str, measure: str) -> dict[int, float]:
-    """A measure of one arm at one setting, by seed."""
+def values_of(results: Results, *, pairs: int, batch: int, arm: str, measure: str) -> dict[int, Any]:
+    """An entry of the results of one arm at one setting, by seed."""
     runs = {
         result["run"]["seed"]: result.get(measure)
         for result in sorted(results, key=lambda one: one["run"]["seed"])
@@ -84,10 +74,8 @@ def both_ways(found: Mapping[Cell, Spread]) -> dict[Cell, Spread]:
 
 def shared_errors(results: Results, *, pairs: int, batch: int, arm: str) -> list[float]:
     """In-use errors of a method on the shared trajectory, one per seed."""
-    arms = (
-        r["arms"] for r in results if [r["run"][key] for key in ("arm", "pairs", "batch")] == [SHARED, pairs, batch]
-    )
-    return [found[arm]["error_in_use"] for found in arms if arm in found]
+    by_seed = values_of(results, pairs=pairs, batch=batch, arm=SHARED, measure="arms")
+    return [found[arm]["error_in_use"] for found in by_seed.values() if arm in found]
 
 
 def settings_of(results: Results) -> list[tuple[int, int, float]]:
@@ -159,8 +147,7 @@ def draw(results: Results) -> dict[str, str]:
     gains = both_ways(comparisons(results))
 
     def gain(pairs: int, batch: int, arm: str) -> Spread | None:
-        found = gains.get((pairs, batch, arm, BASELINE))
-        return None if found is None else Spread(tuple(-value for value in found.values))
+        return gains.get((pairs, batch, BASELINE, arm))
 
     def error(pairs: int, batch: int, arm: str) -> Spread | None:
         return Spread.of(values_of(results, pairs=pairs, batch=batch, arm=arm, measure="error_in_use").values())

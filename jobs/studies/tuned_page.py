@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -141,11 +142,8 @@ def trials_in(cell: str) -> tuple[str, int]:
 
 def name_of(line: Mapping[str, str]) -> str:
     """A row's name: the arm, in the sweep with its eps."""
-    return (
-        f"{line['arm']}, eps {float(line['eps']):.3g}"
-        if line["phase"] == "eps" and has_eps(line["arm"])
-        else line["arm"]
-    )
+    is_swept = line["phase"] == "eps" and has_eps(line["arm"])
+    return f"{line['arm']}, eps {float(line['eps']):.3g}" if is_swept else line["arm"]
 
 
 def has_eps(arm: str) -> bool:
@@ -154,32 +152,31 @@ def has_eps(arm: str) -> bool:
 
 def comparisons(lines: Lines, phase: str, cell: str) -> dict[Comparison, Spread]:
     """Every row of a table with each baseline, in each measure, paired by seed."""
-    own = [line for line in lines if (line["phase"], line["cell"]) == (phase, cell)]
+    rows: dict[str, list[Mapping[str, str]]] = {}
+    for line in lines:
+        if (line["phase"], line["cell"]) == (phase, cell):
+            rows.setdefault(name_of(line), []).append(line)
+    reports = lines if phase == "report" else ()
+    equal = [line for line in reports if (line["phase"], line["cell"]) == ("equal", cell)]
+    larger = ("report", re.sub(r"-b(\d+)-", lambda found: f"-b{4 * int(found[1])}-", cell), "openclip")
+    at_larger = [line for line in reports if (line["phase"], line["cell"], line["arm"]) == larger]
     found: dict[Comparison, Spread] = {}
-    for measure in COMPARED:
-        values = {(name_of(line), line["seed"]): float(line[measure]) for line in own if line[measure]}
-        equal = [line for line in lines if (line["phase"], line["cell"]) == ("equal", cell) and phase == "report"]
-        larger = re.sub(r"-b(\d+)-", lambda found: f"-b{4 * int(found[1])}-", cell)
-        values |= {
-            (LARGER, line["seed"]): float(line[measure])
-            for line in lines
-            if (line["phase"], line["cell"], line["arm"], phase) == ("report", larger, "openclip", "report")
-        }
-        for base in BASELINES:
-            for name in dict.fromkeys(name_of(line) for line in own):
-                if base == "neuclip_plus" and not name.startswith("near_"):
-                    continue
-                if base.endswith(EQUAL):
-                    arm = base.removesuffix(EQUAL)
-                    matched = [one for one in equal if one["arm"] == arm and one["trial"].endswith(f" for {name}")]
-                    values |= {(base, line["seed"]): float(line[measure]) for line in matched}
-                    if not matched:
-                        continue
-                own_values, others = ({s: v for (n, s), v in values.items() if n == each} for each in (name, base))
-                gain = difference(own_values, others)
-                if gain is not None and name != base and (phase, cell, base, name, measure) not in found:
-                    found[phase, cell, name, base, measure] = gain
+    for measure, base, name in itertools.product(COMPARED, BASELINES, rows):
+        if base == "neuclip_plus" and not name.startswith("near_"):
+            continue
+        others = at_larger if base == LARGER else rows.get(base, [])
+        if base.endswith(EQUAL):
+            arm = base.removesuffix(EQUAL)
+            others = [one for one in equal if one["arm"] == arm and one["trial"].endswith(f" for {name}")]
+        gain = difference(by_seed(rows[name], measure), by_seed(others, measure))
+        if gain is not None and name != base and (phase, cell, base, name, measure) not in found:
+            found[phase, cell, name, base, measure] = gain
     return found
+
+
+def by_seed(lines: Lines, measure: str) -> dict[str, float]:
+    """A measure of the lines that have it."""
+    return {line["seed"]: float(line[measure]) for line in lines if line[measure]}
 
 
 def table(
@@ -235,8 +232,8 @@ def ideas(lines: Lines) -> list[str]:
             if arm == "base":
                 row.append(spread(own, measure, form.removeprefix("+")))
                 continue
-            values, base = ({line["seed"]: float(line[measure]) for line in some} for some in (own, runs[cell, "base"]))
-            row.append(shown_gain(difference(values, base), form, is_clear=False))
+            gain = difference(by_seed(own, measure), by_seed(runs[cell, "base"], measure))
+            row.append(shown_gain(gain, form, is_clear=False))
         rows.append([*row, spread(own, "cpu_seconds", ".1f")])
     how = (
         "Variants of `neuclip_power` with its tuned values, on tuning pairs and seeds that have tuned nothing: "

@@ -7,6 +7,7 @@ Run again, it continues from the newest checkpoint. The result is written last, 
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import statistics
@@ -79,26 +80,24 @@ def _write_result(
             "validation": {key: record.validations[-1][key] for key in ("loss", "pairs")} if record.validations else {},
         }
         write_json(folder / RESULT_NAME, result)
-        _drop_checkpoints(folder)
+        for path in finished_checkpoints(folder)[:-1]:  # those of hundreds of small runs would fill the disk
+            shutil.rmtree(path)
     world.barrier()
 
 
 def metered(objective: Objective, world: World) -> Counter[str]:
     """A counter of the traffic of the objective's own collectives, without those of checks, evaluation and saving."""
     spent: Counter[str] = Counter()
-    for name in ("prefetch", "compute", "commit"):
-        setattr(objective, name, _counting(getattr(objective, name), world, spent))
-    return spent
 
-
-def _counting(call: Callable[..., Any], world: World, spent: Counter[str]) -> Callable[..., Any]:
-    def counted(*args: Any, **kwargs: Any) -> Any:
+    def counted(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         before = Counter(world.traffic)
         result = call(*args, **kwargs)
         spent.update(world.traffic - before)
         return result
 
-    return counted
+    for name in ("prefetch", "compute", "commit"):
+        setattr(objective, name, functools.partial(counted, getattr(objective, name)))
+    return spent
 
 
 def curve_of(run: Run, *, suite: str | None) -> list[dict[str, Any]]:
@@ -160,12 +159,6 @@ def _traffic(traffic: Mapping[str, int], *, steps: int) -> dict[str, float] | No
     if not steps:
         return None
     return {key.removesuffix(".bytes"): value / steps for key, value in traffic.items() if key.endswith(".bytes")}
-
-
-def _drop_checkpoints(folder: Path) -> None:
-    """Delete all checkpoints but the last, because hundreds of small runs would fill the disk."""
-    for path in finished_checkpoints(folder)[:-1]:
-        shutil.rmtree(path)
 
 
 def cost_of(run: RunConfig, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:

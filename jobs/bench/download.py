@@ -26,6 +26,8 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from jobs.bench.harness import alternate, parser, ratios, show
 
@@ -67,7 +69,9 @@ def main() -> None:
     args = given.parse_args()
     with tempfile.TemporaryDirectory() as temporary, serve_photographs() as base:
         folder = Path(temporary)
-        write_table(folder / "urls.parquet", base, args.urls)
+        urls = [f"{base}/{number}.jpg" for number in range(args.urls)]
+        captions = [f"photograph number {number} of a place" for number in range(args.urls)]
+        pq.write_table(pa.table({"url": urls, "caption": captions}), folder / "urls.parquet")
         words = [folder / "urls.parquet", folder / "out", args.shard_size, args.processes, args.connections]
 
         def timed(name: str, program: str) -> Callable[[], tuple[float, float]]:
@@ -98,18 +102,6 @@ def _time(script: Path, words: list[str]) -> tuple[float, float]:
     shutil.rmtree(words[1])
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-
-def write_table(path: Path, base: str, urls: int) -> None:
-    """Write a table of `urls` URLs of the server."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    columns = {
-        "url": [f"{base}/{k}.jpg" for k in range(urls)],
-        "caption": [f"photograph number {k} of a place" for k in range(urls)],
-    }
-    pq.write_table(pa.table(columns), path)
 
 
 @contextmanager

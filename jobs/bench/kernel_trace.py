@@ -98,22 +98,21 @@ class KernelTrace(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         if kwargs.pop("pin_memory", None):
             return self._on_host(func, args, kwargs, pinned=True)
+        name, inputs = func._overloadpacket.__name__, _tensors(args, kwargs)
         if func.namespace == "c10d":
-            first = next(t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor))
-            self.collectives.append((func._overloadpacket.__name__, first.device.type, first.dtype))
-        if not _on_device(args, kwargs):
+            self.collectives.append((name, inputs[0].device.type, inputs[0].dtype))
+        if not _on_device(inputs, kwargs.get("device")):
             return self._on_host(func, args, kwargs)
-        if func._overloadpacket.__name__ == "copy_" and args[0].device.type == "cpu":
-            self._note_copy("copy_", [args[1]], [args[0]], non_blocking=_argument(func, args, kwargs, "non_blocking"))
+        non_blocking = bool(_by_name(func, args, kwargs).get("non_blocking"))
+        if name == "copy_" and args[0].device.type == "cpu":
+            self._note_copy(name, [args[1]], [args[0]], non_blocking=non_blocking)
             return self._on_host(torch.ops.aten.zero_.default, args[:1], {})  # the values do not exist
         out = func(*args, **kwargs)
-        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-        name = func._overloadpacket.__name__
         if func.namespace != "aten":
             return out
+        outputs = _tensors(out)
         if name in ("_to_copy", "copy_") and len({t.device.type for t in inputs + outputs}) > 1:
-            self._note_copy(name, inputs, outputs, non_blocking=_argument(func, args, kwargs, "non_blocking"))
+            self._note_copy(name, inputs, outputs, non_blocking=non_blocking)
         elif name in _FREE or func.is_view or (name == "_to_copy" and out is inputs[0]):
             pass
         elif not any(t.numel() for t in inputs + outputs):
@@ -158,7 +157,7 @@ class KernelTrace(TorchDispatchMode):
             result = formula(*arguments)
         finally:
             self._fusion = None
-        read, written = fusion.traffic([t for t in tree_leaves(result) if isinstance(t, Tensor)])
+        read, written = fusion.traffic(_tensors(result))
         shapes = tuple(tuple(t.shape) for t in given)
         self.kernels.append(Kernel(formula.__name__, shapes, given[0].dtype, read, written, 0, self.part))
         return result
@@ -227,18 +226,18 @@ class _FakeStream:
         self._trace.waits += 1
 
 
-def _on_device(args: Any, kwargs: Any) -> bool:
-    """Whether an operator's arguments or results are on the device."""
-    inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-    device = kwargs.get("device")
-    return any(t.device.type in DEVICES for t in inputs) or (
-        device is not None and torch.device(device).type in DEVICES
-    )
+def _tensors(*trees: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(trees) if isinstance(leaf, Tensor)]
+
+
+def _on_device(inputs: Sequence[Tensor], device: Any) -> bool:
+    """Whether an operator's inputs are on the device, or its results because `device` is given."""
+    places = [t.device for t in inputs] + ([] if device is None else [torch.device(device)])
+    return any(place.type in DEVICES for place in places)
 
 
 def _kernel(func: Any, args: Any, kwargs: Any, out: Any, *, part: str) -> Kernel:
-    read = _read(func, args, kwargs)
-    outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+    read, outputs = _read(func, args, kwargs), _tensors(out)
     written = {id(t): t for t in (*outputs, *_written(func, args, kwargs))}
     return Kernel(
         func._overloadpacket.__name__,
@@ -252,8 +251,7 @@ def _kernel(func: Any, args: Any, kwargs: Any, out: Any, *, part: str) -> Kernel
 
 
 def _read(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    given = (args[1:] if func._overloadpacket.__name__ in _OVERWRITING else args, {**kwargs, "out": None})
-    return [t for t in tree_leaves(given) if isinstance(t, Tensor)]
+    return _tensors(args[1:] if func._overloadpacket.__name__ in _OVERWRITING else args, {**kwargs, "out": None})
 
 
 def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
@@ -266,14 +264,14 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """Arguments that an operator changes in place."""
-    named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-    found = [named.get(a.name) for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    return [t for t in tree_leaves(found) if isinstance(t, Tensor)]
+    named = _by_name(func, args, kwargs)
+    changed = (a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    return _tensors([named.get(name) for name in changed])
 
 
-def _argument(func: Any, args: Any, kwargs: Any, name: str) -> bool:
-    named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-    return bool(named.get(name, False))
+def _by_name(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """All given arguments of an operator."""
+    return dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
 
 
 def _storage(tensor: Tensor) -> int:

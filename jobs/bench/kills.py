@@ -278,17 +278,7 @@ def lose_the_disk(work: Path, case: Case, *, draw: random.Random) -> bool:
     return lost
 
 
-def measure(
-    work: Path,
-    *,
-    kills: int,
-    same_layout: int,
-    fork: int,
-    tables: int,
-    epoch: int,
-    seed: int,
-    report: Callable[[Result], object],
-) -> Result:
+def measure(work: Path, options: argparse.Namespace, *, report: Callable[[Result], object]) -> Result:
     """Run all cases in `work`, a folder that is empty or holds an interrupted measurement, with the options of `main`.
 
     `report` gets each result so far.
@@ -304,18 +294,19 @@ def measure(
     def whole_epochs(count: int) -> int:
         return max(2, -(-(STEPS_PER_KILL * count + 5) // epoch)) * epoch
 
+    epoch, seed = options.epoch, options.seed
     every = tuple((ranks, stage) for ranks in RANKS for stage in STAGES)
-    plain = Case("undisturbed", 0, whole_epochs(max(kills, same_layout)), more=(*NEUCLIP, *KEPT))
+    plain = Case("undisturbed", 0, whole_epochs(max(options.kills, options.same_layout)), more=(*NEUCLIP, *KEPT))
     origin = ("--resume", str(work / plain.name / FOLDER_NAME / name_of(4)), "--new-batch-size")
     forked = Case("fork", 0, plain.steps, resume=origin, batch=2 * BATCH)
     pairs = [
-        (plain, Case("changing-layouts", kills, plain.steps, every)),
-        (plain, Case("same-layout", same_layout, plain.steps)),
-        (forked, replace(forked, name="new-batch-size", kills=fork)),
+        (plain, Case("changing-layouts", options.kills, plain.steps, every)),
+        (plain, Case("same-layout", options.same_layout, plain.steps)),
+        (forked, replace(forked, name="new-batch-size", kills=options.fork)),
     ]
     for method in TABLES:
-        calm = Case(f"undisturbed-{method}", 0, whole_epochs(tables), more=(f"objective.name={method}",))
-        pairs.append((calm, replace(calm, name=method, kills=tables, layouts=every)))
+        calm = Case(f"undisturbed-{method}", 0, whole_epochs(options.tables), more=(f"objective.name={method}",))
+        pairs.append((calm, replace(calm, name=method, kills=options.tables, layouts=every)))
 
     run = {"commit": source_commit(), "steps": plain.steps, "batch": BATCH, "pairs": BATCH * epoch, "seed": seed}
     begun, plan = work / "plan.json", {**run, "kills": [case.kills for _, case in pairs]}
@@ -353,15 +344,16 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="write the result there, too, after each run")
     parser.add_argument("--work", type=Path, metavar="FOLDER", help="keep the runs there; go on if interrupted")
-    options = vars(parser.parse_args())
-    output, kept = options.pop("output"), options.pop("work")
-    if kept:
-        kept.mkdir(parents=True, exist_ok=True)
-    work = kept or Path(tempfile.mkdtemp())  # a TemporaryDirectory would be removed at the end of every forked rank
+    options = parser.parse_args()
+    output = options.output
+    if options.work:
+        options.work.mkdir(parents=True, exist_ok=True)
+    # A TemporaryDirectory would be removed at the end of every forked rank.
+    work = options.work or Path(tempfile.mkdtemp())
     try:
-        result = measure(work.absolute(), **options, report=lambda found: output and write_json(output, found))
+        result = measure(work.absolute(), options, report=lambda found: output and write_json(output, found))
     finally:
-        if not kept:
+        if not options.work:
             shutil.rmtree(work)
     print(json.dumps(result, indent=1))
     if not is_intact(result):

@@ -14,6 +14,7 @@ the SHA-256 of every shard, computed from the bytes as they are read.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import hashlib
 import io
@@ -98,11 +99,8 @@ def make_shards(
                 image = given[(s * samples + i) % len(given)] if given else photo(rng, shorter=shorter)
                 image.save(out, "PPM" if raw else "JPEG", quality=QUALITY)
                 caption = " ".join(rng.choice(WORDS.split(), size=rng.integers(4, 16)))
-                for suffix, data in (
-                    ("ppm" if raw else "jpg", out.getvalue()),
-                    ("json", META),
-                    ("txt", caption.encode()),
-                ):
+                members = {"ppm" if raw else "jpg": out.getvalue(), "json": META, "txt": caption.encode()}
+                for suffix, data in members.items():
                     info = tarfile.TarInfo(f"{s:05d}{i:04d}.{suffix}")
                     info.size = len(data)
                     tar.addfile(info, io.BytesIO(data))
@@ -148,48 +146,51 @@ def run_open_clip(folder: Path, *, samples: int, tokenizer: Any) -> None:
     assert seen == samples // BATCH * BATCH, f"open_clip's loader returned {seen} of {samples} samples"
 
 
-def compare(
-    shorter: int, *, samples: int, rounds: int, images: Path | None, raw: bool, hashing: bool, output: Path | None
-) -> None:
-    """Print a table for images stored with this shorter side; `hashing`: only of our loader's two forms."""
+def compare(shorter: int, options: argparse.Namespace) -> None:
+    """Print a table for images stored with this shorter side; `--hashing`: only of our loader's two forms."""
     import open_clip
 
-    tokenizer = open_clip.get_tokenizer("ViT-B-32")
-    tokenize = fast_tokenizer(tokenizer)
+    tokenizer, samples = open_clip.get_tokenizer("ViT-B-32"), options.samples
+    ours = functools.partial(run_ours, samples=samples, tokenize=fast_tokenizer(tokenizer))
+    make = functools.partial(make_shards, shards=4, samples=samples // 4, shorter=shorter, images=options.images)
     with tempfile.TemporaryDirectory() as name:
-        folder = make_shards(Path(name), shards=4, samples=samples // 4, shorter=shorter, images=images)
-        bytes_per_sample = sum(path.stat().st_size for path in folder.glob("*.tar")) / samples
+        folder = make(Path(name))
+        size = f"{_bytes_per_sample(folder, samples) / 1000:.0f} kB a sample"
         runs: dict[str, Callable[[], None]] = {
-            "open_clip": lambda: run_open_clip(folder, samples=samples, tokenizer=tokenizer),
-            "ours": lambda: run_ours(folder, samples=samples, tokenize=tokenize),
-            "and normalized here": lambda: run_ours(folder, samples=samples, tokenize=tokenize, normalized=True),
-            "ours, scaled": lambda: run_ours(folder, samples=samples, tokenize=tokenize, decoding="scaled"),
-            "ours, not hashed": lambda: run_ours(folder, samples=samples, tokenize=tokenize, altered_shards="ignore"),
-            "ours, exact": lambda: run_ours(folder, samples=samples, tokenize=tokenize, decoding="exact"),
+            "open_clip": functools.partial(run_open_clip, folder, samples=samples, tokenizer=tokenizer),
+            "ours": functools.partial(ours, folder),
+            "and normalized here": functools.partial(ours, folder, normalized=True),
+            "ours, scaled": functools.partial(ours, folder, decoding="scaled"),
+            "ours, not hashed": functools.partial(ours, folder, altered_shards="ignore"),
+            "ours, exact": functools.partial(ours, folder, decoding="exact"),
         }
         if torch.cuda.is_available():
-            runs["ours, gpu"] = lambda: run_ours(folder, samples=samples, tokenize=tokenize, decoding="gpu")
-        if raw:
+            runs["ours, gpu"] = functools.partial(ours, folder, decoding="gpu")
+        if options.raw:
             decoded = Path(name) / "raw"
             decoded.mkdir()
-            make_shards(decoded, shards=4, samples=samples // 4, shorter=shorter, images=images, raw=True)
-            raw_bytes = sum(path.stat().st_size for path in decoded.glob("*.tar")) / samples
-            runs["raw"] = lambda: run_ours(decoded, samples=samples, tokenize=tokenize)
-            runs["raw, not hashed"] = lambda: run_ours(
-                decoded, samples=samples, tokenize=tokenize, altered_shards="ignore"
-            )
-        if hashing:
+            make(decoded, raw=True)
+            size += f", raw {_bytes_per_sample(decoded, samples) / 1000:.0f} kB"
+            runs["raw"] = functools.partial(ours, decoded)
+            runs["raw, not hashed"] = functools.partial(ours, decoded, altered_shards="ignore")
+        if options.hashing:
             runs = {label: runs[label] for label in ("ours, not hashed", "ours")}
         timed = {label: functools.partial(seconds, run) for label, run in runs.items()}
-        rates = {name: [samples / x for x in found] for name, found in alternate(timed, rounds=rounds).items()}
+        times = alternate(timed, rounds=options.rounds)
+    rates = {label: [samples / taken for taken in found] for label, found in times.items()}
     first = next(iter(rates))
-    ours = rates["ours, not hashed"]
+    unhashed = rates["ours, not hashed"]
     rows = {
-        label: (median(found), *ratios(found, rates[first]), ratios(found, ours)[0]) for label, found in rates.items()
+        label: (median(found), *ratios(found, rates[first]), ratios(found, unhashed)[0])
+        for label, found in rates.items()
     }
     columns = {"images/s/core": ".0f", f"/ {first}": ".2f", "lowest": ".2f", "highest": ".2f", "/ not hashed": ".2f"}
-    size = f"{bytes_per_sample / 1000:.0f} kB a sample" + (f", raw {raw_bytes / 1000:.0f} kB" if raw else "")
-    show(f"shorter side {shorter}, {size}, {samples} samples, {rounds} rounds", columns, rows, output=output)
+    head = f"shorter side {shorter}, {size}, {samples} samples, {options.rounds} rounds"
+    show(head, columns, rows, output=options.json)
+
+
+def _bytes_per_sample(folder: Path, samples: int) -> float:
+    return sum(path.stat().st_size for path in folder.glob("*.tar")) / samples
 
 
 def main() -> None:
@@ -205,10 +206,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     print(f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {PIXELS} px out")
     for shorter in options.shorter or (256, 384, 512):
-        compare(
-            shorter, samples=options.samples, rounds=options.rounds, images=options.images, raw=options.raw,
-            hashing=options.hashing, output=options.json,
-        )  # fmt: skip
+        compare(shorter, options)
 
 
 if __name__ == "__main__":

@@ -28,13 +28,6 @@ LR_SCALE = 0.2
 PART = 50
 
 
-def parse_arguments() -> argparse.Namespace:
-    found = step_parser(__doc__, arch="ViT-B-32", batch=256, rounds=1, steps=500)
-    found.add_argument("--batches", type=int, default=10, help="different batches, which are shown in turn")
-    found.add_argument("--tolerance", type=float, default=0.02, help="relative difference of means")
-    return found.parse_args()
-
-
 def losses(args: argparse.Namespace) -> tuple[list[float], list[float]]:
     """Losses of every step: open_clip_train's and ours."""
     found: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -46,15 +39,17 @@ def losses(args: argparse.Namespace) -> tuple[list[float], list[float]]:
             "tau_init": 0.07, "tau_lr": OPTIMIZER.lr * LR_SCALE, "tau_beta1": OPTIMIZER.betas[0],
             "tau_beta2": OPTIMIZER.betas[1], "tau_eps": OPTIMIZER.eps,
         }  # fmt: skip
-        ours(args, *data, objective="openclip", world=world, lr_scale=LR_SCALE, losses=found[1], **temperature)(
-            args.steps
-        )
+        run = ours(args, *data, objective="openclip", world=world, lr_scale=LR_SCALE, losses=found[1], **temperature)
+        run(args.steps)
         theirs, own = ([float(loss.detach()) for loss in side] for side in found)
     return theirs, own
 
 
 def main() -> int:
-    args = parse_arguments()
+    given = step_parser(__doc__, arch="ViT-B-32", batch=256, rounds=1, steps=500)
+    given.add_argument("--batches", type=int, default=10, help="different batches, which are shown in turn")
+    given.add_argument("--tolerance", type=float, default=0.02, help="relative difference of means")
+    args = given.parse_args()
     logging.disable(logging.INFO)
     warnings.filterwarnings("ignore", category=UserWarning)
     theirs, own = losses(args)

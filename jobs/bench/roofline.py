@@ -84,16 +84,16 @@ def npn_step(*, ranks: int, batch: int, update: str = "replicated", compiled: bo
     return Program(name, [kernel for kernel in step.kernels if kernel.part == "npn"], step.communicated)
 
 
-def block_step(*, rows: int, packed: bool, width: int = 768, heads: int = 12, tokens: int = 197) -> Program:
-    """Forward and backward pass of one block of a ViT (of B/16's image tower), in bf16."""
+def block_step(*, rows: int, packed: bool) -> Program:
+    """Forward and backward pass of one block of ViT-B/16's image tower, in bf16."""
     from open_clip.transformer import ResidualAttentionBlock
 
     # Autograd asks the CUDA driver for streams, so it runs on the meta device.
     with fake_gpu("meta") as trace, torch.device("meta"), flash_attention():
-        block: nn.Module = ResidualAttentionBlock(width, heads).bfloat16()
+        block: nn.Module = ResidualAttentionBlock(768, 12).bfloat16()
         if packed:
             block.attn.__class__ = PackedAttention
-        x = torch.empty(rows, tokens, width, dtype=torch.bfloat16, requires_grad=True)
+        x = torch.empty(rows, 197, 768, dtype=torch.bfloat16, requires_grad=True)
         trace.kernels.clear()
         with torch.enable_grad():
             out = block(x)
@@ -126,8 +126,9 @@ def programs(*, ranks: int, batch: int) -> Iterator[Program]:
         yield block_step(rows=batch // ranks, packed=packed)
 
 
-def describe(program: Program, *, gpu: Gpu, top: int) -> list[str]:
+def describe(program: Program, *, top: int) -> list[str]:
     """A line of the table, and lines for the kernels that take longest."""
+    gpu = Gpu()
     seconds = sum(gpu.seconds(kernel) for kernel in program.kernels)
     moved = sum(kernel.bytes for kernel in program.kernels)
     flops = sum(kernel.flops for kernel in program.kernels)
@@ -157,7 +158,7 @@ def main(argv: list[str] | None = None) -> None:
     print(f"one of {args.ranks} ranks, {args.batch // args.ranks} of {args.batch} pairs; estimates for an H100")
     print(f"{'':<58}{'kernels':>8}{'GB':>9}{'TFLOP':>9}{'est. ms':>10}{'MB sent':>12}")
     for program in programs(ranks=args.ranks, batch=args.batch):
-        print("\n".join(describe(program, gpu=Gpu(), top=args.top)))
+        print("\n".join(describe(program, top=args.top)))
 
 
 if __name__ == "__main__":

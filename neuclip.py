@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import sys
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,9 +51,8 @@ def _check_pipeline() -> None:
         ImportError: Another module of that name, usually a file in the working folder, comes first.
     """
     ours = Path(__file__).resolve().parent / "pipeline" / "__init__.py"
-    loaded = sys.modules.get("pipeline")
-    spec = importlib.util.find_spec("pipeline") if loaded is None else None
-    found = getattr(loaded or spec, "__file__" if loaded else "origin", None)
+    spec = importlib.util.find_spec("pipeline")
+    found = spec and spec.origin
     if found is None or Path(found).resolve() != ours:
         raise ImportError(
             f"neuclip needs its own package `pipeline` ({ours.parent}), but Python finds {found or 'none'} under that "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import click
@@ -51,7 +51,7 @@ def command(recipe: str | None, ranks: int | None, measure: bool, seconds: float
     _print_memory(plan, title=title, capacity=run.plan.gpu_gib)
     lines = describe_cost(plan, mfu=run.plan.mfu, peak_tflops=run.plan.peak_tflops)
     if plan.data is not None:
-        lines += describe_data(plan.data, total_steps=run.total_steps, workers=plan.workers)
+        lines += describe_data(plan.data, total_steps=run.total_steps, workers=plan.workers).items()
     else:
         size = f"{_count(plan.dataset_size, 'sample')} of about {_size(run.plan.sample_bytes)} assumed"
         lines += [("data", f"{size}; {_size(plan.cost.read_bytes)} to read in all")]
@@ -60,11 +60,11 @@ def command(recipe: str | None, ranks: int | None, measure: bool, seconds: float
     if plan.data is None:
         click.echo(f"\nThe data is assumed, not read: {plan.data_missing}")
     if measure:
-        _print_lines(describe_measurement(run, ranks=plan.gpus, seconds=seconds))
+        _print_lines(describe_measurement(run, ranks=plan.gpus, seconds=seconds).items())
 
 
-def describe_measurement(run: RunConfig, *, ranks: int, seconds: float) -> list[tuple[str, str]]:
-    """Measure one rank's share on this machine; figures and forecast as lines of (label, text)."""
+def describe_measurement(run: RunConfig, *, ranks: int, seconds: float) -> dict[str, str]:
+    """Measure one rank's share on this machine; figures and forecast as texts by label."""
     import logging
 
     from pipeline.planning.measure import forecast, measure
@@ -78,52 +78,53 @@ def describe_measurement(run: RunConfig, *, ranks: int, seconds: float) -> list[
     if found.device_gib is not None:
         memory = f"GPU {found.device_gib:.2f} GiB, {memory}"
     others = "" if ranks == 1 else f"; {ranks} times one rank's, without communication and the larger gathered batch"
-    together = (
-        f"{found.training:,.1f} samples/s ({found.slowest:,.1f} to {found.fastest:,.1f} in quarters of the time), "
-        f"{found.data_wait:.0%} waiting for data"
-    )
-    return [
-        ("MEASURED", f"one rank, {found.local_batch} pairs a step, {found.cores} cores, {found.workers} workers"),
-        ("loader alone", f"{found.loader:,.1f} samples/s"),
-        ("steps alone", f"{found.step:,.1f} samples/s ({phases})"),
-        ("together", together),
-        ("checkpoint", f"training stops for {found.snapshot_seconds:.2f} s; written after {found.write_seconds:.2f} s"),
-        ("evaluation", f"{found.evaluation:,.1f} samples/s through the towers"),
-        ("peak memory", memory),
-        ("FORECAST", f"{expected.samples_per_second:,.1f} samples/s, {expected.hours:,.2f} h{others}"),
-        ("bottleneck", expected.bottleneck),
-    ]  # fmt: skip
+    return {
+        "MEASURED": f"one rank, {found.local_batch} pairs a step, {found.cores} cores, {found.workers} workers",
+        "loader alone": f"{found.loader:,.1f} samples/s",
+        "steps alone": f"{found.step:,.1f} samples/s ({phases})",
+        "together": (
+            f"{found.training:,.1f} samples/s ({found.slowest:,.1f} to {found.fastest:,.1f} in quarters of the time), "
+            f"{found.data_wait:.0%} waiting for data"
+        ),
+        "checkpoint": f"training stops for {found.snapshot_seconds:.2f} s; written after {found.write_seconds:.2f} s",
+        "evaluation": f"{found.evaluation:,.1f} samples/s through the towers",
+        "peak memory": memory,
+        "FORECAST": f"{expected.samples_per_second:,.1f} samples/s, {expected.hours:,.2f} h{others}",
+        "bottleneck": expected.bottleneck,
+    }
 
 
 def describe_cost(plan: RunPlan, *, mfu: float, peak_tflops: float) -> list[tuple[str, str]]:
     """FLOPs and time as lines of (label, text)."""
     cost, towers = plan.cost, plan.towers
-    hours = cost.gpu_hours / plan.gpus
-    stages = [("stage", f"{what} {part.flops / cost.flops:.0%} of the arithmetic") for what, part in plan.stages]
-    return [
-        (
-            "model",
-            f"{towers.parameters / 1e6:,.1f}M parameters, {towers.forward_flops / 1e9:,.2f} GFLOP forward a pair",
+    read = round(cost.epochs * plan.dataset_size)
+    selected = "" if read == cost.samples else f" selected from {read:,}"
+    gpu = f"{GPUS[peak_tflops]}, " if peak_tflops in GPUS else ""
+    lines = {
+        "model": f"{towers.parameters / 1e6:,.1f}M parameters, {towers.forward_flops / 1e9:,.2f} GFLOP forward a pair",
+        "budget": (
+            f"{_count(cost.steps, 'step')}, {cost.samples:,} pairs{selected} ({cost.epochs:.2f} times the data), "
+            f"{cost.text_tokens:,.0f} text tokens"
         ),
-        (
-            "budget",
-            (
-                f"{_count(cost.steps, 'step')}, {cost.samples:,} pairs{_read(plan)} "
-                f"({cost.epochs:.2f} times the data), {cost.text_tokens:,.0f} text tokens"
-            ),
+        "time": (
+            f"{_size(cost.flops, 'FLOP')}; at {100 * mfu:.3g}% utilization (plan.mfu) of {peak_tflops:g} TFLOP/s "
+            f"({gpu}plan.peak_tflops) {_hours(cost.gpu_hours)} GPU hours, {_hours(cost.gpu_hours / plan.gpus)} h on "
+            f"{_count(plan.gpus, 'GPU')}"
         ),
-        (
-            "time",
-            (
-                f"{_size(cost.flops, 'FLOP')}; at {100 * mfu:.3g}% utilization (plan.mfu) of {_gpu(peak_tflops)} "
-                f"{_hours(cost.gpu_hours)} GPU hours, "
-                f"{_hours(hours)} h on {_count(plan.gpus, 'GPU')}"
-            ),
-        ),
-        *([("image features", _features(plan))] if plan.features_bytes is not None else []),
-        *(stages if len(stages) > 1 else []),
-        *([("communication", _communication(plan))] if plan.gpus > 1 else []),
-    ]
+    }
+    if plan.features_bytes is not None:
+        lines["image features"] = (
+            f"{_size(plan.features_bytes)} on disk; the image tower runs once for every image, in the first epoch, if "
+            "none are stored yet"
+        )
+    found = list(lines.items())
+    if len(plan.stages) > 1:
+        found += [("stage", f"{what} {part.flops / cost.flops:.0%} of the arithmetic") for what, part in plan.stages]
+    if plan.gpus > 1:
+        sent = f"{_size(plan.objective_bytes)} in {_count(plan.objective_calls, 'collective')} of the objective"
+        gradients = f"{_size(plan.gradient_bytes)} of gradients per step"
+        found.append(("communication", f"a rank contributes {sent} and {gradients}"))
+    return found
 
 
 def describe_loading(plan: RunPlan, *, images_per_core: float) -> str:
@@ -154,44 +155,15 @@ def describe_loading(plan: RunPlan, *, images_per_core: float) -> str:
     return text
 
 
-def _read(plan: RunPlan) -> str:
-    """How many pairs are read, if not all are trained on."""
-    read = round(plan.cost.epochs * plan.dataset_size)
-    return "" if read == plan.cost.samples else f" selected from {read:,}"
-
-
-def _features(plan: RunPlan) -> str:
-    """What stored outputs of a locked image tower take."""
-    assert plan.features_bytes is not None
-    return (
-        f"{_size(plan.features_bytes)} on disk; the image tower runs once for every image, in the first epoch, if none "
-        "are stored yet"
-    )
-
-
-def _communication(plan: RunPlan) -> str:
-    """What a rank contributes to collectives in a step."""
-    return (
-        f"a rank contributes {_size(plan.objective_bytes)} in {_count(plan.objective_calls, 'collective')} of the "
-        f"objective and {_size(plan.gradient_bytes)} of gradients per step"
-    )
-
-
 def memory_rows(plan: RunPlan, *, capacity: float) -> list[list[str]]:
     """One row of the table per ZeRO stage; values are GiB on one GPU, as is its `capacity`."""
     rows = []
     for stage, part in plan.engine.items():
         total = plan.gpu_bytes(stage) / GIB
         columns = (part.weights, part.gradients, part.masters, part.moments, part.buffers, plan.activation_bytes(stage))
-        rows.append(
-            [
-                f"{stage} (recipe)" if stage == plan.stage else str(stage),
-                *(f"{value / GIB:.2f}" for value in columns),
-                f"{plan.objective.replicated / GIB:.3f}",
-                f"{total:.2f}",
-                "yes" if total < 0.9 * capacity else "no",
-            ]
-        )
+        name, fits = f"{stage} (recipe)" if stage == plan.stage else str(stage), total < 0.9 * capacity
+        cells = [*(f"{value / GIB:.2f}" for value in columns), f"{plan.objective.replicated / GIB:.3f}"]
+        rows.append([name, *cells, f"{total:.2f}", "yes" if fits else "no"])
     return rows
 
 
@@ -221,13 +193,13 @@ def _memory_note(plan: RunPlan, *, capacity: float) -> str:
     return note
 
 
-def _print_lines(lines: Sequence[tuple[str, str]]) -> None:
+def _print_lines(lines: Iterable[tuple[str, str]]) -> None:
     for label, text in lines:
         click.echo(f"{label:<16} {text}")
 
 
-def describe_data(plan: DataPlan, *, total_steps: int, workers: int) -> list[tuple[str, str]]:
-    """The data plan as lines of (label, text)."""
+def describe_data(plan: DataPlan, *, total_steps: int, workers: int) -> dict[str, str]:
+    """The data plan as texts by label."""
     layout, quality = plan.layout, plan.quality
     epochs = total_steps / layout.steps
     per_rank = layout.streams // plan.ranks
@@ -236,43 +208,30 @@ def describe_data(plan: DataPlan, *, total_steps: int, workers: int) -> list[tup
     unused = "every sample is in a batch"
     if layout.dropped:
         unused = f"{_count(layout.dropped, 'sample')} left over, which fill no batch"
-    return [
-        ("data", f"{_count(plan.samples, 'sample')} in {_count(plan.shards, 'shard')}, {_size(plan.bytes)}"),
-        ("epoch", f"{_count(layout.steps, 'step')} of {layout.global_batch:,}; {unused}"),
-        (
-            "run",
-            f"{_count(total_steps, 'step')}, {epochs:.2f} epochs, {total_steps * layout.global_batch:,} samples seen",
+    seen = total_steps * layout.global_batch
+    return {
+        "data": f"{_count(plan.samples, 'sample')} in {_count(plan.shards, 'shard')}, {_size(plan.bytes)}",
+        "epoch": f"{_count(layout.steps, 'step')} of {layout.global_batch:,}; {unused}",
+        "run": f"{_count(total_steps, 'step')}, {epochs:.2f} epochs, {seen:,} samples seen",
+        "layout": (
+            f"{_count(layout.streams, 'stream')} of {_count(layout.stream_length, 'sample')}, "
+            f"{_count(layout.rows, 'row')} of a batch each; {per_rank} per rank, {share:.1f} per worker"
         ),
-        (
-            "layout",
-            (
-                f"{_count(layout.streams, 'stream')} of {_count(layout.stream_length, 'sample')}, "
-                f"{_count(layout.rows, 'row')} of a batch each; "
-                f"{per_rank} per rank, {share:.1f} per worker"
-            ),
+        "reading": (
+            f"{_size(plan.epoch_bytes)} per epoch, {_size(plan.epoch_bytes / plan.ranks)} per rank; "
+            f"{plan.passed_samples:,} samples precede the streams' first ones in their shards "
+            f"({_size(plan.passed_bytes)}, {place})"
         ),
-        (
-            "reading",
-            (
-                f"{_size(plan.epoch_bytes)} per epoch, {_size(plan.epoch_bytes / plan.ranks)} per rank; "
-                f"{plan.passed_samples:,} samples precede the streams' first ones in their shards "
-                f"({_size(plan.passed_bytes)}, {place})"
-            ),
+        "resuming": f"about {_size(plan.resume_bytes)} read again, {_size(plan.resume_bytes / plan.ranks)} per rank",
+        "memory": (
+            f"{_size(plan.buffer_bytes)} of encoded samples and {_size(plan.batch_bytes)} of decoded batches per rank"
         ),
-        ("resuming", f"about {_size(plan.resume_bytes)} read again, {_size(plan.resume_bytes / plan.ranks)} per rank"),
-        (
-            "memory",
-            f"{_size(plan.buffer_bytes)} of encoded samples and {_size(plan.batch_bytes)} of decoded batches per rank",
+        "shuffling": (
+            f"{quality.shards_per_batch:,.0f} distinct shards in a batch (a global shuffle: "
+            f"{quality.ideal_shards_per_batch:,.0f}); two samples of a batch are from the same shard "
+            f"with probability {quality.same_shard_pairs:.2g} (global: {quality.ideal_same_shard_pairs:.2g})"
         ),
-        (
-            "shuffling",
-            (
-                f"{quality.shards_per_batch:,.0f} distinct shards in a batch (a global shuffle: "
-                f"{quality.ideal_shards_per_batch:,.0f}); two samples of a batch are from the same shard "
-                f"with probability {quality.same_shard_pairs:.2g} (global: {quality.ideal_same_shard_pairs:.2g})"
-            ),
-        ),
-    ]
+    }
 
 
 def _size(count: float, unit: str = "B") -> str:
@@ -289,12 +248,6 @@ def _count(number: int, noun: str) -> str:
 
 def _hours(hours: float) -> str:
     return f"{hours:,.0f}" if hours >= 100 else f"{hours:.2g}" if hours >= 0.01 else "less than 0.01"
-
-
-def _gpu(peak_tflops: float) -> str:
-    """The assumed peak, with the GPUs that have it."""
-    name = GPUS.get(peak_tflops)
-    return f"{peak_tflops:g} TFLOP/s ({f'{name}, ' if name else ''}plan.peak_tflops)"
 
 
 if __name__ == "__main__":

@@ -74,14 +74,10 @@ def relinked(text: str, source: str) -> str:
         if label.startswith("[!["):
             label = f"[{LINK.sub(replace, label[1:-1])}]"
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
-        if path in PAGES:
-            here = posixpath.dirname(PAGES.get(source, source.removeprefix("docs/")))
-            page = posixpath.relpath(PAGES[path], here or ".")
-        elif path.startswith("docs/"):
-            here = posixpath.dirname(PAGES.get(source, source.removeprefix("docs/")))
-            page = posixpath.relpath(path.removeprefix("docs/"), here or ".")
-        else:
+        if path not in PAGES and not path.startswith("docs/"):
             return label[1:-1] if label.startswith("[![") else f"`{path}`" if label[0] != "!" else ""
+        own, other = (PAGES.get(file, file.removeprefix("docs/")) for file in (source, path))
+        page = posixpath.relpath(other, posixpath.dirname(own) or ".")
         return f"{label}({page}{'#' + anchor if anchor else ''})"
 
     return LINK.sub(replace, text).replace('="docs/', '="')

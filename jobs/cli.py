@@ -165,10 +165,7 @@ def run(command: click.Command, argv: Sequence[str] | None = None, *, prog_name:
         hint = "" if debug else f" Show where with: {prog_name} --debug ..."
         if explained := explain_file_error(error) or explain_memory_error(error):
             _fail(f"{explained}{hint}", EXIT_USER_ERROR)
-        _fail(
-            f"Unexpected {type(error).__name__}: {error}. This is probably a bug in neuclip.{hint}",
-            EXIT_BUG,
-        )
+        _fail(f"Unexpected {type(error).__name__}: {error}. This is probably a bug in neuclip.{hint}", EXIT_BUG)
     _leave(result if isinstance(result, int) else 0)
 
 
@@ -226,10 +223,7 @@ def use_expandable_segments(devices: Path = Path("/dev")) -> None:
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    print(
-        textwrap.fill(f"Error: {message}", 110, break_long_words=False, break_on_hyphens=False),
-        file=sys.stderr,
-    )
+    print(textwrap.fill(f"Error: {message}", 110, break_long_words=False, break_on_hyphens=False), file=sys.stderr)
     _leave(code)
 
 

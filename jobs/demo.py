@@ -35,6 +35,7 @@ def command(output: str, pairs: int, held_out: int, overrides: tuple[str, ...]) 
     SECTION.KEY=VALUE changes the training recipe (jobs/recipes/demo.yaml).
     """
     from data_prep.scenes import ScenesConfig
+    from pipeline.report import update_scores, write_report
     from pipeline.training.recipe import load_recipe
 
     data = Path(f"{output}-data")
@@ -58,8 +59,8 @@ def command(output: str, pairs: int, held_out: int, overrides: tuple[str, ...]) 
         lines = evaluate(run.output, data / "suite")
         done(f"{len(lines)} tasks at the last checkpoint")
     click.echo("\n".join(lines))
-    report = write_report(output)
-    click.echo(f"\nAll done. Open {report}")
+    update_scores(output)
+    click.echo(f"\nAll done. Open {write_report([output])}")
     return 0
 
 
@@ -211,15 +212,6 @@ def evaluate(run: str, suite: Path) -> list[str]:
 
         raise UserError("Not every task could be scored. " + " ".join(f"{k}: {text}" for k, text in failures.items()))
     return lines
-
-
-def write_report(run: str) -> Path:
-    """Write the HTML report and add the scores to TensorBoard. Returns the path of the page."""
-    from pipeline.report import update_scores
-    from pipeline.report import write_report as write
-
-    update_scores(run)
-    return write([run])
 
 
 @contextmanager

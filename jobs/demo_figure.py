@@ -10,6 +10,7 @@ import base64
 import io
 import json
 import shlex
+import textwrap
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -106,24 +107,15 @@ def draw(data: dict[str, Any], theme: str) -> str:
 
 
 def _example(example: dict[str, Any], top: int, look: dict[str, str]) -> list[str]:
-    words, lines = example["caption"].split(), [""]
-    for word in words:
-        if len(lines[-1]) + len(word) > 19:
-            lines.append("")
-        lines[-1] = f"{lines[-1]} {word}".strip()
+    lines = textwrap.wrap(example["caption"], 20, break_long_words=False, break_on_hyphens=False)
     parts = [_text(24, top + 14 + 19 * k, line, look["ink"], size=15) for k, line in enumerate(lines[:4])]
     for k, image in enumerate(example["images"]):
         x = 208 + k * (SIDE + 2)
-        place, uri = (
-            f'x="{x}" y="{top}" width="{SIDE - 4}" height="{SIDE - 4}"',
-            f"data:image/jpeg;base64,{image['jpeg']}",
-        )
-        parts.append(f'<image {place} href="{uri}"/>')
+        place = f'x="{x}" y="{top}" width="{SIDE - 4}" height="{SIDE - 4}"'
+        parts.append(f'<image {place} href="data:image/jpeg;base64,{image["jpeg"]}"/>')
         if image["right"]:
-            parts.append(
-                f'<rect x="{x - 1}" y="{top - 1}" width="{SIDE - 2}" height="{SIDE - 2}" rx="4" fill="none" '
-                f'stroke="{look["good"]}" stroke-width="4"/>'
-            )
+            place = f'x="{x - 1}" y="{top - 1}" width="{SIDE - 2}" height="{SIDE - 2}"'
+            parts.append(f'<rect {place} rx="4" fill="none" stroke="{look["good"]}" stroke-width="4"/>')
     return parts
 
 

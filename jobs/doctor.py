@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -58,17 +58,17 @@ def command(
     changed.
     """
     if run is not None:
-        return report_run(run, verify=not quick)
+        from pipeline.postmortem.diagnosis import diagnose
+        from pipeline.postmortem.evidence import read_evidence
+
+        return EXIT_BROKEN if show(diagnose(read_evidence(run, verify=not quick))) else 0
     if constraints is None and Path("constraints.txt").is_file():
         constraints = Path("constraints.txt")
-    found = []
     allowed = {"allow_commands": allow_commands, "allow_outside": allow_outside}
-    for finding in examine(
+    findings = examine(
         output, needs_gib=needs_gib, recipe=recipe, manifests=manifests, constraints=constraints, ranks=ranks, **allowed
-    ):
-        show(finding)
-        found.append(finding)
-    count = sum(finding.status == "broken" for finding in found)
+    )
+    count = show(findings)
     click.echo("\nA run can start here." if not count else f"\n{count} broken: fix this before starting a run.")
     return EXIT_BROKEN if count else 0
 
@@ -113,22 +113,16 @@ def examine(
     yield from node_checks.check_gpus()
 
 
-def report_run(run: Path, *, verify: bool) -> int:
-    """Print what happened to a run, and return the exit code."""
-    from pipeline.postmortem.diagnosis import diagnose
-    from pipeline.postmortem.evidence import read_evidence
-
-    findings = diagnose(read_evidence(run, verify=verify))
+def show(findings: Iterable[DoctorFinding]) -> int:
+    """Print each finding as soon as it is known. Returns the number of those that are broken."""
+    broken = 0
     for finding in findings:
-        show(finding)
-    return EXIT_BROKEN if any(finding.status == "broken" for finding in findings) else 0
-
-
-def show(finding: DoctorFinding) -> None:
-    mark, colour = MARKS[finding.status]
-    click.echo(f"{click.style(f'{mark:<7}', fg=colour)} {finding.subject:<14} {finding.found}")
-    if finding.remedy:
-        click.echo(f"{'':<22} -> {finding.remedy}")
+        mark, colour = MARKS[finding.status]
+        click.echo(f"{click.style(f'{mark:<7}', fg=colour)} {finding.subject:<14} {finding.found}")
+        if finding.remedy:
+            click.echo(f"{'':<22} -> {finding.remedy}")
+        broken += finding.status == "broken"
+    return broken
 
 
 if __name__ == "__main__":

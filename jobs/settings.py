@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import click
 
@@ -75,15 +75,11 @@ def page(methods: Sequence[str]) -> str:
             about = inspect.cleandoc(cls.__doc__ or "").strip()
             parts.append(f"{about}\n\n" if about else "")
             parts.append(_table((setting.key, _default(setting), setting) for setting in own_settings(cls, prefix)))
-    parts += [OBJECTIVES.format(methods=names(methods)), *_objective_tables(methods)]
-    return "".join(parts).rstrip() + "\n"
-
-
-def _objective_tables(methods: Sequence[str]) -> Iterator[str]:
-    """One table per group of methods."""
+    parts.append(OBJECTIVES.format(methods=names(methods)))
     for group, settings in objective_groups(methods):
-        yield f"### {'All methods' if group == tuple(methods) else names(group)}\n\n"
-        yield _table((setting.key, setting.default, setting) for setting in settings)
+        parts.append(f"### {'All methods' if group == tuple(methods) else names(group)}\n\n")
+        parts.append(_table((setting.key, setting.default, setting) for setting in settings))
+    return "".join(parts).rstrip() + "\n"
 
 
 def _table(rows: Iterable[tuple[str, str, Setting]]) -> str:

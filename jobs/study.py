@@ -75,9 +75,9 @@ def command(
     if unit is not None and unit >= len(units):
         raise click.BadParameter(f"{unit}: {name} has {len(units)} runs at this size, 0 to {len(units) - 1}.")
     chosen = units if unit is None else [units[unit]]
-    failed = (
-        {} if only_render else run_units(study, chosen, size=size, place=place, parallel=parallel, launcher=launcher)
-    )
+    failed = {}
+    if not only_render:
+        failed = run_units(study, chosen, size=size, place=place, parallel=parallel, launcher=launcher)
     if unit is None:
         options = f" --size {size}" if size != "desk" else ""
         shown = " ".join([f"neuclip study {name}{options}", *overrides])
@@ -128,8 +128,11 @@ def run_units(
     data = prepare_corpora({each.corpus for each in left if each.corpus}, size=size, place=place)
     prepared = []
     for each in left:
-        shards, suite = data.get(each.corpus or "", ((), ()))
-        places = (*shards, *(suite if study.measure != "none" else ()))  # timing runs are not evaluated
+        places = []
+        if each.corpus:
+            places.append(f"data.sources={data[each.corpus] / 'shards'}")
+            if study.measure != "none":  # timing runs are not evaluated
+                places.append(f"evaluation.suite={data[each.corpus] / 'suite'}")
         prepared.append((each, write_spec(each, place, facts=facts, study=study, places=places)))
     at_once = 1 if study.alone else parallel
     return run_all(prepared, parallel=at_once, launcher=launcher, tell=click.echo)
@@ -137,13 +140,15 @@ def run_units(
 
 def without_missing_teachers(units: list[Unit]) -> list[Unit]:
     """The runs whose teacher's features are there; the others are named: their teacher may be a run of this study."""
-    needed = {unit.label: (*unit.run.data.teachers, unit.run.selection.features) for unit in units}
-    missing = {
-        label: where for label, folders in needed.items() for where in folders if where and not Path(where).exists()
-    }
-    for label, where in missing.items():
-        click.echo(f"Skipped: {label} needs {where}; a comment in the study's YAML file has the command that makes it.")
-    return [unit for unit in units if unit.label not in missing]
+    ready = []
+    for unit in units:
+        needed = (*unit.run.data.teachers, unit.run.selection.features)
+        if missing := [where for where in needed if where and not Path(where).exists()]:
+            comment = "a comment in the study's YAML file has the command that makes it."
+            click.echo(f"Skipped: {unit.label} needs {missing[-1]}; {comment}")
+        else:
+            ready.append(unit)
+    return ready
 
 
 def check_data(units: list[Unit]) -> None:
@@ -161,35 +166,28 @@ def check_data(units: list[Unit]) -> None:
         )
 
 
-def prepare_corpora(names: set[str], *, size: str, place: Path) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
+def prepare_corpora(names: set[str], *, size: str, place: Path) -> dict[str, Path]:
     """Create the built-in corpora `names` with the stages of the demo; processes that need the same one wait.
 
     Returns:
-        For each corpus, the overrides that set the locations of its shards and of its suite.
+        For each corpus, the folder of its `shards` and its `suite`.
     """
     from data_prep.scenes import FaultRates, ScenesConfig
     from jobs.demo import ingest, make_suite
     from jobs.studies.declare import load_size
 
     healthy = FaultRates(**dict.fromkeys(FaultRates.__dataclass_fields__, 0.0))
-    found: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}
-    for name in sorted(names):
+    folders = {name: place / "data" / name for name in sorted(names)}
+    for name, folder in folders.items():
         corpus = load_size(size).corpora[name]
-        folder = place / "data" / name
-        scenes = ScenesConfig(
-            pairs=corpus.pairs,
-            image_size=corpus.image_size,
-            held_out=corpus.held_out,
-            retrieval_pairs=corpus.held_out,
-            faults=healthy,
-        )
+        held_out = {"held_out": corpus.held_out, "retrieval_pairs": corpus.held_out}
+        scenes = ScenesConfig(pairs=corpus.pairs, image_size=corpus.image_size, faults=healthy, **held_out)
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "lock").open("w") as lock:  # the tasks of a job array start at the same time
             fcntl.flock(lock, fcntl.LOCK_EX)
             ingest(scenes, folder)
             make_suite(scenes, folder / "suite")
-        found[name] = ((f"data.sources={folder / 'shards'}",), (f"evaluation.suite={folder / 'suite'}",))
-    return found
+    return folders
 
 
 def render(name: str, *, size: str, units: list[Unit], place: Path, publish: str | None, command: str) -> None:
@@ -208,10 +206,8 @@ def show(units: list[Unit], place: Path) -> None:
     from jobs.studies.schedule import folder_of, is_done
 
     for number, each in enumerate(units):
-        state = "done" if is_done(each, place) else "-"
-        click.echo(
-            f"{number:>4}  {state:<5} {each.label:<56} {each.run.samples:>13,} samples  {folder_of(each, place)}"
-        )
+        state, samples = "done" if is_done(each, place) else "-", f"{each.run.samples:>13,} samples"
+        click.echo(f"{number:>4}  {state:<5} {each.label:<56} {samples}  {folder_of(each, place)}")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -103,13 +104,10 @@ def _rebuild(folder: str, verdict: Verdict, *, allow_addresses: bool) -> None:
     if before is None:
         click.echo(f"Repaired; {again.n:,} samples.")
         return
-    is_same = again.digest == before.digest
-    same = (
-        "bit-identical to the original"
-        if is_same
-        else "with changes: servers answered differently, or a removal was finished"
-    )
-    click.echo(f"Repaired, {same}; {again.n:,} samples now, {before.n:,} before.")
+    how = "with changes: servers answered differently, or a removal was finished"
+    if again.digest == before.digest:
+        how = "bit-identical to the original"
+    click.echo(f"Repaired, {how}; {again.n:,} samples now, {before.n:,} before.")
 
 
 def _duplicates(folder: str, output: Path, *, allow_outside: bool) -> None:
@@ -136,8 +134,6 @@ def _duplicates(folder: str, output: Path, *, allow_outside: bool) -> None:
 
 
 def _overlap(folder: str, suite: str, output: Path, *, allow_outside: bool) -> None:
-    from collections import Counter
-
     from data_prep.dataset.duplicates import find_overlap
 
     undecodable: list[str] = []

@@ -30,7 +30,6 @@ import multiprocessing
 import os
 import random
 import shutil
-import socket
 import sys
 import tempfile
 import time
@@ -46,9 +45,10 @@ from torch import Tensor
 from data_prep.scenes import ScenesConfig, write_suite
 from jobs.bench.killed_runs import Result, compare, is_intact, outcome
 from jobs.bench.loader import make_shards
+from pipeline.distributed.world import World, free_port
 from pipeline.files import write_json
 from pipeline.objectives import ObjectiveOutput
-from pipeline.run_files import FOLDER_NAME, PREFIX, finished_checkpoints, name_of
+from pipeline.run_files import FOLDER_NAME, PREFIX, finished_checkpoints, name_of, step_of
 from pipeline.training.recipe import RunConfig, load_recipe
 from pipeline.versions import source_commit
 
@@ -136,7 +136,6 @@ def poison_objective() -> None:
 
 def choose_poison(run: RunConfig) -> None:
     """Poison one sample of each batch of BAD_STEPS; the order of samples is the same for any number of ranks."""
-    from pipeline.distributed.world import World
     from pipeline.model.towers import build_towers
     from pipeline.training.build import loader_of
 
@@ -150,10 +149,7 @@ def choose_poison(run: RunConfig) -> None:
 
 def start(arguments: list[str], *, ranks: int, log: Path) -> list[ForkProcess]:
     """Fork the ranks of a run from this process, which has imported the heavy packages."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     context = multiprocessing.get_context("fork")
     processes = [
         context.Process(target=run_rank, args=(arguments, {**shared, "RANK": rank, "LOCAL_RANK": rank}, log))
@@ -177,7 +173,7 @@ def run_rank(arguments: list[str], environment: dict[str, Any], log: Path) -> No
 
 
 def last_step(run: Path) -> int:
-    return max((int(path.name.removeprefix(PREFIX)) for path in finished_checkpoints(run)), default=0)
+    return max(map(step_of, finished_checkpoints(run)), default=0)
 
 
 def wait_for_moment(

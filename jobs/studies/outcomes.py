@@ -105,10 +105,14 @@ def shown(value: Spread | None, form: str, unit: str = "") -> str:
     return f"{value.mean:{form}}{unit}" + (f" ± {value.sd:{form.replace('+', '')}}" if value.sd is not None else "")
 
 
-def shown_difference(found: Spread | None, form: str, *, error: float | None, is_clear: bool) -> str:
-    """`-0.123 ± 0.004 (-9.1)`: mean, `error` and t of paired differences; bold if `is_clear`."""
+def shown_difference(found: Spread | None, form: str, *, is_clear: bool, interval: bool = False) -> str:
+    """`-0.123 ± 0.004 (-9.1)`: mean, standard error and t of paired differences; bold if `is_clear`.
+
+    `interval`: half of the 95% interval instead of the standard error.
+    """
     if found is None:
         return "–"
+    error = found.half_width if interval else found.standard_error
     if found.t is None or error is None:
         return f"{found.mean:{form}}"
     text = f"{found.mean:{form}} ± {error:{form[1:]}} ({found.t:+.1f})"

@@ -107,11 +107,7 @@ class _Places:
 
 
 def run_all(
-    units: Sequence[tuple[Unit, Path]],
-    *,
-    parallel: int | None,
-    launcher: str | None,
-    tell: Callable[[str], None],
+    units: Sequence[tuple[Unit, Path]], *, parallel: int | None, launcher: str | None, tell: Callable[[str], None]
 ) -> dict[str, int]:
     """Run units, given with their folders.
 

@@ -134,7 +134,7 @@ def _table(results: Results, *, pairs: int, batch: int, compared: Mapping[Cell, 
         for other in BASELINES:
             gain = compared.get((pairs, batch, arm, other))
             is_clear = (pairs, batch, arm, other) in clear or (pairs, batch, other, arm) in clear
-            cells.append(shown_difference(gain, "+.3f", error=gain.standard_error if gain else None, is_clear=is_clear))
+            cells.append(shown_difference(gain, "+.3f", is_clear=is_clear))
         shared = shared_errors(results, pairs=pairs, batch=batch, arm=arm) if arm != "oracle" else ()
         rows.append([f"`{arm}`", str(len(found["nce"])), *cells, shown(Spread.of(shared), ".3f")])
     return as_lines(rows)

@@ -83,7 +83,7 @@ def overview(
         row = [cell]
         for arm in others:
             key = ("report", cell, arm, "openclip", measure)
-            row.append(shown_gain(compared.get(key), form, is_clear=key in significant))
+            row.append(shown_difference(compared.get(key), form, is_clear=key in significant, interval=True))
         text.append(row)
     return as_lines(text)
 
@@ -205,14 +205,9 @@ def table(
         for base in bases:
             for measure, (_, form) in COMPARED.items():
                 key = (phase, cell, name, base, measure)
-                cells.append(shown_gain(compared.get(key), form, is_clear=key in significant))
+                cells.append(shown_difference(compared.get(key), form, is_clear=key in significant, interval=True))
         text.append(cells)
     return as_lines(text)
-
-
-def shown_gain(gain: Spread | None, form: str, *, is_clear: bool) -> str:
-    """A difference with half of its 95% interval and t."""
-    return shown_difference(gain, form, error=gain.half_width if gain else None, is_clear=is_clear)
 
 
 def spread(rows: Lines, measure: str, form: str) -> str:
@@ -233,7 +228,7 @@ def ideas(lines: Lines) -> list[str]:
                 row.append(spread(own, measure, form.removeprefix("+")))
                 continue
             gain = difference(by_seed(own, measure), by_seed(runs[cell, "base"], measure))
-            row.append(shown_gain(gain, form, is_clear=False))
+            row.append(shown_difference(gain, form, is_clear=False, interval=True))
         rows.append([*row, spread(own, "cpu_seconds", ".1f")])
     how = (
         "Variants of `neuclip_power` with its tuned values, on tuning pairs and seeds that have tuned nothing: "

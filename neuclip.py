@@ -52,7 +52,7 @@ def _check_pipeline() -> None:
     """
     ours = Path(__file__).resolve().parent / "pipeline" / "__init__.py"
     spec = importlib.util.find_spec("pipeline")
-    found = spec and spec.origin
+    found = spec.origin if spec else None
     if found is None or Path(found).resolve() != ours:
         raise ImportError(
             f"neuclip needs its own package `pipeline` ({ours.parent}), but Python finds {found or 'none'} under that "

@@ -21,6 +21,7 @@ import annotated_types
 import yaml
 from pydantic.fields import FieldInfo
 
+from pipeline.config import section_in
 from pipeline.registries import Registry
 
 REQUIRED, COMPUTED = "required", "computed"
@@ -50,7 +51,7 @@ def settings_of(cls: Any, *, prefix: str = "") -> Iterator[Setting]:
     """
     meanings = docstrings(cls)
     for name, field in cls.__pydantic_fields__.items():
-        inner = _dataclass_in(field.annotation)
+        inner = section_in(field.annotation)
         if inner is not None:
             yield from settings_of(inner, prefix=f"{prefix}{name}.")
         else:
@@ -147,14 +148,9 @@ def _is_sequence(hint: Any) -> bool:
     return typing.get_origin(hint) in (tuple, list)
 
 
-def _dataclass_in(hint: Any) -> Any:
-    parts = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    return next((part for part in parts if is_dataclass(part)), None)
-
-
 def _element(hint: Any) -> Any:
     """The section that a list holds, if it holds sections."""
-    return _dataclass_in(typing.get_args(hint)[0]) if _is_sequence(hint) else None
+    return section_in(typing.get_args(hint)[0]) if _is_sequence(hint) else None
 
 
 def listing() -> Iterator[tuple[str, Sequence[Setting]]]:

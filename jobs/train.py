@@ -98,13 +98,9 @@ def after_training(run: Path) -> str:
     if best is not None:
         lines = [f"Best validation: loss {read_meta(best)['validation']['best_loss']:.4f}, {validated}"]
     model = shlex.quote(str(validated or next(iter(last), run)))
-    return "\n".join(
-        [
-            *lines,
-            f"Report:  neuclip report {shlex.quote(str(run))}",
-            f"Next:    neuclip evaluate {model} --suite FOLDER",
-        ]
-    )
+    lines.append(f"Report:  neuclip report {shlex.quote(str(run))}")
+    lines.append(f"Next:    neuclip evaluate {model} --suite FOLDER")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -209,7 +209,7 @@ def keys(cls: Any) -> list[str]:
     found: list[str] = []
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
-        inner = _section_in(hints[field.name])
+        inner = section_in(hints[field.name])
         found.append(field.name)
         if inner is not None:
             found.extend(f"{field.name}.{key}" for key in keys(inner))
@@ -237,7 +237,8 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _section_in(hint: Any) -> Any:
+def section_in(hint: Any) -> Any:
+    """The section class that a field's annotation names, alone or in a union; None if there is none."""
     candidates = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     return next((c for c in candidates if dataclasses.is_dataclass(c)), None)
 

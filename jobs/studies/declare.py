@@ -9,6 +9,7 @@ and recipes).
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -208,23 +209,22 @@ def units_of(name: str, *, size: str, overrides: tuple[str, ...] = ()) -> list[U
         UserError: The settings of a run are invalid; the message names the run.
     """
     study, facts = load_study(name), load_size(size)
-    at_size = size_of(study, size)
+    at_size, arms = size_of(study, size), arms_of(study, size)
     units = []
-    for seed in at_size.seeds:
-        for setting_name, setting in at_size.settings.items():
-            for arm_name, arm in arms_of(study, size).items():
-                given = (*facts.defaults, *setting.set, *arm.set, *facts.set, *overrides, f"seed={seed}")
-                recipe = RECIPES / f"{arm.recipe or setting.recipe or 'desk'}.yaml"
-                try:
-                    run = load_recipe(recipe, given)
-                    if arm.same_compute:
-                        given += (f"samples={round(run.samples * (1 - setting.network_share))}",)
-                        run = load_recipe(recipe, given)
-                except UserError as error:
-                    raise UserError(f"{name}, {setting_name}, {arm_name}: {error}") from error
-                corpus, ranks = arm.corpus or setting.corpus, arm.ranks or setting.ranks or facts.ranks
-                key = _key(run, corpus=facts.corpora.get(corpus or ""), ranks=ranks, measure=study.measure)
-                units.append(Unit(name, setting_name, arm_name, seed, recipe, corpus, ranks, given, run, key))
+    for seed, setting_name, arm_name in itertools.product(at_size.seeds, at_size.settings, arms):
+        setting, arm = at_size.settings[setting_name], arms[arm_name]
+        given = (*facts.defaults, *setting.set, *arm.set, *facts.set, *overrides, f"seed={seed}")
+        recipe = RECIPES / f"{arm.recipe or setting.recipe or 'desk'}.yaml"
+        try:
+            run = load_recipe(recipe, given)
+            if arm.same_compute:
+                given += (f"samples={round(run.samples * (1 - setting.network_share))}",)
+                run = load_recipe(recipe, given)
+        except UserError as error:
+            raise UserError(f"{name}, {setting_name}, {arm_name}: {error}") from error
+        corpus, ranks = arm.corpus or setting.corpus, arm.ranks or setting.ranks or facts.ranks
+        key = _key(run, corpus=facts.corpora.get(corpus or ""), ranks=ranks, measure=study.measure)
+        units.append(Unit(name, setting_name, arm_name, seed, recipe, corpus, ranks, given, run, key))
     return units
 
 

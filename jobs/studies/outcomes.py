@@ -134,19 +134,13 @@ AVERAGE_OF_BENCHMARK, RETRIEVAL_OF_BENCHMARK, IMAGENET = "DataComp Average", "Re
 
 @dataclass(frozen=True)
 class Column:
-    """A metric of a run.
-
-    Attributes:
-        title: The column's title, with the unit.
-        value: Computes the metric from a result.
-        form: Format specification.
-        scale: Factor applied to the displayed value.
-    """
+    """A metric of a run: its title with the unit, how it is computed from a result, and how it is shown."""
 
     title: str
     value: Callable[[Result], float | None]
     form: str = ".3f"
     scale: float = 1.0
+    """Factor applied to the displayed value."""
 
 
 @dataclass(frozen=True)

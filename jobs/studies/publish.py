@@ -35,16 +35,10 @@ def publish(
     name: str, *, size: str, units: Sequence[Unit], outcomes: Sequence[Outcome], folder: Path, command: str
 ) -> list[Path]:
     """Write all files of a study to `folder`. Returns their paths."""
-    write_data(
-        folder,
-        study=name,
-        size=size,
-        command=command,
-        versions=[outcome.result["versions"] for outcome in outcomes][-1] if outcomes else {},
-        units=len(units),
-        overrides={unit.key: list(unit.overrides) for unit in units},
-        runs=[_compact(outcome) for outcome in outcomes],
-    )
+    overrides = {unit.key: list(unit.overrides) for unit in units}
+    facts = {"units": len(units), "overrides": overrides, "runs": [_compact(outcome) for outcome in outcomes]}
+    versions = outcomes[-1].result["versions"] if outcomes else {}
+    write_data(folder, study=name, size=size, command=command, versions=versions, **facts)
     return [folder / DATA_NAME, *render(folder)]
 
 

@@ -78,22 +78,15 @@ BASELINES = (BASELINE, "neuclip")
 
 @dataclass(frozen=True)
 class Group:
-    """Settings with the same dataset size and number of epochs.
-
-    Attributes:
-        pairs: Training pairs.
-        epochs: Passes over the training pairs.
-        batches: Batch sizes.
-        seeds: Seeds per arm.
-        shared_seeds: Seeds of the shared trajectory.
-        arms: Names of the arms.
-    """
+    """Settings with the same dataset size and number of epochs."""
 
     pairs: int
     epochs: float
     batches: tuple[int, ...]
     seeds: int
+    """Per arm."""
     shared_seeds: int = 0
+    """Of the shared trajectory."""
     arms: tuple[str, ...] = tuple(ARMS)
 
 

@@ -97,28 +97,20 @@ class CourseStep:
     scale: float
 
 
+@dataclass
 class Course:
-    """The parts of a run that do not depend on the method: pairs, towers, and batches.
+    """The parts of a run that do not depend on the method."""
 
-    Args:
-        pairs: Inputs of both sides, [n, D] each.
-        towers: See `make_towers`.
-        optimizer: Of the towers; its `lr` is the peak.
-        batches: Sample ids of the batches.
-        steps: Length of the run.
-    """
-
-    def __init__(
-        self,
-        pairs: tuple[Tensor, Tensor],
-        towers: nn.ModuleDict,
-        optimizer: torch.optim.Optimizer,
-        batches: Iterator[Tensor],
-        *,
-        steps: int,
-    ) -> None:
-        self.pairs, self.towers, self.optimizer = pairs, towers, optimizer
-        self.batches, self.steps, self.lr = batches, steps, optimizer.param_groups[0]["lr"]
+    pairs: tuple[Tensor, Tensor]
+    """Inputs of both sides, [n, D] each."""
+    towers: nn.ModuleDict
+    """See `make_towers`."""
+    optimizer: torch.optim.Optimizer
+    """Of the towers; the `lr` that it was made with is the peak."""
+    batches: Iterator[Tensor]
+    """Sample ids of the batches."""
+    steps: int
+    """Length of the run."""
 
     def embed(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
         """Features of both sides, [b, d] each."""
@@ -134,7 +126,7 @@ class Course:
     def descend(self, loss: Tensor, *, scale: float) -> None:
         """One step of the optimizer on `loss`."""
         for group in self.optimizer.param_groups:
-            group["lr"] = self.lr * scale
+            group["lr"] = self.optimizer.defaults["lr"] * scale
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import statistics
+import textwrap
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -140,9 +141,7 @@ def _draw_curve(axes: Any, points: list[tuple[float, list[float]]], *, label: st
 
 
 def _wrapped(title: str) -> str:
-    import textwrap
-
-    return "\n".join(textwrap.wrap(title, 32))
+    return textwrap.fill(title, 32)
 
 
 def as_svg(figure: Any) -> str:

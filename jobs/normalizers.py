@@ -63,16 +63,8 @@ def show(measurements: list[Measurement], *, title: str) -> None:
     from rich.table import Table
 
     table = Table(title=title)
-    for name in (
-        "samples seen",
-        "tau",
-        "exact: mean",
-        "variance",
-        "MSE in use",
-        "MSE cold",
-        "bias in use",
-        "bias cold",
-    ):
+    names = ("samples seen", "tau", "exact: mean", "variance", "MSE in use", "MSE cold", "bias in use", "bias cold")
+    for name in names:
         table.add_column(name, justify="right")
     for m in measurements:
         values = (m.tau, m.mean, m.variance, m.in_use.mse, m.cold.mse, m.in_use.bias, m.cold.bias)

@@ -155,19 +155,8 @@ def describe_loading(plan: RunPlan, *, images_per_core: float) -> str:
     return text
 
 
-def memory_rows(plan: RunPlan, *, capacity: float) -> list[list[str]]:
-    """One row of the table per ZeRO stage; values are GiB on one GPU, as is its `capacity`."""
-    rows = []
-    for stage, part in plan.engine.items():
-        total = plan.gpu_bytes(stage) / GIB
-        columns = (part.weights, part.gradients, part.masters, part.moments, part.buffers, plan.activation_bytes(stage))
-        name, fits = f"{stage} (recipe)" if stage == plan.stage else str(stage), total < 0.9 * capacity
-        cells = [*(f"{value / GIB:.2f}" for value in columns), f"{plan.objective.replicated / GIB:.3f}"]
-        rows.append([name, *cells, f"{total:.2f}", "yes" if fits else "no"])
-    return rows
-
-
 def _print_memory(plan: RunPlan, *, title: str, capacity: float) -> None:
+    """One row per ZeRO stage; values are GiB on one GPU, as is its `capacity`."""
     from rich.console import Console
     from rich.table import Table
 
@@ -176,8 +165,12 @@ def _print_memory(plan: RunPlan, *, title: str, capacity: float) -> None:
     table.add_column("ZeRO")
     for name in names:
         table.add_column(name, justify="right")
-    for row in memory_rows(plan, capacity=capacity):
-        table.add_row(*row)
+    for stage, part in plan.engine.items():
+        total = plan.gpu_bytes(stage) / GIB
+        columns = (part.weights, part.gradients, part.masters, part.moments, part.buffers, plan.activation_bytes(stage))
+        name, fits = f"{stage} (recipe)" if stage == plan.stage else str(stage), total < 0.9 * capacity
+        cells = [*(f"{value / GIB:.2f}" for value in columns), f"{plan.objective.replicated / GIB:.3f}"]
+        table.add_row(name, *cells, f"{total:.2f}", "yes" if fits else "no")
     Console(soft_wrap=False, width=None if Console().is_terminal else 110).print(table)
 
 

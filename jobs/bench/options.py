@@ -31,23 +31,9 @@ from pipeline.model.towers import ModelConfig, build_towers
 from pipeline.model.trimming import TextChunks, text_trimming
 from pipeline.training.step import micro_batches
 
-OPTIONS = (
-    "none",
-    "stage_1",
-    "stage_2",
-    "packed_attention",
-    "channels_last",
-    "trim_text",
-    "trim_image",
-    "accumulation",
-    "grad_checkpointing",
-    "compile",
-    "patch_dropout",
-    "lock_image",
-    "image_features_cache",
-    "lora",
-    "all_savings",
-)
+PLAIN, LAYOUTS = ("none", "stage_1", "stage_2"), ("packed_attention", "channels_last")
+OTHERS = ("accumulation", "grad_checkpointing", "compile", "patch_dropout", "lock_image", "image_features_cache")
+OPTIONS = (*PLAIN, *LAYOUTS, "trim_text", "trim_image", *OTHERS, "lora", "all_savings")
 """`none`: open_clip's attention, untrimmed texts, channels first, at `--stage`; `stage_1` and `stage_2` the same there.
 `packed_attention` and `channels_last` change only
 what they name. `trim_text` has all three, `trim_image` and the options below it have all four.
@@ -71,7 +57,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def settings_of(args: argparse.Namespace, option: str) -> dict[str, Any]:
     """The arguments of `jobs.bench.train` for an option."""
     saving = option == "all_savings"
-    plain = ("none", "stage_1", "stage_2")
     return {
         **vars(args),
         "stage": {"stage_1": 1, "stage_2": 2}.get(option, args.stage),
@@ -82,10 +67,10 @@ def settings_of(args: argparse.Namespace, option: str) -> dict[str, Any]:
         "lora_rank": 8 if option == "lora" else None,
         "stored_features": option == "image_features_cache",
         "patch_dropout": args.patch_dropout if option == "patch_dropout" else None,
-        "packed_attention": option not in (*plain, "channels_last"),
-        "channels_last": option not in (*plain, "packed_attention"),
-        "trim_text": option not in (*plain, "packed_attention", "channels_last"),
-        "trim_image": option not in (*plain, "packed_attention", "channels_last", "trim_text"),
+        "packed_attention": option not in (*PLAIN, "channels_last"),
+        "channels_last": option not in (*PLAIN, "packed_attention"),
+        "trim_text": option not in (*PLAIN, *LAYOUTS),
+        "trim_image": option not in (*PLAIN, *LAYOUTS, "trim_text"),
     }
 
 

@@ -181,13 +181,9 @@ def course_of(setting: SeparationSetting, *, seed: int) -> Course:
     inputs = dict.fromkeys(("image", "text"), INPUTS)
     towers = make_towers(inputs, hidden=setting.hidden, dim=setting.dim, seed=seed)
     optimizer = torch.optim.AdamW(towers.parameters(), lr=setting.lr, betas=(0.9, 0.98), weight_decay=0.01)
-    return Course(
-        draw_pairs(setting.pairs, seed=TRAINING_PAIRS + seed),
-        towers,
-        optimizer,
-        orders(setting.pairs, setting.batch, seed=seed),
-        steps=setting.steps,
-    )
+    pairs = draw_pairs(setting.pairs, seed=TRAINING_PAIRS + seed)
+    batches = orders(setting.pairs, setting.batch, seed=seed)
+    return Course(pairs, towers, optimizer, batches, steps=setting.steps)
 
 
 def train(config: dict[str, Any] | None, setting: SeparationSetting, *, seed: int) -> dict[str, Any]:

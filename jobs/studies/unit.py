@@ -107,21 +107,17 @@ def curve_of(run: Run, *, suite: str | None) -> list[dict[str, Any]]:
         UserError: A task has no score, so that means over tasks could not be compared.
     """
     tasks = open_suite(suite).keys if suite else ()
+    points = []
     for evaluation in run.evaluations:
-        if missing := sorted(set(tasks) - {score.task for score in evaluation.scores}):
+        scores = {score.task: score.score for score in evaluation.scores}
+        if missing := sorted(set(tasks) - scores.keys()):
             raise UserError(
                 f"{run.folder}: no score for {', '.join(missing)} at {evaluation.checkpoint}. The reason is in its "
                 "evaluation/*/summary.json; `neuclip evaluate` tries again."
             )
-    return [
-        {
-            "step": evaluation.step,
-            "samples": evaluation.samples,
-            "scores": {score.task: score.score for score in evaluation.scores}
-            | {name: mean["score"] for name, mean in evaluation.aggregates.items() if mean["complete"]},
-        }
-        for evaluation in run.evaluations
-    ]
+        scores |= {name: mean["score"] for name, mean in evaluation.aggregates.items() if mean["complete"]}
+        points.append({"step": evaluation.step, "samples": evaluation.samples, "scores": scores})
+    return points
 
 
 def step_times(rows: Sequence[Mapping[str, Any]], *, batch_size: int) -> dict[str, float]:

@@ -136,8 +136,8 @@ def figure(lines: Lines) -> str:
 
 def trials_in(cell: str) -> tuple[str, int]:
     """The name of a cell without its number of trials, and the number."""
-    base, _, more = cell.partition("trials")[0].rpartition("-") if cell.endswith("trials") else (cell, "", TRIALS)
-    return base, int(more)
+    found = re.fullmatch(r"(.*)-(\d+)trials", cell)
+    return (found[1], int(found[2])) if found else (cell, TRIALS)
 
 
 def name_of(line: Mapping[str, str]) -> str:

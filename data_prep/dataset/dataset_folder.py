@@ -29,6 +29,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from data_prep.settings.download_config import DownloadConfig
 from data_prep.settings.source_config import HASH_KINDS
 from pipeline.config import parse, read_yaml
@@ -293,9 +296,6 @@ def read_meta(folder: Folder, shard: int, columns: list[str] | None = None) -> A
     Raises:
         UserError: The file is missing or damaged.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     path = folder.meta(shard)
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
 from data_prep.dataset import canonical_tar
 from data_prep.dataset.dataset_folder import Folder, read_meta
@@ -231,8 +232,6 @@ def signature(body: bytes) -> tuple[int, bytes]:
     Raises:
         CorruptSample: The image cannot be decoded.
     """
-    from PIL import Image
-
     with counted_errors(), open_image(body) as image:
         image.draft("RGB", (36, 32))
         load(image, body)

@@ -17,6 +17,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from data_prep import reasons
 from data_prep.dataset import canonical_tar
 from data_prep.dataset.dataset_folder import (
@@ -299,9 +302,6 @@ def _publish_tar(folder: Folder, tar: Path, note: Mapping[str, Any]) -> None:
     number = next((shard for shard in folder.finished() if tar_name(shard) == note["name"]), None)
     if number is None:
         return
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     removed, rows = set(note["removed"]), read_meta(folder, number)
     table = rows.to_pylist()
     for row in table:

@@ -17,6 +17,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from data_prep.dataset import canonical_tar
 from data_prep.dataset.dataset_folder import Folder, ShardRecord, record_of
 from data_prep.settings.source_config import HASH_KINDS
@@ -187,9 +190,6 @@ def _write_meta(folder: Folder, shard: int, rows: list[dict[str, Any]]) -> str:
     Returns:
         The SHA-256 of the file.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     known = {"row": pa.int64(), **dict.fromkeys(_TEXTS, pa.string()), **dict.fromkeys(_INT32, pa.int32())}
     present = {name for row in rows for name in row}
     # In a fixed order, so that a retry gives the same bytes as a run that needed none.

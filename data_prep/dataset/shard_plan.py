@@ -14,6 +14,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
 from data_prep.dataset.dataset_folder import Folder, changed, content, signed
 from data_prep.settings.download_config import SubsetConfig
 from data_prep.settings.source_config import SourceConfig
@@ -167,8 +171,6 @@ def read_shard(folder: Folder, shard: int) -> Any:
     Raises:
         UserError: The part of the plan that holds it is missing or damaged.
     """
-    import pyarrow as pa
-
     part, group = divmod(shard, _SHARDS_PER_PART)
     try:
         with _open_part(folder, part) as file:
@@ -178,9 +180,6 @@ def read_shard(folder: Folder, shard: int) -> Any:
 
 
 def _open_part(folder: Folder, part: int) -> Any:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     path = folder.plan_part(part)
     try:
         return pq.ParquetFile(path, page_checksum_verification=True)
@@ -206,9 +205,6 @@ def _matching(plan: Plan, settings: dict[str, Any], folder: Folder, *, index: st
 
 def _selected(source: SourceConfig, subset: Subset, counts: Counter[str]) -> Iterator[Any]:
     """RecordBatches of the selected rows with the plan's column names; `counts` gets the rows `read` and `skipped`."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     names = {source.url: "url", source.caption: "caption"}
     if source.uid:
         names[source.uid] = "uid"
@@ -238,9 +234,6 @@ def _write_list(
     Returns:
         The number of rows, their columns, the digest that identifies the list, and the SHA-256 of its files.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     digest, rows = hashlib.sha256(), 0
     columns: tuple[str, ...] = ()
     parts: dict[str, str] = {}
@@ -261,8 +254,6 @@ def _write_list(
 
 def _in_shards(batches: Iterator[Any], shard_size: int) -> Iterator[Any]:
     """Tables of `shard_size` rows, the last one of those that are left."""
-    import pyarrow as pa
-
     waiting, waiting_rows = list[Any](), 0
     for batch in batches:
         waiting.append(batch)
@@ -285,9 +276,6 @@ def _update(digest: Any, table: Any) -> None:
 
 def _joined(column: Any) -> bytes:
     """All strings of a column, one per line, joined without a Python loop."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     lines = []
     for chunk in column.chunks:
         one_list = pa.ListArray.from_arrays(pa.array([0, len(chunk)], pa.int32()), chunk)

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from data_prep.dataset.dataset_folder import Folder, read_meta
 from data_prep.dataset.duplicates import MAX_DISTANCE, near_duplicates, signature, stacked
@@ -80,8 +82,6 @@ def take_census(folder: Folder, manifest: Manifest, caption: CaptionField) -> Ce
 
 
 def _count(census: Census, table: Any, *, attempted: int, per_shard: int) -> None:
-    import pyarrow.compute as pc
-
     good = pc.equal(table["status"], "success")
     kept, lost = table.filter(good), table.filter(pc.invert(good))
     parts = lost["row"].to_numpy() * PARTS // max(1, attempted)
@@ -104,8 +104,6 @@ def _count(census: Census, table: Any, *, attempted: int, per_shard: int) -> Non
 
 
 def _count_captions(census: Census, captions: Any, wanted: int) -> None:
-    import pyarrow.compute as pc
-
     trimmed = pc.utf8_trim_whitespace(captions)
     words = pc.if_else(pc.equal(trimmed, ""), 0, pc.list_value_length(pc.utf8_split_whitespace(trimmed)))
     census.caption_words += np.histogram(words, WORD_EDGES)[0]
@@ -131,8 +129,6 @@ def _read_samples(census: Census, manifest: Manifest, caption: CaptionField) -> 
             if not has_sizes:
                 census.stored_sides += np.histogram([side], SIDE_EDGES)[0]
     if captions and not has_captions:
-        import pyarrow as pa
-
         _count_captions(census, pa.array(captions), _READ)
     census.shards_read = count
     near = near_duplicates(stacked(signatures), distance=MAX_DISTANCE)
@@ -157,15 +153,11 @@ def _examined(record: TarRecord, caption: CaptionField) -> tuple[int, str, tuple
 
 
 def _hosts(urls: Any) -> Any:
-    import pyarrow.compute as pc
-
     found = pc.extract_regex(urls, r"^[a-zA-Z][a-zA-Z0-9+.-]*://(?:[^/@]*@)?(?P<host>\[[^\]]*\]|[^/:?#]+)")
     return pc.fill_null(pc.utf8_lower(pc.struct_field(found, "host")), "(no host)")
 
 
 def _counts(column: Any) -> dict[str, int]:
-    import pyarrow.compute as pc
-
     return {item["values"]: item["counts"] for item in pc.value_counts(column).to_pylist()}
 
 

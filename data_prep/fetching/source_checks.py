@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator
 from multiprocessing.pool import ThreadPool
 from typing import Any
 
+import numpy as np
+
 from data_prep import reasons
 from data_prep.fetching.opener import Opener
 from data_prep.reasons import FetchError
@@ -280,8 +282,6 @@ def _stated(row: dict[str, Any], source: SourceConfig) -> str:
 
 
 def _pixels(body: bytes, *, reverse: bool) -> bytes:
-    import numpy as np
-
     try:
         pixels = np.asarray(read_rgb(body))
     except ImageError:

@@ -14,6 +14,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from data_prep.pairs.pair import MALFORMED_ROW, NOT_UTF8, Pair, not_utf8
 from pipeline.errors import UserError
 from pipeline.files import as_text, replacing
@@ -47,9 +50,6 @@ class Listing:
         Raises:
             UserError: The list is damaged.
         """
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
         try:
             with pq.ParquetFile(self.path, page_checksum_verification=True) as file:
                 for group in range(start // GROUP, -(-stop // GROUP)):
@@ -74,9 +74,6 @@ def write_listing(path: Path, rows: Iterable[Listed], *, root: Path, group_image
         group_images: Merge neighbouring rows with the same image into one row with all captions. Otherwise they would
             be false negatives of each other in a batch.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     kinds = {"image": pa.binary(), "captions": pa.list_(pa.string()), "offset": pa.int64()}
     schema = pa.schema([(each.name, kinds.get(each.name, pa.string())) for each in fields(Listed)])
     digest, count = hashlib.sha256(), 0

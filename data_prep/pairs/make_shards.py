@@ -16,6 +16,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from data_prep.dataset import canonical_tar
 from data_prep.dataset.dataset_folder import (
     Folder,
@@ -269,9 +272,6 @@ def _sample(number: int, pair: Pair, options: ImageOptions, *, lists: bool) -> t
 
 
 def _write_meta(path: Path, rows: list[dict[str, Any]]) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     numbers = ("row", "captions", "width", "height")
     schema = pa.schema([(name, pa.int64() if name in numbers else pa.string()) for name in _META])
     with replacing(path, durable=True) as temporary:

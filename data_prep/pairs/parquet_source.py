@@ -10,6 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyarrow.dataset import ParquetFragmentScanOptions
+
 from data_prep.pairs.pair import MALFORMED_ROW, NOT_UTF8, Pair, captions_in, choose_columns, not_utf8
 from pipeline.errors import UserError, in_a_line
 
@@ -53,9 +57,6 @@ class ParquetSource:
         Raises:
             UserError: The file is damaged, for instance a page that has not its checksum.
         """
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
         if low >= high:
             return
         path, at = self.root / name, 0
@@ -104,9 +105,6 @@ def open_parquet(path: Path, *, image: str | None, caption: str | None) -> Parqu
     Raises:
         UserError: A file cannot be read, columns are not found, or the files' columns differ.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     root = path if path.is_dir() else path.parent
     files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
     groups, schema = [], None
@@ -134,8 +132,6 @@ def open_parquet(path: Path, *, image: str | None, caption: str | None) -> Parqu
 
 
 def _is_text(kind: Any) -> bool:
-    import pyarrow as pa
-
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_dictionary(kind))
 
 
@@ -175,8 +171,6 @@ class DatasetSource:
         Raises:
             UserError: They are damaged.
         """
-        import pyarrow as pa
-
         for column in table.columns:
             try:
                 column.validate(full=True)
@@ -236,7 +230,6 @@ def _load(name: str, split: str | None, subset: str | None, revision: str | None
     """
     import datasets
     from datasets.exceptions import DatasetGenerationError
-    from pyarrow.dataset import ParquetFragmentScanOptions
 
     datasets.disable_progress_bars()
     try:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from pyarrow.dataset import ParquetFragmentScanOptions
+
 from data_prep.settings.source_config import SourceConfig
 from pipeline.errors import UserError, in_a_line
 
@@ -47,8 +49,6 @@ def read(source: SourceConfig, columns: list[str], batch_rows: int) -> Iterator[
 
     options: dict[str, Any] = {}
     if source.format == "parquet":
-        from pyarrow.dataset import ParquetFragmentScanOptions
-
         # Parquet can leave unwanted columns on the server; other formats cannot.
         checked = ParquetFragmentScanOptions(page_checksum_verification=True)
         options = {"columns": columns, "fragment_scan_options": checked}

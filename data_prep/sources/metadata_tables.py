@@ -14,6 +14,10 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.json as pj
+import pyarrow.parquet as pq
+
 from data_prep.settings.source_config import SOURCES, SourceConfig
 from data_prep.sources import hub
 from data_prep.sources.text_columns import columns_of, is_text, need_columns, normalized, separated_values
@@ -78,8 +82,6 @@ def read(source: SourceConfig, *, on_skipped: Callable[[int], None] = lambda row
     Raises:
         UserError: A column is missing or of an unfit type, or a file cannot be read as its format.
     """
-    import pyarrow as pa
-
     kinds: dict[str, Any] = {}
     if source.table is None:
         batches = _from_hub(source)
@@ -114,9 +116,6 @@ def count_known(source: SourceConfig) -> int | None:
 
 
 def _open_parquet(path: Path) -> Any:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     try:
         return pq.ParquetFile(path, page_checksum_verification=True)
     except PermissionError as error:
@@ -130,8 +129,6 @@ def _open_parquet(path: Path) -> Any:
 
 def _kept_kinds(files: list[Path], source: SourceConfig) -> dict[str, Any]:
     """A type for each kept column that the values of all parquet files fit, such as double for float and int."""
-    import pyarrow as pa
-
     kinds: dict[str, Any] = {}
     if not source.keep or any(format_of(path, source) != "parquet" for path in files):
         return kinds
@@ -181,8 +178,6 @@ def _suffix(path: Path) -> str:
 
 
 def _read_file(path: Path, source: SourceConfig, on_skipped: Callable[[int], None]) -> Iterator[Any]:
-    import pyarrow as pa
-
     kind = format_of(path, source)
     try:
         if kind == "parquet":
@@ -209,8 +204,6 @@ def _parquet(path: Path, source: SourceConfig) -> Iterator[Any]:
 
 
 def _json_lines(path: Path, source: SourceConfig) -> Iterator[Any]:
-    import pyarrow.json as pj
-
     yield from pj.open_json(
         path,
         read_options=pj.ReadOptions(block_size=8 << 20),
@@ -221,8 +214,6 @@ def _json_lines(path: Path, source: SourceConfig) -> Iterator[Any]:
 
 def _json_schema(path: Path, source: SourceConfig) -> Any:
     """The kinds of the columns to read: text, boxes, and for the kept ones what the first lines hold."""
-    import pyarrow as pa
-
     with io.TextIOWrapper(pa.input_stream(path), encoding="utf-8-sig", errors="replace") as file:
         rows = [json.loads(line) for line in itertools.islice(file, _PEEKED_LINES) if line.strip()]
     if not all(isinstance(row, dict) for row in rows):
@@ -243,8 +234,6 @@ def _kind_of(values: list[Any], what: str) -> Any:
     Raises:
         UserError: The values have no common type, or are numbers of more than 64 bits.
     """
-    import pyarrow as pa
-
     try:
         return pa.array(values).type
     except (pa.ArrowException, OverflowError) as error:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from xxhash import xxh3_64_intdigest
 
 from data_prep.settings.download_config import SubsetConfig
 from pipeline.errors import UserError
@@ -42,8 +43,6 @@ class Subset:
 
 def hashes(names: Iterable[str], *, seed: int) -> np.ndarray:
     """XXH3-64 of each name, as uint64."""
-    from xxhash import xxh3_64_intdigest
-
     return np.fromiter((xxh3_64_intdigest(name.encode(), seed) for name in names), dtype=np.uint64)
 
 

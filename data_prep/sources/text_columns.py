@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyarrow import csv
 
 from data_prep.settings.source_config import SourceConfig
 from pipeline.errors import UserError
@@ -32,8 +35,6 @@ def normalized(batch: Any, source: SourceConfig, kinds: Mapping[str, Any], where
     Raises:
         UserError: A column cannot be converted.
     """
-    import pyarrow as pa
-
     texts = {source.url, source.caption, source.uid, source.hash}
     good = np.ones(batch.num_rows, dtype=bool)
     columns = []
@@ -49,8 +50,6 @@ def normalized(batch: Any, source: SourceConfig, kinds: Mapping[str, Any], where
 
 def is_text(kind: Any) -> bool:
     """Whether a pyarrow type holds strings or bytes."""
-    import pyarrow as pa
-
     inner = kind.value_type if pa.types.is_dictionary(kind) else kind
     tests = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
     return any(test(inner) for test in tests) or inner == pa.string_view()
@@ -58,8 +57,6 @@ def is_text(kind: Any) -> bool:
 
 def _converted(column: Any, kind: Any, good: np.ndarray, what: str) -> Any:
     """The column in another type; rows that are not UTF-8 become null, and False in `good`."""
-    import pyarrow as pa
-
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     try:
@@ -85,9 +82,6 @@ def _whole_numbers(column: Any) -> Any:
 
     NaN, which pandas writes where a value is missing, becomes null.
     """
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     column = pc.if_else(pc.is_nan(column), None, column)
     try:
         return column.cast(pa.int64())
@@ -152,8 +146,6 @@ class QuoteCheck:
         Raises:
             UserError: A value holds a record.
         """
-        import pyarrow.compute as pc
-
         for place, column in enumerate(batch.columns):
             suspects = pc.indices_nonzero(pc.fill_null(pc.match_substring_regex(column, "[\r\n]"), False)).to_pylist()
             for row in suspects:
@@ -224,17 +216,14 @@ def _reader(
     path: Path, source: SourceConfig, kind: str, *, on_invalid: Callable[[Any], str], as_bytes: Iterable[str] = ()
 ) -> Any:
     """pyarrow's reader of the file; it reads the columns in `as_bytes` as they are, and guesses the types of others."""
-    import pyarrow as pa
-    import pyarrow.csv as pc
-
-    return pc.open_csv(
+    return csv.open_csv(
         path,
-        read_options=pc.ReadOptions(column_names=list(source.header) or None, block_size=8 << 20),
-        parse_options=pc.ParseOptions(
+        read_options=csv.ReadOptions(column_names=list(source.header) or None, block_size=8 << 20),
+        parse_options=csv.ParseOptions(
             delimiter="," if kind == "csv" else "\t",
             quote_char='"' if kind == "csv" else False,
             newlines_in_values=kind == "csv",
             invalid_row_handler=on_invalid,
         ),
-        convert_options=pc.ConvertOptions(column_types=dict.fromkeys(as_bytes, pa.binary())),
+        convert_options=csv.ConvertOptions(column_types=dict.fromkeys(as_bytes, pa.binary())),
     )

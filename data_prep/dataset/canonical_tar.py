@@ -7,11 +7,12 @@ to skip, stand only before members whose name or size needs them.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from pipeline.data.shards.tar_reader import FORMAT_SUFFIXES, DamagedTar, members
+from pipeline.data.shards.tar_reader import FORMAT_SUFFIXES, DamagedTar, members, split_name
 from pipeline.errors import UserError
 from pipeline.files import replacing
 
@@ -24,18 +25,10 @@ def samples(path: str | Path) -> Iterator[tuple[str, dict[str, bytes]]]:
     Raises:
         DamagedTar: The file is not a complete tar.
     """
-    key, parts = "", dict[str, bytes]()
     with open(path, "rb") as file:
-        for member, payload in members(file, wanted=lambda suffix: True, strict=True):
-            folder, slash, name = member.rpartition("/")
-            stem, _, suffix = name.partition(".")
-            if folder + slash + stem != key and parts:
-                yield key, parts
-                parts = {}
-            key = folder + slash + stem
-            parts[suffix] = payload
-    if parts:
-        yield key, parts
+        every = members(file, wanted=lambda suffix: True, strict=True)
+        for key, parts in itertools.groupby(every, key=lambda member: split_name(member[0])[0]):
+            yield key, {name.removeprefix(f"{key}."): payload for name, payload in parts}
 
 
 def intact_samples(path: str | Path) -> Iterator[tuple[str, dict[str, bytes]]]:

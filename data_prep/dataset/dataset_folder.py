@@ -36,7 +36,7 @@ from data_prep.settings.download_config import DownloadConfig
 from data_prep.settings.source_config import HASH_KINDS
 from pipeline.config import parse, read_yaml
 from pipeline.errors import UserError
-from pipeline.files import text_lines, write_text
+from pipeline.files import replacing, text_lines, write_text
 
 _OWN = "own_sha256"
 _HEX = re.compile(r"(?:[0-9a-fA-F]{32}|[0-9a-fA-F]{64}|[0-9a-fA-F]{128})")
@@ -104,44 +104,20 @@ def content(text: bytes) -> dict[str, Any]:
     return tree
 
 
-@dataclass(frozen=True)
 class Folder:
     """Paths in the folder of one data set; each worker has its own staging folder."""
 
-    root: Path
-    worker: int = 0
-
-    @property
-    def plan(self) -> Path:
-        return self.root / "plan"
-
-    @property
-    def staging(self) -> Path:
-        return self.locks / f"worker-{self.worker}"
-
-    @property
-    def locks(self) -> Path:
-        return self.root / "staging"
-
-    @property
-    def config(self) -> Path:
-        return self.root / "download.yaml"
-
-    @property
-    def sessions(self) -> Path:
-        return self.root / "sessions.jsonl"
-
-    @property
-    def removed(self) -> Path:
-        return self.root / "removed.txt"
-
-    @property
-    def pending_removal(self) -> Path:
-        return self.root / "removal.pending"
-
-    @property
-    def quarantine(self) -> Path:
-        return self.root / "quarantine.txt"
+    def __init__(self, root: Path, worker: int = 0) -> None:
+        self.root, self.worker = root, worker
+        self.plan = root / "plan"
+        self.locks = root / "staging"
+        self.staging = self.locks / f"worker-{worker}"
+        self.config = root / "download.yaml"
+        self.sessions = root / "sessions.jsonl"
+        self.removed = root / "removed.txt"
+        self.pending_removal = root / "removal.pending"
+        self.quarantine = root / "quarantine.txt"
+        self._contents = root / "shards", root / "meta", self.plan
 
     @property
     def is_download(self) -> bool:
@@ -193,10 +169,6 @@ class Folder:
                     with suppress(OSError):  # a folder that is not empty any more stays
                         path.rmdir()
             raise
-
-    @property
-    def _contents(self) -> tuple[Path, Path, Path]:
-        return self.root / "shards", self.root / "meta", self.plan
 
     def numbered(self, where: str, suffix: str) -> list[int]:
         """The shards that have a file with this suffix in a folder, in order."""
@@ -260,10 +232,6 @@ class Folder:
         """The uids, URLs, hashes and keys to exclude."""
         return read_lines(self.removed)
 
-    def quarantined(self) -> frozenset[str]:
-        """URLs that are not requested: versions before 0.2 listed here those whose image killed a worker twice."""
-        return read_lines(self.quarantine)
-
 
 def read_lines(path: Path) -> frozenset[str]:
     """Read the stripped, non-empty lines of a text file, hashes in lower case; an absent file has none.
@@ -303,6 +271,12 @@ def read_meta(folder: Folder, shard: int, columns: list[str] | None = None) -> A
             return file.read(columns=present)
     except (OSError, pa.ArrowException) as error:
         raise UserError(f"{path} is missing or damaged ({error}). {folder.repair_hint}") from error
+
+
+def write_meta(path: Path, table: Any) -> None:
+    """Write a pyarrow Table as a meta file, in one step."""
+    with replacing(path, durable=True) as temporary:
+        pq.write_table(table, temporary, compression="zstd", write_page_checksum=True)
 
 
 def load_config(root: str | Path) -> DownloadConfig:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from data_prep import reasons
 from data_prep.dataset import canonical_tar
@@ -32,6 +31,7 @@ from data_prep.dataset.dataset_folder import (
     read_meta,
     signed,
     tar_name,
+    write_meta,
 )
 from data_prep.dataset.manifest_writer import check_recorded, local_manifest, write_manifest
 from data_prep.dataset.salvage import check_converted, check_meta, check_shard
@@ -41,7 +41,7 @@ from data_prep.dataset.shard_plan import load_plan, read_shard
 from data_prep.settings.source_config import HASH_KINDS
 from pipeline.data.shards.manifest_format import MANIFEST_NAME, Manifest, check_keys, make_manifest
 from pipeline.errors import UserError
-from pipeline.files import as_text, flush, replacing, sha256_of, write_text
+from pipeline.files import as_text, flush, sha256_of, write_text
 
 
 @dataclass(frozen=True)
@@ -307,9 +307,7 @@ def _publish_tar(folder: Folder, tar: Path, note: Mapping[str, Any]) -> None:
     for row in table:
         if row["key"] in removed:
             row.update(status="failed", reason=reasons.REMOVED, error=None)
-    with replacing(folder.meta(number), durable=True) as temporary:
-        changed_rows = pa.Table.from_pylist(table, schema=rows.schema)
-        pq.write_table(changed_rows, temporary, compression="zstd", write_page_checksum=True)
+    write_meta(folder.meta(number), pa.Table.from_pylist(table, schema=rows.schema))
     flush(folder.meta(number).parent)
     failures = Counter(row["reason"] for row in table if row["reason"])
     size, digest = (note["bytes"], note["sha256"]) if note["samples"] else (0, "")

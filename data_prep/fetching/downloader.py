@@ -24,7 +24,7 @@ from typing import Any, Literal
 import pyarrow as pa
 
 from data_prep import reasons
-from data_prep.dataset.dataset_folder import Folder, key_of, names_of
+from data_prep.dataset.dataset_folder import Folder, key_of, names_of, read_lines
 from data_prep.dataset.salvage import Rows, intact_rows, settled_rows
 from data_prep.dataset.sessions import engine_lock
 from data_prep.dataset.shard_plan import Plan, load_plan, read_shard
@@ -239,7 +239,7 @@ def _kept(job: Job, shard: int, rows: list[dict[str, Any]]) -> Rows:
 
 def _blocked(rows: list[dict[str, Any]], folder: Folder) -> dict[str, str]:
     """URLs that are not requested, with the reason. If a removed URL is in a kept row as well, the writer decides."""
-    blocked = dict.fromkeys(folder.quarantined(), reasons.QUARANTINED)
+    blocked = dict.fromkeys(read_lines(folder.quarantine), reasons.QUARANTINED)
     removed = folder.removed_names()
     if removed:
         out = [not removed.isdisjoint(names_of(row)) for row in rows]

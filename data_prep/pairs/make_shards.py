@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from data_prep.dataset import canonical_tar
 from data_prep.dataset.dataset_folder import (
@@ -30,6 +29,7 @@ from data_prep.dataset.dataset_folder import (
     signed,
     tar_name,
     total_failures,
+    write_meta,
 )
 from data_prep.dataset.manifest_writer import entries_of
 from data_prep.dataset.removal import PART, finish_removals, names_of_sample
@@ -46,7 +46,11 @@ from pipeline.versions import version_of
 DROPPED_NAME = "dropped.tsv"
 SMALLEST, LARGEST, SHARDS = 100, 10_000, 32
 _TOOLS = ("pillow", "pyarrow")  # packages that determine a shard's bytes
-_META = ("row", "key", "place", "status", "reason", "error", "captions", "width", "height", "sha256")
+_NUMBERS = ("row", "captions", "width", "height")
+_META = pa.schema(
+    (name, pa.int64() if name in _NUMBERS else pa.string())
+    for name in ("row", "key", "place", "status", "reason", "error", "captions", "width", "height", "sha256")
+)
 
 
 @dataclass(frozen=True)
@@ -241,7 +245,7 @@ def write_shard(job: _Job, shard: int) -> int:
     if not samples:
         path.unlink()
         size, digest = 0, ""
-    _write_meta(job.folder.meta(shard), rows)
+    write_meta(job.folder.meta(shard), pa.Table.from_pylist(rows, schema=_META))
     # The names of both must be on the disk before the record refers to them.
     flush(path.parent)
     flush(job.folder.meta(shard).parent)
@@ -252,7 +256,7 @@ def write_shard(job: _Job, shard: int) -> int:
 def _sample(number: int, pair: Pair, options: ImageOptions, *, lists: bool) -> tuple[dict[str, Any], dict[str, bytes]]:
     """The outcome of one row: its record, and its members by suffix (none when it was dropped)."""
     key = key_of(number)
-    row: dict[str, Any] = {**dict.fromkeys(_META), "row": number, "key": key, "place": pair.place, "status": "failed"}
+    row: dict[str, Any] = {"row": number, "key": key, "place": pair.place, "status": "failed", "reason": None}
     pair = checked(pair, lists=lists)
     if pair.problem:
         return {**row, "reason": pair.problem, "error": pair.detail}, {}
@@ -269,15 +273,6 @@ def _sample(number: int, pair: Pair, options: ImageOptions, *, lists: bool) -> t
     }
     facts = {"width": stored.width, "height": stored.height, "sha256": hashlib.sha256(body).hexdigest()}
     return {**row, "status": "success", "captions": len(pair.captions), **facts}, parts
-
-
-def _write_meta(path: Path, rows: list[dict[str, Any]]) -> None:
-    numbers = ("row", "captions", "width", "height")
-    schema = pa.schema([(name, pa.int64() if name in numbers else pa.string()) for name in _META])
-    with replacing(path, durable=True) as temporary:
-        pq.write_table(
-            pa.Table.from_pylist(rows, schema=schema), temporary, compression="zstd", write_page_checksum=True
-        )
 
 
 def _finish(config: PairsConfig, folder: Folder, source: PairSource, plan: str) -> Conversion:

@@ -71,9 +71,8 @@ def command(
 
     After an interruption, the same command continues. OUTPUT/dropped.tsv lists every row that was dropped.
     """
-    from data_prep.pairs.find_source import SourceOptions
     from data_prep.pairs.make_shards import DROPPED_NAME, PairsConfig, make_shards
-    from data_prep.pairs.pair import ImageOptions
+    from data_prep.pairs.pair import ImageOptions, SourceOptions
 
     options = SourceOptions(
         image=image,

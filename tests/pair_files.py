@@ -14,9 +14,8 @@ import pytest
 from PIL import Image
 
 from data_prep.dataset import canonical_tar
-from data_prep.pairs.find_source import SourceOptions
 from data_prep.pairs.make_shards import DROPPED_NAME, Conversion, PairsConfig, make_shards
-from data_prep.pairs.pair import ImageOptions
+from data_prep.pairs.pair import ImageOptions, SourceOptions
 from pipeline.data.shards.manifest_format import load_manifest
 from tests.images import encoded
 

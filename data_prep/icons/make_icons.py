@@ -25,7 +25,7 @@ from data_prep.evalsets.write_sets import SHARD_SIZE, write_retrieval, write_zer
 from data_prep.icons import icon_list
 from data_prep.icons.icon_list import BLANK, HELD_OUT, NOT_RENDERED, TASKS, IconOptions, list_icons
 from data_prep.icons.icon_package import PACKAGE, IconsConfig, SetFacts, package_folder, read_sets
-from data_prep.pairs.listing import Listed, Listing, write_listing
+from data_prep.pairs.listing import Listed, ListedSource, Listing, write_listing
 from data_prep.pairs.make_shards import DROPPED_NAME, PairsConfig, make_shards
 from data_prep.pairs.pair import Pair
 from pipeline.data.shards.manifest_format import Manifest, make_manifest
@@ -142,32 +142,16 @@ def _licences(sets: list[dict[str, Any]]) -> list[tuple[str, int, int]]:
 
 
 @dataclass(frozen=True)
-class IconSource:
+class IconSource(ListedSource):
     """The icons in the order of a hash of their names, so that every shard holds all styles."""
 
-    listing: Listing
-    options: IconOptions
     sets: Mapping[str, SetFacts]
 
-    @property
-    def rows(self) -> int:
-        return self.listing.rows
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        options = {**asdict(self.options), "licences": list(self.options.licences)}
-        renderer = f"resvg-py {importlib.metadata.version('resvg-py')}"
-        return {"kind": "icons", "package": PACKAGE, **options, "renderer": renderer, "digest": self.listing.digest}
-
-    def read(self, start: int, stop: int) -> Iterator[Pair]:
-        for row in self.listing.read(start, stop):
-            yield Pair(row.place, problem=row.problem, detail=row.detail) if row.problem else self.rendered(row)
-
-    def rendered(self, row: Listed) -> Pair:
+    def pair(self, row: Listed) -> Pair:
         """A listed icon with its picture, or why there is none."""
         about = self.sets[row.place.partition(":")[0]]
         try:
-            picture = render(row.image, self.options.icon_size)
+            picture = render(row.image, self.about["icon_size"])
         except ValueError as error:
             return Pair(row.place, problem=NOT_RENDERED, detail=str(error))
         if picture is None:
@@ -210,7 +194,7 @@ def open_icons(
         UserError: The package cannot be had or is damaged, or resvg-py is not installed.
     """
     try:
-        importlib.metadata.version("resvg-py")
+        renderer = importlib.metadata.version("resvg-py")
     except importlib.metadata.PackageNotFoundError as error:
         raise UserError(
             "Rendering icons needs resvg-py: pip install -c constraints.txt -e '.[icons]' in a copy of the repository, "
@@ -223,7 +207,8 @@ def open_icons(
             write_json(names, {one.prefix: asdict(one) for one in sets}, durable=True)
             stored = write_listing(listing, list_icons(folder, sets, options), root=folder, group_images=False)
     known = {prefix: SetFacts(**facts) for prefix, facts in json.loads(names.read_text(encoding="utf-8")).items()}
-    return IconSource(stored, options, known)
+    about = {**asdict(options), "licences": list(options.licences), "renderer": f"resvg-py {renderer}"}
+    return IconSource(stored, {"kind": "icons", "package": PACKAGE, **about}, known)
 
 
 def write_icon_suite(source: IconSource, folder: Path) -> dict[str, dict[str, Any]]:
@@ -259,7 +244,7 @@ def _write_task(task: str, rows: list[Listed], source: IconSource, place: Path) 
 
     def pictures() -> Iterator[tuple[str, bytes, str]]:
         for row in rows:
-            pair = source.rendered(row)
+            pair = source.pair(row)
             if pair.problem:
                 missing[pair.problem] += 1
             else:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 from data_prep.pairs import image_files, parquet_source, tar_rows
-from data_prep.pairs.listing import FileSource, Listed, Listing, write_listing
-from data_prep.pairs.pair import PairSource
+from data_prep.pairs.listing import Listed, ListedSource, Listing, write_listing
+from data_prep.pairs.pair import PairSource, SourceOptions
 from pipeline.data.shards.manifest_format import JOURNAL
 from pipeline.errors import UserError
 
@@ -20,25 +19,6 @@ _KNOWN = (
 
 
 _MOST_TABLES = 5
-
-
-@dataclass(frozen=True)
-class SourceOptions:
-    """How to read a source; options that do not apply to its kind are refused."""
-
-    image: str | None = None
-    """Column of the image; None finds it."""
-    caption: str | None = None
-    """Column, suffix or JSON field of the caption; None finds it."""
-    images: Path | None = None
-    """Folder that image paths start from."""
-    captions: str | None = None
-    """"one": a text file of several lines, or a list in one text, is one caption; None: it is several."""
-    header: tuple[str, ...] = ()
-    """Column names of a table without a line of names."""
-    split: str | None = None
-    subset: str | None = None
-    revision: str | None = None
 
 
 def kind_of(source: str) -> str:
@@ -101,7 +81,7 @@ def _tables(folder: Path) -> list[Path]:
 
 def _has_columns(path: Path) -> bool:
     try:
-        image_files.find_columns(path)
+        image_files.find_columns(path, SourceOptions())
     except UserError:
         return False
     return True
@@ -121,34 +101,31 @@ def open_source(source: str, options: SourceOptions, *, listing: Path, stored: L
     """
     kind = kind_of(source)
     _refuse_options(kind, options)
-    # Absolute: a run that continues with the list may have been started in another folder.
-    path, images = Path(source).absolute(), options.images.absolute() if options.images else None
+    path = Path(source).absolute()  # a run that continues with the list may have been started in another folder
 
-    def listed(rows: Callable[[], Iterable[Listed]], *, root: Path, group: bool = True) -> Listing:
-        return stored if stored is not None else write_listing(listing, rows(), root=root, group_images=group)
+    def listed(rows: Iterator[Listed], *, root: Path, group: bool = True) -> Listing:
+        return stored if stored is not None else write_listing(listing, rows, root=root, group_images=group)
 
     if kind == "table":
-        table = image_files.open_table(
-            _only_table(path), images=images, image=options.image, caption=options.caption, header=options.header
-        )
-        return FileSource(listed(table.rows, root=table.images), table.facts)
+        table = image_files.open_table(_only_table(path), options)
+        about = {"kind": "table", "image": table.image, "caption": table.caption}
+        return ListedSource(listed(table.rows(), root=table.images), about)
     if kind == "coco":
-        coco = image_files.open_coco(path, images=images)
-        return FileSource(listed(coco.rows, root=coco.images), coco.facts)
+        tree = image_files.read_coco(path)
+        images = image_files.find_coco_images(path, tree, named=options.images)
+        rows = image_files.coco_rows(path, tree, images)
+        return ListedSource(listed(rows, root=images), {"kind": "COCO captions"})
     if kind == "images":
-        folder = image_files.ImageFolder(path, one_caption=options.captions == "one")
-        return FileSource(listed(folder.rows, root=path), folder.facts)
+        rows = image_files.folder_rows(path, one_caption=options.captions == "one")
+        return ListedSource(listed(rows, root=path), {"kind": "folder with text files"})
     if kind == "tars":
-        tars = tar_rows.tars_below(path)
-        caption = tar_rows.find_caption(tars, wanted=options.caption)
+        tars = sorted(path.rglob("*.tar")) if path.is_dir() else [path]
+        about = {"kind": "webdataset tars", "caption": tar_rows.find_caption(tars, wanted=options.caption)}
         root = path if path.is_dir() else path.parent
-        return tar_rows.TarSource(listed(lambda: tar_rows.tar_rows(path, tars), root=root, group=False), caption)
+        return tar_rows.TarSource(listed(tar_rows.tar_rows(path, tars), root=root, group=False), about)
     if kind == "parquet":
-        return parquet_source.open_parquet(path, image=options.image, caption=options.caption)
-    return parquet_source.open_dataset(
-        source, split=options.split, subset=options.subset, revision=options.revision, image=options.image,
-        caption=options.caption,
-    )  # fmt: skip
+        return parquet_source.open_parquet(path, options)
+    return parquet_source.open_dataset(source, options)
 
 
 def _only_table(path: Path) -> Path:

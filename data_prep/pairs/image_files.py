@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 from data_prep import reasons
 from data_prep.pairs.listing import Listed
-from data_prep.pairs.pair import MALFORMED_ROW, MISSING_FILE, captions_in, choose_columns
+from data_prep.pairs.pair import MALFORMED_ROW, MISSING_FILE, SourceOptions, captions_in, choose_columns
 from pipeline.data.shards.tar_reader import FORMAT_SUFFIXES
 from pipeline.errors import UserError
 from pipeline.files import other_encoding, text_lines
@@ -40,10 +40,6 @@ class PairTable:
     header: tuple[str, ...] = ()
     """Column names of a file without a line of names."""
 
-    @property
-    def facts(self) -> dict[str, Any]:
-        return {"kind": "table", "image": self.image, "caption": self.caption}
-
     def rows(self) -> Iterator[Listed]:
         """Stream every row of the table; unreadable rows have a problem."""
         with _open(self.path) as file:
@@ -65,45 +61,34 @@ class PairTable:
         return any(_is_file(self.images / name.strip().strip('"')) for name in found)
 
 
-def open_table(
-    path: Path, *, images: Path | None, image: str | None, caption: str | None, header: Sequence[str] = ()
-) -> PairTable:
-    """Read a table's head to find its columns, and check that its images can be found.
-
-    Args:
-        path: A CSV, TSV or JSONL file.
-        images: Folder that image paths are relative to; None takes the table's.
-        image: Column of the image paths; None detects it.
-        caption: Column of the captions; None detects it.
-        header: Column names of a file without a header line.
+def open_table(path: Path, options: SourceOptions) -> PairTable:
+    """Read the head of a CSV, TSV or JSONL file to find its columns, and check that its images can be found.
 
     Raises:
         UserError: The file is empty or unreadable, columns are not found, or none of the first images exists.
     """
-    head, found = find_columns(path, image=image, caption=caption, header=header)
-    folder = images if images is not None else path.parent
-    table = PairTable(path, folder, *found, tuple(header))
+    head, found = find_columns(path, options)
+    folder = options.images.absolute() if options.images else path.parent
     tried = [image_path(folder, row[found[0]].strip()) for row in head if isinstance(row.get(found[0]), str)]
     if tried and not any(map(_is_file, tried)):
         raise UserError(
             f"None of the first {len(tried)} images of {path} exists, such as {tried[0]}: paths in column "
             f"{found[0]!r} are relative to the table's folder, or to the folder given by --images."
         )
-    return table
+    return PairTable(path, folder, *found, options.header)
 
 
-def find_columns(
-    path: Path, *, image: str | None = None, caption: str | None = None, header: Sequence[str] = ()
-) -> tuple[list[Mapping[str, Any]], tuple[str, str]]:
+def find_columns(path: Path, options: SourceOptions) -> tuple[list[Mapping[str, Any]], tuple[str, str]]:
     """The first rows of a table, and its columns of images and captions; arguments and errors as for `open_table`."""
     with _open(path) as file:
-        head = [row for _, row in itertools.islice(_rows(file, path, header), 100) if isinstance(row, Mapping)]
+        head = [row for _, row in itertools.islice(_rows(file, path, options.header), 100) if isinstance(row, Mapping)]
     if not head:
         raise UserError(f"{path} has no row that can be read: it must be UTF-8 text with a line of column names"
                         " (CSV, TSV), or one JSON object a line (JSONL).")  # fmt: skip
     names = list(dict.fromkeys(name for row in head for name in row))
-    note = "" if header or _is_json(path) else "If the table has no line of names, give them: --header image,caption."
-    return head, choose_columns(names, image=image, caption=caption, where=str(path), note=note)
+    has_names = options.header or _is_json(path)
+    note = "" if has_names else "If the table has no line of names, give them: --header image,caption."
+    return head, choose_columns(names, options, where=str(path), note=note)
 
 
 def image_path(folder: Path, name: str) -> Path:
@@ -224,38 +209,27 @@ def _check_quotes(lines: list[str], number: int, table: PairTable, *, delimiter:
         )
 
 
-@dataclass(frozen=True)
-class ImageFolder:
-    """Images below a folder, each with a `.txt` (or `.caption`) file of the same name: a line is a caption."""
+def folder_rows(folder: Path, *, one_caption: bool) -> Iterator[Listed]:
+    """Images below a folder, each with a `.txt` (or `.caption`) file of the same name.
 
-    path: Path
-    one_caption: bool = False
-    """Several lines are one caption."""
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        return {"kind": "folder with text files"}
-
-    def rows(self) -> Iterator[Listed]:
-        for name in image_names(self.path):
-            path = self.path / name
-            texts = [path.with_suffix(suffix) for suffix in CAPTION_SUFFIXES]
-            text = next((one for one in texts if one.is_file()), None)
-            if text is None:
-                yield Listed(name, problem=reasons.NO_CAPTION, detail=f"no {texts[0].name} beside it")
-            else:
-                caption = text.read_text(encoding="utf-8-sig", errors="surrogateescape")
-                yield Listed(name, str(path), captions_in(caption if self.one_caption else text_lines(caption)))
-        yield from self._lonely_texts()
-
-    def _lonely_texts(self) -> Iterator[Listed]:
-        """Text files without an image, which may be images of another format or under another name."""
-        for root, files in _walk(self.path):
-            images = {Path(name).stem for name in files if Path(name).suffix.lower() in IMAGE_SUFFIXES}
-            for name in files:
-                if Path(name).suffix.lower() in CAPTION_SUFFIXES and Path(name).stem not in images:
-                    place = Path(root, name).relative_to(self.path).as_posix()
-                    yield Listed(place, problem=MISSING_FILE, detail="no image of this name beside it")
+    A line of it is a caption, or with `one_caption` the whole text. Text files without an image come last: theirs may
+    be of another format or under another name.
+    """
+    for name in image_names(folder):
+        path = folder / name
+        texts = [path.with_suffix(suffix) for suffix in CAPTION_SUFFIXES]
+        text = next((one for one in texts if one.is_file()), None)
+        if text is None:
+            yield Listed(name, problem=reasons.NO_CAPTION, detail=f"no {texts[0].name} beside it")
+        else:
+            caption = text.read_text(encoding="utf-8-sig", errors="surrogateescape")
+            yield Listed(name, str(path), captions_in(caption if one_caption else text_lines(caption)))
+    for root, files in _walk(folder):
+        images = {Path(name).stem for name in files if Path(name).suffix.lower() in IMAGE_SUFFIXES}
+        for name in files:
+            if Path(name).suffix.lower() in CAPTION_SUFFIXES and Path(name).stem not in images:
+                place = Path(root, name).relative_to(folder).as_posix()
+                yield Listed(place, problem=MISSING_FILE, detail="no image of this name beside it")
 
 
 def image_names(folder: Path) -> Iterator[str]:
@@ -274,40 +248,31 @@ def _walk(folder: Path) -> Iterator[tuple[str, list[str]]]:
         yield root, sorted(files)
 
 
-@dataclass(frozen=True)
-class CocoCaptions:
-    """COCO's `captions_*.json`: `images` and `annotations`; an image's captions become one sample.
+Coco = Mapping[str, list[dict[str, Any]]]
+"""The lists `images` and `annotations` of COCO's `captions_*.json`, one JSON value that is read whole: 118,000 images
+take about 0.5 GB while they are listed."""
 
-    The file is one JSON value and is read whole: COCO's 118,000 images take about 0.5 GB while they are listed.
-    """
 
-    path: Path
-    images: Path
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        return {"kind": "COCO captions"}
-
-    def rows(self) -> Iterator[Listed]:
-        tree = read_coco(self.path)
-        captions: dict[Any, list[Any]] = {}
-        lost = []
-        known = {_id(image.get("id")) for image in tree["images"]}
-        for number, annotation in enumerate(tree["annotations"]):
-            if (key := _id(annotation.get("image_id"))) in known:
-                captions.setdefault(key, []).append(annotation.get("caption"))
-            else:
-                lost.append((number, annotation.get("image_id")))
-        for number, image in enumerate(tree["images"]):
-            place = f"{self.path.name} images[{number}]"
-            name = image.get("file_name")
-            if not isinstance(name, str):
-                yield Listed(place, problem=MALFORMED_ROW, detail="no file_name")
-            else:
-                yield Listed(place, str(self.images / name), captions_in(captions.get(_id(image.get("id")), [])))
-        for number, image_id in lost:
-            place = f"{self.path.name} annotations[{number}]"
-            yield Listed(place, problem=MISSING_FILE, detail=f"no image has the id {image_id}")
+def coco_rows(path: Path, tree: Coco, folder: Path) -> Iterator[Listed]:
+    """The images of COCO's annotations; an image's captions become one sample."""
+    captions: dict[Any, list[Any]] = {}
+    lost = []
+    known = {_id(image.get("id")) for image in tree["images"]}
+    for number, annotation in enumerate(tree["annotations"]):
+        if (key := _id(annotation.get("image_id"))) in known:
+            captions.setdefault(key, []).append(annotation.get("caption"))
+        else:
+            lost.append((number, annotation.get("image_id")))
+    for number, image in enumerate(tree["images"]):
+        place = f"{path.name} images[{number}]"
+        name = image.get("file_name")
+        if not isinstance(name, str):
+            yield Listed(place, problem=MALFORMED_ROW, detail="no file_name")
+        else:
+            yield Listed(place, str(folder / name), captions_in(captions.get(_id(image.get("id")), [])))
+    for number, image_id in lost:
+        place = f"{path.name} annotations[{number}]"
+        yield Listed(place, problem=MISSING_FILE, detail=f"no image has the id {image_id}")
 
 
 def _id(value: Any) -> Any:
@@ -315,7 +280,7 @@ def _id(value: Any) -> Any:
     return repr(value) if isinstance(value, list | dict) else value
 
 
-def read_coco(path: Path) -> dict[str, list[dict[str, Any]]]:
+def read_coco(path: Path) -> Coco:
     """Read COCO's caption annotations.
 
     Raises:
@@ -336,23 +301,21 @@ def read_coco(path: Path) -> dict[str, list[dict[str, Any]]]:
     return {"images": tree["images"], "annotations": tree["annotations"]}
 
 
-def open_coco(path: Path, *, images: Path | None) -> CocoCaptions:
-    """COCO's annotations and the folder of their images: the one named, or the one near the file that has the first.
+def find_coco_images(path: Path, tree: Coco, *, named: Path | None) -> Path:
+    """The folder of the images of COCO's annotations: the one named, or the one near the file that has the first.
 
     Raises:
-        UserError: The file does not have COCO's format, or the images are not found.
+        UserError: The images are not found.
     """
-    names = [image.get("file_name") for image in read_coco(path)["images"][:100]]
+    names = [image.get("file_name") for image in tree["images"][:100]]
     first = [name for name in names if isinstance(name, str)]
     if not first:
         raise UserError(f"{path} names no images.")
     near = [path.parent, path.parent.parent]
-    candidates = (
-        [images] if images is not None else near + sorted(p for one in near for p in one.iterdir() if p.is_dir())
-    )
+    candidates = [named.absolute()] if named else near + sorted(p for one in near for p in one.iterdir() if p.is_dir())
     for folder in candidates:
         if any((folder / name).is_file() for name in first):
-            return CocoCaptions(path, folder)
+            return folder
     raise UserError(
         f"The images of {path}, such as {first[0]}, are not in {', '.join(str(folder) for folder in candidates[:6])}: "
         "name their folder with --images."

@@ -135,11 +135,12 @@ def _grouped(rows: Iterable[Listed]) -> Iterator[Listed]:
 
 
 @dataclass(frozen=True)
-class FileSource:
-    """Rows whose images are files."""
+class ListedSource:
+    """The rows of a list, whose images are files unless a subclass reads them from elsewhere."""
 
     listing: Listing
     about: Mapping[str, Any]
+    """`facts` without the list's digest."""
 
     @property
     def rows(self) -> int:
@@ -151,4 +152,8 @@ class FileSource:
 
     def read(self, start: int, stop: int) -> Iterator[Pair]:
         for row in self.listing.read(start, stop):
-            yield Pair(row.place, row.image, row.captions, row.problem, row.detail)
+            yield Pair(row.place, problem=row.problem, detail=row.detail) if row.problem else self.pair(row)
+
+    def pair(self, row: Listed) -> Pair:
+        """The pair of a row without a problem."""
+        return Pair(row.place, row.image, row.captions)

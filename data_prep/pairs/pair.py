@@ -15,6 +15,7 @@ import tokenize
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from PIL import Image
@@ -37,21 +38,36 @@ CAPTION_NAMES = (
 URL_NAMES = ("url", "image_url", "img_url", "urls", "link")
 
 
+@dataclass(frozen=True)
+class SourceOptions:
+    """How to read a source; options that do not apply to its kind are refused."""
+
+    image: str | None = None
+    """Column of the image; None finds it."""
+    caption: str | None = None
+    """Column, suffix or JSON field of the caption; None finds it."""
+    images: Path | None = None
+    """Folder that image paths start from; None takes that of the table, or one near COCO's file."""
+    captions: str | None = None
+    """"one": a text file of several lines, or a list in one text, is one caption; None: it is several."""
+    header: tuple[str, ...] = ()
+    """Column names of a table without a line of names."""
+    split: str | None = None
+    """Split of a data set; None takes the only one, or train."""
+    subset: str | None = None
+    """Configuration of a data set on the hub."""
+    revision: str | None = None
+    """Commit or branch on the hub."""
+
+
 def choose_columns(
-    present: Iterable[str],
-    *,
-    image: str | None,
-    caption: str | None,
-    where: str,
-    texts: Iterable[str] | None = None,
-    note: str = "",
+    present: Iterable[str], options: SourceOptions, *, where: str, texts: Iterable[str] | None = None, note: str = ""
 ) -> tuple[str, str]:
     """The columns of image and caption.
 
     Args:
         present: The existing columns.
-        image: The user's choice, or None to find it.
-        caption: The user's choice, or None to find it.
+        options: Those that the user has chosen.
         where: What the columns belong to, for messages.
         texts: The columns that can hold a caption, if the source knows their types.
         note: A further sentence for the message that no column is found.
@@ -59,7 +75,7 @@ def choose_columns(
     Raises:
         UserError: A named column does not exist, none is found, or several match.
     """
-    names = list(present)
+    names, image, caption = list(present), options.image, options.caption
     if twice := sorted({name for name in (*(texts or ()), image, caption) if name and names.count(name) > 1}):
         raise UserError(f"{where} has several columns called {twice[0]!r}: rename all but one of them.")
     found_image = image if image is not None else _find(names, IMAGE_NAMES)

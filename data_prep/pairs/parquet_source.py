@@ -6,7 +6,7 @@ import functools
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow.dataset import ParquetFragmentScanOptions
 
-from data_prep.pairs.pair import MALFORMED_ROW, NOT_UTF8, Pair, captions_in, choose_columns, not_utf8
+from data_prep.pairs.pair import MALFORMED_ROW, NOT_UTF8, Pair, SourceOptions, captions_in, choose_columns, not_utf8
 from pipeline.errors import UserError, in_a_line
 
 _BATCH = 64  # rows with images in memory at a time
@@ -99,7 +99,7 @@ def _pair(row: Any, image_column: str, caption_column: str, *, place: str, folde
     return Pair(place, problem=MALFORMED_ROW, detail="no image in this row")
 
 
-def open_parquet(path: Path, *, image: str | None, caption: str | None) -> ParquetSource:
+def open_parquet(path: Path, options: SourceOptions) -> ParquetSource:
     """A parquet file, or all of a folder in the order of their names.
 
     Raises:
@@ -127,7 +127,7 @@ def open_parquet(path: Path, *, image: str | None, caption: str | None) -> Parqu
         for name, kind in zip(schema.names, schema.types, strict=True)
         if _is_text(kind) or (pa.types.is_list(kind) and _is_text(kind.value_type))
     ]
-    found = choose_columns(schema.names, image=image, caption=caption, where=str(path), texts=texts)
+    found = choose_columns(schema.names, options, where=str(path), texts=texts)
     return ParquetSource(root, *found, tuple(group for group in groups if group[2]))
 
 
@@ -140,9 +140,7 @@ class DatasetSource:
     """A split of a data set, memory-mapped by `datasets`; `name` is a folder or a name on the hub."""
 
     name: str
-    split: str | None
-    subset: str | None
-    revision: str | None
+    options: SourceOptions
     image: str
     caption: str
     rows: int
@@ -150,12 +148,20 @@ class DatasetSource:
 
     @property
     def facts(self) -> dict[str, Any]:
-        about = {"kind": "datasets", "name": self.name, "split": self.split, "subset": self.subset}
-        columns = {"image": self.image, "caption": self.caption, "digest": self.fingerprint}
-        return {key: value for key, value in {**about, "revision": self.revision, **columns}.items() if value}
+        about = {
+            "kind": "datasets",
+            "name": self.name,
+            "split": self.options.split,
+            "subset": self.options.subset,
+            "revision": self.options.revision,
+            "image": self.image,
+            "caption": self.caption,
+            "digest": self.fingerprint,
+        }
+        return {key: value for key, value in about.items() if value}
 
     def read(self, start: int, stop: int) -> Iterator[Pair]:
-        data = _load(self.name, self.split, self.subset, self.revision).select_columns([self.image, self.caption])
+        data = _load(self.name, self.options).select_columns([self.image, self.caption])
         shown = Path(self.name).name if Path(self.name).exists() else self.name
         for first in range(start, stop, _BATCH):
             table = data.with_format("arrow")[first : min(stop, first + _BATCH)]
@@ -179,39 +185,26 @@ class DatasetSource:
                     raise UserError(f"A file of {self.name} is damaged ({error}): copy it again.") from error
 
 
-def open_dataset(
-    name: str, *, split: str | None, subset: str | None, revision: str | None, image: str | None, caption: str | None
-) -> DatasetSource:
-    """Find split and columns of a data set; a hub's is downloaded into the cache of `datasets`.
+def open_dataset(name: str, options: SourceOptions) -> DatasetSource:
+    """Find split and columns of a data set: a folder of `save_to_disk`, or a name on the hub.
 
-    Args:
-        name: A folder of `save_to_disk`, or a name on the hub.
-        split: The split; None takes the only one, or train.
-        subset: Configuration of a dataset on the hub.
-        revision: Commit or branch on the hub.
-        image: Column of the image; None detects it.
-        caption: Column of the caption; None detects it.
+    A hub's is downloaded into the cache of `datasets`.
 
     Raises:
         UserError: It cannot be loaded, the split is not given or does not exist, or columns are not found.
     """
     from datasets import Image, Value
 
-    data = _load(name, split, subset, revision)
+    data = _load(name, options)
     images = [column for column, feature in data.features.items() if isinstance(feature, Image)]
     texts = [
         column
         for column, feature in data.features.items()
         if column not in images and isinstance(getattr(feature, "feature", feature), Value | dict)
     ]
-    found = choose_columns(
-        data.column_names,
-        image=image or (images[0] if len(images) == 1 else None),
-        caption=caption,
-        where=name,
-        texts=texts,
-    )
-    return DatasetSource(name, split, subset, revision, *found, len(data), _fingerprint(data))
+    image = options.image or (images[0] if len(images) == 1 else None)
+    found = choose_columns(data.column_names, replace(options, image=image), where=name, texts=texts)
+    return DatasetSource(name, options, *found, len(data), _fingerprint(data))
 
 
 def _fingerprint(data: Any) -> str:
@@ -222,12 +215,8 @@ def _fingerprint(data: Any) -> str:
 
 
 @functools.lru_cache(maxsize=1)
-def _load(name: str, split: str | None, subset: str | None, revision: str | None) -> Any:
-    """Load the split.
-
-    Raises:
-        UserError: It cannot be loaded.
-    """
+def _load(name: str, options: SourceOptions) -> Any:
+    """The split."""
     import datasets
     from datasets.exceptions import DatasetGenerationError
 
@@ -236,7 +225,7 @@ def _load(name: str, split: str | None, subset: str | None, revision: str | None
         if Path(name).exists():
             loaded = datasets.load_from_disk(name)
         else:
-            builder = datasets.load_dataset_builder(name, subset, revision=revision)
+            builder = datasets.load_dataset_builder(name, options.subset, revision=options.revision)
             if hasattr(builder.config, "fragment_scan_options"):  # of parquet, which checks no pages by itself
                 builder.config.fragment_scan_options = ParquetFragmentScanOptions(page_checksum_verification=True)
             builder.download_and_prepare()
@@ -250,7 +239,7 @@ def _load(name: str, split: str | None, subset: str | None, revision: str | None
         ) from error
     if not isinstance(loaded, dict):
         return loaded
-    chosen = split or (next(iter(loaded)) if len(loaded) == 1 else "train")
+    chosen = options.split or (next(iter(loaded)) if len(loaded) == 1 else "train")
     if chosen not in loaded:
         raise UserError(f"{name} has no split {chosen!r}: choose with --split. It has: {', '.join(loaded)}.")
     return loaded[chosen]

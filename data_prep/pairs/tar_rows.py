@@ -6,42 +6,24 @@ import contextlib
 import json
 import tarfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_prep.pairs.listing import Listed, Listing
+from data_prep.pairs.listing import Listed, ListedSource
 from data_prep.pairs.pair import CAPTION_NAMES, MALFORMED_ROW, Pair, captions_in
 from pipeline.data.shards.tar_reader import FORMAT_SUFFIXES, DamagedTar, samples, split_name
 from pipeline.errors import UserError
 from pipeline.files import as_text
 
 
-@dataclass(frozen=True)
-class TarSource:
+class TarSource(ListedSource):
     """Samples of webdataset tars, as found by their headers; payloads are read one sample at a time.
 
-    `caption` is the suffix of the caption's member, or `json:FIELD`.
+    `about["caption"]` is the suffix of the caption's member, or `json:FIELD`.
     """
 
-    listing: Listing
-    caption: str
-
-    @property
-    def rows(self) -> int:
-        return self.listing.rows
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        return {"kind": "webdataset tars", "caption": self.caption, "digest": self.listing.digest}
-
-    def read(self, start: int, stop: int) -> Iterator[Pair]:
-        for row in self.listing.read(start, stop):
-            yield self._pair(row)
-
-    def _pair(self, row: Listed) -> Pair:
-        if row.problem:
-            return Pair(row.place, problem=row.problem, detail=row.detail)
+    def pair(self, row: Listed) -> Pair:
+        """The sample of a row."""
         try:
             key, parts = read_sample(row.image, row.offset)
         except (OSError, tarfile.TarError) as error:
@@ -49,7 +31,7 @@ class TarSource:
         if not row.place.endswith(f":{as_text(key)}"):
             return Pair(row.place, problem=MALFORMED_ROW, detail="the tar has another sample at this position")
         image = next((body for suffix, body in parts.items() if suffix in FORMAT_SUFFIXES), b"")
-        suffix, colon, field = self.caption.partition(":")
+        suffix, colon, field = self.about["caption"].partition(":")
         if suffix not in parts:
             return Pair(row.place, image)
         text = parts[suffix].decode("utf-8", "surrogateescape")
@@ -85,11 +67,6 @@ def _key_and_suffix(name: str) -> tuple[str | None, str | None]:
     """As the list has them; None for what belongs to no sample."""
     stem, suffix = split_name(name)
     return (stem, suffix) if suffix and stem.rpartition("/")[2] else (None, None)
-
-
-def tars_below(path: Path) -> list[Path]:
-    """The tar itself, or every .tar below a folder by name."""
-    return [path] if path.is_file() else sorted(path.rglob("*.tar"))
 
 
 def tar_rows(root: Path, tars: list[Path]) -> Iterator[Listed]:

@@ -18,9 +18,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_prep.dataset import canonical_tar
-from data_prep.pairs.find_source import SourceOptions, open_source
+from data_prep.pairs.find_source import open_source
 from data_prep.pairs.listing import Listed, write_listing
-from data_prep.pairs.pair import NOT_UTF8, ImageOptions, captions_of_list
+from data_prep.pairs.pair import NOT_UTF8, ImageOptions, SourceOptions, captions_of_list
 from data_prep.pairs.parquet_source import open_parquet
 from data_prep.pairs.tar_rows import TarSource
 from data_prep.settings.source_config import SourceConfig
@@ -463,7 +463,7 @@ def test_what_is_ambiguous_in_tables_and_tars(tmp_path: Path) -> None:
     listing = write_listing(
         tmp_path / "list", [Listed("t.tar:other", str(tmp_path / "t.tar"), offset=0)], root=tmp_path
     )
-    (changed,) = TarSource(listing, "txt").read(0, 1)
+    (changed,) = TarSource(listing, {"caption": "txt"}).read(0, 1)
     assert changed.detail == "the tar has another sample at this position"
 
 
@@ -504,13 +504,13 @@ def test_a_parquet_page_with_a_wrong_checksum_is_refused(tmp_path: Path) -> None
     numbers = table.set_column(1, "caption", pa.array([1.5] * 4))
     pq.write_table(numbers, tmp_path / "numbers.parquet")
     with pytest.raises(UserError, match=r"usual name for the caption.*Columns: image, caption \(not text\)\."):
-        open_parquet(tmp_path / "numbers.parquet", image=None, caption=None)
-    source = open_parquet(path, image=None, caption=None)
+        open_parquet(tmp_path / "numbers.parquet", SourceOptions())
+    source = open_parquet(path, SourceOptions())
     with pytest.raises(UserError, match=r"t\.parquet is damaged in row group 0 .*fetch it again"):
         list(source.read(0, 4))
     path.write_bytes(path.read_bytes()[:-108] + bytes(100) + path.read_bytes()[-8:])  # the end of its footer
     with pytest.raises(UserError, match=r"t\.parquet is not a parquet file that can be read"):
-        open_parquet(path, image=None, caption=None)
+        open_parquet(path, SourceOptions())
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def command(output: str, pairs: int, held_out: int, overrides: tuple[str, ...]) 
 
     SECTION.KEY=VALUE changes the training recipe (jobs/recipes/demo.yaml).
     """
-    from data_prep.scenes import ScenesConfig
+    from data_prep.scenes.scene import ScenesConfig
     from pipeline.report import update_scores, write_report
     from pipeline.training.recipe import load_recipe
 
@@ -94,7 +94,7 @@ def keep_or_clear(scenes: Any, data: Path, run: Path) -> None:
 
     A run trained on it is renamed, so that it is neither continued on this corpus nor lost.
     """
-    from data_prep.scenes import corpus_digest
+    from data_prep.scenes.published import corpus_digest
     from pipeline.data.shards.manifest_format import MANIFEST_NAME
 
     mark, digest = data / "corpus.sha256", corpus_digest(scenes, INGESTION)
@@ -125,7 +125,8 @@ def ingest(scenes: Any, data: Path) -> str:
     """
     from data_prep.dataset.ingest_report import write_report as write_ingestion_report
     from data_prep.ingest import download
-    from data_prep.scenes import serve_scenes, write_url_table
+    from data_prep.scenes.published import write_url_table
+    from data_prep.scenes.server import serve_scenes
     from data_prep.settings.download_config import DownloadConfig
     from jobs.download import progress_bar
     from pipeline.config import merge, parse, read_yaml
@@ -160,7 +161,7 @@ def make_suite(scenes: Any, folder: Path) -> str:
     Returns:
         A one-line summary.
     """
-    from data_prep.scenes import write_suite
+    from data_prep.scenes.scene_suite import write_suite
 
     if (folder / "suite.json").exists():
         return "done already"

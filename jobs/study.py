@@ -172,7 +172,7 @@ def prepare_corpora(names: set[str], *, size: str, place: Path) -> dict[str, Pat
     Returns:
         For each corpus, the folder of its `shards` and its `suite`.
     """
-    from data_prep.scenes import FaultRates, ScenesConfig
+    from data_prep.scenes.scene import FaultRates, ScenesConfig
     from jobs.demo import ingest, make_suite
     from jobs.studies.declare import load_size
 

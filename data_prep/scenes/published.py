@@ -12,7 +12,6 @@ import hashlib
 import io
 import itertools
 import json
-from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -51,22 +50,6 @@ class Fault(enum.StrEnum):
     NONE = "none"
 
 
-# Faults of URLs that never give a usable sample, regardless of the client. OVERSIZE fails if the client limits the
-# image area, STALL if its time-out is shorter than `stall_seconds`, NOAI if it honours opt-outs.
-ALWAYS_FAILS = frozenset(
-    {
-        Fault.NOT_FOUND,
-        Fault.FORBIDDEN,
-        Fault.GONE,
-        Fault.TRUNCATED,
-        Fault.INCOMPLETE,
-        Fault.HTML,
-        Fault.WRONG_HASH,
-        Fault.DISCONNECT,
-    }
-)
-
-
 def fault_of(config: ScenesConfig, index: int) -> Fault:
     """The one fault of a URL, or `Fault.NONE`."""
     left = Draws(config.seed, index, "fault").unit()
@@ -77,16 +60,12 @@ def fault_of(config: ScenesConfig, index: int) -> Fault:
     return Fault.NONE
 
 
-def count_faults(config: ScenesConfig, indices: Iterable[int]) -> Counter[Fault]:
-    """Number of URLs with each fault."""
-    return Counter(fault_of(config, index) for index in indices)
-
-
 def published(config: ScenesConfig, index: int) -> bytes:
     """The bytes whose SHA-256 is in the URL table."""
     fault = fault_of(config, index)
     if fault is Fault.TRUNCATED:
-        return _cut(jpeg(config, index))
+        whole = jpeg(config, index)
+        return whole[: len(whole) // 3]
     if fault is Fault.OVERSIZE:
         return _oversize()
     return jpeg(config, index)
@@ -104,10 +83,6 @@ def served(config: ScenesConfig, index: int) -> bytes:
 
 def sha256(config: ScenesConfig, index: int) -> str:
     return hashlib.sha256(published(config, index)).hexdigest()
-
-
-def _cut(body: bytes) -> bytes:
-    return body[: len(body) // 3]
 
 
 @functools.cache
@@ -130,7 +105,7 @@ SCHEMA = pa.schema(
 )
 
 
-def write_url_table(config: ScenesConfig, base: str, path: str | Path, *, processes: int = 1) -> int:
+def write_url_table(config: ScenesConfig, base: str, path: str | Path, *, processes: int = 1) -> None:
     """Write the table of all `config.pairs` training pairs as parquet; row k is scene k.
 
     Columns: `uid` (32 hex digits, independent of the address), `url`, `caption` (web style), `sha256` of the bytes as
@@ -141,14 +116,10 @@ def write_url_table(config: ScenesConfig, base: str, path: str | Path, *, proces
         base: Base URL of the server.
         path: The parquet file.
         processes: Number of processes that render the images.
-
-    Returns:
-        The number of rows.
     """
     with replacing(path, unique=False) as temporary, pq.ParquetWriter(temporary, SCHEMA) as writer:
         for columns in _chunks(config, base, processes):
             writer.write_table(pa.table(columns, schema=SCHEMA))
-    return config.pairs
 
 
 def url(base: str, config: ScenesConfig, index: int) -> str:

@@ -17,6 +17,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -62,34 +63,31 @@ def _count(scene: Scene) -> int | None:
     return scene.count if scene.other is None and scene.size != "large" else None
 
 
+def _attribute(label: Callable[[Scene], object], table: dict, templates: Sequence[str]) -> Attribute:
+    """The task whose classes are the entries of a table, under their canonical names."""
+    return Attribute(label, list(table), [words(table, key)[0] for key in table], templates)
+
+
 _THINGS = ("a {c} shape", "a {c} object", "a photo of a {c} thing", "an image of a {c} shape")
 _PLACES = ("a shape {c}", "an object {c}", "a photo of a thing {c}", "an image of a shape {c}")
 ATTRIBUTES: dict[str, Attribute] = {
-    "shape": Attribute(
-        _of_item("shape"),
-        list(SHAPES),
-        [words(SHAPES, key)[0] for key in SHAPES],
-        ("a {c}", "a photo of a {c}", "an image of a {c}", "a drawing of a {c}"),
+    "shape": _attribute(
+        _of_item("shape"), SHAPES, ("a {c}", "a photo of a {c}", "an image of a {c}", "a drawing of a {c}")
     ),
-    "colour": Attribute(_of_item("colour"), list(COLOURS), [words(COLOURS, key)[0] for key in COLOURS], _THINGS),
-    "texture": Attribute(_of_item("texture"), list(TEXTURES), [words(TEXTURES, key)[0] for key in TEXTURES], _THINGS),
-    "background": Attribute(
-        lambda scene: scene.background, list(BACKGROUNDS), [words(BACKGROUNDS, key)[0] for key in BACKGROUNDS], _PLACES
-    ),
-    "position": Attribute(
-        lambda scene: scene.position, list(POSITIONS), [words(POSITIONS, key)[0] for key in POSITIONS], _PLACES
-    ),
-    "size": Attribute(lambda scene: scene.size, list(SIZES), [words(SIZES, key)[0] for key in SIZES], _THINGS),
+    "colour": _attribute(_of_item("colour"), COLOURS, _THINGS),
+    "texture": _attribute(_of_item("texture"), TEXTURES, _THINGS),
+    "background": _attribute(attrgetter("background"), BACKGROUNDS, _PLACES),
+    "position": _attribute(attrgetter("position"), POSITIONS, _PLACES),
+    "size": _attribute(attrgetter("size"), SIZES, _THINGS),
     "count": Attribute(
         _count,
         list(COUNTS),
         [f"{words(COUNTS, key)[0]} {'shape' if key == 1 else 'shapes'}" for key in COUNTS],
         ("{c}", "a photo of {c}", "an image of {c}", "picture of {c}"),
     ),
-    "relation": Attribute(
-        lambda scene: scene.relation,
-        list(RELATIONS),
-        [words(RELATIONS, key)[0] for key in RELATIONS],
+    "relation": _attribute(
+        attrgetter("relation"),
+        RELATIONS,
         ("a shape {c} another shape", "an object {c} another object", "a photo of a thing {c} another thing"),
     ),
 }
@@ -159,9 +157,4 @@ def _write_retrieval(config: ScenesConfig, seen: set[Scene], folder: Path) -> Fa
         done.add(scene)
         chosen[caption] = index
     digests = write_retrieval((("jpg", jpeg(config, index), caption) for caption, index in chosen.items()), folder)
-    return {
-        "samples": len(chosen),
-        "sha256": digests,
-        "chance": 1 / len(chosen),
-        "excluded": dict(excluded),
-    }
+    return {"samples": len(chosen), "sha256": digests, "chance": 1 / len(chosen), "excluded": dict(excluded)}

@@ -42,7 +42,8 @@ from typing import Any
 
 from torch import Tensor
 
-from data_prep.scenes import ScenesConfig, write_suite
+from data_prep.scenes.scene import ScenesConfig
+from data_prep.scenes.scene_suite import write_suite
 from jobs.bench.killed_runs import Result, compare, is_intact, outcome
 from jobs.bench.loader import make_shards
 from pipeline.distributed.world import World, free_port

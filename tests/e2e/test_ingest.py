@@ -21,7 +21,7 @@ from data_prep.dataset.ingest_report import write_report
 from data_prep.dataset.statistics import take_census
 from data_prep.ingest import PartDone, download
 from data_prep.rebuild import rebuild
-from data_prep.scenes.published import Fault, count_faults, fault_of, write_url_table
+from data_prep.scenes.published import Fault, fault_of, write_url_table
 from data_prep.scenes.scene import ScenesConfig
 from data_prep.scenes.server import serve_scenes
 from data_prep.settings.download_config import DownloadConfig
@@ -79,7 +79,7 @@ def ingested(world: World, tmp_path_factory: pytest.TempPathFactory) -> Manifest
 
 
 def test_every_fault_is_counted_under_its_reason(ingested: Manifest) -> None:
-    faults = count_faults(SCENES, range(PAIRS))
+    faults = Counter(fault_of(SCENES, index) for index in range(PAIRS))
     assert set(REASONS) <= set(faults), "the seed must produce every fault at least once"
     expected = Counter({reason: faults[fault] for fault, reason in REASONS.items()})
     assert Counter(ingested.failures) == expected

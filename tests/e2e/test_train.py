@@ -259,7 +259,8 @@ def test_a_run_rolls_back_and_continues_after_the_poisoned_batches(base: Path, s
 
 @pytest.mark.slow
 def test_evaluation_during_training_gives_the_scores_of_the_checkpoint(base: Path) -> None:
-    from data_prep.scenes import ScenesConfig, write_suite
+    from data_prep.scenes.scene import ScenesConfig
+    from data_prep.scenes.scene_suite import write_suite
     from pipeline.evaluation import evaluate
     from pipeline.evaluation.datasets.suite import open_suite
 

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 import pipeline.training.run
-from data_prep.scenes import ScenesConfig, corpus_digest, published
+from data_prep.scenes import published
+from data_prep.scenes.published import corpus_digest
+from data_prep.scenes.scene import ScenesConfig
 from jobs import demo
 from jobs.demo import keep_or_clear
 from pipeline.distributed import workers

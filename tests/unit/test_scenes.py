@@ -18,12 +18,12 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from data_prep.scenes import ALWAYS_FAILS, Fault, FaultRates, ScenesConfig, count_faults, fault_of, serve_scenes
-from data_prep.scenes import url as scene_url
 from data_prep.scenes.caption import curated, web
-from data_prep.scenes.published import published, sha256, write_url_table
+from data_prep.scenes.published import Fault, fault_of, published, sha256, write_url_table
+from data_prep.scenes.published import url as scene_url
 from data_prep.scenes.render import draw, jpeg
-from data_prep.scenes.scene import describe
+from data_prep.scenes.scene import FaultRates, ScenesConfig, describe
+from data_prep.scenes.server import serve_scenes
 from pipeline.config import parse
 from pipeline.errors import UserError
 from tests.launch import python, wait_for
@@ -43,7 +43,7 @@ def test_generation_is_deterministic_and_depends_on_the_seed() -> None:
 def test_another_process_draws_the_same_bytes() -> None:
     """String hashes are randomized per process; the corpus must not depend on them."""
     code = (
-        "import hashlib; from data_prep.scenes import ScenesConfig; from data_prep.scenes.render import jpeg;"
+        "import hashlib; from data_prep.scenes.scene import ScenesConfig; from data_prep.scenes.render import jpeg;"
         "from data_prep.scenes.caption import web; c = ScenesConfig(image_size=48);"
         "print(hashlib.sha256(b''.join(jpeg(c, i) + web(c, i).encode() for i in range(40))).hexdigest())"
     )
@@ -80,10 +80,10 @@ def test_curated_captions_are_more_complete_than_web_captions() -> None:
 
 
 def test_every_fault_occurs_at_its_rate() -> None:
-    counts = count_faults(CONFIG, range(14_000))
+    counts = Counter(fault_of(CONFIG, index) for index in range(14_000))
     assert set(counts) == set(Fault)
     assert all(abs(count - 1_000) < 150 for count in counts.values())
-    assert set(count_faults(ScenesConfig(faults=NO_FAULTS), range(500))) == {Fault.NONE}
+    assert {fault_of(ScenesConfig(faults=NO_FAULTS), index) for index in range(500)} == {Fault.NONE}
 
 
 def test_rates_above_one_are_rejected() -> None:
@@ -175,7 +175,8 @@ def test_server_stops_when_the_with_block_exits_even_after_an_error() -> None:
 
 def test_server_stops_when_its_parent_is_killed() -> None:
     code = (
-        "import sys; from data_prep.scenes import ScenesConfig, serve_scenes\n"
+        "import sys\nfrom data_prep.scenes.scene import ScenesConfig\n"
+        "from data_prep.scenes.server import serve_scenes\n"
         "with serve_scenes(ScenesConfig()) as base:\n    print(base, flush=True); sys.stdin.read()"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -200,14 +201,16 @@ def test_the_error_names_an_occupied_port(base: str) -> None:
 
 
 def test_url_table(tmp_path, base: str) -> None:
-    assert write_url_table(CONFIG, base, tmp_path / "one.parquet") == CONFIG.pairs
+    write_url_table(CONFIG, base, tmp_path / "one.parquet")
     table = pq.read_table(tmp_path / "one.parquet")
+    assert table.num_rows == CONFIG.pairs
     assert table.column_names == ["uid", "url", "caption", "sha256", "original_width", "original_height"]
     assert len(set(table["uid"].to_pylist())) == CONFIG.pairs
     write_url_table(CONFIG, "http://127.0.0.1:1", tmp_path / "two.parquet", processes=2)
     again = pq.read_table(tmp_path / "two.parquet")
     assert again.drop_columns(["url"]).equals(table.drop_columns(["url"]))
-    unanswered = (ALWAYS_FAILS - {Fault.WRONG_HASH, Fault.HTML}) | {Fault.STALL, Fault.TRANSIENT}
+    unanswered = {Fault.NOT_FOUND, Fault.FORBIDDEN, Fault.GONE, Fault.TRUNCATED, Fault.INCOMPLETE, Fault.DISCONNECT}
+    unanswered |= {Fault.STALL, Fault.TRANSIENT}
     wrong = 0
     for index, row in enumerate(table.to_pylist()):
         if fault_of(CONFIG, index) in unanswered:
@@ -215,7 +218,7 @@ def test_url_table(tmp_path, base: str) -> None:
         status, body, _ = _get(row["url"])
         assert status == 200
         wrong += hashlib.sha256(body).hexdigest() != row["sha256"]
-    counts = count_faults(CONFIG, range(CONFIG.pairs))
+    counts = Counter(fault_of(CONFIG, index) for index in range(CONFIG.pairs))
     assert wrong == counts[Fault.WRONG_HASH] + counts[Fault.HTML] > 0
 
 

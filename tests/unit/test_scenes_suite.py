@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from data_prep.scenes import HELD_OUT_START, ScenesConfig, write_suite
 from data_prep.scenes.render import jpeg
-from data_prep.scenes.scene import describe
-from data_prep.scenes.scene_suite import ATTRIBUTES
+from data_prep.scenes.scene import HELD_OUT_START, ScenesConfig, describe
+from data_prep.scenes.scene_suite import ATTRIBUTES, write_suite
 
 CONFIG = ScenesConfig(pairs=2_000, image_size=32, held_out=90, retrieval_pairs=1_010)
 

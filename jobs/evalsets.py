@@ -31,13 +31,13 @@ def command(
     """
     if lock:
         return _lock(Path(folder), others=bool(only or mirror or endpoint or check))
-    from data_prep.evalsets.fetch_sets import SetSource, check_evalsets, fetch_evalsets
+    from data_prep.evalsets.fetch_sets import check_evalsets, fetch_evalsets
 
     if check:
         outcome = check_evalsets(folder, only)
     else:
-        source = SetSource(Path(mirror) if mirror else None, endpoint)
-        outcome = fetch_evalsets(folder, only, source=source, on_note=click.echo)
+        copies = Path(mirror) if mirror else None
+        outcome = fetch_evalsets(folder, only, mirror=copies, endpoint=endpoint, on_note=click.echo)
     total = sum(outcome.good.values())
     click.echo(f"{len(outcome.good)} sets verified, {total:,} samples; {len(outcome.problems)} not usable.")
     for key, problem in outcome.problems.items():

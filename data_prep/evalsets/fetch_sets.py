@@ -24,16 +24,6 @@ LOCK_NAME = "evalsets.json"
 Lock = dict[str, dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class SetSource:
-    """Where the sets come from: a local folder that holds them, or the hub."""
-
-    mirror: Path | None = None
-    """A folder of the sets in any layout that the evaluation reads, such as the benchmark's own download."""
-    endpoint: str | None = None
-    """Another hub with the same interface."""
-
-
 @dataclass
 class FetchOutcome:
     """Outcome of each set."""
@@ -48,7 +38,8 @@ def fetch_evalsets(
     root: str | Path,
     keys: Iterable[str] = (),
     *,
-    source: SetSource = SetSource(),
+    mirror: Path | None = None,
+    endpoint: str | None = None,
     on_note: Callable[[str], None] = lambda note: None,
 ) -> FetchOutcome:
     """Bring evaluation sets into a folder and verify them; one bad set does not stop the others.
@@ -56,7 +47,8 @@ def fetch_evalsets(
     Args:
         root: The folder, one folder per set.
         keys: Which sets; by default all 38.
-        source: Where they come from.
+        mirror: A folder of the sets, in any layout that the evaluation reads; without it, they come from the hub.
+        endpoint: Another hub with the same interface.
         on_note: Called with a line per set.
 
     Raises:
@@ -64,16 +56,16 @@ def fetch_evalsets(
     """
     root = Path(root)
     root.mkdir(parents=True, exist_ok=True)
-    if source.mirror is not None and not source.mirror.is_dir():
-        raise UserError(f"The mirror {source.mirror} is not a folder.")
+    if mirror is not None and not mirror.is_dir():
+        raise UserError(f"The mirror {mirror} is not a folder.")
     lock, outcome = read_lock(root), FetchOutcome()
-    mirrored = read_lock(source.mirror) if source.mirror else {}
+    mirrored = read_lock(mirror) if mirror else {}
     for chosen in choose(keys):
         try:
-            if source.mirror is not None:
-                entry = fetch_from_mirror(chosen, root / chosen.folder, source.mirror, mirrored.get(chosen.key))
+            if mirror is not None:
+                entry = fetch_from_mirror(chosen, root / chosen.folder, mirror, mirrored.get(chosen.key))
             else:
-                entry = fetch_from_hub(chosen, root / chosen.folder, source.endpoint, lock.get(chosen.key))
+                entry = fetch_from_hub(chosen, root / chosen.folder, endpoint, lock.get(chosen.key))
             outcome.good[chosen.key] = entry["samples"] = count(chosen, root / chosen.folder)
             # Read again: another process may have fetched other sets in the meantime.
             lock = {**read_lock(root), chosen.key: entry}

@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner
 
 from data_prep.evalsets import fetch_sets
-from data_prep.evalsets.fetch_sets import SetSource, check_evalsets, fetch_evalsets
+from data_prep.evalsets.fetch_sets import check_evalsets, fetch_evalsets
 from data_prep.evalsets.set_sources import HUB_SETS, HubSet
 from jobs.evalsets import command
 from pipeline.errors import UserError
@@ -99,8 +99,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 def test_sets_come_from_the_hub_verified_and_pinned(hub: Hub, tmp_path: Path) -> None:
-    source = SetSource(endpoint=hub.base)
-    outcome = fetch_evalsets(tmp_path, source=source)
+    outcome = fetch_evalsets(tmp_path, endpoint=hub.base)
     assert outcome.problems == {}
     assert outcome.good == {"cifar10": 5, "retrieval/flickr": 3, "misc/winogavil": 2}
     lock = json.loads((tmp_path / "evalsets.json").read_text())
@@ -113,7 +112,7 @@ def test_sets_come_from_the_hub_verified_and_pinned(hub: Hub, tmp_path: Path) ->
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
     assert "test/1.tar differ" in check_evalsets(tmp_path).problems["cifar10"]
     hub.asked.clear()
-    assert fetch_evalsets(tmp_path, source=source).problems == {}
+    assert fetch_evalsets(tmp_path, endpoint=hub.base).problems == {}
     assert hub.downloads() == ["test/1.tar"], "only the damaged file is fetched again"
     assert not any("/revision/" in path for path in hub.asked), "the commit of the first download is kept"
     assert check_evalsets(tmp_path).problems == {}
@@ -124,23 +123,22 @@ def test_sets_come_from_the_hub_verified_and_pinned(hub: Hub, tmp_path: Path) ->
 )
 def test_a_damaged_record_is_named(hub: Hub, tmp_path: Path, text: str) -> None:
     """Regression test: it was reported as a fault of the program."""
-    source = SetSource(endpoint=hub.base)
     (tmp_path / "evalsets.json").write_text(text)
-    for work in (lambda: fetch_evalsets(tmp_path, source=source), lambda: check_evalsets(tmp_path)):
+    for work in (lambda: fetch_evalsets(tmp_path, endpoint=hub.base), lambda: check_evalsets(tmp_path)):
         with pytest.raises(UserError, match=r"evalsets\.json is damaged .* run `neuclip evalsets"):
             work()
     (tmp_path / "evalsets.json").unlink()
-    assert fetch_evalsets(tmp_path, source=source).problems == {}
+    assert fetch_evalsets(tmp_path, endpoint=hub.base).problems == {}
 
 
 def test_sets_that_another_process_fetches_meanwhile_stay_recorded(hub: Hub, tmp_path: Path) -> None:
-    source, other = SetSource(endpoint=hub.base), ("misc/winogavil",)
+    other = ("misc/winogavil",)
 
     def start_another(note: str) -> None:
         if note.startswith("cifar10"):
-            fetch_evalsets(tmp_path, other, source=source)
+            fetch_evalsets(tmp_path, other, endpoint=hub.base)
 
-    fetch_evalsets(tmp_path, ("cifar10", "retrieval/flickr"), source=source, on_note=start_another)
+    fetch_evalsets(tmp_path, ("cifar10", "retrieval/flickr"), endpoint=hub.base, on_note=start_another)
     assert set(json.loads((tmp_path / "evalsets.json").read_text())) == set(TINY)
     assert check_evalsets(tmp_path).problems == {}
 
@@ -149,7 +147,7 @@ def test_wrong_bytes_missing_shards_and_missing_sets_are_reported(hub: Hub, tmp_
     hub.files["djghosh/wds_cifar10_test"]["test/0.tar"] = tar_of(range(1, 4))
     hub.stated["nlphuji/flickr"] = hub.files["nlphuji/flickr"] = {"TEST/test/0000.parquet": parquet_of(2)}
     del hub.files["nlphuji/winogavil"]
-    outcome = fetch_evalsets(tmp_path, source=SetSource(endpoint=hub.base))
+    outcome = fetch_evalsets(tmp_path, endpoint=hub.base)
     assert outcome.good == {}
     assert "test/0.tar of djghosh/wds_cifar10_test arrived with a wrong digest" in outcome.problems["cifar10"]
     assert "has 2 samples, but 3 are expected" in outcome.problems["retrieval/flickr"]
@@ -158,7 +156,7 @@ def test_wrong_bytes_missing_shards_and_missing_sets_are_reported(hub: Hub, tmp_
 
 def test_unreachable_hub_is_reported_for_every_set(hub: Hub, tmp_path: Path) -> None:
     noted: list[str] = []
-    outcome = fetch_evalsets(tmp_path, source=SetSource(endpoint="http://127.0.0.1:9"), on_note=noted.append)
+    outcome = fetch_evalsets(tmp_path, endpoint="http://127.0.0.1:9", on_note=noted.append)
     assert set(outcome.problems) == set(TINY)
     assert all("cannot be fetched: " in problem for problem in outcome.problems.values())
     assert len(noted) == len(TINY)
@@ -167,12 +165,12 @@ def test_unreachable_hub_is_reported_for_every_set(hub: Hub, tmp_path: Path) -> 
 def test_wrong_number_of_classes_is_reported(hub: Hub, tmp_path: Path) -> None:
     repo = "djghosh/wds_cifar10_test"
     hub.files[repo]["classnames.txt"] = hub.stated[repo]["classnames.txt"] = b"cat\n"
-    outcome = fetch_evalsets(tmp_path, ["cifar10"], source=SetSource(endpoint=hub.base))
+    outcome = fetch_evalsets(tmp_path, ["cifar10"], endpoint=hub.base)
     assert "has 1 classes, but 2 are expected" in outcome.problems["cifar10"]
 
 
 def test_fetched_folder_can_serve_as_a_mirror(hub: Hub, tmp_path: Path) -> None:
-    fetch_evalsets(tmp_path / "one", source=SetSource(endpoint=hub.base))
+    fetch_evalsets(tmp_path / "one", endpoint=hub.base)
     hub.asked.clear()
     words = [str(tmp_path / "two"), "--mirror", str(tmp_path / "one")]
     result = CliRunner().invoke(command, words, standalone_mode=False)
@@ -195,7 +193,7 @@ def test_unknown_names_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="The nearest is vtab/pets"):
         fetch_evalsets(tmp_path, ["vtab/pet"])
     with pytest.raises(UserError, match="is not a folder"):
-        fetch_evalsets(tmp_path, source=SetSource(mirror=tmp_path / "none"))
+        fetch_evalsets(tmp_path, mirror=tmp_path / "none")
 
 
 def test_datacomp_download_can_serve_as_a_mirror(tmp_path: Path) -> None:
@@ -207,7 +205,7 @@ def test_datacomp_download_can_serve_as_a_mirror(tmp_path: Path) -> None:
     write_cache(root, samples=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fetch_sets, "HUB_SETS", TINY)
-        outcome = fetch_evalsets(tmp_path / "suite", ["cifar10", "misc/winogavil"], source=SetSource(root))
+        outcome = fetch_evalsets(tmp_path / "suite", ["cifar10", "misc/winogavil"], mirror=root)
         assert outcome.problems == {}
         assert outcome.good == {"cifar10": 5, "misc/winogavil": 2}
         shutil.rmtree(root)

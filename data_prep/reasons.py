@@ -78,7 +78,6 @@ MEANINGS = {
     "http 503": "temporarily unavailable",
 }
 """What the report says about each reason."""
-KNOWN = frozenset(MEANINGS)
 
 # Added to messages about refused addresses.
 ALLOW_HINT = "loopback and private addresses are fetched only when guard.allow_addresses lists them"
@@ -115,7 +114,7 @@ def of_message(message: str) -> str:
     `urllib.request.Request` for a URL that it cannot parse.
     """
     head = message.partition(":")[0]
-    return head if head in KNOWN or _HTTP.match(head) else BAD_URL
+    return head if head in MEANINGS or _HTTP.match(head) else BAD_URL
 
 
 def of_exception(error: BaseException) -> FetchError:

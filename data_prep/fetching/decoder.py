@@ -16,6 +16,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
@@ -42,25 +43,18 @@ _MOST_DIFFERENT = 32.0
 _NARROW = 128
 
 
+@dataclass(frozen=True)
 class ImageConverter:
-    """img2dataset's resizer interface: called with a stream and boxes, returns an `Outcome`.
+    """img2dataset's resizer interface: called with a stream and boxes, returns an `Outcome`."""
 
-    Args:
-        image: How images are stored.
-        max_pixels: Larger images are refused.
-        processes: Number of processes on this machine that may decode at the same time.
-        blurrer: Blurs boxes in an array, for sources that have them.
-    """
-
-    def __init__(
-        self,
-        image: ImageConfig,
-        *,
-        max_pixels: int,
-        processes: int = 1,
-        blurrer: Callable[..., np.ndarray] | None = None,
-    ) -> None:
-        self._image, self._max_pixels, self._processes, self._blurrer = image, max_pixels, processes, blurrer
+    image: ImageConfig
+    """How images are stored."""
+    max_pixels: int
+    """Larger images are refused."""
+    processes: int = 1
+    """Number of processes on this machine that may decode at the same time."""
+    blurrer: Callable[..., np.ndarray] | None = None
+    """Blurs boxes in an array, for sources that have them."""
 
     def __call__(self, stream: io.BytesIO, boxes: Boxes | None = None) -> Outcome:
         cv2.setNumThreads(1)
@@ -74,14 +68,14 @@ class ImageConverter:
             return failed(f"{reason}: {type(error).__name__} {error}")
 
     def _convert(self, body: bytes, boxes: Boxes | None) -> Outcome:
-        pixels = decode(body, processes=self._processes)
+        pixels = decode(body, processes=self.processes)
         height, width = pixels.array.shape[:2]
         self._check_shape(height, width)
-        scaled = scale(pixels.array, self._image)
+        scaled = scale(pixels.array, self.image)
         is_scaled = scaled is not pixels.array
-        if boxes is not None and self._blurrer is not None:  # boxes are relative to the whole image, not turned
-            scaled = self._blurrer(img=scaled, bbox_list=boxes)
-        resized = frame(scaled, self._image) if is_scaled else scaled
+        if boxes is not None and self.blurrer is not None:  # boxes are relative to the whole image, not turned
+            scaled = self.blurrer(img=scaled, bbox_list=boxes)
+        resized = frame(scaled, self.image) if is_scaled else scaled
         if pixels.orientation != 1:
             resized = upright(resized, pixels.orientation)
             if pixels.orientation >= 5:
@@ -91,23 +85,23 @@ class ImageConverter:
         return stored, stored_width, stored_height, width, height, None
 
     def _check_shape(self, height: int, width: int) -> None:
-        if min(height, width) < self._image.min_size:
+        if min(height, width) < self.image.min_size:
             raise FetchError(reasons.TOO_SMALL, f"{width} x {height}")
-        if height * width > self._max_pixels:
+        if height * width > self.max_pixels:
             raise FetchError(reasons.TOO_MANY_PIXELS, f"{width} x {height}")
-        if max(height, width) / min(height, width) > self._image.max_aspect_ratio:
+        if max(height, width) / min(height, width) > self.image.max_aspect_ratio:
             raise FetchError(reasons.EXTREME_ASPECT, f"{width} x {height}")
 
     def _keeps(self, body: bytes, pixels: Pixels, resized: np.ndarray) -> bool:
         """Whether the served bytes can be stored: the image is unchanged and has the right format."""
         unchanged = resized is pixels.array and not pixels.is_changed and pixels.orientation == 1
-        return unchanged and self._image.skip_reencode and extension(body, "") == self._image.encode_format
+        return unchanged and self.image.skip_reencode and extension(body, "") == self.image.encode_format
 
     def _encode(self, array: np.ndarray) -> bytes:
-        kind = self._image.encode_format
+        kind = self.image.encode_format
         if kind == "ppm" and array.ndim == 2:  # OpenCV would write grey pixels, which only Pillow reads
             array = cv2.cvtColor(array, cv2.COLOR_GRAY2BGR)
-        quality = [_QUALITY[kind], self._image.encode_quality] if kind in _QUALITY else []
+        quality = [_QUALITY[kind], self.image.encode_quality] if kind in _QUALITY else []
         done, encoded = cv2.imencode(f".{kind}", array, quality)
         if not done:
             raise FetchError(reasons.NOT_ENCODED, f"{array.shape[1]} x {array.shape[0]} as {kind}")
@@ -138,12 +132,15 @@ def scale(array: np.ndarray, image: ImageConfig) -> np.ndarray:
 
 def frame(array: np.ndarray, image: ImageConfig) -> np.ndarray:
     """The square of `image.size` that the modes `center_crop` and `border` store, from a scaled image."""
-    size = image.size
+    size, (height, width) = image.size, array.shape[:2]
     if image.resize_mode == "border":
-        return _pad(array, size)
+        down, right = max(0, size - height), max(0, size - width)
+        top, left = down // 2, right // 2
+        white = [255, 255, 255]
+        return cv2.copyMakeBorder(array, top, down - top, left, right - left, cv2.BORDER_CONSTANT, value=white)
     if image.resize_mode != "center_crop":
         return array
-    top, left = (array.shape[0] - size) // 2, (array.shape[1] - size) // 2
+    top, left = (height - size) // 2, (width - size) // 2
     return np.ascontiguousarray(array[top : top + size, left : left + size])
 
 
@@ -172,16 +169,6 @@ def check_resemblance(array: np.ndarray, encoded: np.ndarray, *, kind: str = "jp
     difference = float(cv2.norm(small, wanted, cv2.NORM_L1)) / small.size
     if difference > _MOST_DIFFERENT:
         raise FetchError(reasons.NOT_ENCODED, f"the encoded image differs by {difference:.0f} of 255 on average")
-
-
-def _pad(array: np.ndarray, size: int) -> np.ndarray:
-    height, width = array.shape[:2]
-    down, right = max(0, size - height), max(0, size - width)
-    if not down and not right:
-        return array
-    top, left = down // 2, right // 2
-    white = [255, 255, 255]
-    return cv2.copyMakeBorder(array, top, down - top, left, right - left, cv2.BORDER_CONSTANT, value=white)
 
 
 _START_SECONDS, _READY = 300.0, "ready"

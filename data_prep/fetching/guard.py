@@ -78,12 +78,7 @@ class AddressFilter:
         special = not address.is_global or address.is_multicast or address.is_reserved or local or listed
         return f"{address} is {_kind(address)}" if special else None
 
-    def connect(
-        self,
-        address: tuple[str, int],
-        timeout: float | None = None,
-        source_address: tuple[str, int] | None = None,
-    ) -> socket.socket:
+    def connect(self, address: tuple[str, int], timeout: float) -> socket.socket:
         """Like `socket.create_connection`, but connects only to an address that has just been checked.
 
         Raises:
@@ -101,8 +96,6 @@ class AddressFilter:
             connection = socket.socket(family, kind, protocol)
             try:
                 connection.settimeout(timeout)
-                if source_address:
-                    connection.bind(source_address)
                 connection.connect(target)
             except OSError as error:
                 connection.close()

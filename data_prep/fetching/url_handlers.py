@@ -24,6 +24,9 @@ from data_prep.fetching.guard import AddressFilter, check_response
 from data_prep.reasons import FetchError
 from data_prep.settings.download_config import GuardConfig
 
+Connect = Callable[[tuple[str, int], float, None], socket.socket]
+"""Connects to an address within a time-out in seconds; the third argument would bind to an address of ours."""
+
 
 class Attempt:
     """One attempt in progress. `is_late` means that it was cut off, even if its response looks complete."""
@@ -68,8 +71,8 @@ class Deadlines:
                     copy.close()
             self._mine.attempt = None
 
-    def over(self, connect: Callable[..., socket.socket]) -> Callable[..., socket.socket]:
-        """Wrap `connect` for use inside `attempt`.
+    def over(self, connect: Callable[[tuple[str, int], float], socket.socket]) -> Connect:
+        """Make of `connect` what http.client calls, for use inside `attempt`.
 
         The socket is shut down when the attempt's time is over, and connecting takes no longer than the time left.
 
@@ -77,14 +80,12 @@ class Deadlines:
             TimeoutError: The time is already over.
         """
 
-        def timed(
-            address: tuple[str, int], timeout: float, source_address: tuple[str, int] | None = None
-        ) -> socket.socket:
+        def timed(address: tuple[str, int], timeout: float, _: None) -> socket.socket:
             attempt: Attempt = self._mine.attempt
             left = attempt.ends - time.monotonic()
             if left <= 0:
                 raise TimeoutError(f"no time is left of {self._seconds:g} s")
-            connection = connect(address, min(timeout, left), source_address)
+            connection = connect(address, min(timeout, left))
             connection.settimeout(timeout)
             with self._changed:
                 attempt.sockets.append(connection.dup())
@@ -111,9 +112,6 @@ def _shut(attempt: Attempt) -> None:
     for copy in attempt.sockets:
         with contextlib.suppress(OSError):  # the peer has already closed it
             copy.shutdown(socket.SHUT_RDWR)
-
-
-Connect = Callable[..., socket.socket]
 
 
 def director_for(guard: GuardConfig, deadlines: Deadlines) -> urllib.request.OpenerDirector:

@@ -13,8 +13,9 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -60,21 +61,11 @@ class IconsMade:
 
 
 def make_icons(config: IconsConfig, *, on_rows: Callable[[int, int], None] = lambda done, total: None) -> IconsMade:
-    """Make what is missing of the shards, the datasheet and the suite.
-
-    Args:
-        config: All settings.
-        on_rows: Called with the number of icons done so far and the total.
+    """Make what is missing of the shards, the datasheet and the suite; `on_rows` is that of `make_shards`.
 
     Raises:
         UserError: The package cannot be had or is damaged, or the folder holds something else.
     """
-    opened: list[IconSource] = []
-
-    def opener(*args: Any, **kwargs: Any) -> IconSource:
-        opened.append(open_icons(*args, package=config.source.package, **kwargs))
-        return opened[0]
-
     source = config.source
     options = IconOptions(source.version, source.licences, source.fraction, config.held_out, config.image.size)
     output = Path(config.output)
@@ -82,16 +73,17 @@ def make_icons(config: IconsConfig, *, on_rows: Callable[[int, int], None] = lam
         f"{PACKAGE}@{source.version}",
         output,
         options=options,
-        opener=opener,
+        opener=partial(open_icons, package=source.package),
         made_by="neuclip download --recipe icons",
         shard_size=config.fetch.shard_size,
         processes=config.fetch.processes,
     )
-    manifest = make_shards(pairs, on_rows=on_rows).manifest
+    made = make_shards(pairs, on_rows=on_rows)
+    icons = cast(IconSource, made.source)
     suite = output.with_name(f"{output.name}-suite")  # beside the shards: every tar below their folder is one of them
-    tasks = write_icon_suite(opened[0], suite)
-    _write_datasheet(Folder(output), manifest, opened[0], tasks, suite)
-    return IconsMade(manifest, tasks, suite)
+    tasks = write_icon_suite(icons, suite)
+    _write_datasheet(Folder(output), made.manifest, icons, tasks, suite)
+    return IconsMade(made.manifest, tasks, suite)
 
 
 def _write_datasheet(

@@ -76,6 +76,7 @@ class Conversion:
     """The result of a conversion."""
 
     manifest: Manifest
+    source: PairSource
     several_captions: int
     """Samples with more than one caption."""
     dropped: tuple[tuple[str, str, str], ...]
@@ -83,11 +84,7 @@ class Conversion:
 
 
 def make_shards(config: PairsConfig, *, on_rows: Callable[[int, int], None] = lambda done, total: None) -> Conversion:
-    """Convert the missing shards and write the manifest.
-
-    Args:
-        config: What to convert.
-        on_rows: Called with the number of rows done so far and the total.
+    """Convert the missing shards and write the manifest; `on_rows` is called with the rows done so far, and all.
 
     Raises:
         UserError: Before anything is written, if the source cannot be read or the folder belongs to another source or
@@ -310,7 +307,7 @@ def _finish(config: PairsConfig, folder: Folder, source: PairSource, plan: str) 
     facts = {"made by": config.made_by, "source": dict(source.facts), "image": image, "tools": tools}
     manifest = make_manifest(entries, root=folder.root, failures=failures, facts=facts)
     manifest.save(folder.root)
-    return Conversion(manifest, several, tuple(shown))
+    return Conversion(manifest, source, several, tuple(shown))
 
 
 def _most(failures: dict[str, int], shown: list[tuple[str, str, str]]) -> str:

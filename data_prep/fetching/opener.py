@@ -17,7 +17,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 
 from data_prep import reasons
-from data_prep.fetching.guard import check_response
+from data_prep.fetching.guard import AddressFilter, check_response
 from data_prep.fetching.served_image import check_image
 from data_prep.fetching.url_handlers import Deadlines, ascii_url, check_authority, director_for
 from data_prep.reasons import FetchError
@@ -59,7 +59,7 @@ class Opener:
         self._guard = guard
         self._retries = retries
         self._total_seconds = total_seconds
-        self._deadlines = Deadlines(total_seconds)
+        self._deadlines = Deadlines(total_seconds, AddressFilter(guard.allow_addresses).connect)
         self._director = director_for(guard, self._deadlines)
         self._hosts: defaultdict[str, _Host] = defaultdict(lambda: _Host(threading.Semaphore(connections)))
         self._blocked: Mapping[str, str] = {}
@@ -68,11 +68,7 @@ class Opener:
         self.user_agent = f"Mozilla/5.0 (compatible; {guard.user_agent}{contact})"
 
     def begin(self, blocked: Mapping[str, str]) -> None:
-        """Start a shard.
-
-        Args:
-            blocked: URLs that are not requested, with the reason.
-        """
+        """Start a shard, of which the `blocked` URLs are not requested, each for its reason."""
         self._blocked, self._is_closed = blocked, False
 
     def close(self) -> None:

@@ -32,10 +32,9 @@ def check_image(body: bytes, *, content_type: str, max_pixels: int) -> None:
     if body[:64].lstrip().lower().startswith(_TEXT):
         raise FetchError(reasons.NOT_AN_IMAGE, f"text where an image should be ({content_type or 'no content type'})")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about sizes, which are checked here, and unusual metadata
-            with open_image(body, max_pixels=max_pixels) as image:
-                kind = image.format or ""
+        # The warnings are about sizes, which are checked here, and unusual metadata.
+        with warnings.catch_warnings(action="ignore"), open_image(body, max_pixels=max_pixels) as image:
+            kind = image.format or ""
     except ImageError as error:
         detail = (content_type or "no content type") if error.reason == reasons.NOT_AN_IMAGE else error.detail
         raise FetchError(error.reason, detail) from error
@@ -184,29 +183,23 @@ class Pixels:
 
 
 def decode(body: bytes, *, processes: int = 1) -> Pixels:
-    """Decode a served image that `check_image` has accepted.
+    """Decode a served image that `check_image` has accepted, on a machine where `processes` may decode at a time.
 
     Transparency is blended with white, 16-bit channels are scaled to 8 bits.
-
-    Args:
-        body: The file.
-        processes: Number of processes on this machine that may decode at the same time.
 
     Raises:
         FetchError: undecodable, or too little memory.
     """
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # warnings about sizes, which are checked, and unusual metadata
-            with open_image(body) as image:
-                kind = image.format or ""
-                _check_memory(image, body, processes)
-                turned = orientation(image, body)
-                clear = _clear_grey(image, body)
-                # For TIFF, OpenCV premultiplies alpha, applies the orientation, and does not support all modes; for
-                # PPM, it does not scale the values. Of damaged BMP, GIF and AVIF it refuses others than Pillow.
-                if kind in ("TIFF", "PPM", "BMP", "GIF", "AVIF", "JPEG2000"):
-                    return Pixels(_by_pil(image, body), turned, is_changed=True)
+        with warnings.catch_warnings(action="ignore"), open_image(body) as image:
+            kind = image.format or ""
+            _check_memory(image, body, processes)
+            turned = orientation(image, body)
+            clear = _clear_grey(image, body)
+            # For TIFF, OpenCV premultiplies alpha, applies the orientation, and does not support all modes; for PPM,
+            # it does not scale the values. Of damaged BMP, GIF and AVIF it refuses others than Pillow.
+            if kind in ("TIFF", "PPM", "BMP", "GIF", "AVIF", "JPEG2000"):
+                return Pixels(_by_pil(image, body), turned, is_changed=True)
         if kind in ("JPEG", "MPO") and (array := strict_jpeg(body)) is not None:
             return Pixels(array, turned, is_changed=False)
     except ImageError as error:

@@ -20,12 +20,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from data_prep import reasons
-from data_prep.fetching.guard import AddressFilter, check_response
+from data_prep.fetching.guard import check_response
 from data_prep.reasons import FetchError
 from data_prep.settings.download_config import GuardConfig
-
-Connect = Callable[[tuple[str, int], float, None], socket.socket]
-"""Connects to an address within a time-out in seconds; the third argument would bind to an address of ours."""
 
 
 class Attempt:
@@ -44,8 +41,8 @@ class Deadlines:
     The thread starts with the first attempt and sleeps while there is none.
     """
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+    def __init__(self, seconds: float, connect: Callable[[tuple[str, int], float], socket.socket]) -> None:
+        self._seconds, self._connect = seconds, connect
         self._changed = threading.Condition()
         # In the order of their deadlines, because all have the same time limit.
         self._attempts: dict[Attempt, None] = {}
@@ -71,29 +68,25 @@ class Deadlines:
                     copy.close()
             self._mine.attempt = None
 
-    def over(self, connect: Callable[[tuple[str, int], float], socket.socket]) -> Connect:
-        """Make of `connect` what http.client calls, for use inside `attempt`.
+    def connect(self, address: tuple[str, int], timeout: float, _: None) -> socket.socket:
+        """What http.client calls to connect, inside `attempt`; the last argument would be an address to bind to.
 
         The socket is shut down when the attempt's time is over, and connecting takes no longer than the time left.
 
         Raises:
             TimeoutError: The time is already over.
         """
-
-        def timed(address: tuple[str, int], timeout: float, _: None) -> socket.socket:
-            attempt: Attempt = self._mine.attempt
-            left = attempt.ends - time.monotonic()
-            if left <= 0:
-                raise TimeoutError(f"no time is left of {self._seconds:g} s")
-            connection = connect(address, min(timeout, left))
-            connection.settimeout(timeout)
-            with self._changed:
-                attempt.sockets.append(connection.dup())
-                if attempt.is_late:
-                    _shut(attempt)
-            return connection
-
-        return timed
+        attempt: Attempt = self._mine.attempt
+        left = attempt.ends - time.monotonic()
+        if left <= 0:
+            raise TimeoutError(f"no time is left of {self._seconds:g} s")
+        connection = self._connect(address, min(timeout, left))
+        connection.settimeout(timeout)
+        with self._changed:
+            attempt.sockets.append(connection.dup())
+            if attempt.is_late:
+                _shut(attempt)
+        return connection
 
     def _watch(self) -> None:
         while True:
@@ -116,11 +109,10 @@ def _shut(attempt: Attempt) -> None:
 
 def director_for(guard: GuardConfig, deadlines: Deadlines) -> urllib.request.OpenerDirector:
     """A director for http and https only, so that no redirect can reach an ftp, file or data handler."""
-    connect = deadlines.over(AddressFilter(guard.allow_addresses).connect)
     director = urllib.request.OpenerDirector()
     handlers = (
         urllib.request.ProxyHandler(None if guard.trust_proxy else {}),
-        _Handler(connect),
+        _Handler(deadlines),
         urllib.request.HTTPDefaultErrorHandler(),
         _Redirects(guard),
         urllib.request.HTTPErrorProcessor(),
@@ -170,13 +162,13 @@ class _Response(http.client.HTTPResponse):
 
 
 class _Handler(urllib.request.HTTPSHandler, urllib.request.HTTPHandler):
-    """Opens http and https; the connections of http.client connect through a function of ours."""
+    """Opens http and https; the connections of http.client connect through `deadlines`."""
 
-    def __init__(self, connect: Connect) -> None:
+    def __init__(self, deadlines: Deadlines) -> None:
         # One context for all connections, because creating one reads the certificate store (about 10 ms).
         self._tls = ssl.create_default_context()
         super().__init__(context=self._tls)
-        self._connect = connect
+        self._deadlines = deadlines
 
     def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
         return self.do_open(functools.partial(self._connection, http.client.HTTPConnection), request)
@@ -187,7 +179,7 @@ class _Handler(urllib.request.HTTPSHandler, urllib.request.HTTPHandler):
 
     def _connection(self, kind: Callable[..., Any], host: str, **options: Any) -> Any:
         connection = kind(host, **options)
-        connection.response_class, connection._create_connection = _Response, self._connect
+        connection.response_class, connection._create_connection = _Response, self._deadlines.connect
         return connection
 
 

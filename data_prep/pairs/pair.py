@@ -262,10 +262,8 @@ def convert(body: bytes, options: ImageOptions) -> StoredImage:
     """
     check_image(body, content_type="", max_pixels=options.max_pixels)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with open_image(body) as image:
-                return _store(image, body, options)
+        with warnings.catch_warnings(action="ignore"), open_image(body) as image:
+            return _store(image, body, options)
     except ImageError as error:
         raise FetchError(error.reason, error.detail) from error
 

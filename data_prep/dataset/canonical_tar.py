@@ -16,8 +16,6 @@ from pipeline.data.shards.tar_reader import FORMAT_SUFFIXES, DamagedTar, members
 from pipeline.errors import UserError
 from pipeline.files import replacing
 
-_BLOCK = 512
-
 
 def samples(path: str | Path) -> Iterator[tuple[str, dict[str, bytes]]]:
     """Iterate over a webdataset tar as `(key, {extension: payload})`, in order.
@@ -74,5 +72,5 @@ def _archive(members: Iterable[tuple[str, bytes]]) -> Iterator[bytes]:
             header = info.tobuf(tarfile.USTAR_FORMAT)
         except ValueError:
             header = info.tobuf(tarfile.PAX_FORMAT)
-        yield from (header, payload, bytes(-len(payload) % _BLOCK))
-    yield bytes(2 * _BLOCK)
+        yield from (header, payload, bytes(-len(payload) % tarfile.BLOCKSIZE))
+    yield bytes(2 * tarfile.BLOCKSIZE)

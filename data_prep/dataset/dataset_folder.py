@@ -254,12 +254,7 @@ def as_stored(names: Iterable[str]) -> set[str]:
 
 
 def read_meta(folder: Folder, shard: int, columns: list[str] | None = None) -> Any:
-    """Read the meta file of a shard as a pyarrow Table.
-
-    Args:
-        folder: The data set.
-        shard: The shard's number.
-        columns: Columns to read; those that the file lacks are ignored. By default all.
+    """Read the meta file of a shard, or those of the `columns` that it has, as a pyarrow Table.
 
     Raises:
         UserError: The file is missing or damaged.

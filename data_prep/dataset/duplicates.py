@@ -90,15 +90,13 @@ def find_duplicates(
     Memory, estimated and not measured: about 350 bytes a sample for keys, hashes and thumbnails, as much again while
     equal ones are found, and about 300 more for the tables of exact hashes. Ten million samples take some 10 GB.
 
-    Args:
-        root: The data set's folder.
-        allow_outside: As for `load_manifest`.
-        on_undecodable: Called with the key of every sample that is left out because its image cannot be decoded.
+    `allow_outside` is that of `load_manifest`; `on_undecodable` is called with the key of every sample that is left out
+    because its image cannot be decoded.
     """
     keys, signatures, stored = _signatures(local_manifest(root, allow_outside=allow_outside), on_undecodable)
     exact = exact_groups(Folder(Path(root)), dict(zip(keys, stored, strict=True)))
     same = {key: number for number, group in enumerate(exact) for key in group}
-    near = {keys[i]: keys[kept] for i, kept in near_duplicates(signatures, distance=MAX_DISTANCE).items()}
+    near = {keys[i]: keys[kept] for i, kept in near_duplicates(signatures).items()}
     return Duplicates(exact, {key: kept for key, kept in near.items() if same.get(key, -1) != same.get(kept, -2)})
 
 
@@ -140,7 +138,7 @@ def find_overlap(
     sets = (stacked(theirs), ours)
     both = Signatures(np.concatenate([s.hashes for s in sets]), np.concatenate([s.thumbnails for s in sets]))
     start, first, match = len(theirs), both.first_equals(), dict[int, int]()
-    for i, j in near_pairs(both, first, distance=MAX_DISTANCE):
+    for i, j in near_pairs(both, first):
         if i < start <= j:
             match[j] = min(i, match.get(j, i))
     match |= {int(i): int(i) for i in set(first[start:][first[start:] < start].tolist())}
@@ -182,7 +180,7 @@ def _recorded(folder: Folder) -> Iterator[tuple[str, bytes]]:
                 yield key, bytes.fromhex(digest)[:_HASH_BYTES]
 
 
-def near_duplicates(signatures: Signatures, *, distance: int) -> dict[int, int]:
+def near_duplicates(signatures: Signatures, *, distance: int = MAX_DISTANCE) -> dict[int, int]:
     """Each image that is a near duplicate of an earlier one that is kept, and that one; in order."""
     first = signatures.first_equals()
     found: dict[int, int] = {}
@@ -195,7 +193,7 @@ def near_duplicates(signatures: Signatures, *, distance: int) -> dict[int, int]:
     return dict(sorted(found.items()))
 
 
-def near_pairs(signatures: Signatures, first: np.ndarray, *, distance: int) -> Iterator[tuple[int, int]]:
+def near_pairs(signatures: Signatures, first: np.ndarray, *, distance: int = MAX_DISTANCE) -> Iterator[tuple[int, int]]:
     """All pairs `i < j` of near duplicates among the images that are the first with their signature, in no order."""
     heads = np.flatnonzero(first == np.arange(len(first)))
     values, inverse = np.unique(signatures.hashes[heads], return_inverse=True)
@@ -212,8 +210,6 @@ def near_pairs(signatures: Signatures, first: np.ndarray, *, distance: int) -> I
 
 def _close_values(values: np.ndarray, distance: int) -> Iterator[tuple[int, int]]:
     """Pairs of indices of distinct hashes that differ in at most `distance` bits; some come several times."""
-    if distance == 0:
-        return
     for blocks in itertools.combinations(_BLOCKS, 2):
         mask = np.uint64(sum(((1 << (end - start)) - 1) << start for start, end in blocks))
         masked = values & mask

@@ -31,13 +31,13 @@ def rules_of(config: DownloadConfig) -> dict[str, dict[str, Any]]:
 
 
 def digest_of(rules: Mapping[str, Any]) -> str:
-    """A digest of the rules."""
-    return hashlib.sha256(json.dumps(rules, sort_keys=True).encode()).hexdigest()[:16]
+    """A digest of the rules; empty if there are none, as in plans of versions before 0.2."""
+    return hashlib.sha256(json.dumps(rules, sort_keys=True).encode()).hexdigest()[:16] if rules else ""
 
 
 def has_rules(record: ShardRecord, rules: Mapping[str, Any]) -> bool:
-    """Whether a shard was made with these rules; records and plans of versions before 0.2 do not say."""
-    return not record.rules or record.rules == (digest_of(rules) if rules else "")
+    """Whether a shard was made with these rules; records of versions before 0.2 do not say."""
+    return record.rules in ("", digest_of(rules))
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

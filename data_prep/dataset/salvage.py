@@ -27,7 +27,6 @@ from pipeline.errors import UserError
 from pipeline.files import sha256_of
 
 Rows = dict[int, dict[str, Any]]
-_BLOCK = 512
 
 
 def settled_rows(folder: Folder, shard: int) -> Rows:
@@ -65,12 +64,9 @@ def check_meta(folder: Folder, shard: int) -> None:
 
 
 def check_converted(folder: Folder, name: str, keys: Set[str]) -> None:
-    """Check record and meta file of a shard that `neuclip pairs` made; one from elsewhere has none.
+    """Check record and meta file of the shard with this name in the manifest, which has samples with these keys.
 
-    Args:
-        folder: The data set.
-        name: The shard's name in the manifest.
-        keys: Some of its samples.
+    Only shards that `neuclip pairs` made have such files; others pass.
 
     Raises:
         UserError: One of them is damaged or another shard's.
@@ -88,13 +84,7 @@ def intact_rows(folder: Folder, plan: Plan, shard: int, planned: Mapping[int, Ma
     """Rows that a rebuild does not request again: failures, and samples whose image is intact.
 
     Without a readable meta file, samples are intact if the tar matches the record or the manifest. Nothing is kept of a
-    shard that was made with other settings.
-
-    Args:
-        folder: The data set.
-        plan: Its plan.
-        shard: Which of its shards.
-        planned: The plan's rows by number.
+    shard that was made with other settings. `planned` has the plan's rows by number.
     """
     record = _readable_record(folder, shard)
     if record and not has_rules(record, plan.rules) and sha256_of_tar(folder, shard) not in _listed(folder, shard):
@@ -110,13 +100,7 @@ def intact_rows(folder: Folder, plan: Plan, shard: int, planned: Mapping[int, Ma
 def published_samples(
     folder: Folder, shard: int, rows: Mapping[int, Mapping[str, Any]]
 ) -> Iterator[tuple[int, dict[str, bytes]]]:
-    """`(row number, {extension: payload})` of the intact samples among `rows`, in order.
-
-    Args:
-        folder: The data set.
-        shard: Which of its shards.
-        rows: The wanted rows of the meta file by number.
-    """
+    """`(row number, {extension: payload})` of the intact samples among `rows` of the meta file, in order."""
     path = folder.tar(shard)
     if not path.is_file():
         return
@@ -144,7 +128,7 @@ def _intact_images(path: Path, rows: Mapping[int, Mapping[str, Any]]) -> Iterato
     found: dict[str, tuple[str, int, int]] = {}
     size = path.stat().st_size
     with path.open("rb") as file:
-        while len(block := file.read(_BLOCK)) == _BLOCK:
+        while len(block := file.read(tarfile.BLOCKSIZE)) == tarfile.BLOCKSIZE:
             with contextlib.suppress(tarfile.HeaderError):
                 info = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
                 key, _, suffix = info.name.partition(".")
@@ -154,7 +138,7 @@ def _intact_images(path: Path, rows: Mapping[int, Mapping[str, Any]]) -> Iterato
                     continue
                 if hashlib.sha256(file.read(info.size)).hexdigest() == hashes[key]:
                     found[key] = suffix, start, info.size
-                    start += -(-info.size // _BLOCK) * _BLOCK
+                    start += -(-info.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
                 file.seek(start)
         for key, (suffix, start, length) in sorted(found.items()):
             file.seek(start)

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from data_prep.dataset.dataset_folder import Folder, read_meta
-from data_prep.dataset.duplicates import MAX_DISTANCE, near_duplicates, signature, stacked
+from data_prep.dataset.duplicates import near_duplicates, signature, stacked
 from pipeline.data.shards.manifest_format import Manifest
 from pipeline.data.shards.rgb_image import counted_errors
 from pipeline.data.shards.storage import open_records
@@ -61,12 +61,7 @@ class Census:
 
 
 def take_census(folder: Folder, manifest: Manifest, caption: CaptionField) -> Census:
-    """Read every meta file once, and some samples.
-
-    Args:
-        folder: The data set.
-        manifest: Its manifest.
-        caption: Where captions are, in shards that `neuclip download` did not make.
+    """Read every meta file of a data set once, and some samples; `caption` says where these have their captions.
 
     Raises:
         UserError: A meta file or a shard is missing or damaged.
@@ -131,7 +126,7 @@ def _read_samples(census: Census, manifest: Manifest, caption: CaptionField) -> 
     if captions and not has_captions:
         _count_captions(census, pa.array(captions), _READ)
     census.shards_read = count
-    near = near_duplicates(stacked(signatures), distance=MAX_DISTANCE)
+    near = near_duplicates(stacked(signatures))
     census.near = [(census.places[later], census.places[earlier]) for later, earlier in near.items()]
 
 

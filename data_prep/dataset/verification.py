@@ -210,7 +210,9 @@ def inspect(root: str | Path, *, decode: int = 16, allow_outside: bool = False) 
         if not is_own or not (is_there or _is_finished(folder)):
             raise
         problems.append(Problem(MANIFEST_NAME, "damaged" if is_there else "missing", str(error)))
-        manifest, stated = _restored(folder), manifest_of_records(folder)
+        manifest, stated = None, manifest_of_records(folder)
+        with suppress(UserError):  # reported among the problems
+            manifest = expected_manifest(folder, load_plan(folder))
     check_local(stated)
     if is_own:
         problems.extend(check_bookkeeping(folder, None if problems else manifest))
@@ -229,13 +231,6 @@ def _is_finished(folder: Folder) -> bool:
         return len(folder.finished()) == load_plan(folder).shards
     except UserError:
         return False
-
-
-def _restored(folder: Folder) -> Manifest | None:
-    try:
-        return expected_manifest(folder, load_plan(folder))
-    except UserError:  # reported among the problems
-        return None
 
 
 def _check_shard(manifest: Manifest, shard: Shard, own: Folder | None, *, decode: int) -> Iterator[Problem]:

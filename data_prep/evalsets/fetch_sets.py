@@ -140,10 +140,6 @@ def count(chosen: HubSet, folder: Path) -> int:
 def record_suite(folder: Path, *, on_note: Callable[[str], None] = lambda note: None) -> dict[str, str]:
     """Write counts and SHA-256 of every task's files to FOLDER/suite.json; check what is already recorded.
 
-    Args:
-        folder: The folder of the tasks.
-        on_note: Called with a line per task.
-
     Returns:
         What is wrong, by task; such tasks are not recorded anew.
 

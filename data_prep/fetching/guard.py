@@ -188,13 +188,7 @@ def check_opt_out(url: str, headers: Message, guard: GuardConfig) -> None:
 
 
 def is_opted_out(headers: Message, *, user_agent: str, opt_outs: Iterable[str]) -> bool:
-    """Whether the headers of a response forbid its use.
-
-    Args:
-        headers: The headers of the response.
-        user_agent: Our name, which a section may address.
-        opt_outs: The directives that count.
-    """
+    """Whether the headers of a response have one of the `opt_outs`, for all or for our `user_agent`."""
     wanted = {_joined(directive.lower()) for directive in opt_outs}
     lines = [_plain(str(value)) for name, value in headers.items() if _HEADER.fullmatch(name)]
     return bool(wanted) and any(not wanted.isdisjoint(_directives(line, user_agent.lower())) for line in lines)

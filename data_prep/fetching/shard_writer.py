@@ -138,7 +138,7 @@ class ShardWriter:
             0,
             "",
             failures,
-            rules=digest_of(self._plan.rules) if self._plan.rules else "",
+            rules=digest_of(self._plan.rules),
             tools=tool_versions(),
         )
         publish(self._folder, record, self._members(successes - set(self._index)), rows)

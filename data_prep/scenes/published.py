@@ -10,7 +10,6 @@ import enum
 import functools
 import hashlib
 import io
-import itertools
 import json
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
@@ -110,12 +109,7 @@ def write_url_table(config: ScenesConfig, base: str, path: str | Path, *, proces
 
     Columns: `uid` (32 hex digits, independent of the address), `url`, `caption` (web style), `sha256` of the bytes as
     published (so it is wrong for a URL with the wrong-hash fault), `original_width` and `original_height` in pixels.
-
-    Args:
-        config: The corpus.
-        base: Base URL of the server.
-        path: The parquet file.
-        processes: Number of processes that render the images.
+    URLs begin with `base`, that of the server; `processes` processes render the images.
     """
     with replacing(path, unique=False) as temporary, pq.ParquetWriter(temporary, SCHEMA) as writer:
         for columns in _chunks(config, base, processes):
@@ -133,12 +127,12 @@ def uid(config: ScenesConfig, index: int) -> str:
 
 
 def _chunks(config: ScenesConfig, base: str, processes: int) -> Iterable[dict[str, list]]:
-    starts = range(0, config.pairs, CHUNK)
+    rows, starts = functools.partial(_rows, config, base), range(0, config.pairs, CHUNK)
     if processes == 1:
-        yield from map(_rows, itertools.repeat(config), itertools.repeat(base), starts)
+        yield from map(rows, starts)
         return
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        yield from pool.map(_rows, itertools.repeat(config), itertools.repeat(base), starts)
+        yield from pool.map(rows, starts)
 
 
 def _rows(config: ScenesConfig, base: str, start: int) -> dict[str, list]:

@@ -128,13 +128,7 @@ _URL = re.compile(r"^\s*\"?[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
 
 class QuoteCheck:
-    """Looks for values that hold whole further records, with a URL at the place of the URL.
-
-    Args:
-        path: The file, for messages.
-        names: All columns in order.
-        url: The column of the URLs.
-    """
+    """Looks for values that hold whole further records, with a URL at the place of the column `url`."""
 
     def __init__(self, path: Path, names: list[str], url: str) -> None:
         self._path, self._columns, self._url = path, len(names), names.index(url)

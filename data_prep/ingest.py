@@ -142,7 +142,7 @@ def _with_rules(folder: Folder, plan: Plan, rules: dict[str, Any]) -> Plan:
     """
     check_recorded(folder, plan)
     differences = changes(plan.rules, rules) if plan.rules else []
-    is_begun = bool(folder.finished() or folder.numbered("meta", ".commit"))
+    is_begun = bool(folder.finished() or folder.numbered(".commit"))
     if differences and is_begun:
         raise UserError(
             f"{folder.root} holds shards that were made with other settings ({'; '.join(differences)}). "

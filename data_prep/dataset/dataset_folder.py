@@ -170,14 +170,14 @@ class Folder:
                         path.rmdir()
             raise
 
-    def numbered(self, where: str, suffix: str) -> list[int]:
-        """The shards that have a file with this suffix in a folder, in order."""
-        names = (path.name for path in (self.root / where).glob(f"*{suffix}"))
+    def numbered(self, suffix: str) -> list[int]:
+        """The shards that have a file with this suffix in `meta/`, in order."""
+        names = (path.name for path in (self.root / "meta").glob(f"*{suffix}"))
         return sorted(int(stem) for name in names if (stem := name.removesuffix(suffix)).isdecimal())
 
     def finished(self) -> list[int]:
         """The shards that have a record, in order."""
-        return self.numbered("meta", ".json")
+        return self.numbered(".json")
 
     def read_record(self, shard: int) -> ShardRecord:
         """Read the record of a shard.

@@ -205,13 +205,8 @@ def _matching(plan: Plan, settings: dict[str, Any], folder: Folder, *, index: st
 
 def _selected(source: SourceConfig, subset: Subset, counts: Counter[str]) -> Iterator[Any]:
     """RecordBatches of the selected rows with the plan's column names; `counts` gets the rows `read` and `skipped`."""
-    names = {source.url: "url", source.caption: "caption"}
-    if source.uid:
-        names[source.uid] = "uid"
-    if source.hash:
-        names[source.hash] = source.hash_kind
-    if source.blur:
-        names[source.blur] = "blur"
+    names = {source.uid: "uid", source.hash: source.hash_kind, source.blur: "blur"}  # perhaps None, which names nothing
+    names |= {source.url: "url", source.caption: "caption"}
     for batch in read(source, on_skipped=lambda rows: counts.update(skipped=rows)):
         counts["read"] += batch.num_rows
         batch = batch.rename_columns([names.get(name, name) for name in batch.schema.names])

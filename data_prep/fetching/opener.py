@@ -26,14 +26,6 @@ from data_prep.settings.download_config import GuardConfig
 _CHUNK = 1 << 16
 
 
-class Fetched(io.BytesIO):
-    """A complete response: its body, and the headers that img2dataset reads."""
-
-    def __init__(self, headers: Message, body: bytes) -> None:
-        super().__init__(body)
-        self.headers = headers
-
-
 @dataclass
 class _Host:
     """What this process knows about one host: free connections, and the end of its back-off."""
@@ -75,8 +67,8 @@ class Opener:
         """Refuse all further URLs at once: the shard has failed."""
         self._is_closed = True
 
-    def open(self, request: urllib.request.Request | str, data: None = None, timeout: float = 10.0) -> Fetched:
-        """Fetch one image.
+    def open(self, request: urllib.request.Request | str, data: None = None, timeout: float = 10.0) -> io.BytesIO:
+        """Fetch one image, whole; img2dataset reads nothing else of the response.
 
         Raises:
             FetchError: Its text begins with the reason.
@@ -116,7 +108,7 @@ class Opener:
         check_authority(parts)
         return self._hosts[name]
 
-    def _attempt(self, request: urllib.request.Request, host: _Host, timeout: float) -> Fetched:
+    def _attempt(self, request: urllib.request.Request, host: _Host, timeout: float) -> io.BytesIO:
         # A new request each time, because urllib modifies it.
         headers = {**request.headers, "User-Agent": self.user_agent}
         with self._deadlines.attempt() as attempt:
@@ -138,7 +130,7 @@ class Opener:
     def _late(self) -> FetchError:
         return FetchError(reasons.TIMEOUT, f"no complete response in {self._total_seconds:g} s")
 
-    def _receive(self, response: Any) -> Fetched:
+    def _receive(self, response: Any) -> io.BytesIO:
         headers: Message = response.headers
         check_response(response.url, headers, self._guard)
         body = b"".join(self._chunks(response))
@@ -146,7 +138,7 @@ class Opener:
         if announced is not None and len(body) < announced:
             raise FetchError(reasons.CUT_OFF, f"received {len(body)} of {announced} bytes")
         check_image(body, content_type=headers.get("Content-Type", ""), max_pixels=self._guard.max_pixels)
-        return Fetched(headers, body)
+        return io.BytesIO(body)
 
     def _chunks(self, response: Any) -> Iterator[bytes]:
         announced, limit = _announced(response), self._guard.max_bytes

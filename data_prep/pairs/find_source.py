@@ -88,13 +88,9 @@ def _has_columns(path: Path) -> bool:
 
 
 def open_source(source: str, options: SourceOptions, *, listing: Path, stored: Listing | None = None) -> PairSource:
-    """Open a source.
+    """Open a file, a folder or a name on the hub; the list of a source without random access is written to `listing`.
 
-    Args:
-        source: File, folder or name on the hub.
-        options: How to read it.
-        listing: Where the list of a source without random access is stored.
-        stored: The list, if an interrupted run has already made it.
+    Of an interrupted run, this list may be `stored` already.
 
     Raises:
         UserError: It cannot be read, or an option does not apply to its kind.

@@ -163,7 +163,7 @@ def _csv_rows(
     while True:
         number = reader.line_num + 1
         lines.clear()
-        problem = ""
+        fields, problem = list[str](), ""
         try:
             fields = next(reader)
         except StopIteration:
@@ -172,14 +172,11 @@ def _csv_rows(
             problem = str(error)
         if table is not None and len(lines) > 1:
             _check_quotes(lines, number, table, delimiter=delimiter, columns=names)
+        if fields and len(fields) != len(names):
+            problem = f"{len(fields)} fields instead of {len(names)}"
         if problem:
             yield number, problem
-            continue
-        if not fields:
-            continue
-        if len(fields) != len(names):
-            yield number, f"{len(fields)} fields instead of {len(names)}"
-        else:
+        elif fields:
             yield number, dict(zip(names, fields, strict=True))
 
 

@@ -269,17 +269,16 @@ def convert(body: bytes, options: ImageOptions) -> StoredImage:
 
 
 def _store(image: Image.Image, body: bytes, options: ImageOptions) -> StoredImage:
-    kind, (width, height) = image.format, image.size
+    kind, size = image.format, options.size or min(image.size)
     turned = orientation(image, body)
-    shrinks = options.size is not None and min(width, height) > options.size
+    shrinks = min(image.size) > size
     load(image, body)
     if not shrinks and turned == 1 and kind in _STORED and not options.raw:
-        return StoredImage(extension(body, str(kind).lower()), body, width, height)
+        return StoredImage(extension(body, str(kind).lower()), body, *image.size)
     picture = upright(to_rgb(image), turned)
     if shrinks:
-        assert options.size is not None
-        scale = options.size / min(picture.size)
-        width, height = (max(options.size, round(side * scale)) for side in picture.size)
+        scale = size / min(picture.size)
+        width, height = (max(size, round(side * scale)) for side in picture.size)
         picture = picture.resize((width, height), Image.Resampling.BICUBIC, reducing_gap=3.0)
     buffer, suffix = io.BytesIO(), "ppm" if options.raw else "jpg"
     picture.save(buffer, "PPM" if options.raw else "JPEG", quality=options.quality)

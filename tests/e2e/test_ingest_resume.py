@@ -80,7 +80,7 @@ def test_a_killed_run_resumes_and_ends_with_the_same_manifest(site: Site, tmp_pa
         process.kill()
         process.wait()
     wait_for(lambda: not any(lives(child.pid) for child in family), "the engine and its worker end")
-    finished, committed = set(folder.finished()), set(folder.numbered("meta", ".commit"))
+    finished, committed = set(folder.finished()), set(folder.numbered(".commit"))
     assert not (tmp_path / "killed" / "manifest.json").exists()
     for shard in range(ROWS // SHARD):
         if shard in committed:  # the kill came while its files were renamed

@@ -37,16 +37,10 @@ _NOT_IN_JSON = ("row", "status", "reason", "error", STORED_HASH)
 def publish(
     folder: Folder, record: ShardRecord, members: Iterable[tuple[str, bytes]], rows: list[dict[str, Any]]
 ) -> ShardRecord:
-    """Publish one shard.
-
-    Args:
-        folder: The data set.
-        record: Outcomes of the shard's rows; sizes and digests of its files are filled in.
-        members: The tar's members, sorted by name.
-        rows: The meta file's rows, in order.
+    """Publish one shard: the tar's members, sorted by name, and the meta file's rows, in order.
 
     Returns:
-        The record as written.
+        The record as written, with sizes and digests of the files.
 
     Raises:
         UserError: The members do not match the rows. Nothing was changed.
@@ -74,7 +68,7 @@ def recover(folder: Folder, shards: Iterable[int]) -> list[int]:
         The shards whose commit was finished.
     """
     wanted = set(shards)
-    found = sorted(wanted.intersection(folder.numbered("meta", ".commit")))
+    found = sorted(wanted.intersection(folder.numbered(".commit")))
     committed = [shard for shard in found if _is_whole(folder, shard)]
     for shard in found:
         if shard in committed:

@@ -56,7 +56,7 @@ def check_bookkeeping(folder: Folder, manifest: Manifest | None) -> Iterator[Pro
     """Problems of the files besides the shards."""
     if folder.pending_removal.exists():
         yield Problem(folder.pending_removal.name, "unfinished", "a removal was interrupted")
-    for shard in folder.numbered("meta", ".commit"):
+    for shard in folder.numbered(".commit"):
         yield Problem(f"meta/{folder.commit(shard).name}", "unfinished", "publishing was interrupted")
     for path in (folder.removed, folder.quarantine):
         try:
@@ -184,16 +184,12 @@ def verify(root: str | Path, *, decode: int = 16) -> list[Problem]:
 
 
 def inspect(root: str | Path, *, decode: int = 16, allow_outside: bool = False) -> Verdict:
-    """Check every shard of a manifest: presence, size, SHA-256, that it is a complete tar of the expected
-    samples, and that some of its images decode.
+    """Check every shard of a manifest: presence, size, SHA-256, that it is a complete tar of the expected samples, and
+    that `decode` of its images decode.
 
     In a folder made by `neuclip download`, the other files are checked as well, and each image and caption is compared
     with its record from fetching. If the manifest cannot be read, the shards are compared with their records.
-
-    Args:
-        root: The folder.
-        decode: Number of images per shard to decode.
-        allow_outside: As for `load_manifest`.
+    `allow_outside` is that of `load_manifest`.
 
     Raises:
         UserError: There is no manifest, or it cannot be read and the folder was not made by `neuclip download`; or

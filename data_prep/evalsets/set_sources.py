@@ -57,12 +57,8 @@ HUB_SETS: dict[str, HubSet] = {task.key: _published(task) for task in DATACOMP}
 def fetch_from_mirror(chosen: HubSet, target: Path, mirror: Path, known: dict[str, Any] | None) -> dict[str, Any]:
     """Copy a set from a folder that holds it in any layout that the evaluation reads.
 
-    Args:
-        chosen: The set.
-        target: Its folder in the suite.
-        mirror: A folder of `neuclip evalsets`, of the benchmark's download_evalsets.py (with its `hf_cache/`), or of
-            copies under other common names.
-        known: What the mirror's own evalsets.json says about the set.
+    `mirror` is a folder of `neuclip evalsets`, of the benchmark's download_evalsets.py (with its `hf_cache/`), or of
+    copies under other common names; `known` is what its own evalsets.json says about the set.
 
     Returns:
         The set's entry for evalsets.json.
@@ -100,16 +96,10 @@ def _name_in_copy(path: Path, folder: Path) -> str:
 
 
 def fetch_from_hub(chosen: HubSet, target: Path, endpoint: str | None, known: dict[str, Any] | None) -> dict[str, Any]:
-    """Fetch what is missing or damaged of a set from the hub, at the commit of the first time.
-
-    Args:
-        chosen: The set.
-        target: Its folder in the suite.
-        endpoint: Another hub with the same interface.
-        known: The set's entry in evalsets.json from an earlier call.
+    """Fetch what is missing or damaged of a set into `target`, from the hub or another one with the same interface.
 
     Returns:
-        The set's entry for evalsets.json.
+        The set's entry for evalsets.json; `known`, that of an earlier call, has the commit that is fetched again.
 
     Raises:
         UserError: The hub cannot be reached, does not have the set, or sends other bytes than it states.

@@ -177,14 +177,7 @@ _ATTEMPTS = 2
 
 
 class Decoder:
-    """img2dataset's resizer interface, see ImageConverter.
-
-    Args:
-        image: How images are stored.
-        max_pixels: Larger images are refused.
-        fetch: The number of processes, and the seconds that one image may take.
-        has_boxes: The source has boxes to blur.
-    """
+    """img2dataset's resizer interface, see ImageConverter; `fetch` has the seconds that one image may take."""
 
     command = (sys.executable, "-m", "data_prep.fetching.decoder")
 

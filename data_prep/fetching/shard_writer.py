@@ -34,16 +34,10 @@ class ShardWriter:
     sorted. A live file beside it reports the shard's progress to the monitor.
 
     img2dataset swallows exceptions of `write`. The first one is therefore stored, stops fetching, and is raised by
-    `close`: a shard is published completely or not at all.
+    `close`: a shard is published completely or not at all. `on_failure` is called at the first exception.
 
-    Args:
-        shard: The shard's number.
-        folder: The data set.
-        plan: The plan that it belongs to.
-        rows: All of the shard's rows, as dicts of the plan's columns.
-        encode_format: Extension of encoded images.
-        kept: Rows of the meta file that are not fetched, by number; samples are taken from the published tar.
-        on_failure: Called at the first exception.
+    `rows` are all of the shard's rows, as dicts of the plan's columns. `kept` are rows of the meta file that are not
+    fetched, by number: their samples are taken from the published tar.
     """
 
     def __init__(

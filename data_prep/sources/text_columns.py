@@ -21,13 +21,9 @@ from pipeline.files import text_lines
 
 
 def normalized(batch: Any, source: SourceConfig, kinds: Mapping[str, Any], where: str) -> tuple[Any, int]:
-    """A RecordBatch with its columns in fixed types; rows whose text is not UTF-8 are left out.
+    """A RecordBatch with its columns in fixed types, of the source and of `kinds`, by name; `where` is for messages.
 
-    Args:
-        batch: Columns of the source, under their own names.
-        source: Says which columns are text.
-        kinds: Types for the kept columns, by name; others stay as they are.
-        where: The file, for messages.
+    Rows whose text is not UTF-8 are left out.
 
     Returns:
         The batch, and the number of rows left out.

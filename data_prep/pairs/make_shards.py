@@ -200,18 +200,10 @@ def _convert_all(job: _Job, shards: list[int], processes: int) -> Iterator[int]:
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(processes, len(shards)), mp_context=context) as pool:
-        # Only a few more tasks than processes: the queue stays short, and an error ends the conversion soon.
-        waiting, queue = set(), iter(shards)
         try:
-            for shard in queue:
-                waiting.add(pool.submit(write_shard, job, shard))
-                if len(waiting) > 2 * processes:
-                    finished = next(as_completed(waiting))
-                    waiting.discard(finished)
-                    yield finished.result()
-            for finished in as_completed(waiting):
+            for finished in as_completed([pool.submit(write_shard, job, shard) for shard in shards]):
                 yield finished.result()
-        finally:
+        finally:  # after an error, the shards that wait are not begun
             pool.shutdown(wait=True, cancel_futures=True)
 
 

@@ -47,8 +47,7 @@ def normalized(batch: Any, source: SourceConfig, kinds: Mapping[str, Any], where
 def is_text(kind: Any) -> bool:
     """Whether a pyarrow type holds strings or bytes."""
     inner = kind.value_type if pa.types.is_dictionary(kind) else kind
-    tests = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
-    return any(test(inner) for test in tests) or inner == pa.string_view()
+    return inner in (pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary())
 
 
 def _converted(column: Any, kind: Any, good: np.ndarray, what: str) -> Any:

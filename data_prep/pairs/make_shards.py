@@ -34,9 +34,9 @@ from data_prep.dataset.dataset_folder import (
 from data_prep.dataset.manifest_writer import entries_of
 from data_prep.dataset.removal import PART, finish_removals, names_of_sample
 from data_prep.dataset.sessions import part_lock
-from data_prep.pairs.find_source import SourceOptions, kind_of, open_source
+from data_prep.pairs.find_source import kind_of, open_source
 from data_prep.pairs.listing import Listing
-from data_prep.pairs.pair import ImageOptions, Pair, PairSource, checked, convert, read_image
+from data_prep.pairs.pair import ImageOptions, Pair, PairSource, SourceOptions, checked, convert, read_image
 from data_prep.reasons import REMOVED, FetchError
 from pipeline.data.shards.manifest_format import Manifest, make_manifest
 from pipeline.errors import UserError

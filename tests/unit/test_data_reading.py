@@ -10,7 +10,8 @@ import pytest
 import webdataset
 
 from data_prep.dataset import canonical_tar as canonical
-from data_prep.pairs.find_source import SourceOptions, open_source
+from data_prep.pairs.find_source import open_source
+from data_prep.pairs.pair import SourceOptions
 from pipeline.data.loading.stream_reader import TRUNCATED, StreamReader
 from pipeline.data.order.canonical_order import stream_order
 from pipeline.data.shards.check_shards import check_shards

@@ -43,6 +43,8 @@ class World:
     """Times collectives and the parts of a step; None: nothing is timed."""
     cores: int = field(default_factory=usable_cores, compare=False)
     """CPU cores of this rank, without those of the other ranks on its node."""
+    patient: bool = field(default=False, compare=False)
+    """Objects are gathered after `wait_for_all`: a rank may work for longer than a collective may take."""
 
     @property
     def is_main(self) -> bool:
@@ -93,6 +95,8 @@ class World:
         values: list[Any] = [None] * self.size
         if self.size == 1:
             return [value]
+        if self.patient:
+            self.wait_for_all()
         self.traffic["gather_objects.calls"] += 1
         dist.all_gather_object(values, value)
         return values
@@ -158,33 +162,6 @@ class World:
 def _connection(store: Any) -> Any:
     """Made once, at the start: a new one to a store whose process was killed since would be tried for 46 minutes."""
     return store.clone()
-
-
-@dataclass(frozen=True)
-class PatientRanks:
-    """The ranks of a run while one of them may work for longer than a collective may take."""
-
-    world: World
-
-    @property
-    def rank(self) -> int:
-        return self.world.rank
-
-    @property
-    def size(self) -> int:
-        return self.world.size
-
-    @property
-    def cores(self) -> int:
-        return self.world.cores
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        """As the world's, after all ranks have come."""
-        self.world.wait_for_all()
-        return self.world.gather_objects(value)
-
-    def progress(self) -> None:
-        self.world.progress()
 
 
 def joined_world() -> World:

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pipeline.distributed.world import World
     from pipeline.evaluation.datasets.suite import Suite
-    from pipeline.evaluation.run.session import EvaluationConfig, Processes
+    from pipeline.evaluation.run.session import EvaluationConfig
     from pipeline.evaluation.run.summary import Evaluation
     from pipeline.model.evaluation_model import EvaluationModel
 
@@ -25,7 +26,7 @@ def evaluate(
     suite: str | Path | Suite,
     output: str | Path | None = None,
     config: EvaluationConfig | None = None,
-    processes: tuple[Processes, Any] | None = None,
+    processes: tuple[World, Any] | None = None,
     progress: Callable[[str, Sequence[Evaluation]], None] | None = None,
 ) -> list[Evaluation]:
     """Evaluate checkpoints on every task of a suite, all of them in one pass over its images.

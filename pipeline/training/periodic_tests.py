@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeline.checkpoint.reader import Checkpoint
-from pipeline.distributed.world import PatientRanks, World
+from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.evaluation import evaluate
 from pipeline.evaluation.datasets.suite import open_suite
@@ -48,7 +48,7 @@ class PeriodicEvaluation:
             Scores by task, and by aggregate if all of its tasks were evaluated; reasons of failures by task.
         """
         folder = self._run / "evaluation" / name_of(step)
-        processes = (PatientRanks(self._world), self._world.device)
+        processes = (replace(self._world, patient=True), self._world.device)
         try:
             (evaluation,) = evaluate(
                 model, suite=self._suite, output=folder, config=self._settings, processes=processes

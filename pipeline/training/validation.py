@@ -20,7 +20,7 @@ from pipeline.data.loading.stream_reader import SequentialReader
 from pipeline.data.order.mixture import Mixture, Segments, load_mixture
 from pipeline.data.shards.rgb_image import rgb_image
 from pipeline.data.shards.tar_reader import CaptionField, CorruptSample
-from pipeline.distributed.world import PatientRanks, World
+from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.model.evaluation_model import EvaluationModel
 from pipeline.training.recipe import ValidationConfig
@@ -185,7 +185,8 @@ def validation_scores(image: Tensor, text: Tensor, *, tau: float, world: World |
     for start in blocks[world.rank :: world.size]:
         own.append([_block(*side, start, tau=tau) for side in ((image, text), (text, image))])
         world.progress()
-    found = PatientRanks(world).gather_objects(own)
+    world.wait_for_all()
+    found = world.gather_objects(own)
     parts = [found[number % world.size][number // world.size] for number in range(len(blocks))]
     losses, hits = ([sum(part[side][k] for part in parts) / len(image) for side in (0, 1)] for k in (0, 1))
     return {

@@ -20,15 +20,13 @@ from pydantic import Field
 from pipeline.config import section
 from pipeline.cores import cores_of_rank, cpu_quota
 from pipeline.distributed.precision import keep_fp32
-from pipeline.distributed.world import PatientRanks, World
+from pipeline.distributed.world import World
 from pipeline.errors import UserError, is_out_of_memory
 from pipeline.evaluation.compute import Compute
 from pipeline.evaluation.datasets.task_data import TaskError, plain
 from pipeline.evaluation.datasets.webdataset import BlankClass
 
 T = TypeVar("T")
-Processes = World | PatientRanks
-"""Ranks of a run, or the processes that a launcher has started for an evaluation."""
 
 
 @section
@@ -66,7 +64,8 @@ class Session:
     """The settings, the processes and the device of one evaluation."""
 
     config: EvaluationConfig
-    world: Processes
+    world: World
+    """Ranks of a run, or the processes that a launcher has started for an evaluation."""
     compute: Compute
 
     def together(self, action: Callable[[], T]) -> T:
@@ -119,7 +118,7 @@ def connected_world(state: Any) -> World:
 
 
 @contextmanager
-def start_processes(device: str = "auto") -> Iterator[tuple[Processes, torch.device]]:
+def start_processes(device: str = "auto") -> Iterator[tuple[World, torch.device]]:
     """The processes that the launcher started (`accelerate launch`, `torchrun`), and this one's device.
 
     Raises:

@@ -17,12 +17,13 @@ from typing import Any, Literal
 from pydantic import Field
 
 from pipeline.config import section
+from pipeline.distributed.world import World
 from pipeline.evaluation.datasets.suite import Suite
 from pipeline.evaluation.datasets.task_data import file_facts, plain
 from pipeline.evaluation.identity import Digests, suite_identity
 from pipeline.evaluation.run.checkpoint import default_folder, load_checkpoint
 from pipeline.evaluation.run.results import read_result
-from pipeline.evaluation.run.session import EvaluationConfig, Processes, attempt
+from pipeline.evaluation.run.session import EvaluationConfig, attempt
 from pipeline.evaluation.run.summary import SUMMARY_NAME
 from pipeline.evaluation.watch.ledger import ABANDONED, FINISHED, LEDGER_FOLDER, RELEASED, Lease, Ledger
 from pipeline.model.model_folder import WEIGHTS_NAME, stated_files
@@ -137,7 +138,7 @@ class Watcher:
         suite: Suite,
         config: WatchConfig,
         evaluation: EvaluationConfig,
-        processes: tuple[Processes, Any],
+        processes: tuple[World, Any],
         say: Callable[[str], None],
         on_scored: Callable[[Path], None] = lambda run: None,
     ) -> None:

@@ -73,6 +73,11 @@ def read_tree(path: Path) -> dict[str, Any]:
     return tree if isinstance(tree, dict) else {}
 
 
+def existing_folder(path: Path) -> Path:
+    """`path`, or the nearest folder above it that exists."""
+    return next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
+
+
 def check_writable(path: str | Path) -> Path:
     """Check the path of a result, before the hour-long work that produces it.
 

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,6 +19,7 @@ from pipeline.data.loading.loader import Batch
 from pipeline.distributed.start import start_world
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
+from pipeline.files import existing_folder
 from pipeline.training.recipe import RunConfig
 from pipeline.training.run import setup
 from pipeline.training.trainer import Trainer
@@ -89,7 +89,7 @@ def measure(run: RunConfig, *, ranks: int, seconds: float = 60.0) -> RunMeasurem
     Raises:
         UserError: the recipe cannot be trained here, or there is no manifest.
     """
-    with tempfile.TemporaryDirectory(prefix=".neuclip-measure-", dir=_existing(Path(run.output))) as folder:
+    with tempfile.TemporaryDirectory(prefix=".neuclip-measure-", dir=existing_folder(Path(run.output))) as folder:
         trial = _trial(run, ranks=ranks, folder=Path(folder))
         share = cores_of_one(min(ranks, run.plan.gpus_per_node))
         with (
@@ -137,23 +137,13 @@ def _bottleneck(found: RunMeasurement) -> str:
     return text
 
 
-def _existing(path: Path) -> Path:
-    return next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
-
-
 def _trial(run: RunConfig, *, ranks: int, folder: Path) -> RunConfig:
     """One rank's share of the recipe, which trains for as long as needed and leaves no trace, here or elsewhere."""
     if run.batch_size % ranks or run.data.streams % ranks:
         raise UserError(
             f"{ranks} ranks must divide batch_size = {run.batch_size} and data.streams = {run.data.streams}."
         )
-    silent: dict[str, Any] = {
-        "tensorboard": False,
-        "trackers": (),
-        "progress": "quiet",
-        "images_every": None,
-        "histograms_every": None,
-    }
+    silent = replace(run.telemetry, tensorboard=False, trackers=(), progress="quiet", profile=None)
     return replace(
         run,
         output=str(folder),
@@ -163,7 +153,7 @@ def _trial(run: RunConfig, *, ranks: int, folder: Path) -> RunConfig:
         data=replace(run.data, streams=run.data.streams // ranks),
         engine=replace(run.engine, probe=False),
         checkpoint=replace(run.checkpoint, mirror=None),
-        telemetry=replace(run.telemetry, profile=None, **silent),
+        telemetry=replace(silent, images_every=None, histograms_every=None),
         evaluation=replace(run.evaluation, suite=None),
     )
 

@@ -45,25 +45,23 @@ def check_collectives(device: Literal["cpu", "cuda"], *, ranks: int) -> DoctorFi
     """Let two or more processes exchange numbers: by gloo on the CPU, by NCCL on GPUs."""
     backend = "NCCL" if device == "cuda" else "gloo"
     command = [sys.executable, "-m", "pipeline.distributed.collective_check", device, str(ranks)]
+    hint = "check that 127.0.0.1 is reachable and that GLOO_SOCKET_IFNAME names an interface that exists"
+    if device == "cuda":
+        hint = "run again with NCCL_DEBUG=INFO; check the driver, NCCL_SOCKET_IFNAME, NCCL_IB_DISABLE and /dev/shm"
     environment = without_launcher(os.environ) | {"OMP_NUM_THREADS": "1"}
     environment.pop("NCCL_DEBUG_FILE", None)  # what NCCL says is read below
     environment |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"} if device == "cuda" else {}
     try:
         done = subprocess.run(
-            command,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=ROUND_TRIP_SECONDS,
-            cwd=ROOT,
+            command, env=environment, capture_output=True, text=True, timeout=ROUND_TRIP_SECONDS, cwd=ROOT
         )
     except subprocess.TimeoutExpired:
         late = f"{ranks} processes did not connect within {ROUND_TRIP_SECONDS} s"
-        return DoctorFinding(backend, "broken", late, _network_hint(backend))
+        return DoctorFinding(backend, "broken", late, hint)
     reported = re.search(r"round trip: (.*)", done.stdout)
     if done.returncode or reported is None:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        return DoctorFinding(backend, "broken", f"{ranks} processes failed: {last[:200]}", _network_hint(backend))
+        return DoctorFinding(backend, "broken", f"{ranks} processes failed: {last[:200]}", hint)
     if device == "cuda":
         figures = reported[1] if ranks > 1 else "one GPU, which exchanges nothing within the node"
         return check_transport(done.stdout + done.stderr, figures, link=gpu_link(), network=adapters())
@@ -92,13 +90,11 @@ def check_transport(
         remedy = "run the second check of 'Before you rent 64 GPUs' (docs/cluster.md), whose log shows it"
         return DoctorFinding("NCCL", "note", f"{found}: it has not said which; this node has {names}", remedy)
     if network and transport == "Socket":
-        return DoctorFinding(
-            "NCCL",
-            "broken",
-            f"{found} (TCP), although this node has {names}",
+        remedy = (
             "install libibverbs1 ibverbs-providers librdmacm1; a container needs --device=/dev/infiniband --ulimit "
-            "memlock=-1; unset NCCL_IB_DISABLE",
+            "memlock=-1; unset NCCL_IB_DISABLE"
         )
+        return DoctorFinding("NCCL", "broken", f"{found} (TCP), although this node has {names}", remedy)
     found += f" ({names}: {speed / 8:,.0f} GB/s together)" if network else ""
     measured = re.search(r"(\d+) processes .* at ([\d,]+) MiB/s", figures)
     if link is None or measured is None:
@@ -108,27 +104,15 @@ def check_transport(
     found += f"; this is {share:.0%} of what {link.kind} allows ({link.gigabytes:,.0f} GB/s per GPU)"
     if share >= LEAST_SHARE:
         return DoctorFinding("NCCL", "good", found)
-    return DoctorFinding(
-        "NCCL",
-        "note",
-        found,
+    remedy = (
         "see `nvidia-smi topo -m` and NCCL_DEBUG=INFO; unset NCCL_P2P_DISABLE and NCCL_SHM_DISABLE, give a container "
-        "--ipc=host, and switch off ACS and IOMMU where GPUs are connected by PCIe",
+        "--ipc=host, and switch off ACS and IOMMU where GPUs are connected by PCIe"
     )
-
-
-def _network_hint(backend: str) -> str:
-    if backend == "NCCL":
-        return "run again with NCCL_DEBUG=INFO; check the driver, NCCL_SOCKET_IFNAME, NCCL_IB_DISABLE and /dev/shm"
-    return "check that 127.0.0.1 is reachable and that GLOO_SOCKET_IFNAME names an interface that exists"
+    return DoctorFinding("NCCL", "note", found, remedy)
 
 
 def gpu_link(pci: Path = Path("/sys/bus/pci/devices")) -> Link | None:
-    """NVLink if it connects every pair of GPUs, else PCIe; None for a single GPU, or if the speed is unknown.
-
-    Args:
-        pci: Folder of the PCI devices.
-    """
+    """NVLink if it connects every pair of GPUs, else PCIe; None for a single GPU, or if the speed is unknown."""
     rows = [line.split() for line in _nvidia_smi("topo", "-m").splitlines() if re.match(r"GPU\d+\s", line)]
     pairs = [row[1 + j] for i, row in enumerate(rows) for j in range(len(rows)) if j != i and len(row) > 1 + j]
     if not pairs:

@@ -1,7 +1,7 @@
 """Check whether this node can train: versions, GPUs, collectives, disk, shared memory, compiler, data.
 
-Every check is a function that returns findings and never raises. "broken" means that a run on this node would fail;
-"note" that it may be slow, or differ from what was tested.
+Every check yields findings and never raises. "broken" means that a run on this node would fail; "note" that it may be
+slow, or differ from what was tested.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ import sys
 import time
 import tomllib
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
 from pipeline.errors import UserError, in_a_line
+from pipeline.files import existing_folder
 
 GIB = 2**30
+INSTALL = "pip install -e . -c constraints.txt"
 PACKAGE, ROOT = "neuclip", Path(__file__).parents[2]
 READ_LIMIT, READ_SECONDS = 256 * 2**20, 10.0
 
@@ -36,10 +39,11 @@ class DoctorFinding:
     remedy: str = ""
 
 
-def check_packages(constraints: Path | None) -> list[DoctorFinding]:
+def check_packages(constraints: Path | None) -> Iterator[DoctorFinding]:
     """Python, this project's requirements (broken if absent or out of range), and the tested versions (notes)."""
     from packaging.requirements import Requirement
 
+    yield DoctorFinding("python", "good", sys.version.split()[0])
     wrong, seen = [], 0
     for text in _requirements():
         requirement = Requirement(text)
@@ -49,20 +53,15 @@ def check_packages(constraints: Path | None) -> list[DoctorFinding]:
         version = _version(requirement.name)
         if version is None or not requirement.specifier.contains(version, prereleases=True):
             wrong.append(f"{requirement.name} {version or 'absent'} (needs {requirement.specifier or 'any'})")
-    packages = DoctorFinding("packages", "good", f"all {seen} requirements are met")
     if wrong:
-        packages = DoctorFinding("packages", "broken", "; ".join(wrong), "pip install -e . -c constraints.txt")
-    elif not seen:
-        packages = DoctorFinding(
-            "packages",
-            "note",
-            f"not compared: {PACKAGE} is not installed, and there is no pyproject.toml at {ROOT}",
-            "pip install -e . -c constraints.txt",
-        )
-    findings = [DoctorFinding("python", "good", sys.version.split()[0]), packages]
+        yield DoctorFinding("packages", "broken", "; ".join(wrong), INSTALL)
+    elif seen:
+        yield DoctorFinding("packages", "good", f"all {seen} requirements are met")
+    else:
+        found = f"not compared: {PACKAGE} is not installed, and there is no pyproject.toml at {ROOT}"
+        yield DoctorFinding("packages", "note", found, INSTALL)
     if constraints is not None:
-        findings.append(_against(constraints))
-    return findings
+        yield _against(constraints)
 
 
 def _requirements() -> list[str]:
@@ -86,9 +85,7 @@ def _against(constraints: Path) -> DoctorFinding:
     if not other:
         return DoctorFinding("versions", "good", f"equal to those in {constraints.name}")
     shown = ", ".join(other[:6]) + (f" and {len(other) - 6} more" if len(other) > 6 else "")
-    return DoctorFinding(
-        "versions", "note", f"{len(other)} differ from the tested ones: {shown}", "pip install -e . -c constraints.txt"
-    )
+    return DoctorFinding("versions", "note", f"{len(other)} differ from the tested ones: {shown}", INSTALL)
 
 
 def _version(name: str) -> str | None:
@@ -98,7 +95,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-def check_gpus() -> list[DoctorFinding]:
+def check_gpus() -> Iterator[DoctorFinding]:
     """GPUs that torch sees, and whether other processes use them."""
     import torch
 
@@ -106,19 +103,13 @@ def check_gpus() -> list[DoctorFinding]:
 
     if not torch.cuda.is_available():
         if shutil.which("nvidia-smi") or Path("/dev/nvidia0").exists():
-            return [
-                DoctorFinding(
-                    "GPUs",
-                    "broken",
-                    f"a driver is installed, but torch {torch.__version__} sees no GPU",
-                    "install a torch build for this driver; a container needs --gpus all (Docker) or --nv (Apptainer)",
-                )
-            ]
-        on_cpu = [DoctorFinding("GPUs", "note", "none: training runs on the CPU", "real runs need a GPU")]
+            found = f"a driver is installed, but torch {torch.__version__} sees no GPU"
+            remedy = "install a torch build for this driver; a container needs --gpus all (Docker) or --nv (Apptainer)"
+            yield DoctorFinding("GPUs", "broken", found, remedy)
+            return
+        yield DoctorFinding("GPUs", "note", "none: training runs on the CPU", "real runs need a GPU")
         if slow := why_bf16_is_slow(torch.device("cpu")):
-            on_cpu.append(DoctorFinding("bf16", "note", slow.rstrip("."), "use engine.deepspeed=zero1_fp32"))
-        return on_cpu
-    findings = []
+            yield DoctorFinding("bf16", "note", slow.rstrip("."), "use engine.deepspeed=zero1_fp32")
     for index in range(torch.cuda.device_count()):
         gpu = f"GPU {index}"
         try:
@@ -127,76 +118,69 @@ def check_gpus() -> list[DoctorFinding]:
             with torch.cuda.device(index):
                 slow = why_bf16_is_slow(torch.device("cuda", index))
         except RuntimeError as error:
-            why, remedy = in_a_line(error), "see nvidia-smi: another program holds it, or it needs a reset"
-            findings.append(DoctorFinding(gpu, "broken", f"it cannot be used: {why}", remedy))
+            remedy = "see nvidia-smi: another program holds it, or it needs a reset"
+            yield DoctorFinding(gpu, "broken", f"it cannot be used: {in_a_line(error)}", remedy)
             continue
         if slow:
-            findings.append(DoctorFinding(gpu, "note", f"{text}, no bf16", "use engine.deepspeed=zero1_fp32"))
+            yield DoctorFinding(gpu, "note", f"{text}, no bf16", "use engine.deepspeed=zero1_fp32")
         elif free < 0.9 * total:
-            findings.append(DoctorFinding(gpu, "note", text, "other processes hold memory: see nvidia-smi"))
+            yield DoctorFinding(gpu, "note", text, "other processes hold memory: see nvidia-smi")
         else:
-            findings.append(DoctorFinding(gpu, "good", text))
-    return findings
+            yield DoctorFinding(gpu, "good", text)
 
 
-def check_disk(folder: Path, *, needed_gib: float) -> list[DoctorFinding]:
+def check_disk(folder: Path, *, needed_gib: float) -> Iterator[DoctorFinding]:
     """Free space and write speed at the folder of runs; writes a file, flushes it to disk and removes it."""
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+    existing = existing_folder(folder)
     free = shutil.disk_usage(existing).free / GIB
-    space = DoctorFinding("disk space", "good", f"{free:.1f} GiB free at {existing}")
+    space = f"{free:.1f} GiB free at {existing}"
     if free < needed_gib:
-        space = DoctorFinding(
-            "disk space",
-            "broken",
-            f"{free:.1f} GiB free at {existing}, {needed_gib:g} are needed",
-            "free some, or choose another output; checkpoint.keep_last limits what a run keeps",
-        )
-    probe = existing / f".neuclip-doctor-{uuid.uuid4().hex}"
+        remedy = "free some, or choose another output; checkpoint.keep_last limits what a run keeps"
+        yield DoctorFinding("disk space", "broken", f"{space}, {needed_gib:g} are needed", remedy)
+    else:
+        yield DoctorFinding("disk space", "good", space)
+    try:
+        speed = _write_speed(existing, mib=int(min(64, max(1, free * 1024 // 4))))
+    except OSError as error:
+        found = f"{existing} cannot be written: {error.strerror}"
+        yield DoctorFinding("disk writing", "broken", found, "choose an output folder that this user can write to")
+        return
+    found = f"{speed:.0f} MiB/s at {existing}"
+    if speed < 50:
+        yield DoctorFinding("disk writing", "note", found, "checkpoints will be slow: a local disk helps")
+    else:
+        yield DoctorFinding("disk writing", "good", found)
+
+
+def _write_speed(folder: Path, *, mib: int) -> float:
+    """MiB/s of writing a file of this size to the disk."""
+    probe = folder / f".neuclip-doctor-{uuid.uuid4().hex}"
     block = os.urandom(2**20)
-    size = int(min(64, max(1, free * 1024 // 4)))
     try:
         start = time.perf_counter()
         with probe.open("wb") as file:
-            for _ in range(size):
+            for _ in range(mib):
                 file.write(block)
             file.flush()
             os.fsync(file.fileno())
-        speed = size / (time.perf_counter() - start)
-    except OSError as error:
-        return [
-            space,
-            DoctorFinding(
-                "disk writing",
-                "broken",
-                f"{existing} cannot be written: {error.strerror}",
-                "choose an output folder that this user can write to",
-            ),
-        ]
+        return mib / (time.perf_counter() - start)
     finally:
         probe.unlink(missing_ok=True)
-    if speed < 50:
-        slow = DoctorFinding(
-            "disk writing", "note", f"{speed:.0f} MiB/s at {existing}", "checkpoints will be slow: a local disk helps"
-        )
-        return [space, slow]
-    return [space, DoctorFinding("disk writing", "good", f"{speed:.0f} MiB/s at {existing}")]
 
 
-def check_memory(shm: Path = Path("/dev/shm")) -> list[DoctorFinding]:
+def check_memory(shm: Path = Path("/dev/shm")) -> Iterator[DoctorFinding]:
     """Shared memory, through which workers pass on batches, and the limit of open files."""
-    findings = []
     if shm.is_dir():
         stat = os.statvfs(shm)
         size, free = stat.f_blocks * stat.f_frsize / GIB, stat.f_bavail * stat.f_frsize / GIB
         text, remedy = f"{free:.2f} of {size:.2f} GiB free", "start the container with --shm-size=16g or --ipc=host"
         status: Literal["good", "note", "broken"] = "good" if free >= 2 else "note" if free >= 0.25 else "broken"
-        findings.append(DoctorFinding("shared memory", status, text, "" if status == "good" else remedy))
+        yield DoctorFinding("shared memory", status, text, "" if status == "good" else remedy)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < 1024:
-        findings.append(DoctorFinding("open files", "note", f"at most {soft}", f"ulimit -n {min(4096, hard)}"))
+        yield DoctorFinding("open files", "note", f"at most {soft}", f"ulimit -n {min(4096, hard)}")
     else:
-        findings.append(DoctorFinding("open files", "good", f"at most {soft}"))
-    return findings
+        yield DoctorFinding("open files", "good", f"at most {soft}")
 
 
 def check_compiler() -> DoctorFinding:
@@ -205,16 +189,12 @@ def check_compiler() -> DoctorFinding:
     ninja = shutil.which("ninja") or (_version("ninja") and "the ninja package")
     missing = [name for name, there in (("a C++ compiler", compiler), ("ninja", ninja)) if not there]
     if missing:
-        return DoctorFinding(
-            "compiler",
-            "note",
-            f"{' and '.join(missing)} missing: no model.compile, no DeepSpeed ops",
-            "apt-get install g++; pip install ninja",
-        )
+        found = f"{' and '.join(missing)} missing: no model.compile, no DeepSpeed ops"
+        return DoctorFinding("compiler", "note", found, "apt-get install g++; pip install ninja")
     return DoctorFinding("compiler", "good", f"{compiler}, {ninja}")
 
 
-def check_data(manifest: str, *, needed: float | None = None, **allowed: bool) -> list[DoctorFinding]:
+def check_data(manifest: str, *, needed: float | None = None, **allowed: bool) -> Iterator[DoctorFinding]:
     """Read the first shards for a few seconds, which tests access and gives an upper bound of samples per second.
 
     Args:
@@ -228,35 +208,35 @@ def check_data(manifest: str, *, needed: float | None = None, **allowed: bool) -
     try:
         loaded = load_manifest(manifest, **allowed)
     except UserError as error:
-        return [DoctorFinding("data", "broken", str(error), "name the folder of a manifest")]
+        yield DoctorFinding("data", "broken", str(error), "name the folder of a manifest")
+        return
     count, start = 0, time.perf_counter()
-    for shard in loaded.shards:
-        url = loaded.url(shard)
+
+    def enough() -> bool:
+        return time.perf_counter() - start > READ_SECONDS or count > READ_LIMIT
+
+    for url in map(loaded.url, loaded.shards):
         try:
             with open_shard(url) as file:
                 while data := file.read(2**20):
                     count += len(data)
-                    if time.perf_counter() - start > READ_SECONDS or count > READ_LIMIT:
+                    if enough():
                         break
         except OSError as error:
-            return [
-                DoctorFinding(
-                    "data", "broken", f"{url} cannot be read: {error}", "check mounts, credentials and the manifest"
-                )
-            ]
-        if time.perf_counter() - start > READ_SECONDS or count > READ_LIMIT:
+            found = f"{url} cannot be read: {error}"
+            yield DoctorFinding("data", "broken", found, "check mounts, credentials and the manifest")
+            return
+        if enough():
             break
     speed = count / (time.perf_counter() - start)
     per_sample = loaded.bytes / loaded.n
     rate = f"{speed / 2**20:,.0f} MiB/s, {speed / per_sample:,.0f} samples/s"
     found = f"{loaded.n:,} samples; one reader reaches {rate} (the page cache included)"
-    if needed is None:
-        return [DoctorFinding("data", "good", found)]
-    found += f"; the recipe's steps take {needed * per_sample / 2**20:,.0f} MiB/s, {needed:,.0f} samples/s on this node"
-    if speed < needed * per_sample:
-        return [
-            DoctorFinding(
-                "data", "note", found, "workers read in parallel: `neuclip plan --measure` shows if it is enough"
-            )
-        ]
-    return [DoctorFinding("data", "good", found)]
+    if needed is not None:
+        needed_mib = needed * per_sample / 2**20
+        found += f"; the recipe's steps take {needed_mib:,.0f} MiB/s, {needed:,.0f} samples/s on this node"
+    if needed is not None and speed < needed * per_sample:
+        remedy = "workers read in parallel: `neuclip plan --measure` shows if it is enough"
+        yield DoctorFinding("data", "note", found, remedy)
+    else:
+        yield DoctorFinding("data", "good", found)

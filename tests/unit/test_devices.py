@@ -83,7 +83,7 @@ def test_a_gpu_that_cannot_be_used_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(UserError, match=r"GPU 3 of node7 cannot be used: CUDA error: .* unavailable\. .*nvidia-smi"):
         choose_device("auto", local_rank=3, ranks=8)
     monkeypatch.setattr(torch.cuda, "mem_get_info", busy)
-    findings = node_checks.check_gpus()
+    findings = list(node_checks.check_gpus())
     assert [(f.subject, f.status) for f in findings] == [(f"GPU {index}", "broken") for index in range(8)]
     assert "busy or unavailable" in findings[0].found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
@@ -17,14 +18,14 @@ from pipeline.planning.measured_checks import adapters, check_collectives, check
 from tests.shards import write_shards
 
 
-def of(findings: list[node_checks.DoctorFinding], subject: str) -> node_checks.DoctorFinding:
+def of(findings: Iterable[node_checks.DoctorFinding], subject: str) -> node_checks.DoctorFinding:
     return next(finding for finding in findings if finding.subject == subject)
 
 
 def test_installed_versions_are_compared_with_the_tested_ones(tmp_path: Path) -> None:
     constraints = tmp_path / "constraints.txt"
     constraints.write_text(f"torch=={metadata.version('torch')}\nnot-installed-here==1.0\n")
-    findings = node_checks.check_packages(constraints)
+    findings = list(node_checks.check_packages(constraints))
     assert of(findings, "packages").status == "good"
     assert of(findings, "versions").status == "good"
     constraints.write_text("torch==0.0.1\n")
@@ -189,7 +190,7 @@ def test_the_image_has_the_libraries_of_infiniband() -> None:
 
 
 def test_disk_space_and_write_access(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    findings = node_checks.check_disk(tmp_path / "not" / "yet" / "there", needed_gib=0.001)
+    findings = list(node_checks.check_disk(tmp_path / "not" / "yet" / "there", needed_gib=0.001))
     assert [finding.subject for finding in findings] == ["disk space", "disk writing"]
     assert all(finding.status != "broken" for finding in findings)
     assert not list(tmp_path.iterdir())

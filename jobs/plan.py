@@ -167,7 +167,7 @@ def _print_memory(plan: RunPlan, *, title: str, capacity: float) -> None:
         table.add_column(name, justify="right")
     for stage, part in plan.engine.items():
         total = plan.gpu_bytes(stage) / GIB
-        columns = (part.weights, part.gradients, part.masters, part.moments, part.buffers, plan.activation_bytes(stage))
+        columns = (part.weights, part.gradients, part.masters, part.moments, part.buffers, plan.activations[stage])
         name, fits = f"{stage} (recipe)" if stage == plan.stage else str(stage), total < 0.9 * capacity
         cells = [*(f"{value / GIB:.2f}" for value in columns), f"{plan.objective.replicated / GIB:.3f}"]
         table.add_row(name, *cells, f"{total:.2f}", "yes" if fits else "no")

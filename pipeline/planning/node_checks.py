@@ -22,6 +22,7 @@ from typing import Literal
 
 from pipeline.errors import UserError, in_a_line
 from pipeline.files import existing_folder
+from pipeline.versions import version_of
 
 GIB = 2**30
 INSTALL = "pip install -e . -c constraints.txt"
@@ -50,9 +51,9 @@ def check_packages(constraints: Path | None) -> Iterator[DoctorFinding]:
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         seen += 1
-        version = _version(requirement.name)
-        if version is None or not requirement.specifier.contains(version, prereleases=True):
-            wrong.append(f"{requirement.name} {version or 'absent'} (needs {requirement.specifier or 'any'})")
+        version = version_of(requirement.name)
+        if version == "absent" or not requirement.specifier.contains(version, prereleases=True):
+            wrong.append(f"{requirement.name} {version} (needs {requirement.specifier or 'any'})")
     if wrong:
         yield DoctorFinding("packages", "broken", "; ".join(wrong), INSTALL)
     elif seen:
@@ -78,21 +79,15 @@ def _requirements() -> list[str]:
 def _against(constraints: Path) -> DoctorFinding:
     """Compare installed versions with the tested ones; packages that are not installed are ignored."""
     pinned = re.findall(r"^([A-Za-z0-9._-]+)==([^\s;#]+)", constraints.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    installed = {name: (_version(name), version) for name, version in pinned}
     other = [
-        f"{name} {have} (tested {tested})" for name, (have, tested) in installed.items() if have not in (None, tested)
+        f"{name} {version_of(name)} (tested {tested})"
+        for name, tested in pinned
+        if version_of(name) not in ("absent", tested)
     ]
     if not other:
         return DoctorFinding("versions", "good", f"equal to those in {constraints.name}")
     shown = ", ".join(other[:6]) + (f" and {len(other) - 6} more" if len(other) > 6 else "")
     return DoctorFinding("versions", "note", f"{len(other)} differ from the tested ones: {shown}", INSTALL)
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def check_gpus() -> Iterator[DoctorFinding]:
@@ -186,7 +181,7 @@ def check_memory(shm: Path = Path("/dev/shm")) -> Iterator[DoctorFinding]:
 def check_compiler() -> DoctorFinding:
     """ninja and a C++ compiler, which only DeepSpeed's compiled operations and torch.compile need."""
     compiler = next((found for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), None)
-    ninja = shutil.which("ninja") or (_version("ninja") and "the ninja package")
+    ninja = shutil.which("ninja") or (version_of("ninja") != "absent" and "the ninja package")
     missing = [name for name, there in (("a C++ compiler", compiler), ("ninja", ninja)) if not there]
     if missing:
         found = f"{' and '.join(missing)} missing: no model.compile, no DeepSpeed ops"

@@ -42,7 +42,7 @@ class EngineMemory:
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.masters + self.moments + self.buffers
+        return sum(vars(self).values())
 
 
 @dataclass(frozen=True)
@@ -154,19 +154,10 @@ class SimulatedRanks(World):
             return x.clone()
 
 
-@dataclass(frozen=True)
-class SimulatedObjective:
-    """One rank's part of an objective."""
-
-    memory: ObjectiveMemory
-    traffic: dict[str, int]
-    """Calls of each collective in a step and bytes that this rank contributes, see `World.traffic`."""
-
-
 def simulate_objective(
     config: ObjectiveConfig, *, dim: int, batch_size: int, ranks: int, **facts: Any
-) -> SimulatedObjective:
-    """Take two steps of an objective without values, and count the second.
+) -> tuple[ObjectiveMemory, dict[str, int]]:
+    """Take two steps of an objective without values: the memory of one rank's part, and the traffic of the second step.
 
     Args:
         config: The objective's section.
@@ -174,6 +165,9 @@ def simulate_objective(
         batch_size: Over all ranks.
         ranks: Their number.
         facts: dataset_size, steps_per_epoch and total_steps, as for `build_objective`.
+
+    Returns:
+        Bytes, and calls of each collective and bytes that this rank contributes, see `World.traffic`.
     """
     world = SimulatedRanks(size=ranks, device=META)
     objective = build_objective(config, dim=dim, batch_size=batch_size, world=world, device=META, **facts)
@@ -186,7 +180,7 @@ def simulate_objective(
         objective.prefetch(ids)
         objective.compute(image, text, sample_ids=ids)
         objective.commit()
-    return SimulatedObjective(objective.memory(), dict(world.traffic))
+    return objective.memory(), dict(world.traffic)
 
 
 SAMPLED_BATCHES = 8
@@ -241,6 +235,9 @@ def plan_data(config: DataConfig, *, ranks: int, global_batch: int, image_size: 
         manifest.shards.all_relative or all(is_local(manifest.url(shard)) for shard in manifest.shards)
     )
     passed_samples, passed_bytes = _passed(order)
+    # Shuffle quality is that of a few consecutive batches in the middle of the epoch.
+    first = max(0, layout.steps // 2 - SAMPLED_BATCHES // 2)
+    ids = planned_ids(order, epoch=0, first=first, last=min(layout.steps, first + SAMPLED_BATCHES))
     buffered = min(config.shuffle_buffer, layout.stream_length)
     reread = (0 if seeks else passed_bytes) + buffered * layout.streams * sample_bytes
     return DataPlan(
@@ -256,8 +253,8 @@ def plan_data(config: DataConfig, *, ranks: int, global_batch: int, image_size: 
         resume_bytes=round(reread),
         buffer_bytes=round(buffered / 2 * layout.streams / ranks * sample_bytes),
         batch_bytes=(config.prefetch + 1) * global_batch // ranks * 3 * image_size**2,
-        quality=_quality(order),
-        digests=tuple(order.mixture.digests),
+        quality=shuffle_quality(ids, offsets=manifest.offsets, samples=manifest.n),
+        digests=order.mixture.digests,
     )
 
 
@@ -271,14 +268,6 @@ def _passed(order: Order) -> tuple[int, int]:
         samples += start
         total += shard.bytes * start // shard.samples
     return samples, total
-
-
-def _quality(order: Order) -> ShuffleQuality:
-    """Shuffle quality of a few consecutive batches in the middle of the epoch."""
-    steps, manifest = order.layout.steps, order.mixture.manifest
-    first = max(0, steps // 2 - SAMPLED_BATCHES // 2)
-    ids = planned_ids(order, epoch=0, first=first, last=min(steps, first + SAMPLED_BATCHES))
-    return shuffle_quality(ids, offsets=manifest.offsets, samples=manifest.n)
 
 
 Int64 = NDArray[np.int64]

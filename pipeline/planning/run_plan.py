@@ -22,7 +22,6 @@ from pipeline.planning.run_costs import (
     Cost,
     DataPlan,
     EngineMemory,
-    SimulatedObjective,
     engine_memory,
     plan_data,
     run_cost,
@@ -47,10 +46,8 @@ class RunPlan:
     towers: TowerCosts
     engine: dict[int, EngineMemory]
     """Memory by ZeRO stage."""
-    activations: int
-    """Bytes of activations of one micro-batch."""
-    activations_at_0: int
-    """The same at ZeRO stage 0, whose bf16 is autocast."""
+    activations: dict[int, int]
+    """Bytes of activations of one micro-batch by ZeRO stage: at 0, bf16 is autocast."""
     objective: ObjectiveMemory
     traffic: dict[str, int]
     """Calls and bytes of each collective of the objective in a step, as a rank contributes them."""
@@ -80,11 +77,7 @@ class RunPlan:
     def gpu_bytes(self, stage: int) -> int:
         """Estimated bytes on one GPU at a ZeRO stage."""
         rows = 0 if self.objective.rows_on_host else round(self.objective.per_sample * self.dataset_size / self.gpus)
-        return self.engine[stage].total + self.activation_bytes(stage) + self.objective.replicated + rows
-
-    def activation_bytes(self, stage: int) -> int:
-        """Bytes of activations of one micro-batch at a ZeRO stage."""
-        return self.activations if stage else self.activations_at_0
+        return self.engine[stage].total + self.activations[stage] + self.objective.replicated + rows
 
     @property
     def objective_bytes(self) -> int:
@@ -122,7 +115,15 @@ def plan_run(run: RunConfig, *, gpus: int) -> RunPlan:
     )
     local = run.batch_size // gpus
     micro = min(run.engine.micro_batch or local, local)
-    objective = _objective(run, dim=dim, dataset_size=dataset_size, gpus=gpus)
+    objective, traffic = simulate_objective(
+        run.objective,
+        dim=dim,
+        batch_size=run.batch_size,
+        ranks=gpus,
+        dataset_size=dataset_size,
+        steps_per_epoch=dataset_size // run.read_batch,
+        total_steps=run.total_steps,
+    )
     features = None
     if run.model.image_features_cache is not None:
         samples, path = data.samples if data else dataset_size, Path(run.model.image_features_cache)
@@ -149,10 +150,12 @@ def plan_run(run: RunConfig, *, gpus: int) -> RunPlan:
             )
             for stage in range(4)
         },
-        activations=activation_bytes(largest, micro_batch=micro, bf16=engine.bf16),
-        activations_at_0=activation_bytes(largest, micro_batch=micro, bf16=engine.bf16, autocast=True),
-        objective=objective.memory,
-        traffic=objective.traffic,
+        activations={
+            stage: activation_bytes(largest, micro_batch=micro, bf16=engine.bf16, autocast=stage == 0)
+            for stage in range(4)
+        },
+        objective=objective,
+        traffic=traffic,
         features_bytes=None if features is None else features.file_bytes,
         stages=costs,
         cost=functools.reduce(operator.add, (cost for _, cost in costs)),
@@ -226,19 +229,6 @@ def _towers(model: ModelConfig) -> tuple[TowerCosts, Architecture, tuple[str, ..
     length = min(model.text_tokens or architecture.context_length, architecture.context_length)
     costs = measure_towers(towers, image_size=architecture.image_size, context_length=length)
     return costs, architecture, towers.notes
-
-
-def _objective(run: RunConfig, *, dim: int, dataset_size: int, gpus: int) -> SimulatedObjective:
-    """Memory and communication of the objective, on the meta device: its table may have a billion rows."""
-    return simulate_objective(
-        run.objective,
-        dim=dim,
-        batch_size=run.batch_size,
-        ranks=gpus,
-        dataset_size=dataset_size,
-        steps_per_epoch=dataset_size // run.read_batch,
-        total_steps=run.total_steps,
-    )
 
 
 def _data(run: RunConfig, *, gpus: int, image_size: int) -> tuple[DataPlan | None, str]:

@@ -44,7 +44,7 @@ def test_one_rank_rounds_nothing() -> None:
 def test_it_halves_the_bytes_of_features() -> None:
     def sent(precision: str) -> int:
         settings = {"name": "openclip", "gather_precision": precision}
-        return simulate_objective(settings, dim=512, batch_size=5120, ranks=8).traffic["all_gather.bytes"]
+        return simulate_objective(settings, dim=512, batch_size=5120, ranks=8)[1]["all_gather.bytes"]
 
     assert sent("fp32") - sent("bf16") == 2 * 640 * 512 * 2
 

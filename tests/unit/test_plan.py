@@ -82,7 +82,7 @@ def test_checkpointing_saves_memory(arch: str) -> None:
         plan_run(load_recipe(None, settings("ViT-B-32", "plan.dataset_size=1000", *more)), gpus=1)
         for more in ((), ("model.grad_checkpointing=true",))
     )
-    assert less.activations < 0.35 * full.activations
+    assert less.activations[1] < 0.35 * full.activations[1]
     assert less.cost.flops == pytest.approx(full.cost.flops * 4 / 3)
 
 

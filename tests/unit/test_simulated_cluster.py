@@ -100,7 +100,7 @@ def by_hand(name: str, ranks: int) -> int:
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_bytes_of_collectives_are_those_of_the_real_ones(name: str, ranks: int) -> None:
     """The plan's simulated ranks, torch's own collectives in a fake process group, and a calculation by hand agree."""
-    found = simulate_objective(OBJECTIVES[name], dim=DIM, batch_size=BATCH, ranks=ranks, **FACTS)
+    _, traffic = simulate_objective(OBJECTIVES[name], dim=DIM, batch_size=BATCH, ranks=ranks, **FACTS)
     world = World(size=ranks, device=META)
     objective = build_objective(OBJECTIVES[name], dim=DIM, batch_size=BATCH, world=world, device=META, **FACTS)
     image, text = (torch.empty(BATCH // ranks, DIM, device=META) for _ in range(2))
@@ -109,24 +109,24 @@ def test_bytes_of_collectives_are_those_of_the_real_ones(name: str, ranks: int) 
         output = objective.compute(image, text, sample_ids=torch.empty(BATCH // ranks, dtype=torch.int64, device=META))
         objective.commit()
     assert output.grad_image.shape == image.shape
-    assert found.traffic == dict(world.traffic)
-    total = sum(count for key, count in found.traffic.items() if key.endswith("bytes"))
+    assert traffic == dict(world.traffic)
+    total = sum(count for key, count in traffic.items() if key.endswith("bytes"))
     if name != "siglip":
         assert total == by_hand(name, ranks)
 
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_comparisons_of_the_ranks_state_do_not_stop_the_simulation(every: int) -> None:
-    found = simulate_objective(
+    _, found = simulate_objective(
         {**OBJECTIVES["prototypes"], "drift_check_every": every}, dim=DIM, batch_size=BATCH, ranks=8, **FACTS
     )
-    without = simulate_objective(OBJECTIVES["prototypes"], dim=DIM, batch_size=BATCH, ranks=8, **FACTS)
-    assert found.traffic == without.traffic
+    _, without = simulate_objective(OBJECTIVES["prototypes"], dim=DIM, batch_size=BATCH, ranks=8, **FACTS)
+    assert found == without
 
 
 def test_a_rank_keeps_its_share_of_the_prototypes_and_of_the_rows() -> None:
     def memory(ranks: int, settings: dict[str, object]) -> tuple[int, float]:
-        found = simulate_objective(settings, dim=DIM, batch_size=BATCH, ranks=ranks, **FACTS).memory
+        found, _ = simulate_objective(settings, dim=DIM, batch_size=BATCH, ranks=ranks, **FACTS)
         return found.replicated, found.per_sample
 
     one, many = (memory(size, OBJECTIVES["prototypes"])[0] for size in (1, 64))

@@ -65,7 +65,7 @@ def read_meta(path: Path) -> dict[str, Any]:
     return parse_meta((path / META_NAME).read_bytes())
 
 
-def parse_meta(text: bytes) -> dict[str, Any]:
+def parse_meta(text: str | bytes) -> dict[str, Any]:
     """The contents of a `checkpoint.json`, as `read_meta`."""
     try:
         meta = json.loads(text)
@@ -165,7 +165,6 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 def record_of(line: str | bytes) -> dict[str, Any] | None:
     """The mapping in a line of JSON, such as one of metrics.jsonl; None if it is damaged, for example cut off."""
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
+        return parse_meta(line)
+    except ValueError:
         return None
-    return record if isinstance(record, dict) else None

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from pipeline.checkpoint.reader import Checkpoint, find_checkpoint
+from pipeline.checkpoint.reader import Checkpoint, agreed_checkpoint
 from pipeline.checkpoint.writer import CheckpointConfig, CheckpointWriter, Snapshot
 from pipeline.distributed.world import World
 from pipeline.model.architectures import Architecture
@@ -77,7 +77,7 @@ def save_again(
 
 def latest(run: Path, *, on_event: Callable[[str], object] = print, fallback: str | None = None) -> Checkpoint:
     """The checkpoint that `--resume latest` continues from; there must be one."""
-    found = find_checkpoint(run, "latest", on_event=on_event, fallback=fallback)
+    found = agreed_checkpoint(run, "latest", world=World(), on_event=on_event, fallback=fallback)
     assert found is not None
     return found
 

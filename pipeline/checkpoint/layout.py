@@ -23,7 +23,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -160,8 +160,6 @@ class _History(_Strict):
 class _Meta(_Strict):
     """What a run needs of `checkpoint.json` to continue."""
 
-    format: Literal["neuclip-checkpoint"]
-    version: Literal[1]
     step: _Count
     counter: _Count
     samples: _Count

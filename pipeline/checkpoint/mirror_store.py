@@ -25,7 +25,6 @@ from pipeline.errors import UserError
 from pipeline.files import flush, plain_name, write_json, write_text
 from pipeline.run_files import FOLDER_NAME, META_NAME, PREFIX, is_name, parse_meta, valid_run_id
 
-BLOCK = 1 << 20
 CHECK_NAME, OWNER_NAME = "write-test", "owner.json"
 ADVICE = "Choose another name for the folder `output`, or another checkpoint.mirror."
 RECIPE = ("seed", "model.arch", "objective.", "optimizer.", "schedule.", "ema.")
@@ -244,11 +243,8 @@ class MirrorStore:
             self._files.makedirs(path, exist_ok=True)
 
     def _sha256(self, name: str) -> str:
-        digest = hashlib.sha256()
         with self._files.open(f"{self._root}/{name}", "rb") as file:
-            while block := file.read(BLOCK):
-                digest.update(block)
-        return digest.hexdigest()
+            return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_recipe(store: MirrorStore, name: str, settings: Tree) -> None:

@@ -202,38 +202,53 @@ def _share(files: Mapping[str, Any], *, rank: int, ranks: int) -> dict[str, Any]
     return share
 
 
-def find_checkpoint(
+def agreed_checkpoint(
     run: Path,
-    which: str,
+    resume: str | None,
     *,
+    world: World,
     on_event: Callable[[str], None],
     not_after: int | None = None,
     fallback: str | None = None,
-    world: World | None = None,
 ) -> Checkpoint | None:
-    """The checkpoint to resume from, verified.
+    """The checkpoint that all ranks resume from, which they verify together. Collective.
 
     Args:
         run: The run's folder.
-        which: "latest" for the newest undamaged one, or the folder of a checkpoint.
-        on_event: Called on rank 0 with a message for every damaged checkpoint that is skipped.
+        resume: "latest" for the newest undamaged checkpoint, or the folder of one; None starts a new run.
+        world: The ranks.
+        on_event: Called on rank 0 with a message for every checkpoint that is skipped.
         not_after: With "latest", skip checkpoints of later steps than this one.
         fallback: With "latest", the setting `checkpoint.fallback`: the run's folder there is searched, too.
-        world: Ranks that share the work of verifying, all of which call this; by default this process does it alone.
 
     Returns:
-        None when "latest" finds no checkpoint at all.
+        None for a new run, and when "latest" finds no checkpoint at all.
 
     Raises:
-        UserError: The named folder is damaged or not a checkpoint, or "latest" finds only damaged ones.
+        UserError: The named folder is damaged or not a checkpoint, "latest" finds only damaged ones, or the run would
+            not start from the newest checkpoint of its folder. On every rank.
     """
-    world = world or World()
-    if which != "latest":
+    if resume == "latest":
+        return _newest(run, world=world, on_event=on_event, not_after=not_after, fallback=fallback)
+    found = None
+    if resume is not None:
         try:
-            return open_checkpoint(Path(which), world=world)
+            found = open_checkpoint(Path(resume), world=world)
         except UserError as error:
-            hint = "" if is_name(Path(which).name) else f" Give `latest`, or a folder RUN/{FOLDER_NAME}/{name_of(0)}."
-            raise UserError(f"Cannot resume from {which}: {error}{hint}") from error
+            hint = "" if is_name(Path(resume).name) else f" Give `latest`, or a folder RUN/{FOLDER_NAME}/{name_of(0)}."
+            raise UserError(f"Cannot resume from {resume}: {error}{hint}") from error
+    step, run_id, problem = found.step if found else -1, run_id_of(run), ""
+    for folder in (run, *fallback_runs(fallback, run)) if world.is_main else ():  # others may see another state of it
+        paths = [path for path in checkpoint_folders(folder) if step_of(path) > step]
+        later = [path.name for path in paths if resume is None or not is_foreign(id_in(path), run_id)]
+        problem = problem or (taken_by(str(folder), later, resume) if later else "")
+    world.raise_together(problem)
+    return found
+
+
+def _newest(
+    run: Path, *, world: World, on_event: Callable[[str], None], not_after: int | None, fallback: str | None
+) -> Checkpoint | None:
     folders = [run, *fallback_runs(fallback, run)]
     found = [path for folder in folders for path in checkpoint_folders(folder)]
     found.sort(key=step_of, reverse=True)
@@ -262,43 +277,6 @@ def find_checkpoint(
             "folder."
         )
     return None
-
-
-def agreed_checkpoint(
-    run: Path,
-    resume: str | None,
-    *,
-    world: World,
-    on_event: Callable[[str], None],
-    not_after: int | None = None,
-    fallback: str | None = None,
-) -> Checkpoint | None:
-    """The checkpoint that all ranks resume from: rank 0 finds it, and the ranks verify it together. Collective.
-
-    Args:
-        run: The run's folder.
-        resume: As `which` of `find_checkpoint`; None starts a new run.
-        world: The ranks.
-        on_event: As for `find_checkpoint`; called on rank 0.
-        not_after: As for `find_checkpoint`.
-        fallback: As for `find_checkpoint`.
-
-    Raises:
-        UserError: As `find_checkpoint`, or the run would not start from the newest checkpoint of its folder. On every
-            rank.
-    """
-    found = None
-    if resume is not None:
-        found = find_checkpoint(run, resume, on_event=on_event, not_after=not_after, fallback=fallback, world=world)
-    if resume == "latest":
-        return found
-    step, run_id, problem = found.step if found else -1, run_id_of(run), ""
-    for folder in (run, *fallback_runs(fallback, run)) if world.is_main else ():  # others may see another state of it
-        paths = [path for path in checkpoint_folders(folder) if step_of(path) > step]
-        later = [path.name for path in paths if resume is None or not is_foreign(id_in(path), run_id)]
-        problem = problem or (taken_by(str(folder), later, resume) if later else "")
-    world.raise_together(problem)
-    return found
 
 
 def taken_by(place: str, later: list[str], resume: str | None) -> str:

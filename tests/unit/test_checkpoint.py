@@ -24,7 +24,6 @@ from pipeline.checkpoint.reader import (
     abandon_after,
     agreed_checkpoint,
     damage,
-    find_checkpoint,
     open_checkpoint,
 )
 from pipeline.distributed.world import World
@@ -146,10 +145,10 @@ def test_damaged_checkpoint_is_reported_and_skipped(tmp_path: Path, towers: Towe
     assert found.step == 1
     assert "step-00000002 is damaged" in events[0]
     with pytest.raises(UserError, match=victim.name):
-        find_checkpoint(tmp_path, str(newest), on_event=print)
+        agreed_checkpoint(tmp_path, str(newest), world=World(), on_event=print)
     shutil.rmtree(tmp_path / "checkpoints" / "step-00000001")
     with pytest.raises(UserError, match="All 1 checkpoints"):
-        find_checkpoint(tmp_path, "latest", on_event=print)
+        latest(tmp_path)
 
 
 def test_full_disk_loses_only_one_checkpoint(tmp_path: Path, towers: Towers, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from pipeline.checkpoint import writer as writer_module
 from pipeline.checkpoint.layout import outdated
-from pipeline.checkpoint.reader import abandon_after, agreed_checkpoint, damage, find_checkpoint, open_checkpoint
+from pipeline.checkpoint.reader import abandon_after, agreed_checkpoint, damage, open_checkpoint
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.run_files import checkpoint_folders, digest_of, finished_checkpoints, name_of, read_run_id, step_of
@@ -99,7 +99,7 @@ def test_a_checkpoint_of_version_0_1_0_is_accepted(tmp_path: Path, towers: Tower
     write(tmp_path, towers, [1])
     change_meta(tmp_path, 1, dict, digest=False)
     (tmp_path / "run_id").unlink()
-    assert find_checkpoint(tmp_path, "latest", on_event=print)
+    assert latest(tmp_path)
     events = write(tmp_path, towers, [2])
     shutil.rmtree(tmp_path / "checkpoints" / name_of(2))
     found = latest(tmp_path, on_event=events.append)
@@ -120,7 +120,7 @@ def test_a_checkpoint_of_another_run_is_skipped(tmp_path: Path, towers: Towers) 
     abandon_after(one, 0)
     assert [step_of(path) for path in finished_checkpoints(one)] == [5]
     with pytest.raises(UserError, match=r"All 1 checkpoints in .* are damaged, or of another run"):
-        find_checkpoint(one, "latest", on_event=print)
+        latest(one)
     found = agreed_checkpoint(two, str(one / "checkpoints" / name_of(5)), world=World(), on_event=print)
     assert found is not None, "a checkpoint that is named may be of any run"
 
@@ -183,7 +183,7 @@ def test_a_full_disk_at_a_pointer_loses_no_checkpoint(
     assert events[0].startswith("Checkpoint step-00000001 written")
     assert f"`{name}` does not name step-00000001" in events[1]
     assert not [event for event in events if "NOT be written" in event]
-    assert find_checkpoint(tmp_path, "latest", on_event=print)
+    assert latest(tmp_path)
 
 
 def test_runs_with_one_name_do_not_share_the_fallback(
@@ -191,7 +191,7 @@ def test_runs_with_one_name_do_not_share_the_fallback(
 ) -> None:
     spare, first, second = str(tmp_path / "spare"), tmp_path / "one" / "run", tmp_path / "two" / "run"
     for folder, step in ((first, 5), (second, 3)):
-        assert find_checkpoint(folder, "latest", on_event=print, fallback=spare) is None
+        assert agreed_checkpoint(folder, "latest", world=World(), on_event=print, fallback=spare) is None
         writer = writer_of(folder, towers)
         monkeypatch.setattr(writer_module, "save_tensors", failing(1))
         assert save_again(writer, towers, step, fallback=spare)

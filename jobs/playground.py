@@ -47,7 +47,7 @@ def command(
     `playground`.
     """
     check_model(model)  # before imports that take seconds
-    from pipeline.data.shards.check_shards import check_caption_in
+    from pipeline.data.shards.check_shards import check_caption
     from pipeline.data.shards.tar_reader import CaptionField
     from pipeline.evaluation.run.checkpoint import load_checkpoint
     from pipeline.evaluation.run.session import start_processes
@@ -60,7 +60,7 @@ def command(
         if path is not None and not path.exists():
             raise UserError(f"{option} {path}: there is no such file or folder.")
         if caption_field is not None and path is not None and (shards := shards_in(path)):
-            check_caption_in(str(shards[0]), caption_field, name="--caption-field")
+            check_caption(str(shards[0]), caption_field, name="--caption-field")
     if caption_field is not None and not any(path and shards_in(path) for path in (images, captions)):
         raise UserError(f"--caption-field {caption_field}: neither --images nor --captions has shards with captions.")
     with listen(host, port) as listening, start_processes(device) as (_, where):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -64,7 +64,9 @@ def start_world(
             "in each: RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS, MASTER_ADDR (the first "
             "node) and MASTER_PORT. For one process: srun --ntasks=1."
         )
-    with nullcontext() if "WORLD_SIZE" in present else _environment_of_one_process():
+    one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    # For one process; restored at the end, because programs that are started later must not meet at this port.
+    with nullcontext() if "WORLD_SIZE" in present else environment(**one, MASTER_PORT=str(free_port())):
         rank, local_rank, size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
         owned, problem = not dist.is_initialized(), ""
         try:
@@ -87,20 +89,22 @@ def start_world(
 
 
 @contextmanager
-def _environment_of_one_process() -> Iterator[None]:
-    """Set a launcher's variables for one rank, and restore them: programs started later must not meet at this port."""
-    own = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    own["MASTER_PORT"] = str(free_port())
-    before = {name: os.environ.get(name) for name in own}
-    os.environ.update(own)
+def environment(**values: str | None) -> Iterator[None]:
+    """Inside, these variables have these values, or are not set where that is None."""
+    before = {name: os.environ.get(name) for name in values}
+    _set_variables(values)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        _set_variables(before)
+
+
+def _set_variables(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def _join(

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline.distributed.start import environment
 from pipeline.distributed.world import World
 from pipeline.engine.engine_config import BATCH_KEYS, BUCKET, EngineConfig, deepspeed_settings, zero_stage
 from pipeline.engine.engine_protocol import EngineFacts, register_engine
@@ -86,7 +87,10 @@ class DeepSpeedEngine:
                 f"{config.deepspeed} is ZeRO stage 3, at which no weights can be frozen (model.lock_*, model.lora): "
                 "take a file of stage 0 to 2."
             )
-        with _quiet_deepspeed(world) as deepspeed, _number_of_gpu(world.device):
+        # DeepSpeed makes the GPU of number LOCAL_RANK the current one, after comparing it with an MPI launcher's
+        # variable. Where each task sees only its own GPU (`srun --gpus-per-task=1`), that is 0 on all ranks.
+        number = {"LOCAL_RANK": str(world.device.index or 0), "OMPI_COMM_WORLD_LOCAL_RANK": None}
+        with _quiet_deepspeed(world) as deepspeed, environment(**number if world.device.type == "cuda" else {}):
             _check_by_deepspeed(deepspeed, settings, config.deepspeed)
             self._engine, self._wrapped, _, _ = deepspeed.initialize(
                 model=towers, optimizer=build_optimizer(optimizer, groups), config=settings, dist_init_required=False
@@ -141,26 +145,6 @@ class DeepSpeedEngine:
 
     def train(self) -> None:
         self._engine.train()
-
-
-@contextlib.contextmanager
-def _number_of_gpu(device: torch.device) -> Iterator[None]:
-    """Inside, LOCAL_RANK is the number of this rank's GPU: DeepSpeed makes the GPU of that number the current one.
-
-    Where each task sees only its own GPU (`srun --gpus-per-task=1`), that is 0 on all ranks. The variable of an MPI
-    launcher, which DeepSpeed compares with it, is hidden.
-    """
-    if device.type != "cuda":
-        yield
-        return
-    names = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
-    before = {name: os.environ.pop(name) for name in names if name in os.environ}
-    os.environ["LOCAL_RANK"] = str(device.index or 0)
-    try:
-        yield
-    finally:
-        del os.environ["LOCAL_RANK"]
-        os.environ.update(before)
 
 
 def _check_by_deepspeed(deepspeed: Any, settings: dict[str, Any], name: str) -> None:

@@ -17,7 +17,7 @@ from data_prep.pairs.tar_rows import tar_rows
 from pipeline.data.data_config import DataConfig, Source
 from pipeline.data.loading.stream_reader import TRUNCATED
 from pipeline.data.shards.check_shards import check_captions
-from pipeline.data.shards.tar_reader import DamagedTar, count_records, members, read_records, record_offset
+from pipeline.data.shards.tar_reader import DamagedTar, members, read_records, record_offset, samples
 from pipeline.errors import UserError
 from pipeline.evaluation.datasets.task_data import TaskError
 from pipeline.evaluation.datasets.webdataset import read_members
@@ -84,7 +84,7 @@ def ours(data: bytes, path: Path) -> None:
     path.write_bytes(data)
     for read in (
         lambda file: list(read_records(file)),
-        count_records,
+        lambda file: list(samples(file)),
         lambda file: record_offset(file, 2),
         lambda file: list(members(file, wanted=lambda suffix: suffix == "txt")),
     ):

@@ -63,11 +63,7 @@ class FeatureFile:
     def header(self) -> bytes:
         """numpy's header of the array of records."""
         record = np.dtype([("crc32", "<u4"), ("values", VALUES[self.dtype], (self.dim,))])
-        facts = {
-            "descr": np.lib.format.dtype_to_descr(record),
-            "fortran_order": False,
-            "shape": (self.samples,),
-        }
+        facts = {"descr": np.lib.format.dtype_to_descr(record), "fortran_order": False, "shape": (self.samples,)}
         out = io.BytesIO()
         np.lib.format.write_array_header_1_0(out, facts)
         return out.getvalue()

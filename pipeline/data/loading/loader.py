@@ -31,12 +31,7 @@ from pipeline.data.loading.position import (
     with_batch_size,
 )
 from pipeline.data.loading.worker import Failure, Part, StreamDataset, Tokenize
-from pipeline.data.loading.worker_processes import (
-    NoBatch,
-    StallWatch,
-    describe_workers,
-    prepare_workers,
-)
+from pipeline.data.loading.worker_processes import NoBatch, StallWatch, describe_workers, prepare_workers
 from pipeline.data.order.canonical_order import make_order
 from pipeline.data.order.hashing import MASK
 from pipeline.data.shards.check_shards import check_shards
@@ -217,7 +212,8 @@ class Loader:
         Raises:
             UserError: More of the epoch's samples are corrupt than `corrupt_limit` allows; raised on every rank.
         """
-        return report(position or self.position, self.layout, self._world).check(self._config.corrupt_limit)
+        limit = self._config.corrupt_limit
+        return report(position or self.position, self.layout, self._world, limit=limit)
 
     def replaced(self, position: Position | None = None) -> int:
         """Corrupt samples of the epoch so far: a cheap collective for every logging step.

@@ -77,21 +77,6 @@ class DataReport:
     order_hash: str
     """Hash of which samples were in which rows."""
 
-    def check(self, limit: float) -> DataReport:
-        """Return this report if at most `limit` of the samples so far are corrupt.
-
-        Raises:
-            UserError: More are; the message names the reasons and the worst shards.
-        """
-        if too_many(self.replaced, samples=self.samples, planned=self.planned_samples, limit=limit):
-            raise UserError(
-                f"{self.replaced} of the first {self.samples} samples of epoch {self.epoch} are corrupt, more than "
-                f"data.corrupt_limit = {limit:g} allows: {_named(self.corrupt_by_reason)}. Worst shards: "
-                f"{_named(self.corrupt_by_shard)}. Check them with `neuclip verify`, download them again, or raise the "
-                "limit."
-            )
-        return self
-
 
 def too_many(corrupt: int, *, samples: int, planned: int, limit: float) -> bool:
     """Whether more than `limit` of an epoch's samples so far are corrupt.
@@ -111,7 +96,7 @@ def replaced(position: Position, layout: Layout, world: World, *, limit: float) 
     total = sum(world.gather_objects(position.corrupt.total))
     samples, planned = position.batch * layout.global_batch, layout.steps * layout.global_batch
     if too_many(total, samples=samples, planned=planned, limit=limit):
-        report(position, layout, world).check(limit)
+        report(position, layout, world, limit=limit)
     return total
 
 
@@ -122,15 +107,19 @@ def merge(position: Position, world: World) -> tuple[int, Counter[tuple[str, str
     return sum(hashed for hashed, _ in everyone) & MASK, corrupt
 
 
-def report(position: Position, layout: Layout, world: World) -> DataReport:
-    """The counts of all ranks at a position: a collective."""
+def report(position: Position, layout: Layout, world: World, *, limit: float) -> DataReport:
+    """The counts of all ranks at a position: a collective.
+
+    Raises:
+        UserError: More than `limit` of the samples so far are corrupt; the message names reasons and the worst shards.
+    """
     hashed, corrupt = merge(position, world)
     reasons: Counter[str] = Counter()
     shards: Counter[str] = Counter()
     for (reason, shard), count in corrupt.items():
         reasons[reason] += count
         shards[shard] += count
-    return DataReport(
+    found = DataReport(
         epoch=position.epoch,
         batch=position.batch,
         samples=position.batch * layout.global_batch,
@@ -141,6 +130,14 @@ def report(position: Position, layout: Layout, world: World) -> DataReport:
         corrupt_by_shard=dict(_ranked(shards)[:NAMED_SHARDS]),
         order_hash=f"{hashed:016x}",
     )
+    if too_many(found.replaced, samples=found.samples, planned=found.planned_samples, limit=limit):
+        raise UserError(
+            f"{found.replaced} of the first {found.samples} samples of epoch {found.epoch} are corrupt, more than "
+            f"data.corrupt_limit = {limit:g} allows: {_named(found.corrupt_by_reason)}. Worst shards: "
+            f"{_named(found.corrupt_by_shard)}. Check them with `neuclip verify`, download them again, or raise the "
+            "limit."
+        )
+    return found
 
 
 def _ranked(counts: Counter[str]) -> list[tuple[str, int]]:

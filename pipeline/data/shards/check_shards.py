@@ -15,7 +15,7 @@ from pipeline.data.data_config import DataConfig
 from pipeline.data.order.hashing import Purpose, key, permutation
 from pipeline.data.shards.manifest_format import Manifest, Shard, load_manifest, shard_url
 from pipeline.data.shards.storage import is_local, open_records, open_shard
-from pipeline.data.shards.tar_reader import IMAGE_SUFFIXES, DamagedTar, count_records, members, split_name
+from pipeline.data.shards.tar_reader import IMAGE_SUFFIXES, DamagedTar, members, samples, split_name
 from pipeline.errors import UserError
 from pipeline.run_files import record_of
 
@@ -47,17 +47,13 @@ def check_captions(config: DataConfig) -> None:
         check_caption(manifest, source.caption or config.caption)
 
 
-def check_caption(manifest: Manifest, wanted: str, *, name: str = "data.caption") -> None:
-    """As `check_captions` for one source, whose captions are given by the setting or option `name`.
+def check_caption(source: Manifest | str, wanted: str, *, name: str = "data.caption") -> None:
+    """As `check_captions` for one source or the URL of its first shard; `name` is the setting or option for captions.
 
     Raises:
         UserError: As `check_captions`.
     """
-    check_caption_in(manifest.url(manifest.shards[0]), wanted, name=name)
-
-
-def check_caption_in(url: str, wanted: str, *, name: str) -> None:
-    """As `check_caption`, for the shard at `url`."""
+    url = source if isinstance(source, str) else source.url(source.shards[0])
     try:
         found = _caption_places(url) if is_local(url) else []
     except (UserError, OSError, DamagedTar):
@@ -169,7 +165,7 @@ def _read(url: str) -> None:
 def _count(manifest: Manifest, shard: Shard) -> None:
     try:
         with open_shard(manifest.url(shard)) as file:
-            counted = count_records(file)
+            counted = sum(1 for _ in samples(file))
     except DamagedTar:
         return  # its size is right: the readable samples are used, the others count as corrupt
     if counted != shard.samples:

@@ -20,14 +20,7 @@ from typing import TextIO
 
 from pipeline.data.shards.manifest_format import JOURNAL, MANIFEST_NAME, Manifest, make_manifest, shard_url
 from pipeline.data.shards.storage import StreamHash, is_local, open_shard
-from pipeline.data.shards.tar_reader import (
-    CaptionField,
-    CorruptSample,
-    DamagedTar,
-    TarRecord,
-    members,
-    read_records,
-)
+from pipeline.data.shards.tar_reader import CaptionField, CorruptSample, DamagedTar, TarRecord, members, read_records
 from pipeline.errors import UserError
 from pipeline.files import as_text
 
@@ -57,12 +50,7 @@ class ScanStopped(Exception):
 
 
 def scan_shards(
-    root: Path,
-    names: Sequence[str],
-    *,
-    caption: CaptionField,
-    threads: int,
-    on_scan: Callable[[ShardScan, int], None],
+    root: Path, names: Sequence[str], *, caption: CaptionField, threads: int, on_scan: Callable[[ShardScan, int], None]
 ) -> dict[str, ShardScan]:
     """Scan shards, except those in the journal whose files have not changed since.
 

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from pipeline.data.shards.shard_table import Shard as Shard
 from pipeline.data.shards.shard_table import ShardTable, ShardTableBuilder, shared_table
 from pipeline.data.shards.storage import COMMAND, OUTSIDE, is_local
-from pipeline.data.shards.tar_reader import FORMAT_SUFFIXES, DamagedTar, repeated_key
+from pipeline.data.shards.tar_reader import FORMAT_SUFFIXES, DamagedTar, samples
 from pipeline.errors import UserError
 from pipeline.files import replacing
 from pipeline.run_files import RUN_CONFIG_NAME
@@ -267,12 +267,16 @@ def check_keys(manifest: Manifest, shards: Sequence[Shard]) -> None:
         url = manifest.url(shard)
         if not is_local(url):
             continue
+        keys = set[str]()
         with contextlib.suppress(DamagedTar, OSError), open(url, "rb") as file:
-            if (key := repeated_key(file)) is not None:
-                raise UserError(
-                    f"{shard.name} has several samples with the key {key!r}, so that a list of keys cannot say which "
-                    "of them to remove. Write the shard with a key of its own for each sample; nothing was changed."
-                )
+            for key, _ in samples(file):
+                if key in keys:
+                    raise UserError(
+                        f"{shard.name} has several samples with the key {key!r}, so that a list of keys cannot say "
+                        "which of them to remove. Write the shard with a key of its own for each sample; nothing was "
+                        "changed."
+                    )
+                keys.add(key)
 
 
 TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet", ".arrow", ".json")

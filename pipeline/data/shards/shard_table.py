@@ -17,11 +17,11 @@ import tempfile
 import time
 import uuid
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -149,7 +149,7 @@ class Shard:
     offset: int
 
 
-class ShardTable(Sequence[Shard]):
+class ShardTable:
     """An immutable sequence of shards, stored as columns.
 
     Args:
@@ -158,22 +158,22 @@ class ShardTable(Sequence[Shard]):
     """
 
     def __init__(self, stored: Arrays) -> None:
-        self._stored, self._columns, self._facts = stored, stored.arrays, dict(stored.facts)
+        self.stored, self._facts = stored, dict(stored.facts)
 
     @property
     def samples(self) -> Int64:
         """Samples of each shard, [m]."""
-        return self._columns["samples"]
+        return self.stored.arrays["samples"]
 
     @property
     def bytes(self) -> Int64:
         """Size of each shard, [m]."""
-        return self._columns["bytes"]
+        return self.stored.arrays["bytes"]
 
     @property
     def offsets(self) -> Int64:
         """Id of each shard's first sample, [m]."""
-        return self._columns["offset"]
+        return self.stored.arrays["offset"]
 
     @property
     def digest(self) -> str:
@@ -188,13 +188,13 @@ class ShardTable(Sequence[Shard]):
     @property
     def all_relative(self) -> bool:
         """Whether every name is a path relative to the manifest's folder, rather than a URL or a `pipe:` command."""
-        return not (np.char.find(self._columns["name"], b":") >= 0).any()
+        return not (np.char.find(self.stored.arrays["name"], b":") >= 0).any()
 
     @property
     def places(self) -> Mapping[str, tuple[int, list[str]]]:
         """Number and first names of the shards that need the user's consent, by `kind_of_place`."""
         if "places" not in self._facts:
-            names = self._columns["name"]
+            names = self.stored.arrays["name"]
             odd = (np.char.find(names, b":") >= 0) | (np.char.find(names, b"..") >= 0) | np.char.startswith(names, b"/")
             found: dict[str, tuple[int, list[str]]] = {COMMAND: (0, []), OUTSIDE: (0, [])}
             for name in names[odd]:
@@ -207,13 +207,7 @@ class ShardTable(Sequence[Shard]):
     def __len__(self) -> int:
         return len(self.samples)
 
-    @overload
-    def __getitem__(self, index: int) -> Shard: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Shard, ...]: ...
-    def __getitem__(self, index: int | slice) -> Shard | tuple[Shard, ...]:
-        if isinstance(index, slice):
-            return tuple(self[i] for i in range(*index.indices(len(self))))
+    def __getitem__(self, index: int) -> Shard:
         i = range(len(self))[index]
         return next(self._slice(i, i + 1))
 
@@ -224,16 +218,10 @@ class ShardTable(Sequence[Shard]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ShardTable):
             return NotImplemented
-        return all(np.array_equal(values, other._columns[name]) for name, values in self._columns.items())
-
-    def __repr__(self) -> str:
-        return f"ShardTable({len(self)} shards)"
-
-    def __reduce__(self) -> Any:
-        return ShardTable, (self._stored,)
+        return all(np.array_equal(values, other.stored.arrays[name]) for name, values in self.stored.arrays.items())
 
     def _slice(self, first: int, last: int) -> Iterator[Shard]:
-        fields = (self._columns[field][first:last].tolist() for field in Shard.__dataclass_fields__)
+        fields = (self.stored.arrays[field][first:last].tolist() for field in Shard.__dataclass_fields__)
         for name, samples, size, sha256, offset in zip(*fields, strict=True):
             yield Shard(name.decode(), samples, size, sha256.decode(), offset)
 
@@ -289,18 +277,15 @@ class ShardTableBuilder:
 def shared_table(
     topic: str, version: str, make: Callable[[], tuple[ShardTable, Mapping[str, Any]]]
 ) -> tuple[ShardTable, Any]:
-    """A table that the processes of this node share, and some facts about it; `make` runs in one of them.
+    """A table that the processes of this node share, and plain facts about it: what `make` returns in one of them.
 
-    Args:
-        topic: What the table is about, see `shared`.
-        version: Identifies its contents.
-        make: The table and the facts, plain values.
+    `topic` and `version` are those of `shared`.
     """
 
     def arrays() -> Arrays:
         table, facts = make()
         known = {"digest": table.digest, "content_digest": table.content_digest, "places": table.places}
-        return Arrays(table._columns, {**known, "about": facts})
+        return Arrays(table.stored.arrays, {**known, "about": facts})
 
     stored = shared(topic, version, arrays)
     return ShardTable(stored), stored.facts["about"]

@@ -90,29 +90,6 @@ def read_records(
         yield TarRecord(image=image, caption=caption, key=current)
 
 
-def count_records(file: BinaryIO) -> int:
-    """Number of samples in a tar.
-
-    Raises:
-        DamagedTar: The tar is truncated or damaged.
-    """
-    return sum(1 for _ in samples(file))
-
-
-def repeated_key(file: BinaryIO) -> str | None:
-    """The first key that samples in several places of a tar have; reads headers only.
-
-    Raises:
-        DamagedTar: The tar is truncated or damaged.
-    """
-    seen = set[str]()
-    for sample, _ in samples(file):
-        if sample in seen:
-            return sample
-        seen.add(sample)
-    return None
-
-
 def record_offset(file: BinaryIO, number: int) -> int:
     """The byte at which sample `number` starts; reads headers only.
 
@@ -120,10 +97,9 @@ def record_offset(file: BinaryIO, number: int) -> int:
         DamagedTar: The tar holds fewer samples, or is damaged before this one.
     """
     count = 0
-    for _, start in samples(file):
-        if count == number:
+    for count, (_, start) in enumerate(samples(file), 1):
+        if count > number:
             return start
-        count += 1
     raise DamagedTar(f"has {count} samples, so there is no sample {number}")
 
 

@@ -66,14 +66,7 @@ def cpu_quota(root: Path = CGROUPS) -> int | None:
 def thread_map(
     pool: Executor, function: Callable[[Item], Result], items: Iterable[Item], *, ahead: int
 ) -> Iterator[Result]:
-    """`pool.map`, results in the items' order, that takes items only as results are used.
-
-    Args:
-        pool: Of threads.
-        function: What to run.
-        items: Its arguments.
-        ahead: Most items that are taken and whose results have not been used.
-    """
+    """`pool.map`, results in the items' order, that takes items only as results are used, at most `ahead` of them."""
     source = iter(items)
     begun = deque(pool.submit(function, item) for item in islice(source, ahead))
     while begun:

@@ -97,12 +97,9 @@ def read_file(path: str | Path) -> bytes:
 def read_rgb(data: bytes, *, max_pixels: int | None = None) -> Image.Image:
     """Decode an image to 8-bit RGB, without alpha and as stored: EXIF orientation is not applied.
 
-    Pillow's warnings about large sizes and odd metadata are passed on: only the caller knows whether other threads run,
-    whose warnings a filter here would change.
-
-    Args:
-        data: The encoded image.
-        max_pixels: The largest size; Pillow's own limit, twice `Image.MAX_IMAGE_PIXELS`, applies, too.
+    Besides `max_pixels`, Pillow's own limit applies, twice `Image.MAX_IMAGE_PIXELS`. Its warnings about large sizes and
+    odd metadata are passed on: only the caller knows whether other threads run, whose warnings a filter here would
+    change.
 
     Raises:
         ImageError: See `open_image`, `load` and `eight_bits`.
@@ -274,11 +271,8 @@ def jpeg_header(data: bytes) -> tuple[int, int, str]:
 def strict_jpeg(data: bytes, *, smallest: bool = False) -> Any:
     """The pixels of a JPEG by libjpeg-turbo: grey `[h, w]` or BGR `[h, w, 3]`, uint8.
 
-    None for four channels, and if libjpeg-turbo complains about anything that other decoders may correct.
-
-    Args:
-        data: The encoded image.
-        smallest: Decode it in an eighth of its size, which takes half as long.
+    None for four channels, and if libjpeg-turbo complains about anything that other decoders may correct. `smallest`
+    decodes it in an eighth of its size, which takes half as long.
 
     Raises:
         ImageError: The entropy-coded data end before the pixels, which other decoders do not report.

@@ -17,11 +17,7 @@ Added = TypeVar("Added")
 
 
 def load_entry_points(group: str, *, what: str) -> None:
-    """Import what installed packages offer to a registry.
-
-    Args:
-        group: Of the entry points.
-        what: What they offer, in a message.
+    """Import what installed packages offer to a registry; `what` says in a message what that is.
 
     Raises:
         UserError: One of them cannot be imported.

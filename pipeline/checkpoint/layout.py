@@ -176,12 +176,7 @@ class _Meta(_Strict):
 
 
 def wrong_meta(meta: Mapping[str, Any], name: str) -> str:
-    """What is wrong with the contents of a `checkpoint.json`; empty if nothing is.
-
-    Args:
-        meta: The contents.
-        name: Name of the checkpoint's folder.
-    """
+    """What is wrong with the contents of the `checkpoint.json` in a folder of this name; empty if nothing is."""
     if meta.get("format") != FORMAT or meta.get("version") != VERSION:
         return f"its format is {meta.get('format')!r} version {meta.get('version')!r}, not {FORMAT!r} {VERSION}."
     if meta.get("digest") != digest_of(meta) and (

@@ -38,12 +38,8 @@ class Mirror:
     If checkpoints are finished faster than they are uploaded, those in between are skipped. While it is open, it owns
     the run's folder in the mirror: it says so there every few seconds, and stops when another process says so.
 
-    Args:
-        store: Where to.
-        outdated: `layout.outdated` with the run's settings; the mirror's best checkpoint stays in any case.
-        run_id: The run.
-        resumed_from: The checkpoint that the run continues, which stays, too.
-        on_event: Called with a message for every upload.
+    What `outdated`, `layout.outdated` with the run's settings, names is removed, but neither the best checkpoint nor
+    `resumed_from`, which the run continues. `on_event` is called with a message for every upload.
     """
 
     def __init__(
@@ -123,12 +119,7 @@ class Mirror:
             return self._changed.wait_for(lambda: self._thread is None, timeout=seconds)
 
     def abandon_after(self, step: int, *, seconds: float) -> None:
-        """Remove checkpoints of later steps than `step`, to which the run has rolled back.
-
-        Args:
-            step: The step.
-            seconds: How long to wait for an upload that is under way.
-        """
+        """Remove checkpoints of later steps, to which the run has rolled back; wait so long for an upload under way."""
         try:
             if not self.wait(seconds):
                 raise TimeoutError(f"an upload has taken more than {seconds:.0f} s")

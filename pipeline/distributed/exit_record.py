@@ -116,11 +116,9 @@ def fatal_errors_recorded(run: Path, *, rank: int) -> Iterator[None]:
 
 
 def read_ends(folder: Path, *, below: int = 2**31) -> list[ExitRecord]:
-    """The records of all ranks below a number, in their order, those of fatal signals included.
+    """The records of ranks in RUN/heartbeats, in their order, those of fatal signals included.
 
-    Args:
-        folder: RUN/heartbeats.
-        below: The number of ranks, where an earlier start may have had more.
+    Those of ranks from `below` on are left out: an earlier start may have had more.
     """
     from pipeline.run_files import read_as  # signals are handled before libraries are imported
 

@@ -214,11 +214,8 @@ class Heartbeat:
 def stderr_copied(path: Path, *, seconds: float = 5.0) -> Iterator[None]:
     """Inside, what this process writes to standard error, C++ libraries included, is also in a file.
 
-    `tee` copies it, a process that reads what was written before an abort. Without it, nothing is copied.
-
-    Args:
-        path: The file; it is removed at the end of the block.
-        seconds: Time between two looks at its size.
+    `tee` copies it, a process that reads what was written before an abort. Without it, nothing is copied. The file,
+    whose size is looked at every few seconds, is removed at the end of the block.
     """
     original = os.dup(2)
     try:
@@ -269,9 +266,7 @@ def behind(beats: Sequence[Beat | None]) -> list[int]:
 def diagnosis(beats: Sequence[Beat | None], *, alive: Sequence[bool]) -> str:
     """Where each rank is, one line per rank, and which rank is responsible.
 
-    Args:
-        beats: The last heartbeat of every rank.
-        alive: Whether each rank's heartbeat has changed just now.
+    `beats` has the last heartbeat of every rank, and `alive` whether it has changed just now.
     """
     waited_for = behind(beats)
     gone = [rank for rank, lives in enumerate(alive) if not lives]

@@ -137,11 +137,7 @@ def watch_launcher() -> None:
 
 
 def find_launchers(parent: int) -> list[Process]:
-    """The launcher's processes above this rank: torchrun's agent, or DeepSpeed's two.
-
-    Args:
-        parent: This process's parent.
-    """
+    """The launcher's processes above this rank, from its parent on: torchrun's agent, or DeepSpeed's two."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         pids = [parent]
     elif DEEPSPEED_NODE in _arguments(parent):

@@ -46,14 +46,9 @@ class _Seen:
 
 
 class PeerWatch:
-    """Looks for lost ranks.
+    """Looks for lost ranks in RUN/heartbeats: those without a new heartbeat for `lost_after` seconds are dead.
 
-    Args:
-        folder: RUN/heartbeats.
-        rank: This rank.
-        size: Number of ranks.
-        lost_after: Seconds without a new heartbeat after which a rank is dead.
-        start: Id of this start of the run. Heartbeats with another one are files that an earlier start has left.
+    Heartbeats with another id than `start`, which is that of this start of the run, were left by an earlier one.
     """
 
     def __init__(self, folder: Path, *, rank: int, size: int, lost_after: float, start: str) -> None:
@@ -68,9 +63,7 @@ class PeerWatch:
         """Why the run cannot go on; empty while nothing is known.
 
         An exit record counts from its second look on: where all ranks raise the same error, each ends with its own.
-
-        Args:
-            blind: Heartbeats are not written now, for example because the disk is full: nobody is dead for that.
+        `blind`: heartbeats are not written now, for example because the disk is full, and nobody is dead for that.
         """
         now = time.monotonic()
         paused, self._looked = blind or now - self._looked > self.lost_after / 2, now
@@ -109,12 +102,7 @@ class PeerWatch:
 class StartWatch(PeerWatch):
     """The same through the store, in which each rank has a heartbeat and the failed ones their records.
 
-    Args:
-        store: A connection to the ranks' store that nobody else uses.
-        keys: What the names of this watch's entries there begin with.
-        rank: This rank.
-        size: Number of ranks.
-        lost_after: As for `PeerWatch`.
+    Nobody else uses the connection `store`. The names of this watch's entries there begin with `keys`.
     """
 
     def __init__(self, store: Any, keys: str, *, rank: int, size: int, lost_after: float) -> None:

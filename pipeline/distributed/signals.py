@@ -105,9 +105,7 @@ class StopSignals:
     ) -> None:
         """Collect signals from now on. Call it in the main thread; again, to change the arguments.
 
-        Args:
-            announce: The attribute of this name.
-            share: Adds to the number of ranks that have received a signal, and returns it.
+        `share` adds to the number of ranks that have received a signal, and returns it.
         """
         self.announce, self._share = announce, share
         if not self._before:

@@ -72,12 +72,9 @@ def means_worker_died(error: Exception) -> bool:
 
 
 def worker_died_message(error: Exception, *, memory: str, modules: Iterable[str] = ()) -> str:
-    """Why, and what to do about it.
+    """Why, and what to do about it: `memory` where memory ran out.
 
-    Args:
-        error: What torch raised.
-        memory: What to do where memory ran out.
-        modules: What workers import besides the preloaded modules.
+    Besides the preloaded modules, workers import `modules`.
     """
     what = f"{type(error).__name__}: {error}".rstrip(".")
     if "killed by signal" not in what and (cause := _import_error((*_preloaded, *modules))):

@@ -72,13 +72,7 @@ class EngineConfig:
 def deepspeed_settings(
     config: EngineConfig, *, global_batch: int, world_size: int, optimizer: OptimizerConfig | None = None
 ) -> dict[str, Any]:
-    """The DeepSpeed file, with the recipe's batch sizes filled in.
-
-    Args:
-        config: The section.
-        global_batch: Samples per step over all ranks.
-        world_size: Number of ranks.
-        optimizer: The optimizer's section, by default its defaults.
+    """The DeepSpeed file, with the recipe's batch sizes filled in; `global_batch` is over all ranks.
 
     Raises:
         UserError: The file is missing, sets what the recipe decides, or contradicts the recipe.

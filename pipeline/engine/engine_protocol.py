@@ -41,8 +41,7 @@ class EngineState(Protocol):
     def moments(self, *, keep: bool = True) -> Iterator[tuple[str, str, Tensor]]:
         """`(parameter, key, value)` of the optimizer's per-weight state (Adam: exp_avg, exp_avg_sq), on the CPU.
 
-        Args:
-            keep: As for `weights`.
+        `keep` as for `weights`.
         """
         ...
 

@@ -253,12 +253,7 @@ class EmaConfig:
 
 
 class WeightAverage:
-    """The average of one rank's master weights.
-
-    Args:
-        config: The section, with a decay.
-        state: The engine's state.
-    """
+    """The average of one rank's master weights, for a section with a decay."""
 
     def __init__(self, config: EmaConfig, state: EngineState) -> None:
         assert config.decay is not None

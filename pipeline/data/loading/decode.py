@@ -40,13 +40,9 @@ GPU_IMAGE_PIXELS, GPU_IMAGE_BYTES, GPU_REDUCTION = 1 << 24, 1 << 22, 40
 
 
 def crop_box(height: int, width: int, *, crop: CropConfig, state: int) -> Box:
-    """`(top, left, height, width)` of a random resized crop by torchvision's rule, or of the fixed crop.
+    """`(top, left, height, width)` in pixels of a random resized crop by torchvision's rule, or of the fixed crop.
 
-    Args:
-        height: Of the image, in pixels.
-        width: Of the image, in pixels.
-        crop: Limits of area and aspect ratio.
-        state: Hash key; the same key and size always give the same box.
+    The same hash key `state` and the same size always give the same box.
     """
     if crop.fixed:  # the rule would move the crop of an image that is a pixel wider than high
         return _central_box(height, width, ratio=crop.ratio)
@@ -139,7 +135,8 @@ class ImageDecoder:
     edges. Both read the pixels of a binary PPM in place. An image that libjpeg-turbo refuses is decoded by Pillow, so
     all modes accept the same images.
 
-    With `gpu`, ordinary JPEGs are left to `gpu_decode`, and other images are decoded as in `mode`.
+    With `gpu`, ordinary JPEGs are left to `gpu_decode`, and other images are decoded as in `mode`. `state` is the hash
+    key of a crop.
     """
 
     size: int
@@ -151,10 +148,6 @@ class ImageDecoder:
 
     def __call__(self, data: bytes, *, state: int) -> Tensor:
         """Decode, crop and resize.
-
-        Args:
-            data: The encoded image.
-            state: Hash key of the crop.
 
         Raises:
             CorruptSample: PIL cannot decode all of the image, or it has more than `max_pixels` or too many scans.
@@ -178,10 +171,6 @@ class ImageDecoder:
         Only a complete JPEG with one scan and three channels is left to a GPU: these are hardly ever corrupt, and all
         that differ between decoders (progressive ones, grey, CMYK, without an end) are decoded here. So are large ones,
         and those that torch cannot resize on a GPU, whose kernel has shared memory for a factor of 47.
-
-        Args:
-            data: The encoded image.
-            state: Hash key of the crop.
 
         Raises:
             CorruptSample: It has more than `max_pixels`.

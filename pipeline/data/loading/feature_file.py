@@ -102,10 +102,6 @@ class FeatureFile:
 class FeatureStore:
     """The open file of one process. Bad records and failures to read or write only cost time: see the module.
 
-    Args:
-        file: What to open; it was created before.
-        writable: Whether it is written, too.
-
     Raises:
         OSError: It cannot be opened.
         ValueError: It is no file of this form and size.
@@ -139,13 +135,9 @@ class FeatureStore:
         return values if record[:CHECKSUM_BYTES] == self._checksum(values, sample_id) else None
 
     def write(self, sample_ids: NDArray[np.int64], values: Tensor) -> None:
-        """Store the values of samples, except those that are not finite.
+        """Store the values of samples [m], which are [m, d] on the CPU, except those that are not finite.
 
         After a failure, such as a full disk, nothing more is written; training goes on.
-
-        Args:
-            sample_ids: [m].
-            values: [m, d] on the CPU.
         """
         values = values.to(self.file.dtype)
         finite = values.isfinite().all(dim=1).tolist()

@@ -24,13 +24,9 @@ NEEDS_CLEANING = re.compile(r"[^\t\n\r\x20-\x25\x27-\x7e]")
 
 
 def fast_tokenizer(tokenizer: Any) -> Any:
-    """The cached equivalent of an open_clip tokenizer, or `tokenizer` itself if there is none (Hugging Face's).
+    """The cached equivalent of what `open_clip.get_tokenizer` returns, a function from captions to int64 [b, L].
 
-    Args:
-        tokenizer: What `open_clip.get_tokenizer` returns.
-
-    Returns:
-        A function from a list of captions to int64 [b, L].
+    `tokenizer` itself if there is none (Hugging Face's).
     """
     from open_clip import tokenizer as reference
 

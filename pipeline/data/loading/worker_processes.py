@@ -172,12 +172,7 @@ def _leave(code: int, text: str) -> NoReturn:
 
 
 def describe_workers(pids: Sequence[int], *, places: Sequence[str] = ()) -> list[str]:
-    """One sentence per worker, and one about shared memory.
-
-    Args:
-        pids: The workers' processes, by number of the worker.
-        places: Where each worker is in the data.
-    """
+    """One sentence about each worker's process, with its place in the data, and one about shared memory."""
     lines = []
     for number, pid in enumerate(pids):
         place = places[number] if number < len(places) else ""

@@ -240,13 +240,7 @@ class Order:
 
 
 def make_order(config: DataConfig, *, ranks: int, global_batch: int, seed: int) -> Order:
-    """The order of a run, after reading the manifests.
-
-    Args:
-        config: The `data` section.
-        ranks: Of the run.
-        global_batch: Samples of a batch over all ranks.
-        seed: Of the order.
+    """The order of a run, after reading the manifests; `global_batch` is over all ranks.
 
     Raises:
         UserError: Data, batch size, streams and ranks do not fit together, or there is no such order.

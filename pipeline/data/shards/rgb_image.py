@@ -20,11 +20,7 @@ _MESSAGES = {
 
 
 def rgb_image(data: bytes, *, max_pixels: int | None = None) -> Image.Image:
-    """Decode an image to RGB as `pixels.read_rgb` does.
-
-    Args:
-        data: The encoded image.
-        max_pixels: `data.max_pixels`; Pillow's own limit applies, too.
+    """Decode an image to RGB as `pixels.read_rgb` does; `max_pixels` is that of the `data` section.
 
     Raises:
         CorruptSample: The image cannot be used; samples are counted under the message.

@@ -284,11 +284,7 @@ class CaptionField:
 
     @classmethod
     def parse(cls, text: str, *, option: str = "") -> CaptionField:
-        """Parse `txt`, another suffix, or `json:FIELD`.
-
-        Args:
-            text: What was given.
-            option: Of the command line, for the message.
+        """Parse `txt`, another suffix, or `json:FIELD`, which was given by an option of the command line.
 
         Raises:
             UserError: `text` is none of these.
@@ -304,11 +300,7 @@ class CaptionField:
         return self.suffix if self.field is None else f"{self.suffix}:{self.field}"
 
     def read(self, record: TarRecord, *, state: int = 0) -> str:
-        """The caption of a sample.
-
-        Args:
-            record: The stored sample.
-            state: Hash key that draws one text where a JSON field holds several.
+        """The caption of a sample; the hash key `state` draws one text where a JSON field holds several.
 
         Raises:
             CorruptSample: The caption is missing, empty or not UTF-8.

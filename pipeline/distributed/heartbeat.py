@@ -66,7 +66,6 @@ class Beat:
     beat: int
     """Number of this heartbeat."""
     run_id: str = ""
-    """The run's id."""
     start: str = ""
     """Id of this start of the run."""
 
@@ -278,10 +277,11 @@ def diagnosis(beats: Sequence[Beat | None], *, alive: Sequence[bool]) -> str:
         verdict = "All ranks wait at the same place: a GPU or the network between the ranks hangs, not one rank."
     lines = []
     for rank, (beat, lives) in enumerate(zip(beats, alive, strict=True)):
-        where = "no heartbeat was ever written" if beat is None else ""
-        if beat is not None:
+        if beat is None:
+            who, where = "", "no heartbeat was ever written"
+        else:
+            who = f" ({beat.host}, process {beat.pid})"
             where = f"step {beat.step}, {beat.phase}, for {beat.seconds:.0f} s"
-        who = "" if beat is None else f" ({beat.host}, process {beat.pid})"
         remarks = [word for word, holds in (("BEHIND", rank in waited_for), ("no heartbeat", not lives)) if holds]
         lines.append(f"  rank {rank}{who}: {where}" + "".join(f"; {word}" for word in remarks))
     return "\n".join([verdict, *lines, HOW_TO_GO_ON])

@@ -10,7 +10,6 @@ for that moment it takes their place.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -275,25 +274,22 @@ class WeightAverage:
         self.updates += 1
 
     def weights(self, *, keep: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """The average as full tensors, like `EngineState.weights`, with the trained model's buffers. Collective."""
-        with self._in_place():
+        """The average as full tensors, like `EngineState.weights`, with the trained model's buffers. Collective.
+
+        Meanwhile, the master weights hold the average.
+        """
+        masters = [master.detach() for master in self._state.masters()]
+        kept = [master.clone() for master in masters]
+        try:
+            for master, average in zip(masters, self._average, strict=True):
+                master.copy_(average)
             yield from self._state.weights(keep=keep)
+        finally:
+            for master, value in zip(masters, kept, strict=True):
+                master.copy_(value)
 
     def load(self, weights: Mapping[str, Tensor], *, updates: int) -> None:
         """Restore an average, given as full tensors. Collective; the engine's weights must be loaded afterwards."""
         self._state.load(weights=weights, moments={}, counter=0)
         self.reset()
         self.updates = updates
-
-    @contextmanager
-    def _in_place(self) -> Iterator[None]:
-        """Inside, the master weights hold the average."""
-        masters = [master.detach() for master in self._state.masters()]
-        kept = [master.clone() for master in masters]
-        try:
-            for master, average in zip(masters, self._average, strict=True):
-                master.copy_(average)
-            yield
-        finally:
-            for master, value in zip(masters, kept, strict=True):
-                master.copy_(value)

@@ -17,7 +17,8 @@ from pipeline.data.order.canonical_order import stream_order
 from pipeline.data.shards.check_shards import check_shards
 from pipeline.data.shards.manifest_format import load_manifest, make_manifest
 from pipeline.data.shards.storage import open_records
-from pipeline.data.shards.tar_reader import read_records, record_offset, samples, split_name
+from pipeline.data.shards.tar_reader import read_records, record_offset, split_name
+from pipeline.data.shards.tar_reader import samples as samples_in
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from tests.shards import jpeg, reader, sample, write_members, write_shards, write_tar
@@ -35,7 +36,7 @@ def test_records_match_tarfile(tmp_path: Path, dialect: int, skip: int, sample_b
         found = list(records)
     assert [(r.image, r.caption) for r in found] == [(s["jpg"], s["txt"]) for s in samples[skip:]]
     with open(tmp_path / "a.tar", "rb") as file:
-        assert len(list(samples(file))) == 7
+        assert len(list(samples_in(file))) == 7
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -148,7 +149,7 @@ def test_files_that_webdataset_ignores_are_not_samples(tmp_path: Path) -> None:
         (record,) = read_records(file)
         assert (record.image, record.caption) == (members["0.jpg"], b"a")
         file.seek(0)
-        assert len(list(samples(file))) == 1
+        assert len(list(samples_in(file))) == 1
     assert [key for key, _ in canonical.samples(tmp_path / "a.tar")] == ["0"]
     (seen,) = webdataset.WebDataset(str(tmp_path / "a.tar"), shardshuffle=False)
     assert (seen["jpg"], seen["txt"]) == (record.image, record.caption)

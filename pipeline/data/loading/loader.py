@@ -30,7 +30,7 @@ from pipeline.data.loading.position import (
     save_position,
     with_batch_size,
 )
-from pipeline.data.loading.worker import Failure, Part, StreamDataset, Tokenize
+from pipeline.data.loading.worker import Part, StreamDataset, Tokenize
 from pipeline.data.loading.worker_processes import NoBatch, StallWatch, describe_workers, prepare_workers
 from pipeline.data.order.canonical_order import make_order
 from pipeline.data.order.hashing import MASK
@@ -131,7 +131,7 @@ class Loader:
         """Position after the last batch that was returned."""
         self.workers = config.workers or 0
         """Decoding processes of this rank."""
-        self._parts: Iterator[Part | Failure] | None = None
+        self._parts: Iterator[Part | UserError] | None = None
         self._reading: MutableSequence[int] = []
         self.stopped: Callable[[], bool] = lambda: False
         """Whether the run is to stop, so that a batch which does not come soon is given up. Asked in a thread."""
@@ -279,7 +279,7 @@ class Loader:
         mixture = self.mixture
         return {**pixel_identity(self._dataset.decoder), "contents of the shards": list(mixture.digests)}
 
-    def _start(self) -> Iterator[Part | Failure]:
+    def _start(self) -> Iterator[Part | UserError]:
         dataset = replace(self._dataset, epoch=self.position.epoch, batch=self.position.batch)
         if not self.workers:
             return iter(dataset)
@@ -295,7 +295,7 @@ class Loader:
         )
         return start_workers(loader)
 
-    def _next_part(self, parts: Iterator[Part | Failure]) -> Part:
+    def _next_part(self, parts: Iterator[Part | UserError]) -> Part:
         try:
             with self._watch.waiting():
                 part = next(parts)
@@ -309,9 +309,9 @@ class Loader:
                 "data.prefetch batches: lower one of them, or data.workers. `neuclip plan` estimates the memory."
             )
             raise UserError(worker_died_message(error, memory=memory)) from error
-        if isinstance(part, Failure):
+        if isinstance(part, UserError):
             self.close()
-            raise UserError(part.message)
+            raise part
         return part
 
     def _stalled(self) -> str:

@@ -57,19 +57,11 @@ class Part:
     """Rows of the shown ones that a GPU is to decode, and their JPEGs."""
 
 
-@dataclass(frozen=True)
-class Failure:
-    """The message of an error that ends the run. A value, because exceptions cross processes as tracebacks."""
-
-    message: str
-
-
 @dataclass(kw_only=True)
 class DecodedRows:
     """The rows of one part, in order, as they are decoded."""
 
     count: int
-    """Rows of the part."""
     dataset: StreamDataset
     source: SequentialReader
     store: FeatureStore | None
@@ -207,7 +199,7 @@ class StreamFiller:
 
 
 @dataclass(frozen=True)
-class StreamDataset(IterableDataset[Part | Failure]):
+class StreamDataset(IterableDataset[Part | UserError]):
     """Parts of this rank's batches, starting at (epoch, batch); each worker takes a contiguous share of the streams."""
 
     order: Order
@@ -228,7 +220,7 @@ class StreamDataset(IterableDataset[Part | Failure]):
     reading: MutableSequence[int] | None = None
     """Memory that is shared with the workers: the id of the sample that each of them has last begun to read."""
 
-    def __iter__(self) -> Iterator[Part | Failure]:
+    def __iter__(self) -> Iterator[Part | UserError]:
         allow_open_files()
         info = get_worker_info()  # torch has set the number of threads to one in workers
         if info is not None:
@@ -240,7 +232,7 @@ class StreamDataset(IterableDataset[Part | Failure]):
                     share(part.image_bHWC)
                 yield part
         except UserError as error:
-            yield Failure(str(error))
+            yield UserError(str(error))  # not raised: exceptions cross processes as tracebacks
 
     def _parts(self, worker: int, *, workers: int) -> Iterator[Part]:
         epoch, first, s = self.epoch, self.batch, len(self.streams)

@@ -45,12 +45,9 @@ class Owner:
 
 
 class MirrorStore:
-    """The checkpoints of one run in any storage that fsspec supports.
+    """The checkpoints of one run in any storage that fsspec supports: in URL/NAME-OF-RUN/checkpoints/.
 
-    Args:
-        url: The setting `checkpoint.mirror`. The run's checkpoints are in URL/NAME-OF-RUN/checkpoints/.
-        run: The run's folder.
-        progress: Called now and then while a checkpoint is downloaded.
+    `progress` is called now and then while a checkpoint is downloaded.
 
     Raises:
         UserError: There is no such kind of storage, the package for it is not installed, the mirror is the run's own

@@ -114,15 +114,10 @@ class Snapshot:
 
 
 class CheckpointWriter:
-    """Writes snapshots in the background, one at a time.
+    """Writes snapshots in the background, one at a time, to the run's folder, which the ranks share.
 
-    Args:
-        run: The run's folder.
-        config: When to write; which checkpoints to keep.
-        world: The ranks, which share the folder.
-        architecture: Written into the checkpoint, so that open_clip can load it.
-        on_event: Called on rank 0 with a message for every checkpoint that was written or failed.
-        resumed_from: The checkpoint that the run continues, which is never removed.
+    `on_event` is called on rank 0 with a message for every checkpoint that was written or failed. `resumed_from`, the
+    checkpoint that the run continues, is never removed.
     """
 
     def __init__(

@@ -73,13 +73,8 @@ class Beat:
 class Heartbeat:
     """Context manager around a training loop. A single rank writes its heartbeat, but waits for no other rank.
 
-    Args:
-        run: The run's folder, which the ranks share.
-        world: The ranks.
-        phases: Where the training thread is.
-        timeout_seconds: Limit for one phase.
-        lost_after: Seconds without a heartbeat after which a rank is dead.
-        start: An id of this start of the run, the same on all ranks.
+    `timeout_seconds` limits one phase; a rank without a heartbeat for `lost_after` seconds is dead. `start` is an id of
+    this start of the run, the same on all ranks.
     """
 
     def __init__(
@@ -137,12 +132,10 @@ class Heartbeat:
                 self._stop_the_run(f"no progress for {waited:.0f} s", stalled=True, unless_behind=early)
 
     def _stop_the_run(self, what: str, *, stalled: bool = False, unless_behind: bool = False) -> None:
-        """Report which rank is behind, and exit.
+        """Report what this rank has noticed and which rank is behind, and exit.
 
-        Args:
-            what: What this rank has noticed.
-            stalled: It is that this rank makes no progress: do not exit if another one does.
-            unless_behind: Do not exit if this rank is the one behind, or has moved.
+        If `stalled`, it does not exit when another rank makes progress; if `unless_behind`, it does not when this rank
+        is the one behind, or has moved.
         """
         before = self._read()
         count = self._phases.latest.count

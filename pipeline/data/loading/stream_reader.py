@@ -141,12 +141,8 @@ class StreamSample(NamedTuple):
 class StreamReader:
     """The samples of one stream in its shuffled order; each is read once.
 
-    Args:
-        source: Reads the epoch's samples.
-        order: The stream's shuffle.
-        first: Position in the epoch of the stream's place 0.
-        turn: The turn at which reading starts; earlier samples are skipped.
-        on_sample: Called with the id of each sample before it is read.
+    The stream's place 0 is at the position `first` of the epoch. Samples before `turn` are skipped. `on_sample` is
+    called with the id of each sample before it is read.
     """
 
     def __init__(

@@ -49,25 +49,18 @@ class ScanStopped(Exception):
     """The scan was interrupted; what this shard gave so far is discarded."""
 
 
-def scan_shards(
-    root: Path, names: Sequence[str], *, caption: CaptionField, threads: int, on_scan: Callable[[ShardScan, int], None]
+def _scan_shards(
+    root: Path, names: Sequence[str], *, caption: CaptionField, threads: int, on_shard: Callable[[int, int], None]
 ) -> dict[str, ShardScan]:
-    """Scan shards, except those in the journal whose files have not changed since.
+    """Scan shards, except those in the journal whose files have not changed since, and return the results by name.
 
-    Args:
-        root: Folder of the journal and of relative names.
-        names: The shards.
-        caption: Where captions are.
-        threads: Shards that are read at a time.
-        on_scan: Called after each newly scanned shard, with its result and the number of shards that are done. If it
-            raises, the scan ends at once.
-
-    Returns:
-        Results by name.
+    Raises:
+        UserError: The first shards hold no sample that training can use: the scan ends at once.
     """
     wanted, stop = set(names), threading.Event()
-    known = {name: found for name, found in _read_journal(root).items() if name in wanted}
-    scans = {name: found for name, found in known.items() if found.caption == str(caption)}
+    known = _read_journal(root).items()
+    scans = {name: found for name, found in known if name in wanted and found.caption == str(caption)}
+    first: list[ShardScan] = []
     with _open_journal(root) as journal, ThreadPoolExecutor(threads) as pool:
         jobs = [
             pool.submit(read_shard, name, shard_url(root, name), caption, stop=stop)
@@ -81,7 +74,10 @@ def scan_shards(
                 if not (found.damage or found.unread):
                     journal.write(json.dumps(asdict(found)) + "\n")
                     journal.flush()
-                on_scan(found, len(scans))
+                on_shard(len(scans), len(names))
+                first.append(found)
+                if len(first) == _PROBED:
+                    _check_usable(root, first, caption)
         except BaseException:
             stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
@@ -208,16 +204,7 @@ def index_shards(
     _check_folder(root, replace=replace)
     names = _expand(patterns) if patterns else _find(root)
     _check_names(names)
-    first: list[ShardScan] = []
-
-    def on_scan(scan: ShardScan, done: int) -> None:
-        on_shard(done, len(names))
-        if len(first) < _PROBED:
-            first.append(scan)
-            if len(first) == _PROBED:
-                _check_usable(root, first, caption)
-
-    scans = scan_shards(root, names, caption=caption, threads=threads, on_scan=on_scan)
+    scans = _scan_shards(root, names, caption=caption, threads=threads, on_shard=on_shard)
     found = [scans[name] for name in names]
     _check_read(found, leave_out=leave_out)
     kept = [one for one in found if not one.damage]

@@ -132,8 +132,7 @@ class _ReadAhead(io.RawIOBase):
 class StreamHash(io.RawIOBase):
     """The SHA-256 and size of a shard, computed from the bytes that a reader takes from it through `over`.
 
-    Args:
-        check: Called before each piece is hashed; it may raise to end the reading.
+    `check` is called before each piece is hashed; it may raise to end the reading.
     """
 
     def __init__(self, check: Callable[[], None] = lambda: None) -> None:

@@ -82,7 +82,7 @@ def write_shards(
 def reader(manifest: Manifest, *, retries: int = 0, altered_shards: Any = "ignore") -> SequentialReader:
     """Return a reader of all shards in order; `pause.__self__` lists the pauses that it took before retries."""
     mixture = make_mixture([manifest])
-    starts = manifest.offsets
+    starts = manifest.shards.offsets
     segments = Segments(
         shard=np.arange(len(starts)), start=np.zeros_like(starts), position=starts, length=mixture.epoch_samples
     )

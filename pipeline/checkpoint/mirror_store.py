@@ -57,12 +57,7 @@ class MirrorStore:
     def __init__(self, url: str, run: Path, *, progress: Callable[[], None] = lambda: None) -> None:
         import fsspec
 
-        class Downloaded(fsspec.Callback):
-            def call(self, *args: Any, **kwargs: Any) -> None:
-                progress()
-
-        self._downloaded = Downloaded()
-
+        self._downloaded = fsspec.Callback(hooks={"progress": lambda *_, **__: progress()})
         name = plain_name(run.resolve().name, what="The run's folder")
         place = url.rstrip("/") or "/"
         self.url = f"{place.rstrip('/')}/{name}/{FOLDER_NAME}"

@@ -253,7 +253,7 @@ def plan_data(config: DataConfig, *, ranks: int, global_batch: int, image_size: 
         resume_bytes=round(reread),
         buffer_bytes=round(buffered / 2 * layout.streams / ranks * sample_bytes),
         batch_bytes=(config.prefetch + 1) * global_batch // ranks * 3 * image_size**2,
-        quality=shuffle_quality(ids, offsets=manifest.offsets, samples=manifest.n),
+        quality=shuffle_quality(ids, offsets=manifest.shards.offsets, samples=manifest.n),
         digests=order.mixture.digests,
     )
 

@@ -171,7 +171,7 @@ def test_joined_sources_and_epochs_are_shared(tmp_path: Path, cache: Path) -> No
         make_manifest(rows(sizes)).save(tmp_path / name)
     joined = load_mixture(parse(DataConfig, {"sources": [str(tmp_path / "one"), str(tmp_path / "two")]}))
     assert [shard.name for shard in joined.manifest.shards][3] == str(tmp_path / "two" / "a/000é.tar")
-    assert joined.manifest.offsets.tolist() == [0, 3, 4, 8, 10]
+    assert joined.manifest.shards.offsets.tolist() == [0, 3, 4, 8, 10]
     places = np.arange(12)
     for epoch in range(4):
         stored, plan = (function(joined, seed=1, epoch=epoch) for function in (shared_epoch, plan_epoch))

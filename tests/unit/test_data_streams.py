@@ -27,7 +27,7 @@ def manifest(sizes: list[int], name: str = "a") -> Manifest:
 
 def ids_of(mixture: Mixture, segments: Segments) -> list[int]:
     shards, numbers = segments.locate(np.arange(segments.length))
-    ids: list[int] = (mixture.manifest.offsets[shards] + numbers).tolist()
+    ids: list[int] = (mixture.manifest.shards.offsets[shards] + numbers).tolist()
     return ids
 
 

@@ -97,11 +97,9 @@ class StoredCrops:
     count: Annotated[int, Field(ge=1)]
     """Crops of a sample."""
     seed: Annotated[int, Field(ge=0, lt=2**63)]
-    """Of the crops."""
     scale: tuple[float, float]
-    """As `CropConfig.scale`."""
+    """This and `ratio` as in `CropConfig`."""
     ratio: tuple[float, float]
-    """As `CropConfig.ratio`."""
 
     def state(self, sample_id: int, number: int) -> int:
         """The hash key of crop `number` of a sample."""
@@ -120,7 +118,6 @@ class EncodedJpeg:
     shape: tuple[int, int]
     """Height and width in pixels."""
     box: Box
-    """Its crop."""
 
 
 @dataclass(frozen=True)

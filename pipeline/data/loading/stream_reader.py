@@ -134,7 +134,6 @@ class StreamSample(NamedTuple):
 
     id: int
     shard: int
-    """Number of its shard."""
     record: TarRecord
 
 
@@ -155,7 +154,7 @@ class StreamReader:
         on_sample: Callable[[int], None] = lambda sample_id: None,
     ) -> None:
         self._order, self._first, self._on_sample = order, first, on_sample
-        self._source, self._offsets = source, source.manifest.offsets
+        self._source, self._offsets = source, source.manifest.shards.offsets
         self._next, self._used = order.resume(turn)
         self._records = source.read(first + self._next)
         self._buffer: dict[int, TarRecord] = {}

@@ -266,7 +266,7 @@ def planned_ids(order: Order, *, epoch: int, first: int, last: int, streams: ran
     layout = order.layout
     streams = range(layout.streams) if streams is None else streams
     segments = order.epoch_segments(epoch)
-    offsets = order.mixture.manifest.offsets
+    offsets = order.mixture.manifest.shards.offsets
     b, length = layout.rows, layout.stream_length
     ids = np.empty((last - first, len(streams), b), dtype=np.int64)
     for number, c in enumerate(streams):

@@ -16,13 +16,12 @@ import os
 import shlex
 import textwrap
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipeline.data.shards.shard_table import Shard as Shard
 from pipeline.data.shards.shard_table import ShardTable, ShardTableBuilder, shared_table
@@ -32,7 +31,6 @@ from pipeline.errors import UserError
 from pipeline.files import replacing
 from pipeline.run_files import RUN_CONFIG_NAME
 
-Int64 = NDArray[np.int64]
 log = logging.getLogger(__name__)
 
 MANIFEST_NAME = "manifest.json"
@@ -67,11 +65,6 @@ class Manifest:
         return int(self.shards.bytes.sum())
 
     @property
-    def offsets(self) -> Int64:
-        """Id of each shard's first sample."""
-        return self.shards.offsets
-
-    @property
     def attempted(self) -> int:
         """What ingestion tried, samples and failures; see `counted`."""
         return self.n + sum(self.failures.values())
@@ -99,7 +92,7 @@ class Manifest:
         """
         if not 0 <= sample_id < self.n:
             raise IndexError(f"sample id {sample_id} is outside [0, {self.n})")
-        shard = self.shards[int(np.searchsorted(self.offsets, sample_id, side="right")) - 1]
+        shard = self.shards[int(np.searchsorted(self.shards.offsets, sample_id, side="right")) - 1]
         return shard, sample_id - shard.offset
 
     def url(self, shard: Shard) -> str:
@@ -257,7 +250,7 @@ def _check_format(tree: Mapping[str, Any], path: Path) -> None:
         )
 
 
-def check_keys(manifest: Manifest, shards: Sequence[Shard]) -> None:
+def check_keys(manifest: Manifest, shards: Iterable[Shard]) -> None:
     """Check that in each of these shards a key names one sample; those that are elsewhere or damaged are left out.
 
     Raises:

@@ -143,11 +143,7 @@ def plain_name(name: object, *, what: str) -> str:
     """Check that a name which was read from a file, a mirror or a server names something directly in a folder.
 
     Every such name passes here, or through `path_below`, before it is joined to a path: otherwise `../../x` or an
-    absolute path would be read, written or deleted outside the folder.
-
-    Args:
-        name: The name as it was read.
-        what: Whose name it is, for the message.
+    absolute path would be read, written or deleted outside the folder. `what` says in the message whose name it is.
 
     Raises:
         UserError: It is not text, is empty, `.` or `..`, has a separator, a control character or a drive, or is longer

@@ -146,11 +146,8 @@ def open_image(data: bytes, *, max_pixels: int | None = None) -> Image.Image:
 def orientation(image: Image.Image, data: bytes = b"") -> int:
     """How an image is stored: its EXIF orientation from 1, upright, to 8. That in XMP is ignored, as by browsers.
 
-    Damaged metadata and values outside of this range count as upright, and so do TIFFs, which Pillow turns itself.
-
-    Args:
-        image: An opened image.
-        data: Its file, in which the EXIF data may follow the pixels. If it is not given, the image must be loaded.
+    Damaged metadata and values outside of this range count as upright, and so do TIFFs, which Pillow turns itself. EXIF
+    data may follow the pixels: without the file's `data`, an opened image must be loaded.
     """
     if image.format == "TIFF":
         return 1

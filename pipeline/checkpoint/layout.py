@@ -179,9 +179,8 @@ def wrong_meta(meta: Mapping[str, Any], name: str) -> str:
     """What is wrong with the contents of the `checkpoint.json` in a folder of this name; empty if nothing is."""
     if meta.get("format") != FORMAT or meta.get("version") != VERSION:
         return f"its format is {meta.get('format')!r} version {meta.get('version')!r}, not {FORMAT!r} {VERSION}."
-    if meta.get("digest") != digest_of(meta) and (
-        "digest" in meta or meta.get("run_id")
-    ):  # version 0.1.0 wrote neither
+    needs_digest = "digest" in meta or meta.get("run_id")  # version 0.1.0 wrote neither
+    if needs_digest and meta.get("digest") != digest_of(meta):
         return f"the contents of {META_NAME} do not match their SHA-256."
     try:
         found = _Meta.model_validate(dict(meta))

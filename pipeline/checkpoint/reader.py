@@ -143,11 +143,7 @@ def _weights_in(folder: Path) -> dict[str, Tensor]:
 
 
 def open_checkpoint(path: Path, *, world: World | None = None) -> Checkpoint:
-    """Open a checkpoint's folder, and compare the size and SHA-256 of every file with `checkpoint.json`.
-
-    Args:
-        path: The folder of one step.
-        world: Ranks that share the work of verifying, all of which call this; by default this process does it alone.
+    """Open a checkpoint's folder, and compare the size and SHA-256 of every file with `checkpoint.json`; see `damage`.
 
     Raises:
         UserError: It is not a checkpoint, or a file is damaged. The message is what `damage` returns.
@@ -160,11 +156,8 @@ def open_checkpoint(path: Path, *, world: World | None = None) -> Checkpoint:
 def damage(path: Path, *, world: World | None = None, contents: bool = True) -> str | None:
     """What is wrong with a checkpoint's folder, naming the file; None when every file is as it was written.
 
-    Args:
-        path: The folder of one step.
-        world: Ranks that share the files, all of which call this and get the same answer; by default this process
-            checks them alone.
-        contents: Compare hashes, too, and not only sizes.
+    The ranks of `world` share the files: all of them call this and get the same answer. By default this process checks
+    them alone. Without `contents`, only sizes are compared and not hashes.
     """
     world = world or World()
     found = _damage_of_share(path, rank=world.rank, ranks=world.size, contents=contents)

@@ -227,11 +227,7 @@ def rate_shares(names: Iterable[str], *, decay: float) -> dict[str, float]:
     """The learning-rate factor of each parameter for layer-wise decay (BEiT, 2106.08254).
 
     In both towers the last layers (projection, final norm) have 1, the last block `decay`, the one before it `decay`^2,
-    and so on down to the embeddings.
-
-    Args:
-        names: Parameters by open_clip's names; those of the image tower begin with `visual.`.
-        decay: Factor from one block to the one before it, in (0, 1].
+    and so on down to the embeddings. Parameters have open_clip's names; those of the image tower begin with `visual.`.
     """
     places = {name: _place(name) for name in names}
     shares = {}

@@ -33,13 +33,7 @@ log = logging.getLogger(__name__)
 
 
 def whole_batch(parts: Sequence[Part], image: Tensor, *, device: torch.device, manifest: Manifest) -> Tensor:
-    """All images of a batch, from those that the workers have decoded and those that are still encoded.
-
-    Args:
-        parts: Of the batch, in order.
-        image: uint8 [k, 3, H, W], what the workers have decoded.
-        device: Where the others are decoded.
-        manifest: Of the run's samples.
+    """All images of a batch: those that the workers have decoded, `image` (uint8 [k, 3, H, W]), and the encoded others.
 
     Returns:
         uint8 [b, 3, H, W] on the device, channels last in memory.
@@ -76,12 +70,8 @@ def decode_on_gpu(images: Sequence[EncodedJpeg], *, size: int, device: torch.dev
 
     An image that nvJPEG refuses is decoded by Pillow. Both passes of the resizing round to 8 bits, as those of "fast"
     do, so the same decoded pixels give results within 2 of 255. But nvJPEG's pixels are others, and may depend on the
-    kind of GPU: chroma in particular, which torchvision does not ask it to interpolate.
-
-    Args:
-        images: What `ImageDecoder.for_gpu` returned.
-        size: Side of the results in pixels.
-        device: Where they are decoded; on a CPU with torchvision's libjpeg-turbo.
+    kind of GPU: chroma in particular, which torchvision does not ask it to interpolate. On a CPU, torchvision's
+    libjpeg-turbo decodes.
 
     Returns:
         uint8 [3, size, size] on the device for each image, in order.

@@ -235,9 +235,7 @@ class Loader:
     def load_state_dict(self, state: Mapping[str, Any], *, new_batch_size: bool = False) -> int:
         """Continue after the batch at which `state_dict` was called, without decoding earlier samples again.
 
-        Args:
-            state: What `state_dict` returned.
-            new_batch_size: Allow a state of another batch size, see `with_batch_size`.
+        With `new_batch_size`, the state may be of another batch size, see `with_batch_size`.
 
         Returns:
             The number of samples skipped because of another batch size.

@@ -84,10 +84,8 @@ class DecodedRows:
     def add(self, sample: StreamSample, *, number: int) -> None:
         """Decode a sample as the next row.
 
-        Args:
-            sample: The sample as stored.
-            number: The row's number in the epoch. It keys the crop, unless crops are stored: a sample may occur more
-                than once in an epoch.
+        The row's number in the epoch keys the crop, unless crops are stored: a sample may occur more than once in an
+        epoch.
 
         Raises:
             CorruptSample: It cannot be used; no row is added.

@@ -88,18 +88,13 @@ def _pass_on(number: int) -> None:
 
     It is SIGTERM whatever arrived: a terminal sends SIGINT to the ranks, too, and a second one would interrupt them.
     """
-    ranks = _children()
+    pids = (int(path.name) for path in Path("/proc").glob("[0-9]*"))
+    ranks = [pid for pid in pids if parent_of(pid) == os.getpid()]
     if not ranks:
         leave_at_once(number)
     for pid in ranks:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
-
-
-def _children() -> list[int]:
-    """This process's child processes."""
-    pids = (int(path.name) for path in Path("/proc").glob("[0-9]*"))
-    return [pid for pid in pids if parent_of(pid) == os.getpid()]
 
 
 @dataclass(frozen=True)

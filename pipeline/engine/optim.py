@@ -232,17 +232,14 @@ def rate_shares(names: Iterable[str], *, decay: float) -> dict[str, float]:
     places = {name: _place(name) for name in names}
     shares = {}
     for image in (True, False):
-        tower = {name: place for name, place in places.items() if _is_image(name) == image}
+        # Below `clip.` where the towers' own names are used.
+        tower = {name: place for name, place in places.items() if ("visual" in name.split(".")[:2]) == image}
         blocks = sorted({place for place in tower.values() if isinstance(place, tuple)})
         depth = {place: number for number, place in enumerate(blocks, start=1)}
         for name, place in tower.items():
             number = depth[place] if isinstance(place, tuple) else (0 if place == "before" else len(blocks) + 1)
             shares[name] = decay ** (len(blocks) + 1 - number)
     return shares
-
-
-def _is_image(name: str) -> bool:
-    return "visual" in name.split(".")[:2]  # below `clip.` where the towers' own names are used
 
 
 def _place(name: str) -> tuple[int, int] | str:

@@ -58,7 +58,6 @@ class DeepSpeedState:
         return [(name, p) for name, p in self._clip.named_parameters() if p.requires_grad]
 
     def weights(self, *, keep: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """See `EngineState.weights`."""
         items, trained = self._state_dict_items(), dict(self.named_parameters())
         partitioned = self._gathered([p for name, p in items if name in trained and self._stage > 0])
         for name, value in items:
@@ -67,14 +66,15 @@ class DeepSpeedState:
                 yield name, _on_the_host(full).reshape(self._shape(value))
 
     def shapes(self) -> dict[str, torch.Size]:
-        """See `EngineState.shapes`."""
         return {name: self._shape(value) for name, value in self._state_dict_items()}
 
     def moments(self, *, keep: bool = True) -> Iterator[tuple[str, str, Tensor]]:
-        """See `EngineState.moments`."""
         self._link_states()
         states, named = self._torch_optimizer.state, self.named_parameters()
-        for key in self._moment_keys():
+        keys = {
+            key for state in states.values() for key, v in state.items() if key != COUNTER and isinstance(v, Tensor)
+        }
+        for key in sorted(keys):
             partitioned = self._gathered([p for _, p in named if self._stage > 0], key)
             for name, p in named:
                 if self._stage > 0:
@@ -87,16 +87,13 @@ class DeepSpeedState:
                     yield name, key, _on_the_host(value).reshape(self._shape(p))
 
     def counter(self) -> int:
-        """See `EngineState.counter`."""
         states = [state for state in self._torch_optimizer.state.values() if COUNTER in state]
         return int(states[0][COUNTER]) if states else 0
 
     def masters(self) -> list[Tensor]:
-        """See `EngineState.masters`."""
         return self._flat_masters() if self._stage > 0 else [p for _, p in self.named_parameters()]
 
     def load(self, *, weights: Mapping[str, Tensor], moments: Mapping[tuple[str, str], Tensor], counter: int) -> None:
-        """See `EngineState.load`."""
         expected = {name: tuple(shape) for name, shape in self.shapes().items()}
         given = {name: tuple(value.shape) for name, value in weights.items()}
         if given != expected:
@@ -156,10 +153,6 @@ class DeepSpeedState:
 
     def _shape(self, p: Tensor) -> torch.Size:
         return torch.Size(getattr(p, "ds_shape", p.shape))
-
-    def _moment_keys(self) -> list[str]:
-        states = self._torch_optimizer.state.values()
-        return sorted({key for state in states for key, v in state.items() if key != COUNTER and isinstance(v, Tensor)})
 
     def _set_weight(self, p: nn.Parameter, value: Tensor) -> None:
         """Set the fp32 master and the working copy; DeepSpeed would refresh the latter only at its next step."""

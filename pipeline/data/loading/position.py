@@ -161,12 +161,13 @@ log = logging.getLogger(__name__)
 def save_position(position: Position, dataset: StreamDataset, *, world: World) -> dict[str, Any]:
     """A position as plain values: a collective whose result is the same on every rank and for any number of ranks."""
     hashed, corrupt = merge(position, world)
+    proofs = world.gather_objects(_proof(dataset.order, position, dataset.streams))  # every rank has its own streams
     return {
         "epoch": position.epoch,
         "batch": position.batch,
         "order_hash": f"{hashed:016x}",
         "corrupt": [[reason, shard, count] for (reason, shard), count in sorted(corrupt.items())],
-        "proof": _shared_proof(dataset, position, world),
+        "proof": f"{sum(int(proof, 16) for proof in proofs) & MASK:016x}" if position.batch else "",
         "order": dataset.order.identity,
         "pixels": _sample_identity(dataset),
     }
@@ -242,12 +243,6 @@ def with_batch_size(state: Mapping[str, Any], dataset: StreamDataset) -> tuple[d
     skipped = max(0, batch * layout.rows - turn) * layout.streams
     proof = _proof(dataset.order, Position(epoch=state["epoch"], batch=batch), everywhere)
     return {**state, "batch": batch, "proof": proof, "order": order}, skipped
-
-
-def _shared_proof(dataset: StreamDataset, position: Position, world: World) -> str:
-    """`_proof` of the whole batch: a collective in which every rank computes the rows of its own streams."""
-    parts = world.gather_objects(_proof(dataset.order, position, dataset.streams))
-    return f"{sum(int(part, 16) for part in parts) & MASK:016x}" if position.batch else ""
 
 
 def _proof(order: Order, position: Position, streams: range) -> str:

@@ -105,6 +105,7 @@ def check_gpus() -> Iterator[DoctorFinding]:
         yield DoctorFinding("GPUs", "note", "none: training runs on the CPU", "real runs need a GPU")
         if slow := why_bf16_is_slow(torch.device("cpu")):
             yield DoctorFinding("bf16", "note", slow.rstrip("."), "use engine.deepspeed=zero1_fp32")
+        return
     for index in range(torch.cuda.device_count()):
         gpu = f"GPU {index}"
         try:

@@ -38,7 +38,7 @@ class Mirror:
     If checkpoints are finished faster than they are uploaded, those in between are skipped. While it is open, it owns
     the run's folder in the mirror: it says so there every few seconds, and stops when another process says so.
 
-    What `outdated`, `layout.outdated` with the run's settings, names is removed, but neither the best checkpoint nor
+    Checkpoints that `outdated` returns (`layout.outdated` with the run's settings) are removed, except the best one and
     `resumed_from`, which the run continues. `on_event` is called with a message for every upload.
     """
 

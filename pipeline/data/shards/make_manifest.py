@@ -12,7 +12,7 @@ import shlex
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -45,10 +45,6 @@ class ShardScan:
     """When a local file was last changed, in nanoseconds: another one may have its size."""
 
 
-class ScanStopped(Exception):
-    """The scan was interrupted; what this shard gave so far is discarded."""
-
-
 def _scan_shards(
     root: Path, names: Sequence[str], *, caption: CaptionField, threads: int, on_shard: Callable[[int, int], None]
 ) -> dict[str, ShardScan]:
@@ -63,7 +59,7 @@ def _scan_shards(
     first: list[ShardScan] = []
     with _open_journal(root) as journal, ThreadPoolExecutor(threads) as pool:
         jobs = [
-            pool.submit(read_shard, name, shard_url(root, name), caption, stop=stop)
+            pool.submit(_read_shard, name, shard_url(root, name), caption, stop=stop)
             for name in names
             if name not in scans
         ]
@@ -85,16 +81,12 @@ def _scan_shards(
     return scans
 
 
-def read_shard(name: str, url: str, caption: CaptionField, *, stop: threading.Event) -> ShardScan:
-    """Count and hash one shard in one pass over its bytes.
-
-    Raises:
-        ScanStopped: Soon after `stop` is set.
-    """
+def _read_shard(name: str, url: str, caption: CaptionField, *, stop: threading.Event) -> ShardScan:
+    """Count and hash one shard in one pass over its bytes."""
 
     def check() -> None:
         if stop.is_set():
-            raise ScanStopped
+            raise CancelledError  # soon after the scan has ended: nobody takes this result
 
     unusable: Counter[str] = Counter()
     samples, hashed, changed = 0, StreamHash(check), 0
@@ -109,8 +101,6 @@ def read_shard(name: str, url: str, caption: CaptionField, *, stop: threading.Ev
             sha256 = hashed.finish() or ""
     except DamagedTar as error:
         return ShardScan(name, damage=f"{error} (after {samples:,} samples)")
-    except ScanStopped:
-        raise
     except Exception as error:  # clients of object stores raise exceptions of many types
         return ShardScan(name, unread=f"{type(error).__name__}: {error}")
     if not samples:

@@ -167,9 +167,9 @@ def _write_speed(folder: Path, *, mib: int) -> float:
 def check_memory(shm: Path = Path("/dev/shm")) -> Iterator[DoctorFinding]:
     """Shared memory, through which workers pass on batches, and the limit of open files."""
     if shm.is_dir():
-        stat = os.statvfs(shm)
-        size, free = stat.f_blocks * stat.f_frsize / GIB, stat.f_bavail * stat.f_frsize / GIB
-        text, remedy = f"{free:.2f} of {size:.2f} GiB free", "start the container with --shm-size=16g or --ipc=host"
+        usage = shutil.disk_usage(shm)
+        free, remedy = usage.free / GIB, "start the container with --shm-size=16g or --ipc=host"
+        text = f"{free:.2f} of {usage.total / GIB:.2f} GiB free"
         status: Literal["good", "note", "broken"] = "good" if free >= 2 else "note" if free >= 0.25 else "broken"
         yield DoctorFinding("shared memory", status, text, "" if status == "good" else remedy)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

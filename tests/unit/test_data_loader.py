@@ -237,7 +237,7 @@ def test_tokenizers_that_cannot_be_pickled_are_refused(folder: Path) -> None:
 
 def test_too_little_shared_memory_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "pipeline.data.loading.worker_processes.os.statvfs", lambda _: SimpleNamespace(f_bavail=1, f_frsize=4096)
+        "pipeline.data.loading.worker_processes.shutil.disk_usage", lambda _: SimpleNamespace(free=4096)
     )
     with pytest.raises(UserError, match=r"0 MiB are free: lower data.prefetch \(now 2\)"):
         loaders(folder, workers=1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import sys
 import threading
 import time
@@ -81,8 +82,7 @@ def _check_shared_memory(config: DataConfig, world: World, *, rows: int, image_s
         return
     ranks = ranks_here(world.size)
     needed = (config.prefetch + 1) * rows * 3 * image_size**2 * ranks
-    stat = os.statvfs(SHARED_MEMORY)
-    free = stat.f_bavail * stat.f_frsize
+    free = shutil.disk_usage(SHARED_MEMORY).free
     if needed > free:
         raise UserError(
             f"The workers of this machine's {ranks} ranks need {needed >> 20} MiB in {SHARED_MEMORY} to pass on "
@@ -180,10 +180,8 @@ def describe_workers(pids: Sequence[int], *, places: Sequence[str] = ()) -> list
         reading = f", has open {', '.join(shards)}" if shards else ""
         lines.append(f"Worker {number} (process {pid}) {_state(pid)}{f' at {place}' if place else ''}{reading}.")
     with suppress(OSError):
-        stat = os.statvfs(SHARED_MEMORY)
-        lines.append(
-            f"{SHARED_MEMORY} has {stat.f_bavail * stat.f_frsize >> 20} MiB free; workers pass images through it."
-        )
+        free = shutil.disk_usage(SHARED_MEMORY).free >> 20
+        lines.append(f"{SHARED_MEMORY} has {free} MiB free; workers pass images through it.")
     return lines
 
 

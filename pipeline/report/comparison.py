@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.config import flatten
 from pipeline.errors import UserError
 from pipeline.evaluation.datasets.datacomp import AGGREGATES
 from pipeline.report.run_data import Run
@@ -197,7 +198,7 @@ def _methods(runs: Sequence[Run], aggregates: Sequence[Row]) -> list[Method]:
     members: dict[str, list[int]] = {}
     for k, run in enumerate(runs):
         identity = {key: value for key, value in run.config.items() if key not in SEED_KEYS}
-        members.setdefault(json.dumps(identity or k, sort_keys=True, default=str), []).append(k)
+        members.setdefault(json.dumps(flatten(identity) or k, sort_keys=True, default=str), []).append(k)
     found = []
     for group in members.values():
         values: list[tuple[float, float | None] | None] = []

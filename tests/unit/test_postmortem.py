@@ -406,15 +406,19 @@ def test_a_moved_folder_and_settings_that_cannot_be_continued_with(run: Path, to
     assert "cannot be continued with: The configuration is not valid. Unknown key no_such_setting" in output
 
 
+NOT_EVALUATED = "trained to its end, but its last weights were not evaluated: it was killed in the evaluation"
+
+
 @pytest.mark.parametrize(
     ("damaged", "suite", "expected"),
     [
-        (True, False, "trained to its end, but no checkpoint is intact"),
-        (False, True, "trained to its end, but its last weights were not evaluated: it was killed in the evaluation"),
-        (False, False, "finished: 10 steps"),
+        (True, "", "trained to its end, but no checkpoint is intact"),
+        (False, "folder", NOT_EVALUATED),
+        (False, "{a: 1}", NOT_EVALUATED),
+        (False, "", "finished: 10 steps"),
     ],
 )
-def test_a_run_that_reached_its_last_step(run: Path, towers: Towers, damaged: bool, suite: bool, expected: str) -> None:
+def test_a_run_that_reached_its_last_step(run: Path, towers: Towers, damaged: bool, suite: str, expected: str) -> None:
     write(run, towers, [10])
     sink = JsonLines(SinkContext(run, total_steps=10, first_step=9))
     for step in (8, 9, 10):
@@ -422,14 +426,14 @@ def test_a_run_that_reached_its_last_step(run: Path, towers: Towers, damaged: bo
     sink.close()
     if suite:
         with (run / "config.yaml").open("a") as file:
-            file.write("evaluation: {suite: somewhere}\n")
+            file.write(f"evaluation: {{suite: {suite}}}\n")
         beat(run, phase="evaluation")
     if damaged:
         end(run, 0)
         next((run / "checkpoints" / "step-00000010").glob("*.safetensors")).write_bytes(b"")
     output, code = examine(run)
     assert expected in output.splitlines()[0]
-    assert code == int(damaged)
+    assert code == int(damaged or suite == "{a: 1}")
 
 
 DAMAGED = (b"", b"[]", b"null", b"5", b'"x"', b"\xff\xfe\0", b"{}", b"[" * 100_000, b'{"a": ' * 100_000)

@@ -116,7 +116,7 @@ def test_seeds_of_one_method_are_averaged(tmp_path: Path) -> None:
     for name, right in (("a", 60), ("b", 70), ("c", 80)):
         folder = make_run(tmp_path / name, right=right)
         config = {"seed": right, "output": str(folder), "objective": {"name": "neuclip"}}
-        (folder / "config.yaml").write_text(json.dumps(config))
+        (folder / "config.yaml").write_text("{5: by mistake, " + json.dumps(config)[1:])
         runs.append(read_run(folder))
     (method,) = compare(runs).methods
     assert (method.name, method.runs) == ("neuclip", 3)

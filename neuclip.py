@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,8 +52,8 @@ def _check_pipeline() -> None:
         ImportError: Another module of that name, usually a file in the working folder, comes first.
     """
     ours = Path(__file__).resolve().parent / "pipeline" / "__init__.py"
-    spec = importlib.util.find_spec("pipeline")
-    found = spec.origin if spec else None
+    loaded = sys.modules.get("pipeline")  # which need not have a spec
+    found = getattr(loaded or importlib.util.find_spec("pipeline"), "__file__" if loaded else "origin", None)
     if found is None or Path(found).resolve() != ours:
         raise ImportError(
             f"neuclip needs its own package `pipeline` ({ours.parent}), but Python finds {found or 'none'} under that "

@@ -268,7 +268,7 @@ def paired(outcomes: Sequence[Outcome], setting: str, arm: str, *, kind: str, ba
         return Spread.of(other[seed] / own[seed] for seed in seeds)
     if kind == "extra_time":
         whole = _by_seed(outcomes, setting, baseline, "step_ms")
-        return Spread.of(100 * (own[seed] - other[seed]) / whole[seed] for seed in seeds)
+        return Spread.of(100 * (own[seed] - other[seed]) / whole[seed] for seed in seeds if seed in whole)
     return Spread.of(COLUMNS[column].scale * (own[seed] - other[seed]) for seed in seeds)
 
 

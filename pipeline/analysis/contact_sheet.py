@@ -68,12 +68,10 @@ def _read(
 ) -> dict[tuple[str, int], tuple[str, str]]:
     """The thumbnail, as a data URL, and the caption of samples, by shard and row."""
     found: dict[tuple[str, int], tuple[str, str]] = {}
-    for shard in manifest.shards:
-        last = max((row for name, row in wanted if name == shard.name), default=None)
-        if last is None:
-            continue
+    last = dict(sorted(wanted))  # the last wanted row of each shard
+    for shard in (shard for shard in manifest.shards if shard.name in last):
         with open_records(manifest.url(shard), skip=0, caption_suffix=caption.suffix) as records:
-            for row, record in enumerate(itertools.islice(records, last + 1)):
+            for row, record in enumerate(itertools.islice(records, last[shard.name] + 1)):
                 if (shard.name, row) in wanted:
                     found[shard.name, row] = _thumbnail(record.image or b""), caption.read(record)
     return found

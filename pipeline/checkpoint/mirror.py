@@ -119,7 +119,10 @@ class Mirror:
             return self._changed.wait_for(lambda: self._thread is None, timeout=seconds)
 
     def abandon_after(self, step: int, *, seconds: float) -> None:
-        """Remove checkpoints of later steps, to which the run has rolled back; wait so long for an upload under way."""
+        """Remove checkpoints of steps after `step`, to which the run has rolled back.
+
+        An upload that is under way is waited for, `seconds` at most.
+        """
         try:
             if not self.wait(seconds):
                 raise TimeoutError(f"an upload has taken more than {seconds:.0f} s")

@@ -281,9 +281,9 @@ class Objective(ABC):
         return images, texts
 
     def prefetch(self, sample_ids: Tensor) -> None:
-        """Start fetching the per-sample state of the next batch; optional, before its forward pass.
+        """Start fetching the per-sample state of the next batch, ids [b] int64; optional, before its forward pass.
 
-        `compute` must be given the same tensor object, [b] int64.
+        `compute` must be given the same tensor object.
         """
         if self.table is not None:
             self.table.prefetch(sample_ids)

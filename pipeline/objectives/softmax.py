@@ -221,7 +221,7 @@ class SoftmaxObjective(Objective):
 
 def _feature_gradients(batch: AnchorBatch, weights: AnchorWeights) -> Pair:
     log_share = weights.log_scale - weights.log_normalizer - math.log(batch.size)
-    pull = torch.exp(log_share + batch.log_g) if weights.pull is None else weights.pull
+    pull = (torch.exp(log_share + batch.log_g) if weights.pull is None else weights.pull).sum(0)
     slope, shift = 1.0 / batch.tau, log_share - math.log(batch.size - 1) - batch.positive / batch.tau
     gradients = []
     for side in (0, 1):
@@ -230,7 +230,7 @@ def _feature_gradients(batch: AnchorBatch, weights: AnchorWeights) -> Pair:
             batch.features[1 - side],
             slope=(slope[side], slope[1 - side]),
             shift=(shift[side], shift[1 - side]),
-            pull=pull.sum(0),
+            pull=pull,
             first=batch.rows.start,
         )
         if weights.feature_gradient is not None:

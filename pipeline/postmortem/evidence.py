@@ -132,7 +132,8 @@ def read_evidence(run: Path, *, verify: bool = True) -> RunEvidence:
         origin=read_origin(run),
     )
     evaluated = {record.get("step") for record in records if record.get("kind") == "evaluation"}
-    due = any(key.startswith("evaluation.suite") and value for key, value in settings.items())  # by mistake, a mapping
+    section = config.get("evaluation")
+    due = isinstance(section, Mapping) and bool(section.get("suite"))
     found = replace(found, unscored=due and found.total_steps not in evaluated)
     return _with_tried_settings(found) if config else found
 

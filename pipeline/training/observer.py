@@ -97,13 +97,14 @@ class StepProfiler:
     """Runs torch's profiler from the first to the last of `steps` (numbered from 0): a Chrome trace and a table."""
 
     folder: Path
-    steps: tuple[int, int]
+    steps: tuple[int, int] | None
+    """None when they were profiled, which is once, also if a rollback repeats them."""
     telemetry: Telemetry
     _running: torch.profiler.profile | None = None
 
     def before(self, step: int) -> None:
         """Call it before step number `step` (from 0)."""
-        if self._running is not None or not self.steps[0] <= step <= self.steps[1]:
+        if self.steps is None or self._running is not None or not self.steps[0] <= step <= self.steps[1]:
             return
         kinds = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
@@ -113,9 +114,9 @@ class StepProfiler:
 
     def after(self, step: int) -> None:
         """Call it when `step` steps have been taken."""
-        if self._running is None or step <= self.steps[1]:
+        if self.steps is None or self._running is None or step <= self.steps[1]:
             return
-        profiler, self._running = self._running, None
+        profiler, self._running, self.steps = self._running, None, None
         profiler.stop()
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"steps-{self._first}-{step - 1}.json"

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,23 @@ def test_an_interrupted_run_writes_a_checkpoint_and_can_be_resumed(base: Path, o
     assert 1 <= stopped_at < STEPS
     run("jobs.train", *arguments, "--resume", "latest")
     assert equal(weights(base / "stopped"), weights(one_rank))
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_bit_identically(base: Path, one_rank: Path) -> None:
+    arguments = settings(base, "killed", "checkpoint.every=1")
+    process = subprocess.Popen(
+        command("jobs.train", *arguments), cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "step-00000003 written" in line:
+            break
+    time.sleep(0.05)
+    process.kill()
+    process.wait()
+    run("jobs.train", *arguments, "--resume", "latest")
+    assert equal(weights(base / "killed"), weights(one_rank))
 
 
 @pytest.mark.slow

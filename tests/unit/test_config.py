@@ -6,14 +6,16 @@ import itertools
 from pathlib import Path
 
 import pytest
+import yaml
 
 from pipeline import config as cfg
 from pipeline.config import parse_overrides, read_yaml
 from pipeline.engine.engine_config import EngineConfig, deepspeed_settings, in_fp32
 from pipeline.engine.engine_protocol import ENGINES
 from pipeline.errors import UserError
-from pipeline.training.recipe import check_run, load_recipe, parse_recipe
+from pipeline.training.recipe import RunConfig, check_run, load_recipe, parse_recipe
 
+RECIPES = sorted((Path(__file__).parents[2] / "jobs" / "recipes").glob("*.yaml"))
 BASE = ["output=x", "samples=1000", "batch_size=100", "data.sources=shards", "schedule.warmup_steps=2"]
 
 
@@ -71,6 +73,16 @@ def test_error_messages_name_key_value_and_remedy(override: str, parts: list[str
         assert part in message
 
 
+def test_batch_that_the_ranks_do_not_divide_is_refused() -> None:
+    run = load_recipe(None, BASE)
+    check_run(run, world_size=4)
+    with pytest.raises(
+        UserError,
+        match=r"batch_size = 100 and data.streams = \d+ do not fit 8 ranks.*Use batch_size=\d+ data.streams=\d+",
+    ):
+        check_run(run, world_size=8)
+
+
 def test_required_keys_are_named() -> None:
     with pytest.raises(UserError, match=r"batch_size is required.*output is required|output is required.*batch_size"):
         parse_recipe({"samples": 3})
@@ -88,6 +100,11 @@ def test_values_are_parsed_as_users_expect(tmp_path: Path) -> None:
     twice.write_bytes(b"samples: \xff\n")
     with pytest.raises(UserError, match=r"twice\.yaml is not UTF-8 text: byte 0xFF at 9"):
         load_recipe(twice, BASE)
+
+
+def test_dump_round_trips() -> None:
+    run = load_recipe(None, BASE)
+    assert parse_recipe(yaml.safe_load(cfg.dump(run))) == run
 
 
 def test_deepspeed_files_are_filled_from_the_recipe(tmp_path: Path) -> None:
@@ -123,6 +140,11 @@ def test_auto_takes_a_stage_at_which_the_optimizer_works(optimizer: str, ranks: 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{b}: &{b} [{', '.join([f'*{a}'] * 10)}]\n" for a, b in itertools.pairwise("abcdefghi")
 )
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_shipped_recipe_parses(path: Path) -> None:
+    assert isinstance(load_recipe(path), RunConfig)
 
 
 @pytest.mark.parametrize(

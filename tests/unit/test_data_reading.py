@@ -6,6 +6,7 @@ import io
 import tarfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import webdataset
 
@@ -14,6 +15,7 @@ from data_prep.pairs.find_source import open_source
 from data_prep.pairs.pair import SourceOptions
 from pipeline.data.loading.stream_reader import TRUNCATED, StreamReader
 from pipeline.data.order.canonical_order import stream_order
+from pipeline.data.order.mixture import make_mixture, plan_epoch
 from pipeline.data.shards.check_shards import check_shards
 from pipeline.data.shards.manifest_format import load_manifest, make_manifest
 from pipeline.data.shards.storage import open_records
@@ -166,6 +168,13 @@ def test_shards_that_differ_from_the_manifest_are_refused(tmp_path: Path) -> Non
     only = make_manifest([("00002.tar", 5, manifest.shards[2].bytes, "")], root=tmp_path)
     with pytest.raises(UserError, match="holds 4 samples, but its manifest lists 5"):
         check_shards(only, World())
+
+
+def test_a_planned_epoch_covers_every_sample_once(tmp_path: Path) -> None:
+    manifest = write_shards(tmp_path, [3, 1, 4])
+    segments = plan_epoch(make_mixture([manifest]), seed=1, epoch=0)
+    shards, numbers = segments.locate(np.arange(8))
+    assert sorted(manifest.shards.offsets[shards] + numbers) == list(range(8))
 
 
 def kept_bytes(stream: StreamReader) -> int:

@@ -259,6 +259,12 @@ def test_a_file_named_by_a_foreign_digit_belongs_to_no_shard(copied: Path, name:
     assert (copied / name).exists()
 
 
+def test_a_rebuild_says_that_the_result_is_identical(copied: Path) -> None:
+    flip(copied / "shards/00001.tar")
+    result = CliRunner().invoke(command, [str(copied), "--rebuild", "--allow-addresses"], standalone_mode=False)
+    assert "Repaired, bit-identical to the original; 24 samples now, 24 before." in result.output
+
+
 def test_a_rebuild_says_what_it_keeps_of_one_that_was_interrupted(
     copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

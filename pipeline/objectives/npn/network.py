@@ -241,7 +241,8 @@ class Npn(StatefulPart):
     """A network per side that predicts log-normalizers. The effect of `advance` is pending until `commit`.
 
     A variant is one file with a class that `@register_npn("name")` makes selectable as `objective.npn=name`: in this
-    folder, or in an installed package with an entry point of the group `neuclip.npn`.
+    folder, or in an installed package with an entry point of the group `neuclip.npn`. `parameters` are the initial
+    ones of both sides, [2, ...] each; `slot_name` is that of `ReplicatedNetwork`.
     """
 
     is_mean: ClassVar[bool] = False

@@ -45,7 +45,7 @@ $(READY): pyproject.toml constraints.txt
 # Only the tests need these: the Spark and Ray distributors (0.7 GB), ONNX, an S3 server, and the reference metrics of
 # clip-benchmark, which work without its dependencies.
 $(TESTABLE): $(READY)
-	$(INSTALL) --constraint constraints.txt --editable '.[dev,scale,onnx,transformers,trackers,s3,s3-server,playground,icons,lora,docs,browser]'
+	$(INSTALL) --constraint constraints.txt --editable '.[dev,scale,onnx,transformers,trackers,s3,s3-server,playground,lora,docs,browser]'
 	$(INSTALL) --constraint constraints.txt --no-deps clip-benchmark
 	@touch $@
 

@@ -14,8 +14,6 @@ from jobs.known_settings import DOWNLOAD, RecipePath
 
 if TYPE_CHECKING:
     from data_prep.fetching.supervisor import Progress
-    from data_prep.icons.icon_package import IconsConfig
-    from data_prep.settings.download_config import DownloadConfig
     from pipeline.data.shards.manifest_format import Manifest
 
 
@@ -36,24 +34,13 @@ def command(recipe: str | None, plan_only: bool, retry_failed: bool, overrides: 
 
     Sections: source, subset, image, guard, fetch, monitor. `--plan-only` writes only the plan. All settings and their
     defaults are in data_prep/settings/download_config.py; those of a download are stored in OUTPUT/download.yaml.
-    `--recipe icons` renders the icons of an npm package instead (data_prep/icons/icon_package.py).
     """
-    from data_prep.icons.icon_package import IconsConfig, parse_download
-    from pipeline.config import merge, parse_overrides, read_yaml
-
-    config = parse_download(merge(read_yaml(recipe) if recipe else {}, parse_overrides(overrides)))
-    if not isinstance(config, IconsConfig):
-        _run(config, plan_only=plan_only, retry_failed=retry_failed)
-    elif plan_only or retry_failed:
-        raise click.UsageError("--plan-only and --retry-failed are for tables of URLs; icons have none.")
-    else:
-        _run_icons(config)
-
-
-def _run(config: DownloadConfig, *, plan_only: bool, retry_failed: bool) -> None:
     from data_prep.dataset.ingest_report import write_report
     from data_prep.ingest import PartDone, download, prepare
+    from data_prep.settings.download_config import DownloadConfig
+    from pipeline.config import merge, parse, parse_overrides, read_yaml
 
+    config = parse(DownloadConfig, merge(read_yaml(recipe) if recipe else {}, parse_overrides(overrides)))
     if plan_only:
         _, plan = prepare(config, on_note=_note)
         click.echo(f"{plan.rows:,} of {plan.seen:,} rows in {plan.shards:,} shards; list {plan.digest[:16]}.")
@@ -68,25 +55,12 @@ def _run(config: DownloadConfig, *, plan_only: bool, retry_failed: bool) -> None
     click.echo(f"Report: {write_report(config.output)}")
 
 
-def _run_icons(config: IconsConfig) -> None:
-    from data_prep.dataset.ingest_report import DATASHEET_NAME
-    from data_prep.icons.make_icons import make_icons
-    from jobs.pairs import rows_bar
-
-    with rows_bar("drawing icons") as show:
-        made = make_icons(config, on_rows=show)
-    click.echo(summary(made.manifest, Path(config.output), what="icons"))
-    tasks = ", ".join(f"{task} ({facts['samples']:,})" for task, facts in made.tasks.items())
-    click.echo(f"Held out: {tasks or 'nothing'}, in {made.suite}")
-    click.echo(f"Licences and authors: {Path(config.output) / DATASHEET_NAME}")
-
-
-def summary(manifest: Manifest, folder: Path, *, what: str = "URLs") -> str:
+def summary(manifest: Manifest, folder: Path) -> str:
     """Summary of a finished download, as lines for the terminal."""
     from data_prep.reasons import is_transient
 
     head = (
-        f"{manifest.n:,} of {manifest.attempted:,} {what} gave a sample ({manifest.n / manifest.attempted:.1%}), "
+        f"{manifest.n:,} of {manifest.attempted:,} URLs gave a sample ({manifest.n / manifest.attempted:.1%}), "
         f"{len(manifest.shards):,} shards, {manifest.bytes / 1e6:,.1f} MB in {folder}"
     )
     lines = [head]

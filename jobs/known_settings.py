@@ -22,6 +22,7 @@ from click.shell_completion import CompletionItem
 from jobs import ROOT
 from jobs.settings_table import OBJECTIVE_TITLE, TRAINING_TITLE, Setting, listing
 from pipeline.config import explain_unknown, flatten, parse_overrides, suggest
+from pipeline.departed import COMMANDS
 from pipeline.errors import UserError
 
 if TYPE_CHECKING:
@@ -173,6 +174,8 @@ class RecipePath(click.ParamType):
             return str(given)
         if named.is_file():
             return str(named)
+        if ctx is not None and (left := COMMANDS.get(f"{ctx.info_name} --recipe {value}")):
+            raise UserError(left)
         known = recipe_names(self.folder)
         if given.is_dir():
             raise UserError(f"{value} is a folder. Give a YAML file, or a name: {', '.join(known)}.")

@@ -169,7 +169,6 @@ def listing() -> Iterator[tuple[str, Sequence[Setting]]]:
 
 def programs() -> dict[str, list[tuple[str, Any, str]]]:
     """Programs with their sections (heading, class, dotted prefix), without the objective's section."""
-    from data_prep.icons.icon_package import IconsConfig
     from data_prep.settings.download_config import DownloadConfig
     from pipeline.evaluation.run.session import EvaluationConfig
     from pipeline.evaluation.watch.watcher import WatchConfig
@@ -183,7 +182,6 @@ def programs() -> dict[str, list[tuple[str, Any, str]]]:
             ("", ScheduleKeys, "schedule."),
         ],
         "Ingestion (`neuclip download`)": list(_sections(DownloadConfig, whole="The dataset")),
-        "Icons (`neuclip download --recipe icons`)": list(_sections(IconsConfig, whole="The dataset")),
         "Evaluation (`neuclip evaluate`)": [("", EvaluationConfig, "")],
         "Watching (`neuclip watch`; those of evaluation as `evaluation.KEY`)": [("", WatchConfig, "")],
     }

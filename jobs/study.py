@@ -47,22 +47,14 @@ def command(
     Exit code 1: some runs failed; the others are rendered.
     """
     if name is not None:
-        check_name(name, "separation")  # before imports that take seconds
-    from jobs.studies import separation
+        check_name(name)  # before imports that take seconds
     from jobs.studies.declare import load_study, units_of
 
     if name is None:
         for each in study_names():
             click.echo(f"{each:<12} {load_study(each).title}  [{load_study(each).reproduces}]")
-        click.echo(f"{separation.NAME:<12} {separation.TITLE}  [{separation.REPRODUCES}]")
         return 0
     place = Path(output or f"runs/studies/{size}")
-    if name == separation.NAME:
-        if overrides or launcher or slurm or unit is not None:
-            raise click.UsageError(f"{name} takes --size, --output, --parallel, --list, --render and --publish only.")
-        return run_separation(
-            size, place, parallel=parallel, only_list=list_units, only_render=only_render, publish=publish
-        )
     study, units = load_study(name), units_of(name, size=size, overrides=overrides)
     if list_units:
         show(units, place)
@@ -84,30 +76,6 @@ def command(
         render(name, size=size, units=units, place=place, publish=publish, command=shown)
     for label, code in failed.items():
         click.echo(f"FAILED: {label} (exit code {code})", err=True)
-    return 1 if failed else 0
-
-
-def run_separation(
-    size: str, place: Path, *, parallel: int | None, only_list: bool, only_render: bool, publish: str | None
-) -> int:
-    """Run the study on synthetic pairs, whose short runs share processes. Returns the exit code."""
-    from jobs.studies import separation, separation_page
-
-    if size not in separation.SIZES:
-        raise click.UsageError(f"{separation.NAME} has the sizes {', '.join(separation.SIZES)}, not {size}.")
-    runs = separation.runs_of(size)
-    if only_list:
-        for run in runs:
-            click.echo(f"{'done' if separation.path_of(run, place).is_file() else '-':<5} {run.key}")
-        return 0
-    failed = [] if only_render else separation.run_all(runs, place=place, parallel=parallel, report=click.echo)
-    results = separation.read_results(size, place)
-    shown = f"neuclip study {separation.NAME}" + (f" --size {size}" if size != "desk" else "")
-    for folder in [place / separation.NAME] + ([Path(publish) / separation.NAME] if publish else []):
-        files = separation_page.publish(size, results, total=len(runs), folder=folder, command=shown)
-        click.echo(f"{len(results)} of {len(runs)} runs in {folder}: {', '.join(file.name for file in files)}")
-    for line in failed:
-        click.echo(f"FAILED: {line}", err=True)
     return 1 if failed else 0
 
 

@@ -254,14 +254,11 @@ def _study(recipe: Path | None, settings: list[str]) -> None:
 
 
 def _download(recipe: Path | None, settings: list[str]) -> None:
-    from data_prep.icons.icon_package import parse_download
     from data_prep.settings.download_config import DownloadConfig
     from data_prep.settings.source_config import resolve
 
     tree = read_yaml(recipe) if recipe is not None else {}
-    config = parse_download(merge(tree, parse_overrides(settings)))
-    if isinstance(config, DownloadConfig):
-        resolve(config.source)
+    resolve(parse(DownloadConfig, merge(tree, parse_overrides(settings))).source)
 
 
 def _evaluate(recipe: Path | None, settings: list[str]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -65,10 +65,10 @@ class Size:
     """Datasets or regimes; every arm runs in every setting."""
     seeds: tuple[int, ...] = (0,)
     """Seeds of the repetitions."""
-    arms: dict[str, Variant] | None = None
-    """Arms at this size; null: the study's."""
-    baseline: str | None = None
-    """Baseline at this size; null: the study's."""
+    arms: dict[str, Variant] = field(default_factory=dict)
+    """Arms at this size; empty: the study's."""
+    baseline: str = ""
+    """Baseline at this size; empty: the study's."""
 
 
 @section
@@ -108,8 +108,6 @@ class Study:
     """The runs are timed and must not share the machine with other runs."""
     measure: Literal["normalizers", "scores", "none"] = "normalizers"
     """Scores and the error of normalizers, scores only, or neither."""
-    measure_last: bool = True
-    """Measure the normalizers of the last checkpoint, too, which curves show and tables leave out."""
     desk: Size
     paper: Size
 
@@ -182,24 +180,17 @@ def load_size(name: str) -> SizeFacts:
 
 
 def size_of(study: Study, size: str) -> Size:
-    """The study's settings, arms and seeds at a size; `smoke` is `desk` with fewer settings and arms, and one seed."""
-    if size == "paper":
-        return study.paper
-    if size == "desk":
-        return study.desk
-    arms = arms_of(study, "desk")
+    """The study at a size; `smoke` is `desk` with fewer settings and arms, and one seed."""
+    found = study.paper if size == "paper" else study.desk
+    found = replace(found, arms=found.arms or study.arms, baseline=found.baseline or study.baseline)
+    if size != "smoke":
+        return found
     return Size(
-        settings={name: study.desk.settings[name] for name in study.smoke.settings},
-        arms={name: arms[name] for name in study.smoke.arms},
-        seeds=study.desk.seeds[:1],
+        settings={name: found.settings[name] for name in study.smoke.settings},
+        seeds=found.seeds[:1],
+        arms={name: found.arms[name] for name in study.smoke.arms},
         baseline=study.smoke.arms[0],
     )
-
-
-def arms_of(study: Study, size: str) -> dict[str, Variant]:
-    """The arms at a size, by name."""
-    own = size_of(study, size).arms
-    return own if own is not None else study.arms
 
 
 def units_of(name: str, *, size: str, overrides: tuple[str, ...] = ()) -> list[Unit]:
@@ -209,10 +200,10 @@ def units_of(name: str, *, size: str, overrides: tuple[str, ...] = ()) -> list[U
         UserError: The settings of a run are invalid; the message names the run.
     """
     study, facts = load_study(name), load_size(size)
-    at_size, arms = size_of(study, size), arms_of(study, size)
+    at_size = size_of(study, size)
     units = []
-    for seed, setting_name, arm_name in itertools.product(at_size.seeds, at_size.settings, arms):
-        setting, arm = at_size.settings[setting_name], arms[arm_name]
+    for seed, setting_name, arm_name in itertools.product(at_size.seeds, at_size.settings, at_size.arms):
+        setting, arm = at_size.settings[setting_name], at_size.arms[arm_name]
         given = (*facts.defaults, *setting.set, *arm.set, *facts.set, *overrides, f"seed={seed}")
         recipe = RECIPES / f"{arm.recipe or setting.recipe or 'desk'}.yaml"
         try:

@@ -87,45 +87,11 @@ def holm(p_values: Mapping[Name, float]) -> dict[Name, float]:
     return adjusted
 
 
-def significant(compared: Mapping[Name, Spread]) -> set[Name]:
-    """The comparisons that are significant at LEVEL after Holm's correction over all of them."""
-    adjusted = holm({name: found.p for name, found in compared.items() if found.p is not None})
-    return {name for name, p in adjusted.items() if p <= LEVEL}
-
-
-def difference(own: Mapping[Name, float], other: Mapping[Name, float]) -> Spread | None:
-    """Paired differences of values by seed, over the seeds that both have; None if there is none."""
-    return Spread.of(own[seed] - other[seed] for seed in own if seed in other)
-
-
 def shown(value: Spread | None, form: str, unit: str = "") -> str:
     """`12.3 ± 0.4`, mean and standard deviation, or `–` if there is no value."""
     if value is None:
         return "–"
     return f"{value.mean:{form}}{unit}" + (f" ± {value.sd:{form.replace('+', '')}}" if value.sd is not None else "")
-
-
-def shown_difference(found: Spread | None, form: str, *, is_clear: bool, interval: bool = False) -> str:
-    """`-0.123 ± 0.004 (-9.1)`: mean, standard error and t of paired differences; bold if `is_clear`.
-
-    `interval`: half of the 95% interval instead of the standard error.
-    """
-    if found is None:
-        return "–"
-    error = found.half_width if interval else found.standard_error
-    if found.t is None or error is None:
-        return f"{found.mean:{form}}"
-    text = f"{found.mean:{form}} ± {error:{form[1:]}} ({found.t:+.1f})"
-    return f"**{text}**" if is_clear else text
-
-
-def as_lines(rows: Sequence[Sequence[str]], *, labels: int = 1) -> list[str]:
-    """A table as Markdown lines, the first `labels` columns left-aligned; a row with one cell is a group heading."""
-    width = len(rows[0])
-    lines = ["| " + " | ".join(rows[0]) + " |", "|---" * labels + "|---:" * (width - labels) + "|"]
-    return lines + [
-        f"| {row[0]} |" + " |" * (width - 1) if len(row) == 1 else f"| {' | '.join(row)} |" for row in rows[1:]
-    ]
 
 
 Result = Mapping[str, Any]
@@ -210,7 +176,6 @@ COLUMNS: dict[str, Column] = {
     "average": Column("average, %", _last_score(average), ".1f", 100),
     "retrieval": Column("retrieval R@1, %", _last_score(retrieval), ".1f", 100),
     "imagenet": Column("ImageNet & variants, %", _last_score(lambda scores: scores.get(IMAGENET)), ".1f", 100),
-    "held_out_loss": Column("held-out loss, nats", _entry("validation", "loss")),
     "tau": Column("tau", _entry("last", "tau"), ".4f"),
     "mse_in_use": Column("error in use (MSE)", _normalizer("in_use", "mse")),
     "mse_cold": Column("error cold (MSE)", _normalizer("cold", "mse")),
@@ -233,7 +198,6 @@ COLUMNS: dict[str, Column] = {
 # Comparisons of a run with the baseline of the same setting and seed.
 PAIRED = {
     "difference": ("average", "average against {baseline}, points"),
-    "loss_difference": ("held_out_loss", "held-out loss against {baseline}"),
     "saving": ("cpu_seconds", "times less CPU time than {baseline}"),
     "extra_time": ("objective_ms", "objective's extra time against {baseline}, share of its step"),
 }

@@ -7,21 +7,20 @@ import io
 import itertools
 import json
 import platform
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 from jobs.studies import study_figures
-from jobs.studies.declare import Study, Unit, Variant, arms_of, load_study, size_of
-from jobs.studies.outcomes import COLUMNS, LEVEL, PAIRED, Outcome, Spread, as_lines, holm, paired, shown, spread
+from jobs.studies.declare import Study, Unit, Variant, load_study, size_of
+from jobs.studies.outcomes import COLUMNS, LEVEL, PAIRED, Outcome, Spread, holm, paired, shown, spread
 from pipeline.cores import usable_cores
-from pipeline.report.run_page import render as render_page
 from pipeline.versions import source_commit
 
 DATA_NAME = "results.json"
-COMPARED = {"held_out_loss": "+.3f", "average": "+.2f", "retrieval": "+.2f", "imagenet": "+.2f", "saving": ".2f"}
+COMPARED = {"average": "+.2f", "retrieval": "+.2f", "imagenet": "+.2f", "saving": ".2f"}
 """Columns that are compared with the baseline, and the formats of their differences."""
 COMPARED_NOTE = (
     " The last table has every paired difference in a score with its 95% interval; p is corrected for the number of "
@@ -35,87 +34,98 @@ def publish(
     name: str, *, size: str, units: Sequence[Unit], outcomes: Sequence[Outcome], folder: Path, command: str
 ) -> list[Path]:
     """Write all files of a study to `folder`. Returns their paths."""
-    overrides = {unit.key: list(unit.overrides) for unit in units}
-    facts = {"units": len(units), "overrides": overrides, "runs": [_compact(outcome) for outcome in outcomes]}
-    versions = outcomes[-1].result["versions"] if outcomes else {}
-    write_data(folder, study=name, size=size, command=command, versions=versions, **facts)
+    data = {
+        "study": name,
+        "size": size,
+        "command": command,
+        "date": date.today().isoformat(),
+        "commit": source_commit(),
+        "machine": {"cpu": cpu_name(), "cores": usable_cores(), "system": platform.system()},
+        "versions": outcomes[-1].result["versions"] if outcomes else {},
+        "units": len(units),
+        "overrides": {unit.key: list(unit.overrides) for unit in units},
+        "runs": [_compact(outcome) for outcome in outcomes],
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / DATA_NAME).write_text(json.dumps(data, separators=(",", ":")) + "\n", encoding="utf-8")
     return [folder / DATA_NAME, *render(folder)]
 
 
 def render(folder: Path) -> list[Path]:
     """Render tables and figures from `folder/results.json`. Returns their paths."""
-    data = read_data(folder)
-    study, size = load_study(data["study"]), data["size"]
+    data = json.loads((folder / DATA_NAME).read_text(encoding="utf-8"))
+    study = load_study(data["study"])
     outcomes = [Outcome(**run) for run in data["runs"]]
-    drawn = study_figures.draw(study, size, outcomes)
-    texts = {
-        "results.csv": as_csv(outcomes),
-        "results.md": as_markdown(study, data, outcomes, list(drawn)),
-        "study.html": as_html(study, data, outcomes, drawn),
-        **drawn,
-    }
-    return write_texts(folder, texts)
+    drawn = study_figures.draw(study, data["size"], outcomes)
+    texts = {"results.csv": as_csv(outcomes), "results.md": as_markdown(study, data, outcomes, list(drawn)), **drawn}
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return [folder / name for name in texts]
 
 
 def as_csv(outcomes: Sequence[Outcome]) -> str:
     """One line per run with every column; empty if the run does not have the metric."""
-    return csv_of(
-        ["setting", "arm", "seed", *COLUMNS, "key"],
-        (((o.setting, o.arm, o.seed), [c.value(o.result) for c in COLUMNS.values()], (o.key,)) for o in outcomes),
-    )
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(["setting", "arm", "seed", *COLUMNS, "key"])
+    for outcome in outcomes:
+        values = (column.value(outcome.result) for column in COLUMNS.values())
+        figures = ("" if value is None else f"{value:.6g}" for value in values)
+        writer.writerow([outcome.setting, outcome.arm, outcome.seed, *figures, outcome.key])
+    return stream.getvalue()
 
 
 def as_markdown(study: Study, data: Mapping[str, Any], outcomes: Sequence[Outcome], drawn: Sequence[str]) -> str:
     """The generated page of a study: its question, how it was run, a table per setting, and the figures."""
-    how = "This page is generated from `results.json` by `neuclip study`; do not edit it."
-    lines = [f"# {study.title}", "", study.question.strip(), "", f"{_how(study, data, outcomes)} {how}"]
-    for title, rows in _tables(study, data["size"], outcomes):
-        lines += ["", f"## {title}", "", *as_lines(rows)]
+    lines = [f"# {study.title}", "", study.question.strip(), "", _how(study, data, outcomes)]
+    for title, (header, *rows) in _tables(study, data["size"], outcomes):
+        lines += ["", f"## {title}", "", f"| {' | '.join(header)} |", "|---" + "|---:" * (len(header) - 1) + "|"]
+        for row in rows:  # a row with one cell is a group heading
+            lines.append(f"| {row[0]} |" + " |" * (len(header) - 1) if len(row) == 1 else f"| {' | '.join(row)} |")
     for file in drawn:
-        lines += ["", f"![{figure_title(file)}]({file})"]
+        lines += ["", f"![{file.removesuffix('.svg').replace('-', ' ')}]({file})"]
     return "\n".join(lines) + "\n"
 
 
-def as_html(study: Study, data: Mapping[str, Any], outcomes: Sequence[Outcome], drawn: Mapping[str, str]) -> str:
-    """The same content as one self-contained HTML file."""
-    parts = []
-    for title, (header, *rows) in _tables(study, data["size"], outcomes):
-        plain = [[cell.replace("`", "").strip("*") for cell in row] for row in rows]
-        parts.append({"title": title, "header": header, "rows": plain})
-    figures = [{"title": figure_title(file), "svg": svg[svg.index("<svg") :]} for file, svg in drawn.items()]
-    how = _how(study, data, outcomes).replace("`", "")
-    context = {"title": study.title, "question": study.question.strip(), "how": how, "parts": parts, "figures": figures}
-    return render_page("study.html", context)
-
-
 def _how(study: Study, data: Mapping[str, Any], outcomes: Sequence[Outcome]) -> str:
+    """Sentences on the size, command, machine, versions and finished runs, and on how to read the tables."""
+    packages = ", ".join(f"{name} {version}" for name, version in data["versions"].items() if version != "absent")
+    # Results record their commit; older ones have only that of their publication, or none.
+    found = (outcome.result.get("commit", data.get("commit")) for outcome in outcomes)
+    commits = sorted({commit for commit in found if commit})
+    listed = " and ".join(part for part in (", ".join(commits[:-1]), *commits[-1:]) if part)
+    commit = f" from commit {listed}" if commits else ""
     return (
-        provenance(data, reproduces=study.reproduces, results=[outcome.result for outcome in outcomes])
-        + " Figures are means ± standard deviation over seeds; differences are paired by seed. Errors and variances of "
+        f"Size `{data['size']}`; modelled on {study.reproduces}. "
+        f"Made with `{data['command']}` on {data['date']}{commit}, "
+        f"{data['machine']['cores']} cores of {data['machine']['cpu']}; {packages}. "
+        f"{len(outcomes)} of {data['units']} runs are finished. "
+        "Figures are means ± standard deviation over seeds; differences are paired by seed. Errors and variances of "
         "normalizers are means over the intermediate checkpoints, without the last one."
         + (COMPARED_NOTE if _comparisons(study, data["size"], outcomes) else "")
+        + " This page is generated from `results.json` by `neuclip study`; do not edit it."
     )
 
 
 def _tables(study: Study, size: str, outcomes: Sequence[Outcome]) -> Iterator[tuple[str, list[list[str]]]]:
     """(title, table) of every setting that has runs."""
-    at_size, arms = size_of(study, size), arms_of(study, size)
-    baseline = at_size.baseline or study.baseline
+    at_size = size_of(study, size)
     for setting, variant in at_size.settings.items():
-        there = {arm: arms[arm] for arm in arms if any(o.setting == setting and o.arm == arm for o in outcomes)}
-        if there:
-            yield variant.title or setting, table(study, outcomes, setting=setting, arms=there, baseline=baseline)
+        finished = {outcome.arm for outcome in outcomes if outcome.setting == setting}
+        if there := {arm: it for arm, it in at_size.arms.items() if arm in finished}:
+            rows = table(study, outcomes, setting=setting, arms=there, baseline=at_size.baseline)
+            yield variant.title or setting, rows
     if rows := _comparisons(study, size, outcomes):
-        yield f"Comparisons with {baseline}", rows
+        yield f"Comparisons with {at_size.baseline}", rows
 
 
 def _comparisons(study: Study, size: str, outcomes: Sequence[Outcome]) -> list[list[str]]:
     """Every score and saving against the baseline, over two seeds or more that differ; empty if there is none."""
     at_size = size_of(study, size)
-    baseline = at_size.baseline or study.baseline
+    baseline = at_size.baseline
     columns = [column for column in study.columns if column in COMPARED]
     compared: dict[tuple[str, str, str], Spread] = {}
-    for setting, column, arm in itertools.product(at_size.settings, columns, arms_of(study, size)):
+    for setting, column, arm in itertools.product(at_size.settings, columns, at_size.arms):
         found = paired(outcomes, setting, arm, kind=column, baseline=baseline)
         if arm != baseline and found is not None and found.t is not None:
             equal = float(column == "saving")  # a ratio is compared with 1
@@ -173,77 +183,12 @@ def _cell(outcomes: Sequence[Outcome], setting: str, arm: str, column: str, base
     if arm == baseline:
         return "–"
     found = paired(outcomes, setting, arm, kind=column, baseline=baseline)
-    form = {"saving": ".2f", "loss_difference": "+.3f"}.get(column, "+.1f")
-    return shown(found, form, unit="%" if column == "extra_time" else "")
+    return shown(found, ".2f" if column == "saving" else "+.1f", unit="%" if column == "extra_time" else "")
 
 
 def _compact(outcome: Outcome) -> dict[str, Any]:
     kept = {key: value for key, value in outcome.result.items() if key not in LEFT_OUT}
     return {**asdict(outcome), "result": kept}
-
-
-def write_data(folder: Path, *, study: str, size: str, command: str, versions: Mapping[str, str], **rest: Any) -> None:
-    """Write `folder/results.json`; `rest` are the fields that only this kind of study has."""
-    data = {
-        "study": study,
-        "size": size,
-        "command": command,
-        "date": date.today().isoformat(),
-        "commit": source_commit(),
-        "machine": {"cpu": cpu_name(), "cores": usable_cores(), "system": platform.system()},
-        "versions": versions,
-        **rest,
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / DATA_NAME).write_text(json.dumps(data, separators=(",", ":")) + "\n", encoding="utf-8")
-
-
-def read_data(folder: Path) -> dict[str, Any]:
-    """Read `folder/results.json`."""
-    return json.loads((folder / DATA_NAME).read_text(encoding="utf-8"))
-
-
-def write_texts(folder: Path, texts: Mapping[str, str]) -> list[Path]:
-    """Write each text under its file name. Returns their paths."""
-    for name, text in texts.items():
-        (folder / name).write_text(text, encoding="utf-8")
-    return [folder / name for name in texts]
-
-
-def provenance(data: Mapping[str, Any], *, reproduces: str, results: Sequence[Mapping[str, Any]]) -> str:
-    """Sentences on the size, command, machine, versions and finished runs of a study, for its page.
-
-    `data` is the content of `results.json`, `results` are those of the finished runs.
-    """
-    packages = ", ".join(f"{name} {version}" for name, version in data["versions"].items() if version != "absent")
-    # Results record their commit; older ones have only that of their publication, or none.
-    commits = sorted({commit for result in results if (commit := result.get("commit", data.get("commit")))})
-    commit = f" from commit {_listed(commits)}" if commits else ""
-    return (
-        f"Size `{data['size']}`; modelled on {reproduces}. Made with `{data['command']}` on {data['date']}{commit}, "
-        f"{data['machine']['cores']} cores of {data['machine']['cpu']}; {packages}. "
-        f"{len(results)} of {data['units']} runs are finished."
-    )
-
-
-def _listed(names: Sequence[str]) -> str:
-    """ "a", "a and b", "a, b and c"."""
-    return " and ".join(part for part in (", ".join(names[:-1]), *names[-1:]) if part)
-
-
-def csv_of(header: Sequence[str], rows: Iterable[tuple[Sequence[Any], Sequence[float | None], Sequence[Any]]]) -> str:
-    """CSV of rows given as (labels, figures, more labels); a figure that is None becomes an empty cell."""
-    stream = io.StringIO()
-    writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(header)
-    for labels, figures, more in rows:
-        writer.writerow([*labels, *("" if value is None else f"{value:.6g}" for value in figures), *more])
-    return stream.getvalue()
-
-
-def figure_title(file: str) -> str:
-    """The title of a figure, from its file name."""
-    return file.removesuffix(".svg").replace("-", " ")
 
 
 def cpu_name() -> str:

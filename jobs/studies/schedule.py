@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import shlex
 import signal
@@ -11,19 +10,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
 
 from jobs.studies.declare import SizeFacts, Study, Unit
 from jobs.studies.unit import RESULT_NAME, SPEC_NAME
 from pipeline.cores import usable_cores
 from pipeline.errors import EXIT_INTERRUPTED, UserError
 
-Key = TypeVar("Key", bound=Hashable)
-Result = TypeVar("Result")
 TORCHRUN = "{python} -m torch.distributed.run --standalone --nproc-per-node {ranks} -m"
 
 
@@ -49,7 +45,6 @@ def write_spec(unit: Unit, output: Path, *, facts: SizeFacts, study: Study, plac
         "overrides": [*unit.overrides, *places, f"output={folder}"],
         "anchors": facts.anchors,
         "measure": study.measure,
-        "measure_last": study.measure_last,
     }
     (folder / SPEC_NAME).write_text(json.dumps(spec, indent=1) + "\n", encoding="utf-8")
     return folder
@@ -162,26 +157,8 @@ def run_all(
     return {label: code for label, code in codes.items() if code}
 
 
-def in_processes(
-    function: Callable[..., Result], calls: Mapping[Key, tuple[Any, ...]], *, parallel: int | None
-) -> Generator[tuple[Key, Result | BaseException], None, None]:
-    """function(*arguments) of short runs in worker processes: the key and the result, or the error, of each as it ends.
-
-    Calls that have not begun are cancelled if the caller stops early, also by an error or an interruption of its own.
-    """
-    with ProcessPoolExecutor(parallel or usable_cores(), mp_context=multiprocessing.get_context("spawn")) as pool:
-        waiting = {pool.submit(function, *arguments): key for key, arguments in calls.items()}
-        try:
-            for future in as_completed(waiting):
-                yield waiting[future], future.exception() or future.result()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-
-
 def sbatch(name: str, *, size: str, output: str, count: int, overrides: Sequence[str]) -> str:
     """A Slurm script with a job array of one task per unit."""
-    if not count:
-        raise UserError(f"Nothing is left to do for {name}: no job array is needed.")
     rest = " ".join(shlex.quote(text) for text in overrides)
     return f"""#!/bin/bash
 #SBATCH --job-name=study-{name}

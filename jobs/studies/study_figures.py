@@ -6,9 +6,10 @@ import io
 import statistics
 import textwrap
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
-from jobs.studies.declare import Study, arms_of, size_of
+from jobs.studies.declare import Size, Study, size_of
 from jobs.studies.outcomes import COLUMNS, Outcome, curve, spread
 
 STYLE: Any = {
@@ -28,32 +29,29 @@ STYLE: Any = {
 DOT = "#2b6cb0"
 
 
-def _drawn(study: Study, size: str, outcomes: Sequence[Outcome]) -> list[str]:
-    """The arms that have runs, in the order of the study."""
-    return [arm for arm in arms_of(study, size) if any(outcome.arm == arm for outcome in outcomes)]
-
-
 def draw(study: Study, size: str, outcomes: Sequence[Outcome]) -> dict[str, str]:
     """File name -> SVG of all figures of a study."""
     import matplotlib
 
+    there = size_of(study, size)
+    there = replace(there, arms={arm: it for arm, it in there.arms.items() if any(o.arm == arm for o in outcomes)})
     with matplotlib.rc_context(STYLE):
-        found = {"final.svg": _final(study, size, outcomes)} if outcomes else {}
+        found = {"final.svg": _final(study, there, outcomes)} if outcomes else {}
         if outcomes and study.against:
-            found[f"against-{study.against.replace('_', '-')}.svg"] = _against(study, size, outcomes, study.against)
+            found[f"against-{study.against.replace('_', '-')}.svg"] = _against(study, there, outcomes, study.against)
         for column in study.curves:
             # A setting whose runs were measured only once has no curve; its value is in the table.
             if curved := {o.setting for o in outcomes if len(curve(outcomes, o.setting, o.arm, column)) > 1}:
-                found[f"curve-{column.replace('_', '-')}.svg"] = _curves(study, size, outcomes, column, curved)
+                found[f"curve-{column.replace('_', '-')}.svg"] = _curves(study, there, outcomes, column, curved)
     return found
 
 
-def _final(study: Study, size: str, outcomes: Sequence[Outcome]) -> str:
+def _final(study: Study, size: Size, outcomes: Sequence[Outcome]) -> str:
     """The study's first column: a dot per seed, a bar at the mean, a line at the baseline; one panel per setting."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    column, settings, arms = study.columns[0], size_of(study, size).settings, _drawn(study, size, outcomes)
+    column, settings, arms = study.columns[0], size.settings, list(size.arms)
     figure = Figure(figsize=(min(9.0, 1.2 + 3.6 * len(settings)), 0.9 + 0.24 * len(arms)), layout="constrained")
     panels = figure.subplots(1, len(settings), sharey=True, squeeze=False)[0]
     for axes, (setting, variant) in zip(panels, settings.items(), strict=True):
@@ -62,7 +60,7 @@ def _final(study: Study, size: str, outcomes: Sequence[Outcome]) -> str:
             if values is not None:
                 axes.scatter(values.values, [row] * len(values.values), s=16, color=DOT, alpha=0.65, linewidths=0)
                 axes.plot([values.mean] * 2, [row - 0.32, row + 0.32], color="#1a202c", linewidth=1.6)
-        before = spread(outcomes, setting, size_of(study, size).baseline or study.baseline, column)
+        before = spread(outcomes, setting, size.baseline, column)
         if before is not None:
             axes.axvline(before.mean, color="#8a8f98", linewidth=0.8, linestyle=":", zorder=0)
         axes.set_title(_wrapped(variant.title or setting), loc="left")
@@ -71,14 +69,14 @@ def _final(study: Study, size: str, outcomes: Sequence[Outcome]) -> str:
         axes.set_yticks(range(len(arms)), arms)
         axes.grid(axis="y", visible=False)
     panels[0].set_ylim(len(arms) - 0.4, -0.6)
-    return as_svg(figure)
+    return _as_svg(figure)
 
 
-def _against(study: Study, size: str, outcomes: Sequence[Outcome], cost: str) -> str:
+def _against(study: Study, size: Size, outcomes: Sequence[Outcome], cost: str) -> str:
     """The study's first column over `cost`: means with standard deviations of both; one panel per setting."""
     from matplotlib.figure import Figure
 
-    column, settings, arms = study.columns[0], size_of(study, size).settings, _drawn(study, size, outcomes)
+    column, settings, arms = study.columns[0], size.settings, list(size.arms)
     look = _looks(arms)
     figure = Figure(figsize=(1.9 + 3.6 * len(settings), 3.0), layout="constrained")
     panels = figure.subplots(1, len(settings), squeeze=False)[0]
@@ -93,7 +91,7 @@ def _against(study: Study, size: str, outcomes: Sequence[Outcome], cost: str) ->
         axes.set_xlim(left=0)
     panels[0].set_ylabel(COLUMNS[column].title)
     panels[-1].legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return as_svg(figure)
+    return _as_svg(figure)
 
 
 def _looks(arms: Sequence[str]) -> dict[str, tuple[Any, str]]:
@@ -104,12 +102,12 @@ def _looks(arms: Sequence[str]) -> dict[str, tuple[Any, str]]:
     return {arm: (palette[number % 10], "--" if number >= 10 else "-") for number, arm in enumerate(arms)}
 
 
-def _curves(study: Study, size: str, outcomes: Sequence[Outcome], column: str, curved: Collection[str]) -> str:
+def _curves(study: Study, size: Size, outcomes: Sequence[Outcome], column: str, curved: Collection[str]) -> str:
     """Mean over seeds with the range as a shaded area; rows are groups of arms, columns the settings in `curved`."""
     from matplotlib.figure import Figure
 
-    settings = {name: variant for name, variant in size_of(study, size).settings.items() if name in curved}
-    arms = _drawn(study, size, outcomes)
+    settings = {name: variant for name, variant in size.settings.items() if name in curved}
+    arms = list(size.arms)
     rows = [[a for a in names if a in arms] for names in study.groups.values()] or [arms]
     rows = [names for names in rows if names]
     look = _looks(arms)
@@ -126,7 +124,7 @@ def _curves(study: Study, size: str, outcomes: Sequence[Outcome], column: str, c
                 axes.set_yscale("log")
         line[0].set_ylabel(COLUMNS[column].title)
         line[-1].legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return as_svg(figure)
+    return _as_svg(figure)
 
 
 def _draw_curve(axes: Any, points: list[tuple[float, list[float]]], *, label: str, look: tuple[Any, str]) -> None:
@@ -144,7 +142,7 @@ def _wrapped(title: str) -> str:
     return textwrap.fill(title, 32)
 
 
-def as_svg(figure: Any) -> str:
+def _as_svg(figure: Any) -> str:
     """The figure as SVG; the output is deterministic."""
     stream = io.StringIO()
     figure.savefig(stream, format="svg", facecolor="white", metadata={"Date": None})

@@ -58,8 +58,7 @@ def _write_result(
 ) -> None:
     """Take the requested measurements of a finished run and write its result. Collective."""
     run, world = trainer.run, trainer.world
-    measured = spec["measure"] == "normalizers"
-    normalizers = _normalizers(trainer, anchors=spec["anchors"], last=spec["measure_last"]) if measured else []
+    normalizers = _normalizers(trainer, anchors=spec["anchors"]) if spec["measure"] == "normalizers" else []
     if world.is_main:
         record = read_run(folder)
         last = record.rows[-1]
@@ -77,7 +76,6 @@ def _write_result(
             "traffic_bytes_per_step": traffic,
             "cost": cost_of(run, record.rows),
             "normalizers": normalizers,
-            "validation": {key: record.validations[-1][key] for key in ("loss", "pairs")} if record.validations else {},
         }
         write_json(folder / RESULT_NAME, result)
         for path in finished_checkpoints(folder)[:-1]:  # those of hundreds of small runs would fill the disk
@@ -134,9 +132,8 @@ def step_times(rows: Sequence[Mapping[str, Any]], *, batch_size: int) -> dict[st
     return {"whole": statistics.median(whole), **{key: statistics.median(values) for key, values in parts.items()}}
 
 
-def _normalizers(trainer: Trainer, *, anchors: int | None, last: bool) -> list[dict[str, Any]]:
-    """One measurement per kept checkpoint, with or without the last of several; empty for an objective without
-    normalizers."""
+def _normalizers(trainer: Trainer, *, anchors: int | None) -> list[dict[str, Any]]:
+    """One measurement per kept checkpoint; empty for an objective without normalizers."""
     if not isinstance(trainer.state.objective, SoftmaxObjective):
         return []
 
@@ -145,8 +142,6 @@ def _normalizers(trainer: Trainer, *, anchors: int | None, last: bool) -> list[d
 
     run, world = trainer.run, trainer.world
     checkpoints = checkpoints_of(Path(run.output), on_damage=refuse)
-    if not last:
-        checkpoints = checkpoints[:-1] or checkpoints
     return [measure(run, checkpoint, world=world, limit=anchors)[0].record() for checkpoint in checkpoints]
 
 
@@ -168,9 +163,9 @@ def cost_of(run: RunConfig, rows: Sequence[Mapping[str, Any]]) -> dict[str, floa
     for stage in stages_of(run):
         own = [row for row in rows if stage.first < row["step"] <= stage.end]
         warm = own[1:] or own
-        steps = stage.end - stage.first
-        if not warm or "cpu_ms" not in warm[0]:  # a record of an earlier version
+        if not warm:
             return {}
+        steps = stage.end - stage.first
         seconds += steps * statistics.median(row["cpu_ms"] for row in warm) / 1e3
         tokens = statistics.fmean(row["text_tokens"] for row in own)
         flops += steps * run.batch_size * training_flops(stage.run.model, text_tokens=tokens)

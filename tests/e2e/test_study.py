@@ -1,7 +1,7 @@
 """`neuclip study` as a user runs it, at the smoke size, in one folder; interrupted and continued.
 
-Three studies run, one for each thing that a study can need: own data with a validation set, measured normalizers,
-several ranks. `tests/unit/test_studies.py` checks the declarations of all studies.
+Two studies run, one for each thing that a study can need: measured normalizers, several ranks.
+`tests/unit/test_studies.py` checks the declarations of all studies.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import pytest
 
 from jobs.studies.declare import load_study, units_of
 from jobs.studies.schedule import folder_of
-from tests.icons_package import write_package
 from tests.launch import run as launch
 
 
@@ -22,34 +21,22 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("studies")
 
 
-def small_icons(folder: Path) -> tuple[str, ...]:
-    """Make shards of a small icon package. Returns the overrides that `neuclip study icons` needs for them."""
-    pytest.importorskip("resvg_py", reason="resvg-py is not installed: pip install -e '.[icons]'")
-    package, small = write_package(folder / "package"), ("held_out.pairs=20", "held_out.phrases=3", "image.size=32")
-    data, suite = folder / "icons", folder / "icons-suite"
-    launch("jobs.download", "--recipe", "icons", f"source.package={package}", f"output={data}", *small)
-    held = suite / "wds_icons-retrieval_test"
-    return f"data.sources={data}", f"evaluation.suite={suite}", f"validation.sources={held}"
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["icons", "normalizers", "scaling"])
+@pytest.mark.parametrize("name", ["normalizers", "scaling"])
 def test_a_study_runs_and_renders(name: str, place: Path) -> None:
-    overrides = small_icons(place) if name == "icons" else ()
-    launch("jobs.study", name, *overrides, "--size", "smoke", "--output", str(place), timeout=900)
+    launch("jobs.study", name, "--size", "smoke", "--output", str(place), timeout=900)
     data = json.loads((place / name / "results.json").read_text())
-    units = units_of(name, size="smoke", overrides=overrides)
+    units = units_of(name, size="smoke")
     assert [run["key"] for run in data["runs"]] == [unit.key for unit in units]
     page = (place / name / "results.md").read_text()
     assert all(f"`{unit.arm}`" in page for unit in units)
     assert "<svg" in (place / name / "final.svg").read_text()
     for run in data["runs"]:
-        assert bool(run["result"]["validation"]) == (name == "icons")
         measured = run["result"]["normalizers"]
         assert bool(measured) == (load_study(name).measure == "normalizers")
         assert all(m["rows"] == 128 for m in measured)
         last = run["result"]["last"]["samples"]
-        assert any(m["samples"] == last for m in measured) == (bool(measured) and load_study(name).measure_last)
+        assert any(m["samples"] == last for m in measured) == bool(measured)
         if run["result"]["ranks"] > 1:  # [b, d] features of both sides and five numbers per anchor, in fp32
             local, dim = run["result"]["batch_size"] // run["result"]["ranks"], 64
             assert run["result"]["traffic_bytes_per_step"]["all_gather"] == 4 * local * (2 * dim + 5)
@@ -79,7 +66,7 @@ def test_a_failed_run_is_reported_and_the_rest_is_rendered(tmp_path: Path) -> No
 
 def test_missing_data_is_reported_before_any_run(tmp_path: Path) -> None:
     done = launch(
-        "jobs.study", "icons", "data.sources=none/icons", "--size", "smoke", "--output", str(tmp_path), check=False
+        "jobs.study", "npn", "data.sources=none/cc3m", "--size", "paper", "--output", str(tmp_path), check=False
     )  # fmt: skip
     assert done.returncode == 2
-    assert "The runs need none/icons, which this machine does not have" in done.stderr
+    assert "The runs need none/cc3m, which this machine does not have" in done.stderr

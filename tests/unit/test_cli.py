@@ -47,7 +47,9 @@ WITHOUT_TENSORS = [
     (["export", "jobs", "pipeline"], "pipeline is not empty: choose another output"),
     (["playground", "jbos"], "'jbos' is neither a folder nor ARCH:PRETRAINED The nearest name there is jobs."),
     (["evaluate", "jbos", "--suite=x"], "The nearest name there is jobs."),
-    (["study", "separatoin"], "The nearest is separation."),
+    (["study", "metods"], "The nearest is methods."),
+    (["study", "separation"], "docs/studies/separation has its results, commit c14979c its program."),
+    (["download", "--recipe", "icons"], "The corpus of icons has left; commit c14979c has the program that makes it."),
 ]
 MAIN = """
 import contextlib, io, json, sys

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.icons.icon_package import IconsConfig, IconSourceConfig, parse_download
 from data_prep.settings.download_config import DownloadConfig
 from data_prep.settings.source_config import SOURCES, resolve
 from pipeline.config import merge, parse, parse_overrides, read_yaml
@@ -20,18 +19,12 @@ RECIPES = sorted(JOBS.glob("recipes/download/*.yaml"))
 TEMPLATES = sorted(JOBS.glob("cluster/download-*.sh"))
 
 
-@pytest.mark.parametrize("recipe", [p for p in RECIPES if p.stem != "icons"], ids=lambda path: path.stem)
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_recipe_parses_and_its_source_resolves(recipe: Path) -> None:
     tree = merge(read_yaml(recipe), {"source": {"table": "urls.parquet"}})
     config = parse(DownloadConfig, tree)
     assert resolve(config.source).name in SOURCES
     assert config.output
-
-
-def test_the_recipe_of_icons_parses() -> None:
-    config = parse_download(read_yaml(next(path for path in RECIPES if path.stem == "icons")))
-    assert isinstance(config, IconsConfig)
-    assert (config.output, config.source.version) == ("data/icons", IconSourceConfig().version)
 
 
 def test_dfn_subsets_are_nested_with_the_stated_fractions() -> None:

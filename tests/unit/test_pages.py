@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,6 @@ from tests.report_runs import make_run
 
 pytestmark = pytest.mark.daily
 
-STUDY = Path(__file__).parents[2] / "docs" / "studies" / "npn"
-
 
 @pytest.fixture(scope="module")
 def started() -> Iterator[Any]:
@@ -26,22 +23,15 @@ def started() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def pages(started: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    from jobs.studies.publish import DATA_NAME, render
-
     folder = tmp_path_factory.mktemp("pages")
     runs = [make_run(folder / "one"), make_run(folder / "another", name="openclip", right=90)]
-    study = folder / "study"
-    study.mkdir()
-    shutil.copy(STUDY / DATA_NAME, study)
-    render(study)
     return {
         "run": write_report(runs[:1]),
         "comparison": write_report(runs, output=folder / "comparison"),
-        "study": study / "study.html",
     }
 
 
-@pytest.mark.parametrize("name", ["run", "comparison", "study"])
+@pytest.mark.parametrize("name", ["run", "comparison"])
 def test_pages_are_accessible_and_fit_the_screen(started: Any, pages: dict[str, Path], name: str) -> None:
     assert problems_everywhere(started, pages[name]) == []
 

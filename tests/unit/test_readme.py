@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import json
 import re
 import tomllib
 from pathlib import Path
@@ -12,7 +11,6 @@ from pathlib import Path
 import click
 import pytest
 
-from data_prep.icons.icon_package import IconsConfig
 from data_prep.settings.download_config import DownloadConfig
 from jobs.cli import COMMANDS, cli
 from pipeline.config import keys
@@ -85,7 +83,7 @@ def test_commands_in_inline_code_exist() -> None:
 @functools.cache
 def known_keys() -> frozenset[str]:
     """Return every section.key of training, of ingestion, and of evaluation by `neuclip watch`."""
-    found = {*keys(RunConfig), *keys(DownloadConfig), *keys(IconsConfig)}
+    found = {*keys(RunConfig), *keys(DownloadConfig)}
     found |= {*(f"evaluation.{key}" for key in keys(EvaluationConfig))}
     for name in objective_names():
         found |= {f"objective.{key}" for key in keys(type(parse_objective({"name": name})))}
@@ -188,18 +186,6 @@ def test_the_snippet_of_the_methods_page_runs() -> None:
     scope: dict[str, object] = {}
     exec(blocks("python", ROOT / "docs" / "methods.md")[0], scope)
     assert scope["objective"].config.name == "fastclip_v3"  # type: ignore[attr-defined]
-
-
-def test_the_figure_matches_the_committed_results(tmp_path: Path) -> None:
-    from jobs.demo_figure import COLOURS, DATA_NAME, FOLDER, draw
-
-    data = json.loads((FOLDER / DATA_NAME).read_text(encoding="utf-8"))
-    for theme in COLOURS:
-        drawn = (FOLDER / f"demo-{theme}.svg").read_text(encoding="utf-8")
-        assert drawn == draw(data, theme), "run `python -m jobs.demo_figure`"
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert f"{data['pairs']:,} pairs" in text
-    assert len(text.splitlines()) < 200
 
 
 def test_the_badges_are_correct() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import statistics
 import threading
@@ -18,10 +19,10 @@ import pytest
 import scipy.stats
 import torch
 
-from jobs.studies import schedule, separation_page, study_figures, study_names
+from jobs.studies import schedule, study_figures, study_names
 from jobs.studies.declare import SIZES, distinct, load_study, size_of, units_of
-from jobs.studies.outcomes import COLUMNS, PAIRED, Outcome, Spread, curve, paired, shown, spread
-from jobs.studies.publish import as_csv, as_markdown, provenance, render
+from jobs.studies.outcomes import COLUMNS, PAIRED, Outcome, Spread, curve, holm, paired, shown, spread
+from jobs.studies.publish import as_csv, as_markdown, render
 from jobs.studies.schedule import command_of, folder_of, sbatch, write_spec
 from jobs.studies.unit import cost_of
 from jobs.study import prepare_corpora, without_missing_teachers
@@ -290,7 +291,7 @@ def test_costs_are_medians_of_each_stage_times_its_steps() -> None:
     per_sample = [training_flops(small, text_tokens=8), training_flops(full, text_tokens=16)]
     assert per_sample[0] < per_sample[1] / 2
     assert found["training_flops"] == pytest.approx(300 * sum(per_sample))
-    assert cost_of(run, [{"step": 10, "text_tokens": 8.0}]) == {}
+    assert cost_of(run, rows[:3]) == {}, "a stage without a record"
 
 
 def test_missing_values_are_dashes_and_a_single_seed_has_no_spread() -> None:
@@ -318,11 +319,11 @@ PUBLISHED = sorted((ROOT / "docs" / "studies").glob("*/results.json"))
 @pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.parent.name)
 def test_published_pages_match_their_data(path: Path, tmp_path: Path) -> None:
     (tmp_path / path.name).write_bytes(path.read_bytes())
-    (separation_page.render if path.parent.name == "separation" else render)(tmp_path)
+    render(tmp_path)
     for name in ("results.csv", "results.md"):
         assert (tmp_path / name).read_text() == (path.parent / name).read_text(), f"{name}: neuclip study --render"
-    pages = {f.name for f in tmp_path.iterdir()} - {"study.html"}  # generated on demand
-    assert pages == {f.name for f in path.parent.iterdir()} - {"study.html", "plan.md"}  # plans are written by hand
+    pages = {f.name for f in tmp_path.iterdir()}
+    assert pages == {f.name for f in path.parent.iterdir()} - {"plan.md"}  # plans are written by hand
 
 
 def test_a_setting_whose_runs_were_measured_once_has_no_curve() -> None:
@@ -345,5 +346,16 @@ def test_a_setting_whose_runs_were_measured_once_has_no_curve() -> None:
 def test_the_page_lists_the_commits_of_the_runs(commits: list[str], text: str) -> None:
     machine = {"cores": 2, "cpu": "x"}
     data = {"size": "desk", "command": "c", "date": "2026", "units": 3, "versions": {}, "machine": machine}
-    page = provenance(data, reproduces="y", results=[{"commit": commit} for commit in commits])
-    assert text in page
+    outcomes = [replace(one := outcome("openclip", 0, 0.1), result={**one.result, "commit": it}) for it in commits]
+    assert text in as_markdown(load_study("methods"), data, outcomes, [])
+
+
+def test_holm_s_correction_on_a_worked_example() -> None:
+    found = holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.005})  # Wikipedia's: 0.02, 0.03, 0.06, 0.06
+    assert found == pytest.approx({"d": 0.02, "a": 0.03, "c": 0.06, "b": 0.06})
+    assert holm({"x": 0.7, "y": 0.6}) == {"y": 1.0, "x": 1.0}
+
+
+def test_a_seed_that_diverged_makes_a_comparison_insignificant() -> None:
+    """Regression test: a p of NaN could hide all others in the correction."""
+    assert Spread((1.0, math.nan, 1.0)).p == 1.0

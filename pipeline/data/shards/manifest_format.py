@@ -71,13 +71,11 @@ class Manifest:
 
     @property
     def counted(self) -> str:
-        """What `attempted` counts: URLs (`neuclip download`), rows (`neuclip pairs`, icons), or samples of shards that
-        were there before."""
+        """What `attempted` counts: URLs (`neuclip download`), rows (`neuclip pairs`), or samples of shards that were
+        there before."""
         if "urls" in self.facts:
             return "URLs"
-        return (
-            "rows" if self.facts.get("made by") in ("neuclip pairs", "neuclip download --recipe icons") else "samples"
-        )
+        return "rows" if self.facts.get("made by") == "neuclip pairs" else "samples"
 
     @property
     def digest(self) -> str:

@@ -26,7 +26,7 @@ class NeuClipPlusConfig(NeuClipConfig):
 
     With ten inner updates, a step of `neuclip` has 21 matrix products with its prototypes per side: two per update and
     one for the prediction. Without updates only the last one is left, here with four times as many prototypes. Chosen
-    by `neuclip study separation`; not validated at scale.
+    by the study `separation` (docs/studies.md); not validated at scale.
     """
 
     name: str = "neuclip_plus"
@@ -35,7 +35,7 @@ class NeuClipPlusConfig(NeuClipConfig):
     `mlp` predicts no mean over samples and cannot be pooled."""
     prototypes: int = Field(default=16384, ge=1, le=2**30)
     """Number of prototypes m per side. The larger m, the older the oldest features; the program warns above half of the
-    dataset, and `neuclip study separation` tries a quarter of it."""
+    dataset, and the study `separation` (docs/studies.md) tries a quarter of it."""
     restart_with: Literal["current", "previous"] = "previous"
     """`previous` keeps the batch's own features, which the batch's own estimate has already, out of the prediction, and
     with `npn` queue also the features of each anchor's own sample from its last visit."""

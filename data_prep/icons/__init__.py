@@ -1,1 +1,0 @@
-"""Icons with their names as captions, from the npm package @iconify/json: shards and a held-out suite."""

@@ -95,7 +95,6 @@ def keep_or_clear(scenes: Any, data: Path, run: Path) -> None:
     A run trained on it is renamed, so that it is neither continued on this corpus nor lost.
     """
     from data_prep.scenes.published import corpus_digest
-    from pipeline.data.shards.manifest_format import MANIFEST_NAME
 
     mark, digest = data / "corpus.sha256", corpus_digest(scenes, INGESTION)
     if mark.exists() and mark.read_text().strip() == digest:
@@ -103,13 +102,8 @@ def keep_or_clear(scenes: Any, data: Path, run: Path) -> None:
     made = [data / name for name in ("shards", "suite", "urls.parquet", "port")]
     if any(path.exists() for path in made):
         click.echo(f"Ingestion: {data} holds a corpus of other settings or another version; generating it again.")
-        manifest = data / "shards" / MANIFEST_NAME
         if run.exists():
-            old = json.loads(manifest.read_text())["digest"] if manifest.exists() else uuid.uuid4().hex
-            aside = run.with_name(f"{run.name}-corpus-{old[:8]}")
-            if aside.exists():
-                aside = run.with_name(f"{aside.name}-{uuid.uuid4().hex[:8]}")
-            run.rename(aside)
+            aside = run.rename(run.with_name(f"{run.name}-corpus-{uuid.uuid4().hex[:8]}"))
             click.echo(f"Training: the run on the old corpus was moved to {aside}.")
         for path in made:
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)

@@ -8,11 +8,11 @@ standard output, and exits when standard input is closed.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -25,17 +25,16 @@ from pipeline.config import parse
 from pipeline.errors import UserError
 
 
-async def _serve() -> None:
+def _serve() -> None:
     settings = json.loads(sys.stdin.readline())
-    service = SceneServer(parse(ScenesConfig, settings["config"]))
     try:
-        server = await asyncio.start_server(service.connection, HOST, settings["port"], backlog=1024)
+        server = SceneServer(parse(ScenesConfig, settings["config"]), settings["port"])
     except OSError as error:
         print(os.strerror(error.errno or 0), flush=True)
         return
-    print(f"http://{HOST}:{server.sockets[0].getsockname()[1]}", flush=True)
-    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
-    server.close()
+    print(f"http://{HOST}:{server.server_address[1]}", flush=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    sys.stdin.read()
 
 
 @click.command()
@@ -64,6 +63,6 @@ def command(table: Path, pairs: int, seed: int, port: int) -> None:
 if __name__ == "__main__":
     if sys.argv[1:] == [SERVE_STDIN]:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides when to stop
-        asyncio.run(_serve())
+        _serve()
     else:
         command(prog_name="python -m data_prep.scenes")

@@ -30,23 +30,11 @@ from pipeline.files import replacing
 OVERSIZE_SIDE = 6_000  # pixels; a few hundred kB as JPEG, 108 MB once decoded
 
 
-class Fault(enum.StrEnum):
-    """What the server does with a URL. The values are the keys of `FaultRates`."""
-
-    NOT_FOUND = "not_found"  # 404
-    FORBIDDEN = "forbidden"  # 403
-    GONE = "gone"  # 410
-    TRUNCATED = "truncated"  # a JPEG that stops half-way, published in this state: the hash matches, decoding fails
-    INCOMPLETE = "incomplete"  # the connection closes before the announced length
-    HTML = "html"  # 200 with a page instead of an image
-    WRONG_HASH = "wrong_hash"  # a valid image of a scene other than the published one
-    OVERSIZE = "oversize"  # a valid JPEG of huge dimensions
-    DISCONNECT = "disconnect"  # the connection closes without an answer
-    TRANSIENT = "transient"  # 503 to the first request, then normal
-    SLOW = "slow"  # normal, after up to `slow_seconds`
-    STALL = "stall"  # no answer for `stall_seconds`, which exceeds the client's time-out
-    NOAI = "noai"  # normal, with `X-Robots-Tag: noai`: the owner does not want it used for training
-    NONE = "none"
+Fault = enum.StrEnum(
+    "Fault",
+    "NOT_FOUND FORBIDDEN GONE TRUNCATED INCOMPLETE HTML WRONG_HASH OVERSIZE DISCONNECT TRANSIENT SLOW STALL NOAI NONE",
+)
+"""What the server does with a URL, as `FaultRates` describes it; NONE: it serves what is published."""
 
 
 def fault_of(config: ScenesConfig, index: int) -> Fault:

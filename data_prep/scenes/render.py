@@ -47,7 +47,7 @@ def draw(config: ScenesConfig, index: int) -> Image.Image:
 def jpeg(config: ScenesConfig, index: int) -> bytes:
     """The published image as JPEG bytes."""
     buffer = io.BytesIO()
-    draw(config, index).save(buffer, "JPEG", quality=config.jpeg_quality)
+    draw(config, index).save(buffer, "JPEG", quality=88)
     return buffer.getvalue()
 
 
@@ -284,35 +284,25 @@ def _angles(count: int) -> list[float]:
     return [2 * math.pi * k / count for k in range(count)]
 
 
-def _star() -> tuple[Point, ...]:
-    radii = (1.0, 0.42)
-    turns = _angles(10)
-    return tuple((radii[k % 2] * math.sin(t), 0.06 - radii[k % 2] * math.cos(t)) for k, t in enumerate(turns))
-
-
-def _heart() -> tuple[Point, ...]:
-    return tuple(
+_POLYGONS: dict[str, tuple[Point, ...]] = {
+    "circle": _disc(0.9),
+    "square": ((-0.8, -0.8), (0.8, -0.8), (0.8, 0.8), (-0.8, 0.8)),
+    "star": tuple(
+        (radius * math.sin(t), 0.06 - radius * math.cos(t))
+        for radius, t in zip((1.0, 0.42) * 5, _angles(10), strict=True)
+    ),
+    "triangle": ((0, -0.9), (0.92, 0.74), (-0.92, 0.74)),
+    "heart": tuple(
         (
             0.059 * 16 * math.sin(t) ** 3,
             -0.062 * (13 * math.cos(t) - 5 * math.cos(2 * t) - 2 * math.cos(3 * t) - math.cos(4 * t)) - 0.14,
         )
         for t in _angles(40)
-    )
-
-
-def _cross(arm: float = 0.32, reach: float = 0.92) -> tuple[Point, ...]:
-    a, r = arm, reach
-    right = [(a, -a), (r, -a), (r, a), (a, a)]
-    return ((-a, -r), (a, -r), *right, (a, r), (-a, r), *((-x, -y) for x, y in right))
-
-
-_POLYGONS: dict[str, tuple[Point, ...]] = {
-    "circle": _disc(0.9),
-    "square": ((-0.8, -0.8), (0.8, -0.8), (0.8, 0.8), (-0.8, 0.8)),
-    "star": _star(),
-    "triangle": ((0, -0.9), (0.92, 0.74), (-0.92, 0.74)),
-    "heart": _heart(),
-    "cross": _cross(),
+    ),
+    "cross": (
+        (-0.32, -0.92), (0.32, -0.92), (0.32, -0.32), (0.92, -0.32), (0.92, 0.32), (0.32, 0.32),
+        (0.32, 0.92), (-0.32, 0.92), (-0.32, 0.32), (-0.92, 0.32), (-0.92, -0.32), (-0.32, -0.32),
+    ),
     "diamond": ((0, -1), (0.62, 0), (0, 1), (-0.62, 0)),
     "arrow": ((0, -0.98), (0.82, -0.1), (0.32, -0.1), (0.32, 0.95), (-0.32, 0.95), (-0.32, -0.1), (-0.82, -0.1)),
-}
+}  # fmt: skip

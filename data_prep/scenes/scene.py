@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -73,12 +73,6 @@ class ScenesConfig:
     """Every scene, image, caption and fault is a pure function of the seed and its index."""
     image_size: int = Field(default=96, ge=16, le=1024)
     """Side of the square images in pixels."""
-    jpeg_quality: int = Field(default=88, ge=30, le=95)
-    """Quality of the JPEG files."""
-    tail: float = Field(default=0.5, ge=0, le=3)
-    """Zipf exponent of the attributes' frequencies; 0: uniform."""
-    themed: float = Field(default=0.12, ge=0, le=1)
-    """Share of scenes drawn from a few stock motifs, the frequent semantics of the corpus."""
     noise: float = Field(default=0.2, ge=0, le=1)
     """Share of training captions that carry web noise."""
     held_out: int = Field(default=1_000, ge=1)
@@ -132,9 +126,10 @@ class Draws:
                 return option
         return options[-1]
 
-    def zipf(self, options: Sequence[T], exponent: float) -> T:
-        """One of the options, which are in decreasing order of frequency: the k-th has weight k ** -exponent."""
-        return self.weighted(options, [(k + 1) ** -exponent for k in range(len(options))])
+    def zipf(self, options: Iterable[T]) -> T:
+        """One of the options, which are in decreasing order of frequency: the k-th has weight k ** -TAIL."""
+        options = tuple(options)
+        return self.weighted(options, [(k + 1) ** -TAIL for k in range(len(options))])
 
     def favoured(self, options: Sequence[T], favour: float = 0.55) -> T:
         """The first option (canonical word) with probability `favour`, otherwise any of the others (synonyms)."""
@@ -254,6 +249,8 @@ def words(table: dict, key: object) -> tuple[str, ...]:
     return entry[1] if isinstance(entry[1], tuple) else entry
 
 
+TAIL = 0.5  # Zipf exponent of the attributes' frequencies
+THEMED = 0.12  # share of scenes drawn from the frequent motifs
 PLAIN = 0.3  # share of items that are plain, before a texture is drawn for the others
 
 
@@ -286,28 +283,24 @@ class Scene:
 def describe(config: ScenesConfig, index: int) -> Scene:
     """The scene at `index`; training scenes are `range(config.pairs)`, held-out ones start at `HELD_OUT_START`."""
     draws = Draws(config.seed, index, "scene")
-    if draws.chance(config.themed):
-        shape, colour, background, texture = draws.zipf(THEMES, config.tail)
+    if draws.chance(THEMED):
+        shape, colour, background, texture = draws.zipf(THEMES)
         item = SceneItem(shape, colour, texture)
     else:
-        item = _item(draws, config.tail)
-        background = draws.zipf(tuple(BACKGROUNDS), config.tail)
+        item = _item(draws)
+        background = draws.zipf(BACKGROUNDS)
     kind = draws.weighted(("single", "group", "pair"), (0.7, 0.18, 0.12))
     if kind == "single":
-        size = draws.zipf(tuple(SIZES), config.tail)
-        position = None if size == "large" else draws.zipf(tuple(POSITIONS), config.tail)
-        return Scene(item, background, size=size, position=position)
+        size = draws.zipf(SIZES)
+        return Scene(item, background, size=size, position=None if size == "large" else draws.zipf(POSITIONS))
     if kind == "group":
-        return Scene(item, background, count=draws.zipf(tuple(COUNTS)[1:], config.tail))
-    other = _item(draws, config.tail)
+        return Scene(item, background, count=draws.zipf(tuple(COUNTS)[1:]))
+    other = _item(draws)
     while other.shape == item.shape or other.colour == item.colour:
-        other = _item(draws, config.tail)
-    return Scene(item, background, other=other, relation=draws.zipf(tuple(RELATIONS), config.tail))
+        other = _item(draws)
+    return Scene(item, background, other=other, relation=draws.zipf(RELATIONS))
 
 
-def _item(draws: Draws, tail: float) -> SceneItem:
-    return SceneItem(
-        shape=draws.zipf(tuple(SHAPES), tail),
-        colour=draws.zipf(tuple(COLOURS), tail),
-        texture="plain" if draws.chance(PLAIN) else draws.zipf(tuple(TEXTURES), tail),
-    )
+def _item(draws: Draws) -> SceneItem:
+    shape, colour = draws.zipf(SHAPES), draws.zipf(COLOURS)
+    return SceneItem(shape, colour, "plain" if draws.chance(PLAIN) else draws.zipf(TEXTURES))

@@ -1,19 +1,22 @@
 """A small web server on 127.0.0.1 that serves the corpus with the failures of the real web.
 
 `GET /scenes/<seed>/<index>.jpg` renders the scene on request, with the fault that `published` has for it. The server
-runs in its own process, exits with its parent, and reports request counts under `/stats`.
+runs in its own process and exits with its parent.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
+import re
+import socketserver
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
+from typing import Any
 
 from data_prep.scenes.published import Fault, fault_of, served
 from data_prep.scenes.scene import Draws, ScenesConfig
@@ -70,82 +73,60 @@ def serve_scenes(config: ScenesConfig, *, port: int = 0) -> Iterator[str]:
         process.stdout.close()
 
 
-class SceneServer:
-    """Answers requests on one event loop; its only state is the transient URLs requested so far, and counts."""
+class SceneServer(socketserver.ThreadingTCPServer):
+    """A thread for each connection; its only state is the transient URLs requested so far."""
 
-    def __init__(self, config: ScenesConfig) -> None:
+    allow_reuse_address = daemon_threads = True
+    request_queue_size = 1024
+
+    def __init__(self, config: ScenesConfig, port: int) -> None:
+        super().__init__((HOST, port), _Handler)
         self.config = config
-        self.counts: Counter[str] = Counter()
-        self._asked: set[int] = set()
+        self.asked: set[int] = set()
 
-    async def connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one connection until the client closes it or asks to (HTTP/1.1 keep-alive)."""
-        try:
-            while True:
-                request = await reader.readuntil(b"\r\n\r\n")
-                keep = b"connection: close" not in request.lower()
-                answer = await self.answer(request.split(b"\r\n", 1)[0].decode("latin-1"))
-                if answer is None:
-                    break
-                head, body = answer
-                connection = "keep-alive" if keep else "close"
-                writer.write(f"{head}Connection: {connection}\r\n\r\n".encode() + body)
-                await writer.drain()
-                if not keep or len(body) != int(head.split("Content-Length: ")[1].split("\r\n")[0]):
-                    break
-        except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, asyncio.CancelledError, ConnectionError):
-            pass  # the client disconnected or does not speak HTTP, or the server is stopping
-        finally:
-            writer.close()
-            with suppress(ConnectionError):
-                await writer.wait_closed()
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Report an error, unless the client has disconnected."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
-    async def answer(self, line: str) -> tuple[str, bytes] | None:
-        """Head (without the final blank line) and body for a request line; None closes without an answer."""
-        self.counts["requests"] += 1
-        parts = line.split(" ")
-        path = parts[1] if len(parts) == 3 and parts[0] == "GET" else ""
-        if path == "/stats":
-            return _head(HTTPStatus.OK, body := json.dumps(self.counts).encode(), kind="application/json"), body
-        index = self._index(path)
-        if index is None:
-            return _error(HTTPStatus.NOT_FOUND)
-        fault = fault_of(self.config, index)
-        self.counts[fault.value] += 1
-        return await self._scene(index, fault)
 
-    def _index(self, path: str) -> int | None:
-        prefix, _, name = path.rpartition("/")
-        stem, _, suffix = name.partition(".")
-        good = prefix == f"/scenes/{self.config.seed}" and suffix == "jpg" and stem.isascii() and stem.isdigit()
-        return int(stem) if good else None
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"  # connections are kept alive
+    disable_nagle_algorithm = True
+    server: SceneServer
 
-    async def _scene(self, index: int, fault: Fault) -> tuple[str, bytes] | None:
+    def do_GET(self) -> None:
+        config = self.server.config
+        found = re.fullmatch(rf"/scenes/{config.seed}/([0-9]{{1,9}})\.jpg", self.path)
+        index = int(found[1]) if found else 0
+        fault = fault_of(config, index) if found else Fault.NOT_FOUND
         if fault in _STATUS:
-            return _error(_STATUS[fault])
+            return self._answer(_STATUS[fault])
         if fault is Fault.DISCONNECT:
+            self.close_connection = True
             return None
-        if fault is Fault.TRANSIENT and index not in self._asked:
-            self._asked.add(index)
-            return _error(HTTPStatus.SERVICE_UNAVAILABLE, "Retry-After: 0\r\n")
+        if fault is Fault.TRANSIENT and index not in self.server.asked:
+            self.server.asked.add(index)
+            return self._answer(HTTPStatus.SERVICE_UNAVAILABLE, headers={"Retry-After": "0"})
         if fault is Fault.STALL:
-            await asyncio.sleep(self.config.stall_seconds)
+            time.sleep(config.stall_seconds)
         if fault is Fault.SLOW:
-            await asyncio.sleep(self.config.slow_seconds * Draws(self.config.seed, index, "delay").unit())
-        body = served(self.config, index)
-        kind = "text/html" if fault is Fault.HTML else "image/jpeg"
-        extra = "X-Robots-Tag: noai, noimageai\r\n" if fault is Fault.NOAI else ""
-        head = _head(HTTPStatus.OK, body, kind=kind, extra=extra)
-        return head, body[: len(body) // 2] if fault is Fault.INCOMPLETE else body
+            time.sleep(config.slow_seconds * Draws(config.seed, index, "delay").unit())
+        headers = {"Content-Type": "text/html" if fault is Fault.HTML else "image/jpeg"}
+        if fault is Fault.NOAI:
+            headers["X-Robots-Tag"] = "noai, noimageai"
+        return self._answer(HTTPStatus.OK, served(config, index), headers=headers, cut=fault is Fault.INCOMPLETE)
 
+    def _answer(
+        self, status: HTTPStatus, body: bytes = b"", *, headers: Mapping[str, str] | None = None, cut: bool = False
+    ) -> None:
+        """Answer with `body`; with `cut` the connection closes half-way."""
+        self.send_response(status)
+        for name, value in {**(headers or {}), "Content-Length": str(len(body)), "Cache-Control": "no-store"}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body[: len(body) // 2] if cut else body)
+        self.close_connection |= cut
 
-def _head(status: HTTPStatus, body: bytes, *, kind: str = "text/plain", extra: str = "") -> str:
-    return (
-        f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
-        f"Cache-Control: no-store\r\n{extra}"
-    )
-
-
-def _error(status: HTTPStatus, extra: str = "") -> tuple[str, bytes]:
-    body = f"{status.value} {status.phrase}\n".encode()
-    return _head(status, body, extra=extra), body
+    def log_message(self, *_: Any) -> None:
+        """Requests are not logged."""

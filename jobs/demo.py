@@ -26,7 +26,7 @@ INGESTION = Path(__file__).parent / "recipes" / "download" / "scenes.yaml"
 
 @click.command(name="demo")
 @click.option("--output", default="runs/demo", show_default=True, help="The run's folder; data goes to OUTPUT-data.")
-@click.option("--pairs", type=click.IntRange(min=1000), default=20_000, show_default=True, help="URLs in the table.")
+@click.option("--pairs", type=click.IntRange(1000, 9_999_999), default=20_000, show_default=True, help="URLs.")
 @click.option("--held-out", type=click.IntRange(min=50), default=1_000, show_default=True, help="Images per task.")
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
 def command(output: str, pairs: int, held_out: int, overrides: tuple[str, ...]) -> int:

@@ -19,16 +19,16 @@ from pathlib import Path
 import click
 
 from data_prep.scenes.published import write_url_table
-from data_prep.scenes.scene import ScenesConfig
+from data_prep.scenes.scene import FaultRates, ScenesConfig
 from data_prep.scenes.server import HOST, SERVE_STDIN, SceneServer, serve_scenes
-from pipeline.config import parse
 from pipeline.errors import UserError
 
 
 def _serve() -> None:
     settings = json.loads(sys.stdin.readline())
+    config = ScenesConfig(**{**settings["config"], "faults": FaultRates(**settings["config"]["faults"])})
     try:
-        server = SceneServer(parse(ScenesConfig, settings["config"]), settings["port"])
+        server = SceneServer(config, settings["port"])
     except OSError as error:
         print(os.strerror(error.errno or 0), flush=True)
         return
@@ -39,7 +39,7 @@ def _serve() -> None:
 
 @click.command()
 @click.option("--table", required=True, type=click.Path(dir_okay=False, path_type=Path), help="Parquet file to write.")
-@click.option("--pairs", default=2_000, show_default=True, type=click.IntRange(min=1), help="URLs in the table.")
+@click.option("--pairs", default=2_000, show_default=True, type=click.IntRange(1, 9_999_999), help="URLs in the table.")
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(min=0))
 @click.option("--port", default=0, show_default=True, type=click.IntRange(0, 65_535), help="0 takes a free one.")
 def command(table: Path, pairs: int, seed: int, port: int) -> None:

@@ -13,6 +13,7 @@ import io
 import json
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -24,7 +25,6 @@ from data_prep.evalsets import write_sets
 from data_prep.scenes.caption import web
 from data_prep.scenes.render import jpeg
 from data_prep.scenes.scene import Draws, ScenesConfig
-from pipeline.config import to_tree
 from pipeline.files import replacing
 
 OVERSIZE_SIDE = 6_000  # pixels; a few hundred kB as JPEG, 108 MB once decoded
@@ -141,7 +141,7 @@ def corpus_digest(config: ScenesConfig, *further: Path) -> str:
 
     Equal digests mean the same images, captions and faults, up to the versions of numpy and Pillow.
     """
-    digest = hashlib.sha256(json.dumps(to_tree(config), sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps(asdict(config), sort_keys=True).encode())
     for path in (*sorted(Path(__file__).parent.glob("*.py")), Path(write_sets.__file__), *further):
         digest.update(f"\n{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}".encode())
     return digest.hexdigest()

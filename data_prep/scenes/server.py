@@ -14,13 +14,13 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 from data_prep.scenes.published import Fault, fault_of, served
 from data_prep.scenes.scene import Draws, ScenesConfig
-from pipeline.config import to_tree
 from pipeline.errors import UserError
 
 HOST = "127.0.0.1"
@@ -55,7 +55,7 @@ def serve_scenes(config: ScenesConfig, *, port: int = 0) -> Iterator[str]:
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        process.stdin.write(json.dumps({"port": port, "config": to_tree(config)}) + "\n")
+        process.stdin.write(json.dumps({"port": port, "config": asdict(config)}) + "\n")
         process.stdin.flush()
         answer = process.stdout.readline()
         if not answer.startswith("http"):

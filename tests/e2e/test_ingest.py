@@ -22,7 +22,7 @@ from data_prep.dataset.statistics import take_census
 from data_prep.ingest import PartDone, download
 from data_prep.rebuild import rebuild
 from data_prep.scenes.published import Fault, fault_of, write_url_table
-from data_prep.scenes.scene import ScenesConfig
+from data_prep.scenes.scene import FaultRates, ScenesConfig
 from data_prep.scenes.server import serve_scenes
 from data_prep.settings.download_config import DownloadConfig
 from pipeline.config import parse
@@ -32,8 +32,8 @@ from pipeline.files import sha256_of
 
 PAIRS, SHARD = 240, 100
 RATES = {fault.value: 0.03 for fault in Fault if fault not in (Fault.NONE, Fault.OVERSIZE, Fault.STALL)}
-FAULTS = {"faults": {**RATES, "oversize": 0.01, "stall": 0.01}, "stall_seconds": 16, "slow_seconds": 0.2}
-SCENES = parse(ScenesConfig, {"pairs": PAIRS, "image_size": 48, **FAULTS})
+FAULTS = FaultRates(**RATES, oversize=0.01, stall=0.01)
+SCENES = ScenesConfig(pairs=PAIRS, image_size=48, faults=FAULTS, stall_seconds=16, slow_seconds=0.2)
 REASONS = {
     Fault.NOT_FOUND: "http 404",
     Fault.FORBIDDEN: "http 403",

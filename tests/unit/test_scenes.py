@@ -23,7 +23,6 @@ from data_prep.scenes.published import url as scene_url
 from data_prep.scenes.render import draw, jpeg
 from data_prep.scenes.scene import FaultRates, ScenesConfig, describe
 from data_prep.scenes.server import serve_scenes
-from pipeline.config import parse
 from pipeline.errors import UserError
 from tests.launch import python, wait_for
 
@@ -83,14 +82,6 @@ def test_every_fault_occurs_at_its_rate() -> None:
     assert set(counts) == set(Fault)
     assert all(abs(count - 1_000) < 150 for count in counts.values())
     assert {fault_of(ScenesConfig(faults=NO_FAULTS), index) for index in range(500)} == {Fault.NONE}
-
-
-def test_rates_above_one_are_rejected() -> None:
-    with pytest.raises(UserError, match=r"sum to 1\.2"):
-        parse(
-            ScenesConfig,
-            {"faults": {"html": 0.9, "gone": 0.3, **dict.fromkeys(set(vars(NO_FAULTS)) - {"html", "gone"}, 0)}},
-        )
 
 
 def _first(fault: Fault) -> int:

@@ -62,7 +62,10 @@ COMMANDS = {
         "Compute a run's exact log-normalizers and the error of its method's estimates.",
     ),
     "score": ("jobs.score", "Score every image-text pair of a dataset by how well it fits, to filter data."),
-    "features": ("jobs.write_features", "Store a teacher's features of every sample of a dataset, for distillation."),
+    "features": (
+        "jobs.write_features",
+        "Store the features of every sample: a teacher's, or a locked image tower's.",
+    ),
     "study": ("jobs.study", "Run a study (the papers' tables, small or in full) and render its tables and figures."),
     "report": ("jobs.report", "Write the HTML and markdown report of a run."),
     "settings": ("jobs.settings", "List settings with their defaults and meanings."),

@@ -97,13 +97,11 @@ def describe_measurement(run: RunConfig, *, ranks: int, seconds: float) -> dict[
 def describe_cost(plan: RunPlan, *, mfu: float, peak_tflops: float) -> list[tuple[str, str]]:
     """FLOPs and time as lines of (label, text)."""
     cost, towers = plan.cost, plan.towers
-    read = round(cost.epochs * plan.dataset_size)
-    selected = "" if read == cost.samples else f" selected from {read:,}"
     gpu = f"{GPUS[peak_tflops]}, " if peak_tflops in GPUS else ""
     lines = {
         "model": f"{towers.parameters / 1e6:,.1f}M parameters, {towers.forward_flops / 1e9:,.2f} GFLOP forward a pair",
         "budget": (
-            f"{_count(cost.steps, 'step')}, {cost.samples:,} pairs{selected} ({cost.epochs:.2f} times the data), "
+            f"{_count(cost.steps, 'step')}, {cost.samples:,} pairs ({cost.epochs:.2f} times the data), "
             f"{cost.text_tokens:,.0f} text tokens"
         ),
         "time": (
@@ -112,11 +110,6 @@ def describe_cost(plan: RunPlan, *, mfu: float, peak_tflops: float) -> list[tupl
             f"{_count(plan.gpus, 'GPU')}"
         ),
     }
-    if plan.features_bytes is not None:
-        lines["image features"] = (
-            f"{_size(plan.features_bytes)} on disk; the image tower runs once for every image, in the first epoch, if "
-            "none are stored yet"
-        )
     found = list(lines.items())
     if len(plan.stages) > 1:
         found += [("stage", f"{what} {part.flops / cost.flops:.0%} of the arithmetic") for what, part in plan.stages]

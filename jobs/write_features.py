@@ -1,4 +1,4 @@
-"""`neuclip features DATA --model TEACHER`: store a model's features of every sample, for distillation."""
+"""`neuclip features DATA --model MODEL`: store a model's features of every sample of a dataset."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ from pipeline.run_files import check_model, model_folder_in
 @click.argument("data", nargs=-1, required=True, type=click.Path(exists=True))
 @click.option("--model", required=True, help="A run, a checkpoint, an exported folder, or ARCH:PRETRAINED.")
 @click.option("--output", required=True, type=click.Path(file_okay=False), help="Folder of the features.")
+@click.option(
+    "--images-only",
+    is_flag=True,
+    help="Store outputs of the image tower, for a run that locks it (data.image_features).",
+)
 @click.option("--caption", default="txt", show_default=True, help="A member's suffix, or json:FIELD.")
 @click.option(
     "--augmentations",
@@ -39,6 +44,7 @@ def command(
     data: tuple[str, ...],
     model: str,
     output: str,
+    images_only: bool,
     caption: str,
     augmentations: int,
     seed: int,
@@ -50,21 +56,24 @@ def command(
     allow_commands: bool,
     allow_outside: bool,
 ) -> None:
-    """Store the image and text features of every sample of DATA under a teacher, in fp16.
+    """Store a model's features of every sample of DATA.
 
     DATA are folders with manifest.json, in the order of `data.sources`. A run with `data.teacher_features=OUTPUT
-    objective.distill=1` learns from them. Run it again to continue a stopped job.
+    objective.distill=1` learns from a teacher's image and text features, in fp16. With --images-only, a run with
+    `data.image_features=OUTPUT model.lock_image=true` takes the outputs of its image tower from there, in fp32,
+    instead of decoding images. Run it again to continue a stopped job.
 
     With --augmentations, a run that uses the features shows one of these crops of a sample in each epoch, so that
     teacher and student see the same part of the image.
     """
     check_model(model)  # before imports that take seconds
     from pipeline import config as cfg
+    from pipeline.analysis.feature_writer import write_features
     from pipeline.analysis.pair_scores import start_output
     from pipeline.analysis.scorer import temperature_of
-    from pipeline.analysis.teacher_features import write_features
     from pipeline.data.data_config import CropConfig
     from pipeline.data.loading.decode import StoredCrops
+    from pipeline.data.loading.stored_features import FACTS, FeatureFacts
     from pipeline.data.order.mixture import make_mixture
     from pipeline.data.shards.check_shards import check_caption
     from pipeline.data.shards.manifest_format import load_manifest
@@ -72,13 +81,15 @@ def command(
     from pipeline.distributed.start import start_world
     from pipeline.errors import UserError
     from pipeline.model.evaluation_model import load_for_evaluation
-    from pipeline.training.teacher import FACTS, TeacherFacts, seeded
+    from pipeline.model.model_folder import image_tower_identity
 
     given = click.get_current_context().get_parameter_source
     crop_options = [name for name in ("seed", "crop_scale", "crop_ratio") if given(name) != ParameterSource.DEFAULT]
     if crop_options and not augmentations:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in crop_options)
         raise UserError(f"{options}: without --augmentations, features are of whole images, which have no crops.")
+    if images_only and given("caption") != ParameterSource.DEFAULT:
+        raise UserError("--caption has no effect with --images-only: leave one of them out.")
     if len({Path(folder).resolve() for folder in data}) < len(data):
         raise UserError(f"DATA has a folder twice: {' '.join(data)}. Name each once, as in data.sources.")
     crop = cfg.parse(CropConfig, {"scale": list(crop_scale), "ratio": list(crop_ratio)})
@@ -91,23 +102,28 @@ def command(
     warnings.filterwarnings("ignore", module=r"PIL\.")  # about odd metadata of images
     allowed = {"allow_commands": allow_commands, "allow_outside": allow_outside}
     manifests = [load_manifest(folder, **allowed) for folder in data]
-    for manifest in manifests:
+    for manifest in manifests if not images_only else ():
         check_caption(manifest, caption, name="--caption")
     mixture = make_mixture(manifests)
     with start_world(device=device) as world:
         spec = world.gather_objects(str(model_folder_in(Path(model)) or model))[0]  # a run may go on writing
-        teacher = load_for_evaluation(spec, device=world.device)
-        tau, samples = temperature_of(teacher, spec), mixture.manifest.n
-        bias = teacher.towers.logit[1] if teacher.towers.logit else None
-        facts = TeacherFacts(
-            teacher.digest, spec, tau, teacher.dim, list(mixture.digests), str(field), samples, bias, crops=crops
-        )
-        facts = seeded(facts, Path(output))
+        encoder = load_for_evaluation(spec, device=world.device)
+        samples, digests = mixture.manifest.n, list(mixture.digests)
+        if images_only:
+            tower = image_tower_identity(encoder.towers.clip.state_dict(), encoder.architecture, decoding="fast")
+            facts = FeatureFacts(
+                tower["weights"], spec, 1.0, encoder.dim, digests, "", samples, crops=crops, tower=tower
+            )
+        else:
+            tau, bias = temperature_of(encoder, spec), encoder.towers.logit[1] if encoder.towers.logit else None
+            facts = FeatureFacts(
+                encoder.digest, spec, tau, encoder.dim, digests, str(field), samples, bias=bias, crops=crops
+            )
         start_output(Path(output) / FACTS, facts, what="features", apart=("source",))
         world.barrier()
         tell = click.echo if world.is_main else (lambda message: None)
         counts = write_features(
-            teacher,
+            encoder,
             mixture,
             facts,
             output=Path(output),
@@ -116,11 +132,12 @@ def command(
             workers=workers,
             on_shard=shard_progress(tell),
         )
-        tell(f"{counts['stored']:,} of {samples:,} pairs have features of {teacher.dim} numbers a side: {output}")
+        tell(f"{counts['stored']:,} of {samples:,} pairs have features of {encoder.dim} numbers a side: {output}")
         for problem, number in sorted(counts["problems"].items(), key=lambda item: -item[1]):
             tell(f"  {number:,} without features: {problem}")
-        setting = shlex.quote(f"data.teacher_features={output}")
-        tell(f"To train with them: neuclip train ... {setting} objective.distill=1")
+        setting = shlex.quote(f"data.{'image' if images_only else 'teacher'}_features={output}")
+        use = "model.lock_image=true" if images_only else "objective.distill=1"
+        tell(f"To train with them: neuclip train ... {setting} {use}")
 
 
 if __name__ == "__main__":

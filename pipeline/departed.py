@@ -2,7 +2,12 @@
 
 _ICONS = "The corpus of icons has left; commit c14979c has the program that makes it."
 
-SETTINGS: dict[str, str] = {"held_out.": _ICONS}
+SETTINGS: dict[str, str] = {
+    "held_out.": _ICONS,
+    "model.image_features_cache": "Store the outputs once with `neuclip features DATA --images-only --model MODEL "
+    "--output FOLDER`, and set data.image_features=FOLDER.",
+    "selection.": "Joint selection of examples saved nothing where it was measured; train on all pairs.",
+}
 """Key, or prefix of keys that ends in a dot -> one sentence: what to use instead, or what happens without it."""
 
 COMMANDS: dict[str, str] = {

@@ -32,13 +32,11 @@ from pipeline.model.trimming import TextChunks, text_trimming
 from pipeline.training.step import micro_batches
 
 PLAIN, LAYOUTS = ("none", "stage_1", "stage_2"), ("packed_attention", "channels_last")
-OTHERS = ("accumulation", "grad_checkpointing", "compile", "patch_dropout", "lock_image", "image_features_cache")
+OTHERS = ("accumulation", "grad_checkpointing", "compile", "patch_dropout", "lock_image")
 OPTIONS = (*PLAIN, *LAYOUTS, "trim_text", "trim_image", *OTHERS, "lora", "all_savings")
 """`none`: open_clip's attention, untrimmed texts, channels first, at `--stage`; `stage_1` and `stage_2` the same there.
 `packed_attention` and `channels_last` change only
-what they name. `trim_text` has all three, `trim_image` and the options below it have all four.
-`image_features_cache` is `lock_image` from the second epoch on: a step gets stored outputs of the image tower; the
-decoding that it saves as well is not measured."""
+what they name. `trim_text` has all three, `trim_image` and the options below it have all four."""
 START_SECONDS = 1800
 """After which a contender should be ready."""
 
@@ -63,9 +61,8 @@ def settings_of(args: argparse.Namespace, option: str) -> dict[str, Any]:
         "accumulate": args.batch // args.micro_batch if option == "accumulation" or saving else 1,
         "grad_checkpointing": option == "grad_checkpointing" or saving,
         "compile": option == "compile",
-        "lock_image": option in ("lock_image", "image_features_cache"),
+        "lock_image": option == "lock_image",
         "lora_rank": 8 if option == "lora" else None,
-        "stored_features": option == "image_features_cache",
         "patch_dropout": args.patch_dropout if option == "patch_dropout" else None,
         "packed_attention": option not in (*PLAIN, "channels_last"),
         "channels_last": option not in (*PLAIN, "packed_attention"),
@@ -147,14 +144,13 @@ def useful_flops(args: argparse.Namespace, option: str) -> float:
                         packed_attention=settings["packed_attention"], lock_image=settings["lock_image"],
                         trim_image=None if settings["trim_image"] else False)  # fmt: skip
     towers, _ = build_towers(model, seed=0, device="meta")
-    images = 0.0 if settings["stored_features"] else 1.0
     trimming = text_trimming(towers.clip, wanted=None if settings["trim_text"] else False)
     if trimming is None:
-        return training_flops(model, images=images)
+        return training_flops(model)
     text = make_data(args).text
     chunks = micro_batches(args.batch, args.batch // settings["accumulate"])
     tokens = TextChunks(text, chunks, lengths=trimming.cut(text)[1]).computed_tokens / args.batch
-    return training_flops(model, text_tokens=tokens, images=images)
+    return training_flops(model, text_tokens=tokens)
 
 
 if __name__ == "__main__":

@@ -55,7 +55,6 @@ PLAIN: dict[str, Any] = {
     "accumulate": 1, "captions": None, "caption_tokens": 28.0, "grad_checkpointing": False, "compile": False,
     "packed_attention": True, "trim_text": True, "trim_image": True, "channels_last": True, "pack_texts": False,
     "patch_dropout": None, "lock_image": False, "lora_rank": None,
-    "stored_features": False,
 }  # fmt: skip
 """What `ours` reads, where a benchmark has no option for it."""
 Rounds = Callable[[int], None]
@@ -153,19 +152,14 @@ def ours(
     )
     sample_ids = torch.arange(args.batch, device=world.device)
     memory_format = towers.image_format if args.channels_last else torch.contiguous_format
-    taken, stored = 0, None
-    if args.stored_features:
-        image = normalize(data[0].pixels.to(world.device), mean=data[0].mean, std=data[0].std, dtype=engine.dtype)
-        stored = pinned(engine.image_output(image).cpu())
+    taken = 0
 
     def run(steps: int) -> None:
         nonlocal taken
         for _ in range(steps):
             now = data[taken % len(data)]
-            pixels = (now.pixels if stored is None else stored).to(world.device, non_blocking=True)
-            image = pixels
-            if stored is None:
-                image = normalize(pixels, mean=now.mean, std=now.std, dtype=engine.dtype, memory_format=memory_format)
+            pixels = now.pixels.to(world.device, non_blocking=True)
+            image = normalize(pixels, mean=now.mean, std=now.std, dtype=engine.dtype, memory_format=memory_format)
             text = now.text.to(world.device, non_blocking=True)
             lengths = trimming.cut(now.text)[1] if trimming else None
             result = take_step(

@@ -28,6 +28,7 @@ from pipeline import config as cfg
 from pipeline.checkpoint.reader import Checkpoint, open_checkpoint
 from pipeline.data.loading.decode import normalize
 from pipeline.data.loading.loader import Loader
+from pipeline.data.loading.stored_features import common_crops, open_features
 from pipeline.distributed.precision import true_fp32
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
@@ -35,13 +36,11 @@ from pipeline.model.finetuning import LoraConfig
 from pipeline.model.towers import build_towers, without_weights
 from pipeline.model.trimming import text_trimming, without_padding
 from pipeline.objectives.pairwise import CPU_BLOCK, GPU_BLOCK
-from pipeline.objectives.selection import SelectionConfig
 from pipeline.objectives.softmax import Pair, SoftmaxObjective
 from pipeline.run_files import finished_checkpoints
 from pipeline.training.build import loader_of, objective_of
 from pipeline.training.recipe import RunConfig, parse_recipe
 from pipeline.training.recipe_file import without_consents
-from pipeline.training.teacher import common_crops, open_features
 
 SIDES = ("image", "text")
 
@@ -167,8 +166,6 @@ def measure(
         UserError: The objective has no normalizers (siglip), the weights do not fit `run`, or stored features that the
             run uses are not there.
     """
-    stored = run.stored_features
-    run = replace(run, selection=SelectionConfig())  # over all pairs
     plain = replace(without_weights(run.model), patch_dropout=None, compile=False, lora=LoraConfig())
     towers, architecture = build_towers(plain, seed=run.seed)
     try:
@@ -185,10 +182,7 @@ def measure(
             raise UserError(
                 f"{run.objective.name} has no normalizers to compare: choose a run with a softmax objective."
             )
-        opened = {
-            setting: [open_features(folder, run, loader.mixture.digests, setting=setting) for folder in folders]
-            for setting, folders in stored.items()
-        }
+        opened = open_features(run.data, loader.mixture.digests, seed=run.seed, named=run.data.stored_features)
         if (crops := common_crops(opened)) is not None:
             loader.use_crops(crops)
         objective.load_state_dict(checkpoint.objective())

@@ -54,7 +54,8 @@ class PairReader:
     """Reads the pairs of a dataset's shards."""
 
     manifest: Manifest
-    caption: CaptionField
+    caption: CaptionField | None
+    """None: captions are not read."""
     image_of: ImageOf
     batch_size: int
     """Most pairs of a batch."""
@@ -92,7 +93,8 @@ class PairReader:
                 size, digest = os.stat(url).st_size, sha256_of(url) if shard.sha256 else ""
                 if (size, digest) != (shard.bytes, shard.sha256):
                     raise OSError("its bytes are not those of the manifest; `neuclip verify` tells more")
-            with open_records(url, skip=0, caption_suffix=self.caption.suffix) as records:
+            suffix = self.caption.suffix if self.caption else "txt"
+            with open_records(url, skip=0, caption_suffix=suffix) as records:
                 for row, record in enumerate(records, start=1):
                     if row > samples:
                         return
@@ -111,7 +113,7 @@ class PairReader:
         try:
             if record.problem or record.image is None:
                 raise CorruptSample(record.problem or "image is missing")
-            return self.image_of(record.image, sample_id), self.caption.read(record)
+            return self.image_of(record.image, sample_id), self.caption.read(record) if self.caption else ""
         except CorruptSample as error:
             return str(error)
 

@@ -170,7 +170,6 @@ class _Meta(_Strict):
     validation: _History | None = None
     ema_updates: _Count | None = None
     adapters_of: str | None = None
-    samples_not_selected: _Count = 0
     features: dict[str, dict[str, Any]] = {}
     run_id: str | None = Field(default=None, pattern=f"^({RUN_ID})?$")
 

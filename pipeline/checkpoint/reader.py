@@ -61,19 +61,8 @@ class Checkpoint:
 
     @property
     def batch_size(self) -> int:
-        """Samples that each of the run's steps trained on."""
+        """Samples of each of the run's steps."""
         return int(self.meta["config"]["batch_size"])
-
-    @property
-    def read_batch(self) -> int:
-        """Samples that each of the run's steps read: more than it trained on, with `selection`."""
-        return int(self.meta["data"]["order"].get("global batch", self.batch_size))
-
-    @property
-    def samples_not_selected(self) -> int:
-        """Samples that were read and not trained on; of a version that did not count them, by its last batch sizes."""
-        steps = int(self.meta["samples"]) // self.batch_size
-        return int(self.meta.get("samples_not_selected", steps * (self.read_batch - self.batch_size)))
 
     def weights(self) -> dict[str, Tensor]:
         """fp32 weights by open_clip's names, without the logit scale and bias."""

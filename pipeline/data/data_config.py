@@ -10,6 +10,9 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 from pipeline.config import section
 from pipeline.data.shards.tar_reader import CaptionField
 
+TEACHER, IMAGES = "data.teacher_features", "data.image_features"
+"""The settings that name folders of `neuclip features`."""
+MAX_PIXELS = 178_956_970
 MOST_WORKERS = 12
 """Default limit per rank: at 500 to 900 images per second and worker, more than a GPU trains on."""
 LEAST_LOADING = 1.3
@@ -104,6 +107,11 @@ class DataConfig:
     """Folder of `neuclip features`: a teacher's features of these sources, for `objective.distill`; or a list of
     several teachers'. They are of the whole image, preprocessed as for evaluation, or, with `--augmentations`, of a few
     crops, which the run then shows; and of one of several captions."""
+    image_features: str | None = None
+    """Folder of `neuclip features --images-only`: the outputs of the run's image tower, which must be locked as a whole
+    (`model.lock_image`), for these sources. No image is decoded, and the tower does not run. The loss is the same up to
+    rounding, of bf16 where the tower would compute in it: features are fp32. They are of the central square
+    (`data.crop.scale=[1,1] data.crop.ratio=[1,1]`) or, with `--augmentations`, of a few crops."""
     decoding: Literal["fast", "scaled", "exact", "gpu"] = "fast"
     """`fast` (libjpeg-turbo and torch's uint8 bicubic, within 2 of 255 of open_clip's pixels), `exact` (open_clip's own
     PIL pixels), `scaled` (as `fast`, but images of twice the training size and more are decoded at 1/2, 1/4 or 1/8 of
@@ -111,7 +119,7 @@ class DataConfig:
     pixels; all else as `fast`)."""
     crop: CropConfig = Field(default_factory=CropConfig)
     """The random resized crop."""
-    max_pixels: int = Field(default=178_956_970, ge=1)
+    max_pixels: int = Field(default=MAX_PIXELS, ge=1)
     """Larger images count as corrupt (decompression bombs)."""
     corrupt_limit: float = Field(default=0.01, ge=0, le=1)
     """Share of an epoch's samples that may be corrupt before the run stops."""
@@ -137,10 +145,13 @@ class DataConfig:
         return folders
 
     @property
-    def teachers(self) -> tuple[str, ...]:
-        """The folders of `teacher_features`."""
-        folders = self.teacher_features
-        return (folders,) if isinstance(folders, str) else folders or ()
+    def stored_features(self) -> dict[str, tuple[str, ...]]:
+        """Folders of `neuclip features`, by the setting that names them."""
+        teachers, images = self.teacher_features, self.image_features
+        return {
+            TEACHER: (teachers,) if isinstance(teachers, str) else teachers or (),
+            IMAGES: () if images is None else (images,),
+        }
 
     @field_validator("sources")
     @classmethod

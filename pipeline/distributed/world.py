@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -74,21 +73,6 @@ class World:
             with self._communication("broadcast", x):
                 dist.broadcast(x, 0)
         return x
-
-    def exchange(self, x: Tensor, *, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
-        """Send rows of `x` to the ranks, and return those that the ranks sent here, in rank order.
-
-        Args:
-            x: [n, ...], the rows for rank 0 first.
-            sends: How many rows each rank gets of these.
-            receives: How many rows this rank gets of each.
-        """
-        if self.size == 1:
-            return x
-        received = x.new_empty((sum(receives), *x.shape[1:]))
-        with self._communication("exchange", x):
-            dist.all_to_all_single(received, x.contiguous(), list(receives), list(sends))
-        return received
 
     def gather_objects(self, value: Any) -> list[Any]:
         """One small picklable value per rank, in rank order, on every rank."""

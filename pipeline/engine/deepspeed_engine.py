@@ -111,12 +111,6 @@ class DeepSpeedEngine:
         features: tuple[Tensor, Tensor] = self._engine(image.to(self.dtype), text)
         return features
 
-    def image_output(self, image: Tensor) -> Tensor:
-        """See `Engine.image_output`."""
-        with torch.no_grad():
-            output: Tensor = self._engine(image.to(self.dtype), None)
-        return output
-
     def backward(self, features: tuple[Tensor, Tensor], gradients: tuple[Tensor, Tensor]) -> None:
         """See `Engine.backward`.
 

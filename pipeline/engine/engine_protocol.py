@@ -84,12 +84,8 @@ class Engine(Protocol):
     def forward(self, image: Tensor, text: Tensor | PackedText) -> tuple[Tensor, Tensor]:
         """Normalized images [b, 3, H, W] and tokens [b, L], or packed texts -> two [b, d] unit-norm fp32 features.
 
-        In place of images, results of `image_output` can be given.
+        In place of images, the image tower's outputs [b, d] before the normalisation can be given.
         """
-        ...
-
-    def image_output(self, image: Tensor) -> Tensor:
-        """Normalized images [b, 3, H, W] -> the image tower's outputs [b, d] before normalisation, without graph."""
         ...
 
     def backward(self, features: tuple[Tensor, Tensor], gradients: tuple[Tensor, Tensor]) -> None:

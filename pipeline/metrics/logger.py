@@ -39,8 +39,7 @@ class TelemetryConfig:
     histograms_every: int | None = Field(default=1000, ge=1)
     """Distributions over the batch (log-normalizers, feature gradients) and of the objective's state; None: never."""
     images_every: int | None = Field(default=1000, ge=1)
-    """A grid of the batch's first images with their captions, in TensorBoard; None: never. With
-    `model.image_features_cache`, of those images that were decoded."""
+    """A grid of the batch's first images with their captions, in TensorBoard; None: never."""
     images: int = Field(default=16, ge=1)
     """Images in that grid."""
     profile: tuple[int, int] | None = None

@@ -232,7 +232,7 @@ def training_flops(model: ModelConfig, *, text_tokens: float | None = None, imag
     Args:
         model: the recipe's `model` section.
         text_tokens: tokens that the text tower computes per text, where texts are trimmed; None: its context length.
-        images: images that the image tower computes per pair: fewer than one if some of its outputs are stored.
+        images: images that the image tower computes per pair: none if its outputs are stored.
     """
     image, text, length = _measured(replace(without_weights(model), sync_batchnorm=False, compile=False))
     tokens = (model.text_tokens or length) if text_tokens is None else text_tokens
@@ -258,29 +258,31 @@ class Utilization:
     table."""
 
     def __init__(
-        self, model: ModelConfig, *, device: torch.device, ranks: int, bf16: bool, peak_tflops: float | None
+        self,
+        model: ModelConfig,
+        *,
+        device: torch.device,
+        ranks: int,
+        bf16: bool,
+        peak_tflops: float | None,
+        images: bool = True,
     ) -> None:
+        """`images`: whether the image tower runs."""
         if peak_tflops is None and device.type == "cuda" and bf16:
             peak_tflops = known_peak(torch.cuda.get_device_name(device))
         self._model, self._peak = model, None if peak_tflops is None else peak_tflops * 1e12 * ranks
-        self._tokens, self._images, self._steps = 0.0, 0.0, 0
+        self._tokens, self._images, self._steps = 0.0, float(images), 0
 
-    def count(self, *, text_tokens: float, images: float = 1.0) -> None:
-        """Count a step: tokens per text and images per pair that the towers computed."""
+    def count(self, *, text_tokens: float) -> None:
+        """Count a step: tokens per text that the text tower computed."""
         self._tokens += text_tokens
-        self._images += images
         self._steps += 1
 
     def scalars(self, samples_per_second: float) -> dict[str, float]:
-        """{"mfu": share of the peak} over the steps since the last call, or {} if the peak is unknown.
-
-        With stored image features also {"image_features_read": the share of this rank's rows for which they were read}.
-        """
+        """{"mfu": share of the peak} over the steps since the last call, or {} if the peak is unknown."""
         tokens = self._tokens / self._steps if self._steps else None
-        images = self._images / self._steps if self._steps else 1.0
-        self._tokens, self._images, self._steps = 0.0, 0.0, 0
-        stored = {} if self._model.image_features_cache is None else {"image_features_read": 1.0 - images}
+        self._tokens, self._steps = 0.0, 0
         if self._peak is None:
-            return stored
-        flops = training_flops(self._model, text_tokens=tokens, images=images)
-        return {**stored, "mfu": samples_per_second * flops / self._peak}
+            return {}
+        flops = training_flops(self._model, text_tokens=tokens, images=self._images)
+        return {"mfu": samples_per_second * flops / self._peak}

@@ -58,6 +58,12 @@ class EvaluationModel:
         return self.towers.encode_image(image)
 
     @torch.no_grad()
+    def image_outputs(self, image: Tensor) -> Tensor:
+        """[B, 3, H, W] normalized images -> the image tower's outputs [B, d] before the normalisation."""
+        output: Tensor = self.towers.clip.encode_image(image)  # type: ignore[operator]
+        return output
+
+    @torch.no_grad()
     def encode_text(self, text: Tensor) -> Tensor:
         """[B, L] tokens -> [B, d] unit-norm fp32."""
         return self.towers.encode_text(text)

@@ -188,28 +188,27 @@ def _lock(clip: nn.Module, side: str, unlocked: int) -> None:
         raise UserError(f"model.lock_{side} with {unlocked} blocks unlocked leaves the whole tower trainable.")
 
 
-def check_constant_image_tower(visual: nn.Module, *, locked: bool) -> None:
+def check_constant_image_tower(visual: nn.Module) -> None:
     """Check that the outputs of an image tower, as it is trained, depend on the image alone for as long as a run takes.
 
     Raises:
         UserError: Its weights are trained, its batch norms follow the batches, or it drops something at random.
     """
-    remedy = "Change that, or leave model.image_features_cache out."
+    remedy = "Change that, or leave data.image_features out."
     trained = [name for name, parameter in visual.named_parameters() if parameter.requires_grad]
-    if not locked or trained:
-        what = f"{len(trained)} of its parameters are trained, such as visual.{trained[0]}" if trained else "it is not"
+    if trained:
         raise UserError(
-            f"model.image_features_cache needs an image tower that is wholly locked, with model.lock_image=true and "
-            f"model.unlocked_image_blocks=0: {what}. (The projection behind timm's towers stays trainable when "
+            f"data.image_features needs an image tower that is wholly locked: {len(trained)} of its parameters are "
+            f"trained, such as visual.{trained[0]}. (The projection behind timm's towers stays trainable when "
             f"open_clip locks them.) {remedy}"
         )
     for name, module in visual.named_modules():
         if isinstance(module, _BatchNorm):
-            raise UserError(f"model.image_features_cache: the batch norm visual.{name} follows the batches. {remedy}")
+            raise UserError(f"data.image_features: the batch norm visual.{name} follows the batches. {remedy}")
         chance = _drop_probability(module)
         if chance:
             raise UserError(
-                f"model.image_features_cache: visual.{name} ({type(module).__name__}) drops a random share of "
+                f"data.image_features: visual.{name} ({type(module).__name__}) drops a random share of "
                 f"{chance:g}, so that features differ from step to step. Patch dropout ends with "
                 f"model.patch_dropout=0, the others with an architecture file without them. {remedy}"
             )

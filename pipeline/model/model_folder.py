@@ -50,6 +50,23 @@ def weights_digest(state: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
+def image_tower_identity(weights: Mapping[str, Tensor], architecture: Architecture, *, decoding: str) -> dict[str, Any]:
+    """Plain values that determine an image tower's outputs for given images and crops.
+
+    `weights` are by open_clip's names; `decoding` as in `data.decoding`.
+    """
+    visual = {name: value for name, value in weights.items() if name.startswith("visual.")}
+    facts = {
+        "weights": weights_digest(visual),
+        "architecture": {key: architecture.model_cfg.get(key) for key in ("embed_dim", "vision_cfg", "quick_gelu")},
+        "mean and std": [*architecture.mean, *architecture.std],
+        "image size": architecture.image_size,
+        "data.decoding": decoding,
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(facts))
+    return plain
+
+
 def save_open_clip(
     folder: Path, *, state: Mapping[str, Tensor], architecture: Architecture, logit: tuple[float, float | None]
 ) -> list[Path]:

@@ -21,7 +21,7 @@ from pipeline.config import section
 from pipeline.errors import UserError
 from pipeline.model.architectures import Architecture, describe, needs_files
 from pipeline.model.attention import PackedText, use_fp32_embedding_sums, use_packed_attention
-from pipeline.model.finetuning import LoraConfig, add_adapters, check_constant_image_tower, lock_towers
+from pipeline.model.finetuning import LoraConfig, add_adapters, lock_towers
 from pipeline.model.model_folder import LOGIT_KEYS
 from pipeline.model.starting_weights import (
     FROM_WEIGHTS,
@@ -62,12 +62,6 @@ class ModelConfig:
     unlocked_image_blocks: int = Field(default=0, ge=0)
     """With `lock_image`: parts at the tower's end that are trained nevertheless, counted as open_clip does: the final
     projection is the first, then block by block."""
-    image_features_cache: str | None = None
-    """Folder for the outputs of a wholly locked image tower: the first epoch stores them, later epochs read them
-    instead of decoding images and running the tower. Needs `lock_image` and the fixed crop (`data.crop.scale=[1,1]
-    data.crop.ratio=[1,1]`). Takes 4 bytes (2 with bf16 weights) per feature dimension and sample. Runs with the same
-    tower, data and preprocessing share them; others get a subfolder of their own. The loss is the same up to
-    rounding."""
     lock_text: bool = False
     """Keep the text tower as it is."""
     unlocked_text_blocks: int = Field(default=0, ge=0)
@@ -283,8 +277,6 @@ def build_towers(config: ModelConfig, *, seed: int, device: str | torch.device =
     use_fp32_batch_norms(clip, synchronised=config.sync_batchnorm)
     use_fp32_embedding_sums(clip)
     use_patch_dropout_on_device(clip)
-    if config.image_features_cache is not None:
-        check_constant_image_tower(clip.visual, locked=config.lock_image)  # type: ignore[arg-type]
     if config.packed_attention:
         use_packed_attention(clip)
     use_class_token_block(clip, wanted=config.trim_image)

@@ -147,7 +147,6 @@ def _trial(run: RunConfig, *, ranks: int, folder: Path) -> RunConfig:
     return replace(
         run,
         output=str(folder),
-        model=replace(run.model, image_features_cache=None),  # measured as in the first epoch
         batch_size=run.batch_size // ranks,
         samples=max(run.samples, run.batch_size * 10**6),
         data=replace(run.data, streams=run.data.streams // ranks),

@@ -109,8 +109,6 @@ def run_cost(
     dataset_size: int,
     passes: tuple[float, float],
     assume: PlanConfig,
-    read_batch: int | None = None,
-    scored_flops: float = 0.0,
 ) -> Cost:
     """Arithmetic and time of a budget.
 
@@ -121,17 +119,15 @@ def run_cost(
         dataset_size: pairs of an epoch.
         passes: forward passes of each pair through image and text tower; a backward pass counts as two.
         assume: the recipe's `plan` section.
-        read_batch: pairs read per step, if some are not trained on.
-        scored_flops: to decide that, for each pair read.
     """
-    samples, read = steps * batch_size, steps * (read_batch or batch_size)
-    flops = (passes[0] * costs.image_flops + passes[1] * costs.text_flops) * samples + scored_flops * read
+    samples = steps * batch_size
+    flops = (passes[0] * costs.image_flops + passes[1] * costs.text_flops) * samples
     return Cost(
         steps=steps,
         samples=samples,
-        epochs=read / dataset_size,
+        epochs=samples / dataset_size,
         text_tokens=samples * costs.context_length,
-        read_bytes=read * assume.sample_bytes,
+        read_bytes=samples * assume.sample_bytes,
         flops=flops,
         gpu_hours=flops / (assume.peak_tflops * 1e12 * assume.mfu) / 3600,
     )

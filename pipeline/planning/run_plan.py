@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.data.data_config import MOST_WORKERS
-from pipeline.data.loading.feature_file import FeatureFile
+from pipeline.data.loading.stored_features import common_crops, how_to_write, open_features
 from pipeline.data.order.canonical_order import make_layout
 from pipeline.engine.engine_protocol import ENGINES
 from pipeline.errors import UserError
@@ -29,7 +29,6 @@ from pipeline.planning.run_costs import (
 )
 from pipeline.training.recipe import RunConfig, check_captions_of, check_run
 from pipeline.training.stages import check_stages, stages_of
-from pipeline.training.teacher import StoredTeacher, common_crops, open_features
 
 
 @dataclass(frozen=True)
@@ -51,8 +50,6 @@ class RunPlan:
     objective: ObjectiveMemory
     traffic: dict[str, int]
     """Calls and bytes of each collective of the objective in a step, as a rank contributes them."""
-    features_bytes: int | None
-    """Stored outputs of a locked image tower; None: not stored."""
     stages: list[tuple[str, Cost]]
     """Description and cost of each stage; one without `schedule.stages`."""
     cost: Cost
@@ -105,11 +102,10 @@ def plan_run(run: RunConfig, *, gpus: int) -> RunPlan:
     check_captions_of(run)
     check_stages(run)
     towers, architecture, _ = _towers(run.model)
-    dim, image_size = architecture.dim, architecture.image_size
-    data, missing = _data(run, gpus=gpus, image_size=image_size)
+    data, missing = _data(run, gpus=gpus, image_size=architecture.image_size)
     dataset_size = data.layout.samples if data else run.plan.dataset_size
     assert dataset_size is not None
-    make_layout(samples=dataset_size, global_batch=run.read_batch, streams=run.data.streams, ranks=gpus)
+    make_layout(samples=dataset_size, global_batch=run.batch_size, streams=run.data.streams, ranks=gpus)
     engine = ENGINES[run.engine.name].facts(
         run.engine, optimizer=run.optimizer, global_batch=run.batch_size, world_size=gpus
     )
@@ -117,17 +113,13 @@ def plan_run(run: RunConfig, *, gpus: int) -> RunPlan:
     micro = min(run.engine.micro_batch or local, local)
     objective, traffic = simulate_objective(
         run.objective,
-        dim=dim,
+        dim=architecture.dim,
         batch_size=run.batch_size,
         ranks=gpus,
         dataset_size=dataset_size,
-        steps_per_epoch=dataset_size // run.read_batch,
+        steps_per_epoch=dataset_size // run.batch_size,
         total_steps=run.total_steps,
     )
-    features = None
-    if run.model.image_features_cache is not None:
-        samples, path = data.samples if data else dataset_size, Path(run.model.image_features_cache)
-        features = FeatureFile(path, samples=samples, dim=dim, dtype=engine.dtype)
     costs = _stage_costs(run, dataset_size=dataset_size, accumulation=micro < local)
     largest = max((_towers(stage.run.model)[0] for stage in stages_of(run)), key=lambda towers: towers.saved_bytes)
     return RunPlan(
@@ -156,7 +148,6 @@ def plan_run(run: RunConfig, *, gpus: int) -> RunPlan:
         },
         objective=objective,
         traffic=traffic,
-        features_bytes=None if features is None else features.file_bytes,
         stages=costs,
         cost=functools.reduce(operator.add, (cost for _, cost in costs)),
         dataset_size=dataset_size,
@@ -175,13 +166,13 @@ def _stored_features(run: RunConfig, data: DataPlan | None) -> Iterator[str]:
     Raises:
         UserError: Those that are there do not fit the run.
     """
-    opened: dict[str, list[StoredTeacher]] = {setting: [] for setting in run.stored_features}
-    for setting, folder in ((setting, folder) for setting, all_of in run.stored_features.items() for folder in all_of):
+    named = run.data.stored_features
+    for setting, folder in ((setting, folder) for setting, folders in named.items() for folder in folders):
         if not Path(folder).exists():
-            yield f"{setting}={folder} is not there yet: `neuclip features DATA --model TEACHER --output {folder}`"
-        elif data is not None:
-            opened[setting].append(open_features(folder, run, data.digests, setting=setting))
-    common_crops(opened)
+            yield f"{setting}={folder} is not there yet: {how_to_write(setting, folder)}"
+    if data is not None:
+        there = {setting: [folder for folder in folders if Path(folder).exists()] for setting, folders in named.items()}
+        common_crops(open_features(run.data, data.digests, seed=run.seed, named=there))
 
 
 def _stage_costs(run: RunConfig, *, dataset_size: int, accumulation: bool) -> list[tuple[str, Cost]]:
@@ -193,30 +184,18 @@ def _stage_costs(run: RunConfig, *, dataset_size: int, accumulation: bool) -> li
         # GradCache computes features twice, checkpointing activations; a locked tower has no backward pass.
         trained, locked = 3 + accumulation + run.model.grad_checkpointing, 1 + accumulation
         image, text = (float(trained if learns else locked) for learns in towers.trained)
-        if run.model.image_features_cache is not None:  # each image runs through its tower once
-            image = min(1.0, dataset_size / (steps * run.batch_size))
+        if run.data.image_features is not None:
+            image = 0.0
         cost = run_cost(
             towers,
             steps=steps,
             batch_size=run.batch_size,
-            read_batch=run.read_batch,
-            scored_flops=_scored_flops(stage.run),
             dataset_size=dataset_size,
             passes=(image, text),
             assume=run.plan,
         )
         found.append((stage.describe(image_size=architecture.image_size), cost))
     return found
-
-
-def _scored_flops(run: RunConfig) -> float:
-    """Arithmetic by which a pair that is read is scored for the selection."""
-    if run.selection.ratio is None:
-        return 0.0
-    costs, architecture, _ = _towers(run.model)
-    if (size := run.selection.image_size) is not None and size < architecture.image_size:
-        costs, *_ = _towers(replace(run.model, image_size=size))
-    return costs.image_flops + costs.text_flops
 
 
 @functools.cache
@@ -234,7 +213,7 @@ def _towers(model: ModelConfig) -> tuple[TowerCosts, Architecture, tuple[str, ..
 def _data(run: RunConfig, *, gpus: int, image_size: int) -> tuple[DataPlan | None, str]:
     """The data's plan, or why there is none, in which case the recipe's `plan.dataset_size` is used."""
     try:
-        data = plan_data(run.data, ranks=gpus, global_batch=run.read_batch, image_size=image_size, seed=run.seed)
+        data = plan_data(run.data, ranks=gpus, global_batch=run.batch_size, image_size=image_size, seed=run.seed)
     except UserError as error:
         if run.plan.dataset_size is None:
             raise UserError(f"{error} To plan without the data, set plan.dataset_size=SAMPLES.") from error

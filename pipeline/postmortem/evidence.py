@@ -148,7 +148,7 @@ def _with_tried_settings(found: RunEvidence) -> RunEvidence:
     named = [
         *(("data.sources", source.manifest) for source in run.data.sources),
         *(("validation.sources", source.manifest) for source in run.validation.sources),
-        *((setting, folder) for setting, folders in run.stored_features.items() for folder in folders),
+        *((setting, folder) for setting, folders in run.data.stored_features.items() for folder in folders),
     ]
     return replace(found, missing=[f"{setting}={path}" for setting, path in named if not Path(path).exists()])
 

@@ -85,9 +85,7 @@ def _training(run: Run) -> list[Tile]:
         return found
     last = run.rows[-1]
     epochs = f"{last['epoch']:.1f} epochs, " if isinstance(last.get("epoch"), int | float) else ""
-    left = last.get("samples_not_selected")
-    read = f"{short(left)} more read and not selected, " if left else ""
-    found.append(Tile("Samples seen", short(last["samples"]), f"{read}{epochs}{last['step']:,} steps"))
+    found.append(Tile("Samples seen", short(last["samples"]), f"{epochs}{last['step']:,} steps"))
     in_use, cold = (tail_mean(run, key) for key in ("normalizer_gap", "normalizer_gap_cold"))
     if in_use is not None:
         detail = f"nats: normalizers differ from the batch's by a factor of {math.exp(in_use):.2f}; 0 nats is equal"

@@ -49,7 +49,7 @@ def loader_of(run: RunConfig, *, architecture: Architecture, world: World) -> Lo
     return build_loader(
         run.data,
         world=world,
-        global_batch=run.read_batch,
+        global_batch=run.batch_size,
         seed=run.seed,
         image_size=architecture.image_size,
         tokenize=fast_tokenizer(architecture.tokenize),
@@ -202,7 +202,12 @@ def build_trainer(
         observer=Observer(state=state, telemetry=telemetry, tokenizer=architecture.tokenize),
         meter=meter,
         utilization=Utilization(
-            run.model, device=world.device, ranks=world.size, bf16=engine.bf16, peak_tflops=run.telemetry.peak_tflops
+            run.model,
+            device=world.device,
+            ranks=world.size,
+            bf16=engine.bf16,
+            peak_tflops=run.telemetry.peak_tflops,
+            images=run.data.image_features is None,
         ),
         writer=CheckpointWriter(
             folder,

@@ -53,7 +53,6 @@ class Observer:
         tokens = torch.tensor([result.text_tokens], dtype=torch.float64, device=state.world.device)
         return {
             "samples": state.step * run.batch_size,
-            **({"samples_not_selected": state.not_selected} if state.not_selected else {}),
             "epoch": position.epoch + position.batch / state.loader.steps_per_epoch,
             "loss": float(result.output.loss),
             **dict(zip(metrics, values, strict=True)),
@@ -87,7 +86,7 @@ class Observer:
             self.telemetry.distributions(step=step, values={name: v.float().cpu() for name, v in found.items()})
         if pictures and step % pictures == 0 and len(batch.image):
             rows = slice(0, config.images)
-            captions = captions_of(batch.shown_text[rows].cpu(), self.tokenizer)
+            captions = captions_of(batch.text[rows].cpu(), self.tokenizer)
             grid = captioned_grid(batch.image[rows].cpu(), captions)
             self.telemetry.pictures(step=step, grid=grid, captions=captions)
 

@@ -25,7 +25,6 @@ from pipeline.errors import UserError
 from pipeline.metrics.logger import TelemetryConfig, sink_names
 from pipeline.model.towers import ModelConfig
 from pipeline.objectives import ObjectiveConfig, parse_objective
-from pipeline.objectives.selection import SelectionConfig
 from pipeline.training.recipe_file import (
     DEFAULT_OBJECTIVE,
     RECIPE_KEYS,
@@ -120,7 +119,6 @@ class RunConfig:
     if no good one was written since the last rollback. The step count is rolled back, too; the data is not."""
     data: DataConfig
     objective: ObjectiveConfig
-    selection: SelectionConfig = SelectionConfig()
     model: ModelConfig = ModelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
@@ -136,22 +134,6 @@ class RunConfig:
     def total_steps(self) -> int:
         """Whole batches in the sample budget."""
         return self.samples // self.batch_size
-
-    @property
-    def stored_features(self) -> dict[str, tuple[str, ...]]:
-        """Folders of `neuclip features` that the run uses, by the setting that names them."""
-        reference = self.selection.features
-        return {"data.teacher_features": self.data.teachers, "selection.features": (reference,) if reference else ()}
-
-    @property
-    def read_batch(self) -> int:
-        """Samples that a step reads, over all ranks: more than it trains on, with `selection.ratio`."""
-        return self.selection.read_batch(self.batch_size)
-
-    @property
-    def not_selected(self) -> int:
-        """Samples that a step reads and does not train on."""
-        return self.read_batch - self.batch_size
 
 
 def load_recipe(path: str | Path | None, overrides: Iterable[str] = ()) -> RunConfig:
@@ -189,18 +171,16 @@ def check_run(run: RunConfig, *, world_size: int) -> None:
         raise UserError("validation.patience needs held-out pairs: set validation.sources to a folder of shards.")
     if any(source.weight != 1 for source in run.validation.sources):
         raise UserError("validation.sources take no weight: every pair counts once. Limit them by validation.samples.")
-    if run.model.image_features_cache is not None and not run.data.crop.fixed:
+    if run.data.image_features is not None and (not run.model.lock_image or run.model.unlocked_image_blocks):
         raise UserError(
-            f"model.image_features_cache keeps one feature per image, but crops are random: data.crop.scale = "
-            f"{list(run.data.crop.scale)}, data.crop.ratio = {list(run.data.crop.ratio)}. Set data.crop.scale=[1,1] "
-            "data.crop.ratio=[1,1] (always the central square), or leave model.image_features_cache out."
+            "data.image_features takes the place of an image tower that is wholly locked: set model.lock_image=true "
+            "model.unlocked_image_blocks=0, or leave it out."
         )
     if bool(run.objective.distill) != bool(run.data.teacher_features):
         raise UserError(
             f"objective.distill={run.objective.distill:g} data.teacher_features={run.data.teacher_features}: "
             "distillation needs a weight above 0 and the folder of `neuclip features`, or neither."
         )
-    _check_selection(run)
     uploads, limit = run.checkpoint.mirror_minutes, run.engine.timeout_minutes
     if run.checkpoint.mirror and uploads >= limit:
         raise UserError(
@@ -215,11 +195,6 @@ def check_run(run: RunConfig, *, world_size: int) -> None:
     facts = ENGINES[run.engine.name].facts(
         run.engine, optimizer=run.optimizer, global_batch=run.batch_size, world_size=world_size
     )
-    if run.selection.image_size is not None and (facts.stage == 3 or run.model.compile):
-        raise UserError(
-            "selection.image_size interpolates the weights of whole, uncompiled towers: leave it out with ZeRO stage 3 "
-            "(engine.deepspeed) and with model.compile."
-        )
     if run.model.sync_batchnorm and world_size > 1 and facts.stage > 1:
         raise UserError(
             f"model.sync_batchnorm=true with ZeRO stage {facts.stage} (engine.deepspeed): batch norms and DeepSpeed "
@@ -250,22 +225,6 @@ def check_run(run: RunConfig, *, world_size: int) -> None:
             f"schedule.warmup_steps = {run.schedule.warmup_steps} exceeds the run's {run.total_steps} steps "
             f"(samples {run.samples} / batch_size {run.batch_size})."
         )
-
-
-def _check_selection(run: RunConfig) -> None:
-    """Check the settings of `selection` together with others."""
-    config = run.selection
-    if (config.ratio is None) != (config.features is None):
-        raise UserError(
-            f"selection.ratio={config.ratio} selection.features={config.features}: selection needs a ratio between 0 "
-            "and 1 and the folder of `neuclip features`, or neither."
-        )
-    if config.ratio is not None and run.model.image_features_cache is not None:
-        raise UserError(
-            "selection.ratio with model.image_features_cache: selection works on images, which are not decoded where "
-            "outputs are stored. Leave one of them out."
-        )
-    config.check(run.batch_size, streams=run.data.streams)
 
 
 def check_captions_of(run: RunConfig) -> None:

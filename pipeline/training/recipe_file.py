@@ -20,7 +20,6 @@ from pipeline.data.order.mixture import load_mixture
 from pipeline.data.shards.check_shards import check_captions
 from pipeline.errors import UserError
 from pipeline.objectives import parse_objective
-from pipeline.objectives.selection import SelectionConfig
 from pipeline.run_files import RUN_CONFIG_NAME
 
 log = logging.getLogger(__name__)
@@ -220,15 +219,14 @@ def _samples_of(tree: Mapping[str, Any]) -> int:
     """The number of samples in the tree's `epochs` of whole batches."""
     count = _number(tree["epochs"], "epochs", low=0.0, high=1e6)
     batch = _whole(tree.get("batch_size"), "batch_size")
-    read = cfg.parse(SelectionConfig, _section(tree, "selection"), prefix="selection").read_batch(batch)
     config = cfg.parse(DataConfig, _section(tree, "data"), prefix="data")
     n = _epoch_samples(config, tree)
     # The same layout of an epoch as in `make_layout`: streams of equal length, whole batches.
-    steps = n // config.streams // max(1, read // config.streams)
+    steps = n // config.streams // max(1, batch // config.streams)
     if steps < 1:
         check_captions(config)  # else it is refused after this
         raise UserError(
-            f"An epoch of {n:,} samples does not fill one batch of {read} (batch_size = {batch}): lower batch_size "
+            f"An epoch of {n:,} samples does not fill one batch (batch_size = {batch}): lower batch_size "
             "(and data.streams, which must divide it)."
         )
     return max(1, round(count * steps)) * batch

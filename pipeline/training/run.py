@@ -23,12 +23,9 @@ from pipeline.engine.engine_config import in_fp32
 from pipeline.errors import UserError, exit_code_of, too_many_files, too_many_files_message
 from pipeline.metrics.logger import Telemetry
 from pipeline.metrics.trackers import check_installed
-from pipeline.model.architectures import Architecture
 from pipeline.model.trimming import why_not_trimmed
 from pipeline.training.build import build_state, build_trainer, collectives_limit, describe_start
-from pipeline.training.image_features import open_image_features
 from pipeline.training.observer import describe_hosts
-from pipeline.training.pair_selection import open_selection
 from pipeline.training.periodic_tests import missed_tests
 from pipeline.training.recipe import RunConfig, check_run
 from pipeline.training.run_start import (
@@ -42,7 +39,7 @@ from pipeline.training.run_start import (
     record_origin,
 )
 from pipeline.training.stages import check_stages, stage_at
-from pipeline.training.teacher import common_crops, open_features
+from pipeline.training.step_features import open_step_features
 from pipeline.training.trainer import EXIT_DONE, EXIT_NOT_SAVED, Trainer
 
 
@@ -113,7 +110,7 @@ def setup(
             before = stage_at(run, checkpoint.step - 1).run  # as the checkpoint's stage would be with today's settings
             if changes := changed_settings(checkpoint.meta["config"], to_tree(before)):
                 telemetry.event(f"Settings that differ from the checkpoint's: {'; '.join(changes)}.")
-        _open_features(trainer, architecture)
+        trainer.features = open_step_features(state, architecture, report=telemetry.event)
         if checkpoint is not None:
             check_features(checkpoint, state.features)
         if run.schedule.stages:
@@ -136,29 +133,6 @@ def _report_start(trainer: Trainer, notes: Sequence[str]) -> None:
     if engine.bf16 and world.is_main and (slow := why_bf16_is_slow(world.device)):
         file = in_fp32(run.engine, world_size=world.size, optimizer=run.optimizer)
         telemetry.warning(f"{slow} Training in fp32 is faster here: engine.deepspeed={file}.")
-
-
-def _open_features(trainer: Trainer, architecture: Architecture) -> None:
-    """Open what a step reads beside its batch: stored image features, a teacher's features, a selection's reference."""
-    run, state, event = trainer.run, trainer.state, trainer.telemetry.event
-    trainer.image_features = open_image_features(state, architecture, report=event)
-    setting, digests = "data.teacher_features", state.loader.mixture.digests
-    trainer.teachers = [open_features(folder, run, digests, setting=setting) for folder in run.data.teachers]
-    for number, teacher in enumerate(trainer.teachers):
-        state.features[f"{setting}[{number}]" if number else setting] = teacher.facts.identity
-        event(f"Teacher: {teacher.describe()}.")
-    size, opened = architecture.image_size, {setting: trainer.teachers}
-    trainer.selection = open_selection(state, image_size=size, normalized=trainer.normalized, trimming=trainer.trimming)
-    if trainer.selection is not None:
-        reference = trainer.selection.reference
-        opened["selection.features"] = [reference]
-        state.features["selection.features"] = reference.facts.identity
-        event(
-            f"Selection: {run.batch_size:,} of {run.read_batch:,} pairs read in each step are trained on; "
-            f"reference: {reference.describe()}."
-        )
-    if (crops := common_crops(opened)) is not None:
-        state.loader.use_crops(crops)
 
 
 def _begin(trainer: Trainer) -> None:

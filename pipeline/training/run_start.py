@@ -264,13 +264,13 @@ def in_new_steps(checkpoint: Checkpoint, run: RunConfig, *, allowed: bool) -> Ch
         UserError: The batch size differs and the option is not given, or the run would continue in the same folder,
             whose checkpoints and metrics count other steps.
     """
-    before, read = checkpoint.batch_size, checkpoint.read_batch
-    if (before, read) == (run.batch_size, run.read_batch):
+    before = checkpoint.batch_size
+    if before == run.batch_size:
         return checkpoint
     if not allowed:
         raise UserError(
-            f"The checkpoint was written with batch_size = {_batch(before, read)}, and this run has "
-            f"{_batch(run.batch_size, run.read_batch)}. Continue with the former, or add --new-batch-size with a new "
+            f"The checkpoint was written with batch_size = {before}, and this run has "
+            f"{run.batch_size}. Continue with the former, or add --new-batch-size with a new "
             "output folder: steps are then counted in new batches, the schedule continues at the same share of "
             "`samples`, and the data after the samples already shown."
         )
@@ -281,11 +281,6 @@ def in_new_steps(checkpoint: Checkpoint, run: RunConfig, *, allowed: bool) -> Ch
         )
     step = max(1, round(checkpoint.step * before / run.batch_size))
     return replace(checkpoint, meta={**checkpoint.meta, "step": step, PREVIOUS: before})
-
-
-def _batch(size: int, read: int) -> str:
-    """A batch size, and what is read with `selection`."""
-    return f"{size}" + (f" of {read} pairs read (selection.ratio = {1 - size / read:g})" * (read > size))
 
 
 def check_continuation(checkpoint: Checkpoint, run: RunConfig) -> None:
@@ -340,9 +335,8 @@ def describe(checkpoint: Checkpoint, run: RunConfig, *, skipped: int) -> str:
     """
     if PREVIOUS not in checkpoint.meta:
         return ""
-    before = _batch(checkpoint.batch_size, checkpoint.read_batch)
     return (
-        f"New batch size: {before} -> {_batch(run.batch_size, run.read_batch)}. Steps count new batches: "
+        f"New batch size: {checkpoint.batch_size} -> {run.batch_size}. Steps count new batches: "
         f"{checkpoint.path.name} is step {checkpoint.step} of {run.total_steps} now. Learning rate: the schedule "
         f"continues at that step; warm-up has {run.schedule.warmup_steps} steps of the new size, and the peak is "
         f"optimizer.lr = {run.optimizer.lr:g}. Data: the order of each stream is unchanged; {skipped:,} samples of "

@@ -114,8 +114,6 @@ class RunState:
     """Digest of the weights beside which adapters are trained; known once it was needed."""
     step: int = 0
     """Updates taken."""
-    not_selected: int = 0
-    """Samples that were read and not trained on, with `selection`."""
     features: dict[str, dict[str, Any]] = field(default_factory=dict)
     """What the stored features are of that the run trains with, by the setting that names them."""
     position: Position = field(default_factory=Position)
@@ -181,7 +179,6 @@ class RunState:
     def _facts(self) -> dict[str, Any]:
         return {
             "samples": self.step * self.run.batch_size,
-            "samples_not_selected": self.not_selected,
             "features": self.features,
             "data": self.loader.state_dict(self.position),
             "faults": self.skipped.state_dict(),
@@ -200,7 +197,6 @@ class RunState:
         """
         skipped = self.loader.load_state_dict(checkpoint.meta["data"], new_batch_size=PREVIOUS in checkpoint.meta)
         self.skipped.load_state_dict(checkpoint.meta.get("faults", SkippedSteps().state_dict()))
-        self.not_selected = checkpoint.samples_not_selected
         self.features = dict(checkpoint.meta.get("features", {}))
         self.position = self.loader.position
         shapes = self.engine.state.shapes() if self.run.schedule.stages else {}

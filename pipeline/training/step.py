@@ -136,10 +136,6 @@ class StepResult:
     """Some rank had no batch: the step has changed nothing and does not count."""
     text_tokens: float
     """Tokens per text that this rank's towers computed."""
-    images: float = 1.0
-    """Images per pair that this rank's tower computed; below 1 with stored features."""
-    sample_id: Tensor | None = None
-    """Of this rank's pairs that were trained on."""
 
 
 OnGradients = Callable[[tuple[Tensor, Tensor], tuple[Tensor, Tensor], int], None]

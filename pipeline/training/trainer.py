@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,15 +28,13 @@ from pipeline.model.trimming import TextTrimming
 from pipeline.objectives.distill import Teacher
 from pipeline.run_files import new_run_id
 from pipeline.training.gradient_check import TOLERANCE, GradientCheck
-from pipeline.training.image_features import ImageFeatures
 from pipeline.training.observer import Observer
-from pipeline.training.pair_selection import Selection
 from pipeline.training.periodic_tests import PeriodicTests
 from pipeline.training.recipe import RunConfig
 from pipeline.training.recovery import roll_back, save_again
 from pipeline.training.run_state import RunState
 from pipeline.training.step import PrefetchedBatches, StepResult, TrainStep
-from pipeline.training.teacher import StoredTeacher
+from pipeline.training.step_features import StepFeatures
 
 EXIT_DONE, EXIT_NOT_SAVED = 0, 74
 """74 (EX_IOERR): the last checkpoint could not be written; make room, and start again with --resume latest."""
@@ -63,12 +61,8 @@ class Trainer:
     gradient_check: GradientCheck | None
     """Checks the first step that is applied; None: no check."""
     tests: PeriodicTests
-    image_features: ImageFeatures | None = None
-    """Stored outputs of a locked image tower; None: the tower runs in every step."""
-    teachers: Sequence[StoredTeacher] = ()
-    """Whose similarities the run learns from, too."""
-    selection: Selection | None = None
-    """Which pairs of those that are read are trained on; None: all."""
+    features: StepFeatures | None = None
+    """Stored features, of teachers or of a locked image tower."""
     missed: Collection[str] = ()
     """The tests that were due at the checkpoint that was restored, but were prevented."""
     rollback: Checkpoint | None = None
@@ -166,7 +160,6 @@ class Trainer:
             self.rollback = roll_back(self.state, writer=self.writer, report=self.telemetry.event)
             return result.stop
         self.state.step += 1
-        self.state.not_selected += self.run.not_selected
         self._record(batch, result)
         if self.problem:
             return self._end_early()
@@ -231,17 +224,8 @@ class Trainer:
         images = self.batches.image(batch)
         if not (missing or stop):
             self.batches.fetch_ahead(step)
-        selected: dict[str, Tensor] = {}
-        if self.selection is not None:
-            with self.phases("selection"):
-                (guide,), missing = self._stored([self.selection.reference], batch, missing=missing)
-                batch, images, selected = self.selection.choose(batch, images, step=step, guide=guide)
-        image = self.normalized(images)
-        computed = len(image) / len(batch.text)
-        if self.image_features is not None:
-            with self.phases("forward"):
-                image = self.image_features.outputs(batch, image)
-        teachers, missing = self._stored(self.teachers, batch, missing=missing)
+        stored, teachers, missing = self._stored(batch, missing=missing)
+        image = self.normalized(images) if stored is None else stored
         texts, lengths = self.trimming.cut(batch.text) if self.trimming else (batch.text, None)
         result = self.take_step(
             (image, texts.to(image.device, non_blocking=True)),
@@ -253,12 +237,8 @@ class Trainer:
             text_lengths=lengths,
             teacher=teachers,
         )
-        output = replace(result.output, metrics={**result.output.metrics, **selected})
-        result = replace(result, output=output, images=computed, sample_id=batch.sample_id)
         if result.missing:
             return result
-        if self.image_features is not None:
-            self.image_features.save()
         if result.applied and state.ema is not None:
             state.ema.update()
         if result.applied and self.gradient_check is not None:
@@ -269,26 +249,27 @@ class Trainer:
                 f"({TOLERANCE[state.engine.bf16]:g} allowed)."
             )
         if not result.applied:
-            self._report_skipped(result)
+            self._report_skipped(batch, result)
         self.meter.steps += 1
         self.phases.mark("records")
         if batch.position.batch == state.loader.steps_per_epoch:
             self._report_epoch(batch)
         return result
 
-    def _stored(self, stores: Sequence[StoredTeacher], batch: Batch, *, missing: bool) -> tuple[list[Teacher], bool]:
+    def _stored(self, batch: Batch, *, missing: bool) -> tuple[Tensor | None, Sequence[Teacher], bool]:
         """Stored features of a batch, and `missing`; zeros and True where those of a sample are missing."""
-        given: dict[str, Any] = {"epoch": batch.position.epoch, "device": self.world.device}
+        if self.features is None:
+            return None, (), missing
         if not missing:
             try:
-                return [store.of(batch.sample_id, **given) for store in stores], False
+                return *self.features.of(batch), False
             except UserError as error:
                 self.problem = str(error)
-        return [store.of(batch.sample_id, **given, stand_in=True) for store in stores], True
+        return *self.features.of(batch, stand_in=True), True
 
     def _record(self, batch: Batch, result: StepResult) -> None:
         """Pictures, distributions and metrics that are due after this step."""
-        self.utilization.count(text_tokens=result.text_tokens, images=result.images)
+        self.utilization.count(text_tokens=result.text_tokens)
         self.observer.after(batch, result)
         if result.stop or self.state.step == self.end or self.state.step % self.run.telemetry.every == 0:
             try:
@@ -336,9 +317,8 @@ class Trainer:
         self.phases.mark("last checkpoint")
         return self.world.gather_objects(value)[0]
 
-    def _report_skipped(self, result: StepResult) -> None:
-        assert result.sample_id is not None
-        ids = [i for rank in self.world.gather_objects(result.sample_id.tolist()) for i in rank]
+    def _report_skipped(self, batch: Batch, result: StepResult) -> None:
+        ids = [i for rank in self.world.gather_objects(batch.sample_id.tolist()) for i in rank]
         what = (
             "The engine skipped the step (gradient overflow)" if result.finite else "Loss or its gradient is not finite"
         )

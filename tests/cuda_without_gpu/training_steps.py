@@ -74,8 +74,8 @@ def take(file: str, arch: str, *, ranks: int, micro: int | None, record: Record)
         meter=Meter(LOCAL, phases),
         phases=phases,
         world=world,
-        teachers=(),
-        **dict.fromkeys(("selection", "image_features", "gradient_check")),
+        features=None,
+        gradient_check=None,
     )
     trainer._stored = partial(Trainer._stored, trainer)
     for trainer.state.step in range(2):

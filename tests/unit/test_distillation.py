@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import re
 import shutil
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,10 @@ from torch import Tensor
 
 from jobs.normalizers import command as normalizers
 from jobs.write_features import command
+from pipeline.data.data_config import TEACHER
 from pipeline.data.loading.decode import StoredCrops, normalize
 from pipeline.data.loading.loader import Loader
+from pipeline.data.loading.stored_features import StoredFeatures
 from pipeline.errors import UserError
 from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
 from pipeline.objectives import build_objective, objective_names
@@ -31,7 +33,6 @@ from pipeline.objectives.distill import Teacher
 from pipeline.training.recipe import load_recipe
 from pipeline.training.run import stage_trainers
 from pipeline.training.step import TrainStep
-from pipeline.training.teacher import StoredTeacher
 from tests.launch import run
 from tests.metrics import equal, metrics, weights
 from tests.shards import write_shards
@@ -257,7 +258,7 @@ def test_a_damaged_record_ends_the_run_with_the_samples_number(base: Path, monke
     with pytest.raises(UserError, match=r"2 of the 48 features checked are .* \(that of sample 47, .* 1 of all 48"):
         train_here(*settings(base, "refused", stored="torn"))
     assert not (base / "refused").exists()
-    monkeypatch.setattr("pipeline.training.teacher.LOOKED_AT", 1)  # as in a large dataset
+    monkeypatch.setattr("pipeline.data.loading.stored_features.LOOKED_AT", 1)  # as in a large dataset
     with pytest.raises(UserError, match="has no features of sample 47, or damaged ones"):
         train_here(*settings(base, "torn-run", stored="torn"))
     logged = [record.get("message", "") for record in metrics(base / "torn-run", "event")]
@@ -291,7 +292,7 @@ def test_a_file_that_cannot_be_created_or_read_ends_the_command_with_its_name(
     for text in ("[]", "null", '{"facts": 3}', "{"):
         (base / "begun-wrong" / "features.json").write_text(text)
         assert "features.json is damaged: give another --output" in str(features(base, output="begun-wrong").exception)
-    (base / "begun-wrong" / "features.json").write_text('{"facts": {"seed": "x"}}')
+    (base / "begun-wrong" / "features.json").write_text('{"facts": {"tau": "x"}}')
     assert "holds features with another model (None, now " in str(features(base, output="begun-wrong").exception)
 
 
@@ -313,28 +314,8 @@ def test_features_and_facts_of_two_models_are_refused_and_written_again(base: Pa
     assert (mixed / "features.npy").read_bytes() == (base / "features" / "features.npy").read_bytes()
     body = (base / "features" / "features.npy").read_bytes()
     (mixed / "features.npy").write_bytes(body.replace(b"(32,)", b"(16,)"))
-    with pytest.raises(UserError, match=r"features\.npy does not hold 48 records of 32 torch\.float16"):
+    with pytest.raises(UserError, match=r"features\.npy does not hold 48 records of 32 <f2"):
         train_here(*settings(base, "refused", stored="mixed"))
-
-
-@pytest.mark.parametrize("has_seed", [False, True])
-def test_features_of_an_earlier_version_are_read_and_completed(base: Path, has_seed: bool, tmp_path: Path) -> None:
-    """It had no seed, or one of the model alone."""
-    old = shutil.copytree(base / "features", tmp_path / "earlier")
-    tree = json.loads((old / "features.json").read_text())
-    del tree["facts"]["seed"]
-    seed = zlib.crc32(tree["facts"]["model"].encode()) if has_seed else 0
-    if has_seed:
-        tree["facts"]["seed"] = seed
-    (old / "features.json").write_text(json.dumps(tree))
-    records = np.load(old / "features.npy")
-    for row in (row for row in range(48) if row != 7):
-        records["crc32"][row] = zlib.crc32(records["values"][row].tobytes(), row ^ seed)
-    np.save(old / "features.npy", records)
-    before = (old / "features.npy").read_bytes()
-    assert "of an earlier version" in StoredTeacher(old, setting="data.teacher_features").describe()
-    assert features(base, output=str(old)).exit_code == 0
-    assert (old / "features.npy").read_bytes() == before
 
 
 def test_bytes_that_are_not_the_manifests_give_no_features(base: Path) -> None:
@@ -385,26 +366,28 @@ def test_a_shard_that_is_away_does_not_count_as_corrupt_samples(base: Path) -> N
     found = str(features(base, data="partly", output="of-partly").exception)
     assert "28 samples are in shards that cannot be read (shard cannot be read: " in found
     with pytest.raises(UserError, match="not complete"):
-        StoredTeacher(base / "of-partly", setting="x")
+        StoredFeatures(base / "of-partly", setting=TEACHER)
     (base / "away.tar").rename(shard)
     assert features(base, data="partly", output="of-partly").exit_code == 0
-    StoredTeacher(base / "of-partly", setting="x")
+    StoredFeatures(base / "of-partly", setting=TEACHER)
 
 
-@pytest.mark.parametrize("stored", [99, -1, 2.5, "47", None, 10**400])
-def test_an_impossible_number_of_features_is_refused(base: Path, tmp_path: Path, stored: Any) -> None:
-    facts = changed(base / "features", tmp_path / "facts", stored=stored)
-    with pytest.raises(UserError, match=r"no features of `neuclip features` \(features\.json says that"):
-        StoredTeacher(facts, setting="x")
+def test_impossible_facts_are_refused_before_the_first_step(base: Path, tmp_path: Path) -> None:
+    counts = [({"stored": value}, r"features\.json says that") for value in (99, -1, 2.5, "47", None, 10**400)]
+    wrong = [("tau", "0.01"), ("tau", None), ("tau", 0.0), ("tau", -0.1), ("tau", math.nan), ("bias", math.inf),
+             ("dim", 2.5), ("data", "x"), ("samples", -1), ("crops", 3)]  # fmt: skip
+    facts = [({"facts": {name: value}}, rf"in features\.json, {name} is wrong: ") for name, value in wrong]
+    for number, (given, message) in enumerate(counts + facts):
+        folder = changed(base / "features", tmp_path / str(number), **given)
+        with pytest.raises(UserError, match=rf"no features of `neuclip features` \({message}"):
+            StoredFeatures(folder, setting=TEACHER)
 
 
 def test_another_models_file_is_refused_however_many_features_are_missing(base: Path, other_features: Path) -> None:
     few = changed(base / "features", base / "few", stored=0)
     shutil.copy(other_features / "features.npy", few)
     with pytest.raises(UserError, match="48 of the 48 features checked are missing"):
-        StoredTeacher(few, setting="x")
-    changed(few, base / "fewer", facts={"seed": -1})
-    assert "holds features with another seed (-1, now " in str(features(base, output="fewer").exception)
+        StoredFeatures(few, setting=TEACHER)
 
 
 def test_a_run_goes_on_with_the_teacher_with_which_it_began(base: Path, other_features: Path) -> None:
@@ -468,7 +451,7 @@ def test_the_teacher_sees_the_crop_that_the_student_is_shown(
 
 def test_a_run_with_stored_crops_resumes_to_the_same_bits(base: Path, of_crops: Path) -> None:
     folders = f"[{of_crops},{base / 'features'}]"
-    more = (*CROPS, f"data.teacher_features={folders}", "selection.ratio=0.5", f"selection.features={of_crops}")
+    more = (*CROPS, f"data.teacher_features={folders}")
     train_here(*settings(base, "crops-whole", *more))
     train_here(*settings(base, "crops-stopped", *more))
     shutil.rmtree(max((base / "crops-stopped" / "checkpoints").glob("step-*")))
@@ -486,8 +469,8 @@ def test_features_of_other_crops_are_refused(base: Path, of_crops: Path) -> None
         assert not (base / "crops-refused").exists()
 
     refused(r"of crops with scale \[0\.3, 0\.9\] and ratio .*, and this run has data\.crop\.scale=\[0\.9, 1\.0\]")
-    refused(r"different crops, .*data\.teacher_features \(1\): 3 with seed 8; selection\.features \(1\): 3 with seed 0",
-            *CROPS, "selection.ratio=0.5", f"selection.features={base / 'other-crops'}")  # fmt: skip
+    refused(r"different crops, .*data\.teacher_features \(1\): 3 with seed 8; data\.teacher_features \(2\): 3 with "
+            "seed 0", *CROPS, f"data.teacher_features=[{of_crops},{base / 'other-crops'}]")  # fmt: skip
     refused("a teacher is listed twice", f"data.teacher_features=[{of_crops},{of_crops}]")
     shutil.copytree(of_crops, base / "copied-crops")
     twice = f"data.teacher_features=[{of_crops},{base / 'copied-crops'}]"
@@ -512,16 +495,16 @@ def test_other_crops_are_computed_though_the_facts_were_lost(base: Path, of_crop
         assert (base / "lost-facts" / name).read_bytes() == (base / "other-crops" / name).read_bytes()
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"model": "x"}, {"crops": None, "dim": 32}, {"data": ["x"]}, {"caption": "json:url"},
-     {"crops": {"count": 3, "seed": 9, "scale": [0.3, 0.9], "ratio": [3 / 4, 4 / 3]}},
-     {"crops": {"count": 7, "seed": 8, "scale": [0.3, 0.9], "ratio": [3 / 4, 4 / 3]}, "dim": 8}],
-)  # fmt: skip
-def test_facts_that_were_changed_are_refused(of_crops: Path, changes: dict[str, Any], tmp_path: Path) -> None:
-    facts = changed(of_crops, tmp_path / "facts", facts=changes)
-    with pytest.raises(UserError, match=r"features\.json was changed after it was written"):
-        StoredTeacher(facts, setting="data.teacher_features")
+def test_records_are_valid_with_their_own_facts_only(of_crops: Path, tmp_path: Path) -> None:
+    others: list[dict[str, Any]] = [
+        {"model": "x"}, {"data": ["x"]}, {"caption": "json:url"},
+        {"crops": {"count": 3, "seed": 9, "scale": [0.3, 0.9], "ratio": [3 / 4, 4 / 3]}},
+        {"crops": {"count": 7, "seed": 8, "scale": [0.3, 0.9], "ratio": [3 / 4, 4 / 3]}, "dim": 8},
+    ]  # fmt: skip
+    for number, facts in enumerate(others):
+        folder = changed(of_crops, tmp_path / str(number), facts=facts)
+        with pytest.raises(UserError, match="48 of the 48 features checked are missing, damaged or of another model"):
+            StoredFeatures(folder, setting=TEACHER)
 
 
 def test_crops_are_encoded_in_batches_of_the_given_size(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -542,19 +525,8 @@ def test_normalizers_are_measured_on_the_stored_crops(
     assert [(crops.count, crops.seed) for crops in shown] == 2 * [(3, 8)], "of both checkpoints"
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("tau", "0.01"), ("tau", None), ("tau", 0.0), ("tau", -0.1), ("tau", float("nan")), ("bias", float("inf")),
-     ("dim", 2.5), ("data", "x"), ("samples", -1), ("crops", 3)],
-)  # fmt: skip
-def test_impossible_facts_are_refused_before_the_first_step(base: Path, name: str, value: Any, tmp_path: Path) -> None:
-    facts = changed(base / "features", tmp_path / "facts", facts={name: value})
-    with pytest.raises(UserError, match=rf"no features of `neuclip features` \(in features\.json, {name} is wrong: "):
-        StoredTeacher(facts, setting="data.teacher_features")
-
-
 def test_features_that_are_not_finite_are_refused(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    teacher = StoredTeacher(base / "features", setting="data.teacher_features")
+    teacher = StoredFeatures(base / "features", setting=TEACHER)
     read = teacher._store.read
 
     def one_is_nan(sample_id: int) -> bytes | None:
@@ -563,7 +535,7 @@ def test_features_that_are_not_finite_are_refused(base: Path, monkeypatch: pytes
 
     monkeypatch.setattr(teacher._store, "read", one_is_nan)
     with pytest.raises(UserError, match="has no features of sample 5, or damaged ones"):
-        teacher.of(torch.tensor([4, 5, 6]), epoch=0, device=torch.device("cpu"))
+        teacher.read(torch.tensor([4, 5, 6]), epoch=0)
 
 
 def test_a_run_from_scratch_says_which_pixels_are_not_read(base: Path) -> None:
@@ -575,8 +547,7 @@ def test_a_run_from_scratch_says_which_pixels_are_not_read(base: Path) -> None:
 
 def test_a_step_without_a_batch_needs_no_features(base: Path) -> None:
     """The ids of the batch that stands in may be those of samples without features, such as 7."""
-    selects = ("selection.ratio=0.5", f"selection.features={base / 'features'}")
-    run = load_recipe(None, [*SMALL, *settings(base, "standing-in", *selects)])
+    run = load_recipe(None, [*SMALL, *settings(base, "standing-in")])
     with in_this_process(), contextlib.closing(stage_trainers(run)) as trainers:
         trainer = next(trainers)
         assert trainer.train_step(trainer.state.loader.stand_in(), missing=True).missing

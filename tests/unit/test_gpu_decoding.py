@@ -9,7 +9,6 @@ import io
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torchvision
@@ -19,7 +18,6 @@ from pipeline.config import parse
 from pipeline.data.data_config import CropConfig, DataConfig
 from pipeline.data.loading import decode, gpu_decode, loader
 from pipeline.data.loading.decode import ImageDecoder
-from pipeline.data.loading.feature_file import FeatureFile, FeatureStore
 from pipeline.data.loading.gpu_decode import decode_on_gpu
 from pipeline.data.loading.loader import Batch, Loader, build_loader
 from pipeline.data.loading.position import pixel_identity
@@ -176,14 +174,6 @@ def batches(source: Loader, count: int = 7) -> list[Batch]:
         return [next(source) for _ in range(count)]
 
 
-def features_of_every_second(folder: Path) -> FeatureFile:
-    """A file with image features of the samples 0, 2, ... 46."""
-    file = FeatureFile(folder / "features.npy", samples=48, dim=4, dtype=torch.float32)
-    file.create()
-    FeatureStore(file).write(np.arange(0, 48, 2), torch.ones(24, 4))
-    return file
-
-
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "gpu_that_decodes", lambda world: "a GPU")
@@ -205,34 +195,14 @@ def test_batches_are_those_of_the_workers(folder: Path, workers: int) -> None:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_images_whose_features_are_stored_are_not_sent(folder: Path, tmp_path: Path) -> None:
-    file = features_of_every_second(tmp_path)
-    pairs = []
-    for decoding in ("fast", "gpu"):
-        source = opened(folder, decoding, workers=2)
-        source.use_features(file)
-        pairs.append(batches(source))
-    for other, own in zip(*pairs, strict=True):
-        assert own.features is not None
-        assert other.features is not None
-        assert torch.equal(own.features.missing, other.features.missing)
-        assert (own.sample_id[own.features.missing] % 2 == 1).all()
-        assert own.image.shape == other.image.shape == (len(own.features.missing), 3, SIZE, SIZE)
-        assert (own.image.int() - other.image.int()).abs().max() <= 2
-
-
-@pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("stored", [False, True], ids=["images", "stored features"])
 def test_a_sample_that_nothing_decodes_ends_the_run_and_is_named(
-    tmp_path: Path, stored: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bad = pixels_end_early()
     assert ON_GPU.for_gpu(bad, state=0) is not None
     write_shards(tmp_path / "bad", [20, 28], replace={33: {"jpg": bad, "txt": b"caption 33"}})
     refuse(monkeypatch, bad)
     source = opened(tmp_path / "bad", "gpu", workers=0)
-    if stored:
-        source.use_features(features_of_every_second(tmp_path))
     with pytest.raises(UserError, match=r"Sample 33 of .*00001\.tar: neither .* data\.decoding=fast"):
         batches(source, 6)
     place = source.place

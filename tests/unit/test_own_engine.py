@@ -74,9 +74,6 @@ class PlainEngine:
         features: tuple[Tensor, Tensor] = self.module(image, text)
         return features
 
-    def image_output(self, image: Tensor) -> Tensor:
-        raise NotImplementedError
-
     def backward(self, features: tuple[Tensor, Tensor], gradients: tuple[Tensor, Tensor]) -> None:
         torch.autograd.backward(features, gradients)
 

@@ -54,8 +54,7 @@ def whole_batch(parts: Sequence[Part], image: Tensor, *, device: torch.device, m
         for at, values in enumerate(pixels, 1):
             whole[encoded[at - 1][0]] = values
     except CorruptSample as error:
-        rows = [part.sample_id if part.missing is None else part.sample_id[part.missing] for part in parts]
-        number = int(np.concatenate(rows)[encoded[at][0]])
+        number = int(np.concatenate([part.sample_id for part in parts])[encoded[at][0]])
         shard = manifest.url(manifest.locate(number)[0])
         raise UserError(
             f"Sample {number} of {shard}: neither the GPU nor the CPU can decode its image ({error}), and by then "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableSequence
@@ -16,13 +15,12 @@ from torch.utils.data import DataLoader
 
 from pipeline.data.data_config import DataConfig, default_workers
 from pipeline.data.loading.decode import ImageDecoder, StoredCrops
-from pipeline.data.loading.feature_file import FeatureFile, StoredFeatures
+from pipeline.data.loading.feature_file import FeatureFile
 from pipeline.data.loading.gpu_decode import gpu_that_decodes, whole_batch
 from pipeline.data.loading.position import (
     DataReport,
     Position,
     check_place,
-    pixel_identity,
     place_of,
     replaced,
     report,
@@ -48,8 +46,8 @@ class Batch:
     """This rank's rows of one global batch."""
 
     image: Tensor
-    """uint8 [b, 3, H, W], channels last in memory; with `features`, only the rows that are missing there. On the GPU
-    with `data.decoding=gpu`, otherwise on the CPU."""
+    """uint8 [b, 3, H, W], channels last in memory; no rows after `Loader.use_features`. On the GPU with
+    `data.decoding=gpu`, otherwise on the CPU."""
     text: Tensor
     """Token ids, int64 [b, L]."""
     sample_id: Tensor
@@ -58,13 +56,6 @@ class Batch:
     """Position of the run after this batch."""
     replaced: int
     """Rows whose own sample was corrupt."""
-    features: StoredFeatures | None = None
-    """Stored outputs of the image tower, after `Loader.use_features`."""
-
-    @property
-    def shown_text(self) -> Tensor:
-        """The rows of `text` that belong to the rows of `image`."""
-        return self.text if self.features is None else self.text[self.features.missing]
 
 
 def build_loader(
@@ -159,7 +150,6 @@ class Loader:
             raise NoBatch
         if self._parts is None:
             self._parts = self._start()
-        file = self._dataset.features
         parts = [self._next_part(self._parts) for _ in range(max(1, self.workers))]
         at = self.position if self.position.batch < self.layout.steps else Position(epoch=self.position.epoch + 1)
         assert all((part.epoch, part.batch) == (at.epoch, at.batch) for part in parts), "workers are out of step"
@@ -176,7 +166,6 @@ class Loader:
             sample_id=self._pinned(np.concatenate([part.sample_id for part in parts])),
             position=position,
             replaced=fresh.total(),
-            features=self._stored_features(parts, file.dtype) if file else None,
         )
         self.position = position
         return batch
@@ -188,15 +177,12 @@ class Loader:
 
     def stand_in(self) -> Batch:
         """Black images without a caption in place of the next batch, for a step whose result is discarded."""
-        data, file = self._dataset, self._dataset.features
+        data = self._dataset
         rows, first = len(data.streams) * self.layout.rows, data.streams[0] * self.layout.rows
         text = data.tokenize([""] * rows)
-        image = torch.zeros((0 if file else rows, data.decoder.size, data.decoder.size, 3), dtype=torch.uint8)
-        features = None
-        if file is not None:
-            features = StoredFeatures(torch.zeros(rows, file.dim, dtype=file.dtype), torch.zeros(0, dtype=torch.int64))
-        ids = torch.arange(first, first + rows)
-        return Batch(image.permute(0, 3, 1, 2), text, ids, self.position, replaced=0, features=features)
+        shape = (0 if data.features else rows, data.decoder.size, data.decoder.size, 3)
+        image = torch.zeros(shape, dtype=torch.uint8).permute(0, 3, 1, 2)
+        return Batch(image, text, torch.arange(first, first + rows), self.position, replaced=0)
 
     def close(self) -> None:
         """End the workers. Iterating again starts new ones after the last batch."""
@@ -263,7 +249,7 @@ class Loader:
         self.position = check_place(place, self._dataset.order)
 
     def use_features(self, file: FeatureFile) -> None:
-        """From the next batch that is loaded on, decode only images whose features are not in `file`."""
+        """From the next batch that is loaded on, decode no images: their features are in `file`."""
         self.close()
         self._dataset = replace(self._dataset, features=file)
 
@@ -271,11 +257,6 @@ class Loader:
         """From the next batch that is loaded on, show these crops of the samples."""
         self.close()
         self._dataset = replace(self._dataset, stored_crops=crops)
-
-    def image_identity(self) -> dict[str, Any]:
-        """Plain values that determine the pixels of each sample id, where crops are fixed."""
-        mixture = self.mixture
-        return {**pixel_identity(self._dataset.decoder), "contents of the shards": list(mixture.digests)}
 
     def _start(self) -> Iterator[Part | UserError]:
         dataset = replace(self._dataset, epoch=self.position.epoch, batch=self.position.batch)
@@ -328,12 +309,6 @@ class Loader:
     def _kill_workers(self) -> None:
         for worker in getattr(self._parts, "_workers", []):
             worker.kill()  # a stopped process ignores everything else, and would outlive this one
-
-    def _stored_features(self, parts: list[Part], dtype: torch.dtype) -> StoredFeatures:
-        values = [part.features for part in parts if part.features is not None]
-        firsts = itertools.accumulate((len(part.sample_id) for part in parts), initial=0)
-        missing = [part.missing + first for part, first in zip(parts, firsts, strict=False) if part.missing is not None]
-        return StoredFeatures(self._pinned(np.concatenate(values)).view(dtype), self._pinned(np.concatenate(missing)))
 
     def _pinned(self, values: np.ndarray) -> Tensor:
         """In page-locked memory if it goes to a GPU: only from there is the copy asynchronous."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from pipeline.data.loading.decode import EncodedJpeg, ImageDecoder, StoredCrops
-from pipeline.data.loading.feature_file import FeatureFile, FeatureStore
+from pipeline.data.loading.feature_file import FeatureFile, FeatureStore, no_features
 from pipeline.data.loading.stream_reader import ALTERED, SequentialReader, StreamReader, StreamSample
 from pipeline.data.order.canonical_order import Order
 from pipeline.data.order.hashing import Purpose, draw, key, order_hash
@@ -43,18 +43,14 @@ class Part:
     epoch: int
     batch: int
     image_bHWC: Tensor
-    """Of the rows that are shown (all, or those that `missing` lists), without those of `encoded`."""
+    """Of the rows without those of `encoded`; of none where features are stored."""
     text: NDArray[np.int64]
     sample_id: NDArray[np.int64]
     order_hash: int
     corrupt: Counter[tuple[str, str]]
     """Corrupt samples that were replaced, by (reason, shard)."""
-    features: NDArray[np.uint8] | None = None
-    """Bytes of each row's stored image features, [rows, bytes]; None: nothing is stored in this run."""
-    missing: NDArray[np.int64] | None = None
-    """Rows without stored features; None like `features`."""
     encoded: tuple[tuple[int, EncodedJpeg], ...] = ()
-    """Rows of the shown ones that a GPU is to decode, and their JPEGs."""
+    """Rows that a GPU is to decode, and their JPEGs."""
 
 
 @dataclass(kw_only=True)
@@ -65,20 +61,17 @@ class DecodedRows:
     dataset: StreamDataset
     source: SequentialReader
     store: FeatureStore | None
-    """Stored features, which replace decoded images; None: nothing is stored."""
+    """Of stored image features, which replace decoded images."""
     epoch: int
     captions: list[str] = field(default_factory=list)
     """Of the rows so far."""
-    shown: list[int] = field(default_factory=list)
-    """The rows so far that have an image."""
     encoded: list[tuple[int, EncodedJpeg]] = field(default_factory=list)
-    """Of these, by number, the ones that a GPU is to decode."""
+    """The rows so far that a GPU is to decode."""
 
     def __post_init__(self) -> None:
-        store, size, seed = self.store, self.dataset.decoder.size, self.dataset.order.seed
-        self.features = np.zeros((self.count, store.file.value_bytes), dtype=np.uint8) if store else None
-        self.image_bHWC = torch.empty((self.count, size, size, 3), dtype=torch.uint8)
-        """Its first `len(shown) - len(encoded)` rows are images."""
+        size, seed = self.dataset.decoder.size, self.dataset.order.seed
+        self.image_bHWC = torch.empty((0 if self.store else self.count, size, size, 3), dtype=torch.uint8)
+        """Its first rows are the images decoded so far."""
         self._crops, self._choices = (key(seed, purpose, self.epoch) for purpose in (Purpose.CROP, Purpose.CAPTION))
 
     def add(self, sample: StreamSample, *, number: int) -> None:
@@ -89,6 +82,7 @@ class DecodedRows:
 
         Raises:
             CorruptSample: It cannot be used; no row is added.
+            UserError: Its features should be stored, and are not.
         """
         record, decoder, crops = sample.record, self.dataset.decoder, self.dataset.stored_crops
         if record.problem or sample.shard in self.source.altered:
@@ -96,21 +90,19 @@ class DecodedRows:
         if record.image is None:
             raise CorruptSample("image is missing")
         text = self.source.caption(sample.shard).read(record, state=draw(self._choices, number))
-        stored = self.store.read(sample.id) if self.store else None
-        if stored is not None and self.features is not None:
-            self.features[len(self.captions)] = np.frombuffer(stored, dtype=np.uint8)
+        if crops is None:
+            state = draw(self._crops, number)
         else:
-            if crops is None:
-                state = draw(self._crops, number)
-            else:
-                seed = self.dataset.order.seed
-                state = crops.state(sample.id, crops.shown(sample.id, seed=seed, epoch=self.epoch))
-            if decoder.gpu and (encoded := decoder.for_gpu(record.image, state=state)):
-                self.encoded.append((len(self.shown), encoded))
-            else:
-                pixels = decoder(record.image, state=state)
-                self.image_bHWC[len(self.shown) - len(self.encoded)] = pixels.permute(1, 2, 0)
-            self.shown.append(len(self.captions))
+            state = crops.state(sample.id, crops.shown(sample.id, seed=self.dataset.order.seed, epoch=self.epoch))
+        if self.store is not None:
+            if self.store.read(sample.id) is None:
+                decoder(record.image, state=state)  # a corrupt image has no features
+                raise no_features(self.store.file, sample.id)
+        elif decoder.gpu and (encoded := decoder.for_gpu(record.image, state=state)):
+            self.encoded.append((len(self.captions), encoded))
+        else:
+            pixels = decoder(record.image, state=state)
+            self.image_bHWC[len(self.captions) - len(self.encoded)] = pixels.permute(1, 2, 0)
         self.captions.append(text)
 
 
@@ -256,18 +248,18 @@ class StreamDataset(IterableDataset[Part | UserError]):
                 rows = DecodedRows(count=count, dataset=self, source=source, store=store, epoch=epoch)
                 corrupt: Counter[tuple[str, str]] = Counter()
                 ids = [i for filler in fillers for i in filler.fill(batch, rows, corrupt=corrupt)]
-                sample_id, decoded = np.array(ids, np.int64), len(rows.shown) - len(rows.encoded)
+                sample_id, image_bHWC = np.array(ids, np.int64), rows.image_bHWC
+                if rows.encoded:
+                    image_bHWC = image_bHWC[: count - len(rows.encoded)].clone()
                 first_row = streams.start * self.order.layout.rows
                 yield Part(
                     epoch=epoch,
                     batch=batch,
-                    image_bHWC=rows.image_bHWC if decoded == count else rows.image_bHWC[:decoded].clone(),
+                    image_bHWC=image_bHWC,
                     text=self.tokenize(rows.captions).numpy(),
                     sample_id=sample_id,
                     order_hash=order_hash(sample_id, epoch=epoch, batch=batch, first_row=first_row),
                     corrupt=corrupt,
-                    features=rows.features,
-                    missing=np.array(rows.shown, dtype=np.int64) if store else None,
                     encoded=tuple(rows.encoded),
                 )
             for filler in fillers:

@@ -74,7 +74,7 @@ def make_layout(*, samples: int, global_batch: int, streams: int, ranks: int = 1
     if samples < global_batch:
         raise UserError(
             f"An epoch has {samples} samples, fewer than the global batch of {global_batch} that a step reads. Use a "
-            "smaller batch_size, a smaller selection.ratio if there is one, or more data."
+            "smaller batch_size, or more data."
         )
     if samples // streams + 1 >= 1 << 31:
         raise UserError(

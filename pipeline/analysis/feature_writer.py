@@ -1,4 +1,4 @@
-"""Write a model's image and text features of every sample of a dataset, for distillation.
+"""Write a model's features of every sample of a dataset: a teacher's, or the outputs of an image tower.
 
 Shards are computed one by one. A stopped job continues with the shards whose features are not all stored, and ranks
 share the shards.
@@ -12,29 +12,27 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from pipeline.analysis.pair_scores import encode
-from pipeline.analysis.shard_pairs import UNREAD, ImageOf, PairReader, whole
-from pipeline.data.data_config import CropConfig
-from pipeline.data.loading.decode import StoredCrops, crop_exactly, normalize
+from pipeline.analysis.shard_pairs import UNREAD, ImageOf, PairBatch, PairReader, whole
+from pipeline.data.data_config import MAX_PIXELS, CropConfig
+from pipeline.data.loading.decode import ImageDecoder, normalize
 from pipeline.data.loading.feature_file import FeatureStore
+from pipeline.data.loading.stored_features import FACTS, FeatureFacts
 from pipeline.data.order.mixture import Mixture
-from pipeline.data.shards.rgb_image import rgb_image
 from pipeline.data.shards.tar_reader import CaptionField
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.files import write_json
 from pipeline.model.evaluation_model import EvaluationModel
-from pipeline.training.teacher import FACTS, TeacherFacts
 
 
 def write_features(
     model: EvaluationModel,
     mixture: Mixture,
-    facts: TeacherFacts,
+    facts: FeatureFacts,
     *,
     output: Path,
     world: World,
@@ -45,7 +43,7 @@ def write_features(
     """Write what is missing, and the counts into `features.json`. Collective.
 
     Args:
-        model: The teacher.
+        model: The teacher, or the model whose image tower it is.
         mixture: The data.
         facts: Those of both; `output` holds no features of others.
         output: The folder.
@@ -64,7 +62,7 @@ def write_features(
     file, shards, problems = facts.file(output), mixture.manifest.shards, Counter[str]()
     try:
         file.create()
-        store = FeatureStore(file)
+        store = FeatureStore(file, writable=True)
     except OSError as error:
         raise UserError(
             f"{file.path}, of {file.file_bytes / 1e6:,.1f} MB, cannot be created or opened: {error.strerror}."
@@ -78,18 +76,18 @@ def write_features(
     left = [index for index in mine if missing(index)]
     done = len(mine) - len(left)
     on_shard(done, len(mine))
-    image_of = crops_of(model, facts.crops) if facts.crops else whole(model.preprocess)
-    caption = CaptionField.parse(facts.caption)
+    image_of = image_reader(model, facts)
+    caption = CaptionField.parse(facts.caption) if facts.caption else None
     size = max(1, batch_size // facts.images)
     pairs = PairReader(mixture.manifest, caption, image_of, batch_size=size, workers=workers, verified=True)
     for batch in pairs.read(left):
-        if batch.captions:
-            image, text = encode(model, batch)
-            store.write(np.array(batch.sample_ids), torch.cat([image.view(len(text), -1), text], dim=1).cpu())
+        if batch.sample_ids:
+            try:
+                store.write(batch.sample_ids, _features(model, batch, facts))
+            except OSError:  # reported below, on every rank
+                break
         offset = shards[batch.shard].offset  # what an earlier start has stored is not lost
         problems.update(problem for row, problem in batch.problems if store.read(offset + row) is None)
-        if not store.writable:  # reported below, on every rank
-            break
         if batch.ends_shard:
             on_shard(done := done + 1, len(mine))
     lost = sum(missing(index) for index in left) - problems.total()
@@ -111,18 +109,31 @@ def write_features(
     return counts
 
 
-def crops_of(model: EvaluationModel, crops: StoredCrops) -> ImageOf:
-    """Takes all stored crops of an image, at the size of the model's images: [K, 3, H, W].
+def _features(model: EvaluationModel, batch: PairBatch, facts: FeatureFacts) -> Tensor:
+    """The values of a batch's records, [b, values]."""
+    if facts.tower is None:
+        image, text = encode(model, batch)
+        return torch.cat([image.view(len(text), -1), text], dim=1)
+    outputs = model.image_outputs(batch.image.flatten(0, -4).to(next(model.towers.parameters()).device))
+    return outputs.view(len(batch.sample_ids), -1)
 
-    They are what a run shows of the sample in training, but for its size and decoder.
+
+def image_reader(model: EvaluationModel, facts: FeatureFacts) -> ImageOf:
+    """Takes the image, or all stored crops of it [K, 3, H, W], as the features are of.
+
+    Crops are what a run shows of the sample in training; of a teacher, but for its size and decoder. The outputs of an
+    image tower are of its pixels in training.
     """
+    crops, tower = facts.crops, facts.tower
+    if crops is None and tower is None:
+        return whole(model.preprocess)
+    limits = CropConfig(scale=crops.scale, ratio=crops.ratio) if crops else CropConfig(scale=(1, 1), ratio=(1, 1))
+    decoder = ImageDecoder(size=model.image_size, crop=limits, mode="fast" if tower else "exact", max_pixels=MAX_PIXELS)
     mean, std = model.architecture.mean, model.architecture.std
-    limits = CropConfig(scale=crops.scale, ratio=crops.ratio)
 
-    def crop_all(data: bytes, sample_id: int) -> Tensor:
-        image, size = rgb_image(data), model.image_size
-        states = [crops.state(sample_id, number) for number in range(crops.count)]
-        found = [crop_exactly(image, crop=limits, size=size, state=state) for state in states]
-        return normalize(torch.stack(found), mean=mean, std=std)
+    def read(data: bytes, sample_id: int) -> Tensor:
+        states = [crops.state(sample_id, number) for number in range(crops.count)] if crops else [0]
+        images = normalize(torch.stack([decoder(data, state=state) for state in states]), mean=mean, std=std)
+        return images if crops else images[0]
 
-    return crop_all
+    return read

@@ -208,8 +208,11 @@ def _check_fit(stored: StoredFeatures, data: DataConfig, digests: list[str]) -> 
             f"({'; '.join(f'{found[name]}, now {wanted[name]}' for name in other)}): run `neuclip features` on "
             "data.sources, in their order, with --caption as in data.caption."
         )
-    crops, own = facts.crops, (data.crop.scale, data.crop.ratio)
-    theirs = (crops.scale, crops.ratio) if crops else own if facts.tower is None else ((1.0, 1.0), (1.0, 1.0))
+    theirs = own = (data.crop.scale, data.crop.ratio)
+    if facts.crops is not None:
+        theirs = (facts.crops.scale, facts.crops.ratio)
+    elif facts.tower is not None:
+        theirs = ((1.0, 1.0), (1.0, 1.0))
     if theirs != own:
         raise UserError(
             f"{stored.named} are of crops with scale {list(theirs[0])} and ratio {list(theirs[1])}, and this run has "

@@ -318,32 +318,6 @@ def test_features_and_facts_of_two_models_are_refused_and_written_again(base: Pa
         train_here(*settings(base, "refused", stored="mixed"))
 
 
-def test_bytes_that_are_not_the_manifests_give_no_features(base: Path) -> None:
-    """Regression test: another dataset's shard gave features, which stayed when the shard was restored."""
-    shutil.copytree(base / "shards", base / "altered")
-    shard = base / "altered" / "00001.tar"
-    original = shard.read_bytes()
-    for altered in ((base / "other" / "00000.tar").read_bytes(), original[:-1] + b"x"):
-        shard.write_bytes(altered)
-        found = str(features(base, data="altered", output="of-altered").exception)
-        assert "28 samples are in shards that cannot be read (shard cannot be read: its bytes are not those of" in found
-    shard.write_bytes(original)
-    assert features(base, data="altered", output="of-altered").exit_code == 0
-    assert (base / "of-altered" / "features.npy").read_bytes() == (base / "features" / "features.npy").read_bytes()
-
-
-def test_what_is_stored_of_a_shard_that_is_away_is_not_lost(base: Path) -> None:
-    """Regression test: it said that -26 samples were lost, because the disk was full."""
-    for name in ("shards", "features"):
-        shutil.copytree(base / name, base / f"half-{name}")
-    records = np.load(base / "half-features" / "features.npy")
-    records["crc32"][30:32] = 0
-    np.save(base / "half-features" / "features.npy", records)
-    (base / "half-shards" / "00001.tar").unlink()
-    found = str(features(base, data="half-shards", output="half-features").exception)
-    assert "2 samples are in shards that cannot be read" in found
-
-
 def test_the_command_names_options_without_effect_and_data_that_is_given_twice(base: Path) -> None:
     given = ("--seed", "3", "--crop-scale", "0.5", "1")
     assert "--seed, --crop-scale: without --augmentations" in str(features(base, *given, output="useless").exception)
@@ -354,22 +328,29 @@ def test_the_command_names_options_without_effect_and_data_that_is_given_twice(b
     assert not (base / "useless").exists()
 
 
-def test_a_job_continues_with_a_teacher_that_was_moved(base: Path) -> None:
-    shutil.copytree(base / "teacher", base / "moved-teacher")
-    assert features(base, "--model", str(base / "moved-teacher")).exit_code == 0
-
-
-def test_a_shard_that_is_away_does_not_count_as_corrupt_samples(base: Path) -> None:
-    shutil.copytree(base / "shards", base / "partly")
-    shard = base / "partly" / "00001.tar"
-    shard.rename(base / "away.tar")
-    found = str(features(base, data="partly", output="of-partly").exception)
-    assert "28 samples are in shards that cannot be read (shard cannot be read: " in found
-    with pytest.raises(UserError, match="not complete"):
-        StoredFeatures(base / "of-partly", setting=TEACHER)
-    (base / "away.tar").rename(shard)
-    assert features(base, data="partly", output="of-partly").exit_code == 0
-    StoredFeatures(base / "of-partly", setting=TEACHER)
+def test_shards_that_are_away_or_altered_give_no_features_and_lose_none(base: Path) -> None:
+    """Regression test: another dataset's shard gave features, which stayed when the shard was restored; of a shard that
+    was away, -26 samples were lost, because the disk was full."""
+    shutil.copytree(base / "shards", base / "altered")
+    shard = base / "altered" / "00001.tar"
+    original, gone = shard.read_bytes(), "28 samples are in shards that cannot be read (shard cannot be read: "
+    other = (base / "other" / "00000.tar").read_bytes()
+    for content, message in ((None, gone), (other, f"{gone}its bytes are not"), (original[:-1] + b"x", gone)):
+        shard.unlink() if content is None else shard.write_bytes(content)
+        assert message in str(features(base, data="altered", output="of-altered").exception)
+        with pytest.raises(UserError, match="not complete"):
+            StoredFeatures(base / "of-altered", setting=TEACHER)
+    shard.write_bytes(original)
+    shutil.copytree(base / "teacher", base / "moved-teacher")  # a job continues with a teacher that was moved
+    moved = ("--model", str(base / "moved-teacher"))
+    assert features(base, *moved, data="altered", output="of-altered").exit_code == 0
+    assert (base / "of-altered" / "features.npy").read_bytes() == (base / "features" / "features.npy").read_bytes()
+    records = np.load(base / "of-altered" / "features.npy")
+    records["crc32"][30:32] = 0
+    np.save(base / "of-altered" / "features.npy", records)
+    shard.unlink()
+    found = str(features(base, data="altered", output="of-altered").exception)
+    assert "2 samples are in shards that cannot be read" in found
 
 
 def test_impossible_facts_are_refused_before_the_first_step(base: Path, tmp_path: Path) -> None:

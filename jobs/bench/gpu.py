@@ -1,358 +1,248 @@
-"""Everything that is worth measuring on a machine with a GPU, most valuable first, as one JSON file.
+"""What one GPU shows in 11 minutes, most valuable first, as one JSON file.
 
     python -m jobs.bench.gpu --output gpu.json
-    python -m jobs.bench.gpu --dry-run                lists the steps
-    python -m jobs.bench.gpu --tiny --output x.json   runs every step in a tiny form on the CPU: tests the suite itself
+    python -m jobs.bench.gpu --output again.json --only run       one part
+    python -m jobs.bench.gpu --tiny --output x.json               every part in seconds on a CPU: tests the program
 
-Needs no network and no data: it generates images. Every step is a command of its own with a time limit. What it prints
-goes to a file beside the results, which are saved after each step, so that an interrupted suite keeps both. A failed
-step is recorded and the next one runs; a step whose expected time exceeds what is left of --minutes (25) is skipped and
-listed. Exit code 1: a step failed.
+Needs no network and no data. The parts:
+
+    b16, b32   ViT-B/16 at 640 pairs and ViT-B/32 at 1,024 with default settings against open_clip's trainer, eager and
+               compiled (B/16 also with whole texts); device time by kind of kernel and gaps between kernels
+    run        a whole run of ViT-B/32 with loader, checkpoint and one evaluation, and its continuation
+    network    the extra time of NeuCLIP for 640 of 5,120 gathered pairs
+    tests      tests/unit/test_cuda.py
+
+The results are written after each measurement, so that an interrupted program keeps them. A measurement that fails or
+exceeds its limit is recorded, and the next one begins. Exit code 1: one failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import gc
 import importlib.util
+import logging
 import math
 import os
-import platform
-import re
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from pipeline.cores import usable_cores
+from jobs.bench.gpu_results import Results, workers
 from pipeline.distributed.launch import without_launcher
-from pipeline.files import write_json
+from pipeline.distributed.start import start_world
+from pipeline.distributed.world import World
 from pipeline.run_files import METRICS_NAME, read_records
-from pipeline.versions import versions
 
 ROOT = Path(__file__).parents[2]
-PYTHON = sys.executable
-KEPT_LINES = 80
 FIGURES = ("loss", "samples_per_second", "mfu", "data_wait", "memory_gib", "cpu_ms", "time_")
-
-
-@dataclass(frozen=True)
-class Step:
-    """One measurement. `{work}` in a command is the suite's temporary folder."""
-
-    name: str
-    answers: str
-    """The question that the step answers."""
-    seconds: int
-    """Expected time, a guess for steps that no H200 has run; the time limit is twice as long plus half a minute."""
-    command: Sequence[str]
-    tiny: Sequence[str]
-    """The same measurement in a tiny form, for a CPU."""
-    run: str = ""
-    """Folder of a training run whose figures are read."""
-
-
-@dataclass
-class StepOutcome:
-    """The outcome of a step."""
-
-    name: str
-    answers: str
-    command: str
-    status: str
-    seconds: float = 0.0
-    figures: dict[str, float] = field(default_factory=dict)
-    """Medians over the second half of a training run's records."""
-    files: list[str] = field(default_factory=list)
-    output: list[str] = field(default_factory=list)
-    """The last lines of its output."""
-
-
-def bench(name: str, *arguments: str) -> list[str]:
-    return [PYTHON, "-m", f"jobs.bench.{name}", *arguments]
-
-
-def train(output: str, *, arch: str, batch: int, steps: int, settings: Sequence[str] = ()) -> list[str]:
-    """A training run of some steps on the suite's own shards."""
-    return [PYTHON, "-m", "jobs.cli", "train", f"output={{work}}/{output}", f"model.arch={arch}",
-            f"batch_size={batch}", f"samples={batch * steps}", "data.sources={work}/shards",
-            f"schedule.warmup_steps={max(1, steps // 4)}", "telemetry.every=5", "telemetry.progress=quiet",
-            "telemetry.images_every=null", "checkpoint.every=1000000", *settings]  # fmt: skip
-
-
-SHARED_MEMORY = Path("/dev/shm")
-LEAST_SHARED = 2 * 2**30
-"""Workers pass batches of images through shared memory, of which containers often have 64 MB."""
+BUILD_SECONDS, MEASURE_SECONDS, RUN_SECONDS = 150.0, 120.0, 180.0
+"""Limits: to build a contender and compile it, for rounds of steps or a trace, and for a command."""
 NEEDED = ("deepspeed", "open_clip", "open_clip_train", "webdataset", "simplejpeg", "pydantic", "pytest")
-"""What the steps import that a machine with torch may lack; the rest is imported at once."""
+"""What a machine with torch may lack."""
+TRACED_STEPS = 3
 
 
-def workers(count: int, *, shared: Path = SHARED_MEMORY) -> str:
-    """That many loading workers; none where their batches do not fit into shared memory."""
-    stat = os.statvfs(shared) if shared.is_dir() else None
-    enough = stat is not None and stat.f_bavail * stat.f_frsize >= LEAST_SHARED
-    return f"data.workers={count if enough else 0}"
+def against_open_clip(results: Results, part: str, words: Sequence[str], *, world: World) -> None:
+    """Steps of all contenders in turns, and a trace of ours."""
+    from jobs.bench import train
+    from jobs.bench.device_trace import trace_steps
+
+    args = train.options().parse_args(["--objectives", "openclip", *words])
+    with ExitStack() as stack:
+        builders = train.contenders(args, train.make_data(args), world=world, stack=stack)
+        built = {}
+        for name in reversed(builders):  # building one of ours drops programs that were compiled before
+            if contender := results.measure(part, name, builders[name], seconds=BUILD_SECONDS):
+                built[name] = contender
+        built = {name: built[name] for name in builders if name in built}
+        results.measure(part, "steps", lambda: train.compare(args, built, world.device), seconds=MEASURE_SECONDS)
+        if ours := built.get("ours, openclip"):
+            path = results.path.with_name(f"{results.path.stem}-{part}.json.gz")
+            trace = functools.partial(trace_steps, ours.run, TRACED_STEPS, path=path)
+            results.measure(part, "trace", trace, seconds=MEASURE_SECONDS)
 
 
-CPU = ("engine.device=cpu", "engine.deepspeed=zero1_fp32", "data.workers=1", "data.streams=4")
-GPU = ("engine.device=cuda", "data.streams=64")
-TINY = ("--arch", "scenes-vit-micro", "--device", "cpu", "--rounds", "1", "--steps", "1")
-B16 = ("--arch", "ViT-B-16", "--batch", "640", "--device", "cuda")
-NEUCLIP = ("objective.name=neuclip", "objective.prototypes=16")
+def whole_run(results: Results, part: str, settings: Sequence[str], *, batch: int) -> None:
+    """A run as a user starts it, and its continuation after two thirds of the steps: figures of each."""
+    from data_prep.scenes.scene import ScenesConfig
+    from data_prep.scenes.scene_suite import write_suite
+    from jobs.bench.loader import make_shards
+
+    samples, side, distinct, steps = (64, 40, 8, 6) if results.tiny else (4096, 256, 128, 150)
+    with tempfile.TemporaryDirectory(prefix="neuclip-gpu-") as folder:
+        work, shards, run = Path(folder), Path(folder) / "shards", Path(folder) / "run"
+        shards.mkdir()
+        make_shards(shards, shards=8, samples=samples // 8, shorter=side, distinct=distinct)
+        write_suite(ScenesConfig(pairs=50, held_out=12, retrieval_pairs=8, image_size=32), work / "suite")
+        command = [
+            "-m", "jobs.cli", "train", f"output={run}", f"data.sources={shards}", "objective.name=neuclip",
+            f"batch_size={batch}", "schedule.warmup_steps=2", f"checkpoint.every={steps // 3}",
+            f"evaluation.suite={work / 'suite'}", f"evaluation.every={steps * 2 // 3}",
+            f"telemetry.every={max(1, steps // 15)}", "telemetry.progress=quiet", "telemetry.images_every=null",
+            *settings,
+        ]  # fmt: skip
+
+        def train(name: str, last: int, *more: str) -> None:
+            def take() -> dict[str, Any]:
+                done = len(records(run))
+                printed = program(*command, f"samples={batch * last}", *more, tiny=results.tiny)
+                return {"figures": figures(records(run)[done:]), "output": printed}
+
+            results.measure(part, name, take, seconds=RUN_SECONDS)
+
+        train("start", steps * 2 // 3)
+        train("resume", steps, "--resume", "latest")
 
 
-def steps() -> list[Step]:
-    """All measurements, most valuable first."""
-    return [
-        Step(
-            "doctor", "Is the machine in order?", 40,
-            [PYTHON, "-m", "jobs.cli", "doctor", "--output", "{work}"],
-            [PYTHON, "-m", "jobs.cli", "doctor", "--output", "{work}", "--needs-gib", "0.01"],
-        ),
-        Step(
-            "tests of CUDA", "Do the GPU's results agree with the CPU's, and does no step wait for the device?", 90,
-            [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit/test_cuda.py"],
-            [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit/test_cuda.py"],
-        ),
-        Step(
-            "losses", "Is the loss that of open_clip_train for 500 steps on the same batches? Limit: 2%.", 150,
-            bench("losses", "--arch", "ViT-B-32", "--batch", "256", "--steps", "500", "--device", "cuda"),
-            bench("losses", *TINY[:4], "--batch", "8", "--steps", "4", "--batches", "2", "--precision", "fp32"),
-        ),
-        Step(
-            "shards", "(made for the steps below)", 30,
-            bench("gpu", "--make-shards", "{work}/shards", "--samples", "5120", "--side", "256"),
-            bench("gpu", "--make-shards", "{work}/shards", "--samples", "64", "--side", "40"),
-        ),
-        Step(
-            "150 steps of ViT-B/32", "Does a real run train from end to end? Rate, MFU, waits for data.", 100,
-            train("b32", arch="ViT-B-32", batch=1024, steps=150,
-                  settings=(*GPU, workers(12), "objective.name=neuclip", "objective.prototypes=1024")),
-            train("b32", arch="scenes-vit-micro", batch=16, steps=4, settings=(*CPU, *NEUCLIP)), run="b32",
-        ),
-        Step(
-            "against open_clip_train", "Goal: at least 1.15 times its samples per second; with and without trimming.",
-            90,
-            bench("train", *B16, "--rounds", "4", "--contenders", "openclip", "whole_texts", "neuclip"),
-            bench("train", *TINY, "--batch", "8"),
-        ),
-        Step(
-            "ZeRO stages", "What do stages 1 and 2 cost on one GPU, where they share nothing?", 120,
-            bench("options", *B16, "--micro-batch", "160", "--rounds", "3", "--steps", "3", "--options", "none",
-                  "stage_1", "stage_2"),
-            bench("options", *TINY, "--batch", "8", "--micro-batch", "4", "--options", "none", "stage_2"),
-        ),
-        Step(
-            "extra time of NeuCLIP", "Goal: 3% of a step for local batch 640 of 5,120, 1% for one GPU with 5,120.", 160,
-            bench("neuclip_overhead", "--arch", "ViT-B-16", "--device", "cuda", "--setting", "both", "--rounds", "3"),
-            bench("neuclip_overhead", *TINY, "--batch", "16", "--ranks", "2", "--micro-batch", "8"),
-        ),
-        Step(
-            "options of the towers", "Step time, memory and MFU of ViT-B/16 at 640. Goal: 40% MFU.", 100,
-            # Each contender is a process with a model of its own in the GPU's memory.
-            bench("options", *B16, "--micro-batch", "160", "--rounds", "3", "--steps", "2", "--options", "none",
-                  "packed_attention", "trim_text", "accumulation"),
-            bench("options", *TINY, "--batch", "8", "--micro-batch", "4", "--options", "none", "accumulation"),
-        ),
-        Step(
-            "profile", "Which kernels take the time? A trace for https://ui.perfetto.dev.", 60,
-            train("profile", arch="ViT-B-16", batch=640, steps=16,
-                  settings=(*GPU, workers(12), "objective.name=neuclip", "telemetry.profile=[8,12]")),
-            train("profile", arch="scenes-vit-micro", batch=16, steps=4,
-                  settings=(*CPU, *NEUCLIP, "telemetry.profile=[1,2]")), run="profile",
-        ),
-        Step(
-            "compiled towers", "What does model.compile save? If compiling takes too long, only this is lost.", 160,
-            bench("options", *B16, "--micro-batch", "160", "--rounds", "2", "--options", "trim_image", "compile"),
-            bench("options", *TINY, "--batch", "8", "--micro-batch", "4", "--options", "trim_image"),
-        ),
-        Step(
-            "extra time of NeuCLIP, compiled", "The same with objective.npn_compile.", 110,
-            bench("neuclip_overhead", "--arch", "ViT-B-16", "--device", "cuda", "--setting", "gathered", "--rounds",
-                  "3", "--npn-compile"),
-            bench("neuclip_overhead", *TINY, "--batch", "16", "--ranks", "2", "--micro-batch", "8", "--setting",
-                  "gathered", "--npn-compile"),
-        ),
-        Step(
-            "loader", "Images per second of a core of this machine.", 60,
-            bench("loader", "--shorter", "256", "--rounds", "2"),
-            bench("loader", "--shorter", "64", "--samples", "128", "--rounds", "1"),
-        ),
-        Step(
-            "network alone", "Time of the inner updates beside their matrix products.", 40,
-            bench("npn", "--rounds", "5"),
-            bench("npn", "--batch", "32", "--dim", "16", "--prototypes", "32", "--steps", "2", "--rounds", "1"),
-        ),
-    ]  # fmt: skip
+def network(results: Results, part: str, words: Sequence[str], *, world: World) -> None:
+    """NeuCLIP's extra time for a gathered batch, with the network as it is and compiled."""
+    from jobs.bench import neuclip_overhead
+
+    for compiled in (False,) if results.tiny else (False, True):
+        args = neuclip_overhead.options().parse_args([*words, *(["--npn-compile"] if compiled else [])])
+        take = functools.partial(neuclip_overhead.measure, args, whole=False, world=world)
+        results.measure(part, "compiled" if compiled else "eager", take, seconds=BUILD_SECONDS)
 
 
-def machine() -> dict[str, Any]:
-    """The machine and the package versions."""
-    import torch
-
-    found: dict[str, Any] = {"python": platform.python_version(), "cores": usable_cores(), "versions": versions()}
-    found["capability"] = torch.backends.cpu.get_cpu_capability()
-    found["workers"] = workers(12)
-    if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(0)
-        found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        found["memory_gib"], found["cuda"] = properties.total_memory / 2**30, torch.version.cuda
-    if shutil.which("nvidia-smi"):
-        query = "name,driver_version,power.limit,clocks.max.sm,clocks.max.memory"
-        done = subprocess.run(["nvidia-smi", f"--query-gpu={query}", "--format=csv"], capture_output=True, text=True)
-        found["nvidia-smi"] = done.stdout.splitlines()
-    return found
+def cuda_tests(results: Results, part: str) -> None:
+    words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit/test_cuda.py")
+    take = functools.partial(program, *words, tiny=results.tiny)
+    results.measure(part, "test_cuda.py", lambda: {"output": take()}, seconds=RUN_SECONDS)
 
 
-def take(step: Step, *, work: Path, tiny: bool, log: Path | None = None, most: float = math.inf) -> StepOutcome:
-    """Run one step until it ends or its time limit, `most` seconds or less, is reached; `log` gets what it prints."""
-    command = [part.replace("{work}", str(work)) for part in (step.tiny if tiny else step.command)]
-    outcome = StepOutcome(step.name, step.answers, " ".join(command[1:]), status="done")
+def program(*words: str, tiny: bool) -> list[str]:
+    """The last lines that a Python program prints. It and what it has started end with this call.
+
+    Raises:
+        RuntimeError: It fails.
+    """
     environment = without_launcher(os.environ)
-    environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     if tiny:
         environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    start, limit = time.monotonic(), min(2 * step.seconds + 30, most)
-    with (log or work / "step.log").open("w+", encoding="utf-8", errors="replace") as out:
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as out:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
-        )
+            [sys.executable, *words], cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
         try:
-            if code := process.wait(limit):
-                outcome.status = f"failed: exit code {code}"
-        except subprocess.TimeoutExpired:
-            outcome.status = f"failed: not done after {limit:.0f} s"
-        finally:  # workers and contenders, too: they hold memory of the GPU that the next step needs
+            code = process.wait()
+        finally:  # workers, too: they hold memory of the GPU
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         out.seek(0)
-        outcome.output = [line.rstrip() for line in out][-KEPT_LINES:]
-    outcome.seconds = round(time.monotonic() - start, 1)
-    if step.run:
-        folder = work / step.run
-        outcome.figures = figures(folder)
-        outcome.files = [str(path) for path in sorted((folder / "profile").glob("*"))]
-    return outcome
+        printed = out.read().splitlines()[-40:]
+    if code:
+        raise RuntimeError("\n".join([f"exit code {code}", *printed[-15:]]))
+    return printed
 
 
-def figures(run: Path) -> dict[str, float]:
-    """Medians of a training run's records, of their second half: the first steps compile and warm up."""
-    records = [record for record in read_records(run / METRICS_NAME) if record.get("kind") == "train"]
-    later = records[len(records) // 2 :]
-    found = {}
-    for name in sorted({name for record in later for name in record if name.startswith(FIGURES)}):
-        values = [record[name] for record in later if isinstance(record.get(name), float | int)]
-        if values:
-            found[name] = float(median(values))
-    return found
+def records(run: Path) -> list[dict[str, Any]]:
+    """Of the steps of a training run."""
+    return [record for record in read_records(run / METRICS_NAME) if record.get("kind") == "train"]
 
 
-def make_shards(folder: Path, *, samples: int, side: int) -> None:
-    """Webdataset shards of synthetic photos, made by all cores, and their manifest."""
-    from jobs.bench.loader import make_shards as make
-    from pipeline.data.shards.make_manifest import index_shards
+def figures(steps: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Medians of the second half: the first steps compile and warm up."""
+    later = steps[len(steps) // 2 :]
+    names = sorted({name for record in later for name in record if name.startswith(FIGURES)})
+    values = {name: [r[name] for r in later if isinstance(r.get(name), float | int)] for name in names}
+    return {"steps": float(len(steps)), **{name: float(median(found)) for name, found in values.items() if found}}
 
-    folder.mkdir(parents=True)
-    parts = min(16, max(1, samples // 16))
-    with ProcessPoolExecutor(min(parts, usable_cores())) as pool:
-        jobs = []
-        for part in range(parts):
-            (folder / f"{part:02d}").mkdir()
-            jobs.append(pool.submit(make, folder / f"{part:02d}", shards=1, samples=samples // parts, shorter=side))
-        for job in jobs:
-            job.result()
-    index_shards(folder)
+
+def free_memory() -> None:
+    """Of the GPU, for the next part: engines and compiled programs refer to each other."""
+    import torch
+
+    torch.compiler.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def parts(results: Results, *, world: World) -> dict[str, Callable[[], None]]:
+    """All measurements, most valuable first."""
+    rounds = ("--device", "cuda", "--rounds", "5", "--steps", "4")
+    b16 = ["--arch", "ViT-B-16", "--batch", "640", *rounds, "--variant", "model.trim_text=false"]
+    b32 = ["--arch", "ViT-B-32", "--batch", "1024", *rounds]
+    overhead = ["--arch", "ViT-B-16", "--batch", "5120", *rounds]
+    run = ["model.arch=ViT-B-32", "engine.device=cuda", "data.streams=64", workers(12), "objective.prototypes=1024"]
+    if results.tiny:
+        tiny = ("--arch", "scenes-vit-micro", "--device", "cpu", "--rounds", "1", "--steps", "1", "--threads", "1")
+        b16 = b32 = [*tiny, "--batch", "8"]
+        overhead = [*tiny, "--batch", "16", "--ranks", "2"]
+        run = ["model.arch=scenes-vit-micro", "engine.device=cpu", "data.streams=4", "data.workers=0"]
+        run += ["objective.prototypes=16", "evaluation.workers=0"]
+    return {
+        "b16": lambda: against_open_clip(results, "b16", b16, world=world),
+        "b32": lambda: against_open_clip(results, "b32", b32, world=world),
+        "run": lambda: whole_run(results, "run", run, batch=16 if results.tiny else 1024),
+        "network": lambda: network(results, "network", overhead, world=world),
+        "tests": lambda: cuda_tests(results, "tests"),
+    }
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("gpu.json"), help="the results [gpu.json]")
-    parser.add_argument("--minutes", type=float, default=25.0, help="time of all steps [25]")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="steps whose names contain one of these words")
-    parser.add_argument("--dry-run", action="store_true", help="list the steps and their commands")
-    parser.add_argument("--tiny", action="store_true", help="run every step in a tiny form on the CPU")
-    parser.add_argument("--make-shards", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--samples", type=int, default=64, help=argparse.SUPPRESS)
-    parser.add_argument("--side", type=int, default=64, help=argparse.SUPPRESS)
+    parser.add_argument("--minutes", type=float, default=10.5, help="time of all measurements, without imports [10.5]")
+    parser.add_argument("--only", nargs="+", metavar="PART", choices=("b16", "b32", "run", "network", "tests"))
+    parser.add_argument("--tiny", action="store_true", help="every part in a tiny form on the CPU")
     args = parser.parse_args(argv)
+    if not args.minutes > 0 or math.isinf(args.minutes):
+        parser.error(f"--minutes must be a number above 0, not {args.minutes:g}")
+    check_start(args)
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)  # which ends the step's processes, too
-    if args.make_shards:
-        make_shards(args.make_shards, samples=args.samples, side=args.side)
-        return 0
-    if not args.minutes > 0:
-        parser.error(f"--minutes must be above 0, not {args.minutes:g}")
-    for word in args.only or ():
-        if not word or not any(word in step.name for step in steps()):
-            parser.error(f"--only {word!r} names no step; there are: {', '.join(step.name for step in steps())}")
-    chosen = [
-        step for step in steps() if not args.only or step.name == "shards" or any(w in step.name for w in args.only)
-    ]
-    if args.dry_run:
-        for step in chosen:
-            print(f"{step.name} (about {step.seconds} s): {step.answers}\n    {' '.join(step.command[1:])}")
-        print(f"All together about {sum(step.seconds for step in chosen) / 60:.1f} of {args.minutes:g} minutes.")
-        return 0
-    return suite(chosen, output=args.output, seconds=60 * args.minutes, tiny=args.tiny)
+        signal.signal(number, signal.default_int_handler)  # which ends a command that runs, too
+    logging.disable(logging.WARNING)
+    warnings.filterwarnings("ignore", category=UserWarning)
+    results = Results(args.output, args.tiny, 60 * args.minutes)
+    with start_world(device="cpu" if args.tiny else "cuda") as world:
+        for name, take in parts(results, world=world).items():
+            if not args.only or name in args.only:
+                take()
+                free_memory()
+    print(f"{args.output} is written." + (f" Failed: {'; '.join(results.failed)}." if results.failed else ""))
+    return 1 if results.failed else 0
 
 
-def suite(chosen: Sequence[Step], *, output: Path, seconds: float, tiny: bool) -> int:
-    """Run the steps while there is time, and write the results after each."""
+def check_start(args: argparse.Namespace) -> None:
+    """Refuse what cannot be measured, before anything is."""
     import torch
 
-    if not tiny and not torch.cuda.is_available():
+    from jobs.cli import use_expandable_segments
+
+    if not args.tiny and not torch.cuda.is_available():
         raise SystemExit(
-            f"torch {torch.__version__} sees no GPU on this machine, so nothing was measured. --dry-run lists the "
-            "steps; --tiny runs each of them in a tiny form on the CPU, which tests the suite and measures nothing."
+            f"torch {torch.__version__} sees no GPU on this machine, so nothing was measured. --tiny runs every part "
+            "in a tiny form on the CPU, which tests the program and measures nothing."
         )
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         raise SystemExit(
-            f"The steps need packages that are missing here: {', '.join(missing)}. docs/benchmarks.md says how to "
-            "bring them to a machine without network."
+            f"Packages are missing here: {', '.join(missing)}. docs/benchmarks.md says how to bring them to a machine "
+            "without network."
         )
-    start, outcomes = time.monotonic(), list[StepOutcome]()
-    facts = {"tiny": tiny, "machine": machine()}
-    if output.exists():
-        raise SystemExit(f"{output} exists already: give --output another name.")
+    if args.output.exists():
+        raise SystemExit(f"{args.output} exists already: give --output another name.")
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        write_json(output, {**facts, "steps": []})
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.touch()
     except OSError as error:
-        raise SystemExit(f"{output} cannot be written ({error.strerror}): give --output another name.") from None
-    with tempfile.TemporaryDirectory(prefix="neuclip-gpu-") as work:
-        for step in chosen:
-            left = seconds - (time.monotonic() - start)
-            if left < step.seconds:
-                outcome = StepOutcome(step.name, step.answers, "", status=f"left out: {left:.0f} s were left")
-            else:
-                print(f"{step.name} ...", flush=True)
-                name = re.sub(r"\W+", "-", f"{output.stem}-{step.name}")
-                outcome = take(step, work=Path(work), tiny=tiny, log=output.with_name(f"{name}.log"), most=left)
-            outcomes.append(outcome)
-            try:
-                for path in outcome.files:  # the temporary folder will be gone
-                    shutil.copy(path, output.with_name(f"{output.stem}-{Path(path).name}"))
-            except OSError as error:
-                outcome.status = f"failed: its files could not be copied ({error.strerror})"
-            write_json(output, {**facts, "steps": [asdict(each) for each in outcomes]})
-            print(f"{step.name}: {outcome.status}, {outcome.seconds:.0f} s {outcome.figures or ''}", flush=True)
-    failed = [outcome.name for outcome in outcomes if outcome.status.startswith("failed")]
-    print(f"{output} is written." + (f" Failed: {', '.join(failed)}." if failed else ""))
-    return 1 if failed else 0
+        raise SystemExit(f"{args.output} cannot be written ({error.strerror}): give --output another name.") from None
+    use_expandable_segments()
 
 
 if __name__ == "__main__":
     try:
         sys.exit(main())
     except KeyboardInterrupt:
-        sys.exit("Interrupted. The files of the steps that ran are kept.")
+        sys.exit("Interrupted. What was measured is in the file.")

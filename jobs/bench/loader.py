@@ -82,15 +82,18 @@ def photographs(folder: Path, *, shorter: int) -> list[Image.Image]:
 
 
 def make_shards(
-    folder: Path, *, shards: int, samples: int, shorter: int, images: Path | None = None, raw: bool = False
-) -> Path:
+    folder: Path, *, shards: int, samples: int, shorter: int, images: Path | None = None, raw: bool = False,
+    distinct: int | None = None,
+) -> Path:  # fmt: skip
     """Write shards with captions and metadata in img2dataset's layout, of generated images or of those in `images`.
 
-    `raw`: images as binary PPM (a header, then 8-bit RGB) instead of JPEG.
+    `raw`: images as binary PPM (a header, then 8-bit RGB) instead of JPEG. `distinct`: generate so many only.
     """
     rng = np.random.default_rng(0)
     rows = []
-    given = photographs(images, shorter=shorter) if images else []
+    given = (
+        photographs(images, shorter=shorter) if images else [photo(rng, shorter=shorter) for _ in range(distinct or 0)]
+    )
     for s in range(shards):
         path = folder / f"{s:05d}.tar"
         with tarfile.open(path, "w") as tar:

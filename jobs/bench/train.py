@@ -1,25 +1,34 @@
-"""Samples per second of our training step against open_clip_train's, on the same model, batch and synthetic data.
+"""Samples per second of our training step against open_clip_train's, eager and compiled, on the same batches.
 
-    python -m jobs.bench.train --arch ViT-B-32 --image-size 64 --batch 32
-    python -m jobs.bench.train --arch ViT-B-16 --batch 640 --rounds 10                   on a GPU
-    python -m jobs.bench.train --arch ViT-B-16 --batch 5120 --accumulate 8
-    python -m jobs.bench.train --batch 16 --steps 1 --contenders openclip whole_texts plain_attention
+    python -m jobs.bench.train --arch ViT-B-32 --batch 32 --threads 1                         on a CPU
+    python -m jobs.bench.train --arch ViT-B-16 --batch 640                                    on a GPU
+    python -m jobs.bench.train --arch ViT-B-16 --batch 5120 --accumulate 8 --captions full
+    python -m jobs.bench.train --variant model.text_batching=packed --variant "model.compile=true model.trim_text=false"
 
 The reference is `train_one_epoch` of the installed package, set up as in its own `main` (AdamW with two parameter
-groups, ClipLoss, amp in bf16). Ours runs the trainer's full training step in a DeepSpeed engine, with uint8 pixels
-normalized on the device: once with the openclip objective, which computes the same loss, and once with neuclip, whose
-extra time is that of the normalizer network. The contenders alternate in rounds of a few steps within one process with
-one rank, so that other load on the machine affects all of them; the ratios within a round are compared. On a GPU we
-measure wall time, on a CPU the CPU time of the process, which other load hardly changes. Data loading is excluded.
+groups, ClipLoss, amp in bf16), as it is and with its `--torchcompile` (on a CPU only if asked for). Ours is the
+trainer's own step with the default settings, with the openclip objective, which computes the same loss, and with
+neuclip, whose extra time is that of the normalizer network; and the first of the --objectives once more with the
+settings of each --variant. Data loading is excluded; batches have random pixels and texts of the lengths of web
+captions. The contenders alternate in rounds of a few steps
+within one process with one rank, so that other load on the machine affects all of them; the ratios within a round are
+compared. On a GPU we measure wall time, on a CPU the CPU time of the process.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
+import itertools
 import logging
+import math
+import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
@@ -27,215 +36,208 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jobs.bench.harness import CAPTIONS, SEED, Data, alternate, make_data, parser, pinned, place, ratios, seconds, show
+from jobs.bench.harness import Value, alternate, parser, place, ratios, seconds, show
+from jobs.bench.loader import make_shards
 from pipeline.data.loading.decode import normalize
+from pipeline.data.loading.loader import Batch
+from pipeline.data.loading.position import Position
 from pipeline.distributed.start import start_world
 from pipeline.distributed.world import World
-from pipeline.engine.deepspeed_engine import DeepSpeedEngine
-from pipeline.engine.engine_config import EngineConfig
 from pipeline.engine.optim import OptimizerConfig
-from pipeline.model.finetuning import LoraConfig
+from pipeline.metrics.mfu import Utilization
+from pipeline.model.architectures import Architecture
 from pipeline.model.towers import ModelConfig, build_towers
-from pipeline.model.trimming import text_trimming
-from pipeline.objectives import build_objective
-from pipeline.training.step import TrainStep, micro_batches
+from pipeline.training.recipe import load_recipe
+from pipeline.training.run import setup
+from pipeline.training.trainer import Trainer
 
-OPTIMIZER = OptimizerConfig(lr=5e-4, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.2)
-CONTENDERS: dict[str, dict[str, Any]] = {
-    "openclip": {},
-    "whole_texts": {"trim_text": False},
-    "packed_texts": {"pack_texts": True},
-    "whole_images": {"trim_image": False},
-    "plain_attention": {"packed_attention": False, "trim_text": False, "trim_image": False},
-    "neuclip": {},
-}
-"""Ours, beside `open_clip_train`, with the arguments they change: `openclip` has everything that is on by default."""
-DATASET = 1_000_000
-PLAIN: dict[str, Any] = {
-    "accumulate": 1, "captions": None, "caption_tokens": 28.0, "grad_checkpointing": False, "compile": False,
-    "packed_attention": True, "trim_text": True, "trim_image": True, "channels_last": True, "pack_texts": False,
-    "patch_dropout": None, "lock_image": False, "lora_rank": None,
-}  # fmt: skip
-"""What `ours` reads, where a benchmark has no option for it."""
-Rounds = Callable[[int], None]
-"""Runs the given number of steps."""
+THEIRS, COMPILED = "open_clip_train", "open_clip_train --torchcompile"
+LR_SCALE = 1e-3
+BATCHES = 4
+"""Different batches, which are shown in turn: packed texts have another number of tokens in each."""
+WORDS = (
+    "a dog cat man tree house red blue green car boat sun moon sea sky hill road bird fish horse cup book hat door old "
+    "new big small two three on in under near with and the of at by"
+)
+"""One token each."""
+CAPTIONS = {"cc12m": (20.2, 16.3), "cc3m": (10.3, 4.5), "datacomp": (10.2, 7.0), "full": (1000.0, 0.0)}
+"""Mean and standard deviation of a caption's length, in words. **Not checked**: quoted from memory, because the papers
+could not be looked up. CC3M and CC12M: Changpinyo et al. 2021 (arXiv 2102.08981), table 1. DataComp-1B, of whose pool
+DFN is a selection: the mean is in Li et al. 2024 (2406.08478; "about ten" in a summary, paperium.net/article/en/9921),
+the deviation is an assumption: its ratio to the mean is between those of the other two."""
+TOKENS_PER_WORD = 1.3
+"""Assumed for CLIP's tokenizer, which adds a start and an end token."""
 
 
 def step_parser(about: str | None, *, arch: str, batch: int, rounds: int, steps: int) -> argparse.ArgumentParser:
     """A parser with the options of every benchmark of training steps."""
-    found = parser(about, rounds=rounds)
-    found.add_argument("--arch", default=arch)
-    found.add_argument("--image-size", type=int, help="pixels, for a smaller test of the same architecture")
-    found.add_argument("--batch", type=int, default=batch, help="global batch")
-    found.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
-    found.add_argument("--stage", type=int, choices=(0, 1, 2), default=0, help="ZeRO stage")
-    found.add_argument("--steps", type=int, default=steps, help="steps per contender and round")
-    found.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    found.set_defaults(**PLAIN)
-    return found
+    given = parser(about, rounds=rounds)
+    given.add_argument("--arch", default=arch)
+    given.add_argument("--image-size", type=int, help="pixels, for a smaller test of the same architecture")
+    given.add_argument("--batch", type=int, default=batch, help="global batch")
+    given.add_argument("--accumulate", type=int, default=1, help="micro-batches per step (both sides use GradCache)")
+    given.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
+    given.add_argument("--captions", choices=CAPTIONS, default="cc12m", help="lengths (from memory) [cc12m]")
+    given.add_argument("--steps", type=int, default=steps, help="steps per contender and round")
+    given.add_argument("--prototypes", type=int, help="of neuclip's network [4096, or the batch size if smaller]")
+    given.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    return given
 
 
-def parse_arguments() -> argparse.Namespace:
-    found = step_parser(__doc__, arch="ViT-B-32", batch=32, rounds=5, steps=2)
-    found.add_argument("--accumulate", type=int, default=1, help="micro-batches per step (both sides use GradCache)")
-    found.add_argument("--caption-tokens", type=float, default=28.0, help="mean length of captions, in tokens")
-    found.add_argument("--captions", choices=CAPTIONS, help="lengths as of this dataset (from memory), instead")
-    found.add_argument("--prototypes", type=int, help="prototypes of the network [4096, or the batch size if smaller]")
-    found.add_argument("--inner-steps", type=int, default=10)
-    found.add_argument("--grad-checkpointing", action="store_true")
-    found.add_argument("--compile", action="store_true", help="torch.compile of the towers, on both sides")
-    found.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=["openclip", "neuclip"])
-    for name in ("packed-attention", "trim-text", "trim-image", "channels-last"):
-        found.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=True)
-    args = found.parse_args()
-    args.prototypes = prototypes_of(args, found)
-    return args
+def options() -> argparse.ArgumentParser:
+    given = step_parser(__doc__, arch="ViT-B-32", batch=32, rounds=5, steps=2)
+    given.add_argument("--objectives", nargs="+", default=["openclip", "neuclip"])
+    given.add_argument("--variant", action="append", default=[], metavar="SETTINGS", help="also with these settings")
+    given.add_argument("--torchcompile", action=argparse.BooleanOptionalAction, help=f"{COMPILED} [on a GPU]")
+    return given
 
 
-def prototypes_of(args: argparse.Namespace, given: argparse.ArgumentParser) -> int:
-    """The number of prototypes, at most the batch size: with more, the network would still be growing."""
-    if args.prototypes is not None and args.prototypes > args.batch:
-        given.error(f"--prototypes {args.prototypes} is above --batch {args.batch}: not all would be live")
-    return args.prototypes or min(4096, args.batch)
+@dataclass(frozen=True)
+class Data:
+    """Batches on the host, and the towers that they are for."""
+
+    batches: Sequence[Batch]
+    architecture: Architecture
+
+
+def make_data(args: argparse.Namespace) -> Data:
+    """Random pixels, the same in every batch, and captions as long as `args` says, from a fixed seed."""
+    config = ModelConfig(arch=args.arch, image_size=args.image_size)
+    architecture = build_towers(config, seed=0, device="meta")[1]
+    generator, size = torch.Generator().manual_seed(0), architecture.image_size
+    pixels = torch.randint(0, 256, (args.batch, 3, size, size), generator=generator, dtype=torch.uint8)
+    pixels, ids = pinned(pixels.contiguous(memory_format=torch.channels_last)), torch.arange(args.batch)
+    texts = [pinned(architecture.tokenize(captions(args, generator=generator))) for _ in range(BATCHES)]
+    return Data([Batch(pixels, text, ids, Position(), replaced=0) for text in texts], architecture)
+
+
+def captions(args: argparse.Namespace, *, generator: torch.Generator) -> list[str]:
+    """Random words. Lengths in tokens are log-normal, as those of web captions are."""
+    mean, deviation = (TOKENS_PER_WORD * value for value in CAPTIONS[args.captions])
+    spread = math.sqrt(math.log1p((deviation / (2 + mean)) ** 2))
+    normal = torch.randn(args.batch, generator=generator)
+    lengths = torch.exp(math.log(2 + mean) - spread**2 / 2 + spread * normal).round().clamp(3, 100).int().tolist()
+    known = WORDS.split()
+    words = [torch.randint(0, len(known), (length - 2,), generator=generator).tolist() for length in lengths]
+    return [" ".join(known[index] for index in indices) for indices in words]  # and the start and end tokens
+
+
+def pinned(x: Tensor) -> Tensor:
+    """The tensor in pinned memory if there is a GPU, as from a data loader."""
+    return x.pin_memory() if torch.cuda.is_available() else x
+
+
+class Contender:
+    """Training steps, and what they cost. The first ones, in which programs are compiled, are taken at once.
+
+    Args:
+        make: Builds it: a function that takes so many steps, and what counts their FLOPs.
+        device: On which it runs.
+    """
+
+    def __init__(self, make: Callable[[], tuple[Callable[[int], None], Utilization]], *, device: torch.device) -> None:
+        self._device = device
+        before = self._allocated()
+        self.run, self.utilization = make()
+        self.run(BATCHES)
+        self._own = self._allocated() - before
+
+    def take(self, steps: int, *, threads: int) -> tuple[float, float]:
+        """Seconds per step, and the peak of the memory in GiB without that of the other contenders (0 on a CPU)."""
+        others = self._allocated() - self._own
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        taken = seconds(lambda: self.run(steps), device=self._device, threads=threads) / steps
+        peak = torch.cuda.max_memory_allocated() - others if self._device.type == "cuda" else 0
+        return taken, peak / 2**30
+
+    def _allocated(self) -> int:
+        return torch.cuda.memory_allocated() if self._device.type == "cuda" else 0
 
 
 def ours(
-    args: argparse.Namespace,
-    *data: Data,
-    objective: str,
-    world: World,
-    seen: World | None = None,
-    lr_scale: float = 1e-3,
-    losses: list[Tensor] | None = None,
-    **settings: Any,
-) -> Rounds:
-    """Our training step, as run by `Trainer`, on these batches in turn; it appends its losses to `losses`.
+    args: argparse.Namespace, data: Data, *, world: World, stack: ExitStack, settings: Sequence[str]
+) -> tuple[Callable[[int], None], Utilization]:
+    """Our training step, with the defaults of a recipe and these settings, until the end of `stack`."""
+    trainer = stack.enter_context(bench_trainer(args, data, world=world, settings=settings))
+    return (lambda steps: take_steps(trainer, steps)), trainer.utilization
 
-    `seen` is the world of the objective, if it is another one: each of its ranks has a batch of `args.batch`. Other
-    settings are the objective's.
-    """
-    config = ModelConfig(
-        arch=args.arch,
-        image_size=args.image_size,
-        grad_checkpointing=args.grad_checkpointing,
-        patch_dropout=args.patch_dropout,
-        packed_attention=args.packed_attention,
-        trim_image=None if args.trim_image else False,
-        lock_image=args.lock_image,
-        lora=LoraConfig(rank=args.lora_rank),
-    )
-    towers, architecture = build_towers(config, seed=SEED)
-    trimming = text_trimming(towers.clip, wanted=None if args.trim_text and args.packed_attention else False)
-    micro = args.batch // args.accumulate if args.accumulate > 1 else None
-    if objective == "neuclip":
-        settings |= {"prototypes": args.prototypes, "inner_steps": args.inner_steps}
-    method = build_objective(
-        {"name": objective, **settings},
-        dim=architecture.dim,
-        batch_size=args.batch * (seen or world).size,
-        dataset_size=DATASET,
-        total_steps=10**6,
-        world=seen or world,
-        device=world.device,
-    )
-    engine = DeepSpeedEngine(
-        towers.to(world.device),
-        config=EngineConfig(deepspeed=f"zero{args.stage}_{args.precision}", micro_batch=micro),
-        optimizer=OPTIMIZER,
-        world=world,
-        global_batch=args.batch,
-        compile_towers=args.compile,
-    )
-    engine.train()
-    take_step = TrainStep(
-        engine, method, world=world, seed=SEED, chunks=micro_batches(args.batch, micro), pack_texts=args.pack_texts
-    )
-    sample_ids = torch.arange(args.batch, device=world.device)
-    memory_format = towers.image_format if args.channels_last else torch.contiguous_format
-    taken = 0
 
-    def run(steps: int) -> None:
-        nonlocal taken
-        for _ in range(steps):
-            now = data[taken % len(data)]
-            pixels = now.pixels.to(world.device, non_blocking=True)
-            image = normalize(pixels, mean=now.mean, std=now.std, dtype=engine.dtype, memory_format=memory_format)
-            text = now.text.to(world.device, non_blocking=True)
-            lengths = trimming.cut(now.text)[1] if trimming else None
-            result = take_step(
-                (image, text), sample_ids=sample_ids, step=taken, lr_scale=lr_scale, text_lengths=lengths
-            )
-            assert result.applied
-            if losses is not None:
-                losses.append(result.output.loss)
-            taken += 1
+@contextlib.contextmanager
+def bench_trainer(args: argparse.Namespace, data: Data, *, world: World, settings: Sequence[str]) -> Iterator[Trainer]:
+    """A trainer that is shown these batches again and again."""
+    with tempfile.TemporaryDirectory(prefix="neuclip-bench-") as folder:
+        (shards := Path(folder) / "shards").mkdir()
+        make_shards(shards, shards=1, samples=args.batch, shorter=8, distinct=1)  # a run needs some; they are not read
+        micro = args.batch // args.accumulate if args.accumulate > 1 else "null"
+        run = load_recipe(None, [
+            f"output={folder}", f"data.sources={shards}", "data.streams=1", "data.workers=0",
+            f"model.arch={args.arch}", f"model.image_size={args.image_size or 'null'}",
+            f"batch_size={args.batch}", f"samples={args.batch * 10**6}", f"engine.micro_batch={micro}",
+            f"engine.device={world.device.type}", "engine.probe=false", "engine.rehearse_widest=false",
+            f"engine.deepspeed={'auto' if args.precision == 'bf16' else 'zero0_fp32'}",
+            "telemetry.tensorboard=false", "telemetry.progress=quiet", "telemetry.images_every=null", *settings,
+        ])  # fmt: skip
+        with setup(run, world=world, resume=None) as trainer:
+            trainer.batches._loader = itertools.cycle(data.batches)
+            yield trainer
 
-    return run
+
+def take_steps(trainer: Trainer, steps: int) -> None:
+    for _ in range(steps):
+        result = trainer.train_step(trainer.batches.next(), lr_scale=LR_SCALE)
+        assert result.applied
+        trainer.state.step += 1
+        trainer.utilization.count(text_tokens=result.text_tokens, images=result.images)
 
 
 class SyntheticLoader:
     """A data loader as open_clip_train expects it: micro-batches of normalized pixels and tokens."""
 
-    def __init__(self, *data: Data, micro_batch: int) -> None:
-        self.batches: list[tuple[Tensor, Tensor]] = []
-        for batch in data:
-            image = pinned(normalize(batch.pixels, mean=batch.mean, std=batch.std).float())
-            self.batches += zip(image.split(micro_batch), batch.text.split(micro_batch), strict=True)
-        self.num_samples = sum(len(batch.pixels) for batch in data)
-        self.num_batches = 0
+    def __init__(self, data: Data, *, micro_batch: int) -> None:
+        image = normalize(data.batches[0].image, mean=data.architecture.mean, std=data.architecture.std).float()
+        images = pinned(image.contiguous()).split(micro_batch)
+        parts = (zip(images, batch.text.split(micro_batch), strict=True) for batch in data.batches)
+        self._batches = itertools.cycle([micro for batch in parts for micro in batch])
+        self.num_samples, self.num_batches = len(image), 0
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for i in range(self.num_batches):
-            yield self.batches[i % len(self.batches)]
+        return itertools.islice(self._batches, self.num_batches)
 
 
 def open_clip_train(
-    args: argparse.Namespace,
-    *data: Data,
-    device: torch.device,
-    lr_scale: float = 1e-3,
-    losses: list[Tensor] | None = None,
-) -> Rounds:
-    """The package's own training loop, from the weights of `ours`; it appends its losses to `losses`."""
+    args: argparse.Namespace, data: Data, *, device: torch.device, compiled: bool = False
+) -> tuple[Callable[[int], None], Utilization]:
+    """The package's own training loop."""
     import open_clip
     from open_clip_train.train import train_one_epoch
 
-    model = open_clip.create_model(args.arch, force_image_size=args.image_size, output_dict=True)
-    towers, _ = build_towers(ModelConfig(arch=args.arch, image_size=args.image_size), seed=SEED)
-    missing = model.load_state_dict(towers.clip.state_dict(), strict=False).missing_keys
-    assert set(missing) <= {"logit_scale"}
-    model.to(device)
-    if args.grad_checkpointing:
-        model.set_grad_checkpointing()
+    defaults = OptimizerConfig()
+    model = open_clip.create_model(args.arch, force_image_size=args.image_size, output_dict=True).to(device)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     free = [p for name, p in named if p.ndim < 2 or "bn" in name or "ln" in name or "bias" in name or "logit" in name]
     decayed = [p for _, p in named if not any(p is other for other in free)]
-    groups = [{"params": free, "weight_decay": 0.0}, {"params": decayed, "weight_decay": OPTIMIZER.weight_decay}]
-    optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.lr * lr_scale, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps)
-    trained: Any = torch.compile(model) if args.compile else model
-    loader = SyntheticLoader(*data, micro_batch=args.batch // args.accumulate)
+    groups = [{"params": free, "weight_decay": 0.0}, {"params": decayed, "weight_decay": defaults.weight_decay}]
+    optimizer = torch.optim.AdamW(groups, lr=defaults.lr * LR_SCALE, betas=defaults.betas, eps=defaults.eps)
+    trained: Any = torch.compile(model) if compiled else model
+    loader = SyntheticLoader(data, micro_batch=args.batch // args.accumulate)
+    bf16 = args.precision == "bf16"
     settings = SimpleNamespace(
-        device=str(device), precision="amp_bf16" if args.precision == "bf16" else "fp32", distill=False,
+        device=str(device), precision="amp_bf16" if bf16 else "fp32", distill=False,
         accum_freq=args.accumulate, skip_scheduler=True, grad_clip_norm=None, horovod=False, rank=0, local_rank=0,
         log_local=False, log_every_n_steps=10**9, batch_size=args.batch // args.accumulate, world_size=1, wandb=False,
     )  # fmt: skip
     source = {"train": SimpleNamespace(dataloader=loader, set_epoch=lambda _: None)}
-
-    class Loss(open_clip.ClipLoss):
-        def forward(self, *given: Any, **named: Any) -> Any:
-            found = super().forward(*given, **named)
-            if losses is not None:
-                losses.append(torch.stack([*found.values()]).sum() if isinstance(found, dict) else found)
-            return found
-
-    loss = Loss()
+    towers = ModelConfig(arch=args.arch, image_size=args.image_size)
+    utilization = Utilization(towers, device=device, ranks=1, bf16=bf16, peak_tflops=None)
 
     def run(steps: int) -> None:
         loader.num_batches = steps * args.accumulate
         with as_its_main(device):
-            train_one_epoch(trained, source, loss, 0, optimizer, None, None, None, settings)
+            train_one_epoch(trained, source, open_clip.ClipLoss(), 0, optimizer, None, None, None, settings)
+        utilization.count(text_tokens=data.architecture.context_length)
 
-    return run
+    return run, utilization
 
 
 @contextlib.contextmanager
@@ -253,49 +255,61 @@ def as_its_main(device: torch.device) -> Iterator[None]:
         torch.backends.cudnn.benchmark = before[1]
 
 
-def main() -> None:
-    args = parse_arguments()
-    logging.disable(logging.INFO)
-    warnings.filterwarnings("ignore", category=UserWarning)
-    with start_world(device=args.device) as world:
-        data = make_data(args)
-        contenders = {"open_clip_train": open_clip_train(args, data, device=world.device)}
-        for name in args.contenders:
-            settings = argparse.Namespace(**{**vars(args), **CONTENDERS[name]})
-            objective = "neuclip" if name == "neuclip" else "openclip"
-            contenders[name] = ours(settings, data, objective=objective, world=world)
-        report(args, step_seconds(contenders, args, world.device), device=world.device)
+def contenders(
+    args: argparse.Namespace, data: Data, *, world: World, stack: ExitStack
+) -> dict[str, Callable[[], Contender]]:
+    """What builds each contender, by its name; ours live until the end of `stack`."""
 
+    def built(make: Callable[..., Any], *given: Any, **more: Any) -> Callable[[], Contender]:
+        return lambda: Contender(functools.partial(make, args, data, *given, **more), device=world.device)
 
-def step_seconds(
-    contenders: dict[str, Rounds], args: argparse.Namespace, device: torch.device
-) -> dict[str, list[float]]:
-    """Seconds per step of the contenders in every round."""
-
-    def timed(run: Rounds) -> Callable[[], float]:
-        return lambda: seconds(lambda: run(args.steps), device=device, threads=args.threads) / args.steps
-
-    return alternate({name: timed(run) for name, run in contenders.items()}, rounds=args.rounds)
+    builders = {THEIRS: built(open_clip_train, device=world.device)}
+    if world.device.type == "cuda" if args.torchcompile is None else args.torchcompile:
+        builders[COMPILED] = built(open_clip_train, device=world.device, compiled=True)
+    network = f"objective.prototypes={args.prototypes or min(4096, args.batch)}"
+    for name, variant in [(name, "") for name in args.objectives] + [(args.objectives[0], v) for v in args.variant]:
+        settings = [f"objective.name={name}", *([network] if name == "neuclip" else ()), *variant.split()]
+        full_name = ", ".join(["ours", name, *variant.split()])
+        builders[full_name] = built(ours, world=world, stack=stack, settings=settings)
+    return builders
 
 
 def head(args: argparse.Namespace, device: torch.device) -> str:
     """What is measured, and where."""
     size = f" at {args.image_size} px" if args.image_size else ""
-    return f"{args.arch}{size}, batch {args.batch}, {args.precision}, ZeRO-{args.stage}, {place(device, args.threads)}"
+    batch = f"batch {args.batch}" + (f" in {args.accumulate}" if args.accumulate > 1 else "")
+    return f"{args.arch}{size}, {batch}, {args.precision}, texts {args.captions}, {place(device, args.threads)}"
 
 
-def report(args: argparse.Namespace, times: dict[str, list[float]], *, device: torch.device) -> None:
-    """Print medians over rounds; ratios are medians of the per-round ratios."""
-    columns = {"ms/step": ".1f", "samples/s": ".1f", "/ open_clip_train": ".3f", "lowest": ".3f", "highest": ".3f"}
-    rows = {
-        name: (1e3 * median(found), args.batch / median(found), *ratios(times["open_clip_train"], found))
-        for name, found in times.items()
-    }
-    show(f"{head(args, device)}, in {args.accumulate}", columns, rows, output=args.json)
-    if {"openclip", "neuclip"} <= times.keys():
-        extra = ratios(times["neuclip"], times["openclip"])[0] - 1
-        of = f"{args.prototypes} prototypes, {args.inner_steps} inner steps"
-        print(f"neuclip takes {extra:+.1%} of openclip's time ({of})")
+def compare(args: argparse.Namespace, built: Mapping[str, Contender], device: torch.device) -> dict[str, Any]:
+    """Let the contenders take turns, and print medians over rounds; ratios are medians of the per-round ratios."""
+
+    def timed(contender: Contender) -> Callable[[], tuple[float, float]]:
+        return lambda: contender.take(args.steps, threads=args.threads)
+
+    found = alternate({name: timed(contender) for name, contender in built.items()}, rounds=args.rounds)
+    times = {name: [taken for taken, _ in rounds] for name, rounds in found.items()}
+    columns = {"ms/step": ".1f", "samples/s": ".1f"}
+    others = [name for name in (THEIRS, COMPILED) if name in times]
+    for name, spread in zip(others, (("lowest", "highest"), ("least", "most")), strict=False):
+        columns |= dict.fromkeys((f"/ {name.split()[-1]}", *spread), ".3f")
+    rows = dict[str, tuple[Value, ...]]()
+    for name, contender in built.items():
+        rate, peak = args.batch / median(times[name]), max(peak for _, peak in found[name])
+        compared = [ratio for other in others for ratio in ratios(times[other], times[name])]
+        mfu = contender.utilization.scalars(rate).get("mfu")
+        rows[name] = (1e3 * median(times[name]), rate, *compared, mfu, peak or None)
+    columns |= {"MFU": ".1%", "peak GiB": ".1f"}
+    return show(head(args, device), columns, rows, output=args.json)
+
+
+def main() -> None:
+    args = options().parse_args()
+    logging.disable(logging.WARNING)
+    warnings.filterwarnings("ignore", category=UserWarning)
+    with start_world(device=args.device) as world, ExitStack() as stack:
+        builders = contenders(args, make_data(args), world=world, stack=stack)
+        compare(args, {name: build() for name, build in builders.items()}, world.device)
 
 
 if __name__ == "__main__":

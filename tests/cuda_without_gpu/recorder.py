@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from jobs.bench.kernel_trace import _FREE
 from pipeline.distributed.timing import Phases
+from tests.cuda_without_gpu.kernel_trace import FREE
 
 READS = ("item", "tolist", "__bool__", "__float__", "__int__", "nonzero", "cpu", "numpy")
 """Methods that read a tensor's values: for one on a GPU the host waits."""
@@ -143,7 +143,7 @@ class _Operators(TorchDispatchMode):
             size = max(t.numel() * t.element_size() for t in tensors)
             record.collectives.append((record.phase, name, str(tensors[0].dtype).removeprefix("torch."), size))
             record.note(f"collective {name}")
-        elif func.namespace == "aten" and name not in _FREE and not func.is_view and name != "_local_scalar_dense":
+        elif func.namespace == "aten" and name not in FREE and not func.is_view and name != "_local_scalar_dense":
             record.kernels[record.phase] = record.kernels.get(record.phase, 0) + 1
             record.note(f"launch {record.phase}")
         return out

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from jobs.bench.kernel_trace import KernelTrace, fake_gpu
 from pipeline.config import section
 from pipeline.distributed.world import World
 from pipeline.model.trimming import TextChunks
@@ -29,6 +28,7 @@ from pipeline.objectives.npn.network import NPNS
 from pipeline.objectives.registry import OBJECTIVES, parse_objective
 from pipeline.objectives.temperature import TemperatureConfig
 from pipeline.training.step import Flags
+from tests.cuda_without_gpu.kernel_trace import KernelTrace, fake_gpu
 
 RANKS, LOCAL, DIM, STEPS = 4, 8, 16, 3
 SMALL = {"prototypes": 16, "inner_steps": 2, "restart_every": 2}

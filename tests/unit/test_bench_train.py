@@ -2,41 +2,66 @@
 
 from __future__ import annotations
 
-import pytest
+from contextlib import ExitStack
+from typing import Any
 
+import pytest
+import torch
+
+from jobs.bench import train
+from jobs.bench.train import COMPILED, THEIRS
+from pipeline.distributed.world import World
 from tests.launch import run
 
-pytestmark = pytest.mark.daily
-
 SMALL = ("--arch", "scenes-vit-micro", "--batch", "8", "--rounds", "1", "--device", "cpu", "--threads", "1")
+NO_DATA: Any = None
+"""Contenders are named before they are built."""
 
 
+@pytest.mark.parametrize(
+    ("device", "words", "expected"),
+    [
+        ("cpu", [], [THEIRS, "ours, openclip", "ours, neuclip"]),
+        ("cpu", ["--torchcompile"], [THEIRS, COMPILED, "ours, openclip", "ours, neuclip"]),
+        ("cuda", ["--objectives", "siglip"], [THEIRS, COMPILED, "ours, siglip"]),
+        ("cuda", ["--no-torchcompile", "--variant", "a=1 b=2"],
+         [THEIRS, "ours, openclip", "ours, neuclip", "ours, openclip, a=1, b=2"]),
+    ],
+)  # fmt: skip
+def test_open_clip_is_compiled_on_gpus_and_where_it_is_asked_for(
+    device: str, words: list[str], expected: list[str]
+) -> None:
+    args = train.options().parse_args(words)
+    with ExitStack() as stack:
+        assert list(train.contenders(args, NO_DATA, world=World(device=torch.device(device)), stack=stack)) == expected
+
+
+def test_texts_have_the_lengths_of_web_captions_or_the_full_one() -> None:
+    for name, (low, high) in {"cc12m": (25, 31), "cc3m": (14, 17), "full": (77, 77)}.items():
+        words = ["--arch", "ViT-B-32", "--image-size", "32", "--batch", "512", "--captions", name]
+        batches = train.make_data(train.options().parse_args(words)).batches
+        lengths = torch.cat([batch.text for batch in batches]).argmax(1) + 1
+        assert low <= lengths.float().mean() <= high, name
+        assert not torch.equal(batches[0].text, batches[1].text)
+
+
+@pytest.mark.daily
 @pytest.mark.slow
-def test_options_are_compared_with_the_baseline() -> None:
-    options = ("none", "accumulation")
-    done = run("jobs.bench.options", *SMALL, "--micro-batch", "4", "--options", *options)
-    rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()[-2:]}
-    assert tuple(rows) == options
-    assert rows["none"][1] == rows["none"][5] == "1.00"
-    assert all(float(figure) > 0 for row in rows.values() for figure in row[:-1])
-    assert all(row[-1] == "?" for row in rows.values())  # the share of a CPU's peak is not known
+def test_our_steps_are_compared_with_open_clips() -> None:
+    done = run("jobs.bench.train", *SMALL, "--steps", "1", "--variant", "model.text_batching=packed")
+    rows = [line for line in done.stdout.splitlines() if " 1 threads" not in line][2:]
+    names = [THEIRS, "ours, openclip", "ours, neuclip", "ours, openclip, model.text_batching=packed"]
+    assert [row.split("   ")[0] for row in rows] == names
+    assert rows[0].split()[1:] == [*rows[0].split()[1:3], "1.000", "1.000", "1.000", "?", "?"]
 
 
+@pytest.mark.daily
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", ["whole", "gathered"])
 def test_overhead_of_neuclip_is_measured(setting: str) -> None:
-    small = ("--ranks", "4", "--prototypes", "8", "--micro-batch", "4", "--setting", setting)
-    done = run("jobs.bench.neuclip_overhead", *SMALL[:-2], *small)
+    small = ("--ranks", "4", "--accumulate", "2", "--setting", setting)
+    done = run("jobs.bench.neuclip_overhead", *SMALL, *small)
     rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines() if "%" in line}
     assert rows.pop("openclip")[1] == "+0.00%"
     expected = {"whole": ["neuclip"], "gathered": ["replicated", "prototypes"]}
     assert list(rows) == expected[setting], done.stdout
-
-
-@pytest.mark.slow
-def test_ways_of_computing_texts_are_compared() -> None:
-    done = run("jobs.bench.text_tower", *SMALL, "--steps", "1")
-    rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()[-4:]}
-    assert list(rows) == ["trimmed", "packed", "groups_of_4", "padded"]
-    assert rows["packed"][-1] == "1.00"
-    assert float(rows["padded"][-1]) >= float(rows["trimmed"][-1]) >= float(rows["groups_of_4"][-1]) >= 1

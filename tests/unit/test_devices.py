@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from jobs.bench import options
 from pipeline.cores import cores_of_rank, cpu_quota, only_cores, usable_cores
 from pipeline.data.data_config import DataConfig, default_workers
 from pipeline.distributed import devices, start
@@ -281,26 +280,6 @@ def test_fewer_cores_are_for_this_block_only() -> None:
     with only_cores(1):
         assert usable_cores() == 1
     assert usable_cores() == before
-
-
-def test_a_contender_frees_its_memory_before_it_replies(monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[str] = []
-    questions = iter([2, 2, None])
-
-    class Pipe:
-        def send(self, reply: object) -> None:
-            events.append("reply")
-
-        def recv(self) -> int | None:
-            return next(questions)
-
-    monkeypatch.setattr(options, "make_data", lambda args: None)
-    monkeypatch.setattr(options, "ours", lambda *_, **__: lambda steps: events.append("steps"))
-    monkeypatch.setattr(options, "seconds", lambda run, device, threads: run() or 1.0)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: events.append("free"))
-    args = options.parse_arguments(["--device", "cpu"])
-    options.serve(Pipe(), options.settings_of(args, "none"))  # type: ignore[arg-type]
-    assert events == ["steps", "free", "reply"] * 3 + ["reply"]
 
 
 def test_the_measured_memory_is_that_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:

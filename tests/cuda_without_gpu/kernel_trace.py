@@ -1,4 +1,4 @@
-"""What code would run on a GPU, found without one: kernels with bytes and FLOPs, and copies that make the host wait.
+"""What code would run on a GPU, found without one: kernels with their bytes, and copies that make the host wait.
 
 The code runs on tensors without values: fake CUDA tensors (torch's `FakeTensorMode`), or tensors on the meta device
 where autograd is needed, because its engine asks the CUDA driver for streams. Reading a value of such a tensor
@@ -19,15 +19,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 DEVICES = ("cuda", "meta")
-# Operators that launch nothing, beside views.
-_FREE = frozenset(
+FREE = frozenset(
     {"_reshape_alias", "_unsafe_view", "alias", "as_strided", "detach", "device", "empty", "empty_like"}
     | {"empty_strided", "expand", "is_pinned", "lift_fresh", "new_empty", "new_empty_strided", "record_stream"}
     | {"select", "set_", "slice", "sym_size", "t", "view"}
 )
+"""Operators that launch nothing, beside views."""
 _OVERWRITING = frozenset({"copy_", "fill_", "zero_"})
 
 
@@ -36,40 +35,14 @@ class Kernel:
     """One operator that runs on the device, as one kernel."""
 
     name: str
-    shapes: tuple[tuple[int, ...], ...]
-    """Of its inputs."""
-    dtype: torch.dtype
-    """Of its first input."""
     bytes_read: int
     bytes_written: int
-    flops: int
     part: str
     """Of the program, see `KernelTrace.within`."""
 
     @property
     def bytes(self) -> int:
         return self.bytes_read + self.bytes_written
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """Rates for a roofline estimate; the defaults are assumptions for an H100, not measurements."""
-
-    bytes_per_second: float = 2.7e12
-    cached_bytes_per_second: float = 5.0e12
-    """Of kernels whose data fit the cache."""
-    cache: int = 30_000_000
-    low_precision_flops: float = 600e12
-    fp32_flops: float = 45e12
-    launch_seconds: float = 2.2e-6
-    """Least time of a kernel."""
-
-    def seconds(self, kernel: Kernel) -> float:
-        """Estimated time of a kernel: the longest of its memory traffic, its arithmetic and a launch."""
-        rate = self.cached_bytes_per_second if kernel.bytes < self.cache else self.bytes_per_second
-        low = kernel.dtype in (torch.bfloat16, torch.float16)
-        flops = self.low_precision_flops if low else self.fp32_flops
-        return max(kernel.bytes / rate, kernel.flops / flops, self.launch_seconds)
 
 
 class KernelTrace(TorchDispatchMode):
@@ -113,7 +86,7 @@ class KernelTrace(TorchDispatchMode):
         outputs = _tensors(out)
         if name in ("_to_copy", "copy_") and len({t.device.type for t in inputs + outputs}) > 1:
             self._note_copy(name, inputs, outputs, non_blocking=non_blocking)
-        elif name in _FREE or func.is_view or (name == "_to_copy" and out is inputs[0]):
+        elif name in FREE or func.is_view or (name == "_to_copy" and out is inputs[0]):
             pass
         elif not any(t.numel() for t in inputs + outputs):
             pass  # nothing is launched for empty tensors
@@ -157,9 +130,7 @@ class KernelTrace(TorchDispatchMode):
             result = formula(*arguments)
         finally:
             self._fusion = None
-        read, written = fusion.traffic(_tensors(result))
-        shapes = tuple(tuple(t.shape) for t in given)
-        self.kernels.append(Kernel(formula.__name__, shapes, given[0].dtype, read, written, 0, self.part))
+        self.kernels.append(Kernel(formula.__name__, *fusion.traffic(_tensors(result)), self.part))
         return result
 
 
@@ -237,29 +208,13 @@ def _on_device(inputs: Sequence[Tensor], device: Any) -> bool:
 
 
 def _kernel(func: Any, args: Any, kwargs: Any, out: Any, *, part: str) -> Kernel:
-    read, outputs = _read(func, args, kwargs), _tensors(out)
-    written = {id(t): t for t in (*outputs, *_written(func, args, kwargs))}
-    return Kernel(
-        func._overloadpacket.__name__,
-        tuple(tuple(t.shape) for t in read),
-        (read or outputs)[0].dtype,
-        sum(map(_bytes, read)),
-        sum(map(_bytes, written.values())),
-        _flops(func, args, kwargs, out),
-        part,
-    )
+    written = {id(t): t for t in (*_tensors(out), *_written(func, args, kwargs))}
+    read = sum(map(_bytes, _read(func, args, kwargs)))
+    return Kernel(func._overloadpacket.__name__, read, sum(map(_bytes, written.values())), part)
 
 
 def _read(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return _tensors(args[1:] if func._overloadpacket.__name__ in _OVERWRITING else args, {**kwargs, "out": None})
-
-
-def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    packet = func._overloadpacket
-    if packet not in flop_registry:
-        return 0
-    given = {key: value for key, value in kwargs.items() if key not in ("out", "out_dtype")}
-    return int(flop_registry[packet](*args[: 2 if packet.__name__ == "mm" else None], **given, out_val=out))
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:

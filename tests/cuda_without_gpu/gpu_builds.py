@@ -12,13 +12,14 @@ import json
 import re
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -34,37 +35,21 @@ H100 = SimpleNamespace(
 
 @dataclass(frozen=True)
 class Formula:
-    """A formula with the shapes that it is compiled for."""
+    """A formula with the arguments, taken apart, whose shapes it is compiled for."""
 
     function: Callable[..., Any]
-    arguments: tuple[Any, ...]
+    leaves: list[Any]
+    spec: pytree.TreeSpec
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [t for value in self.arguments for t in _parts(value) if isinstance(t, Tensor)]
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        return self.function.__name__, *((tuple(t.shape), t.dtype) for t in self.tensors)
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
     def __call__(self, *tensors: Tensor) -> Any:
         """The formula of these tensors in place of its own."""
         given = iter(tensors)
-        return self.function(*(_with(value, given) for value in self.arguments))
-
-
-def _parts(value: Any) -> list[Any]:
-    if is_dataclass(value):
-        return list(vars(value).values())
-    return list(value) if isinstance(value, tuple) else [value]
-
-
-def _with(value: Any, given: Any) -> Any:
-    """The value with its tensors replaced by the next ones."""
-    parts = [next(given) if isinstance(part, Tensor) else part for part in _parts(value)]
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **dict(zip(vars(value), parts, strict=True)))
-    return tuple(parts) if isinstance(value, tuple) else parts[0]
+        leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        return self.function(*pytree.tree_unflatten(leaves, self.spec))
 
 
 def formulas() -> list[Formula]:
@@ -72,8 +57,11 @@ def formulas() -> list[Formula]:
     found: dict[tuple[object, ...], Formula] = {}
 
     def record(function: Callable[..., Any], *arguments: Any) -> Any:
-        formula = Formula(function, arguments)
-        found.setdefault(formula.key, formula)
+        for kind in {type(a) for a in arguments if is_dataclass(a)} - pytree.SUPPORTED_NODES.keys():
+            pytree.register_dataclass(kind)
+        formula = Formula(function, *pytree.tree_flatten(arguments))
+        key = function.__name__, *((tuple(t.shape), t.dtype) for t in formula.tensors)
+        found.setdefault(key, formula)
         return function(*arguments)
 
     for update, ranks in (("replicated", 1), ("prototypes", 8)):

@@ -113,6 +113,9 @@ class KernelTrace(TorchDispatchMode):
             shapes = " to ".join(f"{t.device.type}{list(t.shape)}" for t in (inputs[-1], outputs[0]))
             self.blocking_copies.append(f"{name}: {shapes}")
 
+    def note_wait(self) -> None:
+        self.waits += 1
+
     @contextmanager
     def within(self, part: str) -> Iterator[None]:
         """Inside, kernels belong to this part of the program."""
@@ -168,8 +171,8 @@ def fake_gpu(device: str = "cuda") -> Iterator[KernelTrace]:
     replaced: list[tuple[Any, str, Any]] = [
         (Tensor, "pin_memory", pin),
         (Tensor, "record_stream", lambda tensor, stream: None),
-        (torch.cuda, "Stream", lambda device=None: _FakeStream(trace)),
-        (torch.cuda, "current_stream", lambda device=None: _FakeStream(trace)),
+        (torch.cuda, "Stream", lambda device=None: FakeStream(trace.note_wait)),
+        (torch.cuda, "current_stream", lambda device=None: FakeStream(trace.note_wait)),
         (torch.cuda, "stream", lambda stream: nullcontext()),
     ]
     with ExitStack() as stack:
@@ -180,21 +183,23 @@ def fake_gpu(device: str = "cuda") -> Iterator[KernelTrace]:
         yield stack.enter_context(trace)
 
 
-class _FakeStream:
-    """A CUDA stream, and its own events."""
+class FakeStream:
+    """A CUDA stream, or an event; `wait` is called when the host waits for it."""
 
-    def __init__(self, trace: KernelTrace) -> None:
-        self._trace = trace
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self.synchronize = wait
+
+    def query(self) -> bool:
+        return False
+
+    def record_event(self, event: object = None) -> FakeStream:
+        return self
+
+    def record(self, stream: object = None) -> None: ...
 
     def wait_stream(self, stream: object) -> None: ...
 
     def wait_event(self, event: object) -> None: ...
-
-    def record_event(self) -> _FakeStream:
-        return self
-
-    def synchronize(self) -> None:
-        self._trace.waits += 1
 
 
 def _tensors(*trees: Any) -> list[Tensor]:

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pipeline.distributed.timing import Phases
-from tests.cuda_without_gpu.kernel_trace import FREE
+from tests.cuda_without_gpu.kernel_trace import FREE, FakeStream
 
 READS = ("item", "tolist", "__bool__", "__float__", "__int__", "nonzero", "cpu", "numpy")
 """Methods that read a tensor's values: for one on a GPU the host waits."""
@@ -62,28 +62,6 @@ def caller() -> str:
     return f"{place}:{frame.f_code.co_name}"
 
 
-class _Stream:
-    """A stream or an event."""
-
-    def __init__(self, record: Record) -> None:
-        self._record = record
-
-    def synchronize(self) -> None:
-        self._record.wait()
-
-    def query(self) -> bool:
-        return False
-
-    def record_event(self, event: object = None) -> _Stream:
-        return self
-
-    def record(self, stream: object = None) -> None: ...
-
-    def wait_stream(self, stream: object) -> None: ...
-
-    def wait_event(self, event: object) -> None: ...
-
-
 class CudaLike(CPU_Accelerator):  # type: ignore[misc]
     """DeepSpeed's view of an asynchronous device whose tensors are in host memory."""
 
@@ -112,20 +90,13 @@ class CudaLike(CPU_Accelerator):  # type: ignore[misc]
     def synchronize(self, device_index: object = None) -> None:
         self.record.wait()
 
-    def Stream(self, *_: object, **__: object) -> _Stream:
-        return _Stream(self.record)
+    def Stream(self, *_: object, **__: object) -> FakeStream:
+        return FakeStream(self.record.wait)
 
-    def Event(self, *_: object, **__: object) -> _Stream:
-        return _Stream(self.record)
+    Event = current_stream = default_stream = Stream
 
     def stream(self, stream: object) -> Any:
         return nullcontext()
-
-    def current_stream(self, device_index: object = None) -> _Stream:
-        return _Stream(self.record)
-
-    def default_stream(self, device_index: object = None) -> _Stream:
-        return _Stream(self.record)
 
 
 class _Operators(TorchDispatchMode):

@@ -93,9 +93,9 @@ def whole_run(results: Results, part: str, settings: Sequence[str], *, batch: in
 
         def train(name: str, last: int, *more: str) -> None:
             def take() -> dict[str, Any]:
-                done = len(records(run))
+                done = len(read_records(run / METRICS_NAME))
                 printed = program(*command, f"samples={batch * last}", *more, tiny=results.tiny)
-                return {"figures": figures(records(run)[done:]), "output": printed}
+                return {**figures(read_records(run / METRICS_NAME)[done:]), "output": printed}
 
             results.measure(part, name, take, seconds=RUN_SECONDS)
 
@@ -147,17 +147,15 @@ def program(*words: str, tiny: bool) -> list[str]:
     return printed
 
 
-def records(run: Path) -> list[dict[str, Any]]:
-    """Of the steps of a training run."""
-    return [record for record in read_records(run / METRICS_NAME) if record.get("kind") == "train"]
-
-
-def figures(steps: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Medians of the second half: the first steps compile and warm up."""
+def figures(records: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Of a run: steps, evaluations, and medians of the second half of the steps, after what compiles and warms up."""
+    kinds = [record.get("kind") for record in records]
+    steps = [record for record in records if record.get("kind") == "train"]
     later = steps[len(steps) // 2 :]
     names = sorted({name for record in later for name in record if name.startswith(FIGURES)})
     values = {name: [r[name] for r in later if isinstance(r.get(name), float | int)] for name in names}
-    return {"steps": float(len(steps)), **{name: float(median(found)) for name, found in values.items() if found}}
+    counts = {"steps_logged": float(len(steps)), "evaluations": float(kinds.count("evaluation"))}
+    return counts | {name: float(median(found)) for name, found in values.items() if found}
 
 
 def free_memory() -> None:

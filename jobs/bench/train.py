@@ -10,9 +10,9 @@ groups, ClipLoss, amp in bf16), as it is and with its `--torchcompile` (on a CPU
 trainer's own step with the default settings, with the openclip objective, which computes the same loss, and with
 neuclip, whose extra time is that of the normalizer network; and the first of the --objectives once more with the
 settings of each --variant. Data loading is excluded; batches have random pixels and texts of the lengths of web
-captions. The contenders alternate in rounds of a few steps
-within one process with one rank, so that other load on the machine affects all of them; the ratios within a round are
-compared. On a GPU we measure wall time, on a CPU the CPU time of the process.
+captions. The contenders alternate in rounds of a few steps within one process with one rank, so that other load on the
+machine affects all of them; the ratios within a round are compared. On a GPU we measure wall time, on a CPU the CPU
+time of the process.
 """
 
 from __future__ import annotations
@@ -102,6 +102,8 @@ class Data:
 
 def make_data(args: argparse.Namespace) -> Data:
     """Random pixels, the same in every batch, and captions as long as `args` says, from a fixed seed."""
+    if args.batch % args.accumulate:
+        raise SystemExit(f"--accumulate {args.accumulate} does not divide --batch {args.batch}.")
     config = ModelConfig(arch=args.arch, image_size=args.image_size)
     architecture = build_towers(config, seed=0, device="meta")[1]
     generator, size = torch.Generator().manual_seed(0), architecture.image_size
@@ -260,8 +262,8 @@ def contenders(
 ) -> dict[str, Callable[[], Contender]]:
     """What builds each contender, by its name; ours live until the end of `stack`."""
 
-    def built(make: Callable[..., Any], *given: Any, **more: Any) -> Callable[[], Contender]:
-        return lambda: Contender(functools.partial(make, args, data, *given, **more), device=world.device)
+    def built(make: Callable[..., Any], **given: Any) -> Callable[[], Contender]:
+        return lambda: Contender(functools.partial(make, args, data, **given), device=world.device)
 
     builders = {THEIRS: built(open_clip_train, device=world.device)}
     if world.device.type == "cuda" if args.torchcompile is None else args.torchcompile:

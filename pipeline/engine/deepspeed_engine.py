@@ -12,7 +12,7 @@ import io
 import logging
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,12 +21,14 @@ from pipeline.distributed.start import environment
 from pipeline.distributed.world import World
 from pipeline.engine.engine_config import BATCH_KEYS, BUCKET, EngineConfig, deepspeed_settings, zero_stage
 from pipeline.engine.engine_protocol import EngineFacts, register_engine
+from pipeline.engine.fused_gradients import fuse_gradients
 from pipeline.engine.optim import OptimizerConfig, build_optimizer, check_stage, parameter_groups, set_lr
 from pipeline.engine.state import DeepSpeedState
-from pipeline.errors import UserError
+from pipeline.errors import UserError, in_a_line, is_out_of_memory
 from pipeline.model.attention import PackedText
 from pipeline.model.towers import Towers
 
+log = logging.getLogger(__name__)
 COMPILE_OPTIONS = {"fallback_random": True}
 """Compiled towers draw (dropout, patch dropout) what eager ones draw from the same seed, in forward passes with and
 without graph; Inductor's own generator draws differently in each."""
@@ -66,7 +68,7 @@ class DeepSpeedEngine:
         optimizer: OptimizerConfig,
         world: World,
         global_batch: int,
-        compile_towers: bool = False,
+        compile_towers: bool | Literal["auto"] = False,
     ) -> None:
         settings = deepspeed_settings(config, global_batch=global_batch, world_size=world.size, optimizer=optimizer)
         self.stage = zero_stage(settings)
@@ -95,6 +97,7 @@ class DeepSpeedEngine:
             self._engine, self._wrapped, _, _ = deepspeed.initialize(
                 model=towers, optimizer=build_optimizer(optimizer, groups), config=settings, dist_init_required=False
             )
+        fuse_gradients(self._engine.optimizer)
         if self.stage == 0 and world.size == 1:
             # A reduction over one rank changes nothing, but DeepSpeed would copy all gradients to a buffer and back.
             self._engine.enable_backward_allreduce = False
@@ -103,13 +106,34 @@ class DeepSpeedEngine:
             # and fail to trace them. As in a new process, they are constants.
             torch.compiler.reset()
             self._engine.compile(compile_kwargs={"options": COMPILE_OPTIONS})
+        self._may_fail = compile_towers == "auto"
         self.module: Towers = self._engine.module
         self.state = DeepSpeedState(self._engine, stage=self.stage, world=world, frozen=frozen)
 
     def forward(self, image: Tensor, text: Tensor | PackedText) -> tuple[Tensor, Tensor]:
         """See `Engine.forward`; images of another precision than `dtype` are cast."""
-        features: tuple[Tensor, Tensor] = self._engine(image.to(self.dtype), text)
+        run = self._first_compiled if self._may_fail else self._engine
+        features: tuple[Tensor, Tensor] = run(image.to(self.dtype), text)
         return features
+
+    def _first_compiled(self, image: Tensor, text: Tensor | PackedText) -> tuple[Tensor, Tensor]:
+        """The first forward pass of towers that need not be compiled: without compilation, if it fails on any rank."""
+        self._may_fail, reason = False, ""
+        devices = [image.device] if image.is_cuda else []
+        with torch.random.fork_rng(devices=devices):
+            try:
+                features: tuple[Tensor, Tensor] = self._engine(image, text)
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise
+                reason = in_a_line(error)
+        if not (reasons := [reason for reason in self.world.gather_objects(reason) if reason]):
+            return features
+        log.warning(
+            "The towers cannot be compiled, and train uncompiled (%s). model.compile=false says so.", reasons[0]
+        )
+        self.module._compiled_call_impl = None
+        return self._engine(image, text)  # type: ignore[no-any-return]
 
     def backward(self, features: tuple[Tensor, Tensor], gradients: tuple[Tensor, Tensor]) -> None:
         """See `Engine.backward`.

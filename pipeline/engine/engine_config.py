@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from pydantic import Field
 
 from pipeline.config import section, suggest
@@ -48,8 +49,8 @@ class EngineConfig:
     """What runs forward, backward and the optimizer."""
     deepspeed: str = "auto"
     """ZeRO stage and precision: a file of ds_configs/ (without .json), or the path of a DeepSpeed JSON file. "auto":
-    zero0_bf16 on one rank, where there is nothing to shard, and for an optimizer that works on whole layers (lamb,
-    muon); else zero1_bf16."""
+    zero1_bf16, whose bf16 weights need no casts; but zero0_bf16 for an optimizer that works on whole layers (lamb,
+    muon), and on a single CPU rank, where it was faster."""
     micro_batch: int | None = Field(default=None, ge=1)
     """Feature-cached accumulation (GradCache; open_clip's `--accum-freq`): how many samples of a rank are in memory
     with their graph at once. None: the whole local batch."""
@@ -107,7 +108,12 @@ def _name(config: EngineConfig, world_size: int, optimizer: OptimizerConfig | No
     if config.deepspeed != "auto":
         return config.deepspeed
     whole_layers = optimizer is not None and optimizer.per_layer
-    return "zero0_bf16" if world_size == 1 or whole_layers else "zero1_bf16"
+    return "zero0_bf16" if whole_layers or (world_size == 1 and not on_gpu(config.device)) else "zero1_bf16"
+
+
+def on_gpu(device: str) -> bool:
+    """Whether a run computes on a GPU, by its `engine.device`."""
+    return device == "cuda" or (device == "auto" and torch.cuda.is_available())
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Size, Tensor
@@ -138,7 +138,7 @@ class EngineClass(Protocol):
         optimizer: OptimizerConfig,
         world: World,
         global_batch: int,
-        compile_towers: bool = False,
+        compile_towers: bool | Literal["auto"] = False,
     ) -> Engine:
         """Build the engine.
 
@@ -148,7 +148,7 @@ class EngineClass(Protocol):
             optimizer: The optimizer's section.
             world: The ranks.
             global_batch: Samples per step over all ranks.
-            compile_towers: Compile the towers with torch.compile.
+            compile_towers: Compile the towers with torch.compile; "auto": unless that fails.
 
         Raises:
             UserError: Settings, optimizer and towers do not go together.

@@ -40,33 +40,11 @@ class PackedLayout:
     """int32 [B + 1]: each text's first token, and T."""
     longest: int
     groups: tuple[tuple[int, int], ...]
-    """(texts, width) of padded groups of similar lengths, for devices without a kernel for packed texts."""
+    """(texts, width) of padded groups of similar lengths; empty where the device has a kernel for packed texts."""
     places: Tensor
-    """[P]: the tokens of all groups, P = sum of texts * width. Padding repeats a text's last token."""
+    """int32 [P]: the tokens of all groups, P = sum of texts * width. Padding repeats a text's last token."""
     order: Tensor
-    """[T]: where each token of the row is among these."""
-
-    @classmethod
-    def of(cls, lengths: Tensor, *, device: torch.device) -> PackedLayout:
-        """The layout of texts one behind the other, given [B] lengths on the host."""
-        sizes = lengths.numpy()
-        ends = np.cumsum(sizes)
-        by_length = np.argsort(sizes, kind="stable")
-        groups, places, order, first = [], [], np.empty(int(ends[-1]), dtype=np.int64), 0
-        for rows in (part for part in np.array_split(by_length, GROUPS) if len(part)):
-            width = int(sizes[rows].max())
-            within = np.minimum(np.arange(width), sizes[rows, None] - 1)
-            found = (ends[rows] - sizes[rows])[:, None] + within
-            padded = first + np.arange(found.size).reshape(found.shape)
-            real = np.arange(width) < sizes[rows, None]
-            order[found[real]] = padded[real]
-            groups.append((len(rows), width))
-            places.append(found.ravel())
-            first += found.size
-        cumulative = torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32))
-        arrays = (cumulative, torch.from_numpy(np.concatenate(places)), torch.from_numpy(order))
-        bounds, placed, ordered = (to_device(values, device) for values in arrays)
-        return cls(bounds, int(sizes.max()), tuple(groups), placed, ordered)
+    """int32 [T]: where each token of the row is among these; empty without groups."""
 
     def to(self, dtype: torch.dtype) -> PackedLayout:
         """This layout: open_clip's blocks cast what they take for a mask."""
@@ -135,10 +113,10 @@ def attend(
 def attend_packed(qkv: Tensor, layout: PackedLayout, *, heads: int) -> Tensor:
     """Causal attention within each text of a packed row, [1, T, 3 D] -> [1, T, D].
 
-    On CUDA in 16 bits by torch's kernel for variable lengths, elsewhere in groups of texts of similar length: a text's
-    padding comes after it, where causal attention does not look.
+    By torch's kernel for variable lengths, which GPUs have in 16 bits, or in the layout's groups of texts of similar
+    length: a text's padding comes after it, where causal attention does not look.
     """
-    if qkv.device.type == "cuda" and qkv.dtype in (torch.bfloat16, torch.float16):
+    if not layout.groups:
         from torch.nn.attention.varlen import varlen_attn
 
         q, k, v = (x.unflatten(-1, (heads, -1)).contiguous() for x in qkv[0].chunk(3, dim=-1))
@@ -252,35 +230,55 @@ class PackedText:
     """The tokens of some texts, in the texts' order."""
 
     tokens: Tensor
-    """[1, T]"""
+    """int32 [1, T]"""
     positions: Tensor
-    """[1, T]: each token's place in its text."""
+    """int32 [1, T]: each token's place in its text."""
     ends: Tensor
-    """[B]: the place in the row of each text's last token."""
+    """int32 [B]: the place in the row of each text's last token."""
     layout: PackedLayout
 
     def __len__(self) -> int:
         return len(self.ends)
 
 
-def pack(text: Tensor, lengths: Tensor) -> PackedText:
-    """Pack [B, L] tokens.
+def pack(text: Tensor, lengths: Tensor, *, device: torch.device, by_kernel: bool = False) -> PackedText:
+    """Pack [B, L] tokens of the host, and copy all that the towers need of them to the device at once.
 
     Args:
-        text: The tokens, on the device.
-        lengths: [B] tokens of each text, on the host; places are computed there, without waiting for the device.
+        text: The tokens.
+        lengths: int64 [B], tokens of each text.
+        device: Where the towers are.
+        by_kernel: Attention is computed by a kernel for packed texts, which needs no groups: on GPUs in 16 bits.
     """
-    total, device = int(lengths.sum()), text.device
-    starts = lengths.cumsum(0) - lengths
-    positions = torch.arange(total) - starts.repeat_interleave(lengths)
-    rows = torch.arange(len(lengths)).repeat_interleave(lengths)
-    places = to_device(rows * text.shape[1] + positions, device)
-    return PackedText(
-        tokens=text.reshape(-1).index_select(0, places)[None],
-        positions=to_device(positions[None], device),
-        ends=to_device(starts + lengths - 1, device),
-        layout=PackedLayout.of(lengths, device=device),
+    sizes = lengths.numpy()
+    ends = np.cumsum(sizes)
+    real = np.arange(text.shape[1]) < sizes[:, None]
+    positions = np.broadcast_to(np.arange(text.shape[1]), real.shape)[real]
+    groups, places, order = ((), *np.empty((2, 0))) if by_kernel else _grouped(sizes, ends)
+    parts = (text.numpy()[real], positions, ends - 1, [0], ends, places, order)
+    row = to_device(torch.from_numpy(np.concatenate(parts).astype(np.int32)), device)
+    total, count = int(ends[-1]), len(sizes)
+    tokens, positions, last, cumulative, placed, ordered = row.split(
+        (total, total, count, count + 1, len(places), len(order))
     )
+    layout = PackedLayout(cumulative, int(sizes.max()), groups, placed, ordered)
+    return PackedText(tokens[None], positions[None], last, layout)
+
+
+def _grouped(sizes: np.ndarray, ends: np.ndarray) -> tuple[tuple[tuple[int, int], ...], np.ndarray, np.ndarray]:
+    """`groups`, `places` and `order` of a layout, for texts of [B] sizes that end before `ends` in the row."""
+    groups, places, order, first = [], [], np.empty(int(ends[-1]), dtype=np.int64), 0
+    for rows in (part for part in np.array_split(np.argsort(sizes, kind="stable"), GROUPS) if len(part)):
+        width = int(sizes[rows].max())
+        within = np.minimum(np.arange(width), sizes[rows, None] - 1)
+        tokens = (ends[rows] - sizes[rows])[:, None] + within
+        padded = first + np.arange(tokens.size).reshape(tokens.shape)
+        real = np.arange(width) < sizes[rows, None]
+        order[tokens[real]] = padded[real]
+        groups.append((len(rows), width))
+        places.append(tokens.ravel())
+        first += tokens.size
+    return tuple(groups), np.concatenate(places), order
 
 
 def encode_packed(clip: nn.Module, text: PackedText) -> Tensor:

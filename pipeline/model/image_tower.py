@@ -226,3 +226,36 @@ def use_fp32_batch_norms(model: nn.Module, *, synchronised: bool = False) -> Non
                 f"model.sync_batchnorm: {name} is a {type(module).__name__}, and only torch's BatchNorm2d can be "
                 "synchronised here. Use model.sync_batchnorm=false, or one of open_clip's own ResNets (RN50 ...)."
             )
+
+
+class PatchProduct(nn.Conv2d):
+    """The convolution that divides an image into patches, computed on GPUs as a matrix product.
+
+    A kernel that is as large as its stride sees every pixel once. cuDNN's gradient of its weights is slow: this
+    convolution took 18 of 167 ms of a step of ViT-B/32 with 1,024 pairs on an H200, of which nearly all goes. On CPUs
+    the convolution is as fast.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, D, H // P, W // P]; pixels that fill no whole patch are not read."""
+        return self.product(x) if x.is_cuda else super().forward(x)
+
+    def product(self, x: Tensor) -> Tensor:
+        """As `forward`, on any device."""
+        (height, width), (rows, channels) = self.kernel_size, x.shape[:2]  # type: ignore[misc]
+        down, across = x.shape[2] // height, x.shape[3] // width
+        x = x[:, :, : down * height, : across * width].view(rows, channels, down, height, across, width)
+        patches = x.permute(0, 2, 4, 1, 3, 5).reshape(rows, down * across, -1)
+        return F.linear(patches, self.weight.flatten(1), self.bias).transpose(1, 2).unflatten(2, (down, across))
+
+
+def use_patch_product(visual: nn.Module) -> None:
+    """Turn the patch embedding of a vision transformer, which has no other convolution, into a `PatchProduct`."""
+    convolutions = [module for module in visual.modules() if isinstance(module, nn.Conv2d)]
+    if len(convolutions) == 1 and _is_patch_embedding(convolutions[0]):
+        convolutions[0].__class__ = PatchProduct
+
+
+def _is_patch_embedding(module: nn.Conv2d) -> bool:
+    plain = module.padding in ((0, 0), "valid") and module.dilation == (1, 1) and module.groups == 1
+    return type(module) is nn.Conv2d and plain and module.kernel_size == module.stride

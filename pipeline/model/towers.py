@@ -32,7 +32,7 @@ from pipeline.model.starting_weights import (
     logit_of,
     with_sizes,
 )
-from pipeline.model.trimming import encode_text
+from pipeline.model.trimming import TextTrimming, encode_text, text_trimming, why_not_trimmed
 
 
 @section
@@ -88,21 +88,15 @@ class ModelConfig:
     """Cut texts after the longest of each micro-batch, rounded up to a multiple of 8 tokens, and sort texts by length
     into micro-batches. Features and gradients stay the same up to rounding. None: wherever that is so, that is, for
     causal text towers that are read at the end-of-text token; true: refuse other towers; false: never."""
-    text_batching: Literal["padded", "packed"] = "padded"
-    """How texts of different lengths share a micro-batch. `padded`: each is as wide as the longest, see `trim_text`.
-    `packed`: one behind the other, so that only tokens that exist are computed; on GPUs by torch's attention for
-    variable lengths. For the towers of `trim_text`; features and gradients stay the same up to rounding."""
+    text_batching: Literal["auto", "packed", "padded"] = "auto"
+    """How texts of different lengths share a micro-batch. `packed`: one behind the other, so that only tokens that
+    exist are computed; on GPUs by torch's attention for variable lengths. For the towers of `trim_text`; features and
+    gradients stay the same up to rounding. `padded`: each is as wide as the longest. `auto`: packed where possible."""
     lora: LoraConfig = LoraConfig()
-    compile: bool = False
-    """Compile the towers with `torch.compile`. The first steps take minutes."""
-
-    @model_validator(mode="after")
-    def _compilable(self) -> ModelConfig:
-        if self.compile and self.text_batching == "packed":
-            raise ValueError(
-                "model.compile needs text_batching = padded: packed texts have another shape in every step"
-            )
-        return self
+    compile: bool | Literal["auto"] = "auto"
+    """Compile the towers with `torch.compile`. The first steps take minutes; torch keeps the compiled code in its cache
+    for the next start. `auto`: on a GPU, if a tenth of the run's estimated time is more than compiling takes; towers
+    that cannot be compiled are then trained uncompiled, with a warning."""
 
     @model_validator(mode="after")
     def _unlocked_of_locked(self) -> ModelConfig:
@@ -209,6 +203,25 @@ def without_weights(config: ModelConfig) -> ModelConfig:
     return replace(config, arch=arch, pretrained=None, tokenizer=tokenizer)
 
 
+def text_batching(clip: nn.Module, config: ModelConfig, *, by_kernel: bool = False) -> tuple[TextTrimming | None, bool]:
+    """How the texts of a `model` section are trimmed, and whether they are packed.
+
+    `by_kernel`: the device has a kernel for packed texts. Elsewhere they are computed in groups, whose sizes change
+    with every batch: compiled towers would be compiled anew each time.
+
+    Raises:
+        UserError: As `text_trimming`, or packed texts are demanded where they would change what the model computes.
+    """
+    trimming = text_trimming(clip, wanted=config.trim_text, longest=config.text_tokens)
+    if config.text_batching == "padded" or trimming is None or (config.compile is True and not by_kernel):
+        reason = why_not_trimmed(clip) or ("model.trim_text is false." if trimming is None else "")
+        if config.text_batching == "packed":
+            reason = reason or "model.compile=true compiles packed texts in bf16 on GPUs only."
+            raise UserError(f"model.text_batching=packed: {reason} Use model.text_batching=padded.")
+        return trimming, False
+    return trimming, True
+
+
 def check_start(config: ModelConfig) -> None:
     """Check what the towers start from.
 
@@ -252,6 +265,7 @@ def build_towers(config: ModelConfig, *, seed: int, device: str | torch.device =
         use_class_token_block,
         use_fp32_batch_norms,
         use_patch_dropout_on_device,
+        use_patch_product,
     )
 
     start = find_start(config.arch, config.pretrained)
@@ -277,6 +291,7 @@ def build_towers(config: ModelConfig, *, seed: int, device: str | torch.device =
     use_fp32_batch_norms(clip, synchronised=config.sync_batchnorm)
     use_fp32_embedding_sums(clip)
     use_patch_dropout_on_device(clip)
+    use_patch_product(clip.visual)  # type: ignore[arg-type]
     if config.packed_attention:
         use_packed_attention(clip)
     use_class_token_block(clip, wanted=config.trim_image)

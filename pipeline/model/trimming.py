@@ -8,7 +8,7 @@ Shape legend: B texts, L tokens of the context, l tokens that are kept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,45 +54,71 @@ def trimmed_width(lengths: Tensor, *, context_length: int) -> int:
 
 
 class TextChunks:
-    """The texts of a local batch in micro-batches, cut and, where there are several, sorted by length.
+    """The texts of a local batch in micro-batches on a device, cut and, where there are several, sorted by length.
 
     Only texts are sorted, so a micro-batch's images and texts are of different pairs. Features and gradients are given
-    and taken in the batch's order.
+    and taken in the batch's order. All that the device needs is copied when this is made, without waiting for it.
     """
 
     def __init__(
-        self, text: Tensor, chunks: Sequence[slice], *, lengths: Tensor | None = None, packed: bool = False
+        self,
+        text: Tensor,
+        chunks: Sequence[slice],
+        *,
+        lengths: Tensor | None = None,
+        packed: bool = False,
+        by_kernel: bool = False,
+        device: torch.device | None = None,
     ) -> None:
         """Divide [b, L] tokens.
 
         Args:
-            text: The tokens, on the device.
+            text: The tokens, on the host (unpacked ones may be on the device); pinned if they go to a GPU.
             chunks: Rows of each micro-batch, without gaps from 0 to b.
             lengths: [b] on the host, of `TextTrimming`; None: neither cut nor sort.
-            packed: Pack each micro-batch instead.
+            packed: Pack each micro-batch instead of cutting it.
+            by_kernel: As for `pack`.
+            device: Where the towers are; None: where the tokens are.
         """
-        self._lengths = lengths if packed else None
-        self._text, self._rows, self._widths = text, list[slice | Tensor](chunks), [text.shape[1]] * len(chunks)
+        self.text, self.chunks = text, chunks
+        self._device = device = device or text.device
+        self._rows = list[slice | Tensor](chunks)
         self.computed_tokens = text.numel()
         """Tokens that one forward pass over the local batch computes."""
-        if lengths is None:
-            return
-        if packed:
+        if lengths is not None and packed:
+            self._tokens: list[Tensor | PackedText] = [
+                pack(text[rows], lengths[rows], device=device, by_kernel=by_kernel) for rows in chunks
+            ]
             self.computed_tokens = int(lengths.sum())
             return
-        if len(chunks) > 1:
-            order = lengths.argsort(stable=True)
-            lengths = lengths[order]
-            order = to_device(order, text.device)
-            self._rows = [order[rows] for rows in chunks]
-        self._widths = [trimmed_width(lengths[rows], context_length=text.shape[1]) for rows in chunks]
-        self.computed_tokens = sum(len(lengths[rows]) * width for rows, width in zip(chunks, self._widths, strict=True))
+        widths = [text.shape[1]] * len(chunks)
+        if lengths is not None:
+            if len(chunks) > 1:
+                order = lengths.argsort(stable=True)
+                lengths = lengths[order]
+                order = to_device(order, device)
+                self._rows = [order[rows] for rows in chunks]
+            widths = [trimmed_width(lengths[rows], context_length=text.shape[1]) for rows in chunks]
+            self.computed_tokens = sum(len(lengths[rows]) * w for rows, w in zip(chunks, widths, strict=True))
+        whole = text.to(device, non_blocking=True)
+        self._tokens = [whole[rows, :width] for rows, width in zip(self._rows, widths, strict=True)]
+
+    def __len__(self) -> int:
+        return len(self.text)
+
+    def widest(self, width: int) -> TextChunks:
+        """The same texts, each as if it had `width` tokens."""
+        return TextChunks(self.text, self.chunks, lengths=torch.full((len(self),), width), device=self._device)
 
     def tokens(self, index: int) -> Tensor | PackedText:
         """[c, l] tokens of micro-batch `index`, or the packed ones."""
-        if self._lengths is not None:
-            return pack(self._text[self._rows[index]], self._lengths[self._rows[index]])
-        return self._text[self._rows[index], : self._widths[index]]
+        return self._tokens[index]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """What is in the device's memory."""
+        for tokens in self._tokens:
+            yield tokens.tokens if isinstance(tokens, PackedText) else tokens
+        yield from (rows for rows in self._rows if isinstance(rows, Tensor))
 
     def rows(self, index: int, values: Tensor) -> Tensor:
         """The rows of micro-batch `index` of a [b, ...] tensor in the batch's order."""
@@ -106,12 +132,10 @@ class TextChunks:
         return torch.empty_like(joined).index_copy_(0, torch.cat(self._rows), joined)  # type: ignore[arg-type]
 
 
-def text_trimming(
-    clip: nn.Module, *, wanted: bool | None, longest: int | None = None, packed: bool = False
-) -> TextTrimming | None:
+def text_trimming(clip: nn.Module, *, wanted: bool | None, longest: int | None = None) -> TextTrimming | None:
     """How to trim texts for a model; None: do not.
 
-    `wanted` is `model.trim_text`, `longest` `model.text_tokens`, and `packed` whether `model.text_batching` is so.
+    `wanted` is `model.trim_text`, `longest` `model.text_tokens`.
 
     Raises:
         UserError: Trimming is demanded, and would change what this model computes.
@@ -119,10 +143,6 @@ def text_trimming(
     reason = why_not_trimmed(clip)
     if longest is not None and (reason or wanted is False):
         raise UserError(f"model.text_tokens={longest}: {reason or 'model.trim_text is false.'} Leave text_tokens out.")
-    if packed and (reason or wanted is False):
-        raise UserError(
-            f"model.text_batching=packed: {reason or 'model.trim_text is false.'} Use model.text_batching=padded."
-        )
     if wanted and reason:
         raise UserError(f"model.trim_text=true: {reason} Use model.trim_text=false, or leave it out.")
     if reason or wanted is False:

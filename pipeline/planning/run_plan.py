@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeline.data.data_config import MOST_WORKERS
@@ -15,8 +15,7 @@ from pipeline.engine.engine_protocol import ENGINES
 from pipeline.errors import UserError
 from pipeline.metrics.mfu import TowerCosts, activation_bytes, measure_towers
 from pipeline.model.architectures import Architecture
-from pipeline.model.towers import ModelConfig, build_towers, check_start, without_weights
-from pipeline.model.trimming import text_trimming
+from pipeline.model.towers import ModelConfig, build_towers, check_start, text_batching, without_weights
 from pipeline.objectives import ObjectiveMemory
 from pipeline.planning.run_costs import (
     Cost,
@@ -98,6 +97,8 @@ def plan_run(run: RunConfig, *, gpus: int) -> RunPlan:
     Raises:
         UserError: recipe, GPUs and data do not fit together, or the size of the data is unknown.
     """
+    if run.engine.device == "auto":  # on the machine that is planned for
+        run = replace(run, engine=replace(run.engine, device="cuda"))
     check_run(run, world_size=gpus)
     check_captions_of(run)
     check_stages(run)
@@ -203,8 +204,7 @@ def _towers(model: ModelConfig) -> tuple[TowerCosts, Architecture, tuple[str, ..
     """An architecture, its costs, and what is unusual about it."""
     check_start(model)
     towers, architecture = build_towers(without_weights(model), seed=0, device="meta")
-    packed = model.text_batching == "packed"  # checked as in training:
-    text_trimming(towers.clip, wanted=model.trim_text, longest=model.text_tokens, packed=packed)
+    text_batching(towers.clip, model)
     length = min(model.text_tokens or architecture.context_length, architecture.context_length)
     costs = measure_towers(towers, image_size=architecture.image_size, context_length=length)
     return costs, architecture, towers.notes

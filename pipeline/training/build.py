@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.checkpoint.writer import CheckpointWriter
@@ -26,10 +27,11 @@ from pipeline.evaluation.run.images import WORKER_IMPORTS
 from pipeline.metrics.logger import Telemetry
 from pipeline.metrics.mfu import Utilization
 from pipeline.model.architectures import Architecture
-from pipeline.model.towers import build_towers, check_start, without_weights
-from pipeline.model.trimming import TextTrimming, text_trimming
+from pipeline.model.towers import build_towers, check_start, text_batching, without_weights
+from pipeline.model.trimming import TextChunks, TextTrimming
 from pipeline.objectives import Objective, ObjectiveConfig, ObjectiveContext, build_objective
 from pipeline.run_files import model_folder_in
+from pipeline.training.compiling import compiled_towers
 from pipeline.training.gradient_check import GradientCheck
 from pipeline.training.observer import Observer
 from pipeline.training.periodic_tests import PeriodicEvaluation, PeriodicTests
@@ -114,8 +116,8 @@ def describe_start(run: RunConfig, logit: tuple[float, float | None] | None) -> 
 
 
 @contextmanager
-def build_state(run: RunConfig, *, world: World) -> Iterator[tuple[RunState, Architecture]]:
-    """The parts of a run that have state, in their initial state."""
+def build_state(run: RunConfig, *, world: World, steps: int) -> Iterator[tuple[RunState, Architecture]]:
+    """The parts of a run, or of a stage of a number of steps, that have state, in their initial state."""
     if run.evaluation.suite is not None and run.evaluation.workers != 0:
         preload(*WORKER_IMPORTS)  # the fork server starts with the loader, and serves the evaluation, too
     check_start(run.model)
@@ -123,13 +125,17 @@ def build_state(run: RunConfig, *, world: World) -> Iterator[tuple[RunState, Arc
     with loader_of(run, architecture=architecture, world=world) as loader:
         starting = replace(run, objective=starting_objective(run, towers.logit))
         objective = objective_of(starting, loader=loader, architecture=architecture, world=world)
-        engine = ENGINES[run.engine.name](
+        make_engine = ENGINES[run.engine.name]
+        facts = make_engine.facts(
+            run.engine, optimizer=run.optimizer, global_batch=run.batch_size, world_size=world.size
+        )
+        engine = make_engine(
             towers.to(world.device),
             config=run.engine,
             optimizer=run.optimizer,
             world=world,
             global_batch=run.batch_size,
-            compile_towers=run.model.compile,
+            compile_towers=compiled_towers(run, facts, world=world, steps=steps),
         )
         limit_collectives(collectives_limit(run))
         engine.train()
@@ -162,14 +168,17 @@ def build_trainer(
     phases = world.phases
     assert phases is not None
     meter = Meter(run.batch_size, phases)
-    batches = PrefetchedBatches(
-        state.loader, steps=end, meter=meter, device=world.device, given_up=lambda: state.loader.given_up
-    )
     first_step = resumed.step if resumed else 0
     check = _gradient_check(run, engine, world=world, chunks=chunks) if first_step < end else None
-    packed = run.model.text_batching == "packed"
-    trimming = text_trimming(
-        engine.module.clip, wanted=run.model.trim_text, longest=run.model.text_tokens, packed=packed
+    by_kernel = engine.bf16 and world.device.type == "cuda"
+    trimming, packed = text_batching(engine.module.clip, run.model, by_kernel=by_kernel)
+
+    def texts(tokens: Tensor) -> TextChunks:
+        whole, lengths = trimming.cut(tokens) if trimming else (tokens, None)
+        return TextChunks(whole, chunks, lengths=lengths, packed=packed, by_kernel=by_kernel, device=world.device)
+
+    batches = PrefetchedBatches(
+        state.loader, texts=texts, steps=end, meter=meter, device=world.device, given_up=lambda: state.loader.given_up
     )
     evaluation = None
     if run.evaluation.suite is not None:
@@ -181,8 +190,7 @@ def build_trainer(
         seed=run.seed,
         chunks=chunks,
         on_gradients=check.reference if check else None,
-        pack_texts=packed,
-        rehearsed_width=_rehearsed_width(run, architecture, trimming, device=world.device),
+        rehearsed_width=None if packed else _rehearsed_width(run, architecture, trimming, device=world.device),
     )
     normalized = partial(
         normalize,
@@ -196,7 +204,6 @@ def build_trainer(
         end=end,
         batches=batches,
         normalized=normalized,
-        trimming=trimming,
         take_step=take_step,
         telemetry=telemetry,
         observer=Observer(state=state, telemetry=telemetry, tokenizer=architecture.tokenize),
@@ -225,10 +232,10 @@ def build_trainer(
 def _rehearsed_width(
     run: RunConfig, architecture: Architecture, trimming: TextTrimming | None, *, device: torch.device
 ) -> int | None:
-    """Tokens of the widest batch of texts, if it is to be rehearsed. A packed batch is never as large: it never holds
-    longest captions only."""
+    """Tokens of the widest batch of texts, if it is to be rehearsed. A packed batch needs none: it is never as large,
+    since it never holds longest captions only."""
     wanted = device.type == "cuda" if run.engine.rehearse_widest is None else run.engine.rehearse_widest
-    if not wanted or trimming is None or run.model.text_batching == "packed":
+    if not wanted or trimming is None:
         return None
     return trimming.longest or architecture.context_length
 

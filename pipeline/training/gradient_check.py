@@ -49,17 +49,17 @@ class GradientCheck:
         """Compute the gradient by plain autograd, over the same micro-batches and random streams, summed over ranks.
 
         Args:
-            inputs: This rank's images [b, 3, H, W] and tokens [b, L].
+            inputs: This rank's images [b, 3, H, W] and whole tokens [b, L], on any device.
             gradients: d(global loss)/d(features) of this rank, twice [b, d].
             step: Number of the step.
         """
         if self._plain is None:
             return
         self._plain.zero_grad(set_to_none=True)  # the gradient of a skipped step
-        norms = batch_norms_of(self._plain)
+        norms, text = batch_norms_of(self._plain), inputs[1].to(self._world.device)
         for index, rows in enumerate(self._chunks):
             with seeded(self._seed, step, self._world.rank, index), frozen_statistics(norms):
-                features = self._plain(inputs[0][rows].float(), inputs[1][rows])
+                features = self._plain(inputs[0][rows].float(), text[rows])
                 trained = [(f, g[rows]) for f, g in zip(features, gradients, strict=True) if f.requires_grad]
                 torch.autograd.backward([f for f, _ in trained], [g for _, g in trained])
         named = [(name, p) for name, p in self._plain.clip.named_parameters() if p.requires_grad]

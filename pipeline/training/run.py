@@ -84,7 +84,7 @@ def setup(
             missed = missed_tests(run, checkpoint, world=world)
             if missed and stage.first == checkpoint.step:
                 stage = stage_at(run, checkpoint.step - 1)  # its towers are tested, before they are resized
-        state, architecture = stack.enter_context(build_state(stage.run, world=world))
+        state, architecture = stack.enter_context(build_state(stage.run, world=world, steps=stage.end - stage.first))
         telemetry = Telemetry(
             Path(run.output),
             config=run.telemetry,

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from pipeline.engine.optim import stage_steps
 from pipeline.model.starting_weights import resized_state
-from pipeline.model.towers import build_towers, without_weights
-from pipeline.model.trimming import text_trimming
+from pipeline.model.towers import build_towers, text_batching, without_weights
 from pipeline.training.recipe import RunConfig
 
 
@@ -75,8 +74,7 @@ def check_stages(run: RunConfig) -> None:
     for stage in stages_of(run):
         towers, _ = build_towers(without_weights(stage.run.model), seed=0, device="meta")
         model = stage.run.model
-        packed = model.text_batching == "packed"
-        text_trimming(towers.clip, wanted=model.trim_text, longest=model.text_tokens, packed=packed)
+        text_batching(towers.clip, model)
         weights = towers.clip.state_dict()
         resized_state(before, shapes={name: value.shape for name, value in weights.items()})
         before = weights

@@ -36,25 +36,43 @@ GIVEN_UP_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
+class Inputs:
+    """What a step reads of a batch, on the device."""
+
+    image: Tensor
+    """uint8 [b, 3, H, W]."""
+    texts: TextChunks
+    sample_ids: Tensor
+    """int64 [b]."""
+
+    @classmethod
+    def of(cls, batch: Batch, *, texts: Callable[[Tensor], TextChunks], device: torch.device) -> Inputs:
+        """Copy a batch to the device, without waiting for it if the batch is in page-locked memory."""
+        image, ids = (values.to(device, non_blocking=True) for values in (batch.image, batch.sample_id))
+        return cls(image, texts(batch.text), ids)
+
+
+@dataclass(frozen=True)
 class _Copy:
-    """A batch's images on their way to the GPU."""
+    """A batch on its way to the GPU."""
 
     batch: Batch
-    image: Tensor
+    inputs: Inputs
     done: torch.cuda.Event
 
 
 class PrefetchedBatches:
     """A loader's batches in their order. On a GPU, one is fetched ahead in a thread.
 
-    The thread joins and pins the batch and copies its images on a stream of its own, while the training thread queues
-    the step before: wherever that waits for the device, the next batch is being prepared. On a CPU, where operators
-    need the cores, batches are fetched when they are due.
+    The thread joins and pins the batch, lays out its texts and copies all of it on a stream of its own, while the
+    training thread queues the step before: wherever that waits for the device, the next batch is being prepared. On a
+    CPU, where operators need the cores, batches are fetched when they are due.
 
     An error while fetching ahead is raised by the call of `next` for that batch: the step before it, and its
     checkpoint, are not affected.
 
     Args:
+        texts: Tokens [b, L] of the host -> the texts of the batch's micro-batches, on the device.
         steps: Steps of the run; nothing is fetched ahead of the last one.
         given_up: Whether the run is to stop, and no batch will come any more.
     """
@@ -63,12 +81,14 @@ class PrefetchedBatches:
         self,
         loader: Iterator[Batch],
         *,
+        texts: Callable[[Tensor], TextChunks],
         steps: int,
         meter: Meter,
         device: torch.device,
         given_up: Callable[[], bool] = lambda: False,
     ) -> None:
         self._loader, self._steps, self._meter, self._device, self._given_up = loader, steps, meter, device, given_up
+        self._texts = texts
         self._ahead: Future[_Copy] | None = None
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copy: _Copy | None = None
@@ -91,7 +111,7 @@ class PrefetchedBatches:
         return self._copy.batch
 
     def fetch_ahead(self, step: int) -> None:
-        """Start to fetch the batch that follows step number `step` (from 0), and to copy its images."""
+        """Start to fetch the batch that follows step number `step` (from 0), and to copy it."""
         if self._copies is not None and self._ahead is None and step + 1 < self._steps:
             self._ahead = Future()
             threading.Thread(target=self._fetch, args=(self._ahead, self._copies), name=NEXT_BATCH, daemon=True).start()
@@ -101,22 +121,23 @@ class PrefetchedBatches:
         if self._ahead is not None:
             self._ahead.exception()
 
-    def image(self, batch: Batch) -> Tensor:
-        """The images of a batch on the device; the work queued there from now on waits for them, not the host."""
+    def inputs(self, batch: Batch) -> Inputs:
+        """A batch on the device; the work queued there from now on waits for it, not the host."""
         copy, self._copy = self._copy, None
         if copy is None or copy.batch is not batch:
-            return batch.image.to(self._device, non_blocking=True)
+            return Inputs.of(batch, texts=self._texts, device=self._device)
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(copy.done)
-        copy.image.record_stream(stream)  # its memory belongs to the other stream
-        return copy.image
+        for values in (copy.inputs.image, copy.inputs.sample_ids, *copy.inputs.texts.tensors()):
+            values.record_stream(stream)  # its memory belongs to the other stream
+        return copy.inputs
 
     def _fetch(self, ahead: Future[_Copy], copies: torch.cuda.Stream) -> None:
         try:
             with torch.cuda.stream(copies):  # and its device, which a new thread would not use for pinned memory
                 batch = next(self._loader)
-                image = batch.image.to(self._device, non_blocking=True)
-                ahead.set_result(_Copy(batch, image, copies.record_event()))
+                inputs = Inputs.of(batch, texts=self._texts, device=self._device)
+                ahead.set_result(_Copy(batch, inputs, copies.record_event()))
         except Exception as error:
             ahead.set_exception(error)
 
@@ -161,8 +182,6 @@ class TrainStep:
     """The rows of each micro-batch, from `micro_batches`."""
     on_gradients: OnGradients | None = None
     """Called between backward and update; may be set to None at any time."""
-    pack_texts: bool = False
-    """Pack texts whose lengths are given, instead of padding them."""
     rehearsed_width: int | None = None
     """Before the step that follows the first one applied, compute one with texts of this width, and skip it: its memory
     is needed sooner or later. None: do not, or no more."""
@@ -175,36 +194,35 @@ class TrainStep:
 
     def __call__(
         self,
-        inputs: tuple[Tensor, Tensor],
+        inputs: tuple[Tensor, Tensor | TextChunks],
         *,
         sample_ids: Tensor,
         step: int,
         lr_scale: float,
         stop: bool = False,
         missing: bool = False,
-        text_lengths: Tensor | None = None,
         teacher: Sequence[Teacher] = (),
         rehearsal: bool = False,
     ) -> StepResult:
         """Take one step. Collective.
 
         Args:
-            inputs: This rank's normalized images [b, 3, H, W] and tokens [b, L].
+            inputs: This rank's normalized images [b, 3, H, W], and its texts: tokens [b, L], or cut or packed ones.
             sample_ids: int64 [b].
             step: Number of the step, from 0.
             lr_scale: The learning rate as a share of its peak.
             stop: Whether this rank has received a signal to stop.
             missing: This rank has no batch, and `inputs` stand in for it: no rank takes the step.
-            text_lengths: int64 [b] on the host, from `TextTrimming`: the towers read trimmed texts. None: whole texts.
             teacher: Features of teachers of these samples, with `objective.distill`.
             rehearsal: Compute everything, and change nothing that lasts.
         """
-        if self._applied and self.rehearsed_width is not None and text_lengths is not None:
-            widest, self.rehearsed_width = torch.full_like(text_lengths, self.rehearsed_width), None
+        image, texts = inputs
+        if isinstance(texts, Tensor):
+            texts = TextChunks(texts, self.chunks)
+        if self._applied and self.rehearsed_width is not None:
+            widest, self.rehearsed_width = texts.widest(self.rehearsed_width), None
             facts: dict[str, Any] = {"sample_ids": sample_ids, "step": step, "lr_scale": lr_scale, "teacher": teacher}
-            self(inputs, **facts, text_lengths=widest, rehearsal=True)
-        image, text = inputs
-        texts = TextChunks(text, self.chunks, lengths=text_lengths, packed=self.pack_texts)
+            self((image, widest), **facts, rehearsal=True)
         self.objective.prefetch(sample_ids)
         # Of batch norms, for a step that turns out to be skipped.
         statistics = [(x, x.clone()) for norm in self._batch_norms for x in norm.buffers(recurse=False)]
@@ -224,7 +242,7 @@ class TrainStep:
         with self.phases("backward"):
             self._backward(features, gradients, (image, texts), step)
         if self.on_gradients is not None and not rehearsal:
-            self.on_gradients(inputs, gradients, step)
+            self.on_gradients((image, texts.text), gradients, step)
         with self.phases("optimizer"):
             applied = self.engine.step(lr_scale=lr_scale)
             if applied:
@@ -240,7 +258,7 @@ class TrainStep:
                 "False: the weights are lost, the last checkpoint is intact."
             )
         self._applied = self._applied or applied
-        tokens = texts.computed_tokens / len(text)
+        tokens = texts.computed_tokens / len(texts)
         return StepResult(output, not bad, applied=applied, stop=stop, missing=skipped, text_tokens=tokens)
 
     def _features(self, image: Tensor, texts: TextChunks, step: int) -> tuple[Tensor, Tensor]:

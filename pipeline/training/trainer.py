@@ -24,7 +24,6 @@ from pipeline.engine.optim import lr_scale as scheduled_scale
 from pipeline.errors import UserError
 from pipeline.metrics.logger import Telemetry
 from pipeline.metrics.mfu import Utilization
-from pipeline.model.trimming import TextTrimming
 from pipeline.objectives.distill import Teacher
 from pipeline.run_files import new_run_id
 from pipeline.training.gradient_check import TOLERANCE, GradientCheck
@@ -50,8 +49,6 @@ class Trainer:
     batches: PrefetchedBatches
     normalized: Callable[[Tensor], Tensor]
     """uint8 images on the device -> images as the engine takes them."""
-    trimming: TextTrimming | None
-    """None: the towers read whole texts, padding included."""
     take_step: TrainStep
     telemetry: Telemetry
     observer: Observer
@@ -221,20 +218,19 @@ class Trainer:
         state, step = self.state, self.state.step
         if lr_scale is None:
             lr_scale = scheduled_scale(self.run.schedule, step=step, total_steps=self.run.total_steps)
-        images = self.batches.image(batch)
+        inputs = self.batches.inputs(batch)
+        images, texts = inputs.image, inputs.texts
         if not (missing or stop):
             self.batches.fetch_ahead(step)
         stored, teachers, missing = self._stored(batch, missing=missing)
         image = self.normalized(images) if stored is None else stored
-        texts, lengths = self.trimming.cut(batch.text) if self.trimming else (batch.text, None)
         result = self.take_step(
-            (image, texts.to(image.device, non_blocking=True)),
-            sample_ids=batch.sample_id.to(image.device, non_blocking=True),
+            (image, texts),
+            sample_ids=inputs.sample_ids,
             step=step,
             lr_scale=lr_scale,
             stop=stop,
             missing=missing,
-            text_lengths=lengths,
             teacher=teachers,
         )
         if result.missing:

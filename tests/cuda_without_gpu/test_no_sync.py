@@ -15,7 +15,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pipeline.config import section
@@ -201,11 +200,11 @@ def test_what_waits_is_found(name: str) -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_micro_batchs_texts_are_chosen_without_waiting(packed: bool) -> None:
+    text, lengths = torch.ones(8, 16, dtype=torch.int64), torch.tensor([16, 3, 9, 4, 5, 12, 7, 8])
+    rows, device = [slice(0, 4), slice(4, 8)], torch.device("cuda")
     with fake_gpu() as found:
-        text = torch.ones(8, 16, dtype=torch.int64, device="cuda")
-        with unset_fake_temporarily():
-            lengths = torch.tensor([16, 3, 9, 4, 5, 12, 7, 8])
-        chunks = TextChunks(text, [slice(0, 4), slice(4, 8)], lengths=lengths, packed=packed)
+        text = text if packed else torch.ones(8, 16, dtype=torch.int64, device=device)
+        chunks = TextChunks(text, rows, lengths=lengths, packed=packed, by_kernel=True, device=device)
         tokens = [chunks.tokens(index) for index in range(2)]
     assert found.blocking_copies == []
     assert len(tokens) == 2

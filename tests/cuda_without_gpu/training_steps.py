@@ -27,9 +27,9 @@ from pipeline.engine.deepspeed_engine import DeepSpeedEngine
 from pipeline.engine.engine_config import EngineConfig
 from pipeline.engine.optim import OptimizerConfig
 from pipeline.model.towers import ModelConfig, build_towers
-from pipeline.model.trimming import text_trimming
+from pipeline.model.trimming import TextChunks, text_trimming
 from pipeline.objectives import build_objective
-from pipeline.training.step import TrainStep, micro_batches
+from pipeline.training.step import Inputs, TrainStep, micro_batches
 from pipeline.training.trainer import Trainer
 from tests.cuda_without_gpu.recorder import Record, RecordedPhases, pretend, recording
 from tests.towers import write_tiny
@@ -63,13 +63,15 @@ def take(file: str, arch: str, *, ranks: int, micro: int | None, record: Record)
     size = architecture.image_size
     image = torch.randn(LOCAL, 3, size, size, generator=torch.Generator().manual_seed(0)).to(engine.dtype)
     text = architecture.tokenize([f"a photo of number {index}" for index in range(LOCAL)])
+    ids, lengths = torch.arange(LOCAL), trimming.cut(text)[1] if trimming else None
+    # Padded: packed texts need a kernel of GPUs. They are laid out and copied in the thread that fetches a batch.
+    inputs = Inputs(image, TextChunks(text, chunks, lengths=lengths), ids)
     position = SimpleNamespace(epoch=0, batch=1)
-    batch: Any = SimpleNamespace(image=image, text=text, sample_id=torch.arange(LOCAL), position=position)
+    batch: Any = SimpleNamespace(image=image, text=text, sample_id=ids, position=position)
     trainer: Any = SimpleNamespace(
         state=SimpleNamespace(step=0, ema=None, loader=SimpleNamespace(steps_per_epoch=100)),
-        batches=SimpleNamespace(image=lambda batch: batch.image, fetch_ahead=lambda _: None),
+        batches=SimpleNamespace(inputs=lambda _: inputs, fetch_ahead=lambda _: None),
         normalized=lambda image: image,
-        trimming=trimming,
         take_step=step,
         meter=Meter(LOCAL, phases),
         phases=phases,

@@ -19,6 +19,7 @@ from pipeline.engine.deepspeed_engine import DeepSpeedEngine
 from pipeline.engine.engine_config import EngineConfig
 from pipeline.engine.optim import OptimizerConfig
 from pipeline.model.towers import ModelConfig, Towers, build_towers
+from pipeline.model.trimming import TextChunks
 from pipeline.objectives import Objective, ObjectiveContext, build_objective, objective_names
 from pipeline.training.gradient_check import GradientCheck
 from pipeline.training.step import TrainStep, micro_batches
@@ -76,7 +77,8 @@ def losses(step: TrainStep, first: int, last: int) -> list[float]:
     for t in range(first, last):
         image, text = data(t)
         ids = torch.arange(BATCH)[rows]
-        result = step((image[rows], text[rows]), sample_ids=ids, step=t, lr_scale=1.0, text_lengths=lengths)
+        texts = TextChunks(text[rows], step.chunks, lengths=lengths)
+        result = step((image[rows], texts), sample_ids=ids, step=t, lr_scale=1.0)
         assert result.applied
         found.append(float(result.output.loss))
     return found

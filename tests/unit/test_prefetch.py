@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from pipeline.data.loading.worker_processes import NoBatch
 from pipeline.distributed import timing
 from pipeline.distributed.timing import Meter, Phases, collect_garbage
+from pipeline.model.trimming import TextChunks
 from pipeline.training import trainer as trainer_module
 from pipeline.training.step import PrefetchedBatches, TrainStep
 from tests.metrics import equal, weights
@@ -60,14 +62,19 @@ def prefetched(
     source: Iterator[Any], *, steps: int = 99, meter: Meter | None = None, **options: Any
 ) -> PrefetchedBatches:
     """Batches that are fetched as for a GPU, with the `streams` of the fixture."""
-    meter = meter or Meter(1, Phases(CPU))
-    batches = PrefetchedBatches(source, steps=steps, meter=meter, device=torch.device("cuda", 0), **options)
+    options = {"texts": texts, "meter": meter or Meter(1, Phases(CPU)), **options}
+    batches = PrefetchedBatches(source, steps=steps, device=torch.device("cuda", 0), **options)
     batches._device = CPU  # the meter asks the device for its queued work
     return batches
 
 
+def texts(tokens: Tensor) -> TextChunks:
+    return TextChunks(tokens, [slice(0, len(tokens))])
+
+
 def batch(name: str) -> Any:
-    return SimpleNamespace(name=name, image=torch.zeros(1))
+    tensors = {"image": torch.zeros(1), "text": torch.zeros(1, 4), "sample_id": torch.zeros(1)}
+    return SimpleNamespace(name=name, **tensors)
 
 
 @pytest.mark.usefixtures("streams")
@@ -93,7 +100,7 @@ def test_nothing_is_prefetched_past_the_last_step_or_on_a_cpu() -> None:
     assert batches.next().name == "b"
     batches.fetch_ahead(1)
     assert next(source).name == "c"
-    on_cpu = PrefetchedBatches(map(batch, "abc"), steps=9, meter=Meter(1, Phases(CPU)), device=CPU)
+    on_cpu = PrefetchedBatches(map(batch, "abc"), texts=texts, steps=9, meter=Meter(1, Phases(CPU)), device=CPU)
     on_cpu.fetch_ahead(0)
     assert on_cpu._ahead is None
 
@@ -149,13 +156,13 @@ def test_waiting_time_is_counted_with_and_without_prefetching() -> None:
     assert meter.read()["data_wait"] > 0.5
 
 
-class FakeImage:
-    """Pinned images that record on which stream they are copied."""
+class FakePinned:
+    """A pinned tensor that records on which stream it is copied."""
 
     def __init__(self, calls: list[str]) -> None:
         self.calls = calls
 
-    def to(self, device: torch.device, *, non_blocking: bool) -> FakeImage:
+    def to(self, device: torch.device, *, non_blocking: bool) -> FakePinned:
         assert non_blocking
         self.calls.append("copy")
         return self
@@ -164,28 +171,35 @@ class FakeImage:
         self.calls.append(f"memory in use by {stream.name}")
 
 
-def test_images_are_copied_ahead_on_a_stream_of_their_own(streams: list[str]) -> None:
+def test_batches_are_copied_ahead_on_a_stream_of_their_own(streams: list[str]) -> None:
+    """Images, texts and ids."""
+
     def source() -> Iterator[Any]:
         while True:
             streams.append("fetch")
-            yield SimpleNamespace(image=FakeImage(streams))
+            yield SimpleNamespace(**{name: FakePinned(streams) for name in ("image", "text", "sample_id")})
 
-    batches = prefetched(source())
+    def texts(tokens: Any) -> Any:
+        moved = tokens.to(CPU, non_blocking=True)
+        return SimpleNamespace(tensors=lambda: [moved])
+
+    batches = prefetched(source(), texts=texts)
     first = batches.next()
-    batches.image(first)
-    assert streams == ["fetch", "copy"], "nothing was copied ahead"
+    batches.inputs(first)
+    assert streams == ["fetch", *["copy"] * 3], "nothing was copied ahead"
     streams.clear()
     batches.fetch_ahead(0)
     batches.settle()
-    assert streams == ["on copies", "fetch", "copy", "copies records"], "memory is pinned for the stream's device"
+    expected = ["on copies", "fetch", *["copy"] * 3, "copies records"]
+    assert streams == expected, "memory is pinned for the stream's device"
     streams.clear()
-    batches.image(batches.next())
-    assert streams == ["current waits until arrived", "memory in use by current"]
+    batches.inputs(batches.next())
+    assert streams == ["current waits until arrived", *["memory in use by current"] * 3]
     batches.fetch_ahead(1)
     batches.next()
     streams.clear()
-    batches.image(first)
-    assert streams == ["copy"], "another batch than the one copied ahead"
+    batches.inputs(first)
+    assert streams == ["copy"] * 3, "another batch than the one copied ahead"
 
 
 @pytest.mark.usefixtures("streams")
@@ -221,7 +235,8 @@ def test_a_step_waits_nowhere_for_the_next_batch(tmp_path: Path, monkeypatch: py
         return found
 
     def ahead(trainer: Any) -> Any:
-        trainer.batches = prefetched(source(trainer.state.loader), steps=4, meter=trainer.meter)
+        options = {"texts": trainer.batches._texts, "meter": trainer.meter}
+        trainer.batches = prefetched(source(trainer.state.loader), steps=4, **options)
         return fit(trainer)
 
     fit = trainer_module.Trainer.fit

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
+from pipeline.model.trimming import TextChunks
 from pipeline.objectives import build_objective
 from pipeline.training.recipe import parse_recipe
 from pipeline.training.step import StepResult, TrainStep, micro_batches, seeded
@@ -72,7 +73,8 @@ def take(
     generator = torch.Generator().manual_seed(7)
     images = scale * torch.randn(BATCH, 12, generator=generator)
     inputs = images, torch.randint(0, 20, (BATCH, 20), generator=generator)
-    return step(inputs, sample_ids=IDS, step=number, lr_scale=lr_scale, text_lengths=lengths, **given)
+    texts = TextChunks(inputs[1], step.chunks, lengths=lengths)
+    return step((images, texts), sample_ids=IDS, step=number, lr_scale=lr_scale, **given)
 
 
 def state_of(step: TrainStep, engine: Any) -> dict[str, Tensor]:

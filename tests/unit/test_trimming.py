@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from torch import Tensor
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.metrics.mfu import measure_flops, training_flops
-from pipeline.model.attention import PackedLayout, PackedText, pack
-from pipeline.model.towers import ModelConfig, Towers, build_towers
+from pipeline.model.attention import PackedText, pack
+from pipeline.model.towers import ModelConfig, Towers, build_towers, text_batching
 from pipeline.model.trimming import TextChunks, text_trimming, trimmed_width, why_not_trimmed, without_padding
 from pipeline.objectives import build_objective
 from pipeline.training.step import TrainStep, micro_batches
@@ -24,6 +25,7 @@ from tests.towers import write_tiny
 from tests.training import prepare, settings_in, train_here
 from tests.unit.test_attention import KINDS, batch, gradients, write_kind
 
+CPU = torch.device("cpu")
 TRIMMABLE = {"CLIP", "quick_gelu", "custom_text", "eos", "layer_scale", "attentional_pool"}
 
 
@@ -63,7 +65,7 @@ def test_packed_texts_give_the_features_and_gradients_of_one_text_at_a_time(
     kind: str, dtype: torch.dtype, checkpointing: bool, tmp_path: Path
 ) -> None:
     towers = towers_of(tmp_path, kind, grad_checkpointing=checkpointing).to(dtype)
-    trimming = text_trimming(towers.clip, wanted=None, packed=True)
+    trimming = text_trimming(towers.clip, wanted=None)
     assert trimming is not None
     text = torch.cat([batch(length=12)[1] for _ in range(4)])[:17]
     lengths = trimming.cut(text)[1]
@@ -73,7 +75,7 @@ def test_packed_texts_give_the_features_and_gradients_of_one_text_at_a_time(
     alone.backward(upstream)
     expected = {name: p.grad.float() for name, p in towers.named_parameters() if p.grad is not None}
     towers.zero_grad()
-    packed = pack(text, lengths)
+    packed = pack(text, lengths, device=CPU)
     assert (len(packed), packed.tokens.shape) == (17, (1, int(lengths.sum())))
     features = towers.encode_text(packed)
     features.backward(upstream)
@@ -89,7 +91,7 @@ def test_packed_texts_give_the_features_and_gradients_of_one_text_at_a_time(
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 64])
 def test_packed_attention_computes_little_padding(count: int) -> None:
     lengths = torch.randint(3, 78, (count,), generator=torch.Generator().manual_seed(count))
-    layout = PackedLayout.of(lengths, device=torch.device("cpu"))
+    layout = pack(torch.ones(count, 77, dtype=torch.int64), lengths, device=CPU).layout
     assert sum(texts for texts, _ in layout.groups) == count
     assert torch.equal(layout.places[layout.order], torch.arange(int(lengths.sum())))
     assert layout.cumulative.tolist() == [0, *lengths.cumsum(0).tolist()]
@@ -98,10 +100,18 @@ def test_packed_attention_computes_little_padding(count: int) -> None:
 
 
 def test_packing_is_refused_where_padding_matters(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"text_batching=packed: .*depend on the padding.*text_batching=padded"):
-        text_trimming(towers_of(tmp_path, "bidirectional").clip, wanted=None, packed=True)
-    with pytest.raises(ValueError, match=r"model\.compile needs text_batching = padded"):
-        ModelConfig(compile=True, text_batching="packed")
+    packed = ModelConfig(text_batching="packed")
+    causal, bidirectional = (towers_of(tmp_path, kind).clip for kind in ("CLIP", "bidirectional"))
+    for clip, config, reason in (
+        (bidirectional, packed, "depend on the padding"),
+        (causal, replace(packed, trim_text=False), "model.trim_text is false"),
+        (causal, replace(packed, compile=True), "in bf16 on GPUs only"),
+    ):
+        with pytest.raises(UserError, match=rf"text_batching=packed: .*{reason}.*text_batching=padded"):
+            text_batching(clip, config)
+        assert not text_batching(clip, replace(config, text_batching="auto"))[1]
+    assert text_batching(causal, ModelConfig())[1]
+    assert text_batching(causal, replace(packed, compile=True), by_kernel=True)[1]
 
 
 def test_texts_are_not_trimmed_for_towers_that_attend_to_padding(tmp_path: Path) -> None:
@@ -173,13 +183,13 @@ def test_a_step_on_trimmed_texts_has_the_same_loss_and_gradient(micro_batch: int
     for trims in (None, "padded", "packed"):
         engine: Any = PlainEngine(towers_of(tmp_path, "CLIP", patch_dropout=0.5))
         objective = build_objective({"name": "openclip"}, dim=16, batch_size=4)
-        step = TrainStep(
-            engine, objective, world=World(), seed=0, chunks=micro_batches(4, micro_batch), pack_texts=trims == "packed"
-        )
+        chunks = micro_batches(4, micro_batch)
+        step = TrainStep(engine, objective, world=World(), seed=0, chunks=chunks)
         trimming = text_trimming(engine.module.clip, wanted=True)
         assert trimming is not None
         lengths = trimming.cut(text)[1] if trims else None
-        result = step((image, text), sample_ids=torch.arange(4), step=0, lr_scale=1.0, text_lengths=lengths)
+        texts = TextChunks(text, chunks, lengths=lengths, packed=trims == "packed")
+        result = step((image, texts), sample_ids=torch.arange(4), step=0, lr_scale=1.0)
         gradients = {name: p.grad for name, p in engine.module.named_parameters() if p.grad is not None}
         found.append((result, gradients, engine.widths))
     (whole, expected, full), (trimmed, gradients, widths), (packed, packed_gradients, rows) = found
@@ -236,7 +246,7 @@ def test_a_run_that_rehearses_its_widest_texts_is_bit_identical(
     arch = prepare(tmp_path, [20, 20]) / "tiny-towers.json"  # captions of a few tokens
     arch.write_text(arch.read_text().replace('"context_length": 8', '"context_length": 20'))
     shared = (f"engine.micro_batch={micro_batch}", "objective.name=neuclip", "objective.prototypes=8",
-              "checkpoint.every=2")  # fmt: skip
+              "checkpoint.every=2", "model.text_batching=padded")  # fmt: skip
     train_here(*settings_in(tmp_path, "plain", *shared, "samples=32"))
     assert set(widths) == {8}
     widths.clear()

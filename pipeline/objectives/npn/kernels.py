@@ -14,6 +14,7 @@ Shape legend: R anchors of a block, d feature dimension, m prototypes; U_j = W_j
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.errors import UserError
+from pipeline.errors import UserError, in_a_line
 from pipeline.objectives.pairwise import Workspace
 from pipeline.objectives.parts import AdaGrad, InnerOptimizer
 
@@ -240,6 +241,16 @@ def _adagrad(
 
 
 _programs: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
+@functools.cache
+def why_not_compiled(device: torch.device) -> str:
+    """Why torch.compile cannot be used on a device; empty if it can."""
+    try:
+        torch.compile(torch.sin, dynamic=False)(torch.zeros(8, device=device))
+    except Exception as error:  # of Dynamo, Inductor, Triton or a compiler
+        return in_a_line(error)
+    return ""
 
 
 def _compiled(formula: Callable[..., Any], *arguments: Any) -> Any:

@@ -75,8 +75,8 @@ class MlpNpn(Npn):
             raise ValueError("npn = mlp cannot be restarted from features: set restart_every to 0")
         if config.renormalize:
             raise ValueError("renormalize is for npn = prototypes")
-        if config.npn_update == "prototypes" or config.npn_compile:
-            raise ValueError(f"npn_update = {config.npn_update} and npn_compile are for npn = prototypes or queue")
+        if config.npn_update == "prototypes" or config.npn_compile is True:
+            raise ValueError("npn_update = prototypes and npn_compile = true are for npn = prototypes or queue")
 
     def __init__(self, config: NpnConfig, context: ObjectiveContext) -> None:
         super().__init__(config, context, initial_parameters(context))

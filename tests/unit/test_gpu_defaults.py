@@ -1,0 +1,165 @@
+"""What a run on one GPU gets by default, decided with a device that is not there, and equal to what it replaces."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeline.distributed.world import World
+from pipeline.engine.deepspeed_engine import DeepSpeedEngine
+from pipeline.engine.engine_config import EngineConfig
+from pipeline.engine.fused_gradients import fuse_gradients
+from pipeline.engine.optim import OptimizerConfig
+from pipeline.model.image_tower import PatchProduct
+from pipeline.model.towers import ModelConfig, build_towers
+from pipeline.objectives import ObjectiveContext
+from pipeline.objectives.npn import prototype_network
+from pipeline.objectives.npn.neuclip import NeuClipConfig
+from pipeline.training.compiling import compiled_towers
+from pipeline.training.recipe import parse_recipe
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks", "optimizer", "stage"),
+    [("cuda", 1, "adamw", 1), ("cuda", 8, "adamw", 1), ("cuda", 1, "muon", 0), ("cpu", 1, "adamw", 0),
+     ("auto", 1, "adamw", 0), ("cpu", 2, "adamw", 1)],
+)  # fmt: skip
+def test_bf16_weights_where_the_optimizer_allows_them(device: str, ranks: int, optimizer: str, stage: int) -> None:
+    config: Any = EngineConfig(device=device)
+    facts = DeepSpeedEngine.facts(
+        config, optimizer=OptimizerConfig(name=optimizer, lr=1e-3), global_batch=8, world_size=ranks
+    )
+    assert (facts.stage, facts.dtype) == (stage, torch.bfloat16 if stage else torch.float32)
+
+
+def test_towers_are_compiled_on_gpus_in_runs_that_are_long_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    shared = {"output": "run", "data": {"sources": "shards"}, "batch_size": 1024, "samples": 10**9}
+    run = parse_recipe({**shared, "optimizer": {"lr": 1e-3}, "objective": {"name": "openclip"}})
+    on_gpu, stages = World(device=GPU), SimpleNamespace
+    lora = replace(run.model, lora=replace(run.model.lora, rank=8))
+    for model, world, stage, steps, expected in (
+        (run.model, on_gpu, 1, 100_000, "auto"),
+        (run.model, on_gpu, 1, 1_000, False),  # two minutes
+        (run.model, World(), 1, 100_000, False),
+        (run.model, on_gpu, 3, 100_000, False),
+        (lora, on_gpu, 1, 100_000, False),
+        (replace(run.model, compile=True), World(), 1, 1, True),
+        (replace(run.model, compile=False), on_gpu, 1, 100_000, False),
+    ):
+        facts: Any = stages(stage=stage)
+        assert compiled_towers(replace(run, model=model), facts, world=world, steps=steps) == expected
+
+
+def test_towers_that_cannot_be_compiled_train_uncompiled(caplog: pytest.LogCaptureFixture) -> None:
+    """With the same random draws, and one warning; an error that has nothing to do with compiling comes again."""
+    engine = DeepSpeedEngine.__new__(DeepSpeedEngine)
+    engine.world, engine.dtype, engine.module = World(), torch.float32, nn.Module()  # type: ignore[assignment]
+    engine.module._compiled_call_impl = "compiled"
+
+    def forward(image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
+        drawn = torch.rand(2)
+        if engine.module._compiled_call_impl is not None:
+            raise RuntimeError("no kernel for this tower\nmore")
+        return image + drawn, text + drawn
+
+    engine._engine, engine._may_fail = forward, True
+    torch.manual_seed(1)
+    with caplog.at_level(logging.WARNING):
+        found = engine.forward(torch.zeros(2), torch.zeros(2))
+        engine.forward(torch.zeros(2), torch.zeros(2))
+    torch.manual_seed(1)
+    assert torch.equal(found[0], torch.rand(2))
+    assert [record.getMessage() for record in caplog.records] == [
+        "The towers cannot be compiled, and train uncompiled (no kernel for this tower). model.compile=false says so."
+    ]
+    engine._may_fail, engine.module._compiled_call_impl = False, "compiled"
+    with pytest.raises(RuntimeError, match="no kernel"):
+        engine.forward(torch.zeros(2), torch.zeros(2))
+
+
+@pytest.mark.parametrize(
+    ("steps", "works", "expected"), [(2000, True, True), (1999, True, False), (2000, False, False)]
+)
+def test_the_network_is_compiled_where_that_works(
+    steps: int, works: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prototype_network, "why_not_compiled", lambda device: "" if works else "no compiler")
+    context = ObjectiveContext(
+        dim=8, batch_size=8, dataset_size=100, steps_per_epoch=9, total_steps=steps, world=World(), device=GPU
+    )
+    config = NeuClipConfig(name="neuclip")
+    assert prototype_network.is_compiled(config, context) is expected
+    assert not prototype_network.is_compiled(config, replace(context, device=torch.device("cpu")))
+    assert prototype_network.is_compiled(replace(config, npn_compile=True), context)
+
+
+@pytest.mark.parametrize(
+    ("arch", "replaced"), [("ViT-B-32", 1), ("PE-Core-T-16-384", 1), ("RN50", 0), ("convnext_base", 0)]
+)
+def test_only_patch_embeddings_are_computed_as_products(arch: str, replaced: int) -> None:
+    towers, _ = build_towers(ModelConfig(arch=arch), seed=0, device="meta")
+    assert sum(isinstance(module, PatchProduct) for module in towers.modules()) == replaced
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("size", [(16, 24), (19, 25)])  # the second has pixels that fill no whole patch
+def test_the_patch_embedding_as_a_product_equals_the_convolution(bias: bool, size: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    convolution = nn.Conv2d(3, 5, 8, 8, bias=bias, dtype=torch.float64)
+    product = copy.deepcopy(convolution)
+    product.__class__ = PatchProduct
+    assert product.state_dict().keys() == convolution.state_dict().keys()
+    image = torch.randn(2, 3, *size, dtype=torch.float64).to(memory_format=torch.channels_last)
+    outputs = convolution(image), product.product(image)  # type: ignore[operator]
+    assert (outputs[0] - outputs[1]).abs().max() < 1e-14
+    upstream = torch.randn_like(outputs[0])
+    for output in outputs:
+        output.backward(upstream)
+    for expected, found in zip(convolution.parameters(), product.parameters(), strict=True):
+        assert (expected.grad - found.grad).abs().max() < 1e-13
+
+
+def test_fused_bookkeeping_of_gradients_equals_deepspeeds_own() -> None:
+    """Accumulated over micro-batches and without a gradient for some parameter, to the bit; the norm up to rounding."""
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+
+    def optimizer() -> Any:
+        torch.manual_seed(0)
+        made = BF16_Optimizer.__new__(BF16_Optimizer)
+        made.immediate_grad_update, made.has_moe_layers, made.mpu = False, False, None
+        made.autoep_folding_tp_group = None
+        groups = [
+            [nn.Parameter(torch.randn(*shape).bfloat16()) for shape in shapes] for shapes in ([(3, 4), (5,)], [(7,)])
+        ]
+        made.bf16_groups, made.optimizer = groups, SimpleNamespace(param_groups=[{}, {}])
+        made.fp32_groups_gradients = [[torch.zeros(p.numel()) for p in group] for group in groups]
+        made.fp32_groups_has_gradients = [[False] * len(group) for group in groups]
+        return made
+
+    plain, fused = optimizer(), optimizer()
+    fuse_gradients(fused)
+    for made in (plain, fused):
+        for number in range(3):
+            generator = torch.Generator().manual_seed(number)
+            for parameter in (p for group in made.bf16_groups for p in group):
+                gradient = torch.randn(parameter.shape, generator=generator).bfloat16()
+                parameter.grad = gradient if number or parameter.dim() == 2 else None
+            made.update_hp_grads(clear_lp_grads=number == 2)
+    for ours, theirs in zip(fused.fp32_groups_gradients, plain.fp32_groups_gradients, strict=True):
+        assert all(map(torch.equal, ours, theirs))
+    assert fused.fp32_groups_has_gradients == plain.fp32_groups_has_gradients
+    assert not any(p.grad.any() for group in fused.bf16_groups for p in group)
+    norms = [torch.cat([x.flatten() for x in made.get_grads_for_norm()[0]]).norm() for made in (plain, fused)]
+    assert float(norms[0]) == pytest.approx(float(norms[1]), rel=1e-6)
+    assert len(fused.get_grads_for_norm()[0]) == 1
+    assert len(fused.get_grads_for_norm(for_clipping=True)) == 3

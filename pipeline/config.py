@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import logging
 import re
 import types
 import typing
@@ -20,8 +21,10 @@ from typing import Any, TypeVar, dataclass_transform
 import pydantic
 import yaml
 
+from pipeline.departed import SETTINGS as DEPARTED
 from pipeline.errors import UserError
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 # An error lists all allowed names up to _MANY, else the _NEAR nearest ones.
@@ -260,8 +263,31 @@ def _nearest(key: str, valid: list[str]) -> str | None:
     return found[0] if found else None
 
 
+def departed(key: str) -> str | None:
+    """What `DEPARTED` says of a dotted key, or of a whole section."""
+    names = (name for name in DEPARTED if key == name or (name.endswith(".") and f"{key}.".startswith(name)))
+    return next((DEPARTED[name] for name in names), None)
+
+
+def without_departed(stored: Mapping[str, Any], *, file: str | Path, prefix: str = "") -> Tree:
+    """An earlier version's stored configuration without the settings that are gone; those that were on are logged."""
+    tree: Tree = {}
+    for key, value in stored.items():
+        name = f"{prefix}{key}"
+        if departed(name) is not None:
+            if value:
+                log.warning("%s: %s = %r is ignored. %s", file, name, value, departed(name))
+        elif isinstance(value, Mapping):
+            tree[key] = without_departed(value, file=file, prefix=f"{name}.")
+        else:
+            tree[key] = value
+    return tree
+
+
 def explain_unknown(key: str, value: Any, *, valid: list[str]) -> str:
     """A sentence about a dotted key that is not among the valid ones: the nearest of these, and all of its section."""
+    if instead := departed(key):
+        return f"The setting {key} (given {value!r}) was removed. {instead}"
     nearest = _nearest(key, valid)
     siblings = [v for v in valid if v.rpartition(".")[0] == key.rpartition(".")[0]]
     hint = f" The nearest valid key is {nearest}." if nearest else ""

@@ -1,18 +1,17 @@
 """Settings and commands of earlier versions: what a user who still gives one reads."""
 
-_ICONS = "The corpus of icons has left; commit c14979c has the program that makes it."
+from __future__ import annotations
 
 SETTINGS: dict[str, str] = {
-    "held_out.": _ICONS,
-    "model.image_features_cache": "Store the outputs once with `neuclip features DATA --images-only --model MODEL "
-    "--output FOLDER`, and set data.image_features=FOLDER.",
+    "held_out.": "The corpus of icons has left; commit c14979c has the program that makes it.",
+    "model.image_features_cache": "Store the outputs once with `neuclip features DATA --images-only --model MODEL --output FOLDER`, and set data.image_features=FOLDER.",
     "selection.": "Joint selection of examples saved nothing where it was measured; train on all pairs.",
 }
 """Key, or prefix of keys that ends in a dot -> one sentence: what to use instead, or what happens without it."""
 
 COMMANDS: dict[str, str] = {
-    "download --recipe icons": _ICONS,
-    "study icons": f"{_ICONS} The study's results are in docs/studies/icons.",
+    "download --recipe icons": "The corpus of icons has left; commit c14979c has the program that makes it.",
+    'study icons': "The corpus of icons has left; commit c14979c has the program that makes it. The study's results are in docs/studies/icons.",
     "study separation": "This study has left; docs/studies/separation has its results, commit c14979c its program.",
 }
 """Command -> the same."""

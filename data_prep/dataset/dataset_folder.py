@@ -34,7 +34,7 @@ import pyarrow.parquet as pq
 
 from data_prep.settings.download_config import DownloadConfig
 from data_prep.settings.source_config import HASH_KINDS
-from pipeline.config import parse, read_yaml
+from pipeline.config import parse, read_yaml, without_departed
 from pipeline.errors import UserError
 from pipeline.files import replacing, text_lines, write_text
 
@@ -287,7 +287,9 @@ def load_config(root: str | Path) -> DownloadConfig:
             if (folder.plan / "plan.json").exists()
             else f"{root} has no {folder.config.name}: it was not made by `neuclip download`. {folder.repair_hint}"
         )
-    return replace(parse(DownloadConfig, read_yaml(folder.config)), output=str(folder.root))
+    return replace(
+        parse(DownloadConfig, without_departed(read_yaml(folder.config), file=folder.config)), output=str(folder.root)
+    )
 
 
 def tar_name(shard: int) -> str:

@@ -146,7 +146,8 @@ def run_of(checkpoint: Checkpoint, *, changes: cfg.Tree | None = None) -> RunCon
         raise UserError(
             f"{checkpoint.path} does not hold its run's configuration: it was not written by `neuclip train`."
         )
-    return parse_recipe(cfg.merge(without_consents(tree), changes or {}))
+    tree = cfg.without_departed(without_consents(tree), file=checkpoint.path)
+    return parse_recipe(cfg.merge(tree, changes or {}))
 
 
 @torch.no_grad()

@@ -89,7 +89,7 @@ def _read_one(path: Path) -> dict[str, Any]:
             path,
             " ".join(given),
         )
-    return without_consents(tree)
+    return without_consents(cfg.without_departed(tree, file=path))
 
 
 def consents_in(stored: Mapping[str, Any]) -> list[str]:

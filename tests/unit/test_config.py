@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from jobs.cli import cli
 from pipeline import config as cfg
+from pipeline import departed
 from pipeline.config import parse_overrides, read_yaml
 from pipeline.engine.engine_config import EngineConfig, deepspeed_settings, in_fp32
 from pipeline.engine.engine_protocol import ENGINES
@@ -180,3 +182,16 @@ def test_keys_of_recipes_are_suggested() -> None:
         with pytest.raises(UserError, match=f"The nearest valid key is {meant}"):
             load_recipe(None, [*common, wrong])
     assert load_recipe(None, [*common, "epochs=null"]).samples == 80
+
+
+def test_what_has_left_says_what_to_use_instead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(departed.SETTINGS, "gone.", "Use what stays.")
+    monkeypatch.setitem(departed.SETTINGS, "optimizer.gone", "It is automatic.")
+    monkeypatch.setitem(departed.COMMANDS, "gone", "Use neuclip plan.")
+    assert "The setting gone (given {'a': {'b': 1}}) was removed. Use what stays." in refused("gone.a.b=1")
+    assert "The setting optimizer.gone (given 1) was removed. It is automatic." in refused("optimizer.gone=1")
+    with pytest.raises(UserError, match=r"The command gone was removed. Use neuclip plan\."):
+        cli.main(["gone"], standalone_mode=False)
+    stored = cfg.merge(cfg.to_tree(load_recipe(None, BASE)), {"gone": {"a": 1}, "optimizer": {"gone": 0}})
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(stored))
+    assert load_recipe(tmp_path / "config.yaml") == load_recipe(None, BASE)

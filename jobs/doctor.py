@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from pipeline.planning.node_checks import DoctorFinding
 
 EXIT_BROKEN = 1
+ANY_SIZE = 10_000_000
+"""Samples of a recipe's data if it is not there yet: what a second of training takes does not depend on it."""
 MARKS = {"good": ("ok", "green"), "note": ("note", "yellow"), "broken": ("BROKEN", "red")}
 
 
@@ -28,6 +30,13 @@ MARKS = {"good": ("ok", "green"), "note": ("note", "yellow"), "broken": ("BROKEN
 )
 @click.option("--needs-gib", type=FiniteRange(min=0), default=5.0, show_default=True, help="Free space needed in it.")
 @click.option("--recipe", type=RecipePath(TRAINING), help="Compare loading with what this recipe's steps take.")
+@click.option(
+    "--mfu",
+    type=FiniteRange(min=0, max=1, min_open=True),
+    default=0.3,
+    show_default=True,
+    help="Share of a GPU's peak that these steps reach, as for `neuclip plan`.",
+)
 @click.option("--data", "manifests", multiple=True, help="Folder of shards to try reading; may be given several times.")
 @click.option("--allow-commands", is_flag=True, help="Run the commands that --data's manifest names as shards.")
 @click.option("--allow-outside", is_flag=True, help="Read shards that --data's manifest names outside of its folder.")
@@ -43,6 +52,7 @@ def command(
     output: Path,
     needs_gib: float,
     recipe: str | None,
+    mfu: float,
     manifests: tuple[str, ...],
     allow_commands: bool,
     allow_outside: bool,
@@ -66,7 +76,14 @@ def command(
         constraints = Path("constraints.txt")
     allowed = {"allow_commands": allow_commands, "allow_outside": allow_outside}
     findings = examine(
-        output, needs_gib=needs_gib, recipe=recipe, manifests=manifests, constraints=constraints, ranks=ranks, **allowed
+        output,
+        needs_gib=needs_gib,
+        recipe=recipe,
+        mfu=mfu,
+        manifests=manifests,
+        constraints=constraints,
+        ranks=ranks,
+        **allowed,
     )
     count = show(findings)
     click.echo("\nA run can start here." if not count else f"\n{count} broken: fix this before starting a run.")
@@ -78,6 +95,7 @@ def examine(
     *,
     needs_gib: float,
     recipe: str | None,
+    mfu: float,
     manifests: tuple[str, ...],
     constraints: Path | None,
     ranks: int,
@@ -87,7 +105,8 @@ def examine(
     from pipeline.planning import node_checks
     from pipeline.planning.measured_checks import check_collectives
 
-    run = None if recipe is None else load_run(recipe, ())  # an error in it comes before the checks, which take minutes
+    # An error in the recipe comes before the checks, which take minutes.
+    run = None if recipe is None else load_run(recipe, (), dataset_size=ANY_SIZE)
     yield from node_checks.check_packages(constraints)
     yield node_checks.check_compiler()
     yield from node_checks.check_memory()
@@ -102,9 +121,10 @@ def examine(
 
     gpus, needed = max(1, torch.cuda.device_count()), None
     if run is not None:
+        from pipeline.planning.run_costs import Assumptions
         from pipeline.planning.run_plan import plan_run
 
-        needed = plan_run(run, gpus=run.plan.gpus).pairs_per_second
+        needed = plan_run(run, gpus=1, assume=Assumptions(dataset_size=ANY_SIZE, mfu=mfu)).pairs_per_second
     for manifest in manifests:
         yield from node_checks.check_data(manifest, needed=None if needed is None else gpus * needed, **allowed)
     yield check_loading(manifests, ranks=gpus, needed=needed, **allowed)

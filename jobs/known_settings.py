@@ -93,7 +93,7 @@ def complete_settings(ctx: click.Context, param: click.Parameter, incomplete: st
     return [CompletionItem(f"{key}=") for key in run_settings() if key.startswith(incomplete)]
 
 
-def load_run(recipe: str | None, overrides: Sequence[str]) -> RunConfig:
+def load_run(recipe: str | None, overrides: Sequence[str], *, dataset_size: int | None = None) -> RunConfig:
     """The configuration of a run, as `load_recipe`; a mistyped setting ends it before the slow imports.
 
     Raises:
@@ -103,7 +103,7 @@ def load_run(recipe: str | None, overrides: Sequence[str]) -> RunConfig:
     from pipeline.training.recipe import load_recipe
 
     try:
-        return load_recipe(recipe, overrides)
+        return load_recipe(recipe, overrides, dataset_size=dataset_size)
     except UserError:
         known_settings()  # all of it is imported now: the next mistake is found from the stored table
         raise

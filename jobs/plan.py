@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -19,58 +19,95 @@ GIB = 2**30
 MOST_CORES = 32
 """Per GPU: more than nodes with several GPUs have."""
 GPUS = {989.0: "H100 or H200", 312.0: "A100", 362.0: "L40S", 65.0: "T4 in fp16"}
-"""By their dense peaks in bf16, as `plan.peak_tflops` lists them."""
+"""By their dense peaks in bf16."""
+PEAKS = ", ".join(f"{name} {peak:g}" for peak, name in GPUS.items())
 
 
-@click.command(name="plan")
+ABOVE_0 = FiniteRange(min=0, min_open=True)
+
+
+@click.command(name="plan", context_settings={"show_default": True})
 @click.option("--recipe", type=RecipePath(TRAINING), help="YAML with the run's settings, or a name: cc12m.")
-@click.option("--ranks", type=click.IntRange(min=1), help="Number of GPUs [the recipe's plan.gpus].")
+@click.option("--ranks", type=click.IntRange(min=1), default=1, help="Number of GPUs.")
+@click.option("--dataset-size", type=click.IntRange(min=1), help="Samples, while there is no manifest.")
+@click.option("--sample-bytes", type=click.IntRange(min=1), default=30_000, help="Bytes of one, without a manifest.")
+@click.option("--peak-tflops", type=ABOVE_0, default=989.0, help=f"Dense bf16 peak of a GPU: {PEAKS}.")
 @click.option(
-    "--measure", is_flag=True, help="Also run the recipe on this machine for a minute, and forecast from that."
+    "--mfu",
+    type=FiniteRange(min=0, max=1, min_open=True),
+    default=0.3,
+    help="Share of the peak that the executed arithmetic reaches, recomputation included.",
 )
-@click.option("--seconds", default=60.0, show_default=True, type=FiniteRange(min=1), help="Duration of --measure.")
+@click.option("--gpu-gib", type=ABOVE_0, default=80.0, help="Memory of one GPU, in GiB.")
+@click.option(
+    "--images-per-core",
+    type=ABOVE_0,
+    default=500.0,
+    help="Images that a core decodes per second; `neuclip doctor --data` measures it. About 700 for images stored at "
+    "256 px, 300 at 512 px.",
+)
+@click.option("--measure", is_flag=True, help="Also run the recipe on this machine for a minute; forecast from that.")
+@click.option("--seconds", default=60.0, type=FiniteRange(min=1), help="Duration of --measure.")
+@click.option(
+    "--gpus-per-node",
+    type=click.IntRange(min=1),
+    default=8,
+    help="Ranks that share a node's cores: --measure gives one rank its share of this machine's.",
+)
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...", shell_complete=complete_settings)
-def command(recipe: str | None, ranks: int | None, measure: bool, seconds: float, overrides: tuple[str, ...]) -> None:
+def command(
+    recipe: str | None,
+    ranks: int,
+    measure: bool,
+    seconds: float,
+    gpus_per_node: int,
+    gpu_gib: float,
+    images_per_core: float,
+    overrides: tuple[str, ...],
+    **assumed: Any,
+) -> None:
     """Estimate the cost of a recipe: GPU memory per ZeRO stage, steps, FLOPs, GPU hours, data reading and shuffling.
 
-    Needs no GPU and only the manifest of the data, or plan.dataset_size if there is none yet. Settings are those of
+    Needs no GPU and only the manifest of the data, or --dataset-size if there is none yet. Settings are those of
     `neuclip train`: try engine.micro_batch or model.grad_checkpointing if memory is short, and choose data.streams and
     data.shuffle_buffer now, because they cannot change during a run.
 
     With --measure, the data must be there: loader, steps, both together, a checkpoint and an evaluation's forward pass
     are measured on this machine with one rank's share of the batch.
     """
-    run = load_run(recipe, overrides)
+    run = load_run(recipe, overrides, dataset_size=assumed["dataset_size"])
     from pipeline.model.architectures import load_open_clip_without_foreign_towers
 
     load_open_clip_without_foreign_towers()
+    from pipeline.planning.run_costs import Assumptions
     from pipeline.planning.run_plan import plan_run
 
-    plan = plan_run(run, gpus=ranks or run.plan.gpus)
+    assume = Assumptions(**assumed)
+    plan = plan_run(run, gpus=ranks, assume=assume)
     title = f"{run.objective.name} on {plan.architecture}: {plan.gpus} x {plan.local_batch} pairs"
-    _print_memory(plan, title=title, capacity=run.plan.gpu_gib)
-    lines = describe_cost(plan, mfu=run.plan.mfu, peak_tflops=run.plan.peak_tflops)
+    _print_memory(plan, title=title, capacity=gpu_gib)
+    lines = describe_cost(plan, mfu=assume.mfu, peak_tflops=assume.peak_tflops)
     if plan.data is not None:
         lines += describe_data(plan.data, total_steps=run.total_steps, workers=plan.workers).items()
     else:
-        size = f"{_count(plan.dataset_size, 'sample')} of about {_size(run.plan.sample_bytes)} assumed"
+        size = f"{_count(plan.dataset_size, 'sample')} of about {_size(assume.sample_bytes)} assumed"
         lines += [("data", f"{size}; {_size(plan.cost.read_bytes)} to read in all")]
-    lines.append(("loading", describe_loading(plan, images_per_core=run.plan.images_per_core)))
+    lines.append(("loading", describe_loading(plan, images_per_core=images_per_core)))
     _print_lines([*lines, *(("note", note) for note in plan.notes)])
     if plan.data is None:
         click.echo(f"\nThe data is assumed, not read: {plan.data_missing}")
     if measure:
-        _print_lines(describe_measurement(run, ranks=plan.gpus, seconds=seconds).items())
+        _print_lines(describe_measurement(run, ranks=ranks, gpus_per_node=gpus_per_node, seconds=seconds).items())
 
 
-def describe_measurement(run: RunConfig, *, ranks: int, seconds: float) -> dict[str, str]:
+def describe_measurement(run: RunConfig, *, ranks: int, gpus_per_node: int, seconds: float) -> dict[str, str]:
     """Measure one rank's share on this machine; figures and forecast as texts by label."""
     import logging
 
     from pipeline.planning.measure import forecast, measure
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    found = measure(run, ranks=ranks, seconds=seconds)
+    found = measure(run, ranks=ranks, gpus_per_node=gpus_per_node, seconds=seconds)
     expected = forecast(found, run)
     total = sum(found.phases.values())
     phases = ", ".join(f"{name} {part / total:.0%}" for name, part in found.phases.items())
@@ -105,8 +142,8 @@ def describe_cost(plan: RunPlan, *, mfu: float, peak_tflops: float) -> list[tupl
             f"{cost.text_tokens:,.0f} text tokens"
         ),
         "time": (
-            f"{_size(cost.flops, 'FLOP')}; at {100 * mfu:.3g}% utilization (plan.mfu) of {peak_tflops:g} TFLOP/s "
-            f"({gpu}plan.peak_tflops) {_hours(cost.gpu_hours)} GPU hours, {_hours(cost.gpu_hours / plan.gpus)} h on "
+            f"{_size(cost.flops, 'FLOP')}; at {100 * mfu:.3g}% utilization (--mfu) of {peak_tflops:g} TFLOP/s "
+            f"({gpu}--peak-tflops) {_hours(cost.gpu_hours)} GPU hours, {_hours(cost.gpu_hours / plan.gpus)} h on "
             f"{_count(plan.gpus, 'GPU')}"
         ),
     }
@@ -131,7 +168,7 @@ def describe_loading(plan: RunPlan, *, images_per_core: float) -> str:
         hours = plan.cost.epochs * plan.dataset_size / loaded / 3600
         return (
             f"sets the pace of so small a model: about {loaded:,.0f} pairs/s with {_count(workers, 'worker')} per GPU, "
-            f"at {images_per_core:g} images/s a core (plan.images_per_core), {_hours(hours)} h for the run; "
+            f"at {images_per_core:g} images/s a core (--images-per-core), {_hours(hours)} h for the run; "
             "`neuclip plan --measure` measures it"
         )
     everywhere = ""
@@ -140,7 +177,7 @@ def describe_loading(plan: RunPlan, *, images_per_core: float) -> str:
         everywhere = f", on all {plan.gpus} GPUs {stored}/s and {plan.gpus * cores:,.1f} cores"
     text = (
         f"a GPU's steps take {rate:,.0f} pairs/s: {_size(rate * plan.sample_bytes)}/s from storage and {cores:,.1f} "
-        f"cores for decoding{everywhere}, at {images_per_core:g} images/s a core (plan.images_per_core); "
+        f"cores for decoding{everywhere}, at {images_per_core:g} images/s a core (--images-per-core); "
         f"{_count(workers, 'worker')} per GPU, if there are as many cores, load {workers / cores:.1f} times as fast"
     )
     if workers < LEAST_LOADING * cores:
@@ -170,7 +207,7 @@ def _print_memory(plan: RunPlan, *, title: str, capacity: float) -> None:
 def _memory_note(plan: RunPlan, *, capacity: float) -> str:
     note = (
         f"Estimates for one GPU. Activations: what autograd saves for {plan.micro_batch} pairs with fused attention. "
-        f"Fits: below 90% of {capacity:g} GiB (plan.gpu_gib); the rest is for workspaces of kernels and fragmentation."
+        f"Fits: below 90% of {capacity:g} GiB (--gpu-gib); the rest is for workspaces of kernels and fragmentation."
     )
     if plan.objective.per_sample:
         per_gpu = plan.objective.per_sample * plan.dataset_size / plan.gpus

@@ -242,7 +242,7 @@ PROGRAMS: dict[str, Callable[[list[str]], None]] = {
 
 
 def _training(recipe: Path | None, settings: list[str]) -> None:
-    load_recipe(recipe, settings if recipe is not None else [*BARE, *settings])
+    load_recipe(recipe, settings if recipe is not None else [*BARE, *settings], dataset_size=100_000)
 
 
 def _demo(recipe: Path | None, settings: list[str]) -> None:

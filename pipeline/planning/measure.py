@@ -78,12 +78,13 @@ class Forecast:
     bottleneck: str
 
 
-def measure(run: RunConfig, *, ranks: int, seconds: float = 60.0) -> RunMeasurement:
+def measure(run: RunConfig, *, ranks: int, gpus_per_node: int = 8, seconds: float = 60.0) -> RunMeasurement:
     """Measure one rank's part of a recipe, with the recipe's model, data, workers and engine.
 
     Args:
         run: the recipe. Its data must be there.
         ranks: of the run that is planned; the one that is measured has its share of batch and streams.
+        gpus_per_node: ranks that share the cores of a node.
         seconds: for everything that is repeated; building the model and one checkpoint come on top.
 
     Raises:
@@ -91,7 +92,7 @@ def measure(run: RunConfig, *, ranks: int, seconds: float = 60.0) -> RunMeasurem
     """
     with tempfile.TemporaryDirectory(prefix=".neuclip-measure-", dir=existing_folder(Path(run.output))) as folder:
         trial = _trial(run, ranks=ranks, folder=Path(folder))
-        share = cores_of_one(min(ranks, run.plan.gpus_per_node))
+        share = cores_of_one(min(ranks, gpus_per_node))
         with (
             only_cores(share),
             start_world(device=run.engine.device) as world,

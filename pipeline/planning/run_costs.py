@@ -24,9 +24,22 @@ from pipeline.engine.engine_config import BUCKET
 from pipeline.metrics.mfu import TowerCosts
 from pipeline.objectives import ObjectiveMemory, build_objective
 from pipeline.objectives.base import ObjectiveConfig
-from pipeline.training.recipe import PlanConfig
 
 META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """About machine and data, as options of `neuclip plan`."""
+
+    dataset_size: int | None = None
+    """Samples, used while there is no manifest."""
+    sample_bytes: int = 30_000
+    """Stored bytes of a sample, used while there is no manifest."""
+    peak_tflops: float = 989.0
+    """Dense bf16 peak of one GPU."""
+    mfu: float = 0.3
+    """Share of the peak that the executed arithmetic reaches, recomputation included."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +121,7 @@ def run_cost(
     batch_size: int,
     dataset_size: int,
     passes: tuple[float, float],
-    assume: PlanConfig,
+    assume: Assumptions,
 ) -> Cost:
     """Arithmetic and time of a budget.
 
@@ -118,7 +131,7 @@ def run_cost(
         batch_size: pairs per step, over all ranks.
         dataset_size: pairs of an epoch.
         passes: forward passes of each pair through image and text tower; a backward pass counts as two.
-        assume: the recipe's `plan` section.
+        assume: about machine and data.
     """
     samples = steps * batch_size
     flops = (passes[0] * costs.image_flops + passes[1] * costs.text_flops) * samples

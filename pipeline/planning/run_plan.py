@@ -18,6 +18,7 @@ from pipeline.model.architectures import Architecture
 from pipeline.model.towers import ModelConfig, build_towers, check_start, text_batching, without_weights
 from pipeline.objectives import ObjectiveMemory
 from pipeline.planning.run_costs import (
+    Assumptions,
     Cost,
     DataPlan,
     EngineMemory,
@@ -28,6 +29,8 @@ from pipeline.planning.run_costs import (
 )
 from pipeline.training.recipe import RunConfig, check_captions_of, check_run
 from pipeline.training.stages import check_stages, stages_of
+
+UNKNOWN_DATA = Assumptions()
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ class RunPlan:
         return 4 * self.towers.trained_parameters
 
 
-def plan_run(run: RunConfig, *, gpus: int) -> RunPlan:
+def plan_run(run: RunConfig, *, gpus: int, assume: Assumptions = UNKNOWN_DATA) -> RunPlan:
     """Plan a recipe for a number of GPUs, without using one.
 
     Raises:
@@ -104,8 +107,9 @@ def plan_run(run: RunConfig, *, gpus: int) -> RunPlan:
     check_stages(run)
     towers, architecture, _ = _towers(run.model)
     data, missing = _data(run, gpus=gpus, image_size=architecture.image_size)
-    dataset_size = data.layout.samples if data else run.plan.dataset_size
-    assert dataset_size is not None
+    dataset_size = data.layout.samples if data else assume.dataset_size
+    if dataset_size is None:
+        raise UserError(f"{missing} To plan without the data, give --dataset-size SAMPLES.")
     make_layout(samples=dataset_size, global_batch=run.batch_size, streams=run.data.streams, ranks=gpus)
     engine = ENGINES[run.engine.name].facts(
         run.engine, optimizer=run.optimizer, global_batch=run.batch_size, world_size=gpus
@@ -121,7 +125,7 @@ def plan_run(run: RunConfig, *, gpus: int) -> RunPlan:
         steps_per_epoch=dataset_size // run.batch_size,
         total_steps=run.total_steps,
     )
-    costs = _stage_costs(run, dataset_size=dataset_size, accumulation=micro < local)
+    costs = _stage_costs(run, dataset_size=dataset_size, accumulation=micro < local, assume=assume)
     largest = max((_towers(stage.run.model)[0] for stage in stages_of(run)), key=lambda towers: towers.saved_bytes)
     return RunPlan(
         architecture=architecture.name,
@@ -155,7 +159,7 @@ def plan_run(run: RunConfig, *, gpus: int) -> RunPlan:
         data=data,
         data_missing=missing,
         workers=min(MOST_WORKERS if run.data.workers is None else run.data.workers, run.data.streams // gpus),
-        sample_bytes=data.bytes / data.samples if data else run.plan.sample_bytes,
+        sample_bytes=data.bytes / data.samples if data else assume.sample_bytes,
         notes=tuple(dict.fromkeys(note for stage in stages_of(run) for note in _towers(stage.run.model)[2]))
         + tuple(_stored_features(run, data)),
     )
@@ -176,7 +180,9 @@ def _stored_features(run: RunConfig, data: DataPlan | None) -> Iterator[str]:
         common_crops(open_features(run.data, data.digests, seed=run.seed, named=there))
 
 
-def _stage_costs(run: RunConfig, *, dataset_size: int, accumulation: bool) -> list[tuple[str, Cost]]:
+def _stage_costs(
+    run: RunConfig, *, dataset_size: int, accumulation: bool, assume: Assumptions
+) -> list[tuple[str, Cost]]:
     """Description and cost of each stage."""
     found = []
     for stage in stages_of(run):
@@ -193,7 +199,7 @@ def _stage_costs(run: RunConfig, *, dataset_size: int, accumulation: bool) -> li
             batch_size=run.batch_size,
             dataset_size=dataset_size,
             passes=(image, text),
-            assume=run.plan,
+            assume=assume,
         )
         found.append((stage.describe(image_size=architecture.image_size), cost))
     return found
@@ -211,11 +217,8 @@ def _towers(model: ModelConfig) -> tuple[TowerCosts, Architecture, tuple[str, ..
 
 
 def _data(run: RunConfig, *, gpus: int, image_size: int) -> tuple[DataPlan | None, str]:
-    """The data's plan, or why there is none, in which case the recipe's `plan.dataset_size` is used."""
+    """The data's plan, or why there is none."""
     try:
-        data = plan_data(run.data, ranks=gpus, global_batch=run.batch_size, image_size=image_size, seed=run.seed)
+        return plan_data(run.data, ranks=gpus, global_batch=run.batch_size, image_size=image_size, seed=run.seed), ""
     except UserError as error:
-        if run.plan.dataset_size is None:
-            raise UserError(f"{error} To plan without the data, set plan.dataset_size=SAMPLES.") from error
         return None, str(error)
-    return data, ""

@@ -77,29 +77,6 @@ class ValidationConfig:
 
 
 @section
-class PlanConfig:
-    """What `neuclip plan` assumes about machine and data. Training does not read it."""
-
-    gpus: int = Field(default=1, ge=1)
-    """Number of ranks, unless `--ranks` is given."""
-    gpus_per_node: int = Field(default=8, ge=1)
-    """Ranks that share the cores of a node. `--measure` gives one rank its share of this machine's cores."""
-    peak_tflops: float = Field(default=989.0, gt=0)
-    """Dense bf16 peak of one GPU: H100 and H200 989, A100 312, L40S 362, T4 (fp16) 65."""
-    gpu_gib: float = Field(default=80.0, gt=0)
-    """Memory of one GPU, in GiB."""
-    mfu: float = Field(default=0.3, gt=0, le=1)
-    """Share of the peak that the executed arithmetic reaches, recomputation included."""
-    dataset_size: int | None = Field(default=None, ge=1)
-    """Number of samples, used while there is no manifest."""
-    sample_bytes: int = Field(default=30_000, ge=1)
-    """Stored bytes of a sample, used while there is no manifest."""
-    images_per_core: float = Field(default=500.0, gt=0)
-    """Images that one core decodes per second; `neuclip doctor --data` measures it. About 700 for images stored at 256
-    px, 300 at 512 px."""
-
-
-@section
 class RunConfig:
     """One training run."""
 
@@ -128,7 +105,6 @@ class RunConfig:
     telemetry: TelemetryConfig = TelemetryConfig()
     evaluation: InTrainingConfig = InTrainingConfig()
     validation: ValidationConfig = ValidationConfig()
-    plan: PlanConfig = PlanConfig()
 
     @functools.cached_property
     def total_steps(self) -> int:
@@ -136,15 +112,23 @@ class RunConfig:
         return self.samples // self.batch_size
 
 
-def load_recipe(path: str | Path | None, overrides: Iterable[str] = ()) -> RunConfig:
+def load_recipe(
+    path: str | Path | None, overrides: Iterable[str] = (), *, dataset_size: int | None = None
+) -> RunConfig:
     """Defaults < recipe YAML < the recipe's part for the chosen method < dotted overrides, checked.
+
+    Args:
+        path: The recipe.
+        overrides: `section.key=value`.
+        dataset_size: Samples of an epoch, for plans of data that is not there yet.
 
     Raises:
         UserError: It names every wrong key.
     """
     tree = read_recipe(Path(path)) if path is not None else {}
     tree, above = add_recipe_keys(tree, cfg.parse_overrides(overrides))
-    return parse_recipe(resolve_budget(scale_rates(choose_method(tree, above), above), above))
+    tree = scale_rates(choose_method(tree, above), above)
+    return parse_recipe(resolve_budget(tree, above, dataset_size=dataset_size))
 
 
 def parse_recipe(tree: Mapping[str, Any]) -> RunConfig:

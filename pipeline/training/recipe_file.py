@@ -171,14 +171,15 @@ def scale_rates(recipe: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str
     return tree
 
 
-def resolve_budget(recipe: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+def resolve_budget(
+    recipe: Mapping[str, Any], above: Mapping[str, Any], *, dataset_size: int | None = None
+) -> dict[str, Any]:
     """Merge a recipe with its overrides and convert `epochs` and `schedule.warmup_share` to samples and steps.
-
-    The size of an epoch comes from the data's manifests or, if they are missing, from `plan.dataset_size`.
 
     Args:
         recipe: The recipe's tree.
         above: The overrides' tree; a budget given there replaces the recipe's budget, also one in the other unit.
+        dataset_size: Samples of an epoch if the manifests of the data are missing.
 
     Raises:
         UserError: A budget is given in both units in one place, or a value is out of range.
@@ -188,7 +189,7 @@ def resolve_budget(recipe: Mapping[str, Any], above: Mapping[str, Any]) -> dict[
         schedules = (_section(recipe, "schedule"), _section(above, "schedule"))
         tree["schedule"] = _merged_in_one_unit(WARM_UPS, *schedules)
     if "epochs" in tree:
-        tree["samples"] = _samples_of(tree)
+        tree["samples"] = _samples_of(tree, dataset_size)
         del tree["epochs"]
     if "warmup_share" in _section(tree, "schedule"):
         schedule = dict(tree["schedule"])
@@ -215,12 +216,12 @@ def _merged_in_one_unit(names: tuple[str, str], recipe: Mapping[str, Any], above
     return cfg.merge(recipe, above)
 
 
-def _samples_of(tree: Mapping[str, Any]) -> int:
+def _samples_of(tree: Mapping[str, Any], dataset_size: int | None) -> int:
     """The number of samples in the tree's `epochs` of whole batches."""
     count = _number(tree["epochs"], "epochs", low=0.0, high=1e6)
     batch = _whole(tree.get("batch_size"), "batch_size")
     config = cfg.parse(DataConfig, _section(tree, "data"), prefix="data")
-    n = _epoch_samples(config, tree)
+    n = _epoch_samples(config, epochs=tree["epochs"], dataset_size=dataset_size)
     # The same layout of an epoch as in `make_layout`: streams of equal length, whole batches.
     steps = n // config.streams // max(1, batch // config.streams)
     if steps < 1:
@@ -232,15 +233,14 @@ def _samples_of(tree: Mapping[str, Any]) -> int:
     return max(1, round(count * steps)) * batch
 
 
-def _epoch_samples(config: DataConfig, tree: Mapping[str, Any]) -> int:
-    """Samples per epoch, from the manifests of `data.sources` or, if these are missing, from `plan.dataset_size`."""
+def _epoch_samples(config: DataConfig, *, epochs: Any, dataset_size: int | None) -> int:
+    """Samples per epoch, from the manifests of `data.sources` or, if these are missing, as given."""
     try:
         return load_mixture(config).epoch_samples
     except UserError as error:
-        expected = _section(tree, "plan").get("dataset_size")
-        if isinstance(expected, int):
-            return expected
-        raise UserError(f"epochs = {tree['epochs']}: the size of an epoch is not known. {error}") from error
+        if dataset_size is not None:
+            return dataset_size
+        raise UserError(f"epochs = {epochs}: the size of an epoch is not known. {error}") from error
 
 
 def _number(value: Any, name: str, *, low: float, high: float) -> float:

@@ -157,7 +157,7 @@ def test_a_loss_with_autograd_is_a_file_of_ten_lines_outside_the_repository(tmp_
 @pytest.mark.parametrize("recipe", ["own", "finetune", "cc3m"])
 def test_an_installed_package_adds_a_method_to_the_commands(recipe, tmp_path, monkeypatch):
     """`neuclip plan` with a shipped recipe; tests/unit/test_own_package.py has all commands."""
-    command = ["--recipe", recipe, "objective.name=margin"]
+    command = ["--recipe", recipe, "--dataset-size=20000", "objective.name=margin"]
     command += ["data.sources=data/x", "output=runs/x"] if recipe != "cc3m" else []
     entry_points = "[neuclip.objectives]\nmargin = margin_loss\n"
     install(monkeypatch, OBJECTIVES, tmp_path, entry_points, margin_loss=LOSS_OUTSIDE)

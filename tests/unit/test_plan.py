@@ -15,13 +15,14 @@ from pipeline.errors import UserError
 from pipeline.metrics.mfu import TowerCosts, measure_flops, measure_towers
 from pipeline.model.towers import ModelConfig, build_towers
 from pipeline.planning import measure
-from pipeline.planning.run_costs import engine_memory, run_cost
+from pipeline.planning.run_costs import Assumptions, engine_memory, run_cost
 from pipeline.planning.run_plan import plan_run
-from pipeline.training.recipe import PlanConfig, load_recipe
+from pipeline.training.recipe import load_recipe
 from tests.shards import write_shards
 from tests.towers import write_tiny
 
 P = 1_000_003
+ASSUME = Assumptions(dataset_size=1000)
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +66,9 @@ def test_saved_bytes_equal_what_autograd_saves(arch: str) -> None:
 @pytest.mark.parametrize("unfit", ["model.text_tokens=8", "model.trim_text=true", "model.text_batching=packed"])
 def test_what_training_refuses_is_refused(arch: str, unfit: str) -> None:
     """Regression test: `plan` gave numbers for it, or ended as a bug."""
-    given = settings("ViT-B-32", "plan.dataset_size=1000", "model.packed_attention=false", unfit)
+    given = settings("ViT-B-32", "model.packed_attention=false", unfit)
     with pytest.raises(UserError, match="It needs packed attention"):
-        plan_run(load_recipe(None, given), gpus=1)
+        plan_run(load_recipe(None, given), gpus=1, assume=ASSUME)
 
 
 def test_flops_of_towers_that_pool_by_attention_are_counted() -> None:
@@ -79,7 +80,7 @@ def test_flops_of_towers_that_pool_by_attention_are_counted() -> None:
 
 def test_checkpointing_saves_memory(arch: str) -> None:
     full, less = (
-        plan_run(load_recipe(None, settings("ViT-B-32", "plan.dataset_size=1000", *more)), gpus=1)
+        plan_run(load_recipe(None, settings("ViT-B-32", *more)), gpus=1, assume=ASSUME)
         for more in ((), ("model.grad_checkpointing=true",))
     )
     assert less.activations[1] < 0.35 * full.activations[1]
@@ -100,7 +101,7 @@ def test_memory_of_the_zero_stages() -> None:
 def test_cost_equals_a_calculation_by_hand() -> None:
     costs = TowerCosts(parameters=P, trained_parameters=P, image_flops=6e8, text_flops=4e8, saved_bytes=1.0,
                        context_length=10, trained=(True, True))  # fmt: skip
-    assume = PlanConfig(peak_tflops=100, mfu=0.5, sample_bytes=7)
+    assume = Assumptions(peak_tflops=100, mfu=0.5, sample_bytes=7)
     cost = run_cost(costs, steps=100, batch_size=50, dataset_size=2500, passes=(4, 4), assume=assume)
     assert (cost.samples, cost.epochs, cost.text_tokens, cost.read_bytes) == (5000, 2.0, 50_000, 35_000)
     assert cost.flops == 4 * 1e9 * 5000
@@ -108,12 +109,12 @@ def test_cost_equals_a_calculation_by_hand() -> None:
 
 
 def test_without_data_a_size_is_required(arch: str) -> None:
-    with pytest.raises(UserError, match=r"plan\.dataset_size=SAMPLES"):
+    with pytest.raises(UserError, match=r"give --dataset-size SAMPLES"):
         plan_run(load_recipe(None, settings(arch)), gpus=1)
-    plan = plan_run(load_recipe(None, settings(arch, "plan.dataset_size=400", "objective.name=fastclip_v3")), gpus=4)
-    assert (plan.local_batch, plan.cost.epochs, plan.objective.per_sample) == (10, 2.5, 8)
+    plan = plan_run(load_recipe(None, settings(arch, "objective.name=fastclip_v3")), gpus=4, assume=ASSUME)
+    assert (plan.local_batch, plan.cost.epochs, plan.objective.per_sample) == (10, 1.0, 8)
     with pytest.raises(UserError, match="do not fit 3 ranks"):
-        plan_run(load_recipe(None, settings(arch, "plan.dataset_size=400")), gpus=3)
+        plan_run(load_recipe(None, settings(arch)), gpus=3, assume=ASSUME)
 
 
 def test_a_measurement_uploads_nothing(tmp_path: Path) -> None:
@@ -139,7 +140,7 @@ def test_the_command_prints_the_plan_and_the_data(arch: str, tmp_path: Path) -> 
         "distinct shards in a batch (a global shuffle: 2)",
     ):
         assert part in result.output
-    plan = plan_run(load_recipe(None, [*arguments, "plan.mfu=0.01"]), gpus=2)
+    plan = plan_run(load_recipe(None, arguments), gpus=2, assume=Assumptions(mfu=0.01))
     assert plan.data is not None
     rate = 0.01 * 989e12 / (plan.cost.flops / plan.cost.samples)
     assert plan.pairs_per_second == pytest.approx(rate)
@@ -149,20 +150,20 @@ def test_the_command_prints_the_plan_and_the_data(arch: str, tmp_path: Path) -> 
         assert f"{rate:,.0f} pairs/s: {size}/s from storage and {cores:.1f} cores for decoding" in text
         assert f"2 workers per GPU, if there are as many cores, load {2 / cores:.1f} times as fast" in text
         assert ("TOO SLOW, use data.workers=3" in text) == (cores == 2)
-    absent = CliRunner().invoke(command, [*settings(arch, "plan.dataset_size=400"), "--ranks", "1"])
+    absent = CliRunner().invoke(command, [*settings(arch), "--dataset-size", "400"])
     assert "400 samples of about 30 kB assumed" in absent.output
     assert "\nThe data is assumed, not read: There is no manifest" in absent.output
     assert " on 1 GPU\n" in absent.output
-    for part in ("TFLOP/s (H100 or H200, plan.peak_tflops)", "below 90% of 80 GiB"):
+    for part in ("TFLOP/s (H100 or H200, --peak-tflops)", "below 90% of 80 GiB"):
         assert part in " ".join(absent.output.split())
     assert " 0 GPU hours" not in absent.output
 
 
 def test_numbers_of_a_tiny_model_can_be_read(arch: str) -> None:
-    given = [*settings(arch, "plan.dataset_size=400", "plan.mfu=0.3", "data.workers=1"), "model.image_size=33"]
+    given = [*settings(arch, "data.workers=1", "model.image_size=33"), "--dataset-size=400"]
     result = CliRunner().invoke(command, given)
     assert result.exit_code == 0, result.output
-    assert "at 30% utilization (plan.mfu) of 989 TFLOP/s" in result.output
+    assert "at 30% utilization (--mfu) of 989 TFLOP/s" in result.output
     assert "less than 0.01 GPU hours" in result.output
     assert re.search(r"loading +sets the pace .* about 500 pairs/s with 1 worker per GPU", result.output)
     assert "use data.workers" not in result.output, "no node has as many cores"

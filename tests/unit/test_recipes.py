@@ -11,6 +11,7 @@ import yaml
 from pipeline.config import dump, read_yaml
 from pipeline.errors import UserError
 from pipeline.objectives import objective_names, parse_objective
+from pipeline.planning.run_costs import Assumptions
 from pipeline.planning.run_plan import plan_run
 from pipeline.training.recipe import load_recipe, parse_recipe
 from tests.launch import python
@@ -41,7 +42,14 @@ NEUCLIP = {
 
 
 def load(name: str, *overrides: str):  # type: ignore[no-untyped-def]
-    return load_recipe(FOLDER / f"{name}.yaml", overrides)
+    return load_recipe(FOLDER / f"{name}.yaml", overrides, dataset_size=100_000)
+
+
+def assumed(name: str) -> Assumptions:
+    """What the command in the header of a recipe assumes."""
+    command = re.search(r"neuclip plan .*--dataset-size (\S+) --mfu (\S+)", (FOLDER / f"{name}.yaml").read_text())
+    assert command is not None
+    return Assumptions(dataset_size=int(command[1]), mfu=float(command[2]))
 
 
 @pytest.mark.parametrize("name", PAPERS)
@@ -52,9 +60,8 @@ def test_every_method_can_be_planned_and_read_back(name: str) -> None:
         run = load(name, f"objective.name={method}")
         assert run.objective.name == method
         assert parse_recipe(yaml.safe_load(dump(run))) == run
-        plan = plan_run(run, gpus=8)
+        plan = plan_run(run, gpus=8, assume=assumed(name))
         assert plan.data is None
-        assert plan.dataset_size == recipe["plan"]["dataset_size"]
         assert plan.gpu_bytes(plan.stage) < 80 * 2**30, method
         # If a method has a per-sample table, each row has at least two estimators.
         assert plan.objective.per_sample == 0 or plan.objective.per_sample >= 8
@@ -64,7 +71,7 @@ def test_every_method_can_be_planned_and_read_back(name: str) -> None:
 def test_recipes_of_ones_own_data_train_our_methods_too(name: str) -> None:
     methods = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())["methods"]
     assert {*PUBLISHED, "neuclip_literal", "neuclip_plus"} <= set(methods)
-    run = load(name, "objective.name=neuclip_plus", "plan.dataset_size=20000", "samples=100000")
+    run = load(name, "objective.name=neuclip_plus", "samples=100000")
     assert (run.objective.prototypes, run.objective.npn, run.objective.ratio_cap) == (4096, "queue", 2.0)
     assert run.objective.rho == load(name, "objective.name=neuclip", "samples=100000").objective.rho
 
@@ -127,7 +134,7 @@ def test_headers_state_source_command_and_gpu_hours(name: str) -> None:
     assert f"jobs/recipes/{name}.yaml" in header
     hours = re.search(r"GPU hours +(\d+)", header)
     assert hours is not None
-    assert float(hours[1]) == pytest.approx(plan_run(load(name), gpus=8).cost.gpu_hours, rel=0.01)
+    assert float(hours[1]) == pytest.approx(plan_run(load(name), gpus=8, assume=assumed(name)).cost.gpu_hours, rel=0.01)
 
 
 def test_learning_rates_scale_with_the_batch_size_unless_given() -> None:

@@ -16,7 +16,7 @@ from jobs.plan import command
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.objectives import build_objective
-from pipeline.planning.run_costs import SimulatedRanks, simulate_objective
+from pipeline.planning.run_costs import Assumptions, SimulatedRanks, simulate_objective
 from pipeline.planning.run_plan import RunPlan, plan_run
 from pipeline.training.recipe import load_recipe
 
@@ -24,14 +24,15 @@ RECIPES = sorted(path.stem for path in (Path(__file__).parents[2] / "jobs" / "re
 LARGE = ("cc12m", "cc12m-fast", "dfn14m", "dfn192m", "dfn192m-fast", "dfn1b", "dfn1b-fast", "laion315m")
 """At least ten million samples: these must run on both of these numbers of ranks."""
 SIZES = (8, 1024)
+SAMPLES = 10_000_000
 META = torch.device("meta")
 pytestmark = pytest.mark.filterwarnings("ignore:objective.npn_lr")
 
 
 @functools.cache
 def plan_of(name: str, ranks: int, *overrides: str) -> RunPlan:
-    given = ("plan.dataset_size=20000", *overrides) if name in ("own", "finetune", "demo", "desk") else overrides
-    return plan_run(load_recipe(str(Path("jobs/recipes") / f"{name}.yaml"), given), gpus=ranks)
+    run = load_recipe(str(Path("jobs/recipes") / f"{name}.yaml"), overrides, dataset_size=SAMPLES)
+    return plan_run(run, gpus=ranks, assume=Assumptions(dataset_size=SAMPLES))
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[int]:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes_are_laid_out_on_simulated_clusters(name: str, size: int) -> None:
-    run = load_recipe(str(Path("jobs/recipes") / f"{name}.yaml"), ())
+    run = load_recipe(str(Path("jobs/recipes") / f"{name}.yaml"), (), dataset_size=SAMPLES)
     if name not in LARGE and (run.batch_size % size or run.data.streams % size):
         with pytest.raises(UserError, match=f"{size} ranks"):
             plan_of(name, size)
@@ -64,7 +65,7 @@ def test_recipes_are_laid_out_on_simulated_clusters(name: str, size: int) -> Non
 
 
 def test_the_plan_shows_communication() -> None:
-    printed = CliRunner().invoke(command, ["--recipe", "dfn192m", "--ranks", "64"]).output
+    printed = CliRunner().invoke(command, ["--recipe", "dfn192m", "--ranks", "64", f"--dataset-size={SAMPLES}"]).output
     plan = plan_of("dfn192m", 64)
     assert f"in {plan.objective_calls} collectives of the objective and 598 MB of gradients per step" in printed
 

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Sequence
 
 import click
 
-from jobs.known_settings import known_settings
-from jobs.settings_table import COMPUTED, REQUIRED, Setting, names, objective_groups, own_settings, programs
+from jobs.settings_table import COMPUTED, REQUIRED, Setting, listing, names, objective_groups, own_settings, programs
 from pipeline.config import suggest
 from pipeline.errors import UserError
 
@@ -49,8 +48,8 @@ def command(markdown: bool, words: tuple[str, ...]) -> None:
 
         click.echo(page(objective_names()), nl=False)
         return
-    found = 0
-    for title, settings in known_settings():
+    found, table = 0, list(listing())
+    for title, settings in table:
         chosen = [setting for setting in settings if all(word in setting.key for word in words)]
         found += len(chosen)
         if chosen:
@@ -60,7 +59,7 @@ def command(markdown: bool, words: tuple[str, ...]) -> None:
             click.echo(f"  {setting.key}  ({_plain(default)}; {_plain(setting.allowed)})")
             click.echo(textwrap.fill(_plain(setting.meaning), 110, initial_indent=" " * 6, subsequent_indent=" " * 6))
     if not found:
-        keys = [setting.key for _, settings in known_settings() for setting in settings]
+        keys = [setting.key for _, settings in table for setting in settings]
         known = tuple(sorted({*keys, *(part for key in keys for part in key.split("."))}))
         raise UserError(f"No setting contains {' and '.join(map(repr, words))}. {suggest(words[0], known)}")
 

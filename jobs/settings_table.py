@@ -6,11 +6,7 @@ Settings are documented in one place, a string literal under the field of the `@
 
 from __future__ import annotations
 
-import ast
-import functools
-import inspect
 import json
-import sys
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,42 +45,22 @@ def settings_of(cls: Any, *, prefix: str = "") -> Iterator[Setting]:
         cls: A class made by `pipeline.config.section`.
         prefix: Dotted path of the section, with a trailing dot.
     """
-    meanings = docstrings(cls)
     for name, field in cls.__pydantic_fields__.items():
         inner = section_in(field.annotation)
         if inner is not None:
             yield from settings_of(inner, prefix=f"{prefix}{name}.")
         else:
-            yield Setting(prefix + name, _default(field), _allowed(field), meanings.get(name, ""))
+            yield Setting(prefix + name, _default(field), _allowed(field), _meaning(cls, name))
             if (element := _element(field.annotation)) is not None:
                 yield from settings_of(element, prefix=f"{prefix}{name}[].")
 
 
-def docstrings(cls: type) -> dict[str, str]:
-    """Attribute docstrings by field, each as one paragraph; a class overrides its bases."""
-    found: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        if base.__module__ not in ("builtins", "abc") and base.__module__ in sys.modules:
-            found.update(_module_docstrings(base.__module__).get(base.__qualname__, {}))
-    return found
-
-
-@functools.cache
-def _module_docstrings(module: str) -> dict[str, dict[str, str]]:
-    tree = ast.parse(inspect.getsource(sys.modules[module]))
-    return {node.name: dict(_documented(node)) for node in tree.body if isinstance(node, ast.ClassDef)}
-
-
-def _documented(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
-    for field, literal in zip(node.body, node.body[1:], strict=False):
-        if (
-            isinstance(field, ast.AnnAssign)
-            and isinstance(field.target, ast.Name)
-            and isinstance(literal, ast.Expr)
-            and isinstance(literal.value, ast.Constant)
-            and isinstance(literal.value.value, str)
-        ):
-            yield field.target.id, " ".join(literal.value.value.split())
+def _meaning(cls: Any, name: str) -> str:
+    """The attribute docstring of a field as one paragraph, from the class that declares it."""
+    declared = (
+        vars(base)["__pydantic_fields__"].get(name) for base in cls.__mro__ if "__pydantic_fields__" in vars(base)
+    )
+    return " ".join(next((field.description for field in declared if field and field.description), "").split())
 
 
 def _default(field: FieldInfo) -> str:

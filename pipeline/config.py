@@ -46,7 +46,11 @@ def section(cls: type[T]) -> type[T]:
     """
     cls._numbers_only = pydantic.field_validator("*", mode="before")(_no_boolean)  # type: ignore[attr-defined]
     settings = pydantic.ConfigDict(
-        extra="forbid", validate_default=True, allow_inf_nan=False, coerce_numbers_to_str=True
+        extra="forbid",
+        validate_default=True,
+        allow_inf_nan=False,
+        coerce_numbers_to_str=True,
+        use_attribute_docstrings=True,
     )
     return pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=settings)(cls)  # type: ignore[return-value]
 

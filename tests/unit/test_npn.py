@@ -410,7 +410,6 @@ class LevelNpn(Npn):
 def test_an_installed_package_adds_a_variant_to_the_commands(tmp_path, monkeypatch):
     """One file and an entry point: `settings`, `plan --recipe own` and training."""
     install(monkeypatch, NPNS, tmp_path, "[neuclip.npn]\nlevel = level_network\n", level_network=LEVEL)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert "level, mlp, prototypes or queue" in CliRunner().invoke(settings, ["objective.npn"]).output
     given = settings_in(prepare(tmp_path), "run", "objective.name=neuclip", "objective.npn=level", "samples=32")
     done = CliRunner().invoke(plan, ["--recipe", "own", *SMALL, *given], catch_exceptions=False)

@@ -1,10 +1,8 @@
 """The programs: one module per job. See `neuclip --help`."""
 
-import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -20,9 +18,3 @@ def _find_our_pipeline() -> None:
 
 
 _find_our_pipeline()
-
-
-def leave_interrupted(number: int, frame: object) -> NoReturn:
-    """Handle a signal during imports: some modules would lose a KeyboardInterrupt, and nothing has been done yet."""
-    os.write(2, b"Error: Interrupted.\n")
-    os._exit(128 + number)

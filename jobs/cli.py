@@ -3,25 +3,10 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import signal
 import sys
-
-from jobs import ROOT, leave_interrupted
-
-if (
-    (__name__ == "__main__" or os.path.basename(sys.argv[0]) == "neuclip")
-    and "multiprocessing.process" not in sys.modules  # which a worker that imports this module has imported
-    and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-):
-    signal.signal(signal.SIGINT, leave_interrupted)
-
-from pipeline.distributed.signals import exit_on_stop_signals
-
-if "train" in sys.argv[1:3]:  # also after --debug
-    exit_on_stop_signals()  # before the imports below: until then a signal would end the process in its default way
-
-import importlib
 import textwrap
 import threading
 import traceback
@@ -32,6 +17,7 @@ from typing import Any, NoReturn
 
 import click
 
+from jobs import ROOT
 from pipeline.departed import COMMANDS as DEPARTED
 from pipeline.errors import (
     EXIT_BUG,
@@ -191,21 +177,15 @@ def _setting_hint(option: str, arguments: Sequence[str]) -> str:
 
 
 def _noted_interrupts() -> list[int]:
-    """A list to which every SIGINT is added before it raises KeyboardInterrupt; one in an import ends the process."""
+    """A list to which every SIGINT is added before it raises KeyboardInterrupt."""
     noted: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        processes = sys.modules.get("multiprocessing")
-        caller = None if processes and processes.active_children() else frame  # children have to be ended
-        while caller is not None:
-            if caller.f_code.co_filename == "<frozen importlib._bootstrap>":
-                leave_interrupted(number, frame)
-            caller = caller.f_back
         noted.append(number)
         signal.default_int_handler(number, frame)
 
     is_main = threading.current_thread() is threading.main_thread()
-    if is_main and signal.getsignal(signal.SIGINT) in (signal.default_int_handler, leave_interrupted):
+    if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)
     return noted
 

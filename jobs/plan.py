@@ -76,9 +76,6 @@ def command(
     are measured on this machine with one rank's share of the batch.
     """
     run = load_run(recipe, overrides, dataset_size=assumed["dataset_size"])
-    from pipeline.model.architectures import load_open_clip_without_foreign_towers
-
-    load_open_clip_without_foreign_towers()
     from pipeline.planning.run_costs import Assumptions
     from pipeline.planning.run_plan import plan_run
 

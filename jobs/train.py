@@ -10,14 +10,10 @@ import os
 import shlex
 from pathlib import Path
 
-from pipeline.distributed.signals import exit_on_stop_signals
-
-if __name__ == "__main__":
-    exit_on_stop_signals()  # before the imports below, which take seconds
-
 import click
 
 from jobs.known_settings import TRAINING, RecipePath, complete_settings, load_run
+from pipeline.distributed.signals import exit_on_stop_signals
 
 EXIT_CODES = (
     "Exit codes: 0 done, 2 invalid input, 74 the last checkpoint could not be written, 75 stopped by a signal (while "

@@ -13,9 +13,7 @@ import io
 import os
 import subprocess
 import sys
-import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
@@ -259,30 +257,10 @@ def main(descriptor: int) -> None:
 
 
 def _blurrer() -> Callable[..., Any]:
-    with stand_ins("wandb", "webdataset"):
-        from img2dataset.blurrer import BoundingBoxBlurrer  # which takes a second
+    from img2dataset.blurrer import BoundingBoxBlurrer  # here, because importing it takes seconds
 
     blurrer: Callable[..., Any] = BoundingBoxBlurrer()
     return blurrer
-
-
-@contextmanager
-def stand_ins(*names: str) -> Iterator[None]:
-    """Let `import name` succeed with an empty module inside the block; modules that are already loaded are kept.
-
-    img2dataset's logger imports wandb, and its tar writer imports webdataset and with it torch: 2.3 s and 640 MB per
-    worker process instead of 0.8 s and 175 MB. Neither is used here.
-    """
-    # Albumentations, which img2dataset uses to resize, checks for newer versions online when it is imported.
-    os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
-    added = [name for name in names if name not in sys.modules]
-    for name in added:
-        sys.modules[name] = types.ModuleType(name)
-    try:
-        yield
-    finally:
-        for name in added:
-            sys.modules.pop(name, None)
 
 
 if __name__ == "__main__":

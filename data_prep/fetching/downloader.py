@@ -22,13 +22,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow as pa
+from img2dataset.distributor import multiprocessing_distributor, pyspark_distributor, ray_distributor
+from img2dataset.downloader import Downloader
 
 from data_prep import reasons
 from data_prep.dataset.dataset_folder import Folder, key_of, names_of, read_lines
 from data_prep.dataset.salvage import Rows, intact_rows, settled_rows
 from data_prep.dataset.sessions import engine_lock
 from data_prep.dataset.shard_plan import Plan, load_plan, read_shard
-from data_prep.fetching.decoder import Decoder, stand_ins
+from data_prep.fetching.decoder import Decoder
 from data_prep.fetching.monitor import REFUSED
 from data_prep.fetching.opener import Opener
 from data_prep.fetching.shard_writer import ShardWriter
@@ -36,10 +38,6 @@ from data_prep.settings.download_config import DownloadConfig, FetchConfig, Guar
 from pipeline.config import parse
 from pipeline.errors import UserError
 from pipeline.files import write_text
-
-with stand_ins("wandb", "webdataset"):
-    from img2dataset.distributor import multiprocessing_distributor, pyspark_distributor, ray_distributor
-    from img2dataset.downloader import Downloader
 
 DISTRIBUTORS = {
     "multiprocessing": multiprocessing_distributor,

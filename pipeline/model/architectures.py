@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib
 import json
 import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +21,6 @@ from pipeline.config import flatten, suggest
 from pipeline.errors import UserError, in_a_line
 from pipeline.run_files import MODEL_CONFIG_NAME
 
-FOREIGN_TOWERS = {"timm": ("timm_model", "TimmModel"), "transformers": ("hf_model", "HFTextEncoder")}
-"""Packages whose towers open_clip adapts, each with its module and class in open_clip."""
 OUR_CONFIGS = Path(__file__).parent / "model_configs"
 
 
@@ -71,41 +67,11 @@ def architecture_names() -> tuple[str, ...]:
     return (*ours, *(name for name in open_clip.list_models() if name not in ours))
 
 
-def load_open_clip(*, hidden: tuple[str, ...] = ("wandb",)) -> Any:
-    """The module `open_clip`, imported on first use because the import takes seconds.
+def load_open_clip() -> Any:
+    """The module `open_clip`, imported on first use because the import takes seconds."""
+    import open_clip
 
-    Args:
-        hidden: Packages that the first import does not find, though they are installed. timm would import wandb:
-            a second for a function that nobody calls here.
-    """
-    names = [] if "open_clip" in sys.modules else [name for name in hidden if name not in sys.modules]
-    sys.modules.update(dict.fromkeys(names))  # type: ignore[arg-type]
-    try:
-        import open_clip
-    finally:
-        for name in names:
-            del sys.modules[name]
     return open_clip
-
-
-def load_open_clip_without_foreign_towers() -> Any:
-    """The module `open_clip` without timm and transformers, which take a third of its import.
-
-    Only for commands in whose process nothing but this project's code builds models: see `add_foreign_towers`.
-    """
-    return load_open_clip(hidden=("wandb", *FOREIGN_TOWERS))
-
-
-def add_foreign_towers(model_cfg: Mapping[str, Any]) -> None:
-    """Import timm or transformers into open_clip if a model has a tower of theirs and open_clip lacks them."""
-    needed = {"timm_model_name": "timm", "hf_model_name": "transformers"}
-    for cfg in (model_cfg.get("vision_cfg"), model_cfg.get("text_cfg")):
-        for key, package in needed.items():
-            module = sys.modules[f"open_clip.{FOREIGN_TOWERS[package][0]}"]
-            if (cfg or {}).get(key) and getattr(module, package) is None:
-                importlib.reload(module)
-                name = FOREIGN_TOWERS[package][1]
-                setattr(sys.modules["open_clip.model"], name, getattr(module, name))
 
 
 def register(arch: str) -> str:

@@ -24,7 +24,6 @@ from pipeline.errors import UserError, explain_memory_error, need_addresses
 from pipeline.files import sha256_of
 from pipeline.model.architectures import (
     Architecture,
-    add_foreign_towers,
     load_open_clip,
     refuse_hidden_code,
     save_tokenizer,
@@ -191,7 +190,6 @@ def create_clip(name: str, **kwargs: Any) -> nn.Module:
             need_addresses(2 * weights.stat().st_size)
     try:
         open_clip = load_open_clip()
-        add_foreign_towers(model_cfg)
         model: nn.Module = open_clip.create_model(name, require_pretrained=required, **kwargs)
     except Exception as error:
         usual = isinstance(error, RuntimeError | ValueError | OSError)

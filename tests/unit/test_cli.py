@@ -6,8 +6,6 @@ import errno
 import importlib
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +16,7 @@ from jobs import cli
 from jobs.known_settings import TRAINING, RecipePath
 from jobs.train import command as train
 from pipeline.errors import UserError
-from tests.launch import ROOT, python
+from tests.launch import python
 
 
 def exit_code(*arguments: str) -> int:
@@ -138,29 +136,6 @@ cli.main(["settings"])
     done = python("-c", program)
     assert done.returncode == 130, done.stderr
     assert "Interrupted." in done.stderr
-
-
-@pytest.mark.parametrize("place", ["pipeline.errors", "jobs.settings", "jobs.settings_table"])
-def test_an_interrupt_in_an_import_ends_the_program_at_once(place: str, tmp_path: Path) -> None:
-    """Also where a library swallows every exception of its imports: a module of ours is one here."""
-    (tmp_path / "sitecustomize.py").write_text(f"""
-import os, signal, sys
-
-class Finder:
-    def find_spec(self, name, path=None, target=None):
-        if name == {place!r}:
-            try:
-                os.kill(os.getpid(), signal.SIGINT)
-                for _ in range(10): pass
-            except BaseException:
-                pass
-
-sys.meta_path.insert(0, Finder())
-""")
-    command = [sys.executable, "-m", "jobs.cli", "settings", "output"]
-    path = {"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    done = subprocess.run(command, cwd=ROOT, env=path, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (130, "Error: Interrupted.\n")
 
 
 def test_recipe_is_a_path_or_the_name_of_a_bundled_recipe(tmp_path: Path) -> None:

@@ -10,20 +10,18 @@ from collections.abc import Callable
 import cv2
 import numpy as np
 import pytest
+from img2dataset.blurrer import BoundingBoxBlurrer
+from img2dataset.resizer import Resizer
 from PIL import Image, ImageOps
 
 from data_prep import reasons
 from data_prep.fetching import served_image as decoding
-from data_prep.fetching.decoder import ImageConverter, check_resemblance, stand_ins
+from data_prep.fetching.decoder import ImageConverter, check_resemblance
 from data_prep.fetching.served_image import check_image, decode, matte
 from data_prep.pairs.pair import ImageOptions, convert
 from data_prep.reasons import FetchError
 from data_prep.settings.download_config import ImageConfig
 from tests.images import encoded, png, see_through, sixteen_bits
-
-with stand_ins("wandb", "webdataset"):
-    from img2dataset.blurrer import BoundingBoxBlurrer
-    from img2dataset.resizer import Resizer
 
 PIXELS = 10_000_000
 

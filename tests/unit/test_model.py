@@ -20,7 +20,6 @@ from pipeline.model.evaluation_model import for_evaluation, load_for_evaluation
 from pipeline.model.model_folder import create_clip, save_open_clip, save_tensors
 from pipeline.model.towers import ModelConfig, build_towers, check_model
 from tests.checkpoints import save_checkpoint
-from tests.launch import python
 from tests.towers import TINY
 from tests.training import prepare, settings_in, train_here
 
@@ -154,32 +153,6 @@ def test_a_tokenizer_that_would_not_be_read_is_refused(tmp_path: Path) -> None:
     given = settings_in(prepare(tmp_path, [16]), "run", "samples=16", f"model.tokenizer={tmp_path}")
     with pytest.raises(UserError, match=r"model\.tokenizer = .* would have no effect: scenes-vit-micro"):
         train_here(*given, "model.arch=scenes-vit-micro")
-
-
-WITHOUT_FOREIGN_TOWERS = """
-import sys
-from pipeline.model.architectures import add_foreign_towers, load_open_clip_without_foreign_towers
-from pipeline.model.model_folder import create_clip
-open_clip = load_open_clip_without_foreign_towers()
-create_clip("ViT-S-32", device="meta")
-assert not {"timm", "transformers"} & sys.modules.keys()
-open_clip.add_model_config(sys.argv[1])
-create_clip("foreign", device="meta", load_weights=False)
-assert "transformers" not in sys.modules or open_clip.hf_model.transformers is None
-add_foreign_towers({"text_cfg": {"hf_model_name": "any"}})
-assert issubclass(open_clip.model.HFTextEncoder, open_clip.hf_model.HFTextEncoder)
-assert open_clip.hf_model.transformers is sys.modules["transformers"]
-"""
-
-
-def test_open_clip_without_foreign_towers_builds_them_when_a_model_needs_them(tmp_path: Path) -> None:
-    path = tmp_path / "foreign.json"
-    vision = {"timm_model_name": "vit_tiny_patch16_224", "timm_pool": "avg", "timm_proj": "linear", "image_size": 224}
-    path.write_text(
-        json.dumps({"embed_dim": 16, "vision_cfg": vision, "text_cfg": {"width": 32, "heads": 2, "layers": 1}})
-    )
-    done = python("-c", WITHOUT_FOREIGN_TOWERS, str(path))
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_size_that_the_timm_model_does_not_take_is_refused(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from pipeline.evaluation.run.results import (
     ANOTHER_SUITE,
     LOCK_NAME,
     TaskResult,
-    is_intact,
     is_named_after,
     part_of,
     read_outcomes,
@@ -46,7 +45,7 @@ class Score(TaskResult):
 
     def read_outcomes(self) -> dict[str, np.ndarray] | None:
         """Per-sample outcomes, from which every metric can be recomputed; None if missing or changed."""
-        return read_outcomes(self.path, self.outcomes or None)
+        return read_outcomes(self.path, self.outcomes)
 
 
 @dataclass(frozen=True)
@@ -124,9 +123,9 @@ def _read_checkpoint(folder: Path, step: int | None, samples: int | None, notes:
             continue
         if weights and part_of(tree, "inputs").get("checkpoint", weights) != weights:
             notes.append(f"{folder.name}/{path.name} scores other weights than its summary's and is skipped.")
-        elif not is_intact(tree) or not is_named_after(path, str(tree.get("task"))):
-            notes.append(f"{folder.name}/{path.name} was edited or copied since it was written, and is skipped.")
-        elif (result := read_result(path, undigested=True)) is not None:
+        elif not is_named_after(path, str(tree.get("task"))):
+            notes.append(f"{folder.name}/{path.name} is a copy of another file, and is skipped.")
+        elif (result := read_result(path)) is not None:
             scores.append(Score(**vars(result), path=path))
         else:
             notes.append(f"{folder.name}/{path.name} is not a task's result and is skipped.")
@@ -193,8 +192,6 @@ def _described(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
         }
 
     what, path = f"The captions retrieved for images in {folder.name}", folder / "images.json"
-    if not path.is_file():  # written by an older version
-        return []
     return _stored(path, lambda entries: [*map(parse, entries)], what=what, notes=notes) or []
 
 

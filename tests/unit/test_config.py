@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 import pytest
@@ -139,11 +138,6 @@ def test_auto_takes_a_stage_at_which_the_optimizer_works(optimizer: str, ranks: 
     assert in_fp32(run.engine, world_size=ranks, optimizer=run.optimizer) == f"zero{stage}_fp32"
 
 
-BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"{b}: &{b} [{', '.join([f'*{a}'] * 10)}]\n" for a, b in itertools.pairwise("abcdefghi")
-)
-
-
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_every_shipped_recipe_parses(path: Path) -> None:
     assert isinstance(load_recipe(path, dataset_size=20_000), RunConfig)
@@ -151,29 +145,14 @@ def test_every_shipped_recipe_parses(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "reason"),
-    [
-        (BOMB, "aliases .* stand for more than 1,000,000 values"),
-        ("[" * 3000 + "]" * 3000, "nested too deeply"),
-        ("a: &a {b: *a}", "an alias .* stands for itself"),
-        ("samples: " + "9" * 6000, "4300 digits"),
-        ("samples: 0x" + "f" * 6000, "4300 digits"),
-        ("samples: !!timestamp 9", "not what its tag"),
-        ("samples: !!bool x", "not what its tag"),
-    ],
-    ids=["alias bomb", "deep", "cycle", "long number", "long hexadecimal number", "no time", "no boolean"],
+    [("samples: !!timestamp 9", "not what its tag"), ("samples: !!bool x", "not what its tag")],
 )
-def test_yaml_traps_are_refused_with_one_line(text: str, reason: str, tmp_path: Path) -> None:
-    path = tmp_path / "trap.yaml"
+def test_values_that_are_not_of_their_tag_are_refused(text: str, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
     path.write_text(text)
     for load in (lambda: read_yaml(path), lambda: parse_overrides([f"data={text}"])):
-        with pytest.raises(UserError, match=reason) as found:
+        with pytest.raises(UserError, match=reason):
             load()
-        assert len(str(found.value)) < 500
-
-
-def test_deep_keys_are_refused() -> None:
-    with pytest.raises(UserError, match=r"not of the form section\.key=value"):
-        load_recipe(None, ["a." * 3000 + "b=1"])
 
 
 def test_keys_of_recipes_are_suggested() -> None:

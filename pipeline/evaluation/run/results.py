@@ -1,7 +1,6 @@
 """One JSON per task and checkpoint: the score, what determines it, and nothing that changes between runs.
 
-A result's `digest` is that of all its other fields, and `outcomes` that of the file beside it. A result that was
-edited, damaged or copied to another name is none.
+A result's `outcomes` is the digest of the file beside it. A result that is damaged or copied to another name is none.
 
 `suite.lock.json` beside the results holds counts and digests of the data that was evaluated first. Later evaluations
 check them; one lock serves all checkpoints of a run, so that every point of a curve is a score over the same data:
@@ -14,7 +13,6 @@ Imports no torch.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -56,7 +54,7 @@ class TaskResult:
     inputs: Mapping[str, Any]
     """The identity: equal inputs give an equal result."""
     outcomes: str = ""
-    """SHA-256 of the per-sample outcomes beside it; version 0.1 recorded none."""
+    """SHA-256 of the per-sample outcomes beside it."""
 
 
 def part_of(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -65,21 +63,11 @@ def part_of(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def is_intact(tree: Mapping[str, Any]) -> bool:
-    """Whether a stored result is as it was written. Those of version 0.1 have no digest."""
-    return "digest" not in tree or tree["digest"] == _digest(tree)
-
-
-def read_result(path: Path, *, undigested: bool = False) -> TaskResult | None:
-    """The result in a file; None when there is none, it is not as it was written, or is another task's.
-
-    Those of version 0.1, which had no digest, are accepted with `undigested`.
-    """
+def read_result(path: Path) -> TaskResult | None:
+    """The result in a file; None when there is none, it is not one, or is another task's."""
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
-        if not ("digest" in tree or undigested) or not is_intact(tree):
-            return None
-        result = TaskResult(**{name: value for name, value in tree.items() if name != "digest"})
+        result = TaskResult(**{name: value for name, value in tree.items() if name != "digest"})  # of version 0.2.0
         stated = result.metrics[result.main_metric]
         parts = ((result.metrics, dict), (result.inputs, dict), (result.samples, int))
         whole = all(isinstance(value, kind) for value, kind in parts) and is_named_after(path, result.task)
@@ -93,14 +81,11 @@ def is_named_after(path: Path, key: str) -> bool:
     return path.stem in (Task(key, key).stem, Task(key, key, samples=0).stem)
 
 
-def read_outcomes(path: Path, digest: str | None) -> dict[str, np.ndarray] | None:
-    """The per-sample outcomes beside a result's file; None when they are missing, damaged, or have another digest.
-
-    Version 0.1 recorded no digest (None).
-    """
+def read_outcomes(path: Path, digest: str) -> dict[str, np.ndarray] | None:
+    """The per-sample outcomes beside a result's file; None when they are missing, damaged, or have another digest."""
     file = path.with_name(path.stem + OUTCOMES_SUFFIX)
     try:
-        if digest is not None and sha256_of(file) != digest:
+        if sha256_of(file) != digest:
             return None
         with np.load(file, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in arrays.files}
@@ -117,14 +102,8 @@ def write_result(path: Path, result: TaskResult, outcomes: Mapping[str, np.ndarr
         with temporary.open("wb") as file:
             np.savez_compressed(file, allow_pickle=False, **outcomes)
         result = replace(result, outcomes=sha256_of(temporary))
-    tree = asdict(result)
-    write_text(path, json.dumps({**tree, "digest": _digest(tree)}, indent=1, allow_nan=False) + "\n", durable=True)
+    write_text(path, json.dumps(asdict(result), indent=1, allow_nan=False) + "\n", durable=True)
     return result
-
-
-def _digest(tree: Mapping[str, Any]) -> str:
-    own = {name: value for name, value in tree.items() if name != "digest"}
-    return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass

@@ -136,7 +136,7 @@ def summarize(evaluation: Evaluation, suite: Suite) -> Summary:
             continue
         result = read_result(path)
         if result is None:
-            left_out[key] = "its file was edited or damaged, or is of a version without digests"
+            left_out[key] = "its file is damaged"
         elif reason := misfit(result.inputs, entry, conditions=evaluation.conditions, data=locked.get(key)):
             left_out[key] = reason
         else:

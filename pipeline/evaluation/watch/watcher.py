@@ -58,7 +58,7 @@ class Candidates:
         except OSError:
             return False
         if self._checked.get(folder, (None,))[0] != changed:
-            found = (read_result(file, undigested=True) for file in sorted(folder.glob("*.json")))
+            found = (read_result(file) for file in sorted(folder.glob("*.json")))
             self._checked[folder] = (changed, frozenset(result.task for result in found if result is not None))
         return (folder / SUMMARY_NAME).is_file() and {e.task.key for e in suite.entries} <= self._checked[folder][1]
 

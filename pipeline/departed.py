@@ -1,11 +1,15 @@
 """Settings and commands of earlier versions: what a user who still gives one reads."""
 
+# ruff: noqa: E501 (an entry is a line)
+
 from __future__ import annotations
 
 SETTINGS: dict[str, str] = {
+    "ema.warmup": "The average always warms up: min(decay, (1 + t) / (10 + t)) at step t.",
     "held_out.": "The corpus of icons has left; commit c14979c has the program that makes it.",
     "model.image_features_cache": "Store the outputs once with `neuclip features DATA --images-only --model MODEL --output FOLDER`, and set data.image_features=FOLDER.",
     "plan.": "It is an option of `neuclip plan`: --mfu, --dataset-size, --gpu-gib and so on; plan.gpus is --ranks.",
+    "retry_after": "A watcher tries a failed checkpoint again after 300 seconds.",
     "selection.": "Joint selection of examples saved nothing where it was measured; train on all pairs.",
 }
 """Key, or prefix of keys that ends in a dot -> one sentence: what to use instead, or what happens without it."""

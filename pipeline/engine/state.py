@@ -238,8 +238,6 @@ class EmaConfig:
     decay: float | None = Field(default=None, gt=0, lt=1)
     """Share of the average that each step keeps, for example 0.9999 in long runs and 0.999 in runs of some thousand
     steps; None: no average. Takes 4 bytes per weight, divided among the ranks at ZeRO stages 1 to 3."""
-    warmup: bool = True
-    """Use min(decay, (1 + t) / (10 + t)) at step t, so that the initial weights do not dominate short runs."""
     evaluate: bool = True
     """Evaluate and validate the average, instead of the trained weights, while training."""
 
@@ -249,7 +247,7 @@ class WeightAverage:
 
     def __init__(self, config: EmaConfig, state: EngineState) -> None:
         assert config.decay is not None
-        self._decay, self._warmup, self._state = config.decay, config.warmup, state
+        self._decay, self._state = config.decay, state
         self.reset()
 
     def reset(self) -> None:
@@ -261,7 +259,8 @@ class WeightAverage:
     @torch.no_grad()
     def update(self) -> None:
         """Add the weights after a step."""
-        decay = min(self._decay, (1 + self.updates) / (10 + self.updates)) if self._warmup else self._decay
+        # The initial weights do not dominate short runs.
+        decay = min(self._decay, (1 + self.updates) / (10 + self.updates))
         masters = [master.detach() for master in self._state.masters()]
         get_ema_multi_avg_fn(decay)(self._average, masters, self.updates)
         self.updates += 1

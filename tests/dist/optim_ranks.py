@@ -19,7 +19,7 @@ from pipeline.errors import UserError
 from pipeline.model.towers import ModelConfig, Towers, build_towers
 
 BATCH, STEPS, DIM = 8, 4, 16
-EMA = EmaConfig(decay=0.3, warmup=True)
+EMA = EmaConfig(decay=0.3)
 DECAYS = (0.1, 2 / 11, 0.25, 4 / 13)
 """(1 + t) / (10 + t), the warm-up of the average; the last one is above the decay."""
 # Gradients that are 0 except for rounding: with a small eps, Adam amplifies them to full steps.

@@ -38,6 +38,11 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Suite:
     return open_suite(root)
 
 
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.evaluation.watch.watcher.RETRY_SECONDS", 0.0)
+
+
 def make_watcher(run: Path, suite: Suite, messages: list[str], **settings: object) -> Watcher:
     config = WatchConfig(**{"ttl": 30.0, "interval": 0.01, **settings})  # type: ignore[arg-type]
     processes = (World(), torch.device("cpu"))
@@ -89,7 +94,7 @@ def test_a_damaged_checkpoint_is_abandoned_and_does_not_block_others(tmp_path: P
     broken = tmp_path / "checkpoints/step-00000200/open_clip_model.safetensors"
     broken.write_bytes(broken.read_bytes()[:1000])
     messages: list[str] = []
-    watcher = make_watcher(tmp_path, suite, messages, attempts=2, retry_after=0.0)
+    watcher = make_watcher(tmp_path, suite, messages, attempts=2)
     assert not watcher.run(threading.Event(), once=True)
     assert any("step-00000200 is abandoned after 2 attempts" in line for line in messages)
     outcomes = {name: outcome["outcome"] for name, outcome in watcher.ledgers[tmp_path].outcomes().items()}
@@ -109,7 +114,7 @@ def test_a_failed_task_is_retried_later_and_finished_results_are_kept(tmp_path: 
     second = write_classification(root, TASKS["mnist"], samples=8)
     (second / "test/1.tar").rename(second / "test/away")
     messages: list[str] = []
-    watcher = make_watcher(tmp_path / "run", open_suite(root), messages, retry_after=0.0)
+    watcher = make_watcher(tmp_path / "run", open_suite(root), messages)
     assert watcher.step()
     assert "mnist: " in messages[-1]
     assert "shards are missing" in messages[-1]
@@ -152,7 +157,7 @@ def test_a_whole_copy_of_an_abandoned_checkpoint_is_evaluated(tmp_path: Path, su
     run = tmp_path / "run"
     weights = save_step(run, 100) / "open_clip_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
-    watcher = make_watcher(run, suite, [], attempts=1, retry_after=0)
+    watcher = make_watcher(run, suite, [], attempts=1)
     assert not watcher.run(threading.Event(), once=True)
     assert watcher.abandoned()
     replace_checkpoint(run, 100, weights_of=100)

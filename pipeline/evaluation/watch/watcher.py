@@ -101,14 +101,16 @@ AGAIN = {
 """Why a checkpoint is evaluated again: for the ledger, and for the log."""
 
 
+RETRY_SECONDS = 300.0
+"""Before the same watcher tries a failed checkpoint again."""
+
+
 @section
 class WatchConfig:
     """How to watch."""
 
     interval: float = Field(default=30.0, gt=0)
     """Seconds between two listings of the folder."""
-    retry_after: float = Field(default=300.0, ge=0)
-    """Seconds before the same watcher tries a failed checkpoint again."""
     ttl: float = Field(default=180.0, gt=0)
     """Seconds without a heartbeat after which another watcher is considered dead; on a network file system more than
     its attribute cache keeps entries (60 by default)."""
@@ -305,7 +307,7 @@ class Watcher:
         self._log(f"{self._shown(path)} failed, and is tried {self.config.attempts} times at most: {reason}")
         if lease is not None:
             lease.give_up(reason)
-            self._retry_at[path] = time.monotonic() + self.config.retry_after
+            self._retry_at[path] = time.monotonic() + RETRY_SECONDS
 
     def _shown(self, path: Path) -> str:
         """A checkpoint's name; with that of its run where there are several."""

@@ -49,6 +49,8 @@ def command(folder: str, shards: tuple[str, ...], caption: str, leave_out: bool,
         click.echo(f"  left out: {name} {problem}")
     for reason, count in indexed.unusable.most_common():
         click.echo(f"  {count:,} samples ({count / manifest.n:.1%}): {reason}")
+    for note, count in indexed.notes.most_common():
+        click.echo(f"  {count:,} {note}")
     bad, limit = indexed.unusable.total() / manifest.n, parse(DataConfig, {"sources": folder}).corrupt_limit
     if bad > limit:
         click.echo(

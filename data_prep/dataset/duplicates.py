@@ -28,6 +28,7 @@ from data_prep.dataset.manifest_writer import local_manifest
 from data_prep.settings.source_config import HASH_KINDS
 from pipeline.data.shards.manifest_format import Manifest
 from pipeline.data.shards.rgb_image import counted_errors
+from pipeline.data.shards.storage import list_shards
 from pipeline.data.shards.tar_reader import CorruptSample
 from pipeline.errors import UserError
 from pipeline.files import as_text
@@ -150,7 +151,7 @@ def find_overlap(
 
 def _in_tars(suite: Path) -> Iterator[tuple[str, str, bytes]]:
     """Set, place and encoded bytes of every image in a suite's tars."""
-    for path in sorted(suite.rglob("*.tar")):
+    for path in (suite / name for name in list_shards(suite)):
         for key, parts in canonical_tar.intact_samples(path):
             if body := canonical_tar.picture(parts):
                 yield path.relative_to(suite).parts[0], f"{path}:{key}", body

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import pixels
-from pipeline.data.shards.storage import open_records
+from pipeline.data.shards.storage import list_shards, open_records
 from pipeline.data.shards.tar_reader import FORMAT_SUFFIXES, CaptionField, CorruptSample, DamagedTar
 from pipeline.errors import UserError
 from pipeline.evaluation.datasets.task_data import TaskError, read_lines
@@ -108,7 +108,7 @@ def _shown(path: Path) -> str:
 
 def shards_in(folder: Path) -> list[Path]:
     """The shards below a folder, in order."""
-    return sorted(path for path in folder.rglob("*.tar") if not path.name.startswith("."))
+    return [folder / name for name in list_shards(folder) if not Path(name).name.startswith(".")]
 
 
 def _from_shards(shards: list[Path], *, caption: CaptionField, limit: int, dropped: Dropped) -> Iterator[Sample]:

@@ -19,10 +19,17 @@ from pathlib import Path
 from typing import TextIO
 
 from pipeline.data.shards.manifest_format import JOURNAL, MANIFEST_NAME, Manifest, make_manifest, shard_url
-from pipeline.data.shards.storage import StreamHash, is_local, open_shard
+from pipeline.data.shards.storage import StreamHash, is_local, list_shards, open_shard
 from pipeline.data.shards.tar_reader import CaptionField, CorruptSample, DamagedTar, TarRecord, members, read_records
 from pipeline.errors import UserError
 from pipeline.files import as_text
+
+
+UNENDED = "shards end without the zeros of a whole tar: perhaps cut between two files (what is there is used)"
+SCATTERED = (
+    "samples have the name of an earlier one of their shard: the files of a sample must be neighbours (tar --sort=name)"
+)
+REPEATED = "files are ignored, because their sample has one of the same name already"
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,8 @@ class ShardScan:
     sha256: str = ""
     unusable: Mapping[str, int] = field(default_factory=dict)
     """Samples that training cannot use, by reason."""
+    notes: Mapping[str, int] = field(default_factory=dict)
+    """What else is odd about the shard, and how often."""
     damage: str = ""
     """Why no sample of the shard should be used."""
     unread: str = ""
@@ -88,16 +97,20 @@ def _read_shard(name: str, url: str, caption: CaptionField, *, stop: threading.E
         if stop.is_set():
             raise CancelledError  # soon after the scan has ended: nobody takes this result
 
-    unusable: Counter[str] = Counter()
+    unusable, notes, keys = Counter[str](), Counter[str](), set[str]()
     samples, hashed, changed = 0, StreamHash(check), 0
     try:
         if is_local(url):
             changed = os.stat(url).st_mtime_ns
         with open_shard(url) as file:
             stream = hashed.over(file)
-            for record in read_records(stream, caption_suffix=caption.suffix, strict=True):
+            for record in read_records(
+                stream, caption_suffix=caption.suffix, strict=True, on_unended=lambda: notes.update([UNENDED])
+            ):
                 samples += 1
                 unusable.update(_reasons(record, caption))
+                notes.update({SCATTERED: record.key in keys, REPEATED: record.repeated})
+                keys.add(record.key)
             sha256 = hashed.finish() or ""
     except DamagedTar as error:
         return ShardScan(name, damage=f"{error} (after {samples:,} samples)")
@@ -105,7 +118,9 @@ def _read_shard(name: str, url: str, caption: CaptionField, *, stop: threading.E
         return ShardScan(name, unread=f"{type(error).__name__}: {error}")
     if not samples:
         return ShardScan(name, damage="is empty")
-    return ShardScan(name, samples, hashed.bytes, sha256, dict(unusable), caption=str(caption), changed=changed)
+    return ShardScan(
+        name, samples, hashed.bytes, sha256, dict(unusable), dict(+notes), caption=str(caption), changed=changed
+    )
 
 
 def _reasons(record: TarRecord, caption: CaptionField) -> Iterator[str]:
@@ -159,6 +174,8 @@ class IndexedShards:
     manifest: Manifest
     unusable: Counter[str]
     """Samples in the manifest that training cannot use, by reason."""
+    notes: Counter[str]
+    """What else is odd about the shards, and how often."""
     left_out: Mapping[str, str]
     """Shards that are not in the manifest, with the reason."""
 
@@ -192,7 +209,9 @@ def index_shards(
     if not root.is_dir():
         raise UserError(f"There is no folder {root}: name the folder of the shards, or one for the manifest alone.")
     _check_folder(root, replace=replace)
-    names = _expand(patterns) if patterns else _find(root)
+    names = _expand(patterns) if patterns else list_shards(root)
+    if not names:
+        raise UserError(f"There is no .tar below {root}. Name shards in other places with --shards.")
     _check_names(names)
     scans = _scan_shards(root, names, caption=caption, threads=threads, on_shard=on_shard)
     found = [scans[name] for name in names]
@@ -200,12 +219,14 @@ def index_shards(
     kept = [one for one in found if not one.damage]
     _check_usable(root, kept, caption)
     left_out = {one.name: one.damage for one in found if one.damage}
-    unusable = _unusable(kept)
+    unusable = _total(kept, "unusable")
+    notes = _total(kept, "notes")
     facts = {"made by": "neuclip manifest", "unusable": dict(unusable), "left out": left_out}
+    facts |= {"notes": dict(notes)} if notes else {}
     manifest = make_manifest([(f.name, f.samples, f.bytes, f.sha256) for f in kept], root=root, facts=facts)
     manifest.save(root)
     (root / JOURNAL).unlink(missing_ok=True)
-    return IndexedShards(manifest, unusable, left_out)
+    return IndexedShards(manifest, unusable, notes, left_out)
 
 
 def _expand(patterns: Sequence[str]) -> list[str]:
@@ -215,25 +236,6 @@ def _expand(patterns: Sequence[str]) -> list[str]:
         return [name for pattern in patterns for name in braceexpand(pattern, escape=False)]
     except ValueError as error:
         raise UserError(f"--shards: {error}. Braces must be balanced, as in {{00000..00099}}.") from error
-
-
-def _find(root: Path) -> list[str]:
-    """Every .tar below `root`, sorted by name; links to folders are followed, an unreadable folder is an error."""
-
-    def refuse(error: OSError) -> None:
-        raise UserError(f"Cannot list {error.filename} ({error.strerror}), which may hold shards.") from error
-
-    names, folders = [], set[str]()
-    for folder, below, files in os.walk(root, followlinks=True, onerror=refuse):
-        real = os.path.realpath(folder)
-        if real in folders:  # a link to a parent folder
-            below.clear()
-            continue
-        folders.add(real)
-        names += [Path(folder, name).relative_to(root).as_posix() for name in files if name.endswith(".tar")]
-    if not names:
-        raise UserError(f"There is no .tar below {root}. Name shards in other places with --shards.")
-    return sorted(names)
 
 
 def _check_names(names: Sequence[str]) -> None:
@@ -266,8 +268,14 @@ def _check_read(found: Sequence[ShardScan], *, leave_out: bool) -> None:
     A read error may be temporary, so such a shard is never left out.
     """
     if unread := [f"{one.name} ({one.unread})" for one in found if one.unread]:
+        absent = sum(one.unread.startswith("FileNotFoundError") for one in found)
+        gaps = (
+            f" {absent:,} do not exist: if their numbers have gaps, give --shards once for each row without gaps."
+            if absent
+            else ""
+        )
         raise UserError(
-            f"{len(unread):,} of {len(found):,} shards cannot be read: {'; '.join(unread[:_SHOWN])}. The "
+            f"{len(unread):,} of {len(found):,} shards cannot be read: {'; '.join(unread[:_SHOWN])}.{gaps} The "
             "results of the others are saved: run the same command again when these can be read."
         )
     damaged = [f"{one.name} {one.damage}" for one in found if one.damage]
@@ -280,20 +288,21 @@ def _check_read(found: Sequence[ShardScan], *, leave_out: bool) -> None:
         raise UserError(f"None of the {len(found):,} shards can be used: {'; '.join(damaged[:_SHOWN])}.")
 
 
-def _unusable(found: Sequence[ShardScan]) -> Counter[str]:
-    return sum((Counter(one.unusable) for one in found), Counter[str]())
+def _total(found: Sequence[ShardScan], counts: str) -> Counter[str]:
+    return sum((Counter(getattr(one, counts)) for one in found), Counter[str]())
 
 
 def _check_usable(root: Path, found: Sequence[ShardScan], caption: CaptionField) -> None:
     """Refuse shards that hold samples, but none that training can use."""
-    total, unusable = sum(one.samples for one in found), _unusable(found)
+    total, unusable = sum(one.samples for one in found), _total(found, "unusable")
     if not total or unusable.total() < total:
         return
     first = next(one.name for one in found if one.samples)
     with open_shard(shard_url(root, first)) as file:
         names = [name for name, _ in islice(members(file), _SHOWN)]
+    scattered = f" {count:,} {SCATTERED}." if (count := _total(found, "notes")[SCATTERED]) else ""
     raise UserError(
-        f"None of the first {total:,} samples can be used for training ({dict(unusable)}). A sample is an image (.jpg, "
+        f"None of the first {total:,} samples can be used for training ({dict(unusable)}).{scattered} A sample is an image (.jpg, "
         f".jpeg, .png or .webp) and a caption (now: {caption}) with the same name, next to each other in the tar; "
         f"{first} starts with {', '.join(names)}. For captions in JSON, use --caption json:FIELD."
     )

@@ -11,9 +11,11 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from pipeline.data.shards.tar_reader import TarRecord, read_records, record_offset
+from pipeline.errors import UserError
 
 BUFFER, HEADER_BUFFER = 1 << 20, 1 << 12
 PIECES_AHEAD = 4
@@ -171,6 +173,28 @@ class StreamHash(io.RawIOBase):
         self._sha256.update(memoryview(buffer)[:count])
         self.bytes += count
         return count
+
+
+def list_shards(root: str | Path) -> list[str]:
+    """The names of all .tar files below a folder, sorted; links to folders are followed, each folder is listed once.
+
+    Raises:
+        UserError: A folder cannot be read.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise UserError(f"Cannot list {error.filename} ({error.strerror}), which may hold shards.") from error
+
+    names, folders = [], set[str]()
+    for folder, below, files in os.walk(root, followlinks=True, onerror=refuse):
+        real = os.path.realpath(folder)
+        if real in folders:  # a link to a parent folder, for instance
+            below.clear()
+            continue
+        folders.add(real)
+        below.sort()
+        names += [Path(folder, name).relative_to(root).as_posix() for name in files if name.endswith(".tar")]
+    return sorted(names)
 
 
 def is_local(url: str) -> bool:

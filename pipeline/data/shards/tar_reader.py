@@ -7,7 +7,6 @@ the tar, or in a field of its JSON member (`CaptionField`).
 
 from __future__ import annotations
 
-import errno
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,7 +27,9 @@ LARGEST_PAYLOAD, PIECE = 1 << 30, 1 << 24
 """Bytes of an image or caption, above which it is damage, and of a read: a file may be shorter than its header says."""
 LARGEST_EXTENSION = 1 << 20
 """Bytes of a PAX header or long name; larger ones are damage, and would take long to parse."""
-REGULAR, LINKS, PAX, PAX_GLOBAL, GNU_LONG_NAME = b"0\x007", b"12", b"x", b"g", b"L"
+REGULAR, PAX, PAX_GLOBAL, GNU_LONG_NAME, SPARSE = b"0\x007", b"x", b"g", b"L", b"S"
+SPECIAL = {b"1": "a link", b"2": "a link", b"3": "a device", b"4": "a device", b"6": "a pipe", b"M": "a part of a file"}
+"""Members without content of their own, which readers of webdataset pass over."""
 
 
 class DamagedTar(ValueError):
@@ -48,10 +49,17 @@ class TarRecord:
     problem: str = ""
     key: str = ""
     """The members' common name."""
+    repeated: int = 0
+    """Members that are ignored because the sample has one of the same name; counted if the reading is strict."""
 
 
 def read_records(
-    file: BinaryIO, *, skip: int = 0, caption_suffix: str = "txt", strict: bool = False
+    file: BinaryIO,
+    *,
+    skip: int = 0,
+    caption_suffix: str = "txt",
+    strict: bool = False,
+    on_unended: Callable[[], None] = lambda: None,
 ) -> Iterator[TarRecord]:
     """The samples of a tar, starting at number `skip`.
 
@@ -62,20 +70,26 @@ def read_records(
         skip: Number of the first sample.
         caption_suffix: Of the member with the caption.
         strict: Refuse what readers would not see: links, and anything behind the zeros that end the tar.
+        on_unended: Called if the tar ends behind a whole member, without the zeros that writers put there: perhaps it
+            was cut between two members, and nothing else says so.
 
     Raises:
         DamagedTar: The tar is truncated or damaged; raised after the samples before the damage were yielded.
     """
-    current, number = "", -1
+    current, number, names, repeated = "", -1, set[str](), 0
     image: bytes | None = None
     caption: bytes | None = None
     try:
-        for name, size, _ in _members(file, strict=strict):
+        for name, size, _ in _members(file, strict=strict, on_unended=on_unended):
             sample, suffix = split_name(name)
             if sample != current:
                 if number >= skip:
-                    yield TarRecord(image=image, caption=caption, key=current)
+                    yield TarRecord(image=image, caption=caption, key=current, repeated=repeated)
                 current, number, image, caption = sample, number + 1, None, None
+                names, repeated = set(), 0
+            if strict:
+                repeated += suffix in names
+                names.add(suffix)
             if number >= skip and suffix == caption_suffix:
                 caption = _payload(file, size)
             elif number >= skip and suffix in IMAGE_SUFFIXES and image is None:
@@ -87,7 +101,7 @@ def read_records(
             yield TarRecord(image=image, caption=caption, key=current)
         raise
     if number >= skip:
-        yield TarRecord(image=image, caption=caption, key=current)
+        yield TarRecord(image=image, caption=caption, key=current, repeated=repeated)
 
 
 def record_offset(file: BinaryIO, number: int) -> int:
@@ -103,14 +117,16 @@ def record_offset(file: BinaryIO, number: int) -> int:
     raise DamagedTar(f"has {count} samples, so there is no sample {number}")
 
 
-def samples(file: BinaryIO, *, strict: bool = False) -> Iterator[tuple[str, int]]:
-    """Key and first byte of each sample; reads headers only. `strict` is that of `read_records`.
+def samples(
+    file: BinaryIO, *, strict: bool = False, on_unended: Callable[[], None] = lambda: None
+) -> Iterator[tuple[str, int]]:
+    """Key and first byte of each sample; reads headers only. `strict` and `on_unended` are those of `read_records`.
 
     Raises:
         DamagedTar: The tar is truncated or damaged.
     """
     current = ""
-    for name, size, start in _members(file, strict=strict):
+    for name, size, start in _members(file, strict=strict, on_unended=on_unended):
         sample, _ = split_name(name)
         if sample != current:
             yield sample, start
@@ -140,14 +156,19 @@ def split_name(name: str) -> tuple[str, str]:
     return folder + slash + stem, suffix.lower()
 
 
-def _members(file: BinaryIO, *, strict: bool = False) -> Iterator[tuple[str, int, int]]:
+def _members(
+    file: BinaryIO, *, strict: bool = False, on_unended: Callable[[], None] = lambda: None
+) -> Iterator[tuple[str, int, int]]:
     """`(name, size, first byte)` of each regular member; the caller must read or skip its padded payload."""
     override: dict[str, str] = {}
     start = position = 0
+    end = _bytes_left(file)
     while True:
         header = file.read(BLOCK)
-        if not header or header.count(0) == len(header) == BLOCK:
-            if strict and zeros_before_more(file) is not None:
+        if header.count(0) == len(header):
+            if not header:
+                on_unended()
+            elif strict and zeros_before_more(file) is not None:
                 raise DamagedTar(
                     "has zeros where a file should begin, and more behind them: a part of it was overwritten, or two "
                     "archives were joined, which have to be separate shards"
@@ -157,29 +178,42 @@ def _members(file: BinaryIO, *, strict: bool = False) -> Iterator[tuple[str, int
         position += BLOCK
         if kind == PAX:
             override = _pax(_extension(file, size))
+        elif kind == PAX_GLOBAL:
+            _extension(file, size)
         elif kind == GNU_LONG_NAME:
             override = {"path": _extension(file, size).rstrip(b"\0").decode("utf-8", "surrogateescape")}
-        elif kind in REGULAR + LINKS:
-            if "size" in override:
-                size = _parsed_size(override["size"])
-            name, override = override.get("path", name), {}
+        else:
+            size = _parsed_size(override["size"]) if "size" in override else size
+            name = override.get("path", name)
+            if end is not None and position + size + -size % BLOCK > end:  # a seek would go there without an error
+                raise DamagedTar("ends inside a file")
+            if kind == SPARSE or any(keyword.startswith("GNU.sparse.") for keyword in override):
+                raise DamagedTar(f"holds {name!r:.99} as a sparse file: write the shard again without tar's --sparse")
+            override = {}
             # Webdataset's rule, which ignores `README` and macOS's `._0.jpg`.
             is_part = name.rpartition("/")[2].find(".") > 0
             if is_part and kind in REGULAR:
                 yield name, size, start
-            elif is_part and strict:
+            elif is_part and strict and kind in SPECIAL:
                 raise DamagedTar(
-                    f"holds {name!r} as a link, which readers of webdataset pass over: store the files themselves "
-                    "(GNU tar: --dereference --hard-dereference)"
+                    f"holds {name!r:.99} as {SPECIAL[kind]}, which readers of webdataset pass over: store the files "
+                    "themselves (GNU tar: --dereference --hard-dereference)"
                 )
             else:
                 _skip(file, size)
-        else:
-            _skip(file, size)
-            override = override if kind == PAX_GLOBAL else {}
         position += size + -size % BLOCK
-        if kind not in (PAX, GNU_LONG_NAME):
+        if kind not in (PAX, PAX_GLOBAL, GNU_LONG_NAME):
             start = position
+
+
+def _bytes_left(file: BinaryIO) -> int | None:
+    """How much follows in a file, or None for a stream that cannot seek."""
+    if not file.seekable():
+        return None
+    here = file.tell()
+    left = file.seek(0, 2) - here
+    file.seek(here)
+    return left
 
 
 def _parse(header: bytes) -> tuple[str, int, bytes]:
@@ -258,15 +292,8 @@ def _pieces(file: BinaryIO, size: int) -> Iterator[bytes]:
 def _skip(file: BinaryIO, size: int, *, read: int = 0) -> None:
     """Go past a file of `size` bytes and its padding, of which `read` bytes were read."""
     left = size + -size % BLOCK - read
-    if not left:
-        return
     if file.seekable():
-        try:
-            file.seek(left, 1)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            raise DamagedTar("ends inside a file") from error  # beyond the largest file of this file system
+        file.seek(left, 1)
         return
     while left:
         piece = file.read(min(left, 1 << 20))

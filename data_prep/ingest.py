@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.dataset.dataset_folder import Folder, ShardRecord
-from data_prep.dataset.manifest_writer import changes, check_recorded, rules_of, write_manifest
-from data_prep.dataset.removal import finish_removal
+from data_prep.dataset.manifest_writer import changes, rules_of, write_manifest
+from data_prep.dataset.removal import locked
 from data_prep.dataset.sessions import Journal, exclusive_lock, part_lock, shared_lock, worker_lock
 from data_prep.dataset.shard_commit import recover
 from data_prep.dataset.shard_plan import Plan, check_parts, load_plan, make_plan, write_plan
@@ -56,7 +56,9 @@ def download(
     config, plan = prepare(config, on_note=on_note)
     folder = Folder(Path(config.output), config.fetch.worker)
     own_shards = range(config.fetch.worker, plan.shards, config.fetch.workers)
-    _finish_removal(folder, plan, on_note)
+    if folder.pending_removal.exists():
+        with locked(folder):
+            on_note("A removal that had been interrupted was finished first.")
     with (
         shared_lock(folder, config.fetch.workers),
         worker_lock(folder),
@@ -90,14 +92,6 @@ def _completed(config: DownloadConfig, folder: Folder, plan: Plan) -> Manifest:
         )
     with part_lock(folder, "manifest", wait=True):
         return write_manifest(folder, plan)
-
-
-def _finish_removal(folder: Folder, plan: Plan, on_note: Callable[[str], None]) -> None:
-    if folder.pending_removal.exists():
-        with exclusive_lock(folder):
-            recover(folder, range(plan.shards))  # the removal rewrites shards of all workers
-            if finish_removal(folder):
-                on_note("A removal that had been interrupted was finished first.")
 
 
 def prepare(
@@ -140,15 +134,14 @@ def _with_rules(folder: Folder, plan: Plan, rules: dict[str, Any]) -> Plan:
 
     Nor may they change while a download works with the former ones: its shards would be refused at the end.
     """
-    check_recorded(folder, plan)
-    differences = changes(plan.rules, rules) if plan.rules else []
+    differences = changes(plan.rules, rules)
     is_begun = bool(folder.finished() or folder.numbered(".commit"))
     if differences and is_begun:
         raise UserError(
             f"{folder.root} holds shards that were made with other settings ({'; '.join(differences)}). "
             "Use another output folder, or the old settings to continue."
         )
-    if differences or (not plan.rules and not is_begun):
+    if differences:
         plan = replace(plan, rules=rules)
         with exclusive_lock(folder):
             write_plan(folder, plan)

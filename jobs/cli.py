@@ -36,7 +36,7 @@ COMMANDS = {
     "pairs": ("jobs.pairs", "Turn your own image-text pairs into shards with a manifest."),
     "manifest": ("jobs.manifest", "Write the manifest of existing webdataset shards."),
     "plan": ("jobs.plan", "Estimate a recipe's memory, time and data reading before a run."),
-    "verify": ("jobs.verify", "Check shards against their manifest; rebuild, find duplicates, remove samples."),
+    "verify": ("jobs.verify", "Check shards against their manifest; find duplicates, remove samples."),
     "evalsets": ("jobs.evalsets", "Fetch the 38 evaluation sets and verify every digest and count."),
     "doctor": ("jobs.doctor", "Check this node before a run, or say what happened to a run and how to continue it."),
     "train": ("jobs.train", "Train a CLIP model from a recipe."),

@@ -1,4 +1,4 @@
-"""`neuclip verify`: check shards against their manifest, rebuild damaged ones, find duplicates, remove samples."""
+"""`neuclip verify`: check shards against their manifest, delete damaged ones, find duplicates, remove samples."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ _SHOWN = 20
 @click.option("--decode", default=16, show_default=True, type=click.IntRange(min=0), help="Images to decode per shard.")
 @click.option("--allow-outside", is_flag=True, help="Read shards that the manifest names outside of FOLDER, too.")
 @click.option(
-    "--allow-addresses", is_flag=True, help="With --rebuild: request private addresses as download.yaml says."
+    "--delete-damaged",
+    is_flag=True,
+    help="Delete damaged shards of a download or of `neuclip pairs`; the same command as before makes them again.",
 )
-@click.option("--rebuild", is_flag=True, help="Repair damaged files, and fetch lost samples again.")
 @click.option(
     "--duplicates", type=click.Path(dir_okay=False), help="Find duplicates; list all but the first in this file."
 )
@@ -42,8 +43,7 @@ def command(
     folder: str,
     decode: int,
     allow_outside: bool,
-    allow_addresses: bool,
-    rebuild: bool,
+    delete_damaged: bool,
     duplicates: str | None,
     overlap: tuple[str, str] | None,
     remove: str | None,
@@ -53,6 +53,7 @@ def command(
     With --duplicates, --overlap or --remove, only that is done. The first two write lists of keys, one per line, which
     --remove accepts.
     """
+    from data_prep.dataset import verification
     from data_prep.dataset.dataset_folder import Folder
     from pipeline.files import check_writable
 
@@ -65,12 +66,15 @@ def command(
         _overlap(folder, overlap[0], check_writable(overlap[1]), allow_outside=allow_outside)
         return 0
     verdict = _check(folder, decode, allow_outside=allow_outside)
-    if rebuild and verdict.problems:
-        _rebuild(folder, verdict, allow_addresses=allow_addresses)
+    if not verdict.problems:
         return 0
-    if verdict.problems:
+    if delete_damaged:
+        deleted = verification.delete_damaged(folder, verdict.problems)
+        shown = ", ".join(deleted[:_SHOWN]) + (", ..." if len(deleted) > _SHOWN else "")
+        click.echo(f"Deleted ({len(deleted):,}): {shown}. The command that made {folder} makes them again: run it now.")
+    else:
         click.echo(Folder(Path(folder)).repair_hint)
-    return EXIT_PROBLEMS if verdict.problems else 0
+    return EXIT_PROBLEMS
 
 
 def _check(folder: str, decode: int, *, allow_outside: bool) -> Verdict:
@@ -88,26 +92,9 @@ def _check(folder: str, decode: int, *, allow_outside: bool) -> Verdict:
     others = len({problem.shard for problem in problems}) - shards
     total = f" of {len(manifest.shards):,}" if manifest else ""
     named = [f"{shards:,}{total} shards" if shards else "", f"{others:,} other file(s)" if others else ""]
-    click.echo(f"There is a problem with {' and '.join(filter(None, named))}.")
+    kinds = ", ".join(f"{count:,} {kind}" for kind, count in Counter(p.kind for p in problems).most_common())
+    click.echo(f"There is a problem with {' and '.join(filter(None, named))} ({kinds}).")
     return verdict
-
-
-def _rebuild(folder: str, verdict: Verdict, *, allow_addresses: bool) -> None:
-    from data_prep.dataset.ingest_report import write_report
-    from data_prep.rebuild import rebuild
-    from jobs.download import progress_bar
-
-    before = verdict.manifest
-    with progress_bar() as show:
-        again = rebuild(folder, verdict.problems, allow_addresses=allow_addresses, on_progress=show, on_note=click.echo)
-    write_report(folder)
-    if before is None:
-        click.echo(f"Repaired; {again.n:,} samples.")
-        return
-    how = "with changes: servers answered differently, or a removal was finished"
-    if again.digest == before.digest:
-        how = "bit-identical to the original"
-    click.echo(f"Repaired, {how}; {again.n:,} samples now, {before.n:,} before.")
 
 
 def _duplicates(folder: str, output: Path, *, allow_outside: bool) -> None:

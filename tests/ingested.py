@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_prep import rebuild as rebuilding
+from data_prep import ingest
 from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.manifest_writer import write_manifest
 from data_prep.dataset.shard_plan import Plan, load_plan
@@ -90,9 +90,9 @@ def copied(made: DownloadConfig, tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `rebuild` fetch in this process, in the modules that import this fixture."""
+    """Let `download` fetch in this process, in the modules that import this fixture."""
 
-    def fetch(config: DownloadConfig, shards: tuple[int, ...], *, mode: str, **_: object) -> None:
+    def fetch(config: DownloadConfig, shards: tuple[int, ...], *, mode: str = "fetch", **_: object) -> None:
         fetch_here(config, load_plan(Folder(Path(config.output))), list(shards), mode, manifest=False)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(rebuilding, "fetch", fetch)
+    monkeypatch.setattr(ingest, "fetch", fetch)

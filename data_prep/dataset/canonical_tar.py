@@ -54,13 +54,18 @@ def write(path: Path, members: Iterable[tuple[str, bytes]]) -> tuple[int, str]:
     Returns:
         The size in bytes, and the SHA-256.
     """
+    with replacing(path, unique=False, durable=True) as temporary:
+        return write_to(temporary, members)
+
+
+def write_to(path: Path, members: Iterable[tuple[str, bytes]]) -> tuple[int, str]:
+    """As `write`, directly to the path."""
     digest = hashlib.sha256()
-    with replacing(path, unique=False, durable=True) as temporary, temporary.open("wb") as file:
+    with path.open("wb") as file:
         for data in _archive(members):
             file.write(data)
             digest.update(data)
-        size = file.tell()
-    return size, digest.hexdigest()
+        return file.tell(), digest.hexdigest()
 
 
 def _archive(members: Iterable[tuple[str, bytes]]) -> Iterator[bytes]:

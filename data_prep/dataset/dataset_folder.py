@@ -5,13 +5,12 @@ report.html datasheet.md
 shards/00000.tar        the samples
 meta/00000.parquet      one row per URL of that shard, with its outcome
 meta/00000.json         the shard's record; a shard without one is not finished
-meta/00000.commit       a new record that is being committed, see shard_commit.py
+meta/00000.commit       present while the files of a shard are replaced, see swap.py
 plan/                   the URL list after subsetting, one row group per shard, and plan.json
 download.yaml           the settings, resolved
 sessions.jsonl          when and where each run took place; dates are kept here, not in the manifest
 removed.txt             uids, URLs, hashes or keys that are excluded permanently
-removal.pending         present while a removal is unfinished
-quarantine.txt          URLs that are not requested; written by versions before 0.2
+removal.pending         present while a removal replaces files, see swap.py
 staging/                unfinished work; may be deleted when no process is running
 """
 
@@ -55,9 +54,9 @@ class ShardRecord:
     sha256: str
     failures: Mapping[str, int]
     meta_sha256: str = ""
-    """SHA-256 of the meta file; empty in records of versions before 0.2."""
+    """SHA-256 of the meta file; empty for `neuclip pairs`."""
     rules: str = ""
-    """Digest of the settings that determine its samples, see `rules_of`; empty before 0.2."""
+    """Digest of the settings that determine its samples, see `rules_of`; empty for `neuclip pairs`."""
     tools: Mapping[str, str] = field(default_factory=dict)
     """Versions of the packages that encoded its images."""
 
@@ -88,16 +87,19 @@ def signed(tree: Mapping[str, Any]) -> str:
 
 
 def content(text: bytes) -> dict[str, Any]:
-    """The content of a `signed` file; files of versions before 0.2 have no SHA-256, and are read as they are.
+    """The content of a `signed` file.
 
     Raises:
-        ValueError: It is not a JSON object, or was changed.
+        ValueError: It is not a JSON object, was changed, or is of version 0.1, whose files had no SHA-256.
     """
     try:
         tree = json.loads(text)
         if not isinstance(tree, dict):
             raise ValueError("it is not a JSON object")
-        if tree.pop(_OWN, None) is not None and text != signed(tree).encode():
+        if _OWN not in tree:
+            raise ValueError("it lacks its own SHA-256; data sets of version 0.1 can only be trained on")
+        del tree[_OWN]
+        if text != signed(tree).encode():
             raise ValueError("it does not have its own SHA-256")
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
@@ -116,7 +118,6 @@ class Folder:
         self.sessions = root / "sessions.jsonl"
         self.removed = root / "removed.txt"
         self.pending_removal = root / "removal.pending"
-        self.quarantine = root / "quarantine.txt"
         self._contents = root / "shards", root / "meta", self.plan
 
     @property
@@ -144,11 +145,15 @@ class Folder:
     def commit(self, shard: int) -> Path:
         return self.root / "meta" / f"{shard:05d}.commit"
 
-    def staged_tar(self, shard: int) -> Path:
-        return self.root / f"{tar_name(shard)}.new"
+    def files(self, shard: int) -> tuple[Path, Path, Path]:
+        """The record, the tar and the meta file of a shard."""
+        return self.record(shard), self.tar(shard), self.meta(shard)
 
-    def staged_meta(self, shard: int) -> Path:
-        return self.root / "meta" / f"{shard:05d}.parquet.new"
+    def number_of(self, name: str) -> int | None:
+        """The shard that a file with this name below the folder belongs to."""
+        stem = Path(name).stem
+        number = int(stem) if stem.isdecimal() else -1
+        return number if number >= 0 and self.root / name in self.files(number) else None
 
     def make(self) -> None:
         for path in (*self._contents, self.staging):
@@ -218,14 +223,26 @@ class Folder:
     def repair_hint(self) -> str:
         """Advice on how to repair damaged files, for messages."""
         if self.is_download:
-            return f"`neuclip verify {shlex.quote(str(self.root))} --rebuild` repairs it and fetches only what is lost."
+            return (
+                f"`neuclip verify {shlex.quote(str(self.root))} --delete-damaged` deletes what is damaged; the same "
+                "`neuclip download` then fetches it again."
+            )
         if self.is_converted:
-            return "Delete the shard's files in shards/ and meta/, and run the command that made this folder again."
+            return (
+                f"`neuclip verify {shlex.quote(str(self.root))} --delete-damaged` deletes what is damaged; the command "
+                "that made this folder then makes it again."
+            )
         return "Copy it again from its source; if its contents change, run `neuclip manifest --replace`."
 
     def withdraw(self, shard: int) -> None:
-        """Delete a shard, its record first, so that it is fetched again."""
-        for path in (self.commit(shard), self.record(shard), self.tar(shard), self.meta(shard)):
+        """Delete a shard, its record first, so that it is fetched again.
+
+        Raises:
+            UserError: There is a folder in the place of a file.
+        """
+        if folders := [path for path in self.files(shard) if path.is_dir()]:
+            raise UserError(f"{folders[0]} is a folder in the place of a file: move it away by hand.")
+        for path in (self.commit(shard), *self.files(shard)):
             path.unlink(missing_ok=True)
 
     def removed_names(self) -> frozenset[str]:
@@ -271,7 +288,12 @@ def read_meta(folder: Folder, shard: int, columns: list[str] | None = None) -> A
 def write_meta(path: Path, table: Any) -> None:
     """Write a pyarrow Table as a meta file, in one step."""
     with replacing(path, durable=True) as temporary:
-        pq.write_table(table, temporary, compression="zstd", write_page_checksum=True)
+        write_meta_to(temporary, table)
+
+
+def write_meta_to(path: Path, table: Any) -> None:
+    """As `write_meta`, directly to the path."""
+    pq.write_table(table, path, compression="zstd", write_page_checksum=True)
 
 
 def load_config(root: str | Path) -> DownloadConfig:

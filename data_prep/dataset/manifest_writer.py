@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,16 +28,6 @@ def rules_of(config: DownloadConfig) -> dict[str, dict[str, Any]]:
     return {"image": to_tree(config.image), "guard": guard}
 
 
-def digest_of(rules: Mapping[str, Any]) -> str:
-    """A digest of the rules; empty if there are none, as in plans of versions before 0.2."""
-    return hashlib.sha256(json.dumps(rules, sort_keys=True).encode()).hexdigest()[:16] if rules else ""
-
-
-def has_rules(record: ShardRecord, rules: Mapping[str, Any]) -> bool:
-    """Whether a shard was made with these rules; records of versions before 0.2 do not say."""
-    return record.rules in ("", digest_of(rules))
-
-
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Describe the differences between two trees of sections."""
     found = []
@@ -53,20 +41,6 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 def tool_versions() -> dict[str, str]:
     """Installed versions of the packages that determine a sample's bytes."""
     return {name: version_of(name) for name in _TOOLS}
-
-
-def check_recorded(folder: Folder, plan: Plan) -> None:
-    """Refuse to change shards of which nothing says with which settings they were made.
-
-    Raises:
-        UserError: A version before 0.2 has made them.
-    """
-    if not plan.rules and folder.finished():
-        raise UserError(
-            f"{folder.root} was downloaded by a version before 0.2, which did not record the settings of its shards: "
-            "changed or continued, it could mix images of different sizes. It can be trained on as it is. Download "
-            "into a new folder, or copy shards/*.tar to one, for `neuclip manifest` and then `neuclip verify --remove`."
-        )
 
 
 def versions_used(records: Iterable[ShardRecord]) -> dict[str, str]:
@@ -134,7 +108,7 @@ def _check_alike(records: list[ShardRecord], folder: Folder, plan: Plan) -> None
             f"Shards {foreign[:5]} in {folder.root} were made from another URL list: move their files away from "
             f"shards/ and meta/, and run the same `neuclip download` again. {folder.repair_hint}"
         )
-    other = [record.shard for record in records if not has_rules(record, plan.rules)]
+    other = [record.shard for record in records if record.rules != plan.rules_digest]
     if other:
         raise UserError(
             f"Shards {other[:5]} in {folder.root} were made with other image or guard settings than the rest. "

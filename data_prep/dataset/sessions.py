@@ -1,7 +1,7 @@
 """Who works on a data set: locks, which keep programs from changing the same part of it at once, and the journal.
 
-Downloads share the folder's lock and that of their number of workers, and each hold one for their own part; removal and
-rebuilding lock the folder exclusively. A command that finds itself alone removes temporary files that killed ones left.
+Downloads share the folder's lock and that of their number of workers, and each hold one for their own part; removals
+and deletions lock it exclusively. A command that finds itself alone removes temporary files that killed ones left.
 
 The engine of a download, and its workers, outlive a killed supervisor for a moment. They hold a lock of their own, and
 the next command waits until it is free.
@@ -22,6 +22,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from data_prep.dataset.dataset_folder import Folder
+from data_prep.dataset.swap import leftovers
 from data_prep.settings.download_config import FetchConfig
 from pipeline.errors import UserError
 from pipeline.files import read_tree, write_json
@@ -72,10 +73,10 @@ def engine_lock(folder: Folder) -> Iterator[None]:
 
 @contextmanager
 def shared_lock(folder: Folder, workers: int = 1) -> Iterator[None]:
-    """Hold the folder's shared lock: no removal or rebuild can start, but the other workers' downloads can.
+    """Hold the folder's shared lock: no removal can start, but the other workers' downloads can.
 
     Raises:
-        UserError: A removal or a rebuild is running, or a download that divides the shards among another number of
+        UserError: A removal is running, or a download that divides the shards among another number of
             workers, so that both would write some of them.
     """
     own = f"{_OF_WORKERS}{workers}"
@@ -99,13 +100,13 @@ def exclusive_lock(folder: Folder) -> Iterator[None]:
     """Hold the folder's exclusive lock.
 
     Raises:
-        UserError: A download, a removal or a rebuild is running.
+        UserError: A download or a removal is running.
     """
     with part_lock(folder, _WHOLE):
         _await_engines(folder, "*")
         with part_lock(folder, REPORT, wait=True):  # written after the other locks are released
-            for pattern in (".*.tmp", "plan/.*.tmp"):
-                for path in folder.root.glob(pattern):
+            if not folder.pending_removal.exists():  # else some of them are its new files
+                for path in (*leftovers(folder.root), *leftovers(folder.plan)):
                     path.unlink(missing_ok=True)
         yield
 

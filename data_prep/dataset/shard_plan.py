@@ -1,13 +1,13 @@
 """The plan: the URL list after subsetting, laid out so that any shard's rows are one row group of a parquet file.
 
-It is made once, in a streaming pass with bounded memory. All later operations (resuming, retrying, rebuilding, several
-machines) refer to its rows.
+It is made once, in a streaming pass with bounded memory. All later operations refer to its rows.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -27,6 +27,7 @@ from pipeline.config import to_tree
 from pipeline.errors import UserError
 from pipeline.files import flush, path_below, sha256_of, write_text
 
+PLAN_NAME = "plan.json"
 _SHARDS_PER_PART = 100
 
 
@@ -47,17 +48,22 @@ class Plan:
     skipped: int = 0
     """Rows of the source that could not be read."""
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Size, date and SHA-256 of a local table's files; empty before 0.2."""
+    """Size, date and SHA-256 of a local table's files."""
     index: dict[str, Any] = field(default_factory=dict)
     """The same of `subset.index`; empty without one."""
     rules: dict[str, Any] = field(default_factory=dict)
-    """Settings that determine the samples, see `rules_of`; empty before 0.2."""
+    """Settings that determine the samples, see `rules_of`."""
     parts: dict[str, str] = field(default_factory=dict)
-    """SHA-256 of the files with the list; empty before 0.2."""
+    """SHA-256 of the files with the list."""
 
     @property
     def shards(self) -> int:
         return -(-self.rows // self.shard_size)
+
+    @property
+    def rules_digest(self) -> str:
+        """Digest of the rules, which is in the records of shards that were made with them."""
+        return hashlib.sha256(json.dumps(self.rules, sort_keys=True).encode()).hexdigest()[:16]
 
     def rows_of(self, shard: int) -> int:
         return min(self.shard_size, self.rows - shard * self.shard_size)
@@ -84,7 +90,7 @@ def make_plan(
         UserError: The folder has a plan with other settings, or no row is left.
     """
     settings = {"source": to_tree(source), "subset": to_tree(subset), "shard_size": shard_size}
-    path = folder.plan / "plan.json"
+    path = folder.plan / PLAN_NAME
     if path.exists():
         return _matching(load_plan(folder), settings, folder, index=subset.index)
     for old in folder.plan.glob("part-*"):
@@ -111,13 +117,25 @@ def make_plan(
         raise UserError(f"No row is left of the {seen:,} of the source after subset.fraction = {subset.fraction}.")
     check_rows(source, seen)
     check_unchanged(source, files)
+    _check_records(folder, plan)
     write_plan(folder, plan)
     return plan
 
 
+def _check_records(folder: Folder, plan: Plan) -> None:
+    """Check that shards which are there, although the plan was lost, were made from the same list and settings."""
+    for record in map(folder.read_record, folder.finished()):
+        if (record.plan, record.rules) != (plan.digest, plan.rules_digest):
+            raise UserError(
+                f"{folder.root} holds shards of another list of URLs or other settings, such as {record.shard}, and "
+                f"the plan that they belong to is gone. Restore the table and the settings ({folder.config}), or use "
+                "another output folder."
+            )
+
+
 def write_plan(folder: Folder, plan: Plan) -> None:
     """Write `plan.json`, which marks the plan as complete."""
-    write_text(folder.plan / "plan.json", signed(asdict(plan)), durable=True)
+    write_text(folder.plan / PLAN_NAME, signed(asdict(plan)), durable=True)
 
 
 def load_plan(folder: Folder) -> Plan:
@@ -126,7 +144,7 @@ def load_plan(folder: Folder) -> Plan:
     Raises:
         UserError: There is no plan, or it is damaged.
     """
-    path = folder.plan / "plan.json"
+    path = folder.plan / PLAN_NAME
     try:
         tree = content(path.read_bytes())
         return Plan(**{**tree, "columns": tuple(tree["columns"])})

@@ -6,7 +6,7 @@ import json
 import random
 import tarfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -20,24 +20,23 @@ from data_prep.dataset.manifest_writer import (
     changes,
     check_local,
     expected_manifest,
-    has_rules,
     local_manifest,
     manifest_of_records,
     rules_of,
 )
-from data_prep.dataset.salvage import check_converted
-from data_prep.dataset.sessions import read_sessions
+from data_prep.dataset.published import check_keys_of
+from data_prep.dataset.removal import locked
 from data_prep.dataset.shard_commit import difference
-from data_prep.dataset.shard_plan import Plan, check_list, load_plan
-from data_prep.settings.download_config import DownloadConfig
+from data_prep.dataset.shard_plan import PLAN_NAME, Plan, check_list, load_plan
 from pipeline.config import to_tree
 from pipeline.data.shards.manifest_format import MANIFEST_NAME, Manifest, Shard, load_manifest
 from pipeline.data.shards.rgb_image import rgb_image
+from pipeline.data.shards.storage import list_shards
 from pipeline.data.shards.tar_reader import CorruptSample
 from pipeline.errors import UserError
 from pipeline.files import sha256_of
 
-_SHARD_COLUMNS = ["row", "status", "reason"]
+UNLISTED = "not listed"
 
 
 @dataclass(frozen=True)
@@ -52,99 +51,159 @@ class Problem:
         return f"{self.shard}: {self.kind}: {self.detail}"
 
 
-def check_bookkeeping(folder: Folder, manifest: Manifest | None) -> Iterator[Problem]:
-    """Problems of the files besides the shards."""
-    if folder.pending_removal.exists():
-        yield Problem(folder.pending_removal.name, "unfinished", "a removal was interrupted")
-    for shard in folder.numbered(".commit"):
-        yield Problem(f"meta/{folder.commit(shard).name}", "unfinished", "publishing was interrupted")
-    for path in (folder.removed, folder.quarantine):
-        try:
-            read_lines(path)
-        except UserError as error:
-            yield Problem(path.name, "damaged", str(error))
-    _, damaged = read_sessions(folder)
-    if damaged:
-        yield Problem(folder.sessions.name, "damaged", f"{damaged:,} lines cannot be read")
-    plan, is_listed = None, False
+@dataclass(frozen=True)
+class Verdict:
+    """What `verify` found. `manifest` is None if it cannot be read."""
+
+    problems: list[Problem]
+    manifest: Manifest | None
+
+
+def verify(root: str | Path, *, decode: int = 16) -> list[Problem]:
+    """Find the problems of a data set; see `inspect`."""
+    return inspect(root, decode=decode).problems
+
+
+def inspect(root: str | Path, *, decode: int = 16, allow_outside: bool = False) -> Verdict:
+    """Check every shard of a manifest: presence, size, SHA-256, that it is a complete tar of the expected samples, and
+    that `decode` of its images decode; and that there are no other tars.
+
+    In a folder made by `neuclip download`, shards are compared with their records, these and the other files with each
+    other, and each image and caption with its row in the meta file.
+    `allow_outside` is that of `load_manifest`.
+
+    Raises:
+        UserError: There is no manifest, or it cannot be read and the folder was not made by `neuclip download`; or
+            shards are not on this machine.
+    """
+    folder = Folder(Path(root))
+    is_own = "://" not in str(root) and folder.is_download
+    problems = list[Problem]()
+    if is_own:
+        manifest, problems = _check_download(folder)
+        stated = manifest_of_records(folder)
+        check_local(manifest or stated)
+    else:
+        manifest = stated = local_manifest(root, allow_outside=allow_outside)
+    for shard in stated.shards:
+        found = list(_check_shard(stated, shard, folder if is_own else None, decode=decode))
+        problems.extend(found or (_check_converted(folder, stated, shard) if folder.is_converted else ()))
+    listed = {shard.name for shard in (manifest or stated).shards} | {shard.name for shard in stated.shards}
+    others = (name for name in list_shards(folder.root) if name not in listed)
+    problems.extend(Problem(name, UNLISTED, "it is not in the manifest") for name in others)
+    return Verdict(problems, manifest)
+
+
+def delete_damaged(root: str | Path, problems: Iterable[Problem]) -> list[str]:
+    """Delete the shards with problems, each with its record, so that the command that made the folder makes them again.
+
+    A damaged list of URLs is deleted, too: `neuclip download` then reads its table again.
+
+    Returns:
+        The names of the tars, and the plan's, whose shards or list were deleted.
+
+    Raises:
+        UserError: The shards are neither those of `neuclip download` nor of `neuclip pairs`, another process works in
+            the folder, or there is a folder in the place of a file.
+    """
+    folder = Folder(Path(root))
+    if not (folder.is_download or folder.is_converted):
+        raise UserError(
+            f"No command of this program has made {root}, so that nothing was deleted. {folder.repair_hint}"
+        )
+    at_fault = [problem.shard for problem in problems if problem.kind != UNLISTED]
+    numbers = sorted({number for name in at_fault if (number := folder.number_of(name)) is not None})
+    with locked(folder):
+        for number in numbers:
+            folder.withdraw(number)
+        if is_plan := folder.is_download and f"plan/{PLAN_NAME}" in at_fault:
+            for path in (folder.plan / PLAN_NAME, *folder.plan.glob("part-*.parquet")):
+                path.unlink(missing_ok=True)
+    names = [folder.tar(number).relative_to(folder.root).as_posix() for number in numbers]
+    return [*names, *([f"plan/{PLAN_NAME}"] if is_plan else [])]
+
+
+def _check_download(folder: Folder) -> tuple[Manifest | None, list[Problem]]:
+    """The manifest of a download if it can be read, and the problems of the files besides the shards.
+
+    Raises:
+        UserError: There is no manifest, because the download is not finished.
+    """
+    problems, plan, manifest = list[Problem](), None, None
     try:
         plan = load_plan(folder)
         check_list(folder, plan)
-        is_listed = True
     except UserError as error:
-        yield Problem("plan/plan.json", "damaged", str(error))
-    if plan is not None:
-        yield from _check_config(folder, plan)
-    found = list(_check_shards(folder, plan))
-    yield from found
-    if plan is not None and is_listed and not found and manifest is not None:
-        yield from _check_manifest(folder, plan, manifest)
-
-
-def changed_settings(plan: Plan, config: DownloadConfig) -> list[str]:
-    """How settings that determine the samples differ from those that the plan was made with."""
-    made = {name: plan.settings[name] for name in ("source", "subset")}
-    given = {"source": to_tree(config.source), "subset": to_tree(config.subset)}
-    return changes(made, given) + (changes(plan.rules, rules_of(config)) if plan.rules else [])
-
-
-def readable_rows(folder: Folder, tar: Path) -> dict[str, dict[str, Any]]:
-    """The rows of the meta file that belongs to a tar, by key; empty if it cannot be read (reported elsewhere)."""
-    if not tar.stem.isdecimal():
-        return {}
+        problems.append(Problem(f"plan/{PLAN_NAME}", "damaged", str(error)))
     try:
-        return {row["key"]: row for row in read_meta(folder, int(tar.stem)).to_pylist()}
-    except (UserError, KeyError, UnicodeDecodeError):
-        return {}
+        manifest = load_manifest(folder.root)
+    except UserError as error:
+        is_there = (folder.root / MANIFEST_NAME).exists()
+        if not is_there and not (plan and len(folder.finished()) == plan.shards):
+            raise
+        detail = f"{error} The same `neuclip download` writes it again."
+        problems.append(Problem(MANIFEST_NAME, "damaged" if is_there else "missing", detail))
+    if folder.pending_removal.exists():
+        problems.append(Problem(folder.pending_removal.name, "unfinished", "a removal was interrupted"))
+    for shard in folder.numbered(".commit"):
+        problems.append(Problem(f"meta/{folder.commit(shard).name}", "unfinished", "publishing was interrupted"))
+    try:
+        read_lines(folder.removed)
+    except UserError as error:
+        problems.append(Problem(folder.removed.name, "damaged", str(error)))
+    if plan is not None:
+        problems += _check_config(folder, plan)
+    found = list(_check_records(folder, plan))
+    if plan is not None and manifest is not None and not found:
+        problems += _check_manifest(folder, plan, manifest)
+    return manifest, problems + found
 
 
 def _check_config(folder: Folder, plan: Plan) -> Iterator[Problem]:
     """Problems of the settings' file, which `neuclip download` writes again."""
-    if not folder.config.exists():
-        yield Problem(folder.config.name, "missing", "the same `neuclip download` writes it again")
-        return
     try:
-        different = changed_settings(plan, load_config(folder.root))
+        config = load_config(folder.root)
     except UserError as error:
-        yield Problem(folder.config.name, "damaged", f"{error} The same `neuclip download` writes it again.")
+        detail = f"{error} The same `neuclip download` writes it again."
+        yield Problem(folder.config.name, "damaged" if folder.config.exists() else "missing", detail)
         return
-    if different:
+    made = {name: plan.settings[name] for name in ("source", "subset")}
+    given = {"source": to_tree(config.source), "subset": to_tree(config.subset)}
+    if different := changes(made, given) + changes(plan.rules, rules_of(config)):
         detail = f"{'; '.join(different)}. The same `neuclip download` as before writes it again."
         yield Problem(folder.config.name, "contradicts", detail)
 
 
-def _check_shards(folder: Folder, plan: Plan | None) -> Iterator[Problem]:
+def _check_records(folder: Folder, plan: Plan | None) -> Iterator[Problem]:
     """Problems of records and meta files; without a plan, of those that exist."""
     finished = dict.fromkeys(folder.finished())  # a set in order
     for shard in finished if plan is None else range(plan.shards):
         name = f"meta/{folder.record(shard).name}"
         if shard not in finished:
-            yield Problem(name, "missing", "its shard is not finished")
+            yield Problem(name, "missing", "its shard is not finished; the same `neuclip download` fetches it")
             continue
         try:
             record = folder.read_record(shard)
         except UserError as error:
             yield Problem(name, "damaged", str(error))
             continue
-        if plan is not None and (record.plan != plan.digest or not has_rules(record, plan.rules)):
+        if plan is not None and (record.plan, record.rules) != (plan.digest, plan.rules_digest):
             yield Problem(name, "contradicts", "it was made from another URL list, or with other settings")
-        problem = _check_meta(folder, plan, record)
-        if problem:
+        if problem := _check_meta(folder, plan, record):
             yield Problem(f"meta/{folder.meta(shard).name}", "damaged", problem)
 
 
 def _check_meta(folder: Folder, plan: Plan | None, record: ShardRecord) -> str:
     """Problems of a shard's meta file, compared with its record and the plan."""
     try:
-        rows = read_meta(folder, record.shard, _SHARD_COLUMNS).to_pylist()
+        reasons = read_meta(folder, record.shard, ["reason"]).column("reason").to_pylist()
         digest = sha256_of(folder.meta(record.shard))
-    except (UserError, OSError, UnicodeDecodeError) as error:
+    except (UserError, OSError, UnicodeDecodeError, KeyError) as error:
         return str(error)
-    if record.meta_sha256 and digest != record.meta_sha256:
+    if digest != record.meta_sha256:
         return f"its SHA-256 is {digest[:16]}... instead of {record.meta_sha256[:16]}..."
-    failures = Counter(row["reason"] for row in rows if row["reason"])
-    expected = record.rows if plan is None else plan.rows_of(record.shard)
-    if len(rows) != expected or failures != Counter(record.failures):
+    rows = record.rows if plan is None else plan.rows_of(record.shard)
+    if len(reasons) != rows or Counter(filter(None, reasons)) != Counter(record.failures):
         return "it does not agree with the shard's record"
     return ""
 
@@ -159,8 +218,6 @@ def _check_manifest(folder: Folder, plan: Plan, manifest: Manifest) -> Iterator[
     stated = json.loads((folder.root / MANIFEST_NAME).read_bytes())
     # Compared as JSON, which has lists in place of tuples.
     for name, value in (("failures", expected.failures), ("facts", expected.facts), ("attempted", expected.attempted)):
-        if name == "facts" and not plan.rules:  # of a version before 0.2: the plan does not say all of them
-            continue
         if json.dumps(stated.get(name), sort_keys=True) != json.dumps(value, sort_keys=True, default=dict):
             yield Problem(MANIFEST_NAME, name, "it does not match the plan and the shards' records")
     if manifest.digest != expected.digest:
@@ -168,65 +225,6 @@ def _check_manifest(folder: Folder, plan: Plan, manifest: Manifest) -> Iterator[
     report = folder.root / REPORT_NAME
     if report.exists() and manifest.digest not in report.read_text(encoding="utf-8", errors="replace"):
         yield Problem(REPORT_NAME, "stale", "it describes other shards")
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What `verify` found. `manifest` is None if it can be neither read nor restored from the records."""
-
-    problems: list[Problem]
-    manifest: Manifest | None
-
-
-def verify(root: str | Path, *, decode: int = 16) -> list[Problem]:
-    """Find the problems of a data set; see `inspect`."""
-    return inspect(root, decode=decode).problems
-
-
-def inspect(root: str | Path, *, decode: int = 16, allow_outside: bool = False) -> Verdict:
-    """Check every shard of a manifest: presence, size, SHA-256, that it is a complete tar of the expected samples, and
-    that `decode` of its images decode.
-
-    In a folder made by `neuclip download`, the other files are checked as well, and each image and caption is compared
-    with its record from fetching. If the manifest cannot be read, the shards are compared with their records.
-    `allow_outside` is that of `load_manifest`.
-
-    Raises:
-        UserError: There is no manifest, or it cannot be read and the folder was not made by `neuclip download`; or
-            shards are not on this machine.
-    """
-    folder = Folder(Path(root))
-    is_own = "://" not in str(root) and folder.is_download
-    problems: list[Problem] = []
-    manifest: Manifest | None
-    try:
-        manifest = stated = load_manifest(root) if is_own else local_manifest(root, allow_outside=allow_outside)
-    except UserError as error:
-        is_there = (folder.root / MANIFEST_NAME).exists()
-        if not is_own or not (is_there or _is_finished(folder)):
-            raise
-        problems.append(Problem(MANIFEST_NAME, "damaged" if is_there else "missing", str(error)))
-        manifest, stated = None, manifest_of_records(folder)
-        with suppress(UserError):  # reported among the problems
-            manifest = expected_manifest(folder, load_plan(folder))
-    check_local(stated)
-    if is_own:
-        problems.extend(check_bookkeeping(folder, None if problems else manifest))
-    for shard in stated.shards:
-        found = list(_check_shard(stated, shard, folder if is_own else None, decode=decode))
-        problems.extend(found or (_check_converted(folder, stated, shard) if folder.is_converted else ()))
-    listed = {shard.name for shard in stated.shards}
-    tars = sorted(str(path.relative_to(stated.root)) for path in Path(stated.root).rglob("*.tar"))
-    problems.extend(Problem(name, "not listed", "it is not in the manifest") for name in tars if name not in listed)
-    return Verdict(problems, manifest)
-
-
-def _is_finished(folder: Folder) -> bool:
-    """Whether all shards have a record."""
-    try:
-        return len(folder.finished()) == load_plan(folder).shards
-    except UserError:
-        return False
 
 
 def _check_shard(manifest: Manifest, shard: Shard, own: Folder | None, *, decode: int) -> Iterator[Problem]:
@@ -244,24 +242,17 @@ def _check_shard(manifest: Manifest, shard: Shard, own: Folder | None, *, decode
     if digest != shard.sha256:
         yield Problem(shard.name, "sha256", f"{digest[:16]}... instead of {shard.sha256[:16]}...")
         decode = 0
-    elif own:  # the bytes are those that were published, so only the published content can still be wrong
-        rows = readable_rows(own, path)
-        yield from _check_record(own, shard)
+    elif own and (number := own.number_of(shard.name)) is not None:
+        # The bytes are those that were published, so only the published content can still be wrong. A meta file that
+        # cannot be read is reported elsewhere.
+        with suppress(UserError, KeyError, UnicodeDecodeError):
+            rows = {row["key"]: row for row in read_meta(own, number).to_pylist()}
     yield from _check_samples(path, shard, rows, decode=decode)
-
-
-def _check_record(folder: Folder, shard: Shard) -> Iterator[Problem]:
-    """Compare the record of a shard, if it is readable, with the manifest, which states the digest of its tar."""
-    number = Path(shard.name).stem
-    with suppress(UserError, FileNotFoundError, ValueError):
-        record = folder.read_record(int(number))
-        if (record.samples, record.bytes, record.sha256) != (shard.samples, shard.bytes, shard.sha256):
-            yield Problem(f"meta/{number}.json", "contradicts", "it describes another tar than this one")
 
 
 def _check_converted(folder: Folder, manifest: Manifest, shard: Shard) -> Iterator[Problem]:
     try:
-        check_converted(folder, shard.name, {key for key, _ in islice(canonical_tar.samples(manifest.url(shard)), 1)})
+        check_keys_of(folder, shard.name, {key for key, _ in islice(canonical_tar.samples(manifest.url(shard)), 1)})
     except UserError as error:
         yield Problem(f"meta/{Path(shard.name).stem}.parquet", "damaged", str(error))
 

@@ -26,8 +26,8 @@ from img2dataset.distributor import multiprocessing_distributor, pyspark_distrib
 from img2dataset.downloader import Downloader
 
 from data_prep import reasons
-from data_prep.dataset.dataset_folder import Folder, key_of, names_of, read_lines
-from data_prep.dataset.salvage import Rows, intact_rows, settled_rows
+from data_prep.dataset.dataset_folder import Folder, key_of, names_of
+from data_prep.dataset.published import Rows, settled_rows
 from data_prep.dataset.sessions import engine_lock
 from data_prep.dataset.shard_plan import Plan, load_plan, read_shard
 from data_prep.fetching.decoder import Decoder
@@ -52,8 +52,8 @@ _LOOPBACK = "127.0.0.1"
 _RAY_STORE_BYTES = 100_000_000
 
 
-Mode = Literal["fetch", "retry", "rebuild"]
-"""Ask for all rows; for those that failed for a passing reason; for those whose published sample is damaged."""
+Mode = Literal["fetch", "retry"]
+"""Ask for all rows, or for those that failed for a passing reason."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class ShardDownloader(Downloader):
         urllib.request.install_opener(opener)  # type: ignore[arg-type]
         table = read_shard(job.folder, shard)
         rows = table.to_pylist()
-        kept = {**_unverifiable(rows, job.config), **_kept(job, shard, rows)}
+        kept = _unverifiable(rows, job.config) | (settled_rows(job.folder, shard) if job.mode == "retry" else {})
         opener.begin(_blocked(rows, job.folder))
         writer = ShardWriter(
             shard,
@@ -228,20 +228,10 @@ def _unverifiable(rows: list[dict[str, Any]], config: DownloadConfig) -> Rows:
     }
 
 
-def _kept(job: Job, shard: int, rows: list[dict[str, Any]]) -> Rows:
-    """The published rows that this job does not fetch again."""
-    if job.mode == "retry":
-        return settled_rows(job.folder, shard)
-    return intact_rows(job.folder, job.plan, shard, {row["row"]: row for row in rows}) if job.mode == "rebuild" else {}
-
-
 def _blocked(rows: list[dict[str, Any]], folder: Folder) -> dict[str, str]:
     """URLs that are not requested, with the reason. If a removed URL is in a kept row as well, the writer decides."""
-    blocked = dict.fromkeys(read_lines(folder.quarantine), reasons.QUARANTINED)
     removed = folder.removed_names()
-    if removed:
-        out = [not removed.isdisjoint(names_of(row)) for row in rows]
-        kept = {row["url"] for row, is_out in zip(rows, out, strict=True) if not is_out}
-        gone = {row["url"] for row, is_out in zip(rows, out, strict=True) if is_out} - kept
-        blocked |= dict.fromkeys(gone, reasons.REMOVED)
-    return blocked
+    out = [not removed.isdisjoint(names_of(row)) for row in rows] if removed else [False] * len(rows)
+    kept = {row["url"] for row, is_out in zip(rows, out, strict=True) if not is_out}
+    gone = {row["url"] for row, is_out in zip(rows, out, strict=True) if is_out} - kept
+    return dict.fromkeys(gone, reasons.REMOVED)

@@ -16,8 +16,8 @@ from typing import Any
 
 from data_prep import reasons
 from data_prep.dataset.dataset_folder import Folder, ShardRecord, key_of, names_of
-from data_prep.dataset.manifest_writer import digest_of, tool_versions
-from data_prep.dataset.salvage import published_samples
+from data_prep.dataset.manifest_writer import tool_versions
+from data_prep.dataset.published import published_samples
 from data_prep.dataset.shard_commit import STORED_HASH, facts_text, publish
 from data_prep.dataset.shard_plan import Plan
 from data_prep.fetching.served_image import extension
@@ -132,7 +132,7 @@ class ShardWriter:
             0,
             "",
             failures,
-            rules=digest_of(self._plan.rules),
+            rules=self._plan.rules_digest,
             tools=tool_versions(),
         )
         publish(self._folder, record, self._members(successes - set(self._index)), rows)

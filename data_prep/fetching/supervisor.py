@@ -72,7 +72,7 @@ def fetch(
     """
     folder = Folder(Path(config.output), config.fetch.worker)
     discard_unfinished(folder, shards)
-    # A retry requests rows that failed before, and a rebuild few rows: low success does not indicate a collapse.
+    # A retry requests rows that failed before: low success does not indicate a collapse.
     limits = config.monitor if mode == "fetch" else dataclasses.replace(config.monitor, min_success=0.0)
     to_begin = limits.stall if config.fetch.distributor == "multiprocessing" else max(limits.stall, _CLUSTER_SECONDS)
     monitor, window = Monitor(folder, shards), SuccessWindow(limits)
@@ -183,18 +183,13 @@ def _pause(engine: FetchEngine, monitor: Monitor, reason: str, *, suspect_from: 
     )
 
 
-def job_file(folder: Folder) -> Path:
-    """What the engine of this worker was last told to do."""
-    return folder.staging / "job.json"
-
-
 class FetchEngine:
     """The engine process and its process group; leaving the block stops all of its processes."""
 
     def __init__(self, config: DownloadConfig, shards: tuple[int, ...], *, mode: str) -> None:
         self.folder = Folder(Path(config.output), config.fetch.worker)
         self.log = self.folder.staging / "engine.log"
-        job = job_file(self.folder)
+        job = self.folder.staging / "job.json"
         job.write_text(json.dumps({"config": to_tree(config), "shards": shards, "mode": mode}), encoding="utf-8")
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(

@@ -25,7 +25,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_prep import ingest
-from data_prep import rebuild as rebuilding
 from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.ingest_report import write_report
 from data_prep.dataset.removal import remove
@@ -46,7 +45,7 @@ _VARIES = ("staging", "sessions.jsonl", "report.html", "datasheet.md")
 
 
 class Place:
-    """A web site, a dataset folder, and the four commands that change it."""
+    """A web site, a dataset folder, and the three commands that change it."""
 
     def __init__(self, site: Site, folder: Path) -> None:
         self.site, self.root, self.is_busy = site, folder / "data", False
@@ -78,12 +77,6 @@ class Place:
         remove(self.root, NAMES)
         write_report(self.root)
 
-    def rebuild(self) -> None:
-        problems = verify(self.root)
-        if problems:
-            rebuilding.rebuild(self.root, problems, allow_addresses=True)
-        write_report(self.root)
-
     def contents(self) -> dict[str, bytes]:
         """Return all files whose bytes are deterministic."""
         files = (path for path in self.root.rglob("*") if path.is_file())
@@ -110,7 +103,6 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(downloader_module, "Decoder", decode_here)
     monkeypatch.setattr(ingest, "fetch", fetch)
-    monkeypatch.setattr(rebuilding, "fetch", fetch)
 
 
 @pytest.fixture
@@ -126,12 +118,6 @@ def begin(place: Place, command: str) -> None:
     place.is_busy = command == "retry"
     place.download()
     place.is_busy = False
-    if command == "rebuild":
-        tar = place.root / "shards/00001.tar"
-        body = bytearray(tar.read_bytes())
-        body[1_200] ^= 255
-        tar.write_bytes(body)
-        (place.root / "meta/00002.json").write_text("{")
 
 
 @dataclass(frozen=True)
@@ -184,58 +170,40 @@ def forked(work: Callable[[], None], step: Step, once: Path, *, action: str = "k
     return os.waitpid(child, 0)[1]
 
 
-COMMIT = "data_prep.dataset.shard_commit"
-
-
 def steps_of_shard(shard: int) -> list[Step]:
-    """The steps of publishing, in order, see `shard_commit`."""
+    """The steps of publishing, in order, see `swap`."""
+    name = f"{shard:05d}"
     return [
-        Step("data_prep.dataset.canonical_tar:write", f"{shard:05d}.tar"),
-        Step("data_prep.dataset.canonical_tar:write", f"{shard:05d}.tar", after=True),
-        Step(f"{COMMIT}:_write_meta", f"{shard}"),
-        Step(f"{COMMIT}:write_text", f"{shard:05d}.commit"),
-        Step(f"{COMMIT}:write_text", f"{shard:05d}.commit", after=True),
-        Step("pathlib:Path.replace", f"{shard:05d}.tar.new", after=True),
-        Step("pathlib:Path.replace", f"{shard:05d}.parquet.new", after=True),
-        Step("pathlib:Path.replace", f"{shard:05d}.commit", after=True),
+        Step("data_prep.dataset.canonical_tar:write_to", f".{name}.tar."),
+        Step("data_prep.dataset.canonical_tar:write_to", f".{name}.tar.", after=True),
+        Step("data_prep.dataset.shard_commit:_write_meta", f".{name}.parquet."),
+        Step("data_prep.dataset.swap:write_text", f"{name}.commit"),
+        Step("data_prep.dataset.swap:write_text", f"{name}.commit", after=True),
+        *(Step("pathlib:Path.replace", f".{name}.{suffix}.", after=True) for suffix in ("tar", "parquet", "json")),
+        Step("pathlib:Path.unlink", f"{name}.commit", after=True),
     ]
 
 
 SETTINGS = Step("data_prep.ingest:write_text", "download.yaml")
 MANIFEST = Step("pipeline.data.shards.manifest_format:Manifest.save")
 REPORT, SHEET = (Step("data_prep.dataset.ingest_report:write_text", name) for name in ("report", "datasheet"))
-PENDING = Step("data_prep.dataset.removal:write_text", "removal.pending", after=True)
-COMMITTED = Step(f"{COMMIT}:_finish", "1")
+SPOOL = "data_prep.fetching.shard_writer:ShardWriter._spool_sample"
+PENDING = Step("data_prep.dataset.swap:write_text", "removal.pending", after=True)
+REPLACED = [Step("pathlib:Path.replace", f"{name}.", after=True) for name in (".00001.tar", ".manifest.json")]
 STEPS = {
     "download": [
         Step("data_prep.dataset.shard_plan:_update"),
         Step("data_prep.dataset.shard_plan:write_plan"),
         SETTINGS,
-        Step("data_prep.fetching.shard_writer:ShardWriter._spool_sample", "7"),
+        Step(SPOOL, "7"),
         *steps_of_shard(1),
         MANIFEST,
         REPORT,
         SHEET,
         Step("data_prep.dataset.sessions:Journal._append"),
     ],
-    "retry": [
-        SETTINGS,
-        Step("data_prep.fetching.shard_writer:ShardWriter._spool_sample", "6"),
-        *steps_of_shard(1),
-        MANIFEST,
-        REPORT,
-    ],
-    "remove": [
-        replace(PENDING, after=False),
-        PENDING,
-        Step("data_prep.dataset.removal:write_text", "removed.txt", after=True),
-        Step("data_prep.dataset.removal:_rewrite", after=True),
-        *steps_of_shard(1),
-        Step("pathlib:Path.unlink", "removal.pending"),
-        MANIFEST,
-        REPORT,
-    ],
-    "rebuild": [*steps_of_shard(1), *steps_of_shard(2)[::7], MANIFEST, REPORT],
+    "retry": [SETTINGS, Step(SPOOL, "6"), *steps_of_shard(1), MANIFEST, REPORT],
+    "remove": [PENDING, *REPLACED, REPORT],  # each step in tests/unit/test_removal.py
 }
 
 
@@ -265,39 +233,23 @@ def test_a_command_killed_at_any_step_can_be_repeated(place: Place, tmp_path: Pa
 
 
 def test_the_next_download_completes_a_killed_removal(place: Place, tmp_path: Path) -> None:
+    """Also one of several workers, and if it is killed meanwhile."""
     place.download()
     shutil.copytree(place.root, tmp_path / "before")
     place.remove()
     expected = place.contents()
-    for number, step in enumerate((PENDING, COMMITTED)):
+    one_of_two = replace(place.config, fetch=replace(place.config.fetch, worker=0, workers=2))
+    for number, step in enumerate((PENDING, REPLACED[0])):
         shutil.rmtree(place.root)
         shutil.copytree(tmp_path / "before", place.root)
         forked(place.remove, step, tmp_path / f"once-{number}")
         assert [problem.kind for problem in verify(place.root) if problem.shard == "removal.pending"] == ["unfinished"]
+        forked(lambda: ingest.download(one_of_two), REPLACED[1], tmp_path / f"again-{number}")
+        assert (tmp_path / f"again-{number}").exists()
         notes: list[str] = []
         ingest.download(place.config, on_note=notes.append)
         assert notes == ["A removal that had been interrupted was finished first."]
         assert place.contents() == expected
-
-
-def test_one_of_several_workers_finishes_a_removal_that_was_killed_in_the_shard_of_another(
-    place: Place, tmp_path: Path
-) -> None:
-    """Regression test: it rewrote the files of a shard whose commit still referred to them, so a kill lost the tar."""
-    place.download()
-    shutil.copytree(place.root, tmp_path / "before")
-    place.remove()
-    expected = place.contents()
-    shutil.rmtree(place.root)
-    shutil.copytree(tmp_path / "before", place.root)
-    forked(place.remove, COMMITTED, tmp_path / "first")
-    one_of_two = replace(place.config, fetch=replace(place.config.fetch, worker=0, workers=2))
-    forked(lambda: ingest.download(one_of_two), steps_of_shard(1)[0], tmp_path / "second")
-    place.download()
-    assert verify(place.root) == []
-    assert {n: body for n, body in place.contents().items() if n != "download.yaml"} == {
-        n: body for n, body in expected.items() if n != "download.yaml"
-    }
 
 
 def command_of(place: Place, **fetch: object) -> list[str]:

@@ -51,7 +51,6 @@ DATA_PREP = {
     "evalsets": {"dataset", "sources"},
     "fetching": {"dataset", "settings", "sources"},
     "ingest": {"dataset", "fetching", "settings", "sources"},
-    "rebuild": {"dataset", "fetching", "ingest", "settings"},
     "pairs": {"dataset", "fetching"},
 }
 # What data_prep may import from the pipeline in addition to BASE: formats and facts that both sides must agree on.

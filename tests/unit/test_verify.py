@@ -1,14 +1,17 @@
-"""Damage is found and reported by name, only damaged shards are fetched again, and removed samples stay removed."""
+"""Damage is reported by name; damaged shards are deleted and fetched again; duplicates and overlap are found."""
 
 # ruff: noqa: F811 (imported fixtures are requested by name)
 from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,24 +20,23 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
-from data_prep import rebuild as rebuilding
+from data_prep import ingest
 from data_prep.dataset import canonical_tar, duplicates
 from data_prep.dataset.dataset_folder import Folder, load_config
+from data_prep.dataset.ingest_report import write_report
+from data_prep.dataset.manifest_writer import write_manifest
 from data_prep.dataset.removal import remove
 from data_prep.dataset.shard_plan import load_plan
 from data_prep.dataset.verification import verify
 from data_prep.ingest import prepare
-from data_prep.rebuild import rebuild
-from data_prep.settings.download_config import DownloadConfig
 from jobs.manifest import command as manifest_command
 from jobs.verify import command
 from pipeline.analysis.shard_pairs import names_in
-from pipeline.config import dump
 from pipeline.data.shards.manifest_format import load_manifest
 from pipeline.data.shards.shard_table import ShardTableBuilder
 from pipeline.errors import UserError
 from tests.images import encoded
-from tests.ingested import ROWS, SHARD, copied, fetch_here, made, own_opener, site  # noqa: F401
+from tests.ingested import ROWS, SHARD, copied, fetch_here, in_process, made, own_opener, site  # noqa: F401
 from tests.web import Site, jpeg, picture
 
 
@@ -72,15 +74,252 @@ def test_every_kind_of_damage_is_reported(copied: Path) -> None:
     assert "There is a problem with 4 of 4 shards" in result.output
 
 
+def contents(root: Path) -> dict[str, bytes]:
+    files = [*root.glob("shards/*.tar"), *root.glob("meta/*"), *root.glob("plan/*"), root / "manifest.json"]
+    return {str(path.relative_to(root)): path.read_bytes() for path in files if path.is_file()}
+
+
+def edit(path: Path, change: Callable[[dict], object]) -> None:
+    tree = json.loads(path.read_text())
+    change(tree)
+    path.write_text(json.dumps(tree))
+
+
+def sign(path: Path, **fields: object) -> None:
+    """Change a record as if it had been written so."""
+    folder = Folder(path.parent.parent)
+    folder.write_record(replace(folder.read_record(int(path.stem)), **fields))
+
+
+def flip(path: Path, place: int) -> None:
+    body = bytearray(path.read_bytes())
+    body[place] ^= 255
+    path.write_bytes(body)
+
+
+def change_list(path: Path) -> None:
+    """Write the list again with another caption: a readable file, but not the one that the plan names."""
+    file = pq.ParquetFile(path)
+    with pq.ParquetWriter(path.with_suffix(".other"), file.schema_arrow) as writer:
+        for group in range(file.num_row_groups):
+            table = file.read_row_group(group)
+            captions = [text.replace("picture", "drawing") for text in table["caption"].to_pylist()]
+            writer.write_table(table.set_column(table.column_names.index("caption"), "caption", [captions]))
+    path.with_suffix(".other").replace(path)
+
+
+PLAN, MANIFEST, LIST = "plan/plan.json", "manifest.json", "plan/part-00000.parquet"
+RECORD, META, TAR = "meta/00001.json", "meta/00001.parquet", "shards/00001.tar"
+DAMAGES: list[tuple[str, str, Callable[[Path], object], int]] = [
+    (MANIFEST, MANIFEST, lambda path: edit(path, lambda tree: tree["failures"].update({"dns": 7})), 0),
+    (MANIFEST, MANIFEST, lambda path: edit(path, lambda tree: tree.update(attempted=99)), 0),
+    (MANIFEST, MANIFEST, lambda path: edit(path, lambda tree: tree["facts"].update(urls=1)), 0),
+    (MANIFEST, MANIFEST, lambda path: path.write_text("{"), 0),
+    (MANIFEST, MANIFEST, Path.unlink, 0),
+    (RECORD, RECORD, lambda path: path.write_text('{"shard": 1'), SHARD),
+    (RECORD, RECORD, lambda path: edit(path, lambda tree: tree.pop("rows")), SHARD),
+    (RECORD, RECORD, Path.unlink, SHARD),
+    (RECORD, RECORD, lambda path: edit(path, lambda tree: tree["tools"].update(pyarrow="9")), SHARD),
+    (RECORD, RECORD, lambda path: edit(path, lambda tree: tree.pop("own_sha256")), SHARD),
+    (RECORD, RECORD, lambda path: sign(path, rules="0" * 16), SHARD),
+    (RECORD, RECORD, lambda path: sign(path, plan="0" * 64), SHARD),
+    (RECORD, TAR, lambda path: sign(path, sha256="0" * 64), SHARD),
+    (RECORD, META, lambda path: sign(path, meta_sha256="0" * 64), SHARD),
+    (RECORD, RECORD, lambda path: shutil.copy(path.with_name("00002.json"), path), SHARD),
+    (META, META, lambda path: flip(path, 200), SHARD),
+    (META, META, lambda path: path.write_bytes(b"<html>"), SHARD),
+    (META, META, lambda path: shutil.copy(path.with_name("00002.parquet"), path), SHARD),
+    (PLAN, PLAN, lambda path: path.write_text("[]"), 0),
+    (PLAN, PLAN, lambda path: edit(path, lambda tree: tree["rules"].pop("image")), 0),
+    (LIST, PLAN, lambda path: path.write_bytes(b"PAR1"), 0),
+    (LIST, PLAN, change_list, 0),
+    (LIST, PLAN, lambda path: path.write_bytes(path.read_bytes().replace(b"caption%", b"caption\xcc")), 0),
+    (LIST, PLAN, Path.unlink, 0),
+    (TAR, TAR, lambda path: flip(path, 700), SHARD),
+    (TAR, TAR, lambda path: path.write_bytes(path.read_bytes().replace(b'"width": 47', b'"width": 74', 1)), SHARD),
+    (TAR, TAR, lambda path: os.truncate(path, 1000), SHARD),
+    (TAR, TAR, lambda path: shutil.copy(path.with_name("00002.tar"), path), SHARD),
+    (TAR, TAR, Path.unlink, SHARD),
+]  # fmt: skip
+"""The file, the name that is reported, the damage, and the URLs that are requested again."""
+
+
+@pytest.mark.parametrize("number", range(len(DAMAGES)))
+def test_damage_is_reported_deleted_and_fetched_again(made: Any, copied: Path, site: Site, number: int) -> None:
+    path, reported, damage, lost = DAMAGES[number]
+    before = contents(copied)
+    damage(copied / path)
+    assert reported in {problem.shard for problem in verify(copied)}
+    result = CliRunner().invoke(command, [str(copied), "--delete-damaged"], standalone_mode=False)
+    assert (result.exception, result.return_value) == (None, 1)
+    asked = len(site.agents)
+    ingest.download(replace(made, output=str(copied)))
+    assert len(site.agents) - asked == lost
+    assert contents(copied) == before
+    assert verify(copied) == []
+
+
+def test_a_list_that_cannot_be_made_again_is_refused(made: Any, copied: Path, tmp_path: Path) -> None:
+    """Neither another table nor other settings take the place of those that the shards were made with."""
+    (copied / PLAN).write_text("[]")
+    CliRunner().invoke(command, [str(copied), "--delete-damaged"], standalone_mode=False)
+    table = tmp_path / "urls.parquet"
+    columns = pq.read_table(str(made.source.table)).to_pydict()
+    pq.write_table(pa.table({**columns, "caption": ["another", *columns["caption"][1:]]}), table)
+    config = replace(made, output=str(copied))
+    for other in (
+        replace(config, source=replace(made.source, table=str(table))),
+        replace(config, image=replace(made.image, size=99)),
+    ):
+        with pytest.raises(UserError, match="holds shards of another list of URLs or other settings"):
+            ingest.download(other)
+    ingest.download(config)
+    assert verify(copied) == []
+
+
+def test_what_is_in_the_way_or_unknown_is_left_to_the_user(copied: Path) -> None:
+    shutil.copy(copied / "shards/00000.tar", copied / "shards/later.tar")
+    (copied / "removed.txt").write_bytes(b"\xff")
+    for name in ("meta/\u00b2.json", "meta/\u00b2.commit"):  # str.isdigit accepts digits that int() does not
+        (copied / name).write_text("{}")
+    before = contents(copied)
+    assert kinds(copied) == [("removed.txt", "damaged"), ("shards/later.tar", "not listed")]
+    CliRunner().invoke(command, [str(copied), "--delete-damaged"], standalone_mode=False)
+    assert contents(copied) == before
+    (copied / "shards/00003.tar").unlink()
+    (copied / "shards/00003.tar").mkdir()
+    with pytest.raises(UserError, match=r"00003\.tar is a folder in the place of a file: move it away by hand"):
+        CliRunner().invoke(command, [str(copied), "--delete-damaged"], catch_exceptions=False)
+
+
+def test_shards_of_others_are_listed_through_links_and_never_deleted(copied: Path, tmp_path: Path) -> None:
+    """Regression test: tars in linked folders were not looked for."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/disk").symlink_to(copied / "shards")
+    (tmp_path / "mine/disk/back").symlink_to(tmp_path / "mine")
+    CliRunner().invoke(manifest_command, [str(tmp_path / "mine")], catch_exceptions=False, standalone_mode=False)
+    shutil.copy(copied / "shards/00000.tar", copied / "shards/later.tar")
+    flip(copied / "shards/00001.tar", 700)
+    assert {shard for shard, _ in kinds(tmp_path / "mine")} == {"disk/later.tar", "disk/00001.tar"}
+    with pytest.raises(UserError, match=r"nothing was deleted\. Copy it again from its source"):
+        CliRunner().invoke(command, [str(tmp_path / "mine"), "--delete-damaged"], catch_exceptions=False)
+
+
+def test_a_download_of_version_0_1_is_not_changed(made: Any, copied: Path) -> None:
+    edit(copied / PLAN, lambda tree: tree.pop("own_sha256"))
+    with pytest.raises(UserError, match=r"data sets of version 0\.1 can only be trained on"):
+        ingest.download(replace(made, output=str(copied)))
+
+
+def test_a_repeated_download_reports_a_cut_tar_before_it_requests_anything(
+    made: Any, copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ingest, "fetch", lambda *_, **__: pytest.fail("the engine was started"))
+    sign(copied / RECORD, rows=SHARD + 1, failures={"timeout": 1})
+    os.truncate(copied / TAR, 1000)
+    before = contents(copied)
+    for retry in (False, True):
+        with pytest.raises(UserError, match=r"00001\.tar has 1,000 bytes instead of [0-9,]+: .*--delete-damaged`"):
+            ingest.download(replace(made, output=str(copied)), retry_failed=retry)
+    assert contents(copied) == before
+
+
+def test_an_unfinished_download_has_no_manifest_to_verify(copied: Path) -> None:
+    (copied / "manifest.json").unlink()
+    (copied / "meta/00003.json").unlink()
+    with pytest.raises(UserError, match="The download is not finished: run the same `neuclip download` again"):
+        verify(copied)
+
+
+def test_changed_settings_are_reported(copied: Path) -> None:
+    settings = copied / "download.yaml"
+    text = settings.read_text()
+    for old, new, told in (
+        ("size: 256", "size: 32", "image.size was 256 and is now 32"),
+        ("urls.parquet", "others.parquet", "source.table was"),
+    ):
+        settings.write_text(text.replace(old, new))
+        assert told in str(verify(copied)[0])
+    for damage, kind in ((lambda: settings.write_text("image: ["), "damaged"), (settings.unlink, "missing")):
+        damage()
+        assert kinds(copied) == [("download.yaml", kind)]
+
+
+Members = list[tuple[str, bytes]]
+
+
+def without_last(members: Members) -> Members:
+    return members[:-1]
+
+
+def without_a_caption(members: Members) -> Members:
+    return [member for member in members if member[0] != "0000000007.txt"]
+
+
+def with_another_image(members: Members) -> Members:
+    return sorted([*members, ("0000000007.png", b"x")])
+
+
+def with_exchanged_facts(members: Members) -> Members:
+    facts = dict(members)
+    other = {"0000000007.json": facts["0000000008.json"], "0000000008.json": facts["0000000007.json"]}
+    return list({**facts, **other}.items())
+
+
+def test_a_swapped_image_is_detected_even_if_all_digests_match(copied: Path) -> None:
+    """A full disk once caused this: one row's image stored under another row's key, in a shard that was then hashed."""
+    folder = Folder(copied)
+    samples = dict(canonical_tar.samples(folder.tar(1)))
+    first, second = sorted(samples)[:2]
+    samples[first]["jpg"], samples[second]["jpg"] = samples[second]["jpg"], samples[first]["jpg"]
+    members = [(f"{key}.{name}", parts[name]) for key, parts in sorted(samples.items()) for name in sorted(parts)]
+    size, digest = canonical_tar.write(folder.tar(1), members)
+    folder.write_record(replace(folder.read_record(1), bytes=size, sha256=digest))
+    write_manifest(folder, load_plan(folder))
+    assert [str(problem) for problem in verify(copied, decode=0)] == [
+        f"shards/00001.tar: sample: {key}: the image differs from the stored one" for key in (first, second)
+    ]
+
+
+@pytest.mark.parametrize("change", [without_last, without_a_caption, with_another_image, with_exchanged_facts])
+def test_wrong_members_are_found_even_if_all_digests_agree(copied: Path, change: Callable[[Members], Members]) -> None:
+    folder = Folder(copied)
+    samples = canonical_tar.samples(folder.tar(1))
+    members = [(f"{key}.{suffix}", parts[suffix]) for key, parts in samples for suffix in sorted(parts)]
+    size, digest = canonical_tar.write(folder.tar(1), change(members))
+    folder.write_record(replace(folder.read_record(1), bytes=size, sha256=digest))
+    write_manifest(folder, load_plan(folder))
+    assert ("shards/00001.tar", "sample") in {(problem.shard, problem.kind) for problem in verify(copied)}
+
+
+@pytest.mark.parametrize("damage", [lambda path: path.write_bytes(b"x"), lambda path: path.unlink()])
+def test_commands_that_read_all_shards_name_a_damaged_one(copied: Path, damage: Callable[[Path], None]) -> None:
+    """Regression test: they reported a fault of the program."""
+    damage(copied / "shards/00001.tar")
+    for work in (write_report, duplicates.find_duplicates):
+        with pytest.raises(UserError, match=r"00001\.tar"):
+            work(copied)
+
+
+def test_removal_updates_the_report_and_the_datasheet(copied: Path, tmp_path: Path) -> None:
+    write_report(copied)
+    (tmp_path / "names").write_text("0000000003\n")
+    result = CliRunner().invoke(command, [str(copied), "--remove", str(tmp_path / "names")], standalone_mode=False)
+    assert "1 samples removed from 1 shards" in result.output
+    manifest = load_manifest(copied)
+    assert manifest.digest in (copied / "report.html").read_text()
+    assert "23 image-text pairs" in (copied / "datasheet.md").read_text()
+    assert verify(copied) == []
+    (copied / "report.html").write_text("an older one")
+    assert [problem.kind for problem in verify(copied)] == ["stale"]
+
+
 def test_a_published_sample_that_does_not_decode_is_reported(copied: Path) -> None:
     path = copied / "shards/00001.tar"
     members = [(f"{key}.{name}", parts[name]) for key, parts in canonical_tar.samples(path) for name in sorted(parts)]
     members[3] = (members[3][0], b"\xff\xd8\xff not an image")
     size, digest = canonical_tar.write(path, members)
-    manifest = load_manifest(copied)
-    rows = [(s.name, s.samples, s.bytes, s.sha256) for s in manifest.shards]
-    rows[1] = ("shards/00001.tar", manifest.shards[1].samples, size, digest)
-    replace(manifest, shards=ShardTableBuilder(rows).build()).save(copied)
+    sign(copied / RECORD, bytes=size, sha256=digest)
     found = [str(problem) for problem in verify(copied, decode=SHARD)]
     assert any(problem.startswith("shards/00001.tar: undecodable: sample 0000000007") for problem in found)
     assert "shards/00001.tar: sample: 0000000007: the image differs from the stored one" in found
@@ -101,7 +340,7 @@ def test_removal_changes_only_affected_shards_and_is_permanent(copied: Path, sit
     assert keys == set(range(ROWS)) - {5, 7, 8, 10}
     assert remove(copied, {uid})[1].digest == manifest.digest, "removing again changes nothing"
 
-    # A rebuild of such a shard does not request samples removed by uid, URL or key, and gives the same bytes.
+    # A shard that is fetched again does not request samples removed by uid, URL or key, and gives the same bytes.
     config = load_config(copied)
     _, plan = prepare(config)
     Folder(copied).withdraw(1)
@@ -125,25 +364,6 @@ def test_a_removal_list_is_read_as_people_write_it(copied: Path, site: Site, tmp
     assert verify(copied) == []
     listed.write_text(digest.upper())
     assert CliRunner().invoke(command, [str(copied), "--remove", str(listed)], standalone_mode=False).return_value == 0
-
-
-def test_a_rebuild_includes_the_shards_of_all_workers(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a job array, the settings on disk are those of the task that wrote last."""
-    config = load_config(copied)
-    Folder(copied).config.write_text(dump(replace(config, fetch=replace(config.fetch, worker=1, workers=3))))
-    manifest = load_manifest(copied)
-    for number in (0, 1, 2):
-        (copied / f"shards/{number:05d}.tar").unlink()
-    asked: list[tuple[int, ...]] = []
-
-    def fetch(config: DownloadConfig, shards: tuple[int, ...], **_: object) -> None:
-        asked.append(shards)
-        fetch_here(config, load_plan(Folder(copied)), list(shards), "rebuild")
-
-    monkeypatch.setattr(rebuilding, "fetch", fetch)
-    assert rebuild(copied, verify(copied), allow_addresses=True).digest == manifest.digest
-    assert asked == [(0, 1, 2)]
-    assert verify(copied) == []
 
 
 def test_a_shard_is_dropped_when_all_its_samples_are_removed(copied: Path) -> None:
@@ -235,7 +455,7 @@ def test_an_unwritable_list_is_rejected_before_the_search(copied: Path, option: 
         CliRunner().invoke(command, arguments, catch_exceptions=False)
 
 
-@pytest.mark.parametrize("option", [[], ["--rebuild"], ["--duplicates", "list"]])
+@pytest.mark.parametrize("option", [[], ["--delete-damaged"], ["--duplicates", "list"]])
 def test_shards_outside_the_folder_are_rejected_in_plain_words(copied: Path, option: list[str]) -> None:
     manifest = load_manifest(copied)
     rows = [(s.name, s.samples, s.bytes, s.sha256) for s in manifest.shards]

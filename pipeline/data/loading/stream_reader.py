@@ -112,7 +112,7 @@ class SequentialReader:
         )
         if self.altered_shards == "stop":
             raise UserError(
-                f"{message} Restore the shard (`neuclip verify --rebuild`), write a new manifest (`neuclip manifest "
+                f"{message} Restore the shard (`neuclip verify` says how), write a new manifest (`neuclip manifest "
                 "--replace`), or set data.altered_shards=skip."
             )
         self.altered.add(number)

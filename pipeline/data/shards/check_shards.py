@@ -101,7 +101,7 @@ def check_shards(manifest: Manifest, world: World) -> int:
         raise UserError(
             f"The shards in {manifest.root} do not match their manifest: of {len(checked)} checked, {len(missing)} are "
             f"missing ({', '.join(missing[:SHOWN]) or 'none'}) and {len(other)} differ "
-            f"({'; '.join(other[:SHOWN]) or 'none'}). Download them again (`neuclip verify --rebuild`), or write a new "
+            f"({'; '.join(other[:SHOWN]) or 'none'}). Fetch them again (`neuclip verify` says how), or write a new "
             "manifest (`neuclip manifest --replace`)."
         )
     for number in remote[:1]:

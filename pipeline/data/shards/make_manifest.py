@@ -24,7 +24,6 @@ from pipeline.data.shards.tar_reader import CaptionField, CorruptSample, Damaged
 from pipeline.errors import UserError
 from pipeline.files import as_text
 
-
 UNENDED = "shards end without the zeros of a whole tar: perhaps cut between two files (what is there is used)"
 SCATTERED = (
     "samples have the name of an earlier one of their shard: the files of a sample must be neighbours (tar --sort=name)"
@@ -302,7 +301,8 @@ def _check_usable(root: Path, found: Sequence[ShardScan], caption: CaptionField)
         names = [name for name, _ in islice(members(file), _SHOWN)]
     scattered = f" {count:,} {SCATTERED}." if (count := _total(found, "notes")[SCATTERED]) else ""
     raise UserError(
-        f"None of the first {total:,} samples can be used for training ({dict(unusable)}).{scattered} A sample is an image (.jpg, "
-        f".jpeg, .png or .webp) and a caption (now: {caption}) with the same name, next to each other in the tar; "
+        f"None of the first {total:,} samples can be used for training ({dict(unusable)}).{scattered} A sample is an "
+        f"image (.jpg, .jpeg, .png or .webp) and a caption (now: {caption}) with the same name, next to each other in "
+        "the tar; "
         f"{first} starts with {', '.join(names)}. For captions in JSON, use --caption json:FIELD."
     )

@@ -100,6 +100,12 @@ class Manifest:
     def save(self, folder: str | Path) -> Path:
         """Write `manifest.json` atomically; `root` is not stored, so that the folder can be moved."""
         path = Path(folder) / MANIFEST_NAME
+        with replacing(path, durable=True) as temporary:
+            self.write_to(temporary)
+        return path
+
+    def write_to(self, path: Path) -> None:
+        """As `save`, directly to the path."""
         header = {
             "format": FORMAT,
             "version": VERSION,
@@ -110,13 +116,12 @@ class Manifest:
             "facts": dict(self.facts),
         }
         start, end = json.dumps({**header, "shards": []}, indent=1).rsplit("[]", 1)
-        with replacing(path, durable=True) as temporary, temporary.open("w", encoding="utf-8") as file:
+        with path.open("w", encoding="utf-8") as file:
             separator = start + "[\n"
             for shard in self.shards:  # one at a time: there may be a million
                 file.write(separator + textwrap.indent(json.dumps(vars(shard), indent=1), "  "))
                 separator = ",\n"
             file.write(f"\n ]{end}\n" if len(self.shards) else f"{start}[]{end}\n")
-        return path
 
 
 def shard_url(root: str | Path, name: str) -> str:
@@ -281,7 +286,7 @@ def advice(path: Path) -> str:
     suffixes, quoted = _suffixes(folder), shlex.quote(str(folder))
     if path.name == "manifest.json" and (folder / "download.yaml").is_file():
         if path.is_file():
-            return f"It is damaged: `neuclip verify {quoted} --rebuild` writes it again."
+            return "It is damaged: the same `neuclip download` writes it again."
         return "The download is not finished: run the same `neuclip download` again, which continues."
     if path.name == "manifest.json" and path.is_file():
         return "It is damaged: restore it, or write another with `neuclip manifest --replace`."

@@ -176,7 +176,9 @@ class StreamHash(io.RawIOBase):
 
 
 def list_shards(root: str | Path) -> list[str]:
-    """The names of all .tar files below a folder, sorted; links to folders are followed, each folder is listed once.
+    """The names of all .tar files below a folder, sorted; links to folders are followed, and each is listed once.
+
+    There are none if `root` is no folder.
 
     Raises:
         UserError: A folder cannot be read.
@@ -185,8 +187,8 @@ def list_shards(root: str | Path) -> list[str]:
     def refuse(error: OSError) -> None:
         raise UserError(f"Cannot list {error.filename} ({error.strerror}), which may hold shards.") from error
 
-    names, folders = [], set[str]()
-    for folder, below, files in os.walk(root, followlinks=True, onerror=refuse):
+    names, folders = list[str](), set[str]()
+    for folder, below, files in os.walk(root, followlinks=True, onerror=refuse if os.path.isdir(root) else None):
         real = os.path.realpath(folder)
         if real in folders:  # a link to a parent folder, for instance
             below.clear()

@@ -1,0 +1,165 @@
+"""Who may change a download's folder at once, what a killed command leaves, and that work is seen as progress."""
+
+# ruff: noqa: F811 (imported fixtures are requested by name)
+from __future__ import annotations
+
+import fcntl
+import json
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from data_prep.dataset import sessions, shard_commit
+from data_prep.dataset.dataset_folder import Folder, load_config
+from data_prep.dataset.removal import remove
+from data_prep.dataset.sessions import engine_lock, exclusive_lock, part_lock, shared_lock, worker_lock
+from data_prep.dataset.shard_plan import load_plan, read_shard
+from data_prep.dataset.verification import delete_damaged
+from data_prep.fetching import shard_writer
+from data_prep.fetching.monitor import Monitor
+from data_prep.ingest import download, prepare
+from data_prep.settings.download_config import DownloadConfig
+from pipeline.errors import UserError
+from tests.ingested import ROWS, SHARD, copied, fetch_here, made, own_opener, site  # noqa: F401
+
+
+def test_a_changed_byte_of_the_list_gives_no_other_rows(copied: Path) -> None:
+    """Regression test: a resumed download took the changed URL or caption for the planned one."""
+    folder = Folder(copied)
+    path, rows = folder.plan_part(0), [read_shard(folder, shard) for shard in range(ROWS // SHARD)]
+    body = bytearray(path.read_bytes())
+    footer = 8 + int.from_bytes(body[-8:-4], "little")
+    found = 0
+    for place in range(4, len(body) - footer, 11):
+        body[place] ^= 4
+        path.write_bytes(body)
+        body[place] ^= 4
+        for shard, planned in enumerate(rows):
+            try:
+                assert read_shard(folder, shard).equals(planned), place
+            except UserError:
+                found += 1
+    assert found > (len(body) - footer) / 11 / 2
+
+
+def test_publishing_a_shard_is_progress(made: DownloadConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression test: an engine that needed `monitor.stall` seconds to store a large shard was ended, each time."""
+    config = replace(made, output=str(tmp_path / "data"))
+    config, plan = prepare(config)
+    stored = []
+    monkeypatch.setattr(shard_writer, "_HEARTBEAT_SECONDS", 0)
+    monkeypatch.setattr(shard_writer, "write_text", lambda path, text: stored.append(json.loads(text)["stored"]))
+    fetch_here(config, plan, [0], manifest=False)
+    assert stored[-SHARD:] == list(range(1, SHARD + 1))
+    monitor = Monitor(Folder(tmp_path / "other"), (0,))
+    activities = set()
+    for count in (1, 2):
+        path = tmp_path / "other/staging/worker-0/00000.live"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"pid": 1, "host": "x", "samples": 6, "failures": {}, "stored": count}))
+        monitor.poll()
+        activities.add(monitor.activity)
+    assert activities == {(6, 1), (6, 2)}
+
+
+def test_leftovers_of_killed_commands_are_removed_and_other_files_are_not(copied: Path) -> None:
+    folder, token = Folder(copied), "0" * 32
+    left = [copied / f".datasheet.md.{token}.tmp", copied / f"plan/.plan.json.{token}.tmp"]
+    of_shards = [copied / f"shards/.00001.tar.{token}.tmp", copied / f"meta/.00001.json.{token}.tmp"]
+    mine = [copied / ".mine.tmp", copied / "shards/00001.tar.new", copied / f"shards/.mine.{token}.tmp"]
+    for path in (*left, *of_shards, *mine):
+        path.write_text("half")
+    folder.commit(1).write_text("{")  # damaged: the published shard remains in effect
+    with shared_lock(folder):
+        assert not any(path.exists() for path in left)
+        left[0].write_text("being written by another worker")
+        with shared_lock(folder):
+            assert left[0].exists()
+    shard_commit.recover(folder, range(4))
+    assert not any(path.exists() for path in (*of_shards, folder.commit(1)))
+    remove(copied, {"0000000020"})
+    assert not left[0].exists()
+    assert all(path.exists() for path in mine[:2])
+
+
+def test_downloads_that_divide_the_shards_differently_cannot_run_together(copied: Path) -> None:
+    folder = Folder(copied)
+    with shared_lock(folder, 2), shared_lock(folder, 2):
+        with pytest.raises(UserError, match="Another process is working"), shared_lock(folder, 3):
+            pass
+        with shared_lock(folder, 2):
+            pass
+    with shared_lock(folder, 3):
+        pass
+
+
+def test_workers_that_start_together_do_not_refuse_each_other(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression test: both tried the lock that a run with another number of workers had left behind."""
+    folder, flock, begin = Folder(copied), fcntl.flock, threading.Barrier(4, timeout=10)
+
+    def slow(file: IO[str], how: int) -> None:
+        flock(file, how)
+        if how == fcntl.LOCK_EX | fcntl.LOCK_NB:
+            time.sleep(0.02)
+
+    def work(_: int) -> None:
+        begin.wait()
+        with shared_lock(folder, 2):
+            begin.wait()
+
+    with shared_lock(folder, 3):
+        pass
+    monkeypatch.setattr(fcntl, "flock", slow)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4), timeout=30))
+
+
+def test_settings_of_samples_cannot_change_while_a_download_works(made: DownloadConfig, tmp_path: Path) -> None:
+    """Regression test: before its first shard they could, and its shards were refused at the end."""
+    first = replace(made, output=str(tmp_path / "new"))
+    other = replace(first, image=replace(first.image, size=99))
+    _, plan = prepare(first)
+    with shared_lock(Folder(tmp_path / "new")):
+        assert prepare(first)[1] == plan
+        with pytest.raises(UserError, match="Another process is working"):
+            prepare(other)
+        assert load_plan(Folder(tmp_path / "new")) == plan
+    assert prepare(other)[1].rules["image"]["size"] == 99
+
+
+def test_removals_and_deletions_are_refused_while_another_process_uses_the_folder(copied: Path) -> None:
+    folder = Folder(copied)
+    with shared_lock(folder), shared_lock(folder), part_lock(folder, 0):
+        for work in (lambda: remove(copied, {"x"}), lambda: delete_damaged(copied, [])):
+            with pytest.raises(UserError, match="Another process is working"):
+                work()
+    with exclusive_lock(folder), pytest.raises(UserError, match="Another process is working"):
+        download(replace(load_config(copied), output=str(copied)))
+    with (folder.locks / "lock-folder").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+@pytest.mark.parametrize("lock", [exclusive_lock, worker_lock])
+def test_a_command_waits_for_the_engine_of_a_killed_one(
+    copied: Path, monkeypatch: pytest.MonkeyPatch, lock: Callable[[Folder], AbstractContextManager[None]]
+) -> None:
+    """Regression test: both finished the same commit, and the new command failed because a file was gone."""
+    folder = Folder(copied, worker=3)
+    with ExitStack() as engine:
+        engine.enter_context(engine_lock(folder))
+        engine.enter_context(engine_lock(folder))  # a worker's
+        monkeypatch.setattr(sessions, "_PATIENCE", 0.1)
+        with pytest.raises(UserError, match="Another process is working"), lock(folder):
+            pass
+        monkeypatch.setattr(sessions, "_PATIENCE", 60.0)
+        threading.Timer(0.2, engine.close).start()
+        began = time.monotonic()
+        with lock(folder):
+            assert time.monotonic() - began > 0.1

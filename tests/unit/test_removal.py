@@ -1,0 +1,301 @@
+"""Samples are removed from every kind of data set by one protocol; a kill at any step ends with the same bytes."""
+
+# ruff: noqa: F811 (imported fixtures are requested by name)
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import os
+import re
+import shutil
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from data_prep.dataset import canonical_tar, removal, swap
+from data_prep.dataset.dataset_folder import Folder
+from data_prep.dataset.removal import remove
+from data_prep.dataset.verification import verify
+from jobs.manifest import command as manifest_command
+from jobs.pairs import command as pairs_command
+from jobs.verify import command as verify_command
+from pipeline.data.shards.manifest_format import load_manifest
+from pipeline.data.shards.tar_reader import read_records
+from pipeline.errors import UserError
+from tests.ingested import copied, in_process, made, own_opener, site  # noqa: F401
+from tests.pair_files import dropped, picture, write_csv, write_images
+from tests.shards import sample, write_members
+
+ROWS, SHARD = 24, 6
+NAMES = {"0000000001", "0000000003", "0000000008", *(f"{k:010d}" for k in range(12, 18))}
+"""Samples of two shards, and all of a third."""
+
+
+def index(root: Path, *options: str) -> None:
+    CliRunner().invoke(manifest_command, [str(root), *options], catch_exceptions=False, standalone_mode=False)
+
+
+def convert(root: Path, source: Path | None = None) -> None:
+    options = [str(source or root.parent / "in"), str(root), "--shard-size", str(SHARD), "--processes", "1"]
+    assert CliRunner().invoke(pairs_command, options, standalone_mode=False).exception is None
+
+
+def of_pairs(root: Path) -> None:
+    source = root.parent / "in"
+    write_images(source, ROWS)
+    write_csv(source / "t.csv", [("image", "caption"), *((f"{k:03d}.jpg", f"caption {k}") for k in range(ROWS))])
+    convert(root)
+
+
+def write_tars(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    for first in range(0, ROWS, SHARD):
+        members = [(f"{k:010d}.{suffix}", body) for k in range(first, first + SHARD)
+                   for suffix, body in reversed(sample(k).items())]  # fmt: skip
+        canonical_tar.write(folder / f"{first // SHARD:05d}.tar", members)
+
+
+def foreign(root: Path) -> None:
+    write_tars(root / "shards")
+    index(root)
+
+
+def behind_links(root: Path) -> None:
+    """Shards in a linked folder, one of which is a link itself, and has a second name."""
+    write_tars(root.parent / "disk")
+    (root.parent / "other").mkdir()
+    (root.parent / "disk/00000.tar").rename(root.parent / "other/first.tar")
+    (root.parent / "disk/00000.tar").symlink_to("../other/first.tar")
+    root.mkdir()
+    (root / "shards").symlink_to("../disk")
+    index(root)
+
+
+@pytest.fixture
+def build(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A folder with the data set, `data`, and what belongs to it."""
+    if request.param == "download":
+        return Path(request.getfixturevalue("copied")).parent
+    globals()[request.param](tmp_path / "data")
+    return tmp_path
+
+
+KINDS = pytest.mark.parametrize("build", ["download", "of_pairs", "foreign", "behind_links"], indirect=True)
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    """All files of a data set, through links, but for logs, locks and pages."""
+    files = ((Path(folder) / name) for folder, _, names in os.walk(root, followlinks=True) for name in names)
+    named = {str(path.relative_to(root)): path.read_bytes() for path in files}
+    return {
+        name: body for name, body in named.items() if not re.search(r"staging/|sessions\.jsonl|download\.yaml", name)
+    }
+
+
+def keys(root: Path) -> list[str]:
+    manifest = load_manifest(root)
+    return [key for shard in manifest.shards for key, _ in canonical_tar.samples(manifest.url(shard))]
+
+
+@KINDS
+def test_a_removal_and_what_follows(build: Path, tmp_path: Path) -> None:
+    root = build / "data"
+    before, bodies = load_manifest(root), dict(canonical_tar.samples(root / "shards/00000.tar"))
+    mine = [root / "shards/mine.tar.new", root / "shards/.mine.tmp", root / "x.tar.new"]
+    for path in mine:
+        path.write_text("not made by this program")
+    with pytest.raises(UserError, match="nothing would be left"):
+        remove(root, {f"{k:010d}" for k in range(ROWS)})
+    assert load_manifest(root).digest == before.digest
+    done, after = remove(root, {*NAMES, "nobody"})
+    assert (done.samples, done.shards, done.missing) == (9, 3, ("nobody",))
+    assert keys(root) == [key for k in range(ROWS) if (key := f"{k:010d}") not in NAMES]
+    assert [shard.name for shard in after.shards] == [f"shards/0000{k}.tar" for k in (0, 1, 3)]
+    assert (after.n, after.attempted, after.failures) == (15, 24, {"removed": 9})
+    kept = dict(canonical_tar.samples(root / "shards/00000.tar"))
+    assert all(kept[key] == bodies[key] for key in kept)
+    assert verify(root) == []
+    assert remove(root, NAMES)[0].missing == (), "they are gone already"
+    assert load_manifest(root).digest == after.digest
+    assert all(path.exists() for path in mine)
+    if (root / "plan/pairs.json").exists():  # the same command again changes nothing
+        convert(root)
+        assert load_manifest(root).digest == after.digest
+        Folder(root).withdraw(0)
+        convert(root)
+        assert load_manifest(root).digest == after.digest, "what was removed stays out of a shard that is made again"
+        assert [reason for _, reason, _ in dropped(root)] == ["removed"] * 9
+
+
+STEPS = [(swap, "flush"), (swap, "write_text"), (canonical_tar, "write_to"), (os, "fsync"), (Path, "replace"),
+         (Path, "unlink")]  # fmt: skip
+
+
+def in_a_fork(work: Callable[[], object], action: str, at: int) -> int:
+    """Do some work in a fork that is killed, or meets a full disk, at call number `at` of a step; its exit status."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    calls = itertools.count(1)
+
+    def counted(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            if next(calls) == at:
+                if action == "kill":
+                    os._exit(9)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return real(*arguments, **options)
+
+        return call
+
+    for owner, name in STEPS:
+        setattr(owner, name, counted(getattr(owner, name)))
+    try:
+        work()
+    except OSError:
+        os._exit(3)
+    except BaseException:
+        os._exit(1)
+    os._exit(0)
+
+
+@KINDS
+@pytest.mark.parametrize("action", ["kill", "full"])
+def test_a_removal_that_is_interrupted_anywhere_can_be_repeated(build: Path, action: str, tmp_path: Path) -> None:
+    root, place = tmp_path / "place/data", tmp_path / "place"
+    expected: dict[str, bytes] = {}
+    for at in itertools.count(0):
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(build, place, symlinks=True, ignore=shutil.ignore_patterns("place"))
+        before = contents(root)
+        ended = in_a_fork(lambda: remove(root, NAMES), action, at)
+        if not expected:
+            assert ended == 0
+            expected = contents(root)
+            continue
+        assert ended in {"kill": (9, 0), "full": (3, 0)}[action], at
+        if action == "full" and ended and not (root / "removal.pending").exists():
+            assert contents(root) in (before, expected), (at, "an error before the commit undoes it")
+        if (root / "plan/pairs.json").exists() and at % 2:
+            convert(root, build / "in")
+        assert remove(root, NAMES)[0].missing == (), at
+        found = {name: body for name, body in contents(root).items() if name != "dropped.tsv"}
+        assert found == {name: body for name, body in expected.items() if name != "dropped.tsv"}, at
+        if not ended:
+            break
+    assert at > 15
+
+
+def test_what_is_still_there_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts are those of the new shards, and other tars of the folder are read, too."""
+    root, name = tmp_path / "data", "0000000001"
+    behind_links(root)
+    shutil.copy(root / "shards/00000.tar", root / "copy.tar")
+    with pytest.raises(UserError, match=rf"1 samples that were to be removed are still there: copy\.tar:{name}"):
+        remove(root, {name})
+    (root / "copy.tar").write_bytes(b"x" * 999)
+    with pytest.raises(UserError, match=r"perhaps copy\.tar"):
+        remove(root, {name})
+    (root / "copy.tar").unlink()
+    assert remove(root, {name})[0].missing == ()
+    monkeypatch.setattr(swap, "finish", lambda root, note: note.unlink())
+    with pytest.raises(UserError, match=r"still there: shards/00001\.tar:0000000008"):
+        remove(root, {"0000000008"})
+
+
+def with_repeated_keys(root: Path) -> None:
+    members = [(f"{key}.{suffix}", body) for k, key in enumerate("aba") for suffix, body in sample(k).items()]
+    canonical_tar.write(root / "shards/00000.tar", members)
+    index(root, "--replace")
+
+
+def with_another_tar(root: Path) -> None:
+    canonical_tar.write(root / "shards/00000.tar", [(f"{k:010d}.jpg", picture(k)) for k in (1, 30)])
+
+
+def with_meta_of_another(root: Path, *suffixes: str) -> None:
+    for suffix in suffixes or ("parquet",):
+        shutil.copyfile(root / f"meta/00001.{suffix}", root / f"meta/00000.{suffix}")
+
+
+def with_a_changed_digit(root: Path) -> None:
+    """Another width in a sample's JSON; the tar is as long as before and can be read."""
+    body = (root / "shards/00000.tar").read_bytes()
+    (root / "shards/00000.tar").write_bytes(body.replace(b'"width": 42', b'"width": 24', 1))
+    assert (root / "shards/00000.tar").read_bytes() != body
+
+
+REFUSED: dict[str, tuple[str, Callable[[Path], Any], str]] = {
+    "repeated keys": ("foreign", with_repeated_keys, r"00000\.tar has several samples with the key 'a'"),
+    "another tar": ("foreign", with_another_tar, r"00000\.tar is missing or is not what the manifest .*nothing was"),
+    "no tar": ("foreign", lambda root: (root / "shards/00000.tar").write_bytes(b"x"), r"00000\.tar"),
+    "another shard's meta file": ("of_pairs", with_meta_of_another, r"another shard's.* --delete-damaged"),
+    "another shard's files": ("of_pairs", lambda root: with_meta_of_another(root, "parquet", "json"), "damaged"),
+    "a download's meta file": ("download", with_meta_of_another, r"00000\.parquet is missing or differs from"),
+    "a download's tar": ("download", with_a_changed_digit, r"00000\.tar is missing or is not what .*--delete-damaged"),
+    "a note to other places": (
+        "foreign",
+        lambda root: (root / "removal.pending").write_text(json.dumps({"token": "0" * 32, "files": {"../x": False}})),
+        "only plain names",
+    ),
+    "a damaged note": (
+        "foreign",
+        lambda root: (root / "removal.pending").write_text("{"),
+        r"removal\.pending.*damaged",
+    ),
+}
+
+
+@pytest.mark.parametrize(("build", "change", "message"), REFUSED.values(), ids=REFUSED, indirect=["build"])
+def test_what_differs_is_refused_and_nothing_is_changed(
+    build: Path, change: Callable[[Path], Any], message: str
+) -> None:
+    root = build / "data"
+    (build / "x").write_text("outside")
+    change(root)
+    before = contents(build)
+    with pytest.raises(UserError, match=message):
+        remove(root, {"0000000001", "b"})
+    assert contents(build) == before
+
+
+def test_damaged_shards_of_pairs_are_deleted_with_their_records_and_made_again(tmp_path: Path) -> None:
+    root = tmp_path / "data"
+    of_pairs(root)
+    before = contents(root)
+    (root / "shards/00001.tar").write_bytes(b"x")
+    result = CliRunner().invoke(verify_command, [str(root), "--delete-damaged"], standalone_mode=False)
+    assert "Deleted (1): shards/00001.tar. The command that made" in result.output
+    assert not (root / "meta/00001.json").exists()
+    convert(root)
+    assert contents(root) == before
+
+
+def test_a_name_of_any_length_is_kept(tmp_path: Path) -> None:
+    """Regression test: a shard with a name over 100 characters could not be written again."""
+    (tmp_path / "shards").mkdir()
+    names = ["short", "x" * 120, "é" * 90, "d/" + "y" * 150]
+    members = [(f"{key}.{suffix}", body) for k, key in enumerate(names) for suffix, body in sample(k).items()]
+    write_members(tmp_path / "shards/0.tar", members, format=tarfile.PAX_FORMAT)
+    index(tmp_path)
+    before = dict(canonical_tar.samples(tmp_path / "shards/0.tar"))
+    remove(tmp_path, {"short"})
+    assert dict(canonical_tar.samples(tmp_path / "shards/0.tar")) == {key: before[key] for key in names[1:]}
+    with (tmp_path / "shards/0.tar").open("rb") as file:
+        assert [record.key for record in read_records(file)] == names[1:]
+
+
+def test_an_unfinished_download_keeps_its_removals(copied: Path) -> None:
+    folder = Folder(copied)
+    for shard in (1, 2, 3):
+        folder.withdraw(shard)
+    assert remove(copied, {"0000000001", "0000000020"})[1] is None
+    assert folder.removed_names() == {"0000000001", "0000000020"}
+    done, manifest = remove(copied, {f"{k:010d}" for k in range(SHARD)})
+    assert (done.samples, manifest) == (SHARD - 1, None), "what is left is fetched later"
+    assert removal.finish_removals(folder) is False

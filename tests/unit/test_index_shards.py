@@ -24,9 +24,12 @@ from pipeline.data.shards import make_manifest
 from pipeline.data.shards.make_manifest import JOURNAL, index_shards
 from pipeline.data.shards.manifest_format import load_manifest
 from pipeline.data.shards.storage import open_records
-from pipeline.data.shards.tar_reader import read_records
+from pipeline.data.shards.tar_reader import read_records, record_offset
 from pipeline.errors import UserError
+from tests.shards import write_members
 from tests.web import jpeg
+
+TYPES = ("jpg", "txt")
 
 
 def write(path: Path, samples: list[dict[str, Any]]) -> Path:
@@ -133,6 +136,34 @@ def test_links_in_a_tar_are_refused_and_training_passes_over_them(tmp_path: Path
             list(tar_rows(path, [path]))
         with path.open("rb") as file:
             assert len(list(read_records(file))) == 1
+
+
+def test_what_is_odd_about_shards_is_counted(tmp_path: Path) -> None:
+    """Regression tests: a tar that was cut between two files, repeated names and files apart were passed in silence."""
+    whole = write(tmp_path / "0.tar", [good(k) for k in range(8)]).read_bytes()
+    with (tmp_path / "0.tar").open("rb") as file:
+        place = record_offset(file, 4)
+    (tmp_path / "0.tar").write_bytes(whole[:place])
+    parts = {f"{k}.{suffix}": good(k)["jpg"] if suffix == "jpg" else b"text" for k in range(6) for suffix in TYPES}
+    for name, order in (("1", lambda key: key[::-1]), ("2", str)):  # all texts behind all images, and twice each
+        write_members(tmp_path / f"{name}.tar", [(key, parts[key]) for key in sorted(parts, key=order)] * int(name))
+    for seekable in (True, False):
+        root = tmp_path if seekable else tmp_path / "list"
+        root.mkdir(exist_ok=True)
+        pipes = () if seekable else (f"pipe:cat {tmp_path}/{{0..2}}.tar",)
+        indexed = index_shards(root, pipes)
+        counts = {note.split()[0] + note.split()[1]: count for note, count in indexed.notes.items()}
+        assert counts == {"shardsend": 1, "sampleshave": 12}
+        assert indexed.manifest.facts["notes"] == dict(indexed.notes)
+    write_members(tmp_path / "1.tar", [("a.jpg", good(1)["jpg"]), ("a.txt", b"one"), *[("a.txt", b"two")] * 3])
+    result = CliRunner().invoke(command, [str(tmp_path), "--replace"], catch_exceptions=False)
+    assert "3 files are ignored, because their sample has one of the same name already" in result.output
+    assert "1 shards end without the zeros of a whole tar" in result.output
+    os.truncate(tmp_path / "1.tar", 1024 + 100)
+    with pytest.raises(UserError, match=r"cannot be used: 1\.tar ends inside a file"):
+        index_shards(tmp_path, replace=True)
+    with pytest.raises(UserError, match=r"1 do not exist: if their numbers have gaps, give --shards once for each row"):
+        index_shards(tmp_path, [f"{tmp_path}/{{8..8}}.tar", "0.tar"], replace=True)
 
 
 def test_patterns_can_name_shards_in_other_folders(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -141,6 +141,45 @@ def test_invalid_sizes_are_reported_as_damage(data: bytes) -> None:
         list(read_records(io.BytesIO(data)))
 
 
+class Pipe(io.BytesIO):
+    def seekable(self) -> bool:
+        return False
+
+
+READERS = [
+    lambda file, told: list(read_records(file, on_unended=told)),
+    lambda file, told: list(samples(file, on_unended=told)),
+]
+
+
+@pytest.mark.parametrize("stream", [io.BytesIO, Pipe])
+@pytest.mark.parametrize("read", READERS)
+def test_every_cut_is_noticed(read: Callable, stream: Callable[[bytes], io.BytesIO], tmp_path: Path) -> None:
+    """Regression test: half of a tar that was cut inside a file was in no count where it can be sought."""
+    for data in valid_tars(tmp_path):
+        end = len(data.rstrip(b"\0")) + -len(data.rstrip(b"\0")) % 512
+        for cut in range(1, end, 7):
+            told: list[int] = []
+            with contextlib.suppress(DamagedTar):
+                read(stream(data[:cut]), lambda told=told: told.append(1))
+                assert told, cut
+
+
+@pytest.mark.parametrize("kind", ["GNU", "PAX"])
+def test_sparse_files_are_refused_before_they_are_read(kind: str) -> None:
+    if kind == "GNU":
+        data = header(b"0.jpg", b"%011o\0" % 512, b"S") + bytes(2048)
+    else:
+        records = b"".join(
+            b"%d %s\n" % (len(text) + 4, text) for text in (b"GNU.sparse.major=1", b"GNU.sparse.minor=0")
+        )
+        data = header(b"x", b"%011o\0" % len(records), b"x") + records.ljust(512, b"\0")
+        data += header(b"GNUSparseFile.0/0.jpg", b"%011o\0" % 512, b"0") + bytes(2048)
+    for read in (read_records, samples, members):
+        with pytest.raises(DamagedTar, match="as a sparse file: write the shard again without tar's --sparse"):
+            list(read(io.BytesIO(data)))
+
+
 @pytest.mark.parametrize("exponent", [25, 29, 33, 50, 53])
 def test_a_huge_size_in_a_header_is_a_damaged_shard(exponent: int, tmp_path: Path) -> None:
     """Reading that many bytes at once would end with a MemoryError, whatever the file holds."""

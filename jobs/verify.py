@@ -11,11 +11,18 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pipeline.departed import COMMANDS
+
 if TYPE_CHECKING:
     from data_prep.dataset.verification import Verdict
 
 EXIT_PROBLEMS = 1
 _SHOWN = 20
+
+
+def _departed(_: click.Context, __: click.Parameter, given: bool) -> None:
+    if given:
+        raise click.UsageError(COMMANDS["verify --rebuild"])
 
 
 @click.command()
@@ -27,6 +34,7 @@ _SHOWN = 20
     is_flag=True,
     help="Delete damaged shards of a download or of `neuclip pairs`; the same command as before makes them again.",
 )
+@click.option("--rebuild", is_flag=True, hidden=True, expose_value=False, callback=_departed)
 @click.option(
     "--duplicates", type=click.Path(dir_okay=False), help="Find duplicates; list all but the first in this file."
 )

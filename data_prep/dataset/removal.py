@@ -21,7 +21,7 @@ from data_prep import reasons
 from data_prep.dataset import canonical_tar
 from data_prep.dataset.dataset_folder import Folder, as_stored, load_config, names_of, read_meta, write_meta_to
 from data_prep.dataset.manifest_writer import local_manifest, manifest_of_records
-from data_prep.dataset.published import check_keys_of, check_meta
+from data_prep.dataset.published_shard import check_keys_of, check_meta
 from data_prep.dataset.sessions import exclusive_lock, part_lock
 from data_prep.dataset.shard_commit import recover
 from data_prep.dataset.shard_plan import load_plan, read_shard

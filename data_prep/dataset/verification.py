@@ -24,7 +24,7 @@ from data_prep.dataset.manifest_writer import (
     manifest_of_records,
     rules_of,
 )
-from data_prep.dataset.published import check_keys_of
+from data_prep.dataset.published_shard import check_keys_of
 from data_prep.dataset.removal import locked
 from data_prep.dataset.shard_commit import difference
 from data_prep.dataset.shard_plan import PLAN_NAME, Plan, check_list, load_plan

@@ -17,7 +17,7 @@ from typing import Any
 from data_prep import reasons
 from data_prep.dataset.dataset_folder import Folder, ShardRecord, key_of, names_of
 from data_prep.dataset.manifest_writer import tool_versions
-from data_prep.dataset.published import published_samples
+from data_prep.dataset.published_shard import published_samples
 from data_prep.dataset.shard_commit import STORED_HASH, facts_text, publish
 from data_prep.dataset.shard_plan import Plan
 from data_prep.fetching.served_image import extension

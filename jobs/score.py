@@ -120,6 +120,8 @@ def command(
             tell(f"{counts['scored']:,} of {counts['pairs']:,} pairs have scores: {place / TABLE_NAME}")
             for problem, number in sorted(counts["problems"].items(), key=lambda item: -item[1]):
                 tell(f"  {number:,} without a score: {problem}")
+            if counts["transparent"]:
+                tell(f"  {counts['transparent']:,} have pictures with transparency, which were scored on white.")
             share = list_worst[0] if list_worst else SHOWN_CUT
             write_contact_sheet(place / PAGE_NAME, place / TABLE_NAME, manifest, caption=field, share=share)
             tell(f"Look at the worst pairs, and those around the cut at {share:.0%}: {place / PAGE_NAME}")

@@ -94,8 +94,10 @@ def read_file(path: str | Path) -> bytes:
     return Path(path).read_bytes()
 
 
-def read_rgb(data: bytes, *, max_pixels: int | None = None) -> Image.Image:
-    """Decode an image to 8-bit RGB, without alpha and as stored: EXIF orientation is not applied.
+def read_rgb(data: bytes, *, max_pixels: int | None = None, drop_alpha: bool = False) -> Image.Image:
+    """Decode an image to 8-bit RGB, on white and as stored: EXIF orientation is not applied.
+
+    `drop_alpha` takes the colours under what is transparent instead, as PIL's `convert` and the official tasks do.
 
     Besides `max_pixels`, Pillow's own limit applies, twice `Image.MAX_IMAGE_PIXELS`. Its warnings about large sizes and
     odd metadata are passed on: only the caller knows whether other threads run, whose warnings a filter here would
@@ -106,7 +108,7 @@ def read_rgb(data: bytes, *, max_pixels: int | None = None) -> Image.Image:
     """
     with open_image(data, max_pixels=max_pixels) as image:
         load(image, data)
-        return to_rgb(image)
+        return to_rgb(image) if drop_alpha else on_white(image)
 
 
 def read_upright(data: bytes, *, max_pixels: int | None = None) -> Image.Image:
@@ -117,7 +119,7 @@ def read_upright(data: bytes, *, max_pixels: int | None = None) -> Image.Image:
     """
     with open_image(data, max_pixels=max_pixels) as image:
         load(image, data)
-        return upright(to_rgb(image), orientation(image, data))
+        return upright(on_white(image), orientation(image, data))
 
 
 def open_image(data: bytes, *, max_pixels: int | None = None) -> Image.Image:
@@ -183,8 +185,43 @@ def load(image: Image.Image, data: bytes) -> None:
         strict_jpeg(data, smallest=True)
 
 
+def on_white(image: Image.Image, background: tuple[int, int, int] = (255, 255, 255)) -> Image.Image:
+    """Convert an image to RGB, with what is transparent in it on a background; other images as `to_rgb` does.
+
+    Raises:
+        ImageError: As for `to_rgb`.
+    """
+    if not is_transparent(image):
+        return to_rgb(image)
+    try:
+        layer = (image.convert("LA") if image.mode == "La" else image).convert(
+            "RGBA"
+        )  # also palettes and colours that a PNG's tRNS chunk makes transparent
+        return Image.alpha_composite(Image.new("RGBA", layer.size, (*background, 255)), layer).convert("RGB")
+    except Exception as error:
+        raise ImageError(UNDECODABLE, f"{type(error).__name__} {error}") from error
+
+
+def has_transparency(data: bytes) -> bool:
+    """Whether an encoded image has a channel or a colour for transparency, by its header."""
+    if data[:2] == b"\xff\xd8":
+        return False
+    try:
+        with open_image(data) as image:
+            return is_transparent(image)
+    except ImageError:
+        return False
+
+
+def is_transparent(image: Image.Image) -> bool:
+    """Whether an opened image has a channel or a colour for transparency, whether or not a pixel has it."""
+    return image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or (
+        image.mode in ("1", "L", "P", "RGB") and "transparency" in image.info
+    )
+
+
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Convert an image of any mode to RGB, without alpha.
+    """Convert an image of any mode to RGB, without alpha: official tasks and photographs.
 
     Raises:
         ImageError: See `eight_bits`; also if the pixels of an opened file cannot be decoded.

@@ -19,6 +19,8 @@ from pipeline.files import write_text
 T = TypeVar("T")
 RUN_CONFIG_NAME = "config.yaml"
 MODEL_CONFIG_NAME = "open_clip_config.json"
+TRANSFORMERS_CONFIG_NAME = "config.json"
+"""In a folder that transformers' `save_pretrained` wrote."""
 METRICS_NAME = "metrics.jsonl"
 RUN_ID_NAME = "run_id"
 FOLDER_NAME = "checkpoints"
@@ -83,8 +85,8 @@ def digest_of(meta: Mapping[str, Any]) -> str:
 
 
 def model_folder_in(path: Path) -> Path | None:
-    """`path` if it is a model folder, else the latest checkpoint of the run in it, else None."""
-    if (path / MODEL_CONFIG_NAME).is_file():
+    """`path` if it is a model folder, open_clip's or transformers', else the latest checkpoint of the run in it."""
+    if any((path / name).is_file() for name in (MODEL_CONFIG_NAME, TRANSFORMERS_CONFIG_NAME)):
         return path
     return next((c for c in reversed(checkpoint_folders(path)) if (c / MODEL_CONFIG_NAME).is_file()), None)
 
@@ -106,8 +108,9 @@ def no_model(spec: str) -> UserError:
     near = difflib.get_close_matches(path.name, others, n=1)
     hint = f" The nearest name there is {path.parent / near[0]}." if near else ""
     return UserError(
-        f"{spec!r} is neither a folder with open_clip_config.json, nor a run with checkpoints, nor ARCH:PRETRAINED "
-        f"(for example ViT-B-32-quickgelu:openai or ViT-B-32:/path/to/weights.safetensors).{hint}"
+        f"{spec!r} is neither a folder with open_clip_config.json or transformers' config.json, nor a run with "
+        "checkpoints, nor ARCH:PRETRAINED (for example ViT-B-32-quickgelu:openai or "
+        f"ViT-B-32:/path/to/weights.safetensors).{hint}"
     )
 
 

@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from pipeline.analysis.shard_pairs import PairBatch, PairReader, names_in, uid_of
+from pipeline.analysis.shard_pairs import PairBatch, PairReader, facts_in, uid_of
 from pipeline.data.order.hashing import draw
 from pipeline.data.shards.manifest_format import Manifest
 from pipeline.data.shards.storage import open_records
@@ -48,6 +48,7 @@ SCHEMA = pa.schema(
         ("log_normalizer_text", pa.float32()),
         ("score", pa.float32()),
         ("problem", pa.string()),
+        ("transparent", pa.bool_()),
     ]
 )
 
@@ -149,8 +150,8 @@ def score_shards(scorer: Scorer, *, output: Path, world: World, on_shard: Callab
     for batch in scorer.pairs.read(left):
         rows += scorer.rows(batch)
         if batch.ends_shard:
-            names = names_in(manifest.url(manifest.shards[batch.shard]))
-            rows = [row | names.get(row["row"], {}) for row in sorted(rows, key=lambda row: int(row["row"]))]
+            known = facts_in(manifest.url(manifest.shards[batch.shard]))
+            rows = [row | known.get(row["row"], {}) for row in sorted(rows, key=lambda row: int(row["row"]))]
             path = part_of(output, batch.shard)
             with replacing(path) as temporary:
                 pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), temporary, write_page_checksum=True)
@@ -196,7 +197,7 @@ def join_parts(manifest: Manifest, output: Path, facts: ScoringFacts) -> dict[st
     paths = [part_of(output, index) for index in range(len(manifest.shards))]
     if missing := [path.name for path in paths if not path.is_file()]:
         raise UserError(f"{len(missing)} tables are missing in {output / 'parts'} ({missing[0]}, ...): run it again.")
-    problems: dict[str, int] = {}
+    problems, transparent = dict[str, int](), 0
     with (
         replacing(output / TABLE_NAME) as temporary,
         pq.ParquetWriter(temporary, SCHEMA, write_page_checksum=True) as writer,
@@ -205,8 +206,10 @@ def join_parts(manifest: Manifest, output: Path, facts: ScoringFacts) -> dict[st
             table = read_scores(path, schema=SCHEMA)
             for problem in table["problem"].drop_null().to_pylist():
                 problems[problem] = problems.get(problem, 0) + 1
+            transparent += table["transparent"].to_pylist().count(True)
             writer.write_table(table)
-    counts = {"pairs": manifest.n, "scored": manifest.n - sum(problems.values()), "problems": problems}
+    scored = manifest.n - sum(problems.values())
+    counts = {"pairs": manifest.n, "scored": scored, "problems": problems, "transparent": transparent}
     write_json(output / FACTS_NAME, {"facts": asdict(facts), **counts})
     return counts
 

@@ -18,6 +18,7 @@ from pipeline.data.shards.rgb_image import rgb_image
 from pipeline.data.shards.storage import is_local, open_records
 from pipeline.data.shards.tar_reader import CaptionField, CorruptSample, DamagedTar, TarRecord
 from pipeline.files import as_text, sha256_of
+from pipeline.pixels import has_transparency
 from pipeline.run_files import record_of
 
 
@@ -127,12 +128,13 @@ class PairReader:
         return PairBatch(number, rows, [offset + row for row in rows], image, captions, bad, ends_shard)
 
 
-def names_in(url: str) -> dict[int, dict[str, str]]:
-    """By position in a shard: the key, which is the name in the tar, and the uid of those whose JSON member has one."""
-    names = {}
+def facts_in(url: str) -> dict[int, dict[str, Any]]:
+    """By position in a shard: the key, which is the name in the tar, whether the image has transparency, and the uid of
+    those whose JSON member has one."""
+    names = dict[int, dict[str, Any]]()
     with suppress(DamagedTar, OSError), open_records(url, skip=0, caption_suffix="json") as records:
         for row, record in enumerate(records):
-            names[row] = {"key": as_text(record.key)}
+            names[row] = {"key": as_text(record.key), "transparent": has_transparency(record.image or b"")}
             if uid := uid_of(record.caption or b""):
                 names[row]["uid"] = uid
     return names

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from pipeline.config import flatten, suggest
 from pipeline.errors import UserError, in_a_line
-from pipeline.run_files import MODEL_CONFIG_NAME
+from pipeline.model.foreign_weights import stored_description
 
 OUR_CONFIGS = Path(__file__).parent / "model_configs"
 
@@ -141,7 +141,7 @@ def check_same_towers(folder: Path, name: str) -> None:
     Raises:
         UserError: They differ, with the settings in which they do.
     """
-    stored = json.loads((folder / MODEL_CONFIG_NAME).read_text(encoding="utf-8"))
+    stored = stored_description(folder)
     theirs, ours = _shape_of(stored["model_cfg"]), _shape_of(load_open_clip().get_model_config(name))
     differ = sorted(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key))
     if differ:

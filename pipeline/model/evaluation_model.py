@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import UserError, in_a_line
-from pipeline.model.architectures import Architecture, check_tag, describe, load_open_clip, register
+from pipeline.model.architectures import Architecture, describe
 from pipeline.model.finetuning import LoraConfig
-from pipeline.model.model_folder import create_clip, load_folder, weights_digest
-from pipeline.model.starting_weights import logit_of, start_in
+from pipeline.model.model_folder import weights_digest
+from pipeline.model.starting_weights import create_from, logit_of, start_of
 from pipeline.model.towers import ModelConfig, Towers, build_towers, without_weights
-from pipeline.pixels import orientation, read_file, read_upright, to_rgb, upright
-from pipeline.run_files import model_folder_in, no_model
+from pipeline.pixels import on_white, orientation, read_file, read_upright, upright
 
 
 @dataclass(frozen=True)
@@ -73,9 +72,9 @@ def load_for_evaluation(spec: str | os.PathLike[str], *, device: str | torch.dev
     """Load a checkpoint or published weights for evaluation.
 
     Args:
-        spec: One of our checkpoint folders or any folder with `open_clip_config.json` (a hub download); a run's
-            folder, of which the latest checkpoint is loaded; or `ARCH:PRETRAINED`, where PRETRAINED is an open_clip
-            tag or a weights file.
+        spec: One of our checkpoint folders, any folder with `open_clip_config.json` (a hub download), or a `CLIPModel`
+            of transformers; a run's folder, of which the latest checkpoint is loaded; `hf-hub:OWNER/NAME`; or
+            `ARCH:PRETRAINED`, where PRETRAINED is an open_clip tag, a weights file or a folder.
         device: Where to put the model.
 
     Raises:
@@ -88,21 +87,10 @@ def load_for_evaluation(spec: str | os.PathLike[str], *, device: str | torch.dev
         device = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise UserError(f"device = {device!r} is none: {in_a_line(error)}") from error
-    open_clip = load_open_clip()
-    folder = model_folder_in(Path(spec))
-    if folder is not None:
-        clip, source, start = load_folder(folder), str(folder), start_in(folder)
-        architecture = describe(start.name, clip, start.model_cfg, tokenizer=folder)
-    else:
-        arch, colon, pretrained = spec.partition(":")
-        if not colon or not pretrained:
-            raise no_model(spec)
-        name = register(arch)
-        if not Path(pretrained).is_file():
-            check_tag(name, pretrained)
-        clip = create_clip(name, pretrained=pretrained)
-        source = spec
-        architecture = describe(name, clip, open_clip.get_model_config(name))
+    start = start_of(spec)
+    clip = create_from(start)
+    architecture = describe(start.name, clip, start.model_cfg, tokenizer=start.folder)
+    source = str(start.folder or spec)
     return for_evaluation(Towers(clip, logit=logit_of(clip)).to(device), architecture, source=source)
 
 
@@ -198,6 +186,6 @@ def _open(image: Any) -> Any:
     try:
         if isinstance(image, str | Path):
             return read_upright(read_file(image))
-        return upright(to_rgb(image), orientation(image))  # `to_rgb` has loaded it
+        return upright(on_white(image), orientation(image))  # `on_white` has loaded it
     except (OSError, ValueError) as error:  # the latter for images, and paths with a NUL
         raise UserError(f"The image {image} cannot be read ({error}).") from error

@@ -10,10 +10,10 @@ import hashlib
 import json
 import logging
 import os
-import pickle
 import textwrap
 import threading
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,8 @@ from pipeline.model.architectures import (
     refuse_hidden_code,
     save_tokenizer,
 )
-from pipeline.run_files import EMA_NAME, META_NAME, MODEL_CONFIG_NAME, digest_of, parse_meta
+from pipeline.model.foreign_weights import for_open_clip, stored_description
+from pipeline.run_files import EMA_NAME, META_NAME, MODEL_CONFIG_NAME, digest_of, model_folder_in, parse_meta
 
 WEIGHTS_NAME = "open_clip_model.safetensors"
 LOCAL = "local-dir:"
@@ -119,7 +120,7 @@ def load_folder(folder: Path, **kwargs: Any) -> nn.Module:
     Raises:
         UserError: The folder holds no model, open_clip cannot load it, or it is a checkpoint and damaged.
     """
-    if not (folder / MODEL_CONFIG_NAME).is_file():
+    if model_folder_in(folder) != folder:
         raise UserError(f"{folder} has no {MODEL_CONFIG_NAME}: it is not a model folder.")
     model = create_clip(f"{LOCAL}{folder}", **kwargs)
     if kwargs.get("load_weights", True):
@@ -166,15 +167,14 @@ def stated_files(folder: Path) -> dict[str, Mapping[str, Any]]:
 def _model_cfg(name: str) -> Mapping[str, Any]:
     if not name.startswith(LOCAL):
         return dict(load_open_clip().get_model_config(name) or {})
-    config = json.loads((Path(name.removeprefix(LOCAL)) / MODEL_CONFIG_NAME).read_text(encoding="utf-8"))
-    return dict(config["model_cfg"])
+    return dict(stored_description(Path(name.removeprefix(LOCAL)))["model_cfg"])
 
 
 def create_clip(name: str, **kwargs: Any) -> nn.Module:
-    """Call `open_clip.create_model` without its messages to the root logger.
+    """Call `open_clip.create_model` without its messages to the root logger; `foreign_weights` says what is read.
 
     Raises:
-        UserError: open_clip failed, with the first lines of its message.
+        UserError: The weights cannot be read, or open_clip failed, with the first lines of its message.
     """
     has_weights = name.startswith(LOCAL) or kwargs.get("pretrained") is not None
     required = has_weights and kwargs.get("load_weights", True)
@@ -185,12 +185,19 @@ def create_clip(name: str, **kwargs: Any) -> nn.Module:
     logging.root.addFilter(of_other_threads)  # applies to what is logged on the root logger itself
     model_cfg = _model_cfg(name)
     refuse_hidden_code(model_cfg.get("text_cfg") or {})
-    for weights in (Path(name.removeprefix(LOCAL), WEIGHTS_NAME), Path(kwargs.get("pretrained") or "")):
-        if required and weights.is_file():
-            need_addresses(2 * weights.stat().st_size)
+    if required and (weights := Path(name.removeprefix(LOCAL), WEIGHTS_NAME)).is_file():
+        need_addresses(2 * weights.stat().st_size)
     try:
         open_clip = load_open_clip()
-        model: nn.Module = open_clip.create_model(name, require_pretrained=required, **kwargs)
+        with ExitStack() as stack:
+            given, options = name, dict(kwargs)
+            if name.startswith(LOCAL):
+                given = LOCAL + str(stack.enter_context(for_open_clip(Path(name[len(LOCAL) :]), weights=required)))
+            elif required and (file := Path(kwargs["pretrained"])).is_file():
+                options["pretrained"] = str(stack.enter_context(for_open_clip(file, weights=True)))
+            model: nn.Module = open_clip.create_model(given, require_pretrained=required, **options)
+    except UserError:
+        raise
     except Exception as error:
         usual = isinstance(error, RuntimeError | ValueError | OSError)
         if explain_memory_error(error):
@@ -200,8 +207,6 @@ def create_clip(name: str, **kwargs: Any) -> nn.Module:
         # Files of weights fail in many ways: pickle's, safetensors' and assertions of open_clip.
         hint = "" if usual else ". The weights are damaged, or those of another architecture."
         lines = [textwrap.shorten(line, 240, placeholder=" ...") for line in str(error).strip().splitlines()[:4]]
-        if isinstance(error, pickle.UnpicklingError):  # torch's text advises to run the code in the file
-            lines = ["the file is neither safetensors nor a PyTorch file of tensors alone"]
         raise UserError(
             f"open_clip cannot load {name} {kwargs.get('pretrained') or ''}: "
             f"{' '.join(lines) or type(error).__name__}{hint}"

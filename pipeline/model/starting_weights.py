@@ -1,13 +1,12 @@
 """What a model starts from: an architecture by name, and weights of any published or local form.
 
-`model.pretrained` is one of: an open_clip tag; a weights file; a model folder (ours, or any with
-`open_clip_config.json`); a run's folder, of which the latest checkpoint is taken; `hf-hub:OWNER/NAME`. Weights and the
-optimizer's moments can be resized for another image size.
+`model.pretrained` is one of: an open_clip tag; a weights file; a model folder (ours, any with `open_clip_config.json`,
+or a `CLIPModel` of transformers); a run's folder, of which the latest checkpoint is taken; `hf-hub:OWNER/NAME`. Weights
+and the optimizer's moments can be resized for another image size.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,8 +19,9 @@ from torch import Tensor, nn
 
 from pipeline.errors import UserError, in_a_line
 from pipeline.model.architectures import check_same_towers, check_tag, load_open_clip, register
+from pipeline.model.foreign_weights import stored_description
 from pipeline.model.model_folder import create_clip, load_folder
-from pipeline.run_files import MODEL_CONFIG_NAME, model_folder_in
+from pipeline.run_files import MODEL_CONFIG_NAME, model_folder_in, no_model
 
 HUB = "hf-hub:"
 FROM_WEIGHTS = "pretrained"
@@ -50,7 +50,38 @@ class Start:
 
 
 def find_start(arch: str, pretrained: str | None) -> Start:
-    """Resolve `model.arch` and `model.pretrained`; a hub model is downloaded into the hub's cache.
+    """Resolve `model.arch` and `model.pretrained` for training.
+
+    Raises:
+        UserError: As `resolve`, or no objective here trains such a model.
+    """
+    start = resolve(arch, pretrained)
+    if "multimodal_cfg" in start.model_cfg:
+        raise UserError(
+            f"{start.name} is a CoCa model: its text tower is trained together with a captioning decoder and loss, "
+            "which no objective here computes. Take the architecture of the same size without `coca_`."
+        )
+    return start
+
+
+def start_of(spec: str) -> Start:
+    """What `evaluate`, `export`, `score`, `playground` and `features` load: a model folder, a run, or ARCH:PRETRAINED.
+
+    Raises:
+        UserError: There is no model at `spec`, or the weights do not fit the architecture.
+    """
+    folder = _download(spec.removeprefix(HUB)) if spec.startswith(HUB) else model_folder_in(Path(spec))
+    if folder is not None:
+        return start_in(folder)
+    arch, colon, pretrained = spec.partition(":")
+    if not colon or not pretrained:
+        raise no_model(spec)
+    start = resolve(arch, pretrained)
+    return start if start.folder is None else start_in(start.folder)
+
+
+def resolve(arch: str, pretrained: str | None) -> Start:
+    """Resolve an architecture and its weights; a hub model is downloaded into the hub's cache.
 
     Raises:
         UserError: The architecture or the weights do not exist, or do not fit each other.
@@ -62,32 +93,25 @@ def find_start(arch: str, pretrained: str | None) -> Start:
                 f"model.arch = {FROM_WEIGHTS} takes the architecture that is stored with model.pretrained, which must "
                 f"then be a model folder, a run or {HUB}OWNER/NAME; it is {pretrained!r}."
             )
-        start = start_in(folder)
-    elif (Path(arch) / MODEL_CONFIG_NAME).is_file():
-        start = start_in(Path(arch), load=False)
+        return start_in(folder)
+    if model_folder_in(Path(arch)) == Path(arch):
         if pretrained:
             raise UserError(
                 f"model.arch = {arch} is a model folder: give it as model.pretrained, with model.arch=pretrained."
             )
-    else:
-        name = register(arch)
-        model_cfg = load_open_clip().get_model_config(name)
-        if folder is not None:
-            check_same_towers(folder, name)
-        elif pretrained and not Path(pretrained).is_file():
-            check_tag(name, pretrained)
-        start = Start(name, model_cfg, folder=folder, weights=None if folder else pretrained)
-    if "multimodal_cfg" in start.model_cfg:
-        raise UserError(
-            f"{start.name} is a CoCa model: its text tower is trained together with a captioning decoder and loss, "
-            "which no objective here computes. Take the architecture of the same size without `coca_`."
-        )
-    return start
+        return start_in(Path(arch), load=False)
+    name = register(arch)
+    model_cfg = load_open_clip().get_model_config(name)
+    if folder is not None:
+        check_same_towers(folder, name)
+    elif pretrained and not Path(pretrained).is_file():
+        check_tag(name, pretrained)
+    return Start(name, model_cfg, folder=folder, weights=None if folder else pretrained)
 
 
 def start_in(folder: Path, *, load: bool = True) -> Start:
     """The model in a folder."""
-    stored = json.loads((folder / MODEL_CONFIG_NAME).read_text(encoding="utf-8"))
+    stored = stored_description(folder)
     return Start(stored.get("architecture") or folder.name, stored["model_cfg"], folder=folder, load=load)
 
 
@@ -100,14 +124,9 @@ def folder_of(pretrained: str) -> Path | None:
         return None
     folder = model_folder_in(path)
     if folder is None:
-        if (path / "config.json").is_file():
-            raise UserError(
-                f"model.pretrained = {path} is in the layout of transformers (config.json), from which training "
-                f"cannot start: give the same model in open_clip's layout ({MODEL_CONFIG_NAME}), as a tag or "
-                "hf-hub:OWNER/NAME."
-            )
         raise UserError(
-            f"model.pretrained = {path} is neither a model folder ({MODEL_CONFIG_NAME}) nor a run with checkpoints."
+            f"model.pretrained = {path} is neither a model folder ({MODEL_CONFIG_NAME}, or transformers' config.json) "
+            "nor a run with checkpoints."
         )
     return folder
 

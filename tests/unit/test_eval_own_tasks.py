@@ -9,13 +9,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner
+from PIL import Image
+from torchvision.transforms.functional import to_tensor
 
 from jobs.evaluate import command
 from pipeline.evaluation import evaluate
+from pipeline.evaluation.compute import Compute
 from pipeline.evaluation.datasets.datacomp import TASKS
-from pipeline.evaluation.datasets.suite import open_task
-from pipeline.evaluation.datasets.task_data import TaskError
+from pipeline.evaluation.datasets.suite import open_suite, open_task
+from pipeline.evaluation.datasets.task_data import TaskData, TaskError
+from pipeline.evaluation.protocols.classification import ZeroShot
+from pipeline.evaluation.run.images import ImagePass
 from pipeline.model.evaluation_model import EvaluationModel
 from tests.checkpoints import QUICK, save_checkpoint
 from tests.evaluation_suite import write_classification
@@ -48,6 +54,44 @@ products:
     other = evaluate(model, suite=tmp_path, output=tmp_path / "out", config=QUICK)[0]
     assert not other.reused
     assert other.results["products"].score == other.results["products"].metrics["F1-macro_all"]
+
+
+def test_every_class_may_have_prompts_of_its_own(tmp_path: Path, model: EvaluationModel) -> None:
+    write_class_folders(tmp_path)
+    scores = []
+    for given in (
+        "templates: ['a {c}.', 'one {c}']",
+        "prompts: {mug: [a mug., one mug], plate: [a plate., one plate], t_shirt: [a t shirt., one t shirt]}",
+        "prompts: {mug: [a cup], plate: [a plate., a dish, a saucer], t shirt: [a shirt, clothes]}",
+    ):
+        (tmp_path / "tasks.yaml").write_text(f"mine: {{folder: photos, {given}}}")
+        found = evaluate(model, suite=tmp_path, output=tmp_path / "out", config=QUICK)[0]
+        assert not found.reused
+        scores.append(class_features(model, tmp_path))
+    torch.testing.assert_close(scores[0], scores[1], rtol=0, atol=1e-6)
+    assert not torch.allclose(scores[0][0], scores[2][0], atol=1e-3)
+    cup = model.encode_text(model.tokenize(["a cup"]))[0]
+    torch.testing.assert_close(scores[2][0], cup, rtol=0, atol=1e-5)
+
+
+def class_features(model: EvaluationModel, suite: Path) -> torch.Tensor:
+    entry = open_suite(suite).entries[0]
+    texts = ZeroShot(entry.task, open_task(entry)).texts
+    compute = Compute(torch.device("cpu"))
+    return torch.cat([texts.encode(model, unit, compute=compute, micro_batch=4) for unit in range(len(texts.units))])
+
+
+def test_transparent_pictures_are_on_white_in_own_tasks_only(tmp_path: Path) -> None:
+    picture = Image.new("RGBA", (8, 8), (10, 200, 30, 0))
+    for name in ("a", "b"):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        picture.save(tmp_path / f"photos/{name}/1.png")
+    data = opened(tmp_path, "mine: {folder: photos}")
+    for task, colour in ((data, (255, 255, 255)), (replace(data, on_white=False), (10, 200, 30))):
+        images = ImagePass(task.images, {"": to_tensor}, micro_batch=2, batch_size=2, workers=0, on_white=task.on_white)
+        [(_, _, tensors)] = images.run()
+        assert tensors[""][0, :, 0, 0].mul(255).round().int().tolist() == list(colour)
+    assert not TaskData(tmp_path, "webdataset", data.images, ()).on_white, "official tasks drop alpha"
 
 
 def test_a_csv_of_labels_and_a_csv_of_captions(tmp_path: Path, model: EvaluationModel) -> None:

@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import date
 from decimal import Decimal
 from pathlib import Path
@@ -60,6 +63,8 @@ class OwnTask:
     """Names for the prompts: by class folder or label, or a list in the order of the labels (class folders: sorted)."""
     templates: list[str] = Field(default_factory=lambda: list(TEMPLATES), min_length=1)
     """Prompts, each with `{c}` for the class name."""
+    prompts: dict[str, list[str]] | None = None
+    """Prompts of every class instead of `templates`, by class folder, label or class name: whole texts, any number."""
     protocol: str | None = None
     """How it is scored: retrieval with `caption`, else classification, or a protocol of your own."""
     metric: str | None = None
@@ -90,11 +95,11 @@ def read_own_tasks(path: Path) -> dict[str, OwnTask]:
             own = parse(OwnTask, tree, prefix=str(key))
         except UserError as error:
             raise UserError(f"{path}: {error}") from error
-        found[str(key)] = _checked(own, where)
+        found[str(key)] = _checked(own, where, tree)
     return found
 
 
-def _checked(own: OwnTask, where: str) -> OwnTask:
+def _checked(own: OwnTask, where: str, tree: Mapping[str, Any]) -> OwnTask:
     sources = [name for name in ("folder", "csv", "dataset") if getattr(own, name)]
     if len(sources) != 1:
         given = " and ".join(sources) or "none"
@@ -103,6 +108,9 @@ def _checked(own: OwnTask, where: str) -> OwnTask:
         raise UserError(f"{where}: the folders' names are the labels; caption and label need csv or dataset.")
     if sources != ["folder"] and bool(own.caption) == bool(own.label):
         raise UserError(f"{where} needs either caption (retrieval) or label (classification): the name of a column.")
+    if own.prompts is not None and ("templates" in tree or own.caption):
+        beside = "caption: only classes have prompts" if own.caption else "templates: give one of them"
+        raise UserError(f"{where} has prompts and {beside}.")
     wrong = next((template for template in own.templates if "{c}" not in template), None)
     if wrong is not None:
         raise UserError(f"{where}: the template {wrong!r} needs {{c}} where the class name goes.")
@@ -154,7 +162,7 @@ def open_own(own: OwnTask, place: Path, *, base: Path) -> TaskData:
     folder = place.parent if own.csv else place
     check_split(table, own.split)
     if own.caption:
-        return retrieval_rows(table, folder, image=own.image, caption=own.caption)
+        return replace(retrieval_rows(table, folder, image=own.image, caption=own.caption), on_white=True)
     return _labelled_rows(table, folder, own)
 
 
@@ -181,15 +189,18 @@ def _class_folders(own: OwnTask, folder: Path) -> TaskData:
             raise TaskError(f"{class_folder} holds {what} ({', '.join(IMAGE_SUFFIXES)}): give images only.")
         paths += files
         labels += [label] * len(files)
-    names = _class_names([path.name for path in classes], own.classnames, where=str(folder))
+    found = [path.name for path in classes]
+    names = _class_names(found, own.classnames, where=str(folder))
     return TaskData(
         folder,
         "class folders",
         FileImages(paths),
         tuple(paths),
+        on_white=True,
         labels=np.array(labels, dtype=np.int64),
         classnames=names,
         templates=tuple(own.templates),
+        prompts=_prompts(own, found, names, where=str(folder)),
     )
 
 
@@ -205,26 +216,63 @@ def _labelled_rows(table: Table, folder: Path, own: OwnTask) -> TaskData:
     classnames = _class_names(found, own.classnames, stored=stored, where=str(folder))
     places: list[Place] = [(row, None) for row in range(len(table))]
     images = TableImages(table, column, some(places, folder))
-    check_repeated(images, labels)
+    check_repeated(images, labels, one_label=True)
     return TaskData(
         folder,
         table.layout,
         images,
         (*table.files, *table.image_files(column)),
         columns=(column, label),
+        on_white=True,
         labels=np.array(labels, dtype=np.int64),
         classnames=classnames,
         templates=tuple(own.templates),
+        prompts=_prompts(own, found, classnames, where=str(folder)),
     )
 
 
+def _prompts(own: OwnTask, labels: Sequence[str], names: Sequence[str], *, where: str) -> tuple[tuple[str, ...], ...]:
+    """The texts of every class; none where `templates` makes them.
+
+    Raises:
+        TaskError: A class has none, blank ones, or there are some of no class.
+    """
+    if own.prompts is None:
+        return ()
+    unknown = sorted(set(own.prompts) - set(labels) - set(names))
+    if unknown:
+        raise TaskError(f"{where}: prompts has {unknown[0]!r}, but the classes are {', '.join(names[:20])}.")
+    found = [own.prompts.get(label, own.prompts.get(name, [])) for label, name in zip(labels, names, strict=True)]
+    for name, texts in zip(names, found, strict=True):
+        if not texts or not all(text.strip() for text in texts):
+            raise TaskError(f"{where}: the class {name!r} has no prompts, or a blank one: give it some in prompts.")
+    return tuple(tuple(dict.fromkeys(texts)) for texts in found)
+
+
 def _label(value: Any, where: str) -> str:
-    """A label as text; whole numbers that are stored with a fraction are written without it, and NaN is none."""
+    """A label as text; whole numbers that are stored with a fraction are written without it, and NaN is none.
+
+    Raises:
+        TaskError: It is a list of labels, or no text.
+    """
+    is_list = isinstance(value, list | tuple | np.ndarray)
+    if is_list or (isinstance(value, str) and re.match(r"\s*\[.*\]\s*$", value, re.DOTALL) and _is_list(value)):
+        raise TaskError(
+            f"{where} has the labels {plain(value, longest=60)}, and a classification task has one per image: keep the "
+            "one that counts, or give the row away. To search by several labels, join them as captions (caption)."
+        )
     if isinstance(value, float):
         return "" if math.isnan(value) else str(int(value)) if value.is_integer() else str(value)
     # A CSV's numbers are text.
     text = str(value) if isinstance(value, int | Decimal | date) else as_text(value, where=where)
     return re.sub(r"^(-?[0-9]+)\.0+$", r"\1", text.strip())
+
+
+def _is_list(text: str) -> bool:
+    try:
+        return isinstance(ast.literal_eval(text.strip()), list) or isinstance(json.loads(text), list)
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return False
 
 
 def _is_number(label: str) -> bool:

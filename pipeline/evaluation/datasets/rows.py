@@ -76,26 +76,34 @@ def check_split(table: Table, split: str) -> None:
             )
 
 
-def check_repeated(images: TableImages, about: Sequence[object]) -> None:
+def check_repeated(images: TableImages, about: Sequence[object], *, one_label: bool = False) -> None:
     """Check that no row was copied: the same image with the same label or captions counts once.
 
     Images are compared by name in a CSV, and by content elsewhere, where label or captions are the same.
 
+    Args:
+        images: The rows' images.
+        about: Label or captions of every row.
+        one_label: An image that is named in two rows must not have two labels either.
+
     Raises:
-        TaskError: Two rows are the same; the message names them.
+        TaskError: Two rows are the same, or have the same image; the message names them.
     """
     seen: dict[object, int] = {}
     often = Counter(about)
     for index, what in enumerate(about):
-        if often[what] == 1:
+        if often[what] == 1 and not one_label:
             continue
-        fact = (images.file_name(index) or hashlib.sha256(images.read(index)).digest(), what)
-        if fact in seen:
-            raise TaskError(
-                f"{images.name(index)} and {images.name(seen[fact])} are the same image with the same label or "
-                "captions, which would count twice: remove one of the rows."
-            )
-        seen[fact] = index
+        image = images.file_name(index) or hashlib.sha256(images.read(index)).digest()
+        first = seen.setdefault(image if one_label else (image, what), index)
+        if first == index:
+            continue
+        same = f"{images.name(index)} and {images.name(first)} are the same image with"
+        if about[first] == what:
+            raise TaskError(f"{same} the same label or captions, which would count twice: remove one of the rows.")
+        raise TaskError(
+            f"{same} different labels, and an image has one class in such a task: keep the row that counts."
+        )
 
 
 def retrieval_rows(table: Table, folder: Path, *, image: str = "", caption: str = "") -> TaskData:

@@ -141,9 +141,13 @@ class TaskData:
     """[n, columns] int64, for classification tasks with groups."""
     classnames: tuple[str, ...] = ()
     templates: tuple[str, ...] = ()
+    prompts: tuple[tuple[str, ...], ...] = ()
+    """Per class, instead of `templates`."""
     captions: tuple[tuple[str, ...], ...] = ()
     """Per image, for retrieval."""
     instances: tuple[Instance, ...] = ()
+    on_white: bool = False
+    """Transparent pictures are put on white, as in training; the official tasks take the colours under the alpha."""
     unchanged: Unchanged = field(default_factory=Unchanged)
     """What the files were like before they were read."""
 
@@ -183,8 +187,8 @@ class FileImages:
         return (self._paths[index],)
 
 
-def decode(blob: bytes, *, name: str) -> Any:
-    """Decode the image as the benchmark does: RGB by PIL, EXIF rotation ignored, alpha dropped.
+def decode(blob: bytes, *, name: str, on_white: bool = False) -> Any:
+    """Decode the image as the benchmark does: RGB by PIL, EXIF rotation ignored, alpha dropped unless `on_white`.
 
     16-bit grey, which the benchmark does not have and PIL clips to white, is scaled to 8 bits, as in training.
 
@@ -192,7 +196,7 @@ def decode(blob: bytes, *, name: str) -> Any:
         TaskError: The image cannot be decoded to its end; the message names it.
     """
     try:
-        return read_rgb(blob)
+        return read_rgb(blob, drop_alpha=not on_white)
     except ImageError as error:
         raise TaskError(
             f"Corrupt image {name} ({len(blob):,} bytes): {plain(error)}. Fetch this file of the task again."

@@ -114,7 +114,7 @@ class ZeroShot(Protocol):
         if ("top5" in task.main_metric or task.main_metric == "acc5") and classes < 5:
             raise TaskError(f"{data.folder}: {task.key} is scored by top-5 accuracy, but has only {classes} classes.")
         self.task, self.data = task, data
-        self.texts = TextSide(data.classnames, templates=data.templates)
+        self.texts = TextSide(data.classnames, templates=data.templates, prompts=data.prompts)
         self._labels = torch.from_numpy(data.labels)
 
     def keep(self, features: Tensor, texts: Tensor, *, start: int) -> Outcomes:

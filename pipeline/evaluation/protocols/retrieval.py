@@ -125,7 +125,7 @@ def write_examples(folder: Path, data: TaskData, *, features: tuple[Tensor, Tens
     try:
         made.mkdir(parents=True)
         for index in sorted(shown):
-            image = decode(data.images.read(index), name=data.images.name(index))
+            image = decode(data.images.read(index), name=data.images.name(index), on_white=data.on_white)
             image.thumbnail((THUMBNAIL, THUMBNAIL))
             image.save(made / f"{index}.jpg", quality=85)
         for name, examples in ((CAPTIONS_NAME, by_caption), (IMAGES_NAME, by_image)):

@@ -29,16 +29,24 @@ class TextSide:
     Args:
         texts: Class names, captions or cues, repetitions included.
         templates: With `{c}` for the text; None takes every text as it is.
+        prompts: Of every text, instead of `templates`; the texts are then distinct.
     """
 
-    def __init__(self, texts: Sequence[str], *, templates: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        texts: Sequence[str],
+        *,
+        templates: Sequence[str] | None = None,
+        prompts: Sequence[Sequence[str]] = (),
+    ) -> None:
         unique = list(dict.fromkeys(texts))
         row = {text: number for number, text in enumerate(unique)}
         self.rows = torch.tensor([row[text] for text in texts])
-        per_unit = max(1, TEXTS_PER_UNIT // len(templates or "1"))
+        per_unit = max(1, TEXTS_PER_UNIT // max(map(len, prompts or (templates or "1",))))
         self.units = [unique[start : start + per_unit] for start in range(0, len(unique), per_unit)]
-        self._templates = templates
-        self.digest = hashlib.sha256(json.dumps([texts, templates], ensure_ascii=False).encode()).hexdigest()
+        self._templates, self._prompts = templates, dict(zip(texts, prompts, strict=False))
+        facts = [texts, templates, prompts] if prompts else [texts, templates]
+        self.digest = hashlib.sha256(json.dumps(facts, ensure_ascii=False).encode()).hexdigest()
 
     def encode(self, model: EvaluationModel, unit: int, *, compute: Compute, micro_batch: int) -> Tensor:
         """Encode one unit as [len(units[unit]), d] unit-norm fp32 features.
@@ -47,6 +55,9 @@ class TextSide:
             TaskError: A feature is not finite.
         """
         texts = self.units[unit]
+        if self._prompts:
+            own = [self._prompts[text] for text in texts]
+            return mean_features(model, own, compute=compute, micro_batch=micro_batch)
         if self._templates is None:
             return encode_texts(model, texts, compute=compute, micro_batch=micro_batch)
         return class_vectors(model, texts, self._templates, compute=compute, micro_batch=micro_batch)
@@ -113,3 +124,13 @@ def class_vectors(
     prompts = [template.replace("{c}", name) for name in classnames for template in templates]
     features = encode_texts(model, prompts, compute=compute, micro_batch=micro_batch)
     return F.normalize(features.view(len(classnames), len(templates), -1).mean(dim=1), dim=-1)
+
+
+def mean_features(
+    model: EvaluationModel, prompts: Sequence[Sequence[str]], *, compute: Compute, micro_batch: int
+) -> Tensor:
+    """[C, d] normalised means of the normalised features of each class's prompts, of which each may have any number."""
+    flat = [text for own in prompts for text in own]
+    features = encode_texts(model, flat, compute=compute, micro_batch=micro_batch)
+    parts = features.split([len(own) for own in prompts])
+    return F.normalize(torch.stack([part.mean(dim=0) for part in parts]), dim=-1)

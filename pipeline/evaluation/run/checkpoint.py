@@ -22,6 +22,7 @@ from pipeline.evaluation.run.results import LOCK_NAME, SuiteLock
 from pipeline.evaluation.run.session import Session
 from pipeline.evaluation.run.summary import Evaluation
 from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
+from pipeline.model.foreign_weights import read_state
 from pipeline.model.model_folder import WEIGHTS_NAME
 from pipeline.run_files import EMA_NAME, FOLDER_NAME, PREFIX
 
@@ -64,20 +65,10 @@ def notes_on(model: EvaluationModel) -> list[str]:
 
 def _stored_positions(source: str) -> int | None:
     """How many position embeddings the image tower has in the weights file; None if unknown."""
-    from safetensors import safe_open
-
     path = Path(source) / WEIGHTS_NAME if Path(source).is_dir() else Path(source.partition(":")[2])
     try:
-        if path.suffix == ".safetensors":
-            with safe_open(path, framework="pt") as file:
-                return int(file.get_slice(POSITIONS).get_shape()[0])
-        if not path.is_file():
-            return None
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        state = state.get("state_dict", state)
-        found = next((value for name, value in state.items() if name.removeprefix("module.") == POSITIONS), None)
-        return None if found is None else int(found.shape[0])
-    except Exception:  # any other file type: the model is already loaded, and this only adds a note
+        return int(read_state(path)[POSITIONS].shape[0])
+    except (UserError, OSError, LookupError):  # a tag, or another layout: this only adds a note
         return None
 
 

@@ -126,7 +126,9 @@ def _my_images(
     cache = None
     if config.cache:
         digest = data_digest(opened.files, opened.data.columns)
-        cache = PixelCache(Path(config.cache), data=digest, micro_batch=config.micro_batch)
+        cache = PixelCache(
+            Path(config.cache), data=digest, micro_batch=config.micro_batch, on_white=opened.data.on_white
+        )
     on_device = {index: texts[index].to(device) for index in models}
     keys = {index: preprocessing_key(model) for index, model in models.items()}
     reading = ImagePass(
@@ -136,6 +138,7 @@ def _my_images(
         batch_size=config.batch_size,
         workers=config.loader_workers(session.world.cores),
         cache=cache,
+        on_white=opened.data.on_white,
     )
 
     def work() -> Iterator[tuple[int, int, int, Tensor]]:

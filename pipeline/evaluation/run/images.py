@@ -59,7 +59,7 @@ class _Batches(Dataset[Any]):
 
     def __init__(self, images: ImagePass, batches: list[Batch]) -> None:
         self.source, self.cache, self.batches = images.source, images.cache, batches
-        self.transforms = dict(images.transforms)
+        self.transforms, self.on_white = dict(images.transforms), images.on_white
         if self.cache is not None:
             self.parts = {key: split_transform(transform) for key, transform in self.transforms.items()}
 
@@ -79,7 +79,7 @@ class _Batches(Dataset[Any]):
         """The images of a batch, decoded once, under every function."""
         functions, rows = list(functions), []
         for index in map(int, images):
-            image = decode(self.source.read(index), name=self.source.name(index))
+            image = decode(self.source.read(index), name=self.source.name(index), on_white=self.on_white)
             rows.append([function(image) for function in functions])
         return zip(*rows, strict=True)
 
@@ -108,6 +108,8 @@ class ImagePass:
     workers: int
     """Processes that decode (0: this one)."""
     cache: PixelCache | None = None
+    on_white: bool = False
+    """As in `TaskData`."""
 
     def run(self, *, rank: int = 0, size: int = 1, pin: bool = False) -> Iterator[tuple[int, int, dict[str, Tensor]]]:
         """Yield `(number, valid, {key: [M, 3, H, W]})` for micro-batches number = rank, rank + size, ...
@@ -197,10 +199,10 @@ class PixelCache:
     The folder is `evaluation.cache`, for all tasks and suites.
     """
 
-    def __init__(self, folder: Path, *, data: str, micro_batch: int) -> None:
+    def __init__(self, folder: Path, *, data: str, micro_batch: int, on_white: bool = False) -> None:
         self._folder = folder
         packages = versions(("pillow", "torchvision", "open_clip_torch", "numpy"))
-        self._facts = [data, micro_batch, packages, code_digest(ROOT, DECODERS)]
+        self._facts = [data, micro_batch, on_white, packages, code_digest(ROOT, DECODERS)]
 
     def load(self, preprocessing: str, number: int) -> np.ndarray | None:
         """[rows, H, W, 3] uint8, micro-batch `number` under a preprocessing; None when it is not there."""

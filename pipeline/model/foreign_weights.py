@@ -1,0 +1,254 @@
+"""Models that other programs wrote, in the form that open_clip loads: `transformers.CLIPModel` folders, OpenAI's and
+trainers' state dicts, DeepSpeed's `mp_rank_*_model_states.pt`.
+
+They come from strangers: nothing but tensors and JSON is read (safetensors, or torch with `weights_only`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.errors import UserError, in_a_line, need_addresses
+from pipeline.run_files import MODEL_CONFIG_NAME, TRANSFORMERS_CONFIG_NAME
+
+TRANSFORMERS_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+BLOCK_PARTS = {
+    "ln_1": "layer_norm1",
+    "ln_2": "layer_norm2",
+    "mlp.c_fc": "mlp.fc1",
+    "mlp.c_proj": "mlp.fc2",
+    "attn.out_proj": "self_attn.out_proj",
+}
+"""Names of the parts of a block in open_clip -> in transformers."""
+_WRAPPERS = ("state_dict", "module", "model_state_dict", "model")
+_PREFIXES = ("module.", "_orig_mod.", "model.", "clip.")
+_OF_OPENAI = ("input_resolution", "context_length", "vocab_size")
+_TEXT_DEFAULTS = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 8,
+                  "vocab_size": 49408, "max_position_embeddings": 77}  # fmt: skip
+_IMAGE_DEFAULTS = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
+                   "image_size": 224, "patch_size": 32}  # fmt: skip
+_NAMES = {
+    "logit_scale": "logit_scale",
+    "text_projection.weight": "text_projection",
+    "visual_projection.weight": "visual.proj",
+    "text_model.embeddings.token_embedding.weight": "token_embedding.weight",
+    "text_model.embeddings.position_embedding.weight": "positional_embedding",
+    "text_model.final_layer_norm.weight": "ln_final.weight",
+    "text_model.final_layer_norm.bias": "ln_final.bias",
+    "vision_model.embeddings.class_embedding": "visual.class_embedding",
+    "vision_model.embeddings.position_embedding.weight": "visual.positional_embedding",
+    "vision_model.embeddings.patch_embedding.weight": "visual.conv1.weight",
+    "vision_model.pre_layrnorm.weight": "visual.ln_pre.weight",
+    "vision_model.pre_layrnorm.bias": "visual.ln_pre.bias",
+    "vision_model.post_layernorm.weight": "visual.ln_post.weight",
+    "vision_model.post_layernorm.bias": "visual.ln_post.bias",
+}
+"""Names in transformers' CLIPModel -> in open_clip's CLIP, outside of the blocks."""
+
+
+def stored_description(folder: Path) -> dict[str, Any]:
+    """The contents of a folder's `open_clip_config.json`, or what it would be for a `CLIPModel` of transformers.
+
+    Raises:
+        UserError: A file is damaged, or it is another model of transformers.
+    """
+    if (folder / MODEL_CONFIG_NAME).is_file():
+        return _json(folder / MODEL_CONFIG_NAME)
+    return {"model_cfg": _clip_cfg(folder), "preprocess_cfg": _preprocessing(folder)}
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read as JSON: {in_a_line(error)}.") from error
+    if not isinstance(tree, dict):
+        raise UserError(f"{path} is not a JSON object.")
+    return tree
+
+
+def _clip_cfg(folder: Path) -> dict[str, Any]:
+    """open_clip's description of a `CLIPModel`, with the defaults of transformers' CLIPConfig."""
+    path = folder / TRANSFORMERS_CONFIG_NAME
+    config = _json(path)
+    kind = config.get("model_type")
+    if kind != "clip":
+        raise UserError(
+            f"{folder} holds a transformers model of the type {kind!r}, and only CLIPModel (type 'clip') is read. Give "
+            f"the same model in open_clip's layout ({MODEL_CONFIG_NAME}), as a tag or hf-hub:OWNER/NAME."
+        )
+    text = {**_TEXT_DEFAULTS, **(config.get("text_config") or {})}
+    image = {**_IMAGE_DEFAULTS, **(config.get("vision_config") or {})}
+    acts = {side.get("hidden_act", "quick_gelu") for side in (text, image)}
+    if len(acts) > 1 or not acts <= {"gelu", "quick_gelu"}:
+        raise UserError(f"{path}: open_clip has one activation gelu or quick_gelu: not {sorted(acts)}.")
+    odd = [side["layer_norm_eps"] for side in (text, image) if side.get("layer_norm_eps", 1e-5) != 1e-5]
+    if odd:
+        raise UserError(f"{path}: layer_norm_eps = {odd[0]}, and open_clip has 1e-05.")
+    try:
+        head_width = image["hidden_size"] // image["num_attention_heads"]
+        ratios = [side["intermediate_size"] / side["hidden_size"] for side in (image, text)]
+        cfg: dict[str, Any] = {
+            "embed_dim": config.get("projection_dim", 512),
+            "vision_cfg": {
+                "image_size": image["image_size"],
+                "layers": image["num_hidden_layers"],
+                "width": image["hidden_size"],
+                "patch_size": image["patch_size"],
+                **({"head_width": head_width} if head_width != 64 else {}),
+                **({"mlp_ratio": ratios[0]} if ratios[0] != 4 else {}),
+            },
+            "text_cfg": {
+                "context_length": text["max_position_embeddings"],
+                "vocab_size": text["vocab_size"],
+                "width": text["hidden_size"],
+                "heads": text["num_attention_heads"],
+                "layers": text["num_hidden_layers"],
+                **({"mlp_ratio": ratios[1]} if ratios[1] != 4 else {}),
+            },
+        }
+    except (TypeError, ZeroDivisionError) as error:
+        raise UserError(f"{path} is damaged: {in_a_line(error)}.") from error
+    return {**cfg, "quick_gelu": True} if acts == {"quick_gelu"} else cfg
+
+
+def _preprocessing(folder: Path) -> dict[str, Any]:
+    """open_clip's form of the image processor's settings; OpenAI's where there are none."""
+    stored: dict[str, Any] = {}
+    if (folder / "preprocessor_config.json").is_file():
+        stored = _json(folder / "preprocessor_config.json")
+    elif (folder / "processor_config.json").is_file():
+        stored = _json(folder / "processor_config.json").get("image_processor") or {}
+    found = {key: stored[f"image_{key}"] for key in ("mean", "std") if stored.get(f"image_{key}")}
+    return {**found, "interpolation": "bilinear" if stored.get("resample") == 2 else "bicubic"}
+
+
+def read_state(path: Path) -> dict[str, Tensor]:
+    """The weights in a file by open_clip's names, without what trainers wrap them in.
+
+    Raises:
+        UserError: It holds no weights, or none that are read without running code; the message says what it is.
+    """
+    return _unwrapped(_load(path), path)
+
+
+def _unwrapped(tree: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
+    while wrapper := next((tree[key] for key in _WRAPPERS if isinstance(tree.get(key), Mapping)), None):
+        tree = wrapper
+    state = {str(name): value for name, value in tree.items() if isinstance(value, Tensor)}
+    while prefix := next((p for p in _PREFIXES if state and all(name.startswith(p) for name in state)), None):
+        state = {name.removeprefix(prefix): value for name, value in state.items()}
+    if not state:
+        hint = ""
+        if "ds_version" in tree or "mp_rank" in path.name or "optim_states" in path.name:
+            hint = " It is a part of a DeepSpeed checkpoint: run the zero_to_fp32.py beside it, and give its result."
+        raise UserError(f"{path} holds no weights of a model.{hint}")
+    if any(value.numel() == 0 for value in state.values()):
+        raise UserError(
+            f"{path} holds placeholders for weights, as DeepSpeed's ZeRO 3 writes them: run the zero_to_fp32.py beside "
+            "it, and give its result."
+        )
+    if "vision_model.embeddings.class_embedding" in state:
+        state = from_transformers(state)
+    if "visual.proj" in state or "text_projection" in state:
+        state = {name: value for name, value in state.items() if name not in _OF_OPENAI}
+    return state
+
+
+def _load(path: Path) -> Mapping[str, Any]:
+    need_addresses(2 * path.stat().st_size)
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            return load_file(path)
+        if zipfile.is_zipfile(path) and any(n.endswith("/constants.pkl") for n in zipfile.ZipFile(path).namelist()):
+            raise UserError(
+                f"{path} is a TorchScript program, as OpenAI publishes its models, which could run code of others. "
+                "For OpenAI's weights take the tag, such as ViT-B-32-quickgelu:openai. To convert a file that you "
+                f"trust: python -c \"import torch; torch.save(torch.jit.load({str(path)!r}, 'cpu').state_dict(), "
+                "'weights.pt')\"."
+            )
+        # Not mapped: torch maps files of its newer format only.
+        tree = torch.load(path, map_location="cpu", weights_only=True)
+    except UserError:
+        raise
+    except Exception as error:  # pickle's, zip's and safetensors' are of many types; torch's text advises to run code
+        raise UserError(
+            f"{path} cannot be loaded: it is damaged, or neither safetensors nor a PyTorch file of tensors alone. A "
+            "DeepSpeed checkpoint is converted by the zero_to_fp32.py in its folder; of another trainer's, save the "
+            "model's state_dict()."
+        ) from error
+    if not isinstance(tree, Mapping):
+        raise UserError(f"{path} holds a {type(tree).__name__}, not weights by name: save the model's state_dict().")
+    return tree
+
+
+def from_transformers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of a `CLIPModel` by open_clip's names; three attention projections become one.
+
+    Raises:
+        UserError: There are weights that open_clip's CLIP does not have.
+    """
+    ours = {theirs: part for part, theirs in BLOCK_PARTS.items()}
+    found: dict[str, Tensor] = {}
+    for name, value in state.items():
+        block = re.fullmatch(r"(text|vision)_model\.encoder\.layers\.(\d+)\.(.+)\.(weight|bias)", name)
+        if name.endswith("position_ids"):
+            continue
+        if name in _NAMES:
+            found[_NAMES[name]] = value.T if name.endswith("_projection.weight") else value
+        elif block:
+            tower, number, part, kind = block.groups()
+            place = f"{'visual.' if tower == 'vision' else ''}transformer.resblocks.{number}"
+            if part == "self_attn.q_proj":
+                beside = (name.replace("q_proj", f"{x}_proj") for x in "qkv")
+                found[f"{place}.attn.in_proj_{kind}"] = torch.cat([state[each] for each in beside])
+            elif part in ours:
+                found[f"{place}.{ours[part]}.{kind}"] = value
+            elif part not in ("self_attn.k_proj", "self_attn.v_proj"):
+                raise UserError(f"The transformers model has the weight {name}, which open_clip's CLIP has not.")
+        else:
+            raise UserError(f"The transformers model has the weight {name}, which open_clip's CLIP has not.")
+    return found
+
+
+@contextmanager
+def for_open_clip(path: Path, *, weights: bool) -> Iterator[Path]:
+    """A file of weights, or a model folder, as open_clip loads it: itself, or a temporary copy in open_clip's form.
+
+    Raises:
+        UserError: As `read_state` and `stored_description`.
+    """
+    from safetensors.torch import save_file
+
+    file, is_folder = path, path.is_dir()
+    if path.suffix in (".npz", ".npy") or (is_folder and (path / MODEL_CONFIG_NAME).is_file()):
+        yield path
+        return
+    if is_folder and weights:
+        file = next((path / name for name in TRANSFORMERS_WEIGHTS if (path / name).is_file()), path)
+        if file == path:
+            raise UserError(f"{path} has no weights ({' or '.join(TRANSFORMERS_WEIGHTS)}): copy them there.")
+    with tempfile.TemporaryDirectory(prefix="neuclip-weights-") as temporary:
+        copied = Path(temporary) / "model.safetensors"
+        if weights:
+            tree = _load(file)
+            state = _unwrapped(tree, file)
+            if state.keys() == tree.keys() and not is_folder:
+                yield path
+                return
+            save_file({name: value.contiguous().clone() for name, value in state.items()}, copied)
+        if is_folder:
+            (Path(temporary) / MODEL_CONFIG_NAME).write_text(json.dumps(stored_description(path)), encoding="utf-8")
+        yield Path(temporary) if is_folder else copied

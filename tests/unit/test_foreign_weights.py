@@ -1,0 +1,158 @@
+"""Models that other programs wrote: every form gives the features of the program that wrote it, or says what it is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeline.errors import UserError
+from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
+from pipeline.model.foreign_weights import stored_description
+from pipeline.model.towers import ModelConfig, build_towers
+from pipeline.run_files import check_model
+from tests.towers import TINY, write_tiny
+
+State = dict[str, Tensor]
+FORMS: dict[str, Callable[[State], Any]] = {
+    "plain": dict,
+    "state_dict": lambda state: {"epoch": 3, "state_dict": state},
+    "module.": lambda state: {"state_dict": {f"module.{name}": value for name, value in state.items()}},
+    "_orig_mod.module.": lambda state: {f"_orig_mod.module.{name}": value for name, value in state.items()},
+    "model.": lambda state: {"state_dict": {f"model.{name}": value for name, value in state.items()}, "lr": [0.1]},
+    "mp_rank_00": lambda state: {"module": state, "ds_version": "0.18", "ds_config": {}, "param_shapes": None},
+    "openai": lambda state: {**state, "input_resolution": torch.tensor(16), "context_length": torch.tensor(8),
+                             "vocab_size": torch.tensor(49408)},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, State]:
+    arch = write_tiny(tmp_path_factory.mktemp("arch"), name="tiny-foreign.json")
+    clip = build_towers(ModelConfig(arch=arch), seed=3)[0].clip
+    state = {name: value.detach().clone() for name, value in clip.state_dict().items()}
+    return arch, {**state, "logit_scale": torch.tensor(2.5)}
+
+
+def features(model: EvaluationModel) -> tuple[Tensor, Tensor]:
+    side = model.image_size
+    image = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(0))
+    return model.encode_image(image), model.encode_text(model.tokenize(["a dog", "two red squares on a table"]))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_in_the_form_of_a_trainer_give_the_same_features(
+    tiny: tuple[str, State], tmp_path: Path, form: str
+) -> None:
+    arch, state = tiny
+    torch.save(FORMS["plain"](state), tmp_path / "plain.pt")
+    torch.save(FORMS[form](state), tmp_path / "weights.pt")
+    expected, found = (features(load_for_evaluation(f"{arch}:{tmp_path / n}.pt")) for n in ("plain", "weights"))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    started = build_towers(ModelConfig(arch=arch, pretrained=str(tmp_path / "weights.pt")), seed=9)[0].clip
+    assert all(torch.equal(value, state[name]) for name, value in started.state_dict().items())
+
+
+class Program(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1
+
+
+def test_what_is_no_state_dict_is_named(tiny: tuple[str, State], tmp_path: Path) -> None:
+    arch, state = tiny
+    zero3 = {name: torch.empty(0) for name in state}
+    for contents, message in (
+        (None, r"is a TorchScript program.*ViT-B-32-quickgelu:openai.*torch\.jit\.load"),
+        ({"module": zero3, "ds_version": "0.18"}, r"DeepSpeed's ZeRO 3.*zero_to_fp32\.py"),
+        ({"optimizer_state_dict": {}, "ds_version": "0.18"}, r"part of a DeepSpeed checkpoint.*zero_to_fp32\.py"),
+        ({"epoch": 3}, "holds no weights"),
+        ([1, 2], "holds a list, not weights by name"),
+        (Program(), "neither safetensors nor a PyTorch file of tensors alone"),
+    ):
+        path = tmp_path / "weights.pt"
+        if contents is None:
+            torch.jit.trace(Program(), torch.zeros(1)).save(str(path))
+        else:
+            torch.save(contents, path)
+        with pytest.raises(UserError, match=message):
+            load_for_evaluation(f"{arch}:{path}")
+
+
+@pytest.fixture(scope="module")
+def transformers_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    side = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.CLIPConfig(
+        text_config={**side, "max_position_embeddings": 8, "vocab_size": 49408, "eos_token_id": 49407},
+        vision_config={**side, "image_size": 16, "patch_size": 8},
+        projection_dim=24,
+    )
+    folder = tmp_path_factory.mktemp("transformers") / "clip"
+    transformers.CLIPModel(config).eval().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin"])
+def test_a_clip_model_of_transformers_is_evaluated_and_starts_a_run(
+    transformers_folder: Path, tmp_path: Path, weights: str
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.CLIPModel.from_pretrained(transformers_folder).eval()
+    folder = transformers_folder
+    if weights.endswith(".bin"):
+        folder = tmp_path / "clip"
+        folder.mkdir()
+        (folder / "config.json").write_bytes((transformers_folder / "config.json").read_bytes())
+        torch.save(theirs.state_dict(), folder / weights)
+    check_model(str(folder))
+    ours = load_for_evaluation(folder)
+    image = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    tokens = ours.tokenize(["a dog", "two red squares on a table"])
+    with torch.no_grad():
+        expected = theirs(pixel_values=image, input_ids=tokens)
+    torch.testing.assert_close(ours.encode_image(image), expected.image_embeds, rtol=0, atol=1e-5)
+    torch.testing.assert_close(ours.encode_text(tokens), expected.text_embeds, rtol=0, atol=1e-5)
+    assert ours.towers.logit == (pytest.approx(float(theirs.logit_scale)), None)
+    for arch in ("pretrained", None):  # with the folder's architecture, or one of the same shape
+        if arch is None:
+            (tmp_path / "same.json").write_text(json.dumps(stored_description(folder)["model_cfg"]))
+            arch = str(tmp_path / "same.json")
+            assert features(load_for_evaluation(f"{arch}:{folder}"))[0].equal(features(ours)[0])
+        clip = build_towers(ModelConfig(arch=arch, pretrained=str(folder)), seed=9)[0].clip
+        assert torch.equal(clip.visual.proj, ours.towers.clip.visual.proj)
+
+
+def test_a_folder_of_another_kind_is_refused(transformers_folder: Path, tmp_path: Path) -> None:
+    config = json.loads((transformers_folder / "config.json").read_text())
+    for change, message in (
+        ({"model_type": "siglip"}, "of the type 'siglip'"),
+        ({"text_config": {**config["text_config"], "hidden_act": "relu"}}, "one activation"),
+        ({"vision_config": {**config["vision_config"], "layer_norm_eps": 1e-6}}, "layer_norm_eps"),
+        ({}, "has no weights"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+        for load in (load_for_evaluation, lambda spec: build_towers(ModelConfig(pretrained=str(spec)), seed=0)):
+            with pytest.raises(UserError, match=message if change else f"{message}|another architecture"):
+                load(tmp_path)
+
+
+def test_an_architecture_with_a_folder_is_that_folder(tiny: tuple[str, State], tmp_path: Path) -> None:
+    arch, _ = tiny
+    open_clip.add_model_config(arch)
+    model = load_for_evaluation(f"{arch}:{write_folder(tmp_path, tiny)}")
+    assert features(model)[0].equal(features(load_for_evaluation(tmp_path))[0])
+    with pytest.raises(UserError, match="holds another architecture"):
+        load_for_evaluation(f"ViT-B-32:{tmp_path}")
+
+
+def write_folder(folder: Path, tiny: tuple[str, State]) -> Path:
+    (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": TINY, "preprocess_cfg": {}}))
+    torch.save(tiny[1], folder / "open_clip_pytorch_model.bin")
+    return folder

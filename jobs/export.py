@@ -11,7 +11,7 @@ from pipeline.files import check_new_folder
 
 
 @click.command(name="export")
-@click.argument("checkpoint", type=click.Path(exists=True, path_type=Path))
+@click.argument("model", metavar="MODEL")
 @click.argument("output", type=click.Path(path_type=Path))
 @click.option("--torch", "with_torch", is_flag=True, help="Also write both towers as torch.export programs (.pt2).")
 @click.option("--onnx", "with_onnx", is_flag=True, help="Also write both towers as ONNX; needs the extra `onnx`.")
@@ -24,7 +24,7 @@ from pipeline.files import check_new_folder
 @click.option("--push", metavar="REPO", help="Upload the export to this hub repository (OWNER/NAME).")
 @click.option("--private", is_flag=True, help="With --push: make a newly created repository private.")
 def command(
-    checkpoint: Path,
+    model: str,
     output: Path,
     with_torch: bool,
     with_onnx: bool,
@@ -35,7 +35,7 @@ def command(
     push: str | None,
     private: bool,
 ) -> None:
-    """Export CHECKPOINT (a checkpoint folder, or a run: its newest checkpoint) to the new folder OUTPUT.
+    """Export MODEL, what `neuclip evaluate` takes (a run: its newest checkpoint), to the new folder OUTPUT.
 
     Load OUTPUT/open_clip_model.safetensors with open_clip.create_model_and_transforms(ARCH, pretrained=FILE), the
     folder as "local-dir:OUTPUT", or after an upload "hf-hub:NAME". --format transformers writes a CLIPModel or
@@ -51,23 +51,35 @@ def command(
         raise UserError(f"--license {licence!r} is not the identifier of a licence, such as apache-2.0 or mit.")
     from pipeline.checkpoint.layout import validated_model
     from pipeline.export.exporter import choose_checkpoint, export, export_transformers, logit_parameters, model_of
-    from pipeline.export.model_card import model_card
+    from pipeline.export.model_card import foreign_card, model_card
+    from pipeline.model.evaluation_model import load_for_evaluation
+    from pipeline.run_files import META_NAME, check_model, model_folder_in
 
-    chosen = choose_checkpoint(checkpoint, best=best)
-    model_of(chosen, average=average)  # checked before the card is written
     programs = tuple(name for name, wanted in (("torch", with_torch), ("onnx", with_onnx)) if wanted)
-    scale, bias = logit_parameters(chosen.path)
     if form == "transformers" and programs:
         raise UserError("--torch and --onnx go with the open_clip format: export twice, into two folders.")
-    card = model_card(chosen, scale=scale, bias=bias, programs=programs, form=form, licence=licence, average=average)
-    if form == "transformers":
-        exported = export_transformers(chosen, output, card=card, logit_scale=scale, average=average)
+    check_model(model)
+    folder, chosen = model_folder_in(Path(model)), None
+    if best or average or (folder is not None and (folder / META_NAME).is_file()):
+        chosen = choose_checkpoint(Path(model), best=best)
+        model_of(chosen, average=average)  # checked before the card is written
+        scale, bias = logit_parameters(chosen.path)
+        card = model_card(
+            chosen, scale=scale, bias=bias, programs=programs, form=form, licence=licence, average=average
+        )
     else:
-        exported = export(chosen, output, card=card, programs=programs, average=average)
+        architecture = load_for_evaluation(model).architecture
+        card = foreign_card(model, architecture=architecture, form=form, licence=licence)
+    if form == "transformers":
+        exported = export_transformers(chosen or model, output, card=card, average=average)
+    else:
+        exported = export(chosen or model, output, card=card, programs=programs, average=average)
     for path in exported.files:
         click.echo(f"{path.stat().st_size:>14,} B  {path}")
-    click.echo(f"Step {chosen.step:,} exported; largest difference from the trained model {exported.difference:.1e}.")
-    if best and not average and validated_model(chosen.path) != chosen.path:
+    what, other = (f"Step {chosen.step:,}", "trained") if chosen else (model, "given")
+    click.echo(f"{what} exported; largest difference from the {other} model {exported.difference:.1e}.")
+    click.echo(exported.note)
+    if chosen and best and not average and validated_model(chosen.path) != chosen.path:
         click.echo("The validation loss was that of the average of the weights (EMA); --ema exports it.")
     if push:
         from pipeline.export.exporter import push as upload

@@ -40,7 +40,7 @@ PACKAGES = (
 SETTINGS = ("blank_class", "micro_batch", "precision")
 """The settings of `EvaluationConfig` that can change a score."""
 TASK_FIELDS = ("protocol", "main_metric", "fields", "group", "secondary_groups")
-OWN_FIELDS = ("image", "caption", "label", "split", "revision", "classnames", "templates")
+OWN_FIELDS = ("image", "caption", "label", "split", "revision", "classnames", "templates", "prompts")
 """What a `tasks.yaml` says about a task beside where its data is."""
 
 
@@ -78,7 +78,7 @@ def identity_of(
         "task_data": data_digest(files, data.columns),
         "layout": data.layout,
         "prompts": hashlib.sha256(
-            json.dumps([data.classnames, data.templates], ensure_ascii=False).encode()
+            json.dumps([data.classnames, data.prompts or data.templates], ensure_ascii=False).encode()
         ).hexdigest(),
     }
 

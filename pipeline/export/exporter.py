@@ -1,4 +1,4 @@
-"""Export a checkpoint: a folder that open_clip and model hubs load, with a model card, and programs on request.
+"""Export a checkpoint, or what is evaluated: a folder that open_clip and model hubs load, a model card, and programs.
 
     EXPORT/
         open_clip_config.json, open_clip_model.safetensors   what open_clip loads, by folder or as `pretrained=FILE`
@@ -13,6 +13,7 @@ The programs map normalised images [B, 3, H, W] or tokens [B, L] to unit-norm fe
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import shlex
 import shutil
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from pipeline.checkpoint.layout import ADAPTERS_NAME, best_checkpoint
@@ -29,15 +31,20 @@ from pipeline.checkpoint.reader import Checkpoint, open_checkpoint
 from pipeline.config import dump
 from pipeline.errors import UserError, in_a_line
 from pipeline.export.tower_programs import export_onnx, export_torch, require_onnx, sides
-from pipeline.export.transformers_model import write_transformers
+from pipeline.export.transformers_model import transformers_preprocessing, write_transformers
 from pipeline.files import check_new_folder
 from pipeline.model.architectures import save_tokenizer
 from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
 from pipeline.model.finetuning import ADAPTER_FILES
-from pipeline.model.model_folder import WEIGHTS_NAME
+from pipeline.model.model_folder import WEIGHTS_NAME, save_open_clip
+from pipeline.pixels import on_white
 from pipeline.run_files import EMA_NAME, META_NAME, MODEL_CONFIG_NAME, RUN_CONFIG_NAME, finished_checkpoints
 
 TOLERANCE = 1e-5
+ALIKE = 0.999
+"""Least cosine of the features of one picture under two preprocessings that are the same."""
+DEFAULT_LOGIT = math.log(100.0)
+"""CLIP's, for weights without a temperature."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,8 @@ class Exported:
     files: tuple[Path, ...]
     difference: float
     """Largest difference of any feature or logit from the trained model's."""
+    note: str
+    """How the exported preprocessing treats a picture with transparency."""
 
 
 def choose_checkpoint(source: Path, *, best: bool = False) -> Checkpoint:
@@ -88,12 +97,12 @@ def model_of(checkpoint: Checkpoint, *, average: bool) -> Path:
 
 
 def export(
-    checkpoint: Checkpoint, output: Path, *, card: str, programs: Iterable[str] = (), average: bool = False
+    source: Checkpoint | str, output: Path, *, card: str, programs: Iterable[str] = (), average: bool = False
 ) -> Exported:
     """Write an open_clip folder and compare everything in it with the trained towers.
 
     Args:
-        checkpoint: What to export.
+        source: A checkpoint, or what `load_for_evaluation` takes.
         output: A folder that does not exist or is empty.
         card: Text of README.md.
         programs: Any of "torch" and "onnx".
@@ -102,60 +111,72 @@ def export(
     Raises:
         UserError: `output` is not empty, ONNX's packages are missing, or a result differs by more than 1e-5.
     """
-    programs, source = tuple(programs), model_of(checkpoint, average=average)
+    programs = tuple(programs)
     if "onnx" in programs:
         require_onnx()
 
-    def write(folder: Path) -> float:
-        (folder / RUN_CONFIG_NAME).write_text(dump(checkpoint.meta["config"]), encoding="utf-8")
+    def write(folder: Path) -> tuple[float, str]:
         (folder / "README.md").write_text(card, encoding="utf-8")
-        for name in (MODEL_CONFIG_NAME, WEIGHTS_NAME):
-            shutil.copyfile(source / name, folder / name)
-        if (source / ADAPTERS_NAME).is_dir():
-            (folder / ADAPTERS_NAME).mkdir()
-            for name in ADAPTER_FILES:
-                shutil.copyfile(source / ADAPTERS_NAME / name, folder / ADAPTERS_NAME / name)
-        model = load_for_evaluation(str(source))
-        save_tokenizer(model.tokenize, folder)
+        if isinstance(source, Checkpoint):
+            model = _copy_checkpoint(source, folder, average=average)
+        else:
+            model = load_for_evaluation(source)
+            logit = model.towers.logit or (DEFAULT_LOGIT, None)
+            state = model.towers.clip.state_dict()
+            save_open_clip(folder, state=state, architecture=model.architecture, logit=logit)
         examples = example_inputs(model)
         differences = [_check_open_clip(folder, model, examples)]
         for name, export_one in (("torch", export_torch), ("onnx", export_onnx)):
             if name in programs:
                 differences += [export_one(folder, side, tower, x) for side, tower, x in sides(model, examples)]
-        return float(torch.tensor(differences).max())  # NaN if any is
+        note = transparency_note(model, open_clip_preprocessing(folder), program="open_clip")
+        return float(torch.tensor(differences).max()), note  # NaN if any is
 
     return write_checked(output, write)
 
 
-def export_transformers(
-    checkpoint: Checkpoint, output: Path, *, card: str, logit_scale: float, average: bool = False
-) -> Exported:
+def _copy_checkpoint(checkpoint: Checkpoint, folder: Path, *, average: bool) -> EvaluationModel:
+    """Copy model, configuration, adapters and tokenizer of a checkpoint; return the trained model."""
+    source = model_of(checkpoint, average=average)
+    (folder / RUN_CONFIG_NAME).write_text(dump(checkpoint.meta["config"]), encoding="utf-8")
+    for name in (MODEL_CONFIG_NAME, WEIGHTS_NAME):
+        shutil.copyfile(source / name, folder / name)
+    if (source / ADAPTERS_NAME).is_dir():
+        (folder / ADAPTERS_NAME).mkdir()
+        for name in ADAPTER_FILES:
+            shutil.copyfile(source / ADAPTERS_NAME / name, folder / ADAPTERS_NAME / name)
+    model = load_for_evaluation(str(source))
+    save_tokenizer(model.tokenize, folder)
+    return model
+
+
+def export_transformers(source: Checkpoint | str, output: Path, *, card: str, average: bool = False) -> Exported:
     """Write a folder that `transformers.CLIPModel` or `SiglipModel` loads, with equal features.
 
     Args:
-        checkpoint: What to export.
+        source: A checkpoint, or what `load_for_evaluation` takes.
         output: A folder that does not exist or is empty.
         card: Text of README.md.
-        logit_scale: 1 / tau.
         average: Export the average of the weights (EMA).
 
     Raises:
         UserError: As `export`, or neither can hold the architecture.
     """
-    source = model_of(checkpoint, average=average)
 
-    def write(folder: Path) -> float:
+    def write(folder: Path) -> tuple[float, str]:
         (folder / "README.md").write_text(card, encoding="utf-8")
-        model = load_for_evaluation(str(source))
-        _, bias = logit_parameters(source)
-        return write_transformers(
-            model, folder, examples=example_inputs(model), logit_scale=logit_scale, logit_bias=bias or 0.0
+        checkpoint = isinstance(source, Checkpoint)
+        model = load_for_evaluation(model_of(source, average=average) if checkpoint else source)
+        logit, bias = model.towers.logit or (DEFAULT_LOGIT, None)
+        worst = write_transformers(
+            model, folder, examples=example_inputs(model), logit_scale=math.exp(logit), logit_bias=bias or 0.0
         )
+        return worst, transparency_note(model, transformers_preprocessing(folder), program="transformers")
 
     return write_checked(output, write)
 
 
-def write_checked(output: Path, write: Callable[[Path], float]) -> Exported:
+def write_checked(output: Path, write: Callable[[Path], tuple[float, str]]) -> Exported:
     """Call `write` on a temporary folder, which becomes `output` only if the returned difference is small.
 
     Raises:
@@ -170,7 +191,7 @@ def write_checked(output: Path, write: Callable[[Path], float]) -> Exported:
             check_new_folder(output)  # again: the process that had the lock may have finished
             for left in temporary.iterdir():  # by an export that was killed
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
-            worst = write(temporary)
+            worst, note = write(temporary)
             if not worst <= TOLERANCE:  # also when it is NaN
                 raise UserError(
                     f"The export differs from the trained model by {worst:.1e}, more than {TOLERANCE:g}: it is not "
@@ -183,7 +204,7 @@ def write_checked(output: Path, write: Callable[[Path], float]) -> Exported:
                 temporary.replace(target)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-    return Exported(output, tuple(sorted(path for path in output.rglob("*") if path.is_file())), worst)
+    return Exported(output, tuple(sorted(path for path in output.rglob("*") if path.is_file())), worst, note)
 
 
 @contextmanager
@@ -200,6 +221,31 @@ def _alone_in(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def transparency_note(model: EvaluationModel, preprocess: Callable[[Image.Image], Tensor], *, program: str) -> str:
+    """How near the feature of a transparent picture under a program's own preprocessing is to that on white."""
+    size = model.image_size
+    generator = torch.Generator().manual_seed(0)
+    small = torch.randint(0, 256, (4, 4, 4), generator=generator, dtype=torch.uint8).numpy()
+    picture = Image.fromarray(small, "RGBA").resize((2 * size, 2 * size), Image.Resampling.NEAREST)
+    ours, theirs = model.preprocess(on_white(picture)), preprocess(picture)
+    first, second = model.encode_image(torch.stack([ours, theirs]))
+    cosine = float(first @ second)
+    if cosine > ALIKE:
+        return f"A picture with transparency: {program}'s preprocessing puts it on white, as training does."
+    return (
+        f"A picture with transparency: {program}'s preprocessing does not put it on white, as training does (cosine "
+        f"{cosine:.2f} between the features). Put such pictures on white first, as README.md shows."
+    )
+
+
+def open_clip_preprocessing(folder: Path) -> Callable[[Image.Image], Tensor]:
+    """What open_clip does to a picture before the model in a folder sees it."""
+    import open_clip
+
+    preprocess: Callable[[Image.Image], Tensor] = open_clip.create_model_and_transforms(f"local-dir:{folder}")[2]
+    return preprocess
 
 
 EXAMPLES = ("a", "a photo of a dog on the beach", "two red circles, one blue square and a cup of coffee " * 8)

@@ -11,7 +11,7 @@ from pipeline.checkpoint.layout import ADAPTERS_NAME
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.config import flatten
 from pipeline.export.siglip_model import is_siglip
-from pipeline.model.architectures import load_open_clip
+from pipeline.model.architectures import Architecture, load_open_clip
 from pipeline.model.model_folder import WEIGHTS_NAME, weights_digest
 from pipeline.report.run_page import in_markdown
 from pipeline.report.stored_scores import StoredEvaluation, read_evaluations
@@ -80,6 +80,22 @@ def model_card(
     return "\n\n".join(parts) + "\n"
 
 
+def foreign_card(spec: str, *, architecture: Architecture, form: str, licence: str | None) -> str:
+    """README.md of a model that is no checkpoint of a run: where it is from, and how it is used."""
+    snippet = _USAGE_OPEN_CLIP
+    if form == "transformers":
+        snippet = _USAGE_SIGLIP if is_siglip(architecture.model_cfg) else _USAGE_CLIP
+    stated = licence or "not stated; that of the model it was made from applies"
+    parts = (
+        _front_matter(form=form, method=form, licence=licence),
+        f"# {architecture.name}",
+        snippet,
+        f"Made from `{in_markdown(spec)}` by `neuclip export`.",
+        f"## Licence\n\nOf these weights: {stated}.",
+    )
+    return "\n\n".join(parts) + "\n"
+
+
 def _front_matter(*, form: str, method: str, licence: str | None) -> str:
     tags = "\n".join(f"- {tag}" for tag in dict.fromkeys(("clip", form, "neuclip", method)))
     stated = f"license: {licence}\n" if licence else ""
@@ -108,8 +124,9 @@ FOLDER = "."  # this folder; for a hub repository give "hf-hub:OWNER/NAME" inste
 model, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{FOLDER}")
 tokenizer = open_clip.get_tokenizer(f"local-dir:{FOLDER}")
 model.eval()
-picture = Image.new("RGB", (640, 480), "red")  # yours: Image.open(...).convert("RGB")
-image = preprocess(picture).unsqueeze(0)
+picture = Image.new("RGBA", (640, 480), "red")  # yours: Image.open(...).convert("RGBA")
+white = Image.new("RGBA", picture.size, "white")  # training puts transparent pictures on white, open_clip does not
+image = preprocess(Image.alpha_composite(white, picture).convert("RGB")).unsqueeze(0)
 classes = ["red", "green", "blue"]
 with torch.no_grad():
     logits, _ = model.get_logits(image, tokenizer([f"a photo of something {name}" for name in classes]))
@@ -124,8 +141,7 @@ from transformers import CLIPImageProcessor, CLIPModel, CLIPTokenizer
 FOLDER = "."  # this folder, or a hub repository: "OWNER/NAME"
 model = CLIPModel.from_pretrained(FOLDER).eval()
 tokenizer, processor = CLIPTokenizer.from_pretrained(FOLDER), CLIPImageProcessor.from_pretrained(FOLDER)
-image = Image.new("RGB", (640, 480), "red")  # yours: Image.open(...).convert("RGB")
-image.info.clear()  # no transparency, as in training: transformers would put the image on white
+image = Image.new("RGB", (640, 480), "red")  # yours: Image.open(...)
 classes = ["red", "green", "blue"]
 prompts = [f"a photo of something {name}" for name in classes]
 texts = tokenizer(prompts, padding=True, truncation=True, return_tensors="pt")
@@ -142,8 +158,7 @@ from transformers import AutoModel, AutoTokenizer, SiglipImageProcessor
 FOLDER = "."  # this folder, or a hub repository: "OWNER/NAME"
 model = AutoModel.from_pretrained(FOLDER).eval()
 tokenizer, processor = AutoTokenizer.from_pretrained(FOLDER), SiglipImageProcessor.from_pretrained(FOLDER)
-image = Image.new("RGB", (640, 480), "red")  # yours: Image.open(...).convert("RGB")
-image.info.clear()  # no transparency, as in training: transformers would put the image on white
+image = Image.new("RGB", (640, 480), "red")  # yours: Image.open(...)
 classes = ["red", "green", "blue"]
 prompts = [f"a photo of something {name}" for name in classes]  # lower case, no punctuation, as in training
 texts = tokenizer(prompts, padding="max_length", truncation=True, return_tensors="pt")

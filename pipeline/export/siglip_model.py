@@ -14,15 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.model.evaluation_model import EvaluationModel
-
-# Names of the parts of a block in open_clip -> in transformers.
-_PARTS = {
-    "ln_1": "layer_norm1",
-    "ln_2": "layer_norm2",
-    "mlp.c_fc": "mlp.fc1",
-    "mlp.c_proj": "mlp.fc2",
-    "attn.out_proj": "self_attn.out_proj",
-}
+from pipeline.model.foreign_weights import BLOCK_PARTS
 
 
 def is_siglip(model_cfg: Mapping[str, Any]) -> bool:
@@ -164,4 +156,4 @@ def _block(part: str, value: Tensor) -> dict[str, Tensor]:
         kind = part.removeprefix("attn.in_proj_")
         return {f"self_attn.{name}_proj.{kind}": one for name, one in zip("qkv", value.chunk(3), strict=True)}
     module, _, kind = part.rpartition(".")
-    return {f"{_PARTS[module]}.{kind}": value}
+    return {f"{BLOCK_PARTS[module]}.{kind}": value}

@@ -8,11 +8,12 @@ pooling, causal text pooled at the end token, projections without bias.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL.Image import Image
 from torch import Tensor
 
 from pipeline.errors import UserError
@@ -183,6 +184,14 @@ def _write_processor(model: EvaluationModel, folder: Path, *, kind: str) -> None
         "do_convert_rgb": True,
     }
     (folder / "preprocessor_config.json").write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
+
+
+def transformers_preprocessing(folder: Path) -> Callable[[Image], Tensor]:
+    """What transformers does to a picture before the model in a folder sees it."""
+    import transformers
+
+    processor = transformers.AutoImageProcessor.from_pretrained(str(folder))
+    return lambda picture: torch.as_tensor(processor(picture, return_tensors="pt")["pixel_values"][0])
 
 
 def _write_tokenizer(model: EvaluationModel, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any
 import open_clip
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import Tensor, nn
 
+from jobs.export import command as export
 from pipeline.errors import UserError
 from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
 from pipeline.model.foreign_weights import stored_description
@@ -156,3 +159,30 @@ def write_folder(folder: Path, tiny: tuple[str, State]) -> Path:
     (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": TINY, "preprocess_cfg": {}}))
     torch.save(tiny[1], folder / "open_clip_pytorch_model.bin")
     return folder
+
+
+def test_an_open_clip_checkpoint_becomes_a_transformers_model_and_comes_back(
+    tiny: tuple[str, State], tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    arch, state = tiny
+    torch.save({"state_dict": state}, tmp_path / "epoch_3.pt")
+    given = f"{arch}:{tmp_path / 'epoch_3.pt'}"
+    sources = (given, str(write_folder(tmp_path, tiny)), str(tmp_path / "0-transformers"))
+    model = load_for_evaluation(given)
+    expected = features(model)
+    for number, (source, form) in enumerate(itertools.product(sources, ("transformers", "open_clip"))):
+        output = tmp_path / (f"{number}-{form}" if number else "0-transformers")
+        result = CliRunner().invoke(export, [source, str(output), "--format", form], catch_exceptions=False)
+        found = load_for_evaluation(output)
+        for ours, theirs in zip(expected, features(found), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+        assert found.towers.logit == (pytest.approx(2.5), None)
+        assert "largest difference from the given model" in result.output
+        puts_on_white = form == "transformers"
+        assert ("preprocessing puts it on white, as training does" in result.output) is puts_on_white, result.output
+        assert ("Put such pictures on white first" in result.output) is not puts_on_white
+    theirs = transformers.CLIPModel.from_pretrained(tmp_path / "0-transformers").eval()
+    with torch.no_grad():
+        image = theirs(pixel_values=torch.ones(1, 3, 16, 16), input_ids=model.tokenize(["a"])).image_embeds
+    torch.testing.assert_close(image, model.encode_image(torch.ones(1, 3, 16, 16)), rtol=0, atol=1e-5)

@@ -29,7 +29,7 @@ from pipeline.playground.gallery import Dropped, Sample, open_image, thumbnail
 BATCH = 32
 KEPT_UPLOADS = 64
 """Features of this many images that were dropped onto the page are kept."""
-MOST_CLASSES, MOST_TEMPLATES, LONGEST_TEXT = 1000, 100, 1000
+MOST_CLASSES, MOST_TEMPLATES, MOST_PROMPTS, LONGEST_TEXT = 1000, 100, 10_000, 1000
 
 
 @dataclass(frozen=True)
@@ -142,20 +142,32 @@ class Explorer:
         self._remember(self._uploads, name, known)
         return name
 
-    def classify(self, image: str, classes: Sequence[str], templates: Sequence[str]) -> list[dict[str, Any]]:
+    def classify(
+        self, image: str, classes: Sequence[str], templates: Sequence[str], *, gone: threading.Event | None = None
+    ) -> list[dict[str, Any]]:
         """Zero-shot probabilities, highest first: softmax over the classes at the model's own temperature.
 
         Raises:
-            UserError: The image is unknown, or classes or templates cannot be used.
+            UserError: The image is unknown, classes or templates cannot be used, or `gone` was set meanwhile.
         """
         names, prompts = _checked_classes(classes), _checked_templates(templates)
+        if (count := len(names) * len(prompts)) > MOST_PROMPTS:
+            raise UserError(
+                f"{len(names):,} classes with {len(prompts)} templates are {count:,} prompts, and {MOST_PROMPTS:,} are "
+                "allowed: give fewer templates or classes."
+            )
         features = self._features_of(image)
         key = (names, prompts)
         if key not in self._classifiers:
-            batch = min(8 * BATCH, len(names) * len(prompts))
-            with self._lock:
-                vectors = class_vectors(self.model, names, prompts, compute=self._compute, micro_batch=batch)
-            self._remember(self._classifiers, key, vectors)
+            size, vectors = max(1, 8 * BATCH // len(prompts)), []
+            for start in range(0, len(names), size):
+                if gone is not None and gone.is_set():
+                    raise UserError("The client is gone.")
+                some = names[start : start + size]
+                batch = min(2 * BATCH, len(some) * len(prompts))
+                with self._lock:
+                    vectors.append(class_vectors(self.model, some, prompts, compute=self._compute, micro_batch=batch))
+            self._remember(self._classifiers, key, torch.cat(vectors))
         cosines = self._classifiers[key] @ features
         probabilities = torch.softmax(self.scale * cosines, dim=0)
         order = torch.sort(probabilities, descending=True, stable=True).indices.tolist()

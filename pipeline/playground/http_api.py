@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
+import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from pipeline.errors import UserError
 from pipeline.playground.explorer import Explorer
@@ -17,6 +20,8 @@ PAGE = Path(__file__).with_name("page.html")
 LARGEST_UPLOAD = 20 << 20
 LARGEST_REQUEST = 1 << 20
 MOST_RESULTS = 60
+MOST_CLIENTS = 32
+"""Connections at a time."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; img-src 'self' blob: data:; connect-src 'self'; style-src "
@@ -26,15 +31,20 @@ HEADERS = {
 }
 
 
-class TooLarge(UserError):
-    """A request has more bytes than are allowed."""
+class Refused(UserError):
+    """A request that is not answered, with its HTTP status."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 def make_app(explorer: Explorer, *, title: str, local: bool) -> Any:
     """The Starlette application.
 
     With `local`, it serves requests for this machine's own name only, so that other web pages cannot reach the server
-    by a name of their own that resolves to it. `title` is what the page calls the model.
+    by a name of their own that resolves to it. Requests of other pages are refused; the others are computed one at a
+    time, and not at all where the client is gone. `title` is what the page calls the model.
 
     Raises:
         UserError: Starlette is not installed.
@@ -53,15 +63,33 @@ def make_app(explorer: Explorer, *, title: str, local: bool) -> Any:
             "pip install -c constraints.txt -e '.[playground]'"
         ) from error
 
-    def answered(action: Callable[[bytes], Any], limit: int) -> Callable[[Request], Awaitable[Response]]:
-        """A route that runs `action` on the request's body in a thread."""
+    one_at_a_time = asyncio.Lock()
+
+    def answered(
+        action: Callable[[bytes, threading.Event], Any], limit: int, kinds: tuple[str, ...] = ()
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """A route that runs `action` on the request's body in a thread; the event is set when the client is gone."""
 
         async def route(request: Request) -> Response:
+            gone = threading.Event()
+
+            async def watch() -> None:
+                while (await request.receive())["type"] != "http.disconnect":
+                    pass
+                gone.set()
+
             try:
+                _check_sender(request.headers, kinds)
                 body = await _body(request, limit)
-                return JSONResponse(await run_in_threadpool(action, body), headers=HEADERS)
+                watching = asyncio.create_task(watch())
+                try:
+                    async with one_at_a_time:
+                        answer = await run_in_threadpool(action, body, gone)
+                finally:
+                    watching.cancel()
+                return JSONResponse(answer, headers=HEADERS)
             except UserError as error:
-                status = 413 if isinstance(error, TooLarge) else 400
+                status = error.status if isinstance(error, Refused) else 400
                 return JSONResponse({"error": str(error)}, status_code=status, headers=HEADERS)
             except ClientDisconnect:
                 return Response(status_code=400)  # nobody reads it
@@ -85,8 +113,10 @@ def make_app(explorer: Explorer, *, title: str, local: bool) -> Any:
         "/api/captions": (partial(_captions, explorer), LARGEST_REQUEST),
     }
     routes = [Route("/", page), Route("/image/{number}", thumbnail)]
-    routes.append(Route("/api/info", answered(lambda body: _info(explorer, title), LARGEST_REQUEST)))
-    routes += [Route(path, answered(*action), methods=["POST"]) for path, action in actions.items()]
+    routes.append(Route("/api/info", answered(lambda body, gone: _info(explorer, title), LARGEST_REQUEST)))
+    for path, (action, limit) in actions.items():
+        kinds = ("image/", "application/octet-stream") if path == "/api/image" else ("application/json",)
+        routes.append(Route(path, answered(action, limit, kinds), methods=["POST"]))
     hosts = [*LOOPBACK, "[::1]"] if local else ["*"]
     return Starlette(routes=routes, middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts)])
 
@@ -108,23 +138,38 @@ def serve(app: Any, listening: socket.socket) -> None:
     """Serve until interrupted."""
     import uvicorn
 
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=2)
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, timeout_graceful_shutdown=2, limit_concurrency=MOST_CLIENTS
+    )
     try:
         uvicorn.Server(config).run(sockets=[listening])
     except KeyboardInterrupt:
         return
 
 
+def _check_sender(headers: Any, kinds: tuple[str, ...]) -> None:
+    """Refuse requests of other web pages: their origin is another, or a form or a script could send them unasked.
+
+    Raises:
+        Refused: The origin is not this server's, or the content is not of one of these kinds.
+    """
+    origin, kind = headers.get("origin"), headers.get("content-type", "").partition(";")[0].strip().lower()
+    if origin is not None and urlsplit(origin).netloc.lower() != headers.get("host", "").lower():
+        raise Refused(403, f"Requests of other web pages are refused (Origin: {origin[:100]}).")
+    if kinds and not kind.startswith(kinds):
+        raise Refused(415, f"The content type is {kind[:100] or 'missing'}: send {' or '.join(kinds)}.")
+
+
 async def _body(request: Any, limit: int) -> bytes:
     """The request's body; reading stops as soon as it is too large."""
     message = f"The file has more than {limit >> 20} MiB: make it smaller."
     if int(request.headers.get("content-length") or 0) > limit:
-        raise TooLarge(message)
+        raise Refused(413, message)
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
         if len(body) > limit:
-            raise TooLarge(message)
+            raise Refused(413, message)
     return bytes(body)
 
 
@@ -142,7 +187,7 @@ def _info(explorer: Explorer, title: str) -> dict[str, Any]:
     }
 
 
-def _search(explorer: Explorer, body: bytes) -> Any:
+def _search(explorer: Explorer, body: bytes, gone: threading.Event) -> Any:
     if not explorer.names:
         raise UserError("There are no images to search: start with --images FOLDER.")
     asked = _json(body)
@@ -151,21 +196,23 @@ def _search(explorer: Explorer, body: bytes) -> Any:
     return {"results": explorer.search(asked.get("text", ""), count=_count(asked))}
 
 
-def _upload(explorer: Explorer, body: bytes) -> Any:
+def _upload(explorer: Explorer, body: bytes, gone: threading.Event) -> Any:
     if not body:
         raise UserError("The file is empty.")
+    if gone.is_set():
+        raise UserError("The client is gone.")
     return {"image": explorer.add_upload(body)}
 
 
-def _classify(explorer: Explorer, body: bytes) -> Any:
+def _classify(explorer: Explorer, body: bytes, gone: threading.Event) -> Any:
     asked = _json(body)
     classes, templates = asked.get("classes"), asked.get("templates")
     if not isinstance(classes, list) or not isinstance(templates, list):
         raise UserError("classes and templates must be lists of texts.")
-    return {"results": explorer.classify(str(asked.get("image", "")), classes, templates)}
+    return {"results": explorer.classify(str(asked.get("image", "")), classes, templates, gone=gone)}
 
 
-def _captions(explorer: Explorer, body: bytes) -> Any:
+def _captions(explorer: Explorer, body: bytes, gone: threading.Event) -> Any:
     if not explorer.captions:
         raise UserError("There are no captions: start with --captions FILE, or --images with a folder of shards.")
     asked = _json(body)

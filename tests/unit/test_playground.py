@@ -97,11 +97,48 @@ def address(explorer: Explorer) -> Iterator[tuple[str, int]]:
 def ask(address: tuple[str, int], path: str, body: object = None, **headers: str) -> tuple[int, Any]:
     connection = http.client.HTTPConnection(*address, timeout=60)
     content = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
-    connection.request("POST" if body is not None else "GET", path, content, headers)
+    kind = "application/octet-stream" if path == "/api/image" else "application/json"
+    headers = {name.replace("_", "-"): value for name, value in headers.items()}
+    connection.request("POST" if body is not None else "GET", path, content, {"Content-Type": kind, **headers})
     reply = connection.getresponse()
     text = reply.read()
     connection.close()
     return reply.status, json.loads(text) if reply.headers.get_content_type() == "application/json" else text
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "headers", "status", "message"),
+    [
+        ("/api/search", {"text": "fox"}, {"Origin": "http://evil.example"}, 403, "other web pages"),
+        ("/api/search", {"text": "fox"}, {"Origin": "null"}, 403, "other web pages"),
+        ("/api/search", {"text": "fox"}, {"Content_Type": "text/plain"}, 415, "send application/json"),
+        ("/api/image", b"x", {"Content_Type": "multipart/form-data; boundary=x"}, 415, "send image/"),
+        ("/api/classify", {"image": "gallery:0", "classes": [f"c{k}" for k in range(1000)],
+                           "templates": [f"{k} {{c}}" for k in range(100)]}, {}, 400, "100,000 prompts"),
+        ("/api/search", {"text": "fox"}, {"Origin": "http://{host}"}, 200, ""),
+    ],
+)  # fmt: skip
+def test_requests_of_other_pages_and_too_many_prompts_are_refused(
+    address: tuple[str, int], path: str, body: object, headers: dict[str, str], status: int, message: str
+) -> None:
+    headers = {name: value.replace("{host}", f"{address[0]}:{address[1]}") for name, value in headers.items()}
+    found, answer = ask(address, path, body, **headers)
+    assert found == status
+    assert message in answer.get("error", "")
+
+
+def test_a_computation_ends_when_its_client_is_gone(explorer: Explorer, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone, calls = threading.Event(), []
+    original = class_vectors
+
+    def leave(*arguments: Any, **options: Any) -> torch.Tensor:
+        calls.append(gone.set())
+        return original(*arguments, **options)
+
+    monkeypatch.setattr("pipeline.playground.explorer.class_vectors", leave)
+    with pytest.raises(UserError, match="The client is gone"):
+        explorer.classify("gallery:0", [f"class {k}" for k in range(600)], ["the {c}"], gone=gone)
+    assert len(calls) == 1
 
 
 def test_galleries_are_read_from_folders_shards_and_text_files(tmp_path: Path) -> None:

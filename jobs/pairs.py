@@ -14,6 +14,8 @@ from pipeline.cores import usable_cores
 
 FROM_SCRATCH = 100_000
 """Pairs from which on training from scratch is suggested: a rule of thumb, see docs/own-data.md."""
+LEAST_STEPS = 200
+"""Steps of a fine-tune on few pairs: fewer teach nothing at its learning rate."""
 RECIPES_BATCH = 256
 """`batch_size` of the recipes `own` and `finetune`."""
 
@@ -112,9 +114,7 @@ def command(
         click.echo(f"Samples with several captions: {outcome.several_captions:,}; one of them is drawn each time.")
     recipe = "own" if manifest.n >= FROM_SCRATCH else "finetune"
     source = shlex.quote(f"data.sources={output}")
-    click.echo(
-        f"Train with: neuclip train --recipe {recipe} {source}{field}{_small_batch(manifest.n)} output=runs/mine"
-    )
+    click.echo(f"Train with: neuclip train --recipe {recipe} {source}{field}{small_batch(manifest.n)} output=runs/mine")
     if recipe == "finetune":
         click.echo(
             f"It starts from a published model. Fewer than {FROM_SCRATCH:,} pairs teach little from scratch, which is "
@@ -122,10 +122,14 @@ def command(
         )
 
 
-def _small_batch(samples: int) -> str:
-    """Settings for a set of which the recipes' batches would leave much out of every epoch, or which fills none."""
+def small_batch(samples: int) -> str:
+    """Settings for a set of which the recipes' batches would leave much out of every epoch, or which fills none; with
+    as many epochs as make `LEAST_STEPS`."""
     batch = max(2, 2 ** ((samples // 6).bit_length() - 1))
-    return "" if batch >= RECIPES_BATCH else f" batch_size={batch} data.streams={max(1, batch // 4)}"
+    if batch >= RECIPES_BATCH:
+        return ""
+    epochs = -(-LEAST_STEPS // max(1, samples // batch))
+    return f" batch_size={batch} data.streams={max(1, batch // 4)} epochs={epochs}"
 
 
 @contextmanager

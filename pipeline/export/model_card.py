@@ -125,8 +125,8 @@ model, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{FOLDER
 tokenizer = open_clip.get_tokenizer(f"local-dir:{FOLDER}")
 model.eval()
 picture = Image.new("RGBA", (640, 480), "red")  # yours: Image.open(...).convert("RGBA")
-white = Image.new("RGBA", picture.size, "white")  # training puts transparent pictures on white, open_clip does not
-image = preprocess(Image.alpha_composite(white, picture).convert("RGB")).unsqueeze(0)
+picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture).convert("RGB")  # as in training
+image = preprocess(picture).unsqueeze(0)
 classes = ["red", "green", "blue"]
 with torch.no_grad():
     logits, _ = model.get_logits(image, tokenizer([f"a photo of something {name}" for name in classes]))
@@ -141,7 +141,8 @@ from transformers import CLIPImageProcessor, CLIPModel, CLIPTokenizer
 FOLDER = "."  # this folder, or a hub repository: "OWNER/NAME"
 model = CLIPModel.from_pretrained(FOLDER).eval()
 tokenizer, processor = CLIPTokenizer.from_pretrained(FOLDER), CLIPImageProcessor.from_pretrained(FOLDER)
-image = Image.new("RGB", (640, 480), "red")  # yours: Image.open(...)
+image = Image.new("RGBA", (640, 480), "red")  # yours: Image.open(...).convert("RGBA")
+image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")  # as in training
 classes = ["red", "green", "blue"]
 prompts = [f"a photo of something {name}" for name in classes]
 texts = tokenizer(prompts, padding=True, truncation=True, return_tensors="pt")
@@ -158,7 +159,8 @@ from transformers import AutoModel, AutoTokenizer, SiglipImageProcessor
 FOLDER = "."  # this folder, or a hub repository: "OWNER/NAME"
 model = AutoModel.from_pretrained(FOLDER).eval()
 tokenizer, processor = AutoTokenizer.from_pretrained(FOLDER), SiglipImageProcessor.from_pretrained(FOLDER)
-image = Image.new("RGB", (640, 480), "red")  # yours: Image.open(...)
+image = Image.new("RGBA", (640, 480), "red")  # yours: Image.open(...).convert("RGBA")
+image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")  # as in training
 classes = ["red", "green", "blue"]
 prompts = [f"a photo of something {name}" for name in classes]  # lower case, no punctuation, as in training
 texts = tokenizer(prompts, padding="max_length", truncation=True, return_tensors="pt")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 from pathlib import Path
 from typing import Any
 
@@ -143,24 +142,22 @@ def in_card(line: str) -> str:
 @pytest.mark.filterwarnings("ignore:Palette images with Transparency")
 @pytest.mark.parametrize("name", [name for name in IMAGES if name != "16 bits"])
 def test_what_model_cards_advise_gives_the_pixels_of_training(name: str) -> None:
-    """Without it, open_clip resizes a palette's numbers, and transformers puts transparent pictures on white."""
+    """Without it, open_clip resizes a palette's numbers and drops transparency."""
     transformers = pytest.importorskip("transformers")
-    in_card('Image.open(...).convert("RGB")')
+    in_card('Image.open(...).convert("RGBA")')
     preprocess = image_transform_v2(PreprocessCfg(size=(32, 32)), is_train=False)
     processor = transformers.CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
     scale = 255 * torch.tensor(STD)[:, None, None]
-    right = preprocess(Image.fromarray(expected(name)))
+    right = preprocess(rgb_image(IMAGES[name]))
 
     def error(tensor: Any) -> float:
         return float(((torch.as_tensor(np.asarray(tensor)) - right) * scale).abs().max())
 
-    image = Image.open(io.BytesIO(IMAGES[name])).convert("RGB")
+    image = Image.open(io.BytesIO(IMAGES[name])).convert("RGBA")
+    image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
     assert error(preprocess(image)) == 0
-    image.info.clear()
-    assert len(re.findall(r"^image\.info\.clear\(\)", Path(model_card.__file__).read_text(), re.MULTILINE)) == 2
     assert error(processor(image, return_tensors="pt")["pixel_values"][0]) < 3.5, "another resize, of 255"
     if "palette" in name:
         assert error(preprocess(Image.open(io.BytesIO(IMAGES[name])))) > 30
     if name == "RGBA":
-        raw = Image.open(io.BytesIO(IMAGES[name]))
-        assert error(processor(raw, return_tensors="pt")["pixel_values"][0]) > 30
+        assert error(preprocess(Image.open(io.BytesIO(IMAGES[name])))) > 30

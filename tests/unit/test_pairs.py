@@ -231,10 +231,12 @@ def test_printed_commands_work_for_a_folder_with_a_space(table: Path, tmp_path: 
     assert f"`neuclip pairs '{loose}' OUTPUT`" in advice(loose)
 
 
-@pytest.mark.parametrize(("samples", "batch", "streams"), [(1, 2, 1), (80, 8, 2), (500, 64, 16), (1_535, 128, 32)])
-def test_the_suggested_batch_fits_into_an_epoch(samples: int, batch: int, streams: int) -> None:
-    assert pairs._small_batch(samples) == f" batch_size={batch} data.streams={streams}"
-    assert pairs._small_batch(6 * pairs.RECIPES_BATCH) == ""
+@pytest.mark.parametrize(
+    ("samples", "batch", "streams", "epochs"), [(1, 2, 1, 200), (80, 8, 2, 20), (500, 64, 16, 29), (1_535, 128, 32, 19)]
+)
+def test_the_suggested_batch_fits_into_an_epoch(samples: int, batch: int, streams: int, epochs: int) -> None:
+    assert pairs.small_batch(samples) == f" batch_size={batch} data.streams={streams} epochs={epochs}"
+    assert pairs.small_batch(6 * pairs.RECIPES_BATCH) == ""
     recipes = [read_recipe(TRAINING / f"{name}.yaml") for name in ("own", "finetune")]
     assert [recipe["batch_size"] for recipe in recipes] == [pairs.RECIPES_BATCH] * 2
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint.mirror import fetch_newest
+from pipeline.checkpoint.mirror import Mirror, fetch_newest, refuse_taken
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.checkpoint.writer import CheckpointWriter
 from pipeline.distributed.world import World
@@ -26,12 +26,22 @@ def write(run: Path, url: str, towers: Towers, steps: list[int], **settings: Any
     for step in steps:
         writer.save(snapshot(towers, step))
         writer.finish()
-    writer.close()
     return events
 
 
 def fetched(run: Path, url: str) -> tuple[Checkpoint, list[str]]:
     """Return the checkpoint that a run resumes from after asking its mirror, and the messages."""
-    notes: list[str] = []
-    fetch_newest(run, url, world=World(), on_event=notes.append)
+    notes = fetch(run, url)
     return latest(run, on_event=notes.append), notes
+
+
+def fetch(run: Path, url: str) -> list[str]:
+    """Ask the mirror as a run that continues does, and return the messages."""
+    notes: list[str] = []
+    fetch_newest(Mirror(url, run), world=World(), on_event=notes.append, minutes=1)
+    return notes
+
+
+def begin(run: Path, url: str, *, resume: str | None = None, step: int = -1) -> None:
+    """Ask the mirror as a new run does, or one that continues a checkpoint of another folder."""
+    refuse_taken(Mirror(url, run), resume=resume, step=step, world=World(), minutes=1)

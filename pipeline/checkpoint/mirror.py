@@ -1,122 +1,243 @@
-"""A copy of a run's checkpoints in an object store, for machines that are taken away with their disks.
+"""A copy of a run's finished checkpoints in any storage that fsspec supports, for machines that lose their disks.
 
-Finished checkpoints are uploaded in the background; a run on a fresh machine downloads the newest one.
+They are uploaded in the background to URL/NAME-OF-RUN/checkpoints/; a run on a fresh machine downloads the newest one.
+`checkpoint.json`, which makes a folder a checkpoint and has the run's id, is uploaded after the files that it lists.
 """
 
 from __future__ import annotations
 
-import os
-import socket
-import sys
+import hashlib
+import shutil
 import threading
-import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from pipeline.checkpoint.layout import BEST_NAME, LATEST_NAME, best_checkpoint, id_in, is_foreign, run_id_of
-from pipeline.checkpoint.mirror_store import ADVICE, MirrorStore, Owner, check_recipe
+from pipeline.checkpoint.layout import (
+    BEST_NAME,
+    LATEST_NAME,
+    best_checkpoint,
+    id_in,
+    is_foreign,
+    publish,
+    run_id_of,
+    wrong_meta,
+)
 from pipeline.checkpoint.reader import damage, taken_by
-from pipeline.config import Tree
 from pipeline.distributed.peers import work_on_main
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.files import write_text
-from pipeline.run_files import FOLDER_NAME, finished_checkpoints, is_name, step_of
+from pipeline.files import flush, plain_name, write_json, write_text
+from pipeline.run_files import (
+    FOLDER_NAME,
+    META_NAME,
+    PREFIX,
+    finished_checkpoints,
+    is_name,
+    parse_meta,
+    read_meta,
+    step_of,
+    valid_run_id,
+)
 
-ATTEMPTS, PAUSE_SECONDS = 3, 5.0
-ANSWER_SECONDS, NOTE_SECONDS = 120.0, 10.0
-"""How long a start waits for the mirror to take and return a small file, and when it says so."""
-BEAT_SECONDS, WATCH_SECONDS = 20.0, 50.0
-"""How often a process that uploads says that it lives, and how long a fresh machine waits for it to say so."""
+ANSWER_SECONDS = 60.0
+"""How long a start waits for the mirror to take and return a small file: clients try again for many minutes."""
+WITHOUT_FOLDERS = frozenset({"abfs", "abfss", "adl", "az", "gcs", "gs", "oci", "oss", "s3", "s3a"})
+"""Protocols of object stores. Asked for a folder, their clients would create a bucket whose name is misspelt."""
 
 
 class Mirror:
+    """The checkpoints of one run in URL/NAME-OF-RUN/checkpoints/. Methods raise what the client library raises.
+
+    `progress` is called now and then while a checkpoint is downloaded.
+
+    Raises:
+        UserError: The storage or its package does not exist, it is the run's own folder, or its name is a pattern or
+            no URL.
+    """
+
+    def __init__(self, url: str, run: Path, *, progress: Callable[[], None] = lambda: None) -> None:
+        import fsspec
+        from fsspec.implementations.dirfs import DirFileSystem
+        from fsspec.implementations.local import LocalFileSystem
+
+        name, place = plain_name(run.resolve().name, what="The run's folder"), url.rstrip("/") or "/"
+        self.run = run
+        self.url, problem = f"{place.rstrip('/')}/{name}/{FOLDER_NAME}", ""
+        try:
+            storage, root = fsspec.core.url_to_fs(place)
+        except (ImportError, ValueError) as error:
+            raise UserError(
+                f"checkpoint.mirror = {url!r} cannot be used ({error}). For s3://, pip install 'neuclip[s3]'."
+            ) from error
+        if any(sign in self.url for sign in "*?["):
+            problem = "has one of *, ? and [, with which clients match other folders, too: rename the mirror or the run"
+        elif isinstance(storage, LocalFileSystem):
+            if ":" in place.partition("/")[0] and not place.startswith(("file:///", "local:///")):
+                problem = "is neither a URL, such as s3://BUCKET/FOLDER, nor a folder; a folder with a colon is ./NAME"
+            elif Path(root, name).resolve() == run.resolve():
+                problem = f"would be the run's own folder, {run}: name a folder on another disk"
+        if problem:
+            raise UserError(f"checkpoint.mirror = {self.url} {problem}.")
+        self._files = DirFileSystem(f"{root.rstrip('/')}/{name}/{FOLDER_NAME}", storage)
+        self._has_folders = WITHOUT_FOLDERS.isdisjoint(fsspec.utils.get_protocol(place).split("::"))
+        self._downloaded = fsspec.Callback(hooks={"progress": lambda *_, **__: progress()})
+
+    def check(self) -> None:
+        """Write a small file, read it and remove it.
+
+        Raises:
+            TimeoutError: There is no answer.
+        """
+        answer: Future[None] = Future()
+
+        def ask() -> None:
+            try:
+                self._make_folder("")
+                name = f"write-test-{uuid.uuid4().hex}"
+                self._files.pipe_file(name, name.encode())
+                if self._files.cat_file(name) != name.encode():
+                    raise OSError("what answers there is no storage: it returned other bytes than were written")
+                self._files.rm_file(name)
+                answer.set_result(None)
+            except Exception as error:  # of any client library
+                answer.set_exception(error)
+
+        threading.Thread(target=ask, name="mirror-check", daemon=True).start()
+        answer.result(ANSWER_SECONDS)
+
+    def names(self, *, finished: bool = True) -> list[str]:
+        """The checkpoints, oldest first; `finished=False`: also those whose upload was interrupted."""
+        self._files.invalidate_cache()
+        with suppress(FileNotFoundError):
+            paths = self._files.glob(f"{PREFIX}*/{META_NAME}" if finished else f"{PREFIX}*")
+            return sorted(filter(is_name, (str(path).partition("/")[0] for path in paths)))
+        return []
+
+    def read(self, file: str) -> str:
+        """A small file's contents; empty if there is none."""
+        self._files.invalidate_cache()
+        with suppress(FileNotFoundError):
+            return bytes(self._files.cat_file(file)).decode(errors="replace").strip()
+        return ""
+
+    def meta(self, name: str) -> dict[str, Any]:
+        """The contents of a checkpoint's `checkpoint.json`; empty if they cannot be read."""
+        with suppress(ValueError):
+            return parse_meta(self.read(f"{name}/{META_NAME}"))
+        return {}
+
+    def belongs_to(self, *, other_than: str = "") -> str:
+        """The id of the run that wrote the newest checkpoint which is not `other_than`'s; empty: there is none."""
+        ids = (valid_run_id(self.meta(name).get("run_id")) for name in reversed(self.names()))
+        return next((run_id for run_id in ids if is_foreign(run_id, other_than)), "")
+
+    def upload(self, path: Path) -> None:
+        """Copy a finished checkpoint; files of an interrupted upload are kept.
+
+        Raises:
+            OSError: A file arrived with other contents.
+        """
+        name, files = path.name, read_meta(path)["files"]
+        if self.meta(name).get("files", files) != files:
+            self._files.rm_file(f"{name}/{META_NAME}")  # while its files are replaced, it is no checkpoint
+        for file, entry in files.items():
+            if self._sha256(f"{name}/{file}") != entry["sha256"]:
+                self._make_folder(f"{name}/{file}".rpartition("/")[0])
+                self._files.put_file(str(path / file), f"{name}/{file}")
+                if self._sha256(f"{name}/{file}") != entry["sha256"]:
+                    raise OSError(f"{file} arrived with other contents")
+        self._files.pipe_file(f"{name}/{META_NAME}", (path / META_NAME).read_bytes())
+        self.point(LATEST_NAME, name)
+
+    def point(self, file: str, name: str) -> None:
+        """Write the name of a checkpoint into `latest` or `best`."""
+        self._files.pipe_file(file, f"{name}\n".encode())
+
+    def remove(self, name: str) -> None:
+        """Remove a checkpoint, `checkpoint.json` first, so that no part of it looks complete."""
+        self._files.invalidate_cache()
+        for path in (f"{name}/{META_NAME}", name):
+            if self._files.exists(path):
+                self._files.rm(path, recursive=True)
+
+    def download(self, name: str, folder: Path, on_event: Callable[[str], None]) -> str:
+        """Copy a checkpoint to `folder`/`name`, and return what is wrong with it, or an empty string."""
+        temporary, meta = folder / f".{name}", self.meta(name)
+        if wrong := wrong_meta(meta, name):
+            return wrong
+        shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            for file in meta["files"]:
+                (temporary / file).parent.mkdir(parents=True, exist_ok=True)
+                self._files.get_file(f"{name}/{file}", str(temporary / file), callback=self._downloaded)
+                flush(temporary / file)
+                self._downloaded.call()
+            write_json(temporary / META_NAME, meta, durable=True)
+            if not (problem := damage(temporary)):
+                publish(temporary, folder / name, valid_run_id(meta.get("run_id")), on_event)
+                flush(folder)
+            return problem or ""
+        except (OSError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    def _make_folder(self, path: str) -> None:
+        if self._has_folders:
+            self._files.makedirs(path, exist_ok=True)
+
+    def _sha256(self, path: str) -> str:
+        self._files.invalidate_cache()
+        with suppress(FileNotFoundError), self._files.open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        return ""
+
+
+class Uploads:
     """Uploads the newest finished checkpoint in the background, one at a time. Rank 0 only.
 
-    If checkpoints are finished faster than they are uploaded, those in between are skipped. While it is open, it owns
-    the run's folder in the mirror: it says so there every few seconds, and stops when another process says so.
-
-    Checkpoints that `outdated` returns (`layout.outdated` with the run's settings) are removed, except the best one and
-    `resumed_from`, which the run continues. `on_event` is called with a message for every upload.
+    If checkpoints are finished faster than they are uploaded, those in between are skipped. Checkpoints that `outdated`
+    returns (`layout.outdated` with the run's settings) are removed, except the best one and `resumed_from`, which the
+    run continues. `on_event` is called with a message for every upload.
     """
 
     def __init__(
         self,
-        store: MirrorStore,
+        mirror: Mirror,
         *,
         outdated: Callable[..., list[str]],
         run_id: str,
         resumed_from: str,
         on_event: Callable[[str], None],
     ) -> None:
-        self._store, self._outdated, self._on_event = store, outdated, on_event
+        self._mirror, self._outdated, self._on_event = mirror, outdated, on_event
         self._run_id, self._resumed_from = run_id, resumed_from
         self._changed = threading.Condition()
-        self._next: Path | None = None
-        self._current: Path | None = None
-        self._thread: threading.Thread | None = None
-        self._uploads = self._failures = 0
-        self._verified: set[str] = set()
-        self._holder = f"{socket.gethostname()}, process {os.getpid()}, {uuid.uuid4().hex[:8]}"
-        self._closed, self._owning, self._beats = threading.Event(), threading.Lock(), 0
-        self._claimed = self._taken = False
-        self._owner_thread = threading.Thread(target=self._beat, name="mirror-owner", daemon=True)
-        self._owner_thread.start()
+        self._waiting: list[Path] = []
+        """The checkpoint that is uploaded, and the next one."""
+        self._count = self._failures = 0
 
     @property
     def busy(self) -> set[Path]:
         """Checkpoints that must not be deleted now."""
         with self._changed:
-            return {path for path in (self._next, self._current) if path is not None}
-
-    def close(self, *, seconds: float = 2 * PAUSE_SECONDS) -> None:
-        """Let other processes write to the mirror; if its server hangs, wait so long."""
-        self._closed.set()
-        self._owner_thread.join(timeout=seconds)
-
-    def _beat(self) -> None:
-        """Own the mirror until `close`, or until another process does."""
-        pause = 0.0
-        while not self._closed.wait(pause):
-            pause = BEAT_SECONDS
-            with suppress(Exception):  # of any client library; uploads report that the mirror is away
-                if not self._own():
-                    return
-        with suppress(Exception):
-            self._own(Owner(self._run_id, "", ""))
-
-    def _own(self, owner: Owner | None = None) -> bool:
-        """Say that this process owns the mirror. Returns whether it does: once it has said so, another one may."""
-        with self._owning:
-            found = self._store.owner() if self._claimed else None
-            if found is not None and (found.run_id != self._run_id or found.holder not in ("", self._holder)):
-                if not self._taken:
-                    self._on_event(
-                        f"WARNING: another process has taken over the mirror {self._store.url} ({found.holder}, run "
-                        f"{found.run_id}; this is run {self._run_id}): this one copies nothing more there. Stop one "
-                        "of the two, or continue this one with another checkpoint.mirror."
-                    )
-                self._taken = True
-            if not self._taken:
-                self._beats += 1
-                self._store.claim(owner or Owner(self._run_id, self._holder, str(self._beats)))
-                self._claimed = True
-            return not self._taken
+            return set(self._waiting)
 
     def offer(self, path: Path) -> None:
         """Upload a finished checkpoint as soon as the current upload ends."""
         with self._changed:
-            self._next = path
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
-                self._thread.start()
+            self._waiting[1:] = [path]
+            if self._waiting == [path]:
+                threading.Thread(target=self._work, name="mirror", daemon=True).start()
 
     def wait(self, seconds: float) -> bool:
         """Wait until everything is uploaded or given up, and return whether that was in time."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._thread is None, timeout=seconds)
+            return self._changed.wait_for(lambda: not self._waiting, timeout=seconds)
 
     def abandon_after(self, step: int, *, seconds: float) -> None:
         """Remove checkpoints of steps after `step`, to which the run has rolled back.
@@ -126,226 +247,128 @@ class Mirror:
         try:
             if not self.wait(seconds):
                 raise TimeoutError(f"an upload has taken more than {seconds:.0f} s")
-            names = self._own_names() if self._own() else []
+            if other := self._mirror.belongs_to(other_than=self._run_id):
+                raise OSError(f"it belongs to run {other}")
+            names = self._mirror.names()
             for name in names:
                 if step_of(Path(name)) > step:
-                    self._store.remove(name)
-            older = [name for name in names if step_of(Path(name)) <= step]
-            if older:
-                self._store.point(LATEST_NAME, older[-1])
+                    self._mirror.remove(name)
+            if older := [name for name in names if step_of(Path(name)) <= step]:
+                self._mirror.point(LATEST_NAME, older[-1])
         except Exception as error:  # of any client library
             self._on_event(
-                f"The mirror {self._store.url} could not be rolled back ({error}): remove later steps there."
+                f"The mirror {self._mirror.url} could not be rolled back ({error}): remove later steps there."
             )
 
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._current, self._next = self._next, None
-                if self._current is None:
-                    self._thread = None
-                    self._changed.notify_all()
+                path = self._waiting[0]
+            self._on_event(self._upload(path))
+            with self._changed:
+                del self._waiting[0]
+                self._changed.notify_all()
+                if not self._waiting:
                     return
-            self._upload(self._current)
 
-    def _upload(self, path: Path) -> None:
-        self._uploads += 1
-        for attempt in range(ATTEMPTS):
-            try:
-                start = time.monotonic()
-                if not self._own():
-                    return
-                if is_foreign(other := self._store.run_id(path.name), self._run_id):
-                    problem = f"run {other} has one of this name there: move or remove it"
-                    break
-                self._store.upload(path)
-                self._verified.add(path.name)
-                if best_checkpoint(path.parents[1]) == path:
-                    self._store.point(BEST_NAME, path.name)
-                held = {self._resumed_from, self._store.read(BEST_NAME)}
-                for name in self._outdated(self._own_names(), written=path.name, is_good=self._is_good, held=held):
-                    self._store.remove(name)
-                self._on_event(f"Checkpoint {path.name} is in the mirror ({time.monotonic() - start:.0f} s).")
-                return
-            except Exception as error:  # the run continues: a network that fails must not end a week of training
-                problem = f"{type(error).__name__}: {error}"
-                time.sleep(PAUSE_SECONDS * (attempt + 1 < ATTEMPTS))
-        self._failures += 1
-        self._on_event(
-            f"Checkpoint {path.name} is NOT in the mirror {self._store.url} ({problem}). {self._failures} of "
-            f"{self._uploads} uploads have failed since the start. Training continues."
-        )
-
-    def _own_names(self) -> list[str]:
-        """This run's checkpoints in the mirror, oldest first."""
-        return [name for name in self._store.names() if self._store.run_id(name) in ("", self._run_id)]
+    def _upload(self, path: Path) -> str:
+        """Upload a checkpoint and remove older ones. Returns what to report: a failure must not end the training."""
+        self._count += 1
+        try:
+            if other := self._mirror.belongs_to(other_than=self._run_id):
+                raise OSError(f"it belongs to run {other}, and this is run {self._run_id}: choose another mirror")
+            self._mirror.upload(path)
+            if best_checkpoint(path.parents[1]) == path:
+                self._mirror.point(BEST_NAME, path.name)
+            held, names = {self._resumed_from, self._mirror.read(BEST_NAME)}, self._mirror.names()
+            left = {name for name in self._mirror.names(finished=False) if name < path.name} - set(names)
+            for name in {*left, *self._outdated(names, written=path.name, is_good=self._is_good, held=held)}:
+                self._mirror.remove(name)
+        except Exception as error:  # of any client library, which has tried again
+            self._failures += 1
+            return (
+                f"Checkpoint {path.name} is NOT in the mirror {self._mirror.url} ({type(error).__name__}: {error}). "
+                f"{self._failures} of {self._count} uploads have failed since the start. Training continues."
+            )
+        return f"Checkpoint {path.name} is in the mirror."
 
     def _is_good(self, name: str) -> bool:
-        """Whether a checkpoint in the mirror is complete; its contents were compared when it was uploaded."""
-        if name not in self._verified and not self._store.problem(name):
-            self._verified.add(name)
-        return name in self._verified
+        return not wrong_meta(self._mirror.meta(name), name)
 
 
-def refuse_taken(run: Path, url: str, *, resume: str | None, step: int, world: World, minutes: float = 30.0) -> None:
-    """Refuse to start at a step if the mirror has later ones: of this run, or of another one whose folder has its name.
-
-    Otherwise they would stay the newest ones there, and a fresh machine would continue from them. Collective.
+def refuse_taken(mirror: Mirror, *, resume: str | None, step: int, world: World, minutes: float) -> None:
+    """Refuse to start at a step if the mirror is another run's, or has later steps, which would stay the newest there.
 
     Args:
-        run: The run's folder.
-        url: The setting `checkpoint.mirror`.
+        mirror: The run's.
         resume: What the run continues from; None: it is new.
         step: The step at which it starts; -1: it is new.
-        world: The ranks.
+        world: The ranks; collective.
         minutes: As for `work_on_main`.
 
     Raises:
-        UserError: It has, or it cannot be written and read. On every rank.
+        UserError: It is, it has, or it cannot be written and read. On every rank.
     """
 
-    def check() -> str:
-        store = MirrorStore(url, run)
-        check_in_time(store)
-        later = [name for name in store.names() if step_of(Path(name)) > step]
-        problem = _of_another_run(store, run, resume=resume)
-        return taken_by(f"The mirror {store.url}", later, resume) if later and not (problem and resume) else problem
+    def work() -> str:
+        later = [name for name in mirror.names() if step_of(Path(name)) > step]
+        foreign = _foreign(mirror, run_id_of(mirror.run)) if resume else ""
+        return foreign or (taken_by(f"The mirror {mirror.url}", later, resume) if later else "")
 
-    _ask(url, check, world=world, minutes=minutes)
+    _on_main(work, mirror, world=world, minutes=minutes)
 
 
-def check_in_time(store: MirrorStore) -> None:
-    """`MirrorStore.check` in bounded time: clients try again for many minutes when a server takes requests and hangs.
+def fetch_newest(mirror: Mirror, *, world: World, on_event: Callable[[str], None], minutes: float) -> None:
+    """Download the mirror's newest intact checkpoint and its best one, unless the run's folder has one that is as new.
 
-    Raises:
-        TimeoutError: The mirror has not answered.
-        Exception: As for `MirrorStore.check`.
-    """
-    errors: list[Exception] = []
-
-    def ask() -> None:
-        try:
-            store.check()
-        except Exception as error:  # of any client library
-            errors.append(error)
-
-    thread = threading.Thread(target=ask, name="mirror-check", daemon=True)
-    thread.start()
-    thread.join(NOTE_SECONDS)
-    if thread.is_alive():
-        left = ANSWER_SECONDS - NOTE_SECONDS
-        print(f"Waiting up to {left:.0f} s for checkpoint.mirror {store.url} to answer.", file=sys.stderr, flush=True)
-        thread.join(left)
-    if thread.is_alive():
-        raise TimeoutError(f"it has not answered for {ANSWER_SECONDS:.0f} s")
-    for error in errors:
-        raise error
-
-
-def _of_another_run(store: MirrorStore, run: Path, *, resume: str | None) -> str:
-    """Why a run cannot use a mirror that belongs to another run, or to another machine on which this one runs now.
-
-    A machine whose folder has no run yet may continue with `--resume latest` the one of a machine that is gone.
-    """
-    owner, names, ours = store.owner(), store.names(), run_id_of(run)
-    ids = [owner.run_id] if owner else [store.run_id(name) for name in reversed(names)]
-    theirs = next(filter(None, ids), "")
-    if not theirs or theirs == ours:
-        return ""
-    which = f"The mirror {store.url} belongs to run {theirs}"
-    if names and (ours or resume != "latest"):
-        new = "a new one; --resume latest continues that run"
-        return f"{which}, and {run} is {f'run {ours}' if ours else new}. {ADVICE}"
-    if owner and owner.holder and _lives(store, owner):
-        return f"{which}, which is being trained now ({owner.holder}). Stop it first. {ADVICE}"
-    return ""
-
-
-def _lives(store: MirrorStore, owner: Owner) -> bool:
-    """Whether the process that owns the mirror still says that it lives."""
-    print(f"Waiting {WATCH_SECONDS:.0f} s to see whether {owner.holder} still writes to {store.url}.", file=sys.stderr)
-    deadline = time.monotonic() + WATCH_SECONDS
-    while time.monotonic() < deadline:
-        time.sleep(min(1.0, BEAT_SECONDS))
-        if (now := store.owner()) != owner:
-            return now is None or bool(now.holder)  # None: it is being written
-    return False
-
-
-def _ask(url: str, work: Callable[[], str], *, world: World, minutes: float) -> None:
-    """Do on rank 0 what returns why the run cannot use a mirror, and raise that on every rank. Collective."""
-
-    def problem() -> str:
-        try:
-            return work()
-        except UserError as error:
-            return str(error)
-        except Exception as error:  # of any client library
-            return (
-                f"checkpoint.mirror = {url!r} cannot be used ({type(error).__name__}: {error}): check the address, the "
-                "credentials and the right to write, or start with checkpoint.mirror=null."
-            )
-
-    world.raise_together(work_on_main(problem, world=world, minutes=minutes) or "")
-
-
-def fetch_newest(
-    run: Path,
-    url: str,
-    *,
-    world: World,
-    on_event: Callable[[str], None],
-    settings: Tree | None = None,
-    minutes: float = 30.0,
-) -> None:
-    """Download the mirror's newest intact checkpoint of this run, and its best one.
-
-    Not if the run's folder has an intact one that is as new. Collective; rank 0 downloads.
-
-    Args:
-        run: The run's folder.
-        url: The setting `checkpoint.mirror`.
-        world: The ranks.
-        on_event: Called with a message for every checkpoint that is downloaded or skipped.
-        settings: This run's. If its folder is empty, a checkpoint of a run with another recipe is refused.
-        minutes: As for `work_on_main`.
+    A folder without a run continues the mirror's. `on_event` is called with a message for every checkpoint that is
+    downloaded or skipped. Collective; rank 0 downloads. `minutes`: as for `work_on_main`.
 
     Raises:
         UserError: The mirror cannot be written and read, or belongs to another run. On every rank.
     """
-    store = MirrorStore(url, run, progress=world.progress)
-    _ask(url, lambda: _fetch(run, store, on_event, settings or {}), world=world, minutes=minutes)
 
-
-def _fetch(run: Path, store: MirrorStore, on_event: Callable[[str], None], settings: Tree) -> str:
-    folder = run / FOLDER_NAME
-    check_in_time(store)
-    if problem := _of_another_run(store, run, resume="latest"):
-        return problem
-    if not (names := store.names()):
+    def work() -> str:
+        run_id = run_id_of(mirror.run) or mirror.belongs_to()
+        own = (path for path in reversed(finished_checkpoints(mirror.run)) if not is_foreign(id_in(path), run_id))
+        folder, here = mirror.run / FOLDER_NAME, next((step_of(path) for path in own if not damage(path)), -1)
+        if foreign := _foreign(mirror, run_id):
+            return foreign
+        for name in reversed([name for name in mirror.names() if step_of(Path(name)) > here]):
+            if problem := mirror.download(name, folder, on_event):
+                on_event(f"Checkpoint {name} of the mirror is damaged and was skipped: {problem}")
+                continue
+            write_text(folder / LATEST_NAME, f"{name}\n", durable=True)
+            on_event(f"Checkpoint {name} was downloaded from the mirror {mirror.url}.")
+            best = mirror.read(BEST_NAME)
+            if best == name or (is_name(best) and not mirror.download(best, folder, on_event)):
+                write_text(folder / BEST_NAME, f"{best}\n", durable=True)
+            break
         return ""
-    owner = store.owner()
-    run_id = run_id_of(run) or (owner.run_id if owner else "")
 
-    def is_ours(found: str | None) -> bool:
-        return not (run_id and is_foreign(found, run_id))
+    _on_main(work, mirror, world=world, minutes=minutes)
 
-    intact = (path for path in reversed(finished_checkpoints(run)) if is_ours(id_in(path)) and not damage(path))
-    here = next(map(step_of, intact), -1)
-    for name in reversed([name for name in names if step_of(Path(name)) > here]):
-        if not run_id_of(run):
-            check_recipe(store, name, settings)
-        if not is_ours(other := store.run_id(name)):
-            on_event(f"Checkpoint {name} of the mirror was written by another run ({other}) and was skipped.")
-            continue
-        if problem := store.download(name, folder, on_event):
-            on_event(f"Checkpoint {name} of the mirror is damaged and was skipped: {problem}")
-            continue
-        write_text(folder / LATEST_NAME, f"{name}\n", durable=True)
-        on_event(f"Checkpoint {name} was downloaded from the mirror {store.url}.")
-        best = store.read(BEST_NAME)
-        ours = is_name(best) and is_ours(store.run_id(best))
-        if best == name or (ours and not store.download(best, folder, on_event)):
-            write_text(folder / BEST_NAME, f"{best}\n", durable=True)
-        break
-    return ""
+
+def _foreign(mirror: Mirror, run_id: str) -> str:
+    """Why the run `run_id` cannot use a mirror that belongs to another one; empty if there is no other."""
+    which = f"is run {run_id}" if run_id else "is a new one; --resume latest continues that run"
+    advice = "Choose another name for the folder `output`, or another checkpoint.mirror."
+    other = mirror.belongs_to(other_than=run_id)
+    return f"The mirror {mirror.url} belongs to run {other}, and {mirror.run} {which}. {advice}" if other else ""
+
+
+def _on_main(work: Callable[[], str], mirror: Mirror, *, world: World, minutes: float) -> None:
+    """Do on rank 0 what returns why the run cannot use its mirror, and raise that on every rank. Collective."""
+
+    def problem() -> str:
+        try:
+            mirror.check()
+            return work()
+        except Exception as error:  # of any client library
+            said = str(error) or f"it has not answered for {ANSWER_SECONDS:.0f} s"
+            return (
+                f"checkpoint.mirror {mirror.url} cannot be used ({type(error).__name__}: {said}): check the address, "
+                "the credentials and the right to write, or start with checkpoint.mirror=null."
+            )
+
+    world.raise_together(work_on_main(problem, world=world, minutes=minutes) or "")

@@ -37,8 +37,7 @@ from pipeline.checkpoint.layout import (
     sweep,
     write_meta,
 )
-from pipeline.checkpoint.mirror import Mirror
-from pipeline.checkpoint.mirror_store import MirrorStore
+from pipeline.checkpoint.mirror import Mirror, Uploads
 from pipeline.checkpoint.reader import abandon_after, damage
 from pipeline.config import section
 from pipeline.distributed.world import WRITER, World
@@ -144,7 +143,7 @@ class CheckpointWriter:
         self._outdated = partial(outdated, keep_last=config.keep_last, keep_every=config.keep_every)
         self.run_id = (run_id_of(run) or new_run_id()) if world.is_main else ""
         """The run's id. Known on rank 0."""
-        self._mirror: Mirror | None = None
+        self._uploads: Uploads | None = None
         self._begun = self._gave_up = False  # the latter: `finish` has waited in vain for the mirror
 
     def at(self, run: Path) -> CheckpointWriter:
@@ -156,14 +155,14 @@ class CheckpointWriter:
         return other
 
     def begin(self) -> None:
-        """Record the run's id, and own its mirror. Before, nothing is written. Call it on rank 0; `save` does, too."""
+        """Record the run's id. Before, nothing is written. Call it on rank 0; `save` does, too."""
         if self._begun:
             return
         write_run_id(self.run, self.run_id)
         self._begun = True
-        if self._config.mirror and self._mirror is None:
-            self._mirror = Mirror(
-                MirrorStore(self._config.mirror, self.run),
+        if self._config.mirror and self._uploads is None:
+            self._uploads = Uploads(
+                Mirror(self._config.mirror, self.run),
                 outdated=self._outdated,
                 run_id=self.run_id,
                 resumed_from=self._resumed_from,
@@ -200,30 +199,22 @@ class CheckpointWriter:
     def finish(self) -> None:
         """Return when this rank is not writing, and the mirror has the last checkpoint, or has taken too long."""
         self.wait()
-        if self._mirror is not None and not self._gave_up and not self._mirror.wait(self._mirror_seconds):
+        if self._uploads is not None and not self._gave_up and not self._uploads.wait(self._mirror_seconds):
             self._gave_up = True
             self._on_event(
                 f"The upload of the last checkpoint was not finished in {self._config.mirror_minutes:g} minutes."
             )
 
-    def close(self) -> None:
-        """`finish`, and leave the mirror to other processes."""
-        self.finish()
-        if self._mirror is not None:
-            self._mirror.close()
-
     def give_up(self) -> None:
-        """Wait for nothing any more, neither now nor in `close`: the process ends."""
-        if self._mirror is not None:
-            self._mirror.close(seconds=0.0)
-        self._thread = self._mirror = None
+        """Wait for nothing any more, not in `finish` either: the process ends."""
+        self._thread = self._uploads = None
 
     def abandon_after(self, step: int) -> None:
         """Remove the checkpoints of later steps, to which the run has rolled back. Call it on rank 0."""
         self.begin()
         abandon_after(self.run, step)
-        if self._mirror is not None:
-            self._mirror.abandon_after(step, seconds=self._mirror_seconds)
+        if self._uploads is not None:
+            self._uploads.abandon_after(step, seconds=self._mirror_seconds)
 
     def _write(self, snapshot: Snapshot, temporary: Path, refused: OSError | None) -> None:
         try:
@@ -305,8 +296,8 @@ class CheckpointWriter:
         if snapshot.best:
             with self._reported(f"`{BEST_NAME}` does not name {final.name}"):
                 write_text(self.folder / BEST_NAME, final.name + "\n", durable=True)
-        if self._mirror is not None:
-            self._mirror.offer(final)
+        if self._uploads is not None:
+            self._uploads.offer(final)
         with self._reported("older checkpoints could not be removed"):
             flush(self.folder)
             self._prune(final, last_good=snapshot.last_good)
@@ -332,7 +323,7 @@ class CheckpointWriter:
         """Remove older checkpoints that the configuration does not keep, except those that a rollback may need."""
         best = best_checkpoint(self.run)
         paths = {path.name: path for path in finished_checkpoints(self.run) if id_in(path) in ("", self.run_id)}
-        uploading = self._mirror.busy if self._mirror is not None else set()
+        uploading = self._uploads.busy if self._uploads is not None else set()
         held = {self._resumed_from, best.name if best else "", *(path.name for path in uploading)}
         if last_good is not None:
             good = [name for name, path in paths.items() if step_of(path) <= last_good]

@@ -96,7 +96,7 @@ def setup(
         stack.callback(telemetry.close)
         trainer = build_trainer(state, architecture, telemetry=telemetry, end=stage.end, resumed=checkpoint)
         trainer.missed = missed
-        stack.callback(trainer.writer.close)
+        stack.callback(trainer.writer.finish)
         if checkpoint is None:
             start = describe_start(run, state.engine.module.logit)
             notes += [note for note in (start, *state.engine.module.notes) if note]

@@ -22,10 +22,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
-from pipeline.checkpoint.mirror import check_in_time, fetch_newest, refuse_taken
-from pipeline.checkpoint.mirror_store import MirrorStore
+from pipeline.checkpoint.mirror import Mirror, fetch_newest, refuse_taken
 from pipeline.checkpoint.reader import Checkpoint, agreed_checkpoint
-from pipeline.config import Tree, dump, flatten, to_tree
+from pipeline.config import Tree, dump, flatten
 from pipeline.data.loading.position import differences
 from pipeline.distributed.exit_record import FOLDER_NAME as HEARTBEATS
 from pipeline.distributed.exit_record import reserve_space, start_recording, stop_recording
@@ -208,30 +207,28 @@ def find_start(
         UserError: There is no such checkpoint, or the folder or the mirror has others that contradict it.
     """
     folder, fallback, minutes = Path(run.output), run.checkpoint.fallback, run.engine.timeout_minutes
-    if mirror:
-        MirrorStore(mirror, folder)  # the writer opens it on rank 0 only; here, all ranks raise
+    # The writer opens it on rank 0 only; here, all ranks raise what is wrong with its address.
+    copies = Mirror(mirror, folder, progress=world.progress) if mirror else None
     origin = origin_of_start(run, resume, new_batch_size=new_batch_size)
-    if origin is not None and _has_begun(folder, origin, world=world, mirror=mirror):
+    if origin is not None and _has_begun(folder, origin, world=world, copies=copies):
         on_event(f"This run was begun from {resume} and has checkpoints of its own: it continues from the newest.")
         resume = "latest"
-    if resume == "latest" and mirror:
-        fetch_newest(folder, mirror, world=world, on_event=on_event, settings=to_tree(run), minutes=minutes)
+    if resume == "latest" and copies:
+        fetch_newest(copies, world=world, on_event=on_event, minutes=minutes)
     checkpoint = agreed_checkpoint(folder, resume, world=world, on_event=on_event, fallback=fallback)
-    if checkpoint is None:
-        if resume == "latest":
-            places = [str(folder / FOLDER_NAME), *filter(None, (fallback, mirror))]
-            on_event(f"--resume latest found no checkpoint in {', '.join(places)}: the run starts anew.")
-        elif mirror:
-            refuse_taken(folder, mirror, resume=None, step=-1, world=world, minutes=minutes)
-        return None
-    started = in_new_steps(checkpoint, run, allowed=new_batch_size)
-    check_continuation(started, run)
-    if resume != "latest" and mirror:
-        refuse_taken(folder, mirror, resume=resume, step=started.step, world=world, minutes=minutes)
+    started = in_new_steps(checkpoint, run, allowed=new_batch_size) if checkpoint else None
+    if started is not None:
+        check_continuation(started, run)
+    elif resume == "latest":
+        places = [str(folder / FOLDER_NAME), *filter(None, (fallback, mirror))]
+        on_event(f"--resume latest found no checkpoint in {', '.join(places)}: the run starts anew.")
+    if resume != "latest" and copies:
+        step = started.step if started else -1
+        refuse_taken(copies, resume=resume, step=step, world=world, minutes=minutes)
     return started
 
 
-def _has_begun(folder: Path, origin: Origin, *, world: World, mirror: str | None) -> bool:
+def _has_begun(folder: Path, origin: Origin, *, world: World, copies: Mirror | None) -> bool:
     """Whether a fork has checkpoints of its own, also if its disk was lost and its mirror has them. Collective.
 
     Raises:
@@ -246,10 +243,10 @@ def _has_begun(folder: Path, origin: Origin, *, world: World, mirror: str | None
                 f"{folder} has checkpoints ({found[-1].name} and others) of a run that was not begun from "
                 f"{origin.checkpoint}{missing}: choose another output, or continue that run with --resume latest."
             )
-    elif world.is_main and mirror:
+    elif world.is_main and copies:
         with suppress(Exception):  # of any client library; whoever uses the mirror next reports it
-            check_in_time(store := MirrorStore(mirror, folder))
-            recorded = [json.dumps(store.meta(name).get("origin")) for name in store.names()[-1:]]
+            copies.check()
+            recorded = [json.dumps(copies.meta(name).get("origin")) for name in copies.names()[-1:]]
             begun = any(origin.is_of(parse_as(Origin, text)) for text in recorded)
     world.raise_together(problem)
     return bool(world.gather_objects(begun)[0])

@@ -9,7 +9,7 @@ import fsspec
 import pytest
 import torch
 
-from pipeline.checkpoint.mirror_store import MirrorStore
+from pipeline.checkpoint.mirror import Mirror
 from pipeline.distributed import peers
 from pipeline.distributed.peers import LostRank, work_on_main
 from pipeline.distributed.timing import Phases
@@ -57,8 +57,8 @@ def test_an_error_of_rank_0_ends_the_wait() -> None:
 
 def test_every_block_of_a_download_is_progress(tmp_path: Path) -> None:
     noted: list[float] = []
-    store = MirrorStore("memory://progress", tmp_path / "run", progress=lambda: noted.append(0.0))
+    mirror = Mirror("memory://progress", tmp_path / "run", progress=lambda: noted.append(0.0))
     files = fsspec.filesystem("memory")
     files.pipe_file("/progress/run/checkpoints/x", bytes(100))
-    store._files.get_file("/progress/run/checkpoints/x", str(tmp_path / "x"), callback=store._downloaded)
+    mirror._files.get_file("x", str(tmp_path / "x"), callback=mirror._downloaded)
     assert noted

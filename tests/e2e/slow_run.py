@@ -18,13 +18,13 @@ from typing import Any
 
 from jobs.cli import run
 from jobs.train import command
-from pipeline.checkpoint.mirror import Mirror
+from pipeline.checkpoint.mirror import Uploads
 from pipeline.engine.deepspeed_engine import DeepSpeedEngine
 from pipeline.model.evaluation_model import EvaluationModel
 
 if __name__ == "__main__":
     seconds, *arguments = sys.argv[1:]
-    step, offer = DeepSpeedEngine.step, Mirror.offer
+    step, offer = DeepSpeedEngine.step, Uploads.offer
 
     def slow_step(engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
         until = seconds.partition("until=")[2]
@@ -32,9 +32,9 @@ if __name__ == "__main__":
             time.sleep(0.25 if until else float(seconds))
         return step(engine, *args, **kwargs)
 
-    def offer_and_wait(mirror: Mirror, path: Path) -> None:
-        offer(mirror, path)
-        assert mirror.wait(60)
+    def offer_and_wait(uploads: Uploads, path: Path) -> None:
+        offer(uploads, path)
+        assert uploads.wait(60)
 
     if seconds.startswith("encode="):
         pause = float(seconds.partition("=")[2]) if os.environ.get("RANK", "0") == "0" else 0.0
@@ -55,7 +55,7 @@ if __name__ == "__main__":
 
         DeepSpeedEngine.forward = slow_forward  # type: ignore[method-assign]
     elif seconds == "mirror":
-        Mirror.offer = offer_and_wait  # type: ignore[method-assign]
+        Uploads.offer = offer_and_wait  # type: ignore[method-assign]
     else:
         DeepSpeedEngine.step = slow_step  # type: ignore[method-assign]
     run(command, arguments, prog_name="slow")

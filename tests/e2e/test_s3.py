@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.checkpoint.mirror_store import MirrorStore
+from pipeline.checkpoint.mirror import Mirror
 from pipeline.run_files import META_NAME, PREFIX, name_of
 from tests.e2e.test_train import STEPS, base, equal, records, settings, weights  # noqa: F401 (a fixture)
 from tests.launch import ROOT, command, environment, run, wait_for
@@ -58,7 +58,7 @@ def test_a_run_continues_on_a_fresh_machine_with_the_same_bits(base: Path, s3: N
     run("jobs.train", *settings(base, "undisturbed", *often))
     folder, arguments = base / "spot", settings(base, "spot", *often, f"checkpoint.mirror={MIRROR}")
     kill_while_uploading(arguments, folder)
-    store = MirrorStore(MIRROR, folder)
+    store = Mirror(MIRROR, folder)
     names = store.names()
     assert store.read("latest") in names
     shutil.rmtree(folder)

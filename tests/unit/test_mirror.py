@@ -1,245 +1,289 @@
-"""The copy of a run's checkpoints in an object store; tested in memory, in a folder and on an S3 server."""
+"""The copy of a run's checkpoints in other storage; tested in memory, in a folder and on an S3 server."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem
 
-from pipeline.checkpoint import mirror as mirror_module
 from pipeline.checkpoint import writer as writer_module
-from pipeline.checkpoint.mirror import fetch_newest, refuse_taken
-from pipeline.checkpoint.mirror_store import MirrorStore
+from pipeline.checkpoint.layout import best_checkpoint, run_id_of
+from pipeline.checkpoint.mirror import Mirror
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.run_files import name_of, read_run_id
+from pipeline.files import write_text
+from pipeline.run_files import META_NAME, checkpoint_folders, digest_of, name_of, read_run_id, write_run_id
 from pipeline.training.recipe import load_recipe
 from pipeline.training.run import setup
-from tests.mirrors import fetched, write, writer_of
+from tests.mirrors import begin, fetch, fetched, write, writer_of
 from tests.training import SMALL, prepare, settings_in, train_here
 from tests.written_checkpoints import Towers, failing, save_again, snapshot
+from tests.written_checkpoints import writer_of as plain_writer
 
 SETTINGS = [*SMALL, "samples=80", "data.sources=nowhere"]
+OTHER = "0123456789abcdef"
+MOMENTS = "moments.safetensors"
+
+
+def change_meta(mirror: Mirror, step: int, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change a mirror's checkpoint.json, with a digest that fits, as somebody who can write there could."""
+    meta = json.loads(mirror.read(f"{name_of(step)}/{META_NAME}"))
+    change(meta)
+    meta["digest"] = digest_of(meta)
+    mirror._files.pipe_file(f"{name_of(step)}/{META_NAME}", json.dumps(meta).encode())
 
 
 def test_a_fresh_machine_resumes_from_the_mirror(tmp_path: Path, url: str, towers: Towers) -> None:
     run = tmp_path / "run"
-    events = write(run, url, towers, [1, 2, 3], keep_last=2)
+    writer = writer_of(run, url, towers, keep_last=2)
+    writer.save(replace(snapshot(towers, 1), best=True))
+    writer.finish()
+    events = write(run, url, towers, [2, 3, 4], keep_last=2, keep_every=2)
     assert sum("is in the mirror" in event for event in events) == 3
-    store = MirrorStore(url, run)
-    assert store.names() == ["step-00000002", "step-00000003"]
-    assert store.read("latest") == "step-00000003"
+    mirror, average = Mirror(url, run), {name: value + 1 for name, value in towers[0].items()}
+    assert mirror.names() == [name_of(step) for step in (1, 2, 3, 4)], "the best one stays, and a multiple of two"
+    assert mirror.read("latest") == name_of(4)
+    writer = writer_of(run, url, towers, keep_last=1)
+    writer.save(replace(snapshot(towers, 5), ema=average))
+    writer.finish()
+    assert mirror.names() == [name_of(1), name_of(5)]
     shutil.rmtree(run)
     found, notes = fetched(run, url)
-    assert found.step == 3
+    assert found.step == 5
     assert found.read_rows("u", 3, 6).tolist() == [3.0, 4.0, 5.0]
+    ema = found.ema()
+    assert ema is not None
+    assert all(torch.equal(value, average[name]) for name, value in ema.items())
+    assert best_checkpoint(run) == run / "checkpoints" / name_of(1)
     assert len(notes) == 1
-    fetch_newest(run, url, world=World(), on_event=notes.append)
-    assert len(notes) == 1, "a checkpoint that is here already was downloaded again"
+    assert fetch(run, url) == [], "a checkpoint that is here already was downloaded again"
+    for damaged in (MOMENTS, META_NAME):
+        (run / "checkpoints" / name_of(5) / damaged).write_bytes(b"x")
+        assert len(fetch(run, url)) == 1
+        assert fetched(run, url)[0].step == 5
+
+
+def test_what_is_damaged_or_half_uploaded_is_never_taken_for_whole(
+    tmp_path: Path, url: str, towers: Towers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, mirror = tmp_path / "run", Mirror(url, tmp_path / "run")
+    write(run, url, towers, [1])
+    original, calls = Mirror._sha256, 0
+
+    def dies(mirror: Mirror, path: str) -> str:
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            raise ConnectionError("the network is gone")
+        return original(mirror, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Mirror, "_sha256", dies)
+        (event,) = [event for event in write(run, url, towers, [2]) if "mirror" in event]
+        assert "NOT in the mirror" in event
+        assert "the network is gone" in event
+    assert (mirror.names(), mirror.names(finished=False)) == ([name_of(1)], [name_of(1), name_of(2)])
+    shutil.rmtree(run / "checkpoints")
+    assert fetched(run, url)[0].step == 1
+    write(run, url, towers, [3, 4])  # removes what was left of step 2
+    assert mirror.names(finished=False) == [name_of(step) for step in (1, 3, 4)]
+    with monkeypatch.context() as patch:
+        patch.setattr(Mirror, "_sha256", lambda *_: "0" * 64)
+        assert "arrived with other contents" in " ".join(write(run, url, towers, [5]))
+    assert mirror.names() == [name_of(step) for step in (1, 3, 4)]
+
+    weights = f"{name_of(3)}/open_clip_model.safetensors"
+    whole = mirror._files.cat_file(weights)
+    for step, file in ((3, weights), (4, f"{name_of(4)}/{MOMENTS}")):
+        mirror._files.pipe_file(file, b"x" * len(mirror._files.cat_file(file)))
+        assert mirror.names()[-1] == name_of(4), step
+    shutil.rmtree(run / "checkpoints")
+    found, notes = fetched(run, url)
+    assert found.step == 1
+    assert f"{name_of(4)} of the mirror is damaged and was skipped: the contents of {MOMENTS}" in notes[0]
+    assert not list((run / "checkpoints").glob(".*"))
+    write(run, url, towers, [3])  # again: what is damaged is replaced
+    assert mirror._files.cat_file(weights) == whole
 
 
 def test_a_checkpoint_that_is_written_again_stays_in_the_mirror_meanwhile(
     tmp_path: Path, url: str, towers: Towers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression test: it was removed before it was uploaded again, although it was the only one there."""
-    run = tmp_path / "run"
-    write(run, url, towers, [1], keep_last=1)
-
-    def fail(*_: object) -> None:
-        raise AssertionError("the only checkpoint in the mirror was removed")
-
-    monkeypatch.setattr(MirrorStore, "remove", fail)
-    (event,) = (event for event in write(run, url, towers, [1], keep_last=1) if "mirror" in event)
-    assert "is in the mirror" in event
-
-
-def test_a_damaged_copy_is_replaced_when_its_checkpoint_is_written_again(
-    tmp_path: Path, url: str, towers: Towers
-) -> None:
-    """Regression test: it was said to be in the mirror, by the sizes of its files."""
-    run = tmp_path / "run"
-    write(run, url, towers, [1])
-    store = MirrorStore(url, run)
-    weights = f"{store._root}/step-00000001/open_clip_model.safetensors"
-    whole = store._files.cat_file(weights)
-    store._files.pipe_file(weights, b"x" * len(whole))
-    (event,) = (event for event in write(run, url, towers, [1]) if "mirror" in event)
-    assert "is in the mirror" in event
-    store._files.invalidate_cache()
-    assert store._files.cat_file(weights) == whole
+    write(tmp_path / "run", url, towers, [1], keep_last=1)
+    monkeypatch.setattr(Mirror, "remove", lambda *_: pytest.fail("the only checkpoint in the mirror was removed"))
+    assert "is in the mirror" in write(tmp_path / "run", url, towers, [1], keep_last=1)[-1]
 
 
 @pytest.mark.parametrize(
-    ("mirror", "run", "message"),
-    [
-        ("{0}/mirror", "b[1]", r"b\[1\]/checkpoints has a '\['"),
-        ("memory://m*", "run", r"has a '\*', .* rename the mirror or the run's folder"),
-        ("s3://bucket/runs", "what?", r"has a '\?'"),
-        ("{0}", "run", "would be the run's own folder"),
-        ("file://{0}/", "run", "would be the run's own folder"),
-        ("s3:/bucket/runs", "run", r"is neither a URL, such as s3://BUCKET/FOLDER, nor a folder"),
-        ("s3://", "run", r"is neither a URL"),
-        ("file:", "run", r"is neither a URL"),
-    ],
+    "text",
+    [b"[]", b"7", b'{"files": []}', b"\xff", b"[" * 100_000, b"", b'{"config": 7}'],
 )
-def test_a_mirror_that_would_be_another_place_is_refused(tmp_path: Path, mirror: str, run: str, message: str) -> None:
-    """Regression test: with a bracket no checkpoint was found, and a misspelt URL was a folder of this machine."""
-    with pytest.raises(UserError, match=message):
-        MirrorStore(mirror.format(tmp_path), tmp_path / run)
-
-
-@pytest.mark.parametrize("cleaned", [False, True])
-def test_an_upload_that_ends_early_never_looks_complete(
-    tmp_path: Path, url: str, towers: Towers, monkeypatch: pytest.MonkeyPatch, cleaned: bool
-) -> None:
-    """Its files are removed if that is possible: they filled the mirror, and nothing lists them."""
-    run = tmp_path / "run"
-    write(run, url, towers, [1])
-    monkeypatch.setattr(mirror_module, "PAUSE_SECONDS", 0.0)
-    if not cleaned:  # as after a kill
-        monkeypatch.setattr(MirrorStore, "remove", lambda self, name: None)
-    original, calls = MirrorStore._sha256, 0
-
-    def dies(self: MirrorStore, name: str) -> str:
-        nonlocal calls
-        calls += 1
-        if calls % 3 == 0:
-            raise ConnectionError("the network is gone")
-        return original(self, name)
-
-    monkeypatch.setattr(MirrorStore, "_sha256", dies)
-    events = write(run, url, towers, [2])
-    assert any("is NOT in the mirror" in event and "the network is gone" in event for event in events)
-    store = MirrorStore(url, run)
-    assert store._files.exists(f"{store._root}/step-00000002") != cleaned
-    assert store.names() == ["step-00000001"]
-    assert store.read("latest") == "step-00000001"
-    monkeypatch.undo()
-    write(run, url, towers, [3])  # the next checkpoint is uploaded as usual
-    assert store.names()[-1] == "step-00000003"
-
-
-def test_a_file_that_arrives_with_other_contents_is_noticed(
-    tmp_path: Path, url: str, towers: Towers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(mirror_module, "PAUSE_SECONDS", 0.0)
-    monkeypatch.setattr(MirrorStore, "_sha256", lambda self, name: "0" * 64)
-    events = write(tmp_path / "run", url, towers, [1])
-    assert any("arrived with other contents" in event for event in events)
-    assert MirrorStore(url, tmp_path / "run").names() == []
-
-
-def test_a_damaged_checkpoint_in_the_mirror_is_skipped(tmp_path: Path, towers: Towers) -> None:
-    run, url = tmp_path / "run", f"file://{tmp_path}/store"
+def test_a_checkpoint_json_that_is_none_is_skipped(tmp_path: Path, url: str, towers: Towers, text: bytes) -> None:
+    run, mirror = tmp_path / "run", Mirror(url, tmp_path / "run")
     write(run, url, towers, [1, 2])
-    moments = tmp_path / "store" / "run" / "checkpoints" / "step-00000002" / "moments.safetensors"
-    moments.write_bytes(moments.read_bytes()[:-1] + b"x")
+    mirror._files.pipe_file(f"{name_of(2)}/{META_NAME}", text)
+    mirror._files.pipe_file("best", b"\xff")
     shutil.rmtree(run)
     found, notes = fetched(run, url)
     assert found.step == 1
-    assert "step-00000002 of the mirror is damaged and was skipped: the contents of moments.safetensors" in notes[0]
-    assert not list((run / "checkpoints").glob(".*"))
+    assert "step-00000002 of the mirror is damaged and was skipped" in notes[0]
+    assert "is in the mirror" in write(run, url, towers, [2])[-1]
 
 
-def test_a_rollback_removes_later_checkpoints_from_the_mirror(tmp_path: Path, url: str, towers: Towers) -> None:
-    run = tmp_path / "run"
-    write(run, url, towers, [1, 2, 3])
-    writer_of(run, url, towers).abandon_after(1)
-    store = MirrorStore(url, run)
-    assert (store.names(), store.read("latest")) == (["step-00000001"], "step-00000001")
+def test_the_mirror_of_another_run_is_refused(tmp_path: Path, url: str, towers: Towers) -> None:
+    first, other, mirror = tmp_path / "one" / "run", tmp_path / "other" / "run", Mirror(url, tmp_path / "run")
+    write(first, url, towers, [1, 2])
+    with pytest.raises(UserError, match="has checkpoints: add --resume latest"):
+        begin(other, url)
+    with pytest.raises(UserError, match=r"later checkpoints than old \(step-00000002\)"):
+        begin(first, url, resume="old", step=1)
+    begin(first, url, resume="old", step=2)
+    begin(tmp_path / "third", url)
+    for step in (1, 9):
+        with pytest.raises(
+            UserError,
+            match=rf"belongs to run {read_run_id(first)}, and .* is a new one; --resume latest continues that",
+        ):
+            begin(other, url, resume="elsewhere/step-00000001", step=step)
+    write_run_id(other, OTHER)
+    refused = rf"belongs to run {read_run_id(first)}, and .* is run {OTHER}"
+    with pytest.raises(UserError, match=refused):
+        begin(other, url, resume="elsewhere", step=9)
+    with pytest.raises(UserError, match=refused):
+        fetch(other, url)
+    assert not (other / "checkpoints").exists()
+    events = write(other, url, towers, [3], keep_last=1)  # as if both had begun before either had a checkpoint
+    assert f"NOT in the mirror {mirror.url} (OSError: it belongs to run {read_run_id(first)}" in events[-1]
+    writer_of(other, url, towers, events.append).abandon_after(1)
+    assert "could not be rolled back" in events[-1]
+    assert (mirror.names(), mirror.read("latest")) == ([name_of(1), name_of(2)], name_of(2))
+    change_meta(mirror, 1, lambda meta: meta.update(run_id=OTHER))
+    with pytest.raises(UserError, match=f"belongs to run {OTHER}"):
+        fetch(tmp_path / "third" / "run", url)
 
 
-def test_a_rollback_that_the_mirror_does_not_follow_is_reported(
+def test_another_runs_checkpoint_of_the_same_step_is_kept(tmp_path: Path, url: str, towers: Towers) -> None:
+    run, other = tmp_path / "run", tmp_path / "other" / "run"
+    write(run, url, towers, [1, 3])
+    write_run_id(other, OTHER)
+    writer = plain_writer(other, towers)
+    writer.save(snapshot(towers, 3))
+    writer.wait()
+    shutil.rmtree(run / "checkpoints")
+    shutil.copytree(other / "checkpoints", run / "checkpoints")
+    found, notes = fetched(run, url)
+    assert (found.step, found.run_id) == (3, read_run_id(run))
+    assert f"step-00000003 was written by another run ({OTHER}) and is step-00000003.run-{OTHER} now" in notes[0]
+    assert (run / "checkpoints" / f"step-00000003.run-{OTHER}" / META_NAME).is_file()
+
+
+@pytest.mark.parametrize("name", ["../../outside", "ema/../../../outside", "{abs}", "."])
+def test_a_mirror_cannot_write_outside_the_run(tmp_path: Path, url: str, towers: Towers, name: str) -> None:
+    run, name = tmp_path / "deep" / "run", name.format(abs=tmp_path / "outside")
+    write(run, url, towers, [1, 2])
+    change_meta(Mirror(url, run), 2, lambda meta: meta["files"].update({name: {"bytes": 0, "sha256": "0"}}))
+    shutil.rmtree(run)
+    before = {path for path in tmp_path.rglob("*") if "store" not in path.parts}
+    found, notes = fetched(run, url)
+    assert found.step == 1
+    assert "only plain names" in notes[0]
+    after = {path for path in tmp_path.rglob("*") if "store" not in path.parts}
+    assert all(path.is_relative_to(run) for path in after - before)
+
+
+@pytest.mark.parametrize("name", ["/../../precious", ".", "..", "{abs}", "step-00000001/../../../../precious"])
+def test_a_name_in_best_deletes_nothing(tmp_path: Path, url: str, towers: Towers, name: str) -> None:
+    run, precious = tmp_path / "run", tmp_path / "precious"
+    precious.mkdir()
+    (precious / "thesis").write_text("ten years")
+    write(run, url, towers, [1])
+    Mirror(url, run).point("best", name.format(abs=precious))
+    shutil.rmtree(run)
+    assert fetched(run, url)[0].step == 1
+    assert not (run / "checkpoints" / "best").exists()
+    write_text(run / "checkpoints" / "best", name.format(abs=precious))
+    assert best_checkpoint(run) is None
+    write(run, url, towers, [2, 3], keep_last=1)
+    assert (precious / "thesis").read_text() == "ten years"
+    assert [path.name for path in checkpoint_folders(run)] == ["step-00000003"]
+
+
+def test_ids_in_a_mirror_are_no_paths(tmp_path: Path, url: str, towers: Towers) -> None:
+    run, mirror = tmp_path / "run", Mirror(url, tmp_path / "run")
+    write(run, url, towers, [1])
+    change_meta(mirror, 1, lambda meta: meta.update(run_id="x/../../elsewhere"))
+    shutil.rmtree(run)
+    assert "damaged and was skipped: in checkpoint.json, run_id is wrong" in fetch(run, url)[0]
+    assert (mirror.belongs_to(), run_id_of(run)) == ("", "")
+
+
+def test_a_rollback_removes_later_checkpoints_from_the_mirror(
     tmp_path: Path, url: str, towers: Towers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(self: MirrorStore) -> list[str]:
-        raise RuntimeError("no credentials")  # not an OSError: client libraries have errors of their own
-
-    monkeypatch.setattr(mirror_module, "PAUSE_SECONDS", 0.0)
-    run, events, released = tmp_path / "run", list[str](), threading.Event()
-    write(run, url, towers, [1])
+    run, mirror, events, released = tmp_path / "run", Mirror(url, tmp_path / "run"), list[str](), threading.Event()
+    write(run, url, towers, [1, 2, 3])
     writer = writer_of(run, url, towers, events.append, mirror_minutes=0.001)
-    with monkeypatch.context() as patch:
-        patch.setattr(MirrorStore, "names", refuse)
-        writer.abandon_after(1)
-        assert "could not be rolled back (no credentials): remove later steps there" in events.pop()
-    original = MirrorStore.upload
-    monkeypatch.setattr(MirrorStore, "upload", lambda self, path: (released.wait(30), original(self, path)))
+    writer.abandon_after(1)
+    assert (mirror.names(), mirror.read("latest")) == ([name_of(1)], name_of(1))
+    original = Mirror.upload
+    monkeypatch.setattr(Mirror, "upload", lambda self, path: (released.wait(30), original(self, path)))
     writer.save(snapshot(towers, 2))
     writer.wait()
     events.clear()
     writer.abandon_after(1)
-    assert "could not be rolled back (an upload has taken more than 0 s)" in events[0]
+    assert "could not be rolled back (an upload has taken more than 0 s): remove later steps there" in events[0]
     released.set()
-    assert writer._mirror is not None
-    assert writer._mirror.wait(30)
-
-
-def test_an_average_comes_back_from_the_mirror(tmp_path: Path, url: str, towers: Towers) -> None:
-    run, events = tmp_path / "run", list[str]()
-    writer = writer_of(run, url, towers, events.append)
-    writer.save(replace(snapshot(towers, 1), ema=towers[0]))
-    writer.close()
-    assert any("is in the mirror" in event for event in events)
-    shutil.rmtree(run)
-    found, _ = fetched(run, url)
-    average = found.ema()
-    assert average is not None
-    assert all(torch.equal(value, towers[0][name]) for name, value in average.items())
-
-
-def test_an_unfinished_folder_of_the_same_step_is_replaced(tmp_path: Path, url: str, towers: Towers) -> None:
-    run = tmp_path / "run"
-    write(run, url, towers, [1, 2])
-    (run / "checkpoints" / "step-00000002" / "checkpoint.json").unlink()
-    assert fetched(run, url)[0].step == 2
+    assert writer._uploads is not None
+    assert writer._uploads.wait(30)
 
 
 def test_a_checkpoint_in_the_fallback_folder_is_uploaded_beside_the_best_one(
     tmp_path: Path, url: str, towers: Towers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = tmp_path / "run"
+    run, mirror = tmp_path / "run", Mirror(url, tmp_path / "run")
     writer = writer_of(run, url, towers, keep_last=1)
     writer.save(replace(snapshot(towers, 1), best=True))
     writer.finish()
-    original = MirrorStore.upload
-    monkeypatch.setattr(MirrorStore, "upload", lambda self, path: (time.sleep(0.3), original(self, path)))
+    original = Mirror.upload
+    monkeypatch.setattr(Mirror, "upload", lambda self, path: (time.sleep(0.3), original(self, path)))
     monkeypatch.setattr(writer_module, "save_tensors", failing(1))
     assert save_again(writer, towers, 2, fallback=str(tmp_path / "spare"))
-    writer.close()
+    writer.finish()
     assert (tmp_path / "spare" / f"run-{read_run_id(run)}" / "checkpoints" / "step-00000002").is_dir()
-    store = MirrorStore(url, run)
-    assert store.names() == ["step-00000001", "step-00000002"]
-    assert store.read("best") == "step-00000001"
+    assert (mirror.names(), mirror.read("best")) == ([name_of(1), name_of(2)], name_of(1))
 
 
 def test_the_end_of_a_run_waits_for_the_mirror_only_once(
     tmp_path: Path, url: str, towers: Towers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     released, events = threading.Event(), list[str]()
-    monkeypatch.setattr(MirrorStore, "upload", lambda self, path: released.wait(30))
+    monkeypatch.setattr(Mirror, "upload", lambda self, path: released.wait(30))
     writer = writer_of(tmp_path / "run", url, towers, events.append, mirror_minutes=0.001)
     writer.save(snapshot(towers, 1))
     writer.finish()
     writer.finish()
     released.set()
-    assert writer._mirror is not None
-    assert writer._mirror.wait(30)  # its thread would call the next test's `upload`
+    assert writer._uploads is not None
+    assert writer._uploads.wait(30)  # its thread would call the next test's `upload`
     assert sum("was not finished in 0.001 minutes" in event for event in events) == 1
 
 
 def test_a_second_ctrl_c_does_not_wait_for_the_mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     released, begun = threading.Event(), list[float]()
 
-    def hang(store: MirrorStore, path: Path) -> None:
+    def hang(mirror: Mirror, path: Path) -> None:
         if begun:
             return  # a later checkpoint: its signals would reach the test runner
         begun.append(time.monotonic())
@@ -248,7 +292,7 @@ def test_a_second_ctrl_c_does_not_wait_for_the_mirror(tmp_path: Path, monkeypatc
         os.kill(os.getpid(), signal.SIGINT)
         released.wait(60)
 
-    monkeypatch.setattr(MirrorStore, "upload", hang)
+    monkeypatch.setattr(Mirror, "upload", hang)
     given = ("samples=4000", "checkpoint.every=1", f"checkpoint.mirror=file://{tmp_path / 'store'}")
     with pytest.raises(KeyboardInterrupt):
         train_here(*settings_in(prepare(tmp_path), "run", *given))
@@ -260,26 +304,36 @@ def test_a_second_ctrl_c_does_not_wait_for_the_mirror(tmp_path: Path, monkeypatc
     assert seconds < 30
 
 
-def test_storage_that_does_not_exist_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"checkpoint.mirror = 'nowhere://x' cannot be used"):
-        fetch_newest(tmp_path / "run", "nowhere://x", world=World(), on_event=print)
-    run = load_recipe(None, [*SETTINGS, f"output={tmp_path / 'run'}", "checkpoint.mirror=nowhere://x"])
+@pytest.mark.parametrize(
+    ("mirror", "run", "message"),
+    [
+        ("{0}/mirror", "b[1]", r"b\[1\]/checkpoints has one of \*, \? and \["),
+        ("memory://m*", "run", r"has one of .* rename the mirror or the run"),
+        ("{0}", "run", "would be the run's own folder"),
+        ("file://{0}/", "run", "would be the run's own folder"),
+        ("s3:/bucket/runs", "run", r"is neither a URL, such as s3://BUCKET/FOLDER, nor a folder"),
+        ("s3://", "run", r"is neither a URL"),
+        ("file:", "run", r"is neither a URL"),
+        ("nowhere://x", "run", "checkpoint.mirror = 'nowhere://x' cannot be used"),
+    ],
+)
+def test_a_mirror_that_would_be_another_place_is_refused(tmp_path: Path, mirror: str, run: str, message: str) -> None:
+    """Regression test: with a bracket no checkpoint was found, and a misspelt URL was a folder of this machine."""
+    mirror = mirror.format(tmp_path)
+    with pytest.raises(UserError, match=message):
+        Mirror(mirror, tmp_path / run)
+    config = load_recipe(None, [*SETTINGS, f"output={tmp_path / run}", f"checkpoint.mirror='{mirror}'"])
     for rank in (0, 1):
-        with (
-            pytest.raises(UserError, match=r"checkpoint.mirror = 'nowhere://x' cannot be used"),
-            setup(run, world=World(rank=rank, size=2), resume=None),
-        ):
+        with pytest.raises(UserError, match=message), setup(config, world=World(rank=rank, size=2), resume=None):
             pass
 
 
 def test_what_answers_without_storing_is_no_mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression test: a proxy that answers every request with a page of its own was taken for an empty mirror."""
     monkeypatch.setattr(LocalFileSystem, "cat_file", lambda *_, **__: b"<html>")
-    run, url = tmp_path / "run", f"file://{tmp_path}/mirror"
-    with pytest.raises(UserError, match="returned other bytes than were written"):
-        fetch_newest(run, url, world=World(), on_event=print)
-    with pytest.raises(UserError, match="returned other bytes than were written"):
-        refuse_taken(run, url, resume=None, step=-1, world=World())
+    for start in (fetch, begin):
+        with pytest.raises(UserError, match="returned other bytes than were written"):
+            start(tmp_path / "run", f"file://{tmp_path}/mirror")
 
 
 def test_an_upload_may_not_take_longer_than_the_other_ranks_wait() -> None:
@@ -287,22 +341,3 @@ def test_an_upload_may_not_take_longer_than_the_other_ranks_wait() -> None:
     with pytest.raises(UserError, match=r"mirror_minutes = 5 must be less than engine\.timeout_minutes = 5"):
         load_recipe(None, [*SETTINGS, *limits, "output=x", "checkpoint.mirror=s3://bucket/runs"])
     load_recipe(None, [*SETTINGS, *limits, "output=x"])
-
-
-def test_a_damaged_checkpoint_is_replaced_by_its_copy(tmp_path: Path, url: str, towers: Towers) -> None:
-    run = tmp_path / "run"
-    write(run, url, towers, [1, 2])
-    for path in run.glob("checkpoints/step-*/moments.safetensors"):
-        path.write_bytes(bytes(path.stat().st_size))
-    found, notes = fetched(run, url)
-    assert found.step == 2
-    assert len(notes) == 1
-    assert "was downloaded" in notes[0]
-
-
-def test_a_file_that_is_missing_in_the_mirror_fails_no_upload(tmp_path: Path, url: str, towers: Towers) -> None:
-    run, store = tmp_path / "run", MirrorStore(url, tmp_path / "run")
-    write(run, url, towers, [1])
-    store._files.rm_file(f"{store._root}/{name_of(1)}/moments.safetensors")
-    assert store.problem(name_of(1)) == "moments.safetensors is missing."
-    assert "Checkpoint step-00000002 is in the mirror" in " ".join(write(run, url, towers, [2]))

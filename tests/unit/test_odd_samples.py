@@ -168,3 +168,27 @@ def test_too_many_corrupt_samples_end_a_run_with_a_checkpoint(tmp_path: Path) ->
         train_here(*common, f"output={tmp_path / 'epoch'}", "telemetry.every=100")  # found by the epoch's report
     train_here(*allowed, f"output={tmp_path / 'epoch'}", resume="latest")
     assert last_weights(tmp_path / "cut") == last_weights(tmp_path / "epoch") == last_weights(tmp_path / "whole")
+
+
+def test_a_run_continues_when_its_data_was_mended_and_stops_again_when_it_was_not(tmp_path: Path) -> None:
+    """Regression test: the counts in the checkpoint ended every further start after one step."""
+    write_shards(tmp_path / "shards", [32])
+    write_tiny(tmp_path)
+    shard = tmp_path / "shards/00000.tar"
+    whole = shard.read_bytes()
+    damaged = whole
+    for number in (9, 20, 28, 11):
+        damaged = damaged.replace(jpeg(number), bytes(len(jpeg(number))))
+    shard.write_bytes(damaged)
+    few = ("data.shuffle_buffer=1", "data.streams=1", "samples=64", "checkpoint.every=100", "data.corrupt_limit=0.04")
+    given = settings_in(tmp_path, "run", *few, "data.altered_shards=ignore")
+    stops: list[int] = []
+    for resume in (None, "latest"):
+        with pytest.raises(UserError, match=r"corrupt, more than data\.corrupt_limit = 0\.04") as stopped:
+            train_here(*given, resume=resume)
+        stops.append(metrics(tmp_path / "run", "train")[-1]["step"])
+    assert "(2 of them since this start) are corrupt" in str(stopped.value)
+    assert stops == [2, 4], "it was stopped by what the earlier start had seen"
+    shard.write_bytes(whole)
+    train_here(*given, resume="latest")
+    assert metrics(tmp_path / "run", "train")[-1]["step"] == 8

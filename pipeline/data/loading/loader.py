@@ -159,6 +159,7 @@ class Loader:
             batch=at.batch + 1,
             order_hash=(at.order_hash + sum(part.order_hash for part in parts)) & MASK,
             corrupt=at.corrupt.plus(fresh) if fresh else at.corrupt,
+            judged=at.judged,
         )
         batch = Batch(
             image=self._join(parts),
@@ -231,7 +232,8 @@ class Loader:
         """
         self.close()
         state, skipped = with_batch_size(state, self._dataset) if new_batch_size else (state, 0)
-        self.position = restore_position(state, self._dataset, world=self._world)
+        limit = self._config.corrupt_limit
+        self.position = restore_position(state, self._dataset, world=self._world, limit=limit)
         return skipped
 
     @property

@@ -55,6 +55,8 @@ class Position:
     """This rank's summand of the hash of all batches of this epoch so far."""
     corrupt: Tally = field(default_factory=Tally)
     """Corrupt samples that this rank replaced in this epoch so far, by (reason, shard)."""
+    judged: int = 0
+    """Corrupt samples of all ranks in this epoch for which an earlier start has stopped: only further ones stop it."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def replaced(position: Position, layout: Layout, world: World, *, limit: float) 
     """
     total = sum(world.gather_objects(position.corrupt.total))
     samples, planned = position.batch * layout.global_batch, layout.steps * layout.global_batch
-    if too_many(total, samples=samples, planned=planned, limit=limit):
+    if too_many(total - position.judged, samples=samples, planned=planned, limit=limit):
         report(position, layout, world, limit=limit)
     return total
 
@@ -130,10 +132,12 @@ def report(position: Position, layout: Layout, world: World, *, limit: float) ->
         corrupt_by_shard=dict(_ranked(shards)[:NAMED_SHARDS]),
         order_hash=f"{hashed:016x}",
     )
-    if too_many(found.replaced, samples=found.samples, planned=found.planned_samples, limit=limit):
+    new = found.replaced - position.judged
+    if too_many(new, samples=found.samples, planned=found.planned_samples, limit=limit):
+        since = f" ({new} of them since this start)" if position.judged else ""
         raise UserError(
-            f"{found.replaced} of the first {found.samples} samples of epoch {found.epoch} are corrupt, more than "
-            f"data.corrupt_limit = {limit:g} allows: {_named(found.corrupt_by_reason)}. Worst shards: "
+            f"{found.replaced} of the first {found.samples} samples of epoch {found.epoch}{since} are corrupt, more "
+            f"than data.corrupt_limit = {limit:g} allows: {_named(found.corrupt_by_reason)}. Worst shards: "
             f"{_named(found.corrupt_by_shard)}. Check them with `neuclip verify`, download them again, or raise the "
             "limit."
         )
@@ -173,22 +177,27 @@ def save_position(position: Position, dataset: StreamDataset, *, world: World) -
     }
 
 
-def restore_position(state: Mapping[str, Any], dataset: StreamDataset, *, world: World) -> Position:
+def restore_position(state: Mapping[str, Any], dataset: StreamDataset, *, world: World, limit: float) -> Position:
     """The position that `save_position` stored; rank 0 takes over the counts so far.
 
-    A different decoding is allowed with a warning: it changes pixels, not the order.
+    If these exceed `limit`, the run was stopped for them, and the data may have been mended since: only further ones
+    stop it again. A different decoding is allowed with a warning: it changes pixels, not the order.
 
     Raises:
         UserError: This run's order differs from that of the state.
     """
     corrupt = Counter({(reason, shard): count for reason, shard, count in state["corrupt"]})
+    check_place(state, dataset.order)
+    layout = dataset.order.layout
+    samples, planned = state["batch"] * layout.global_batch, layout.steps * layout.global_batch
+    stopped = too_many(corrupt.total(), samples=samples, planned=planned, limit=limit)
     position = Position(
         epoch=state["epoch"],
         batch=state["batch"],
         order_hash=int(state["order_hash"], 16) if world.is_main else 0,
         corrupt=Tally().plus(corrupt) if world.is_main else Tally(),
+        judged=corrupt.total() if stopped else 0,
     )
-    check_place(state, dataset.order)
     before = {**_UNRECORDED, **state["pixels"]}
     if world.is_main and (changed := differences(before, _sample_identity(dataset))):
         log.warning("Samples are decoded differently than before the checkpoint: %s.", "; ".join(changed))

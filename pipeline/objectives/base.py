@@ -326,7 +326,7 @@ class Objective(ABC):
             UserError: A key is missing or a shape differs.
         """
         self._pending, divided = _NOTHING, self._gathered()
-        added = _joined(part.added_state() for part in self.parts)
+        added = _joined(part.added_state(state) for part in self.parts)
         load_tensors({"steps": self._steps, **self.replicated_state(), **divided}, state, added=added)
         for part in self.parts:
             part.divide_state(divided)

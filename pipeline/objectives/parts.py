@@ -94,8 +94,8 @@ class StatefulPart:
         """State that is divided among the ranks, whole on every rank, by name; collective."""
         return {}
 
-    def added_state(self) -> dict[str, int]:
-        """Tensors that checkpoints of an older version lack, by name, and the value that each is filled with then."""
+    def added_state(self, state: Mapping[str, Tensor]) -> dict[str, int]:
+        """Tensors that are not taken from a saved state, by name, and the value that each is filled with."""
         return {}
 
     def divide_state(self, state: Mapping[str, Tensor]) -> None:
@@ -190,12 +190,11 @@ def load_tensors(own: Mapping[str, Tensor], state: Mapping[str, Tensor], *, adde
     Args:
         own: The tensors.
         state: What was saved.
-        added: Keys that an older version did not save, and the value that fills such a tensor.
+        added: Keys that are not taken from `state`, and the value that fills such a tensor.
 
     Raises:
         UserError: A key is missing or a shape differs; then nothing has been changed.
     """
-    added = {key: value for key, value in added.items() if key not in state}
     for key, tensor in own.items():
         if key in added:
             continue

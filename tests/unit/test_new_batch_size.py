@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -104,3 +105,18 @@ def test_a_fork_whose_disk_is_lost_continues_from_its_mirror(base: Path) -> None
     shutil.rmtree(base / "fork")
     with pytest.raises(UserError, match="belongs to run"):
         train_here(*fork, "samples=56", resume=another)
+
+
+@pytest.mark.parametrize(("before", "after"), [(8, 16), (16, 8)])
+def test_a_batch_may_reach_the_number_of_prototypes(base: Path, before: int, after: int) -> None:
+    """Regression test: the queue of features, which only smaller batches need, made the start be refused."""
+    of = ("objective.name=neuclip", "objective.prototypes=16", "objective.restart_every=3", "samples=128")
+    train_here(
+        *settings_in(
+            base, f"from-{before}", *of, f"batch_size={before}", "checkpoint.every=4", "checkpoint.keep_last=9"
+        )
+    )
+    (start,) = (base / f"from-{before}" / "checkpoints").glob("step-00000004")
+    train_here(*settings_in(base, f"to-{after}", *of, f"batch_size={after}"), resume=str(start), new_batch_size=True)
+    assert all(math.isfinite(record["loss"]) for record in metrics(base / f"to-{after}", "train"))
+    assert metrics(base / f"to-{after}", "train")[-1]["samples"] == 128

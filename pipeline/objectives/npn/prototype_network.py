@@ -129,6 +129,11 @@ class PrototypeNpn(Npn):
         network = {name: tensor for name, tensor in self.network.state().items() if name not in self.own_state()}
         return network | {"npn.live": self.live} | self.queue.state()
 
+    def added_state(self, state: Mapping[str, Tensor]) -> dict[str, int]:
+        """The queue begins empty where the checkpoint's batches, or this run's, had no use for one."""
+        lengths = [len(queue[0]) for queue in (self.queue.features, state.get("npn.queue", self.queue.features))]
+        return {"npn.queue": 0, "npn.queued": 0} if lengths[0] != lengths[1] and 0 in lengths else {}
+
     def own_state(self) -> dict[str, Tensor]:
         """This rank's share of the tensors that are divided among the ranks."""
         return {f"npn.{name}": tensor for name, tensor in self.network.lasting.items()} if self.divided else {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -67,8 +68,8 @@ class QueueNpn(Npn):
     def replicated_state(self) -> dict[str, Tensor]:
         return self.queue.state()
 
-    def added_state(self) -> dict[str, int]:
-        return {"npn.queue_ids": NO_SAMPLE} if self.needs_ids else {}
+    def added_state(self, state: Mapping[str, Tensor]) -> dict[str, int]:
+        return {"npn.queue_ids": NO_SAMPLE} if self.needs_ids and "npn.queue_ids" not in state else {}
 
     def learning_rates(self, *, lr_scale: float) -> dict[str, float]:
         return {}

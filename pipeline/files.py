@@ -7,7 +7,10 @@ import errno
 import hashlib
 import json
 import os
+import shutil
+import stat
 import tarfile
+import tempfile
 import unicodedata
 import uuid
 from collections.abc import Iterator
@@ -19,25 +22,31 @@ from pipeline.errors import UserError
 
 LONGEST_NAME = 255
 """Bytes; what file systems allow."""
+MOST_TEXT = 2**28
+"""Bytes of a description that is read at once: a checkpoint of 1,024 ranks lists some hundred thousand files."""
+UMASK = os.umask(0)  # it can only be read by setting it
+os.umask(UMASK)
+
+
+LEFTOVERS = ".*." + "[0-9a-f]" * 32 + ".tmp"
+"""Glob pattern of what `replacing` leaves behind when its process is killed; others hardly give such names."""
 
 
 @contextmanager
-def replacing(path: str | Path, *, durable: bool = False, unique: bool = True) -> Iterator[Path]:
+def replacing(path: str | Path, *, durable: bool = False) -> Iterator[Path]:
     """A temporary path in the same folder; what is written there takes the place of `path` in one step at the end.
 
     Readers see the old file or the new one, never a part. When the block raises, the temporary file is removed and
-    `path` is left as it was.
+    `path` is left as it was. Its name cannot be guessed, and no other process on any machine uses it, so that several
+    may replace the same file at once and the last one wins.
 
     Args:
         path: The file to create or replace. Its folder is created if needed.
         durable: Flush the contents to the disk before renaming, so that a power failure cannot leave an empty file.
-        unique: Use a temporary name that no other process on any machine uses, so that several may replace the same
-            file at once and the last one wins. False uses one fixed name, for large files with a single writer: a
-            retry then overwrites what a killed process left behind.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp" if unique else f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         yield temporary
         if durable:
@@ -49,6 +58,27 @@ def replacing(path: str | Path, *, durable: bool = False, unique: bool = True) -
         if isinstance(error, OSError) and error.errno is not None and error.filename is None:
             error.filename = str(path)  # a write to a full disk raises an error without a name
         raise
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A temporary folder beside `path`, which becomes `path` in one step at the end, or is removed if the block raises.
+
+    Its name cannot be guessed: nothing that others have put there is used or removed. What a killed process leaves
+    behind stays, as `.NAME.XXXXXXXX.tmp`.
+
+    Raises:
+        OSError: Another process has put a folder with contents at `path` meanwhile.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
+    try:
+        temporary.chmod(0o777 & ~UMASK)  # it is made for its owner alone
+        yield temporary
+        if temporary.exists():
+            os.replace(temporary, path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def write_text(path: str | Path, text: str, *, durable: bool = False) -> Path:
@@ -128,6 +158,22 @@ def sha256_of(path: str | Path) -> str:
     """The SHA-256 of a file's contents, as hex."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_bounded(path: Path, *, most: int = MOST_TEXT) -> bytes:
+    """The contents of a regular file, or of a link to one.
+
+    Raises:
+        OSError: It cannot be read, or is no regular file, such as a device without an end.
+        ValueError: It is larger than `most` bytes.
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # opening a pipe would wait for its writer
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        body = file.read(most + 1)
+    if len(body) > most:
+        raise ValueError(f"larger than {most / 2**20:.0f} MiB")
+    return body
 
 
 def flush(path: str | Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter
 
 from pipeline.errors import UserError
-from pipeline.files import write_text
+from pipeline.files import read_bounded, write_text
 
 T = TypeVar("T")
 RUN_CONFIG_NAME = "config.yaml"
@@ -64,7 +64,7 @@ def read_meta(path: Path) -> dict[str, Any]:
         OSError: It cannot be read.
         ValueError: It is not a JSON mapping.
     """
-    return parse_meta((path / META_NAME).read_bytes())
+    return parse_meta(read_bounded(path / META_NAME))
 
 
 def parse_meta(text: str | bytes) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def parse_as(kind: type[T], text: str) -> T | None:
 def read_as(kind: type[T], path: Path) -> T | None:
     """An instance of a dataclass from a JSON file; None if that is missing or damaged."""
     try:
-        return parse_as(kind, path.read_text(encoding="utf-8"))
+        return parse_as(kind, read_bounded(path).decode())
     except (OSError, ValueError):
         return None
 
@@ -139,7 +139,7 @@ def new_run_id() -> str:
 def read_run_id(run: Path) -> str:
     """The id in a run's folder; empty if there is none, or it is damaged."""
     try:
-        text = (run / RUN_ID_NAME).read_text(encoding="utf-8").strip()
+        text = read_bounded(run / RUN_ID_NAME).decode().strip()
     except (OSError, ValueError):
         return ""
     return valid_run_id(text)

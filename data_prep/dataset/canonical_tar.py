@@ -54,7 +54,7 @@ def write(path: Path, members: Iterable[tuple[str, bytes]]) -> tuple[int, str]:
     Returns:
         The size in bytes, and the SHA-256.
     """
-    with replacing(path, unique=False, durable=True) as temporary:
+    with replacing(path, durable=True) as temporary:
         return write_to(temporary, members)
 
 

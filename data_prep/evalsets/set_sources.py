@@ -80,7 +80,7 @@ def fetch_from_mirror(chosen: HubSet, target: Path, mirror: Path, known: dict[st
         name = _name_in_copy(path, data.folder)
         files[name] = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
         if differing_files(target, {name: files[name]}):
-            with replacing(target / name, unique=False) as temporary:
+            with replacing(target / name) as temporary:
                 shutil.copyfile(path, temporary)
     wrong = differing_files(target, files)
     if wrong:

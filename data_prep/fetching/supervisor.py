@@ -19,6 +19,7 @@ from data_prep.fetching.monitor import REFUSED, Counts, Monitor, SuccessWindow
 from data_prep.settings.download_config import DownloadConfig
 from pipeline.config import to_tree
 from pipeline.errors import UserError
+from pipeline.files import LEFTOVERS
 
 _POLL_SECONDS = 0.25
 # A poll lists the records of all shards, hundreds of thousands in large sets, and may take at most
@@ -231,6 +232,6 @@ class FetchEngine:
 def discard_unfinished(folder: Folder, shards: Iterable[int]) -> None:
     """Finish what a dead engine has committed, and remove what it has left unfinished."""
     recover(folder, shards)
-    for pattern in ("*.live", "*.spool", "*.arrow", "*_stats.json", f"*{REFUSED}", ".*.tmp"):
+    for pattern in ("*.live", "*.spool", "*.arrow", "*_stats.json", f"*{REFUSED}", LEFTOVERS):
         for path in folder.staging.glob(pattern):
             path.unlink(missing_ok=True)

@@ -81,7 +81,7 @@ def write_listing(path: Path, rows: Iterable[Listed], *, root: Path, group_image
     rows = map(_checked, rows)
     rows = _grouped(rows) if group_images else rows
     with (
-        replacing(path, unique=False, durable=True) as temporary,
+        replacing(path, durable=True) as temporary,
         pq.ParquetWriter(temporary, schema, compression="zstd", write_page_checksum=True) as writer,
     ):
         while chunk := [_plain(row) for row in itertools.islice(rows, GROUP)]:

@@ -99,7 +99,7 @@ def write_url_table(config: ScenesConfig, base: str, path: str | Path, *, proces
     published (so it is wrong for a URL with the wrong-hash fault), `original_width` and `original_height` in pixels.
     URLs begin with `base`, that of the server; `processes` processes render the images.
     """
-    with replacing(path, unique=False) as temporary, pq.ParquetWriter(temporary, SCHEMA) as writer:
+    with replacing(path) as temporary, pq.ParquetWriter(temporary, SCHEMA) as writer:
         for columns in _chunks(config, base, processes):
             writer.write_table(pa.table(columns, schema=SCHEMA))
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -29,7 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pipeline.config import first_problem
 from pipeline.errors import UserError
-from pipeline.files import path_below, write_json
+from pipeline.files import path_below, read_bounded, write_json
 from pipeline.model.finetuning import ADAPTER_FILES
 from pipeline.model.model_folder import WEIGHTS_NAME
 from pipeline.run_files import (
@@ -96,7 +97,7 @@ def fallback_run(fallback: str, run: Path, run_id: str) -> Path:
 def best_checkpoint(run: Path) -> Path | None:
     """The checkpoint with the lowest validation loss; None if there is none on disk."""
     try:
-        name = (run / FOLDER_NAME / BEST_NAME).read_text(encoding="utf-8").strip()
+        name = read_bounded(run / FOLDER_NAME / BEST_NAME).decode().strip()
     except (OSError, ValueError):
         return None
     path = run / FOLDER_NAME / name
@@ -266,9 +267,9 @@ def restore_replaced(run: Path) -> None:
 def sweep(folder: Path) -> None:
     """Remove what failed or killed writes have left behind in a run's folder of checkpoints."""
     for leftover in folder.glob(".*"):
-        if leftover.is_dir():
-            shutil.rmtree(leftover, ignore_errors=True)
-        else:
+        if re.fullmatch(rf"\.{PREFIX}\d+(\.removed|{re.escape(REPLACED)})?", leftover.name):
+            shutil.rmtree(leftover, ignore_errors=True)  # refuses links
+        elif re.fullmatch(rf"\.({LATEST_NAME}|{BEST_NAME})\.[0-9a-f]{{32}}\.tmp", leftover.name):
             leftover.unlink(missing_ok=True)
 
 

@@ -171,6 +171,7 @@ class Mirror:
             return wrong
         shutil.rmtree(temporary, ignore_errors=True)
         try:
+            temporary.mkdir(parents=True)
             for file in meta["files"]:
                 (temporary / file).parent.mkdir(parents=True, exist_ok=True)
                 self._files.get_file(f"{name}/{file}", str(temporary / file), callback=self._downloaded)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -64,6 +65,16 @@ def start_recording(run: Path, *, rank: int) -> None:
     _Recording.run, _Recording.rank = run, rank
     with suppress(OSError):
         _path(run, rank).unlink(missing_ok=True)
+
+
+def remove_records(run: Path) -> None:
+    """Remove what the ranks of a start have left in RUN/heartbeats, and the folder unless it has other files."""
+    folder = run / FOLDER_NAME
+    with suppress(OSError):
+        for path in folder.iterdir():
+            if re.fullmatch(r"(rank|exit|fatal|stderr)-\d+\.(json|txt|tmp)", path.name):
+                path.unlink(missing_ok=True)
+        folder.rmdir()
 
 
 def reserve_space() -> None:

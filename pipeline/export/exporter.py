@@ -12,13 +12,12 @@ The programs map normalised images [B, 3, H, W] or tokens [B, L] to unit-norm fe
 
 from __future__ import annotations
 
-import fcntl
+import errno
 import math
 import os
 import shlex
 import shutil
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +31,7 @@ from pipeline.config import dump
 from pipeline.errors import UserError, in_a_line
 from pipeline.export.tower_programs import export_onnx, export_torch, require_onnx, sides
 from pipeline.export.transformers_model import transformers_preprocessing, write_transformers
-from pipeline.files import check_new_folder
+from pipeline.files import check_new_folder, new_folder
 from pipeline.model.architectures import save_tokenizer
 from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
 from pipeline.model.finetuning import ADAPTER_FILES
@@ -180,47 +179,28 @@ def write_checked(output: Path, write: Callable[[Path], tuple[float, str]]) -> E
     """Call `write` on a temporary folder, which becomes `output` only if the returned difference is small.
 
     Raises:
-        UserError: `output` is not empty, is being written by another process, or the difference is above 1e-5.
+        UserError: `output` is not empty, or the difference is above 1e-5.
     """
     check_new_folder(output)
     target = output.resolve()  # the folder itself, not `.` or a link to it
-    temporary = target.with_name(f".{target.name}.partial")
-    temporary.mkdir(parents=True, exist_ok=True)
-    with _alone_in(temporary):
-        try:
-            check_new_folder(output)  # again: the process that had the lock may have finished
-            for left in temporary.iterdir():  # by an export that was killed
-                shutil.rmtree(left) if left.is_dir() else left.unlink()
+    try:
+        with new_folder(target) as temporary:
             worst, note = write(temporary)
             if not worst <= TOLERANCE:  # also when it is NaN
                 raise UserError(
                     f"The export differs from the trained model by {worst:.1e}, more than {TOLERANCE:g}: it is not "
                     "kept. Other versions of torch or open_clip than those of the checkpoint may be the cause."
                 )
+            check_new_folder(output)  # again: another process may have written there
             if target.exists() and target.samefile(os.curdir):  # a shell's folder must not be replaced under it
                 for path in temporary.iterdir():
                     path.replace(target / path.name)
-            else:
-                temporary.replace(target)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+                temporary.rmdir()
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise
+        raise UserError(f"Another process has written to {output} meanwhile: choose another output folder.") from error
     return Exported(output, tuple(sorted(path for path in output.rglob("*") if path.is_file())), worst, note)
-
-
-@contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder, unless another process of this machine holds it."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(f"Another process is writing {folder}: wait for it, or choose another output.") from error
-        except OSError:
-            pass  # a file server may have no locks
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def transparency_note(model: EvaluationModel, preprocess: Callable[[Image.Image], Tensor], *, program: str) -> str:

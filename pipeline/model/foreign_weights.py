@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import UserError, in_a_line, need_addresses
+from pipeline.files import read_bounded
 from pipeline.run_files import MODEL_CONFIG_NAME, TRANSFORMERS_CONFIG_NAME
 
 TRANSFORMERS_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
@@ -69,7 +70,7 @@ def stored_description(folder: Path) -> dict[str, Any]:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = json.loads(read_bounded(path))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as JSON: {in_a_line(error)}.") from error
     if not isinstance(tree, dict):

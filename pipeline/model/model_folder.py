@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import textwrap
 import threading
 from collections.abc import Mapping
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import UserError, explain_memory_error, need_addresses
-from pipeline.files import sha256_of
+from pipeline.files import UMASK, read_bounded, sha256_of
 from pipeline.model.architectures import (
     Architecture,
     load_open_clip,
@@ -35,8 +34,6 @@ WEIGHTS_NAME = "open_clip_model.safetensors"
 LOCAL = "local-dir:"
 """open_clip's prefix for a model folder."""
 LOGIT_KEYS = ("logit_scale", "logit_bias")
-_UMASK = os.umask(0)  # it can only be read by setting it
-os.umask(_UMASK)
 
 
 def weights_digest(state: Mapping[str, Tensor]) -> str:
@@ -111,7 +108,7 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
 def allow_by_umask(*paths: Path) -> None:
     """Give files the permissions that the umask allows."""
     for path in paths:
-        path.chmod(0o666 & ~_UMASK)
+        path.chmod(0o666 & ~UMASK)
 
 
 def load_folder(folder: Path, **kwargs: Any) -> nn.Module:
@@ -154,7 +151,7 @@ def stated_files(folder: Path) -> dict[str, Mapping[str, Any]]:
     path = _meta_of(folder)
     if not path.is_file():
         return {}
-    meta = parse_meta(path.read_bytes())
+    meta = parse_meta(read_bounded(path))
     if "digest" in meta and meta["digest"] != digest_of(meta):
         raise ValueError("its contents do not match their SHA-256")
     files = meta.get("files", {})

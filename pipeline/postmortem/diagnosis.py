@@ -19,6 +19,7 @@ from pipeline.training.trainer import EXIT_DONE, EXIT_NOT_SAVED
 from pipeline.training.validation import STOPPED_EARLY
 
 REASON_LENGTH = 400
+CRASHES = frozenset(128 + number for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS))
 
 # From the exit code that says most about the cause to the one that says least.
 CODES: Mapping[int, tuple[str, str]] = {
@@ -28,6 +29,7 @@ CODES: Mapping[int, tuple[str, str]] = {
         "its last words are above, or in the launcher's log; check that GPU, its links (`nvidia-smi`) and `ulimit -v`",
     ),
     128 + signal.SIGSEGV: ("its process crashed (SIGSEGV)", "the stacks name the library"),
+    128 + signal.SIGBUS: ("its process crashed (SIGBUS): often no space in /dev/shm", "the stacks name the library"),
     EXIT_BUG: ("an unexpected error", "read the reason; --debug prints the traceback"),
     EXIT_USER_ERROR: ("an error that you can fix", "follow the message"),
     EXIT_STALLED: ("another rank or a loading worker hung or was gone", "check what is named"),
@@ -210,12 +212,29 @@ def _data(evidence: RunEvidence) -> Iterator[DoctorFinding]:
         yield DoctorFinding("data", "note", f"not on this machine: {' '.join(evidence.missing)}", "put it back first")
 
 
+def _would_crash_again(evidence: RunEvidence) -> bool:
+    """Whether a rank has crashed in native code before it got beyond the newest checkpoint."""
+    intact, crash = _intact(evidence), _first_cause(evidence)
+    start = intact[-1].step if intact else 0
+    if crash is None or crash.code not in CRASHES:
+        return False
+    return all(beat.step <= start for beat, _ in evidence.beats) and evidence.steps <= start
+
+
 def _command(evidence: RunEvidence) -> DoctorFinding:
     run = shlex.quote(str(evidence.run))
     if evidence.holder:
         return DoctorFinding("next", "good", "wait for it")
     if _is_finished(evidence):
         return DoctorFinding("next", "good", f"neuclip report {run}")
+    if _would_crash_again(evidence):
+        return DoctorFinding(
+            "next",
+            "broken",
+            "--resume latest would crash again: the process has crashed in the first step after its start",
+            "the stacks name the library: update it, or train on another device (engine.device), with another "
+            "model.arch, or without what it computes (model.compile, model.packed_attention); then --resume latest",
+        )
     hosts = {beat.host for beat, _ in evidence.beats} | {record.host for record in evidence.exits}
     if not evidence.config or len(hosts) > 1:
         return DoctorFinding("next", "good", "the command that started the run, with --resume latest")

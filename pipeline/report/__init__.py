@@ -12,9 +12,10 @@ from __future__ import annotations
 import errno
 import shutil
 import sys
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
+
+from pipeline.files import new_folder
 
 FOLDER = Path("tensorboard") / "evaluation"
 """Where a run's scores are as TensorBoard scalars."""
@@ -54,26 +55,24 @@ def update_scores(run: str | Path) -> None:
     """
     from pipeline.report.stored_scores import read_evaluations
 
-    folder, new = Path(run) / FOLDER, Path(run) / f".{FOLDER.name}-{uuid.uuid4().hex}"
+    folder = Path(run) / FOLDER
     evaluations = read_evaluations(Path(run) / "evaluation", lambda step: None, []) if folder.parent.is_dir() else ()
     if not evaluations:
         return
     from torch.utils.tensorboard import SummaryWriter
 
     try:
-        with SummaryWriter(str(new)) as writer:
-            for evaluation in evaluations:
-                if evaluation.step is None:
-                    continue
-                for score in evaluation.scores:
-                    writer.add_scalar(f"evaluation/{score.task}", score.score, evaluation.step)
-                for name, value in evaluation.aggregates.items():
-                    if value.get("complete"):
-                        writer.add_scalar(f"aggregate/{name}", value["score"], evaluation.step)
-        shutil.rmtree(folder, ignore_errors=True)
-        new.rename(folder)
+        with new_folder(folder) as new:
+            with SummaryWriter(str(new)) as writer:
+                for evaluation in evaluations:
+                    if evaluation.step is None:
+                        continue
+                    for score in evaluation.scores:
+                        writer.add_scalar(f"evaluation/{score.task}", score.score, evaluation.step)
+                    for name, value in evaluation.aggregates.items():
+                        if value.get("complete"):
+                            writer.add_scalar(f"aggregate/{name}", value["score"], evaluation.step)
+            shutil.rmtree(folder, ignore_errors=True)
     except OSError as error:
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # else another watcher was faster
             print(f"{folder} cannot be written ({error}): scores are missing in TensorBoard.", file=sys.stderr)
-    finally:
-        shutil.rmtree(new, ignore_errors=True)

@@ -12,7 +12,6 @@ import errno
 import fcntl
 import json
 import os
-import shutil
 import socket
 import sys
 import time
@@ -27,7 +26,7 @@ from pipeline.checkpoint.reader import Checkpoint, agreed_checkpoint
 from pipeline.config import Tree, dump, flatten
 from pipeline.data.loading.position import differences
 from pipeline.distributed.exit_record import FOLDER_NAME as HEARTBEATS
-from pipeline.distributed.exit_record import reserve_space, start_recording, stop_recording
+from pipeline.distributed.exit_record import remove_records, reserve_space, start_recording, stop_recording
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.files import write_text
@@ -114,7 +113,7 @@ def folder_of_a_start(run: RunConfig, *, world: World, note: Callable[[], None] 
         if not world.is_main:
             stop_recording()  # rank 0 records the reason, or removes the folder
         elif fresh:
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove_start(folder)
         raise
     if world.is_main:
         note()
@@ -122,12 +121,21 @@ def folder_of_a_start(run: RunConfig, *, world: World, note: Callable[[], None] 
     reserve_space()
 
 
+def _remove_start(folder: Path) -> None:
+    """Remove what a refused start has written into a new folder, and the folder unless others have put files there."""
+    for name in (RUN_CONFIG_NAME, ORIGIN_NAME, LOCK_NAME):
+        (folder / name).unlink(missing_ok=True)
+    remove_records(folder)
+    with suppress(OSError):  # not empty
+        folder.rmdir()
+
+
 def prepare_folder(run: RunConfig, *, world: World) -> None:
     """Write the resolved configuration into the run's folder, and remove the traces of its previous start."""
     folder = Path(run.output)
     if world.is_main:
-        shutil.rmtree(folder / HEARTBEATS, ignore_errors=True)  # maybe on more ranks
-        (folder / HEARTBEATS).mkdir(parents=True)
+        remove_records(folder)  # maybe of more ranks
+        (folder / HEARTBEATS).mkdir(parents=True, exist_ok=True)
         write_text(folder / RUN_CONFIG_NAME, dump(run))
     world.barrier()
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from pipeline.model.model_folder import save_open_clip
 from pipeline.model.starting_weights import find_start
 from pipeline.model.towers import ModelConfig, build_towers, check_model
 from pipeline.objectives import build_objective
+from tests.launch import ROOT
 
 TEXTS = ["a red square on a blue ground", "two green circles", "A Photo, of: nothing!", ""]
 SMALL_TEXT = {"width": 32, "heads": 2, "layers": 2}
@@ -169,6 +172,28 @@ def test_images_in_the_fastest_layout_give_the_same_features_and_gradients(
     largest = max(float(gradient.abs().max()) for gradient in expected.values())
     for name, gradient in expected.items():
         assert torch.allclose(gradients[name], gradient, atol=1e-5 * max(1.0, largest)), name
+
+
+TRAINED = """
+import sys
+import torch
+from pipeline.data.loading.decode import normalize
+from pipeline.model.towers import ModelConfig, build_towers
+
+towers, arch = build_towers(ModelConfig(arch=sys.argv[1], image_size=64), seed=0)
+image = torch.randint(0, 256, (4, 64, 64, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
+image = normalize(image, mean=arch.mean, std=arch.std, memory_format=towers.image_format)
+for _ in range(2):
+    towers.encode_image(image)[:, 0].sum().backward()
+assert all(p.grad.isfinite().all() for p in towers.clip.visual.parameters())
+"""
+
+
+@pytest.mark.parametrize("arch", ["MobileCLIP-S1", "MobileCLIP2-S0"])
+def test_towers_with_strided_pointwise_convolutions_train_on_cpus(arch: str) -> None:
+    """Regression test: torch's backward pass of these, with images in channels last, ended the process (SIGSEGV)."""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", TRAINED, arch], cwd=ROOT, check=False)
+    assert done.returncode == 0
 
 
 def test_missing_tokenizer_is_refused_with_a_remedy(tmp_path: Path) -> None:

@@ -192,24 +192,29 @@ def test_the_best_weights_of_a_run_that_validates_their_average(run: Path, tmp_p
     assert "(EMA)" not in exported(folder, tmp_path / "three", "--best", "--ema")
 
 
-def test_two_exports_to_one_folder_do_not_destroy_each_other(
+def test_an_export_touches_nothing_of_others_and_two_do_not_mix(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression test: each removed the folder in which the other was writing."""
-    chosen, output = choose_checkpoint(run), tmp_path / "out"
-    (tmp_path / ".out.partial/adapters").mkdir(parents=True)  # left by an export that was killed
-    (tmp_path / ".out.partial/image.onnx").write_text("x")
+    """Regression test: what others had in a folder, or behind a link, named `.out.partial` was deleted."""
+    chosen, output, foreign = choose_checkpoint(run), tmp_path / "out", tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "thesis").write_text("ten years")
+    (tmp_path / ".out.partial").symlink_to(foreign)
     original = exporter._check_open_clip
 
     def meanwhile(folder: Path, *arguments: Any) -> float:
-        with pytest.raises(UserError, match=r"Another process is writing .*: wait for it, or choose another output"):
-            exporter.write_checked(output, pytest.fail)
+        if not output.exists():
+            exporter.write_checked(output, lambda other: float((other / "of another").write_text("") * 0))
         return original(folder, *arguments)
 
-    monkeypatch.setattr(exporter, "_check_open_clip", meanwhile)
-    exported = export(chosen, output, card="")
-    assert not {"image.onnx", "adapters"} & {path.name for path in exported.files}
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    with monkeypatch.context() as patch:
+        patch.setattr(exporter, "_check_open_clip", meanwhile)
+        with pytest.raises(UserError, match="is not empty: choose another output folder"):
+            export(chosen, output, card="")
+    assert [path.name for path in output.iterdir()] == ["of another"]
+    export(chosen, tmp_path / "second", card="")
+    assert (foreign / "thesis").read_text() == "ten years"
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "second", "foreign", ".out.partial"}
 
 
 def test_an_export_that_differs_is_refused(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,19 @@ from pathlib import Path
 import pytest
 
 from pipeline import files
+from pipeline.checkpoint.reader import damage
 from pipeline.errors import UserError
-from pipeline.files import path_below, plain_name, replacing, write_json, write_text
+from pipeline.files import (
+    LEFTOVERS,
+    UMASK,
+    new_folder,
+    path_below,
+    plain_name,
+    read_bounded,
+    replacing,
+    write_json,
+    write_text,
+)
 
 
 def test_a_file_is_created_with_its_folders_and_replaced(tmp_path: Path) -> None:
@@ -23,12 +34,11 @@ def test_a_file_is_created_with_its_folders_and_replaced(tmp_path: Path) -> None
     assert os.listdir(path.parent) == ["a.txt"]
 
 
-@pytest.mark.parametrize("unique", [True, False])
-def test_error_leaves_only_the_old_file(tmp_path: Path, unique: bool) -> None:
+def test_error_leaves_only_the_old_file(tmp_path: Path) -> None:
     path = write_text(tmp_path / "a", "old")
 
     def fail_half_way() -> None:
-        with replacing(path, unique=unique) as temporary:
+        with replacing(path) as temporary:
             temporary.write_text("half")
             assert path.read_text() == "old"
             assert temporary.parent == path.parent  # a rename across file systems would not be atomic
@@ -40,14 +50,36 @@ def test_error_leaves_only_the_old_file(tmp_path: Path, unique: bool) -> None:
     assert os.listdir(tmp_path) == ["a"]
 
 
-def test_temporary_names_are_unique_unless_disabled(tmp_path: Path) -> None:
-    names = {True: set(), False: set()}
-    for unique, seen in names.items():
-        for _ in range(2):
-            with replacing(tmp_path / "a", unique=unique) as temporary:
-                temporary.touch()
-                seen.add(temporary.name)
-    assert (len(names[True]), names[False]) == (2, {".a.tmp"})
+def test_temporary_names_cannot_be_guessed(tmp_path: Path) -> None:
+    names = set()
+    for _ in range(2):
+        with replacing(tmp_path / "a") as file, new_folder(tmp_path / "b") as folder:
+            file.touch()
+            (folder / "c").touch()
+            names |= {file.name, folder.name}
+            assert file in tmp_path.glob(LEFTOVERS)
+        (tmp_path / "b" / "c").unlink()
+    assert len(names) == 4
+    with pytest.raises(RuntimeError), new_folder(tmp_path / "d"):
+        raise RuntimeError
+    assert sorted(os.listdir(tmp_path)) == ["a", "b"]
+    assert (tmp_path / "b").stat().st_mode & 0o777 == 0o777 & ~UMASK
+
+
+@pytest.mark.parametrize("kind", ["device", "pipe", "large"])
+def test_what_does_not_end_is_not_read(tmp_path: Path, kind: str) -> None:
+    """Regression test: a link to /dev/zero in place of a checkpoint.json was read without end."""
+    path = tmp_path / "checkpoint.json"
+    if kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        with path.open("wb") as file:
+            file.truncate(2**40)
+    with pytest.raises((OSError, ValueError), match=r"not a regular file|larger than 256 MiB"):
+        read_bounded(path)
+    assert "cannot be read" in str(damage(tmp_path))
 
 
 def test_durable_files_are_flushed_before_they_are_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

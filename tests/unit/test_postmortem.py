@@ -117,6 +117,24 @@ def test_killed_while_stepping(run: Path, towers: Towers) -> None:
     assert last_line(output).endswith(f"neuclip train --recipe '{run}/config.yaml' --resume latest output='{run}'")
 
 
+def test_a_crash_that_would_come_again_is_not_resumed(run: Path, towers: Towers) -> None:
+    """Regression test: `--resume latest` was advised for a step that crashes every process that takes it."""
+    write(run, towers, [7])
+    beat(run)
+    fatal = run / "heartbeats" / "fatal-00000.txt"
+    for name, advised in (("Segmentation fault", False), ("Aborted", False), ("Bus error", False), ("", True)):
+        fatal.write_text(f"host 1\nFatal Python error: {name}\n" if name else "host 1\n")
+        output = " ".join(examine(run)[0].split())
+        assert ("would crash again" in output) != advised, name
+        assert ("neuclip train --recipe" in output) == advised, name
+    fatal.write_text("host 1\nFatal Python error: Segmentation fault\n")
+    shutil.rmtree(run / "checkpoints")
+    write(run, towers, [3])
+    output = examine(run)[0]
+    assert "--resume latest" in output
+    assert "would crash again" not in output
+
+
 def test_the_next_command_does_not_consent_for_the_user(run: Path, towers: Towers) -> None:
     write(run, towers, [3])
     beat(run)

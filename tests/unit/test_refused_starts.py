@@ -21,6 +21,7 @@ from pipeline.distributed import start as start_module
 from pipeline.distributed.start import start_world
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
+from pipeline.files import UMASK
 from pipeline.model.model_folder import save_tensors
 from pipeline.training import run as run_module
 from pipeline.training.recipe import RunConfig, check_run, load_recipe
@@ -122,6 +123,20 @@ def test_a_refused_start_leaves_nothing_behind(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "config.yaml").exists()
 
 
+def test_a_refused_start_removes_nothing_of_others(tmp_path: Path) -> None:
+    """Regression test: the whole folder was removed, with what others had put there meanwhile."""
+    run, note = config(tmp_path / "run"), tmp_path / "run" / "heartbeats" / "note"
+
+    def refused() -> None:
+        with hold_folder(run, world=World()), folder_of_a_start(run, world=World()):
+            note.write_text("of somebody else")
+            raise UserError("no")
+
+    with pytest.raises(UserError, match="no"):
+        refused()
+    assert [path for path in (tmp_path / "run").rglob("*") if path.is_file()] == [note]
+
+
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
@@ -207,10 +222,8 @@ def test_too_many_open_files_are_no_network_error(monkeypatch: pytest.MonkeyPatc
 
 
 def test_weights_get_the_permissions_of_the_umask(tmp_path: Path) -> None:
-    from pipeline.model import model_folder
-
     save_tensors({"a": torch.zeros(2)}, tmp_path / "a.safetensors")
-    assert stat.S_IMODE(os.stat(tmp_path / "a.safetensors").st_mode) == 0o666 & ~model_folder._UMASK
+    assert stat.S_IMODE(os.stat(tmp_path / "a.safetensors").st_mode) == 0o666 & ~UMASK
 
 
 def test_settings_and_recipes_are_completed() -> None:

@@ -15,7 +15,6 @@ import os
 import shutil
 import tempfile
 import time
-import uuid
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.data.shards.storage import COMMAND, OUTSIDE, kind_of_place
+from pipeline.files import new_folder
 
 FACTS = "facts.json"
 KEPT_VERSIONS, KEPT_SECONDS = 2, 7 * 24 * 3600
@@ -112,16 +112,10 @@ def _store(folder: Path, made: Arrays) -> None:
     Raises:
         OSError: There is no space, for example.
     """
-    temporary = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
-    temporary.mkdir()
-    try:
+    with new_folder(folder) as temporary:
         for name, array in made.arrays.items():
             np.save(temporary / f"{name}.npy", array)
         (temporary / FACTS).write_text(json.dumps(dict(made.facts)), encoding="utf-8")
-        os.replace(temporary, folder)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
 
 
 def _delete_old(topic: Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import json
 import shutil
-import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from pipeline.evaluation.datasets.datacomp import Task
 from pipeline.evaluation.datasets.task_data import TaskData, TaskError, decode
 from pipeline.evaluation.protocol import Outcomes, Protocol, register
 from pipeline.evaluation.protocols.texts import TextSide, ranks
-from pipeline.files import write_text
+from pipeline.files import new_folder, write_text
 
 KS = (1, 5, 10)
 BLOCK = 256
@@ -121,22 +120,18 @@ def write_examples(folder: Path, data: TaskData, *, features: tuple[Tensor, Tens
     by_image = [_best_captions(k, flat, captions @ images[k]) for k in _spaced(len(images), count)]
     shown = {example["right"] for example in by_caption} | {example["image"] for example in by_image}
     shown |= {image["image"] for example in by_caption for image in example["images"]}
-    made = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.tmp")
     try:
-        made.mkdir(parents=True)
-        for index in sorted(shown):
-            image = decode(data.images.read(index), name=data.images.name(index), on_white=data.on_white)
-            image.thumbnail((THUMBNAIL, THUMBNAIL))
-            image.save(made / f"{index}.jpg", quality=85)
-        for name, examples in ((CAPTIONS_NAME, by_caption), (IMAGES_NAME, by_image)):
-            write_text(made / name, json.dumps(examples, indent=1, ensure_ascii=False) + "\n", durable=True)
-        shutil.rmtree(folder, ignore_errors=True)
-        made.rename(folder)
+        with new_folder(folder) as made:
+            for index in sorted(shown):
+                image = decode(data.images.read(index), name=data.images.name(index), on_white=data.on_white)
+                image.thumbnail((THUMBNAIL, THUMBNAIL))
+                image.save(made / f"{index}.jpg", quality=85)
+            for name, examples in ((CAPTIONS_NAME, by_caption), (IMAGES_NAME, by_image)):
+                write_text(made / name, json.dumps(examples, indent=1, ensure_ascii=False) + "\n", durable=True)
+            shutil.rmtree(folder, ignore_errors=True)
     except OSError as error:
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # else another evaluation has just written the same
             raise
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
 
 
 def _spaced(total: int, count: int) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,6 +16,8 @@ FROM_SCRATCH = 100_000
 """Pairs from which on training from scratch is suggested: a rule of thumb, see docs/own-data.md."""
 LEAST_STEPS = 200
 """Steps of a fine-tune on few pairs: fewer teach nothing at its learning rate."""
+EQUAL_SHARE = 20
+"""Equal captions are mentioned if they are more than one in so many."""
 RECIPES_BATCH = 256
 """`batch_size` of the recipes `own` and `finetune`."""
 
@@ -23,8 +25,13 @@ RECIPES_BATCH = 256
 @click.command(name="pairs")
 @click.argument("source")
 @click.argument("output", type=click.Path(path_type=Path))
-@click.option("--image", metavar="COLUMN", help="Column of the image: a path or the encoded bytes [detected].")
-@click.option("--caption", metavar="COLUMN", help="Column, tar suffix or JSON field of the caption [detected].")
+@click.option("--image", metavar="COLUMN", help="Column of the image, or suffix of its member in a tar [detected].")
+@click.option(
+    "--caption",
+    metavar="COLUMN",
+    multiple=True,
+    help="Column, file suffix or JSON field of the caption; several: the first that has one [detected].",
+)
 @click.option(
     "--captions",
     type=click.Choice(["several", "one"]),
@@ -41,6 +48,8 @@ RECIPES_BATCH = 256
 @click.option("--split", help="Split of a dataset [the only one, or train].")
 @click.option("--subset", help="Configuration of a dataset on the hub.")
 @click.option("--revision", help="Commit or branch of a dataset on the hub.")
+@click.option("--allow-outside", is_flag=True, help="Take images that a table names outside of their folder.")
+@click.option("--background", default="white", show_default=True, help="Colour behind transparent pixels.")
 @click.option("--size", type=click.IntRange(min=16), help="Downscale larger images to this shorter side, in pixels.")
 @click.option(
     "--quality", type=click.IntRange(1, 100), default=95, show_default=True, help="JPEG quality when re-encoding."
@@ -52,13 +61,15 @@ def command(
     source: str,
     output: Path,
     image: str | None,
-    caption: str | None,
+    caption: tuple[str, ...],
     captions: str,
     images: Path | None,
     header: str | None,
     split: str | None,
     subset: str | None,
     revision: str | None,
+    allow_outside: bool,
+    background: str,
     size: int | None,
     quality: int,
     raw: bool,
@@ -67,12 +78,14 @@ def command(
 ) -> None:
     """Convert SOURCE to shards with a manifest in the folder OUTPUT; then train with data.sources=OUTPUT.
 
-    SOURCE is a CSV, TSV or JSONL table of image files, or a folder with one; a folder of images with .txt files beside
-    them; COCO's captions_*.json; parquet files; a folder written by datasets.save_to_disk; webdataset tars; or the name
-    of a dataset on the Hugging Face hub. For a table of URLs use `neuclip download`.
+    SOURCE is a CSV, TSV, JSONL or JSON table of image files, or a folder with one; a folder of images with .txt or
+    .json files beside them; COCO's captions_*.json; parquet files; a folder written by datasets.save_to_disk;
+    webdataset tars; or the name of a dataset on the Hugging Face hub. For a table of URLs use `neuclip download`.
 
     After an interruption, the same command continues. OUTPUT/dropped.tsv lists every row that was dropped.
     """
+    from PIL import ImageColor
+
     from data_prep.pairs.make_shards import DROPPED_NAME, PairsConfig, make_shards
     from data_prep.pairs.pair import ImageOptions, SourceOptions
 
@@ -85,19 +98,26 @@ def command(
         split=split,
         subset=subset,
         revision=revision,
+        allow_outside=allow_outside,
     )
+    try:
+        colour = ImageColor.getrgb(background)[:3]
+    except ValueError as error:
+        raise click.BadParameter(f"{background!r} is not a colour such as white or #f0f0f0.") from error
     config = PairsConfig(
         source,
         output,
         options=options,
-        image=ImageOptions(size=size, quality=quality, raw=raw),
+        image=ImageOptions(size=size, quality=quality, raw=raw, background=colour),
         shard_size=shard_size,
         processes=processes or usable_cores(),
     )
     with rows_bar("converting rows") as show:
-        outcome = make_shards(config, on_rows=show)
+        outcome = make_shards(config, on_rows=show, on_note=click.echo)
     manifest = outcome.manifest
     megabytes, shards = manifest.bytes / 1e6, len(manifest.shards)
+    if not outcome.converted:
+        click.echo("Nothing has changed since the last time, and nothing was left to do.")
     click.echo(
         f"{manifest.n:,} of {manifest.attempted:,} rows gave a sample: {shards:,} shard{'s' * (shards != 1)}, "
         f"{megabytes:,.1f} MB in {output}"
@@ -108,6 +128,7 @@ def command(
     if manifest.failures:
         click.echo(f"  every dropped row: {output / DROPPED_NAME}")
     click.echo(f"  to look at them: neuclip report {shlex.quote(str(output))}")
+    _show_counts(manifest.facts["counts"], manifest.n)
     field = ""
     if outcome.several_captions:
         field = " data.caption=json:captions"
@@ -120,6 +141,21 @@ def command(
             f"It starts from a published model. Fewer than {FROM_SCRATCH:,} pairs teach little from scratch, which is "
             "--recipe own."
         )
+
+
+def _show_counts(counts: Mapping[str, int], samples: int) -> None:
+    """What in captions and images may be other than the user expects."""
+    captions, distinct, long = (counts[name] for name in ("captions", "distinct_captions", "long_captions"))
+    click.echo(f"Captions: {captions:,}, of which {distinct:,} are distinct.")
+    if (equal := captions - distinct) * EQUAL_SHARE > captions:
+        click.echo(f"  {equal / captions:.0%} repeat another: in a batch, equal captions are each other's negatives.")
+    if long:
+        share = f"{long:,} ({long / captions:.1%})"
+        click.echo(f"  {share} have more than 77 tokens, which training cuts (or set model.context_length).")
+    if transparent := counts["transparent"]:
+        click.echo(f"Images with transparency: {transparent:,}, put on the background (--background).")
+    if plain := counts["single_colour"]:
+        click.echo(f"Images of a single colour: {plain:,} of {samples:,}; `neuclip report` shows some of the data.")
 
 
 def small_batch(samples: int) -> str:

@@ -191,15 +191,25 @@ def on_white(image: Image.Image, background: tuple[int, int, int] = (255, 255, 2
     Raises:
         ImageError: As for `to_rgb`.
     """
-    if not is_transparent(image):
+    layer = transparent_layer(image)
+    if layer is None:
         return to_rgb(image)
+    return Image.alpha_composite(Image.new("RGBA", layer.size, (*background, 255)), layer).convert("RGB")
+
+
+def transparent_layer(image: Image.Image) -> Image.Image | None:
+    """An image as RGBA if any of its pixels is not opaque, by its alpha, its palette or a PNG's transparent colour.
+
+    Raises:
+        ImageError: Its pixels cannot be decoded.
+    """
+    if not is_transparent(image):
+        return None
     try:
-        layer = (image.convert("LA") if image.mode == "La" else image).convert(
-            "RGBA"
-        )  # also palettes and colours that a PNG's tRNS chunk makes transparent
-        return Image.alpha_composite(Image.new("RGBA", layer.size, (*background, 255)), layer).convert("RGB")
+        layer = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
     except Exception as error:
         raise ImageError(UNDECODABLE, f"{type(error).__name__} {error}") from error
+    return layer if layer.getextrema()[3][0] < 255 else None  # type: ignore[index]
 
 
 def has_transparency(data: bytes) -> bool:
@@ -228,6 +238,8 @@ def to_rgb(image: Image.Image) -> Image.Image:
     """
     image = eight_bits(image)
     try:
+        if image.mode == "P" and "transparency" in image.info:  # else Pillow warns of several transparent colours
+            image = image.convert("RGBA")
         return image.convert("LA").convert("RGB") if image.mode == "La" else image.convert("RGB")
     except Exception as error:
         raise ImageError(UNDECODABLE, f"{type(error).__name__} {error}") from error

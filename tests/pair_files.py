@@ -39,16 +39,21 @@ def write_csv(path: Path, rows: Sequence[Sequence[str]], *, delimiter: str = ","
     return path
 
 
+def options_of(**options: Any) -> SourceOptions:
+    caption = options.pop("caption", ())
+    return SourceOptions(caption=(caption,) if isinstance(caption, str) else caption, **options)
+
+
 def convert_all(source: Path | str, output: Path, *, image: ImageOptions | None = None, **options: Any) -> Conversion:
     processes, shard_size = options.pop("processes", 1), options.pop("shard_size", 4)
-    config = PairsConfig(str(source), output, options=SourceOptions(**options), image=image or ImageOptions(),
+    config = PairsConfig(str(source), output, options=options_of(**options), image=image or ImageOptions(),
                          processes=processes, shard_size=shard_size)  # fmt: skip
     return make_shards(config)
 
 
 def make(source: Path | str, output: Path, **options: Any) -> Conversion:
     """Convert with `image` as the name of the image column."""
-    return make_shards(PairsConfig(str(source), output, options=SourceOptions(**options), shard_size=4))
+    return make_shards(PairsConfig(str(source), output, options=options_of(**options), shard_size=4))
 
 
 def stored(output: Path) -> list[tuple[bytes, str, dict[str, Any]]]:

@@ -2,153 +2,190 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
-from data_prep.pairs import image_files, parquet_source, tar_rows
-from data_prep.pairs.listing import Listed, ListedSource, Listing, write_listing
-from data_prep.pairs.pair import PairSource, SourceOptions
+from data_prep.pairs import embedded, members, pair_tables
+from data_prep.pairs.listing import PairSource
+from data_prep.pairs.pair import SourceOptions, read_image
 from pipeline.data.shards.manifest_format import JOURNAL
 from pipeline.errors import UserError
 
 _KNOWN = (
-    "a CSV, TSV or JSONL table of image files, a folder with such a table, a folder of images with .txt files beside "
-    "them, COCO's captions_*.json, parquet files, a folder of datasets.save_to_disk, webdataset tars, or the name of a "
-    "data set on the Hugging Face hub (owner/name)"
+    "a CSV, TSV, JSONL or JSON table of image files, a folder with such a table, a folder of images with .txt or .json "
+    "files beside them, COCO's captions_*.json, parquet files, a folder of datasets.save_to_disk, webdataset tars, or "
+    "the name of a data set on the Hugging Face hub (owner/name)"
 )
-
-
-_MOST_TABLES = 5
-
-
-def kind_of(source: str) -> str:
-    """The kind of a source: table, coco, parquet, datasets, tars, images or hub.
-
-    Raises:
-        UserError: The source is none of these.
-    """
-    path = Path(source)
-    suffix = path.suffix.lower()
-    tables = dict.fromkeys((*image_files.TABLE_SUFFIXES, ".txt"), "table")
-    known = {".json": "coco", ".parquet": "parquet", ".tar": "tars", **tables}
-    if path.is_file():
-        if suffix in known:
-            return known[suffix]
-        raise UserError(f"{source} is not a supported kind of file. A source is {_KNOWN}.")
-    if path.is_dir():
-        return _kind_of_folder(path)
-    if source.count("/") == 1 and path.parent.is_dir():
-        raise UserError(
-            f"There is no {path.name} in the folder {path.parent}, which exists here. A source is {_KNOWN}; for the "
-            f"data set {source} of the hub, run this in a folder without {path.parent}/."
-        )
-    if source.count("/") == 1 and not source.startswith((".", "/", "~")) and suffix not in known:
-        return "hub"
-    raise UserError(f"There is no file or folder {source}. A source is {_KNOWN}.")
-
-
-def _kind_of_folder(path: Path) -> str:
-    if any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json", "state.json")):
-        return "datasets"
-    if _tables(path):
-        return "table"
-    if next(path.rglob("*.parquet"), None):
-        return "parquet"
-    if next(path.rglob("*.tar"), None):
-        return "tars"
-    if any(next(path.rglob(f"*{suffix}"), None) for suffix in image_files.CAPTION_SUFFIXES) and next(
-        image_files.image_names(path), None
-    ):
-        return "images"
-    if annotations := sorted(path.glob("captions*.json")) + sorted(path.glob("annotations/captions*.json")):
-        raise UserError(f"{path} looks like COCO: name the annotations, such as {annotations[0]}.")
-    if next(image_files.image_names(path), None):
-        raise UserError(
-            f"{path} has images, but no captions: neither a CSV, TSV or JSONL table in it, nor .txt files beside them."
-        )
-    raise UserError(f"{path} holds no supported kind of source. A source is {_KNOWN}.")
-
-
-def _tables(folder: Path) -> list[Path]:
-    """Tables in a folder; without any, .txt files that belong to no image and have usual names of columns."""
-    files = sorted(path for path in folder.iterdir() if path.is_file() and path.name != JOURNAL)
-    if tables := [path for path in files if path.suffix.lower() in image_files.TABLE_SUFFIXES]:
-        return tables
-    pictures = {path.stem for path in files if path.suffix.lower() != ".txt"}
-    alone = [path for path in files if path.suffix.lower() == ".txt" and path.stem not in pictures]
-    return [path for path in alone if _has_columns(path)] if len(alone) <= _MOST_TABLES else []
-
-
-def _has_columns(path: Path) -> bool:
-    try:
-        image_files.find_columns(path, SourceOptions())
-    except UserError:
-        return False
-    return True
-
-
-def open_source(source: str, options: SourceOptions, *, listing: Path, stored: Listing | None = None) -> PairSource:
-    """Open a file, a folder or a name on the hub; the list of a source without random access is written to `listing`.
-
-    Of an interrupted run, this list may be `stored` already.
-
-    Raises:
-        UserError: It cannot be read, or an option does not apply to its kind.
-    """
-    kind = kind_of(source)
-    _refuse_options(kind, options)
-    path = Path(source).absolute()  # a run that continues with the list may have been started in another folder
-
-    def listed(rows: Iterator[Listed], *, root: Path, group: bool = True) -> Listing:
-        return stored if stored is not None else write_listing(listing, rows, root=root, group_images=group)
-
-    if kind == "table":
-        table = image_files.open_table(_only_table(path), options)
-        about = {"kind": "table", "image": table.image, "caption": table.caption}
-        return ListedSource(listed(table.rows(), root=table.images), about)
-    if kind == "coco":
-        tree = image_files.read_coco(path)
-        images = image_files.find_coco_images(path, tree, named=options.images)
-        rows = image_files.coco_rows(path, tree, images)
-        return ListedSource(listed(rows, root=images), {"kind": "COCO captions"})
-    if kind == "images":
-        rows = image_files.folder_rows(path, one_caption=options.captions == "one")
-        return ListedSource(listed(rows, root=path), {"kind": "folder with text files"})
-    if kind == "tars":
-        tars = sorted(path.rglob("*.tar")) if path.is_dir() else [path]
-        about = {"kind": "webdataset tars", "caption": tar_rows.find_caption(tars, wanted=options.caption)}
-        root = path if path.is_dir() else path.parent
-        return tar_rows.TarSource(listed(tar_rows.tar_rows(path, tars), root=root, group=False), about)
-    if kind == "parquet":
-        return parquet_source.open_parquet(path, options)
-    return parquet_source.open_dataset(source, options)
-
-
-def _only_table(path: Path) -> Path:
-    if path.is_file():
-        return path
-    tables = _tables(path)
-    if len(tables) > 1:
-        raise UserError(
-            f"{path} has several tables ({', '.join(table.name for table in tables[:5])}): name one of them."
-        )
-    return tables[0]
-
-
+_MOST_TEXTS = 5
+_TARS = (".tar", ".tgz", ".tar.gz")
+_METADATA = ("metadata.csv", "metadata.jsonl")
 _APPLIES = {
-    "image": ("table", "parquet", "datasets", "hub"),
-    "caption": ("table", "tars", "parquet", "datasets", "hub"),
-    "images": ("table", "coco"),
+    "image": ("table", "tars", "parquet", "datasets", "hub"),
+    "images": ("table",),
     "header": ("table",),
-    "split": ("datasets", "hub"),
+    "split": ("table", "datasets", "hub"),
     "subset": ("hub",),
     "revision": ("hub",),
 }
 
 
-def _refuse_options(kind: str, options: SourceOptions) -> None:
+def open_source(source: str, options: SourceOptions, cache: Path) -> PairSource:
+    """Open a file, a folder, a pattern of tars or a name on the hub; `cache` is a folder for copies.
+
+    Raises:
+        UserError: It cannot be read, is of no known kind, or an option does not apply to its kind.
+    """
+    path = Path(source).absolute()
+    kind, files = _kind_of(source, path, options)
     for name, kinds in _APPLIES.items():
         if getattr(options, name) and kind not in kinds:
             raise UserError(
                 f"--{name} does not apply to this source, which is of kind {kind}, but to {', '.join(kinds)}."
             )
+    root = path if path.is_dir() else path.parent
+    if kind == "table":
+        return _open_tables(root, files, options)
+    if kind == "images":
+        return members.open_folder(path, options)
+    if kind == "tars":
+        return members.open_tars(root, files, options, cache)
+    if kind == "parquet":
+        return embedded.open_parquet(path, files, options, cache)
+    return embedded.open_dataset(source, options)
+
+
+def is_hub(source: str) -> bool:
+    """Whether a source is a name on the hub, not a path."""
+    return source.count("/") == 1 and not source.startswith((".", "/", "~")) and not Path(source).exists()
+
+
+def _kind_of(source: str, path: Path, options: SourceOptions) -> tuple[str, list[Path]]:
+    """The kind of a source (table, tars, images, parquet, datasets, hub) and its files."""
+    if "{" in source and not path.exists():
+        return "tars", _expanded(source)
+    lower = path.name.lower()
+    tabular = lower.endswith((*pair_tables.TABLE_SUFFIXES, ".txt", ".json"))
+    if path.is_file():
+        if tabular or lower.endswith((".parquet", *_TARS)):
+            return "table" if tabular else "parquet" if lower.endswith(".parquet") else "tars", [path]
+        raise UserError(f"{source} is not a supported kind of file. A source is {_KNOWN}.")
+    if path.is_dir():
+        return _kind_of_folder(path, options)
+    if source.count("/") == 1 and Path(source).parent.is_dir():
+        raise UserError(
+            f"There is no {path.name} in the folder {Path(source).parent}, which exists here. A source is {_KNOWN}; "
+            f"for the data set {source} of the hub, run this in a folder without {Path(source).parent}/."
+        )
+    if is_hub(source) and not tabular:
+        return "hub", []
+    raise UserError(f"There is no file or folder {source}. A source is {_KNOWN}.")
+
+
+def _expanded(pattern: str) -> list[Path]:
+    """The tars of a pattern such as `x/{00000..00099}.tar`.
+
+    Raises:
+        UserError: Some do not exist.
+    """
+    from webdataset.shardlists import expand_urls
+
+    files = [Path(name).absolute() for name in expand_urls(pattern)]
+    if missing := [file for file in files if not file.is_file()]:
+        raise UserError(
+            f"{len(missing):,} of the {len(files):,} files of {pattern} do not exist, such as {missing[0]}: give a "
+            "pattern without them, or the folder."
+        )
+    return files
+
+
+def _kind_of_folder(path: Path, options: SourceOptions) -> tuple[str, list[Path]]:
+    """The first kind that fits, in an order in which the files beside img2dataset's output decide nothing."""
+    if any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json", "state.json")):
+        return "datasets", []
+    problems: list[UserError] = []
+    if found := list(members.files_below(path, lambda name: name in _METADATA)):
+        return "table", found
+    if found := list(_fitting(_tables(path), options, problems)):
+        if len(found) > 1:
+            names = ", ".join(table.name for table in found[:5])
+            raise UserError(f"{path} has several tables ({names}): name one of them.")
+        return "table", found
+    parquet = list(members.files_below(path, lambda name: name.lower().endswith(".parquet")))
+    if parquet and _fits(parquet[0], options, problems):
+        return "parquet", parquet
+    if tars := list(members.files_below(path, lambda name: name.lower().endswith(_TARS))):
+        return "tars", tars
+    images = members.files_below(path, members.is_image)
+    if any(_has_text(image) for image in itertools.islice(images, 10_000)):
+        return "images", []
+    if found := list(
+        _fitting(sorted((*path.glob("*.json"), *path.glob("annotations/captions*.json"))), options, problems)
+    ):
+        raise UserError(f"{path} has captions in JSON: name the annotations, such as {found[0]}.")
+    if problems:
+        raise problems[0]
+    if next(members.files_below(path, members.is_image), None):
+        raise UserError(
+            f"{path} has images, but no captions: neither a table in it, nor .txt or .json files beside them."
+        )
+    raise UserError(f"{path} holds no supported kind of source. A source is {_KNOWN}.")
+
+
+def _has_text(image: Path) -> bool:
+    return any(image.with_suffix(suffix).is_file() for suffix in (".txt", ".caption", ".json"))
+
+
+def _fitting(files: list[Path], options: SourceOptions, problems: list[UserError]) -> Iterator[Path]:
+    return (file for file in files if _fits(file, options, problems))
+
+
+def _fits(file: Path, options: SourceOptions, problems: list[UserError]) -> bool:
+    """Whether a file has columns of images and captions; why not is added to `problems`."""
+    try:
+        if file.suffix.lower() == ".parquet":
+            embedded.columns_of(file, options)
+        else:
+            pair_tables.find_columns(file, options)
+    except UserError as problem:
+        problems.append(problem)
+        return False
+    return True
+
+
+def _tables(folder: Path) -> list[Path]:
+    """Tables in a folder; without any, a few .txt files that belong to no image."""
+    files = sorted(path for path in folder.iterdir() if path.is_file() and path.name != JOURNAL)
+    if found := [path for path in files if path.suffix.lower() in pair_tables.TABLE_SUFFIXES]:
+        return found
+    pictures = {path.stem for path in files if path.suffix.lower() != ".txt"}
+    alone = [path for path in files if path.suffix.lower() == ".txt" and path.stem not in pictures]
+    return alone if len(alone) <= _MOST_TEXTS else []
+
+
+def _open_tables(root: Path, files: list[Path], options: SourceOptions) -> PairSource:
+    """One table, or the metadata files of an image folder, each of which names images beside it."""
+    notes: tuple[str, ...] = ()
+    splits = {file: file.relative_to(root).parts[0] for file in files if file.parent != root}
+    if options.split and not splits and files[0].suffix.lower() != ".json":
+        raise UserError("--split does not apply to this source, a table without splits.")
+    if splits and (options.split or len(set(splits.values())) > 1):
+        wanted = options.split or "train"
+        if wanted not in splits.values():
+            names = ", ".join(sorted(set(splits.values())))
+            raise UserError(f"{root} has no split {wanted!r}: choose with --split. It has: {names}.")
+        notes = (f"split {wanted} of {', '.join(sorted(set(splits.values())))} (--split chooses another)",)
+        files = [file for file, split in splits.items() if split == wanted]
+    opened = [pair_tables.open_table(file, options) for file in files]
+    first = opened[0]
+    named = len(files) > 1
+    rows = (
+        replace(row, place=os.path.join(table.path.parent.relative_to(root), row.place)) if named else row
+        for table in opened
+        for row in table.rows()
+    )
+    about = {"kind": "table", "image": first.image, "caption": list(first.captions)}
+    notes += (f"images: {first.image}; captions: {', else '.join(first.captions)}",)
+    return PairSource(about, rows, first.folder if not named else root, read_image, notes=notes)

@@ -1,7 +1,6 @@
-"""The list of pairs behind sources whose rows have no natural random access (tables, COCO's JSON, folders, tars).
+"""The list of a source's rows: a data set of `datasets` on the disk, which any process can read from any row.
 
-It is made in one streaming pass and stored as parquet in small row groups, so that memory stays bounded and any process
-can start at any row.
+It is made anew at every start, so that a repeated command notices what has changed since.
 """
 
 from __future__ import annotations
@@ -9,151 +8,194 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from data_prep.pairs.pair import MALFORMED_ROW, NOT_UTF8, Pair, not_utf8
-from pipeline.errors import UserError
-from pipeline.files import as_text, replacing
+from data_prep import reasons
+from data_prep.pairs.pair import MALFORMED_ROW, NOT_UTF8, captions_of_list, not_utf8
+from pipeline.files import as_text
 
-GROUP = 2_000
+CONTEXT = 77
+"""Tokens of a text in CLIP's models, with those for its start and end."""
+_CHUNK = 1_000
+_SCHEMA = pa.schema(
+    {
+        "place": pa.string(),
+        "image": pa.binary(),  # file names may be any bytes
+        "captions": pa.list_(pa.string()),
+        "problem": pa.string(),
+        "detail": pa.string(),
+        "at": pa.list_(pa.int64()),
+        "key": pa.int64(),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
-    """One row of the list. `image` is a path; a tar's sample has its tar there and its first byte in `offset`."""
+class PairRow:
+    """One row of a source. For one that cannot become a sample, `problem` (a reason) and `detail` say why."""
 
     place: str
+    """Human-readable location: file and line."""
     image: str = ""
+    """The image's absolute path, that of its tar, or the digest of an image in a data set."""
     captions: tuple[str, ...] = ()
     problem: str = ""
     detail: str = ""
-    offset: int = -1
+    at: tuple[int, ...] = ()
+    """Where the image is: offset and size in a tar, or number of the data set and row."""
+
+
+@dataclass(frozen=True)
+class PairSource:
+    """A source as opened: its rows, and how a process reads the image of one."""
+
+    about: Mapping[str, Any]
+    """Its kind and columns, for the manifest."""
+    rows: Iterable[PairRow]
+    root: Path
+    """Images below it are known by their relative names."""
+    read: Callable[[PairRow], bytes]
+    """Reads the encoded image of a row; can be pickled. Raises FetchError."""
+    group: bool = True
+    """Whether rows with the same image are one sample, which would otherwise be false negatives of each other."""
+    notes: tuple[str, ...] = ()
+    """What the user should know about how it is read."""
 
 
 @dataclass(frozen=True)
 class Listing:
-    """A stored list: its file, its length, and a digest of its content."""
+    """A stored list, and what was counted in it."""
 
     path: Path
     rows: int
     digest: str
+    """Of its content; does not depend on where the images are."""
+    stamp: str
+    """The same, with sizes and dates of the images' files."""
+    captions: int
+    distinct: int
+    """Distinct captions."""
+    long: int
+    """Captions of more than `CONTEXT` tokens."""
 
-    def read(self, start: int, stop: int) -> Iterator[Listed]:
-        """The rows `[start, stop)`.
-
-        Raises:
-            UserError: The list is damaged.
-        """
-        try:
-            with pq.ParquetFile(self.path, page_checksum_verification=True) as file:
-                for group in range(start // GROUP, -(-stop // GROUP)):
-                    low, high = max(start - group * GROUP, 0), min(stop - group * GROUP, GROUP)
-                    for row in file.read_row_group(group).slice(low, high - low).to_pylist():
-                        image = os.fsdecode(row["image"])
-                        yield Listed(**{**row, "image": image, "captions": tuple(row["captions"])})
-        except (pa.ArrowException, OSError) as error:
-            raise UserError(
-                f"{self.path} is missing or damaged ({error}): delete {self.path.parent.parent} and run the same "
-                "command again."
-            ) from error
+    def read(self, start: int, stop: int) -> Iterator[PairRow]:
+        """The rows `[start, stop)`."""
+        return _rows(_opened(self.path).select(range(start, stop)))
 
 
-def write_listing(path: Path, rows: Iterable[Listed], *, root: Path, group_images: bool = True) -> Listing:
-    """Store rows as a list, published by rename when complete.
-
-    Args:
-        path: The parquet file.
-        rows: The rows in the order of the data set.
-        root: The folder of the images or tars; the digest does not depend on where it is.
-        group_images: Merge neighbouring rows with the same image into one row with all captions. Otherwise they would
-            be false negatives of each other in a batch.
-    """
-    kinds = {"image": pa.binary(), "captions": pa.list_(pa.string()), "offset": pa.int64()}
-    schema = pa.schema([(each.name, kinds.get(each.name, pa.string())) for each in fields(Listed)])
-    digest, count = hashlib.sha256(), 0
-    prefix = os.path.join(os.fsencode(root), b"")
-    rows = map(_checked, rows)
-    rows = _grouped(rows) if group_images else rows
-    with (
-        replacing(path, durable=True) as temporary,
-        pq.ParquetWriter(temporary, schema, compression="zstd", write_page_checksum=True) as writer,
-    ):
-        while chunk := [_plain(row) for row in itertools.islice(rows, GROUP)]:
-            for row in chunk:
-                shown = {**row, "image": row["image"].removeprefix(prefix)}
-                digest.update(repr(tuple(shown.values())).encode())
-            writer.write_table(pa.Table.from_pylist(chunk, schema=schema), row_group_size=GROUP)
-            count += len(chunk)
-    return Listing(path, count, digest.hexdigest())
+def write_listing(path: Path, source: PairSource, *, lists: bool) -> Listing:
+    """Store the rows of a source; with `lists`, a text that is a list of captions is several (`captions_of_list`)."""
+    _store(path, (_checked(row, lists=lists) for row in source.rows), group=source.group)
+    rows = _opened(path)
+    keys = rows.data.column("key").to_numpy()
+    _, first, image = np.unique(keys, return_index=True, return_inverse=True)
+    if len(first) < len(keys):  # rows of one image become neighbours, at the place of its first
+        merged = path.with_suffix(".merged")
+        _store(merged, _merged(rows.select(np.argsort(first[image], kind="stable"))), group=True)
+        os.replace(merged, path)
+    return _counted(path, source.root)
 
 
-def _checked(row: Listed) -> Listed:
-    """The row, or why it cannot be stored. Checked before rows are merged: a bad one costs no other."""
+def _opened(path: Path) -> Any:
+    from datasets import Dataset
+
+    return Dataset.from_file(str(path))
+
+
+def _rows(rows: Any) -> Iterator[PairRow]:
+    for table in rows.with_format("arrow").iter(_CHUNK):
+        for tree in table.drop_columns("key").to_pylist():
+            captions, at = tuple(tree["captions"]), tuple(tree["at"])
+            yield PairRow(**{**tree, "image": os.fsdecode(tree["image"]), "captions": captions, "at": at})
+
+
+def _store(path: Path, rows: Iterable[PairRow], *, group: bool) -> None:
+    from datasets.arrow_writer import ArrowWriter
+
+    numbered = enumerate(rows)
+    with ArrowWriter(path=str(path), schema=_SCHEMA) as writer:
+        while chunk := list(itertools.islice(numbered, _CHUNK)):
+            trees = []
+            for number, row in chunk:
+                name = os.fsencode(row.image) if group and not row.problem else b"\0%d" % number
+                key = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big", signed=True)
+                tree = {each: getattr(row, each) for each in PairRow.__slots__}
+                texts = {"place": as_text(row.place), "detail": as_text(row.detail), "image": os.fsencode(row.image)}
+                trees.append({**tree, **texts, "key": key})
+            writer.write_table(pa.Table.from_pylist(trees, schema=_SCHEMA))
+        writer.finalize()
+
+
+def _merged(rows: Any) -> Iterator[PairRow]:
+    """Neighbouring rows with the same image as one row, with all captions."""
+    for (_, problem), group in itertools.groupby(_rows(rows), key=lambda row: (row.image, row.problem)):
+        first, *more = group
+        if problem:
+            yield from (first, *more)
+        else:
+            yield replace(first, captions=tuple(dict.fromkeys(c for row in (first, *more) for c in row.captions)))
+
+
+def _checked(row: PairRow, *, lists: bool) -> PairRow:
+    """The row, or why it cannot be used. Checked before rows are merged: a bad one costs no other."""
+    if row.problem:
+        return row
     try:
         os.fsencode(row.image)
     except UnicodeEncodeError as error:
         detail = f"the image's name has {not_utf8(error)}"
         return replace(row, image="", captions=(), problem=MALFORMED_ROW, detail=detail)
+    if lists:
+        row = replace(row, captions=tuple(dict.fromkeys(c for text in row.captions for c in captions_of_list(text))))
     try:
         "".join(row.captions).encode("utf-8")
     except UnicodeEncodeError as error:
         return replace(row, captions=(), problem=NOT_UTF8, detail=not_utf8(error))
-    return row
+    return row if row.captions else replace(row, problem=reasons.NO_CAPTION)
 
 
-def _plain(row: Listed) -> dict[str, Any]:
-    """A row as stored in parquet: file names may be any bytes, captions are UTF-8."""
-    tree: dict[str, Any] = {each.name: getattr(row, each.name) for each in fields(row)}
-    tree["image"] = os.fsencode(row.image)
-    for name in ("place", "detail"):
-        tree[name] = as_text(tree[name])
-    return tree
+def _counted(path: Path, root: Path) -> Listing:
+    digest, stamp, long = hashlib.sha256(), hashlib.sha256(), 0
+    texts, prefix, seen = array("q"), os.path.join(root, ""), ("", "")
+    rows = _opened(path)
+    for row in _rows(rows):
+        image = row.image.removeprefix(prefix)
+        if row.at and os.path.isabs(image):  # a tar that was unpacked into the output
+            image = ""
+        digest.update(repr((row.place, image, row.captions, row.problem, row.detail, row.at)).encode(errors="replace"))
+        if row.image != seen[0]:
+            seen = row.image, _stat(row.image)
+        stamp.update(seen[1].encode())
+        if not row.problem:
+            texts.extend(
+                int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
+                for text in row.captions
+            )
+            long += sum(is_long(text) for text in row.captions)
+    distinct = len(np.unique(np.frombuffer(texts, np.int64))) if texts else 0
+    stamp.update(digest.digest())
+    return Listing(path, len(rows), digest.hexdigest(), stamp.hexdigest(), len(texts), distinct, long)
 
 
-def _grouped(rows: Iterable[Listed]) -> Iterator[Listed]:
-    """Rows with a problem are passed on at once: they do not part the rows of an image."""
-    waiting: Listed | None = None
-    for row in rows:
-        if row.problem:
-            yield row
-            continue
-        if waiting is not None and waiting.image == row.image:
-            captions = dict.fromkeys((*waiting.captions, *row.captions))
-            waiting = Listed(waiting.place, waiting.image, tuple(captions))
-            continue
-        if waiting is not None:
-            yield waiting
-        waiting = row
-    if waiting is not None:
-        yield waiting
+def _stat(image: str) -> str:
+    try:
+        about = os.stat(image)
+    except (OSError, ValueError):  # missing, too long, with a zero byte: counted when it is read
+        return ""
+    return f"{about.st_size} {about.st_mtime_ns} "
 
 
-@dataclass(frozen=True)
-class ListedSource:
-    """The rows of a list, whose images are files unless a subclass reads them from elsewhere."""
+def is_long(text: str) -> bool:
+    """Whether a text has more than `CONTEXT` tokens of open_clip's tokenizer, so that training cuts it."""
+    if len(text.encode()) <= CONTEXT - 2:  # at least a byte each
+        return False
+    import open_clip
 
-    listing: Listing
-    about: Mapping[str, Any]
-    """`facts` without the list's digest."""
-
-    @property
-    def rows(self) -> int:
-        return self.listing.rows
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        return {**self.about, "digest": self.listing.digest}
-
-    def read(self, start: int, stop: int) -> Iterator[Pair]:
-        for row in self.listing.read(start, stop):
-            yield Pair(row.place, problem=row.problem, detail=row.detail) if row.problem else self.pair(row)
-
-    def pair(self, row: Listed) -> Pair:
-        """The pair of a row without a problem."""
-        return Pair(row.place, row.image, row.captions)
+    return len(open_clip.tokenizer._tokenizer.encode(text)) > CONTEXT - 2

@@ -9,16 +9,18 @@ from __future__ import annotations
 import hashlib
 import json
 import multiprocessing
+import shutil
+import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from data_prep.dataset import canonical_tar
 from data_prep.dataset.dataset_folder import (
     Folder,
     ShardRecord,
@@ -34,22 +36,23 @@ from data_prep.dataset.dataset_folder import (
 from data_prep.dataset.manifest_writer import entries_of
 from data_prep.dataset.removal import PART, finish_removals, names_of_sample
 from data_prep.dataset.sessions import part_lock
-from data_prep.pairs.find_source import kind_of, open_source
-from data_prep.pairs.listing import Listing
-from data_prep.pairs.pair import ImageOptions, Pair, PairSource, SourceOptions, checked, convert, read_image
+from data_prep.pairs.find_source import is_hub, open_source
+from data_prep.pairs.listing import Listing, PairRow, PairSource, write_listing
+from data_prep.pairs.pair import ImageOptions, SourceOptions, convert
 from data_prep.reasons import REMOVED, FetchError
 from pipeline.data.shards.manifest_format import Manifest, make_manifest
 from pipeline.errors import UserError
-from pipeline.files import flush, replacing, write_text
+from pipeline.files import flush, replacing, sha256_of, write_text
 from pipeline.versions import version_of
 
 DROPPED_NAME = "dropped.tsv"
 SMALLEST, LARGEST, SHARDS = 100, 10_000, 32
-_TOOLS = ("pillow", "pyarrow")  # packages that determine a shard's bytes
+_TOOLS = ("pillow", "pyarrow", "webdataset")  # packages that determine a shard's bytes
 _NUMBERS = ("row", "captions", "width", "height")
+_FLAGS = ("transparent", "single_colour")
+_COLUMNS = ("row", "key", "place", "status", "reason", "error", "captions", "width", "height", "sha256", *_FLAGS)
 _META = pa.schema(
-    (name, pa.int64() if name in _NUMBERS else pa.string())
-    for name in ("row", "key", "place", "status", "reason", "error", "captions", "width", "height", "sha256")
+    (name, pa.int64() if name in _NUMBERS else pa.bool_() if name in _FLAGS else pa.string()) for name in _COLUMNS
 )
 
 
@@ -59,12 +62,7 @@ class PairsConfig:
 
     source: str
     output: Path
-    options: Any = field(default_factory=SourceOptions)
-    """How to read the source: a dataclass, whose values are part of the dataset's identity."""
-    opener: Callable[..., PairSource] = open_source
-    """Opens the source, with the arguments of `find_source.open_source`."""
-    made_by: str = "neuclip pairs"
-    """The command, for the manifest and messages."""
+    options: SourceOptions = field(default_factory=SourceOptions)
     image: ImageOptions = field(default_factory=ImageOptions)
     shard_size: int | None = None
     """Rows of a shard; None: a thirty-second of the rows, between 100 and 10,000."""
@@ -76,37 +74,68 @@ class Conversion:
     """The result of a conversion."""
 
     manifest: Manifest
-    source: PairSource
+    notes: tuple[str, ...]
+    """How the source was read."""
     several_captions: int
     """Samples with more than one caption."""
     dropped: tuple[tuple[str, str, str], ...]
     """Place, reason and detail of the first few rows of each reason that gave no sample."""
+    converted: int
+    """Rows that were converted now; the others were before."""
 
 
-def make_shards(config: PairsConfig, *, on_rows: Callable[[int, int], None] = lambda done, total: None) -> Conversion:
-    """Convert the missing shards and write the manifest; `on_rows` is called with the rows done so far, and all.
+def make_shards(
+    config: PairsConfig,
+    *,
+    on_rows: Callable[[int, int], None] = lambda done, total: None,
+    on_note: Callable[[str], None] = lambda note: None,
+) -> Conversion:
+    """Convert the missing shards and write the manifest.
+
+    Args:
+        config: The settings.
+        on_rows: Called with the rows done so far, and all.
+        on_note: Called with how the source is read, before rows are converted.
 
     Raises:
-        UserError: Before anything is written, if the source cannot be read or the folder belongs to another source or
-            other settings (a new folder is removed again); at the end, if no row gave a sample.
+        UserError: Before anything is written, if the source cannot be read, has changed, or the folder belongs to
+            another source or other settings (a new folder is removed again); at the end, if no row gave a sample.
     """
     folder = Folder(config.output)
     _check_output(config, folder)
-    with folder.made(), part_lock(folder, PART):
+    with folder.made(), part_lock(folder, PART), _scratch(folder.plan / "work") as work:
         finish_removals(folder)
         folder.check_tars(folder.finished())
-        source, shard_size = _plan(config, folder)
-        plan = _digest(config, source, shard_size)
-        lists = getattr(config.options, "captions", None) != "one"
-        shards = -(-source.rows // shard_size)
-        missing = sorted(set(range(shards)) - set(folder.finished()))
-        done = source.rows - sum(min(shard_size, source.rows - shard * shard_size) for shard in missing)
-        on_rows(done, source.rows)
-        job = _Job(source, folder, plan, shard_size, config.image, lists)
+        _check_plan(config, folder)
+        source = open_source(config.source, config.options, work)
+        for note in source.notes:
+            on_note(note)
+        listing = write_listing(work / "rows.arrow", source, lists=config.options.captions != "one")
+        _check_plan(config, folder, listing)
+        shard_size = config.shard_size or min(LARGEST, max(SMALLEST, listing.rows // SHARDS))
+        about = (source.about, listing.digest, asdict(config.image), shard_size)
+        plan = hashlib.sha256(repr(about).encode()).hexdigest()
+        missing = sorted(set(range(-(-listing.rows // shard_size))) - set(folder.finished()))
+        job = _Job(source.read, listing, folder, plan, shard_size, config.image)
+        converted = sum(job.rows_of(shard) for shard in missing)
+        done = listing.rows - converted
+        on_rows(done, listing.rows)
         for rows in _convert_all(job, missing, config.processes):
             done += rows
-            on_rows(done, source.rows)
-        return _finish(config, folder, source, plan)
+            on_rows(done, listing.rows)
+        return _finish(config, folder, source, listing, plan, converted)
+
+
+@contextmanager
+def _scratch(path: Path) -> Iterator[Path]:
+    """A folder for the list and for copies; an interrupted run leaves its copies to the next."""
+    path.mkdir(parents=True, exist_ok=True)
+    try:
+        yield path
+    except UserError:
+        shutil.rmtree(path, ignore_errors=True)
+        raise
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def _check_output(config: PairsConfig, folder: Folder) -> None:
@@ -123,42 +152,44 @@ def _check_output(config: PairsConfig, folder: Folder) -> None:
     if root.is_dir() and any(root.iterdir()) and not folder.is_converted:
         started = {path.name for path in root.iterdir()} <= {"shards", "meta", "plan", "staging"}
         if not started or any((root / "shards").glob("*.tar")):
-            raise UserError(f"{root} is not empty and was not made by `{config.made_by}`: name another folder.")
+            raise UserError(f"{root} is not empty and was not made by `neuclip pairs`: name another folder.")
 
 
-def _plan(config: PairsConfig, folder: Folder) -> tuple[PairSource, int]:
-    """The source and the number of rows per shard, which are the same in every run on this folder."""
-    path, listing = folder.plan / "pairs.json", folder.plan / "pairs.parquet"
-    options = {
-        key: value if isinstance(value, str | None) else str(value) for key, value in asdict(config.options).items()
-    }
-    settings = {
-        "source": config.source if kind_of(config.source) == "hub" else str(Path(config.source).resolve()),
-        **_stamp(config.source), **options, **asdict(config.image),
-        "shard_size": config.shard_size,
-    }  # fmt: skip
-    stored = None
-    if path.is_file():
-        tree = _stored_plan(path)
-        if different := changed(tree["settings"], settings):
-            raise UserError(
-                f"{folder.root} holds the shards of another source or other settings ({'; '.join(different)}): name "
-                "another output folder, or give the former settings to continue."
-            )
-        stored = Listing(listing, tree["rows"], tree["digest"]) if tree["digest"] else None
-    source = config.opener(config.source, config.options, listing=listing, stored=stored)
-    if not source.rows:
+def _check_plan(config: PairsConfig, folder: Folder, listing: Listing | None = None) -> None:
+    """Compare settings and, once they are listed, rows with those that the folder was begun with, or note them.
+
+    Raises:
+        UserError: They differ, or there are no rows.
+    """
+    path = folder.plan / "pairs.json"
+    where = config.source if is_hub(config.source) else str(Path(config.source).resolve())
+    settings = json.loads(json.dumps({"source": where, **asdict(config.options), **asdict(config.image),
+                                      "shard_size": config.shard_size}, default=str))  # fmt: skip
+    if listing is not None and not listing.rows:
         raise UserError(f"{config.source} has no rows: there is nothing to convert.")
     if not path.is_file():
-        digest = source.facts["digest"] if listing.is_file() else None
-        write_text(path, signed({"settings": settings, "rows": source.rows, "digest": digest}), durable=True)
-    return source, config.shard_size or min(LARGEST, max(SMALLEST, source.rows // SHARDS))
+        if listing is not None:
+            tree = {"settings": settings, "rows": listing.rows, "stamp": listing.stamp}
+            write_text(path, signed(tree), durable=True)
+        return
+    tree = _stored_plan(path)
+    if different := changed(tree["settings"], settings):
+        raise UserError(
+            f"{folder.root} holds the shards of another source or other settings ({'; '.join(different)}): name "
+            "another output folder, or give the former settings to continue."
+        )
+    if listing is not None and tree["stamp"] != listing.stamp:
+        raise UserError(
+            f"{config.source} has changed since {folder.root} was begun: it had {tree['rows']:,} rows and has "
+            f"{listing.rows:,}, or images or captions are others. Delete {folder.root} to convert it anew, or name "
+            "another output folder."
+        )
 
 
 def _stored_plan(path: Path) -> dict[str, Any]:
     try:
         tree = content(path.read_bytes())
-        if not {"settings", "rows", "digest"} <= set(tree):
+        if not {"settings", "rows", "stamp"} <= set(tree):
             raise ValueError("it lacks a field")
     except ValueError as error:
         folder = path.parent.parent
@@ -166,30 +197,20 @@ def _stored_plan(path: Path) -> dict[str, Any]:
     return tree
 
 
-def _stamp(source: str) -> dict[str, Any]:
-    """Size and modification time of a single-file source, to detect another file under the same name."""
-    path = Path(source)
-    if not path.is_file():
-        return {}
-    stat = path.stat()
-    return {"source_bytes": stat.st_size, "source_time": stat.st_mtime_ns}
-
-
-def _digest(config: PairsConfig, source: PairSource, shard_size: int) -> str:
-    plan = (dict(source.facts), asdict(config.image), shard_size)
-    return hashlib.sha256(repr(plan).encode()).hexdigest()
-
-
 @dataclass(frozen=True)
 class _Job:
     """What a process needs to write any shard."""
 
-    source: PairSource
+    read: Callable[[PairRow], bytes]
+    listing: Listing
     folder: Folder
     plan: str
     shard_size: int
     image: ImageOptions
-    lists: bool
+
+    def rows_of(self, shard: int) -> int:
+        """Number of rows of a shard."""
+        return min(self.shard_size, self.listing.rows - shard * self.shard_size)
 
 
 def _convert_all(job: _Job, shards: list[int], processes: int) -> Iterator[int]:
@@ -213,27 +234,29 @@ def write_shard(job: _Job, shard: int) -> int:
     Returns:
         The number of rows.
     """
+    from webdataset import TarWriter  # which imports torch
+
     start = shard * job.shard_size
-    stop = min(job.source.rows, start + job.shard_size)
     path = job.folder.tar(shard)
     rows: list[dict[str, Any]] = []
     removed = job.folder.removed_names()
-
-    def members() -> Iterator[tuple[str, bytes]]:
-        for number, pair in enumerate(job.source.read(start, stop), start=start):
-            row, parts = _sample(number, pair, job.image, lists=job.lists)
-            if removed and parts and names_of_sample(tar_name(shard), row["key"], parts) & removed:
-                row, parts = {**row, "status": "failed", "reason": REMOVED}, {}
-            rows.append(row)
-            yield from ((f"{row['key']}.{suffix}", parts[suffix]) for suffix in sorted(parts))
-
-    size, digest = canonical_tar.write(path, members())
-    assert len(rows) == stop - start, f"the source gave {len(rows)} of the rows {start} to {stop}"
+    with replacing(path, unique=False, durable=True) as temporary, temporary.open("wb") as file:
+        with TarWriter(file, user="", group="", mode=0o644, mtime=0, encoder=False, compress=False) as tar:
+            for number, pair in enumerate(job.listing.read(start, start + job.rows_of(shard)), start=start):
+                row, parts = _sample(number, pair, job)
+                if removed and parts and names_of_sample(tar_name(shard), row["key"], parts) & removed:
+                    row, parts = {**row, "status": "failed", "reason": REMOVED}, {}
+                rows.append(row)
+                if parts:
+                    tar.write({"__key__": row["key"], **parts})
+            size = tar.tarstream.offset + 2 * tarfile.BLOCKSIZE
+        file.truncate(size)  # tarfile adds zeros up to 10,240 bytes; `canonical_tar` does not
     failures = Counter(row["reason"] for row in rows if row["reason"])
     samples = len(rows) - failures.total()
+    digest = sha256_of(path) if samples else ""
     if not samples:
         path.unlink()
-        size, digest = 0, ""
+        size = 0
     write_meta(job.folder.meta(shard), pa.Table.from_pylist(rows, schema=_META))
     # The names of both must be on the disk before the record refers to them.
     flush(path.parent)
@@ -242,29 +265,31 @@ def write_shard(job: _Job, shard: int) -> int:
     return len(rows)
 
 
-def _sample(number: int, pair: Pair, options: ImageOptions, *, lists: bool) -> tuple[dict[str, Any], dict[str, bytes]]:
+def _sample(number: int, pair: PairRow, job: _Job) -> tuple[dict[str, Any], dict[str, bytes]]:
     """The outcome of one row: its record, and its members by suffix (none when it was dropped)."""
     key = key_of(number)
     row: dict[str, Any] = {"row": number, "key": key, "place": pair.place, "status": "failed", "reason": None}
-    pair = checked(pair, lists=lists)
     if pair.problem:
         return {**row, "reason": pair.problem, "error": pair.detail}, {}
     try:
-        body = read_image(pair.image)
-        stored = convert(body, options)
+        body = job.read(pair)
+        stored = convert(body, job.image)
     except FetchError as error:
         return {**row, "reason": error.reason, "error": str(error).removeprefix(f"{error.reason}: ")}, {}
-    about = {"captions": list(pair.captions), "source": pair.place, **pair.about}
+    about = {"captions": list(pair.captions), "source": pair.place}
     parts = {
         stored.suffix: stored.body,
         "json": json.dumps(about, ensure_ascii=False).encode(),
         "txt": pair.captions[0].encode(),
     }
-    facts = {"width": stored.width, "height": stored.height, "sha256": hashlib.sha256(body).hexdigest()}
+    facts = {"width": stored.width, "height": stored.height, "sha256": hashlib.sha256(body).hexdigest(),
+             "transparent": stored.transparent, "single_colour": stored.plain}  # fmt: skip
     return {**row, "status": "success", "captions": len(pair.captions), **facts}, parts
 
 
-def _finish(config: PairsConfig, folder: Folder, source: PairSource, plan: str) -> Conversion:
+def _finish(
+    config: PairsConfig, folder: Folder, source: PairSource, listing: Listing, plan: str, converted: int
+) -> Conversion:
     """Write the list of dropped rows and the manifest.
 
     Raises:
@@ -277,14 +302,15 @@ def _finish(config: PairsConfig, folder: Folder, source: PairSource, plan: str) 
             "another output folder."
         )
     shown: list[tuple[str, str, str]] = []
-    several = 0
+    several, flags = 0, Counter[str]()
     path = folder.root / DROPPED_NAME
     with replacing(path) as temporary, temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
         file.write("place\treason\tdetail\n")
         for record in records:
-            columns = ["place", "reason", "error", "captions"]
+            columns = ["place", "reason", "error", "captions", *_FLAGS]
             for row in read_meta(folder, record.shard, columns).to_pylist():
                 several += (row["captions"] or 0) > 1
+                flags.update(name for name in _FLAGS if row["reason"] is None and row[name])
                 if row["reason"]:
                     line = (row["place"], row["reason"], " ".join((row["error"] or "").split()))
                     file.write("\t".join(line) + "\n")
@@ -293,13 +319,18 @@ def _finish(config: PairsConfig, folder: Folder, source: PairSource, plan: str) 
     failures = dict(total_failures(records))
     entries = entries_of(records)
     if not entries:
-        raise UserError(f"None of the {source.rows:,} rows of {config.source} gave a sample: {_most(failures, shown)}.")
+        raise UserError(
+            f"None of the {listing.rows:,} rows of {config.source} gave a sample: {_most(failures, shown)}."
+        )
     image = {key: value for key, value in asdict(config.image).items() if value is not None}
     tools = {name: version_of(name) for name in _TOOLS}
-    facts = {"made by": config.made_by, "source": dict(source.facts), "image": image, "tools": tools}
+    counts = {"captions": listing.captions, "distinct_captions": listing.distinct, "long_captions": listing.long,
+              "several_captions": several, **{name: flags[name] for name in _FLAGS}}  # fmt: skip
+    facts = {"made by": "neuclip pairs", "source": {**source.about, "digest": listing.digest}, "image": image,
+             "tools": tools, "counts": counts}  # fmt: skip
     manifest = make_manifest(entries, root=folder.root, failures=failures, facts=facts)
     manifest.save(folder.root)
-    return Conversion(manifest, source, several, tuple(shown))
+    return Conversion(manifest, source.notes, several, tuple(shown), converted)
 
 
 def _most(failures: dict[str, int], shown: list[tuple[str, str, str]]) -> str:

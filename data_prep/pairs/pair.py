@@ -1,7 +1,6 @@
 """One pair of a source: which column holds its image and which its caption, and the image on its way into a shard.
 
-The image is checked by decoding, rotated upright, and resized if requested. `PairSource` is what every kind of source
-offers.
+The image is checked by decoding, rotated upright, put on a background if it is transparent, and resized if requested.
 """
 
 from __future__ import annotations
@@ -10,22 +9,22 @@ import ast
 import io
 import json
 import math
+import os
 import re
 import tokenize
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from PIL import Image
 
-from data_prep import reasons
 from data_prep.fetching.served_image import check_image, extension
 from data_prep.reasons import FetchError
 from pipeline.config import suggest
 from pipeline.errors import UserError
-from pipeline.pixels import ImageError, load, open_image, orientation, read_file, to_rgb, upright
+from pipeline.pixels import ImageError, load, on_white, open_image, orientation, read_file, transparent_layer, upright
 
 IMAGE_NAMES = (
     "image", "image_path", "image_file", "image_name", "filepath", "file_path", "file_name", "filename", "path", "file",
@@ -33,9 +32,9 @@ IMAGE_NAMES = (
 )  # fmt: skip
 CAPTION_NAMES = (
     "caption", "captions", "text", "texts", "txt", "title", "description", "alt_text", "alt", "sentence", "sentences",
-    "raw", "comment", "prompt", "label_text",
+    "raw", "comment", "prompt", "label_text", "conversations",
 )  # fmt: skip
-URL_NAMES = ("url", "image_url", "img_url", "urls", "link")
+URL_NAMES = ("url", "image_url", "img_url", "urls", "image_urls", "link")
 
 
 @dataclass(frozen=True)
@@ -43,9 +42,9 @@ class SourceOptions:
     """How to read a source; options that do not apply to its kind are refused."""
 
     image: str | None = None
-    """Column of the image; None finds it."""
-    caption: str | None = None
-    """Column, suffix or JSON field of the caption; None finds it."""
+    """Column of the image, or suffix of its member in a tar; None finds it."""
+    caption: tuple[str, ...] = ()
+    """Columns, suffixes or JSON fields of the caption: the first that has one counts. None finds it."""
     images: Path | None = None
     """Folder that image paths start from; None takes that of the table, or one near COCO's file."""
     captions: str | None = None
@@ -58,12 +57,14 @@ class SourceOptions:
     """Configuration of a data set on the hub."""
     revision: str | None = None
     """Commit or branch on the hub."""
+    allow_outside: bool = False
+    """Whether paths may lead out of the folder that they start from."""
 
 
 def choose_columns(
     present: Iterable[str], options: SourceOptions, *, where: str, texts: Iterable[str] | None = None, note: str = ""
-) -> tuple[str, str]:
-    """The columns of image and caption.
+) -> tuple[str, tuple[str, ...]]:
+    """The columns of image and captions.
 
     Args:
         present: The existing columns.
@@ -75,30 +76,35 @@ def choose_columns(
     Raises:
         UserError: A named column does not exist, none is found, or several match.
     """
-    names, image, caption = list(present), options.image, options.caption
-    if twice := sorted({name for name in (*(texts or ()), image, caption) if name and names.count(name) > 1}):
+    names = list(present)
+    used = (*(texts or ()), options.image or "", *options.caption)
+    if twice := sorted({name for name in used if names.count(name) > 1}):
         raise UserError(f"{where} has several columns called {twice[0]!r}: rename all but one of them.")
-    found_image = image if image is not None else _find(names, IMAGE_NAMES)
-    if found_image is None and (url := _find(names, URL_NAMES)):
-        raise UserError(
-            f"{where} has URLs (column {url!r}) and no images: `neuclip download output=FOLDER source.table=FILE "
-            f"source.url={url}` fetches them and makes the shards."
-        )
-    allowed = [name for name in (names if texts is None else texts) if name != found_image]
-    found_caption = caption if caption is not None else _find(allowed, CAPTION_NAMES)
-    for kind, option, name in (("image", "--image", found_image), ("caption", "--caption", found_caption)):
-        if name is None:
-            unfit = set(names) - {found_image, *allowed} if kind == "caption" else set[str]()
-            listed = ", ".join(f"{name} (not text)" if name in unfit else name for name in names)
+    image = options.image if options.image is not None else _find(names, IMAGE_NAMES)
+    if image is None and (url := _find(names, URL_NAMES)):
+        raise UserError(has_urls(where, url))
+    allowed = [name for name in (names if texts is None else texts) if name != image]
+    captions = options.caption or tuple(filter(None, [_find(allowed, CAPTION_NAMES)]))
+    for kind, given in (("image", [image] if image is not None else []), ("caption", captions)):
+        if not given:
+            unfit = set(names) - {image, *allowed} if kind == "caption" else set[str]()
+            listed = ", ".join(f"{name[:60]} (not text)" if name in unfit else name[:60] for name in names[:40])
             raise UserError(
-                f"{where} has no column with a usual name for the {kind}: name it with {option}. "
+                f"{where} has no column with a usual name for the {kind}: name it with --{kind}. "
                 f"Columns: {listed}. {note}".rstrip()
             )
-        if name not in names:
-            raise UserError(f"{where} has no column {name!r} ({option}). {suggest(name, tuple(names))}")
-    assert found_image is not None
-    assert found_caption is not None
-    return found_image, found_caption
+        if missing := [name for name in given if name not in names]:
+            raise UserError(f"{where} has no column {missing[0]!r} (--{kind}). {suggest(missing[0], tuple(names))}")
+    assert image is not None
+    return image, tuple(captions)
+
+
+def has_urls(where: str, column: str) -> str:
+    """What to do with a table of URLs."""
+    return (
+        f"{where} has URLs (column {column!r}) and no images: `neuclip download output=FOLDER source.table=FILE "
+        f"source.url={column}` fetches them and makes the shards."
+    )
 
 
 def _find(names: Sequence[str], usual: Sequence[str]) -> str | None:
@@ -112,44 +118,42 @@ MALFORMED_ROW = "malformed row"
 NOT_UTF8 = "caption is not UTF-8"
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """One row of a source. For a row that cannot become a sample, `problem` (a reason) and `detail` say why."""
+def path_of(folder: Path, name: str, options: SourceOptions, *, where: str) -> str:
+    """The path of an image that a table names.
 
-    place: str
-    """Human-readable location of the row: file and row."""
-    image: bytes | str = b""
-    """The encoded image, or the path of its file."""
-    captions: tuple[str, ...] = ()
-    problem: str = ""
-    detail: str = ""
-    about: Mapping[str, str] = field(default_factory=dict)
-    """Further entries of the sample's JSON, such as its licence."""
+    Raises:
+        UserError: It leads out of the folder, which is not allowed: somebody else may have made the table.
+    """
+    path = os.path.normpath(os.path.join(folder, name))
+    if options.allow_outside or path.startswith(os.path.join(os.path.abspath(folder), "")):
+        return path
+    raise UserError(
+        f"{where} names {shortened(name)}, which is not in {folder}: name the folder of the images with --images, or "
+        "take them from anywhere with --allow-outside, if you trust the table."
+    )
 
 
-class PairSource(Protocol):
-    """Rows in a fixed order that any process can read from any position; instances can be pickled."""
+def shortened(text: str) -> str:
+    """A value of a user's, short enough for a message."""
+    return repr(text if len(text) <= 80 else text[:77] + "...")
 
-    @property
-    def rows(self) -> int:
-        """Number of rows, including those that will be dropped."""
 
-    @property
-    def facts(self) -> Mapping[str, Any]:
-        """What identifies the source in the manifest: its kind, its columns, and a digest of what was found."""
-
-    def read(self, start: int, stop: int) -> Iterator[Pair]:
-        """Exactly the rows `[start, stop)`."""
+def captions_in_first(row: Mapping[str, Any], names: Sequence[str]) -> tuple[str, ...]:
+    """The texts of the first of these fields that has any."""
+    return next(filter(None, (captions_in(row.get(name)) for name in names)), ())
 
 
 def captions_in(value: Any) -> tuple[str, ...]:
     """The texts of a caption field: one text, or a list of texts (or of mappings that hold one, as COCO has them).
 
-    A number is the text that it would be in a CSV file.
+    A number is the text that it would be in a CSV file. Of a conversation, the answers count.
     """
     found = []
     for item in value if isinstance(value, list | tuple) else [value]:
-        text = item.get("raw", item.get("caption", item.get("text"))) if isinstance(item, Mapping) else item
+        text = item
+        if isinstance(item, Mapping):
+            text = next((item[name] for name in ("raw", "caption", "text", "value") if name in item), None)
+            text = None if item.get("from") in ("human", "user", "system") else text
         if isinstance(text, int | float) and not isinstance(text, bool) and abs(text) < math.inf:
             text = str(text)
         if isinstance(text, str) and text.strip():
@@ -189,23 +193,6 @@ def not_utf8(error: UnicodeEncodeError | UnicodeDecodeError) -> str:
     return f"byte 0x{byte:02X}; if the text is in Latin-1: iconv -f latin1 -t utf-8 FILE"
 
 
-def checked(pair: Pair, *, lists: bool = True) -> Pair:
-    """The pair, or the reason why its captions cannot be used; with `lists`, see `captions_of_list`."""
-    if pair.problem:
-        return pair
-    if lists:
-        captions = dict.fromkeys(text for caption in pair.captions for text in captions_of_list(caption))
-        pair = replace(pair, captions=tuple(captions))
-    if not pair.captions:
-        return Pair(pair.place, problem=reasons.NO_CAPTION)
-    try:
-        for caption in pair.captions:
-            caption.encode("utf-8")
-    except UnicodeEncodeError as error:
-        return Pair(pair.place, problem=NOT_UTF8, detail=not_utf8(error))
-    return pair
-
-
 _STORED = ("JPEG", "PNG", "WEBP")  # formats that training reads; others are re-encoded
 
 
@@ -219,6 +206,8 @@ class ImageOptions:
     """Quality of re-encoded JPEGs."""
     raw: bool = False
     """Store every image decoded, as a binary PPM."""
+    background: tuple[int, int, int] = (255, 255, 255)
+    """Colour behind transparent pixels."""
     max_pixels: int = 178_956_970
     """Larger images are dropped (decompression bombs)."""
 
@@ -231,31 +220,43 @@ class StoredImage:
     body: bytes
     width: int
     height: int
+    transparent: bool = False
+    """Whether it had transparent pixels."""
+    plain: bool = False
+    """Whether all pixels have one colour."""
 
 
-def read_image(image: bytes | str) -> bytes:
-    """Read the encoded image.
+def read_image(row: Any) -> bytes:
+    """Read the encoded image of a `listing.PairRow`: a file, or a member of a tar.
 
     Raises:
         FetchError: Its file is missing or unreadable.
     """
-    if isinstance(image, bytes):
-        return image
+    image = row.image
     try:
-        return read_file(image)
+        if not row.at:
+            return read_file(image)
+        offset, size = row.at
+        with open(image, "rb") as file:
+            file.seek(offset)
+            return file.read(size)
     except FileNotFoundError as error:
-        raise FetchError(MISSING_FILE, image) from error
+        raise FetchError(MISSING_FILE, _tail(image)) from error
     except OSError as error:
-        raise FetchError(MISSING_FILE, f"{image}: {error.strerror}") from error
+        raise FetchError(MISSING_FILE, f"{_tail(image)}: {error.strerror}") from error
     except ValueError as error:  # a zero byte
-        raise FetchError(MISSING_FILE, f"{image!r}: {error}") from error
+        raise FetchError(MISSING_FILE, f"{_tail(image)!r}: {error}") from error
+
+
+def _tail(path: str) -> str:
+    return path if len(path) <= 200 else f"...{path[-197:]}"
 
 
 def convert(body: bytes, options: ImageOptions) -> StoredImage:
     """The image to store: its own bytes if training can read them unchanged, otherwise a JPEG; or its pixels.
 
-    Images are re-encoded if `options.raw` is set, or if they are larger than `options.size`, have an EXIF rotation
-    (training ignores EXIF), or are not JPEG, PNG or WebP.
+    Images are re-encoded if `options.raw` is set, or if they are larger than `options.size`, have transparent pixels or
+    an EXIF rotation (training ignores both), or are not JPEG, PNG or WebP.
 
     Raises:
         FetchError: The body is empty, not an image, truncated, too large, or cannot be decoded.
@@ -273,13 +274,21 @@ def _store(image: Image.Image, body: bytes, options: ImageOptions) -> StoredImag
     turned = orientation(image, body)
     shrinks = min(image.size) > size
     load(image, body)
-    if not shrinks and turned == 1 and kind in _STORED and not options.raw:
-        return StoredImage(extension(body, str(kind).lower()), body, *image.size)
-    picture = upright(to_rgb(image), turned)
+    transparent = transparent_layer(image) is not None
+    if not shrinks and turned == 1 and kind in _STORED and not options.raw and not transparent:
+        plain = _is_plain(image)
+        return StoredImage(extension(body, str(kind).lower()), body, *image.size, plain=plain)
+    picture = upright(on_white(image, options.background), turned)
     if shrinks:
         scale = size / min(picture.size)
         width, height = (max(size, round(side * scale)) for side in picture.size)
         picture = picture.resize((width, height), Image.Resampling.BICUBIC, reducing_gap=3.0)
     buffer, suffix = io.BytesIO(), "ppm" if options.raw else "jpg"
     picture.save(buffer, "PPM" if options.raw else "JPEG", quality=options.quality)
-    return StoredImage(suffix, buffer.getvalue(), *picture.size)
+    return StoredImage(suffix, buffer.getvalue(), *picture.size, transparent, _is_plain(picture))
+
+
+def _is_plain(image: Image.Image) -> bool:
+    """Whether all pixels are equal."""
+    ranges = image.getextrema()
+    return all(low == high for low, high in (ranges if isinstance(ranges[0], tuple) else (ranges,)))

@@ -82,9 +82,9 @@ def test_the_image_of_a_sample_is_its_first(tmp_path: Path) -> None:
     write_tar(tmp_path / "a.tar", samples)
     with open_records(str(tmp_path / "a.tar"), skip=0) as records:
         assert [record.image for record in records] == [b"photo", b"photo"]
-    options = SourceOptions(caption="txt")
-    source = open_source(str(tmp_path / "a.tar"), options, listing=tmp_path / "list")
-    assert [pair.image for pair in source.read(0, 2)] == [b"photo", b"photo"]
+    options = SourceOptions(caption=("txt",))
+    source = open_source(str(tmp_path / "a.tar"), options, tmp_path)
+    assert [source.read(row) for row in source.rows] == [b"photo", b"photo"]
 
 
 def test_names_split_at_the_first_dot_of_the_file_name() -> None:

@@ -1,0 +1,226 @@
+"""Data sets with the images in them, read by `datasets`: parquet files, folders of `save_to_disk`, and the hub's."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyarrow.dataset import ParquetFragmentScanOptions
+
+from data_prep.pairs.listing import PairRow, PairSource
+from data_prep.pairs.pair import (
+    MISSING_FILE,
+    NOT_UTF8,
+    SourceOptions,
+    captions_in_first,
+    choose_columns,
+    not_utf8,
+    path_of,
+    read_image,
+)
+from pipeline.errors import UserError, in_a_line
+
+_BATCH = 64  # rows with images in memory at a time
+
+
+@dataclass(frozen=True)
+class EmbeddedImages:
+    """Reads the image of a row from Arrow files, by data set and row; a row without a place there names a file."""
+
+    files: tuple[tuple[str, ...], ...]
+    """The files of each data set."""
+    column: str
+
+    def __call__(self, row: PairRow) -> bytes:
+        if not row.at:
+            return read_image(row)
+        number, index = row.at
+        table = _arrow(self.files[number]).with_format("arrow")[index : index + 1].select([self.column])
+        value = _checked(table, self.files[number][0])[self.column][0].as_py()
+        body = value["bytes"] if isinstance(value, Mapping) else value
+        return bytes(body)
+
+
+@functools.lru_cache(maxsize=4)
+def _arrow(files: tuple[str, ...]) -> Any:
+    from datasets import Dataset, concatenate_datasets
+
+    return concatenate_datasets([Dataset.from_file(file) for file in files])
+
+
+def _checked(table: Any, name: str) -> Any:
+    """A table whose memory-mapped values may be used: damaged ones could point anywhere, and end the process.
+
+    Raises:
+        UserError: They are damaged.
+    """
+    for column in table.columns:
+        try:
+            column.validate(full=True)
+        except pa.ArrowInvalid as error:
+            if "UTF8" not in str(error):  # which costs the row
+                raise UserError(f"A file of {name} is damaged ({error}): copy it again.") from error
+    return table
+
+
+def _plain(batch: Any) -> Iterator[Any]:
+    """The rows of a batch; in place of one with a text that is not UTF-8, why."""
+    try:
+        yield from batch.to_pylist()
+    except UnicodeDecodeError:
+        for number in range(len(batch)):
+            try:
+                yield batch.slice(number, 1).to_pylist()[0]
+            except UnicodeDecodeError as error:
+                yield not_utf8(error)
+
+
+def _rows(
+    sets: list[tuple[str, Path, Any]], image: str, captions: tuple[str, ...], options: SourceOptions
+) -> Iterator[PairRow]:
+    """The rows of data sets: each has a name for messages, and a folder that paths in it start from."""
+    for number, (shown, folder, data) in enumerate(sets):
+        for first in range(0, len(data), _BATCH):
+            table = _checked(data.with_format("arrow")[first : first + _BATCH], shown)
+            rows = (row for batch in table.to_batches() for row in _plain(batch))
+            for index, row in enumerate(rows, start=first):
+                place = f"{shown} row {index}"
+                if isinstance(row, str):
+                    yield PairRow(place, problem=NOT_UTF8, detail=row)
+                    continue
+                value, texts = row[image], captions_in_first(row, captions)
+                if isinstance(value, Mapping):
+                    value = value.get("bytes") or value.get("path")
+                if isinstance(value, bytes | bytearray):
+                    yield PairRow(place, hashlib.blake2b(value, digest_size=16).hexdigest(), texts, at=(number, index))
+                elif isinstance(value, str) and value:
+                    yield PairRow(place, path_of(folder, value, options, where=shown), texts)
+                else:
+                    yield PairRow(place, problem=MISSING_FILE, detail="no image in this row")
+
+
+def open_parquet(path: Path, files: list[Path], options: SourceOptions, cache: Path) -> PairSource:
+    """Parquet files in the order of their names; `datasets` copies the two columns into `cache` as Arrow files.
+
+    Raises:
+        UserError: A file cannot be read, columns are not found, or the files' columns differ.
+    """
+    from datasets import Dataset, disable_progress_bars
+
+    disable_progress_bars()
+    image, captions = columns_of(files[0], options)
+    root, sets = path if path.is_dir() else path.parent, []
+    for file in files:
+        if missing := [name for name in (image, *captions) if name not in parquet_schema(file).names]:
+            raise UserError(
+                f"{file} lacks columns of {files[0]}: {', '.join(missing)}. A folder must hold one data set; name one "
+                "file, or one split's subfolder."
+            )
+        checks = ParquetFragmentScanOptions(page_checksum_verification=True)
+        try:
+            data = Dataset.from_parquet(
+                str(file), cache_dir=str(cache), columns=[image, *captions], fragment_scan_options=checks
+            )
+        except Exception as error:  # `datasets` wraps those of pyarrow
+            raise UserError(f"{file} is damaged ({in_a_line(error.__cause__ or error)}): fetch it again.") from error
+        sets.append((file.relative_to(root).as_posix(), file.parent, data))
+    about = {"kind": "parquet", "image": image, "caption": list(captions)}
+    return _source(about, root, sets, image, captions, options)
+
+
+def _source(
+    about: Mapping[str, Any], root: Path, sets: list[tuple[str, Path, Any]], image: str, captions: tuple[str, ...],
+    options: SourceOptions,
+) -> PairSource:  # fmt: skip
+    files = tuple(tuple(file["filename"] for file in data.cache_files) for _, _, data in sets)
+    return PairSource(about, _rows(sets, image, captions, options), root, EmbeddedImages(files, image))
+
+
+def columns_of(file: Path, options: SourceOptions) -> tuple[str, tuple[str, ...]]:
+    """The columns of image and captions of a parquet file.
+
+    Raises:
+        UserError: It cannot be read, or they are not found.
+    """
+    schema = parquet_schema(file)
+    texts = [name for name, kind in zip(schema.names, schema.types, strict=True) if _is_text(kind)]
+    return choose_columns(schema.names, options, where=str(file), texts=texts)
+
+
+def parquet_schema(file: Path) -> Any:
+    """The schema of a parquet file.
+
+    Raises:
+        UserError: It cannot be read.
+    """
+    try:
+        return pq.read_schema(file)
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{file} is not a parquet file that can be read ({error}): fetch it again.") from error
+
+
+def _is_text(kind: Any) -> bool:
+    """Whether a type can hold captions: texts, or lists of texts or mappings."""
+    if pa.types.is_list(kind):
+        return pa.types.is_struct(kind.value_type) or _is_text(kind.value_type)
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_dictionary(kind))
+
+
+def open_dataset(name: str, options: SourceOptions) -> PairSource:
+    """A split of a data set: a folder of `save_to_disk`, or a name on the hub, which goes into the cache of `datasets`.
+
+    Raises:
+        UserError: It cannot be loaded, the split is not given or does not exist, or columns are not found.
+    """
+    from datasets import Image, Value
+
+    data = _load(name, options)
+    images = [column for column, feature in data.features.items() if isinstance(feature, Image)]
+    texts = [
+        column
+        for column, feature in data.features.items()
+        if column not in images and isinstance(getattr(feature, "feature", feature), Value | dict)
+    ]
+    named = replace(options, image=options.image or (images[0] if len(images) == 1 else None))
+    image, captions = choose_columns(data.column_names, named, where=name, texts=texts)
+    shown = Path(name).name if Path(name).exists() else name
+    about = {"kind": "datasets", "name": shown, "split": options.split, "subset": options.subset,
+             "revision": options.revision, "image": image, "caption": list(captions)}  # fmt: skip
+    sets = [(shown, Path(name), data.select_columns([image, *captions]))]
+    return _source({key: value for key, value in about.items() if value}, Path(name), sets, image, captions, options)
+
+
+def _load(name: str, options: SourceOptions) -> Any:
+    """The split."""
+    import datasets
+    from datasets.exceptions import DatasetGenerationError
+
+    datasets.disable_progress_bars()
+    try:
+        if Path(name).exists():
+            loaded = datasets.load_from_disk(name)
+        else:
+            builder = datasets.load_dataset_builder(name, options.subset, revision=options.revision)
+            if hasattr(builder.config, "fragment_scan_options"):  # of parquet, which checks no pages by itself
+                builder.config.fragment_scan_options = ParquetFragmentScanOptions(page_checksum_verification=True)
+            builder.download_and_prepare()
+            loaded = builder.as_dataset()
+    except Exception as error:  # the hub's client raises many exception types
+        # Its error while it reads a file says no more than that there was one.
+        cause = error.__cause__ if isinstance(error, DatasetGenerationError) and error.__cause__ else error
+        raise UserError(
+            f"The data set {name} cannot be loaded ({type(cause).__name__}: {in_a_line(cause)}). "
+            "Is it a local path that is missing? A private set needs HF_TOKEN; --subset and --revision choose a part."
+        ) from error
+    if not isinstance(loaded, dict):
+        return loaded
+    chosen = options.split or (next(iter(loaded)) if len(loaded) == 1 else "train")
+    if chosen not in loaded:
+        raise UserError(f"{name} has no split {chosen!r}: choose with --split. It has: {', '.join(loaded)}.")
+    return loaded[chosen]

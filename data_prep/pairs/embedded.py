@@ -139,7 +139,8 @@ def _source(
     options: SourceOptions,
 ) -> PairSource:  # fmt: skip
     files = tuple(tuple(file["filename"] for file in data.cache_files) for _, _, data in sets)
-    return PairSource(about, _rows(sets, image, captions, options), root, EmbeddedImages(files, image))
+    notes = (f"images: {image}; captions: {', else '.join(captions)}",)
+    return PairSource(about, _rows(sets, image, captions, options), root, EmbeddedImages(files, image), notes=notes)
 
 
 def columns_of(file: Path, options: SourceOptions) -> tuple[str, tuple[str, ...]]:

@@ -187,5 +187,5 @@ def _open_tables(root: Path, files: list[Path], options: SourceOptions) -> PairS
         for row in table.rows()
     )
     about = {"kind": "table", "image": first.image, "caption": list(first.captions)}
-    notes += (f"images: {first.image}; captions: {', else '.join(first.captions)}",)
+    notes += (first.note,)
     return PairSource(about, rows, first.folder if not named else root, read_image, notes=notes)

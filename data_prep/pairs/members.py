@@ -150,7 +150,7 @@ def note_of(choice: Choice, samples: Sequence[PairFiles]) -> str:
     has = sum(choice.row(sample).problem not in (NO_CAPTION, MISSING_FILE) for sample in samples)
     return (
         f"images: {', '.join(choice.images)}; captions: {', else '.join(choice.captions)} "
-        f"({has:,} of {len(samples):,} samples looked at have both; --image and --caption choose others)"
+        f"({has:,} of {len(samples):,} samples looked at have both; --caption and --image choose others)"
     )
 
 

@@ -34,6 +34,7 @@ CAPTION_NAMES = (
     "caption", "captions", "text", "texts", "txt", "title", "description", "alt_text", "alt", "sentence", "sentences",
     "raw", "comment", "prompt", "label_text", "conversations",
 )  # fmt: skip
+URL = re.compile(r"\s*(https?|ftp|s3|gs)://", re.IGNORECASE)
 URL_NAMES = ("url", "image_url", "img_url", "urls", "image_urls", "link")
 
 
@@ -122,8 +123,11 @@ def path_of(folder: Path, name: str, options: SourceOptions, *, where: str) -> s
     """The path of an image that a table names.
 
     Raises:
-        UserError: It leads out of the folder, which is not allowed: somebody else may have made the table.
+        UserError: It leads out of the folder, which is not allowed: somebody else may have made the table. Or it is a
+            URL.
     """
+    if URL.match(name):
+        raise UserError(has_urls(where, options.image or "image"))
     path = os.path.normpath(os.path.join(folder, name))
     if options.allow_outside or path.startswith(os.path.join(os.path.abspath(folder), "")):
         return path

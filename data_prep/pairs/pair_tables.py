@@ -21,6 +21,7 @@ from data_prep.pairs.pair import (
     IMAGE_NAMES,
     MALFORMED_ROW,
     MISSING_FILE,
+    URL,
     URL_NAMES,
     SourceOptions,
     captions_in_first,
@@ -38,8 +39,9 @@ _GUESSED_FROM = 20
 """Lines that the delimiter is guessed from."""
 _HEAD, _NEAR = 100, 1_000
 """Rows that columns are found in, and folders that are tried for their images."""
+_SPLITS = "splits"
+"""Field of a row of Karpathy's splits: the names of all."""
 _NUMBERED = re.compile(r"(.+\.\w{3,5})#(\d+)$")
-_URL = re.compile(r"\s*(https?|ftp|s3|gs)://", re.IGNORECASE)
 
 Read = Iterator[tuple[str, Mapping[str, Any] | PairRow]]
 """Place and row; an unreadable row is a `PairRow` with its problem."""
@@ -54,6 +56,8 @@ class PairTable:
     image: str
     captions: tuple[str, ...]
     folder: Path
+    note: str = ""
+    """What the user should know about how it is read."""
 
     def rows(self) -> Iterator[PairRow]:
         """Stream every row of the table."""
@@ -83,9 +87,12 @@ def open_table(path: Path, options: SourceOptions) -> PairTable:
     """
     head, image, captions = find_columns(path, options)
     names = [row[image].strip() for row in head if isinstance(row.get(image), str)]
-    if names and sum(bool(_URL.match(name)) for name in names) > len(names) / 2:
+    if names and sum(bool(URL.match(name)) for name in names) > len(names) / 2:
         raise UserError(has_urls(str(path), image))
-    return PairTable(path, options, image, captions, _folder_of(path, names, image, options))
+    note = f"images: {image}; captions: {', else '.join(captions)}"
+    if splits := head[0].get(_SPLITS):
+        note += f"; split {options.split or 'train'} of {splits} (--split a,b chooses others)"
+    return PairTable(path, options, image, captions, _folder_of(path, names, image, options), note)
 
 
 def find_columns(path: Path, options: SourceOptions) -> tuple[list[Mapping[str, Any]], str, tuple[str, ...]]:
@@ -287,14 +294,14 @@ def _is_columnar(tree: Mapping[str, Any]) -> bool:
 
 def _karpathy(path: Path, images: list[dict[str, Any]], options: SourceOptions) -> Iterator[tuple[int, dict[str, Any]]]:
     """Andrej Karpathy's splits of COCO and Flickr, of which training takes `train` unless others are named."""
-    splits = dict.fromkeys(str(image.get("split")) for image in images)
-    wanted = (options.split or ("train" if "train" in splits else ",".join(splits))).split(",")
+    splits = list(dict.fromkeys(str(image.get("split")) for image in images))
+    wanted = options.split.split(",") if options.split else ["train"] if "train" in splits else splits
     if unknown := [name for name in wanted if name not in splits]:
         raise UserError(f"{path} has no split {unknown[0]!r}: choose with --split. It has: {', '.join(splits)}.")
     for number, image in enumerate(images):
         if str(image.get("split")) in wanted:
             parts = [str(image[name]) for name in ("filepath", "filename") if image.get(name)]
-            yield number, {"image": "/".join(parts), "caption": image.get("sentences"), "split": image.get("split")}
+            yield number, {"image": "/".join(parts), "caption": image.get("sentences"), _SPLITS: ", ".join(splits)}
 
 
 def _coco(name: str, images: list[dict[str, Any]], annotations: list[dict[str, Any]]) -> Read:

@@ -209,7 +209,7 @@ def transparent_layer(image: Image.Image) -> Image.Image | None:
         layer = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
     except Exception as error:
         raise ImageError(UNDECODABLE, f"{type(error).__name__} {error}") from error
-    return layer if layer.getextrema()[3][0] < 255 else None  # type: ignore[index]
+    return layer if layer.getchannel("A").getextrema()[0] != 255 else None
 
 
 def has_transparency(data: bytes) -> bool:

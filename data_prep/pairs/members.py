@@ -196,7 +196,7 @@ def _tar_samples(tar: Path, shown: str) -> list[PairFiles]:
     try:
         with tar_errors(), tar.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as opened:
             for member in opened:
-                opened.members = []  # which it would collect
+                opened.members = []  # type: ignore[attr-defined]  # which it would collect
                 name = member.name
                 if name.rpartition("/")[2].find(".") <= 0 or member.isdir():
                     continue  # webdataset's rule, which ignores `README` and macOS's `._0.jpg`

@@ -254,6 +254,8 @@ def _tree_rows(path: Path, options: SourceOptions) -> Read:
         tree = json.loads(path.read_bytes().decode("utf-8-sig", "surrogateescape"))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON ({error}); tables with one object a line end in .jsonl.") from error
+    images: Any
+    annotations: Any
     images, annotations = (tree.get(name) if isinstance(tree, dict) else None for name in ("images", "annotations"))
     if _are_objects(images) and _are_objects(annotations):
         if not any("caption" in item for item in annotations):

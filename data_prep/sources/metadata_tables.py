@@ -204,12 +204,35 @@ def _parquet(path: Path, source: SourceConfig) -> Iterator[Any]:
 
 
 def _json_lines(path: Path, source: SourceConfig) -> Iterator[Any]:
+    if (tree := _columns(path)) is not None:
+        need_columns(columns_of(source), list(tree), str(path))
+        yield from pa.table({name: tree[name] for name in columns_of(source)}).to_batches(_BATCH_ROWS)
+        return
     yield from pj.open_json(
         path,
         read_options=pj.ReadOptions(block_size=8 << 20),
         # Other fields are ignored, whatever their types.
         parse_options=pj.ParseOptions(explicit_schema=_json_schema(path, source), unexpected_field_behavior="ignore"),
     )
+
+
+def _columns(path: Path) -> dict[str, list[Any]] | None:
+    """The lists of a JSON file that is one mapping of names to lists, as SBU's captions are; None for JSON lines."""
+    if _suffix(path) != ".json":
+        return None
+    with pa.input_stream(path) as file:
+        if b"[" not in file.read(1 << 10).partition(b":")[2].lstrip()[:1]:
+            return None
+    try:
+        with pa.input_stream(path) as file:
+            tree = json.loads(file.read())
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data":  # lines whose first field is a list
+            return None
+        raise
+    if not (isinstance(tree, dict) and all(isinstance(value, list) for value in tree.values())):
+        raise UserError(f"{path} cannot be read as json: it is neither an object a line nor a mapping of equal lists.")
+    return tree
 
 
 def _json_schema(path: Path, source: SourceConfig) -> Any:

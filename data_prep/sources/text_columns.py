@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,8 @@ def separated_values(
         return "skip"
 
     suspects: list[str] = []
+    if source.header and _has_header(path, source, kind):
+        source = replace(source, header=())
     names = list(source.header) or list(_reader(path, source, kind, on_invalid=lambda line: "skip").schema.names)
     need_columns(columns_of(source), names, str(path))
     quotes, good = QuoteCheck(path, names, source.url), 0
@@ -199,6 +202,13 @@ def separated_values(
             "Set source.format and source.header to what the file holds."
         )
     on_skipped(skipped)
+
+
+def _has_header(path: Path, source: SourceConfig, kind: str) -> bool:
+    """Whether a file begins with a line of the needed names after all, as some copies of CC3M and CC12M do."""
+    with pa.input_stream(path) as file:
+        line = file.read(1 << 16).decode("utf-8-sig", errors="replace").partition("\n")[0]
+    return set(columns_of(source)) <= set(line.strip("\r").split("," if kind == "csv" else "\t"))
 
 
 def _reader(

@@ -289,3 +289,25 @@ def test_parquet_pages_are_compared_with_their_checksums(tmp_path: Path) -> None
     path.write_bytes(path.read_bytes().replace(b"a cat 1", b"a rat 1", 1))
     with pytest.raises(UserError, match=r"a\.parquet cannot be read as parquet: .*CRC"):
         rows_of(SourceConfig(table=str(path)))
+
+
+def test_a_line_of_names_in_a_table_that_should_have_none_is_no_row(tmp_path: Path) -> None:
+    for names in (("caption", "url"), ("url", "caption")):
+        lines = [names, *((url(k), f"a cat {k}") if names[0] == "url" else (f"a cat {k}", url(k)) for k in range(3))]
+        (tmp_path / "a.tsv").write_text("".join("\t".join(line) + "\n" for line in lines))
+        rows = rows_of(SourceConfig(name="cc3m", table=str(tmp_path / "a.tsv")))
+        assert rows == [{"url": url(k), "caption": f"a cat {k}"} for k in range(3)]
+
+
+def test_a_json_file_of_columns_is_read(tmp_path: Path) -> None:
+    tree = {"image_urls": [url(k) for k in range(3)], "user_ids": ["x"] * 3, "captions": ["a", "b", "c"]}
+    path = tmp_path / "sbu.json"
+    path.write_text(json.dumps(tree))
+    source = SourceConfig(table=str(path), url="image_urls", caption="captions")
+    assert rows_of(source) == [{"image_urls": url(k), "captions": "abc"[k]} for k in range(3)]
+    path.write_text("".join(json.dumps({"box": [k], "image_urls": url(k), "captions": "x"}) + "\n" for k in range(3)))
+    assert len(rows_of(source)) == 3, "lines"
+    for damaged in ('{"image_urls": ["a"], "captions": 3}', '{"image_urls": ["a"], "captions": ["a", "b"]}'):
+        path.write_text(damaged)
+        with pytest.raises(UserError, match=r"sbu\.json cannot be read as json"):
+            rows_of(source)

@@ -45,7 +45,7 @@ def open_source(source: str, options: SourceOptions, cache: Path) -> PairSource:
             raise UserError(
                 f"--{name} does not apply to this source, which is of kind {kind}, but to {', '.join(kinds)}."
             )
-    root = path if path.is_dir() else path.parent
+    root = path if path.is_dir() else Path(os.path.commonpath([file.parent for file in files])) if files else path
     if kind == "table":
         return _open_tables(root, files, options)
     if kind == "images":

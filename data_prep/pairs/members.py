@@ -179,7 +179,8 @@ def open_tars(root: Path, tars: list[Path], options: SourceOptions, cache: Path)
 def _gaps(tars: list[Path]) -> Iterator[str]:
     """A note about numbers that are missing among the names of tars."""
     numbers = {int(tar.name.partition(".")[0]) for tar in tars if tar.name.partition(".")[0].isdecimal()}
-    if numbers and (missing := sorted(set(range(min(numbers), max(numbers))) - numbers)[:1_000]):
+    dense = numbers and max(numbers) - min(numbers) < 2 * len(numbers) + 100  # others are dates, for instance
+    if dense and (missing := sorted(set(range(min(numbers), max(numbers))) - numbers)[:1_000]):
         some = ", ".join(map(str, missing[:5])) + (", ..." if len(missing) > 5 else "")
         yield f"numbers are missing among the tars, from {min(numbers)} to {max(numbers)}: {some}"
 

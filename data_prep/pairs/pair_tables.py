@@ -118,10 +118,12 @@ def _folder_of(path: Path, names: Sequence[str], column: str, options: SourceOpt
     if not options.images:
         below, beside = ([p for p in one.iterdir() if p.is_dir()][:_NEAR] for one in (path.parent, path.parent.parent))
         tiers += [sorted(below), [path.parent.parent], sorted(beside)]
+    if not names:
+        return own
     for tier in tiers:
         has = [folder for folder in tier if any(_is_file(folder / _file_name(folder, name)) for name in names)]
-        if len(has) == 1 or not names:
-            return tier[0] if not names else has[0]
+        if len(has) == 1:
+            return has[0]
         if has:
             break
     what = f"are in several folders, {', '.join(map(str, has[:3]))}" if has else f"do not exist in {own} or near it"

@@ -221,6 +221,15 @@ def test_what_is_refused_before_anything_is_written(tmp_path: Path) -> None:
         assert len(str(error.value)) < 800
         assert not (tmp_path / "out").exists()
     assert "2 of 2 rows" in run(folder / "up.csv", tmp_path / "out", "--allow-outside")
+    (tmp_path / "tars/20240131.tar").write_bytes((tmp_path / "tars/0.tar").read_bytes())
+    assert "numbers" not in run(tmp_path / "tars", tmp_path / "dates")
+    (tmp_path / "more").mkdir()
+    (tmp_path / "tars/20240131.tar").rename(tmp_path / "more/0.tar")
+    run(tmp_path / "{tars,more}" / "0.tar", tmp_path / "both")
+    assert [about["source"] for _, _, about in stored(tmp_path / "both")] == [
+        "tars/0.tar:000000000",
+        "more/0.tar:000000000",
+    ]
     assert "numbers are missing among the tars, from 0 to 2: 1" in run(tmp_path / "tars", tmp_path / "gap")
 
 

@@ -6,6 +6,7 @@ Which of the files are the image and the caption is decided by many samples, and
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import os
 import shutil
@@ -259,7 +260,7 @@ def open_folder(folder: Path, options: SourceOptions) -> PairSource:
     Raises:
         UserError: There are no captions, or what is named is not there.
     """
-    some = _spread(list(_first(_image_samples(folder), 10 * _LOOKED_AT)), _LOOKED_AT)
+    some = _spread(list(itertools.islice(_image_samples(folder), 10 * _LOOKED_AT)), _LOOKED_AT)
     choice = choose(some, options, where=str(folder), lines=options.captions != "one")
     about = {"kind": "folder of images with captions beside them", "caption": list(choice.captions)}
 
@@ -275,10 +276,6 @@ def open_folder(folder: Path, options: SourceOptions) -> PairSource:
                     yield PairRow(place, problem=MISSING_FILE, detail="no image of this name beside it")
 
     return PairSource(about, rows(), folder, read_image, group=False, notes=(note_of(choice, some),))
-
-
-def _first(samples: Iterator[PairFiles], count: int) -> Iterator[PairFiles]:
-    return (sample for sample, _ in zip(samples, range(count), strict=False))
 
 
 def _image_samples(folder: Path) -> Iterator[PairFiles]:

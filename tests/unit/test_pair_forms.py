@@ -16,6 +16,7 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
+from data_prep.dataset.ingest_report import write_report
 from data_prep.pairs.members import open_tars
 from data_prep.pairs.pair import SourceOptions
 from jobs.pairs import command
@@ -188,6 +189,10 @@ def test_long_and_equal_captions_and_odd_images_are_counted(tmp_path: Path) -> N
     assert "  2 (40.0%) have more than 77 tokens" in said
     assert "Images with transparency: 1, put" in said
     assert "Images of a single colour: 1 of 5" in said
+    write_report(tmp_path / "out")
+    page = (tmp_path / "out" / "report.html").read_text()
+    for count, words in ((4, "distinct captions"), (2, "captions of more than 77 tokens"), (1, "transparent images")):
+        assert f"<b>{count}</b><span>{words}" in page
 
 
 def test_what_is_refused_before_anything_is_written(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from data_prep.dataset.dataset_folder import (
 from data_prep.dataset.manifest_writer import entries_of
 from data_prep.dataset.removal import PART, finish_removals, names_of_sample
 from data_prep.dataset.sessions import part_lock
+from data_prep.dataset.swap import discard
 from data_prep.pairs.find_source import is_hub, open_source
 from data_prep.pairs.listing import Listing, PairRow, PairSource, write_listing
 from data_prep.pairs.pair import ImageOptions, SourceOptions, convert
@@ -116,6 +117,7 @@ def make_shards(
         about = (source.about, listing.digest, asdict(config.image), shard_size)
         plan = hashlib.sha256(repr(about).encode()).hexdigest()
         missing = sorted(set(range(-(-listing.rows // shard_size))) - set(folder.finished()))
+        discard(path for shard in missing for path in folder.files(shard))  # of a killed conversion
         job = _Job(source.read, listing, folder, plan, shard_size, config.image)
         converted = sum(job.rows_of(shard) for shard in missing)
         done = listing.rows - converted
@@ -240,7 +242,7 @@ def write_shard(job: _Job, shard: int) -> int:
     path = job.folder.tar(shard)
     rows: list[dict[str, Any]] = []
     removed = job.folder.removed_names()
-    with replacing(path, unique=False, durable=True) as temporary, temporary.open("wb") as file:
+    with replacing(path, durable=True) as temporary, temporary.open("wb") as file:
         with TarWriter(file, user="", group="", mode=0o644, mtime=0, encoder=False, compress=False) as tar:
             for number, pair in enumerate(job.listing.read(start, start + job.rows_of(shard)), start=start):
                 row, parts = _sample(number, pair, job)

@@ -213,7 +213,7 @@ def test_the_command_reports_the_result_and_how_to_train(table: Path, tmp_path: 
     assert "9 of 10 rows gave a sample: 1 shard," in done.output
     assert "dropped        1  image file missing: pairs.csv:6\n" in done.output
     assert (
-        f"neuclip train --recipe finetune data.sources={tmp_path / 'out'} batch_size=2 data.streams=1 epochs=40 "
+        f"neuclip train --recipe finetune data.sources={tmp_path / 'out'} batch_size=2 data.streams=1 epochs=50 "
         "output=runs/mine" in done.output
     )
     assert "Fewer than 100,000 pairs teach little from scratch, which is --recipe own." in done.output
@@ -247,7 +247,7 @@ def test_training_from_scratch_is_suggested_for_many_pairs(
     monkeypatch.setattr(pairs, "FROM_SCRATCH", 10)
     done = CliRunner().invoke(command, [str(table), str(tmp_path / "out"), "--processes", "1"])
     assert (
-        f"neuclip train --recipe own data.sources={tmp_path / 'out'} batch_size=2 data.streams=1 epochs=40 "
+        f"neuclip train --recipe own data.sources={tmp_path / 'out'} batch_size=2 data.streams=1 epochs=50 "
         "output=runs/mine" in done.output
     )
     assert "from scratch" not in done.output

@@ -190,7 +190,7 @@ def take_steps(trainer: Trainer, steps: int) -> None:
         result = trainer.train_step(trainer.batches.next(), lr_scale=LR_SCALE)
         assert result.applied
         trainer.state.step += 1
-        trainer.utilization.count(text_tokens=result.text_tokens, images=result.images)
+        trainer.utilization.count(text_tokens=result.text_tokens)
 
 
 class SyntheticLoader:

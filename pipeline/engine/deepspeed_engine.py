@@ -133,7 +133,7 @@ class DeepSpeedEngine:
             "The towers cannot be compiled, and train uncompiled (%s). model.compile=false says so.", reasons[0]
         )
         self.module._compiled_call_impl = None
-        return self._engine(image, text)  # type: ignore[no-any-return]
+        return self._engine(image, text)
 
     def backward(self, features: tuple[Tensor, Tensor], gradients: tuple[Tensor, Tensor]) -> None:
         """See `Engine.backward`.

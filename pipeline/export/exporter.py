@@ -164,8 +164,8 @@ def export_transformers(source: Checkpoint | str, output: Path, *, card: str, av
 
     def write(folder: Path) -> tuple[float, str]:
         (folder / "README.md").write_text(card, encoding="utf-8")
-        checkpoint = isinstance(source, Checkpoint)
-        model = load_for_evaluation(model_of(source, average=average) if checkpoint else source)
+        weights = model_of(source, average=average) if isinstance(source, Checkpoint) else source
+        model = load_for_evaluation(weights)
         logit, bias = model.towers.logit or (DEFAULT_LOGIT, None)
         worst = write_transformers(
             model, folder, examples=example_inputs(model), logit_scale=math.exp(logit), logit_bias=bias or 0.0

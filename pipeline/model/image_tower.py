@@ -242,7 +242,7 @@ class PatchProduct(nn.Conv2d):
 
     def product(self, x: Tensor) -> Tensor:
         """As `forward`, on any device."""
-        (height, width), (rows, channels) = self.kernel_size, x.shape[:2]  # type: ignore[misc]
+        (height, width), (rows, channels) = self.kernel_size, x.shape[:2]
         down, across = x.shape[2] // height, x.shape[3] // width
         x = x[:, :, : down * height, : across * width].view(rows, channels, down, height, across, width)
         patches = x.permute(0, 2, 4, 1, 3, 5).reshape(rows, down * across, -1)

@@ -192,7 +192,7 @@ def check_run(run: RunConfig, *, world_size: int) -> None:
             "a ZeRO stage below 3 (engine.deepspeed)": facts.stage == 3,
             "no ema.decay": run.ema.decay is not None,
             "no schedule.stages": bool(run.schedule.stages),
-            "no model.compile": run.model.compile,
+            "no model.compile": run.model.compile is True,
             "whole towers locked or none (no model.unlocked_*_blocks)":
                 run.model.unlocked_image_blocks + run.model.unlocked_text_blocks > 0,
         }  # fmt: skip

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import click
 
+from pipeline.errors import UserError
 from pipeline.files import check_new_folder
+from pipeline.run_files import META_NAME, check_model, model_folder_in
 
 
 @click.command(name="export")
@@ -43,8 +45,7 @@ def command(
     All exported models are compared with the trained model.
     """
     check_new_folder(output)  # before imports that take seconds
-    from pipeline.errors import UserError
-
+    check_model(model)
     if private and not push:
         raise UserError("--private is for --push, which is not given.")
     if licence and not re.fullmatch(r"[\w.+-]+", licence):
@@ -53,12 +54,10 @@ def command(
     from pipeline.export.exporter import choose_checkpoint, export, export_transformers, logit_parameters, model_of
     from pipeline.export.model_card import foreign_card, model_card
     from pipeline.model.evaluation_model import load_for_evaluation
-    from pipeline.run_files import META_NAME, check_model, model_folder_in
 
     programs = tuple(name for name, wanted in (("torch", with_torch), ("onnx", with_onnx)) if wanted)
     if form == "transformers" and programs:
         raise UserError("--torch and --onnx go with the open_clip format: export twice, into two folders.")
-    check_model(model)
     folder, chosen = model_folder_in(Path(model)), None
     if best or average or (folder is not None and (folder / META_NAME).is_file()):
         chosen = choose_checkpoint(Path(model), best=best)

@@ -168,12 +168,12 @@ def read_bounded(path: Path, *, most: int = MOST_TEXT) -> bytes:
         ValueError: It is larger than `most` bytes.
     """
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # opening a pipe would wait for its writer
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        facts = os.fstat(file.fileno())
+        if not stat.S_ISREG(facts.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
-        body = file.read(most + 1)
-    if len(body) > most:
-        raise ValueError(f"larger than {most / 2**20:.0f} MiB")
-    return body
+        if facts.st_size > most:
+            raise ValueError(f"larger than {most / 2**20:.0f} MiB")
+        return file.read(facts.st_size)
 
 
 def flush(path: str | Path) -> None:

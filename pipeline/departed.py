@@ -16,7 +16,7 @@ SETTINGS: dict[str, str] = {
 
 COMMANDS: dict[str, str] = {
     "download --recipe icons": "The corpus of icons has left; commit c14979c has the program that makes it.",
-    'study icons': "The corpus of icons has left; commit c14979c has the program that makes it. The study's results are in docs/studies/icons.",
+    "study icons": "The corpus of icons has left; commit c14979c has the program that makes it. The study's results are in docs/studies/icons.",
     "study separation": "This study has left; docs/studies/separation has its results, commit c14979c its program.",
     "verify --rebuild": "`neuclip verify FOLDER --delete-damaged` deletes damaged shards, and the same `neuclip download` as before fetches them again.",
 }

@@ -10,6 +10,7 @@ import yaml
 from PIL import Image
 
 from pipeline.data.shards.manifest_format import make_manifest
+from pipeline.files import sha256_of
 from tests.shards import jpeg, write_tar
 
 
@@ -49,16 +50,18 @@ def make_run(folder: Path, *, name: str = "neuclip", right: int = 60, steps: tup
 def _make_evaluation(folder: Path, *, right: int) -> None:
     folder.mkdir(parents=True)
     rank = np.where(np.arange(100) < right, 0, 1)
-    np.savez(folder / "scenes-colour.outcomes.npz", target=np.zeros(100, int), prediction=rank, rank=rank)
+    outcomes = folder / "scenes-colour.outcomes.npz"
+    np.savez(outcomes, target=np.zeros(100, int), prediction=rank, rank=rank)
     common = {"samples": 100, "official": False, "inputs": {"task_data": "d", "packages": {"torch": "2"}}}
     colour = {"task": "scenes/colour", "name": "scenes/colour", "protocol": "classification", "main_metric": "acc1"}
-    colour |= {"score": right / 100, "metrics": {"acc1": right / 100}, "chance": 0.1}
+    colour |= {"score": right / 100, "metrics": {"acc1": right / 100}, "chance": 0.1, "outcomes": sha256_of(outcomes)}
     (folder / "scenes-colour.json").write_text(json.dumps(colour | common))
     ranks = {"caption_owner": np.arange(100), "caption_rank": rank, "image_rank": rank}
-    np.savez(folder / "scenes-retrieval.outcomes.npz", **ranks)
+    outcomes = folder / "scenes-retrieval.outcomes.npz"
+    np.savez(outcomes, **ranks)
     metrics = {f"{side}_retrieval_recall@{k}": right / 100 for side in ("text", "image") for k in (1, 5, 10)}
     retrieval = {"task": "scenes/retrieval", "name": "scenes/retrieval", "protocol": "retrieval", "chance": 0.01}
-    retrieval |= {"main_metric": "mean_recall@1", "score": right / 100}
+    retrieval |= {"main_metric": "mean_recall@1", "score": right / 100, "outcomes": sha256_of(outcomes)}
     retrieval["metrics"] = metrics | {"mean_recall@1": right / 100}
     (folder / "scenes-retrieval.json").write_text(json.dumps(retrieval | common))
     summary = {"failures": {"scenes/size": "the data is cut short"}, "aggregates": {}}

@@ -192,12 +192,12 @@ def replaced_meanwhile(suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     tar = copied / "wds_cifar10_test/test/1.tar"
     body, decode = tar.read_bytes(), images.decode
 
-    def decoded(blob: bytes, *, name: str) -> Any:
+    def decoded(blob: bytes, **options: Any) -> Any:
         other = bytearray(body)
         other[2048] ^= 255
         tar.write_bytes(other)
         monkeypatch.setattr(images, "decode", decode)
-        return decode(blob, name=name)
+        return decode(blob, **options)
 
     monkeypatch.setattr(images, "decode", decoded)
     yield copied

@@ -137,9 +137,9 @@ def test_image_cache_does_not_change_results(
     assert files
     decoded: list[str] = []
 
-    def counting(blob: bytes, *, name: str) -> Any:
-        decoded.append(name)
-        return decode(blob, name=name)
+    def counting(blob: bytes, **options: Any) -> Any:
+        decoded.append(options["name"])
+        return decode(blob, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(images, "decode", counting)

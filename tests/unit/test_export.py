@@ -204,7 +204,7 @@ def test_an_export_touches_nothing_of_others_and_two_do_not_mix(
 
     def meanwhile(folder: Path, *arguments: Any) -> float:
         if not output.exists():
-            exporter.write_checked(output, lambda other: float((other / "of another").write_text("") * 0))
+            exporter.write_checked(output, lambda other: ((other / "of another").write_text("") * 0.0, ""))
         return original(folder, *arguments)
 
     with monkeypatch.context() as patch:

@@ -247,7 +247,7 @@ def test_training_from_scratch_is_suggested_for_many_pairs(
     monkeypatch.setattr(pairs, "FROM_SCRATCH", 10)
     done = CliRunner().invoke(command, [str(table), str(tmp_path / "out"), "--processes", "1"])
     assert (
-        f"neuclip train --recipe own data.sources={tmp_path / 'out'} batch_size=2 data.streams=1 epochs=50 "
+        f"neuclip train --recipe own data.sources={tmp_path / 'out'} batch_size=2 data.streams=1 epochs=40 "
         "output=runs/mine" in done.output
     )
     assert "from scratch" not in done.output

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from pipeline.errors import UserError
+from pipeline.files import sha256_of
 from pipeline.report import write_report
 from pipeline.report.comparison import compare, difference, groups_of, labels, resample, statistic
 from pipeline.report.run_data import read_run
@@ -23,8 +24,10 @@ def make_score(
 ) -> Score:
     folder.mkdir(parents=True, exist_ok=True)
     np.savez(folder / "t.outcomes.npz", **outcomes)
+    digest = sha256_of(folder / "t.outcomes.npz")
     inputs = {"task_data": "same"}
-    return Score(task, task, protocol, metric, 0.0, {}, None, 0, False, inputs, path=folder / "t.json")
+    facts = {"outcomes": digest, "path": folder / "t.json"}
+    return Score(task, task, protocol, metric, 0.0, {}, None, 0, False, inputs, **facts)
 
 
 @pytest.fixture

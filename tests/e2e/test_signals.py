@@ -1,4 +1,4 @@
-"""How a run ends when its launcher or a rank receives a signal: the table of docs/cluster.md."""
+"""How a run ends when its launcher or a rank receives a signal, as docs/cluster.md says."""
 
 from __future__ import annotations
 

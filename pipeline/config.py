@@ -21,6 +21,7 @@ from typing import Any, TypeVar, dataclass_transform
 import pydantic
 import yaml
 
+from pipeline.departed import DEFAULTS
 from pipeline.departed import SETTINGS as DEPARTED
 from pipeline.errors import UserError
 
@@ -243,18 +244,23 @@ def departed(key: str) -> str | None:
     return next((DEPARTED[name] for name in names), None)
 
 
+def had_effect(key: str, value: Any) -> bool:
+    """Whether a setting that has left is stored with another value than the one that means what happens without it."""
+    return value != DEFAULTS[key] if key in DEFAULTS else bool(value)
+
+
 def without_departed(stored: Mapping[str, Any], *, file: str | Path, prefix: str = "") -> Tree:
-    """An earlier version's stored configuration without the settings that are gone; those that were on are logged."""
+    """An earlier version's stored configuration without the settings that are gone; those that had effect are logged."""
     tree: Tree = {}
     for key, value in stored.items():
         name = f"{prefix}{key}"
-        if departed(name) is not None:
-            if value:
-                log.warning("%s: %s = %r is ignored. %s", file, name, value, departed(name))
-        elif isinstance(value, Mapping):
-            tree[key] = without_departed(value, file=file, prefix=f"{name}.")
-        else:
+        if isinstance(value, Mapping) and value:
+            if (section := without_departed(value, file=file, prefix=f"{name}.")) or departed(name) is None:
+                tree[key] = section
+        elif departed(name) is None:
             tree[key] = value
+        elif had_effect(name, value):
+            log.warning("%s: %s = %r is ignored. %s", file, name, value, departed(name))
     return tree
 
 

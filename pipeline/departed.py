@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 SETTINGS: dict[str, str] = {
     "ema.warmup": "The average always warms up: min(decay, (1 + t) / (10 + t)) at step t.",
     "held_out.": "The corpus of icons has left; commit c14979c has the program that makes it.",
@@ -13,6 +15,20 @@ SETTINGS: dict[str, str] = {
     "selection.": "Joint selection of examples saved nothing where it was measured; train on all pairs.",
 }
 """Key, or prefix of keys that ends in a dot -> one sentence: what to use instead, or what happens without it."""
+
+DEFAULTS: dict[str, Any] = {
+    "ema.warmup": True,
+    "plan.gpu_gib": 80.0,
+    "plan.gpus": 1,
+    "plan.gpus_per_node": 8,
+    "plan.images_per_core": 500.0,
+    "plan.mfu": 0.3,
+    "plan.peak_tflops": 989.0,
+    "plan.sample_bytes": 30_000,
+    "retry_after": 300.0,
+    "selection.chunks": 16,
+}
+"""Key -> the value that stored configurations have where nobody set it; of all other keys it is null, false or empty."""
 
 COMMANDS: dict[str, str] = {
     "download --recipe icons": "The corpus of icons has left; commit c14979c has the program that makes it.",

@@ -163,7 +163,9 @@ def test_keys_of_recipes_are_suggested() -> None:
     assert load_recipe(None, [*common, "epochs=null"]).samples == 80
 
 
-def test_what_has_left_says_what_to_use_instead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_has_left_says_what_to_use_instead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setitem(departed.SETTINGS, "gone.", "Use what stays.")
     monkeypatch.setitem(departed.SETTINGS, "optimizer.gone", "It is automatic.")
     monkeypatch.setitem(departed.COMMANDS, "gone", "Use neuclip plan.")
@@ -171,6 +173,10 @@ def test_what_has_left_says_what_to_use_instead(tmp_path: Path, monkeypatch: pyt
     assert "The setting optimizer.gone (given 1) was removed. It is automatic." in refused("optimizer.gone=1")
     with pytest.raises(UserError, match=r"The command gone was removed. Use neuclip plan\."):
         cli.main(["gone"], standalone_mode=False)
-    stored = cfg.merge(cfg.to_tree(load_recipe(None, BASE)), {"gone": {"a": 1}, "optimizer": {"gone": 0}})
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(stored))
-    assert load_recipe(tmp_path / "config.yaml") == load_recipe(None, BASE)
+    monkeypatch.setitem(departed.DEFAULTS, "gone.b", 16)
+    for value, logged in (({"a": 1, "b": 16}, ["gone.a = 1 is ignored"]), ({"a": None, "b": 16}, [])):
+        stored = cfg.merge(cfg.to_tree(load_recipe(None, BASE)), {"gone": value, "optimizer": {"gone": 0}})
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(stored))
+        caplog.clear()
+        assert load_recipe(tmp_path / "config.yaml") == load_recipe(None, BASE)
+        assert len(caplog.messages) == len(logged) and all(map(str.__contains__, caplog.messages, logged))

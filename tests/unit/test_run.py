@@ -18,6 +18,10 @@ def test_a_setting_that_the_checkpoint_does_not_have_is_reported_also_if_it_is_n
     now = {"output": "b", "samples": 20, "model": {"arch": "x", "trim_image": None}}
     assert changed_settings(before, now) == ["samples 10 -> 20", "model.trim_image absent -> None"]
     assert changed_settings(now, now) == []
+    unused = {"selection": {"ratio": None, "chunks": 16}, "ema": {"warmup": True}}
+    assert changed_settings({**unused, **now}, now) == []
+    used = {"selection": {"ratio": 0.5, "chunks": 16}}
+    assert changed_settings({**used, **now}, now) == ["selection.ratio 0.5 -> absent"]
 
 
 def test_the_full_collections_of_a_start_do_not_look_at_imports(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,7 @@ MEANINGS = {
     "not encoded": "the image could not be stored without changing it",
     "too little memory": "decoding it needs more memory than the machine had left",
     "quarantined": "decoding it killed its process twice",
-    "too slow to decode": "decoding it took longer than fetch.decode_timeout, twice",
+    "too slow to decode": "decoding it took longer than 30 seconds, twice",
     "no caption": "the table has no text for it",
     "internal error": "lost to a bug in neuclip",
     "http 403": "forbidden",

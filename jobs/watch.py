@@ -27,7 +27,7 @@ def command(
     """Evaluate every new checkpoint of every RUN on a suite, each exactly once, the newest first.
 
     Any number of watchers may share the work, on one or many machines with a shared file system; if one dies, another
-    takes over its work. Settings are KEY=VALUE: interval, ttl, attempts, order, together, every, and those of
+    takes over its work. Settings are KEY=VALUE: interval, ttl, together, every, and those of
     `neuclip evaluate` as evaluation.KEY=VALUE. RUN/evaluation-ledger records what was done; results are in
     RUN/evaluation, and scores are added to RUN/tensorboard.
     """

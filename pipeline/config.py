@@ -250,7 +250,7 @@ def had_effect(key: str, value: Any) -> bool:
 
 
 def without_departed(stored: Mapping[str, Any], *, file: str | Path, prefix: str = "") -> Tree:
-    """An earlier version's stored configuration without the settings that are gone; those that had effect are logged."""
+    """An earlier version's stored configuration without the settings that are gone; those in effect are logged."""
     tree: Tree = {}
     for key, value in stored.items():
         name = f"{prefix}{key}"

@@ -7,17 +7,40 @@ from __future__ import annotations
 from typing import Any
 
 SETTINGS: dict[str, str] = {
+    "attempts": "A watcher tries a checkpoint three times.",
+    "checkpoint.blocking": "Checkpoints are written in the background.",
+    "checkpoint.mirror_minutes": "It is two thirds of engine.timeout_minutes.",
+    "data.prefetch": "Each worker keeps 2 batches ready.",
     "ema.warmup": "The average always warms up: min(decay, (1 + t) / (10 + t)) at step t.",
+    "evaluation.examples": "Eight examples of a retrieval task are saved.",
+    "evaluation.threads": "Set the environment's OMP_NUM_THREADS.",
+    "examples": "Eight examples of a retrieval task are saved.",
+    "fetch.decode_timeout": "An image may take 30 seconds.",
+    "guard.max_backoff": "A host is left alone for 30 seconds at most; guard.backoff is the first pause.",
     "held_out.": "The corpus of icons has left; commit c14979c has the program that makes it.",
     "model.image_features_cache": "Store the outputs once with `neuclip features DATA --images-only --model MODEL --output FOLDER`, and set data.image_features=FOLDER.",
+    "model.lora.alpha": "The adapters' weight is 2 (alpha is twice the rank); optimizer.lr has the same effect.",
+    "monitor.restarts": "The run pauses after three restarts without a finished shard.",
+    "monitor.window": "Success is measured over 1,000 URLs.",
+    "order": "A watcher evaluates the newest checkpoint first.",
     "plan.": "It is an option of `neuclip plan`: --mfu, --dataset-size, --gpu-gib and so on; plan.gpus is --ranks.",
     "retry_after": "A watcher tries a failed checkpoint again after 300 seconds.",
     "selection.": "Joint selection of examples saved nothing where it was measured; train on all pairs.",
+    "telemetry.images": "The grid has 16 images.",
+    "threads": "Set the environment's OMP_NUM_THREADS.",
+    "validation.keep_best": "The checkpoint with the lowest validation loss is always kept.",
+    "validation.min_delta": "Any lower loss counts as lower.",
 }
 """Key, or prefix of keys that ends in a dot -> one sentence: what to use instead, or what happens without it."""
 
 DEFAULTS: dict[str, Any] = {
+    "checkpoint.mirror_minutes": 20.0,
+    "data.prefetch": 2,
     "ema.warmup": True,
+    "fetch.decode_timeout": 30.0,
+    "guard.max_backoff": 30.0,
+    "monitor.restarts": 3,
+    "monitor.window": 1_000,
     "plan.gpu_gib": 80.0,
     "plan.gpus": 1,
     "plan.gpus_per_node": 8,
@@ -27,6 +50,8 @@ DEFAULTS: dict[str, Any] = {
     "plan.sample_bytes": 30_000,
     "retry_after": 300.0,
     "selection.chunks": 16,
+    "telemetry.images": 16,
+    "validation.keep_best": True,
 }
 """Key -> the value that stored configurations have where nobody set it; of all other keys it is null, false or empty."""
 

@@ -42,6 +42,7 @@ def writer_of(
     on_event: Callable[[str], object] = print,
     world: World | None = None,
     resumed_from: Path | None = None,
+    mirror_minutes: float = 20.0,
     **settings: Any,
 ) -> CheckpointWriter:
     return CheckpointWriter(
@@ -51,6 +52,7 @@ def writer_of(
         architecture=towers[1],
         on_event=on_event,
         resumed_from=resumed_from,
+        mirror_minutes=mirror_minutes,
     )
 
 

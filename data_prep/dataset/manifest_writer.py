@@ -18,7 +18,7 @@ from pipeline.versions import version_of
 
 # Settings of how servers are requested, which may change between runs. (The user agent is not among them, because
 # opt-outs may address it.)
-_MANNERS = ("contact", "host_connections", "backoff", "max_backoff")
+_MANNERS = ("contact", "host_connections", "backoff")
 _TOOLS = ("img2dataset", "opencv-python-headless", "albumentations", "pyarrow")
 
 

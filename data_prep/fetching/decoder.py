@@ -170,17 +170,19 @@ def check_resemblance(array: np.ndarray, encoded: np.ndarray, *, kind: str = "jp
 
 
 _START_SECONDS, _READY = 300.0, "ready"
+SECONDS = 30.0
+"""For decoding, resizing and encoding one image."""
 _ATTEMPTS = 2
 """A decoder may die or be late for other reasons than its image: too little memory, or a suspended job."""
 
 
 class Decoder:
-    """img2dataset's resizer interface, see ImageConverter; `fetch` has the seconds that one image may take."""
+    """img2dataset's resizer interface, see ImageConverter."""
 
     command = (sys.executable, "-m", "data_prep.fetching.decoder")
 
     def __init__(self, image: ImageConfig, *, max_pixels: int, fetch: FetchConfig, has_boxes: bool = False) -> None:
-        self._seconds = fetch.decode_timeout
+        self._seconds = SECONDS
         self._settings = {"image": image, "max_pixels": max_pixels, "processes": fetch.processes}
         self._has_boxes = has_boxes
         self._pid = 0

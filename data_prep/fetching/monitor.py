@@ -15,6 +15,8 @@ from data_prep.settings.download_config import MonitorConfig
 from pipeline.errors import UserError
 from pipeline.files import read_tree
 
+WINDOW = 1_000
+"""URLs over which success is measured."""
 REFUSED = ".refused"
 """Of files in which workers say why they refuse a shard."""
 
@@ -117,7 +119,7 @@ class SuccessWindow:
         """A sentence that describes the collapse, or None."""
         if now.attempted > self._history[-1].attempted:
             self._history.append(now)
-        window = self._config.window
+        window = WINDOW
         start = self._before(now.attempted - window)
         self.suspect_from = self._before(start.attempted - window).attempted
         while len(self._history) > 2 and self._history[1].attempted <= self.suspect_from:

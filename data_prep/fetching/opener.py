@@ -24,6 +24,8 @@ from data_prep.reasons import FetchError
 from data_prep.settings.download_config import GuardConfig
 
 _CHUNK = 1 << 16
+MAX_BACKOFF = 30.0
+"""Seconds for which a host is left alone at most."""
 
 
 @dataclass
@@ -92,7 +94,7 @@ class Opener:
             except FetchError as error:
                 if attempt == self._retries or not reasons.is_transient(error.reason):
                     raise
-                time.sleep(min(self._guard.backoff * 2**attempt, self._guard.max_backoff))
+                time.sleep(min(self._guard.backoff * 2**attempt, MAX_BACKOFF))
         raise AssertionError("the loop returns or raises")
 
     def _host_of(self, request: urllib.request.Request) -> _Host:
@@ -159,7 +161,7 @@ class Opener:
         with host.lock:
             doubled = self._guard.backoff * 2 ** min(host.strikes, 16)
             host.strikes += 1
-            pause = min(max(requested, doubled), self._guard.max_backoff)
+            pause = min(max(requested, doubled), MAX_BACKOFF)
             host.quiet_until = max(host.quiet_until, time.monotonic() + pause)
 
 

@@ -27,6 +27,8 @@ _POLL_SECONDS = 0.25
 _POLL_SHARE = 20
 _GRACE_SECONDS = 10.0
 _PROBE_BYTES = 1 << 20
+RESTARTS = 3
+"""In a row, without a finished shard, before the run pauses."""
 _CLUSTER_SECONDS = 3600.0
 """Spark and Ray start a cluster first, or wait for their turn in that of others: a restart would lose their place."""
 _ENGINE = "import sys; from data_prep.fetching.downloader import main; main(sys.argv[1], int(sys.argv[2]))"
@@ -92,7 +94,7 @@ def fetch(
         if not monitor.waiting:
             break
         _check_disk(folder)
-        if fruitless > limits.restarts:
+        if fruitless > RESTARTS:
             raise Paused(
                 f"The engine was started {fruitless} times without finishing a shard; {len(monitor.waiting):,} "
                 f"of {len(shards):,} are left. The last time {problem}. "

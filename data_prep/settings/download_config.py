@@ -91,9 +91,7 @@ class GuardConfig:
     host_connections: int = Field(default=64, ge=1)
     """Connections to one host at a time, per machine."""
     backoff: float = Field(default=1.0, ge=0)
-    """Seconds to leave a host alone after its first 429 or 503; doubled each time."""
-    max_backoff: float = Field(default=30.0, ge=0)
-    """The longest such pause, in seconds."""
+    """Seconds to leave a host alone after its first 429 or 503; doubled each time, up to 30."""
 
     _listed = pydantic.field_validator("schemes", "allow_addresses", "opt_outs", mode="before")(listed)
 
@@ -130,8 +128,6 @@ class FetchConfig:
     """Seconds to wait for a server's next bytes."""
     total_timeout: float = Field(default=60.0, gt=0)
     """Seconds for a whole attempt, redirects included."""
-    decode_timeout: float = Field(default=30.0, gt=0)
-    """Seconds for decoding, resizing and encoding one image, which is tried twice."""
     retries: int = Field(default=1, ge=0, le=10)
     """Further attempts after a transient failure."""
     worker: int = Field(default=0, ge=0)
@@ -154,13 +150,9 @@ class MonitorConfig:
     """When a run pauses instead of wasting its URL list, and when its engine is restarted."""
 
     min_success: float = Field(default=0.1, ge=0, le=1)
-    """Pause when a smaller share of the last `window` URLs gave a sample; 0 never pauses."""
-    window: int = Field(default=1_000, ge=1)
-    """URLs over which success is measured."""
+    """Pause when a smaller share of the last 1,000 URLs gave a sample; 0 never pauses."""
     stall: float = Field(default=300.0, gt=0)
     """Restart the engine after this many seconds in which no URL was finished and no sample stored."""
-    restarts: int = Field(default=3, ge=0)
-    """Restarts in a row without a finished shard before the run pauses."""
     probe: int = Field(default=64, ge=0, le=1_000)
     """URLs fetched before the run to check that the hash column holds hashes of the served bytes; 0 skips the check."""
 

@@ -115,7 +115,7 @@ def settings(work: Path, case: Case, *, stage: int) -> list[str]:
         *("telemetry.every=1", "telemetry.tensorboard=false", "telemetry.progress=quiet"),
         *(f"schedule.stages=[{{until: {BORDER}, image_size: 16}}]", "max_skipped_steps=2", "max_rollbacks=5"),
         *(f"evaluation.suite={work / 'suite'}", "evaluation.every=4", "evaluation.workers=0"),
-        *(f"checkpoint.mirror=file://{work / 'mirror'}", "checkpoint.mirror_minutes=1"),
+        *(f"checkpoint.mirror=file://{work / 'mirror'}",),
         *case.more,
     ]
 

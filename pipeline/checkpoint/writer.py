@@ -62,8 +62,6 @@ class CheckpointConfig:
     from."""
     keep_every: int | None = Field(default=None, ge=1)
     """Also keep every checkpoint whose step is a multiple of this, for example to evaluate them later."""
-    blocking: bool = False
-    """Wait until a checkpoint is on disk before the next step, instead of writing it in the background."""
     retry_minutes: float = Field(default=10.0, ge=0.0)
     """How long to try again at the end of a run if its last checkpoint cannot be written, for example because the disk
     is full. Not after a signal, when the machine is about to be taken away."""
@@ -75,9 +73,6 @@ class CheckpointConfig:
     `s3://bucket/folder` (`pip install 'neuclip[s3]'`) or any other URL that fsspec supports. The run's copy is in a
     folder with the name of the run's, and as many checkpoints are kept there. `--resume latest` on a machine without
     newer checkpoints downloads the newest one."""
-    mirror_minutes: float = Field(default=20.0, ge=0.0)
-    """How long the end of a run, or a rollback, waits for an upload that is under way; less than
-    `engine.timeout_minutes`."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +111,8 @@ class CheckpointWriter:
     """Writes snapshots in the background, one at a time, to the run's folder, which the ranks share.
 
     `on_event` is called on rank 0 with a message for every checkpoint that was written or failed. `resumed_from`, the
-    checkpoint that the run continues, is never removed.
+    checkpoint that the run continues, is never removed. The end of a run, or a rollback, waits for an upload that is
+    under way up to `mirror_minutes`.
     """
 
     def __init__(
@@ -128,6 +124,7 @@ class CheckpointWriter:
         architecture: Architecture,
         on_event: Callable[[str], None],
         resumed_from: Path | None = None,
+        mirror_minutes: float = 20.0,
     ) -> None:
         self.problem = ""
         """Why the last checkpoint could not be written; empty if it could. Known on rank 0, after `wait`."""
@@ -136,7 +133,7 @@ class CheckpointWriter:
         self.run, self.folder = run, run / FOLDER_NAME
         self._config, self._world, self._architecture, self._on_event = config, world, architecture, on_event
         self._thread: threading.Thread | None = None
-        self._seconds_to_wait, self._mirror_seconds = 600.0, 60 * config.mirror_minutes
+        self._seconds_to_wait, self._mirror_seconds = 600.0, 60 * mirror_minutes
         self._resumed_from = resumed_from.name if resumed_from and resumed_from.parent == self.folder else ""
         self._verified = {self._resumed_from}
         """Names of the checkpoints of this folder that were verified."""
@@ -188,8 +185,6 @@ class CheckpointWriter:
             self._thread = thread
         except RuntimeError:  # there are no more threads or addresses: the next step waits for it
             self._write(snapshot, temporary, refused)
-        if self._config.blocking:
-            self.wait()
 
     def wait(self) -> None:
         """Return when this rank is not writing."""
@@ -202,7 +197,7 @@ class CheckpointWriter:
         if self._uploads is not None and not self._gave_up and not self._uploads.wait(self._mirror_seconds):
             self._gave_up = True
             self._on_event(
-                f"The upload of the last checkpoint was not finished in {self._config.mirror_minutes:g} minutes."
+                f"The upload of the last checkpoint was not finished in {self._mirror_seconds / 60:g} minutes."
             )
 
     def give_up(self) -> None:

@@ -76,6 +76,10 @@ def as_sources(value: Any) -> Any:
     return value
 
 
+PREFETCH = 2
+"""Batches that each worker keeps ready."""
+
+
 @section
 class DataConfig:
     """What to train on and in which order."""
@@ -96,8 +100,6 @@ class DataConfig:
     workers: Annotated[Annotated[int, Field(ge=0, le=1024)] | None, BeforeValidator(_or_auto)] = None
     """Decoding processes per rank, at most one for each of its streams; 0 decodes in the training process. `auto` or
     None: the rank's share of its node's cores less one, at most 12. `neuclip doctor` measures what they deliver."""
-    prefetch: int = Field(default=2, ge=1, le=64)
-    """Batches that each worker keeps ready."""
     timeout_minutes: float = Field(default=20.0, gt=0)
     """How long to wait for a batch of a worker before the run reports what the workers are doing, and exits with 76."""
     caption: _Caption = "txt"

@@ -60,7 +60,7 @@ def evaluate(
     opened = suite if isinstance(suite, Suite) else open_suite(suite)
     world, device = processes or (World(), torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     settings = config or EvaluationConfig()
-    compute = Compute(device, threads=settings.threads, precision=settings.precision, on_result=world.progress)
+    compute = Compute(device, precision=settings.precision, on_result=world.progress)
     session = Session(settings, world, compute)
     given = [checkpoints] if isinstance(checkpoints, str | EvaluationModel) else list(checkpoints)
     models = [load_checkpoint(item, device=device) if isinstance(item, str) else item for item in given]

@@ -71,7 +71,7 @@ class Protocol(ABC):
         return None
 
     def write_details(  # noqa: B027  (most protocols write none)
-        self, place: Path, *, found: Outcomes, kept: Outcomes, texts: Tensor, examples: int
+        self, place: Path, *, found: Outcomes, kept: Outcomes, texts: Tensor
     ) -> None:
         """Write what reports show beside the score.
 
@@ -80,7 +80,6 @@ class Protocol(ABC):
             found: The outcomes.
             kept: What was kept of all images.
             texts: [distinct texts, d] text features.
-            examples: How many examples to write (`EvaluationConfig.examples`).
         """
 
 

@@ -39,9 +39,7 @@ class TelemetryConfig:
     histograms_every: int | None = Field(default=1000, ge=1)
     """Distributions over the batch (log-normalizers, feature gradients) and of the objective's state; None: never."""
     images_every: int | None = Field(default=1000, ge=1)
-    """A grid of the batch's first images with their captions, in TensorBoard; None: never."""
-    images: int = Field(default=16, ge=1)
-    """Images in that grid."""
+    """A grid of the batch's first 16 images with their captions, in TensorBoard; None: never."""
     profile: tuple[int, int] | None = None
     """Run torch's profiler from the first to the last of these steps (counted from 0), on rank 0: RUN/profile/."""
     peak_tflops: float | None = Field(default=None, gt=0)

@@ -223,6 +223,7 @@ def build_trainer(
             architecture=architecture,
             on_event=telemetry.event,
             resumed_from=resumed.path if resumed else None,
+            mirror_minutes=run.engine.timeout_minutes * 2 / 3,  # rank 0 would be reported as stalled after all of it
         ),
         gradient_check=check,
         tests=PeriodicTests(state, telemetry, _validation(state, telemetry=telemetry), evaluation),

@@ -85,7 +85,7 @@ class Observer:
             found = {**output.distributions, **self.state.objective.distributions(), **norms}
             self.telemetry.distributions(step=step, values={name: v.float().cpu() for name, v in found.items()})
         if pictures and step % pictures == 0 and len(batch.image):
-            rows = slice(0, config.images)
+            rows = slice(0, 16)
             captions = captions_of(batch.text[rows].cpu(), self.tokenizer)
             grid = captioned_grid(batch.image[rows].cpu(), captions)
             self.telemetry.pictures(step=step, grid=grid, captions=captions)

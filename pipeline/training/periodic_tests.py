@@ -134,7 +134,7 @@ class PeriodicTests:
             return False
         scores, best = self.validation(self._copy("validation"), step=step)
         self.telemetry.validation(step=step, scores=scores)
-        return best and self.validation.config.keep_best
+        return best
 
     def evaluate(self, *, stop: bool) -> None:
         """Evaluate the suite if that is due. Collective; call it after `validate`, which it ends."""

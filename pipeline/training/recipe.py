@@ -69,11 +69,6 @@ class ValidationConfig:
     theirs). It stays fixed during the run."""
     patience: int | None = Field(default=None, ge=1)
     """Stop the run early after so many validations in a row without a lower loss; None: never."""
-    min_delta: float = Field(default=0.0, ge=0)
-    """A loss counts as lower if it is lower than the best one by more than this."""
-    keep_best: bool = True
-    """Write a checkpoint whenever the validation loss is lower than ever, and keep the best one: `checkpoints/best` has
-    its name."""
 
 
 @section
@@ -164,12 +159,6 @@ def check_run(run: RunConfig, *, world_size: int) -> None:
         raise UserError(
             f"objective.distill={run.objective.distill:g} data.teacher_features={run.data.teacher_features}: "
             "distillation needs a weight above 0 and the folder of `neuclip features`, or neither."
-        )
-    uploads, limit = run.checkpoint.mirror_minutes, run.engine.timeout_minutes
-    if run.checkpoint.mirror and uploads >= limit:
-        raise UserError(
-            f"checkpoint.mirror_minutes = {uploads:g} must be less than engine.timeout_minutes = {limit:g}: rank 0 "
-            "would be reported as stalled while it waits for an upload."
         )
     if run.checkpoint.fallback and Path(run.checkpoint.fallback).is_file():
         raise UserError(f"checkpoint.fallback = {run.checkpoint.fallback!r} is a file: give a folder.")

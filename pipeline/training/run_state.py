@@ -145,7 +145,7 @@ class RunState:
             facts=self._facts(),
             ema=None if self.ema is None else dict(self.ema.weights(keep=main)),
             adapters=None if lora.rank is None else self._adapters(weights),
-            best=self.run.validation.keep_best and self.validation.best_step == self.step,
+            best=self.validation.best_step == self.step,
             last_good=self.skipped.last_good(self.step) if self.run.max_rollbacks else None,
         )
 

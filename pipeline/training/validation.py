@@ -145,10 +145,10 @@ class ValidationHistory:
     step: int = 0
     """Step of the last validation."""
 
-    def add(self, loss: float, *, step: int, min_delta: float) -> bool:
+    def add(self, loss: float, *, step: int) -> bool:
         """Record a validation. Returns whether it is the best so far; a loss that is not finite never is."""
         self.step = step
-        better = math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss - min_delta)
+        better = math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss)
         if better:
             self.best_loss, self.best_step, self.since_best = loss, step, 0
         else:
@@ -230,7 +230,7 @@ class Validation:
         image, text = self.pairs.features(model)
         self._report_dropped(len(image))
         scores = validation_scores(image, text, tau=self.tau, world=self.pairs.world)
-        best = self.history.add(scores["loss"], step=step, min_delta=self.config.min_delta)
+        best = self.history.add(scores["loss"], step=step)
         return scores, best
 
     @property
@@ -241,13 +241,11 @@ class Validation:
     def describe_end(self) -> str:
         """A message for the log when `ends_run`."""
         best = self.history
-        wanted, why = "finite loss", "validation.patience"
+        wanted = "finite loss"
         if best.best_loss is not None:
             wanted = f"lower loss than {best.best_loss:.4f} at step {best.best_step}"
-            if self.config.min_delta:
-                wanted, why = f"{wanted} by more than {self.config.min_delta:g}", f"{why}, validation.min_delta"
         return (
-            f"{STOPPED_EARLY}: {best.since_best} validations in a row without a {wanted} ({why}). To "
+            f"{STOPPED_EARLY}: {best.since_best} validations in a row without a {wanted} (validation.patience). To "
             "train on: --resume latest validation.patience=null."
         )
 

@@ -79,7 +79,7 @@ if __name__ == "__main__":
     if sys.argv[2] == "graceful":
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, lambda *_: None)
-    loader = make_loader(Path(sys.argv[1]), World(), workers=3, prefetch=1)
+    loader = make_loader(Path(sys.argv[1]), World(), workers=3)
     next(loader)
     print("started", flush=True)
     if sys.argv[2] == "graceful":

@@ -217,7 +217,7 @@ def listed(folder: Path) -> Iterator[tuple[list[Case], list[str]]]:
         pq.write_table(pa.table(columns), folder / "urls.parquet")
         words = [f"output={folder / 'data'}", f"source.table={folder / 'urls.parquet'}", "source.uid=SAMPLE_ID"]
         words += ["source.hash=digest", "guard.allow_addresses=[127.0.0.1/32]", "guard.contact=x@example.org"]
-        words += ["guard.max_pixels=4000000", "guard.max_bytes=250000", "guard.backoff=0.01", "guard.max_backoff=0.05"]
+        words += ["guard.max_pixels=4000000", "guard.max_bytes=250000", "guard.backoff=0.01"]
         words += [f"image.size={SIZE}", f"fetch.shard_size={SHARD}", "fetch.processes=2", "fetch.threads=12"]
         words += ["fetch.timeout=4", "fetch.retries=0", "monitor.probe=0", "monitor.min_success=0"]
         yield cases, words

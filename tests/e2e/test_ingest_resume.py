@@ -121,7 +121,10 @@ def test_a_dead_worker_is_detected_and_the_engine_is_restarted(site: Site, tmp_p
     assert manifest.n == 108
 
 
-def test_a_collapse_of_the_success_rate_pauses_the_run_without_using_up_the_list(site: Site, tmp_path: Path) -> None:
+def test_a_collapse_of_the_success_rate_pauses_the_run_without_using_up_the_list(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data_prep.fetching.monitor.WINDOW", 12)
     table = table_of(site, tmp_path / "urls.parquet", delay=0.02)
     down = [False]
     good = dict(site.answers)
@@ -134,7 +137,7 @@ def test_a_collapse_of_the_success_rate_pauses_the_run_without_using_up_the_list
 
     site.answers = dict.fromkeys(good, flaky)
     folder = Folder(tmp_path / "out")
-    config = settings(tmp_path / "out", table, monitor={"window": 12, "min_success": 0.2})
+    config = settings(tmp_path / "out", table, monitor={"min_success": 0.2})
 
     def ban(progress: object) -> None:
         down[0] = len(folder.finished()) >= 2

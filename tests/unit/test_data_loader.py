@@ -248,7 +248,7 @@ def test_too_little_shared_memory_is_refused(folder: Path, monkeypatch: pytest.M
     monkeypatch.setattr(
         "pipeline.data.loading.worker_processes.shutil.disk_usage", lambda _: SimpleNamespace(free=4096)
     )
-    with pytest.raises(UserError, match=r"0 MiB are free: lower data.prefetch \(now 2\)"):
+    with pytest.raises(UserError, match=r"0 MiB are free: lower data.workers"):
         loaders(folder, workers=1)
     loaders(folder, workers=0)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from data_prep.dataset.verification import verify
+from data_prep.fetching import decoder as decoder_module
 from data_prep.fetching import downloader
 from data_prep.fetching.decoder import Decoder, ImageConverter
 from data_prep.settings.download_config import FetchConfig, ImageConfig
@@ -48,7 +49,7 @@ def doomed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def decoder() -> Iterator[Decoder]:
     # Long enough for starting a process on a busy machine.
-    decoder = Decoder(ImageConfig(), max_pixels=10**6, fetch=FetchConfig(decode_timeout=30))
+    decoder = Decoder(ImageConfig(), max_pixels=10**6, fetch=FetchConfig())
     yield decoder
     decoder.close()
 
@@ -86,7 +87,8 @@ def test_the_start_of_a_decoder_is_not_the_fault_of_the_image(
 ) -> None:
     """Regression test: on a busy machine, images were lost as too slow to decode."""
     monkeypatch.setattr(Decoder, "command", (sys.executable, "-c", f"import sys, time; {program}"))
-    decoder = Decoder(ImageConfig(), max_pixels=10**6, fetch=FetchConfig(decode_timeout=2))
+    monkeypatch.setattr(decoder_module, "SECONDS", 2)
+    decoder = Decoder(ImageConfig(), max_pixels=10**6, fetch=FetchConfig())
     try:
         assert decoder(io.BytesIO(jpeg()))[5] == error
     finally:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from data_prep.dataset.dataset_folder import Folder, ShardRecord
+from data_prep.fetching import monitor as monitor_module
 from data_prep.fetching import supervisor
 from data_prep.fetching.monitor import Counts, Monitor, SuccessWindow
 from data_prep.fetching.supervisor import Paused
@@ -25,8 +26,9 @@ def counts(samples: int, **failures: int) -> Counts:
     return Counts(samples, Counter(failures))
 
 
-def test_collapse_is_detected_within_one_window() -> None:
-    window = SuccessWindow(MonitorConfig(window=100, min_success=0.2))
+def test_collapse_is_detected_within_one_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor_module, "WINDOW", 100)
+    window = SuccessWindow(MonitorConfig(min_success=0.2))
     for done in range(0, 1_000, 50):
         assert window.collapse(counts(done)) is None
     assert window.collapse(counts(950, dns=60)) is None, "too few to judge"
@@ -37,11 +39,12 @@ def test_collapse_is_detected_within_one_window() -> None:
     assert window.suspect_from <= 850, "one window before the bad one began"
 
 
-def test_constant_low_success_and_a_disabled_limit_are_no_collapse() -> None:
-    low = SuccessWindow(MonitorConfig(window=100, min_success=0.2))
+def test_constant_low_success_and_a_disabled_limit_are_no_collapse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor_module, "WINDOW", 100)
+    low = SuccessWindow(MonitorConfig(min_success=0.2))
     for done in range(100, 2_000, 100):
         assert low.collapse(counts(done // 4, **{"http 404": done - done // 4})) is None
-    off = SuccessWindow(MonitorConfig(window=10, min_success=0))
+    off = SuccessWindow(MonitorConfig(min_success=0))
     assert off.collapse(counts(0, dns=1_000)) is None
 
 
@@ -135,7 +138,7 @@ def test_a_shard_that_finishes_during_the_poll_is_not_missed(folder: Folder, mon
 @pytest.mark.parametrize("begins", [False, True])
 def test_a_cluster_may_take_longer_to_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begins: bool) -> None:
     """Regression test: Spark on a busy machine, or waiting in a queue, was restarted until the download gave up."""
-    tree = {"output": str(tmp_path), "fetch": {"distributor": "ray"}, "monitor": {"stall": 0.3, "restarts": 0}}
+    tree = {"output": str(tmp_path), "fetch": {"distributor": "ray"}, "monitor": {"stall": 0.3}}
     folder = Folder(tmp_path)
     folder.make()
     state = json.dumps({"pid": os.getpid(), "host": "elsewhere", "samples": 0, "failures": {}})
@@ -145,6 +148,7 @@ def test_a_cluster_may_take_longer_to_begin(tmp_path: Path, monkeypatch: pytest.
         supervisor.subprocess, "Popen", lambda command, **options: popen([sys.executable, "-c", body], **options)
     )
     monkeypatch.setattr(supervisor, "_CLUSTER_SECONDS", 8.0)
+    monkeypatch.setattr(supervisor, "RESTARTS", 0)
     began = time.monotonic()
     with pytest.raises(Paused, match=r"no progress for 0\.3 s" if begins else "no progress for 8 s"):
         supervisor.fetch(parse(DownloadConfig, tree), (0, 1), total=10)
@@ -161,7 +165,7 @@ def test_a_cluster_may_take_longer_to_begin(tmp_path: Path, monkeypatch: pytest.
 def test_hanging_or_dying_engine_is_restarted_and_then_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, stall: float, problem: str
 ) -> None:
-    config = parse(DownloadConfig, {"output": str(tmp_path), "monitor": {"stall": stall, "restarts": 1}})
+    config = parse(DownloadConfig, {"output": str(tmp_path), "monitor": {"stall": stall}})
     Folder(tmp_path).make()
     started = []
     popen = subprocess.Popen
@@ -171,6 +175,7 @@ def test_hanging_or_dying_engine_is_restarted_and_then_given_up(
         return popen(["sh", "-c", body], **options)  # type: ignore[call-overload]
 
     monkeypatch.setattr(supervisor.subprocess, "Popen", stand_in)
+    monkeypatch.setattr(supervisor, "RESTARTS", 1)
     with pytest.raises(Paused) as caught:
         supervisor.fetch(config, (0, 1), total=10)
     assert len(started) == 2

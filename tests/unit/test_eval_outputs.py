@@ -267,7 +267,7 @@ def test_two_evaluations_may_write_the_same_examples_at_once(
     features = torch.nn.functional.normalize(torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), dim=-1)
 
     def write(_: int) -> None:
-        write_examples(tmp_path / "mine.examples", data, features=(features, features), count=3)
+        write_examples(tmp_path / "mine.examples", data, features=(features, features))
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(write, range(40)))

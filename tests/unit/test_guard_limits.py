@@ -15,6 +15,7 @@ from http.server import BaseHTTPRequestHandler
 import pytest
 
 from data_prep import reasons
+from data_prep.fetching import opener as opener_module
 from data_prep.fetching.opener import _retry_after
 from data_prep.reasons import FetchError
 from tests.guarded import opener, refusal, site  # noqa: F401
@@ -158,7 +159,8 @@ def test_busy_host_is_retried_with_backoff(site: Site) -> None:
     assert second >= 0.2, "the pause doubles"
 
 
-def test_retry_after_is_honoured_up_to_the_limit(site: Site) -> None:
+def test_retry_after_is_honoured_up_to_the_limit(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opener_module, "MAX_BACKOFF", 0.3)
     asked = []
 
     def busy(handler: BaseHTTPRequestHandler) -> None:
@@ -166,7 +168,7 @@ def test_retry_after_is_honoured_up_to_the_limit(site: Site) -> None:
         send(handler, 503, b"", Retry_After="3600")
 
     site.answers["/a"] = busy
-    assert refusal(opener(retries=1, max_backoff=0.3), site.base + "/a") == "http 503"
+    assert refusal(opener(retries=1), site.base + "/a") == "http 503"
     assert 0.3 <= asked[1] - asked[0] < 2
 
 

@@ -73,12 +73,12 @@ def test_the_newest_checkpoint_is_evaluated_alone_first_then_older_ones_in_group
     assert len(evaluated(messages)) == 4
 
 
-def test_oldest_first_order_and_step_selection(tmp_path: Path, suite: Suite) -> None:
+def test_step_selection(tmp_path: Path, suite: Suite) -> None:
     for step in (100, 150, 200, 250):
         save_step(tmp_path, step)
     messages: list[str] = []
-    make_watcher(tmp_path, suite, messages, order="oldest", together=1, every=100).run(threading.Event(), once=True)
-    assert evaluated(messages) == [[100], [200]]
+    make_watcher(tmp_path, suite, messages, together=1, every=100).run(threading.Event(), once=True)
+    assert evaluated(messages) == [[200], [100]]
 
 
 def test_partially_written_checkpoints_are_ignored(tmp_path: Path, suite: Suite) -> None:
@@ -94,13 +94,13 @@ def test_a_damaged_checkpoint_is_abandoned_and_does_not_block_others(tmp_path: P
     broken = tmp_path / "checkpoints/step-00000200/open_clip_model.safetensors"
     broken.write_bytes(broken.read_bytes()[:1000])
     messages: list[str] = []
-    watcher = make_watcher(tmp_path, suite, messages, attempts=2)
+    watcher = make_watcher(tmp_path, suite, messages)
     assert not watcher.run(threading.Event(), once=True)
-    assert any("step-00000200 is abandoned after 2 attempts" in line for line in messages)
+    assert any("step-00000200 is abandoned after 3 attempts" in line for line in messages)
     outcomes = {name: outcome["outcome"] for name, outcome in watcher.ledgers[tmp_path].outcomes().items()}
     assert outcomes == {"step-00000100": "done", "step-00000200": "abandoned", "step-00000300": "done"}
     reasons = watcher.ledgers[tmp_path].outcomes()["step-00000200"]["reasons"]
-    assert len(reasons) == 2
+    assert len(reasons) == 3
     assert "step-00000200" in reasons[0]
     later: list[str] = []
     assert not make_watcher(tmp_path, suite, later).run(threading.Event(), once=True)
@@ -157,7 +157,7 @@ def test_a_whole_copy_of_an_abandoned_checkpoint_is_evaluated(tmp_path: Path, su
     run = tmp_path / "run"
     weights = save_step(run, 100) / "open_clip_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
-    watcher = make_watcher(run, suite, [], attempts=1)
+    watcher = make_watcher(run, suite, [])
     assert not watcher.run(threading.Event(), once=True)
     assert watcher.abandoned()
     replace_checkpoint(run, 100, weights_of=100)
@@ -261,7 +261,7 @@ def test_result_files_take_precedence_over_the_ledger(tmp_path: Path, suite: Sui
     (tmp_path / "evaluation/step-00000200/cifar10.json").write_text("{")
     (watcher.ledgers[tmp_path].folder / "step-00000300/done.json").write_text("")
     later: list[str] = []
-    again = make_watcher(tmp_path, suite, later, attempts=1)
+    again = make_watcher(tmp_path, suite, later)
     assert again.run(threading.Event(), once=True)
     assert evaluated(later) == [[300], [200, 100]]
     assert sum("its results are missing" in line for line in later) == 2

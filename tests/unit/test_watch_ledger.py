@@ -27,8 +27,8 @@ class Clock:
         return self.now
 
 
-def watcher(folder: Path, *, clock: Clock | None = None, attempts: int = 3) -> Ledger:
-    return Ledger(folder, ttl=60, attempts=attempts, clock=clock or Clock())
+def watcher(folder: Path, *, clock: Clock | None = None) -> Ledger:
+    return Ledger(folder, ttl=60, clock=clock or Clock())
 
 
 def claimed(ledger: Ledger) -> Lease:
@@ -54,7 +54,7 @@ def test_a_checkpoint_has_one_owner_and_then_one_outcome(tmp_path: Path) -> None
 
 
 def test_a_released_lease_is_free_immediately_and_does_not_count_as_an_attempt(tmp_path: Path) -> None:
-    ledger = watcher(tmp_path, attempts=2)
+    ledger = watcher(tmp_path)
     for _ in range(5):
         lease = claimed(ledger)
         lease.give_up("stopped", how=RELEASED)
@@ -62,14 +62,14 @@ def test_a_released_lease_is_free_immediately_and_does_not_count_as_an_attempt(t
 
 
 def test_a_checkpoint_that_keeps_failing_is_abandoned_with_its_reasons(tmp_path: Path) -> None:
-    ledger = watcher(tmp_path, attempts=2)
-    for number in range(2):
+    ledger = watcher(tmp_path)
+    for number in range(3):
         lease = claimed(ledger)
         lease.give_up(f"reason {number}")
     assert ledger.claim(NAME) is None
     outcome = ledger.outcomes()[NAME]
     assert outcome["outcome"] == "abandoned"
-    assert outcome["reasons"] == ["reason 0", "reason 1"]
+    assert outcome["reasons"] == ["reason 0", "reason 1", "reason 2"]
 
 
 def test_dead_watchers_are_detected_by_the_clock_of_the_observer(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_only_one_watcher_takes_over_and_a_resumed_one_cannot_overwrite(tmp_path
 
 def test_a_checkpoint_that_kills_watchers_is_attempted_only_a_few_times(tmp_path: Path) -> None:
     clock = Clock()
-    ledger = watcher(tmp_path, clock=clock, attempts=3)
+    ledger = watcher(tmp_path, clock=clock)
     for _ in range(3):
         lease = claimed(ledger)
         kill(lease)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from pipeline.data.data_config import DataConfig, default_workers
+from pipeline.data.data_config import PREFETCH, DataConfig, default_workers
 from pipeline.data.loading.decode import ImageDecoder, StoredCrops
 from pipeline.data.loading.feature_file import FeatureFile
 from pipeline.data.loading.gpu_decode import gpu_that_decodes, whole_batch
@@ -270,7 +270,7 @@ class Loader:
             replace(dataset, reading=self._reading),
             batch_size=None,
             num_workers=self.workers,
-            prefetch_factor=self._config.prefetch,
+            prefetch_factor=PREFETCH,
             multiprocessing_context=context,
             collate_fn=_as_is,
         )
@@ -287,7 +287,7 @@ class Loader:
                 raise
             memory = (
                 "Each worker keeps about half of data.shuffle_buffer encoded samples for each of its streams, and "
-                "data.prefetch batches: lower one of them, or data.workers. `neuclip plan` estimates the memory."
+                f"{PREFETCH} batches: lower data.shuffle_buffer or data.workers. `neuclip plan` estimates the memory."
             )
             raise UserError(worker_died_message(error, memory=memory)) from error
         if isinstance(part, UserError):

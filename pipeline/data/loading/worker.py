@@ -289,7 +289,7 @@ def _report_full_memory() -> None:
     """Once per worker: a run that is short of shared memory comes here at almost every batch."""
     log.warning(
         "/dev/shm is full, so loading worker %d waits for space to pass on its batches: the run is slow, or ends after "
-        "data.timeout_minutes. Remove other files there, lower data.prefetch or data.workers, or give the container "
+        "data.timeout_minutes. Remove other files there, lower data.workers, or give the container "
         "more (docker run --shm-size, or --ipc=host).",
         os.getpid(),
     )

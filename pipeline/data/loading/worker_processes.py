@@ -18,7 +18,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from pipeline.data.data_config import DataConfig
+from pipeline.data.data_config import PREFETCH, DataConfig
 from pipeline.data.loading.worker import Tokenize, allow_open_files
 from pipeline.distributed.exit_record import EXIT_STALLED, record_exit
 from pipeline.distributed.signals import EXIT_PREEMPTED
@@ -81,12 +81,12 @@ def _check_shared_memory(config: DataConfig, world: World, *, rows: int, image_s
     if not SHARED_MEMORY.is_dir():
         return
     ranks = ranks_here(world.size)
-    needed = (config.prefetch + 1) * rows * 3 * image_size**2 * ranks
+    needed = (PREFETCH + 1) * rows * 3 * image_size**2 * ranks
     free = shutil.disk_usage(SHARED_MEMORY).free
     if needed > free:
         raise UserError(
             f"The workers of this machine's {ranks} ranks need {needed >> 20} MiB in {SHARED_MEMORY} to pass on "
-            f"images, but {free >> 20} MiB are free: lower data.prefetch (now {config.prefetch}), or give the "
+            f"images, but {free >> 20} MiB are free: lower data.workers, or give the "
             "container more (docker run --shm-size, or --ipc=host)."
         )
 

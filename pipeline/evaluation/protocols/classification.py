@@ -136,7 +136,7 @@ class ZeroShot(Protocol):
             return None
         return min(1.0, (5 if "top5" in metric or metric == "acc5" else 1) / len(self.data.classnames))
 
-    def write_details(self, place: Path, *, found: Outcomes, kept: Outcomes, texts: Tensor, examples: int) -> None:
+    def write_details(self, place: Path, *, found: Outcomes, kept: Outcomes, texts: Tensor) -> None:
         details = class_details(found, self.data.classnames)
         path = place.parent / FOLDER / f"{place.name}.json"
         write_text(path, json.dumps(details, ensure_ascii=False) + "\n")

@@ -27,6 +27,8 @@ BLOCK = 256
 """Rows of the similarity matrix at a time. It is fixed, because the last bits of a product depend on its shape."""
 TOP = 5
 THUMBNAIL = 160
+EXAMPLES = 8
+"""Captions, and images, that reports show."""
 CAPTIONS_NAME, IMAGES_NAME = "examples.json", "images.json"
 
 
@@ -101,23 +103,22 @@ class Retrieval(Protocol):
         own = np.array([len(captions) for captions in self.data.captions])
         return float(0.5 * (1 / len(own) + np.mean(own / own.sum())))  # of a random order
 
-    def write_details(self, place: Path, *, found: Outcomes, kept: Outcomes, texts: Tensor, examples: int) -> None:
-        if examples:
-            features = (torch.from_numpy(kept["features"]), texts[self.texts.rows])
-            write_examples(place.with_name(f"{place.name}.examples"), self.data, features=features, count=examples)
+    def write_details(self, place: Path, *, found: Outcomes, kept: Outcomes, texts: Tensor) -> None:
+        features = (torch.from_numpy(kept["features"]), texts[self.texts.rows])
+        write_examples(place.with_name(f"{place.name}.examples"), self.data, features=features)
 
 
-def write_examples(folder: Path, data: TaskData, *, features: tuple[Tensor, Tensor], count: int) -> None:
+def write_examples(folder: Path, data: TaskData, *, features: tuple[Tensor, Tensor]) -> None:
     """Write a few captions with their best images and images with their best captions.
 
-    They are `count` each, chosen by position, so that two evaluations show the same. The files, which replace those in
-    `folder`, are `examples.json` (text to image), `images.json` (image to text) and JPEG thumbnails. The unit-norm
+    They are `EXAMPLES` each, chosen by position, so that two evaluations show the same. The files, which replace those
+    in `folder`, are `examples.json` (text to image), `images.json` (image to text) and JPEG thumbnails. The unit-norm
     features are [n, d] of the images and [m, d] of the captions.
     """
     images, captions = features
     flat = [(caption, image) for image, own in enumerate(data.captions) for caption in own]
-    by_caption = [_best_images(flat[k], captions[k] @ images.T) for k in _spaced(len(flat), count)]
-    by_image = [_best_captions(k, flat, captions @ images[k]) for k in _spaced(len(images), count)]
+    by_caption = [_best_images(flat[k], captions[k] @ images.T) for k in _spaced(len(flat), EXAMPLES)]
+    by_image = [_best_captions(k, flat, captions @ images[k]) for k in _spaced(len(images), EXAMPLES)]
     shown = {example["right"] for example in by_caption} | {example["image"] for example in by_image}
     shown |= {image["image"] for example in by_caption for image in example["images"]}
     try:

@@ -161,9 +161,7 @@ class Evaluator:
                 official=is_official(opened.entry, opened.data),
                 inputs=inputs,
             )
-            protocol.write_details(
-                path.with_suffix(""), found=outcomes, kept=kept, texts=texts, examples=self.session.config.examples
-            )
+            protocol.write_details(path.with_suffix(""), found=outcomes, kept=kept, texts=texts)
             return write_result(path, result, outcomes)
 
         try:

@@ -39,14 +39,10 @@ class EvaluationConfig:
     """Images or texts that are computed together, padded to this size."""
     workers: int | None = Field(default=None, ge=0)
     """Processes that decode images, per process of the evaluation (None: one per core, 16 at most)."""
-    threads: int | None = Field(default=None, ge=1)
-    """CPU threads (None: torch's number)."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """What the encoders compute in. `bf16` is faster where the device has it, and scores differ in the last digits."""
     blank_class: BlankClass = "keep"
     """What a blank line of classnames.txt is: a class without a name, or (`drop`) none, as in some published work."""
-    examples: int = Field(default=8, ge=0)
-    """Captions, and images, whose retrieved images, and captions, are saved for reports."""
     cache: str | None = None
     """Folder that keeps decoded images (150 kB each at 224 pixels), so that later evaluations need not decode."""
     recompute: bool = False

@@ -44,6 +44,8 @@ LEDGER_FOLDER = "evaluation-ledger"
 DONE = "done.json"
 RELEASED, FAILED = "released", "failed"
 FINISHED, ABANDONED = "done", "abandoned"
+ATTEMPTS = 3
+"""After so many that failed or whose owner died, a checkpoint is abandoned: it cannot kill its watchers forever."""
 _LEASE = re.compile(r"^lease-(\d+)\.json$")
 
 
@@ -129,15 +131,11 @@ class Ledger:
     Args:
         folder: The ledger of one run and one suite.
         ttl: Seconds without a heartbeat after which an owner is considered dead.
-        attempts: After this many attempts that failed or whose owner died, a checkpoint is abandoned, so that it cannot
-            kill its watchers forever.
         clock: Seconds, for tests.
     """
 
-    def __init__(
-        self, folder: Path, *, ttl: float = 180.0, attempts: int = 3, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.folder, self.ttl, self.attempts = folder, ttl, attempts
+    def __init__(self, folder: Path, *, ttl: float = 180.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self.folder, self.ttl = folder, ttl
         self._clock = clock
         self._seen: dict[Path, tuple[str, float]] = {}  # the last heartbeat, and when it was first seen
         self._first: dict[Path, str] = {}
@@ -173,7 +171,7 @@ class Ledger:
         number = self._highest(folder)
         if number and not self._is_over(folder, number):
             return None
-        if self._spent(folder, weights) >= self.attempts:
+        if self._spent(folder, weights) >= ATTEMPTS:
             self._abandon(name, folder, number, weights)
             return None
         owner = {

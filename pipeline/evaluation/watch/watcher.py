@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field
 
@@ -25,7 +25,7 @@ from pipeline.evaluation.run.checkpoint import default_folder, load_checkpoint
 from pipeline.evaluation.run.results import read_result
 from pipeline.evaluation.run.session import EvaluationConfig, attempt
 from pipeline.evaluation.run.summary import SUMMARY_NAME
-from pipeline.evaluation.watch.ledger import ABANDONED, FINISHED, LEDGER_FOLDER, RELEASED, Lease, Ledger
+from pipeline.evaluation.watch.ledger import ABANDONED, ATTEMPTS, FINISHED, LEDGER_FOLDER, RELEASED, Lease, Ledger
 from pipeline.model.model_folder import WEIGHTS_NAME, stated_files
 from pipeline.run_files import MODEL_CONFIG_NAME, finished_checkpoints, step_of
 
@@ -114,10 +114,6 @@ class WatchConfig:
     ttl: float = Field(default=180.0, gt=0)
     """Seconds without a heartbeat after which another watcher is considered dead; on a network file system more than
     its attribute cache keeps entries (60 by default)."""
-    attempts: int = Field(default=3, ge=1)
-    """How often a checkpoint is tried before it is abandoned."""
-    order: Literal["newest", "oldest"] = "newest"
-    """Which waiting checkpoint comes first; `newest` shows how training goes now and fills in the past later."""
     together: int = Field(default=4, ge=1)
     """How many waiting checkpoints share one pass over the images; the newest is evaluated by itself."""
     every: int = Field(default=1, ge=1)
@@ -152,10 +148,7 @@ class Watcher:
         known = self.runs[0] / LEDGER_FOLDER / "digests.json"
         mine = suite_identity(suite, evaluation, known=known) if processes[0].rank == 0 else ""
         self.identity: str = processes[0].gather_objects(mine)[0]
-        self.ledgers = {
-            run: Ledger(run / LEDGER_FOLDER / self.identity, ttl=config.ttl, attempts=config.attempts)
-            for run in self.runs
-        }
+        self.ledgers = {run: Ledger(run / LEDGER_FOLDER / self.identity, ttl=config.ttl) for run in self.runs}
 
     def run(self, stop: threading.Event, *, once: bool = False) -> bool:
         """Work until `stop` is set; with `once`, until no checkpoint is waiting and no lease of a dead watcher is left.
@@ -210,7 +203,7 @@ class Watcher:
             for path in candidates.ready()
             if not self.ledgers[run].done(path.name) or self._why_again(run, path)
         ]
-        return sorted(found, key=lambda item: step_of(item[1]), reverse=self.config.order == "newest")
+        return sorted(found, key=lambda item: step_of(item[1]), reverse=True)
 
     def _why_again(self, run: Path, path: Path) -> str:
         """Why a checkpoint that has an outcome is evaluated again, one of `AGAIN`; empty if it is not."""
@@ -232,7 +225,7 @@ class Watcher:
         """Leases on the next checkpoints: the newest by itself, older ones several at a time."""
         newest = {path for candidates in self.candidates.values() for path in candidates.ready()[-1:]}
         for run, path in self.waiting():
-            alone = self.config.order == "newest" and path in newest
+            alone = path in newest
             if (alone and items) or time.monotonic() < self._retry_at.get(path, 0.0):
                 continue
             if reason := self._why_again(run, path):
@@ -244,7 +237,7 @@ class Watcher:
                 if alone or len(items) == self.config.together:
                     break
             elif self.ledgers[run].outcome(path.name).get("outcome") == ABANDONED:
-                self._log(f"{self._shown(path)} is abandoned after {self.config.attempts} attempts.")
+                self._log(f"{self._shown(path)} is abandoned after {ATTEMPTS} attempts.")
 
     def _in_doubt(self) -> bool:
         """Whether there is a lease whose owner may be dead, as the first process sees it."""
@@ -304,7 +297,7 @@ class Watcher:
             self._log(f"{self._shown(path)}: another watcher took it over and was first; the results are the same.")
 
     def _give_up(self, path: Path, lease: Lease | None, reason: str) -> None:
-        self._log(f"{self._shown(path)} failed, and is tried {self.config.attempts} times at most: {reason}")
+        self._log(f"{self._shown(path)} failed, and is tried {ATTEMPTS} times at most: {reason}")
         if lease is not None:
             lease.give_up(reason)
             self._retry_at[path] = time.monotonic() + RETRY_SECONDS

@@ -9,7 +9,7 @@ from typing import Any
 SETTINGS: dict[str, str] = {
     "attempts": "A watcher tries a checkpoint three times.",
     "checkpoint.blocking": "Checkpoints are written in the background.",
-    "checkpoint.mirror_minutes": "It is two thirds of engine.timeout_minutes.",
+    "checkpoint.mirror_minutes": "The wait is two thirds of engine.timeout_minutes.",
     "data.prefetch": "Each worker keeps 2 batches ready.",
     "ema.warmup": "The average always warms up: min(decay, (1 + t) / (10 + t)) at step t.",
     "evaluation.examples": "Eight examples of a retrieval task are saved.",
@@ -19,7 +19,6 @@ SETTINGS: dict[str, str] = {
     "guard.max_backoff": "A host is left alone for 30 seconds at most; guard.backoff is the first pause.",
     "held_out.": "The corpus of icons has left; commit c14979c has the program that makes it.",
     "model.image_features_cache": "Store the outputs once with `neuclip features DATA --images-only --model MODEL --output FOLDER`, and set data.image_features=FOLDER.",
-    "model.lora.alpha": "The adapters' weight is 2 (alpha is twice the rank); optimizer.lr has the same effect.",
     "monitor.restarts": "The run pauses after three restarts without a finished shard.",
     "monitor.window": "Success is measured over 1,000 URLs.",
     "order": "A watcher evaluates the newest checkpoint first.",

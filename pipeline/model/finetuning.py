@@ -23,8 +23,6 @@ from pipeline.errors import UserError
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 """peft's names."""
-SCALE = 2
-"""What the product of both adapter matrices is multiplied by."""
 IN_BLOCK = re.compile(r"\.\d+\.")
 BASE, IN_PEFT = ".base_layer.", "base_model.model."
 
@@ -32,11 +30,13 @@ BASE, IN_PEFT = ".base_layer.", "base_model.model."
 @section
 class LoraConfig:
     """Low-rank adapters (LoRA, 2106.09685) for fine-tuning: the pretrained weights stay as they are, and beside a layer
-    $W$ two small matrices are trained: $W + 2 B A$. Needs `pip install
+    $W$ two small matrices are trained: $W + (\\mathrm{alpha} / \\mathrm{rank}) B A$. Needs `pip install
     'neuclip[lora]'`."""
 
     rank: int | None = Field(default=None, ge=1)
     """Rows of $A$, usually 4 to 64; None: no adapters, the weights themselves are trained."""
+    alpha: float | None = Field(default=None, gt=0)
+    """Weight of the adapters, divided by the rank; None: twice the rank."""
     targets: tuple[str, ...] | None = None
     """Names of the layers to adapt, such as [c_fc, c_proj]; None: every linear layer of the blocks of both towers, or
     of the one that is not locked. In open_clip's own towers these are the MLPs: their attention is one joint matrix,
@@ -44,9 +44,15 @@ class LoraConfig:
 
     @model_validator(mode="after")
     def _of_adapters(self) -> LoraConfig:
-        if self.rank is None and self.targets is not None:
-            raise ValueError("targets is of adapters, and there are none: set model.lora.rank, too")
+        if self.rank is None and (self.alpha is not None or self.targets is not None):
+            raise ValueError("alpha and targets are of adapters, and there are none: set model.lora.rank, too")
         return self
+
+    @property
+    def scale(self) -> float:
+        """What B A is multiplied by."""
+        assert self.rank is not None
+        return 2.0 if self.alpha is None else self.alpha / self.rank
 
 
 def add_adapters(clip: nn.Module, config: LoraConfig, *, seed: int, locked: tuple[bool, bool]) -> None:
@@ -66,7 +72,8 @@ def add_adapters(clip: nn.Module, config: LoraConfig, *, seed: int, locked: tupl
     layers = _layers(clip, config, locked=locked)
     # One expression for the layers that differ in their number: peft would also adapt others by a plain list of names.
     expressions = sorted({re.sub(r"(?<=\\\.)\d+(?=\\\.)", r"\\d+", re.escape(name)) for name in layers})
-    settings: Any = peft.LoraConfig(r=config.rank, lora_alpha=SCALE * config.rank, target_modules="|".join(expressions))
+    alpha: Any = config.scale * config.rank  # peft declares an integer; a float serves as well
+    settings: Any = peft.LoraConfig(r=config.rank, lora_alpha=alpha, target_modules="|".join(expressions))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         peft.inject_adapter_in_model(settings, clip)

@@ -67,26 +67,22 @@ def run_id_of(run: Path) -> str:
     return next(filter(None, (id_in(path) for path in reversed(finished_checkpoints(run)))), "")
 
 
-def id_in(path: Path) -> str | None:
-    """The id of the run that wrote a checkpoint; empty: older versions recorded none; None: it cannot be read."""
+def id_in(path: Path) -> str:
+    """The id of the run that wrote a checkpoint; empty: it cannot be read."""
     try:
-        found = read_meta(path).get("run_id") or ""
+        return valid_run_id(read_meta(path).get("run_id"))
     except (OSError, ValueError):
-        return None
-    return (valid_run_id(found) or None) if found else ""
+        return ""
 
 
-def is_foreign(found: str | None, run_id: str) -> bool:
+def is_foreign(found: str, run_id: str) -> bool:
     """Whether a checkpoint with the id `found` was written by another run than `run_id`."""
     return bool(found) and found != run_id
 
 
 def fallback_runs(fallback: str | None, run: Path) -> list[Path]:
-    """The folders in `checkpoint.fallback` that may hold checkpoints of a run, the second one of older versions."""
-    if not fallback:
-        return []
-    own = [fallback_run(fallback, run, run_id)] if (run_id := run_id_of(run)) else []
-    return own + ([Path(fallback) / run.resolve().name] if finished_checkpoints(run) else [])
+    """The folders in `checkpoint.fallback` that may hold checkpoints of a run: one, or none."""
+    return [fallback_run(fallback, run, run_id)] if fallback and (run_id := run_id_of(run)) else []
 
 
 def fallback_run(fallback: str, run: Path, run_id: str) -> Path:
@@ -172,15 +168,14 @@ class _Meta(_Strict):
     ema_updates: _Count | None = None
     adapters_of: str | None = None
     features: dict[str, dict[str, Any]] = {}
-    run_id: str | None = Field(default=None, pattern=f"^({RUN_ID})?$")
+    run_id: str = Field(pattern=f"^{RUN_ID}$")
 
 
 def wrong_meta(meta: Mapping[str, Any], name: str) -> str:
     """What is wrong with the contents of the `checkpoint.json` in a folder of this name; empty if nothing is."""
     if meta.get("format") != FORMAT or meta.get("version") != VERSION:
         return f"its format is {meta.get('format')!r} version {meta.get('version')!r}, not {FORMAT!r} {VERSION}."
-    needs_digest = "digest" in meta or meta.get("run_id")  # version 0.1.0 wrote neither
-    if needs_digest and meta.get("digest") != digest_of(meta):
+    if meta.get("digest") != digest_of(meta):
         return f"the contents of {META_NAME} do not match their SHA-256."
     try:
         found = _Meta.model_validate(dict(meta))

@@ -113,7 +113,7 @@ class Checkpoint:
     def _row_files(self, name: str, start: int, stop: int) -> list[Path]:
         """The files that may hold rows [start, stop) of a table, without opening any if `checkpoint.json` lists them.
 
-        At 1,024 ranks, every rank would otherwise open the files of all ranks. Older checkpoints do not list them.
+        At 1,024 ranks, every rank would otherwise open the files of all ranks.
         """
         listed = {file: entry for file, entry in self.meta["files"].items() if file.startswith("rows-")}
         if not all("rows" in entry for entry in listed.values()):
@@ -245,8 +245,6 @@ def _newest(
                 on_event(f"Checkpoint {path.name} is damaged and was skipped: {error}")
             continue
         if not is_foreign(checkpoint.run_id, run_id):
-            if run_id and not checkpoint.run_id and world.is_main:
-                on_event(f"Checkpoint {path.name} is from a version that recorded no id of the run; it is accepted.")
             return checkpoint
         if world.is_main:
             on_event(

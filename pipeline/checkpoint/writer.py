@@ -317,7 +317,7 @@ class CheckpointWriter:
     def _prune(self, written: Path, *, last_good: int | None) -> None:
         """Remove older checkpoints that the configuration does not keep, except those that a rollback may need."""
         best = best_checkpoint(self.run)
-        paths = {path.name: path for path in finished_checkpoints(self.run) if id_in(path) in ("", self.run_id)}
+        paths = {path.name: path for path in finished_checkpoints(self.run) if id_in(path) == self.run_id}
         uploading = self._uploads.busy if self._uploads is not None else set()
         held = {self._resumed_from, best.name if best else "", *(path.name for path in uploading)}
         if last_good is not None:

@@ -21,15 +21,13 @@ from pipeline.run_files import checkpoint_folders, digest_of, finished_checkpoin
 from tests.written_checkpoints import Towers, failing, latest, save_again, snapshot, write, writer_of
 
 
-def change_meta(run: Path, step: int, change: Callable[[dict[str, Any]], object], *, digest: bool = True) -> Path:
-    """Change a checkpoint.json and its digest, or remove that and the run's id, as in version 0.1.0."""
+def change_meta(run: Path, step: int, change: Callable[[dict[str, Any]], object]) -> Path:
+    """Change a checkpoint.json and its digest."""
     path = run / "checkpoints" / name_of(step) / "checkpoint.json"
     meta = json.loads(path.read_text())
     del meta["digest"]
-    if not digest:
-        del meta["run_id"]
     change(meta)
-    path.write_text(json.dumps({**meta, "digest": digest_of(meta)} if digest else meta))
+    path.write_text(json.dumps({**meta, "digest": digest_of(meta)}))
     return path.parent
 
 
@@ -66,6 +64,7 @@ WRONG: dict[str, Callable[[dict[str, Any]], object]] = {
     "a list in place of an entry": lambda meta: meta["files"].update({MOMENTS: []}),
     "a file elsewhere": lambda meta: meta["files"].update({"../x": meta["files"][MOMENTS]}),
     "faults of a wrong type": lambda meta: meta.update(faults={"skipped": "x"}),
+    "no id": lambda meta: meta.pop("run_id"),
     "an id that is a path": lambda meta: meta.update(run_id="x/../../elsewhere"),
     "a history of a wrong type": lambda meta: meta.update(validation=[1]),
     "a number for no tensor": lambda meta: meta.update(counter=10**400),
@@ -76,13 +75,10 @@ WRONG: dict[str, Callable[[dict[str, Any]], object]] = {
 }
 
 
-@pytest.mark.parametrize("digest", [True, False])
 @pytest.mark.parametrize("case", WRONG)
-def test_a_checkpoint_json_that_cannot_be_continued_is_skipped(
-    tmp_path: Path, towers: Towers, case: str, digest: bool
-) -> None:
+def test_a_checkpoint_json_that_cannot_be_continued_is_skipped(tmp_path: Path, towers: Towers, case: str) -> None:
     write(tmp_path, towers, [1, 2])
-    folder = change_meta(tmp_path, 2, WRONG[case], digest=digest)
+    folder = change_meta(tmp_path, 2, WRONG[case])
     assert damage(folder)
     assert latest(tmp_path).step == 1
 
@@ -93,18 +89,6 @@ def test_a_renamed_folder_is_damage(tmp_path: Path, towers: Towers) -> None:
     assert latest(tmp_path).step == 3
     shutil.copytree(tmp_path / "checkpoints" / name_of(9), tmp_path / "elsewhere")
     assert open_checkpoint(tmp_path / "elsewhere").step == 4
-
-
-def test_a_checkpoint_of_version_0_1_0_is_accepted(tmp_path: Path, towers: Towers) -> None:
-    write(tmp_path, towers, [1])
-    change_meta(tmp_path, 1, dict, digest=False)
-    (tmp_path / "run_id").unlink()
-    assert latest(tmp_path)
-    events = write(tmp_path, towers, [2])
-    shutil.rmtree(tmp_path / "checkpoints" / name_of(2))
-    found = latest(tmp_path, on_event=events.append)
-    assert found.run_id == ""
-    assert "step-00000001 is from a version that recorded no id" in events[-1]
 
 
 def test_a_checkpoint_of_another_run_is_skipped(tmp_path: Path, towers: Towers) -> None:

@@ -272,4 +272,4 @@ def test_two_evaluations_may_write_the_same_examples_at_once(
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(write, range(40)))
     assert [path.name for path in tmp_path.iterdir()] == ["mine.examples"]
-    assert len(json.loads((tmp_path / "mine.examples/images.json").read_text())) == 3
+    assert len(json.loads((tmp_path / "mine.examples/images.json").read_text())) == 6

@@ -153,8 +153,6 @@ def _named(counts: Mapping[str, int]) -> str:
 
 
 DECODERS = ("simplejpeg", "pillow", "torch")
-# Settings of checkpoints that were written before these were recorded.
-_UNRECORDED = {"data.caption": "txt", "crops are drawn by": "sample"}
 ANOTHER_ORDER = (
     "Batch {batch} of epoch {epoch} would not hold the checkpoint's samples although all settings are equal: this "
     "program computes another order. Resume with the version that wrote the checkpoint."
@@ -198,8 +196,7 @@ def restore_position(state: Mapping[str, Any], dataset: StreamDataset, *, world:
         corrupt=Tally().plus(corrupt) if world.is_main else Tally(),
         judged=corrupt.total() if stopped else 0,
     )
-    before = {**_UNRECORDED, **state["pixels"]}
-    if world.is_main and (changed := differences(before, _sample_identity(dataset))):
+    if world.is_main and (changed := differences(state["pixels"], _sample_identity(dataset))):
         log.warning("Samples are decoded differently than before the checkpoint: %s.", "; ".join(changed))
     return position
 

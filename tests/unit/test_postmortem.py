@@ -37,7 +37,7 @@ from pipeline.metrics.sinks import JsonLines, SinkContext
 from pipeline.postmortem import evidence as evidence_module
 from pipeline.postmortem.diagnosis import diagnose
 from pipeline.postmortem.evidence import read_evidence
-from pipeline.run_files import write_run_id
+from pipeline.run_files import read_run_id, write_run_id
 from pipeline.training.recipe import ValidationConfig
 from pipeline.training.run_start import Origin
 from pipeline.training.validation import Validation, ValidationHistory
@@ -356,10 +356,11 @@ def test_still_running(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_checkpoint_in_the_fallback_folder_is_found(run: Path, towers: Towers) -> None:
     write(run, towers, [3])
-    write(run.parent / "spare" / run.name, towers, [7])
+    spare = run.parent / "spare" / f"{run.name}-{read_run_id(run)}"
+    write(spare, towers, [7])
     end(run, 75)
     output, _ = examine(run)
-    assert f"the newest is in {run.parent / 'spare' / run.name}" in output
+    assert f"the newest is in {spare}" in output
 
 
 def test_watchers_that_died_and_abandoned_checkpoints_are_listed(run: Path) -> None:

@@ -137,7 +137,8 @@ def write_examples(folder: Path, data: TaskData, *, features: tuple[Tensor, Tens
 
 def _spaced(total: int, count: int) -> list[int]:
     """`count` numbers below `total`, evenly spaced and without repetition."""
-    return list(dict.fromkeys(round(k * (total - 1) / max(1, count - 1)) for k in range(min(count, total))))
+    count = min(count, total)
+    return [round(k * (total - 1) / max(1, count - 1)) for k in range(count)]
 
 
 def _best_images(caption: tuple[str, int], scores: Tensor) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from jobs.bench.gpu_results import Results, workers
+from jobs.bench.gpu_results import Results
 from pipeline.distributed.launch import without_launcher
 from pipeline.distributed.start import start_world
 from pipeline.distributed.world import World
@@ -173,7 +173,7 @@ def parts(results: Results, *, world: World) -> dict[str, Callable[[], None]]:
     b16 = ["--arch", "ViT-B-16", "--batch", "640", *rounds, "--variant", "model.trim_text=false"]
     b32 = ["--arch", "ViT-B-32", "--batch", "1024", *rounds]
     overhead = ["--arch", "ViT-B-16", "--batch", "5120", *rounds]
-    run = ["model.arch=ViT-B-32", "engine.device=cuda", "data.streams=64", workers(12), "objective.prototypes=1024"]
+    run = ["model.arch=ViT-B-32", "engine.device=cuda", "data.workers=12", "objective.prototypes=1024"]
     if results.tiny:
         tiny = ("--arch", "scenes-vit-micro", "--device", "cpu", "--rounds", "1", "--steps", "1", "--threads", "1")
         b16 = b32 = [*tiny, "--batch", "8"]

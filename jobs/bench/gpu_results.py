@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import subprocess
@@ -16,9 +15,6 @@ from typing import Any
 from pipeline.cores import usable_cores
 from pipeline.files import write_json
 from pipeline.versions import source_commit, versions
-
-SHARED_MEMORY, LEAST_SHARED = Path("/dev/shm"), 2 * 2**30
-"""Workers pass batches of images through shared memory, of which containers often have 64 MB."""
 
 
 @dataclass
@@ -95,16 +91,9 @@ def machine() -> dict[str, Any]:
     import torch
 
     found: dict[str, Any] = {"cores": usable_cores(), "commit": source_commit(), "versions": versions()}
-    found |= {"cpu": torch.backends.cpu.get_cpu_capability(), "workers": workers(12), "cuda": torch.version.cuda}
+    found |= {"cpu": torch.backends.cpu.get_cpu_capability(), "cuda": torch.version.cuda}
     if shutil.which("nvidia-smi"):
         query = "name,memory.total,driver_version,power.limit,clocks.max.sm,clocks.max.memory"
         done = subprocess.run(["nvidia-smi", f"--query-gpu={query}", "--format=csv"], capture_output=True, text=True)
         found["nvidia-smi"] = done.stdout.splitlines()
     return found
-
-
-def workers(count: int, *, shared: Path = SHARED_MEMORY) -> str:
-    """That many loading workers; none where their batches do not fit into shared memory."""
-    stat = os.statvfs(shared) if shared.is_dir() else None
-    enough = stat is not None and stat.f_bavail * stat.f_frsize >= LEAST_SHARED
-    return f"data.workers={count if enough else 0}"

@@ -205,11 +205,6 @@ def leave(code: int) -> NoReturn:
     sys.exit(code)
 
 
-def ranks_here(world_size: int) -> int:
-    """Ranks of this run on this machine, from the variables of torchrun or deepspeed; without them, all ranks."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or world_size)
-
-
 def lost_contact(error: BaseException) -> bool:
     """Whether an error came from a collective: another rank is gone, or the collective timed out."""
     names = ("gloo", "nccl", "connection closed by peer", "connection reset by peer")

@@ -165,7 +165,7 @@ def _write_speed(folder: Path, *, mib: int) -> float:
 
 
 def check_memory(shm: Path = Path("/dev/shm")) -> Iterator[DoctorFinding]:
-    """Shared memory, through which workers pass on batches, and the limit of open files."""
+    """Shared memory, which NCCL and the workers of evaluations use, and the limit of open files."""
     if shm.is_dir():
         usage = shutil.disk_usage(shm)
         free, remedy = usage.free / GIB, "start the container with --shm-size=16g or --ipc=host"

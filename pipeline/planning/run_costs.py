@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipeline.data.data_config import PREFETCH, DataConfig
+from pipeline.data.loading.blocks import SPARE
 from pipeline.data.order.canonical_order import Layout, Order, make_order, planned_ids
 from pipeline.data.shards.storage import SEEKING_PAYS, is_local
 from pipeline.distributed.world import World
@@ -261,7 +262,7 @@ def plan_data(config: DataConfig, *, ranks: int, global_batch: int, image_size: 
         passed_bytes=passed_bytes,
         resume_bytes=round(reread),
         buffer_bytes=round(buffered / 2 * layout.streams / ranks * sample_bytes),
-        batch_bytes=(PREFETCH + 1) * global_batch // ranks * 3 * image_size**2,
+        batch_bytes=(PREFETCH + SPARE) * global_batch // ranks * 3 * image_size**2,
         quality=shuffle_quality(ids, offsets=manifest.shards.offsets, samples=manifest.n),
         digests=order.mixture.digests,
     )

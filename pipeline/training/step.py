@@ -137,9 +137,12 @@ class PrefetchedBatches:
             with torch.cuda.stream(copies):  # and its device, which a new thread would not use for pinned memory
                 batch = next(self._loader)
                 inputs = Inputs.of(batch, texts=self._texts, device=self._device)
-                ahead.set_result(_Copy(batch, inputs, copies.record_event()))
+                done = copies.record_event(torch.cuda.Event(blocking=True))
+            ahead.set_result(_Copy(batch, inputs, done))
         except Exception as error:
             ahead.set_exception(error)
+        else:
+            done.synchronize()  # the batch is kept here until then: workers may write its memory again
 
 
 @dataclass(frozen=True)
@@ -347,7 +350,7 @@ class Flags:
         if values.is_cuda:
             self._on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._on_host.copy_(values, non_blocking=True)
-            self._arrived = torch.cuda.current_stream(values.device).record_event()
+            self._arrived = torch.cuda.current_stream(values.device).record_event(torch.cuda.Event(blocking=True))
 
     def read(self) -> list[bool]:
         if self._arrived is not None:

@@ -98,14 +98,6 @@ def test_missing_packages_are_named_before_anything_runs(tmp_path: Path, monkeyp
         gpu.main(["--tiny", "--output", str(tmp_path / "gpu.json")])
 
 
-def test_without_shared_memory_nothing_is_loaded_by_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_results, "LEAST_SHARED", 0)
-    assert gpu_results.workers(8, shared=tmp_path) == "data.workers=8"
-    assert gpu_results.workers(8, shared=tmp_path / "none") == "data.workers=0"
-    monkeypatch.setattr(gpu_results, "LEAST_SHARED", 2**63)
-    assert gpu_results.workers(8, shared=tmp_path) == "data.workers=0"
-
-
 def test_figures_are_those_of_the_second_half() -> None:
     steps: list[dict[str, Any]] = [
         {"kind": "train", "loss": 1.0, "samples_per_second": rate, "lr": 1.0, "time_npn": 0.1}

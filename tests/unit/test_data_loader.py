@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -244,13 +243,17 @@ def test_tokenizers_that_cannot_be_pickled_are_refused(folder: Path) -> None:
         )
 
 
-def test_too_little_shared_memory_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "pipeline.data.loading.worker_processes.shutil.disk_usage", lambda _: SimpleNamespace(free=4096)
-    )
-    with pytest.raises(UserError, match=r"0 MiB are free: lower data.workers"):
-        loaders(folder, workers=1)
-    loaders(folder, workers=0)
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_batches_that_are_kept_are_not_written_again(folder: Path, workers: int) -> None:
+    """More batches than the loader has memory for are kept, and some of them only as a view of their images."""
+    (loader,) = loaders(folder, workers=workers)
+    (other,) = loaders(folder)
+    with loader:
+        kept = [next(loader).image[1:, :, ::2] for _ in range(9)]
+        expected = [next(other).image[1:, :, ::2].clone() for _ in range(9)]
+        assert all(torch.equal(*pair) for pair in zip(kept, expected, strict=True))
+        loader.close()
+        assert all(torch.equal(*pair) for pair in zip(kept, expected, strict=True))
 
 
 def test_resume_with_another_decoder_logs_a_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -125,7 +125,7 @@ def test_plan_counts_match_the_manifest(tmp_path: Path) -> None:
     assert (plan.samples, plan.shards, plan.layout.steps, plan.layout.dropped) == (72, 4, 9, 0)
     assert plan.epoch_bytes == pytest.approx(72 * mean + plan.passed_bytes, abs=1)
     assert plan.buffer_bytes == pytest.approx(3 * 2 * mean, abs=1)
-    assert plan.batch_bytes == 3 * 4 * 300
+    assert plan.batch_bytes == (2 + 3) * 4 * 300
     assert 0 < plan.passed_samples < 72
     with pytest.raises(UserError, match="is not divisible by 3 ranks"):
         plan_data(config, ranks=3, global_batch=8, image_size=10)

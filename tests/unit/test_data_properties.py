@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from pipeline.config import parse
 from pipeline.data.data_config import DataConfig
+from pipeline.data.loading.blocks import Blocks
 from pipeline.data.loading.loader import Loader, build_loader
 from pipeline.data.loading.position import Tally
 from pipeline.data.loading.worker import Part, StreamDataset
@@ -141,15 +142,14 @@ def test_workers_fill_the_same_rows(tmp_path: Path, shares: int) -> None:
     write_shards(tmp_path, [9, 4, 14, 6, 7], replace={3: BROKEN["caption is missing"]})
     one = loader(tmp_path, world=World(), global_batch=8, streams=4, shuffle_buffer=6, corrupt_limit=1.0)
     dataset: StreamDataset = one._dataset
-    workers = [
-        iter(replace(dataset, streams=dataset.streams[4 * w // shares : 4 * (w + 1) // shares])) for w in range(shares)
-    ]
+    streams = [dataset.streams[4 * w // shares : 4 * (w + 1) // shares] for w in range(shares)]
+    blocks = [Blocks(2 * len(own), PIXELS, ahead=0, pin=False) for own in streams]
+    workers = [iter(replace(dataset, streams=own, blocks=b)) for own, b in zip(streams, blocks, strict=True)]
     for _ in range(12):
         parts = [next(worker) for worker in workers]
         batch = next(one)
         assert all(isinstance(part, Part) for part in parts)
-        images = torch.cat([part.image_bHWC for part in parts])  # type: ignore[union-attr]
-        assert torch.equal(images.permute(0, 3, 1, 2), batch.image)
+        assert torch.equal(torch.cat([b.take() for b in blocks]), batch.image)
         found = [i for part in parts for i in part.sample_id.tolist()]  # type: ignore[union-attr]
         assert found == batch.sample_id.tolist()
 

@@ -27,15 +27,21 @@ CPU = torch.device("cpu")
 LIMIT = 60.0
 
 
+class FakeEvent(str):
+    """The event of copies that are done."""
+
+    def synchronize(self) -> None: ...
+
+
 class FakeStream:
     """A CUDA stream that records what is called on it."""
 
     def __init__(self, name: str, calls: list[str]) -> None:
         self.name, self.calls = name, calls
 
-    def record_event(self) -> str:
+    def record_event(self, event: None) -> FakeEvent:
         self.calls.append(f"{self.name} records")
-        return "arrived"
+        return FakeEvent("arrived")
 
     def wait_event(self, event: str) -> None:
         self.calls.append(f"{self.name} waits until {event}")
@@ -54,6 +60,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: own)
     monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "Event", lambda blocking: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
     return calls
 

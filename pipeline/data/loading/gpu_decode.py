@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 def whole_batch(parts: Sequence[Part], image: Tensor, *, device: torch.device, manifest: Manifest) -> Tensor:
-    """All images of a batch: those that the workers have decoded, `image` (uint8 [k, 3, H, W]), and the encoded others.
+    """All images of a batch: the rows of `image` (uint8 [b, 3, H, W]) that the workers have decoded, and the others.
 
     Returns:
         uint8 [b, 3, H, W] on the device, channels last in memory.
@@ -41,13 +41,12 @@ def whole_batch(parts: Sequence[Part], image: Tensor, *, device: torch.device, m
     Raises:
         UserError: An image that was left to the GPU cannot be decoded.
     """
-    firsts = list(itertools.accumulate((len(part.image_bHWC) + len(part.encoded) for part in parts), initial=0))
+    firsts = list(itertools.accumulate((len(part.sample_id) for part in parts), initial=0))
     encoded = [(first + i, jpeg) for part, first in zip(parts, firsts, strict=False) for i, jpeg in part.encoded]
     taken = {row for row, _ in encoded}
-    shape, layout = (firsts[-1], *image.shape[1:]), torch.channels_last
-    whole = torch.empty(shape, dtype=torch.uint8, device=device, memory_format=layout)
-    rest = torch.tensor([row for row in range(firsts[-1]) if row not in taken], dtype=torch.int64)
-    whole[to_device(rest, device)] = image.to(device, non_blocking=True)
+    whole = torch.empty(image.shape, dtype=torch.uint8, device=device, memory_format=torch.channels_last)
+    rest = torch.tensor([row for row in range(len(image)) if row not in taken], dtype=torch.int64)
+    whole[to_device(rest, device)] = to_device(image[rest], device)
     at = 0
     try:
         pixels = decode_on_gpu([jpeg for _, jpeg in encoded], size=image.shape[-1], device=device)

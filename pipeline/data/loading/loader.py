@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from pipeline.data.data_config import PREFETCH, DataConfig, default_workers
+from pipeline.data.loading.blocks import Blocks
 from pipeline.data.loading.decode import ImageDecoder, StoredCrops
 from pipeline.data.loading.feature_file import FeatureFile
 from pipeline.data.loading.gpu_decode import gpu_that_decodes, whole_batch
@@ -91,8 +92,7 @@ def build_loader(
         gpu=gpu_that_decodes(world) if config.decoding == "gpu" else None,
     )
     if config.workers:
-        rows = global_batch // world.size
-        prepare_workers(config, world=world, tokenize=tokenize, streams=share, rows=rows, image_size=image_size)
+        prepare_workers(config, tokenize=tokenize, streams=share)
     check_shards(order.mixture.manifest, world)
     dataset = StreamDataset(
         order=order,
@@ -123,6 +123,7 @@ class Loader:
         self.workers = config.workers or 0
         """Decoding processes of this rank."""
         self._parts: Iterator[Part | UserError] | None = None
+        self._blocks: Blocks | None = None
         self._reading: MutableSequence[int] = []
         self.stopped: Callable[[], bool] = lambda: False
         """Whether the run is to stop, so that a batch which does not come soon is given up. Asked in a thread."""
@@ -161,8 +162,12 @@ class Loader:
             corrupt=at.corrupt.plus(fresh) if fresh else at.corrupt,
             judged=at.judged,
         )
+        assert self._blocks is not None
+        image = self._blocks.take()
+        if self._dataset.decoder.gpu is not None:
+            image = whole_batch(parts, image, device=self._world.device, manifest=self.mixture.manifest)
         batch = Batch(
-            image=self._join(parts),
+            image=image,
             text=self._pinned(np.concatenate([part.text for part in parts])),
             sample_id=self._pinned(np.concatenate([part.sample_id for part in parts])),
             position=position,
@@ -187,7 +192,7 @@ class Loader:
 
     def close(self) -> None:
         """End the workers. Iterating again starts new ones after the last batch."""
-        parts, self._parts = self._parts, None
+        parts, self._parts, self._blocks = self._parts, None, None
         if parts is not None and self.workers:
             parts._shutdown_workers()  # type: ignore[attr-defined]
 
@@ -261,7 +266,11 @@ class Loader:
         self._dataset = replace(self._dataset, stored_crops=crops)
 
     def _start(self) -> Iterator[Part | UserError]:
-        dataset = replace(self._dataset, epoch=self.position.epoch, batch=self.position.batch)
+        data = self._dataset
+        rows = 0 if data.features else len(data.streams) * self.layout.rows
+        ahead, pin = PREFETCH if self.workers else 0, self._world.device.type == "cuda"
+        self._blocks = Blocks(rows, data.decoder.size, ahead=ahead, pin=pin and data.decoder.gpu is None)
+        dataset = replace(data, epoch=self.position.epoch, batch=self.position.batch, blocks=self._blocks)
         if not self.workers:
             return iter(dataset)
         context = start_forkserver()
@@ -316,20 +325,6 @@ class Loader:
         """In page-locked memory if it goes to a GPU: only from there is the copy asynchronous."""
         tensor = torch.from_numpy(values)
         return tensor.pin_memory() if self._world.device.type == "cuda" else tensor
-
-    def _join(self, parts: list[Part]) -> Tensor:
-        """The parts' images as one tensor, in page-locked memory if they go to a GPU."""
-        pin = self._world.device.type == "cuda"
-        if len(parts) == 1 and not pin:
-            joined = parts[0].image_bHWC
-        else:
-            rows = sum(len(part.image_bHWC) for part in parts)
-            joined = torch.empty((rows, *parts[0].image_bHWC.shape[1:]), dtype=torch.uint8, pin_memory=pin)
-            torch.cat([part.image_bHWC for part in parts], out=joined)
-        image = joined.permute(0, 3, 1, 2)
-        if self._dataset.decoder.gpu is None:
-            return image
-        return whole_batch(parts, image, device=self._world.device, manifest=self.mixture.manifest)
 
 
 def _as_is(part: Any) -> Any:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import errno
 import functools
-import logging
+import itertools
 import operator
-import os
 import resource
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, MutableSequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
+from pipeline.data.loading.blocks import Blocks
 from pipeline.data.loading.decode import EncodedJpeg, ImageDecoder, StoredCrops
 from pipeline.data.loading.feature_file import FeatureFile, FeatureStore, no_features
 from pipeline.data.loading.stream_reader import ALTERED, SequentialReader, StreamReader, StreamSample
@@ -32,32 +29,29 @@ from pipeline.errors import UserError
 Tokenize = Callable[[list[str]], Tensor]
 OWN_STREAM_ATTEMPTS, ANY_STREAM_ATTEMPTS = 16, 64
 OPEN_FILES = 65_536
-FULL_PAUSE_SECONDS = 1.0
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Part:
-    """The rows of some streams in one global batch."""
+    """The rows of some streams in one global batch; their images are in `Blocks`."""
 
     epoch: int
     batch: int
-    image_bHWC: Tensor
-    """Of the rows without those of `encoded`; of none where features are stored."""
     text: NDArray[np.int64]
     sample_id: NDArray[np.int64]
     order_hash: int
     corrupt: Counter[tuple[str, str]]
     """Corrupt samples that were replaced, by (reason, shard)."""
     encoded: tuple[tuple[int, EncodedJpeg], ...] = ()
-    """Rows that a GPU is to decode, and their JPEGs."""
+    """Rows whose images a GPU is to decode, and their JPEGs."""
 
 
 @dataclass(kw_only=True)
 class DecodedRows:
     """The rows of one part, in order, as they are decoded."""
 
-    count: int
+    image_bHWC: Tensor
+    """Where images are written, each in its row; not with a `store`."""
     dataset: StreamDataset
     source: SequentialReader
     store: FeatureStore | None
@@ -69,9 +63,7 @@ class DecodedRows:
     """The rows so far that a GPU is to decode."""
 
     def __post_init__(self) -> None:
-        size, seed = self.dataset.decoder.size, self.dataset.order.seed
-        self.image_bHWC = torch.empty((0 if self.store else self.count, size, size, 3), dtype=torch.uint8)
-        """Its first rows are the images decoded so far."""
+        seed = self.dataset.order.seed
         self._crops, self._choices = (key(seed, purpose, self.epoch) for purpose in (Purpose.CROP, Purpose.CAPTION))
 
     def add(self, sample: StreamSample, *, number: int) -> None:
@@ -102,7 +94,7 @@ class DecodedRows:
             self.encoded.append((len(self.captions), encoded))
         else:
             pixels = decoder(record.image, state=state)
-            self.image_bHWC[len(self.captions) - len(self.encoded)] = pixels.permute(1, 2, 0)
+            self.image_bHWC[len(self.captions)] = pixels.permute(1, 2, 0)
         self.captions.append(text)
 
 
@@ -207,6 +199,8 @@ class StreamDataset(IterableDataset[Part | UserError]):
     """Of which images are shown."""
     epoch: int = 0
     batch: int = 0
+    blocks: Blocks | None = None
+    """Where images are written."""
     reading: MutableSequence[int] | None = None
     """Memory that is shared with the workers: the id of the sample that each of them has last begun to read."""
 
@@ -217,10 +211,7 @@ class StreamDataset(IterableDataset[Part | UserError]):
             live_with_parent()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
         try:
-            for part in self._parts(worker, workers=workers):
-                if info is not None:
-                    share(part.image_bHWC)
-                yield part
+            yield from self._parts(worker, workers=workers)
         except UserError as error:
             yield UserError(str(error))  # not raised: exceptions cross processes as tracebacks
 
@@ -229,7 +220,9 @@ class StreamDataset(IterableDataset[Part | UserError]):
         streams = self.streams[s * worker // workers : s * (worker + 1) // workers]
         note = functools.partial(operator.setitem, [-1] if self.reading is None else self.reading, worker)
         store = FeatureStore(self.features) if self.features else None
-        count = self.order.layout.rows * len(streams)
+        b = self.order.layout.rows
+        assert self.blocks is not None
+        filled = itertools.count()
         while True:
             mixture = self.order.mixture
             source = SequentialReader(
@@ -245,54 +238,23 @@ class StreamDataset(IterableDataset[Part | UserError]):
                 for c in streams
             ]
             for batch in range(first, self.order.layout.steps):
-                rows = DecodedRows(count=count, dataset=self, source=source, store=store, epoch=epoch)
+                image_bHWC = self.blocks.rows(next(filled), b * (streams.start - self.streams.start), b * len(streams))
+                rows = DecodedRows(image_bHWC=image_bHWC, dataset=self, source=source, store=store, epoch=epoch)
                 corrupt: Counter[tuple[str, str]] = Counter()
                 ids = [i for filler in fillers for i in filler.fill(batch, rows, corrupt=corrupt)]
-                sample_id, image_bHWC = np.array(ids, np.int64), rows.image_bHWC
-                if rows.encoded:
-                    image_bHWC = image_bHWC[: count - len(rows.encoded)].clone()
-                first_row = streams.start * self.order.layout.rows
+                sample_id = np.array(ids, np.int64)
                 yield Part(
                     epoch=epoch,
                     batch=batch,
-                    image_bHWC=image_bHWC,
                     text=self.tokenize(rows.captions).numpy(),
                     sample_id=sample_id,
-                    order_hash=order_hash(sample_id, epoch=epoch, batch=batch, first_row=first_row),
+                    order_hash=order_hash(sample_id, epoch=epoch, batch=batch, first_row=b * streams.start),
                     corrupt=corrupt,
                     encoded=tuple(rows.encoded),
                 )
             for filler in fillers:
                 filler.close()
             epoch, first = epoch + 1, 0
-
-
-def share(image: Tensor) -> None:
-    """Move images to shared memory, through which they reach the training process, and wait while it is full.
-
-    torch would move them in a thread of its queue, which drops the batch if that fails: the training process would then
-    wait for it forever, even when there is space again.
-    """
-    while True:
-        try:
-            image.share_memory_()
-            return
-        except RuntimeError as error:
-            if os.strerror(errno.ENOSPC) not in str(error):
-                raise
-        _report_full_memory()
-        time.sleep(FULL_PAUSE_SECONDS)
-
-
-@functools.cache
-def _report_full_memory() -> None:
-    """Once per worker: a run that is short of shared memory comes here at almost every batch."""
-    log.warning(
-        "/dev/shm is full, so loading worker %d waits for space to pass on its batches: the run is slow, or ends after "
-        "data.timeout_minutes. Remove other files there, lower data.workers, or give the container "
-        "more (docker run --shm-size, or --ipc=host).",
-        os.getpid(),
-    )
 
 
 def allow_open_files() -> int:

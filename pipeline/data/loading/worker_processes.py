@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import shutil
 import sys
 import threading
 import time
@@ -18,37 +17,30 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from pipeline.data.data_config import PREFETCH, DataConfig
+from pipeline.data.data_config import DataConfig
 from pipeline.data.loading.worker import Tokenize, allow_open_files
 from pipeline.distributed.exit_record import EXIT_STALLED, record_exit
 from pipeline.distributed.signals import EXIT_PREEMPTED
 from pipeline.distributed.workers import preload, start_forkserver
-from pipeline.distributed.world import World, ranks_here
 from pipeline.errors import UserError
 
 WORKER_IMPORTS = "pipeline.data.loading.preload"
 """What the fork server imports once, for all workers."""
 
 
-def prepare_workers(
-    config: DataConfig, *, world: World, tokenize: Tokenize, streams: int, rows: int, image_size: int
-) -> None:
+def prepare_workers(config: DataConfig, *, tokenize: Tokenize, streams: int) -> None:
     """Check that the loader's workers can run on this machine, and start the process that forks them.
 
     Args:
         config: The `data` section.
-        world: The ranks.
         tokenize: Captions -> tokens; the workers receive a pickled copy.
         streams: Streams of this rank.
-        rows: This rank's rows of a global batch.
-        image_size: Side of the decoded images, in pixels.
 
     Raises:
-        UserError: `tokenize` cannot be pickled, or open files or shared memory are too scarce.
+        UserError: `tokenize` cannot be pickled, or too few files may be open.
     """
     _check_picklable(tokenize)
     _check_open_files(config, streams=streams)
-    _check_shared_memory(config, world, rows=rows, image_size=image_size)
     preload(WORKER_IMPORTS)
     start_forkserver()
 
@@ -76,27 +68,11 @@ def _check_open_files(config: DataConfig, *, streams: int) -> None:
         )
 
 
-def _check_shared_memory(config: DataConfig, world: World, *, rows: int, image_size: int) -> None:
-    """Refuse too little shared memory: workers pass images through it, and die without a message when it is full."""
-    if not SHARED_MEMORY.is_dir():
-        return
-    ranks = ranks_here(world.size)
-    needed = (PREFETCH + 1) * rows * 3 * image_size**2 * ranks
-    free = shutil.disk_usage(SHARED_MEMORY).free
-    if needed > free:
-        raise UserError(
-            f"The workers of this machine's {ranks} ranks need {needed >> 20} MiB in {SHARED_MEMORY} to pass on "
-            f"images, but {free >> 20} MiB are free: lower data.workers, or give the "
-            "container more (docker run --shm-size, or --ipc=host)."
-        )
-
-
 PATIENCE_SECONDS = 2.0
 """After a stop signal, a batch that does not come within this time is given up: nothing is lost by that."""
 LEAVE_SECONDS = 20.0
 """After that, a wait that cannot be ended, such as for a file server in this process, ends the process."""
 STOPPED = "Stopped by a signal, in a wait for a batch that could not be ended: start again with --resume latest."
-SHARED_MEMORY = Path("/dev/shm")
 PROC = Path("/proc")
 STATES = {
     "R": "is computing",
@@ -117,8 +93,7 @@ class NoBatch(Exception):
 class StallWatch:
     """Watches each wait for a batch: a wait that takes too long ends this process with exit code 76.
 
-    A thread watches, because the wait may be in the kernel: torch's own limit does not cover the connection over which
-    a worker hands out an image tensor, and a stopped worker does not answer there.
+    A thread watches, because the wait may be in the kernel, where torch's own limit does not end it.
     """
 
     seconds: float
@@ -172,16 +147,13 @@ def _leave(code: int, text: str) -> NoReturn:
 
 
 def describe_workers(pids: Sequence[int], *, places: Sequence[str] = ()) -> list[str]:
-    """One sentence about each worker's process, with its place in the data, and one about shared memory."""
+    """One sentence about each worker's process, with its place in the data."""
     lines = []
     for number, pid in enumerate(pids):
         place = places[number] if number < len(places) else ""
         shards = _open_shards(pid)
         reading = f", has open {', '.join(shards)}" if shards else ""
         lines.append(f"Worker {number} (process {pid}) {_state(pid)}{f' at {place}' if place else ''}{reading}.")
-    with suppress(OSError):
-        free = shutil.disk_usage(SHARED_MEMORY).free >> 20
-        lines.append(f"{SHARED_MEMORY} has {free} MiB free; workers pass images through it.")
     return lines
 
 

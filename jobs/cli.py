@@ -29,34 +29,37 @@ from pipeline.errors import (
     is_out_of_memory,
 )
 
-# Subcommand -> (module whose `command` it is, one line for `neuclip --help`).
-COMMANDS = {
-    "demo": ("jobs.demo", "Make the built-in corpus, ingest, train, evaluate and report, with one command."),
-    "download": ("jobs.download", "Turn a URL table into webdataset shards with a manifest."),
-    "pairs": ("jobs.pairs", "Turn your own image-text pairs into shards with a manifest."),
-    "manifest": ("jobs.manifest", "Write the manifest of existing webdataset shards."),
-    "plan": ("jobs.plan", "Estimate a recipe's memory, time and data reading before a run."),
-    "verify": ("jobs.verify", "Check shards against their manifest; find duplicates, remove samples."),
-    "evalsets": ("jobs.evalsets", "Fetch the 38 evaluation sets and verify every digest and count."),
-    "doctor": ("jobs.doctor", "Check this node before a run, or say what happened to a run and how to continue it."),
-    "train": ("jobs.train", "Train a CLIP model from a recipe."),
-    "evaluate": ("jobs.evaluate", "Evaluate a checkpoint on a suite of tasks."),
-    "watch": ("jobs.watch", "Evaluate a run's checkpoints as they are written, with any number of watchers."),
-    "export": ("jobs.export", "Export a checkpoint to a folder that open_clip and model hubs load, with a model card."),
-    "playground": ("jobs.playground", "Try a model on a local page: text to images, image to classes and captions."),
-    "normalizers": (
-        "jobs.normalizers",
-        "Compute a run's exact log-normalizers and the error of its method's estimates.",
-    ),
-    "score": ("jobs.score", "Score every image-text pair of a dataset by how well it fits, to filter data."),
-    "features": (
-        "jobs.write_features",
-        "Store the features of every sample: a teacher's, or a locked image tower's.",
-    ),
-    "study": ("jobs.study", "Run a study (the papers' tables, small or in full) and render its tables and figures."),
-    "report": ("jobs.report", "Write the HTML and markdown report of a run."),
-    "settings": ("jobs.settings", "List settings with their defaults and meanings."),
+# Group -> subcommand -> (module whose `command` it is, one line for `neuclip --help`).
+GROUPS = {
+    "Data": {
+        "download": ("jobs.download", "Turn a URL table into webdataset shards with a manifest."),
+        "pairs": ("jobs.pairs", "Turn your own image-text pairs into shards with a manifest."),
+        "manifest": ("jobs.manifest", "Write the manifest of existing webdataset shards."),
+        "verify": ("jobs.verify", "Check shards against their manifest; find duplicates, remove samples."),
+        "score": ("jobs.score", "Score every image-text pair of a dataset by how well it fits, to filter data."),
+        "features": ("jobs.write_features", "Store every sample's features: a teacher's, or a locked image tower's."),
+    },
+    "Train": {
+        "demo": ("jobs.demo", "Make the built-in corpus, ingest, train, evaluate and report, with one command."),
+        "plan": ("jobs.plan", "Estimate a recipe's memory, time and data reading before a run."),
+        "train": ("jobs.train", "Train a CLIP model from a recipe."),
+        "settings": ("jobs.settings", "List settings with their defaults and meanings."),
+        "doctor": ("jobs.doctor", "Check this node before a run, or say what happened to a run and how to go on."),
+        "report": ("jobs.report", "Write the HTML and markdown report of a run."),
+    },
+    "Evaluate and use": {
+        "evalsets": ("jobs.evalsets", "Fetch the 38 evaluation sets and verify every digest and count."),
+        "evaluate": ("jobs.evaluate", "Evaluate a checkpoint on a suite of tasks."),
+        "watch": ("jobs.watch", "Evaluate a run's checkpoints as they are written, with any number of watchers."),
+        "export": ("jobs.export", "Export a checkpoint to a folder for open_clip and model hubs, with a model card."),
+        "playground": ("jobs.playground", "Try a model on a local page: text to images, image to classes and captions."),
+    },
+    "Research": {
+        "normalizers": ("jobs.normalizers", "Compute exact log-normalizers and the error of a method's estimates."),
+        "study": ("jobs.study", "Run a study (the papers' tables, small or in full) and render its results."),
+    },
 }
+COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
 
 
 ALLOCATOR_SETTINGS = frozenset({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"})
@@ -85,8 +88,10 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, help_line) for name, (_, help_line) in COMMANDS.items()])
+        widest = max(map(len, COMMANDS))  # so that the groups align
+        for title, group in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([(f"{name:<{widest}}", help_line) for name, (_, help_line) in group.items()])
 
 
 def _version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
@@ -162,18 +167,20 @@ def run(command: click.Command, argv: Sequence[str] | None = None, *, prog_name:
 
 
 def _setting_hint(option: str, arguments: Sequence[str]) -> str:
-    """For `--optimizer.lr 1e-3`: that settings are written optimizer.lr=1e-3."""
+    """For `--optimizer.lr 1e-3` or `--lr 1e-3`: that settings are written optimizer.lr=1e-3."""
     key = option.lstrip("-").replace("-", "_")
-    if "." not in key and (not arguments or arguments[0] not in ("train", "plan")):
-        return ""
-    from pipeline.config import SYNONYMS
-
     words = [word for argument in arguments for word in argument.split("=", 1)]
     following = words[words.index(option) + 1 :] if option in words else []
     value = following[0] if following and not following[0].startswith("--") else "VALUE"
-    if "." in key:
-        return f" Settings are written without dashes: {key}={value}"
-    return f" Settings are written without dashes, SECTION.KEY={value}: `neuclip settings {SYNONYMS.get(key, key)}`."
+    if "." not in key:
+        if not arguments or arguments[0] not in ("train", "plan"):
+            return ""
+        from jobs.known_settings import settings_named
+
+        if not (named := settings_named(key)):
+            return f" Settings are written without dashes, SECTION.KEY={value}: `neuclip settings {key}`."
+        key = f"={value} or ".join(named)
+    return f" Settings are written without dashes: {key}={value}"
 
 
 def _noted_interrupts() -> list[int]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.shell_completion import CompletionItem
 
-from pipeline.config import flatten, parse_overrides, suggest
+from pipeline.config import SYNONYMS, flatten, parse_overrides, suggest
 from pipeline.departed import COMMANDS
 from pipeline.errors import UserError
 
@@ -21,6 +21,8 @@ TRAINING = Path(__file__).parent / "recipes"
 DOWNLOAD = TRAINING / "download"
 REQUIRED_KEYS = (("output",), ("data.sources", "data"), ("samples", "epochs"), ("batch_size",))
 """What a run must be given, each with what can be given instead."""
+OPTIONS = ("recipe", "resume", "ranks")
+"""Options of `train` that look like settings."""
 
 
 def run_settings() -> list[str]:
@@ -29,6 +31,13 @@ def run_settings() -> list[str]:
 
     chosen = (settings for title, settings in listing() if title.startswith((TRAINING_TITLE, OBJECTIVE_TITLE)))
     return sorted({setting.key for settings in chosen for setting in settings if "[]" not in setting.key})
+
+
+def settings_named(word: str) -> list[str]:
+    """The settings that `--WORD` may stand for, or what people call so: of that name, and in no section if possible."""
+    name = SYNONYMS.get(word, word)
+    found = [key for key in (*run_settings(), "epochs") if key.rpartition(".")[2] == name]
+    return [name] if name in found else found
 
 
 def complete_settings(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -45,6 +54,8 @@ def load_run(recipe: str | None, overrides: Sequence[str], *, dataset_size: int 
         UserError: Settings are unknown, missing or wrong; without a recipe, it lists the recipes.
     """
     given = flatten(parse_overrides(overrides))
+    if option := next((name for name in OPTIONS if name in given), None):
+        raise UserError(f"{option} is an option and no setting: give --{option} {given[option]}.")
     missing = [name for name, *others in REQUIRED_KEYS if not {name, *others} & given.keys()]
     if recipe is None and missing:
         raise UserError(

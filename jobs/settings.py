@@ -41,7 +41,8 @@ the default column names them.
 def command(markdown: bool, words: tuple[str, ...]) -> None:
     """List settings with their defaults, allowed values and meanings.
 
-    WORD selects the settings whose name contains it: `neuclip settings data.` or `neuclip settings tau lr`.
+    WORD selects the settings whose name contains it, or whose description has it: `neuclip settings data.` or
+    `neuclip settings temperature`.
     """
     if markdown:
         from pipeline.objectives import objective_names
@@ -50,7 +51,7 @@ def command(markdown: bool, words: tuple[str, ...]) -> None:
         return
     found, table = 0, list(listing())
     for title, settings in table:
-        chosen = [setting for setting in settings if all(word in setting.key for word in words)]
+        chosen = [setting for setting in settings if all(_has(setting, word) for word in words)]
         found += len(chosen)
         if chosen:
             click.secho(title, bold=True)
@@ -62,6 +63,11 @@ def command(markdown: bool, words: tuple[str, ...]) -> None:
         keys = [setting.key for _, settings in table for setting in settings]
         known = tuple(sorted({*keys, *(part for key in keys for part in key.split("."))}))
         raise UserError(f"No setting contains {' and '.join(map(repr, words))}. {suggest(words[0], known)}")
+
+
+def _has(setting: Setting, word: str) -> bool:
+    """Whether a setting's name contains a word, or its description has it as a word, with any ending."""
+    return word in setting.key or bool(re.search(rf"(?i)\b{re.escape(word)}(s|es|ed|ing)?\b", setting.meaning))
 
 
 def page(methods: Sequence[str]) -> str:

@@ -44,6 +44,11 @@ def register(name: str, config: type[ObjectiveConfig]) -> Callable[[ObjectiveCla
     return add
 
 
+OTHER_NAMES = dict.fromkeys(("clip", "infonce", "info_nce", "contrastive", "softmax", "open_clip"), "openclip")
+OTHER_NAMES |= {"sigmoid": "siglip"}
+"""What people call a method -> its name here."""
+
+
 def parse_objective(tree: Mapping[str, Any]) -> ObjectiveConfig:
     """The checked section of the method `tree["name"]`.
 
@@ -54,7 +59,8 @@ def parse_objective(tree: Mapping[str, Any]) -> ObjectiveConfig:
     if not isinstance(name, str):
         raise UserError(f"objective.name is required and was not given. Allowed: {', '.join(names)}.")
     if name not in names:
-        raise UserError(f"objective.name = {name!r} is not known. {suggest(name, names)}")
+        near = suggest(OTHER_NAMES.get(name.lower(), name), names)
+        raise UserError(f"objective.name = {name!r} is not known. {near}")
     return parse(_SECTIONS[name], tree, prefix="objective")
 
 

@@ -32,7 +32,6 @@ WITHOUT_TENSORS = [
     (["train", "--help"], "--resume"),
     (["train", "--recipe", "nothing"], "There is no recipe nothing"),
     (["train", "--optimizer.lr", "1e-3"], "Settings are written without dashes: optimizer.lr=1e-3"),
-    (["train", "--batch-size=64"], "SECTION.KEY=64 `neuclip settings batch_size`"),
     (["export", "runs/mnie", "out"], "'runs/mnie' is neither a folder nor ARCH:PRETRAINED"),
     (["playground", "jobs"], "'jobs' is neither a folder with open_clip_config.json"),
     (["evaluate", "jobs", "--suite=x"], "'jobs' is neither a folder with open_clip_config.json"),
@@ -63,6 +62,31 @@ def test_no_tensors_are_imported_where_none_are_needed() -> None:
         printed, heavy = json.loads(line)
         assert heavy == [], arguments
         assert [word for word in words.split() if word not in " ".join(printed.split())] == [], arguments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "answer"),
+    [
+        (["--batch-size", "64"], "written without dashes: batch_size=64"),
+        (["--lr=1e-4"], "written without dashes: optimizer.lr=1e-4"),
+        (["--workers", "4"], "written without dashes: data.workers=4 or evaluation.workers=4"),
+        (["--frobnicate", "4"], "SECTION.KEY=4: `neuclip settings frobnicate`"),
+        (["recipe=own", "batch_size=64"], "give --recipe own"),
+        (["--recipe", "own", "resume=latest"], "give --resume latest"),
+        (["--recipe", "own", "objective.name=clip"], "The nearest is openclip"),
+    ],
+)
+def test_what_people_write_is_answered_by_what_is_meant(
+    arguments: list[str], answer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code("train", *arguments) == 2
+    assert answer in " ".join(capsys.readouterr().err.split())
+
+
+def test_help_lists_every_command_in_its_group(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("--help") == 0
+    printed = capsys.readouterr().out
+    assert [title for title in cli.GROUPS if f"\n{title}:\n" in printed] == list(cli.GROUPS)
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)

@@ -47,7 +47,13 @@ def complete_settings(ctx: click.Context, param: click.Parameter, incomplete: st
     return [CompletionItem(f"{key}=") for key in run_settings() if key.startswith(incomplete)]
 
 
-def load_run(recipe: str | None, overrides: Sequence[str], *, dataset_size: int | None = None) -> RunConfig:
+def load_run(
+    recipe: str | None,
+    overrides: Sequence[str],
+    *,
+    dataset_size: int | None = None,
+    scaled: dict[str, str] | None = None,
+) -> RunConfig:
     """The configuration of a run, as `load_recipe`.
 
     Raises:
@@ -64,7 +70,7 @@ def load_run(recipe: str | None, overrides: Sequence[str], *, dataset_size: int 
         )
     from pipeline.training.recipe import load_recipe  # here, because importing it takes seconds
 
-    return load_recipe(recipe, overrides, dataset_size=dataset_size)
+    return load_recipe(recipe, overrides, dataset_size=dataset_size, scaled=scaled)
 
 
 def recipe_names(folder: Path) -> tuple[str, ...]:

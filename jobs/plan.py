@@ -81,6 +81,8 @@ def command(
 
     assume = Assumptions(**assumed)
     plan = plan_run(run, gpus=ranks, assume=assume)
+    if plan.data is None:
+        click.echo(f"The data is assumed, not read: {plan.data_missing}\n")
     title = f"{run.objective.name} on {plan.architecture}: {plan.gpus} x {plan.local_batch} pairs"
     _print_memory(plan, title=title, capacity=gpu_gib)
     lines = describe_cost(plan, mfu=assume.mfu, peak_tflops=assume.peak_tflops)
@@ -91,8 +93,6 @@ def command(
         lines += [("data", f"{size}; {_size(plan.cost.read_bytes)} to read in all")]
     lines.append(("loading", describe_loading(plan, images_per_core=images_per_core)))
     _print_lines([*lines, *(("note", note) for note in plan.notes)])
-    if plan.data is None:
-        click.echo(f"\nThe data is assumed, not read: {plan.data_missing}")
     if measure:
         _print_lines(describe_measurement(run, ranks=ranks, gpus_per_node=gpus_per_node, seconds=seconds).items())
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import click
 
 from jobs.known_settings import TRAINING, RecipePath, complete_settings, load_run
 from pipeline.distributed.signals import exit_on_stop_signals
+from pipeline.errors import UserError
 
 EXIT_CODES = (
     "Exit codes: 0 done, 2 invalid input, 74 the last checkpoint could not be written, 75 stopped by a signal (while "
@@ -30,7 +33,10 @@ EXIT_CODES = (
     help="With --resume DIR and a new output: continue with another batch_size. Steps are counted in new batches, the "
     "schedule goes on at the same share of the run, the data after the samples already shown.",
 )
-@click.option("--dry-run", is_flag=True, help="Check the settings, print the resolved configuration, and exit.")
+@click.option(
+    "--dry-run", is_flag=True, help="Check the settings, print what would be trained and every setting, and exit."
+)
+@click.option("--announced", is_flag=True, hidden=True)  # by the launcher of --ranks
 @click.option("--local_rank", "--local-rank", type=int, hidden=True, help="Set by the deepspeed launcher.")
 @click.option("--ranks", type=click.IntRange(min=1), help="Number of processes to start on this machine, one per GPU.")
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...", shell_complete=complete_settings)
@@ -39,6 +45,7 @@ def command(
     resume: str | None,
     new_batch_size: bool,
     dry_run: bool,
+    announced: bool,
     local_rank: int | None,
     ranks: int | None,
     overrides: tuple[str, ...],
@@ -53,8 +60,11 @@ def command(
     tensorboard/ and checkpoints/ are written to the run's folder (`output`).
     """
     exit_on_stop_signals()
-    run = load_run(recipe, overrides)
+    scaled: dict[str, str] = {}
+    run = load_run(recipe, overrides, scaled=scaled)
     from pipeline.config import dump
+    from pipeline.data.order.mixture import load_mixture
+    from pipeline.planning.start_lines import start_lines
     from pipeline.training.recipe import check_captions_of, check_run
 
     if ranks is not None:
@@ -64,13 +74,24 @@ def command(
         from pipeline.model.towers import check_model
 
         check_model(run.model)
+        pairs = None
+        with suppress(UserError):
+            pairs = load_mixture(run.data).epoch_samples
+        for line in start_lines(run, pairs=pairs, ranks=ranks or 1, scaled=scaled):
+            click.echo(f"# {line}")
         click.echo(dump(run), nl=False)
         return 0
+    is_main = os.environ.get("RANK", "0") == "0"
+    if is_main and not announced and run.telemetry.progress != "quiet":
+        with suppress(UserError):  # the start says what is wrong, on every rank
+            pairs, size = load_mixture(run.data).epoch_samples, ranks or int(os.environ.get("WORLD_SIZE", "1"))
+            click.echo("\n".join(start_lines(run, pairs=pairs, ranks=size, scaled=scaled)))
+            sys.stdout.flush()
     if ranks is not None and ranks > 1:
         from pipeline.distributed.launch import launch
 
         given = [f"--{name}={value}" for name, value in (("recipe", recipe), ("resume", resume)) if value is not None]
-        flags = ["--new-batch-size"] if new_batch_size else []
+        flags = ["--announced", *(["--new-batch-size"] if new_batch_size else [])]
         return launch("jobs.train", [*given, *flags, *overrides], ranks=ranks)
     from pipeline.distributed.launch import watch_launcher
 
@@ -78,7 +99,7 @@ def command(
     from pipeline.training.run import train
 
     code = train(run, resume=resume, new_batch_size=new_batch_size)
-    if code == 0 and os.environ.get("RANK", "0") == "0" and run.telemetry.progress != "quiet":
+    if code == 0 and is_main and run.telemetry.progress != "quiet":
         click.echo(after_training(Path(run.output)))
     return code
 

@@ -97,7 +97,7 @@ def write_json(path: str | Path, tree: Any, *, durable: bool = False) -> Path:
 def read_tree(path: Path) -> dict[str, Any]:
     """The mapping in a JSON file; empty when it is missing, damaged or something else."""
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))  # opening, not stat: NFS revalidates what is opened
+        tree = json.loads(read_bounded(path).decode())  # opening, not stat: NFS revalidates what is opened
     except (OSError, ValueError, RecursionError):
         return {}
     return tree if isinstance(tree, dict) else {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import logging
 import re
 import uuid
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from pydantic import TypeAdapter
 from pipeline.errors import UserError
 from pipeline.files import read_bounded, write_text
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 RUN_CONFIG_NAME = "config.yaml"
 MODEL_CONFIG_NAME = "open_clip_config.json"
@@ -156,11 +158,18 @@ def write_run_id(run: Path, run_id: str) -> None:
         write_text(run / RUN_ID_NAME, run_id + "\n", durable=True)
 
 
+MOST_RECORDS = 2**31
+"""Bytes of a metrics.jsonl: some million records."""
+
+
 def read_records(path: Path) -> list[dict[str, Any]]:
     """The records of a metrics.jsonl, without lines that a crash has cut off; none if the file cannot be read."""
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = read_bounded(path, most=MOST_RECORDS).decode(errors="replace").splitlines()
     except OSError:
+        return []
+    except ValueError as error:
+        log.warning("%s is not read: it is %s.", path, error)
         return []
     return [record for line in lines if (record := record_of(line)) is not None]
 

@@ -22,6 +22,8 @@ from pipeline.files import write_text
 
 REPORT_NAME, DATASHEET_NAME = "report.html", "datasheet.md"
 _PICTURES, _NEAR_PAIRS = 18, 6
+_REASONS = 40
+"""Reasons that are listed one by one."""
 _COLOURS = 5
 """Reasons that are shown apart along the list; `report.html.j2` has the colours."""
 
@@ -64,16 +66,6 @@ def write_report(
 def page_facts(folder: Folder, manifest: Manifest, census: Census, caption: CaptionField) -> dict[str, Any]:
     """The context of both templates."""
     sessions, damaged = read_sessions(folder)
-    reasons = [
-        {
-            "name": reason,
-            "count": count,
-            "share": count / max(1, manifest.attempted),
-            "meaning": meaning_of(reason),
-            "transient": is_transient(reason) and folder.is_download,
-        }
-        for reason, count in sorted(manifest.failures.items(), key=lambda item: (-item[1], item[0]))
-    ]
     read = len(census.places)
     shown = [census.places[(2 * k + 1) * read // (2 * min(_PICTURES, read))] for k in range(min(_PICTURES, read))]
     near = census.near[:_NEAR_PAIRS]
@@ -83,7 +75,7 @@ def page_facts(folder: Folder, manifest: Manifest, census: Census, caption: Capt
         "manifest": manifest,
         "source": {**to_tree(SourceConfig()), **manifest.facts["source"]} if folder.is_download else None,
         "facts": manifest.facts,
-        "reasons": reasons,
+        "reasons": _reasons(manifest, is_download=folder.is_download),
         "parts": _parts(census, manifest),
         "hosts": _hosts(census),
         "host_count": len(census.hosts),
@@ -100,9 +92,24 @@ def page_facts(folder: Folder, manifest: Manifest, census: Census, caption: Capt
         "near_count": len(census.near),
         "samples_read": read + census.problems.total(),
         "shards_read": census.shards_read,
-        "problems": census.problems.most_common(),
+        "problems": census.problems.most_common(_REASONS),
         "removed": len(folder.removed_names()),
     }
+
+
+def _reasons(manifest: Manifest, *, is_download: bool) -> list[dict[str, Any]]:
+    """The most frequent reasons of failures, and the others in a row or two: those that may pass, and lasting ones."""
+    ranked = sorted(manifest.failures.items(), key=lambda item: (-item[1], item[0]))
+    rows = [
+        {"name": name, "count": count, "meaning": meaning_of(name), "transient": is_transient(name) and is_download}
+        for name, count in ranked[:_REASONS]
+    ]
+    for transient in (True, False):
+        counts = [n for name, n in ranked[_REASONS:] if (is_transient(name) and is_download) == transient]
+        if counts:
+            name = f"{len(counts):,} other reasons"
+            rows.append({"name": name, "count": sum(counts), "meaning": "", "transient": transient})
+    return [{**row, "share": row["count"] / max(1, manifest.attempted)} for row in rows]
 
 
 def _parts(census: Census, manifest: Manifest) -> dict[str, Any]:

@@ -30,6 +30,8 @@ _HOSTS_KEPT = 200_000
 SIDE_EDGES = np.array([0, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 1 << 31])
 WORD_EDGES = np.array([0, 1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 1 << 31])
 _COLUMNS = ["row", "url", "caption", "status", "reason", "width", "height", "original_width", "original_height"]
+MOST_REASONS = 1000
+"""That are counted apart along the list."""
 PARTS = 40
 """Parts of the list of rows for which failures are counted."""
 
@@ -81,7 +83,8 @@ def _count(census: Census, table: Any, *, attempted: int, per_shard: int) -> Non
     kept, lost = table.filter(good), table.filter(pc.invert(good))
     parts = lost["row"].to_numpy() * PARTS // max(1, attempted)
     for reason, part in zip(lost["reason"].to_pylist(), parts, strict=True):
-        census.reasons[reason][min(part, PARTS - 1)] += 1
+        known = reason in census.reasons or len(census.reasons) < MOST_REASONS
+        census.reasons[reason if known else "others"][min(part, PARTS - 1)] += 1
     if "url" in table.column_names:
         hosts = _hosts(table["url"])
         census.hosts.update(_counts(hosts))

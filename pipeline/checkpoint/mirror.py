@@ -30,7 +30,7 @@ from pipeline.checkpoint.reader import damage, taken_by
 from pipeline.distributed.peers import work_on_main
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.files import flush, plain_name, write_json, write_text
+from pipeline.files import MOST_TEXT, flush, plain_name, write_json, write_text
 from pipeline.run_files import (
     FOLDER_NAME,
     META_NAME,
@@ -118,10 +118,10 @@ class Mirror:
         return []
 
     def read(self, file: str) -> str:
-        """A small file's contents; empty if there is none."""
+        """A small file's contents, of which a bounded part is read; empty if there is none."""
         self._files.invalidate_cache()
         with suppress(FileNotFoundError):
-            return bytes(self._files.cat_file(file)).decode(errors="replace").strip()
+            return bytes(self._files.cat_file(file, end=MOST_TEXT)).decode(errors="replace").strip()
         return ""
 
     def meta(self, name: str) -> dict[str, Any]:

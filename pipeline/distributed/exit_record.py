@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -58,6 +59,8 @@ class _Recording:
 
     run: Path | None = None
     rank = 0
+    reserved: Path | None = None
+    """A file of this process, of which nobody can guess the name, with the space of the record."""
 
 
 def start_recording(run: Path, *, rank: int) -> None:
@@ -72,7 +75,7 @@ def remove_records(run: Path) -> None:
     folder = run / FOLDER_NAME
     with suppress(OSError):
         for path in folder.iterdir():
-            if re.fullmatch(r"(rank|exit|fatal|stderr)-\d+\.(json|txt|tmp)", path.name):
+            if re.fullmatch(r"(rank|exit|fatal|stderr)-\d+\.(json|txt|tmp|[0-9a-f]{32}\.tmp)", path.name):
                 path.unlink(missing_ok=True)
         folder.rmdir()
 
@@ -80,8 +83,11 @@ def remove_records(run: Path) -> None:
 def reserve_space() -> None:
     """Take the space of this rank's record now."""
     if _Recording.run is not None:
+        reserved = _temporary(_Recording.run, _Recording.rank)
         with suppress(OSError):
-            _path(_Recording.run, _Recording.rank).with_suffix(".tmp").write_text(" " * RESERVED, encoding="utf-8")
+            with reserved.open("x", encoding="utf-8") as file:
+                file.write(" " * RESERVED)
+            _Recording.reserved = reserved
 
 
 def stop_recording() -> None:
@@ -96,10 +102,11 @@ def record_exit(code: int, reason: str = "") -> None:
         return
     record = ExitRecord(rank, socket.gethostname(), os.getpid(), round(time.time(), 3), code, reason)
     path = _path(run, rank)
-    temporary = path.with_suffix(".tmp")
+    reserved, _Recording.reserved = _Recording.reserved, None
+    temporary = reserved or _temporary(run, rank)
     text = json.dumps({**asdict(record), "reason": reason[: RESERVED // 8]}) + "\n"
     with suppress(OSError):  # the folder of a refused start is gone
-        with temporary.open("r+" if temporary.exists() else "w", encoding="utf-8") as file:
+        with temporary.open("r+" if reserved else "x", encoding="utf-8") as file:
             file.write(text.ljust(RESERVED))  # over the reserved blocks
         os.replace(temporary, path)
 
@@ -177,6 +184,10 @@ def _last_words(fatal: Path) -> str:
 def last_words_path(run: Path, rank: int) -> Path:
     """The copy of a rank's standard error, while it trains on several GPUs."""
     return run / FOLDER_NAME / f"stderr-{rank:05d}.txt"
+
+
+def _temporary(run: Path, rank: int) -> Path:
+    return _path(run, rank).with_suffix(f".{uuid.uuid4().hex}.tmp")
 
 
 def _path(run: Path, rank: int) -> Path:

@@ -11,8 +11,10 @@ from pipeline.checkpoint.layout import ADAPTERS_NAME
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.config import flatten
 from pipeline.export.siglip_model import is_siglip
+from pipeline.files import read_bounded
 from pipeline.model.architectures import Architecture, load_open_clip
 from pipeline.model.model_folder import WEIGHTS_NAME, weights_digest
+from pipeline.model.starting_weights import HUB
 from pipeline.report.run_page import in_markdown
 from pipeline.report.stored_scores import StoredEvaluation, read_evaluations
 from pipeline.run_files import METRICS_NAME, MODEL_CONFIG_NAME, read_records
@@ -43,13 +45,13 @@ def model_card(
     """
     run = checkpoint.path.parent.parent
     config = checkpoint.meta["config"]
-    model = json.loads((checkpoint.path / MODEL_CONFIG_NAME).read_text(encoding="utf-8"))
+    model = json.loads(read_bounded(checkpoint.path / MODEL_CONFIG_NAME))
     method, arch = config["objective"]["name"], model["architecture"]
     snippet = usage(arch, bias=bias, config=config["model"])
     if form == "transformers":
         snippet = _USAGE_SIGLIP if is_siglip(model["model_cfg"]) else _USAGE_CLIP
     parts = [
-        _front_matter(form=form, method=method, licence=licence),
+        _front_matter(form=form, method=method, licence=licence, base=_base_model(arch, config["model"])),
         f"# {arch}, trained with {method}",
         snippet,
         "## Training\n\n" + _table(("", ""), _facts(checkpoint, scale=scale, bias=bias)),
@@ -73,7 +75,12 @@ def model_card(
             f"## Adapters\n\nThe LoRA adapters are merged into the weights. `{ADAPTERS_NAME}/` has them alone, in "
             f"peft's format, for the weights of `{config['model']['pretrained']}`."
         )
-    stated = licence or "not stated; that of the training data and of any starting weights applies"
+    start = config["model"].get("pretrained")
+    started = f", and of the starting weights, `{in_markdown(str(start))}`," if start else ""
+    stated = licence or (
+        f"not stated. It depends on the licences of the training data{started} which have to allow what you do with "
+        "them: ask before you publish, and state it with `neuclip export --license`."
+    )
     parts.append(f"## Licence\n\nOf these weights: {stated}.")
     if form == "open_clip":
         parts.append("Every setting is in `config.yaml`.")
@@ -96,9 +103,21 @@ def foreign_card(spec: str, *, architecture: Architecture, form: str, licence: s
     return "\n\n".join(parts) + "\n"
 
 
-def _front_matter(*, form: str, method: str, licence: str | None) -> str:
+def _base_model(arch: str, model: Mapping[str, Any]) -> str:
+    """The hub's name of the weights that a run started from; empty if there are none, or they are not on the hub."""
+    start = str(model.get("pretrained") or "")
+    if start.startswith(HUB):
+        return start.removeprefix(HUB)
+    if not start or Path(start).exists():
+        return ""
+    published = load_open_clip().get_pretrained_cfg(arch, start) or {}
+    return "/".join(str(published.get("hf_hub") or "").split("/")[:2])
+
+
+def _front_matter(*, form: str, method: str, licence: str | None, base: str = "") -> str:
     tags = "\n".join(f"- {tag}" for tag in dict.fromkeys(("clip", form, "neuclip", method)))
     stated = f"license: {licence}\n" if licence else ""
+    stated += f"base_model: {base}\n" if base else ""
     return f"---\nlibrary_name: {form}\npipeline_tag: zero-shot-image-classification\n{stated}tags:\n{tags}\n---"
 
 
@@ -180,6 +199,7 @@ def _facts(checkpoint: Checkpoint, *, scale: float, bias: float | None) -> list[
         ("samples seen", f"{meta['samples']:,}"),
         ("global batch", f"{config['batch_size']:,}"),
         ("ranks", str(meta.get("world_size", "?"))),
+        *([("starting weights", str(start))] if (start := config.get("model.pretrained")) else []),
         ("data", sources),
         ("encoders' learning rate", f"{config['optimizer.lr']:g}"),
         ("weight decay", f"{config['optimizer.weight_decay']:g}"),

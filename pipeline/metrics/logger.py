@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 from torch import Tensor
 
 from pipeline.config import section, suggest
@@ -20,6 +20,11 @@ from pipeline.metrics.sinks import SINKS, WARNING, Distribution, Sink, SinkConte
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 
+def _names(value: Any) -> Any:
+    """`wandb` or `wandb,trackio` as a list."""
+    return [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value
+
+
 @section
 class TelemetryConfig:
     """What is reported, how often, and where. Every record makes the host wait for the device once."""
@@ -28,7 +33,7 @@ class TelemetryConfig:
     """Steps between records of training."""
     tensorboard: bool = True
     """Write RUN/tensorboard/ beside RUN/metrics.jsonl."""
-    trackers: tuple[str, ...] = ()
+    trackers: Annotated[tuple[str, ...], BeforeValidator(_names)] = ()
     """Trackers beside TensorBoard: `wandb` (Weights & Biases), `trackio`, or names that code of your own registers with
     `pipeline.metrics.sinks.register_sink`. The scores of `evaluation.suite` and the validation loss are included."""
     project: str = "neuclip"

@@ -22,8 +22,8 @@ from pipeline.files import write_text
 from pipeline.registries import Registry
 from pipeline.run_files import METRICS_NAME, record_of
 
-WARNING = "warning"
-"""The fact `level` of an event that is printed even where events are not."""
+WARNING, NOTICE = "warning", "notice"
+"""Values of the fact `level` of an event that is printed even where events are not."""
 STRAGGLES = 1.2
 """The progress line has the slowest rank when it takes more than this many times the median rank's time."""
 STEPWISE = ("train", "evaluation", "validation", "distribution")
@@ -201,7 +201,7 @@ class ProgressBarSink(QuietSink):
             self._print(score_line(kind, step, values))
 
     def event(self, message: str, *, facts: Mapping[str, Any]) -> None:
-        if not self._brief or facts.get("level") == WARNING:
+        if not self._brief or "level" in facts:
             self._print(message)
 
     def close(self) -> None:
@@ -228,10 +228,10 @@ class ProgressLines(QuietSink):
             return
         self._last = now
         left = (now - self._start) / max(1, step - self._first) * (self._total - step)
-        print(f"step {step}/{self._total}  {headline(values)}  ETA {_clock(left)}", flush=True)
+        print(f"step {step}/{self._total}  {headline(values)}  ETA {clock(left)}", flush=True)
 
     def event(self, message: str, *, facts: Mapping[str, Any]) -> None:
-        if not self._brief or facts.get("level") == WARNING:
+        if not self._brief or "level" in facts:
             print(message, flush=True)
 
 
@@ -260,7 +260,8 @@ def score_line(kind: str, step: int, scores: Mapping[str, float]) -> str:
     return f"{kind.capitalize()} at step {step}: {', '.join(shown) or 'no scores'}"
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
+    """Seconds as M:SS or H:MM:SS."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

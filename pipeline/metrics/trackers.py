@@ -13,20 +13,27 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.errors import UserError
+from pipeline.errors import UserError, in_a_line
 from pipeline.files import write_text
 from pipeline.metrics.sinks import Distribution, QuietSink, SinkContext, register_sink
 
 
-def check_installed(names: Sequence[str]) -> None:
-    """Check that the client libraries of trackers are installed.
+def check_trackers(names: Sequence[str]) -> None:
+    """Check that the client libraries of trackers are installed, and that W&B has a login.
 
     Raises:
-        UserError: One is not.
+        UserError: One is not, or it has none.
     """
     for name in TRACKERS.intersection(names):
         if importlib.util.find_spec(name) is None:
             raise UserError(f"telemetry.trackers={name} needs the package {name}: pip install {name}.")
+        if name == WeightsAndBiases.library:
+            try:
+                importlib.import_module(name).login()
+            except Exception as error:  # as it likes
+                raise UserError(
+                    f"telemetry.trackers={name}: there is no login ({in_a_line(error)}). {WeightsAndBiases.hint}"
+                ) from error
 
 
 class TrackerSink(QuietSink):

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from pipeline.config import flatten, suggest
 from pipeline.errors import UserError, in_a_line
 from pipeline.model.foreign_weights import stored_description
+from pipeline.model.hub import TOKENIZER_FILES
 
 OUR_CONFIGS = Path(__file__).parent / "model_configs"
 
@@ -196,8 +197,6 @@ TRUST_VARIABLE = "NEUCLIP_TRUST_REMOTE_CODE"
 HARMLESS = frozenset({"additional_special_tokens", "clean", "language", "reduction_mask", "strip_sep_token"})
 """Options of open_clip's tokenizers; others go to transformers, which has some that run code or write files."""
 
-FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.txt")
-
 
 def needs_files(model_cfg: Mapping[str, Any]) -> bool:
     """Whether the architecture's tokenizer is one of Hugging Face's."""
@@ -251,8 +250,10 @@ def build_tokenizer(
         plain.context_length = length
         return plain
     source = str(folder) if folder is not None else str(text["hf_tokenizer_name"])
-    if folder is not None and not any((folder / file).is_file() for file in FILES):
-        raise UserError(f"{folder} has no tokenizer ({FILES[0]}): {name} needs that of {text['hf_tokenizer_name']}.")
+    if folder is not None and not any((folder / file).is_file() for file in TOKENIZER_FILES):
+        raise UserError(
+            f"{folder} has no tokenizer ({TOKENIZER_FILES[0]}): {name} needs that of {text['hf_tokenizer_name']}."
+        )
     try:
         tokenizer = own.HFTokenizer(
             source,

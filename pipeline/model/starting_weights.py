@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from pipeline.errors import UserError, in_a_line
 from pipeline.model.architectures import check_same_towers, check_tag, load_open_clip, register
 from pipeline.model.foreign_weights import stored_description
+from pipeline.model.hub import check_cached, hub_or_cache, why_offline
 from pipeline.model.model_folder import create_clip, load_folder
 from pipeline.run_files import MODEL_CONFIG_NAME, model_folder_in, no_model
 
@@ -136,7 +137,10 @@ def _download(name: str) -> Path:
     import huggingface_hub
 
     try:
-        folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=list(HUB_FILES)))
+        with hub_or_cache(f"{HUB}{name}", instead="Give a local folder."):
+            folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=list(HUB_FILES)))
+    except UserError:
+        raise
     except Exception as error:  # the hub's client raises many kinds
         raise UserError(
             f"{HUB}{name} cannot be downloaded ({type(error).__name__}: {in_a_line(error)}). A "
@@ -145,6 +149,24 @@ def _download(name: str) -> Path:
     if not (folder / MODEL_CONFIG_NAME).is_file():
         raise UserError(f"{HUB}{name} has no {MODEL_CONFIG_NAME}: it is not an open_clip model.")
     return folder
+
+
+def check_fetched(arch: str, pretrained: str | None, *, tokenizer: str | None) -> None:
+    """Check, before anything is loaded, that what a start needs from the hub can be had.
+
+    Raises:
+        UserError: As `find_start`; or it is not in the cache, and the hub cannot be asked.
+    """
+    start = find_start(arch, pretrained)
+    check_cached(start.model_cfg, tokenizer=tokenizer is None and start.folder is None)
+    if start.weights is not None and not Path(start.weights).is_file() and why_offline():
+        from open_clip.pretrained import download_pretrained
+
+        config = load_open_clip().get_pretrained_cfg(start.name, start.weights)
+        with hub_or_cache(
+            f"model.pretrained = {start.weights} of {start.name}", instead="Give a local file or folder."
+        ):
+            download_pretrained(config)  # offline, it looks into its caches
 
 
 def create_from(start: Start, **options: Any) -> nn.Module:

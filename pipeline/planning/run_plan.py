@@ -105,7 +105,7 @@ def plan_run(run: RunConfig, *, gpus: int, assume: Assumptions = UNKNOWN_DATA) -
     check_run(run, world_size=gpus)
     check_captions_of(run)
     check_stages(run)
-    towers, architecture, _ = _towers(run.model)
+    towers, architecture, _ = measured_towers(run.model)
     data, missing = _data(run, gpus=gpus, image_size=architecture.image_size)
     dataset_size = data.layout.samples if data else assume.dataset_size
     if dataset_size is None:
@@ -125,8 +125,10 @@ def plan_run(run: RunConfig, *, gpus: int, assume: Assumptions = UNKNOWN_DATA) -
         steps_per_epoch=dataset_size // run.batch_size,
         total_steps=run.total_steps,
     )
-    costs = _stage_costs(run, dataset_size=dataset_size, accumulation=micro < local, assume=assume)
-    largest = max((_towers(stage.run.model)[0] for stage in stages_of(run)), key=lambda towers: towers.saved_bytes)
+    costs = stage_costs(run, dataset_size=dataset_size, accumulation=micro < local, assume=assume)
+    largest = max(
+        (measured_towers(stage.run.model)[0] for stage in stages_of(run)), key=lambda towers: towers.saved_bytes
+    )
     return RunPlan(
         architecture=architecture.name,
         gpus=gpus,
@@ -160,7 +162,7 @@ def plan_run(run: RunConfig, *, gpus: int, assume: Assumptions = UNKNOWN_DATA) -
         data_missing=missing,
         workers=min(MOST_WORKERS if run.data.workers is None else run.data.workers, run.data.streams // gpus),
         sample_bytes=data.bytes / data.samples if data else assume.sample_bytes,
-        notes=tuple(dict.fromkeys(note for stage in stages_of(run) for note in _towers(stage.run.model)[2]))
+        notes=tuple(dict.fromkeys(note for stage in stages_of(run) for note in measured_towers(stage.run.model)[2]))
         + tuple(_stored_features(run, data)),
     )
 
@@ -180,13 +182,13 @@ def _stored_features(run: RunConfig, data: DataPlan | None) -> Iterator[str]:
         common_crops(open_features(run.data, data.digests, seed=run.seed, named=there))
 
 
-def _stage_costs(
+def stage_costs(
     run: RunConfig, *, dataset_size: int, accumulation: bool, assume: Assumptions
 ) -> list[tuple[str, Cost]]:
     """Description and cost of each stage."""
     found = []
     for stage in stages_of(run):
-        towers, architecture, _ = _towers(stage.run.model)
+        towers, architecture, _ = measured_towers(stage.run.model)
         steps = stage.end - stage.first
         # GradCache computes features twice, checkpointing activations; a locked tower has no backward pass.
         trained, locked = 3 + accumulation + run.model.grad_checkpointing, 1 + accumulation
@@ -206,7 +208,7 @@ def _stage_costs(
 
 
 @functools.cache
-def _towers(model: ModelConfig) -> tuple[TowerCosts, Architecture, tuple[str, ...]]:
+def measured_towers(model: ModelConfig) -> tuple[TowerCosts, Architecture, tuple[str, ...]]:
     """An architecture, its costs, and what is unusual about it."""
     check_start(model)
     towers, architecture = build_towers(without_weights(model), seed=0, device="meta")

@@ -108,7 +108,11 @@ class RunConfig:
 
 
 def load_recipe(
-    path: str | Path | None, overrides: Iterable[str] = (), *, dataset_size: int | None = None
+    path: str | Path | None,
+    overrides: Iterable[str] = (),
+    *,
+    dataset_size: int | None = None,
+    scaled: dict[str, str] | None = None,
 ) -> RunConfig:
     """Defaults < recipe YAML < the recipe's part for the chosen method < dotted overrides, checked.
 
@@ -116,13 +120,14 @@ def load_recipe(
         path: The recipe.
         overrides: `section.key=value`.
         dataset_size: Samples of an epoch, for plans of data that is not there yet.
+        scaled: Gets the rates that `reference_batch` changes, as `scale_rates`.
 
     Raises:
         UserError: It names every wrong key.
     """
     tree = read_recipe(Path(path)) if path is not None else {}
     tree, above = add_recipe_keys(tree, cfg.parse_overrides(overrides))
-    tree = scale_rates(choose_method(tree, above), above)
+    tree = scale_rates(choose_method(tree, above), above, scaled=scaled)
     return parse_recipe(resolve_budget(tree, above, dataset_size=dataset_size))
 
 

@@ -155,9 +155,11 @@ def choose_method(recipe: Mapping[str, Any], above: Mapping[str, Any]) -> dict[s
     return cfg.merge(tree, methods[name])
 
 
-def scale_rates(recipe: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+def scale_rates(
+    recipe: Mapping[str, Any], above: Mapping[str, Any], *, scaled: dict[str, str] | None = None
+) -> dict[str, Any]:
     """Scale the learning rates linearly with the batch size, as FastCLIP (appendix B) does over numbers of nodes: see
-    `RecipeKeys.reference_batch`."""
+    `RecipeKeys.reference_batch`. `scaled` gets each rate that counts as "1e-05 x 64/256"."""
     tree = dict(recipe)
     reference = tree.pop("reference_batch", None)
     size = above.get("batch_size", tree.get("batch_size"))
@@ -168,6 +170,8 @@ def scale_rates(recipe: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str
         values = _section(tree, section_name)
         if key in values:
             tree[section_name] = {**values, key: float(values[key]) * size / reference}
+            if scaled is not None and key not in _section(above, section_name):
+                scaled[f"{section_name}.{key}"] = f"{float(values[key]):g} x {size}/{reference}"
     return tree
 
 

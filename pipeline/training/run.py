@@ -22,7 +22,8 @@ from pipeline.distributed.world import World, lost_contact
 from pipeline.engine.engine_config import in_fp32
 from pipeline.errors import UserError, exit_code_of, too_many_files, too_many_files_message
 from pipeline.metrics.logger import Telemetry
-from pipeline.metrics.trackers import check_installed
+from pipeline.metrics.trackers import check_trackers
+from pipeline.model.starting_weights import check_fetched
 from pipeline.model.trimming import why_not_trimmed
 from pipeline.training.build import build_state, build_trainer, collectives_limit, describe_start
 from pipeline.training.observer import describe_hosts
@@ -64,7 +65,8 @@ def setup(
         UserError: Anything that keeps the run from starting.
     """
     check_run(run, world_size=world.size)
-    check_installed(run.telemetry.trackers)
+    if first:
+        _check_services(run, world=world)
     notes: list[str] = []
     if isinstance(resume, Checkpoint):
         checkpoint: Checkpoint | None = resume
@@ -119,6 +121,22 @@ def setup(
             trainer.gradient_check.begin()
         _begin(trainer)
         yield trainer
+
+
+def _check_services(run: RunConfig, *, world: World) -> None:
+    """Check on rank 0 that trackers have a login, and that weights are here or can be fetched. Collective.
+
+    Raises:
+        UserError: They do not, or cannot. On every rank.
+    """
+    problem = ""
+    if world.is_main:
+        try:
+            check_trackers(run.telemetry.trackers)
+            check_fetched(run.model.arch, run.model.pretrained, tokenizer=run.model.tokenizer)
+        except UserError as error:
+            problem = str(error)
+    world.raise_together(problem)
 
 
 def _report_start(trainer: Trainer, notes: Sequence[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -24,6 +25,7 @@ from pipeline.engine.optim import lr_scale as scheduled_scale
 from pipeline.errors import UserError
 from pipeline.metrics.logger import Telemetry
 from pipeline.metrics.mfu import Utilization
+from pipeline.metrics.sinks import NOTICE, clock
 from pipeline.objectives.distill import Teacher
 from pipeline.run_files import new_run_id
 from pipeline.training.gradient_check import TOLERANCE, GradientCheck
@@ -64,6 +66,8 @@ class Trainer:
     """The tests that were due at the checkpoint that was restored, but were prevented."""
     rollback: Checkpoint | None = None
     """Where the run continues after `fit` if too many steps were skipped; its data position is that of now."""
+    check_seconds: float = 0.0
+    """What the gradient check took."""
     problem: str = ""
     """What ends the run with a UserError after a checkpoint."""
     saved_step: int = 0
@@ -111,8 +115,11 @@ class Trainer:
             if not stop and self.tests.make_up(self.missed):
                 self._save(now=True)
             self.meter.start()
+            first, began = self.state.step, time.monotonic()
             while self.state.step < self.end and not (stop or self.tests.ended_run or self.rollback):
                 stop = self._train_on(signals)
+                if self.state.step == first + 1:
+                    self._report_first_step(time.monotonic() - began)
             saved = self._finish(stop=stop, signals=signals)
             stop = self._any(stop or bool(signals))
         self.signals.announce = None  # this trainer's memory is freed
@@ -166,6 +173,16 @@ class Trainer:
         self._save(now=stop or best or self.tests.ended_run)
         self.tests.evaluate(stop=stop)
         return stop
+
+    def _report_first_step(self, seconds: float) -> None:
+        """Say what the first step of this start took, and what the others will."""
+        left = (self.run.total_steps - self.state.step) * max(0.0, seconds - self.check_seconds)
+        check = f" ({clock(self.check_seconds)} of it for the gradient probe)" if self.check_seconds else ""
+        self.telemetry.event(
+            f"The first step took {clock(seconds)}{check}, with its first batch; at that pace, the run takes "
+            f"{clock(left)} more.",
+            level=NOTICE,
+        )
 
     def _end_early(self) -> bool:
         """Save what was trained, and return that the run stops."""
@@ -239,6 +256,7 @@ class Trainer:
             state.ema.update()
         if result.applied and self.gradient_check is not None:
             distance = self.gradient_check.finish(clipping=self.run.engine.gradient_clipping)
+            self.check_seconds = self.gradient_check.seconds
             self.gradient_check = self.take_step.on_gradients = None
             self.telemetry.event(
                 f"Gradient probe: engine and plain autograd differ by {distance:.1e} "

@@ -397,11 +397,15 @@ def test_records_that_are_cut_off_are_skipped(run: Path) -> None:
 def test_the_record_of_an_exit_fits_on_a_full_disk(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start_recording(run, rank=0)
     reserve_space()
-    reserved = run / "heartbeats" / "exit-00000.tmp"
+    (reserved,) = (run / "heartbeats").glob("exit-00000.*.tmp")
+    guessed = run / "heartbeats" / "exit-00000.tmp"
+    guessed.symlink_to(run.parent / "precious")  # by somebody else: it is neither followed nor used
     size, inode = reserved.stat().st_size, reserved.stat().st_ino
     record_exit(74, "No space left on device " * 1000)
     stop_recording()
     written = run / "heartbeats" / "exit-00000.json"
+    assert guessed.is_symlink()
+    assert not (run.parent / "precious").exists()
     assert (written.stat().st_size, written.stat().st_ino) == (size, inode)
     assert "ended with 74: its last checkpoint could not be written" in examine(run)[0]
 

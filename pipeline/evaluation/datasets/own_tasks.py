@@ -26,6 +26,7 @@ from pipeline.evaluation.datasets.rows import check_repeated, check_split, colum
 from pipeline.evaluation.datasets.tables import CsvTable, Place, Table, TableImages, as_text
 from pipeline.evaluation.datasets.task_data import IMAGE_SUFFIXES, FileImages, TaskData, TaskError, plain
 from pipeline.evaluation.protocol import PROTOCOLS
+from pipeline.files import new_folder
 
 TASKS_NAME = "tasks.yaml"
 HUB = ".hub"
@@ -241,12 +242,20 @@ def _prompts(own: OwnTask, labels: Sequence[str], names: Sequence[str], *, where
         return ()
     unknown = sorted(set(own.prompts) - set(labels) - set(names))
     if unknown:
-        raise TaskError(f"{where}: prompts has {unknown[0]!r}, but the classes are {', '.join(names[:20])}.")
+        raise TaskError(f"{where}: prompts has {plain(repr(unknown[0]), longest=60)}, but {_some(names)}.")
     found = [own.prompts.get(label, own.prompts.get(name, [])) for label, name in zip(labels, names, strict=True)]
     for name, texts in zip(names, found, strict=True):
         if not texts or not all(text.strip() for text in texts):
-            raise TaskError(f"{where}: the class {name!r} has no prompts, or a blank one: give it some in prompts.")
+            raise TaskError(
+                f"{where}: the class {plain(repr(name), longest=60)} has no prompts, or a blank one: give it some in "
+                "prompts."
+            )
     return tuple(tuple(dict.fromkeys(texts)) for texts in found)
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first classes, for a message."""
+    return f"the classes are {', '.join(plain(name, longest=60) for name in names[:20])}"
 
 
 def _label(value: Any, where: str) -> str:
@@ -296,7 +305,9 @@ def _labels(
         names = sorted(set(values))
         if any(re.fullmatch(r"-?[0-9]+", name) for name in names) and all(map(_is_number, names)):
             row = next(row for row, value in enumerate(values) if not re.fullmatch(r"-?[0-9]+", value))
-            raise TaskError(f"{where(row)}: {values[row]} is not the number of a class, as the other labels are.")
+            raise TaskError(
+                f"{where(row)}: {plain(values[row], longest=60)} is not the number of a class, as the other labels are."
+            )
         position = {name: number for number, name in enumerate(names)}
         return names, [position[value] for value in values]
     most = len(stored) or MOST_CLASSES
@@ -319,11 +330,11 @@ def _class_names(
     names, first = _all_names(labels, given, stored=stored, where=where), dict[str, str]()
     for label, name in zip(labels, names, strict=True):
         if not name.strip():
-            raise TaskError(f"{where}: class {label!r} has no name: give it one in classnames.")
+            raise TaskError(f"{where}: class {label[:60]!r} has no name: give it one in classnames.")
         if (other := first.setdefault(name, label)) != label:
             raise TaskError(
-                f"{where}: classes {other!r} and {label!r} are both named {name!r}, so prompts cannot tell them apart: "
-                "give them different classnames."
+                f"{where}: classes {other[:60]!r} and {label[:60]!r} are both named {name[:60]!r}, so prompts cannot "
+                "tell them apart: give them different classnames."
             )
     return names
 
@@ -337,7 +348,7 @@ def _all_names(
     if isinstance(given, Mapping):
         unknown = sorted(set(given) - set(labels) - set(stored))
         if unknown:
-            raise TaskError(f"{where}: classnames has {unknown[0]!r}, but the classes are {', '.join(labels[:20])}.")
+            raise TaskError(f"{where}: classnames has {plain(repr(unknown[0]), longest=60)}, but {_some(labels)}.")
         return tuple(str(given.get(label, given.get(defaults[label], defaults[label]))) for label in labels)
     if len(given) != len(labels):
         raise TaskError(f"{where}: classnames has {len(given)} names, but the data has {len(labels)} classes.")
@@ -349,14 +360,13 @@ def _fetch(own: OwnTask, place: Path) -> None:
     from huggingface_hub import snapshot_download
 
     options: dict[str, Any] = {"repo_type": "dataset", "revision": own.revision, "allow_patterns": ["*.parquet"]}
-    partial = place.with_name(f"{place.name}.partial")
-    try:
-        snapshot_download(own.dataset or "", local_dir=partial, **options)
-    except Exception as error:  # the hub's client raises its own exceptions and those of its HTTP library
-        raise TaskError(
-            f"{own.dataset} cannot be fetched from the hub ({plain(error)}): is the name right and the hub reachable? "
-            "A copy on this machine is read with dataset: FOLDER."
-        ) from error
-    if not any(partial.rglob("*.parquet")):
-        raise TaskError(f"{own.dataset} has no parquet files on the hub; try revision: refs/convert/parquet.")
-    partial.rename(place)
+    with new_folder(place) as partial:
+        try:
+            snapshot_download(own.dataset or "", local_dir=partial, **options)
+        except Exception as error:  # the hub's client raises its own exceptions and those of its HTTP library
+            raise TaskError(
+                f"{own.dataset} cannot be fetched from the hub ({plain(error)}): is the name right and the hub "
+                "reachable? A copy on this machine is read with dataset: FOLDER."
+            ) from error
+        if not any(partial.rglob("*.parquet")):
+            raise TaskError(f"{own.dataset} has no parquet files on the hub; try revision: refs/convert/parquet.")

@@ -13,7 +13,7 @@ import numpy as np
 
 from pipeline.evaluation.datasets.hub_tables import ParquetTable, open_cached, open_saved, parquet_files
 from pipeline.evaluation.datasets.tables import CsvTable, Needs, Place, Table, TableImages, as_list, as_text, find_csv
-from pipeline.evaluation.datasets.task_data import Instance, TaskData, TaskError
+from pipeline.evaluation.datasets.task_data import Instance, TaskData, TaskError, plain
 
 CAPTIONS = ("caption", "captions", "raw", "sentences")
 IMAGES = ("image", "filename")
@@ -71,8 +71,8 @@ def check_split(table: Table, split: str) -> None:
         named = value is None or isinstance(value, str | bytes)
         if named and as_text(value, where=table.row_name(row)).strip().lower() != split.lower():
             raise TaskError(
-                f"{table.row_name(row)} is of the split {value!r}, and {split!r} is scored: remove the rows of other "
-                "splits, or set split if all rows are of another."
+                f"{table.row_name(row)} is of the split {plain(repr(value), longest=60)}, and {split!r} is scored: "
+                "remove the rows of other splits, or set split if all rows are of another."
             )
 
 
@@ -197,8 +197,8 @@ def _check_instance(where: str, candidates: Sequence[str], cue: str, truth: Sequ
     strange = [name for name in truth if name not in candidates]
     if strange:
         raise TaskError(
-            f"{where}: the association {strange[0]!r} is not among its {len(candidates)} candidates. The row is "
-            "incomplete: fetch the table again."
+            f"{where}: the association {plain(repr(strange[0]), longest=60)} is not among its {len(candidates)} "
+            "candidates. The row is incomplete: fetch the table again."
         )
     if len(candidates) not in CANDIDATES or len(set(candidates)) < len(candidates):
         twice = "" if len(set(candidates)) == len(candidates) else ", some of them twice"

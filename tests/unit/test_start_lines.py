@@ -1,0 +1,86 @@
+"""What a run says first, and what it finds missing before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import constants
+
+from pipeline.errors import UserError
+from pipeline.export.model_card import _base_model
+from pipeline.metrics.logger import TelemetryConfig
+from pipeline.metrics.trackers import check_trackers
+from pipeline.model.starting_weights import check_fetched
+from pipeline.planning import start_lines
+from pipeline.training.recipe import load_recipe
+from tests.towers import write_tiny
+
+
+def test_the_block_says_what_will_be_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(start_lines, "usable_cores", lambda: 2)
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("{reference_batch: 256, optimizer: {lr: 1.0e-5}, schedule: {warmup_steps: 1}}")
+    scaled: dict[str, str] = {}
+    given = [f"output={tmp_path / 'run'}", "data.sources=x", "data.streams=64", "batch_size=64", "samples=640"]
+
+    def block(arch: str, *, ranks: int) -> str:
+        run = load_recipe(recipe, [*given, f"model.arch={arch}"], scaled=scaled)
+        return "\n".join(start_lines.start_lines(run, pairs=320, ranks=ranks, scaled=scaled))
+
+    tiny = block(write_tiny(tmp_path), ranks=1)
+    for part in ("10 steps of batch_size=64 (2.00 times", "320 pairs", "CPU, 1 rank", "2.5e-06 = 1e-05 x 64/256"):
+        assert part in tiny
+    assert "WARNING" not in tiny
+    given[3:] = ["batch_size=256", "samples=2560"]
+    unlikely = block("ViT-B-32", ranks=8)
+    assert "WARNING: torch uses no GPU here: a step is 1" in unlikely
+    assert "WARNING: 8 ranks share 2 cores" in unlikely
+
+
+@pytest.mark.parametrize(
+    ("arch", "pretrained", "missing"),
+    [
+        ("ViT-B-32-quickgelu", "openai", "model.pretrained = openai of ViT-B-32-quickgelu"),
+        ("pretrained", "hf-hub:someone/model", "hf-hub:someone/model"),
+        ("ViT-B-16-SigLIP", None, "The tokenizer timm/ViT-B-16-SigLIP"),
+        ("xlm-roberta-base-ViT-B-32", None, "The text tower xlm-roberta-base"),
+    ],
+)
+@pytest.mark.parametrize("offline", [False, True])
+def test_what_is_not_here_without_a_network_is_said_at_once(
+    arch: str, pretrained: str | None, missing: str, offline: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        monkeypatch.setattr(constants, name, str(tmp_path), raising=False)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(UserError) as caught:
+        check_fetched(arch, pretrained, tokenizer=None)
+    why = "HF_HUB_OFFLINE is set" if offline else "http://127.0.0.1:9 cannot be reached"
+    assert str(caught.value).startswith(f"{missing} is not in this machine's cache, and {why}")
+    assert offline == constants.HF_HUB_OFFLINE
+
+
+def test_a_tracker_may_be_a_string_and_needs_a_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    assert TelemetryConfig(trackers="wandb, trackio").trackers == ("wandb", "trackio")  # type: ignore[arg-type]
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(UserError, match=r"telemetry\.trackers=wandb: there is no login .*WANDB_MODE=offline"):
+        check_trackers(["wandb"])
+
+
+def test_the_base_model_of_a_card() -> None:
+    for arch, start, name in (
+        ("ViT-B-32-quickgelu", "openai", "timm/vit_base_patch32_clip_224.openai"),
+        ("pretrained", "hf-hub:laion/x", "laion/x"),
+        ("ViT-B-32", ".", ""),
+        ("ViT-B-32", None, ""),
+    ):
+        assert _base_model(arch, {"pretrained": start}) == name

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 
 from data_prep.dataset import canonical_tar
-from data_prep.dataset.ingest_report import write_report
+from data_prep.dataset.ingest_report import _reasons, write_report
 from jobs.report import command
 from pipeline.data.shards.make_manifest import index_shards
 from pipeline.errors import UserError
@@ -98,3 +99,11 @@ def test_a_caption_that_no_sample_has_is_refused(copied: Path, tmp_path: Path) -
     assert "--caption = 'json:captoin' is in none of the first samples" in str(done.exception)
     assert "The nearest is json:caption. Allowed: " in str(done.exception)
     assert not (tmp_path / "pages").exists()
+
+
+def test_many_reasons_are_counted_and_not_all_listed() -> None:
+    manifest = SimpleNamespace(failures={f"reason {k}": 1 + (k < 3) for k in range(300_000)}, attempted=300_003)
+    rows = _reasons(manifest, is_download=True)  # type: ignore[arg-type]
+    assert [row["name"] for row in rows[:4]] == ["reason 0", "reason 1", "reason 2", "reason 10"]
+    assert (len(rows), rows[-1]["name"]) == (41, "299,960 other reasons")
+    assert sum(row["count"] for row in rows) == 300_003

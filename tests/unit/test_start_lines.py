@@ -66,14 +66,20 @@ def test_what_is_not_here_without_a_network_is_said_at_once(
 
 
 def test_a_tracker_may_be_a_string_and_needs_a_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
+    wandb = pytest.importorskip("wandb")
     assert TelemetryConfig(trackers="wandb, trackio").trackers == ("wandb", "trackio")  # type: ignore[arg-type]
-    for name in ("WANDB_API_KEY", "WANDB_MODE"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("HOME", str(tmp_path))
-    with pytest.raises(UserError, match=r"telemetry\.trackers=wandb: there is no login .*WANDB_MODE=offline"):
+    try:
+        monkeypatch.setenv("WANDB_MODE", "offline")
         check_trackers(["wandb"])
+        wandb.teardown()  # it keeps the settings of its first use
+        monkeypatch.delenv("WANDB_MODE")
+        with pytest.raises(UserError, match=r"telemetry\.trackers=wandb: there is no login .*WANDB_MODE=offline"):
+            check_trackers(["wandb"])
+    finally:
+        wandb.teardown()
 
 
 def test_the_base_model_of_a_card() -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from pipeline.config import flatten, suggest
 from pipeline.errors import UserError, in_a_line
 from pipeline.model.foreign_weights import stored_description
-from pipeline.model.hub import TOKENIZER_FILES
+from pipeline.model.hub_access import TOKENIZER_FILES
 
 OUR_CONFIGS = Path(__file__).parent / "model_configs"
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from pipeline.errors import UserError, in_a_line
 from pipeline.model.architectures import check_same_towers, check_tag, load_open_clip, register
 from pipeline.model.foreign_weights import stored_description
-from pipeline.model.hub import check_cached, hub_or_cache, why_offline
+from pipeline.model.hub_access import check_cached, hub_or_cache, why_offline
 from pipeline.model.model_folder import create_clip, load_folder
 from pipeline.run_files import MODEL_CONFIG_NAME, model_folder_in, no_model
 

@@ -109,3 +109,28 @@ def _check_temperature_gradient(objective, surrogate, value, tau):
         return
     expected = torch.autograd.grad(surrogate, tau[0])[0]
     assert relative_error(objective._pending.tau_gradient, expected) < EXACT
+
+
+@pytest.mark.parametrize("batch_size", BATCHES)
+@pytest.mark.parametrize("rho", [None, 0.5])
+def test_dcl_equals_its_formula_and_the_robust_loss_of_a_single_batch(batch_size, rho):
+    """Yeh et al., equation 6, for both sides; with rho, the temperature's gradient is that of tau (loss + rho)."""
+    objective = build_objective({"name": "dcl", "rho": rho, "tau_lr": 1e-3}, context=context(batch_size))
+    image, text = (f.requires_grad_() for f in unit_features(batch_size))
+    ids = torch.arange(batch_size)
+    output = objective.compute(image.detach(), text.detach(), sample_ids=ids)
+    tau = torch.tensor(0.07, dtype=torch.float64, requires_grad=True)
+    logits, own = image @ text.T / tau, torch.eye(batch_size, dtype=torch.bool)
+    loss = sum((z.masked_fill(own, -math.inf).logsumexp(1) - z.diagonal()).mean() for z in (logits, logits.T)) / 2
+    expected = torch.autograd.grad(loss, [image, text, tau])
+    assert relative_error(output.loss, loss) < EXACT
+    assert relative_error(output.grad_image, expected[0]) < EXACT
+    assert relative_error(output.grad_text, expected[1]) < EXACT
+    if rho is None:
+        assert relative_error(objective._pending.tau_gradient, expected[2]) < EXACT
+    settings = {"name": "fastclip_v3", "gamma_schedule": "constant", "gamma": 1.0, "rho": rho or 1.0}
+    robust = build_objective(settings, context=context(batch_size))
+    same = robust.compute(image.detach(), text.detach(), sample_ids=ids)
+    assert relative_error(same.grad_image, 2 * 0.07 * output.grad_image) < EXACT
+    if rho is not None:
+        assert relative_error(robust._pending.tau_gradient, 2 * objective._pending.tau_gradient) < EXACT

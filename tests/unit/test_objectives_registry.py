@@ -20,7 +20,7 @@ from pipeline.objectives.temperature import ConstantTemperature, TemperatureConf
 from tests.plugins import install
 from tests.unit.objectives_reference import context, relative_error, unit_features
 
-PAPERS = {"openclip", "siglip", "sogclr", "isogclr", "amorlip", "neuclip", *(f"fastclip_v{i}" for i in range(4))}
+PAPERS = {"openclip", "dcl", "siglip", "sogclr", "isogclr", "amorlip", "neuclip", *(f"fastclip_v{i}" for i in range(4))}
 
 
 def test_every_method_of_the_papers_is_registered_and_its_section_round_trips():

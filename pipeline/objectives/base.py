@@ -43,6 +43,11 @@ class ObjectiveConfig:
     """Weight of a distillation loss that is added: the divergence of the similarities within the global batch from
     those of a teacher (MobileCLIP; open_clip's `--distill-model`), whose features `data.teacher_features` has. 0: no
     teacher. For the methods with a softmax, so not for `siglip`."""
+    mask_equal: bool = False
+    """Pairs with an equal text or image are not each other's negatives in a batch: texts with the same tokens, images
+    with the same pixels after the crop (with a random crop, only an image that is in the batch under the same sample id
+    counts as equal). In the methods' means over negatives their terms are 0; distillation and the normalizer networks'
+    prototypes are not masked."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +120,8 @@ class Objective(ABC):
 
     distills = False
     """Whether `loss_and_gradients` takes `teacher`."""
+    masks = False
+    """Whether `loss_and_gradients` takes `keys`."""
     has_bias = False
     """Whether the loss has a logit bias, which is stored with the weights also when it is 0."""
 
@@ -125,6 +132,11 @@ class Objective(ABC):
             raise UserError(
                 f"objective.distill = {config.distill:g}: {config.name} has no softmax that could follow a teacher's. "
                 "Use another objective.name, or objective.distill=0."
+            )
+        if config.mask_equal and not self.masks:
+            raise UserError(
+                f"objective.mask_equal = true: {config.name} cannot leave out negatives. Use another objective.name, "
+                "or objective.mask_equal=false."
             )
         if context.batch_size < 2:
             raise UserError(f"batch_size = {context.batch_size}: a contrastive loss needs a global batch of 2 or more.")
@@ -157,7 +169,9 @@ class Objective(ABC):
         return _joined(part.replicated_state() for part in self.parts)
 
     @torch.no_grad()
-    def compute(self, image: Tensor, text: Tensor, *, sample_ids: Tensor, teacher: Teachers = ()) -> ObjectiveOutput:
+    def compute(
+        self, image: Tensor, text: Tensor, *, sample_ids: Tensor, teacher: Teachers = (), keys: Tensor | None = None
+    ) -> ObjectiveOutput:
         """Loss and feature gradients of one batch. Lasting state changes only in `commit`.
 
         Args:
@@ -165,11 +179,13 @@ class Objective(ABC):
             text: The same of the texts.
             sample_ids: [b] int64, stable ids in [0, n).
             teacher: Features of a teacher, or of several, which the setting `distill` needs.
+            keys: [b, k] int64, which the setting `mask_equal` needs: pairs with an equal key in a column are not each
+                other's negatives. `equal_pairs.batch_keys` makes them.
 
         Raises:
             RuntimeError: The previous batch was neither committed nor discarded.
             UserError: The global batch is too small or larger than the context's, or there is a teacher without
-                `distill` or the reverse.
+                `distill`, keys without `mask_equal`, or the reverse.
         """
         if self._pending is not _NOTHING:
             raise RuntimeError(
@@ -182,7 +198,14 @@ class Objective(ABC):
                 f"objective.distill = {self.config.distill:g} and {'a' if teacher else 'no'} teacher: features "
                 "of a teacher and a weight above 0 need each other."
             )
-        dtype, given = self.context.dtype, {"teacher": teacher} if teacher else {}
+        if self.config.mask_equal != (keys is not None) and self.context.device.type != "meta":
+            raise UserError(
+                f"objective.mask_equal = {str(self.config.mask_equal).lower()} and {'no ' * (keys is None)}keys: they "
+                "need each other."
+            )
+        dtype = self.context.dtype
+        given: dict[str, Any] = {"teacher": teacher} if teacher else {}
+        given |= {} if keys is None else {"keys": keys}
         with true_fp32(self.context.device):
             output, self._pending = self.loss_and_gradients(
                 image.to(dtype), text.to(dtype), sample_ids=sample_ids, **given
@@ -214,7 +237,15 @@ class Objective(ABC):
         """Whether a batch was computed and neither committed nor discarded."""
         return self._pending is not _NOTHING
 
-    def loss(self, image: Tensor, text: Tensor, *, sample_ids: Tensor | None = None, teacher: Teachers = ()) -> Tensor:
+    def loss(
+        self,
+        image: Tensor,
+        text: Tensor,
+        *,
+        sample_ids: Tensor | None = None,
+        teacher: Teachers = (),
+        keys: Tensor | None = None,
+    ) -> Tensor:
         """The loss of the global batch with a graph to this rank's features, for training loops outside this project.
 
         Call `backward()` on it, step the encoders, then call `commit()` (or `discard()` when the step was skipped).
@@ -226,6 +257,7 @@ class Objective(ABC):
             sample_ids: [b] stable ids in [0, n), for methods with per-sample state and for `neuclip_plus`, which
                 without them cannot exclude a sample's own features of earlier batches.
             teacher: As for `compute`.
+            keys: As for `compute`.
 
         Raises:
             RuntimeError: The previous batch was neither committed nor discarded.
@@ -234,7 +266,7 @@ class Objective(ABC):
         check_batch(image, text, sample_ids, dim=self.context.dim, lengths=not self._lengths_checked)
         self._lengths_checked = True
         ids = self._unknown_ids(image) if sample_ids is None else sample_ids
-        output = self.compute(image.detach(), text.detach(), sample_ids=ids, teacher=teacher)
+        output = self.compute(image.detach(), text.detach(), sample_ids=ids, teacher=teacher, keys=keys)
         gradients = (output.grad_image, output.grad_text)
         loss: Tensor = WithGradient.apply(image, text, output.loss, gradients, self.world.size)
         return loss

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from pipeline.objectives.equal_pairs import equal_pairs
+
 
 @dataclass
 class Workspace:
@@ -59,8 +61,19 @@ def similarities(own_bd: Tensor, others_Bd: Tensor) -> Iterator[tuple[slice, Ten
         yield rows, torch.mm(own, others_Bd.T, out=space.take("s", (own.shape[0], columns), like=own))
 
 
+def shifted(rows: slice, by: int) -> slice:
+    """The same slice, `by` rows further on."""
+    return slice(rows.start + by, rows.stop + by)
+
+
 def anchor_statistics(
-    anchors_bd: Tensor, others_Bd: Tensor, *, positive_b: Tensor, tau_b: Tensor, first: int
+    anchors_bd: Tensor,
+    others_Bd: Tensor,
+    *,
+    positive_b: Tensor,
+    tau_b: Tensor,
+    first: int,
+    keys_Bk: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The in-batch log-normalizer of each anchor, and its derivative by the temperature.
 
@@ -73,18 +86,29 @@ def anchor_statistics(
         positive_b: s_ii.
         tau_b: Temperature of each anchor.
         first: Column of the first anchor's partner.
+        keys_Bk: Of `equal_pairs`: the terms of equal pairs are 0 in both means. For an anchor that has no other pairs,
+            log_g is -inf and mean_h is 0.
     """
     log_g, mean_h, space = torch.empty_like(positive_b), torch.empty_like(positive_b), Workspace()
     for rows, z in similarities(anchors_bd / tau_b[:, None], others_Bd):
         own_pair = z.diagonal(first + rows.start)
         own_pair.fill_(-math.inf)
+        equal = None if keys_Bk is None else equal_pairs(keys_Bk, rows=shifted(rows, first))
+        if equal is not None:
+            z.masked_fill_(equal, -math.inf)
         top = z.amax(1)
+        if equal is not None:
+            top.clamp_(min=torch.finfo(top.dtype).min / 2)  # z - top is -inf also where all of a row is
         weight = torch.exp(z.sub_(top[:, None]), out=space.take("weight", tuple(z.shape), like=z))
         own_pair.fill_(0.0)
+        if equal is not None:
+            z.masked_fill_(equal, 0.0)
         total = weight.sum(1)
         top -= positive_b[rows] / tau_b[rows]  # now the largest h
         log_g[rows] = top + total.log() - math.log(others_Bd.shape[0] - 1)
         mean_h[rows] = top + weight.mul_(z).sum(1) / total
+    if keys_Bk is not None:
+        mean_h.masked_fill_(log_g.isneginf(), 0.0)
     return log_g, mean_h
 
 
@@ -96,6 +120,7 @@ def softmax_gradient(
     shift: tuple[Tensor, Tensor],
     pull: Tensor,
     first: int,
+    keys_Bk: Tensor | None = None,
 ) -> Tensor:
     """Feature gradient of every softmax objective, `sum_j dL/ds_ij others_j` for each own row i of one side, [b, d].
 
@@ -110,6 +135,7 @@ def softmax_gradient(
         shift: Likewise z_i such that anchor i adds exp(slope_i s_ij + z_i) to dL/ds_ij for j != i.
         pull: -dL/ds_ii of both sides together, [B].
         first: Column of row 0's partner.
+        keys_Bk: Of `equal_pairs`, whose dL/ds_ij are 0.
     """
     gradient, space = torch.empty_like(own_bd), Workspace()
     local = slice(first, first + own_bd.shape[0])
@@ -118,6 +144,8 @@ def softmax_gradient(
         a = space.take("a", tuple(s.shape), like=s)
         torch.addcmul(own_shift[rows], s, own_slope[rows], out=a).exp_()
         a += torch.addcmul(shift[1], s, slope[1], out=s).exp_()
+        if keys_Bk is not None:
+            a.masked_fill_(equal_pairs(keys_Bk, rows=shifted(rows, first)), 0.0)
         a.diagonal(first + rows.start).copy_(-own_pull[rows])
         torch.mm(a, others_Bd, out=gradient[rows])
     return gradient

@@ -10,6 +10,7 @@ from torch import Tensor
 from pipeline.config import section
 from pipeline.objectives import pairwise
 from pipeline.objectives.base import Objective, ObjectiveContext, ObjectiveOutput
+from pipeline.objectives.equal_pairs import equal_pairs
 from pipeline.objectives.registry import register
 from pipeline.objectives.temperature import LearnedScalar, LearnedTemperature, TemperatureConfig, tau_lr_at
 
@@ -29,7 +30,7 @@ class SigLip(Objective):
     """L = -(1/B) sum_ij log sigmoid( y_ij (s_ij / tau + bias) ), y = 1 for the own pair and -1 for all others."""
 
     config: SigLipConfig
-    has_bias = True
+    has_bias = masks = True
 
     def __init__(self, config: SigLipConfig, context: ObjectiveContext) -> None:
         self.temperature = LearnedTemperature(config, context)
@@ -37,9 +38,10 @@ class SigLip(Objective):
         super().__init__(config, context, parts=(self.temperature, self.bias))
 
     def loss_and_gradients(
-        self, image: Tensor, text: Tensor, *, sample_ids: Tensor
+        self, image: Tensor, text: Tensor, *, sample_ids: Tensor, keys: Tensor | None = None
     ) -> tuple[ObjectiveOutput, tuple[Tensor, Tensor]]:
         images, texts = self.gather_features(image, text)
+        keys = None if keys is None else self.world.all_gather(keys)
         size, first = images.shape[0], self.world.rows(image.shape[0]).start
         scale, bias = 1.0 / self.temperature.value(), self.bias.value
         sums = torch.zeros(3, dtype=image.dtype, device=image.device)  # loss, dL/dscale, dL/dbias of this rank's images
@@ -48,6 +50,9 @@ class SigLip(Objective):
             gradient = torch.empty_like(own)
             for rows, s in pairwise.similarities(own, others):
                 logits = s * scale + bias
+                if keys is not None:
+                    equal = equal_pairs(keys, rows=pairwise.shifted(rows, first))
+                    logits.masked_fill_(equal, -torch.inf)  # neither loss nor gradient
                 pull = torch.sigmoid(logits)  # the gradient of a negative pair; the own pair has sigmoid - 1
                 own_pair = logits.diagonal(first + rows.start)
                 pull.diagonal(first + rows.start).copy_(-torch.sigmoid(-own_pair))

@@ -53,6 +53,8 @@ class AnchorBatch:
     """Steps committed so far."""
     ids: Tensor | None = None
     """Sample ids, [B], for estimators that need them; negative ones are unknown and distinct."""
+    keys: Tensor | None = None
+    """Of equal pairs, [B, k], with `mask_equal`."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ class SoftmaxObjective(Objective):
         eps: The small constant that the method adds to every normalizer g; 0 = none.
     """
 
-    distills = True
+    distills = masks = True
 
     def __init__(
         self,
@@ -155,10 +157,10 @@ class SoftmaxObjective(Objective):
         return NormalizerEstimates(*(values[:, batch.rows] for values in found))
 
     def loss_and_gradients(
-        self, image: Tensor, text: Tensor, *, sample_ids: Tensor, teacher: Teachers = ()
+        self, image: Tensor, text: Tensor, *, sample_ids: Tensor, teacher: Teachers = (), keys: Tensor | None = None
     ) -> tuple[ObjectiveOutput, AnchorWeights]:
         with record_function("objective.gather"):
-            batch = self._gather((image, text), sample_ids)
+            batch = self._gather((image, text), sample_ids, keys)
         with record_function("objective.anchor_weights"):
             weights = self.anchor_weights(batch)
         if teacher:
@@ -200,7 +202,8 @@ class SoftmaxObjective(Objective):
     def logit_parameters(self) -> tuple[float, float]:
         return self.temperature.logit_scale(), 0.0
 
-    def _gather(self, own: Pair, sample_ids: Tensor) -> AnchorBatch:
+    def _gather(self, own: Pair, sample_ids: Tensor, keys: Tensor | None = None) -> AnchorBatch:
+        keys = None if keys is None else self.world.all_gather(keys)
         fetched = None if self.table is None else self.table.lookup(sample_ids).to(self.context.dtype)
         features = self.gather_features(*own)
         rows, size = self.world.rows(own[0].shape[0]), features[0].shape[0]
@@ -209,14 +212,19 @@ class SoftmaxObjective(Objective):
         scalars = [positive_b]
         for side in (0, 1):
             scalars += pairwise.anchor_statistics(
-                own[side], features[1 - side], positive_b=positive_b, tau_b=tau[side][rows], first=rows.start
+                own[side],
+                features[1 - side],
+                positive_b=positive_b,
+                tau_b=tau[side][rows],
+                first=rows.start,
+                keys_Bk=keys,
             )
         gathered = self.world.all_gather(torch.stack(scalars, 1)).T.contiguous()
         positive, log_g, mean_h = gathered[0], gathered[1::2], gathered[2::2]
         ids = None
         if self._estimator.needs_ids:
             ids = self.world.all_gather(sample_ids.to(positive_b.device, non_blocking=True))
-        return AnchorBatch(features, positive, tau, log_g, mean_h, fetched, size, rows, self.steps, ids)
+        return AnchorBatch(features, positive, tau, log_g, mean_h, fetched, size, rows, self.steps, ids, keys)
 
 
 def _feature_gradients(batch: AnchorBatch, weights: AnchorWeights) -> Pair:
@@ -232,6 +240,7 @@ def _feature_gradients(batch: AnchorBatch, weights: AnchorWeights) -> Pair:
             shift=(shift[side], shift[1 - side]),
             pull=pull,
             first=batch.rows.start,
+            keys_Bk=batch.keys,
         )
         if weights.feature_gradient is not None:
             gradient += weights.feature_gradient[side]

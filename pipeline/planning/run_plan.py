@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeline.data.data_config import MOST_WORKERS
+from pipeline.data.loading.caption_notes import caption_notes, first_captions
 from pipeline.data.loading.stored_features import common_crops, how_to_write, open_features
 from pipeline.data.order.canonical_order import make_layout
 from pipeline.engine.engine_protocol import ENGINES
@@ -163,8 +164,18 @@ def plan_run(run: RunConfig, *, gpus: int, assume: Assumptions = UNKNOWN_DATA) -
         workers=min(MOST_WORKERS if run.data.workers is None else run.data.workers, run.data.streams // gpus),
         sample_bytes=data.bytes / data.samples if data else assume.sample_bytes,
         notes=tuple(dict.fromkeys(note for stage in stages_of(run) for note in measured_towers(stage.run.model)[2]))
-        + tuple(_stored_features(run, data)),
+        + tuple(_stored_features(run, data))
+        + tuple(_caption_notes(run, architecture)),
     )
+
+
+def _caption_notes(run: RunConfig, architecture: Architecture) -> list[str]:
+    """Notes on as many of the first captions as a batch has."""
+    captions = first_captions(run.data, count=run.batch_size)
+    if not captions:
+        return []
+    tokens, of = architecture.tokenize(captions), f"the first {len(captions):,}"
+    return caption_notes(tokens, tokenize=architecture.tokenize, of=of, masked=run.objective.mask_equal)
 
 
 def _stored_features(run: RunConfig, data: DataPlan | None) -> Iterator[str]:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline.data.loading.caption_notes import caption_notes
 from pipeline.data.loading.loader import Batch
 from pipeline.distributed.timing import Meter
 from pipeline.distributed.world import World
@@ -67,6 +68,13 @@ class Observer:
             **slowest_rank(state.world, rates, batch_size=run.batch_size),
             **utilization.scalars(rates["samples_per_second"]),
         }
+
+    def note_captions(self, batch: Batch) -> None:
+        """Warn of captions of the first global batch that are cut, or equal. Collective."""
+        tokens = self.state.world.all_gather(batch.text.to(self.state.world.device)).cpu()
+        masked = self.state.run.objective.mask_equal
+        for note in caption_notes(tokens, tokenize=self.tokenizer, of="the first batch's", masked=masked):
+            self.telemetry.warning(note)
 
     def after(self, batch: Batch, result: StepResult) -> None:
         """Call it when the step that gave `result` was counted."""

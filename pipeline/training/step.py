@@ -205,6 +205,7 @@ class TrainStep:
         stop: bool = False,
         missing: bool = False,
         teacher: Sequence[Teacher] = (),
+        keys: Tensor | None = None,
         rehearsal: bool = False,
     ) -> StepResult:
         """Take one step. Collective.
@@ -217,6 +218,7 @@ class TrainStep:
             stop: Whether this rank has received a signal to stop.
             missing: This rank has no batch, and `inputs` stand in for it: no rank takes the step.
             teacher: Features of teachers of these samples, with `objective.distill`.
+            keys: int64 [b, k] of equal pairs, with `objective.mask_equal`.
             rehearsal: Compute everything, and change nothing that lasts.
         """
         image, texts = inputs
@@ -225,7 +227,7 @@ class TrainStep:
         if self._applied and self.rehearsed_width is not None:
             widest, self.rehearsed_width = texts.widest(self.rehearsed_width), None
             facts: dict[str, Any] = {"sample_ids": sample_ids, "step": step, "lr_scale": lr_scale, "teacher": teacher}
-            self((image, widest), **facts, rehearsal=True)
+            self((image, widest), **facts, keys=keys, rehearsal=True)
         self.objective.prefetch(sample_ids)
         # Of batch norms, for a step that turns out to be skipped.
         statistics = [(x, x.clone()) for norm in self._batch_norms for x in norm.buffers(recurse=False)]
@@ -233,7 +235,8 @@ class TrainStep:
             features = self._features(image, texts, step)
         with self.phases("objective"):
             f_image, f_text = (f.detach() for f in features)
-            given = {"teacher": teacher} if teacher else {}  # most objectives know of none
+            given: dict[str, Any] = {"teacher": teacher} if teacher else {}  # most objectives know of none
+            given |= {} if keys is None else {"keys": keys}
             output = self.objective.compute(f_image, f_text, sample_ids=sample_ids, **given)
             total = output.loss + output.grad_image.sum() + output.grad_text.sum()
             flags = Flags(~torch.isfinite(total), stop, missing or rehearsal, world=self.world)

@@ -27,6 +27,7 @@ from pipeline.metrics.logger import Telemetry
 from pipeline.metrics.mfu import Utilization
 from pipeline.metrics.sinks import NOTICE, clock
 from pipeline.objectives.distill import Teacher
+from pipeline.objectives.equal_pairs import batch_keys
 from pipeline.run_files import new_run_id
 from pipeline.training.gradient_check import TOLERANCE, GradientCheck
 from pipeline.training.observer import Observer
@@ -241,6 +242,10 @@ class Trainer:
             self.batches.fetch_ahead(step)
         stored, teachers, missing = self._stored(batch, missing=missing)
         image = self.normalized(images) if stored is None else stored
+        keys = None
+        if self.run.objective.mask_equal:
+            pixels = images if stored is None else None  # with stored features, no pixels are read
+            keys = batch_keys(batch.text, inputs.sample_ids, pixels)
         result = self.take_step(
             (image, texts),
             sample_ids=inputs.sample_ids,
@@ -249,6 +254,7 @@ class Trainer:
             stop=stop,
             missing=missing,
             teacher=teachers,
+            keys=keys,
         )
         if result.missing:
             return result
@@ -285,6 +291,8 @@ class Trainer:
         """Pictures, distributions and metrics that are due after this step."""
         self.utilization.count(text_tokens=result.text_tokens)
         self.observer.after(batch, result)
+        if self.state.step == 1:
+            self.observer.note_captions(batch)
         if result.stop or self.state.step == self.end or self.state.step % self.run.telemetry.every == 0:
             try:
                 scalars = self.observer.scalars(batch, result, meter=self.meter, utilization=self.utilization)

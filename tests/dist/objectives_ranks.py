@@ -24,7 +24,7 @@ from tests.unit.objectives_reference import context, unit_features
 BATCH, DIM, STEPS = 16, 12, 5
 NEUCLIP = {"name": "neuclip", "prototypes": 24, "restart_every": 3}
 VARIANTS: dict[str, dict[str, Any]] = {
-    **{n: {"name": n} for n in ("openclip", "siglip", "sogclr", "isogclr", "amorlip")},
+    **{n: {"name": n} for n in ("openclip", "dcl", "siglip", "sogclr", "isogclr", "amorlip")},
     **{f"fastclip_v{i}": {"name": f"fastclip_v{i}"} for i in range(4)},
     "neuclip": NEUCLIP,
     "neuclip_few_prototypes": {**NEUCLIP, "prototypes": 5},
@@ -37,6 +37,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "neuclip_plus": {"name": "neuclip_plus", "prototypes": 24},
     "neuclip_mlp": {"name": "neuclip", "npn": "mlp", "restart_every": 0},
     **{f"{n}_distilled": {"name": n, "distill": 0.5} for n in ("openclip", "isogclr")},
+    **{f"{n}_masked": {"name": n, "mask_equal": True} for n in ("openclip", "siglip", "fastclip_v3")},
+    "neuclip_masked": {**NEUCLIP, "mask_equal": True},
 }
 
 
@@ -66,12 +68,14 @@ def trajectory(name: str, world: World, *, dtype: torch.dtype, steps: int) -> di
     objective, found = make(name, world, dtype=dtype), {}
     for step in range(steps):
         image, text, ids = local(world, step, dtype=dtype)
-        teacher = guide(objective, world, step)
-        output = objective.compute(image, text, sample_ids=ids, teacher=teacher)
+        given = {"sample_ids": ids, "teacher": guide(objective, world, step)}
+        if objective.config.mask_equal:
+            given["keys"] = torch.stack([ids, ids % 5], 1)
+        output = objective.compute(image, text, **given)
         if step == 2:
             objective.discard()
             objective.prefetch(ids)
-            output = objective.compute(image, text, sample_ids=ids, teacher=teacher)
+            output = objective.compute(image, text, **given)
         objective.commit(lr_scale=1 / (1 + step))
         found[f"loss{step}"] = output.loss
         for side, gradient in (("image", output.grad_image), ("text", output.grad_text)):
@@ -99,7 +103,7 @@ def everything(world: World) -> dict[str, dict[str, Tensor]]:
 def bytes_moved(world: World) -> dict[str, dict[str, int]]:
     """Return the payload that one step of each method passes to the collectives, by collective."""
     found = {}
-    for name in (name for name, settings in VARIANTS.items() if "distill" not in settings):
+    for name in (name for name, settings in VARIANTS.items() if not {"distill", "mask_equal"} & settings.keys()):
         objective = make(name, world, dtype=torch.float32)
         image, text, ids = local(world, 0, dtype=torch.float32)
         world.traffic.clear()

@@ -24,10 +24,16 @@ def unit_features(batch_size: int, dim: int = 16, *, seed: int = 0, dtype: torch
     return list(F.normalize(torch.randn(shape, generator=generator, dtype=dtype), dim=2).unbind(0))
 
 
-def normalizers(image: Tensor, text: Tensor, tau: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """g1_i, g2_i: the mean of exp((s_ij - s_ii) / tau_i) over j != i, for both sides; formed naively."""
+def normalizers(
+    image: Tensor, text: Tensor, tau: tuple[Tensor, Tensor], *, equal: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """g1_i, g2_i: the mean of exp((s_ij - s_ii) / tau_i) over j != i, for both sides; formed naively.
+
+    The terms of pairs that are `equal`, [B, B], are 0.
+    """
     s = image @ text.T
     others = ~torch.eye(len(s), dtype=torch.bool)
+    others = others if equal is None else others & ~equal
     first, second = (
         torch.exp((m - s.diagonal()[:, None]) / t.expand(len(s))[:, None]).mul(others).sum(1) / (len(s) - 1)
         for m, t in zip((s, s.T), tau, strict=True)

@@ -243,7 +243,7 @@ class Trainer:
         stored, teachers, missing = self._stored(batch, missing=missing)
         image = self.normalized(images) if stored is None else stored
         keys = None
-        if self.run.objective.mask_equal:
+        if self.take_step.objective.config.mask_equal:
             pixels = images if stored is None else None  # with stored features, no pixels are read
             keys = batch_keys(batch.text, inputs.sample_ids, pixels)
         result = self.take_step(

@@ -29,10 +29,13 @@ class ISogClrConfig(LearnedTauConfig, EstimatorConfig):
     """Initial temperature of every sample."""
     tau_min: float = Field(default=0.005, gt=0)
     """Lower bound of the temperatures."""
-    tau_lr: float = Field(default=1e-2, ge=0)
-    """Learning rate of tau. The gradient is written without the papers' 1/n, which only rescales this rate."""
-    tau_optimizer: Literal["adam", "momentum"] = "adam"
-    """`adam`: moments per sample (FastCLIP). `momentum`: iSogCLR's own Algorithm 2, whose decay is `tau_beta1`."""
+    tau_lr: float = Field(default=3e-3, ge=0)
+    """Learning rate of tau; the papers' 1e-2 is for `tau_optimizer` published_code. The gradient is written without the
+    papers' 1/n, which only rescales this rate."""
+    tau_optimizer: Literal["adam", "momentum", "published_code"] = "adam"
+    """`adam`: moments per sample (FastCLIP). `published_code`: the same divided by the second moment instead of by its
+    root, as in FastCLIP's code, to which the papers' `tau_lr` belongs. `momentum`: iSogCLR's own Algorithm 2, whose
+    decay is `tau_beta1`."""
 
 
 @section
@@ -54,7 +57,7 @@ class SampleTemperatures(Temperature):
         self.config = config
         self.columns = {"image_tau": config.tau_init, "text_tau": config.tau_init}
         self.columns |= {"image_moment1": 0.0, "text_moment1": 0.0}
-        if config.tau_optimizer == "adam":
+        if config.tau_optimizer != "momentum":
             self.columns |= {"image_moment2": 0.0, "text_moment2": 0.0, "updates": 0.0}
         # Mean of the latest batch: an open_clip file has room for one logit scale only.
         self.batch_tau = torch.tensor(config.tau_init, dtype=context.dtype, device=context.device)
@@ -78,7 +81,8 @@ class SampleTemperatures(Temperature):
         else:
             updates += 1
             slots = {"moment1": moment1, "moment2": moment2}
-            Adam(lr, (c.tau_beta1, c.tau_beta2), c.tau_eps).step(tau, gradient, slots, updates=updates)
+            adam = Adam(lr, (c.tau_beta1, c.tau_beta2), c.tau_eps, root=c.tau_optimizer == "adam")
+            adam.step(tau, gradient, slots, updates=updates)
         tau.clamp_(c.tau_min, c.tau_max)
         self.batch_tau.copy_(tau.mean())
         return rows

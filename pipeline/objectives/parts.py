@@ -55,18 +55,22 @@ class AdaGrad:
 
 @dataclass(frozen=True)
 class Adam:
-    """torch.optim.Adam without weight decay; `lr` and `updates` may be tensors, one value for all or one per row."""
+    """torch.optim.Adam without weight decay; `lr` and `updates` may be tensors, one value for all or one per row.
+
+    With `root` false it divides by the second moment instead of by its root.
+    """
 
     lr: Rate
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
+    root: bool = True
     slots: ClassVar[tuple[str, ...]] = ("moment1", "moment2")
 
     def step(self, parameter: Tensor, gradient: Tensor, slots: Mapping[str, Tensor], *, updates: Rate) -> None:
         beta1, beta2 = self.betas
         first = slots["moment1"].lerp_(gradient, 1 - beta1) / (1 - beta1**updates)
         second = slots["moment2"].lerp_(gradient.square(), 1 - beta2) / (1 - beta2**updates)
-        parameter -= self.lr * first / (second.sqrt() + self.eps)
+        parameter -= self.lr * first / ((second.sqrt() if self.root else second) + self.eps)
 
 
 InnerOptimizer = AdaGrad | Adam

@@ -134,3 +134,15 @@ def test_dcl_equals_its_formula_and_the_robust_loss_of_a_single_batch(batch_size
     assert relative_error(same.grad_image, 2 * 0.07 * output.grad_image) < EXACT
     if rho is not None:
         assert relative_error(robust._pending.tau_gradient, 2 * objective._pending.tau_gradient) < EXACT
+
+
+def test_the_published_adam_of_fastclip_v2_divides_by_the_second_moment():
+    """The first step of a sample: bias-corrected moments are the gradient and its square."""
+    settings = {"name": "fastclip_v2", "rho": 1.0, "tau_lr": 1e-3, "tau_max": 9.0, "tau_optimizer": "published_code"}
+    objective, ids = build_objective(settings, context=context(17)), torch.arange(17)
+    before = objective.table.owned()[ids][:, 2:4].double()
+    objective.compute(*unit_features(17), sample_ids=ids)
+    gradient = objective._pending.tau_gradient
+    objective.commit(lr_scale=1.0)
+    expected = (before - 1e-3 * gradient / (gradient.square() + 1e-8)).clamp(0.005, 9.0)
+    assert relative_error(objective.table.owned()[ids][:, 2:4].double(), expected) < 1e-6

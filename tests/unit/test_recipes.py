@@ -70,7 +70,8 @@ def test_every_method_can_be_planned_and_read_back(name: str) -> None:
 @pytest.mark.parametrize("name", ["own", "finetune", "demo"])
 def test_recipes_of_ones_own_data_train_our_methods_too(name: str) -> None:
     methods = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())["methods"]
-    assert {*PUBLISHED, "neuclip_literal", "neuclip_plus"} <= set(methods)
+    assert {*PUBLISHED, "dcl", "neuclip_literal", "neuclip_plus"} <= set(methods)
+    assert name == "demo" or load(name, "samples=100000").objective.name == "openclip", "docs/which-method.md"
     run = load(name, "objective.name=neuclip_plus", "samples=100000")
     assert (run.objective.prototypes, run.objective.npn, run.objective.ratio_cap) == (4096, "queue", 2.0)
     assert run.objective.rho == load(name, "objective.name=neuclip", "samples=100000").objective.rho
@@ -127,6 +128,13 @@ def test_values_of_the_fastclip_tables(name: str, method: str, expected: dict[st
 
 
 @pytest.mark.parametrize("name", PAPERS)
+def test_rho_and_rates_of_the_papers_are_used_as_in_the_code_they_were_tuned_with(name: str) -> None:
+    assert load(name, "objective.name=fastclip_v3").objective.tau_gradient == "published_code"
+    for method in ("isogclr", "fastclip_v2"):
+        assert load(name, f"objective.name={method}").objective.tau_optimizer == "published_code"
+
+
+@pytest.mark.parametrize("name", PAPERS)
 def test_headers_state_source_command_and_gpu_hours(name: str) -> None:
     header = (FOLDER / f"{name}.yaml").read_text().split("\noutput:")[0]
     for word in ("Reproduces", "Expected", "Command", "NOT VALIDATED"):
@@ -165,7 +173,8 @@ def test_a_method_without_settings_in_the_recipe_has_its_defaults(
 
 
 def test_the_command_line_changes_what_only_a_recipe_resolves() -> None:
-    assert load("own", "methods.neuclip.objective.rho=1.5", "epochs=null", "samples=5120").objective.rho == 1.5
+    neuclip = ["objective.name=neuclip", "methods.neuclip.objective.rho=1.5"]
+    assert load("own", *neuclip, "epochs=null", "samples=5120").objective.rho == 1.5
     chosen = ["objective.name=siglip", "methods.siglip.objective.tau_lr=0.5", "reference_batch=null"]
     run = load("own", *chosen, "batch_size=512", "epochs=null", "samples=5120")
     assert run.objective.tau_lr == 0.5

@@ -187,7 +187,7 @@ def test_the_command_line_changes_what_only_a_recipe_resolves() -> None:
         ("extends=cc3m", "extends = 'cc3m' is for recipes only: give --recipe cc3m."),
     ):
         with pytest.raises(UserError, match=message):
-            load("own", override)
+            load("own", "objective.name=neuclip", override)
 
 
 def test_reading_a_recipe_does_not_import_open_clip() -> None:

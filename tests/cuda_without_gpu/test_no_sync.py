@@ -95,13 +95,18 @@ def small(settings: dict[str, Any]) -> dict[str, Any]:
     return {"drift_check_every": 0, **defaults, **settings}
 
 
+def keys_of(settings: dict[str, Any], ids: torch.Tensor) -> torch.Tensor | None:
+    return ids[:, None] if settings.get("mask_equal") else None
+
+
 def uses_autograd(settings: dict[str, Any]) -> bool:
     """Whether a step runs the autograd engine, which asks the CUDA driver for streams; found by a step on the CPU."""
     objective = build_objective(
         small(settings), dim=DIM, batch_size=LOCAL, dataset_size=10**4, total_steps=8, world=World()
     )
     with mock.patch("torch.autograd._engine_run_backward", wraps=torch.autograd._engine_run_backward) as engine:
-        objective.compute(*torch.randn(2, LOCAL, DIM), sample_ids=torch.arange(LOCAL))
+        ids = torch.arange(LOCAL)
+        objective.compute(*torch.randn(2, LOCAL, DIM), sample_ids=ids, keys=keys_of(settings, ids))
     return engine.called
 
 
@@ -121,10 +126,11 @@ def trace(settings: dict[str, Any]) -> KernelTrace:
         found.collectives.clear()
         for step in range(STEPS):  # with the first batch, restarts, and the begin of an epoch
             objective.prefetch(ids)
-            objective.compute(image, text, sample_ids=ids)
+            given = {"sample_ids": ids, "keys": keys_of(settings, ids)}
+            objective.compute(image, text, **given)
             if step == 1:
                 objective.discard()
-                objective.compute(image, text, sample_ids=ids)
+                objective.compute(image, text, **given)
             objective.commit(lr_scale=0.5)
     return found
 

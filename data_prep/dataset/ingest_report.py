@@ -100,7 +100,7 @@ def page_facts(folder: Folder, manifest: Manifest, census: Census, caption: Capt
 def _reasons(manifest: Manifest, *, is_download: bool) -> list[dict[str, Any]]:
     """The most frequent reasons of failures, and the others in a row or two: those that may pass, and lasting ones."""
     ranked = sorted(manifest.failures.items(), key=lambda item: (-item[1], item[0]))
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"name": name, "count": count, "meaning": meaning_of(name), "transient": is_transient(name) and is_download}
         for name, count in ranked[:_REASONS]
     ]

@@ -24,6 +24,8 @@ LONGEST_NAME = 255
 """Bytes; what file systems allow."""
 MOST_TEXT = 2**28
 """Bytes of a description that is read at once: a checkpoint of 1,024 ranks lists some hundred thousand files."""
+PADDING = 2 * tarfile.RECORDSIZE
+"""Zero bytes that may follow the last member. Writers end with 1,024 and fill up a record of 10,240."""
 UMASK = os.umask(0)  # it can only be read by setting it
 os.umask(UMASK)
 
@@ -230,11 +232,11 @@ def tar_errors() -> Iterator[None]:
         raise tarfile.ReadError(f"damaged header ({type(error).__name__}: {error})") from error
 
 
-def zeros_before_more(file: BinaryIO) -> int | None:
-    """The number of zero bytes that come next and have something else behind them; None: there is nothing else."""
+def zeros_next(file: BinaryIO) -> tuple[int, bool]:
+    """The number of zero bytes that come next, and whether there is something else behind them."""
     count = 0
     while block := file.read(1 << 20):
         if more := block.lstrip(b"\0"):
-            return count + len(block) - len(more)
+            return count + len(block) - len(more), True
         count += len(block)
-    return None
+    return count, False

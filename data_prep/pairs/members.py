@@ -23,7 +23,7 @@ from data_prep.pairs.pair import CAPTION_NAMES, MALFORMED_ROW, MISSING_FILE, Sou
 from data_prep.reasons import NO_CAPTION
 from pipeline.data.shards.tar_reader import FORMAT_SUFFIXES, split_name
 from pipeline.errors import UserError
-from pipeline.files import tar_errors, text_lines, zeros_before_more
+from pipeline.files import PADDING, read_bounded, tar_errors, text_lines, zeros_next
 
 _LOOKED_AT, _TARS_LOOKED_AT = 1_000, 10
 """Samples, and tars, spread over the source, that decide which members are used."""
@@ -44,10 +44,12 @@ class PairFiles:
     def text(self, suffix: str) -> str:
         """The text of a part. Raises ValueError if it is too large for a caption, OSError if it cannot be read."""
         where = self.parts[suffix]
-        path, offset, size = (self.file, *where) if isinstance(where, tuple) else (where, 0, os.stat(where).st_size)
+        if not isinstance(where, tuple):
+            return read_bounded(Path(where), most=LARGEST_TEXT).decode("utf-8-sig", "surrogateescape")
+        offset, size = where
         if size > LARGEST_TEXT:
             raise ValueError(f"{suffix} has {size:,} bytes")
-        with open(path, "rb") as file:
+        with open(self.file, "rb") as file:
             file.seek(offset)
             return file.read(size).decode("utf-8-sig", "surrogateescape")
 
@@ -220,8 +222,11 @@ def _tar_samples(tar: Path, shown: str) -> list[PairFiles]:
                 sample.parts[suffix] = (member.offset_data, member.size)
                 last = key
             file.seek(opened.offset)
-            if file.read(512) != bytes(512) or zeros_before_more(file) is not None:
+            first, (zeros, more) = file.read(512), zeros_next(file)
+            if first != bytes(512) or more:
                 raise tarfile.ReadError("no zeros end it, or more follows them: it was cut short, damaged, or joined")
+            if zeros > PADDING:
+                raise tarfile.ReadError("more zeros end it than any padding: was its download not finished?")
     except (tarfile.TarError, OSError) as error:
         raise UserError(
             f"{shown} is not a complete tar, after {len(samples):,} samples ({error}): fetch it again, or move it away."
@@ -306,5 +311,12 @@ def walk(folder: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def files_below(folder: Path, wanted: Callable[[str], bool]) -> Iterator[Path]:
-    """The files with wanted names below a folder, in the order of `walk`."""
-    return (Path(root, name) for root, files in walk(folder) for name in files if wanted(name))
+    """The files with wanted names below a folder, in the order of `walk`.
+
+    Raises:
+        UserError: One is a link to nothing, a pipe or a device.
+    """
+    for path in (Path(root, name) for root, files in walk(folder) for name in files if wanted(name)):
+        if not path.is_file():
+            raise UserError(f"{path} is not a file, nor a link to one: mend it, or move it away.")
+        yield path

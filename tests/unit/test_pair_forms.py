@@ -20,6 +20,7 @@ from data_prep.dataset.ingest_report import write_report
 from data_prep.pairs.members import open_tars
 from data_prep.pairs.pair import SourceOptions
 from jobs.pairs import command
+from pipeline.data.shards.make_manifest import index_shards
 from pipeline.errors import UserError
 from tests.pair_files import dropped, make, picture, stored, write_csv, write_images
 from tests.shards import write_members, write_tar
@@ -123,6 +124,33 @@ def test_every_cut_of_a_tar_is_noticed(tmp_path: Path) -> None:
         path.write_bytes(body[:cut])
         with pytest.raises(UserError, match=r"cut\.tar (is not a complete tar|holds no samples)"):
             open_tars(tmp_path, [path], SourceOptions(), tmp_path)
+
+
+def test_the_room_that_a_download_has_not_filled_is_noticed(tmp_path: Path) -> None:
+    """Regression test: programs that reserve a file's size first leave zeros, which were taken for a tar's end."""
+    write_tar(tmp_path / "a.tar", [{"jpg": picture(k), "txt": b"x"} for k in range(2)])
+    os.truncate(tmp_path / "a.tar", 1 << 16)
+    with pytest.raises(UserError, match="more zeros end it"):
+        open_tars(tmp_path, [tmp_path / "a.tar"], SourceOptions(), tmp_path)
+    with pytest.raises(UserError, match="more than any padding"):
+        index_shards(tmp_path)
+
+
+def test_captions_without_an_end_cost_their_sample_only(tmp_path: Path) -> None:
+    """Regression test: pipes beside images were waited for, and devices read, without an end."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for k in range(3):
+        (folder / f"{k}.jpg").write_bytes(picture(k))
+    os.mkfifo(folder / "0.txt")
+    (folder / "1.txt").symlink_to("/dev/zero")
+    (folder / "2.txt").write_text("good")
+    run(folder, tmp_path / "out")
+    assert [text for _, text, _ in stored(tmp_path / "out")] == ["good"]
+    assert [place for place, *_ in dropped(tmp_path / "out")] == ["0.jpg", "1.jpg"]
+    (folder / "3.tar").symlink_to("nothing")
+    with pytest.raises(UserError, match=r"3\.tar is not a file, nor a link to one"):
+        run(folder, tmp_path / "other")
 
 
 def test_many_samples_decide_which_members_are_used(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 from pipeline.data.order.hashing import draw
 from pipeline.errors import UserError
-from pipeline.files import zeros_before_more
+from pipeline.files import PADDING, zeros_next
 
 BLOCK = 512
 IMAGE_SUFFIXES = frozenset({"jpg", "jpeg", "png", "webp", "ppm"})
@@ -168,11 +168,8 @@ def _members(
         if header.count(0) == len(header):
             if not header:
                 on_unended()
-            elif strict and zeros_before_more(file) is not None:
-                raise DamagedTar(
-                    "has zeros where a file should begin, and more behind them: a part of it was overwritten, or two "
-                    "archives were joined, which have to be separate shards"
-                )
+            elif strict:
+                _check_end(file)
             return
         name, size, kind = _parse(header)
         position += BLOCK
@@ -204,6 +201,17 @@ def _members(
         position += size + -size % BLOCK
         if kind not in (PAX, PAX_GLOBAL, GNU_LONG_NAME):
             start = position
+
+
+def _check_end(file: BinaryIO) -> None:
+    zeros, more = zeros_next(file)
+    if more:
+        raise DamagedTar(
+            "has zeros where a file should begin, and more behind them: a part of it was overwritten, or two "
+            "archives were joined, which have to be separate shards"
+        )
+    if zeros > PADDING:
+        raise DamagedTar(f"ends in {zeros:,} zero bytes, more than any padding: was its download not finished?")
 
 
 def _bytes_left(file: BinaryIO) -> int | None:

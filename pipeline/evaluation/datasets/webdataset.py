@@ -19,10 +19,7 @@ from typing import BinaryIO, Literal
 import numpy as np
 
 from pipeline.evaluation.datasets.task_data import IMAGE_SUFFIXES, TaskData, TaskError, plain, read_lines
-from pipeline.files import tar_errors, text_lines, zeros_before_more
-
-PADDING = 2 * tarfile.RECORDSIZE
-"""Zero bytes that may follow the last member. Writers end with 1,024 and fill up a record of 10,240."""
+from pipeline.files import PADDING, tar_errors, text_lines, zeros_next
 
 
 def read_members(path: Path) -> Iterator[tarfile.TarInfo]:
@@ -60,7 +57,8 @@ def _check_end(path: Path, file: BinaryIO, end: int) -> None:
     file.seek(end)
     if any(file.read(tarfile.BLOCKSIZE)):
         raise TaskError(f"The shard {path} is damaged: there is no valid header at byte {end:,}. Fetch it again.")
-    if (zeros := zeros_before_more(file)) is not None:
+    zeros, more = zeros_next(file)
+    if more:
         raise TaskError(
             f"The shard {path} has zeros where a member should begin (byte {end:,}) and goes on at byte "
             f"{end + tarfile.BLOCKSIZE + zeros:,}: a part of it was overwritten, or two archives were joined. Readers "

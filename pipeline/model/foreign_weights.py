@@ -65,7 +65,12 @@ def stored_description(folder: Path) -> dict[str, Any]:
     """
     if (folder / MODEL_CONFIG_NAME).is_file():
         return _json(folder / MODEL_CONFIG_NAME)
-    return {"model_cfg": _clip_cfg(folder), "preprocess_cfg": _preprocessing(folder)}
+    try:
+        return {"model_cfg": _clip_cfg(folder), "preprocess_cfg": _preprocessing(folder)}
+    except UserError:
+        raise
+    except (AttributeError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise UserError(f"The description of the model in {folder} is damaged: {in_a_line(error)}.") from error
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -96,30 +101,27 @@ def _clip_cfg(folder: Path) -> dict[str, Any]:
     odd = [side["layer_norm_eps"] for side in (text, image) if side.get("layer_norm_eps", 1e-5) != 1e-5]
     if odd:
         raise UserError(f"{path}: layer_norm_eps = {odd[0]}, and open_clip has 1e-05.")
-    try:
-        head_width = image["hidden_size"] // image["num_attention_heads"]
-        ratios = [side["intermediate_size"] / side["hidden_size"] for side in (image, text)]
-        cfg: dict[str, Any] = {
-            "embed_dim": config.get("projection_dim", 512),
-            "vision_cfg": {
-                "image_size": image["image_size"],
-                "layers": image["num_hidden_layers"],
-                "width": image["hidden_size"],
-                "patch_size": image["patch_size"],
-                **({"head_width": head_width} if head_width != 64 else {}),
-                **({"mlp_ratio": ratios[0]} if ratios[0] != 4 else {}),
-            },
-            "text_cfg": {
-                "context_length": text["max_position_embeddings"],
-                "vocab_size": text["vocab_size"],
-                "width": text["hidden_size"],
-                "heads": text["num_attention_heads"],
-                "layers": text["num_hidden_layers"],
-                **({"mlp_ratio": ratios[1]} if ratios[1] != 4 else {}),
-            },
-        }
-    except (TypeError, ZeroDivisionError) as error:
-        raise UserError(f"{path} is damaged: {in_a_line(error)}.") from error
+    head_width = image["hidden_size"] // image["num_attention_heads"]
+    ratios = [side["intermediate_size"] / side["hidden_size"] for side in (image, text)]
+    cfg: dict[str, Any] = {
+        "embed_dim": config.get("projection_dim", 512),
+        "vision_cfg": {
+            "image_size": image["image_size"],
+            "layers": image["num_hidden_layers"],
+            "width": image["hidden_size"],
+            "patch_size": image["patch_size"],
+            **({"head_width": head_width} if head_width != 64 else {}),
+            **({"mlp_ratio": ratios[0]} if ratios[0] != 4 else {}),
+        },
+        "text_cfg": {
+            "context_length": text["max_position_embeddings"],
+            "vocab_size": text["vocab_size"],
+            "width": text["hidden_size"],
+            "heads": text["num_attention_heads"],
+            "layers": text["num_hidden_layers"],
+            **({"mlp_ratio": ratios[1]} if ratios[1] != 4 else {}),
+        },
+    }
     return {**cfg, "quick_gelu": True} if acts == {"quick_gelu"} else cfg
 
 
@@ -144,8 +146,8 @@ def read_state(path: Path) -> dict[str, Tensor]:
 
 
 def _unwrapped(tree: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
-    while wrapper := next((tree[key] for key in _WRAPPERS if isinstance(tree.get(key), Mapping)), None):
-        tree = wrapper
+    for _ in _WRAPPERS:  # each once: a forged file may hold itself
+        tree = next((tree[key] for key in _WRAPPERS if isinstance(tree.get(key), Mapping)), tree)
     state = {str(name): value for name, value in tree.items() if isinstance(value, Tensor)}
     while prefix := next((p for p in _PREFIXES if state and all(name.startswith(p) for name in state)), None):
         state = {name.removeprefix(prefix): value for name, value in state.items()}
@@ -160,13 +162,18 @@ def _unwrapped(tree: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
             "it, and give its result."
         )
     if "vision_model.embeddings.class_embedding" in state:
-        state = from_transformers(state)
+        try:
+            state = from_transformers(state)
+        except (KeyError, RuntimeError) as error:  # a part is missing, or has another shape
+            raise UserError(f"{path} is not whole, as a CLIPModel of transformers: {in_a_line(error)}.") from error
     if "visual.proj" in state or "text_projection" in state:
         state = {name: value for name, value in state.items() if name not in _OF_OPENAI}
     return state
 
 
 def _load(path: Path) -> Mapping[str, Any]:
+    if not path.is_file():
+        raise UserError(f"{path} is not a file of weights, nor a link to one.")
     need_addresses(2 * path.stat().st_size)
     try:
         if path.suffix == ".safetensors":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from jobs.export import command as export
 from pipeline.errors import UserError
 from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
-from pipeline.model.foreign_weights import stored_description
+from pipeline.model.foreign_weights import read_state, stored_description
 from pipeline.model.towers import ModelConfig, build_towers
 from pipeline.run_files import check_model
 from tests.towers import TINY, write_tiny
@@ -186,3 +187,32 @@ def test_an_open_clip_checkpoint_becomes_a_transformers_model_and_comes_back(
     with torch.no_grad():
         image = theirs(pixel_values=torch.ones(1, 3, 16, 16), input_ids=model.tokenize(["a"])).image_embeds
     torch.testing.assert_close(image, model.encode_image(torch.ones(1, 3, 16, 16)), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"text_config": [1]}, {"vision_config": {"hidden_act": ["gelu"]}}, {"vision_config": {"num_attention_heads": 0}}],
+)
+def test_damaged_descriptions_are_refused(config: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "clip", **config}))
+    with pytest.raises(UserError, match="is damaged"):
+        stored_description(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "clip"}))
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": "x"}))
+    with pytest.raises(UserError, match="is damaged"):
+        stored_description(tmp_path)
+
+
+def test_forged_weights_are_refused(tmp_path: Path) -> None:
+    """Regression test: a dict that holds itself was unwrapped, and a pipe was waited for, without an end."""
+    cycle: dict[str, Any] = {}
+    cycle["state_dict"] = cycle
+    known = {"vision_model.embeddings.class_embedding": torch.zeros(4)}
+    without_k = {**known, "vision_model.encoder.layers.0.self_attn.q_proj.weight": torch.zeros(4, 4)}
+    for tree, message in ((cycle, "holds no weights"), (without_k, "is not whole")):
+        torch.save(tree, tmp_path / "weights.pt")
+        with pytest.raises(UserError, match=message):
+            read_state(tmp_path / "weights.pt")
+    os.mkfifo(tmp_path / "pipe.pt")
+    with pytest.raises(UserError, match="is not a file"):
+        read_state(tmp_path / "pipe.pt")

@@ -137,7 +137,7 @@ def test_the_room_that_a_download_has_not_filled_is_noticed(tmp_path: Path) -> N
 
 
 def test_captions_without_an_end_cost_their_sample_only(tmp_path: Path) -> None:
-    """Regression test: pipes beside images were waited for, and devices read, without an end."""
+    """Regression test: a pipe beside an image was waited for without an end."""
     folder = tmp_path / "in"
     folder.mkdir()
     for k in range(3):

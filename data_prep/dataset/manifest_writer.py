@@ -19,13 +19,18 @@ from pipeline.versions import version_of
 # Settings of how servers are requested, which may change between runs. (The user agent is not among them, because
 # opt-outs may address it.)
 _MANNERS = ("contact", "host_connections", "backoff")
+# Settings that have left, with the values that apply: records of shards have a digest with them.
+_BUILT_IN = {
+    "image": {"resize_only_if_bigger": True},
+    "guard": {"schemes": ["http", "https"], "max_redirects": 5},
+}
 _TOOLS = ("img2dataset", "opencv-python-headless", "albumentations", "pyarrow")
 
 
 def rules_of(config: DownloadConfig) -> dict[str, dict[str, Any]]:
     """The sections of the configuration that determine the samples, without settings that may change between runs."""
     guard = {name: value for name, value in to_tree(config.guard).items() if name not in _MANNERS}
-    return {"image": to_tree(config.image), "guard": guard}
+    return {"image": to_tree(config.image) | _BUILT_IN["image"], "guard": guard | _BUILT_IN["guard"]}
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

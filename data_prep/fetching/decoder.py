@@ -118,14 +118,11 @@ def scale(array: np.ndarray, image: ImageConfig) -> np.ndarray:
         return array
     height, width = array.shape[:2]
     side = min(height, width) if image.resize_mode in ("keep_ratio", "center_crop") else max(height, width)
-    if side <= image.size and image.resize_only_if_bigger:
+    if side <= image.size:
         return array
     factor = image.size / side
     target = (max(1, round(width * factor)), max(1, round(height * factor)))
-    if target == (width, height):
-        return array.copy()  # not the same array: it counts as resized
-    method = cv2.INTER_AREA if side > image.size else cv2.INTER_LANCZOS4
-    return cv2.resize(array, target, interpolation=method)
+    return cv2.resize(array, target, interpolation=cv2.INTER_AREA)
 
 
 def frame(array: np.ndarray, image: ImageConfig) -> np.ndarray:

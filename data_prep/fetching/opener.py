@@ -19,7 +19,7 @@ from typing import Any
 from data_prep import reasons
 from data_prep.fetching.guard import AddressFilter, check_response
 from data_prep.fetching.served_image import check_image
-from data_prep.fetching.url_handlers import Deadlines, ascii_url, check_authority, director_for
+from data_prep.fetching.url_handlers import SCHEMES, Deadlines, ascii_url, check_authority, director_for
 from data_prep.reasons import FetchError
 from data_prep.settings.download_config import GuardConfig
 
@@ -103,7 +103,7 @@ class Opener:
             name = parts.hostname
         except ValueError as error:
             raise FetchError(reasons.BAD_URL, str(error)) from error
-        if parts.scheme.lower() not in self._guard.schemes:
+        if parts.scheme.lower() not in SCHEMES:
             raise FetchError(reasons.REFUSED_SCHEME, parts.scheme or "none")
         if not name:
             raise FetchError(reasons.BAD_URL, "no host")

@@ -24,6 +24,10 @@ from data_prep.fetching.guard import check_response
 from data_prep.reasons import FetchError
 from data_prep.settings.download_config import GuardConfig
 
+SCHEMES = ("http", "https")
+MAX_REDIRECTS = 5
+"""Redirects followed for one URL."""
+
 
 class Attempt:
     """One attempt in progress. `is_late` means that it was cut off, even if its response looks complete."""
@@ -200,9 +204,9 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         parts = urllib.parse.urlsplit(newurl)
         check_authority(parts)
         scheme = parts.scheme.lower()
-        if scheme not in self._guard.schemes:
+        if scheme not in SCHEMES:
             raise FetchError(reasons.REFUSED_SCHEME, f"redirect to {scheme}")
         # urllib stores the addresses visited so far in the request itself.
-        if len(getattr(req, "redirect_dict", {})) >= self._guard.max_redirects:
-            raise FetchError(reasons.REDIRECTS, f"more than {self._guard.max_redirects}")
+        if len(getattr(req, "redirect_dict", {})) >= MAX_REDIRECTS:
+            raise FetchError(reasons.REDIRECTS, f"more than {MAX_REDIRECTS}")
         return super().redirect_request(req, fp, code, msg, headers, newurl)

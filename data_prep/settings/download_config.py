@@ -37,9 +37,7 @@ class ImageConfig:
     """Target side in pixels."""
     resize_mode: Literal["no", "keep_ratio", "keep_ratio_largest", "center_crop", "border"] = "keep_ratio"
     """`keep_ratio` scales the shorter side to `size`, `keep_ratio_largest` the longer one; `center_crop` and `border`
-    give squares."""
-    resize_only_if_bigger: bool = True
-    """Leave smaller images as they are instead of enlarging them."""
+    give squares. Smaller images are not enlarged."""
     skip_reencode: bool = False
     """Keep the bytes as served if the image needs no change and its format is `encode_format`."""
     encode_format: Literal["jpg", "png", "webp", "ppm"] = "jpg"
@@ -68,8 +66,6 @@ class ImageConfig:
 class GuardConfig:
     """What ingestion refuses to fetch, and its limits per host. Each refusal is counted under its own reason."""
 
-    schemes: tuple[Literal["http", "https"], ...] = ("http", "https")
-    """URL schemes that are fetched."""
     allow_addresses: tuple[str, ...] = ()
     """Addresses or networks (CIDR) that are fetched although they are loopback, private, link-local or otherwise
     special."""
@@ -80,8 +76,6 @@ class GuardConfig:
     """Refuse larger bodies."""
     max_pixels: int = Field(default=89_478_485, ge=1, le=178_956_970)
     """Refuse larger images, by their header, before they are decoded; Pillow opens none above the upper bound."""
-    max_redirects: int = Field(default=5, ge=0)
-    """Redirects followed for one URL."""
     opt_outs: tuple[OptOut, ...] = ("noai", "noimageai", "noindex", "noimageindex")
     """`X-Robots-Tag` directives that are honoured."""
     user_agent: str = Field(default="neuclip", pattern=r"^[A-Za-z0-9_.-]+$")
@@ -93,7 +87,7 @@ class GuardConfig:
     backoff: float = Field(default=1.0, ge=0)
     """Seconds to leave a host alone after its first 429 or 503; doubled each time, up to 30."""
 
-    _listed = pydantic.field_validator("schemes", "allow_addresses", "opt_outs", mode="before")(listed)
+    _listed = pydantic.field_validator("allow_addresses", "opt_outs", mode="before")(listed)
 
     @pydantic.field_validator("allow_addresses")
     @classmethod

@@ -87,8 +87,7 @@ def whole_run(results: Results, part: str, settings: Sequence[str], *, batch: in
             "-m", "jobs.cli", "train", f"output={run}", f"data.sources={shards}", "objective.name=neuclip",
             f"batch_size={batch}", "schedule.warmup_steps=2", f"checkpoint.every={steps // 3}",
             f"evaluation.suite={work / 'suite'}", f"evaluation.every={steps * 2 // 3}",
-            f"telemetry.every={max(1, steps // 15)}", "telemetry.progress=quiet", "telemetry.images_every=null",
-            *settings,
+            f"telemetry.every={max(1, steps // 15)}", "telemetry.progress=quiet", *settings,
         ]  # fmt: skip
 
         def train(name: str, last: int, *more: str) -> None:

@@ -178,7 +178,7 @@ def bench_trainer(args: argparse.Namespace, data: Data, *, world: World, setting
             f"batch_size={args.batch}", f"samples={args.batch * 10**6}", f"engine.micro_batch={micro}",
             f"engine.device={world.device.type}", "engine.probe=false", "engine.rehearse_widest=false",
             f"engine.deepspeed={'auto' if args.precision == 'bf16' else 'zero0_fp32'}",
-            "telemetry.tensorboard=false", "telemetry.progress=quiet", "telemetry.images_every=null", *settings,
+            "telemetry.tensorboard=false", "telemetry.progress=quiet", *settings,
         ])  # fmt: skip
         with setup(run, world=world, resume=None) as trainer:
             trainer.batches._loader = itertools.cycle(data.batches)

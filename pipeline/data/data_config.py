@@ -13,6 +13,7 @@ from pipeline.data.shards.tar_reader import CaptionField
 TEACHER, IMAGES = "data.teacher_features", "data.image_features"
 """The settings that name folders of `neuclip features`."""
 MAX_PIXELS = 178_956_970
+"""Larger images count as corrupt (decompression bombs)."""
 MOST_WORKERS = 12
 """Default limit per rank: at 500 to 900 images per second and worker, more than a GPU trains on."""
 LEAST_LOADING = 1.3
@@ -121,8 +122,6 @@ class DataConfig:
     pixels; all else as `fast`)."""
     crop: CropConfig = Field(default_factory=CropConfig)
     """The random resized crop."""
-    max_pixels: int = Field(default=MAX_PIXELS, ge=1)
-    """Larger images count as corrupt (decompression bombs)."""
     corrupt_limit: float = Field(default=0.01, ge=0, le=1)
     """Share of an epoch's samples that may be corrupt before the run stops."""
     altered_shards: Literal["stop", "skip", "ignore"] = "stop"

@@ -41,10 +41,6 @@ class TelemetryConfig:
     progress: Literal["auto", "bar", "lines", "brief", "quiet"] = "auto"
     """`auto`: a bar on a terminal, plain lines elsewhere. `brief`: the same with a line every 30 seconds,
     and of events, which are in RUN/metrics.jsonl, only warnings."""
-    histograms_every: int | None = Field(default=1000, ge=1)
-    """Distributions over the batch (log-normalizers, feature gradients) and of the objective's state; None: never."""
-    images_every: int | None = Field(default=1000, ge=1)
-    """A grid of the batch's first 16 images with their captions, in TensorBoard; None: never."""
     profile: tuple[int, int] | None = None
     """Run torch's profiler from the first to the last of these steps (counted from 0), on rank 0: RUN/profile/."""
     peak_tflops: float | None = Field(default=None, gt=0)

@@ -144,7 +144,6 @@ def _trial(run: RunConfig, *, ranks: int, folder: Path) -> RunConfig:
         raise UserError(
             f"{ranks} ranks must divide batch_size = {run.batch_size} and data.streams = {run.data.streams}."
         )
-    silent = replace(run.telemetry, tensorboard=False, trackers=(), progress="quiet", profile=None)
     return replace(
         run,
         output=str(folder),
@@ -153,7 +152,7 @@ def _trial(run: RunConfig, *, ranks: int, folder: Path) -> RunConfig:
         data=replace(run.data, streams=run.data.streams // ranks),
         engine=replace(run.engine, probe=False),
         checkpoint=replace(run.checkpoint, mirror=None),
-        telemetry=replace(silent, images_every=None, histograms_every=None),
+        telemetry=replace(run.telemetry, tensorboard=False, trackers=(), progress="quiet", profile=None),
         evaluation=replace(run.evaluation, suite=None),
     )
 

@@ -25,6 +25,8 @@ from pipeline.training.step import StepResult
 
 CELL, LINES, COLUMNS = 160, 3, 4
 """Side of an image in the grid in pixels, lines of caption below it, images per row."""
+DISTRIBUTIONS_EVERY = PICTURES_EVERY = 1000
+"""Steps between distributions over the batch, and between grids of its images."""
 
 
 @dataclass(kw_only=True)
@@ -78,13 +80,12 @@ class Observer:
 
     def after(self, batch: Batch, result: StepResult) -> None:
         """Call it when the step that gave `result` was counted."""
-        step, config = self.state.step, self.state.run.telemetry
+        step = self.state.step
         if self.profiler is not None:
             self.profiler.after(step)
         if not self.state.world.is_main:
             return
-        every, pictures = config.histograms_every, config.images_every
-        if every and step % every == 0:
+        if step % DISTRIBUTIONS_EVERY == 0:
             output = result.output
             norms = {
                 "gradient_of_image_feature": output.grad_image.norm(dim=1),
@@ -92,7 +93,7 @@ class Observer:
             }
             found = {**output.distributions, **self.state.objective.distributions(), **norms}
             self.telemetry.distributions(step=step, values={name: v.float().cpu() for name, v in found.items()})
-        if pictures and step % pictures == 0 and len(batch.image):
+        if step % PICTURES_EVERY == 0 and len(batch.image):
             rows = slice(0, 16)
             captions = captions_of(batch.text[rows].cpu(), self.tokenizer)
             grid = captioned_grid(batch.image[rows].cpu(), captions)

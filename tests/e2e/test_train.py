@@ -16,10 +16,11 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.objectives import objective_names
+from pipeline.training import observer
 from tests.launch import ROOT, command, environment, run
 from tests.metrics import equal, metrics
 from tests.shards import write_shards
-from tests.training import prepare, settings_in
+from tests.training import prepare, settings_in, train_here
 
 STEPS, BATCH = 12, 8
 
@@ -220,14 +221,18 @@ def test_activation_checkpointing_is_bit_identical(base: Path) -> None:
 
 
 @pytest.mark.slow
-def test_images_histograms_utilization_and_a_profile_can_be_read_back(base: Path) -> None:
+def test_images_histograms_utilization_and_a_profile_can_be_read_back(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    wanted = (
-        "tensorboard=true", "images_every=6", "histograms_every=4", "profile=[3,4]", "peak_tflops=1e-3",
-    )  # fmt: skip
+    monkeypatch.setattr(observer, "PICTURES_EVERY", 6)
+    monkeypatch.setattr(observer, "DISTRIBUTIONS_EVERY", 4)
+    wanted = ("tensorboard=true", "profile=[3,4]", "peak_tflops=1e-3")
     padded = "model.text_batching=padded"  # so that every step computes as many tokens
-    run("jobs.train", *settings(base, "observed"), padded, *(f"telemetry.{setting}" for setting in wanted))
+    train_here(
+        *settings(base, "observed", "objective.name=neuclip"), padded, *(f"telemetry.{setting}" for setting in wanted)
+    )
     board = EventAccumulator(str(base / "observed" / "tensorboard"))
     board.Reload()
     tags = board.Tags()

@@ -154,11 +154,11 @@ def test_images_above_max_pixels_are_corrupt_in_both_modes() -> None:
     data = ENCODINGS["jpeg"](picture(1, size=(160, 120)))
     for mode in ("fast", "exact"):
         decoder(mode, max_pixels=160 * 120)(data, state=1)  # type: ignore[arg-type]
-        with pytest.raises(CorruptSample, match="max_pixels"):
+        with pytest.raises(CorruptSample, match="too many pixels"):
             decoder(mode, max_pixels=160 * 120 - 1)(data, state=1)  # type: ignore[arg-type]
     bomb = b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR" + (60000).to_bytes(4, "big") * 2 + b"\x08\x02\x00\x00\x00"
     bomb += zlib.crc32(bomb[12:]).to_bytes(4, "big") + b"\0\0\0\0IDAT" + zlib.crc32(b"IDAT").to_bytes(4, "big")
-    with pytest.raises(CorruptSample, match="max_pixels"):
+    with pytest.raises(CorruptSample, match="too many pixels"):
         decoder("fast")(bomb, state=1)
 
 

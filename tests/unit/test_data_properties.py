@@ -31,7 +31,6 @@ from tests.shards import count_tokens, jpeg, write_shards
 BROKEN: dict[str, dict[str, bytes]] = {
     "image is missing": {"txt": b"caption 1"},
     "image cannot be decoded": {"jpg": jpeg(0)[:200], "txt": b"caption 1"},
-    "image is larger than data.max_pixels": {"jpg": jpeg(0, size=(40, 40)), "txt": b"caption 1"},
     "caption is missing": {"jpg": jpeg(0)},
     "caption is empty": {"jpg": jpeg(0), "txt": b" \n"},
     "caption is not UTF-8": {"jpg": jpeg(0), "txt": b"caf\xe9 1"},
@@ -40,7 +39,7 @@ SEED, PIXELS = 5, 8
 
 
 def loader(folder: Path, *, world: World, global_batch: int, **options: Any) -> Loader:
-    config = parse(DataConfig, {"sources": str(folder), "workers": 0, "retries": 0, "max_pixels": 1000} | options)
+    config = parse(DataConfig, {"sources": str(folder), "workers": 0, "retries": 0} | options)
     return build_loader(
         config, world=world, global_batch=global_batch, seed=SEED, image_size=PIXELS, tokenize=count_tokens
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from data_prep import reasons
+from data_prep.fetching import url_handlers
 from data_prep.fetching.guard import AddressFilter
 from data_prep.fetching.url_handlers import ascii_url
 from data_prep.reasons import FetchError
@@ -66,14 +67,15 @@ def test_other_schemes_are_refused_even_after_a_redirect(site: Site, target: str
     assert refusal(opener(), site.redirect("/a", target)) == reasons.REFUSED_SCHEME
 
 
-def test_redirects_are_followed_and_bounded(site: Site) -> None:
+def test_redirects_are_followed_and_bounded(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     body = jpeg()
     site.image("/3", body)
     site.redirect("/2", site.base + "/3")
     url = site.redirect("/1", site.base + "/2")
     assert opener().open(url).read() == body
-    assert refusal(opener(max_redirects=1), url) == reasons.REDIRECTS
     assert refusal(opener(), site.redirect("/loop", site.base + "/loop")) == reasons.REDIRECTS
+    monkeypatch.setattr(url_handlers, "MAX_REDIRECTS", 1)
+    assert refusal(opener(), url) == reasons.REDIRECTS
     for status in (300, 304, 307):  # that lead nowhere
         site.answers["/nowhere"] = lambda handler, status=status: send(handler, status, b"")
         assert refusal(opener(), site.base + "/nowhere") == f"http {status}"

@@ -149,7 +149,7 @@ def test_crops_of_raw_images_and_damaged_ones(mode: Any) -> None:
         assert (found.int() - wanted.int()).abs().max() <= (0 if mode == "exact" else 2)
         commented = decoder(b"P6 # a comment\n61 47\n255\n" + data, state=state)  # which Pillow reads
         torch.testing.assert_close(commented, wanted, rtol=0, atol=0)
-    with pytest.raises(CorruptSample, match=r"larger than data\.max_pixels"):
+    with pytest.raises(CorruptSample, match="too many pixels"):
         ImageDecoder(size=16, crop=FIXED, mode=mode, max_pixels=61 * 47 - 1)(body, state=0)
     for bad in (body[:-1], body[:20], b"P6\n0 5\n255\n", b"P6\n61 47\n256\n" + data, b"P6\n999999999 999999999\n255\n"):
         with pytest.raises(CorruptSample):

@@ -67,7 +67,7 @@ def test_16_bit_grey_and_what_cannot_be_decoded() -> None:
 def test_limits_of_size(monkeypatch: pytest.MonkeyPatch) -> None:
     body = jpeg(0, size=(30, 20))
     assert rgb_image(body, max_pixels=600).size == (30, 20)
-    with pytest.raises(CorruptSample, match=r"larger than data\.max_pixels"):
+    with pytest.raises(CorruptSample, match="too many pixels"):
         rgb_image(body, max_pixels=599)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 299)  # Pillow refuses twice as many
     with pytest.raises(CorruptSample, match="too many pixels"):

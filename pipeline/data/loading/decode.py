@@ -188,7 +188,7 @@ class ImageDecoder:
 
     def _check(self, height: int, width: int) -> None:
         if height * width > self.max_pixels:
-            raise CorruptSample("image is larger than data.max_pixels")
+            raise CorruptSample("image has too many pixels")
 
     def _window(self, data: bytes, state: int) -> Tensor | None:
         """The pixels of the crop, uint8 [h, w, 3]; None, or a ValueError, if Pillow has to decode the image."""

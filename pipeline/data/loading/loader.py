@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from pipeline.data.data_config import PREFETCH, DataConfig, default_workers
+from pipeline.data.data_config import MAX_PIXELS, PREFETCH, DataConfig, default_workers
 from pipeline.data.loading.blocks import Blocks
 from pipeline.data.loading.decode import ImageDecoder, StoredCrops
 from pipeline.data.loading.feature_file import FeatureFile
@@ -88,7 +88,7 @@ def build_loader(
         size=image_size,
         crop=config.crop,
         mode="fast" if config.decoding == "gpu" else config.decoding,
-        max_pixels=config.max_pixels,
+        max_pixels=MAX_PIXELS,
         gpu=gpu_that_decodes(world) if config.decoding == "gpu" else None,
     )
     if config.workers:

@@ -272,7 +272,6 @@ def pixel_identity(decoder: ImageDecoder) -> dict[str, Any]:
         "image size": decoder.size,
         "data.crop": [*decoder.crop.scale, *decoder.crop.ratio],
         "data.decoding": f"gpu ({decoder.gpu})" if decoder.gpu else decoder.mode,
-        "data.max_pixels": decoder.max_pixels,
         **{f"{name} version": version_of(name) for name in DECODERS},
     }
 

@@ -20,12 +20,12 @@ _MESSAGES = {
 
 
 def rgb_image(data: bytes, *, max_pixels: int | None = None) -> Image.Image:
-    """Decode an image to RGB as `pixels.read_rgb` does; `max_pixels` is that of the `data` section.
+    """Decode an image to RGB as `pixels.read_rgb` does.
 
     Raises:
         CorruptSample: The image cannot be used; samples are counted under the message.
     """
-    with counted_errors(max_pixels):
+    with counted_errors():
         return pixels.read_rgb(data, max_pixels=max_pixels)
 
 
@@ -38,7 +38,7 @@ def thumbnail_url(image: Image.Image, size: tuple[int, int]) -> str:
 
 
 @contextmanager
-def counted_errors(max_pixels: int | None = None) -> Iterator[None]:
+def counted_errors() -> Iterator[None]:
     """Raise an ImageError of this block as the CorruptSample under which samples are counted.
 
     Raises:
@@ -47,7 +47,4 @@ def counted_errors(max_pixels: int | None = None) -> Iterator[None]:
     try:
         yield
     except ImageError as error:
-        message = _MESSAGES.get(error.reason, "image cannot be decoded")
-        if error.reason == pixels.TOO_MANY_PIXELS and max_pixels is not None:
-            message = "image is larger than data.max_pixels"
-        raise CorruptSample(message) from error
+        raise CorruptSample(_MESSAGES.get(error.reason, "image cannot be decoded")) from error

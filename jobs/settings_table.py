@@ -171,9 +171,12 @@ def _sections(cls: Any, *, whole: str) -> Iterator[tuple[str, Any, str]]:
 
 
 def own_settings(cls: Any, prefix: str) -> Iterator[Setting]:
-    """The settings of a section; for a whole program (no prefix), only those outside its sections."""
+    """The settings of a section; for a whole program (no prefix), only those outside its sections.
+
+    The entries of `validation.sources` are those of `data.sources`.
+    """
     for setting in settings_of(cls, prefix=prefix):
-        if prefix or "." not in setting.key:
+        if (prefix or "." not in setting.key) and not setting.key.startswith("validation.sources[]"):
             yield setting
 
 

@@ -10,6 +10,7 @@ SETTINGS: dict[str, str] = {
     "attempts": "A watcher tries a checkpoint three times.",
     "checkpoint.blocking": "Checkpoints are written in the background.",
     "checkpoint.mirror_minutes": "The wait is two thirds of engine.timeout_minutes.",
+    "checkpoint.retry_minutes": "The last checkpoint of a run is tried for 10 minutes.",
     "data.max_pixels": "Images of more than 178,956,970 pixels count as corrupt.",
     "data.prefetch": "Each worker keeps 2 batches ready.",
     "ema.warmup": "The average always warms up: min(decay, (1 + t) / (10 + t)) at step t.",
@@ -24,6 +25,7 @@ SETTINGS: dict[str, str] = {
     "image.resize_only_if_bigger": "Smaller images are stored as they are.",
     "model.image_features_cache": "Store the outputs once with `neuclip features DATA --images-only --model MODEL --output FOLDER`, and set data.image_features=FOLDER.",
     "monitor.restarts": "The run pauses after three restarts without a finished shard.",
+    "monitor.stall": "The engine is restarted after 300 seconds without progress.",
     "monitor.window": "Success is measured over 1,000 URLs.",
     "order": "A watcher evaluates the newest checkpoint first.",
     "plan.": "It is an option of `neuclip plan`: --mfu, --dataset-size, --gpu-gib and so on; plan.gpus is --ranks.",
@@ -40,6 +42,7 @@ SETTINGS: dict[str, str] = {
 
 DEFAULTS: dict[str, Any] = {
     "checkpoint.mirror_minutes": 20.0,
+    "checkpoint.retry_minutes": 10.0,
     "data.max_pixels": 178_956_970,
     "data.prefetch": 2,
     "ema.warmup": True,
@@ -49,6 +52,7 @@ DEFAULTS: dict[str, Any] = {
     "guard.schemes": ["http", "https"],
     "image.resize_only_if_bigger": True,
     "monitor.restarts": 3,
+    "monitor.stall": 300.0,
     "monitor.window": 1_000,
     "plan.gpu_gib": 80.0,
     "plan.gpus": 1,

@@ -29,6 +29,8 @@ _GRACE_SECONDS = 10.0
 _PROBE_BYTES = 1 << 20
 RESTARTS = 3
 """In a row, without a finished shard, before the run pauses."""
+STALL = 300.0
+"""Seconds in which no URL is finished and no sample stored before the engine is restarted."""
 _CLUSTER_SECONDS = 3600.0
 """Spark and Ray start a cluster first, or wait for their turn in that of others: a restart would lose their place."""
 _ENGINE = "import sys; from data_prep.fetching.downloader import main; main(sys.argv[1], int(sys.argv[2]))"
@@ -77,7 +79,7 @@ def fetch(
     discard_unfinished(folder, shards)
     # A retry requests rows that failed before: low success does not indicate a collapse.
     limits = config.monitor if mode == "fetch" else dataclasses.replace(config.monitor, min_success=0.0)
-    to_begin = limits.stall if config.fetch.distributor == "multiprocessing" else max(limits.stall, _CLUSTER_SECONDS)
+    to_begin = STALL if config.fetch.distributor == "multiprocessing" else max(STALL, _CLUSTER_SECONDS)
     monitor, window = Monitor(folder, shards), SuccessWindow(limits)
     started, fruitless = time.monotonic(), 0
 
@@ -87,7 +89,7 @@ def fetch(
     while monitor.waiting:
         finished = len(monitor.finished)
         with FetchEngine(config, tuple(sorted(monitor.waiting)), mode=mode) as engine:
-            problem = _watch(engine, monitor, window, stall=limits.stall, to_begin=to_begin, show=show)
+            problem = _watch(engine, monitor, window, to_begin=to_begin, show=show)
         discard_unfinished(folder, shards)
         monitor.poll()
         fruitless = 0 if len(monitor.finished) > finished else fruitless + 1
@@ -108,11 +110,10 @@ def _watch(
     monitor: Monitor,
     window: SuccessWindow,
     *,
-    stall: float,
     to_begin: float,
     show: Callable[[], None],
 ) -> str:
-    """Follow one engine until it ends, or makes no progress: for `stall` seconds, or `to_begin` before its first shard.
+    """Follow one engine until it ends, or makes no progress: for `STALL` seconds, or `to_begin` before its first shard.
 
     Returns:
         How it ended.
@@ -135,8 +136,8 @@ def _watch(
         if reason:
             engine.stop()
             raise Paused(_pause(engine, monitor, reason, suspect_from=window.suspect_from))
-        if monitor.activity != activity or (monitor.is_working and limit != stall):
-            moved, activity, limit = time.monotonic(), monitor.activity, stall
+        if monitor.activity != activity or (monitor.is_working and limit != STALL):
+            moved, activity, limit = time.monotonic(), monitor.activity, STALL
         if time.monotonic() - moved > limit:
             return f"no progress for {limit:g} s"
         dead = monitor.dead_workers()

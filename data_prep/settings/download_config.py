@@ -141,12 +141,10 @@ class FetchConfig:
 
 @section
 class MonitorConfig:
-    """When a run pauses instead of wasting its URL list, and when its engine is restarted."""
+    """When a run pauses instead of wasting its URL list."""
 
     min_success: float = Field(default=0.1, ge=0, le=1)
     """Pause when a smaller share of the last 1,000 URLs gave a sample; 0 never pauses."""
-    stall: float = Field(default=300.0, gt=0)
-    """Restart the engine after this many seconds in which no URL was finished and no sample stored."""
     probe: int = Field(default=64, ge=0, le=1_000)
     """URLs fetched before the run to check that the hash column holds hashes of the served bytes; 0 skips the check."""
 
@@ -168,4 +166,4 @@ class DownloadConfig:
     fetch: FetchConfig = dataclasses.field(default_factory=FetchConfig)
     """How the work is spread."""
     monitor: MonitorConfig = dataclasses.field(default_factory=MonitorConfig)
-    """When to pause or restart."""
+    """When to pause."""

@@ -62,9 +62,6 @@ class CheckpointConfig:
     from."""
     keep_every: int | None = Field(default=None, ge=1)
     """Also keep every checkpoint whose step is a multiple of this, for example to evaluate them later."""
-    retry_minutes: float = Field(default=10.0, ge=0.0)
-    """How long to try again at the end of a run if its last checkpoint cannot be written, for example because the disk
-    is full. Not after a signal, when the machine is about to be taken away."""
     fallback: str | None = None
     """Where the last checkpoint is written if it cannot be written to the run's folder, for example `/dev/shm`: into a
     folder with the run's name and id. All ranks must see it. `--resume latest` looks there, too."""

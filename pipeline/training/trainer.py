@@ -40,6 +40,8 @@ from pipeline.training.step_features import StepFeatures
 
 EXIT_DONE, EXIT_NOT_SAVED = 0, 74
 """74 (EX_IOERR): the last checkpoint could not be written; make room, and start again with --resume latest."""
+RETRY_MINUTES = 10.0
+"""How long the last checkpoint is tried again if it cannot be written. Not after a signal, when the machine goes."""
 
 
 @dataclass(kw_only=True)
@@ -328,7 +330,7 @@ class Trainer:
             self.state.snapshot,
             writer=self.writer,
             agreed=self._agreed,
-            minutes=0.0 if stop else self.run.checkpoint.retry_minutes,
+            minutes=0.0 if stop else RETRY_MINUTES,
             stopped=lambda: bool(signals),
             report=self.telemetry.event,
             fallback=self.run.checkpoint.fallback,

@@ -14,6 +14,7 @@ from pipeline.checkpoint.writer import CheckpointWriter, Snapshot
 from pipeline.distributed.exit_record import read_ends
 from pipeline.distributed.signals import EXIT_PREEMPTED
 from pipeline.run_files import METRICS_NAME, finished_checkpoints, name_of, read_records
+from pipeline.training import trainer
 from pipeline.training.recipe import load_recipe
 from pipeline.training.run import train
 from pipeline.training.trainer import EXIT_NOT_SAVED
@@ -32,8 +33,13 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(autouse=True)
+def no_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer, "RETRY_MINUTES", 0.0)
+
+
 def settings(base: Path, output: Path, *more: str) -> list[str]:
-    given = (f"samples={8 * STEPS}", "checkpoint.every=2", "checkpoint.retry_minutes=0", "telemetry.tensorboard=true")
+    given = (f"samples={8 * STEPS}", "checkpoint.every=2", "telemetry.tensorboard=true")
     return settings_in(base, output, *given, *more)
 
 

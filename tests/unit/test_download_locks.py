@@ -50,7 +50,7 @@ def test_a_changed_byte_of_the_list_gives_no_other_rows(copied: Path) -> None:
 
 
 def test_publishing_a_shard_is_progress(made: DownloadConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression test: an engine that needed `monitor.stall` seconds to store a large shard was ended, each time."""
+    """Regression test: an engine that needed five minutes to store a large shard was ended, each time."""
     config = replace(made, output=str(tmp_path / "data"))
     config, plan = prepare(config)
     stored = []

@@ -138,7 +138,7 @@ def test_a_shard_that_finishes_during_the_poll_is_not_missed(folder: Folder, mon
 @pytest.mark.parametrize("begins", [False, True])
 def test_a_cluster_may_take_longer_to_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begins: bool) -> None:
     """Regression test: Spark on a busy machine, or waiting in a queue, was restarted until the download gave up."""
-    tree = {"output": str(tmp_path), "fetch": {"distributor": "ray"}, "monitor": {"stall": 0.3}}
+    tree = {"output": str(tmp_path), "fetch": {"distributor": "ray"}}
     folder = Folder(tmp_path)
     folder.make()
     state = json.dumps({"pid": os.getpid(), "host": "elsewhere", "samples": 0, "failures": {}})
@@ -147,6 +147,7 @@ def test_a_cluster_may_take_longer_to_begin(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(
         supervisor.subprocess, "Popen", lambda command, **options: popen([sys.executable, "-c", body], **options)
     )
+    monkeypatch.setattr(supervisor, "STALL", 0.3)
     monkeypatch.setattr(supervisor, "_CLUSTER_SECONDS", 8.0)
     monkeypatch.setattr(supervisor, "RESTARTS", 0)
     began = time.monotonic()
@@ -165,7 +166,7 @@ def test_a_cluster_may_take_longer_to_begin(tmp_path: Path, monkeypatch: pytest.
 def test_hanging_or_dying_engine_is_restarted_and_then_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, stall: float, problem: str
 ) -> None:
-    config = parse(DownloadConfig, {"output": str(tmp_path), "monitor": {"stall": stall}})
+    config = parse(DownloadConfig, {"output": str(tmp_path)})
     Folder(tmp_path).make()
     started = []
     popen = subprocess.Popen
@@ -175,6 +176,7 @@ def test_hanging_or_dying_engine_is_restarted_and_then_given_up(
         return popen(["sh", "-c", body], **options)  # type: ignore[call-overload]
 
     monkeypatch.setattr(supervisor.subprocess, "Popen", stand_in)
+    monkeypatch.setattr(supervisor, "STALL", stall)
     monkeypatch.setattr(supervisor, "RESTARTS", 1)
     with pytest.raises(Paused) as caught:
         supervisor.fetch(config, (0, 1), total=10)

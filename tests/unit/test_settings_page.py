@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from click.testing import CliRunner
 
 from jobs.settings import command, page
-from jobs.settings_table import settings_of
-from pipeline.config import section
+from jobs.settings_table import listing, settings_of
+from pipeline.config import read_yaml, section
 from pipeline.errors import UserError
 from pipeline.training.recipe import RunConfig
 
@@ -46,6 +47,31 @@ def test_the_page_is_up_to_date() -> None:
     methods = re.findall(r"`(\w+)`", listed[1])
     assert "neuclip" in methods
     assert text == page(methods), "docs/settings.md is out of date: run `make settings`"
+
+
+def keys_in(tree: object, prefix: str = "") -> Iterator[str]:
+    """The dotted keys of a recipe; those of a list's entries as `key[].inner`."""
+    if isinstance(tree, dict):
+        for name, value in tree.items():
+            yield f"{prefix}{name}"
+            yield from keys_in(value, f"{prefix}{name}{'[]' if isinstance(value, list) else ''}.")
+    elif isinstance(tree, list):
+        for value in tree:
+            yield from keys_in(value, prefix)
+
+
+def test_every_setting_is_in_a_recipe_a_study_or_a_page() -> None:
+    """A setting that is in none of them has no known use: it leaves, or a page says when to change it."""
+    recipes = {key for path in ROOT.glob("jobs/recipes/**/*.yaml") for key in keys_in(read_yaml(path))}
+    pages = [path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *ROOT.glob("docs/*.md")) if path != PAGE]
+    code = [span for text in pages for span in re.findall(r"```.*?```|`[^`\n]+`", text, re.DOTALL)]
+    blocks = [yaml.safe_load(block) for text in pages for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)]
+    text = "\n".join([*code, *(path.read_text(encoding="utf-8") for path in ROOT.glob("jobs/studies/*.yaml"))])
+    named = recipes | {key for block in blocks for key in keys_in(block)}
+    named |= set(re.findall(r"[\w.]*\w", text))
+    keys = {setting.key for _, settings in listing() for setting in settings}
+    lost = [key for key in sorted(keys - named) if not ("[]" in key and key.rpartition(".")[2] in named)]
+    assert not lost, f"in no recipe, study or page: {', '.join(lost)}"
 
 
 def test_settings_in_the_terminal() -> None:

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint.mirror import Mirror, fetch_newest, refuse_taken
+from pipeline.checkpoint.mirror import Mirror, at_start, fetch_newest, refuse_taken
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.checkpoint.writer import CheckpointWriter
 from pipeline.distributed.world import World
+from pipeline.run_files import step_of
 from tests import written_checkpoints
 from tests.written_checkpoints import Towers, latest, snapshot
 
@@ -29,6 +30,10 @@ def write(run: Path, url: str, towers: Towers, steps: list[int], **settings: Any
     return events
 
 
+def steps_in(mirror: Mirror) -> list[int]:
+    return [step_of(Path(name)) for name in mirror.checkpoints(None)]
+
+
 def fetched(run: Path, url: str) -> tuple[Checkpoint, list[str]]:
     """Return the checkpoint that a run resumes from after asking its mirror, and the messages."""
     notes = fetch(run, url)
@@ -37,11 +42,12 @@ def fetched(run: Path, url: str) -> tuple[Checkpoint, list[str]]:
 
 def fetch(run: Path, url: str) -> list[str]:
     """Ask the mirror as a run that continues does, and return the messages."""
-    notes: list[str] = []
-    fetch_newest(Mirror(url, run), world=World(), on_event=notes.append, minutes=1)
+    notes, mirror = list[str](), Mirror(url, run)
+    at_start(lambda: fetch_newest(mirror, on_event=notes.append), mirror, world=World(), minutes=1)
     return notes
 
 
 def begin(run: Path, url: str, *, resume: str | None = None, step: int = -1) -> None:
     """Ask the mirror as a new run does, or one that continues a checkpoint of another folder."""
-    refuse_taken(Mirror(url, run), resume=resume, step=step, world=World(), minutes=1)
+    mirror = Mirror(url, run)
+    at_start(lambda: refuse_taken(mirror, resume=resume, step=step), mirror, world=World(), minutes=1)

@@ -108,8 +108,8 @@ class CheckpointWriter:
     """Writes snapshots in the background, one at a time, to the run's folder, which the ranks share.
 
     `on_event` is called on rank 0 with a message for every checkpoint that was written or failed. `resumed_from`, the
-    checkpoint that the run continues, is never removed. The end of a run, or a rollback, waits for an upload that is
-    under way up to `mirror_minutes`.
+    checkpoint that the run continues, is never removed. The end of a run, or of one of its stages, waits for an
+    upload that is under way up to `mirror_minutes`.
     """
 
     def __init__(
@@ -157,9 +157,9 @@ class CheckpointWriter:
         if self._config.mirror and self._uploads is None:
             self._uploads = Uploads(
                 Mirror(self._config.mirror, self.run),
-                outdated=self._outdated,
                 run_id=self.run_id,
                 resumed_from=self._resumed_from,
+                outdated=self._outdated,
                 on_event=self._on_event,
             )
 
@@ -206,7 +206,7 @@ class CheckpointWriter:
         self.begin()
         abandon_after(self.run, step)
         if self._uploads is not None:
-            self._uploads.abandon_after(step, seconds=self._mirror_seconds)
+            self._uploads.offer(self.folder / name_of(step))  # an upload removes later ones from the mirror
 
     def _write(self, snapshot: Snapshot, temporary: Path, refused: OSError | None) -> None:
         try:
@@ -315,8 +315,8 @@ class CheckpointWriter:
         """Remove older checkpoints that the configuration does not keep, except those that a rollback may need."""
         best = best_checkpoint(self.run)
         paths = {path.name: path for path in finished_checkpoints(self.run) if id_in(path) == self.run_id}
-        uploading = self._uploads.busy if self._uploads is not None else set()
-        held = {self._resumed_from, best.name if best else "", *(path.name for path in uploading)}
+        uploading = {path.name for path in self._uploads.waiting} if self._uploads is not None else set()
+        held = {self._resumed_from, best.name if best else "", *uploading}
         if last_good is not None:
             good = [name for name, path in paths.items() if step_of(path) <= last_good]
             held |= paths.keys() - good[:-1]

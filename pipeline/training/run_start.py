@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
-from pipeline.checkpoint.mirror import Mirror, fetch_newest, refuse_taken
+from pipeline.checkpoint.mirror import Mirror, at_start, fetch_newest, refuse_taken
 from pipeline.checkpoint.reader import Checkpoint, agreed_checkpoint
 from pipeline.config import Tree, departed, dump, flatten, had_effect
 from pipeline.data.loading.position import differences
@@ -222,7 +222,7 @@ def find_start(
         on_event(f"This run was begun from {resume} and has checkpoints of its own: it continues from the newest.")
         resume = "latest"
     if resume == "latest" and copies:
-        fetch_newest(copies, world=world, on_event=on_event, minutes=minutes)
+        at_start(lambda: fetch_newest(copies, on_event=on_event), copies, world=world, minutes=minutes)
     checkpoint = agreed_checkpoint(folder, resume, world=world, on_event=on_event, fallback=fallback)
     started = in_new_steps(checkpoint, run, allowed=new_batch_size) if checkpoint else None
     if started is not None:
@@ -232,7 +232,7 @@ def find_start(
         on_event(f"--resume latest found no checkpoint in {', '.join(places)}: the run starts anew.")
     if resume != "latest" and copies:
         step = started.step if started else -1
-        refuse_taken(copies, resume=resume, step=step, world=world, minutes=minutes)
+        at_start(lambda: refuse_taken(copies, resume=resume, step=step), copies, world=world, minutes=minutes)
     return started
 
 
@@ -253,9 +253,8 @@ def _has_begun(folder: Path, origin: Origin, *, world: World, copies: Mirror | N
             )
     elif world.is_main and copies:
         with suppress(Exception):  # of any client library; whoever uses the mirror next reports it
-            copies.check()
-            recorded = [json.dumps(copies.meta(name).get("origin")) for name in copies.names()[-1:]]
-            begun = any(origin.is_of(parse_as(Origin, text)) for text in recorded)
+            newest = [*copies.checkpoints(None).values()][-1]
+            begun = origin.is_of(parse_as(Origin, json.dumps(newest.get("origin"))))
     world.raise_together(problem)
     return bool(world.gather_objects(begun)[0])
 

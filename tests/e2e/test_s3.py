@@ -18,6 +18,7 @@ from pipeline.run_files import META_NAME, PREFIX, name_of
 from tests.e2e.test_train import STEPS, base, equal, records, settings, weights  # noqa: F401 (a fixture)
 from tests.launch import ROOT, command, environment, run, wait_for
 from tests.metrics import metrics
+from tests.mirrors import steps_in
 from tests.s3_server import client, end, s3_server
 from tests.shards import write_shards
 
@@ -59,15 +60,12 @@ def test_a_run_continues_on_a_fresh_machine_with_the_same_bits(base: Path, s3: N
     folder, arguments = base / "spot", settings(base, "spot", *often, f"checkpoint.mirror={MIRROR}")
     kill_while_uploading(arguments, folder)
     store = Mirror(MIRROR, folder)
-    names = store.names()
-    assert store.read("latest") in names
+    newest = steps_in(store)[-1]
     shutil.rmtree(folder)
     done = run("tests.e2e.slow_run", "mirror", *arguments, "--resume", "latest")
-    assert f"Checkpoint {names[-1]} was downloaded from the mirror" in done.stdout + done.stderr
+    assert f"Checkpoint {name_of(newest)} was downloaded from the mirror" in done.stdout + done.stderr
     assert equal(weights(folder), weights(base / "undisturbed"))
-    kept = {names[-1], name_of(STEPS - 1), name_of(STEPS)}  # the run has resumed from the first one
-    assert store.names() == sorted(kept)
-    assert store.read("latest") == name_of(STEPS)
+    assert steps_in(store) == sorted({newest, STEPS - 1, STEPS}), "the run has resumed from the first one"
 
 
 @pytest.mark.slow
@@ -84,7 +82,6 @@ def test_training_goes_on_without_the_server(base: Path, monkeypatch: pytest.Mon
         end(server)
         assert process.wait(300) == 0
     failed = [message for message in messages(folder) if "is NOT in the mirror" in message]
-    assert "uploads have failed since the start. Training continues." in failed[-1]
     assert name_of(STEPS) in failed[-1]
     assert (folder / "checkpoints" / name_of(STEPS) / META_NAME).is_file()
 

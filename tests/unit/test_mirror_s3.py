@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.checkpoint import mirror as mirror_module
 from pipeline.checkpoint.layout import FORMAT, MOMENTS_NAME, OBJECTIVE_NAME, VERSION
 from pipeline.checkpoint.mirror import Mirror
 from pipeline.errors import UserError
@@ -22,7 +20,7 @@ from pipeline.files import sha256_of, write_json
 from pipeline.model.model_folder import WEIGHTS_NAME
 from pipeline.run_files import META_NAME, MODEL_CONFIG_NAME, digest_of, name_of
 from tests.launch import ROOT, python, wait_for
-from tests.mirrors import begin, fetch, writer_of
+from tests.mirrors import begin, fetch, steps_in, writer_of
 from tests.s3_server import client, client_settings, end, process, s3_server
 from tests.written_checkpoints import FACTS, Towers, snapshot
 
@@ -63,27 +61,11 @@ def test_a_bucket_that_is_missing_is_refused_and_not_created(tmp_path: Path, por
     for start in (begin, fetch):
         with pytest.raises(UserError, match=r"s3://buckte/runs/.* cannot be used .*bucket does not exist.* address"):
             start(tmp_path / "run", "s3://buckte/runs")
+        start(tmp_path / "run", "s3://bucket/runs")
     with pytest.raises(FileNotFoundError, match="bucket does not exist"):
         Mirror("s3://buckte/runs", tmp_path / "run").upload(large_checkpoint(tmp_path / "run", 1, size=10))
     assert client().ls("") == ["bucket"]
-
-
-def test_the_check_at_the_start_leaves_nothing_behind(tmp_path: Path, port: int) -> None:
-    for start in (begin, fetch):
-        start(tmp_path / "run", "s3://bucket/runs")
-    assert client().find("bucket") == []
-
-
-def test_a_server_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression test: the client tries 25 times for a minute each."""
-    pytest.importorskip("s3fs")
-    monkeypatch.setattr(mirror_module, "ANSWER_SECONDS", 1.2)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        for name, value in client_settings(silent.getsockname()[1]).items():
-            monkeypatch.setenv(name, value)
-        for start in (begin, fetch):
-            with pytest.raises(UserError, match=r"cannot be used \(TimeoutError: it has not answered for 1 s\): check"):
-                start(tmp_path / "run", "s3://hanging/runs")
+    assert client().find("bucket") == [], "the check at the start leaves nothing behind"
 
 
 @pytest.mark.parametrize("known", [False, True])
@@ -112,17 +94,15 @@ def test_an_upload_in_parts_that_is_killed_never_looks_complete(tmp_path: Path, 
     assert [part["Key"].rpartition("/")[2] for part in store.list_multipart_uploads("bucket")] == [
         "moments.safetensors"
     ]
-    assert (mirror.names(), mirror.read("latest")) == ([older.name], older.name)
+    assert steps_in(mirror) == [1]
     shutil.rmtree(run)
     fetch(run, "s3://bucket/runs")
     assert [path.name for path in (run / "checkpoints").glob("step-*")] == [older.name]
     mirror.upload(large_checkpoint(run, 2, size=PARTS))  # the next attempt is not disturbed by the parts
-    assert (mirror.names(), mirror.read("latest")) == ([older.name, newer.name], newer.name)
+    assert steps_in(mirror) == [1, 2]
 
 
-def test_uploads_fail_and_are_counted_while_the_server_is_away(
-    tmp_path: Path, towers: Towers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_uploads_fail_while_the_server_is_away(tmp_path: Path, towers: Towers, monkeypatch: pytest.MonkeyPatch) -> None:
     run, url, events = tmp_path / "run", "s3://bucket/runs", list[str]()
     with s3_server(tmp_path / "log") as (server, port):
         monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
@@ -137,18 +117,16 @@ def test_uploads_fail_and_are_counted_while_the_server_is_away(
         assert "step-00000001 is in the mirror" in save(1)
         end(server)
         assert "step-00000002 is NOT in the mirror" in save(2)
-        assert "1 of 2 uploads have failed since the start. Training continues." in events[-1]
         assert "Could not connect to the endpoint" in events[-1]
-        assert "2 of 3 uploads have failed since the start" in save(3)
         server = process(port, tmp_path / "log")
         try:
             assert "bucket does not exist" in save(4)  # the new server has lost it
             client().mkdir("bucket")
             assert "step-00000005 is in the mirror" in save(5)
-            assert Mirror(url, run).names() == [name_of(5)]
+            assert steps_in(Mirror(url, run)) == [5]
         finally:
             end(server)
-    assert [path.name for path in sorted((run / "checkpoints").glob("step-*"))] == [name_of(n) for n in (3, 4, 5)]
+    assert [path.name for path in sorted((run / "checkpoints").glob("step-*"))] == [name_of(n) for n in (2, 4, 5)]
 
 
 def test_the_endpoint_comes_from_the_environment(port: int, monkeypatch: pytest.MonkeyPatch) -> None:

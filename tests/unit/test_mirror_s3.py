@@ -52,7 +52,7 @@ def large_checkpoint(run: Path, step: int, *, size: int) -> Path:
             out.truncate(size if name == MOMENTS_NAME else 1)
         files[name] = {"bytes": (folder / name).stat().st_size, "sha256": sha256_of(folder / name)}
     meta = {**FACTS, "format": FORMAT, "version": VERSION, "step": step, "counter": step, "samples": 8 * step}
-    meta["files"] = files
+    meta |= {"files": files, "run_id": "0123456789abcdef"}
     write_json(folder / META_NAME, {**meta, "digest": digest_of(meta)})
     return folder
 

@@ -20,7 +20,7 @@ from pipeline.versions import version_of
 # opt-outs may address it.)
 _MANNERS = ("contact", "host_connections", "backoff")
 # Settings that have left, with the values that apply: records of shards have a digest with them.
-_BUILT_IN = {
+_BUILT_IN: dict[str, dict[str, Any]] = {
     "image": {"resize_only_if_bigger": True},
     "guard": {"schemes": ["http", "https"], "max_redirects": 5},
 }

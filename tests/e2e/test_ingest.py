@@ -20,7 +20,6 @@ from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.ingest_report import write_report
 from data_prep.dataset.statistics import take_census
 from data_prep.ingest import PartDone, download
-from data_prep.rebuild import rebuild
 from data_prep.scenes.published import Fault, fault_of, write_url_table
 from data_prep.scenes.scene import FaultRates, ScenesConfig
 from data_prep.scenes.server import serve_scenes
@@ -128,13 +127,14 @@ def test_report_and_datasheet_account_for_every_url(ingested: Manifest) -> None:
     assert census.hosts == {"127.0.0.1": PAIRS}
 
 
-def test_damaged_shards_are_rebuilt_to_the_same_bytes(world: World, ingested: Manifest, tmp_path: Path) -> None:
+def test_damaged_shards_are_fetched_again_to_the_same_bytes(world: World, ingested: Manifest, tmp_path: Path) -> None:
     root = tmp_path / "copy"
     shutil.copytree(ingested.root, root)
     (root / "shards/00001.tar").write_bytes(b"damaged")
     problems = verification.verify(root)
     assert {problem.shard for problem in problems} == {"shards/00001.tar"}
-    assert rebuild(root, problems, allow_addresses=True).digest == ingested.digest
+    verification.delete_damaged(root, problems)
+    assert download(world.config(root)).digest == ingested.digest
     assert verification.verify(root) == []
 
 

@@ -8,7 +8,6 @@ moment, after scaling, reduction and clipping, so everything between loss and op
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -38,8 +37,6 @@ class GradientCheck:
         self._plain: Towers | None = plain
         self._before: dict[tuple[str, str], Tensor] = {}
         self._expected: dict[str, Tensor] = {}
-        self.seconds = 0.0
-        """That `reference` has taken."""
 
     def begin(self) -> None:
         """Copy the engine's weights and moments. Collective."""
@@ -58,7 +55,6 @@ class GradientCheck:
         """
         if self._plain is None:
             return
-        began = time.monotonic()
         self._plain.zero_grad(set_to_none=True)  # the gradient of a skipped step
         norms, text = batch_norms_of(self._plain), inputs[1].to(self._world.device)
         for index, rows in enumerate(self._chunks):
@@ -68,7 +64,6 @@ class GradientCheck:
                 torch.autograd.backward([f for f, _ in trained], [g for _, g in trained])
         named = [(name, p) for name, p in self._plain.clip.named_parameters() if p.requires_grad]
         self._expected = {name: self._world.all_reduce(p.grad).cpu() for name, p in named if p.grad is not None}
-        self.seconds += time.monotonic() - began
 
     def finish(self, *, clipping: float) -> float:
         """Compare the gradient that was applied with the reference, and free the copy of the towers. Collective.

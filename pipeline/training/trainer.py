@@ -69,8 +69,6 @@ class Trainer:
     """The tests that were due at the checkpoint that was restored, but were prevented."""
     rollback: Checkpoint | None = None
     """Where the run continues after `fit` if too many steps were skipped; its data position is that of now."""
-    check_seconds: float = 0.0
-    """What the gradient check took."""
     problem: str = ""
     """What ends the run with a UserError after a checkpoint."""
     saved_step: int = 0
@@ -121,8 +119,9 @@ class Trainer:
             first, began = self.state.step, time.monotonic()
             while self.state.step < self.end and not (stop or self.tests.ended_run or self.rollback):
                 stop = self._train_on(signals)
-                if self.state.step == first + 1:
-                    self._report_first_step(time.monotonic() - began)
+                if self.state.step in (first + 1, first + 2):
+                    self._report_pace(time.monotonic() - began, is_first=self.state.step == first + 1)
+                    began = time.monotonic()
             saved = self._finish(stop=stop, signals=signals)
             stop = self._any(stop or bool(signals))
         self.signals.announce = None  # this trainer's memory is freed
@@ -177,15 +176,12 @@ class Trainer:
         self.tests.evaluate(stop=stop)
         return stop
 
-    def _report_first_step(self, seconds: float) -> None:
-        """Say what the first step of this start took, and what the others will."""
-        left = (self.run.total_steps - self.state.step) * max(0.0, seconds - self.check_seconds)
-        check = f" ({clock(self.check_seconds)} of it for the gradient probe)" if self.check_seconds else ""
-        self.telemetry.event(
-            f"The first step took {clock(seconds)}{check}, with its first batch; at that pace, the run takes "
-            f"{clock(left)} more.",
-            level=NOTICE,
-        )
+    def _report_pace(self, seconds: float, *, is_first: bool) -> None:
+        """Say what the first step of this start took, and after the second what the others will: the first one has
+        the start of the loading workers, the gradient probe and compiling in it."""
+        left = clock((self.run.total_steps - self.state.step) * seconds)
+        second = f"The second step took {seconds:.1f} s: at that pace, the run takes {left} more."
+        self.telemetry.event(f"The first step took {seconds:.1f} s." if is_first else second, level=NOTICE)
 
     def _end_early(self) -> bool:
         """Save what was trained, and return that the run stops."""
@@ -264,7 +260,6 @@ class Trainer:
             state.ema.update()
         if result.applied and self.gradient_check is not None:
             distance = self.gradient_check.finish(clipping=self.run.engine.gradient_clipping)
-            self.check_seconds = self.gradient_check.seconds
             self.gradient_check = self.take_step.on_gradients = None
             self.telemetry.event(
                 f"Gradient probe: engine and plain autograd differ by {distance:.1e} "

@@ -107,6 +107,10 @@ class RunConfig:
         return self.samples // self.batch_size
 
 
+MANY = 2**40
+"""Samples that are assumed in order to check settings without the data."""
+
+
 def load_recipe(
     path: str | Path | None,
     overrides: Iterable[str] = (),
@@ -128,7 +132,13 @@ def load_recipe(
     tree = read_recipe(Path(path)) if path is not None else {}
     tree, above = add_recipe_keys(tree, cfg.parse_overrides(overrides))
     tree = scale_rates(choose_method(tree, above), above, scaled=scaled)
-    return parse_recipe(resolve_budget(tree, above, dataset_size=dataset_size))
+    try:
+        resolved = resolve_budget(tree, above, dataset_size=dataset_size)
+    except UserError:
+        if dataset_size is None:  # the data is not there: a wrong key is reported first
+            parse_recipe(resolve_budget(tree, above, dataset_size=MANY))
+        raise
+    return parse_recipe(resolved)
 
 
 def parse_recipe(tree: Mapping[str, Any]) -> RunConfig:

@@ -199,3 +199,13 @@ def test_training_recipes_read_what_download_recipes_write() -> None:
     written = {read_yaml(path).get("output") for path in (FOLDER / "download").glob("*.yaml")}
     for path in PAPERS:
         assert load(path).data.sources[0].manifest in written, path
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [("optimizer.lrr=3", r"Unknown key optimizer\.lrr"), ("selection.ratio=0.5", "Joint selection of examples"),
+     ("seed=1", "There is no manifest at")],
+)  # fmt: skip
+def test_a_wrong_key_is_reported_before_missing_data(override: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_recipe(FOLDER / "own.yaml", ["data.sources=/nothing/here", "output=run", override])

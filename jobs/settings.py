@@ -9,16 +9,26 @@ from collections.abc import Iterable, Sequence
 
 import click
 
-from jobs.settings_table import COMPUTED, REQUIRED, Setting, listing, names, objective_groups, own_settings, programs
+from jobs.settings_table import (
+    COMPUTED,
+    EXPERT,
+    REQUIRED,
+    Setting,
+    listing,
+    names,
+    objective_groups,
+    own_settings,
+    programs,
+)
 from pipeline.config import suggest
 from pipeline.errors import UserError
 
 INTRODUCTION = """\
 # Settings
 
-Every setting of `neuclip train`, `download`, `evaluate` and `watch`, with its default and what is allowed. This page is
-written by `make settings` from the docstrings of the configuration classes; `neuclip settings WORD` prints the same in
-a terminal.
+The settings of `neuclip train`, `download`, `evaluate` and `watch`, with their defaults and what is allowed. This page
+is written by `make settings` from the docstrings of the configuration classes; `neuclip settings WORD` prints the same
+in a terminal. `neuclip settings --all` adds the {expert} expert settings, which hardly anybody changes.
 
 A recipe is a tree of these settings in YAML, and the command line overrides it:
 `neuclip train --recipe cc12m data.workers=8`. `neuclip train --dry-run` checks a configuration and prints it.
@@ -36,33 +46,40 @@ the default column names them.
 
 
 @click.command(name="settings")
+@click.option("--all", "everything", is_flag=True, help="Expert settings, too.")
 @click.option("--markdown", is_flag=True, help="Print docs/settings.md.")
 @click.argument("words", nargs=-1, metavar="[WORD]...")
-def command(markdown: bool, words: tuple[str, ...]) -> None:
+def command(everything: bool, markdown: bool, words: tuple[str, ...]) -> None:
     """List settings with their defaults, allowed values and meanings.
 
     WORD selects the settings whose name contains it, or whose description has it: `neuclip settings data.` or
-    `neuclip settings temperature`.
+    `neuclip settings temperature`. Expert settings are left out if others match, unless --all is given.
     """
     if markdown:
         from pipeline.objectives import objective_names
 
         click.echo(page(objective_names()), nl=False)
         return
-    found, table = 0, list(listing())
+    table = [
+        (title, [setting for setting in settings if all(_has(setting, word) for word in words)])
+        for title, settings in listing()
+    ]
+    keys = {setting.key for _, settings in table for setting in settings}
+    if not keys:
+        every = [setting.key for _, settings in listing() for setting in settings]
+        known = tuple(sorted({*every, *(part for key in every for part in key.split("."))}))
+        raise UserError(f"No setting contains {' and '.join(map(repr, words))}. {suggest(words[0], known)}")
+    hidden = frozenset() if everything or keys <= EXPERT else keys & EXPERT
     for title, settings in table:
-        chosen = [setting for setting in settings if all(_has(setting, word) for word in words)]
-        found += len(chosen)
-        if chosen:
+        shown = [setting for setting in settings if setting.key not in hidden]
+        if shown:
             click.secho(title, bold=True)
-        for setting in chosen:
+        for setting in shown:
             default = REQUIRED if setting.default == REQUIRED else f"default {setting.default}"
             click.echo(f"  {setting.key}  ({_plain(default)}; {_plain(setting.allowed)})")
             click.echo(textwrap.fill(_plain(setting.meaning), 110, initial_indent=" " * 6, subsequent_indent=" " * 6))
-    if not found:
-        keys = [setting.key for _, settings in table for setting in settings]
-        known = tuple(sorted({*keys, *(part for key in keys for part in key.split("."))}))
-        raise UserError(f"No setting contains {' and '.join(map(repr, words))}. {suggest(words[0], known)}")
+    if hidden:
+        click.echo(f"\n{len(hidden)} expert settings are left out; --all has them.")
 
 
 def _has(setting: Setting, word: str) -> bool:
@@ -72,7 +89,7 @@ def _has(setting: Setting, word: str) -> bool:
 
 def page(methods: Sequence[str]) -> str:
     """The text of docs/settings.md with these objectives."""
-    parts = [INTRODUCTION]
+    parts = [INTRODUCTION.format(expert=len(EXPERT))]
     for title, sections in programs().items():
         parts.append(f"## {title}\n\n")
         for heading, cls, prefix in sections:
@@ -90,6 +107,8 @@ def page(methods: Sequence[str]) -> str:
 def _table(rows: Iterable[tuple[str, str, Setting]]) -> str:
     text = "| key | default | allowed | meaning |\n|---|---|---|---|\n"
     for key, default, setting in rows:
+        if setting.key in EXPERT:
+            continue
         text += f"| `{key}` | {default} | {_cell(setting.allowed)} | {_cell(setting.meaning)} |\n"
     return text + "\n"
 

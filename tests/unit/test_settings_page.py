@@ -13,7 +13,7 @@ import yaml
 from click.testing import CliRunner
 
 from jobs.settings import command, page
-from jobs.settings_table import listing, settings_of
+from jobs.settings_table import EXPERT, listing, settings_of
 from pipeline.config import read_yaml, section
 from pipeline.errors import UserError
 from pipeline.training.recipe import RunConfig
@@ -82,6 +82,17 @@ def test_settings_in_the_terminal() -> None:
     for wrong, nearest in (("data.straems", "data.streams"), ("optimzer", "optimizer")):
         with pytest.raises(UserError, match=f"The nearest is {nearest}\\."):
             CliRunner().invoke(command, [wrong], catch_exceptions=False)
+
+
+def test_expert_settings_are_shown_to_those_who_ask() -> None:
+    def shown(*arguments: str) -> str:
+        return CliRunner().invoke(command, list(arguments), catch_exceptions=False).output
+
+    keys = {setting.key for _, settings in listing() for setting in settings}
+    assert keys >= EXPERT, f"no settings: {sorted(EXPERT - keys)}"
+    for arguments, there in (((), False), (("--all",), True), (("engine.",), False), (("engine.probe",), True)):
+        assert ("  engine.probe  (" in shown(*arguments)) == there, arguments
+    assert "`engine.probe`" not in PAGE.read_text(encoding="utf-8")
 
 
 def test_every_key_of_training_is_listed_with_its_default() -> None:

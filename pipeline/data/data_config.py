@@ -91,8 +91,8 @@ class DataConfig:
     """The order of samples, by name: `canonical`, or one of a package of your own. It cannot change within a run."""
     streams: int = Field(default=64, ge=1, le=65536)
     """$C$, interleaved streams that fill a batch. Part of the order: it cannot change within a run. It must divide
-    `batch_size`, and the number of ranks must divide it. More streams mix more shards into a batch: raise it before the
-    buffer."""
+    `batch_size`, and the number of ranks must divide it. `auto`, or not given: the largest
+    divisor of `batch_size` up to 64. More streams mix more shards into a batch: raise it before the buffer."""
     shuffle_buffer: int = Field(default=1000, ge=1, le=10_000_000)
     """$S$: a sample moves by fewer than $S$ places within its stream. About $S/2$ encoded samples of each stream are in
     memory. Part of the order: it cannot change within a run."""

@@ -17,6 +17,7 @@ from pipeline.data.loading.decode import normalize
 from pipeline.data.loading.loader import Loader, build_loader
 from pipeline.data.loading.position import replaced
 from pipeline.data.loading.worker import Tokenize
+from pipeline.data.order.canonical_order import default_streams
 from pipeline.data.shards.check_shards import check_captions
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
@@ -159,7 +160,8 @@ def dataset(
     if "sources" in settings:
         raise UserError("sources: give the folder, or a list of them, as the first argument.")
     sources = os.fspath(folder) if isinstance(folder, os.PathLike) else folder
-    config = parse(DataConfig, {**settings, "sources": sources}, prefix="data")
+    streams = default_streams(batch_size)
+    config = parse(DataConfig, {"streams": streams, **settings, "sources": sources}, prefix="data")
     check_captions(config)
     decoding = {"global_batch": batch_size, "image_size": image_size, "tokenize": tokenize}
     world = World(rank=rank, size=ranks)

@@ -16,6 +16,7 @@ from pipeline import config as cfg
 from pipeline.checkpoint.writer import CheckpointConfig
 from pipeline.config import section
 from pipeline.data.data_config import DataConfig, Source, as_sources
+from pipeline.data.order.canonical_order import default_streams
 from pipeline.data.shards.check_shards import check_captions
 from pipeline.engine.engine_config import EngineConfig
 from pipeline.engine.engine_protocol import ENGINES
@@ -232,6 +233,8 @@ def _check_ranks(run: RunConfig, *, world_size: int) -> None:
         fitting = max(1, round(streams / world_size)) * world_size
         unit = math.lcm(fitting, world_size * (micro_batch or 1))
         nearest = max(1, round(batch / unit)) * unit
+        if batch % world_size == 0:
+            nearest, fitting = batch, world_size * default_streams(batch // world_size)
         raise UserError(
             f"batch_size = {batch} and data.streams = {streams} do not fit {world_size} ranks, which must divide both; "
             f"the streams must divide the batch. Use batch_size={nearest} data.streams={fitting}, for example, or "

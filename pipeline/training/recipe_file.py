@@ -16,6 +16,7 @@ from pydantic import Field
 from pipeline import config as cfg
 from pipeline.config import section
 from pipeline.data.data_config import DataConfig
+from pipeline.data.order.canonical_order import default_streams
 from pipeline.data.order.mixture import load_mixture
 from pipeline.data.shards.check_shards import check_captions
 from pipeline.errors import UserError
@@ -178,7 +179,8 @@ def scale_rates(
 def resolve_budget(
     recipe: Mapping[str, Any], above: Mapping[str, Any], *, dataset_size: int | None = None
 ) -> dict[str, Any]:
-    """Merge a recipe with its overrides and convert `epochs` and `schedule.warmup_share` to samples and steps.
+    """Merge a recipe with its overrides, convert `epochs` and `schedule.warmup_share` to samples and steps, and derive
+    `data.streams` if it is not given.
 
     Args:
         recipe: The recipe's tree.
@@ -189,6 +191,9 @@ def resolve_budget(
         UserError: A budget is given in both units in one place, or a value is out of range.
     """
     tree = _merged_in_one_unit(BUDGETS, recipe, above)
+    data, batch = tree.get("data", {}), tree.get("batch_size")
+    if isinstance(data, Mapping) and isinstance(batch, int) and batch > 0 and data.get("streams", "auto") == "auto":
+        tree["data"] = {**data, "streams": default_streams(batch)}
     if isinstance(tree.get("schedule"), Mapping):
         schedules = (_section(recipe, "schedule"), _section(above, "schedule"))
         tree["schedule"] = _merged_in_one_unit(WARM_UPS, *schedules)

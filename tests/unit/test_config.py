@@ -75,13 +75,12 @@ def test_error_messages_name_key_value_and_remedy(override: str, parts: list[str
 
 
 def test_batch_that_the_ranks_do_not_divide_is_refused() -> None:
-    run = load_recipe(None, BASE)
-    check_run(run, world_size=4)
-    with pytest.raises(
-        UserError,
-        match=r"batch_size = 100 and data.streams = \d+ do not fit 8 ranks.*Use batch_size=\d+ data.streams=\d+",
-    ):
-        check_run(run, world_size=8)
+    run = load_recipe(None, BASE)  # batch 100
+    check_run(run, world_size=5)
+    for ranks, better in ((8, "batch_size=96 data.streams=48"), (4, "batch_size=100 data.streams=100")):
+        message = f"batch_size = 100 and data.streams = 50 do not fit {ranks} ranks.*Use {better}, for example"
+        with pytest.raises(UserError, match=message):
+            check_run(run, world_size=ranks)
 
 
 def test_required_keys_are_named() -> None:

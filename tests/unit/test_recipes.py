@@ -17,6 +17,8 @@ from pipeline.training.recipe import load_recipe, parse_recipe
 from tests.launch import python
 
 FOLDER = Path(__file__).parents[2] / "jobs" / "recipes"
+STREAMS = ((64, 64), (256, 64), (48, 48), (96, 48), (6144, 64), (97, 1), (10, 10))
+"""A batch, and the streams that fill it."""
 PAPERS = ("cc3m", "cc12m", "dfn14m", "dfn192m", "dfn1b", "laion315m")
 pytestmark = pytest.mark.filterwarnings("ignore:objective.npn_lr")
 
@@ -50,6 +52,14 @@ def assumed(name: str) -> Assumptions:
     command = re.search(r"neuclip plan .*--dataset-size (\S+) --mfu (\S+)", (FOLDER / f"{name}.yaml").read_text())
     assert command is not None
     return Assumptions(dataset_size=int(command[1]), mfu=float(command[2]))
+
+
+def test_streams_that_are_not_given_divide_the_batch() -> None:
+    for batch, streams in STREAMS:
+        assert load("own", f"batch_size={batch}").data.streams == streams, batch
+        assert load("own", f"batch_size={batch}", "data.streams=auto").data.streams == streams, batch
+    assert load("own", "batch_size=96", "data.streams=32").data.streams == 32
+    assert load_recipe(None, ["data.sources=x", "output=y", "samples=96000", "batch_size=96"]).data.streams == 48
 
 
 @pytest.mark.parametrize("name", PAPERS)

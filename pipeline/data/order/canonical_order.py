@@ -84,6 +84,11 @@ def make_layout(*, samples: int, global_batch: int, streams: int, ranks: int = 1
     return Layout(samples=samples, global_batch=global_batch, streams=streams)
 
 
+def default_streams(global_batch: int) -> int:
+    """The largest number of streams up to 64 that divides a batch: `data.streams` where it is not given."""
+    return next(streams for streams in range(64, 0, -1) if global_batch % streams == 0)
+
+
 def _divisors(n: int, *, near: int) -> str:
     below = next(d for d in range(min(near, n), 0, -1) if n % d == 0)
     above = next((d for d in range(near, n + 1) if n % d == 0), below)

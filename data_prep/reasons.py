@@ -8,7 +8,7 @@ import socket
 import ssl
 import urllib.error
 
-from pipeline import pixels
+from pipeline.pictures import image_error
 
 TIMEOUT = "timeout"
 DNS = "dns"
@@ -23,17 +23,17 @@ REFUSED_ADDRESS = "refused address"
 OPTED_OUT = "opted out"
 REMOVED = "removed"
 EMPTY = "empty"
-NOT_AN_IMAGE = pixels.NOT_AN_IMAGE
-UNSUPPORTED = pixels.UNSUPPORTED
-TRUNCATED = pixels.TRUNCATED
+NOT_AN_IMAGE = image_error.NOT_AN_IMAGE
+UNSUPPORTED = image_error.UNSUPPORTED
+TRUNCATED = image_error.TRUNCATED
 TOO_MANY_BYTES = "too many bytes"
-TOO_MANY_PIXELS = pixels.TOO_MANY_PIXELS
-TOO_MANY_SCANS = pixels.TOO_MANY_SCANS
+TOO_MANY_PIXELS = image_error.TOO_MANY_PIXELS
+TOO_MANY_SCANS = image_error.TOO_MANY_SCANS
 TOO_SMALL = "too small"
 EXTREME_ASPECT = "extreme aspect ratio"
 HASH_MISMATCH = "hash mismatch"
 NO_HASH = "no hash"
-UNDECODABLE = pixels.UNDECODABLE
+UNDECODABLE = image_error.UNDECODABLE
 NOT_ENCODED = "not encoded"
 TOO_LITTLE_MEMORY = "too little memory"
 TOO_SLOW = "too slow to decode"

@@ -84,10 +84,9 @@ def command(
 
     After an interruption, the same command continues. OUTPUT/dropped.tsv lists every row that was dropped.
     """
-    from PIL import ImageColor
-
     from data_prep.pairs.make_shards import DROPPED_NAME, PairsConfig, make_shards
     from data_prep.pairs.pair import ImageOptions, SourceOptions
+    from pipeline.pictures.pixels import colour_of
 
     options = SourceOptions(
         image=image,
@@ -101,9 +100,9 @@ def command(
         allow_outside=allow_outside,
     )
     try:
-        colour = ImageColor.getrgb(background)[:3]
+        colour = colour_of(background)
     except ValueError as error:
-        raise click.BadParameter(f"{background!r} is not a colour such as white or #f0f0f0.") from error
+        raise click.BadParameter(f"{error}.") from error
     config = PairsConfig(
         source,
         output,

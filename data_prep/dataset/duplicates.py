@@ -32,7 +32,7 @@ from pipeline.data.shards.storage import list_shards
 from pipeline.data.shards.tar_reader import CorruptSample
 from pipeline.errors import UserError
 from pipeline.files import as_text
-from pipeline.pixels import load, open_image, to_rgb
+from pipeline.pictures.pixels import load, open_image, to_rgb
 
 # Five blocks of the 64 bits: at most three flipped bits leave at least two blocks unchanged, so that every pair within
 # three bits agrees on some pair of blocks (25 to 26 bits) and is found by sorting.
@@ -232,7 +232,7 @@ def signature(body: bytes) -> tuple[int, bytes]:
     with counted_errors(), open_image(body) as image:
         image.draft("RGB", (36, 32))
         load(image, body)
-        picture = to_rgb(image)
+        picture = to_rgb(image, None)
     small = np.asarray(picture.convert("L").resize((9, 8), Image.Resampling.BOX), dtype=np.int16)
     bits = (small[:, :-1] < small[:, 1:]).ravel()
     thumbnail = picture.resize((_SIDE, _SIDE), Image.Resampling.BOX)

@@ -22,7 +22,7 @@ from pipeline.data.shards.rgb_image import counted_errors
 from pipeline.data.shards.storage import open_records
 from pipeline.data.shards.tar_reader import CaptionField, CorruptSample, DamagedTar, TarRecord
 from pipeline.errors import UserError
-from pipeline.pixels import open_image
+from pipeline.pictures.pixels import open_image
 
 # Samples that are read, of so many shards, and captions whose language is guessed.
 _READ, _SHARDS_READ = 5_000, 32

@@ -25,6 +25,7 @@ from data_prep import reasons
 from data_prep.fetching.served_image import Pixels, decode, extension, upright
 from data_prep.reasons import FetchError
 from data_prep.settings.download_config import FetchConfig, ImageConfig
+from pipeline.pictures.pixels import colour_of
 
 Boxes = list[list[float]]
 # Image, width, height, original width, original height, error: what img2dataset expects of its resizer.
@@ -66,7 +67,7 @@ class ImageConverter:
             return failed(f"{reason}: {type(error).__name__} {error}")
 
     def _convert(self, body: bytes, boxes: Boxes | None) -> Outcome:
-        pixels = decode(body, processes=self.processes)
+        pixels = decode(body, processes=self.processes, background=colour_of(self.image.background))
         height, width = pixels.array.shape[:2]
         self._check_shape(height, width)
         scaled = scale(pixels.array, self.image)

@@ -29,7 +29,8 @@ from data_prep.sources import metadata_tables
 from data_prep.sources.metadata_tables import check_rows
 from data_prep.sources.text_columns import columns_of
 from pipeline.errors import UserError
-from pipeline.pixels import ImageError, read_rgb
+from pipeline.pictures.image_error import ImageError
+from pipeline.pictures.pixels import read_rgb
 
 CHECKED_ROWS = 1_000
 _HEX_LENGTH = {"md5": 32, "sha1": 40, "sha256": 64, "sha512": 128}

@@ -24,7 +24,19 @@ from data_prep.fetching.served_image import check_image, extension
 from data_prep.reasons import FetchError
 from pipeline.config import suggest
 from pipeline.errors import UserError
-from pipeline.pixels import ImageError, load, on_white, open_image, orientation, read_file, transparent_layer, upright
+from pipeline.pictures.image_error import ImageError
+from pipeline.pictures.pixels import (
+    WHITE,
+    Colour,
+    is_single_colour,
+    load,
+    open_image,
+    orientation,
+    read_file,
+    to_rgb,
+    transparent_layer,
+    upright,
+)
 
 IMAGE_NAMES = (
     "image", "image_path", "image_file", "image_name", "filepath", "file_path", "file_name", "filename", "path", "file",
@@ -210,7 +222,7 @@ class ImageOptions:
     """Quality of re-encoded JPEGs."""
     raw: bool = False
     """Store every image decoded, as a binary PPM."""
-    background: tuple[int, int, int] = (255, 255, 255)
+    background: Colour = WHITE
     """Colour behind transparent pixels."""
     max_pixels: int = 178_956_970
     """Larger images are dropped (decompression bombs)."""
@@ -280,19 +292,13 @@ def _store(image: Image.Image, body: bytes, options: ImageOptions) -> StoredImag
     load(image, body)
     transparent = transparent_layer(image) is not None
     if not shrinks and turned == 1 and kind in _STORED and not options.raw and not transparent:
-        plain = _is_plain(image)
+        plain = is_single_colour(image)
         return StoredImage(extension(body, str(kind).lower()), body, *image.size, plain=plain)
-    picture = upright(on_white(image, options.background), turned)
+    picture = upright(to_rgb(image, options.background), turned)
     if shrinks:
         scale = size / min(picture.size)
         width, height = (max(size, round(side * scale)) for side in picture.size)
         picture = picture.resize((width, height), Image.Resampling.BICUBIC, reducing_gap=3.0)
     buffer, suffix = io.BytesIO(), "ppm" if options.raw else "jpg"
     picture.save(buffer, "PPM" if options.raw else "JPEG", quality=options.quality)
-    return StoredImage(suffix, buffer.getvalue(), *picture.size, transparent, _is_plain(picture))
-
-
-def _is_plain(image: Image.Image) -> bool:
-    """Whether all pixels are equal."""
-    ranges = image.getextrema()
-    return all(low == high for low, high in (ranges if isinstance(ranges[0], tuple) else (ranges,)))
+    return StoredImage(suffix, buffer.getvalue(), *picture.size, transparent, is_single_colour(picture))

@@ -12,6 +12,7 @@ from pydantic import Field
 from data_prep.settings.source_config import SourceConfig, listed
 from pipeline.config import section
 from pipeline.cores import usable_cores
+from pipeline.pictures.pixels import ColourName
 
 OptOut = Literal["noai", "noimageai", "noindex", "noimageindex"]
 
@@ -44,6 +45,8 @@ class ImageConfig:
     """Format of the stored images. `ppm` is decoded pixels: several times the bytes, and less work for the loader."""
     encode_quality: int = Field(default=95, ge=0, le=100)
     """JPEG or WebP quality; for png the compression level, 0 to 9. Unused for ppm."""
+    background: ColourName = "white"
+    """Colour behind what is transparent, by name or as #rrggbb."""
     min_size: int = Field(default=0, ge=0)
     """Refuse images whose shorter side has fewer pixels."""
     max_aspect_ratio: float = Field(default=1e6, ge=1)

@@ -40,7 +40,7 @@ from pipeline.data.loading.tokenize import fast_tokenizer
 from pipeline.data.loading.worker import Tokenize
 from pipeline.data.shards.manifest_format import make_manifest
 from pipeline.distributed.world import World
-from pipeline.pixels import read_rgb
+from pipeline.pictures.pixels import read_rgb
 
 BATCH, PIXELS = 64, 224
 QUALITY = 90

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -126,9 +126,11 @@ def image_reader(model: EvaluationModel, facts: FeatureFacts) -> ImageOf:
     """
     crops, tower = facts.crops, facts.tower
     if crops is None and tower is None:
-        return whole(model.preprocess)
+        return whole(model.preprocess, model.architecture.background)
     limits = CropConfig(scale=crops.scale, ratio=crops.ratio) if crops else CropConfig(scale=(1, 1), ratio=(1, 1))
-    decoder = ImageDecoder(size=model.image_size, crop=limits, mode="fast" if tower else "exact", max_pixels=MAX_PIXELS)
+    mode: Literal["fast", "exact"] = "fast" if tower else "exact"
+    background = model.architecture.background
+    decoder = ImageDecoder(model.image_size, limits, mode, MAX_PIXELS, background)
     mean, std = model.architecture.mean, model.architecture.std
 
     def read(data: bytes, sample_id: int) -> Tensor:

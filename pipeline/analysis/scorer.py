@@ -87,7 +87,13 @@ def make_scorer(
     # Chosen once, on one rank: a run that is still training may write another checkpoint while models are loaded.
     spec = world.gather_objects(str(model_folder_in(Path(spec)) or spec))[0]
     model = load_for_evaluation(spec, device=world.device)
-    pairs = PairReader(manifest, caption, whole(model.preprocess), batch_size=batch_size, workers=workers)
+    pairs = PairReader(
+        manifest,
+        caption,
+        whole(model.preprocess, model.architecture.background),
+        batch_size=batch_size,
+        workers=workers,
+    )
     facts = partial(ScoringFacts, model.digest, manifest.digest, str(caption))
     network = None if normalizers == "sample" else load_network(spec, device=world.device)
     if network is not None:

@@ -18,7 +18,7 @@ from pipeline.data.shards.rgb_image import rgb_image
 from pipeline.data.shards.storage import is_local, open_records
 from pipeline.data.shards.tar_reader import CaptionField, CorruptSample, DamagedTar, TarRecord
 from pipeline.files import as_text, sha256_of
-from pipeline.pixels import has_transparency
+from pipeline.pictures.pixels import WHITE, Colour, has_transparency
 from pipeline.run_files import record_of
 
 
@@ -45,9 +45,9 @@ ImageOf = Callable[[bytes, int], Tensor]
 """Encoded image and sample id -> the preprocessed image. It raises `CorruptSample`."""
 
 
-def whole(preprocess: Callable[[Any], Tensor]) -> ImageOf:
+def whole(preprocess: Callable[[Any], Tensor], background: Colour = WHITE) -> ImageOf:
     """The whole image, as an evaluation takes it; `preprocess` is of a PIL image."""
-    return lambda data, sample_id: preprocess(rgb_image(data))
+    return lambda data, sample_id: preprocess(rgb_image(data, background=background))
 
 
 @dataclass(frozen=True)

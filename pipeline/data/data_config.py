@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 
 from pipeline.config import section
 from pipeline.data.shards.tar_reader import CaptionField
+from pipeline.pictures.pixels import ColourName
 
 TEACHER, IMAGES = "data.teacher_features", "data.image_features"
 """The settings that name folders of `neuclip features`."""
@@ -120,6 +121,9 @@ class DataConfig:
     PIL pixels), `scaled` (as `fast`, but images of twice the training size and more are decoded at 1/2, 1/4 or 1/8 of
     their size: cheaper, and slightly other pixels) or `gpu` (ordinary JPEGs with nvJPEG, with slightly other
     pixels; all else as `fast`)."""
+    background: ColourName = "white"
+    """Colour behind what is transparent in pictures, by name or as #rrggbb. It is stored with the model: `evaluate` (on
+    tasks of your own), `score`, `features` and `playground` use it."""
     crop: CropConfig = Field(default_factory=CropConfig)
     """The random resized crop."""
     corrupt_limit: float = Field(default=0.01, ge=0, le=1)

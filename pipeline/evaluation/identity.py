@@ -109,7 +109,9 @@ def model_config_digest(model: EvaluationModel) -> str:
     """SHA-256 of the architecture and preprocessing, which the weights do not determine."""
     architecture = model.architecture
     towers = {key: value for key, value in architecture.model_cfg.items() if key != "init_logit_bias"}
-    return _digest({"model_cfg": towers, "preprocess_cfg": dict(architecture.preprocess_cfg)})
+    return _digest(
+        {"model_cfg": towers, "preprocess_cfg": dict(architecture.preprocess_cfg), **architecture.own_background}
+    )
 
 
 @functools.cache

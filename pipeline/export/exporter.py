@@ -36,7 +36,7 @@ from pipeline.model.architectures import save_tokenizer
 from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
 from pipeline.model.finetuning import ADAPTER_FILES
 from pipeline.model.model_folder import WEIGHTS_NAME, save_open_clip
-from pipeline.pixels import on_white
+from pipeline.pictures.pixels import colour_name, to_rgb
 from pipeline.run_files import EMA_NAME, META_NAME, MODEL_CONFIG_NAME, RUN_CONFIG_NAME, finished_checkpoints
 
 TOLERANCE = 1e-5
@@ -204,19 +204,20 @@ def write_checked(output: Path, write: Callable[[Path], tuple[float, str]]) -> E
 
 
 def transparency_note(model: EvaluationModel, preprocess: Callable[[Image.Image], Tensor], *, program: str) -> str:
-    """How near the feature of a transparent picture under a program's own preprocessing is to that on white."""
+    """How near the feature of a transparent picture under a program's own preprocessing is to that in training."""
     size = model.image_size
     generator = torch.Generator().manual_seed(0)
     small = torch.randint(0, 256, (4, 4, 4), generator=generator, dtype=torch.uint8).numpy()
     picture = Image.fromarray(small, "RGBA").resize((2 * size, 2 * size), Image.Resampling.NEAREST)
-    ours, theirs = model.preprocess(on_white(picture)), preprocess(picture)
+    ours, theirs = model.preprocess(to_rgb(picture, model.architecture.background)), preprocess(picture)
     first, second = model.encode_image(torch.stack([ours, theirs]))
     cosine = float(first @ second)
+    colour = colour_name(model.architecture.background)
     if cosine > ALIKE:
-        return f"A picture with transparency: {program}'s preprocessing puts it on white, as training does."
+        return f"A picture with transparency: {program}'s preprocessing puts it on {colour}, as training does."
     return (
-        f"A picture with transparency: {program}'s preprocessing does not put it on white, as training does (cosine "
-        f"{cosine:.2f} between the features). Put such pictures on white first, as README.md shows."
+        f"A picture with transparency: {program}'s preprocessing does not put it on {colour}, as training does (cosine "
+        f"{cosine:.2f} between the features). Put such pictures on {colour} first, as README.md shows."
     )
 
 

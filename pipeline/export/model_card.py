@@ -15,6 +15,7 @@ from pipeline.files import read_bounded
 from pipeline.model.architectures import Architecture, load_open_clip
 from pipeline.model.model_folder import WEIGHTS_NAME, weights_digest
 from pipeline.model.starting_weights import HUB
+from pipeline.pictures.pixels import colour_name
 from pipeline.report.run_page import in_markdown
 from pipeline.report.stored_scores import StoredEvaluation, read_evaluations
 from pipeline.run_files import METRICS_NAME, MODEL_CONFIG_NAME, read_records
@@ -50,6 +51,7 @@ def model_card(
     snippet = usage(arch, bias=bias, config=config["model"])
     if form == "transformers":
         snippet = _USAGE_SIGLIP if is_siglip(model["model_cfg"]) else _USAGE_CLIP
+    snippet = snippet.replace('"white"', f'"{config["data"].get("background", "white")}"')
     parts = [
         _front_matter(form=form, method=method, licence=licence, base=_base_model(arch, config["model"])),
         f"# {arch}, trained with {method}",
@@ -92,6 +94,7 @@ def foreign_card(spec: str, *, architecture: Architecture, form: str, licence: s
     snippet = _USAGE_OPEN_CLIP
     if form == "transformers":
         snippet = _USAGE_SIGLIP if is_siglip(architecture.model_cfg) else _USAGE_CLIP
+    snippet = snippet.replace('"white"', f'"{colour_name(architecture.background)}"')
     stated = licence or "not stated; that of the model it was made from applies"
     parts = (
         _front_matter(form=form, method=form, licence=licence),
@@ -144,8 +147,9 @@ model, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{FOLDER
 tokenizer = open_clip.get_tokenizer(f"local-dir:{FOLDER}")
 model.eval()
 picture = Image.new("RGBA", (640, 480), "red")  # yours: Image.open(...).convert("RGBA")
-picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture).convert("RGB")  # as in training
-image = preprocess(picture).unsqueeze(0)
+canvas = Image.new("RGB", picture.size, "white")  # as in training
+canvas.paste(picture, mask=picture)
+image = preprocess(canvas).unsqueeze(0)
 classes = ["red", "green", "blue"]
 with torch.no_grad():
     logits, _ = model.get_logits(image, tokenizer([f"a photo of something {name}" for name in classes]))
@@ -160,8 +164,9 @@ from transformers import CLIPImageProcessor, CLIPModel, CLIPTokenizer
 FOLDER = "."  # this folder, or a hub repository: "OWNER/NAME"
 model = CLIPModel.from_pretrained(FOLDER).eval()
 tokenizer, processor = CLIPTokenizer.from_pretrained(FOLDER), CLIPImageProcessor.from_pretrained(FOLDER)
-image = Image.new("RGBA", (640, 480), "red")  # yours: Image.open(...).convert("RGBA")
-image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")  # as in training
+picture = Image.new("RGBA", (640, 480), "red")  # yours: Image.open(...).convert("RGBA")
+image = Image.new("RGB", picture.size, "white")  # as in training
+image.paste(picture, mask=picture)
 classes = ["red", "green", "blue"]
 prompts = [f"a photo of something {name}" for name in classes]
 texts = tokenizer(prompts, padding=True, truncation=True, return_tensors="pt")
@@ -178,8 +183,9 @@ from transformers import AutoModel, AutoTokenizer, SiglipImageProcessor
 FOLDER = "."  # this folder, or a hub repository: "OWNER/NAME"
 model = AutoModel.from_pretrained(FOLDER).eval()
 tokenizer, processor = AutoTokenizer.from_pretrained(FOLDER), SiglipImageProcessor.from_pretrained(FOLDER)
-image = Image.new("RGBA", (640, 480), "red")  # yours: Image.open(...).convert("RGBA")
-image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")  # as in training
+picture = Image.new("RGBA", (640, 480), "red")  # yours: Image.open(...).convert("RGBA")
+image = Image.new("RGB", picture.size, "white")  # as in training
+image.paste(picture, mask=picture)
 classes = ["red", "green", "blue"]
 prompts = [f"a photo of something {name}" for name in classes]  # lower case, no punctuation, as in training
 texts = tokenizer(prompts, padding="max_length", truncation=True, return_tensors="pt")

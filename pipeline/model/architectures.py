@@ -21,6 +21,7 @@ from pipeline.config import flatten, suggest
 from pipeline.errors import UserError, in_a_line
 from pipeline.model.foreign_weights import stored_description
 from pipeline.model.hub_access import TOKENIZER_FILES
+from pipeline.pictures.pixels import WHITE, Colour
 
 OUR_CONFIGS = Path(__file__).parent / "model_configs"
 
@@ -35,6 +36,8 @@ class Architecture:
     preprocess_cfg: Mapping[str, Any]
     """open_clip's `PreprocessCfg` as a mapping: size, mean, std, interpolation, resize mode."""
     tokenize: Callable[[list[str]], Tensor]
+    background: Colour = WHITE
+    """Behind what is transparent in the pictures that it is trained on."""
 
     @property
     def dim(self) -> int:
@@ -55,6 +58,11 @@ class Architecture:
     @property
     def mean(self) -> tuple[float, float, float]:
         return tuple(self.preprocess_cfg["mean"])
+
+    @property
+    def own_background(self) -> dict[str, list[int]]:
+        """The background for descriptions, in which white is left out."""
+        return {} if self.background == WHITE else {"background": [*self.background]}
 
     @property
     def std(self) -> tuple[float, float, float]:
@@ -170,6 +178,7 @@ def describe(
     *,
     tokenizer: Path | None = None,
     trust_remote_code: bool = False,
+    background: Colour = WHITE,
 ) -> Architecture:
     """Describe a model that open_clip built.
 
@@ -179,6 +188,7 @@ def describe(
         model_cfg: The architecture's config.
         tokenizer: Folder with the files of the tokenizer, for architectures with one of Hugging Face's.
         trust_remote_code: As for `build_tokenizer`.
+        background: As in `Architecture`.
 
     Raises:
         UserError: The tokenizer needs a package or files that are not there.
@@ -189,7 +199,7 @@ def describe(
     described["vision_cfg"] = {**described["vision_cfg"], "image_size": size}
     described["vision_cfg"].pop("patch_dropout", None)  # a training setting, not part of the trained model
     tokenize = build_tokenizer(model_cfg, name=name, folder=tokenizer, trust_remote_code=trust_remote_code)
-    return Architecture(name, described, preprocess, tokenize)
+    return Architecture(name, described, preprocess, tokenize, background)
 
 
 TRUST_VARIABLE = "NEUCLIP_TRUST_REMOTE_CODE"

@@ -21,7 +21,7 @@ from pipeline.model.finetuning import LoraConfig
 from pipeline.model.model_folder import weights_digest
 from pipeline.model.starting_weights import create_from, logit_of, start_of
 from pipeline.model.towers import ModelConfig, Towers, build_towers, without_weights
-from pipeline.pixels import on_white, orientation, read_file, read_upright, upright
+from pipeline.pictures.pixels import Colour, orientation, read_file, read_rgb, to_rgb, upright
 
 
 @dataclass(frozen=True)
@@ -89,20 +89,28 @@ def load_for_evaluation(spec: str | os.PathLike[str], *, device: str | torch.dev
         raise UserError(f"device = {device!r} is none: {in_a_line(error)}") from error
     start = start_of(spec)
     clip = create_from(start)
-    architecture = describe(start.name, clip, start.model_cfg, tokenizer=start.folder)
+    architecture = describe(start.name, clip, start.model_cfg, tokenizer=start.folder, background=start.background)
     source = str(start.folder or spec)
     return for_evaluation(Towers(clip, logit=logit_of(clip)).to(device), architecture, source=source)
 
 
 def copy_for_evaluation(
-    config: ModelConfig, weights: Mapping[str, Tensor], *, device: torch.device, source: str
+    config: ModelConfig, weights: Mapping[str, Tensor], *, device: torch.device, source: str, background: Colour
 ) -> EvaluationModel:
-    """Towers of their own with these weights (a state dict by open_clip's names), as `load_for_evaluation` has them."""
+    """Towers of their own with these weights, as `load_for_evaluation` has them.
+
+    Args:
+        config: Of the towers.
+        weights: A state dict by open_clip's names.
+        device: Where to put the model.
+        source: As in `EvaluationModel`.
+        background: As in `Architecture`.
+    """
     # The same attention as in `neuclip evaluate`, so that both compute the same scores.
     plain = replace(without_weights(config), packed_attention=False, trim_image=False, lora=LoraConfig())
     towers, architecture = build_towers(plain, seed=0)
     towers.clip.load_state_dict(dict(weights))
-    return for_evaluation(towers.to(device), architecture, source=source)
+    return for_evaluation(towers.to(device), replace(architecture, background=background), source=source)
 
 
 def for_evaluation(towers: Towers, architecture: Architecture, *, source: str) -> EvaluationModel:
@@ -174,18 +182,19 @@ def _features(model: EvaluationModel, items: Sequence[Any], *, size: int, of_tex
         if of_texts:
             features = model.encode_text(model.tokenize(list(batch)).to(device))
         else:
-            features = model.encode_image(torch.stack([model.preprocess(_open(image)) for image in batch]).to(device))
+            opened = (model.preprocess(_open(image, model.architecture.background)) for image in batch)
+            features = model.encode_image(torch.stack([*opened]).to(device))
         found.append(features.float().cpu())
     return torch.cat(found)
 
 
-def _open(image: Any) -> Any:
+def _open(image: Any, background: Colour) -> Any:
     """A PIL image in RGB, as a viewer shows it: cameras store turned pictures with a note to turn them back (EXIF)."""
     if not (isinstance(image, str | Path) or hasattr(image, "convert")):
         raise UserError(f"The images include {image!r} ({type(image).__name__}): give paths or PIL images.")
     try:
         if isinstance(image, str | Path):
-            return read_upright(read_file(image))
-        return upright(on_white(image), orientation(image))  # `on_white` has loaded it
+            return read_rgb(read_file(image), background=background, turned=True)
+        return upright(to_rgb(image, background), orientation(image))  # `to_rgb` has loaded it
     except (OSError, ValueError) as error:  # the latter for images, and paths with a NUL
         raise UserError(f"The image {image} cannot be read ({error}).") from error

@@ -59,6 +59,7 @@ def image_tower_identity(weights: Mapping[str, Tensor], architecture: Architectu
         "mean and std": [*architecture.mean, *architecture.std],
         "image size": architecture.image_size,
         "data.decoding": decoding,
+        **architecture.own_background,
     }
     plain: dict[str, Any] = json.loads(json.dumps(facts))
     return plain
@@ -82,6 +83,7 @@ def save_open_clip(
         "architecture": architecture.name,
         "model_cfg": model_cfg,
         "preprocess_cfg": dict(architecture.preprocess_cfg),
+        **architecture.own_background,
     }
     (folder / MODEL_CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     save_tensors(tensors, folder / WEIGHTS_NAME)

@@ -22,6 +22,7 @@ from pipeline.model.architectures import check_same_towers, check_tag, load_open
 from pipeline.model.foreign_weights import stored_description
 from pipeline.model.hub_access import check_cached, hub_or_cache, why_offline
 from pipeline.model.model_folder import create_clip, load_folder
+from pipeline.pictures.pixels import WHITE, Colour
 from pipeline.run_files import MODEL_CONFIG_NAME, model_folder_in, no_model
 
 HUB = "hf-hub:"
@@ -42,6 +43,8 @@ class Start:
     """A model folder with weights."""
     weights: str | None = None
     """A tag or a weights file instead."""
+    background: Colour = WHITE
+    """As in `Architecture`."""
     load: bool = True
     """Whether the folder's weights are loaded, and not only its architecture built."""
 
@@ -113,7 +116,11 @@ def resolve(arch: str, pretrained: str | None) -> Start:
 def start_in(folder: Path, *, load: bool = True) -> Start:
     """The model in a folder."""
     stored = stored_description(folder)
-    return Start(stored.get("architecture") or folder.name, stored["model_cfg"], folder=folder, load=load)
+    background = WHITE
+    if stored.get("background"):
+        background = tuple(stored["background"])
+    name = stored.get("architecture") or folder.name
+    return Start(name, stored["model_cfg"], folder=folder, background=background, load=load)
 
 
 def folder_of(pretrained: str) -> Path | None:

@@ -72,7 +72,7 @@ class Explorer:
 
         def prepare(sample: Sample) -> tuple[Sample, Tensor, bytes] | str:
             try:
-                image = open_image(sample.image or b"", name=sample.name)
+                image = open_image(sample.image or b"", name=sample.name, background=self.model.architecture.background)
                 return sample, self.model.preprocess(image), thumbnail(image)
             except UserError as error:
                 return str(error)
@@ -138,7 +138,8 @@ class Explorer:
         name = hashlib.sha256(body).hexdigest()[:24]
         known = self._uploads.get(name)
         if known is None:
-            known = self._encode(self.model.preprocess(open_image(body, name="The file"))[None])[0]
+            image = open_image(body, name="The file", background=self.model.architecture.background)
+            known = self._encode(self.model.preprocess(image)[None])[0]
         self._remember(self._uploads, name, known)
         return name
 

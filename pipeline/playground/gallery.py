@@ -11,18 +11,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline import pixels
 from pipeline.data.shards.storage import list_shards, open_records
 from pipeline.data.shards.tar_reader import FORMAT_SUFFIXES, CaptionField, CorruptSample, DamagedTar
 from pipeline.errors import UserError
 from pipeline.evaluation.datasets.task_data import TaskError, read_lines
+from pipeline.pictures import image_error
+from pipeline.pictures.pixels import WHITE, Colour, read_file, read_rgb
 
 SIDE = 384
 """Pixels of the longer side of the images that the page shows."""
 LARGEST_PIXELS = 64_000_000
 _WHY = {
-    pixels.NOT_AN_IMAGE: "is not an image that can be read (PNG, JPEG, WebP and others)",
-    pixels.TRUNCATED: "is damaged: it cannot be decoded to its end",
+    image_error.NOT_AN_IMAGE: "is not an image that can be read (PNG, JPEG, WebP and others)",
+    image_error.TRUNCATED: "is damaged: it cannot be decoded to its end",
 }
 
 
@@ -91,7 +92,7 @@ def read_samples(source: Path, *, caption: CaptionField, limit: int, dropped: Dr
     _note_limit(dropped, source, "images", len(paths), limit=limit)
     for path in paths[:limit]:
         try:
-            yield Sample(_shown(path.relative_to(source)), image=pixels.read_file(path))
+            yield Sample(_shown(path.relative_to(source)), image=read_file(path))
         except OSError as error:
             dropped.add("the file cannot be read", f"{_shown(path)}: {error.strerror}")
 
@@ -132,16 +133,16 @@ def _from_shards(shards: list[Path], *, caption: CaptionField, limit: int, dropp
             dropped.add("the shard is damaged", f"{_shown(shard)}: {error}")
 
 
-def open_image(body: bytes, *, name: str) -> Any:
+def open_image(body: bytes, *, name: str, background: Colour = WHITE) -> Any:
     """The image in RGB, turned as its EXIF data asks.
 
     Raises:
         UserError: It is not an image, damaged, or has too many pixels.
     """
     try:
-        return pixels.read_upright(body, max_pixels=LARGEST_PIXELS)
-    except pixels.ImageError as error:
-        if error.reason == pixels.TOO_MANY_PIXELS:
+        return read_rgb(body, max_pixels=LARGEST_PIXELS, background=background, turned=True)
+    except image_error.ImageError as error:
+        if error.reason == image_error.TOO_MANY_PIXELS:
             limit = f"more than the {LARGEST_PIXELS:,} pixels allowed"
             size = re.sub(r".*\((\d+ pixels)\).*", r"\1", error.detail)  # Pillow's own limit has a text of its own
             raise UserError(f"{name} has {size}, {limit}: make it smaller.") from error

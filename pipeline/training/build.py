@@ -30,6 +30,7 @@ from pipeline.model.architectures import Architecture
 from pipeline.model.towers import build_towers, check_start, text_batching, without_weights
 from pipeline.model.trimming import TextChunks, TextTrimming
 from pipeline.objectives import Objective, ObjectiveConfig, ObjectiveContext, build_objective
+from pipeline.pictures.pixels import colour_of
 from pipeline.run_files import model_folder_in
 from pipeline.training.compiling import compiled_towers
 from pipeline.training.gradient_check import GradientCheck
@@ -122,6 +123,7 @@ def build_state(run: RunConfig, *, world: World, steps: int) -> Iterator[tuple[R
         preload(*WORKER_IMPORTS)  # the fork server starts with the loader, and serves the evaluation, too
     check_start(run.model)
     towers, architecture = build_towers(run.model, seed=run.seed)
+    architecture = replace(architecture, background=colour_of(run.data.background))
     with loader_of(run, architecture=architecture, world=world) as loader:
         starting = replace(run, objective=starting_objective(run, towers.logit))
         objective = objective_of(starting, loader=loader, architecture=architecture, world=world)

@@ -17,6 +17,7 @@ from pipeline.evaluation.run.summary import aggregate
 from pipeline.evaluation.watch.watcher import brief
 from pipeline.metrics.logger import Telemetry
 from pipeline.model.evaluation_model import EvaluationModel, copy_for_evaluation
+from pipeline.pictures.pixels import colour_of
 from pipeline.run_files import EMA_NAME, FOLDER_NAME, METRICS_NAME, name_of, read_records
 from pipeline.training.recipe import InTrainingConfig, RunConfig
 from pipeline.training.run_start import PREVIOUS
@@ -180,6 +181,10 @@ class PeriodicTests:
             source = Path(state.run.output) / FOLDER_NAME / name_of(state.step)
             folder = source / EMA_NAME if state.evaluates_average else source
             self._model = copy_for_evaluation(
-                state.run.model, state.weights_to_evaluate(), device=state.world.device, source=str(folder)
+                state.run.model,
+                state.weights_to_evaluate(),
+                device=state.world.device,
+                source=str(folder),
+                background=colour_of(state.run.data.background),
             )
         return self._model

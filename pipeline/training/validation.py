@@ -23,6 +23,7 @@ from pipeline.data.shards.tar_reader import CaptionField, CorruptSample
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.model.evaluation_model import EvaluationModel
+from pipeline.pictures.pixels import colour_of
 from pipeline.training.recipe import ValidationConfig
 
 
@@ -68,11 +69,11 @@ class HeldOutPairs:
     @torch.no_grad()
     def features(self, model: EvaluationModel) -> tuple[Tensor, Tensor]:
         """Unit-norm fp32 features of all usable pairs on the CPU, [n, d] of images and of texts. Collective."""
-        device = next(model.towers.parameters()).device
+        device, background = next(model.towers.parameters()).device, colour_of(self.data.background)
         rows: list[tuple[Tensor, Tensor]] = []
         with ThreadPoolExecutor(min(8, self.world.cores)) as pool:
             for pairs in self._batches:
-                images = list(pool.map(lambda pair: model.preprocess(rgb_image(pair[0])), pairs))
+                images = list(pool.map(lambda pair: model.preprocess(rgb_image(pair[0], background=background)), pairs))
                 text = model.tokenize([caption for _, caption in pairs])
                 image = model.encode_image(torch.stack(images).to(device))
                 rows.append((image.float().cpu(), model.encode_text(text.to(device)).float().cpu()))

@@ -148,7 +148,7 @@ def test_runs_mask_the_pairs_that_they_read_and_advise_it(tmp_path: Path) -> Non
     assert losses["masked"][0] < losses["plain"][0] - 0.01
     notes = {name: [x for row in rows if "captions" in (x := row.get("message", ""))] for name, rows in records.items()}
     cut, equal = notes["plain"]
-    assert re.fullmatch(r"(\d+)% of the first batch's captions fill all 8 tokens of the context: .*", cut)
+    assert re.fullmatch(r"(\d+)% of the first batch's captions fill all 8 tokens of the context, and .*", cut)
     assert cut.split("%")[0] == equal.split("%")[0]
     assert "objective.mask_equal=true leaves them out" in equal
     assert notes["masked"] == [cut]

@@ -23,6 +23,7 @@ from pipeline.evaluation.datasets.task_data import TaskData, TaskError
 from pipeline.evaluation.protocols.classification import ZeroShot
 from pipeline.evaluation.run.images import ImagePass
 from pipeline.model.evaluation_model import EvaluationModel
+from pipeline.pictures.pixels import WHITE
 from tests.checkpoints import QUICK, save_checkpoint
 from tests.evaluation_suite import write_classification
 from tests.hub import Hub
@@ -87,11 +88,18 @@ def test_transparent_pictures_are_on_white_in_own_tasks_only(tmp_path: Path) -> 
         (tmp_path / "photos" / name).mkdir(parents=True)
         picture.save(tmp_path / f"photos/{name}/1.png")
     data = opened(tmp_path, "mine: {folder: photos}")
-    for task, colour in ((data, (255, 255, 255)), (replace(data, on_white=False), (10, 200, 30))):
-        images = ImagePass(task.images, {"": to_tensor}, micro_batch=2, batch_size=2, workers=0, on_white=task.on_white)
+    for task, colour in ((data, (255, 255, 255)), (replace(data, on_background=False), (10, 200, 30))):
+        images = ImagePass(
+            task.images,
+            {"": to_tensor},
+            micro_batch=2,
+            batch_size=2,
+            workers=0,
+            background=WHITE if task.on_background else None,
+        )
         [(_, _, tensors)] = images.run()
         assert tensors[""][0, :, 0, 0].mul(255).round().int().tolist() == list(colour)
-    assert not TaskData(tmp_path, "webdataset", data.images, ()).on_white, "official tasks drop alpha"
+    assert not TaskData(tmp_path, "webdataset", data.images, ()).on_background, "official tasks drop alpha"
 
 
 def test_a_csv_of_labels_and_a_csv_of_captions(tmp_path: Path, model: EvaluationModel) -> None:

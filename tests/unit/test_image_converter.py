@@ -16,7 +16,7 @@ from PIL import Image, ImageOps
 from data_prep import reasons
 from data_prep.fetching import served_image as decoding
 from data_prep.fetching.decoder import ImageConverter, check_resemblance
-from data_prep.fetching.served_image import check_image, decode, matte
+from data_prep.fetching.served_image import check_image, decode
 from data_prep.pairs.pair import ImageOptions, convert
 from data_prep.reasons import FetchError
 from data_prep.settings.download_config import ImageConfig
@@ -193,8 +193,10 @@ def test_bytes_are_kept_and_boxes_are_blurred_as_by_img2dataset() -> None:
 def test_alpha_is_blended_exactly() -> None:
     alpha, colour = np.meshgrid(np.arange(256), np.arange(256))
     array = np.stack([colour] * 3 + [alpha], axis=-1).astype(np.uint8)
-    wanted = np.rint(alpha / 255 * colour + 255 - alpha)
-    assert np.array_equal(matte(array)[..., 0], wanted)
+    for background, at in (("white", 255), ("#102030", 16)):
+        wanted = np.rint(alpha / 255 * colour + (1 - alpha / 255) * at)
+        found = stored(encoded(Image.fromarray(array, "RGBA"), "PNG"), background=background)
+        assert np.array_equal(found[..., 0], wanted)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +223,7 @@ def test_an_image_that_exceeds_available_memory_fails_with_a_transient_reason(mo
     body = encoded(Image.new("RGBA", (4000, 3000)), "PNG")
     monkeypatch.setattr(decoding, "memory_at_hand", lambda: 400_000_000)
     assert decode(body, processes=2).array.shape == (3000, 4000, 3)
-    with pytest.raises(FetchError, match="too little memory: 4000 x 3000 RGBA: 132 MB needed, 100 MB free"):
+    with pytest.raises(FetchError, match="too little memory: 4000 x 3000 RGBA: 192 MB needed, 100 MB free"):
         decode(body, processes=4)
     assert reasons.is_transient(reasons.TOO_LITTLE_MEMORY)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,25 @@ from open_clip.transform import PreprocessCfg, image_transform_v2
 from PIL import Image
 
 from data_prep.pairs.pair import ImageOptions, convert
-from pipeline.data.data_config import CropConfig
+from pipeline.analysis.shard_pairs import whole
+from pipeline.checkpoint.reader import open_checkpoint
+from pipeline.config import parse
+from pipeline.data.data_config import CropConfig, DataConfig
 from pipeline.data.loading.decode import ImageDecoder
 from pipeline.data.shards.rgb_image import rgb_image
 from pipeline.data.shards.tar_reader import CorruptSample
-from pipeline.evaluation.datasets.task_data import decode
+from pipeline.errors import UserError
+from pipeline.evaluation.datasets.task_data import TaskError, decode
+from pipeline.evaluation.run.features import background_of
 from pipeline.export import model_card
-from pipeline.model.evaluation_model import _open
-from pipeline.pixels import on_white
+from pipeline.export.exporter import export
+from pipeline.model.evaluation_model import _open, load_for_evaluation
+from pipeline.pictures.pixels import WHITE, to_rgb
 from pipeline.playground.gallery import open_image
 from tests.images import encoded
+from tests.shards import write_shards
+from tests.towers import write_tiny
+from tests.training import settings_in, train_here
 
 SIDE = 48
 FIXED = CropConfig(scale=(1.0, 1.0), ratio=(1.0, 1.0))
@@ -81,9 +91,9 @@ def test_all_readers_see_the_pixels_of_training(name: str, tmp_path: Path) -> No
     (tmp_path / "file").write_bytes(body)
     readers = {
         "decoding pairs": rgb_image(body),
-        "own tasks": decode(body, name="x", on_white=True),
-        "neuclip.score, a file": _open(tmp_path / "file"),
-        "neuclip.score, a PIL image": _open(Image.open(io.BytesIO(body))),
+        "own tasks": decode(body, name="x", background=WHITE),
+        "neuclip.score, a file": _open(tmp_path / "file", WHITE),
+        "neuclip.score, a PIL image": _open(Image.open(io.BytesIO(body)), WHITE),
         "playground": open_image(body, name="x"),
     }
     for reader, found in readers.items():
@@ -101,7 +111,7 @@ def test_imported_images_keep_their_pixels(name: str) -> None:
     whole = convert(body, ImageOptions())
     assert whole.transparent == (expected(name) != np.rint(expected_on_white(name))).any()
     assert whole.transparent or whole.body == body
-    reduced = on_white(Image.open(io.BytesIO(body))).resize((24, 24), Image.Resampling.BICUBIC)
+    reduced = to_rgb(Image.open(io.BytesIO(body))).resize((24, 24), Image.Resampling.BICUBIC)
     assert convert(body, ImageOptions(size=24)).body == encoded(reduced, "JPEG", quality=95)
 
 
@@ -178,10 +188,39 @@ def test_what_model_cards_advise_gives_the_pixels_of_training(name: str) -> None
         return float(((torch.as_tensor(np.asarray(tensor)) - right) * scale).abs().max())
 
     image = Image.open(io.BytesIO(IMAGES[name])).convert("RGBA")
-    image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
-    assert error(preprocess(image)) == 0
-    assert error(processor(image, return_tensors="pt")["pixel_values"][0]) < 3.5, "another resize, of 255"
+    canvas = Image.new("RGB", image.size, "white")
+    canvas.paste(image, mask=image)
+    assert error(preprocess(canvas)) == 0
+    assert error(processor(canvas, return_tensors="pt")["pixel_values"][0]) < 3.5, "another resize, of 255"
     if "palette" in name:
         assert error(preprocess(Image.open(io.BytesIO(IMAGES[name])))) > 30
     if name == "RGBA":
         assert error(preprocess(Image.open(io.BytesIO(IMAGES[name])))) > 30
+
+
+def test_one_setting_puts_transparent_pictures_on_another_colour(tmp_path: Path) -> None:
+    """`data.background` is stored with the model, whose exports and readers use it; official tasks do not."""
+    green = (0, 128, 0)
+    body = encoded(Image.new("RGBA", (SIDE, SIDE), (200, 0, 0, 0)), "PNG")
+    write_shards(tmp_path / "shards", [16], replace={3: {"png": body, "txt": b"clear"}})
+    write_tiny(tmp_path)
+    train_here(*settings_in(tmp_path, "run", "data.background=green", "samples=16", "data.decoding=exact"))
+    model = load_for_evaluation(str(tmp_path / "run"))
+    export(open_checkpoint(next((tmp_path / "run/checkpoints").glob("step-*"))), tmp_path / "hub", card="")
+    for loaded in (model, load_for_evaluation(str(tmp_path / "hub"))):
+        assert loaded.architecture.background == green
+    decoder = ImageDecoder(size=SIDE, crop=FIXED, mode="fast", max_pixels=10**6, background=green)
+    image_of = whole(lambda image: torch.from_numpy(np.array(image)), model.architecture.background)
+    seen = {
+        "training": decoder(body, state=0).permute(1, 2, 0),
+        "scored pairs": image_of(body, 0),
+        "neuclip.score": _open(Image.open(io.BytesIO(body)), green),
+        "playground": open_image(body, name="x", background=green),
+        "own tasks": decode(body, name="x", background=background_of([model])),
+    }
+    for reader, found in seen.items():
+        assert np.asarray(found)[4, 4].tolist() == list(green), reader
+    with pytest.raises(TaskError, match=r"different data\.background: evaluate them one by one"):
+        background_of([model, replace(model, architecture=replace(model.architecture, background=WHITE))])
+    with pytest.raises(UserError, match=r"background = .*'nocolour' is not a colour such as white or #f0f0f0"):
+        parse(DataConfig, {"sources": "x", "background": "nocolour"})

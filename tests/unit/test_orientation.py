@@ -13,6 +13,7 @@ from data_prep.fetching.decoder import ImageConverter
 from data_prep.pairs.pair import ImageOptions, convert
 from data_prep.settings.download_config import ImageConfig
 from pipeline.model.evaluation_model import _open
+from pipeline.pictures.pixels import WHITE
 from pipeline.playground.gallery import open_image
 from tests import images
 
@@ -59,8 +60,8 @@ def everywhere(body: bytes, folder: Path) -> dict[str, np.ndarray]:
         "pairs": Image.open(io.BytesIO(convert(body, ImageOptions(raw=True)).body)),
         "pairs, not turned by readers": Image.open(io.BytesIO(convert(body, ImageOptions(quality=100)).body)),
         "playground": open_image(body, name="x"),
-        "score, a file": _open(file),
-        "score, an opened file": _open(Image.open(file)),
+        "score, a file": _open(file, WHITE),
+        "score, an opened file": _open(Image.open(file), WHITE),
     }
     return {name: np.asarray(image.convert("RGB")).astype(int) for name, image in found.items()}
 

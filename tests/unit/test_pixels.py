@@ -19,7 +19,6 @@ from data_prep.fetching import served_image
 from data_prep.fetching.served_image import decode as served
 from data_prep.pairs.pair import ImageOptions, convert
 from data_prep.reasons import FetchError
-from pipeline import pixels
 from pipeline.data.data_config import CropConfig
 from pipeline.data.loading.decode import ImageDecoder
 from pipeline.data.shards.tar_reader import CorruptSample
@@ -27,7 +26,9 @@ from pipeline.errors import UserError
 from pipeline.evaluation.datasets.task_data import TaskError
 from pipeline.evaluation.datasets.task_data import decode as evaluated
 from pipeline.model.evaluation_model import _open
-from pipeline.pixels import ImageError, read_rgb
+from pipeline.pictures import image_error, jpeg, pixels
+from pipeline.pictures.image_error import ImageError
+from pipeline.pictures.pixels import read_rgb
 from pipeline.playground.gallery import open_image as shown
 from tests.images import encoded
 from tests.unit.test_imports import MODULES, name_of
@@ -68,7 +69,7 @@ DEEP = Image.fromarray(ramp(np.uint16, 65535))
 WIDE = ImageCms.ImageCmsProfile(ImageCms.createProfile("LAB")).tobytes()
 
 GOOD: dict[str, bytes] = {
-    **{f"RGB, {kind}": encoded(RGB, kind, quality=95) for kind in pixels.FORMATS if kind != "JPEG2000"},
+    **{f"RGB, {kind}": encoded(RGB, kind, quality=95) for kind in pixels.FORMATS if kind not in ("JPEG2000", "HEIF")},
     "RGB, JPEG2000": encoded(RGB, "JPEG2000"),
     **{f"L, {kind}": encoded(GREY, kind) for kind in ("JPEG", "PNG", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")},
     **{f"RGBA, {kind}": encoded(RGBA, kind) for kind in ("PNG", "WEBP", "TIFF", "AVIF", "JPEG2000", "BMP")},
@@ -96,24 +97,24 @@ GOOD: dict[str, bytes] = {
     **{f"PPM to {largest}": pnm(largest, channels=3) for largest in (100, 255, 1023, 65535)},
 }  # fmt: skip
 BAD: dict[str, tuple[bytes, str]] = {
-    "32 bits, TIFF": (tiff(ramp(np.uint32, 2**32 - 1).tobytes(), bits=32), pixels.UNDECODABLE),
-    "signed 32 bits, TIFF": (encoded(Image.fromarray(ramp(np.int32, 70_000)), "TIFF"), pixels.UNDECODABLE),
-    "signed 16 bits, TIFF": (tiff(ramp(np.int16, 32767).tobytes(), bits=16, sample_format=2), pixels.UNDECODABLE),
-    "signed 8 bits, TIFF": (tiff(ramp(np.int8, 127).tobytes(), bits=8, sample_format=2), pixels.UNDECODABLE),
-    "float, TIFF": (encoded(Image.fromarray(RAMP.astype(np.float32)), "TIFF"), pixels.UNDECODABLE),
-    "float, PFM": (b"Pf %d %d -1.0\n" % (WIDTH, HEIGHT) + RAMP.astype("<f4").tobytes(), pixels.UNDECODABLE),
-    "damaged AVIF": (encoded(RGB, "AVIF")[:-60] + bytes(60), pixels.UNDECODABLE),
-    "text": (b"hello", pixels.NOT_AN_IMAGE),
-    "nothing": (b"", pixels.NOT_AN_IMAGE),
-    "PCX": (encoded(RGB, "PCX"), pixels.NOT_AN_IMAGE),
-    "EPS": (encoded(RGB, "EPS"), pixels.UNSUPPORTED),
-    "PDF": (encoded(RGB, "PDF"), pixels.UNSUPPORTED),
-    "ICO": (encoded(RGB, "ICO"), pixels.UNSUPPORTED),
-    "HEIC": (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(99), pixels.UNSUPPORTED),
-    "HEIC of another brand": (b"\0\0\0\x18ftypmif2\0\0\0\0mif1heic" + bytes(99), pixels.UNSUPPORTED),
-    "JPEG XL": (b"\xff\x0a" + bytes(99), pixels.UNSUPPORTED),
-    "JPEG XL in a container": (b"\0\0\0\x0cJXL \r\n\x87\n" + bytes(99), pixels.UNSUPPORTED),
-    "JPEG cut off": (encoded(RGB, "JPEG", quality=95)[:-300], pixels.TRUNCATED),
+    "32 bits, TIFF": (tiff(ramp(np.uint32, 2**32 - 1).tobytes(), bits=32), image_error.UNDECODABLE),
+    "signed 32 bits, TIFF": (encoded(Image.fromarray(ramp(np.int32, 70_000)), "TIFF"), image_error.UNDECODABLE),
+    "signed 16 bits, TIFF": (tiff(ramp(np.int16, 32767).tobytes(), bits=16, sample_format=2), image_error.UNDECODABLE),
+    "signed 8 bits, TIFF": (tiff(ramp(np.int8, 127).tobytes(), bits=8, sample_format=2), image_error.UNDECODABLE),
+    "float, TIFF": (encoded(Image.fromarray(RAMP.astype(np.float32)), "TIFF"), image_error.UNDECODABLE),
+    "float, PFM": (b"Pf %d %d -1.0\n" % (WIDTH, HEIGHT) + RAMP.astype("<f4").tobytes(), image_error.UNDECODABLE),
+    "damaged AVIF": (encoded(RGB, "AVIF")[:-60] + bytes(60), image_error.UNDECODABLE),
+    "text": (b"hello", image_error.NOT_AN_IMAGE),
+    "nothing": (b"", image_error.NOT_AN_IMAGE),
+    "PCX": (encoded(RGB, "PCX"), image_error.NOT_AN_IMAGE),
+    "EPS": (encoded(RGB, "EPS"), image_error.UNSUPPORTED),
+    "PDF": (encoded(RGB, "PDF"), image_error.UNSUPPORTED),
+    "ICO": (encoded(RGB, "ICO"), image_error.UNSUPPORTED),
+    "HEIC": (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(99), image_error.UNSUPPORTED),
+    "HEIC of another brand": (b"\0\0\0\x18ftypmif2\0\0\0\0mif1heic" + bytes(99), image_error.UNSUPPORTED),
+    "JPEG XL": (b"\xff\x0a" + bytes(99), image_error.UNSUPPORTED),
+    "JPEG XL in a container": (b"\0\0\0\x0cJXL \r\n\x87\n" + bytes(99), image_error.UNSUPPORTED),
+    "JPEG cut off": (encoded(RGB, "JPEG", quality=95)[:-300], image_error.TRUNCATED),
 }  # fmt: skip
 
 
@@ -131,8 +132,8 @@ def test_every_mode_and_format_is_read(name: str, tmp_path: Path) -> None:
     readers = {
         "read_rgb": read_rgb(body),
         "evaluation": evaluated(body, name="x"),
-        "score": _open(tmp_path / "file"),
-        "score, a PIL image": _open(Image.open(tmp_path / "file")),
+        "score": _open(tmp_path / "file", pixels.WHITE),
+        "score, a PIL image": _open(Image.open(tmp_path / "file"), pixels.WHITE),
         "playground": shown(body, name="x"),
         "pairs": read_rgb(as_stored.body),
         "pairs, resized": read_rgb(convert(body, ImageOptions(size=HEIGHT - 1)).body).resize((WIDTH, HEIGHT)),
@@ -163,7 +164,7 @@ def test_what_cannot_be_read_has_a_reason_everywhere(name: str, tmp_path: Path) 
     with pytest.raises(TaskError, match="Corrupt image x"):
         evaluated(body, name="x")
     with pytest.raises(UserError, match="file cannot be read"):
-        _open(tmp_path / "file")
+        _open(tmp_path / "file", pixels.WHITE)
     with pytest.raises(UserError, match=r"^x "):
         shown(body, name="x")
     with pytest.raises(FetchError) as refused:
@@ -206,7 +207,7 @@ def test_every_mode_of_an_image_in_memory(mode: str) -> None:
 
 
 def markers(data: bytes) -> dict[int, int]:
-    return dict(reversed(list(pixels._jpeg_markers(data))))
+    return dict(reversed(list(jpeg.markers(data))))
 
 
 def many_scans(count: int, *, progressive: bool = True, side: int = 2000) -> bytes:
@@ -218,7 +219,7 @@ def many_scans(count: int, *, progressive: bool = True, side: int = 2000) -> byt
         header = plain[: place - 2]
         scan = b"\xff\xda\0\x08\x01\x01\0\0\x3f\0" + b"\0" * (side * side // 64 // 4)
         return header + scan * count + b"\xff\xd9"
-    starts = [place - 2 for marker, place in pixels._jpeg_markers(plain) if marker == 0xDA]
+    starts = [place - 2 for marker, place in jpeg.markers(plain) if marker == 0xDA]
     last = plain[starts[-1] : -2]
     return plain[:-2] + last * count + b"\xff\xd9"
 
@@ -252,11 +253,11 @@ def test_scans_of_ordinary_jpegs_are_counted_exactly() -> None:
         (encoded(RGB, "JPEG", progressive=True, exif=exif), 10),
         (encoded(RGB, "JPEG", progressive=True) + thumbnail * 20, 10),
     ):
-        assert pixels._scans(body, limit=50) == scans
+        assert jpeg.count_scans(body, limit=50) == scans
         read_rgb(body)
-    assert pixels._scans(many_scans(90, side=64), limit=100) == 100
+    assert jpeg.count_scans(many_scans(90, side=64), limit=100) == 100
     read_rgb(many_scans(90, side=64))
-    pixels.check_scans(b"\x89PNG" + b"\xff\xda\0" * 200)
+    jpeg.check_scans(b"\x89PNG" + b"\xff\xda\0" * 200)
 
 
 @pytest.mark.parametrize(("side", "allowed"), [(64, 100), (4000, 100), (9400, 24), (13_000, 12), (60_000, 12)])
@@ -267,10 +268,10 @@ def test_large_jpegs_may_have_fewer_scans(side: int, allowed: int) -> None:
         frame = markers(body)[0xC2]
         body[frame + 3 : frame + 7] = side.to_bytes(2, "big") * 2
         if count == allowed:
-            pixels.check_scans(bytes(body))
+            jpeg.check_scans(bytes(body))
         else:
             with pytest.raises(ImageError, match=f"too many scans: more than {allowed}"):
-                pixels.check_scans(bytes(body))
+                jpeg.check_scans(bytes(body))
 
 
 @pytest.mark.parametrize("progressive", [False, True])
@@ -308,5 +309,9 @@ def test_no_other_module_opens_images() -> None:
         calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
         found = {f"{ast.unparse(call.value)}.{call.attr}" for call in calls if isinstance(call, ast.Attribute)}
         names = {"Image.open", "PIL.Image.open", "cv2.imread", "imageio.imread", "simplejpeg.decode_jpeg"}
-        allowed = {"pipeline.pixels": names, "pipeline.data.loading.decode": {"simplejpeg.decode_jpeg"}}
+        allowed = {
+            "pipeline.pictures.pixels": names,
+            "pipeline.pictures.jpeg": {"simplejpeg.decode_jpeg"},
+            "pipeline.data.loading.decode": {"simplejpeg.decode_jpeg"},
+        }
         assert not found & names - allowed.get(name_of(path), set()), path

@@ -33,8 +33,8 @@ def caption_notes(tokens_bL: Tensor, *, tokenize: Callable[[list[str]], Tensor],
     full = (tokens_bL[:, last] != empty[-1]).double().mean().item()
     if full >= LEAST_SHARE:
         notes.append(
-            f"{full:.0%} of {of} captions fill all {length} tokens of the context: what lies beyond is not read. "
-            "Shorten these captions, or choose a model with a longer context."
+            f"{full:.0%} of {of} captions fill all {length} tokens of the context, and what longer ones have beyond "
+            "it is not read. Shorten these, or choose a model with a longer context."
         )
     _, inverse, counts = tokens_bL.unique(dim=0, return_inverse=True, return_counts=True)
     repeated = (counts[inverse] > 1).double().mean().item()

@@ -27,7 +27,8 @@ from pipeline.data.data_config import CropConfig
 from pipeline.data.order.hashing import Purpose, draw, key, uniform
 from pipeline.data.shards.rgb_image import rgb_image
 from pipeline.data.shards.tar_reader import CorruptSample
-from pipeline.pixels import check_scans, is_plain_jpeg, jpeg_header
+from pipeline.pictures import jpeg
+from pipeline.pictures.pixels import WHITE, Colour
 
 Box = tuple[int, int, int, int]
 CROP_ATTEMPTS = 10
@@ -140,6 +141,8 @@ class ImageDecoder:
     crop: CropConfig
     mode: Literal["fast", "scaled", "exact"]
     max_pixels: int
+    background: Colour = WHITE
+    """Behind what is transparent."""
     gpu: str | None = None
     """The GPU that decodes ordinary JPEGs, with versions: part of what determines pixels. None: no GPU does."""
 
@@ -172,10 +175,10 @@ class ImageDecoder:
         Raises:
             CorruptSample: It has more than `max_pixels`.
         """
-        if data[:2] != b"\xff\xd8" or not is_plain_jpeg(data):
+        if data[:2] != b"\xff\xd8" or not jpeg.is_plain(data):
             return None
         try:
-            height, width, colorspace = jpeg_header(data)
+            height, width, colorspace = jpeg.header(data)
         except ValueError:
             return None
         self._check(height, width)
@@ -194,7 +197,7 @@ class ImageDecoder:
         """The pixels of the crop, uint8 [h, w, 3]; None, or a ValueError, if Pillow has to decode the image."""
         pixels_HWC: NDArray[np.uint8] | None = None
         if data[:2] == b"\xff\xd8":
-            height, width, colorspace = jpeg_header(data)
+            height, width, colorspace = jpeg.header(data)
         elif (pixels_HWC := ppm_pixels(data)) is not None:
             height, width, _ = pixels_HWC.shape
         else:
@@ -202,7 +205,7 @@ class ImageDecoder:
         self._check(height, width)
         top, left, h, w = box = crop_box(height, width, crop=self.crop, state=state)
         if pixels_HWC is None:
-            check_scans(data)
+            jpeg.check_scans(data)
             if colorspace not in RGB_JPEG:
                 raise ValueError(f"Pillow decodes {colorspace}")
             shrink = shrink_for(box, size=self.size) if self.mode == "scaled" else 1
@@ -220,7 +223,7 @@ class ImageDecoder:
     def _exact(self, data: bytes, state: int) -> Tensor:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PIL warns about large sizes, which `max_pixels` limits, and odd metadata
-            image = rgb_image(data, max_pixels=self.max_pixels)
+            image = rgb_image(data, max_pixels=self.max_pixels, background=self.background)
         return crop_exactly(image, crop=self.crop, size=self.size, state=state)
 
 

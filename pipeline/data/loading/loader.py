@@ -38,6 +38,7 @@ from pipeline.data.shards.tar_reader import CaptionField
 from pipeline.distributed.workers import means_worker_died, start_forkserver, start_workers, worker_died_message
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
+from pipeline.pictures.pixels import colour_of
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +90,7 @@ def build_loader(
         crop=config.crop,
         mode="fast" if config.decoding == "gpu" else config.decoding,
         max_pixels=MAX_PIXELS,
+        background=colour_of(config.background),
         gpu=gpu_that_decodes(world) if config.decoding == "gpu" else None,
     )
     if config.workers:

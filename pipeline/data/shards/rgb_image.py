@@ -9,24 +9,25 @@ from contextlib import contextmanager
 
 from PIL import Image
 
-from pipeline import pixels
 from pipeline.data.shards.tar_reader import CorruptSample
-from pipeline.pixels import ImageError
+from pipeline.pictures import image_error
+from pipeline.pictures.image_error import ImageError
+from pipeline.pictures.pixels import WHITE, Colour, read_rgb
 
 _MESSAGES = {
-    pixels.TOO_MANY_PIXELS: "image has too many pixels",
-    pixels.TOO_MANY_SCANS: "image has too many scans",
+    image_error.TOO_MANY_PIXELS: "image has too many pixels",
+    image_error.TOO_MANY_SCANS: "image has too many scans",
 }
 
 
-def rgb_image(data: bytes, *, max_pixels: int | None = None) -> Image.Image:
+def rgb_image(data: bytes, *, max_pixels: int | None = None, background: Colour = WHITE) -> Image.Image:
     """Decode an image to RGB as `pixels.read_rgb` does.
 
     Raises:
         CorruptSample: The image cannot be used; samples are counted under the message.
     """
     with counted_errors():
-        return pixels.read_rgb(data, max_pixels=max_pixels)
+        return read_rgb(data, max_pixels=max_pixels, background=background)
 
 
 def thumbnail_url(image: Image.Image, size: tuple[int, int]) -> str:

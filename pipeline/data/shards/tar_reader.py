@@ -19,7 +19,9 @@ from pipeline.files import PADDING, zeros_next
 BLOCK = 512
 IMAGE_SUFFIXES = frozenset({"jpg", "jpeg", "png", "webp", "ppm"})
 """Of the members that training reads."""
-FORMAT_SUFFIXES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm", "avif", "jp2")
+FORMAT_SUFFIXES = (
+    "jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm", "avif", "jp2", "heic", "heif",
+)  # fmt: skip
 """Of files in `pixels.FORMATS`."""
 LARGEST = 2**53
 """Larger sizes are damage; seeking to some of them would raise OverflowError."""

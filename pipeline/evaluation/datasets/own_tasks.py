@@ -163,7 +163,7 @@ def open_own(own: OwnTask, place: Path, *, base: Path) -> TaskData:
     folder = place.parent if own.csv else place
     check_split(table, own.split)
     if own.caption:
-        return replace(retrieval_rows(table, folder, image=own.image, caption=own.caption), on_white=True)
+        return replace(retrieval_rows(table, folder, image=own.image, caption=own.caption), on_background=True)
     return _labelled_rows(table, folder, own)
 
 
@@ -197,7 +197,7 @@ def _class_folders(own: OwnTask, folder: Path) -> TaskData:
         "class folders",
         FileImages(paths),
         tuple(paths),
-        on_white=True,
+        on_background=True,
         labels=np.array(labels, dtype=np.int64),
         classnames=names,
         templates=tuple(own.templates),
@@ -224,7 +224,7 @@ def _labelled_rows(table: Table, folder: Path, own: OwnTask) -> TaskData:
         images,
         (*table.files, *table.image_files(column)),
         columns=(column, label),
-        on_white=True,
+        on_background=True,
         labels=np.array(labels, dtype=np.int64),
         classnames=classnames,
         templates=tuple(own.templates),

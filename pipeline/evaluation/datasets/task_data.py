@@ -19,7 +19,8 @@ import numpy as np
 
 from pipeline.errors import UserError
 from pipeline.files import other_encoding, sha256_of, text_lines
-from pipeline.pixels import ImageError, read_file, read_rgb
+from pipeline.pictures.image_error import ImageError
+from pipeline.pictures.pixels import Colour, read_file, read_rgb
 
 IMAGE_SUFFIXES = ("webp", "png", "jpg", "jpeg")
 LONGEST_MESSAGE = 600
@@ -146,8 +147,8 @@ class TaskData:
     captions: tuple[tuple[str, ...], ...] = ()
     """Per image, for retrieval."""
     instances: tuple[Instance, ...] = ()
-    on_white: bool = False
-    """Transparent pictures are put on white, as in training; the official tasks take the colours under the alpha."""
+    on_background: bool = False
+    """Transparent pictures are put on the model's background; the official tasks take the colours under the alpha."""
     unchanged: Unchanged = field(default_factory=Unchanged)
     """What the files were like before they were read."""
 
@@ -187,8 +188,8 @@ class FileImages:
         return (self._paths[index],)
 
 
-def decode(blob: bytes, *, name: str, on_white: bool = False) -> Any:
-    """Decode the image as the benchmark does: RGB by PIL, EXIF rotation ignored, alpha dropped unless `on_white`.
+def decode(blob: bytes, *, name: str, background: Colour | None = None) -> Any:
+    """Decode the image as the benchmark does: RGB by PIL, EXIF rotation ignored, alpha dropped without a `background`.
 
     16-bit grey, which the benchmark does not have and PIL clips to white, is scaled to 8 bits, as in training.
 
@@ -196,7 +197,7 @@ def decode(blob: bytes, *, name: str, on_white: bool = False) -> Any:
         TaskError: The image cannot be decoded to its end; the message names it.
     """
     try:
-        return read_rgb(blob, drop_alpha=not on_white)
+        return read_rgb(blob, background=background)
     except ImageError as error:
         raise TaskError(
             f"Corrupt image {name} ({len(blob):,} bytes): {plain(error)}. Fetch this file of the task again."

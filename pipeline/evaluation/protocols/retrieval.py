@@ -21,6 +21,7 @@ from pipeline.evaluation.datasets.task_data import TaskData, TaskError, decode
 from pipeline.evaluation.protocol import Outcomes, Protocol, register
 from pipeline.evaluation.protocols.texts import TextSide, ranks
 from pipeline.files import new_folder, write_text
+from pipeline.pictures.pixels import WHITE
 
 KS = (1, 5, 10)
 BLOCK = 256
@@ -124,7 +125,7 @@ def write_examples(folder: Path, data: TaskData, *, features: tuple[Tensor, Tens
     try:
         with new_folder(folder) as made:
             for index in sorted(shown):
-                image = decode(data.images.read(index), name=data.images.name(index), on_white=data.on_white)
+                image = decode(data.images.read(index), name=data.images.name(index), background=WHITE)
                 image.thumbnail((THUMBNAIL, THUMBNAIL))
                 image.save(made / f"{index}.jpg", quality=85)
             for name, examples in ((CAPTIONS_NAME, by_caption), (IMAGES_NAME, by_image)):

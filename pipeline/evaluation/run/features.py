@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from pipeline.evaluation.protocols.texts import TextSide, check_finite
 from pipeline.evaluation.run.images import ImagePass, PixelCache, load_array, preprocessing_key, store_array
 from pipeline.evaluation.run.session import Session
 from pipeline.model.evaluation_model import EvaluationModel
+from pipeline.pictures.pixels import Colour
 from pipeline.versions import versions
 
 
@@ -115,6 +116,18 @@ def image_pass(
     return kept, failed
 
 
+def background_of(models: Iterable[EvaluationModel]) -> Colour:
+    """The background that models were trained with.
+
+    Raises:
+        TaskError: They were trained with several.
+    """
+    found = {model.architecture.background for model in models}
+    if len(found) > 1:
+        raise TaskError("The checkpoints were trained with different data.background: evaluate them one by one.")
+    return found.pop()
+
+
 def _my_images(
     session: Session, opened: OpenedTask, models: Mapping[int, EvaluationModel], texts: Mapping[int, Tensor]
 ) -> list[tuple[int, dict[int, Outcomes | str]]]:
@@ -123,12 +136,11 @@ def _my_images(
     A work item is one micro-batch for one model, so that several checkpoints keep all threads busy on small tasks.
     """
     source, device, config = opened.data.images, session.compute.device, session.config
+    background = background_of(models.values()) if opened.data.on_background else None
     cache = None
     if config.cache:
         digest = data_digest(opened.files, opened.data.columns)
-        cache = PixelCache(
-            Path(config.cache), data=digest, micro_batch=config.micro_batch, on_white=opened.data.on_white
-        )
+        cache = PixelCache(Path(config.cache), data=digest, micro_batch=config.micro_batch, background=background)
     on_device = {index: texts[index].to(device) for index in models}
     keys = {index: preprocessing_key(model) for index, model in models.items()}
     reading = ImagePass(
@@ -138,7 +150,7 @@ def _my_images(
         batch_size=config.batch_size,
         workers=config.loader_workers(session.world.cores),
         cache=cache,
-        on_white=opened.data.on_white,
+        background=background,
     )
 
     def work() -> Iterator[tuple[int, int, int, Tensor]]:

@@ -34,6 +34,7 @@ from pipeline.evaluation.datasets.task_data import ImageSource, TaskError, decod
 from pipeline.evaluation.identity import ROOT, code_digest
 from pipeline.files import replacing
 from pipeline.model.evaluation_model import EvaluationModel
+from pipeline.pictures.pixels import Colour
 from pipeline.versions import versions
 
 T = TypeVar("T")
@@ -48,7 +49,8 @@ Batch = tuple[int, np.ndarray]
 
 def preprocessing_key(model: EvaluationModel) -> str:
     """Models with the same key see the same pixels."""
-    return json.dumps(dict(model.architecture.preprocess_cfg), sort_keys=True, default=list)
+    described = {**model.architecture.preprocess_cfg, **model.architecture.own_background}
+    return json.dumps(described, sort_keys=True, default=list)
 
 
 class _Batches(Dataset[Any]):
@@ -59,7 +61,7 @@ class _Batches(Dataset[Any]):
 
     def __init__(self, images: ImagePass, batches: list[Batch]) -> None:
         self.source, self.cache, self.batches = images.source, images.cache, batches
-        self.transforms, self.on_white = dict(images.transforms), images.on_white
+        self.transforms, self.background = dict(images.transforms), images.background
         if self.cache is not None:
             self.parts = {key: split_transform(transform) for key, transform in self.transforms.items()}
 
@@ -79,7 +81,7 @@ class _Batches(Dataset[Any]):
         """The images of a batch, decoded once, under every function."""
         functions, rows = list(functions), []
         for index in map(int, images):
-            image = decode(self.source.read(index), name=self.source.name(index), on_white=self.on_white)
+            image = decode(self.source.read(index), name=self.source.name(index), background=self.background)
             rows.append([function(image) for function in functions])
         return zip(*rows, strict=True)
 
@@ -108,8 +110,8 @@ class ImagePass:
     workers: int
     """Processes that decode (0: this one)."""
     cache: PixelCache | None = None
-    on_white: bool = False
-    """As in `TaskData`."""
+    background: Colour | None = None
+    """Behind what is transparent; None takes the colours under it."""
 
     def run(self, *, rank: int = 0, size: int = 1, pin: bool = False) -> Iterator[tuple[int, int, dict[str, Tensor]]]:
         """Yield `(number, valid, {key: [M, 3, H, W]})` for micro-batches number = rank, rank + size, ...
@@ -199,10 +201,10 @@ class PixelCache:
     The folder is `evaluation.cache`, for all tasks and suites.
     """
 
-    def __init__(self, folder: Path, *, data: str, micro_batch: int, on_white: bool = False) -> None:
+    def __init__(self, folder: Path, *, data: str, micro_batch: int, background: Colour | None = None) -> None:
         self._folder = folder
         packages = versions(("pillow", "torchvision", "open_clip_torch", "numpy"))
-        self._facts = [data, micro_batch, on_white, packages, code_digest(ROOT, DECODERS)]
+        self._facts = [data, micro_batch, background, packages, code_digest(ROOT, DECODERS)]
 
     def load(self, preprocessing: str, number: int) -> np.ndarray | None:
         """[rows, H, W, 3] uint8, micro-batch `number` under a preprocessing; None when it is not there."""

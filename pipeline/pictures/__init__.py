@@ -1,0 +1,1 @@
+"""Pictures that somebody else made: the only code that opens them."""

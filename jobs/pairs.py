@@ -33,6 +33,12 @@ RECIPES_BATCH = 256
     help="Column, file suffix or JSON field of the caption; several: the first that has one [detected].",
 )
 @click.option(
+    "--caption-template",
+    metavar="TEXT",
+    multiple=True,
+    help="Caption of images in folders of classes, such as 'a photo of a {class}'; several: several captions.",
+)
+@click.option(
     "--captions",
     type=click.Choice(["several", "one"]),
     default="several",
@@ -62,6 +68,7 @@ def command(
     output: Path,
     image: str | None,
     caption: tuple[str, ...],
+    caption_template: tuple[str, ...],
     captions: str,
     images: Path | None,
     header: str | None,
@@ -79,18 +86,20 @@ def command(
     """Convert SOURCE to shards with a manifest in the folder OUTPUT; then train with data.sources=OUTPUT.
 
     SOURCE is a CSV, TSV, JSONL or JSON table of image files, or a folder with one; a folder of images with .txt or
-    .json files beside them; COCO's captions_*.json; parquet files; a folder written by datasets.save_to_disk;
-    webdataset tars; or the name of a dataset on the Hugging Face hub. For a table of URLs use `neuclip download`.
+    .json files beside them, or in folders of classes (--caption-template); COCO's captions_*.json; parquet files; a
+    folder written by datasets.save_to_disk; webdataset tars; or the name of a dataset on the Hugging Face hub. For a table of URLs use `neuclip download`.
 
     After an interruption, the same command continues. OUTPUT/dropped.tsv lists every row that was dropped.
     """
     from data_prep.pairs.make_shards import DROPPED_NAME, PairsConfig, make_shards
     from data_prep.pairs.pair import ImageOptions, SourceOptions
+    from pipeline.pictures.image_error import UNSUPPORTED
     from pipeline.pictures.pixels import colour_of
 
     options = SourceOptions(
         image=image,
         caption=caption,
+        caption_template=caption_template,
         captions="one" if captions == "one" else None,
         images=images,
         header=tuple(name.strip() for name in header.split(",")) if header else (),
@@ -122,8 +131,10 @@ def command(
         f"{megabytes:,.1f} MB in {output}"
     )
     for reason, count in Counter(manifest.failures).most_common():
-        places = [place for place, name, _ in outcome.dropped if name == reason]
-        click.echo(f"  dropped {count:>8,}  {reason}: {', '.join(places)}{', ...' if count > len(places) else ''}")
+        rows = [(place, detail) for place, name, detail in outcome.dropped if name == reason]
+        shown = ", ".join(place for place, _ in rows) + (", ..." if count > len(rows) else "")
+        why = f" ({rows[0][1]})" if rows and reason == UNSUPPORTED else ""
+        click.echo(f"  dropped {count:>8,}  {reason}: {shown}{why}")
     if manifest.failures:
         click.echo(f"  every dropped row: {output / DROPPED_NAME}")
     click.echo(f"  to look at them: neuclip report {shlex.quote(str(output))}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,12 +22,15 @@ _KNOWN = (
 )
 _MOST_TEXTS = 5
 _TARS = (".tar", ".tgz", ".tar.gz")
+_SPLITS = ("train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval")
+"""As `datasets` finds them in names."""
 _METADATA = ("metadata.csv", "metadata.jsonl")
 _APPLIES = {
     "image": ("table", "tars", "parquet", "datasets", "hub"),
     "images": ("table",),
     "header": ("table",),
-    "split": ("table", "datasets", "hub"),
+    "caption_template": ("images",),
+    "split": ("table", "images", "parquet", "datasets", "hub"),
     "subset": ("hub",),
     "revision": ("hub",),
 }
@@ -43,17 +47,23 @@ def open_source(source: str, options: SourceOptions, cache: Path) -> PairSource:
     for name, kinds in _APPLIES.items():
         if getattr(options, name) and kind not in kinds:
             raise UserError(
-                f"--{name} does not apply to this source, which is of kind {kind}, but to {', '.join(kinds)}."
+                f"--{name.replace('_', '-')} does not apply to this source, which is of kind {kind}, but to "
+                f"{', '.join(kinds)}."
             )
     root = path if path.is_dir() else Path(os.path.commonpath([file.parent for file in files])) if files else path
     if kind == "table":
         return _open_tables(root, files, options)
+    if kind == "images" and options.caption_template:
+        return _open_classes(path, options)
     if kind == "images":
+        _refuse_split(options, "images with captions beside them")
         return members.open_folder(path, options)
     if kind == "tars":
         return members.open_tars(root, files, options, cache)
     if kind == "parquet":
-        return embedded.open_parquet(path, files, options, cache)
+        files, notes = _of_split(root, files, options)
+        opened = embedded.open_parquet(path, files, options, cache)
+        return replace(opened, notes=(*notes, *opened.notes))
     return embedded.open_dataset(source, options)
 
 
@@ -103,6 +113,8 @@ def _expanded(pattern: str) -> list[Path]:
 
 def _kind_of_folder(path: Path, options: SourceOptions) -> tuple[str, list[Path]]:
     """The first kind that fits, in an order in which the files beside img2dataset's output decide nothing."""
+    if options.caption_template:
+        return "images", []
     if any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json", "state.json")):
         return "datasets", []
     problems: list[UserError] = []
@@ -129,7 +141,8 @@ def _kind_of_folder(path: Path, options: SourceOptions) -> tuple[str, list[Path]
         raise problems[0]
     if next(members.files_below(path, members.is_image), None):
         raise UserError(
-            f"{path} has images, but no captions: neither a table in it, nor .txt or .json files beside them."
+            f"{path} has images, but no captions: neither a table in it, nor .txt or .json files beside them. If the "
+            "folders that they are in have the names of classes: --caption-template 'a photo of a {class}'."
         )
     raise UserError(f"{path} holds no supported kind of source. A source is {_KNOWN}.")
 
@@ -165,19 +178,53 @@ def _tables(folder: Path) -> list[Path]:
     return alone if len(alone) <= _MOST_TEXTS else []
 
 
+def _split_of(path: Path, root: Path) -> str:
+    """The split that a file or folder is of, by its name or that of a folder above it; empty for none."""
+    words = (re.split(r"[-_. ]", part)[0].lower() for part in path.relative_to(root).parts)
+    return next((word for word in words if word in _SPLITS), "")
+
+
+def _of_split(root: Path, files: list[Path], options: SourceOptions) -> tuple[list[Path], tuple[str, ...]]:
+    """Files or folders of one split if all are of splits, else all; and a note about the choice.
+
+    Raises:
+        UserError: There is no such split.
+    """
+    splits = {file: _split_of(file, root) for file in files}
+    names = sorted(set(splits.values()) - {""})
+    if not names:
+        _refuse_split(options, "in which nothing has the name of a split")
+    if not options.split and ("" in splits.values() or len(names) < 2):
+        return files, ()
+    wanted = options.split or "train"
+    if wanted not in names:
+        raise UserError(f"{root} has no split {wanted!r}: choose with --split. It has: {', '.join(names)}.")
+    chosen = [file for file, split in splits.items() if split == wanted]
+    return chosen, (f"split {wanted} of {', '.join(names)} (--split chooses another)",)
+
+
+def _refuse_split(options: SourceOptions, kind: str) -> None:
+    if options.split:
+        raise UserError(f"--split does not apply to this source, {kind}.")
+
+
+def _open_classes(root: Path, options: SourceOptions) -> PairSource:
+    """Images in folders with the names of their classes, perhaps below folders of splits."""
+    below = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+    folders, notes = [root], ()
+    if below and all(_split_of(path, root) for path in below):
+        folders, notes = _of_split(root, below, options)
+    else:
+        _refuse_split(options, "whose folders are not all named after splits")
+    opened = members.open_classes(root, folders, options.caption_template)
+    return replace(opened, notes=(*notes, *opened.notes))
+
+
 def _open_tables(root: Path, files: list[Path], options: SourceOptions) -> PairSource:
     """One table, or the metadata files of an image folder, each of which names images beside it."""
     notes: tuple[str, ...] = ()
-    splits = {file: file.relative_to(root).parts[0] for file in files if file.parent != root}
-    if options.split and not splits and files[0].suffix.lower() != ".json":
-        raise UserError("--split does not apply to this source, a table without splits.")
-    if splits and (options.split or len(set(splits.values())) > 1):
-        wanted = options.split or "train"
-        if wanted not in splits.values():
-            names = ", ".join(sorted(set(splits.values())))
-            raise UserError(f"{root} has no split {wanted!r}: choose with --split. It has: {names}.")
-        notes = (f"split {wanted} of {', '.join(sorted(set(splits.values())))} (--split chooses another)",)
-        files = [file for file, split in splits.items() if split == wanted]
+    if files[0].suffix.lower() != ".json":  # which may name splits itself
+        files, notes = _of_split(root, files, options)
     opened = [pair_tables.open_table(file, options) for file in files]
     first = opened[0]
     named = len(files) > 1

@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import os
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ class PairSource:
 
 @dataclass(frozen=True)
 class Listing:
-    """A stored list, and what was counted in it."""
+    """A stored list."""
 
     path: Path
     rows: int
@@ -79,11 +79,16 @@ class Listing:
     """Of its content; does not depend on where the images are."""
     stamp: str
     """The same, with sizes and dates of the images' files."""
-    captions: int
-    distinct: int
-    """Distinct captions."""
-    long: int
-    """Captions of more than `CONTEXT` tokens."""
+
+    def counts(self, dropped: Collection[int]) -> dict[str, int]:
+        """Captions of the rows that are not `dropped`: all, distinct ones, and those of more than `CONTEXT` tokens."""
+        texts, long = array("q"), 0
+        for number, row in enumerate(_rows(_opened(self.path))):
+            if number not in dropped:
+                texts.extend(_digest(text.encode()) for text in row.captions)
+                long += sum(is_long(text) for text in row.captions)
+        distinct = len(np.unique(np.frombuffer(texts, np.int64))) if texts else 0
+        return {"captions": len(texts), "distinct_captions": distinct, "long_captions": long}
 
     def read(self, start: int, stop: int) -> Iterator[PairRow]:
         """The rows `[start, stop)`."""
@@ -97,10 +102,11 @@ def write_listing(path: Path, source: PairSource, *, lists: bool) -> Listing:
     keys = rows.data.column("key").to_numpy()
     _, first, image = np.unique(keys, return_index=True, return_inverse=True)
     if len(first) < len(keys):  # rows of one image become neighbours, at the place of its first
+        order = np.argsort(first[image], kind="stable")
         merged = path.with_suffix(".merged")
-        _store(merged, _merged(rows.select(np.argsort(first[image], kind="stable"))), group=True)
+        _store(merged, _merged(_rows(rows.select(order)), iter(keys[order])), group=False)
         os.replace(merged, path)
-    return _counted(path, source.root)
+    return _listing(path, source.root)
 
 
 def _opened(path: Path) -> Any:
@@ -124,8 +130,7 @@ def _store(path: Path, rows: Iterable[PairRow], *, group: bool) -> None:
         while chunk := list(itertools.islice(numbered, _CHUNK)):
             trees = []
             for number, row in chunk:
-                name = os.fsencode(row.image) if group and not row.problem else b"\0%d" % number
-                key = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big", signed=True)
+                key = _digest(_identity(row) if group and not row.problem else b"\0%d" % number)
                 tree = {each: getattr(row, each) for each in PairRow.__slots__}
                 texts = {"place": as_text(row.place), "detail": as_text(row.detail), "image": os.fsencode(row.image)}
                 trees.append({**tree, **texts, "key": key})
@@ -133,14 +138,24 @@ def _store(path: Path, rows: Iterable[PairRow], *, group: bool) -> None:
         writer.finalize()
 
 
-def _merged(rows: Any) -> Iterator[PairRow]:
-    """Neighbouring rows with the same image as one row, with all captions."""
-    for (_, problem), group in itertools.groupby(_rows(rows), key=lambda row: (row.image, row.problem)):
-        first, *more = group
-        if problem:
-            yield from (first, *more)
-        else:
-            yield replace(first, captions=tuple(dict.fromkeys(c for row in (first, *more) for c in row.captions)))
+def _identity(row: PairRow) -> bytes:
+    """What rows of the same image have in common: a file has one, whatever names and links lead to it."""
+    try:
+        about = None if row.at else os.stat(row.image)
+    except (OSError, ValueError):  # missing, or its name cannot be one
+        about = None
+    return b"%d %d" % (about.st_dev, about.st_ino) if about else os.fsencode(row.image)
+
+
+def _digest(text: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big", signed=True)
+
+
+def _merged(rows: Iterator[PairRow], keys: Iterator[int]) -> Iterator[PairRow]:
+    """Neighbouring rows with the same key as one row, with all captions."""
+    for _, group in itertools.groupby(zip(rows, keys, strict=True), key=lambda pair: int(pair[1])):
+        found = [row for row, _ in group]
+        yield replace(found[0], captions=tuple(dict.fromkeys(c for row in found for c in row.captions)))
 
 
 def _checked(row: PairRow, *, lists: bool) -> PairRow:
@@ -161,9 +176,9 @@ def _checked(row: PairRow, *, lists: bool) -> PairRow:
     return row if row.captions else replace(row, problem=reasons.NO_CAPTION)
 
 
-def _counted(path: Path, root: Path) -> Listing:
-    digest, stamp, long = hashlib.sha256(), hashlib.sha256(), 0
-    texts, prefix, seen = array("q"), os.path.join(root, ""), ("", "")
+def _listing(path: Path, root: Path) -> Listing:
+    digest, stamp = hashlib.sha256(), hashlib.sha256()
+    prefix, seen = os.path.join(root, ""), ("", "")
     rows = _opened(path)
     for row in _rows(rows):
         image = row.image.removeprefix(prefix)
@@ -173,15 +188,8 @@ def _counted(path: Path, root: Path) -> Listing:
         if row.image != seen[0]:
             seen = row.image, _stat(row.image)
         stamp.update(seen[1].encode())
-        if not row.problem:
-            texts.extend(
-                int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
-                for text in row.captions
-            )
-            long += sum(is_long(text) for text in row.captions)
-    distinct = len(np.unique(np.frombuffer(texts, np.int64))) if texts else 0
     stamp.update(digest.digest())
-    return Listing(path, len(rows), digest.hexdigest(), stamp.hexdigest(), len(texts), distinct, long)
+    return Listing(path, len(rows), digest.hexdigest(), stamp.hexdigest())
 
 
 def _stat(image: str) -> str:

@@ -304,16 +304,17 @@ def _finish(
             "another output folder."
         )
     shown: list[tuple[str, str, str]] = []
-    several, flags = 0, Counter[str]()
+    several, flags, lost = 0, Counter[str](), set[int]()
     path = folder.root / DROPPED_NAME
     with replacing(path) as temporary, temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
         file.write("place\treason\tdetail\n")
         for record in records:
-            columns = ["place", "reason", "error", "captions", *_FLAGS]
+            columns = ["row", "place", "reason", "error", "captions", *_FLAGS]
             for row in read_meta(folder, record.shard, columns).to_pylist():
                 several += (row["captions"] or 0) > 1
                 flags.update(name for name in _FLAGS if row["reason"] is None and row[name])
                 if row["reason"]:
+                    lost.add(row["row"])
                     line = (row["place"], row["reason"], " ".join((row["error"] or "").split()))
                     file.write("\t".join(line) + "\n")
                     if sum(reason == line[1] for _, reason, _ in shown) < 3:
@@ -326,8 +327,7 @@ def _finish(
         )
     image = {key: value for key, value in asdict(config.image).items() if value is not None}
     tools = {name: version_of(name) for name in _TOOLS}
-    counts = {"captions": listing.captions, "distinct_captions": listing.distinct, "long_captions": listing.long,
-              "several_captions": several, **{name: flags[name] for name in _FLAGS}}  # fmt: skip
+    counts = {**listing.counts(lost), "several_captions": several, **{name: flags[name] for name in _FLAGS}}
     facts = {"made by": "neuclip pairs", "source": {**source.about, "digest": listing.digest}, "image": image,
              "tools": tools, "counts": counts}  # fmt: skip
     manifest = make_manifest(entries, root=folder.root, failures=failures, facts=facts)

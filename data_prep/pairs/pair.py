@@ -44,7 +44,7 @@ IMAGE_NAMES = (
 )  # fmt: skip
 CAPTION_NAMES = (
     "caption", "captions", "text", "texts", "txt", "title", "description", "alt_text", "alt", "sentence", "sentences",
-    "raw", "comment", "prompt", "label_text", "conversations",
+    "raw", "blip_caption", "comment", "prompt", "label_text", "conversations",
 )  # fmt: skip
 URL = re.compile(r"\s*(https?|ftp|s3|gs)://", re.IGNORECASE)
 URL_NAMES = ("url", "image_url", "img_url", "urls", "image_urls", "link")
@@ -58,6 +58,8 @@ class SourceOptions:
     """Column of the image, or suffix of its member in a tar; None finds it."""
     caption: tuple[str, ...] = ()
     """Columns, suffixes or JSON fields of the caption: the first that has one counts. None finds it."""
+    caption_template: tuple[str, ...] = ()
+    """Captions of images in folders of classes, with `{class}` in place of the folder's name."""
     images: Path | None = None
     """Folder that image paths start from; None takes that of the table, or one near COCO's file."""
     captions: str | None = None

@@ -262,19 +262,14 @@ def _tree_rows(path: Path, options: SourceOptions) -> Read:
     if _are_objects(images) and _are_objects(annotations):
         if not any("caption" in item for item in annotations):
             raise UserError(f"The annotations in {path} have no captions: take captions_*.json, not instances_*.json.")
+        _refuse_split(path, options)
         yield from _coco(path.name, images, annotations)
         return
     if _are_objects(images) and any("sentences" in item for item in images):
         rows = [(f"images[{number}]", row) for number, row in _karpathy(path, images, options)]
-    elif isinstance(tree, list):
-        rows = [(f"[{number}]", row) for number, row in enumerate(tree)]
-    elif isinstance(tree, dict) and _is_columnar(tree):
-        rows = [(f"[{k}]", dict(zip(tree, row, strict=True))) for k, row in enumerate(zip(*tree.values(), strict=True))]
-    elif isinstance(tree, dict):
-        rows = [(f"[{shortened(name)}]", {"image": name, **value} if isinstance(value, dict)
-                 else {"image": name, "caption": value}) for name, value in tree.items()]  # fmt: skip
     else:
-        rows = []
+        _refuse_split(path, options)
+        rows = _listed(path, tree)
     for number, row in rows:
         place = f"{path.name} {number}"
         good = isinstance(row, dict)
@@ -284,16 +279,40 @@ def _tree_rows(path: Path, options: SourceOptions) -> Read:
         )
 
 
+def _refuse_split(path: Path, options: SourceOptions) -> None:
+    if options.split:
+        raise UserError(f"--split does not apply to {path}, which names no splits.")
+
+
+def _listed(path: Path, tree: Any) -> list[tuple[str, Any]]:
+    """The rows of a list, of a mapping of images to captions or objects, or of a mapping of columns to lists.
+
+    Raises:
+        UserError: The lists of columns differ in length.
+    """
+    if isinstance(tree, list):
+        return [(f"[{number}]", row) for number, row in enumerate(tree)]
+    if not isinstance(tree, dict):
+        return []
+    if _is_columnar(tree):
+        sizes = {name: len(column) for name, column in tree.items()}
+        if len(set(sizes.values())) > 1:
+            listed = ", ".join(f"{name[:60]} {size:,}" for name, size in list(sizes.items())[:10])
+            raise UserError(f"{path} has columns of different lengths, so that no row is certain: {listed}.")
+        return [(f"[{k}]", dict(zip(tree, row, strict=True))) for k, row in enumerate(zip(*tree.values(), strict=True))]
+    return [(f"[{shortened(name)}]", {"image": name, **value} if isinstance(value, dict)
+             else {"image": name, "caption": value}) for name, value in tree.items()]  # fmt: skip
+
+
 def _are_objects(items: Any) -> bool:
     return isinstance(items, list) and all(isinstance(item, dict) for item in items)
 
 
 def _is_columnar(tree: Mapping[str, Any]) -> bool:
-    """Whether a mapping has lists of equal length by names of columns, as in SBU's captions."""
-    sizes = {len(value) if isinstance(value, list) else -1 for value in tree.values()}
+    """Whether a mapping has lists by names of columns, as in SBU's captions."""
     names = {name.lower() for name in tree}
     usual = names & {*IMAGE_NAMES, *URL_NAMES} and names & set(CAPTION_NAMES)
-    return bool(usual) and len(sizes) == 1 and -1 not in sizes
+    return bool(usual) and all(isinstance(value, list) for value in tree.values())
 
 
 def _karpathy(path: Path, images: list[dict[str, Any]], options: SourceOptions) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -87,7 +87,8 @@ def command(
 
     SOURCE is a CSV, TSV, JSONL or JSON table of image files, or a folder with one; a folder of images with .txt or
     .json files beside them, or in folders of classes (--caption-template); COCO's captions_*.json; parquet files; a
-    folder written by datasets.save_to_disk; webdataset tars; or the name of a dataset on the Hugging Face hub. For a table of URLs use `neuclip download`.
+    folder written by datasets.save_to_disk; webdataset tars; or the name of a dataset on the Hugging Face hub. For a
+    table of URLs use `neuclip download`.
 
     After an interruption, the same command continues. OUTPUT/dropped.tsv lists every row that was dropped.
     """
@@ -158,7 +159,10 @@ def _show_counts(counts: Mapping[str, int], samples: int) -> None:
     captions, distinct, long = (counts[name] for name in ("captions", "distinct_captions", "long_captions"))
     click.echo(f"Captions: {captions:,}, of which {distinct:,} are distinct.")
     if (equal := captions - distinct) * EQUAL_SHARE > captions:
-        click.echo(f"  {equal / captions:.0%} repeat another: in a batch, equal captions are each other's negatives.")
+        click.echo(
+            f"  {equal / captions:.0%} repeat another: in a batch, equal captions are each other's negatives, which "
+            "objective.mask_equal=true leaves out."
+        )
     if long:
         share = f"{long:,} ({long / captions:.1%})"
         click.echo(f"  {share} have more than 77 tokens, which training cuts (or set model.context_length).")

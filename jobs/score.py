@@ -87,6 +87,7 @@ def command(
     from pipeline.data.shards.check_shards import check_caption
     from pipeline.distributed.start import start_world
     from pipeline.files import check_writable, replacing
+    from pipeline.pictures.pixels import colour_name
 
     field = CaptionField.parse(caption, option="--caption")
     warnings.filterwarnings("ignore", module=r"PIL\.")  # about odd metadata of images
@@ -121,7 +122,10 @@ def command(
             for problem, number in sorted(counts["problems"].items(), key=lambda item: -item[1]):
                 tell(f"  {number:,} without a score: {problem}")
             if counts["transparent"]:
-                tell(f"  {counts['transparent']:,} have pictures with transparency, which were scored on white.")
+                colour = colour_name(scorer.model.architecture.background)
+                tell(f"  {counts['transparent']:,} have pictures with transparency, which were scored on {colour}.")
+            if counts["single_colour"]:
+                tell(f"  {counts['single_colour']:,} have pictures of a single colour.")
             share = list_worst[0] if list_worst else SHOWN_CUT
             write_contact_sheet(place / PAGE_NAME, place / TABLE_NAME, manifest, caption=field, share=share)
             tell(f"Look at the worst pairs, and those around the cut at {share:.0%}: {place / PAGE_NAME}")

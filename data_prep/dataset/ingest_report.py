@@ -75,6 +75,7 @@ def page_facts(folder: Folder, manifest: Manifest, census: Census, caption: Capt
         "manifest": manifest,
         "source": {**to_tree(SourceConfig()), **manifest.facts["source"]} if folder.is_download else None,
         "facts": manifest.facts,
+        "odd": _odd(census, manifest),
         "reasons": _reasons(manifest, is_download=folder.is_download),
         "parts": _parts(census, manifest),
         "hosts": _hosts(census),
@@ -95,6 +96,20 @@ def page_facts(folder: Folder, manifest: Manifest, census: Census, caption: Capt
         "problems": census.problems.most_common(_REASONS),
         "removed": len(folder.removed_names()),
     }
+
+
+def _odd(census: Census, manifest: Manifest) -> list[tuple[int, str]]:
+    """Numbers of captions and images that may be other than the user expects: counted, or among the samples read."""
+    counts = manifest.facts.get("counts")
+    among = "" if counts else f" among {len(census.places):,} that were read"
+    words = {
+        "distinct_captions": "distinct captions",
+        "long_captions": "captions of more than 77 tokens",
+        "transparent": "images with transparency",
+        "single_colour": "images of a single colour",
+    }
+    return [(number, f"{words[name]}{among}") for name, number in (counts or census.odd).items()
+            if name in words and number]  # fmt: skip
 
 
 def _reasons(manifest: Manifest, *, is_download: bool) -> list[dict[str, Any]]:

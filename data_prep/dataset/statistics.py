@@ -22,7 +22,7 @@ from pipeline.data.shards.rgb_image import counted_errors
 from pipeline.data.shards.storage import open_records
 from pipeline.data.shards.tar_reader import CaptionField, CorruptSample, DamagedTar, TarRecord
 from pipeline.errors import UserError
-from pipeline.pictures.pixels import open_image
+from pipeline.pictures.pixels import has_transparency, open_image
 
 # Samples that are read, of so many shards, and captions whose language is guessed.
 _READ, _SHARDS_READ = 5_000, 32
@@ -56,6 +56,8 @@ class Census:
     places: list[Place] = field(default_factory=list)
     """The samples that were read, without those that cannot be used."""
     shards_read: int = 0
+    odd: Counter[str] = field(default_factory=Counter)
+    """Among those read: images with transparency, and of a single colour."""
     problems: Counter[str] = field(default_factory=Counter)
     """Samples among those read that training cannot use, by reason."""
     near: list[tuple[Place, Place]] = field(default_factory=list)
@@ -122,6 +124,8 @@ def _read_samples(census: Census, manifest: Manifest, caption: CaptionField) -> 
                 census.problems[str(problem)] += 1
                 continue
             signatures.append(found)
+            census.odd["transparent"] += has_transparency(record.image or b"")
+            census.odd["single_colour"] += len({found[1][k : k + 3] for k in range(0, len(found[1]), 3)}) == 1
             captions.append(text)
             census.places.append((number, place))
             if not has_sizes:

@@ -148,7 +148,8 @@ def _kind_of_folder(path: Path, options: SourceOptions) -> tuple[str, list[Path]
 
 
 def _has_text(image: Path) -> bool:
-    return any(image.with_suffix(suffix).is_file() for suffix in (".txt", ".caption", ".json"))
+    names = (image.stem, image.name)
+    return any((image.parent / f"{name}.{suffix}").is_file() for name in names for suffix in members.TEXT_SUFFIXES)
 
 
 def _fitting(files: list[Path], options: SourceOptions, problems: list[UserError]) -> Iterator[Path]:
@@ -173,7 +174,7 @@ def _tables(folder: Path) -> list[Path]:
     files = sorted(path for path in folder.iterdir() if path.is_file() and path.name != JOURNAL)
     if found := [path for path in files if path.suffix.lower() in pair_tables.TABLE_SUFFIXES]:
         return found
-    pictures = {path.stem for path in files if path.suffix.lower() != ".txt"}
+    pictures = {name for path in files if path.suffix.lower() != ".txt" for name in (path.stem, path.name)}
     alone = [path for path in files if path.suffix.lower() == ".txt" and path.stem not in pictures]
     return alone if len(alone) <= _MOST_TEXTS else []
 
@@ -211,7 +212,7 @@ def _refuse_split(options: SourceOptions, kind: str) -> None:
 def _open_classes(root: Path, options: SourceOptions) -> PairSource:
     """Images in folders with the names of their classes, perhaps below folders of splits."""
     below = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
-    folders, notes = [root], ()
+    folders, notes = [root], tuple[str, ...]()
     if below and all(_split_of(path, root) for path in below):
         folders, notes = _of_split(root, below, options)
     else:

@@ -28,6 +28,8 @@ from pipeline.files import PADDING, read_bounded, tar_errors, text_lines, zeros_
 
 _LOOKED_AT, _TARS_LOOKED_AT = 1_000, 10
 """Samples, and tars, spread over the source, that decide which members are used."""
+TEXT_SUFFIXES = ("txt", "caption", "json")
+"""Of captions beside images."""
 LARGEST_IMAGE, LARGEST_TEXT = 1 << 30, 1 << 24
 _RATIO = 50
 """How many times its own size a compressed tar may have; images hardly shrink."""
@@ -275,7 +277,7 @@ def open_folder(folder: Path, options: SourceOptions) -> PairSource:
             yield choice.row(sample)
         suffixes = tuple(f".{place}" for place in choice.captions if not place.startswith("json:"))
         for root, files in walk(folder):
-            pictures = {Path(name).stem for name in files if is_image(name)}
+            pictures = {known for name in files if is_image(name) for known in (name, Path(name).stem)}
             for name in files:
                 if Path(name).suffix.lower() in suffixes and Path(name).stem not in pictures:
                     place = Path(root, name).relative_to(folder).as_posix()
@@ -312,7 +314,7 @@ def open_classes(root: Path, folders: Sequence[Path], templates: Sequence[str]) 
 
 
 def _image_samples(folder: Path) -> Iterator[PairFiles]:
-    """An image each, with the paths of the files of its name."""
+    """An image each, with the paths of the files of its name: `dog.txt` or `dog.jpg.txt` of `dog.jpg`."""
     for root, files in walk(folder):
         texts: dict[str, dict[str, str]] = {}
         for name in files:
@@ -321,7 +323,7 @@ def _image_samples(folder: Path) -> Iterator[PairFiles]:
         for name in files:
             if is_image(name):
                 path = Path(root, name)
-                parts = {path.suffix.lower()[1:]: str(path), **texts.get(path.stem, {})}
+                parts = {path.suffix.lower()[1:]: str(path), **texts.get(name, {}), **texts.get(path.stem, {})}
                 yield PairFiles(path.relative_to(folder).as_posix(), str(path), parts)
 
 

@@ -49,6 +49,7 @@ SCHEMA = pa.schema(
         ("score", pa.float32()),
         ("problem", pa.string()),
         ("transparent", pa.bool_()),
+        ("single_colour", pa.bool_()),
     ]
 )
 
@@ -101,9 +102,11 @@ class Scorer:
                 raise UserError(
                     f"Scores of {shard.name} are not finite: the weights of {self.model.source} are damaged."
                 )
+            pixels = batch.image.flatten(-2)
+            plain = (pixels.amin(-1) == pixels.amax(-1)).all(1).tolist()
             for at, row in enumerate(batch.rows):
                 numbers = {name: float(column[at]) for name, column in columns.items()}
-                yield fixed | {"sample_id": shard.offset + row, "row": row, **numbers}
+                yield fixed | {"sample_id": shard.offset + row, "row": row, "single_colour": plain[at], **numbers}
         for row, problem in batch.problems:
             yield fixed | {"sample_id": shard.offset + row, "row": row, "problem": problem}
 
@@ -197,7 +200,7 @@ def join_parts(manifest: Manifest, output: Path, facts: ScoringFacts) -> dict[st
     paths = [part_of(output, index) for index in range(len(manifest.shards))]
     if missing := [path.name for path in paths if not path.is_file()]:
         raise UserError(f"{len(missing)} tables are missing in {output / 'parts'} ({missing[0]}, ...): run it again.")
-    problems, transparent = dict[str, int](), 0
+    problems, flags = dict[str, int](), dict.fromkeys(("transparent", "single_colour"), 0)
     with (
         replacing(output / TABLE_NAME) as temporary,
         pq.ParquetWriter(temporary, SCHEMA, write_page_checksum=True) as writer,
@@ -206,10 +209,11 @@ def join_parts(manifest: Manifest, output: Path, facts: ScoringFacts) -> dict[st
             table = read_scores(path, schema=SCHEMA)
             for problem in table["problem"].drop_null().to_pylist():
                 problems[problem] = problems.get(problem, 0) + 1
-            transparent += table["transparent"].to_pylist().count(True)
+            for name in flags:
+                flags[name] += table[name].to_pylist().count(True)
             writer.write_table(table)
     scored = manifest.n - sum(problems.values())
-    counts = {"pairs": manifest.n, "scored": scored, "problems": problems, "transparent": transparent}
+    counts = {"pairs": manifest.n, "scored": scored, "problems": problems, **flags}
     write_json(output / FACTS_NAME, {"facts": asdict(facts), **counts})
     return counts
 

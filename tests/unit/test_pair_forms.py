@@ -6,15 +6,17 @@ import json
 import os
 import random
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
-from PIL import Image
+from PIL import Image, ImageFile
 
 from data_prep.dataset.ingest_report import write_report
 from data_prep.pairs.members import open_tars
@@ -22,6 +24,7 @@ from data_prep.pairs.pair import SourceOptions
 from jobs.pairs import command
 from pipeline.data.shards.make_manifest import index_shards
 from pipeline.errors import UserError
+from pipeline.pictures import pixels
 from tests.pair_files import dropped, make, picture, stored, write_csv, write_images
 from tests.shards import write_members, write_tar
 
@@ -59,6 +62,9 @@ KARPATHY = {
         {"filename": name, "split": SPLITS[k], "sentences": [{"raw": f"caption {k}"}]} for k, name in enumerate(NAMES)
     ]
 }
+LABELS = ("bag", "cap", "hat", "red_shoe")
+IN_CLASSES = {f"{label}/{name}": PICTURES[name] for label, name in zip(LABELS, NAMES, strict=True)}
+CLASSES = [[f"a {label}", f"{label}, {label}"] for label in ("bag", "cap", "hat", "red shoe")]
 STATS = {"stats.csv": b"count\n1\n", "log.jsonl": b'{"a": 1}\n', "00000_stats.json": b"{}"}
 FORMS: dict[str, tuple[Callable[[Path], Files], dict[str, Any], list[list[str]]]] = {
     "img2dataset's tars": (lambda at: {
@@ -95,6 +101,29 @@ FORMS: dict[str, tuple[Callable[[Path], Files], dict[str, Any], list[list[str]]]
     "members apart": (lambda at: {"a.tar": tar(at, [
         *((f"{k}.jpg", picture(k)) for k in range(4)), *((f"{k}.txt", b"caption %d" % k) for k in range(4))])},
         {}, TEXTS),
+    "LLaVA's metadata": (lambda at: {**PICTURES, "x.json": tree([
+        {"id": str(k), "image": name, "blip_caption": f"caption {k}", "url": "http://x"} for k, name in enumerate(NAMES)
+    ])}, {}, TEXTS),
+    "lists of labels": (lambda at: {**PICTURES, "x.json": tree({n: [f"caption {k}"] for k, n in enumerate(NAMES)})},
+        {}, TEXTS),
+    "captions named like the whole image": (lambda at: {
+        **PICTURES, **{f"{name}.json": tree({"caption": f"caption {k}"}) for k, name in enumerate(NAMES)}}, {}, TEXTS),
+    "splits of parquet files": (lambda at: {f"data/{split}-00000-of-00001.parquet": parquet(
+        at, image=[*PICTURES.values()], text=[f"{word} {k}" for k in range(4)])
+        for split, word in (("train", "caption"), ("test", "other"))}, {}, TEXTS),
+    "another split of parquet files": (lambda at: {f"{split}.parquet": parquet(
+        at, image=[*PICTURES.values()], text=[f"{word} {k}" for k in range(4)])
+        for split, word in (("train", "other"), ("test", "caption"))}, {"split": "test"}, TEXTS),
+    "folders that are no splits": (lambda at: {
+        **{f"{at_}/{name}": PICTURES[name] for at_, name in zip("abcd", NAMES, strict=True)},
+        **{f"{at_}/metadata.csv": b"file_name,text\n%s,caption %d\n" % (name.encode(), k)
+           for k, (at_, name) in enumerate(zip("abcd", NAMES, strict=True))}}, {}, TEXTS),
+    "folders of classes": (lambda at: {
+        **IN_CLASSES, "t.csv": b"a,b\n1,2\n"},
+        {"caption_template": ("a {class}", "{class}, {class}")}, CLASSES),
+    "a split of folders of classes": (lambda at: {
+        **{f"train/{name}": body for name, body in IN_CLASSES.items()},
+        "test/x/y.jpg": picture(9)}, {"caption_template": ("a {class}", "{class}, {class}")}, CLASSES),
     "shuffled rows in parquet": (lambda at: {"a.parquet": parquet(
         at, image=[picture(k % 2) for k in range(4)], caption=["a", "b", "c", "d"])}, {}, [["a", "c"], ["b", "d"]]),
 }  # fmt: skip
@@ -219,8 +248,15 @@ def test_long_and_equal_captions_and_odd_images_are_counted(tmp_path: Path) -> N
     assert "Images of a single colour: 1 of 5" in said
     write_report(tmp_path / "out")
     page = (tmp_path / "out" / "report.html").read_text()
-    for count, words in ((4, "distinct captions"), (2, "captions of more than 77 tokens"), (1, "transparent images")):
-        assert f"<b>{count}</b><span>{words}" in page
+    counts = {"distinct captions": 4, "captions of more than 77 tokens": 2, "images with transparency": 1}
+    assert [f"<b>{count}</b><span>{words}" in page for words, count in counts.items()] == [True] * 3
+    (tmp_path / "theirs").mkdir()
+    write_tar(tmp_path / "theirs/0.tar", [{"png": (folder / "0.png").read_bytes(), "txt": b"x"}])
+    index_shards(tmp_path / "theirs")
+    write_report(tmp_path / "theirs")
+    page = (tmp_path / "theirs/report.html").read_text()
+    for words in ("images with transparency", "images of a single colour"):
+        assert f"<b>1</b><span>{words} among 1 that were read" in page
 
 
 def test_what_is_refused_before_anything_is_written(tmp_path: Path) -> None:
@@ -243,6 +279,11 @@ def test_what_is_refused_before_anything_is_written(tmp_path: Path) -> None:
         ("urls.parquet", parquet(tmp_path, image=["http://x/1.jpg"], caption=["a"]), download),
         ("sbu.json", tree({"image_urls": ["http://x"], "captions": ["a"], "user_ids": ["1"]}), download),
         ("cell.csv", b"image,caption\n" + b"x" * 20_000 + b",a\n", r"such as 'x{77}\.\.\.', do not exist"),
+        (
+            "uneven.json",
+            tree({"image": ["000.jpg", "001.jpg"], "caption": ["a"]}),
+            r"columns of different lengths, .*: image 2, caption 1\.",
+        ),
         ("{0..2}.tar", b"", "1 of the 3 files of .* do not exist, such as .*1.tar"),
     ]
     for name, body, message in cases:
@@ -291,3 +332,99 @@ def test_folders_that_are_links_are_read(tmp_path: Path) -> None:
     (tmp_path / "in/sub").symlink_to(tmp_path / "elsewhere")
     run(tmp_path / "in", tmp_path / "out")
     assert len(stored(tmp_path / "out")) == 3
+
+
+def test_a_file_is_one_sample_by_all_of_its_names(tmp_path: Path) -> None:
+    """Regression test: an image was its own negative when a link to its folder was beside it."""
+    for name in write_images(tmp_path / "in/real", 2):
+        (tmp_path / "in/real" / name).with_suffix(".txt").write_text(f"of {name}")
+    (tmp_path / "in/alias").symlink_to(tmp_path / "in/real")
+    run(tmp_path / "in", tmp_path / "out")
+    assert [about["captions"] for _, _, about in stored(tmp_path / "out")] == [["of 000.jpg"], ["of 001.jpg"]]
+    rows = [("image", "caption"), ("real/000.jpg", "a"), ("alias/000.jpg", "b"), ("real/001.jpg", "c")]
+    run(write_csv(tmp_path / "in/t.csv", rows), tmp_path / "table")
+    assert [about["captions"] for _, _, about in stored(tmp_path / "table")] == [["a", "b"], ["c"]]
+
+
+def test_captions_of_dropped_rows_are_not_counted(tmp_path: Path) -> None:
+    names = write_images(tmp_path, 2)
+    (tmp_path / "bad.jpg").write_bytes(b"no image")
+    rows = [
+        (names[0], "dog " * 75),
+        (names[1], "dog " * 76),
+        ("bad.jpg", "dog " * 99),
+        ("no.jpg", "y"),
+    ]
+    said = run(write_csv(tmp_path / "t.csv", [("image", "caption"), *rows]), tmp_path / "out")
+    assert "Captions: 2, of which 2 are distinct.\n  1 (50.0%) have more than 77 tokens" in said
+
+
+def test_split_is_refused_where_nothing_has_splits(tmp_path: Path) -> None:
+    for number, name in enumerate(write_images(tmp_path / "loose", 2)):
+        (tmp_path / "loose" / name).with_suffix(".txt").write_text(str(number))
+    coco = {"images": [{"id": 1, "file_name": "000.jpg"}], "annotations": [{"image_id": 1, "caption": "x"}]}
+    (tmp_path / "coco.json").write_bytes(tree(coco))
+    (tmp_path / "list.json").write_bytes(tree([{"image": "loose/000.jpg", "caption": "x"}]))
+    (tmp_path / "a.parquet").write_bytes(parquet(tmp_path, image=[picture(1)], caption=["a"]))
+    for source, options in (("coco.json", ()), ("list.json", ()), ("loose", ()), ("a.parquet", ()),
+                            ("loose", ("--caption-template", "a {class}"))):  # fmt: skip
+        with pytest.raises(UserError, match=r"--split does not apply to "):
+            run(tmp_path / source, tmp_path / "out", "--split", "train", *options)
+
+
+def test_templates_need_classes(tmp_path: Path) -> None:
+    write_images(tmp_path / "in", 1)
+    table = write_csv(tmp_path / "t.csv", [("image", "caption"), ("in/000.jpg", "x")])
+    for source, template, message in (
+        (tmp_path / "in", "a {klass}", r"'a \{klass\}' has no \{class\}"),
+        (tmp_path / "in", "a {class}", "has no folders with images"),
+        (
+            table,
+            "a {class}",
+            r"--caption-template does not apply to this source, which is of kind table, but to images",
+        ),
+    ):
+        with pytest.raises(UserError, match=message):
+            run(source, tmp_path / "out", "--caption-template", template)
+    (tmp_path / "in/cat").mkdir()
+    (tmp_path / "in/cat/1.jpg").write_bytes(picture(1))
+    said = run(tmp_path / "in", tmp_path / "out", "--caption-template", "a {class}")
+    assert "classes: 1 (cat)" in said
+    assert dropped(tmp_path / "out") == [["000.jpg", "no caption", "it is in no folder of a class"]]
+
+
+def test_heic_needs_a_package_which_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "0.heic").write_bytes(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(99))
+    (folder / "1.avif").write_bytes(picture(1, kind="AVIF"))
+    for k in range(2):
+        (folder / f"{k}.txt").write_text("x")
+    monkeypatch.setitem(sys.modules, "pillow_heif", None)
+    pixels._formats.cache_clear()
+    said = run(folder, tmp_path / "without")
+    assert "unsupported format: 0.heic (HEIC, which needs: pip install 'neuclip[heif]')" in said
+    assert len(stored(tmp_path / "without")) == 1
+    opener = SimpleNamespace(register_heif_opener=lambda: register_stub(monkeypatch))
+    monkeypatch.setitem(sys.modules, "pillow_heif", opener)
+    pixels._formats.cache_clear()
+    run(folder, tmp_path / "with")
+    assert len(stored(tmp_path / "with")) == 2
+    pixels._formats.cache_clear()
+
+
+def register_stub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Register an opener that shows every HEIC as a red square, as the package registers its own."""
+
+    class Heif(ImageFile.ImageFile):
+        format = "HEIF"
+
+        def _open(self) -> None:
+            self._mode, self._size, self.tile = "RGB", (20, 20), []
+            self.im = Image.new("RGB", (20, 20), "red").im
+
+        def load(self) -> Any:
+            return None
+
+    monkeypatch.setitem(Image.OPEN, "HEIF", (Heif, lambda head: head[4:12] == b"ftypheic"))
+    monkeypatch.setattr(Image, "ID", [*Image.ID, "HEIF"])

@@ -31,11 +31,53 @@ def texts(output: Path) -> list[list[str]]:
     return [about["captions"] for _, _, about in stored(output)]
 
 
-def test_a_csv_in_a_folder(table: Path, tmp_path: Path) -> None:
+TABLES: list[tuple[str, str, tuple[str, ...] | None, dict[str, Any]]] = [
+    ("a.tsv", "\t", ("where", "what"), {"image": "where", "caption": "what"}),
+    ("b.csv", ";", ("where", "what, or more"), {"image": "where", "caption": "what, or more"}),
+    ("c.csv", "|", ("Image Path", "Alt-Text"), {}),
+    ("D.TSV", "\t", ("image", "caption"), {}),
+    ("e.tsv", "\t", None, {"header": ("image", "caption")}),
+    ("F.JSONL", "", ("image", "caption"), {}),
+]
+
+
+def test_tables_of_every_kind(table: Path, tmp_path: Path) -> None:
     outcome = convert_all(table.parent, tmp_path / "out")
     check_ten(tmp_path / "out", outcome)
     assert [shard.samples for shard in outcome.manifest.shards] == [4, 4, 2]
     assert stored(tmp_path / "out")[3][2] == {"captions": ["picture 3"], "source": "pairs.csv:5"}
+    pairs = [(f"images/{n:03d}.jpg", f"picture {n}") for n in range(10)]
+    for name, delimiter, names, options in TABLES:
+        path = table.parent / name
+        if delimiter:
+            write_csv(path, [*([names] if names else []), *pairs], delimiter=delimiter)
+        else:
+            path.write_text("\n".join(json.dumps(dict(zip(names or (), pair, strict=True))) for pair in pairs))
+        check_ten(tmp_path / name, make(path, tmp_path / name, **options))
+
+
+LISTS = {
+    '["a dog", "a brown dog"]': ("a dog", "a brown dog"),
+    "['a dog', 'it\\'s brown']": ("a dog", "it's brown"),
+    "['a cat' 'a dog']": ("a cat", "a dog"),
+    "['a cat'\n \"a dog's\"]": ("a cat", "a dog's"),
+    "[untitled]": ("[untitled]",),
+    "[1, 2]": ("[1, 2]",),
+    '["a dog"': ('["a dog"',),
+    "[]": (),
+    "['']": (),
+}
+
+
+def test_a_list_in_a_cell_is_several_captions(tmp_path: Path) -> None:
+    for text, captions in LISTS.items():
+        assert captions_of_list(text) == captions
+    cell = '["a dog", "a dog", "a cat"]'
+    write_images(tmp_path, 1)
+    source = write_csv(tmp_path / "t.csv", [("image", "caption"), ("000.jpg", cell)])
+    for name, options, wanted in (("out", {}, ["a dog", "a cat"]), ("one", {"captions": "one"}, [cell])):
+        make(source, tmp_path / name, **options)
+        assert texts(tmp_path / name) == [wanted]
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32"])
@@ -85,13 +127,6 @@ def test_one_odd_row_costs_no_other(table: Path, tmp_path: Path) -> None:
         make(tmp_path / "captions_deep.json", tmp_path / "deep")
 
 
-def test_parquet_with_two_columns_of_one_name_is_refused(tmp_path: Path) -> None:
-    columns = [pa.array([picture(1)]), pa.array(["a"]), pa.array(["b"])]
-    pq.write_table(pa.Table.from_arrays(columns, names=["image", "caption", "caption"]), tmp_path / "odd.parquet")
-    with pytest.raises(UserError, match="has several columns called 'caption'"):
-        make(tmp_path / "odd.parquet", tmp_path / "out")
-
-
 def test_a_link_to_its_own_folder_repeats_nothing(tmp_path: Path) -> None:
     """Regression test: every image was taken forty times."""
     names = write_images(tmp_path / "photos", 2)
@@ -125,26 +160,6 @@ def test_damage_to_the_plan_is_named_and_never_used(table: Path, tmp_path: Path)
     assert {p: p.read_bytes() for p in shards} == shards
 
 
-@pytest.mark.parametrize("delimiter", ["\t", ";", "|"])
-def test_other_delimiters_and_named_columns(table: Path, tmp_path: Path, delimiter: str) -> None:
-    rows = [("where", "what", "more, or less")] + [(f"images/{n:03d}.jpg", f"picture {n}", "x") for n in range(10)]
-    path = write_csv(table.parent / ("odd.tsv" if delimiter == "\t" else "odd.csv"), rows, delimiter=delimiter)
-    check_ten(tmp_path / "out", make(path, tmp_path / "out", image="where", caption="what"))
-
-
-def test_column_names_with_blanks_and_hyphens(table: Path, tmp_path: Path) -> None:
-    rows = [("Alt-Text", "Image Path"), *((f"picture {n}", f"images/{n:03d}.jpg") for n in range(10))]
-    check_ten(tmp_path / "out", make(write_csv(table.parent / "odd.csv", rows), tmp_path / "out"))
-
-
-def test_a_table_without_a_header(table: Path, tmp_path: Path) -> None:
-    rows = [(f"picture {n}", f"{n:03d}.jpg") for n in range(10)]
-    path = write_csv(tmp_path / "bare.tsv", rows, delimiter="\t")
-    check_ten(
-        tmp_path / "out", make(path, tmp_path / "out", header=("caption", "image"), images=table.parent / "images")
-    )
-
-
 def test_jsonl_with_several_captions(table: Path, tmp_path: Path) -> None:
     path = table.parent / "pairs.jsonl"
     lines = [json.dumps({"image": f"images/{n:03d}.jpg", "captions": [f"picture {n}", f"no. {n}"]}) for n in range(10)]
@@ -155,14 +170,6 @@ def test_jsonl_with_several_captions(table: Path, tmp_path: Path) -> None:
     assert [(place, reason) for place, reason, _ in dropped(tmp_path / "out")] == [
         ("pairs.jsonl:11", "malformed row"), ("pairs.jsonl:12", "malformed row"), ("pairs.jsonl:13", "malformed row"),
     ]  # fmt: skip
-
-
-def test_adjacent_rows_of_the_same_image_become_one_sample(table: Path, tmp_path: Path) -> None:
-    rows = [(f"images/{n // 2:03d}.jpg", f"picture {n}") for n in range(20)]
-    path = write_csv(table.parent / "five.csv", [("image", "caption"), *rows])
-    outcome = make(path, tmp_path / "out")
-    assert (outcome.manifest.n, outcome.several_captions) == (10, 10)
-    assert stored(tmp_path / "out")[2][2]["captions"] == ["picture 4", "picture 5"]
 
 
 def test_text_files_next_to_the_images(tmp_path: Path) -> None:
@@ -244,6 +251,9 @@ def test_webdataset_tars(tmp_path: Path, member: str) -> None:
         write_members(tmp_path / "in" / f"{part}.tar", members, format=tarfile.PAX_FORMAT)
     check_ten(tmp_path / "out", convert_all(tmp_path / "in", tmp_path / "out"))
     assert stored(tmp_path / "out")[8][2]["source"] == "1.tar:deep/008é"
+    (tmp_path / "in/a").mkdir()
+    write_tar(tmp_path / "in/a/0.tar", [])  # an empty one, in another folder
+    check_ten(tmp_path / "empty", make(tmp_path / "in", tmp_path / "empty"))
     (tmp_path / "in" / "2.tar").write_bytes((tmp_path / "in" / "0.tar").read_bytes()[:30_000])
     with pytest.raises(UserError, match=r"2.tar is not a complete tar, after \d+ samples .*: fetch it again"):
         convert_all(tmp_path / "in", tmp_path / "again")
@@ -254,6 +264,11 @@ def test_invalid_sources_and_options_are_rejected_with_what_to_do(
 ) -> None:
     monkeypatch.chdir(tmp_path.parent)
     out = tmp_path / "out"
+    twice = pa.Table.from_arrays(
+        [pa.array([picture(1)]), pa.array(["a"]), pa.array(["b"])], names=["image", "text", "text"]
+    )
+    pq.write_table(twice, tmp_path / "twice.parquet")
+    write_members(tmp_path / "bad.tar", [("0.jpg", picture(0)), ("0.json", b"{broken \xe9")])
     urls = write_csv(tmp_path / "urls.csv", [("url", "caption"), ("http://x/1.jpg", "one")])
     cases: list[tuple[Any, dict[str, Any], str]] = [
         (tmp_path / "nowhere", {}, "There is no file or folder .*A source is a CSV"),
@@ -266,6 +281,8 @@ def test_invalid_sources_and_options_are_rejected_with_what_to_do(
             {"image": "text", "caption": "file_name"},
             "The first 10 images .*, such as 'picture 0', do not exist in .* or near it",
         ),
+        (tmp_path / "twice.parquet", {}, "has several columns called 'text'"),
+        (tmp_path / "bad.tar", {}, r"no caption under a usual name: .*Members of 1 samples: jpg 1, json 1\."),
         (table, {"split": "train"}, "--split does not apply to this source"),
         (table.parent / "images", {}, "has images, but no captions"),
         (
@@ -328,15 +345,6 @@ def test_captions_may_have_several_lines(table: Path, tmp_path: Path, order: tup
     assert [text for _, text, _ in stored(tmp_path / "out")] == [f'picture "{n}", no. {n}' for n in range(10)]
 
 
-def test_names_of_tables_in_capital_letters(table: Path, tmp_path: Path) -> None:
-    lines = [json.dumps({"image": f"images/{n:03d}.jpg", "caption": f"picture {n}"}) for n in range(10)]
-    (table.parent / "PAIRS.JSONL").write_text("\n".join(lines))
-    check_ten(tmp_path / "out", make(table.parent / "PAIRS.JSONL", tmp_path / "out"))
-    rows = [("image", "caption, and more"), *((f"images/{n:03d}.jpg", f"picture {n}") for n in range(10))]
-    path = write_csv(table.parent / "PAIRS.TSV", rows, delimiter="\t")
-    check_ten(tmp_path / "other", make(path, tmp_path / "other", caption="caption, and more"))
-
-
 def test_a_bad_caption_costs_no_other_of_its_image(table: Path, tmp_path: Path) -> None:
     """Regression test: one caption that was not UTF-8 used to drop all captions of the image, counted as one."""
     path = table.parent / "several.csv"
@@ -345,12 +353,6 @@ def test_a_bad_caption_costs_no_other_of_its_image(table: Path, tmp_path: Path) 
     assert (outcome.manifest.n, dict(outcome.manifest.failures)) == (1, {"caption is not UTF-8": 1})
     assert stored(tmp_path / "out")[0][2]["captions"] == ["good", "fine"]
     assert [place for place, _, _ in dropped(tmp_path / "out")] == ["several.csv:3"]
-
-
-def test_a_tar_whose_first_json_is_damaged_is_refused_with_what_it_has(tmp_path: Path) -> None:
-    write_members(tmp_path / "a.tar", [("0.jpg", picture(0)), ("0.json", b"{broken \xe9")])
-    with pytest.raises(UserError, match=r"no caption under a usual name: .*Members of 1 samples: jpg 1, json 1\."):
-        make(tmp_path / "a.tar", tmp_path / "out")
 
 
 def test_a_compressed_tar_is_unpacked(tmp_path: Path) -> None:
@@ -365,34 +367,6 @@ def test_a_compressed_tar_is_unpacked(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=rf"bad\.tgz .*{said}"):
             make(tmp_path / "bad.tgz", tmp_path / "bad")
     assert not (tmp_path / "bad").exists()
-
-
-def test_an_empty_tar_before_those_of_another_folder_is_no_obstacle(tmp_path: Path) -> None:
-    for name, numbers in (("a/0.tar", ()), ("b/1.tar", range(10))):
-        path = tmp_path / "in" / name
-        path.parent.mkdir(parents=True)
-        write_tar(path, [{"jpg": picture(number), "txt": f"picture {number}".encode()} for number in numbers])
-    check_ten(tmp_path / "out", make(tmp_path / "in", tmp_path / "out"))
-
-
-LISTS = [
-    ('["a dog", "a brown dog"]', ["a dog", "a brown dog"]),
-    ("['a dog', 'it\\'s brown']", ["a dog", "it's brown"]),
-    ('["a dog", "a dog"]', ["a dog"]),
-    ("[untitled]", ["[untitled]"]),
-    ("[1, 2]", ["[1, 2]"]),
-    ('["a dog"', ['["a dog"']),
-]
-
-
-@pytest.mark.parametrize(("cell", "captions"), LISTS)
-def test_a_list_in_a_cell_is_several_captions(cell: str, captions: list[str], tmp_path: Path) -> None:
-    write_images(tmp_path, 1)
-    source = write_csv(tmp_path / "t.csv", [("image", "caption"), ("000.jpg", cell)])
-    make(source, tmp_path / "out")
-    assert texts(tmp_path / "out") == [captions]
-    make(source, tmp_path / "one", captions="one")
-    assert texts(tmp_path / "one") == [[" ".join(cell.split())]]
 
 
 def test_lines_of_a_text_file_and_text_files_without_an_image(tmp_path: Path) -> None:
@@ -510,16 +484,3 @@ def test_a_parquet_page_with_a_wrong_checksum_is_refused(tmp_path: Path) -> None
     path.write_bytes(path.read_bytes()[:-108] + bytes(100) + path.read_bytes()[-8:])  # the end of its footer
     with pytest.raises(UserError, match=r"t\.parquet is not a parquet file that can be read"):
         make(path, tmp_path / "out")
-
-
-@pytest.mark.parametrize(
-    ("text", "captions"),
-    [
-        ("['a cat' 'a dog']", ("a cat", "a dog")),
-        ("['a cat'\n \"a dog's\"]", ("a cat", "a dog's")),
-        ("[]", ()),
-        ("['']", ()),
-    ],
-)
-def test_texts_that_are_lists_of_captions(text: str, captions: tuple[str, ...]) -> None:
-    assert captions_of_list(text) == captions

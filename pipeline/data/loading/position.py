@@ -18,6 +18,7 @@ from pipeline.data.order.canonical_order import CANONICAL, Layout, Order, planne
 from pipeline.data.order.hashing import MASK, order_hash
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
+from pipeline.pictures.pixels import colour_name
 from pipeline.versions import version_of
 
 Counts = Counter[tuple[str, str]]
@@ -271,6 +272,7 @@ def pixel_identity(decoder: ImageDecoder) -> dict[str, Any]:
     return {
         "image size": decoder.size,
         "data.crop": [*decoder.crop.scale, *decoder.crop.ratio],
+        "data.background": colour_name(decoder.background),
         "data.decoding": f"gpu ({decoder.gpu})" if decoder.gpu else decoder.mode,
         **{f"{name} version": version_of(name) for name in DECODERS},
     }

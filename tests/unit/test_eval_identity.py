@@ -77,7 +77,8 @@ def test_a_byte_of_any_module_that_scores_depend_on_changes_the_codes_digest(tmp
     shutil.copytree(ROOT / "pipeline", tmp_path / "pipeline", ignore=shutil.ignore_patterns("__pycache__"))
     found, whole = imported_modules(tmp_path), code_digest(tmp_path)
     assert whole == code_digest(ROOT)
-    needed = {"model.trimming", "model.architectures", "model.towers", "evaluation.protocols.texts", "pixels", "config"}
+    needed = {"model.trimming", "model.architectures", "model.towers", "evaluation.protocols.texts", "pictures.pixels",
+              "config"}  # fmt: skip
     assert {f"pipeline.{name}" for name in needed} <= set(found)
     assert not any(name.startswith(("pipeline.training", "pipeline.report", "jobs")) for name in found)
     for name, path in found.items():

@@ -125,7 +125,8 @@ def write_examples(folder: Path, data: TaskData, *, features: tuple[Tensor, Tens
     try:
         with new_folder(folder) as made:
             for index in sorted(shown):
-                image = decode(data.images.read(index), name=data.images.name(index), background=WHITE)
+                background = WHITE if data.on_background else None
+                image = decode(data.images.read(index), name=data.images.name(index), background=background)
                 image.thumbnail((THUMBNAIL, THUMBNAIL))
                 image.save(made / f"{index}.jpg", quality=85)
             for name, examples in ((CAPTIONS_NAME, by_caption), (IMAGES_NAME, by_image)):

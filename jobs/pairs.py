@@ -179,7 +179,7 @@ def small_batch(samples: int) -> str:
     if batch >= RECIPES_BATCH:
         return ""
     epochs = -(-LEAST_STEPS // max(1, samples // batch))
-    return f" batch_size={batch} data.streams={max(1, batch // 4)} epochs={epochs}"
+    return f" batch_size={batch} epochs={epochs}"
 
 
 @contextmanager

@@ -213,7 +213,7 @@ def test_the_command_reports_the_result_and_how_to_train(table: Path, tmp_path: 
     assert "9 of 10 rows gave a sample: 1 shard," in done.output
     assert "dropped        1  image file missing: pairs.csv:6\n" in done.output
     assert (
-        f"neuclip train --recipe finetune data.sources={tmp_path / 'out'} batch_size=2 data.streams=1 epochs=50 "
+        f"neuclip train --recipe finetune data.sources={tmp_path / 'out'} batch_size=2 epochs=50 "
         "output=runs/mine" in done.output
     )
     assert "Fewer than 100,000 pairs teach little from scratch, which is --recipe own." in done.output
@@ -231,11 +231,9 @@ def test_printed_commands_work_for_a_folder_with_a_space(table: Path, tmp_path: 
     assert f"`neuclip pairs '{loose}' OUTPUT`" in advice(loose)
 
 
-@pytest.mark.parametrize(
-    ("samples", "batch", "streams", "epochs"), [(1, 2, 1, 200), (80, 8, 2, 20), (500, 64, 16, 29), (1_535, 128, 32, 19)]
-)
-def test_the_suggested_batch_fits_into_an_epoch(samples: int, batch: int, streams: int, epochs: int) -> None:
-    assert pairs.small_batch(samples) == f" batch_size={batch} data.streams={streams} epochs={epochs}"
+@pytest.mark.parametrize(("samples", "batch", "epochs"), [(1, 2, 200), (80, 8, 20), (500, 64, 29), (1_535, 128, 19)])
+def test_the_suggested_batch_fits_into_an_epoch(samples: int, batch: int, epochs: int) -> None:
+    assert pairs.small_batch(samples) == f" batch_size={batch} epochs={epochs}"
     assert pairs.small_batch(6 * pairs.RECIPES_BATCH) == ""
     recipes = [read_recipe(TRAINING / f"{name}.yaml") for name in ("own", "finetune")]
     assert [recipe["batch_size"] for recipe in recipes] == [pairs.RECIPES_BATCH] * 2
@@ -247,7 +245,7 @@ def test_training_from_scratch_is_suggested_for_many_pairs(
     monkeypatch.setattr(pairs, "FROM_SCRATCH", 10)
     done = CliRunner().invoke(command, [str(table), str(tmp_path / "out"), "--processes", "1"])
     assert (
-        f"neuclip train --recipe own data.sources={tmp_path / 'out'} batch_size=2 data.streams=1 epochs=40 "
+        f"neuclip train --recipe own data.sources={tmp_path / 'out'} batch_size=2 epochs=40 "
         "output=runs/mine" in done.output
     )
     assert "from scratch" not in done.output

@@ -279,5 +279,6 @@ def pixel_identity(decoder: ImageDecoder) -> dict[str, Any]:
 
 
 def differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-    """What has changed since a checkpoint, in words."""
+    """What has changed since a checkpoint, in words; those of earlier versions put transparent pictures on white."""
+    saved = {"data.background": "white", **saved}
     return [f"{name} was {saved.get(name)}, now {value}" for name, value in own.items() if saved.get(name) != value]

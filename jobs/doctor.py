@@ -69,9 +69,8 @@ def command(
     """
     if run is not None:
         from pipeline.postmortem.diagnosis import diagnose
-        from pipeline.postmortem.evidence import read_evidence
 
-        return EXIT_BROKEN if show(diagnose(read_evidence(run, verify=not quick))) else 0
+        return EXIT_BROKEN if show(diagnose(run, verify=not quick)) else 0
     if constraints is None and Path("constraints.txt").is_file():
         constraints = Path("constraints.txt")
     allowed = {"allow_commands": allow_commands, "allow_outside": allow_outside}

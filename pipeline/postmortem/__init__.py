@@ -1,1 +1,1 @@
-"""What happened to a run that has ended: the evidence in its folder, and what follows from it."""
+"""What happened to a run that has ended, and how to continue it."""

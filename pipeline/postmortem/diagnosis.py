@@ -1,25 +1,46 @@
-"""What happened to a run, what is intact, and how to continue: pure functions of the evidence."""
+"""How a run ended, which checkpoints are intact, and how to continue: from its folder, in which nothing is changed."""
 
 from __future__ import annotations
 
+import fcntl
 import shlex
+import shutil
 import signal
 import textwrap
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from pipeline.checkpoint.writer import NOT_WRITTEN
-from pipeline.distributed.exit_record import EXIT_STALLED, ExitRecord
+from pipeline.checkpoint.layout import fallback_runs
+from pipeline.checkpoint.reader import damage
+from pipeline.config import flatten, read_yaml
+from pipeline.distributed.exit_record import EXIT_STALLED, ExitRecord, read_ends
+from pipeline.distributed.exit_record import FOLDER_NAME as HEARTBEATS
+from pipeline.distributed.heartbeat import Beat, read_beat
 from pipeline.distributed.signals import EXIT_PREEMPTED
-from pipeline.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_USER_ERROR
+from pipeline.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
 from pipeline.planning.node_checks import DoctorFinding
-from pipeline.postmortem.evidence import FROZEN_SECONDS, RunEvidence, StoredCheckpoint
-from pipeline.run_files import RUN_CONFIG_NAME
+from pipeline.run_files import (
+    FOLDER_NAME,
+    METRICS_NAME,
+    RUN_CONFIG_NAME,
+    checkpoint_folders,
+    read_meta,
+    read_records,
+    read_run_id,
+    step_of,
+)
 from pipeline.training.recipe_file import consents_in
+from pipeline.training.run_start import LOCK_NAME, read_origin
 from pipeline.training.trainer import EXIT_DONE, EXIT_NOT_SAVED
 from pipeline.training.validation import STOPPED_EARLY
 
 REASON_LENGTH = 400
 CRASHES = frozenset(128 + number for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS))
+HARMLESS = (EXIT_PREEMPTED, EXIT_INTERRUPTED, EXIT_DONE)
 
 # From the exit code that says most about the cause to the one that says least.
 CODES: Mapping[int, tuple[str, str]] = {
@@ -39,193 +60,210 @@ CODES: Mapping[int, tuple[str, str]] = {
 }
 
 
-def diagnose(evidence: RunEvidence) -> list[DoctorFinding]:
-    """All findings: the outcome first, the command to continue last."""
+@dataclass(frozen=True)
+class Evidence:
+    """What a run's folder says about its last start."""
+
+    run: Path
+    config: Mapping[str, Any]
+    """The resolved settings; empty if they cannot be read."""
+    holder: str
+    """Who holds the folder's lock now, so trains in it; empty: nobody."""
+    steps: int
+    """The last step in metrics.jsonl."""
+    events: Sequence[str]
+    """Messages of the last start, oldest first."""
+    beats: Sequence[tuple[Beat, float]]
+    """Heartbeats that are still there, each with its age in seconds. A rank that ends by itself removes its own."""
+    exits: Sequence[ExitRecord]
+    intact: Sequence[Path]
+    """Checkpoints, oldest first, those in `checkpoint.fallback` included."""
+    damaged: Mapping[Path, str]
+    """What is wrong with the other checkpoints."""
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run; 0 if the settings cannot be read."""
+        samples, batch = self.config.get("samples"), self.config.get("batch_size")
+        return samples // batch if isinstance(samples, int) and isinstance(batch, int) and batch else 0
+
+    @property
+    def saved(self) -> int:
+        """The step of the newest intact checkpoint."""
+        return step_of(self.intact[-1]) if self.intact else 0
+
+    @property
+    def cause(self) -> ExitRecord | None:
+        """The exit that says most about the cause."""
+        order = list(CODES)
+        known = [record for record in self.exits if record.code in order]
+        return min(known, key=lambda r: (order.index(r.code), r.time), default=next(iter(self.exits), None))
+
+    @property
+    def killed(self) -> list[int]:
+        """Ranks with a heartbeat and no record of their end: killed from outside, or their machine is gone."""
+        ended = {record.rank for record in self.exits}
+        return [beat.rank for beat, _ in self.beats if beat.rank not in ended]
+
+    @property
+    def early_end(self) -> str:
+        """The message with which `validation.patience` ended the last start; empty if it did not."""
+        return next((event for event in self.events if event.startswith(STOPPED_EARLY)), "")
+
+    @property
+    def is_finished(self) -> bool:
+        if self.cause is None or self.cause.code != EXIT_DONE or self.killed or not self.intact:
+            return False
+        return bool(self.early_end) or 0 < self.total_steps <= self.saved
+
+
+def diagnose(run: Path, *, verify: bool = True) -> list[DoctorFinding]:
+    """All findings: the outcome first, the command to continue last.
+
+    Without `verify`, only the sizes of a checkpoint's files are compared, not their hashes.
+
+    Raises:
+        UserError: It is not the folder of a run.
+    """
+    evidence = read_evidence(run, verify=verify)
     return [
         _outcome(evidence),
         *_ranks(evidence),
         _progress(evidence),
         *_checkpoints(evidence),
-        *_disk(evidence),
-        *_evaluations(evidence),
-        *_data(evidence),
         _command(evidence),
     ]
 
 
-def _intact(evidence: RunEvidence) -> list[StoredCheckpoint]:
-    return [checkpoint for checkpoint in evidence.checkpoints if not checkpoint.problem]
+def read_evidence(run: Path, *, verify: bool = True) -> Evidence:
+    """Read a run's folder, as `diagnose`."""
+    if not (run / RUN_CONFIG_NAME).is_file() and not (run / FOLDER_NAME).is_dir() and not (run / LOCK_NAME).is_file():
+        raise UserError(f"{run} is not the folder of a run: it has no {RUN_CONFIG_NAME} and no {FOLDER_NAME}/.")
+    config: dict[str, Any] = {}
+    with suppress(UserError, ValueError):
+        config = read_yaml(run / RUN_CONFIG_NAME)
+    records = read_records(run / METRICS_NAME)
+    steps = [record.get("step") for record in records if record.get("kind") == "train"]
+    messages = [str(record["message"]) for record in records if record.get("kind") == "event" and "message" in record]
+    starts = [number for number, message in enumerate(messages) if message.startswith("Resumed from")]
+    fallback = flatten(config).get("checkpoint.fallback")
+    problems: dict[Path, str] = {}
+    for folder in [run, *fallback_runs(fallback if isinstance(fallback, str) else None, run)]:
+        for path in checkpoint_folders(folder):
+            with suppress(FileNotFoundError):  # a run that goes on has removed it since
+                problems[path] = damage(path, contents=verify) or ""
+    return Evidence(
+        run=run,
+        config=config,
+        holder=_holder(run / LOCK_NAME),
+        steps=max((step for step in steps if isinstance(step, int)), default=0),
+        events=messages[starts[-1] :] if starts else messages,
+        beats=_beats(run),
+        exits=read_ends(run / HEARTBEATS),
+        intact=sorted((path for path, problem in problems.items() if not problem), key=step_of),
+        damaged={path: problem for path, problem in problems.items() if problem},
+    )
 
 
-def _is_finished(evidence: RunEvidence) -> bool:
-    intact = _intact(evidence)
-    if not intact or _early_end(evidence):  # which is reported after the evaluation
-        return bool(intact)
-    return 0 < evidence.total_steps <= intact[-1].step and not evidence.unscored
+def _beats(run: Path) -> list[tuple[Beat, float]]:
+    found, run_id = [], read_run_id(run)
+    for path in sorted((run / HEARTBEATS).glob("rank-*.json")):
+        with suppress(FileNotFoundError):  # a rank that has ended since
+            beat, age = read_beat(path), time.time() - path.stat().st_mtime
+            if beat is not None and beat.run_id in ("", run_id):
+                found.append((beat, age))
+    return found
 
 
-def _early_end(evidence: RunEvidence) -> str:
-    """The message with which `validation.patience` ended the last start; empty if it did not."""
-    return next((event for event in evidence.events if event.startswith(STOPPED_EARLY)), "")
+def _holder(path: Path) -> str:
+    """Who holds the lock of a run's folder; empty if nobody does."""
+    try:
+        with path.open("r+", encoding="utf-8") as file:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                return file.read().strip() or "another process"
+    except OSError:
+        pass
+    return ""
 
 
-def _killed(evidence: RunEvidence) -> list[int]:
-    """Ranks with a heartbeat but without a record of their end: killed from outside, or their machine is gone."""
-    ended = {record.rank for record in evidence.exits}
-    return [beat.rank for beat, _ in evidence.beats if beat.rank not in ended]
-
-
-def _outcome(evidence: RunEvidence) -> DoctorFinding:
+def _outcome(evidence: Evidence) -> DoctorFinding:
+    cause, killed = evidence.cause, evidence.killed
     if evidence.holder:
-        return _running(evidence)
-    if _is_finished(evidence):
-        how = _early_end(evidence) or f"{evidence.total_steps:,} steps, its last checkpoint is intact"
+        return DoctorFinding("run", "good", f"is running ({evidence.holder})")
+    if evidence.is_finished:
+        how = evidence.early_end or f"{evidence.total_steps:,} steps, its last checkpoint is intact"
         return DoctorFinding("run", "good", f"finished: {how}")
-    first = _first_cause(evidence)
-    killed = _killed(evidence)
-    if 0 < evidence.total_steps <= evidence.steps and (not killed or evidence.unscored):
-        if not _intact(evidence):
-            return DoctorFinding("run", "broken", "trained to its end, but no checkpoint is intact")
-        if _intact(evidence)[-1].step < evidence.total_steps and first is not None and first.code == EXIT_DONE:
-            return DoctorFinding("run", "broken", "trained to its end, but its last checkpoint is damaged or missing")
-        if evidence.unscored:
-            how = ": it was killed in the evaluation" if killed else ""
-            return DoctorFinding("run", "note", f"trained to its end, but its last weights were not evaluated{how}")
-    if killed and (first is None or first.code in (EXIT_STALLED, EXIT_PREEMPTED)):
-        return _was_killed(evidence, killed)
-    if first is not None:
-        what, remedy = CODES.get(first.code, (f"exit code {first.code}", ""))
-        reason = f": {textwrap.shorten(first.reason, REASON_LENGTH)}" if first.reason else ""
-        harmless = first.code in (EXIT_PREEMPTED, EXIT_INTERRUPTED, EXIT_DONE)
-        return DoctorFinding(
-            "run", "note" if harmless else "broken", f"ended with {first.code}: {what}{reason}", remedy
-        )
-    if not evidence.steps and not evidence.checkpoints:
+    if killed and (cause is None or cause.code in (EXIT_STALLED, EXIT_PREEMPTED, EXIT_DONE)):
+        ranks = ("rank " if len(killed) == 1 else "ranks ") + ", ".join(map(str, killed))
+        others = "; the other ranks noticed and ended" if evidence.exits else ""
         return DoctorFinding(
             "run",
             "note",
-            "never took a step: it was killed while starting, or is from a version that did not record how it ended",
+            f"{ranks} ended without a word: killed from outside (SIGKILL), crashed in native code (SIGSEGV, SIGABRT), "
+            f"frozen, or the machine was lost{others}",
+            "an out-of-memory kill is in `dmesg` and in the scheduler's log, a pre-emption in the scheduler's",
         )
-    return DoctorFinding(
-        "run", "note", "killed, or its machine was lost: no rank recorded its end, and none left a heartbeat"
-    )
+    if cause is None:
+        started = "killed, or its machine was lost" if evidence.steps else "never took a step: killed while starting"
+        return DoctorFinding("run", "note", f"{started}; no rank recorded its end, and none left a heartbeat")
+    if cause.code == EXIT_DONE and 0 < evidence.total_steps <= evidence.steps:
+        return DoctorFinding("run", "broken", "trained to its end, but its last checkpoint is damaged or missing")
+    what, remedy = CODES.get(cause.code, (f"exit code {cause.code}", ""))
+    reason = f": {textwrap.shorten(cause.reason, REASON_LENGTH)}" if cause.reason else ""
+    status = "note" if cause.code in HARMLESS else "broken"
+    return DoctorFinding("run", status, f"ended with {cause.code}: {what}{reason}", remedy)
 
 
-def _first_cause(evidence: RunEvidence) -> ExitRecord | None:
-    """The exit that says most about the cause."""
-    order = list(CODES)
-    known = [record for record in evidence.exits if record.code in order]
-    return min(known, key=lambda r: (order.index(r.code), r.time), default=next(iter(evidence.exits), None))
-
-
-def _running(evidence: RunEvidence) -> DoctorFinding:
-    age = max((age for _, age in evidence.beats), default=0.0)
-    if age > FROZEN_SECONDS:
-        return DoctorFinding(
-            "run",
-            "broken",
-            f"its folder is locked by {evidence.holder}, but a heartbeat is {age:.0f} s old: that rank is frozen, or "
-            "cannot write",
-            "look at that process; kill the run and continue if it is stuck",
-        )
-    return DoctorFinding("run", "good", f"is running ({evidence.holder})")
-
-
-def _was_killed(evidence: RunEvidence, killed: list[int]) -> DoctorFinding:
-    ranks = ("rank " if len(killed) == 1 else "ranks ") + ", ".join(map(str, killed))
-    while_writing = f", while {evidence.unfinished[-1]} was being written" if evidence.unfinished else ""
-    others = "; the other ranks noticed and ended" if evidence.exits else ""
-    return DoctorFinding(
-        "run",
-        "note",
-        f"{ranks} ended without a word: killed from outside (SIGKILL), crashed in native code (SIGSEGV, SIGABRT), "
-        f"frozen, or the machine was lost{while_writing}{others}",
-        "an out-of-memory kill is in `dmesg` and in the scheduler's log, a pre-emption in the scheduler's",
-    )
-
-
-def _ranks(evidence: RunEvidence) -> Iterator[DoctorFinding]:
+def _ranks(evidence: Evidence) -> Iterator[DoctorFinding]:
     """Where each rank was at its last heartbeat."""
     codes = {record.rank: record.code for record in evidence.exits}
     for beat, age in evidence.beats:
         end = f"; exit code {codes[beat.rank]}" if beat.rank in codes else ""
-        yield DoctorFinding(
-            f"rank {beat.rank}",
-            "note",
-            f"{beat.host}, process {beat.pid}: last heartbeat {_ago(age)}, in step {beat.step}, {beat.phase}{end}",
-        )
+        where = f"last heartbeat {_ago(age)}, in step {beat.step}, {beat.phase}"
+        yield DoctorFinding(f"rank {beat.rank}", "note", f"{beat.host}, process {beat.pid}: {where}{end}")
 
 
-def _progress(evidence: RunEvidence) -> DoctorFinding:
+def _progress(evidence: Evidence) -> DoctorFinding:
     total = f" of {evidence.total_steps:,}" if evidence.total_steps else ""
     last = f"; last message: {evidence.events[-1]}" if evidence.events else ""
     return DoctorFinding("steps", "good" if evidence.steps else "note", f"{evidence.steps:,}{total} logged{last}")
 
 
-def _checkpoints(evidence: RunEvidence) -> Iterator[DoctorFinding]:
-    intact = _intact(evidence)
-    for checkpoint in evidence.checkpoints:
-        if checkpoint.problem:
-            yield DoctorFinding(
-                checkpoint.path.name, "broken", checkpoint.problem, "it is skipped by --resume latest; delete it"
-            )
-    for name in evidence.unfinished:
-        if not evidence.holder:
-            yield DoctorFinding(name, "note", "was never finished; the next checkpoint removes it")
-    if intact:
-        names = ", ".join(checkpoint.path.name for checkpoint in intact)
-        lost = max(0, evidence.steps - intact[-1].step)
-        loss = f"; {lost:,} logged steps after the newest are trained again" if lost and not evidence.holder else ""
-        yield DoctorFinding("checkpoints", "good", f"intact: {names}{loss}")
-        outside = intact[-1].path.parents[1]
-        if outside != evidence.run:
-            yield DoctorFinding("checkpoints", "note", f"the newest is in {outside}; --resume latest finds it there")
-    elif not evidence.checkpoints:
-        yield DoctorFinding("checkpoints", "note", "none was finished")
-
-
-def _disk(evidence: RunEvidence) -> Iterator[DoctorFinding]:
-    failed = [event for event in evidence.events if NOT_WRITTEN in event]
-    needed = max((checkpoint.size for checkpoint in evidence.checkpoints), default=0)
-    if evidence.free < needed:
-        yield DoctorFinding(
-            "disk",
-            "broken",
-            f"{evidence.free / 1e9:.2f} GB free, less than one checkpoint ({needed / 1e9:.2f} GB)",
-            "free some space before you continue",
+def _checkpoints(evidence: Evidence) -> Iterator[DoctorFinding]:
+    for path, problem in evidence.damaged.items():
+        yield DoctorFinding(path.name, "broken", problem, "it is skipped by --resume latest; delete it")
+    if not evidence.intact:
+        yield DoctorFinding("checkpoints", "note", "none is intact" if evidence.damaged else "none was finished")
+        return
+    names = ", ".join(path.name for path in evidence.intact)
+    lost, folder = max(0, evidence.steps - evidence.saved), evidence.intact[-1].parents[1]
+    loss = f"; {lost:,} logged steps after the newest are trained again" if lost and not evidence.holder else ""
+    place = f"; the newest is in {folder}, where --resume latest finds it" if folder != evidence.run else ""
+    yield DoctorFinding("checkpoints", "good", f"intact: {names}{loss}{place}")
+    with suppress(OSError):
+        free, needed = (
+            shutil.disk_usage(evidence.run).free,
+            sum(f.stat().st_size for f in evidence.intact[-1].rglob("*")),
         )
-    if failed:
-        yield DoctorFinding("disk", "note", f"{len(failed)} checkpoints failed; the last: {failed[-1]}")
+        if free < needed:
+            found = f"{free / 1e9:.2f} GB free, less than one checkpoint ({needed / 1e9:.2f} GB)"
+            yield DoctorFinding("disk", "broken", found, "free some space before you continue")
 
 
-def _evaluations(evidence: RunEvidence) -> Iterator[DoctorFinding]:
-    waiting = [name for name, outcome in evidence.evaluations.items() if outcome == "unfinished"]
-    abandoned = [name for name, outcome in evidence.evaluations.items() if outcome == "abandoned"]
-    if abandoned:
-        yield DoctorFinding("evaluations", "broken", f"abandoned after several attempts: {', '.join(abandoned)}")
-    if waiting:
-        yield DoctorFinding("evaluations", "note", f"not finished: {', '.join(waiting)}", "start `neuclip watch` again")
-
-
-def _data(evidence: RunEvidence) -> Iterator[DoctorFinding]:
-    if evidence.missing and not evidence.holder and not _is_finished(evidence):
-        yield DoctorFinding("data", "note", f"not on this machine: {' '.join(evidence.missing)}", "put it back first")
-
-
-def _would_crash_again(evidence: RunEvidence) -> bool:
+def _would_crash_again(evidence: Evidence) -> bool:
     """Whether a rank has crashed in native code before it got beyond the newest checkpoint."""
-    intact, crash = _intact(evidence), _first_cause(evidence)
-    start = intact[-1].step if intact else 0
-    if crash is None or crash.code not in CRASHES:
+    if evidence.cause is None or evidence.cause.code not in CRASHES:
         return False
-    return all(beat.step <= start for beat, _ in evidence.beats) and evidence.steps <= start
+    return all(beat.step <= evidence.saved for beat, _ in evidence.beats) and evidence.steps <= evidence.saved
 
 
-def _command(evidence: RunEvidence) -> DoctorFinding:
+def _command(evidence: Evidence) -> DoctorFinding:
     run = shlex.quote(str(evidence.run))
     if evidence.holder:
         return DoctorFinding("next", "good", "wait for it")
-    if _is_finished(evidence):
+    if evidence.is_finished:
         return DoctorFinding("next", "good", f"neuclip report {run}")
     if _would_crash_again(evidence):
         return DoctorFinding(
@@ -238,21 +276,29 @@ def _command(evidence: RunEvidence) -> DoctorFinding:
     hosts = {beat.host for beat, _ in evidence.beats} | {record.host for record in evidence.exits}
     if not evidence.config or len(hosts) > 1:
         return DoctorFinding("next", "good", "the command that started the run, with --resume latest")
-    if evidence.refusal:
-        return DoctorFinding("next", "broken", f"its {RUN_CONFIG_NAME} cannot be continued with: {evidence.refusal}")
-    ranks = f" --ranks {evidence.ranks}" if evidence.ranks > 1 else ""
+    count = _rank_count(evidence)
+    ranks = f" --ranks {count}" if count > 1 else ""
     start, origin = f"neuclip train --recipe {shlex.quote(str(evidence.run / RUN_CONFIG_NAME))}{ranks}", ""
-    if evidence.origin is not None:
-        flag = " --new-batch-size" if evidence.origin.new_batch_size else ""
-        origin = f" --resume {shlex.quote(evidence.origin.checkpoint)}{flag}"
-    if evidence.checkpoints and not _intact(evidence):
+    if (begun := read_origin(evidence.run)) is not None:
+        flag = " --new-batch-size" if begun.new_batch_size else ""
+        origin = f" --resume {shlex.quote(begun.checkpoint)}{flag}"
+    if evidence.damaged and not evidence.intact:
         again = shlex.quote(f"{evidence.run}-again")
         return DoctorFinding("next", "broken", f"no checkpoint is intact: {start}{origin} output={again}")
-    resume = " --resume latest" if evidence.checkpoints or not origin else origin
+    resume = " --resume latest" if evidence.intact or not origin else origin
     if given := consents_in(evidence.config):  # not printed into a command that is copied without reading
         remedy = f"the run had {' '.join(given)}: add that only if you trust the run and its data"
         return DoctorFinding("next", "note", f"{start}{resume} output={run}", remedy)
     return DoctorFinding("next", "good", f"{start}{resume} output={run}")
+
+
+def _rank_count(evidence: Evidence) -> int:
+    """Ranks of the last start, as far as it is known."""
+    written = 1
+    with suppress(OSError, ValueError, TypeError, LookupError, OverflowError):
+        written = int(read_meta(evidence.intact[-1])["world_size"])
+    last = [beat.rank for beat, _ in evidence.beats] + [record.rank for record in evidence.exits]
+    return max(written, 1 + max(last, default=0))
 
 
 def _ago(seconds: float) -> str:

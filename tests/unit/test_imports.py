@@ -40,7 +40,7 @@ PIPELINE = {
     "export": {"checkpoint", "model", "report"},
     "training": {"checkpoint", "data", "distributed", "engine", "evaluation", "metrics", "model", "objectives"},
     "planning": {"data", "distributed", "engine", "metrics", "model", "objectives", "training"},
-    "postmortem": {"checkpoint", "distributed", "evaluation", "metrics", "planning", "training"},
+    "postmortem": {"checkpoint", "distributed", "planning", "training"},
     "analysis": {"checkpoint", "data", "distributed", "model", "objectives", "training"},
 }
 # The same for the folders and top-level modules of `data_prep/`; all of them may import `reasons`.

@@ -14,7 +14,6 @@ from pipeline.distributed import peers
 from pipeline.distributed.exit_record import ExitRecord, read_ends
 from pipeline.distributed.peers import PeerWatch, StartWatch
 from pipeline.postmortem.diagnosis import diagnose
-from pipeline.postmortem.evidence import read_evidence
 from tests.launch import run
 
 
@@ -173,7 +172,7 @@ def test_all_ranks_end_when_one_is_lost_in_a_collective(ranks: int, how: str, vi
         stacks = (tmp_path / "heartbeats" / f"stacks-{rank:05d}.txt").read_text()
         assert "lost_rank.py" in stacks, "where the training thread waited"
     (tmp_path / "config.yaml").write_text("{}")
-    outcome = diagnose(read_evidence(tmp_path))[0]
+    outcome = diagnose(tmp_path)[0]
     assert SAID[how].format(victim) in outcome.found
     assert how != "abort" or "SIGKILL" not in outcome.found
 

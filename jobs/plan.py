@@ -11,7 +11,6 @@ import click
 from jobs.known_settings import TRAINING, FiniteRange, RecipePath, complete_settings, load_run
 
 if TYPE_CHECKING:
-    from pipeline.planning.run_costs import DataPlan
     from pipeline.planning.run_plan import RunPlan
     from pipeline.training.recipe import RunConfig
 
@@ -66,11 +65,10 @@ def command(
     overrides: tuple[str, ...],
     **assumed: Any,
 ) -> None:
-    """Estimate the cost of a recipe: GPU memory per ZeRO stage, steps, FLOPs, GPU hours, data reading and shuffling.
+    """Estimate the cost of a recipe: GPU memory per ZeRO stage, steps, FLOPs, GPU hours and loading.
 
     Needs no GPU and only the manifest of the data, or --dataset-size if there is none yet. Settings are those of
-    `neuclip train`: try engine.micro_batch or model.grad_checkpointing if memory is short, and choose data.streams and
-    data.shuffle_buffer now, because they cannot change during a run.
+    `neuclip train`: try engine.micro_batch or model.grad_checkpointing if memory is short.
 
     With --measure, the data must be there: loader, steps, both together, a checkpoint and an evaluation's forward pass
     are measured on this machine with one rank's share of the batch.
@@ -86,11 +84,7 @@ def command(
     title = f"{run.objective.name} on {plan.architecture}: {plan.gpus} x {plan.local_batch} pairs"
     _print_memory(plan, title=title, capacity=gpu_gib)
     lines = describe_cost(plan, mfu=assume.mfu, peak_tflops=assume.peak_tflops)
-    if plan.data is not None:
-        lines += describe_data(plan.data, total_steps=run.total_steps, workers=plan.workers).items()
-    else:
-        size = f"{_count(plan.dataset_size, 'sample')} of about {_size(assume.sample_bytes)} assumed"
-        lines += [("data", f"{size}; {_size(plan.cost.read_bytes)} to read in all")]
+    lines += describe_data(plan)
     lines.append(("loading", describe_loading(plan, images_per_core=images_per_core)))
     _print_lines([*lines, *(("note", note) for note in plan.notes)])
     if measure:
@@ -147,10 +141,6 @@ def describe_cost(plan: RunPlan, *, mfu: float, peak_tflops: float) -> list[tupl
     found = list(lines.items())
     if len(plan.stages) > 1:
         found += [("stage", f"{what} {part.flops / cost.flops:.0%} of the arithmetic") for what, part in plan.stages]
-    if plan.gpus > 1:
-        sent = f"{_size(plan.objective_bytes)} in {_count(plan.objective_calls, 'collective')} of the objective"
-        gradients = f"{_size(plan.gradient_bytes)} of gradients per step"
-        found.append(("communication", f"a rank contributes {sent} and {gradients}"))
     return found
 
 
@@ -168,13 +158,9 @@ def describe_loading(plan: RunPlan, *, images_per_core: float) -> str:
             f"at {images_per_core:g} images/s a core (--images-per-core), {_hours(hours)} h for the run; "
             "`neuclip plan --measure` measures it"
         )
-    everywhere = ""
-    if plan.gpus > 1:
-        stored = _size(plan.gpus * rate * plan.sample_bytes)
-        everywhere = f", on all {plan.gpus} GPUs {stored}/s and {plan.gpus * cores:,.1f} cores"
     text = (
         f"a GPU's steps take {rate:,.0f} pairs/s: {_size(rate * plan.sample_bytes)}/s from storage and {cores:,.1f} "
-        f"cores for decoding{everywhere}, at {images_per_core:g} images/s a core (--images-per-core); "
+        f"cores for decoding, at {images_per_core:g} images/s a core (--images-per-core); "
         f"{_count(workers, 'worker')} per GPU, if there are as many cores, load {workers / cores:.1f} times as fast"
     )
     if workers < LEAST_LOADING * cores:
@@ -218,40 +204,21 @@ def _print_lines(lines: Iterable[tuple[str, str]]) -> None:
         click.echo(f"{label:<16} {text}")
 
 
-def describe_data(plan: DataPlan, *, total_steps: int, workers: int) -> dict[str, str]:
-    """The data plan as texts by label."""
-    layout, quality = plan.layout, plan.quality
-    epochs = total_steps / layout.steps
-    per_rank = layout.streams // plan.ranks
-    share = per_rank / max(1, workers)
-    place = "seeked over" if plan.seeks else "read"
+def describe_data(plan: RunPlan) -> list[tuple[str, str]]:
+    """The data as lines of (label, text)."""
+    data = plan.data
+    if data is None:
+        size = f"{_count(plan.dataset_size, 'sample')} of about {_size(plan.sample_bytes)} assumed"
+        return [("data", f"{size}; {_size(plan.cost.read_bytes)} to read in all")]
     unused = "every sample is in a batch"
-    if layout.dropped:
-        unused = f"{_count(layout.dropped, 'sample')} left over, which fill no batch"
-    seen = total_steps * layout.global_batch
-    return {
-        "data": f"{_count(plan.samples, 'sample')} in {_count(plan.shards, 'shard')}, {_size(plan.bytes)}",
-        "epoch": f"{_count(layout.steps, 'step')} of {layout.global_batch:,}; {unused}",
-        "run": f"{_count(total_steps, 'step')}, {epochs:.2f} epochs, {seen:,} samples seen",
-        "layout": (
-            f"{_count(layout.streams, 'stream')} of {_count(layout.stream_length, 'sample')}, "
-            f"{_count(layout.rows, 'row')} of a batch each; {per_rank} per rank, {share:.1f} per worker"
-        ),
-        "reading": (
-            f"{_size(plan.epoch_bytes)} per epoch, {_size(plan.epoch_bytes / plan.ranks)} per rank; "
-            f"{plan.passed_samples:,} samples precede the streams' first ones in their shards "
-            f"({_size(plan.passed_bytes)}, {place})"
-        ),
-        "resuming": f"about {_size(plan.resume_bytes)} read again, {_size(plan.resume_bytes / plan.ranks)} per rank",
-        "memory": (
-            f"{_size(plan.buffer_bytes)} of encoded samples and {_size(plan.batch_bytes)} of decoded batches per rank"
-        ),
-        "shuffling": (
-            f"{quality.shards_per_batch:,.0f} distinct shards in a batch (a global shuffle: "
-            f"{quality.ideal_shards_per_batch:,.0f}); two samples of a batch are from the same shard "
-            f"with probability {quality.same_shard_pairs:.2g} (global: {quality.ideal_same_shard_pairs:.2g})"
-        ),
-    }
+    if data.layout.dropped:
+        unused = f"{_count(data.layout.dropped, 'sample')} left over, which fill no batch"
+    buffers = f"{_size(data.buffer_bytes)} of encoded samples (data.shuffle_buffer)"
+    return [
+        ("data", f"{_count(data.samples, 'sample')} in {_count(data.shards, 'shard')}, {_size(data.bytes)}"),
+        ("epoch", f"{_count(data.layout.steps, 'step')} of {data.layout.global_batch:,}; {unused}"),
+        ("host memory", f"{buffers} and {_size(data.batch_bytes)} of decoded batches per rank"),
+    ]
 
 
 def _size(count: float, unit: str = "B") -> str:

@@ -1,7 +1,6 @@
 """The checks of `neuclip doctor` that measure: collectives between this node's processes, and its loading workers.
 
-How fast processes exchange data is compared with what the node's links allow (nvidia-smi, sysfs). Loading decodes
-images for a second and recommends `data.workers`.
+Loading decodes images for a second and recommends `data.workers`.
 """
 
 from __future__ import annotations
@@ -16,9 +15,8 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pipeline.cores import usable_cores
 from pipeline.data.data_config import LEAST_LOADING, CropConfig, default_workers
@@ -27,18 +25,6 @@ from pipeline.errors import UserError
 from pipeline.planning.node_checks import ROOT, DoctorFinding
 
 ROUND_TRIP_SECONDS = 180
-LEAST_SHARE = 0.4
-"""Of what the links allow; a large all-reduce reaches more where GPUs exchange data directly (an estimate)."""
-
-
-@dataclass(frozen=True)
-class Link:
-    """The slowest connection of a GPU to the others of its node."""
-
-    kind: str
-    """"NVLink" or "PCIe"."""
-    gigabytes: float
-    """Per second, in one direction."""
 
 
 def check_collectives(device: Literal["cpu", "cuda"], *, ranks: int) -> DoctorFinding:
@@ -64,22 +50,19 @@ def check_collectives(device: Literal["cpu", "cuda"], *, ranks: int) -> DoctorFi
         return DoctorFinding(backend, "broken", f"{ranks} processes failed: {last[:200]}", hint)
     if device == "cuda":
         figures = reported[1] if ranks > 1 else "one GPU, which exchanges nothing within the node"
-        return check_transport(done.stdout + done.stderr, figures, link=gpu_link(), network=adapters())
+        return check_transport(done.stdout + done.stderr, figures, network=adapters())
     return DoctorFinding(backend, "good", reported[1])
 
 
-def check_transport(
-    log: str, figures: str, *, link: Link | None = None, network: Mapping[str, float] | None = None
-) -> DoctorFinding:
-    """Which transport between nodes NCCL has chosen, whether this node has a better one, and how fast its GPUs are.
+def check_transport(log: str, figures: str, *, network: Mapping[str, float]) -> DoctorFinding:
+    """Which transport between nodes NCCL has chosen, and whether this node has a better one.
 
     Args:
         log: What NCCL printed at NCCL_DEBUG=INFO.
         figures: The measured all-reduce, which within a node goes over NVLink or PCIe.
-        link: What connects the GPUs; None: unknown.
         network: Gbit/s of the InfiniBand and RoCE adapters.
     """
-    chosen, network = re.search(r"Using network (\S+)", log), network or {}
+    chosen = re.search(r"Using network (\S+)", log)
     transport, speed = chosen[1] if chosen else "unknown", sum(network.values())
     names = ", ".join(network)
     found = f"{figures}; between nodes NCCL would use NET/{transport}" if chosen or network else figures
@@ -96,39 +79,7 @@ def check_transport(
         )
         return DoctorFinding("NCCL", "broken", f"{found} (TCP), although this node has {names}", remedy)
     found += f" ({names}: {speed / 8:,.0f} GB/s together)" if network else ""
-    measured = re.search(r"(\d+) processes .* at ([\d,]+) MiB/s", figures)
-    if link is None or measured is None:
-        return DoctorFinding("NCCL", "good", found)
-    ranks, rate = int(measured[1]), float(measured[2].replace(",", "")) * 2**20 / 1e9
-    share = rate * 2 * (ranks - 1) / ranks / link.gigabytes  # each rank sends 2 (K - 1) / K times the data
-    found += f"; this is {share:.0%} of what {link.kind} allows ({link.gigabytes:,.0f} GB/s per GPU)"
-    if share >= LEAST_SHARE:
-        return DoctorFinding("NCCL", "good", found)
-    remedy = (
-        "see `nvidia-smi topo -m` and NCCL_DEBUG=INFO; unset NCCL_P2P_DISABLE and NCCL_SHM_DISABLE, give a container "
-        "--ipc=host, and switch off ACS and IOMMU where GPUs are connected by PCIe"
-    )
-    return DoctorFinding("NCCL", "note", found, remedy)
-
-
-def gpu_link(pci: Path = Path("/sys/bus/pci/devices")) -> Link | None:
-    """NVLink if it connects every pair of GPUs, else PCIe; None for a single GPU, or if the speed is unknown."""
-    rows = [line.split() for line in _nvidia_smi("topo", "-m").splitlines() if re.match(r"GPU\d+\s", line)]
-    pairs = [row[1 + j] for i, row in enumerate(rows) for j in range(len(rows)) if j != i and len(row) > 1 + j]
-    if not pairs:
-        return None
-    if all(pair.startswith("NV") for pair in pairs):
-        gpus = re.split(r"^GPU \d+:", _nvidia_smi("nvlink", "--status"), flags=re.MULTILINE)[1:]
-        sums = [sum(map(float, re.findall(r"Link \d+: ([\d.]+) GB/s", gpu)), 0.0) for gpu in gpus]
-        slowest = min(sums, default=0.0)
-        return Link("NVLink", slowest) if slowest else None
-    speeds = []
-    for name in _nvidia_smi("--query-gpu=pci.bus_id", "--format=csv,noheader").split():
-        device = pci / name.lower()[-12:]  # nvidia-smi writes the domain with eight digits
-        with suppress(OSError, ValueError, IndexError):  # an idle GPU lowers its current speed, but not the width
-            transfers = float((device / "max_link_speed").read_text().split()[0])
-            speeds.append(transfers * int((device / "current_link_width").read_text()) / 8 * 128 / 130)
-    return Link("PCIe", min(speeds)) if speeds else None
+    return DoctorFinding("NCCL", "good", found)
 
 
 def adapters(folder: Path = Path("/sys/class/infiniband")) -> Mapping[str, float]:
@@ -141,15 +92,6 @@ def adapters(folder: Path = Path("/sys/class/infiniband")) -> Mapping[str, float
                 if "ACTIVE" in (port / "state").read_text():
                     found[device.name] += float((port / "rate").read_text().split()[0])
     return found
-
-
-def _nvidia_smi(*arguments: str) -> str:
-    """What it prints, without colours; empty if it does not run."""
-    try:
-        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return re.sub(r"\x1b\[[\d;]*m", "", done.stdout) if done.returncode == 0 else ""
 
 
 SIDE, STORED, IMAGES = 224, 384, 32
@@ -244,16 +186,10 @@ def _generated() -> list[bytes]:
     import numpy as np
     from PIL import Image
 
-    rng = np.random.default_rng(0)
-    height, width = STORED, STORED * 4 // 3
-    frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width)[None])
-    frequency[0, 0] = 1.0
-    found = []
+    rng, found = np.random.default_rng(0), []
     for _ in range(4):
-        phases: Any = np.exp(2j * np.pi * rng.random((3, *frequency.shape)))
-        waves = np.fft.irfft2(phases / frequency**1.5, s=(height, width)).transpose(1, 2, 0)
+        noise = Image.fromarray(rng.integers(0, 256, (STORED // 10, STORED * 2 // 15, 3), dtype=np.uint8))
         out = io.BytesIO()
-        pixels = np.clip(128 + 55 * waves / waves.std(), 0, 255).astype(np.uint8)
-        Image.fromarray(pixels).save(out, "JPEG", quality=90)
+        noise.resize((STORED * 4 // 3, STORED), Image.Resampling.BICUBIC).save(out, "JPEG", quality=90)
         found.append(out.getvalue())
     return found

@@ -79,21 +79,6 @@ class RunPlan:
         rows = 0 if self.objective.rows_on_host else round(self.objective.per_sample * self.dataset_size / self.gpus)
         return self.engine[stage].total + self.activations[stage] + self.objective.replicated + rows
 
-    @property
-    def objective_bytes(self) -> int:
-        """Bytes that a rank contributes to the objective's collectives in a step."""
-        return sum(count for name, count in self.traffic.items() if name.endswith(".bytes"))
-
-    @property
-    def objective_calls(self) -> int:
-        """The objective's collectives in a step."""
-        return sum(count for name, count in self.traffic.items() if name.endswith(".calls"))
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes of gradients that a rank contributes in a step; they are reduced in fp32."""
-        return 4 * self.towers.trained_parameters
-
 
 def plan_run(run: RunConfig, *, gpus: int, assume: Assumptions = UNKNOWN_DATA) -> RunPlan:
     """Plan a recipe for a number of GPUs, without using one.
@@ -107,7 +92,11 @@ def plan_run(run: RunConfig, *, gpus: int, assume: Assumptions = UNKNOWN_DATA) -
     check_captions_of(run)
     check_stages(run)
     towers, architecture, _ = measured_towers(run.model)
-    data, missing = _data(run, gpus=gpus, image_size=architecture.image_size)
+    data, missing = None, ""
+    try:
+        data = plan_data(run.data, ranks=gpus, global_batch=run.batch_size, image_size=architecture.image_size)
+    except UserError as error:
+        missing = str(error)
     dataset_size = data.layout.samples if data else assume.dataset_size
     if dataset_size is None:
         raise UserError(f"{missing} To plan without the data, give --dataset-size SAMPLES.")
@@ -227,11 +216,3 @@ def measured_towers(model: ModelConfig) -> tuple[TowerCosts, Architecture, tuple
     length = min(model.text_tokens or architecture.context_length, architecture.context_length)
     costs = measure_towers(towers, image_size=architecture.image_size, context_length=length)
     return costs, architecture, towers.notes
-
-
-def _data(run: RunConfig, *, gpus: int, image_size: int) -> tuple[DataPlan | None, str]:
-    """The data's plan, or why there is none."""
-    try:
-        return plan_data(run.data, ranks=gpus, global_batch=run.batch_size, image_size=image_size, seed=run.seed), ""
-    except UserError as error:
-        return None, str(error)

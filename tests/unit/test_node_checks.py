@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from jobs.doctor import command
 from pipeline.errors import UserError
 from pipeline.planning import measured_checks, node_checks
-from pipeline.planning.measured_checks import adapters, check_collectives, check_loading, check_transport, gpu_link
+from pipeline.planning.measured_checks import adapters, check_collectives, check_loading, check_transport
 from tests.shards import write_shards
 
 
@@ -109,54 +109,6 @@ def test_processes_that_cannot_connect_are_reported_as_broken(monkeypatch: pytes
     finding = check_collectives("cpu", ranks=2)
     assert finding.status == "broken"
     assert "GLOO_SOCKET_IFNAME" in finding.remedy
-
-
-NVLINK = """GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-a)
-\t Link 0: 26.562 GB/s
-\t Link 1: 26.562 GB/s
-GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-b)
-\t Link 0: 26.562 GB/s
-\t Link 1: <inactive>
-"""
-TOPOLOGY = "\t\x1b[4mGPU0\tGPU1\tNIC0\x1b[0m\nGPU0\t X \t{0}\tPIX\nGPU1\t{0}\t X \tNODE\nNIC0\tPIX\tNODE\t X \n"
-
-
-@pytest.mark.parametrize(
-    ("connection", "speed", "status", "said"),
-    [
-        ("NV2", 20_000, "good", "79% of what NVLink allows (27 GB/s per GPU)"),
-        ("NV2", 5_000, "note", "20% of what NVLink allows"),
-        ("SYS", 20_000, "good", "67% of what PCIe allows (32 GB/s per GPU)"),
-        ("SYS", 2_000, "note", "7% of what PCIe allows"),
-    ],
-)
-def test_the_measured_bandwidth_is_compared_with_the_links(
-    connection: str, speed: int, status: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "topology").write_text(TOPOLOGY.format(connection))
-    (tmp_path / "nvlink").write_text(NVLINK)
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text(f"""#!/bin/sh
-case "$1" in
-topo) /bin/cat {tmp_path}/topology ;;
-nvlink) /bin/cat {tmp_path}/nvlink ;;
-*) echo 00000000:1B:00.0; echo 00000000:5C:00.0 ;;
-esac
-""")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    for name, width in (("0000:1b:00.0", 16), ("0000:5c:00.0", 8)):
-        (tmp_path / "pci" / name).mkdir(parents=True)
-        (tmp_path / "pci" / name / "max_link_speed").write_text("32.0 GT/s PCIe\n")
-        (tmp_path / "pci" / name / "current_link_width").write_text(f"{width}\n")
-    log = "NCCL INFO Using network Socket\n"
-    figures = f"2 processes agree; all-reduce of 512 MiB at {speed:,} MiB/s"
-    finding = check_transport(log, figures, link=gpu_link(tmp_path / "pci"))
-    assert (finding.status, finding.subject) == (status, "NCCL")
-    assert said in finding.found
-    monkeypatch.setenv("PATH", "")
-    assert gpu_link(tmp_path / "pci") is None
-    assert check_transport(log, figures).status == "good"
 
 
 def test_tcp_between_nodes_with_infiniband_is_broken(tmp_path: Path) -> None:

@@ -136,8 +136,8 @@ def test_the_command_prints_the_plan_and_the_data(arch: str, tmp_path: Path) -> 
         "GPU hours",
         "120 samples in 2 shards",
         "3 steps of 40; every sample is in a batch",
-        "25 steps, 8.33 epochs, 1,000 samples seen",
-        "distinct shards in a batch (a global shuffle: 2)",
+        "25 steps, 1,000 pairs (8.33 times the data)",
+        "of decoded batches per rank",
     ):
         assert part in result.output
     plan = plan_run(load_recipe(None, arguments), gpus=2, assume=Assumptions(mfu=0.01))

@@ -212,7 +212,7 @@ def evaluate(run: str, suite: Path) -> list[str]:
 @contextmanager
 def timed(run: Path, name: str) -> Iterator[Callable[[str], None]]:
     """Time a stage, add the seconds to RUN/stages.json, and print one line; yields what sets the line's summary."""
-    from pipeline.report.charts import duration
+    from pipeline.report.page import duration
 
     path, start, summaries = run / "stages.json", time.perf_counter(), list[str]()
     seconds = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

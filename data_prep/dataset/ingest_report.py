@@ -19,7 +19,9 @@ from pipeline.data.shards.rgb_image import rgb_image, thumbnail_url
 from pipeline.data.shards.storage import open_records
 from pipeline.data.shards.tar_reader import CaptionField
 from pipeline.files import write_text
+from pipeline.report.page import Bar, percent, render
 
+TEMPLATES = Path(__file__).parent / "templates"
 REPORT_NAME, DATASHEET_NAME = "report.html", "datasheet.md"
 _PICTURES, _NEAR_PAIRS = 18, 6
 _REASONS = 40
@@ -59,7 +61,7 @@ def write_report(
     is_own = folder.is_download and place.resolve() == folder.root.resolve()  # else the data set may be read-only
     with part_lock(folder, REPORT, wait=True) if is_own else nullcontext():
         for name in (REPORT_NAME, DATASHEET_NAME) if folder.is_download else (REPORT_NAME,):
-            write_text(place / name, template(f"{name}.j2").render(facts), durable=True)
+            write_text(place / name, render(f"{name}.j2", facts, folder=TEMPLATES), durable=True)
     return place / REPORT_NAME
 
 
@@ -71,7 +73,7 @@ def page_facts(folder: Folder, manifest: Manifest, census: Census, caption: Capt
     near = census.near[:_NEAR_PAIRS]
     pictures = _pictures(manifest, caption, {*shown, *(place for pair in near for place in pair)})
     return {
-        "name": folder.root.absolute().name,
+        "title": folder.root.absolute().name,
         "manifest": manifest,
         "source": {**to_tree(SourceConfig()), **manifest.facts["source"]} if folder.is_download else None,
         "facts": manifest.facts,
@@ -103,10 +105,10 @@ def _odd(census: Census, manifest: Manifest) -> list[tuple[int, str]]:
     counts = manifest.facts.get("counts")
     among = "" if counts else f" among {len(census.places):,} that were read"
     words = {
-        "distinct_captions": "distinct captions",
-        "long_captions": "captions of more than 77 tokens",
+        "distinct_captions": "Distinct captions",
+        "long_captions": "Captions of more than 77 tokens",
         "transparent": "images with transparency",
-        "single_colour": "images of a single colour",
+        "single_colour": "Images of a single colour",
     }
     return [(number, f"{words[name]}{among}") for name, number in (counts or census.odd).items()
             if name in words and number]  # fmt: skip
@@ -173,11 +175,12 @@ def _bars(counts: np.ndarray, edges: np.ndarray) -> list[dict[str, Any]]:
     return bars
 
 
-def _shares(census: Census, shown: int = 8) -> list[dict[str, Any]]:
+def _shares(census: Census, shown: int = 8) -> list[Bar]:
     total = census.languages.total()
     common = [(code, n) for code, n in census.languages.most_common(shown) if n >= 0.005 * total]
     rest = total - sum(count for _, count in common)
-    return [{"name": code, "share": n / total} for code, n in [*common, *([("other", rest)] if rest else [])]]
+    shares = [(code, n / total) for code, n in [*common, *([("other", rest)] if rest else [])]]
+    return [Bar(code, share, percent(share)) for code, share in shares]
 
 
 def _pictures(manifest: Manifest, caption: CaptionField, places: set[Place]) -> dict[Place, dict[str, str]]:
@@ -192,40 +195,3 @@ def _pictures(manifest: Manifest, caption: CaptionField, places: set[Place]) -> 
                 source = thumbnail_url(rgb_image(record.image or b""), (192, 192))
                 pictures[number, place] = {"source": source, "caption": caption.read(record)}
     return pictures
-
-
-def template(name: str) -> Any:
-    """A template of this package, by its file name."""
-    import jinja2
-
-    folder = Path(__file__).parent / "templates"
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(folder),
-        autoescape=name.endswith("html.j2"),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["count"] = lambda value: f"{value:,}"
-    environment.filters["percent"] = _percent
-    environment.filters["size"] = _size
-    environment.filters["duration"] = _duration
-    return environment.get_template(name)
-
-
-def _percent(value: float) -> str:
-    return f"{value:.1%}" if value >= 0.001 or value == 0 else f"{value:.2%}"
-
-
-def _size(value: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1000
-    return f"{value:,.1f} TB"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"

@@ -14,6 +14,7 @@ import numpy as np
 
 from pipeline.registries import load_entry_points
 from pipeline.report.figures import SERIES, SMALL, Line, line_chart, short
+from pipeline.report.page import Bar, duration
 from pipeline.report.run_data import RECALLS, Run
 from pipeline.report.stored_scores import Score
 
@@ -32,15 +33,13 @@ class Quantity:
     """One sentence on how to read it."""
     kind: Literal["number", "share"] = "number"
     """A "share" is shown in percent."""
-    zero: bool = False
-    """The axis starts at zero."""
     smooth: bool = True
     """A moving average is drawn over the values."""
 
 
 def _share(what: str, *, part_of: str = "") -> Quantity:
     note = f"A part of {part_of}." if part_of else ""
-    return Quantity(f"Time in {what}, share of a step", note, kind="share", zero=True)
+    return Quantity(f"Time in {what}, share of a step", note, kind="share")
 
 
 KNOWN: dict[str, Quantity] = {
@@ -49,9 +48,8 @@ KNOWN: dict[str, Quantity] = {
     ),
     "normalizer_gap": Quantity(
         "Normalizer gap",
-        "How far the method's log-normalizers are from those of the batch, mean absolute difference (nats): after the "
-        "updates on the batch (in use) and before them (cold).",
-        zero=True,
+        "By how much the method's estimates of the log-normalizers miss those of the batch: at 0.1 the weights of "
+        "negatives are about 10% off. In use: after the updates on the batch; cold: before them.",
     ),
     "tau": Quantity("Temperature τ", "", smooth=False),
     "lr": Quantity("Learning rate of the encoders", smooth=False),
@@ -59,16 +57,16 @@ KNOWN: dict[str, Quantity] = {
     "npn_lr": Quantity("Learning rate of the normalizer network", smooth=False),
     "bias": Quantity("Bias of the logits", smooth=False),
     "gamma": Quantity("Weight γ of new values in the moving average", smooth=False),
-    "samples_per_second": Quantity("Throughput, samples per second", zero=True),
-    "cpu_ms": Quantity("CPU time of a step, ms", "All threads of rank 0, without its loading workers.", zero=True),
-    "data_wait": Quantity("Waiting for data, share of a step", "Near zero: loading is not the limit.", "share", True),
+    "samples_per_second": Quantity("Throughput, samples per second"),
+    "cpu_ms": Quantity("CPU time of a step, ms", "All threads of rank 0, without its loading workers."),
+    "data_wait": Quantity("Waiting for data, share of a step", "Near zero: loading is not the limit.", "share"),
     "slowest_rank": Quantity(
         "Slowest rank", "The others wait for it; far from random: look at its node.", smooth=False
     ),
     "slowest_rank_ms": Quantity(
-        "Step time of the slowest rank, ms", "Of its own: without waiting in the objective's collectives.", zero=True
+        "Step time of the slowest rank, ms", "Of its own: without waiting in the objective's collectives."
     ),
-    "median_rank_ms": Quantity("Step time of the median rank, ms", "As for the slowest rank.", zero=True),
+    "median_rank_ms": Quantity("Step time of the median rank, ms", "As for the slowest rank."),
     "slowest_rank_data_wait": Quantity(
         "The slowest rank's wait for data", "Share of a step. High: its loading is why it is slow.", "share", True
     ),
@@ -76,16 +74,16 @@ KNOWN: dict[str, Quantity] = {
         "Largest ratio of normalizers", "Batch's normalizer over the predicted one, after the cap; near 1 is good."
     ),
     "prototype_norm": Quantity("Mean length of a prototype", "Prototypes start at length 1."),
-    "gradient_norm": Quantity("Gradient norm", "Of the encoders, before clipping.", zero=True),
+    "gradient_norm": Quantity("Gradient norm", "Of the encoders, before clipping."),
     "time_forward": _share("the towers, forward"),
     "time_backward": _share("the towers, backward"),
     "time_objective": _share("the objective"),
     "time_optimizer": _share("the optimizer"),
     "time_npn": _share("the normalizer network", part_of="the objective's time"),
     "time_communication": _share("the objective's collectives", part_of="the objective's time"),
-    "host_memory_gib": Quantity("Host memory, GiB", "Peak of rank 0's process.", zero=True, smooth=False),
-    "memory_gib": Quantity("GPU memory, GiB", "Peak allocated by rank 0.", zero=True, smooth=False),
-    "mfu": Quantity("Model FLOPs utilization", "Share of the device's peak.", "share", True),
+    "host_memory_gib": Quantity("Host memory, GiB", "Peak of rank 0's process.", smooth=False),
+    "memory_gib": Quantity("GPU memory, GiB", "Peak allocated by rank 0.", smooth=False),
+    "mfu": Quantity("Model FLOPs utilization", "Share of the device's peak.", "share"),
     "skipped_steps": Quantity("Steps skipped", smooth=False),
     "rollbacks": Quantity("Roll-backs to a checkpoint", smooth=False),
     "corrupt_samples": Quantity("Corrupt samples in this epoch", smooth=False),
@@ -112,19 +110,6 @@ class Chart:
     note: str = ""
     hover: Mapping[str, Any] = field(default_factory=dict)
     summary: str = ""
-
-
-@dataclass(frozen=True)
-class Bar:
-    """One horizontal bar with its text and a muted remark."""
-
-    label: str
-    value: float
-    text: str
-    remark: str = ""
-    mark: float | None = None
-    """A tick on the same scale, for example chance level."""
-    colour: str = "series-1"
 
 
 @dataclass(frozen=True)
@@ -183,7 +168,7 @@ def _validation(run: Run) -> list[Chart]:
     found = [chart("Validation loss", [loss], note=note)] if len(loss.x) else []
     if all(len(line.x) for line in recalls):
         note = "The share of held-out pairs whose other half ranks first."
-        found.append(chart("Validation R@1", recalls, note=note, percent=True, zero=True))
+        found.append(chart("Validation R@1", recalls, note=note, percent=True))
     return found
 
 
@@ -209,7 +194,7 @@ def _curves(run: Run, key: str, labels: Mapping[str, str] | None = None) -> Char
     if not lines:
         return None
     percent = shown.kind == "share"
-    return chart(shown.title, lines, note=shown.note, percent=percent, zero=shown.zero)
+    return chart(shown.title, lines, note=shown.note, percent=percent)
 
 
 def chart(title: str, lines: Sequence[Line], *, note: str = "", percent: bool = False, **options: Any) -> Chart:
@@ -234,15 +219,9 @@ def _value(value: float, percent: bool) -> str:
 
 def score_chart(scores: Sequence[Score]) -> Bars:
     """Scores of tasks on one scale, each with a tick at chance level."""
-    best = sorted(scores, key=lambda s: (-(s.times_chance or 0), s.task))
-    bars = [Bar(s.label, s.score, f"{100 * s.score:.1f}%", remark=_times(s.times_chance), mark=s.chance) for s in best]
+    best = sorted(scores, key=lambda s: (-s.score, s.task))
+    bars = [Bar(s.label, s.score, f"{100 * s.score:.1f}%", mark=s.chance) for s in best]
     return Bars("Zero-shot accuracy", tuple(bars), 1.0, "The tick marks chance: what guessing would score.")
-
-
-def _times(value: float | None) -> str:
-    if value is None:
-        return ""
-    return f"{value:.1f}× chance" if value < 9.95 else f"{value:,.0f}× chance"
 
 
 def progress_charts(run: Run) -> list[Chart]:
@@ -261,7 +240,7 @@ def progress_charts(run: Run) -> list[Chart]:
 def _progress(title: str, points: list, chance: float | None) -> Chart:
     x, y = np.array(points, dtype=np.float64).reshape(-1, 2).T
     line = Line(x, y, marked=len(x) < 30, colour="series-1" if chance is not None else "series-4")
-    return chart(title, [line], percent=True, zero=True, level=chance, size=SMALL)
+    return chart(title, [line], percent=True, level=chance, size=SMALL)
 
 
 def retrieval_chart(score: Score, *, named: bool = False) -> Bars:
@@ -271,8 +250,8 @@ def retrieval_chart(score: Score, *, named: bool = False) -> Bars:
         for k in (1, 5, 10):
             value = score.metrics.get(f"{prefix}_retrieval_recall@{k}")
             if value is not None:
-                remark, chance = _times(value * score.samples / k), min(1.0, k / score.samples)
-                bars.append(Bar(f"{direction}, R@{k}", value, f"{100 * value:.1f}%", remark, chance, colour))
+                mark = min(1.0, k / score.samples)
+                bars.append(Bar(f"{direction}, R@{k}", value, f"{100 * value:.1f}%", mark=mark, colour=colour))
     title = f"{score.label}: retrieval" if named else "Retrieval"
     note = "R@k: the right one is among the best k. The tick marks chance: k / number of images."
     return Bars(f"{title} among {score.samples:,} pairs", tuple(bars), 1.0, note)
@@ -285,7 +264,7 @@ def failure_chart(run: Run) -> Bars | None:
         return None
     tried = sum(manifest.attempted for manifest in run.manifests)
     bars = [
-        Bar(reason, count, f"{count:,}", remark=f"{100 * count / tried:.2g}%", colour="bad")
+        Bar(reason, count, f"{count:,}", remark=f"{100 * count / tried:.1f}%", colour="bad")
         for reason, count in failures
     ]
     note = f"Count, and share of all {run.counted}."
@@ -293,21 +272,12 @@ def failure_chart(run: Run) -> Bars | None:
 
 
 def stage_chart(run: Run) -> Bars | None:
-    """Duration of every stage."""
+    """Duration of every stage, the longest first."""
     if not run.stages:
         return None
     total = sum(run.stages.values()) or 1.0
     bars = [
         Bar(name, seconds, duration(seconds), remark=f"{100 * seconds / total:.0f}%")
-        for name, seconds in run.stages.items()
+        for name, seconds in sorted(run.stages.items(), key=lambda stage: -stage[1])
     ]
     return Bars("Time by stage", tuple(bars), max(run.stages.values()) or 1.0, f"Together {duration(total)}.")
-
-
-def duration(seconds: float) -> str:
-    """A duration as text: 75.3 -> 1 min 15 s."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"

@@ -15,9 +15,9 @@ from pipeline.files import write_text
 from pipeline.report.charts import Chart, chart, quantity
 from pipeline.report.comparison import Comparison, Difference, compare, groups_of, mean_score
 from pipeline.report.figures import SERIES, Line, short
-from pipeline.report.headlines import flat, tail_mean
+from pipeline.report.headlines import flat
+from pipeline.report.page import render
 from pipeline.report.run_data import Run
-from pipeline.report.run_page import render
 
 Named = Sequence[tuple[str, Run, str]]
 """Runs, each with its label before it and its colour behind it."""
@@ -112,7 +112,6 @@ def _summary(named: Named) -> list[dict[str, Any]]:
     rows = []
     for label, run, colour in named:
         _, speed = run.curve("samples_per_second")
-        gap = tail_mean(run, "normalizer_gap")
         rows.append(
             {
                 "label": label,
@@ -123,7 +122,6 @@ def _summary(named: Named) -> list[dict[str, Any]]:
                 "seed": run.setting("seed", "–"),
                 "samples": short(run.rows[-1]["samples"]) if run.rows else "–",
                 "speed": short(float(np.median(speed))) if len(speed) else "–",
-                "gap": f"{gap:.3f}" if gap is not None else "–",
             }
         )
     return rows
@@ -192,5 +190,5 @@ def _training_curves(named: Named) -> list[Chart]:
         if lines:
             shown = quantity(key)
             title = f"{quantity('normalizer_gap').title}, cold" if key.endswith("cold") else shown.title
-            made.append(chart(title, lines, note=shown.note, zero=shown.zero))
+            made.append(chart(title, lines, note=shown.note))
     return made

@@ -6,7 +6,6 @@ One unit of the SVG is about one pixel on a phone, so that text of 12 units can 
 from __future__ import annotations
 
 import io
-import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
 
 # Placeholder colours for matplotlib; each is replaced by a CSS variable of the page.
 COLOURS = {
@@ -35,7 +35,6 @@ STYLE: dict[Any, Any] = {
     "axes.edgecolor": COLOURS["grid"],
     "axes.labelcolor": COLOURS["muted"],
     "axes.linewidth": 1.0,
-    "axes.formatter.useoffset": False,
     "xtick.color": COLOURS["muted"],
     "ytick.color": COLOURS["muted"],
     "xtick.major.size": 3,
@@ -65,19 +64,13 @@ class Line:
 
 
 def line_chart(
-    lines: Sequence[Line],
-    *,
-    percent: bool = False,
-    zero: bool = False,
-    level: float | None = None,
-    size: tuple[int, int] = SIZE,
+    lines: Sequence[Line], *, percent: bool = False, level: float | None = None, size: tuple[int, int] = SIZE
 ) -> tuple[str, dict[str, Any]]:
-    """Curves over samples seen.
+    """Curves over samples seen; both axes begin at 0.
 
     Args:
         lines: What to draw; labels make a legend.
         percent: The values are fractions, shown in percent.
-        zero: The value axis starts at 0.
         level: A dashed horizontal line, for example chance.
         size: Width and height in units of the SVG.
 
@@ -95,13 +88,32 @@ def line_chart(
         drawn = [_draw_line(axes, line) for line in lines]
         if level is not None:
             axes.axhline(level, color=COLOURS["muted"], linewidth=1, linestyle=(0, (4, 3)))
-        _style(axes, drawn, small=size[0] < SIZE[0], percent=percent, zero=zero)
+        last = max((float(x.max()) for x, _ in drawn if len(x)), default=1.0)
+        small = size[0] < SIZE[0]
+        _style(axes.xaxis, axes.set_xlim, 0.0, last, ticks=2 if small else 4, end=last)
+        heights = axes.dataLim.intervaly if axes.has_data() else (0.0, 1.0)
+        _style(axes.yaxis, axes.set_ylim, *map(float, heights), ticks=3 if small else 5, percent=percent)
+        axes.grid(axis="y", color=COLOURS["grid"], linewidth=1)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.tick_params(axis="y", length=0)
         labels = [line.label for line in lines if line.label]
         if labels:
             _legend_above(axes, labels, width=size[0])
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    hover = {**_box(axes, size), "percent": percent, "lines": _points(lines, drawn)}
-    return _for_page(buffer.getvalue()), hover
+    return _for_page(buffer.getvalue()), {**_box(axes, size), "percent": percent, "lines": _points(lines, drawn)}
+
+
+def _style(
+    axis: Axis, limit: Any, low: float, high: float, *, ticks: int, percent: bool = False, end: float | None = None
+) -> None:
+    """Limits and ticks of an axis: from 0 to the first round value that encloses the data, or to `end`."""
+    from matplotlib.ticker import MaxNLocator
+
+    low, high = min(low, 0.0), max(high, 0.0)
+    steps = MaxNLocator(ticks, steps=[1, 2, 5, 10]).tick_values(low, high if high > low else 1.0)
+    shown = [float(step) for step in steps if end is None or step <= end] or [0.0]
+    axis.set_ticks(shown, labels=tick_labels(shown, percent=percent))
+    limit(shown[0], shown[-1] if end is None else end or 1.0)
 
 
 def _legend_above(axes: Axes, labels: Sequence[str], *, width: int) -> None:
@@ -157,85 +169,14 @@ def short(value: float) -> str:
 
 
 def tick_labels(values: Sequence[float], *, percent: bool = False) -> list[str]:
-    """Labels of an axis with one unit and as few digits as tell its ticks apart: 1.015, 1.02 -> "1.015", "1.020"."""
-    if not len(values):
-        return []
+    """Labels of ticks at equal distances, with one unit and equal digits: 1.015, 1.02 -> "1.015", "1.020"."""
     largest = max(map(abs, values))
     scale, suffix = (0.01, "%") if percent else next(((s, u) for s, u in UNITS if largest >= s), (1.0, ""))
-    scaled = [value / scale for value in values]
-    step = min((b - a for a, b in itertools.pairwise(sorted(set(scaled)))), default=abs(scaled[0]) or 1.0)
-    form = "e" if not percent and largest < 1e-3 else "f"
-    digits = next(d for d in range(9) if _fits(scaled, step, f".{d}{form}") or d == 8)
-    return [f"{value:.{digits}{form}}{suffix}".replace("e-0", "e-") if value else "0" for value in scaled]
-
-
-def _fits(values: Sequence[float], step: float, form: str) -> bool:
-    """Whether numbers in this format are exact to a twentieth of the distance between ticks."""
-    return all(abs(float(f"{value:{form}}") - value) <= 0.05 * step for value in values)
-
-
-def x_ticks(first: float, last: float, *, inner: int) -> list[float]:
-    """Both ends of the curves and round values between them; the axis starts at 0 if they almost do."""
-    from matplotlib.ticker import MaxNLocator
-
-    start = 0.0 if 0 <= first <= 0.05 * last else first
-    gap = 0.15 * (last - start)
-    between = MaxNLocator(inner).tick_values(start, last) if inner and gap else ()
-    return sorted({start, *(float(tick) for tick in between if start + gap <= tick <= last - gap), last})
-
-
-def y_ticks(low: float, high: float, *, zero: bool, intervals: int, most: float = math.inf) -> list[float]:
-    """Round values at equal distances whose first and last enclose the curves.
-
-    Args:
-        low: The curves' smallest value.
-        high: Their largest.
-        zero: Begin at 0 or below.
-        intervals: Wanted number of distances.
-        most: No tick is above it, if there are such ticks: 1 for shares.
-    """
-    from matplotlib.ticker import MaxNLocator
-
-    if not (math.isfinite(low) and math.isfinite(high)):
-        low, high = 0.0, 1.0
-    if zero:
-        low = min(low, 0.0)
-    if high - low <= 1e-9 * max(abs(high), abs(low)):  # a constant is drawn in the middle
-        low, high = low - (0.1 * abs(low) or (0.0 if zero else 1.0)), high + (0.1 * abs(high) or 1.0)
-    found = [MaxNLocator(number).tick_values(low, high) for number in range(intervals, intervals + 5)]
-    return [float(tick) for tick in next((ticks for ticks in found if ticks[-1] <= most), found[0])]
-
-
-def _style(
-    axes: Axes, drawn: Sequence[tuple[np.ndarray, np.ndarray]], *, small: bool, percent: bool, zero: bool
-) -> None:
-    """Scales, ticks and grid; `drawn` has the points of every curve."""
-    from matplotlib.ticker import FuncFormatter
-
-    class Labels(FuncFormatter):
-        """All ticks of an axis get their labels together."""
-
-        def format_ticks(self, values: Sequence[float]) -> list[str]:
-            return tick_labels(values, percent=percent and self.axis is axes.yaxis)
-
-    ends = [float(end) for x, _ in drawn if len(x) for end in (x.min(), x.max())]
-    if ends:
-        ticks = x_ticks(min(ends), max(ends), inner=0 if small else 4)
-        margin = 0.02 * (ticks[-1] - ticks[0]) or 0.5
-        axes.set_xticks(ticks)
-        axes.set_xlim(ticks[0] - margin, ticks[-1] + margin)
-    axes.xaxis.set_major_formatter(Labels(lambda value, _: short(value)))
-    if small and len(axes.get_xticklabels()) > 1:
-        first, *_, last = axes.get_xticklabels()
-        first.set_horizontalalignment("left")
-        last.set_horizontalalignment("right")
-    heights = y_ticks(*axes.dataLim.intervaly, zero=zero, intervals=3 if small else 5, most=1 if percent else math.inf)
-    axes.set_yticks(heights)
-    axes.set_ylim(heights[0], heights[-1])
-    axes.yaxis.set_major_formatter(Labels(lambda value, _: short(value)))
-    axes.grid(axis="y", color=COLOURS["grid"], linewidth=1)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(axis="y", length=0)
+    step = (values[1] - values[0]) / scale if len(values) > 1 else 1.0
+    digits = max(0, -math.floor(math.log10(step) + 1e-9))
+    if digits > 4 and not percent:
+        return [f"{value:.1e}".replace("e-0", "e-") if value else "0" for value in values]
+    return [f"{value / scale:.{digits}f}{suffix}" if value else "0" for value in values]
 
 
 def _box(axes: Axes, size: tuple[int, int]) -> dict[str, Any]:

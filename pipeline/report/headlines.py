@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from pipeline.config import flatten
-from pipeline.report.charts import duration
 from pipeline.report.figures import short
+from pipeline.report.page import duration, percent
 from pipeline.report.run_data import RECALLS, Run, is_finite
 
 
@@ -45,7 +45,7 @@ def _scores(run: Run) -> list[Tile]:
     if zero_shot and not found:
         mean = math.fsum(s.score for s in zero_shot) / len(zero_shot)
         chances = [s.chance for s in zero_shot if s.chance is not None]
-        against = f", chance {100 * math.fsum(chances) / len(chances):.1f}%" if len(chances) == len(zero_shot) else ""
+        against = f", chance {percent(math.fsum(chances) / len(chances))}" if len(chances) == len(zero_shot) else ""
         found.append(Tile("Zero-shot accuracy", f"{100 * mean:.1f}%", f"{_mean_of(len(zero_shot))}{against}"))
     retrieval = latest.of("retrieval")
     for score in retrieval[:1]:
@@ -53,8 +53,8 @@ def _scores(run: Run) -> list[Tile]:
         for label, side in ((f"{of}image → text R@1", "text"), (f"{of}text → image R@1", "image")):
             value = score.metrics.get(f"{side}_retrieval_recall@1")
             if value is not None:
-                times = f"{value * score.samples:.0f}× chance, {score.samples:,} pairs"
-                found.append(Tile(label[:1].upper() + label[1:], f"{100 * value:.1f}%", times))
+                among = f"among {score.samples:,} pairs, chance {percent(1 / score.samples)}"
+                found.append(Tile(label[:1].upper() + label[1:], f"{100 * value:.1f}%", among))
     return found
 
 
@@ -86,12 +86,6 @@ def _training(run: Run) -> list[Tile]:
     last = run.rows[-1]
     epochs = f"{last['epoch']:.1f} epochs, " if isinstance(last.get("epoch"), int | float) else ""
     found.append(Tile("Samples seen", short(last["samples"]), f"{epochs}{last['step']:,} steps"))
-    in_use, cold = (tail_mean(run, key) for key in ("normalizer_gap", "normalizer_gap_cold"))
-    if in_use is not None:
-        detail = f"nats: normalizers differ from the batch's by a factor of {math.exp(in_use):.2f}; 0 nats is equal"
-        found.append(
-            Tile("Normalizer gap", f"{in_use:.3f}", f"{detail}; cold {cold:.3f}" if cold is not None else detail)
-        )
     _, speed = run.curve("samples_per_second")
     if len(speed):
         _, wait = run.curve("data_wait")
@@ -107,31 +101,18 @@ def _data(run: Run) -> list[Tile]:
     return [Tile("Pairs ingested", f"{n:,}", f"{100 * n / tried:.1f}% of {tried:,} {run.counted}")]
 
 
-def tail_mean(run: Run, key: str) -> float | None:
-    """The mean of a scalar over the last tenth of the run, because single values are noisy."""
-    _, y = run.curve(key)
-    return float(y[-max(1, math.ceil(0.1 * len(y))) :].mean()) if len(y) else None
-
-
 def score_rows(run: Run) -> list[dict[str, str]]:
     """The table of all scores of the latest checkpoint, in suite order."""
-    rows = []
-    scores = run.latest.scores if run.latest else ()
-    lowest = min((score.chance for score in scores if score.chance), default=1.0)
-    digits = max(1, math.ceil(-math.log10(100 * lowest)))
-    for score in scores:
-        times = f"{score.times_chance:.1f}×" if score.times_chance is not None else "–"
-        rows.append(
-            {
-                "task": score.label,
-                "metric": score.main_metric,
-                "score": f"{100 * score.score:.1f}%",
-                "chance": f"{100 * score.chance:.{digits}f}%" if score.chance is not None else "–",
-                "times": times,
-                "samples": f"{score.samples:,}",
-            }
-        )
-    return rows
+    return [
+        {
+            "task": score.label,
+            "metric": score.main_metric,
+            "score": f"{100 * score.score:.1f}%",
+            "chance": "–" if score.chance is None else percent(score.chance),
+            "samples": f"{score.samples:,}",
+        }
+        for score in (run.latest.scores if run.latest else ())
+    ]
 
 
 def flat(tree: Mapping[str, Any]) -> list[tuple[str, str]]:

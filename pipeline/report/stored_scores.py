@@ -39,10 +39,6 @@ class Score(TaskResult):
         """The short name; if the task has no name, its key without the suite's prefix."""
         return self.task.rpartition("/")[2] if self.name == self.task else self.name
 
-    @property
-    def times_chance(self) -> float | None:
-        return self.score / self.chance if self.chance else None
-
     def read_outcomes(self) -> dict[str, np.ndarray] | None:
         """Per-sample outcomes, from which every metric can be recomputed; None if missing or changed."""
         return read_outcomes(self.path, self.outcomes)

@@ -62,6 +62,8 @@ SHARED = {
     "pipeline.data.shards.rgb_image",
     "pipeline.data.shards.tar_reader",
     "pipeline.evaluation.datasets.datacomp",
+    # The pages of runs and of data sets have one design.
+    "pipeline.report.page",
     # Evaluation sets are counted by the reader that will evaluate them.
     "pipeline.evaluation.datasets.suite",
     "pipeline.evaluation.datasets.task_data",

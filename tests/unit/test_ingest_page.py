@@ -49,8 +49,8 @@ def test_reasons_and_their_meanings_fit_a_phone_screen(tmp_path: Path) -> None:
     make(write_csv(tmp_path / "photos" / "list.csv", rows), tmp_path / "data")
     page_of(tmp_path / "data")
     with browser() as started, opened(started, tmp_path / "data" / "report.html", width=390) as tab:
-        assert "unsupported format" in tab.inner_text(".wide")
-        assert tab.evaluate("(e => e.scrollWidth - e.clientWidth)(document.querySelector('.wide'))") <= 0
+        assert "unsupported format" in tab.inner_text(".scroll")
+        assert tab.evaluate("(e => e.scrollWidth - e.clientWidth)(document.querySelector('.scroll'))") <= 0
 
 
 def test_shards_from_elsewhere_have_a_page_in_another_folder(copied: Path, tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_shards_from_elsewhere_have_a_page_in_another_folder(copied: Path, tmp_p
     before = sorted(tmp_path.glob("theirs/**/*"))
     page = page_of(tmp_path / "theirs", "--output", str(tmp_path / "pages"))
     assert sorted(tmp_path.glob("theirs/**/*")) == before
-    assert f"<b>{ROWS + 1}</b><span>image-text pairs</span>" in page
+    assert f'Image-text pairs</div><div class="value">{ROWS + 1}</div>' in page
     assert "image cannot be decoded" in page
     assert f'alt="picture {ROWS - 1}"' in page
     assert "a sample</td>" not in page_of(tmp_path / "theirs", "--caption", "json:caption")

@@ -55,17 +55,14 @@ def test_curves_show_their_values_under_the_pointer(started: Any, pages: dict[st
 
 
 @pytest.mark.parametrize("width", [1300, 800, 390])
-def test_cards_are_apart_and_rows_of_pairs_are_whole(started: Any, tmp_path: Path, width: int) -> None:
-    page = write_report([make_run(tmp_path / "one")])
-    card = '<div class="card">one</div>'
-    pairs = f'<div class="pairs">{"<figure>a</figure>" * 8}</div>'
-    page.write_text(page.read_text().replace("<main>", f'<main><div class="flow" id="few">{card}</div>{card}{pairs}'))
-    with opened(started, page, width=width) as tab:
-        few = tab.locator("#few > .card").bounding_box()
-        after = tab.locator("#few + .card").bounding_box()
-        tops = [figure.bounding_box()["y"] for figure in tab.locator("#few ~ .pairs").first.locator("figure").all()]
-    assert after["y"] - few["y"] - few["height"] == pytest.approx(14, abs=0.5)
-    assert len({tops.count(top) for top in tops}) == 1
+def test_plots_fill_their_cards(started: Any, pages: dict[str, Path], width: int) -> None:
+    with opened(started, pages["run"], width=width) as tab:
+        sizes = tab.evaluate("""() => [...document.querySelectorAll(".plot")].map(plot => {
+            const style = getComputedStyle(plot.parentElement), card = plot.parentElement.clientWidth;
+            const room = card - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight);
+            return [plot.querySelector("svg").getBoundingClientRect().width, room]; })""")
+    assert sizes
+    assert all(drawn == pytest.approx(room, abs=1) for drawn, room in sizes)
 
 
 def test_pages_make_no_requests(started: Any, pages: dict[str, Path]) -> None:

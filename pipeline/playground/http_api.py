@@ -22,6 +22,8 @@ LARGEST_REQUEST = 1 << 20
 MOST_RESULTS = 60
 MOST_CLIENTS = 32
 """Connections at a time."""
+MOST_SECONDS = 60.0
+"""To receive a request: a client that is slower would keep its connection from others."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; img-src 'self' blob: data:; connect-src 'self'; style-src "
@@ -80,7 +82,8 @@ def make_app(explorer: Explorer, *, title: str, local: bool) -> Any:
 
             try:
                 _check_sender(request.headers, kinds)
-                body = await _body(request, limit)
+                async with asyncio.timeout(MOST_SECONDS):
+                    body = await _body(request, limit)
                 watching = asyncio.create_task(watch())
                 try:
                     async with one_at_a_time:
@@ -91,6 +94,9 @@ def make_app(explorer: Explorer, *, title: str, local: bool) -> Any:
             except UserError as error:
                 status = error.status if isinstance(error, Refused) else 400
                 return JSONResponse({"error": str(error)}, status_code=status, headers=HEADERS)
+            except TimeoutError:
+                message = f"The request did not arrive within {MOST_SECONDS:g} s."
+                return JSONResponse({"error": message}, status_code=408, headers={**HEADERS, "Connection": "close"})
             except ClientDisconnect:
                 return Response(status_code=400)  # nobody reads it
 

@@ -13,6 +13,7 @@ from pipeline.report.headlines import flat, score_rows, tiles
 from pipeline.report.page import duration, render
 from pipeline.report.run_data import Run
 from pipeline.report.stored_scores import Classes
+from pipeline.report.temperatures import temperatures
 
 HTML_NAME, MARKDOWN_NAME = "report.html", "report.md"
 WHOLE_MATRIX, CONFUSIONS = 16, 15
@@ -42,6 +43,7 @@ def _context(run: Run) -> dict[str, Any]:
         "score_rows": score_rows(run),
         "examples": latest.examples if latest else (),
         "described": latest.described if latest else (),
+        "temperatures": temperatures(run),
         "training_charts": charts.training_charts(run),
         "constants": charts.constants(run),
         "failure_chart": charts.failure_chart(run),

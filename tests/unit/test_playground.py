@@ -199,6 +199,18 @@ def test_a_client_that_leaves_and_a_picture_that_is_dropped_again(
     assert caplog.records == []
 
 
+def test_a_slow_client_loses_its_connection(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_api, "MOST_SECONDS", 0.2)
+    with socket.create_connection(address, timeout=30) as client:
+        kind = "Content-Type: application/json\r\nContent-Length: 1000"
+        client.sendall(f"POST /api/search HTTP/1.1\r\nHost: 127.0.0.1\r\n{kind}\r\n\r\nabc".encode())
+        reply = b""
+        while part := client.recv(4096):
+            reply += part
+    assert reply.startswith(b"HTTP/1.1 408")
+    assert b"did not arrive within 0.2 s" in reply
+
+
 def test_names_in_another_encoding_and_other_formats_are_shown(tmp_path: Path) -> None:
     """Regression test: one such name failed every search, and a GIF was left out without a word."""
     body = encoded(Image.new("RGB", (8, 8)), "GIF")
@@ -377,7 +389,9 @@ def test_the_page_in_a_browser(address: tuple[str, int], tmp_path: Path) -> None
             assert "is not an image that can be read" in tab.inner_text("#image-error")
             tab.set_input_files("#file", good)
             tab.get_by_text("good.png", exact=True).wait_for()
+            assert tab.locator("#sets option:checked").inner_text() == "animals (3 classes)"
             tab.fill("#classes", "a fox\na cat")
+            assert tab.locator("#sets option:checked").inner_text() == "own classes"
             tab.click("#classify")
             tab.locator("#probabilities li", has_text="a fox").wait_for()
             assert tab.locator("#probabilities li").count() == 2

@@ -10,16 +10,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner
+from safetensors.torch import save_file
 
 from jobs.report import command
 from pipeline.data.shards.manifest_format import make_manifest
 from pipeline.errors import UserError
+from pipeline.objectives import build_objective
 from pipeline.report import write_report
 from pipeline.report.charts import quantity, rounded
 from pipeline.report.figures import SMALL, Line, line_chart, pooled, short, smoothed
 from pipeline.report.run_data import read_run
 from pipeline.report.stored_scores import read_evaluations
+from pipeline.report.temperatures import temperatures
 from tests.report_runs import make_run
 
 
@@ -357,3 +361,32 @@ def test_curves_of_trained_and_averaged_weights_are_noted(tmp_path: Path) -> Non
     notes.clear()
     read_evaluations(run / "evaluation", lambda step: step, notes)
     assert not any("average" in note for note in notes)
+
+
+def test_learned_temperatures_are_read_from_the_table_of_a_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", name="isogclr")
+    facts = {"dim": 8, "batch_size": 4, "dataset_size": 90, "steps_per_epoch": 20, "total_steps": 40}
+    objective = build_objective({"name": "isogclr", "rho": 2.5}, **facts)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.arange(4)
+    for _ in range(3):
+        image, text = (torch.nn.functional.normalize(torch.randn(4, 8, generator=generator), dim=1) for _ in "ab")
+        objective.loss(image.requires_grad_(), text, sample_ids=ids)
+        objective.commit()
+    ((name, (first, blocks)),) = objective.row_blocks().items()
+    folder = run / "checkpoints" / "step-00000100"
+    folder.mkdir(parents=True)
+    (folder / "checkpoint.json").write_text("{}")
+    rows = torch.cat(list(blocks))
+    save_file({f"{name}/{first}": rows}, folder / "rows-00000-00000.safetensors")
+    found = temperatures(read_run(run))
+    expected = objective.temperature.of_anchors(4, rows[:4])[0]
+    assert found["seen"] == "4 samples of step-00000100"
+    order = expected.argsort().tolist()
+    assert [one["tau"] for one in found["samples"]["lowest"]] == [f"{expected[k]:.4f}" for k in order]
+    captions = {one["caption"] for one in found["samples"]["highest"]}
+    assert captions == {"pair <0>", "pair <1>", "sample 2", "sample 3"}, "the shard has two of the samples"
+    html = write_report([run]).read_text()
+    assert "Temperatures of images" in html
+    assert "pair &lt;1&gt;" in html
+    assert "Learned temperatures" not in write_report([make_run(tmp_path / "other")]).read_text()

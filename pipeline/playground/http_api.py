@@ -11,7 +11,6 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from pipeline.errors import UserError
 from pipeline.playground.explorer import Explorer
@@ -160,7 +159,7 @@ def _check_sender(headers: Any, kinds: tuple[str, ...]) -> None:
         Refused: The origin is not this server's, or the content is not of one of these kinds.
     """
     origin, kind = headers.get("origin"), headers.get("content-type", "").partition(";")[0].strip().lower()
-    if origin is not None and urlsplit(origin).netloc.lower() != headers.get("host", "").lower():
+    if origin is not None and origin.lower().partition("://")[2] != headers.get("host", "").lower():
         raise Refused(403, f"Requests of other web pages are refused (Origin: {origin[:100]}).")
     if kinds and not kind.startswith(kinds):
         raise Refused(415, f"The content type is {kind[:100] or 'missing'}: send {' or '.join(kinds)}.")

@@ -228,10 +228,10 @@ def test_lists_of_the_worst_and_best_pairs(tmp_path: Path, base: Path) -> None:
     kept = _contained(rows["uid"], index)
     assert sorted(np.flatnonzero(kept)) == sorted(order[20:])
     page = (tmp_path / "out" / "worst.html").read_text()
-    assert page.count("data:image/jpeg;base64,") == page.count("<figure>") == 40, "each pair once"
+    assert page.count("data:image/jpeg;base64,") == page.count("<figure") == 40, "each pair once"
     below, above = page.split("Just above the cut at 25%")
-    assert below.count("<figure>") == 10, "the worst are all that would be removed"
-    assert above.split("The best pairs")[0].count("<figure>") == 24
+    assert below.count("<figure") == 10, "the worst are all that would be removed"
+    assert above.split("The best pairs")[0].count("<figure") == 24
     assert f"caption {order[0]}<small>score {rows['score'][order[0]]:.2f}" in page
     assert f"neuclip verify {base / 'named'} --remove {worst}" in result.output
 

@@ -111,6 +111,7 @@ def ask(address: tuple[str, int], path: str, body: object = None, **headers: str
     [
         ("/api/search", {"text": "fox"}, {"Origin": "http://evil.example"}, 403, "other web pages"),
         ("/api/search", {"text": "fox"}, {"Origin": "null"}, 403, "other web pages"),
+        ("/api/search", {"text": "fox"}, {"Origin": "http://[::1"}, 403, "other web pages"),  # was a traceback
         ("/api/search", {"text": "fox"}, {"Content_Type": "text/plain"}, 415, "send application/json"),
         ("/api/image", b"x", {"Content_Type": "multipart/form-data; boundary=x"}, 415, "send image/"),
         ("/api/classify", {"image": "gallery:0", "classes": [f"c{k}" for k in range(1000)],

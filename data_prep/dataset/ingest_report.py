@@ -107,7 +107,7 @@ def _odd(census: Census, manifest: Manifest) -> list[tuple[int, str]]:
     words = {
         "distinct_captions": "Distinct captions",
         "long_captions": "Captions of more than 77 tokens",
-        "transparent": "images with transparency",
+        "transparent": "Images with transparency",
         "single_colour": "Images of a single colour",
     }
     return [(number, f"{words[name]}{among}") for name, number in (counts or census.odd).items()

@@ -16,7 +16,7 @@ from pipeline.model.architectures import Architecture, load_open_clip
 from pipeline.model.model_folder import WEIGHTS_NAME, weights_digest
 from pipeline.model.starting_weights import HUB
 from pipeline.pictures.pixels import colour_name
-from pipeline.report.run_page import in_markdown
+from pipeline.report.page import in_markdown
 from pipeline.report.stored_scores import StoredEvaluation, read_evaluations
 from pipeline.run_files import METRICS_NAME, MODEL_CONFIG_NAME, read_records
 

@@ -232,7 +232,7 @@ def test_lists_of_the_worst_and_best_pairs(tmp_path: Path, base: Path) -> None:
     below, above = page.split("Just above the cut at 25%")
     assert below.count("<figure") == 10, "the worst are all that would be removed"
     assert above.split("The best pairs")[0].count("<figure") == 24
-    assert f"caption {order[0]}<small>score {rows['score'][order[0]]:.2f}" in page
+    assert f"caption {order[0]}<br>score {rows['score'][order[0]]:.2f}" in page
     assert f"neuclip verify {base / 'named'} --remove {worst}" in result.output
 
 

@@ -24,7 +24,8 @@ from pipeline.data.shards.tar_reader import CaptionField, CorruptSample
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.playground.gallery import open_image
-from pipeline.report.run_page import sample_pairs
+from pipeline.report.run_data import Run
+from pipeline.report.temperatures import _sample
 from pipeline.training.recipe import ValidationConfig
 from pipeline.training.validation import HeldOutPairs
 from tests.images import encoded
@@ -95,16 +96,17 @@ def test_held_out_pairs_are_decoded_as_in_training(folder: Path) -> None:
     np.testing.assert_array_equal(seen["image"][1].numpy(), EXPECTED)
 
 
-def test_the_reports_pairs_are_decoded_as_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reports_samples_are_decoded_as_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     grey, other = {"png": GREY_16, "txt": b"grey"}, {"jpg": OTHER_FORMAT, "txt": b"other"}
     manifest = write_shards(tmp_path, [1, 1, 1], replace={0: grey, 1: other})
-    found = dict(sample_pairs([manifest]))
-    assert set(found) == {"grey", "caption 2"}
-    body = base64.b64decode(found["grey"].partition("base64,")[2])
+    run = Run(tmp_path, manifests=(manifest,))
+    grey_one, *others = (_sample(run, number, tau=0.1) for number in range(3))
+    assert [grey_one["caption"], *(one["caption"] for one in others)] == ["grey", "sample 1", "caption 2"]
+    body = base64.b64decode(grey_one["image"].partition("base64,")[2])
     shown = np.asarray(Image.open(io.BytesIO(body)).convert("RGB")).astype(int)
     assert np.abs(shown - EXPECTED).max() < 32, "a JPEG of the ramp, and not white"
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 200)  # 24 x 20 pixels are more than twice as many
-    assert {caption for caption, _ in sample_pairs([manifest])} == {"grey"}, "an unreadable pair is skipped"
+    assert _sample(run, 2, tau=0.1)["image"] is None
 
 
 @dataclass(frozen=True)

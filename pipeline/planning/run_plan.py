@@ -92,7 +92,8 @@ def plan_run(run: RunConfig, *, gpus: int, assume: Assumptions = UNKNOWN_DATA) -
     check_captions_of(run)
     check_stages(run)
     towers, architecture, _ = measured_towers(run.model)
-    data, missing = None, ""
+    data: DataPlan | None = None
+    missing = ""
     try:
         data = plan_data(run.data, ranks=gpus, global_batch=run.batch_size, image_size=architecture.image_size)
     except UserError as error:

@@ -212,8 +212,8 @@ def _outcome(evidence: Evidence) -> DoctorFinding:
         return DoctorFinding("run", "broken", "trained to its end, but its last checkpoint is damaged or missing")
     what, remedy = CODES.get(cause.code, (f"exit code {cause.code}", ""))
     reason = f": {textwrap.shorten(cause.reason, REASON_LENGTH)}" if cause.reason else ""
-    status = "note" if cause.code in HARMLESS else "broken"
-    return DoctorFinding("run", status, f"ended with {cause.code}: {what}{reason}", remedy)
+    found = f"ended with {cause.code}: {what}{reason}"
+    return DoctorFinding("run", "note" if cause.code in HARMLESS else "broken", found, remedy)
 
 
 def _ranks(evidence: Evidence) -> Iterator[DoctorFinding]:

@@ -176,6 +176,12 @@ def test_page_reports_the_results_of_the_run(run: Path) -> None:
         assert f"<h3>{title}</h3>" in html
     assert "colour: 2 classes, lowest “red” with 60%" in html
     assert re.search(r'<th scope="row">red</th><td[^>]*>60</td><td[^>]*>40</td>', html), "a row of the confusion matrix"
+    part = html[html.index("Every task over samples seen") : html.index("Every score of")]
+    assert re.findall(r"<h3>([^<]+)</h3>", part) == ["colour", "retrieval"]
+    text = (run / "report.md").read_text()
+    assert "| colour | acc1 | 60.0% | 10.0% | 100 |" in text
+    assert "| http 404 | 7 |" in text
+    assert "scenes/size could not be scored: the data is cut short" in text
 
 
 @pytest.mark.parametrize(("facts", "counted"), [({"made by": "neuclip pairs"}, "rows"), ({}, "samples")])
@@ -192,20 +198,6 @@ def test_data_that_were_not_downloaded_have_no_urls(tmp_path: Path, facts: dict[
     assert ("None of 90 samples failed." in html) != bool(failures)
     assert "URL" not in re.sub(r"<(script|style).*?</\1>", "", html, flags=re.DOTALL)
     assert "URL" not in markdown
-
-
-def test_scores_over_samples_covers_every_task(run: Path) -> None:
-    html = write_report([run]).read_text()
-    part = html[html.index("Every task over samples seen") : html.index("Every score of")]
-    assert re.findall(r"<h3>([^<]+)</h3>", part) == ["colour", "retrieval"]
-    assert part.count('class="plot"') == 2
-
-
-def test_markdown(run: Path) -> None:
-    text = write_report([run]).with_suffix(".md").read_text()
-    assert "| colour | acc1 | 60.0% | 10.0% | 100 |" in text
-    assert "| http 404 | 7 |" in text
-    assert "scenes/size could not be scored: the data is cut short" in text
 
 
 def test_the_same_run_gives_the_same_bytes(run: Path, tmp_path: Path) -> None:
@@ -264,24 +256,15 @@ def test_damaged_results_are_skipped_and_listed(run: Path) -> None:
     assert [score.task for score in read.latest.scores] == ["scenes/colour", "scenes/retrieval"]
 
 
-def test_resumed_run_counts_each_step_once(run: Path) -> None:
+def test_the_curves_and_evaluations_of_a_run(run: Path) -> None:
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"kind": "train", "step": 50, "samples": 400, "loss": 123.0}) + "\n")
-    samples, loss = read_run(run).curve("loss")
-    assert list(samples) == [8 * step for step in range(10, 101, 10)]
+    found = read_run(run)
+    samples, loss = found.curve("loss")
+    assert list(samples) == [8 * step for step in range(10, 101, 10)], "a resumed run counts each step once"
     assert loss[4] == 123.0
-
-
-def test_non_finite_values_are_not_drawn(run: Path) -> None:
-    samples, _ = read_run(run).curve("ratio_max")
-    assert len(samples) == 9
-
-
-def test_checkpoints_are_ordered_by_samples_seen(run: Path) -> None:
-    assert [(e.checkpoint, e.samples) for e in read_run(run).evaluations] == [
-        ("step-00000050", 400),
-        ("step-00000100", 800),
-    ]
+    assert len(found.curve("ratio_max")[0]) == 9, "a value that is not finite is not drawn"
+    assert [(e.checkpoint, e.samples) for e in found.evaluations] == [("step-00000050", 400), ("step-00000100", 800)]
 
 
 @pytest.mark.parametrize("make", [False, True])
@@ -293,19 +276,13 @@ def test_a_folder_that_is_not_a_run_is_rejected(tmp_path: Path, make: bool) -> N
         read_run(folder)
 
 
-def test_the_report_command(run: Path) -> None:
-    result = CliRunner().invoke(command, [str(run)], catch_exceptions=False)
-    assert result.exit_code == 0
-    assert result.output.strip() == str(run / "report.html")
-    assert (run / "report.md").exists()
-
-
 def test_scores_as_tensorboard_scalars(run: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     (run / "tensorboard").mkdir()
     for _ in range(2):  # a second report replaces the first one's scalars
-        CliRunner().invoke(command, [str(run)], catch_exceptions=False)
+        result = CliRunner().invoke(command, [str(run)], catch_exceptions=False)
+        assert result.output.strip() == str(run / "report.html")
     events = EventAccumulator(str(run / "tensorboard" / "evaluation"))
     events.Reload()
     found = [(e.step, pytest.approx(e.value)) for e in events.Scalars("evaluation/scenes/colour")]

@@ -17,6 +17,7 @@ from torch import Tensor
 from pipeline.data.loading.stream_reader import SequentialReader
 from pipeline.data.order.mixture import Segments, make_mixture
 from pipeline.data.shards.manifest_format import Manifest, make_manifest
+from pipeline.data.shards.tar_reader import split_name
 from tests.images import encoded
 
 Members = Mapping[str, bytes]
@@ -50,6 +51,12 @@ def write_members(
             info = tarfile.TarInfo(name)
             info.size, info.mtime = len(data), date
             tar.addfile(info, io.BytesIO(data))
+
+
+def starts(path: Path) -> list[int]:
+    """The first byte of each sample of a tar."""
+    with tarfile.open(path) as tar:
+        return list({split_name(member.name)[0]: member.offset for member in reversed(tar.getmembers())}.values())[::-1]
 
 
 def write_shards(

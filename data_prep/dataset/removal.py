@@ -86,6 +86,8 @@ def remove(root: str | Path, names: set[str]) -> tuple[Removal, Manifest | None]
         manifest = local_manifest(folder.root) if (folder.root / MANIFEST_NAME).is_file() else None
         kept = known | (names if folder.is_download else found)
         manifest = _swap(folder, manifest, changing, hits, kept) if hits or kept != known else manifest
+        if manifest is not None:
+            manifest.update_indexes()
         samples = sum(shard.samples for shard in changing) - _check_gone(folder, hits, names)
         missing = tuple(sorted(names - found - (set() if folder.is_download else known)))
         return Removal(len(names), missing, samples, len(hits)), manifest if is_whole else None

@@ -19,6 +19,7 @@ from data_prep.dataset import canonical_tar
 from data_prep.dataset.dataset_folder import Folder, ShardRecord, write_meta_to
 from data_prep.dataset.swap import Swap, discard, finish
 from data_prep.settings.source_config import HASH_KINDS
+from pipeline.data.shards.shard_index import write_index
 from pipeline.errors import UserError
 from pipeline.files import sha256_of
 
@@ -54,6 +55,8 @@ def publish(
         record = replace(record, bytes=size, sha256=digest, meta_sha256=meta_digest)
         swap.new(folder.record(shard)).write_text(record.text(), encoding="utf-8")
         swap.commit()
+    if record.samples:
+        write_index(folder.root, folder.tar(shard), sha256=digest)
     return record
 
 

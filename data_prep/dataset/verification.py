@@ -13,6 +13,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from data_prep.dataset import canonical_tar
 from data_prep.dataset.dataset_folder import Folder, ShardRecord, load_config, read_lines, read_meta
 from data_prep.dataset.ingest_report import REPORT_NAME
@@ -31,8 +33,9 @@ from data_prep.dataset.shard_plan import PLAN_NAME, Plan, check_list, load_plan
 from pipeline.config import to_tree
 from pipeline.data.shards.manifest_format import MANIFEST_NAME, Manifest, Shard, load_manifest
 from pipeline.data.shards.rgb_image import rgb_image
+from pipeline.data.shards.shard_index import INDEX_FOLDER, index_path, load_index, scan_members
 from pipeline.data.shards.storage import list_shards
-from pipeline.data.shards.tar_reader import CorruptSample
+from pipeline.data.shards.tar_reader import CorruptSample, DamagedTar
 from pipeline.errors import UserError
 from pipeline.files import sha256_of
 
@@ -248,6 +251,17 @@ def _check_shard(manifest: Manifest, shard: Shard, own: Folder | None, *, decode
         with suppress(UserError, KeyError, UnicodeDecodeError):
             rows = {row["key"]: row for row in read_meta(own, number).to_pylist()}
     yield from _check_samples(path, shard, rows, decode=decode)
+    if digest == shard.sha256:
+        yield from _check_index(manifest, path, shard)
+
+
+def _check_index(manifest: Manifest, path: Path, shard: Shard) -> Iterator[Problem]:
+    index = index_path(manifest.root, shard.sha256)
+    with suppress(DamagedTar):
+        members = load_index(manifest.root, sha256=shard.sha256, samples=shard.samples)
+        if index.exists() and (members is None or not np.array_equal(members, scan_members(path))):
+            detail = f"it is not that of {shard.name}: delete it, which makes reading the shard a little slower"
+            yield Problem(f"{INDEX_FOLDER}/{index.name}", "index", detail)
 
 
 def _check_converted(folder: Folder, manifest: Manifest, shard: Shard) -> Iterator[Problem]:

@@ -42,6 +42,7 @@ from data_prep.pairs.listing import Listing, PairRow, PairSource, write_listing
 from data_prep.pairs.pair import ImageOptions, SourceOptions, convert
 from data_prep.reasons import REMOVED, FetchError
 from pipeline.data.shards.manifest_format import Manifest, make_manifest
+from pipeline.data.shards.shard_index import write_index
 from pipeline.errors import UserError
 from pipeline.files import flush, replacing, sha256_of, write_text
 from pipeline.versions import version_of
@@ -256,7 +257,9 @@ def write_shard(job: _Job, shard: int) -> int:
     failures = Counter(row["reason"] for row in rows if row["reason"])
     samples = len(rows) - failures.total()
     digest = sha256_of(path) if samples else ""
-    if not samples:
+    if samples:
+        write_index(job.folder.root, path, sha256=digest)
+    else:
         path.unlink()
         size = 0
     write_meta(job.folder.meta(shard), pa.Table.from_pylist(rows, schema=_META))

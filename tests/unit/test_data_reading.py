@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 import tarfile
 from pathlib import Path
 
@@ -18,12 +19,12 @@ from pipeline.data.order.canonical_order import stream_order
 from pipeline.data.order.mixture import make_mixture, plan_epoch
 from pipeline.data.shards.check_shards import check_shards
 from pipeline.data.shards.manifest_format import load_manifest, make_manifest
+from pipeline.data.shards.shard_index import scan_members
 from pipeline.data.shards.storage import open_records
-from pipeline.data.shards.tar_reader import read_records, record_offset, split_name
-from pipeline.data.shards.tar_reader import samples as samples_in
+from pipeline.data.shards.tar_reader import keys, read_records, split_name
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from tests.shards import jpeg, reader, sample, write_members, write_shards, write_tar
+from tests.shards import jpeg, reader, sample, starts, write_members, write_shards, write_tar
 
 DIALECTS = [tarfile.USTAR_FORMAT, tarfile.PAX_FORMAT, tarfile.GNU_FORMAT]
 
@@ -38,7 +39,7 @@ def test_records_match_tarfile(tmp_path: Path, dialect: int, skip: int, sample_b
         found = list(records)
     assert [(r.image, r.caption) for r in found] == [(s["jpg"], s["txt"]) for s in samples[skip:]]
     with open(tmp_path / "a.tar", "rb") as file:
-        assert len(list(samples_in(file))) == 7
+        assert len(list(keys(file))) == 7
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -71,10 +72,8 @@ def test_long_names_directories_and_extended_headers(tmp_path: Path, dialect: in
         found = list(read_records(file))
     assert [r.image is not None for r in found] == [True, False, True]
     assert [r.caption is not None for r in found] == [True, True, False]
-    for number, record in enumerate(found):
-        with open(path, "rb") as file:
-            file.seek(record_offset(file, number))
-            assert next(read_records(file)) == record
+    with open_records(str(path), index=scan_members(path)) as records:
+        assert [(r.image, r.caption) for r in records] == [(r.image, r.caption) for r in found]
 
 
 def test_the_image_of_a_sample_is_its_first(tmp_path: Path) -> None:
@@ -103,8 +102,7 @@ def test_a_truncated_shard_loses_only_its_end(tmp_path: Path, cut: int) -> None:
     """The shard is cut in the first header, the image or the caption of sample 3."""
     manifest = write_shards(tmp_path, [5, 3])
     path = tmp_path / "00000.tar"
-    with open(path, "rb") as file:
-        begin = record_offset(file, 3)
+    begin = starts(path)[3]
     path.write_bytes(path.read_bytes()[: begin + cut])
     one = reader(manifest)
     records = list(one.read(0))
@@ -113,15 +111,19 @@ def test_a_truncated_shard_loses_only_its_end(tmp_path: Path, cut: int) -> None:
     assert [r.caption for r in records if not r.problem] == [f"caption {i}".encode() for i in (0, 1, 2, 5, 6, 7)]
 
 
-def test_corrupt_header_ends_the_shard(tmp_path: Path) -> None:
+def test_a_damaged_header_ends_a_shard_without_an_index(tmp_path: Path) -> None:
     manifest = write_shards(tmp_path, [4])
     path = tmp_path / "00000.tar"
-    with open(path, "rb") as file:
-        begin = record_offset(file, 2)
+    begin = starts(path)[2]
     data = bytearray(path.read_bytes())
     data[begin + 5] ^= 1
     path.write_bytes(data)
-    assert [r.problem for r in reader(manifest).read(0)] == ["", "", TRUNCATED, TRUNCATED]
+    with pytest.raises(UserError, match="are not those of its manifest"):
+        list(reader(manifest, altered_shards="stop").read(0))
+    shutil.rmtree(tmp_path / "index")
+    for altered in ("stop", "ignore"):
+        records = list(reader(manifest, altered_shards=altered).read(0))
+        assert [r.problem for r in records] == ["", "", TRUNCATED, TRUNCATED]
 
 
 def test_missing_shard_is_retried_and_then_given_up(tmp_path: Path) -> None:
@@ -151,7 +153,7 @@ def test_files_that_webdataset_ignores_are_not_samples(tmp_path: Path) -> None:
         (record,) = read_records(file)
         assert (record.image, record.caption) == (members["0.jpg"], b"a")
         file.seek(0)
-        assert len(list(samples_in(file))) == 1
+        assert len(list(keys(file))) == 1
     assert [key for key, _ in canonical.samples(tmp_path / "a.tar")] == ["0"]
     (seen,) = webdataset.WebDataset(str(tmp_path / "a.tar"), shardshuffle=False)
     assert (seen["jpg"], seen["txt"]) == (record.image, record.caption)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -25,6 +26,7 @@ from jobs.manifest import command as manifest_command
 from jobs.pairs import command as pairs_command
 from jobs.verify import command as verify_command
 from pipeline.data.shards.manifest_format import load_manifest
+from pipeline.data.shards.shard_index import INDEX_FOLDER, load_index, scan_members
 from pipeline.data.shards.tar_reader import read_records
 from pipeline.errors import UserError
 from tests.ingested import copied, in_process, made, own_opener, site  # noqa: F401
@@ -89,11 +91,13 @@ KINDS = pytest.mark.parametrize("build", ["download", "of_pairs", "foreign", "be
 
 
 def contents(root: Path) -> dict[str, bytes]:
-    """All files of a data set, through links, but for logs, locks and pages."""
+    """All files of a data set, through links, but for logs, locks, pages and indexes."""
     files = ((Path(folder) / name) for folder, _, names in os.walk(root, followlinks=True) for name in names)
     named = {str(path.relative_to(root)): path.read_bytes() for path in files}
     return {
-        name: body for name, body in named.items() if not re.search(r"staging/|sessions\.jsonl|download\.yaml", name)
+        name: body
+        for name, body in named.items()
+        if not re.search(r"staging/|index/|sessions\.jsonl|download\.yaml", name)
     }
 
 
@@ -102,9 +106,19 @@ def keys(root: Path) -> list[str]:
     return [key for shard in manifest.shards for key, _ in canonical_tar.samples(manifest.url(shard))]
 
 
+def check_indexes(root: Path) -> None:
+    manifest = load_manifest(root)
+    for shard in manifest.shards:
+        index = load_index(root, sha256=shard.sha256, samples=shard.samples)
+        assert index is not None
+        assert np.array_equal(index, scan_members(Path(manifest.url(shard))))
+    assert len(list((root / INDEX_FOLDER).iterdir())) == len(manifest.shards), "those of former shards are deleted"
+
+
 @KINDS
 def test_a_removal_and_what_follows(build: Path, tmp_path: Path) -> None:
     root = build / "data"
+    check_indexes(root)
     before, bodies = load_manifest(root), dict(canonical_tar.samples(root / "shards/00000.tar"))
     mine = [root / "shards/mine.tar.new", root / "shards/.mine.tmp", root / "x.tar.new"]
     for path in mine:
@@ -120,6 +134,7 @@ def test_a_removal_and_what_follows(build: Path, tmp_path: Path) -> None:
     kept = dict(canonical_tar.samples(root / "shards/00000.tar"))
     assert all(kept[key] == bodies[key] for key in kept)
     assert verify(root) == []
+    check_indexes(root)
     assert remove(root, NAMES)[0].missing == (), "they are gone already"
     assert load_manifest(root).digest == after.digest
     assert all(path.exists() for path in mine)
@@ -186,6 +201,7 @@ def test_a_removal_that_is_interrupted_anywhere_can_be_repeated(build: Path, act
         assert remove(root, NAMES)[0].missing == (), at
         found = {name: body for name, body in contents(root).items() if name != "dropped.tsv"}
         assert found == {name: body for name, body in expected.items() if name != "dropped.tsv"}, at
+        check_indexes(root)
         if not ended:
             break
     assert at > 15

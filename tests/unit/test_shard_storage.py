@@ -11,12 +11,14 @@ from typing import Any
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.spec import AbstractBufferedFile
 
 from pipeline.data.loading.stream_reader import ALTERED
 from pipeline.data.shards import storage
 from pipeline.data.shards.check_shards import check_shards
 from pipeline.data.shards.manifest_format import Manifest, make_manifest
-from pipeline.data.shards.storage import open_shard
+from pipeline.data.shards.shard_index import scan_members
+from pipeline.data.shards.storage import open_records, open_shard
 from pipeline.data.shards.tar_reader import read_records
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
@@ -106,28 +108,35 @@ class Dropping(io.BytesIO):
 
 def test_a_server_is_read_ahead_while_samples_are_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest, remote = in_flaky_store(tmp_path, monkeypatch, samples=40)
-    monkeypatch.setattr(storage, "BUFFER", 4096)
-    ahead, read = 4096 * storage.PIECES_AHEAD, threading.Event()
+    monkeypatch.setattr(storage, "BUFFER", 2048)
+    ahead, fetched = threading.Event(), list[tuple[int, int]]()
 
-    class Watched(io.BytesIO):
-        def read(self, size: int | None = -1) -> bytes:
-            data = super().read(size)
-            assert self.tell() <= 2 * ahead or decoded.is_set(), "more than the pieces ahead are in memory"
-            if self.tell() >= ahead:
-                read.set()
-            return data
+    class Ranges(AbstractBufferedFile):
+        def _fetch_range(self, start: int, end: int) -> bytes:
+            fetched.append((start, end))
+            if start >= 2 * 4 * storage.BUFFER:
+                ahead.set()
+            return Flaky.whole[start:end]
 
-    decoded = threading.Event()
-    monkeypatch.setattr(Flaky, "_open", lambda self, path, mode="rb", **_: Watched(self.whole))
+    def opened(self: Flaky, path: str, mode: str = "rb", **options: Any) -> Ranges:
+        return Ranges(self, path, mode, size=len(self.whole), **options)
+
+    monkeypatch.setattr(Flaky, "_open", opened)
     records = reader(remote).read(0)
-    first = next(records)
-    assert read.wait(30), "nothing is read while the caller works"
-    decoded.set()
-    assert [first, *records] == list(reader(manifest).read(0))
-    abandoned = reader(remote).read(0)
-    next(abandoned)
-    abandoned.close()
-    assert "read ahead" not in {thread.name for thread in threading.enumerate()}
+    first, second = next(records), next(records)
+    while not ahead.is_set():  # the thread reads the next block when this one is reached
+        second_block = next(records)
+        assert second_block
+    assert ahead.wait(30)
+    assert len(fetched) <= 5
+    everything = list(reader(manifest).read(0))
+    assert [first, second] == everything[:2]
+    records.close()
+    assert list(reader(remote).read(0)) == everything
+    fetched.clear()
+    with open_records("flaky://bucket/00000.tar", skip=38, index=scan_members(tmp_path / "00000.tar")) as found:
+        assert [record.caption for record in found] == [b"caption 38", b"caption 39"]
+    assert fetched[0][0] > len(Flaky.whole) // 2, "nothing before the first sample is read"
 
 
 def in_flaky_store(folder: Path, monkeypatch: pytest.MonkeyPatch, *, samples: int) -> tuple[Manifest, Manifest]:

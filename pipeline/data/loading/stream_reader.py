@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 from pipeline.data.order.canonical_order import StreamOrder
 from pipeline.data.order.mixture import Segments
 from pipeline.data.shards.manifest_format import Manifest, Shard
+from pipeline.data.shards.shard_index import load_index
 from pipeline.data.shards.storage import StreamHash, is_local, open_records
 from pipeline.data.shards.tar_reader import CaptionField, DamagedTar, TarRecord
 from pipeline.errors import UserError
@@ -38,6 +39,8 @@ class SequentialReader:
     """Where captions are, by source."""
     bounds: tuple[int, ...] = (0,)
     """First shard number of each source, ascending."""
+    folders: tuple[str, ...] = ()
+    """The folder of each source's manifest, which has the indexes of its shards."""
     altered_shards: Literal["stop", "skip", "ignore"] = "ignore"
     """See DataConfig."""
     pause: Callable[[float], None] = time.sleep
@@ -57,20 +60,29 @@ class SequentialReader:
 
     def caption(self, shard: int) -> CaptionField:
         """Where the captions of a shard's samples are."""
-        source = bisect.bisect_right(self.bounds, shard) - 1
-        return self.captions[min(source, len(self.captions) - 1)]
+        return self.captions[min(self._source(shard), len(self.captions) - 1)]
+
+    def _source(self, shard: int) -> int:
+        return bisect.bisect_right(self.bounds, shard) - 1
 
     def _read_shard(self, shard: int, start: int, count: int) -> Iterator[TarRecord]:
         """`count` records of one shard from sample `start` on."""
         stored = self.manifest.shards[shard]
         url = self.manifest.url(stored)
         suffix, size = self.caption(shard).suffix, stored.bytes / stored.samples
+        folder = self.folders[self._source(shard)] if self.folders else self.manifest.root
+        index = load_index(folder, sha256=stored.sha256, samples=stored.samples)
         stop, failures, opened = start + count, 0, start
         while start < stop and start < self.lost.get(shard, (stop, ""))[0]:
             stream_hash = StreamHash() if stored.sha256 and self.altered_shards != "ignore" else None
             try:
                 with open_records(
-                    url, skip=start, caption_suffix=suffix, sample_bytes=size, stream_hash=stream_hash
+                    url,
+                    skip=start,
+                    caption_suffix=suffix,
+                    sample_bytes=size,
+                    stream_hash=stream_hash,
+                    index=index,
                 ) as records:
                     for record in records:
                         start += 1

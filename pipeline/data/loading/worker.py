@@ -231,6 +231,7 @@ class StreamDataset(IterableDataset[Part | UserError]):
                 self.retries,
                 captions=self.captions,
                 bounds=mixture.bounds[:-1],
+                folders=mixture.folders,
                 altered_shards=self.altered_shards,
             )
             fillers = [

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from pipeline.data.data_config import DataConfig
 from pipeline.data.order.hashing import Purpose, draws, key
-from pipeline.data.order.mixture import Mixture, Segments, load_mixture, shared_epoch
+from pipeline.data.order.mixture import Mixture, Segments, load_mixture, plan_epoch
 from pipeline.errors import UserError
 from pipeline.registries import Registry
 
@@ -197,7 +197,7 @@ class Order:
     def segments(self, epoch: int) -> Segments:
         """The samples of an epoch in reading order, `mixture.epoch_samples` in all; of these, stream c reads
         `[c L, (c + 1) L)`."""
-        return shared_epoch(self.mixture, seed=self.seed, epoch=epoch)
+        return plan_epoch(self.mixture, seed=self.seed, epoch=epoch)
 
     def stream(self, *, epoch: int, stream: int, block: int = BLOCK) -> StreamOrder:
         """The shuffle of one stream in one epoch; for `block` see `stream_order`."""

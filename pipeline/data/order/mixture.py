@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,11 +13,8 @@ from numpy.typing import NDArray
 from pipeline.data.data_config import DataConfig
 from pipeline.data.order.hashing import Purpose, draws, key, permutation
 from pipeline.data.shards.manifest_format import Manifest, load_manifest, make_manifest
-from pipeline.data.shards.shard_table import Arrays, ShardTableBuilder, shared, shared_table
 
 Int64 = NDArray[np.int64]
-SHARED_SHARDS = 1000
-"""With at least this many shards, the processes of a node share the joined manifest and the plan of an epoch."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +28,8 @@ class Mixture:
     """Passes over each source per epoch."""
     digests: tuple[str, ...]
     """Hash of each source's contents, independent of where the shards are stored."""
+    folders: tuple[str, ...]
+    """The folder of each source's manifest."""
     replacement: bool = False
 
     @property
@@ -93,37 +91,18 @@ def make_mixture(
         bounds=(0, *np.cumsum([len(manifest.shards) for manifest in manifests]).tolist()),
         weights=weights,
         digests=tuple(manifest.shards.content_digest for manifest in manifests),
+        folders=tuple(manifest.root for manifest in manifests),
         replacement=replacement,
     )
 
 
 def _join(manifests: Sequence[Manifest]) -> Manifest:
     """One manifest of all shards, whose names are absolute."""
-    rows = (
+    return make_manifest(
         (m.url(s) if ":" in s.name else os.path.abspath(m.url(s)), s.samples, s.bytes, s.sha256)
         for m in manifests
         for s in m.shards
     )
-    if sum(len(manifest.shards) for manifest in manifests) < SHARED_SHARDS:
-        return make_manifest(rows)
-    sources = [(os.path.abspath(manifest.root), manifest.digest) for manifest in manifests]
-    topic = "mixture-" + hashlib.sha256(repr(sources).encode()).hexdigest()[:16]
-    return Manifest(shards=shared_table(topic, "1", lambda: (ShardTableBuilder(rows).build(), {}))[0])
-
-
-def shared_epoch(mixture: Mixture, *, seed: int, epoch: int) -> Segments:
-    """`plan_epoch`, computed once per node if there are many shards; its processes share the result."""
-    if len(mixture.sizes) < SHARED_SHARDS:
-        return plan_epoch(mixture, seed=seed, epoch=epoch)
-    identity = (mixture.digests, mixture.bounds, mixture.weights, mixture.replacement, seed)
-    topic = "epochs-" + hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
-
-    def make() -> Arrays:
-        plan = plan_epoch(mixture, seed=seed, epoch=epoch)
-        return Arrays({"shard": plan.shard, "start": plan.start, "position": plan.position}, {"length": plan.length})
-
-    stored = shared(topic, str(epoch), make)
-    return Segments(**stored.arrays, length=stored.facts["length"])
 
 
 def plan_epoch(mixture: Mixture, *, seed: int, epoch: int) -> Segments:

@@ -15,7 +15,7 @@ from pipeline.data.data_config import DataConfig
 from pipeline.data.order.hashing import Purpose, key, permutation
 from pipeline.data.shards.manifest_format import Manifest, Shard, load_manifest, shard_url
 from pipeline.data.shards.storage import is_local, open_records, open_shard
-from pipeline.data.shards.tar_reader import IMAGE_SUFFIXES, DamagedTar, members, samples, split_name
+from pipeline.data.shards.tar_reader import IMAGE_SUFFIXES, DamagedTar, keys, members, split_name
 from pipeline.errors import UserError
 from pipeline.run_files import record_of
 
@@ -165,7 +165,7 @@ def _read(url: str) -> None:
 def _count(manifest: Manifest, shard: Shard) -> None:
     try:
         with open_shard(manifest.url(shard)) as file:
-            counted = sum(1 for _ in samples(file))
+            counted = sum(1 for _ in keys(file))
     except DamagedTar:
         return  # its size is right: the readable samples are used, the others count as corrupt
     if counted != shard.samples:

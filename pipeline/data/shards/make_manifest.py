@@ -19,8 +19,17 @@ from pathlib import Path
 from typing import TextIO
 
 from pipeline.data.shards.manifest_format import JOURNAL, MANIFEST_NAME, Manifest, make_manifest, shard_url
+from pipeline.data.shards.shard_index import as_members, save_index
 from pipeline.data.shards.storage import StreamHash, is_local, list_shards, open_shard
-from pipeline.data.shards.tar_reader import CaptionField, CorruptSample, DamagedTar, TarRecord, members, read_records
+from pipeline.data.shards.tar_reader import (
+    CaptionField,
+    CorruptSample,
+    DamagedTar,
+    MemberPlace,
+    TarRecord,
+    members,
+    read_records,
+)
 from pipeline.errors import UserError
 from pipeline.files import as_text
 
@@ -66,11 +75,7 @@ def _scan_shards(
     scans = {name: found for name, found in known if name in wanted and found.caption == str(caption)}
     first: list[ShardScan] = []
     with _open_journal(root) as journal, ThreadPoolExecutor(threads) as pool:
-        jobs = [
-            pool.submit(_read_shard, name, shard_url(root, name), caption, stop=stop)
-            for name in names
-            if name not in scans
-        ]
+        jobs = [pool.submit(_read_shard, root, name, caption, stop=stop) for name in names if name not in scans]
         try:
             for job in as_completed(jobs):
                 found = job.result()
@@ -89,8 +94,9 @@ def _scan_shards(
     return scans
 
 
-def _read_shard(name: str, url: str, caption: CaptionField, *, stop: threading.Event) -> ShardScan:
-    """Count and hash one shard in one pass over its bytes."""
+def _read_shard(root: Path, name: str, caption: CaptionField, *, stop: threading.Event) -> ShardScan:
+    """Count, hash and index one shard in one pass over its bytes."""
+    url = shard_url(root, name)
 
     def check() -> None:
         if stop.is_set():
@@ -98,13 +104,18 @@ def _read_shard(name: str, url: str, caption: CaptionField, *, stop: threading.E
 
     unusable, notes, keys = Counter[str](), Counter[str](), set[str]()
     samples, hashed, changed = 0, StreamHash(check), 0
+    index: list[MemberPlace] = []
     try:
         if is_local(url):
             changed = os.stat(url).st_mtime_ns
         with open_shard(url) as file:
             stream = hashed.over(file)
             for record in read_records(
-                stream, caption_suffix=caption.suffix, strict=True, on_unended=lambda: notes.update([UNENDED])
+                stream,
+                caption_suffix=caption.suffix,
+                strict=True,
+                on_unended=lambda: notes.update([UNENDED]),
+                index=index,
             ):
                 samples += 1
                 unusable.update(_reasons(record, caption))
@@ -117,6 +128,7 @@ def _read_shard(name: str, url: str, caption: CaptionField, *, stop: threading.E
         return ShardScan(name, unread=f"{type(error).__name__}: {error}")
     if not samples:
         return ShardScan(name, damage="is empty")
+    save_index(root, as_members(index), sha256=sha256)
     return ShardScan(
         name, samples, hashed.bytes, sha256, dict(unusable), dict(+notes), caption=str(caption), changed=changed
     )

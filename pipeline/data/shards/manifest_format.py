@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import json
 import logging
 import os
@@ -17,16 +16,17 @@ import shlex
 import textwrap
 from array import array
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from pipeline.data.shards.shard_index import index_path, write_index
 from pipeline.data.shards.shard_table import Shard as Shard
-from pipeline.data.shards.shard_table import ShardTable, ShardTableBuilder, shared_table
+from pipeline.data.shards.shard_table import ShardTable, ShardTableBuilder
 from pipeline.data.shards.storage import COMMAND, OUTSIDE, is_local
-from pipeline.data.shards.tar_reader import FORMAT_SUFFIXES, DamagedTar, samples
+from pipeline.data.shards.tar_reader import FORMAT_SUFFIXES, DamagedTar, keys
 from pipeline.errors import UserError
 from pipeline.files import replacing
 from pipeline.run_files import RUN_CONFIG_NAME
@@ -38,8 +38,6 @@ JOURNAL = "manifest.partial.jsonl"
 """Of a scan for a manifest that was stopped."""
 FORMAT = "neuclip-manifest"
 VERSION = 1
-SHARED_BYTES = 1 << 18
-"""A manifest of this size, about 1,400 shards, is parsed once per node; its processes share the result."""
 
 
 @dataclass(frozen=True)
@@ -98,11 +96,31 @@ class Manifest:
         return shard_url(self.root, shard.name)
 
     def save(self, folder: str | Path) -> Path:
-        """Write `manifest.json` atomically; `root` is not stored, so that the folder can be moved."""
+        """Write `manifest.json` atomically, and the indexes of shards that have none.
+
+        `root` is not stored, so that the folder can be moved.
+        """
         path = Path(folder) / MANIFEST_NAME
         with replacing(path, durable=True) as temporary:
             self.write_to(temporary)
+        replace(self, root=str(folder)).update_indexes()
         return path
+
+    def update_indexes(self) -> None:
+        """Write the indexes of local shards that have none, and delete those of other shards.
+
+        A shard that is missing or damaged gets none: whatever reads it reports that.
+        """
+        folder = index_path(self.root, "").parent
+        present = set(os.listdir(folder)) if folder.is_dir() else set()
+        for shard in self.shards:
+            name, url = index_path(self.root, shard.sha256).name, self.url(shard)
+            if name not in present and shard.sha256 and is_local(url):
+                with contextlib.suppress(DamagedTar, OSError):
+                    write_index(self.root, Path(url), sha256=shard.sha256)
+            present.discard(name)
+        for name in present:
+            (folder / name).unlink()
 
     def write_to(self, path: Path) -> None:
         """As `save`, directly to the path."""
@@ -163,12 +181,7 @@ def load_manifest(path: str | Path, *, allow_commands: bool = False, allow_outsi
     if path.is_dir():
         path = path / MANIFEST_NAME
     try:
-        status = path.stat()
-        if status.st_size < SHARED_BYTES:
-            table, about = _read(path)
-        else:
-            topic = "manifest-" + hashlib.sha256(os.path.realpath(path).encode()).hexdigest()[:16]
-            table, about = shared_table(topic, f"{status.st_size}-{status.st_mtime_ns}", lambda: _read(path))
+        table, about = _read(path)
     except OSError as error:
         raise UserError(f"There is no manifest at {path}. {advice(path)}") from error
     _check_places(table, path, allow_commands=allow_commands, allow_outside=allow_outside)
@@ -263,16 +276,16 @@ def check_keys(manifest: Manifest, shards: Iterable[Shard]) -> None:
         url = manifest.url(shard)
         if not is_local(url):
             continue
-        keys = set[str]()
+        seen = set[str]()
         with contextlib.suppress(DamagedTar, OSError), open(url, "rb") as file:
-            for key, _ in samples(file):
-                if key in keys:
+            for key in keys(file):
+                if key in seen:
                     raise UserError(
                         f"{shard.name} has several samples with the key {key!r}, so that a list of keys cannot say "
                         "which of them to remove. Write the shard with a key of its own for each sample; nothing was "
                         "changed."
                     )
-                keys.add(key)
+                seen.add(key)
 
 
 TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet", ".arrow", ".json")

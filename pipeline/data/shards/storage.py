@@ -5,21 +5,23 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import queue
 import subprocess
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
-from pipeline.data.shards.tar_reader import TarRecord, read_records, record_offset
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.data.shards.shard_index import first_byte, indexed_records, sample_places
+from pipeline.data.shards.tar_reader import TarRecord, read_records
 from pipeline.errors import UserError
 
 BUFFER, HEADER_BUFFER = 1 << 20, 1 << 12
-PIECES_AHEAD = 4
-"""Of BUFFER bytes, that are read ahead from a server."""
+BLOCKS_KEPT = 3
+"""Of four buffers each, that are in memory of a shard on a server: the last, the present and the next."""
 SEEKING_PAYS = 100_000
 """Bytes of a sample from which on seeking over it is faster than reading it, on a disk that has not cached it."""
 REMOTE = frozenset({
@@ -50,16 +52,17 @@ def kind_of_place(name: str) -> str:
 def open_records(
     url: str,
     *,
-    skip: int,
+    skip: int = 0,
     caption_suffix: str = "txt",
     sample_bytes: float = 0.0,
     stream_hash: StreamHash | None = None,
+    index: NDArray[np.void] | None = None,
 ) -> Iterator[Iterator[TarRecord]]:
     """The samples of a shard, starting at number `skip`.
 
-    All bytes before that sample are read once, in order, which is what disks, object stores and pipes do best. From a
-    server they are read ahead in a thread, while the caller decodes. If samples are large, only the headers of the
-    skipped members of a local file are read.
+    With an index and without a hash, reading starts at that sample, except through a `pipe:` command. Otherwise all
+    bytes before it are read once, in order, unless samples are large: then only the headers of the skipped members of a
+    local file are read, or nothing if there is an index.
 
     Args:
         url: The shard.
@@ -67,68 +70,22 @@ def open_records(
         caption_suffix: Of the member with the caption.
         sample_bytes: Mean size of a sample.
         stream_hash: Takes the bytes as they are read, unless some of them are not.
+        index: Of `load_index`.
 
     Raises:
         OSError: The shard cannot be read.
         DamagedTar: The tar is truncated or damaged.
     """
-    if skip and is_local(url) and sample_bytes > SEEKING_PAYS:
-        with open(url, "rb", buffering=HEADER_BUFFER) as headers:
-            offset = record_offset(headers, skip)
-        with open_shard(url) as file:
-            file.seek(offset)
-            yield read_records(file, caption_suffix=caption_suffix)
-    else:
-        with open_shard(url) as file, _ReadAhead(file) if "://" in url else nullcontext(file) as stream:
-            source = stream if stream_hash is None else stream_hash.over(stream)
+    places = None if index is None else sample_places(index, caption_suffix)
+    can_seek = is_local(url) or (places is not None and not url.startswith("pipe:"))
+    seeks = skip > 0 and can_seek and (stream_hash is None or sample_bytes > SEEKING_PAYS)
+    start = first_byte(places[skip:]) if places is not None and seeks else 0
+    with open_shard(url, start=start, buffering=HEADER_BUFFER if sample_bytes > SEEKING_PAYS else BUFFER) as file:
+        source = file if stream_hash is None or seeks else stream_hash.over(file)
+        if places is None:
             yield read_records(source, skip=skip, caption_suffix=caption_suffix)
-
-
-class _ReadAhead(io.RawIOBase):
-    """A stream from its current place on, of which a thread reads the next pieces before they are asked for."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self._left, self._stopped = file, memoryview(b""), False
-        self._pieces: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
-        self._room = threading.Semaphore(PIECES_AHEAD)
-        self._thread = threading.Thread(target=self._fetch, name="read ahead", daemon=True)
-        self._thread.start()
-
-    def __enter__(self) -> BinaryIO:  # type: ignore[override]
-        return cast(BinaryIO, io.BufferedReader(self, BUFFER))
-
-    def __exit__(self, *_: object) -> None:
-        self._stopped = True
-        self._room.release()
-        self._thread.join()
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        if not self._left:
-            piece = self._pieces.get()
-            if isinstance(piece, Exception) or not piece:
-                self._pieces.put(piece)  # the end stays the end
-            if isinstance(piece, Exception):
-                raise piece
-            self._left = memoryview(piece)
-            self._room.release()
-        count = min(len(buffer), len(self._left))
-        buffer[:count], self._left = self._left[:count], self._left[count:]
-        return count
-
-    def _fetch(self) -> None:
-        piece: bytes | Exception = b"-"
-        while piece and not isinstance(piece, Exception):
-            self._room.acquire()
-            if self._stopped:
-                return
-            try:
-                piece = self._file.read(BUFFER)
-            except Exception as error:
-                piece = error
-            self._pieces.put(piece)
+        else:
+            yield indexed_records(source, places[skip:], position=start)
 
 
 class StreamHash(io.RawIOBase):
@@ -141,13 +98,13 @@ class StreamHash(io.RawIOBase):
         self.bytes = 0
         self._check = check
         self._sha256 = hashlib.sha256()
-        self._source: BinaryIO | None = None
-        self._file: BinaryIO | None = None
+        self._source: io.BufferedReader | None = None
+        self._file: io.BufferedReader | None = None
 
-    def over(self, file: BinaryIO) -> BinaryIO:
+    def over(self, file: io.BufferedReader) -> io.BufferedReader:
         """The same stream, hashed in large pieces; it cannot seek, so that no byte is left out."""
         self._source = file
-        self._file = cast(BinaryIO, io.BufferedReader(self, BUFFER))
+        self._file = io.BufferedReader(self, BUFFER)
         return self._file
 
     def finish(self) -> str | None:
@@ -163,12 +120,7 @@ class StreamHash(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         assert self._source is not None  # it is read through `over`
-        if isinstance(self._source, io.BufferedReader):  # a local file: no copy in between
-            count = self._source.readinto(buffer)
-        else:
-            data = self._source.read(len(buffer))
-            count = len(data)
-            buffer[:count] = data
+        count = self._source.readinto(buffer)
         self._check()
         self._sha256.update(memoryview(buffer)[:count])
         self.bytes += count
@@ -205,8 +157,10 @@ def is_local(url: str) -> bool:
 
 
 @contextmanager
-def open_shard(url: str) -> Iterator[BinaryIO]:
-    """The shard as a binary stream that is closed at the end.
+def open_shard(url: str, *, start: int = 0, buffering: int = BUFFER) -> Iterator[io.BufferedReader]:
+    """The shard as a binary stream from byte `start` on, which is closed at the end.
+
+    A `pipe:` command can only be read from its start; `buffering` is the size of a local file's buffer.
 
     Raises:
         OSError: The shard cannot be opened, or its `pipe:` command fails.
@@ -217,16 +171,36 @@ def open_shard(url: str) -> Iterator[BinaryIO]:
     elif "://" in url:
         import fsspec
 
-        # `fsspec.open` would pass the block size to the file system's constructor, which S3's refuses.
+        # `fsspec.open` would pass the block size to the file system's constructor, which S3's refuses. The next block
+        # is read in a thread, while the caller decodes.
         filesystem, path = fsspec.core.url_to_fs(url)
-        with filesystem.open(path, "rb", block_size=4 * BUFFER) as file:
-            yield cast(BinaryIO, file)
+        ahead = {"cache_type": "background", "cache_options": {"maxblocks": BLOCKS_KEPT}}
+        with filesystem.open(path, "rb", block_size=4 * BUFFER, **ahead) as file:
+            if start:
+                file.seek(start)
+            yield io.BufferedReader(_Forward(file), BUFFER)
     else:
-        with open(url, "rb", buffering=BUFFER) as file:
+        with open(url, "rb", buffering=buffering) as file:
+            file.seek(start)
             yield file
 
 
-class _CommandOutput:
+class _Forward(io.RawIOBase):
+    """A remote file that is read in order: some servers cannot seek."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._file.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+
+class _CommandOutput(io.RawIOBase):
     """Output of a command. A failed command raises at the end, so that it is not mistaken for a short tar."""
 
     def __init__(self, process: subprocess.Popen[bytes], errors: BinaryIO, command: str) -> None:
@@ -234,25 +208,24 @@ class _CommandOutput:
         self._errors = errors
         self._command = command
 
-    def seekable(self) -> bool:
-        return False
+    def readable(self) -> bool:
+        return True
 
-    def read(self, size: int) -> bytes:
-        assert self._process.stdout is not None
-        data = self._process.stdout.read(size)
-        if len(data) < size and (status := self._process.wait()):
+    def readinto(self, buffer: Any) -> int:
+        count = self._process.stdout.readinto(buffer)  # type: ignore[union-attr]
+        if not count and (status := self._process.wait()):
             self._errors.seek(0)
             message = self._errors.read()[-500:].decode("utf-8", "replace").strip()
             raise OSError(f"the command {self._command!r} ended with status {status}: {message}")
-        return data
+        return count
 
 
 @contextmanager
-def _pipe(command: str) -> Iterator[BinaryIO]:
+def _pipe(command: str) -> Iterator[io.BufferedReader]:
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(command, shell=True, stdout=subprocess.PIPE, stderr=errors, bufsize=BUFFER)
         try:
-            yield cast(BinaryIO, _CommandOutput(process, errors, command))
+            yield io.BufferedReader(_CommandOutput(process, errors, command), BUFFER)
         finally:
             if process.stdout is not None:
                 process.stdout.close()

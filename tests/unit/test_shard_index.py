@@ -1,0 +1,125 @@
+"""The index of a shard: reading by it gives what parsing gives, and an index that does not fit is not used."""
+
+from __future__ import annotations
+
+import shutil
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from data_prep.dataset.verification import verify
+from pipeline.config import parse
+from pipeline.data.data_config import DataConfig
+from pipeline.data.loading.loader import build_loader
+from pipeline.data.loading.stream_reader import ALTERED, TRUNCATED
+from pipeline.data.shards import storage
+from pipeline.data.shards.shard_index import index_path, load_index, scan_members
+from pipeline.data.shards.storage import StreamHash, open_records
+from pipeline.distributed.world import World
+from pipeline.errors import UserError
+from pipeline.files import sha256_of
+from tests.shards import count_tokens, reader, sample, write_members, write_shards
+
+MEMBERS = [
+    ("0.jpg", b"image"), ("0.json", b"{}"), ("0.txt", b"caption"),
+    ("README", b"no sample"), ("1.txt", b"caption first"), ("1.webp", b"image"),
+    ("2.jpg", b"the first counts"), ("2.png", b"mask"), ("2.txt", b"first"), ("2.txt", b"the last counts"),
+    ("3.txt", b"no image"), ("4.jpg", b""), ("4.TXT", b"empty image"), ("5.a-long-suffix", b"neither"),
+    ("n" * 150 + ".jpg", b"long name"), ("n" * 150 + ".txt", b"of PAX"), ("7.json", b"{}"), ("7.jpg", b"last"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["{}", "file://{}", "pipe:cat {}"])
+@pytest.mark.parametrize("dialect", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
+def test_records_are_those_of_the_parser(
+    form: str, dialect: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.tar"
+    write_members(path, MEMBERS, format=dialect)
+    index, url = scan_members(path), form.format(path)
+    expected = {}
+    for suffix in ("txt", "json", "a-long-suffix"):
+        with open_records(url, caption_suffix=suffix) as records:
+            expected[suffix] = [(record.image, record.caption) for record in records]
+    assert len(expected["txt"]) == 8
+    for suffix, skip, hashed, size in [
+        (s, k, h, b) for s in ("txt", "json") for k in range(9) for h in (True, False) for b in (0, 10**6)
+    ]:
+        with monkeypatch.context() as patch:
+            patch.setattr(storage, "read_records", lambda *_, **__: pytest.fail("it was parsed"))
+            stream_hash = StreamHash() if hashed else None
+            given = {"caption_suffix": suffix, "sample_bytes": size, "stream_hash": stream_hash, "index": index}
+            with open_records(url, skip=skip, **given) as records:
+                assert [(record.image, record.caption) for record in records] == expected[suffix][skip:]
+                seeks = size and skip and not url.startswith("pipe:")
+                if stream_hash:
+                    assert stream_hash.finish() == (None if seeks else sha256_of(path))
+    with open_records(url, caption_suffix="a-long-suffix", index=index) as records:
+        assert [(record.image, record.caption) for record in records] == expected["a-long-suffix"]
+
+
+def test_an_index_that_is_not_whole_is_not_used(tmp_path: Path) -> None:
+    manifest = write_shards(tmp_path, [5])
+    shard = manifest.shards[0]
+    index = index_path(tmp_path, shard.sha256)
+    records, whole = list(reader(manifest).read(0)), index.read_bytes()
+    assert verify(tmp_path) == []
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 1
+    for damaged in (whole[:-5], bytes(flipped), b"", whole[: 4 + 24], None):
+        index.unlink()
+        if damaged is not None:
+            index.write_bytes(damaged)
+        assert load_index(tmp_path, sha256=shard.sha256, samples=5) is None
+        assert list(reader(manifest).read(0)) == records
+        assert [problem.kind for problem in verify(tmp_path)] == (["index"] if damaged is not None else [])
+    manifest.update_indexes()
+    assert index.read_bytes() == whole
+
+
+def test_the_index_of_other_samples_is_not_used(tmp_path: Path) -> None:
+    manifest = write_shards(tmp_path, [5])
+    shard = manifest.shards[0]
+    assert load_index(tmp_path, sha256=shard.sha256, samples=5) is not None
+    assert load_index(tmp_path, sha256=shard.sha256, samples=4) is None
+    for digest in ("", "0" * 64, f"../index/{shard.sha256}"):
+        assert load_index(tmp_path, sha256=digest, samples=5) is None
+
+
+def test_changes_since_the_index_was_written_are_noticed(tmp_path: Path) -> None:
+    manifest = write_shards(tmp_path, [5])
+    shard, path = manifest.shards[0], tmp_path / "00000.tar"
+    whole = path.read_bytes()
+    place = whole.index(b"caption 0")
+    path.write_bytes(whole[:place] + b"C" + whole[place + 1 :])
+    with pytest.raises(UserError, match="are not those of its manifest"):
+        list(reader(manifest, altered_shards="stop").read(0))
+    assert [record.problem for record in reader(manifest, altered_shards="skip").read(0)] == [""] * 4 + [ALTERED]
+    path.write_bytes(whole[: whole.index(sample(3)["txt"]) + 2])
+    for altered in ("stop", "ignore"):
+        problems = [record.problem for record in reader(manifest, altered_shards=altered).read(0)]
+        assert problems == [""] * 3 + [TRUNCATED] * 2
+
+
+def test_the_indexes_of_joined_sources_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The joined manifest has absolute names and no folder."""
+    for name, first in (("a", 0), ("b", 40)):
+        write_shards(tmp_path / name, [20, 20], first=first)
+    sources = [str(tmp_path / "a"), str(tmp_path / "b")]
+    config = parse(DataConfig, {"sources": sources, "streams": 2, "shuffle_buffer": 5, "workers": 0})
+
+    def epoch() -> list[list[list[int]]]:
+        with build_loader(
+            config, world=World(), global_batch=8, seed=3, image_size=16, tokenize=count_tokens
+        ) as loader:
+            batches = [next(loader) for _ in range(loader.steps_per_epoch)]
+            return [[batch.sample_id.tolist(), batch.text[:, 0].tolist()] for batch in batches]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "read_records", lambda *_, **__: pytest.fail("it was parsed"))
+        indexed = epoch()
+    assert all(ids == captions for ids, captions in indexed)
+    for name in ("a", "b"):
+        shutil.rmtree(tmp_path / name / "index")
+    assert epoch() == indexed

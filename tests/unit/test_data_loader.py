@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -97,24 +99,22 @@ def test_resume_continues_exactly_on_another_layout(folder: Path, stop: int, ran
     assert f"{hashes:016x}" == writer.state_dict()["order_hash"]
 
 
-def test_resume_with_another_order_is_refused(folder: Path) -> None:
-    (writer,) = loaders(folder)
-    run([writer], 2)
-    (reader,) = loaders(folder, streams=2)
-    with pytest.raises(UserError, match=r"data.streams was 4, now 2"):
-        reader.load_state_dict(writer.state_dict())
-    forged = writer.state_dict() | {"proof": "0" * 16}
-    with pytest.raises(UserError, match="computes another order"):
-        loaders(folder)[0].load_state_dict(forged)
-
-
-def test_incompatible_settings_are_refused_before_the_first_step(folder: Path) -> None:
+def test_what_does_not_fit_is_refused_before_the_first_step(folder: Path, tmp_path: Path) -> None:
     for settings, ranks, message in [
         ({"streams": 3}, 1, "global batch of 8 is not divisible by data.streams = 3.*2 or 4"),
         ({"streams": 4}, 3, "data.streams = 4 is not divisible by 3 ranks"),
     ]:
         with pytest.raises(UserError, match=message):
             loaders(folder, ranks=ranks, **settings)
+    config = parse(DataConfig, {"sources": str(folder), "streams": 4, "workers": 2})
+    with pytest.raises(UserError, match=r"cannot be sent to worker processes.*data.workers=0"):
+        build_loader(
+            config, world=World(), global_batch=8, seed=0, image_size=16, tokenize=lambda texts: count_tokens(texts)
+        )
+    with open(shutil.copytree(folder, tmp_path / "longer") / "00001.tar", "ab") as file:
+        file.write(b"\0" * 512)
+    with pytest.raises(UserError, match=r"do not match their manifest.*00001.tar has \d+ bytes, not \d+"):
+        loaders(tmp_path / "longer")
 
 
 def test_a_rank_uses_at_most_one_worker_for_each_stream(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -123,7 +123,7 @@ def test_a_rank_uses_at_most_one_worker_for_each_stream(folder: Path, caplog: py
     assert "data.workers = 3, but a rank has 2 streams and uses one worker for each" in caplog.text
     try:
         found = run(group, 3)
-        assert all(len(loader._parts._workers) == 2 for loader in group)  # type: ignore[union-attr]
+        assert all(len(loader._source._parts._workers) == 2 for loader in group)  # type: ignore[union-attr]
     finally:
         for loader in group:
             loader.close()
@@ -159,13 +159,25 @@ def test_mixtures_resume_exactly_on_another_layout(folder: Path, second: Path, s
     assert torch.equal(run(group, 9)[0], expected[11:])
 
 
-def test_resume_with_another_weight_is_refused(folder: Path, second: Path) -> None:
-    sources = [{"manifest": str(folder)}, {"manifest": str(second), "weight": 0.5}]
-    (writer,) = loaders(folder, sources=sources)
-    run([writer], 1)
-    sources[1]["weight"] = 1.0
-    with pytest.raises(UserError, match=r"weights was \[1.0, 0.5\], now \[1.0, 1.0\]"):
-        loaders(folder, sources=sources)[0].load_state_dict(writer.state_dict())
+def test_resume_with_another_order_is_refused(folder: Path, second: Path, caplog: pytest.LogCaptureFixture) -> None:
+    halved = [{"manifest": str(folder)}, {"manifest": str(second), "weight": 0.5}]
+    for before, after, change, message in [
+        ({}, {"streams": 2}, {}, r"data.streams was 4, now 2"),
+        ({}, {}, {"proof": "0" * 16}, "computes another order"),
+        (
+            {"sources": halved},
+            {"sources": [str(folder), str(second)]},
+            {},
+            r"weights was \[1.0, 0.5\], now \[1.0, 1.0\]",
+        ),
+    ]:
+        (writer,) = loaders(folder, **before)
+        run([writer], 2)
+        with pytest.raises(UserError, match=message):
+            loaders(folder, **after)[0].load_state_dict(writer.state_dict() | change)
+    (writer,) = loaders(folder)
+    loaders(folder, decoding="exact")[0].load_state_dict(writer.state_dict())
+    assert "data.decoding was fast, now exact" in caplog.text, "another decoder is allowed"
 
 
 def test_shards_behind_pipes_give_the_same_batches(folder: Path, tmp_path: Path) -> None:
@@ -190,14 +202,6 @@ def test_loader_can_be_closed_and_continued(folder: Path) -> None:
         loader.close()
         second, _ = run([loader], 5)
     assert torch.equal(torch.cat([first, second]), expected)
-
-
-def test_shard_of_the_wrong_size_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    write_shards(tmp_path, [8, 8])
-    with open(tmp_path / "00001.tar", "ab") as file:
-        file.write(b"\0" * 512)
-    with pytest.raises(UserError, match=r"do not match their manifest.*00001.tar has \d+ bytes, not \d+"):
-        loaders(tmp_path)
 
 
 def test_an_altered_shard_stops_the_run_or_its_remaining_samples_are_replaced_and_counted(tmp_path: Path) -> None:
@@ -235,14 +239,6 @@ def test_unreadable_data_ends_the_run_with_a_message(tmp_path: Path) -> None:
     assert "Traceback" not in str(raised.value)
 
 
-def test_tokenizers_that_cannot_be_pickled_are_refused(folder: Path) -> None:
-    config = parse(DataConfig, {"sources": str(folder), "streams": 4, "workers": 2})
-    with pytest.raises(UserError, match=r"cannot be sent to worker processes.*data.workers=0"):
-        build_loader(
-            config, world=World(), global_batch=8, seed=0, image_size=16, tokenize=lambda texts: count_tokens(texts)
-        )
-
-
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_batches_that_are_kept_are_not_written_again(folder: Path, workers: int) -> None:
     """More batches than the loader has memory for are kept, and some of them only as a view of their images."""
@@ -254,14 +250,6 @@ def test_batches_that_are_kept_are_not_written_again(folder: Path, workers: int)
         assert all(torch.equal(*pair) for pair in zip(kept, expected, strict=True))
         loader.close()
         assert all(torch.equal(*pair) for pair in zip(kept, expected, strict=True))
-
-
-def test_resume_with_another_decoder_logs_a_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (writer,) = loaders(folder)
-    run([writer], 1)
-    (reader,) = loaders(folder, decoding="exact")
-    reader.load_state_dict(writer.state_dict())
-    assert "data.decoding was fast, now exact" in caplog.text
 
 
 def test_resume_does_not_decode_skipped_samples(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,36 +279,28 @@ def test_every_stream_reads_its_shards_once_and_in_order(folder: Path, monkeypat
     assert len(opened) <= len(SIZES) + loader.layout.streams - 1, "shards are opened again only at stream boundaries"
 
 
-@pytest.mark.parametrize(
-    ("error", "died"),
-    [
+def test_only_killed_workers_are_reported_as_killed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.distributed.workers._import_error", lambda modules: "")  # slow; the next test has it
+    for error, died in [
         (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "), True),
         (RuntimeError("DataLoader worker (pid(s) 7, 8) exited unexpectedly"), True),
         (ConnectionResetError(104, "Connection reset by peer"), True),
         (RuntimeError("Caught RuntimeError in DataLoader worker process 0.\nOriginal Traceback ..."), False),
         (OSError("Caught OSError in DataLoader worker process 0.\nOriginal Traceback ..."), False),
-    ],
-)
-def test_only_killed_workers_are_reported_as_killed(
-    folder: Path, error: Exception, died: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pipeline.distributed.workers._import_error", lambda modules: "")  # slow; the next test has it
-
-    def fail() -> Any:
-        raise error
-        yield
-
-    (loader,) = loaders(folder, workers=2)
-    loader._parts = fail()
-    with pytest.raises(UserError if died else type(error), match="out of memory" if died else "Caught"):
-        next(loader)
+    ]:
+        (loader,) = loaders(folder, workers=2)
+        source = loader._source
+        source._parts = MagicMock(__next__=MagicMock(side_effect=error), _workers=[])
+        monkeypatch.setattr(source, "start", lambda dataset: None)
+        with pytest.raises(UserError if died else type(error), match="out of memory" if died else "Caught"):
+            next(loader)
 
 
 def test_killing_a_real_worker_is_reported(folder: Path) -> None:
     (loader,) = loaders(folder, workers=2)
     with loader:
         next(loader)
-        for worker in loader._parts._workers:  # type: ignore[union-attr]
+        for worker in loader._source._parts._workers:  # type: ignore[union-attr]
             worker.kill()
         died = r"RuntimeError: DataLoader worker \(pid|ConnectionResetError: |BrokenPipeError: |EOFError: "
         with pytest.raises(UserError, match=rf"A worker of the loader was killed \(({died}).*out of memory"):

@@ -89,7 +89,7 @@ def test_the_index_of_other_samples_is_not_used(tmp_path: Path) -> None:
 
 def test_changes_since_the_index_was_written_are_noticed(tmp_path: Path) -> None:
     manifest = write_shards(tmp_path, [5])
-    shard, path = manifest.shards[0], tmp_path / "00000.tar"
+    path = tmp_path / "00000.tar"
     whole = path.read_bytes()
     place = whole.index(b"caption 0")
     path.write_bytes(whole[:place] + b"C" + whole[place + 1 :])

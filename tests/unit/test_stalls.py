@@ -27,8 +27,8 @@ if __name__ == "__main__":
     config = DataConfig(sources=sys.argv[1], streams=4, shuffle_buffer=10, workers=2, timeout_minutes=0.05)
     with build_loader(config, world=World(), global_batch=8, seed=0, image_size=16, tokenize=count_tokens) as loader:
         next(loader)
-        print(*(worker.pid for worker in loader._parts._workers), flush=True)
-        os.kill(loader._parts._workers[1].pid, signal.SIGSTOP)
+        print(*(worker.pid for worker in loader._source._parts._workers), flush=True)
+        os.kill(loader._source._parts._workers[1].pid, signal.SIGSTOP)
         while True:
             next(loader)
 """

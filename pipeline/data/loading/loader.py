@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, MutableSequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from pipeline.data.data_config import MAX_PIXELS, PREFETCH, DataConfig, default_workers
 from pipeline.data.loading.blocks import Blocks
 from pipeline.data.loading.decode import ImageDecoder, StoredCrops
 from pipeline.data.loading.feature_file import FeatureFile
 from pipeline.data.loading.gpu_decode import gpu_that_decodes, whole_batch
+from pipeline.data.loading.part_source import PartSource
 from pipeline.data.loading.position import (
     DataReport,
     Position,
@@ -29,13 +29,12 @@ from pipeline.data.loading.position import (
     save_position,
     with_batch_size,
 )
-from pipeline.data.loading.worker import Part, StreamDataset, Tokenize
-from pipeline.data.loading.worker_processes import NoBatch, StallWatch, describe_workers, prepare_workers
+from pipeline.data.loading.worker import StreamDataset, Tokenize
+from pipeline.data.loading.worker_processes import prepare_workers
 from pipeline.data.order.canonical_order import make_order
 from pipeline.data.order.hashing import MASK
 from pipeline.data.shards.check_shards import check_shards
 from pipeline.data.shards.tar_reader import CaptionField
-from pipeline.distributed.workers import means_worker_died, start_forkserver, start_workers, worker_died_message
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.pictures.pixels import colour_of
@@ -124,13 +123,16 @@ class Loader:
         """Position after the last batch that was returned."""
         self.workers = config.workers or 0
         """Decoding processes of this rank."""
-        self._parts: Iterator[Part | UserError] | None = None
         self._blocks: Blocks | None = None
-        self._reading: MutableSequence[int] = []
         self.stopped: Callable[[], bool] = lambda: False
         """Whether the run is to stop, so that a batch which does not come soon is given up. Asked in a thread."""
-        self._watch = StallWatch(
-            60 * config.timeout_minutes, self._stalled, stopped=lambda: self.stopped(), give_up=self._kill_workers
+        self._source = PartSource(
+            self.workers,
+            minutes=config.timeout_minutes,
+            manifest=self.mixture.manifest,
+            rank=world.rank,
+            place=self._place,
+            stopped=lambda: self.stopped(),
         )
 
     def __enter__(self) -> Loader:
@@ -149,11 +151,13 @@ class Loader:
             UserError: The data cannot be read any more.
             NoBatch: The run is to stop, and no batch has come.
         """
-        if self._watch.given_up:
-            raise NoBatch
-        if self._parts is None:
-            self._parts = self._start()
-        parts = [self._next_part(self._parts) for _ in range(max(1, self.workers))]
+        if self._blocks is None and not self.given_up:
+            self._start()
+        try:
+            parts = self._source.next_parts()
+        except UserError:
+            self.close()
+            raise
         at = self.position if self.position.batch < self.layout.steps else Position(epoch=self.position.epoch + 1)
         assert all((part.epoch, part.batch) == (at.epoch, at.batch) for part in parts), "workers are out of step"
         fresh = sum((part.corrupt for part in parts), Counter[tuple[str, str]]())
@@ -164,8 +168,7 @@ class Loader:
             corrupt=at.corrupt.plus(fresh) if fresh else at.corrupt,
             judged=at.judged,
         )
-        assert self._blocks is not None
-        image = self._blocks.take()
+        image = self._blocks.take()  # type: ignore[union-attr]
         if self._dataset.decoder.gpu is not None:
             image = whole_batch(parts, image, device=self._world.device, manifest=self.mixture.manifest)
         batch = Batch(
@@ -181,7 +184,7 @@ class Loader:
     @property
     def given_up(self) -> bool:
         """Whether the run is to stop, and no batch will come any more."""
-        return self._watch.given_up
+        return self._source.given_up
 
     def stand_in(self) -> Batch:
         """Black images without a caption in place of the next batch, for a step whose result is discarded."""
@@ -194,9 +197,8 @@ class Loader:
 
     def close(self) -> None:
         """End the workers. Iterating again starts new ones after the last batch."""
-        parts, self._parts, self._blocks = self._parts, None, None
-        if parts is not None and self.workers:
-            parts._shutdown_workers()  # type: ignore[attr-defined]
+        self._blocks = None
+        self._source.close()
 
     def report(self, position: Position | None = None) -> DataReport:
         """The counts of the epoch up to a batch's `position` (default: the last batch that was returned).
@@ -267,67 +269,17 @@ class Loader:
         self.close()
         self._dataset = replace(self._dataset, stored_crops=crops)
 
-    def _start(self) -> Iterator[Part | UserError]:
+    def _start(self) -> None:
         data = self._dataset
         rows = 0 if data.features else len(data.streams) * self.layout.rows
         ahead, pin = PREFETCH if self.workers else 0, self._world.device.type == "cuda"
         self._blocks = Blocks(rows, data.decoder.size, ahead=ahead, pin=pin and data.decoder.gpu is None)
-        dataset = replace(data, epoch=self.position.epoch, batch=self.position.batch, blocks=self._blocks)
-        if not self.workers:
-            return iter(dataset)
-        context = start_forkserver()
-        self._reading = context.RawArray("q", [-1] * self.workers)
-        loader = DataLoader(
-            replace(dataset, reading=self._reading),
-            batch_size=None,
-            num_workers=self.workers,
-            prefetch_factor=PREFETCH,
-            multiprocessing_context=context,
-            collate_fn=_as_is,
-        )
-        return start_workers(loader)
+        self._source.start(replace(data, epoch=self.position.epoch, batch=self.position.batch, blocks=self._blocks))
 
-    def _next_part(self, parts: Iterator[Part | UserError]) -> Part:
-        try:
-            with self._watch.waiting():
-                part = next(parts)
-        except (RuntimeError, OSError, EOFError) as error:
-            if self._watch.given_up:
-                raise NoBatch from error
-            if not (self.workers and means_worker_died(error)):
-                raise
-            memory = (
-                "Each worker keeps about half of data.shuffle_buffer encoded samples for each of its streams, and "
-                f"{PREFETCH} batches: lower data.shuffle_buffer or data.workers. `neuclip plan` estimates the memory."
-            )
-            raise UserError(worker_died_message(error, memory=memory)) from error
-        if isinstance(part, UserError):
-            self.close()
-            raise part
-        return part
-
-    def _stalled(self) -> str:
-        """What the workers are doing, after a wait that took too long; they are killed."""
-        workers = getattr(self._parts, "_workers", [])
-        manifest, ids = self.mixture.manifest, list(self._reading)
-        places = [f"sample {i} of {manifest.url(manifest.locate(i)[0])}" if i >= 0 else "" for i in ids]
-        lines = describe_workers([worker.pid for worker in workers], places=places)
-        self._kill_workers()
-        return (
-            f"Rank {self._world.rank}: no batch came from the loading workers for {self._config.timeout_minutes:g} "
-            f"minutes (data.timeout_minutes), after batch {self.position.batch} of epoch {self.position.epoch}. "
-            f"{' '.join(lines)} Start again with --resume latest when the cause is removed."
-        )
-
-    def _kill_workers(self) -> None:
-        for worker in getattr(self._parts, "_workers", []):
-            worker.kill()  # a stopped process ignores everything else, and would outlive this one
+    def _place(self) -> str:
+        return f"after batch {self.position.batch} of epoch {self.position.epoch}"
 
     def _pinned(self, values: np.ndarray) -> Tensor:
         """In page-locked memory if it goes to a GPU: only from there is the copy asynchronous."""
         tensor = torch.from_numpy(values)
         return tensor.pin_memory() if self._world.device.type == "cuda" else tensor
-
-
-def _as_is(part: Any) -> Any:
-    return part

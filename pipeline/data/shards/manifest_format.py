@@ -12,7 +12,6 @@ import functools
 import json
 import logging
 import os
-import shlex
 import textwrap
 from array import array
 from collections.abc import Iterable, Mapping
@@ -22,14 +21,14 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.data.shards.advice import advice
 from pipeline.data.shards.shard_index import index_path, write_index
 from pipeline.data.shards.shard_table import Shard as Shard
 from pipeline.data.shards.shard_table import ShardTable, ShardTableBuilder
 from pipeline.data.shards.storage import COMMAND, OUTSIDE, is_local
-from pipeline.data.shards.tar_reader import FORMAT_SUFFIXES, DamagedTar, keys
+from pipeline.data.shards.tar_reader import DamagedTar, keys
 from pipeline.errors import UserError
 from pipeline.files import replacing
-from pipeline.run_files import RUN_CONFIG_NAME
 
 log = logging.getLogger(__name__)
 
@@ -286,53 +285,3 @@ def check_keys(manifest: Manifest, shards: Iterable[Shard]) -> None:
                         "changed."
                     )
                 seen.add(key)
-
-
-TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet", ".arrow", ".json")
-IMAGES = tuple(f".{suffix}" for suffix in FORMAT_SUFFIXES)
-_LOOKED_AT = 10_000  # files: a folder of millions need not be walked to the end for a hint
-
-
-def advice(path: Path) -> str:
-    """The command for what is at `path` (a folder, a file, or the manifest that is missing in a folder)."""
-    folder = path.parent if path.name == "manifest.json" else path
-    suffixes, quoted = _suffixes(folder), shlex.quote(str(folder))
-    if path.name == "manifest.json" and (folder / "download.yaml").is_file():
-        if path.is_file():
-            return "It is damaged: the same `neuclip download` writes it again."
-        return "The download is not finished: run the same `neuclip download` again, which continues."
-    if path.name == "manifest.json" and path.is_file():
-        return "It is damaged: restore it, or write another with `neuclip manifest --replace`."
-    if path.suffix == ".tar" and path.is_file():
-        return f"It is a shard: give its folder, after `neuclip manifest {shlex.quote(str(path.parent))}`."
-    if (folder / RUN_CONFIG_NAME).is_file():
-        return f"It is the folder of a run: `neuclip doctor {quoted}` checks a run. Give the folder of its data."
-    if ".tar" in suffixes:
-        return (
-            f"`neuclip manifest {quoted}` writes one for the webdataset shards there, and they stay as they are; "
-            f"`neuclip pairs {quoted} OUTPUT` makes new shards of them."
-        )
-    if suffixes & {*TABLES, *IMAGES}:
-        return (
-            f"`neuclip pairs {quoted} OUTPUT` turns the image-text pairs there into shards; then train with "
-            "data.sources=OUTPUT. (Tables of URLs: `neuclip download`.)"
-        )
-    found = "There is no such file or folder." if not folder.exists() else "Nothing there looks like image-text pairs."
-    return (
-        f"{found} `neuclip pairs SOURCE OUTPUT` makes shards of your own pairs, `neuclip download` of a table of URLs, "
-        "and `neuclip manifest FOLDER` takes webdataset shards as they are."
-    )
-
-
-def _suffixes(path: Path) -> set[str]:
-    """The suffixes of a file, or of the files below a folder."""
-    if path.is_file():
-        return {path.suffix.lower()}
-    found, count = set[str](), 0
-    for _, below, files in os.walk(path):
-        below.sort()
-        found |= {os.path.splitext(name)[1].lower() for name in files}
-        count += len(files)
-        if count > _LOOKED_AT:
-            break
-    return found

@@ -128,4 +128,4 @@ def indexed_records(file: BinaryIO, places: NDArray[np.int64], *, position: int 
                     skip(file, at - position)
                     parts[name] = read_exactly(file, size)
                     position = at + size
-            yield TarRecord(**parts)
+            yield TarRecord(image=parts.get("image"), caption=parts.get("caption"))

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -182,7 +182,7 @@ def open_shard(url: str, *, start: int = 0, buffering: int = BUFFER) -> Iterator
     else:
         with open(url, "rb", buffering=buffering) as file:
             file.seek(start)
-            yield file
+            yield cast(io.BufferedReader, file)
 
 
 class _Forward(io.RawIOBase):

@@ -1,0 +1,122 @@
+"""Where the parts of a rank's batches come from: its worker processes, or this process if it has none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableSequence
+from dataclasses import replace
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from pipeline.data.data_config import PREFETCH
+from pipeline.data.loading.worker import Part, StreamDataset
+from pipeline.data.loading.worker_processes import NoBatch, StallWatch, describe_workers
+from pipeline.data.shards.manifest_format import Manifest
+from pipeline.distributed.workers import means_worker_died, start_forkserver, start_workers, worker_died_message
+from pipeline.errors import UserError
+
+
+class PartSource:
+    """The parts of one batch after another; it can be closed and started again at another place.
+
+    Args:
+        workers: Number of processes; 0 loads in this process.
+        minutes: Limit of a wait for a batch, see `StallWatch`.
+        manifest: Of all shards.
+        rank: Of this process.
+        place: The position in the data, in words.
+        stopped: Whether the run is to stop.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        *,
+        minutes: float,
+        manifest: Manifest,
+        rank: int,
+        place: Callable[[], str],
+        stopped: Callable[[], bool],
+    ) -> None:
+        self._workers, self._minutes, self._manifest, self._rank, self._place = workers, minutes, manifest, rank, place
+        self._parts: Iterator[Part | UserError] = iter(())
+        self._reading: MutableSequence[int] = []
+        self._watch = StallWatch(60 * minutes, self._stalled, stopped=stopped, give_up=self._kill_workers)
+
+    @property
+    def given_up(self) -> bool:
+        """Whether the run is to stop, and no batch will come any more."""
+        return self._watch.given_up
+
+    def start(self, dataset: StreamDataset) -> None:
+        """Load parts from the epoch and batch of a dataset on."""
+        if not self._workers:
+            self._parts = iter(dataset)
+            return
+        context = start_forkserver()
+        self._reading = context.RawArray("q", [-1] * self._workers)
+        loader = DataLoader(
+            replace(dataset, reading=self._reading),
+            batch_size=None,
+            num_workers=self._workers,
+            prefetch_factor=PREFETCH,
+            multiprocessing_context=context,
+            collate_fn=_as_is,
+        )
+        self._parts = start_workers(loader)
+
+    def next_parts(self) -> list[Part]:
+        """The parts of the next batch, in the order of their streams.
+
+        Raises:
+            UserError: The data cannot be read any more.
+            NoBatch: The run is to stop, and no batch has come.
+        """
+        if self._watch.given_up:
+            raise NoBatch
+        return [self._next_part() for _ in range(max(1, self._workers))]
+
+    def close(self) -> None:
+        """End the workers."""
+        parts, self._parts = self._parts, iter(())
+        if hasattr(parts, "_shutdown_workers"):
+            parts._shutdown_workers()
+
+    def _next_part(self) -> Part:
+        try:
+            with self._watch.waiting():
+                part = next(self._parts)
+        except (RuntimeError, OSError, EOFError) as error:
+            if self._watch.given_up:
+                raise NoBatch from error
+            if not (self._workers and means_worker_died(error)):
+                raise
+            memory = (
+                "Each worker keeps about half of data.shuffle_buffer encoded samples for each of its streams, and "
+                f"{PREFETCH} batches: lower data.shuffle_buffer or data.workers. `neuclip plan` estimates the memory."
+            )
+            raise UserError(worker_died_message(error, memory=memory)) from error
+        if isinstance(part, UserError):
+            raise part
+        return part
+
+    def _stalled(self) -> str:
+        """What the workers are doing, after a wait that took too long; they are killed."""
+        workers = getattr(self._parts, "_workers", [])
+        ids = list(self._reading)
+        places = [f"sample {i} of {self._manifest.url(self._manifest.locate(i)[0])}" if i >= 0 else "" for i in ids]
+        lines = describe_workers([worker.pid for worker in workers], places=places)
+        self._kill_workers()
+        return (
+            f"Rank {self._rank}: no batch came from the loading workers for {self._minutes:g} minutes "
+            f"(data.timeout_minutes), {self._place()}. {' '.join(lines)} Start again with --resume latest when the "
+            "cause is removed."
+        )
+
+    def _kill_workers(self) -> None:
+        for worker in getattr(self._parts, "_workers", []):
+            worker.kill()  # a stopped process ignores everything else, and would outlive this one
+
+
+def _as_is(part: Any) -> Any:
+    return part

@@ -3,6 +3,7 @@
 manifest.json           what training reads
 report.html datasheet.md
 shards/00000.tar        the samples
+index/                  where the members of each shard are, by its SHA-256
 meta/00000.parquet      one row per URL of that shard, with its outcome
 meta/00000.json         the shard's record; a shard without one is not finished
 meta/00000.commit       present while the files of a shard are replaced, see swap.py

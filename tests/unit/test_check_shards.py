@@ -36,45 +36,25 @@ class Store:
         return io.BytesIO(self.content)
 
 
-@pytest.mark.parametrize(
-    ("answer", "words"),
-    [
-        (ClientError("An error occurred (403): Forbidden"), r"cannot be accessed \(An error occurred \(403\)"),
-        (ClientError(), r"cannot be accessed \(ClientError\)"),
-        (PermissionError("denied"), r"cannot be accessed \(denied\)"),
-        (FileNotFoundError("no such key"), r"1 are missing \(s3://bucket/00000.tar\)"),
-        (None, "does not report its size"),
-        (99, "has 99 bytes, not 100"),
-    ],
-)
-def test_every_store_response_is_reported(monkeypatch: pytest.MonkeyPatch, answer: object, words: str) -> None:
-    monkeypatch.setattr(fsspec.core, "url_to_fs", lambda url: (Store(answer), url))
-    with pytest.raises(UserError, match=words):
-        check_shards(REMOTE, World())
-
-
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(url: str) -> None:
-        raise ImportError("Install s3fs to access S3")
-
-    monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
-    with pytest.raises(UserError, match="a package that is not installed: Install s3fs"):
-        check_shards(REMOTE, World())
-
-
-def test_matching_remote_shard_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_shards(tmp_path, [5])
-    store = Store(100, (tmp_path / "00000.tar").read_bytes())
-    monkeypatch.setattr(fsspec.core, "url_to_fs", lambda url: (store, url))
-    assert check_shards(REMOTE, World()) == 1
-
-
-def test_unreadable_remote_shard_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_answer_of_a_store_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: str, mode: str, **options: object) -> io.BytesIO:
         raise TypeError("unexpected keyword argument 'block_size'")
 
-    store = Store(100)
-    monkeypatch.setattr(store, "open", refuse)
-    monkeypatch.setattr(fsspec.core, "url_to_fs", lambda url: (store, url))
-    with pytest.raises(UserError, match=r"exists, but cannot be read \(TypeError: unexpected keyword"):
-        check_shards(REMOTE, World())
+    write_shards(tmp_path, [5])
+    matching, unreadable = Store(100, (tmp_path / "00000.tar").read_bytes()), Store(100)
+    monkeypatch.setattr(unreadable, "open", refuse)
+    for store, words in [
+        (Store(ClientError("An error occurred (403): Forbidden")), r"cannot be accessed \(An error occurred \(403\)"),
+        (Store(ClientError()), r"cannot be accessed \(ClientError\)"),
+        (Store(PermissionError("denied")), r"cannot be accessed \(denied\)"),
+        (Store(FileNotFoundError("no such key")), r"1 are missing \(s3://bucket/00000.tar\)"),
+        (Store(None), "does not report its size"),
+        (Store(99), "has 99 bytes, not 100"),
+        (Store(ImportError("Install s3fs to access S3")), "a package that is not installed: Install s3fs"),
+        (unreadable, r"exists, but cannot be read \(TypeError: unexpected keyword"),
+    ]:
+        monkeypatch.setattr(fsspec.core, "url_to_fs", lambda url, store=store: (store, url))
+        with pytest.raises(UserError, match=words):
+            check_shards(REMOTE, World())
+    monkeypatch.setattr(fsspec.core, "url_to_fs", lambda url: (matching, url))
+    assert check_shards(REMOTE, World()) == 1

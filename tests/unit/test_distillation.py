@@ -214,26 +214,31 @@ def test_features_are_those_of_the_model_and_what_is_missing_is_counted_and_adde
 
 
 def test_features_of_something_else_are_refused(base: Path) -> None:
-    mistyped = features(base, "--caption", "json:captoins", output="mistyped").exception
-    assert "--caption = 'json:captoins' is in none of the first samples" in str(mistyped)
-    assert not (base / "mistyped").exists()
-    result = features(base, data="other")
-    assert "holds features with another data" in str(result.exception)
+    crops = ("--crop-scale", "1", "1", "--crop-ratio", "1", "1")
+    for given, message in [
+        (("--caption", "json:captoins"), "--caption = 'json:captoins' is in none of the first samples"),
+        (("--seed", "3", "--crop-scale", "0.5", "1"), "--seed, --crop-scale: without --augmentations"),
+        ((str(base / "shards"),), "DATA has a folder twice"),
+        (("--augmentations", "2", *crops), "every crop the central square"),
+    ]:
+        assert message in str(features(base, *given, output="useless").exception)
+    too_long = features(base, "--augmentations", "2", "--seed", str(2**63), output="useless")
+    assert f"{2**63} is not in the range" in too_long.output
+    assert not (base / "useless").exists()
+    assert "holds features with another data" in str(features(base, data="other").exception)
     assert "another caption (txt, now json:url)" in str(features(base, "--caption", "json:url").exception)
     assert features(base, data="other", output="of-other").exit_code == 0
-    with pytest.raises(UserError, match="of other data than this run"):
-        train_here(*settings(base, "refused", stored="of-other"))
-    with pytest.raises(UserError, match="of other captions than this run"):
-        train_here(*settings(base, "refused", "data.caption=json:url"))
-    with pytest.raises(UserError, match="no features of `neuclip features`"):
-        train_here(*settings(base, "refused", stored="nowhere"))
-    with pytest.raises(UserError, match="needs a weight above 0 and the folder"):
-        train_here(*settings(base, "refused", "objective.distill=0"))
-    shutil.copytree(base / "features", base / "begun")
-    tree = json.loads((base / "begun" / "features.json").read_text())
-    (base / "begun" / "features.json").write_text(json.dumps({"facts": tree["facts"]}))
-    with pytest.raises(UserError, match="not complete: run `neuclip features` again"):
-        train_here(*settings(base, "refused", stored="begun"))
+    facts = json.loads((base / "features" / "features.json").read_text())["facts"]
+    (shutil.copytree(base / "features", base / "begun") / "features.json").write_text(json.dumps({"facts": facts}))
+    for stored, more, message in [
+        ("of-other", (), "of other data than this run"),
+        ("features", ("data.caption=json:url",), "of other captions than this run"),
+        ("nowhere", (), "no features of `neuclip features`"),
+        ("features", ("objective.distill=0",), "needs a weight above 0 and the folder"),
+        ("begun", (), "not complete: run `neuclip features` again"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            train_here(*settings(base, "refused", *more, stored=stored))
     assert not (base / "refused").exists()
 
 
@@ -318,16 +323,6 @@ def test_features_and_facts_of_two_models_are_refused_and_written_again(base: Pa
         train_here(*settings(base, "refused", stored="mixed"))
 
 
-def test_the_command_names_options_without_effect_and_data_that_is_given_twice(base: Path) -> None:
-    given = ("--seed", "3", "--crop-scale", "0.5", "1")
-    assert "--seed, --crop-scale: without --augmentations" in str(features(base, *given, output="useless").exception)
-    again = features(base, str(base / "shards"), output="useless").exception
-    assert "DATA has a folder twice" in str(again)
-    too_long = features(base, "--augmentations", "2", "--seed", str(2**63), output="useless")
-    assert f"{2**63} is not in the range" in too_long.output
-    assert not (base / "useless").exists()
-
-
 def test_shards_that_are_away_or_altered_give_no_features_and_lose_none(base: Path) -> None:
     """Regression test: another dataset's shard gave features, which stayed when the shard was restored; of a shard that
     was away, -26 samples were lost, because the disk was full."""
@@ -353,22 +348,27 @@ def test_shards_that_are_away_or_altered_give_no_features_and_lose_none(base: Pa
     assert "2 samples are in shards that cannot be read" in found
 
 
-def test_impossible_facts_are_refused_before_the_first_step(base: Path, tmp_path: Path) -> None:
+def test_facts_that_are_impossible_or_of_other_records_are_refused(
+    base: Path, other_features: Path, of_crops: Path, tmp_path: Path
+) -> None:
     counts = [({"stored": value}, r"features\.json says that") for value in (99, -1, 2.5, "47", None, 10**400)]
     wrong = [("tau", "0.01"), ("tau", None), ("tau", 0.0), ("tau", -0.1), ("tau", math.nan), ("bias", math.inf),
              ("dim", 2.5), ("data", "x"), ("samples", -1), ("crops", 3)]  # fmt: skip
     facts = [({"facts": {name: value}}, rf"in features\.json, {name} is wrong: ") for name, value in wrong]
-    for number, (given, message) in enumerate(counts + facts):
-        folder = changed(base / "features", tmp_path / str(number), **given)
-        with pytest.raises(UserError, match=rf"no features of `neuclip features` \({message}"):
-            StoredFeatures(folder, setting=TEACHER)
-
-
-def test_another_models_file_is_refused_however_many_features_are_missing(base: Path, other_features: Path) -> None:
-    few = changed(base / "features", base / "few", stored=0)
+    refused = [
+        (base / "features", given, rf"no features of `neuclip features` \({why}") for given, why in counts + facts
+    ]
+    crop = {"seed": 8, "scale": [0.3, 0.9], "ratio": [3 / 4, 4 / 3]}
+    others = ({"model": "x"}, {"data": ["x"]}, {"caption": "json:url"}, {"crops": {**crop, "count": 3, "seed": 9}},
+              {"crops": {**crop, "count": 7}, "dim": 8})  # fmt: skip
+    damaged = "48 of the 48 features checked are missing, damaged or of another"
+    refused += [(of_crops, {"facts": other}, damaged) for other in others]
+    few = changed(base / "features", tmp_path / "few", stored=0)
     shutil.copy(other_features / "features.npy", few)
-    with pytest.raises(UserError, match="48 of the 48 features checked are missing"):
-        StoredFeatures(few, setting=TEACHER)
+    refused.append((few, {}, "48 of the 48 features checked are missing"))
+    for number, (stored, given, message) in enumerate(refused):
+        with pytest.raises(UserError, match=message):
+            StoredFeatures(changed(stored, tmp_path / str(number), **given), setting=TEACHER)
 
 
 def test_a_run_goes_on_with_the_teacher_with_which_it_began(base: Path, other_features: Path) -> None:
@@ -461,8 +461,6 @@ def test_features_of_other_crops_are_refused(base: Path, of_crops: Path) -> None
     refused(r"other features than data\.teacher_features names: crops was \{.*'seed': 8.*now \{.*'seed': 0",
             *CROPS, stored="other-crops", resume=checkpoint)  # fmt: skip
     given = ("--augmentations", "3", "--crop-scale", "0.3", "0.9")
-    square = ("--augmentations", "2", "--crop-scale", "1", "1", "--crop-ratio", "1", "1")
-    assert "every crop the central square" in str(features(base, *square, output="square").exception)
     assert "holds features with another crops" in str(features(base, *given, output="of-crops").exception)
 
 
@@ -474,18 +472,6 @@ def test_other_crops_are_computed_though_the_facts_were_lost(base: Path, of_crop
     assert features(base, *crops, output="lost-facts").exit_code == 0
     for name in ("features.npy", "features.json"):
         assert (base / "lost-facts" / name).read_bytes() == (base / "other-crops" / name).read_bytes()
-
-
-def test_records_are_valid_with_their_own_facts_only(of_crops: Path, tmp_path: Path) -> None:
-    others: list[dict[str, Any]] = [
-        {"model": "x"}, {"data": ["x"]}, {"caption": "json:url"},
-        {"crops": {"count": 3, "seed": 9, "scale": [0.3, 0.9], "ratio": [3 / 4, 4 / 3]}},
-        {"crops": {"count": 7, "seed": 8, "scale": [0.3, 0.9], "ratio": [3 / 4, 4 / 3]}, "dim": 8},
-    ]  # fmt: skip
-    for number, facts in enumerate(others):
-        folder = changed(of_crops, tmp_path / str(number), facts=facts)
-        with pytest.raises(UserError, match="48 of the 48 features checked are missing, damaged or of another model"):
-            StoredFeatures(folder, setting=TEACHER)
 
 
 def test_crops_are_encoded_in_batches_of_the_given_size(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:

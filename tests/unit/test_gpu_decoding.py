@@ -62,15 +62,6 @@ def pixels_end_early() -> bytes:
     return data[: len(data) // 2] + b"\xff\xd9"
 
 
-@pytest.mark.parametrize("subsampling", [0, 1, 2])
-def test_ordinary_jpegs_are_left_to_the_gpu(subsampling: int) -> None:
-    data = encoded(subsampling=subsampling)
-    found = ON_GPU.for_gpu(data, state=3)
-    assert found is not None
-    assert (found.data, found.shape) == (data, (70, 90))
-    assert found.box == decode.crop_box(70, 90, crop=CROP, state=3)
-
-
 NOT_ORDINARY = {
     "progressive": encoded(progressive=True), "grey": encoded(mode="L"), "CMYK": encoded(mode="CMYK"),
     "RGB": encoded(keep_rgb=True), "no end": encoded()[:-2], "cut": encoded()[:200], "PNG": encoded("PNG"),
@@ -80,24 +71,27 @@ NOT_ORDINARY = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("data", NOT_ORDINARY.values(), ids=NOT_ORDINARY)
-def test_everything_else_is_decoded_by_the_worker(data: bytes) -> None:
-    assert ON_GPU.for_gpu(data, state=0) is None
-
-
-def test_images_with_too_many_pixels_are_corrupt_or_stay_with_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ordinary_jpegs_are_left_to_the_gpu_and_all_else_to_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    for subsampling in (0, 1, 2):
+        data = encoded(subsampling=subsampling)
+        found = ON_GPU.for_gpu(data, state=3)
+        assert found is not None
+        assert (found.data, found.shape) == (data, (70, 90))
+        assert found.box == decode.crop_box(70, 90, crop=CROP, state=3)
+    assert {name for name, data in NOT_ORDINARY.items() if ON_GPU.for_gpu(data, state=0) is not None} == set()
     with pytest.raises(CorruptSample, match="too many pixels"):
         ON_GPU.for_gpu(encoded(size=(1001, 1000)), state=0)
-    monkeypatch.setattr(decode, "GPU_IMAGE_PIXELS", 90 * 70)
-    assert ON_GPU.for_gpu(encoded(), state=0) is not None
-    assert ON_GPU.for_gpu(encoded(size=(91, 70)), state=0) is None
-
-
-def test_what_torch_cannot_resize_on_a_gpu_stays_with_the_worker() -> None:
-    crop = CropConfig(scale=(1, 1), ratio=(1, 1))
-    whole = ImageDecoder(size=2, crop=crop, mode="fast", max_pixels=10**6, gpu="a GPU")
-    assert whole.for_gpu(encoded(size=(80, 80)), state=0) is not None
-    assert whole.for_gpu(encoded(size=(81, 81)), state=0) is None
+    whole = CropConfig(scale=(1, 1), ratio=(1, 1))
+    small = ImageDecoder(size=2, crop=whole, mode="fast", max_pixels=10**6, gpu="a GPU")
+    for decoder, width, height, is_left in [
+        (small, 80, 80, True),
+        (small, 81, 81, False),  # torch cannot reduce a side so much on a GPU
+        (ON_GPU, 90, 70, True),
+        (ON_GPU, 91, 70, False),
+    ]:
+        monkeypatch.setattr(decode, "GPU_IMAGE_PIXELS", 81 * 81 if decoder is small else 90 * 70)
+        assert (decoder.for_gpu(encoded(size=(width, height)), state=0) is not None) == is_left
+    assert (pixel_identity(ON_GPU)["data.decoding"], pixel_identity(FAST)["data.decoding"]) == ("gpu (a GPU)", "fast")
 
 
 @pytest.mark.parametrize("chunk", [1, 20_000, 1 << 26], ids=["one at a time", "some", "all together"])
@@ -232,11 +226,6 @@ def test_a_gpu_without_nvjpeg_is_named(monkeypatch: pytest.MonkeyPatch, caplog: 
     monkeypatch.setattr(torchvision.io, "decode_jpeg", missing)
     assert gpu_decode.gpu_that_decodes(world) is None
     assert "nvJPEG fails (decode_jpegs_cuda: torchvision not compiled with nvJPEG support), so images" in caplog.text
-
-
-def test_pixels_of_another_gpu_are_others() -> None:
-    assert pixel_identity(ON_GPU)["data.decoding"] == "gpu (a GPU)"
-    assert pixel_identity(FAST)["data.decoding"] == "fast"
 
 
 @pytest.mark.parametrize("decoding", ["fast", "exact", "gpu"])

@@ -10,6 +10,7 @@ import tarfile
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import webdataset
@@ -167,27 +168,38 @@ def test_patterns_can_name_shards_in_other_folders(shards: Path, tmp_path_factor
     indexed = index_shards(home, [f"pipe:cat {shards}/{{a,b}}/00000.tar"])
     assert [s.name for s in indexed.manifest.shards] == [f"pipe:cat {shards}/{d}/00000.tar" for d in "ab"]
     assert load_manifest(home, allow_commands=True).n == 7
-    missing = [f"file://{shards}/a/0000{{0..1}}.tar"]
-    with pytest.raises(UserError, match=r"1 of 2 shards cannot be read: file://.*/00001.tar \(.*No such"):
-        index_shards(home, missing, replace=True, leave_out=True)
 
 
-def test_mistakes_are_reported_before_any_work(shards: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="There is no folder"):
-        index_shards(tmp_path / "nowhere")
-    (tmp_path / "latin").mkdir()
+def test_mistakes_are_reported_before_any_work(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("latin", "empty"):
+        (tmp_path / name).mkdir()
     (tmp_path / "latin" / os.fsdecode(b"caf\xe9.tar")).touch()
-    with pytest.raises(UserError, match=r"The name .*caf\\udce9.tar is not UTF-8, .*: rename the shard"):
-        index_shards(tmp_path / "latin")
+    for root, patterns, message in [
+        (tmp_path / "nowhere", (), "There is no folder"),
+        (tmp_path / "latin", (), r"The name .*caf\\udce9.tar is not UTF-8, .*: rename the shard"),
+        (tmp_path / "empty", (), r"There is no .tar below"),
+        (shards, ["a/00000.tar", "{a,b}/00000.tar"], "1 shards are named twice"),
+        (shards, ["s3://bucket/{0..3.tar"], r"--shards: .*Braces must be balanced"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            index_shards(root, patterns)
     shutil.rmtree(tmp_path / "latin")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"There is no .tar below"):
-        index_shards(tmp_path / "empty")
-    with pytest.raises(UserError, match="1 shards are named twice"):
-        index_shards(shards, ["a/00000.tar", "{a,b}/00000.tar"])
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", Mock(side_effect=PermissionError(13, "Permission denied")))
+        with pytest.raises(UserError, match=r"Cannot write to .*Permission denied.*OWN_FOLDER --shards"):
+            index_shards(shards)
+    for path, message in [
+        (shards, rf"`neuclip manifest {shards}` writes one"),
+        (shards / "a" / "00000.tar", "It is a shard: give its folder"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            load_manifest(path)
     index_shards(shards)
     with pytest.raises(UserError, match="has a manifest already"):
         index_shards(shards)
+    (shards / "manifest.json").write_text("[]")
+    with pytest.raises(UserError, match=r"not a manifest \(it holds a list\). It is damaged"):
+        load_manifest(shards)
     (tmp_path / "download.yaml").write_text("")
     with pytest.raises(UserError, match="made by `neuclip download`"):
         index_shards(shards, replace=True)
@@ -203,16 +215,6 @@ def test_captions_in_json_are_not_reported_as_damage(tmp_path: Path) -> None:
     result = CliRunner().invoke(command, [str(tmp_path), "--caption", "json:caption"], catch_exceptions=False)
     assert "data.caption=json:caption" in result.output
     assert load_manifest(tmp_path).facts["unusable"] == {}
-
-
-def test_the_error_for_a_missing_manifest_names_the_command(shards: Path) -> None:
-    with pytest.raises(UserError, match=rf"`neuclip manifest {shards}` writes one"):
-        load_manifest(shards)
-    (shards / "manifest.json").write_text("[]")
-    with pytest.raises(UserError, match=r"not a manifest \(it holds a list\). It is damaged"):
-        load_manifest(shards)
-    with pytest.raises(UserError, match="It is a shard: give its folder"):
-        load_manifest(shards / "a" / "00000.tar")
 
 
 def test_unreadable_shards_are_never_skipped(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,22 +267,10 @@ def test_a_wrong_caption_setting_is_reported_after_the_first_shards(tmp_path: Pa
     assert seen == [1, 2, 3]
 
 
-@pytest.mark.parametrize("text", ["", "json:", "txt:foo", "caption.json:x", ".txt", "jpg", "a/b"])
-def test_invalid_caption_settings_are_refused_here_and_in_training(shards: Path, text: str) -> None:
-    result = CliRunner().invoke(command, [str(shards), "--caption", text])
-    assert isinstance(result.exception, UserError)
-    assert "is neither the suffix of a caption" in str(result.exception)
-    with pytest.raises(UserError, match="is neither the suffix of a caption"):
-        parse(DataConfig, {"sources": "x", "caption": text})
-
-
-def test_unbalanced_braces_and_a_read_only_folder_are_reported(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r"--shards: .*Braces must be balanced"):
-        index_shards(shards, ["s3://bucket/{0..3.tar"])
-
-    def denied(self: Path, *arguments: Any, **options: Any) -> Any:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Path, "open", denied)
-    with pytest.raises(UserError, match=r"Cannot write to .*Permission denied.*OWN_FOLDER --shards"):
-        index_shards(shards)
+def test_invalid_caption_settings_are_refused_here_and_in_training(shards: Path) -> None:
+    for text in ("", "json:", "txt:foo", "caption.json:x", ".txt", "jpg", "a/b"):
+        result = CliRunner().invoke(command, [str(shards), "--caption", text])
+        assert isinstance(result.exception, UserError)
+        assert "is neither the suffix of a caption" in str(result.exception)
+        with pytest.raises(UserError, match="is neither the suffix of a caption"):
+            parse(DataConfig, {"sources": "x", "caption": text})

@@ -94,7 +94,7 @@ def reader(manifest: Manifest, *, retries: int = 0, altered_shards: Any = "ignor
         shard=np.arange(len(starts)), start=np.zeros_like(starts), position=starts, length=mixture.epoch_samples
     )
     pauses: list[float] = []
-    return SequentialReader(manifest, segments, retries, altered_shards=altered_shards, pause=pauses.append)
+    return SequentialReader(mixture, segments, retries, altered_shards=altered_shards, pause=pauses.append)
 
 
 def count_tokens(texts: list[str]) -> Tensor:

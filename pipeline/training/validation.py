@@ -97,9 +97,7 @@ class HeldOutPairs:
         count = -(-self.n // size)
         first, last = (count * r // self.world.size for r in (self.world.rank, self.world.rank + 1))
         segments = self._chosen()
-        reader = SequentialReader(
-            self.mixture.manifest, segments, self.data.retries, captions=captions, bounds=self.mixture.bounds[:-1]
-        )
+        reader = SequentialReader(self.mixture, segments, self.data.retries, captions=captions)
         batches: list[list[tuple[bytes, str]]] = [[] for _ in range(first, last)]
         stop = min(last * size, self.n)
         records = reader.read(first * size)

@@ -14,7 +14,7 @@ from pipeline.data.data_config import DataConfig
 from pipeline.data.loading.loader import build_loader
 from pipeline.data.loading.stream_reader import ALTERED, TRUNCATED
 from pipeline.data.shards import storage
-from pipeline.data.shards.shard_index import index_path, load_index, scan_members
+from pipeline.data.shards.shard_index import index_path, load_index, save_index, scan_members
 from pipeline.data.shards.storage import StreamHash, open_records
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
@@ -85,6 +85,22 @@ def test_the_index_of_other_samples_is_not_used(tmp_path: Path) -> None:
     assert load_index(tmp_path, sha256=shard.sha256, samples=4) is None
     for digest in ("", "0" * 64, f"../index/{shard.sha256}"):
         assert load_index(tmp_path, sha256=digest, samples=5) is None
+    members = scan_members(tmp_path / shard.name)
+    for numbers in ([0, 9], [0, 2], [1, 0], [9, 0]):  # a stranger's
+        members["sample"][3:5] = numbers
+        save_index(tmp_path, members, sha256=shard.sha256)
+        assert load_index(tmp_path, sha256=shard.sha256, samples=5) is None
+
+
+def test_only_indexes_of_other_shards_are_deleted(tmp_path: Path) -> None:
+    manifest = write_shards(tmp_path, [5])
+    (index,) = (tmp_path / "index").iterdir()
+    names = ["notes.members", "x.txt", f"{'0' * 64}.members", f".{'0' * 64}.members.{'0' * 32}.tmp"]
+    for name in names:
+        (index.parent / name).touch()
+    (index.parent / "folder").mkdir()
+    manifest.update_indexes()
+    assert {path.name for path in index.parent.iterdir()} == {index.name, "folder", *names[:2]}
 
 
 def test_changes_since_the_index_was_written_are_noticed(tmp_path: Path) -> None:

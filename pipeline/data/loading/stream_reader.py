@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from pipeline.data.order.canonical_order import StreamOrder
-from pipeline.data.order.mixture import Segments
-from pipeline.data.shards.manifest_format import Manifest, Shard
+from pipeline.data.order.mixture import Mixture, Segments
+from pipeline.data.shards.manifest_format import Shard
 from pipeline.data.shards.shard_index import load_index
 from pipeline.data.shards.storage import StreamHash, is_local, open_records
 from pipeline.data.shards.tar_reader import CaptionField, DamagedTar, TarRecord
@@ -32,15 +32,11 @@ class SequentialReader:
     sample, with growing pauses, its remaining samples count as lost for the rest of the epoch.
     """
 
-    manifest: Manifest
+    mixture: Mixture
     segments: Segments
     retries: int
     captions: tuple[CaptionField, ...] = (CaptionField(),)
     """Where captions are, by source."""
-    bounds: tuple[int, ...] = (0,)
-    """First shard number of each source, ascending."""
-    folders: tuple[str, ...] = ()
-    """The folder of each source's manifest, which has the indexes of its shards."""
     altered_shards: Literal["stop", "skip", "ignore"] = "ignore"
     """See DataConfig."""
     pause: Callable[[float], None] = time.sleep
@@ -63,15 +59,14 @@ class SequentialReader:
         return self.captions[min(self._source(shard), len(self.captions) - 1)]
 
     def _source(self, shard: int) -> int:
-        return bisect.bisect_right(self.bounds, shard) - 1
+        return bisect.bisect_right(self.mixture.bounds, shard) - 1
 
     def _read_shard(self, shard: int, start: int, count: int) -> Iterator[TarRecord]:
         """`count` records of one shard from sample `start` on."""
-        stored = self.manifest.shards[shard]
-        url = self.manifest.url(stored)
+        stored = self.mixture.manifest.shards[shard]
+        url = self.mixture.manifest.url(stored)
         suffix, size = self.caption(shard).suffix, stored.bytes / stored.samples
-        folder = self.folders[self._source(shard)] if self.folders else self.manifest.root
-        index = load_index(folder, sha256=stored.sha256, samples=stored.samples)
+        index = load_index(self.mixture.folders[self._source(shard)], sha256=stored.sha256, samples=stored.samples)
         stop, failures, opened = start + count, 0, start
         while start < stop and start < self.lost.get(shard, (stop, ""))[0]:
             stream_hash = StreamHash() if stored.sha256 and self.altered_shards != "ignore" else None
@@ -117,8 +112,8 @@ class SequentialReader:
         if digest in (None, shard.sha256):
             return
         message = (
-            f"The bytes of the shard {self.manifest.url(shard)} are not those of its manifest: SHA-256 {digest} "
-            f"instead of {shard.sha256}. Each of its {shard.samples} samples, ids {shard.offset} to "
+            f"The bytes of the shard {self.mixture.manifest.url(shard)} are not those of its manifest: SHA-256 "
+            f"{digest} instead of {shard.sha256}. Each of its {shard.samples} samples, ids {shard.offset} to "
             f"{shard.offset + shard.samples - 1}, may have another image or caption than was stored, also where this "
             "run has used it."
         )
@@ -166,7 +161,7 @@ class StreamReader:
         on_sample: Callable[[int], None] = lambda sample_id: None,
     ) -> None:
         self._order, self._first, self._on_sample = order, first, on_sample
-        self._source, self._offsets = source, source.manifest.shards.offsets
+        self._source, self._offsets = source, source.mixture.manifest.shards.offsets
         self._next, self._used = order.resume(turn)
         self._records = source.read(first + self._next)
         self._buffer: dict[int, TarRecord] = {}

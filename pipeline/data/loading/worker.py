@@ -125,7 +125,7 @@ class StreamFiller:
                 rows.add(sample, number=self._first_row + turn)
                 ids.append(sample.id)
             except CorruptSample as error:
-                corrupt[(str(error), self.source.manifest.shards[sample.shard].name)] += 1
+                corrupt[(str(error), self.order.mixture.manifest.shards[sample.shard].name)] += 1
                 ids.append(self._substitute(turn, rows, first=error))
         return ids
 
@@ -144,7 +144,7 @@ class StreamFiller:
                 return sample.id
             except CorruptSample as error:
                 reasons[str(error)] += 1
-        lost = [self.source.manifest.shards[number].name for number in list(self.source.lost)[:10]]
+        lost = [self.order.mixture.manifest.shards[number].name for number in list(self.source.lost)[:10]]
         why = ", ".join(f"{reason} ({count})" for reason, count in reasons.most_common())
         raise UserError(
             f"Epoch {self.epoch}, stream {self.stream}: no readable sample was found in {reasons.total() - 1} "
@@ -224,14 +224,11 @@ class StreamDataset(IterableDataset[Part | UserError]):
         assert self.blocks is not None
         filled = itertools.count()
         while True:
-            mixture = self.order.mixture
             source = SequentialReader(
-                mixture.manifest,
+                self.order.mixture,
                 self.order.epoch_segments(epoch),
                 self.retries,
                 captions=self.captions,
-                bounds=mixture.bounds[:-1],
-                folders=mixture.folders,
                 altered_shards=self.altered_shards,
             )
             fillers = [

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.data.shards.advice import advice
-from pipeline.data.shards.shard_index import index_path, write_index
+from pipeline.data.shards.shard_index import index_path, is_index, write_index
 from pipeline.data.shards.shard_table import Shard as Shard
 from pipeline.data.shards.shard_table import ShardTable, ShardTableBuilder
 from pipeline.data.shards.storage import COMMAND, OUTSIDE, is_local
@@ -111,7 +111,7 @@ class Manifest:
         A shard that is missing or damaged gets none: whatever reads it reports that.
         """
         folder = index_path(self.root, "").parent
-        present = set(os.listdir(folder)) if folder.is_dir() else set()
+        present = set(filter(is_index, os.listdir(folder))) if folder.is_dir() else set()
         for shard in self.shards:
             name, url = index_path(self.root, shard.sha256).name, self.url(shard)
             if name not in present and shard.sha256 and is_local(url):

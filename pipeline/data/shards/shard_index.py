@@ -70,6 +70,11 @@ def save_index(folder: str | Path, members: NDArray[np.void], *, sha256: str) ->
         temporary.write_bytes(zlib.crc32(data).to_bytes(CHECKSUM_BYTES, "little") + data)
 
 
+def is_index(name: str) -> bool:
+    """Whether a file in the index's folder is an index, or what a killed process has left of one."""
+    return re.fullmatch(r"[0-9a-f]{64}\.members|\.[0-9a-f]{64}\.members\.[0-9a-f]{32}\.tmp", name) is not None
+
+
 def load_index(folder: str | Path, *, sha256: str, samples: int) -> NDArray[np.void] | None:
     """The members of a shard, `MEMBERS` [m]; None if there is no whole index of so many samples."""
     if not re.fullmatch("[0-9a-f]{64}", sha256):  # the manifest may be a stranger's
@@ -80,7 +85,11 @@ def load_index(folder: str | Path, *, sha256: str, samples: int) -> NDArray[np.v
     except (OSError, ValueError):
         return None
     whole = data[:CHECKSUM_BYTES] == zlib.crc32(data[CHECKSUM_BYTES:]).to_bytes(CHECKSUM_BYTES, "little")
-    return members if whole and len(members) and int(members["sample"][-1]) + 1 == samples else None
+    if not (whole and len(members)):
+        return None
+    steps = np.diff(members["sample"].astype(np.int64), prepend=-1, append=samples)
+    is_whole = steps[0] == steps[-1] == 1 and bool(np.isin(steps, (0, 1)).all())
+    return members if is_whole else None
 
 
 def sample_places(members: NDArray[np.void], caption_suffix: str) -> NDArray[np.int64] | None:

@@ -18,7 +18,7 @@ from pipeline.config import dump, merge, parse
 from pipeline.data.data_config import DataConfig
 from pipeline.data.order.mixture import load_mixture
 from pipeline.data.shards.manifest_format import load_manifest, make_manifest
-from pipeline.data.shards.shard_table import ShardTableBuilder
+from pipeline.data.shards.shard_table import shard_table
 from pipeline.data.shards.storage import COMMAND, OUTSIDE, kind_of_place
 from pipeline.errors import UserError
 from pipeline.model.evaluation_model import load_for_evaluation
@@ -58,7 +58,7 @@ PLACES = {
 def test_places_that_need_consent(name: str, kind: str, tmp_path: Path) -> None:
     assert kind_of_place(name) == kind
     rows = [("0.tar", 1, 1, ""), (name, 1, 1, ""), ("1.tar", 1, 1, "")]
-    found = ShardTableBuilder(rows).build().places
+    found = shard_table(rows).places
     assert {kind: count for kind, (count, _) in found.items() if count} == ({kind: 1} if kind else {})
     make_manifest(rows, root=tmp_path).save(tmp_path)
     allowed = {"allow_commands": kind == COMMAND, "allow_outside": kind == OUTSIDE}

@@ -33,7 +33,7 @@ from jobs.manifest import command as manifest_command
 from jobs.verify import command
 from pipeline.analysis.shard_pairs import facts_in
 from pipeline.data.shards.manifest_format import load_manifest
-from pipeline.data.shards.shard_table import ShardTableBuilder
+from pipeline.data.shards.shard_table import shard_table
 from pipeline.errors import UserError
 from tests.images import encoded
 from tests.ingested import ROWS, SHARD, copied, fetch_here, in_process, made, own_opener, site  # noqa: F401
@@ -460,7 +460,7 @@ def test_shards_outside_the_folder_are_rejected_in_plain_words(copied: Path, opt
     manifest = load_manifest(copied)
     rows = [(s.name, s.samples, s.bytes, s.sha256) for s in manifest.shards]
     rows[0] = ("s3://bucket/00000.tar", *rows[0][1:])
-    replace(manifest, shards=ShardTableBuilder(rows).build()).save(copied)
+    replace(manifest, shards=shard_table(rows)).save(copied)
     with pytest.raises(UserError, match=r"1 of 4 shards .* 's3://bucket/00000.tar'; only local folders are checked"):
         CliRunner().invoke(command, [str(copied), *option], catch_exceptions=False)
     with pytest.raises(UserError, match="is not a folder on this machine"):

@@ -24,7 +24,7 @@ import numpy as np
 from pipeline.data.shards.advice import advice
 from pipeline.data.shards.shard_index import index_path, is_index, write_index
 from pipeline.data.shards.shard_table import Shard as Shard
-from pipeline.data.shards.shard_table import ShardTable, ShardTableBuilder
+from pipeline.data.shards.shard_table import ShardTable, shard_table
 from pipeline.data.shards.storage import COMMAND, OUTSIDE, is_local
 from pipeline.data.shards.tar_reader import DamagedTar, keys
 from pipeline.errors import UserError
@@ -154,8 +154,7 @@ def make_manifest(
     facts: Mapping[str, Any] | None = None,
 ) -> Manifest:
     """A manifest from `(name, samples, bytes, sha256)` rows in order; `load_manifest` refuses empty shards."""
-    table = ShardTableBuilder(entries).build()
-    return Manifest(shards=table, root=str(root), failures=failures or {}, facts=facts or {})
+    return Manifest(shards=shard_table(entries), root=str(root), failures=failures or {}, facts=facts or {})
 
 
 def load_manifest(path: str | Path, *, allow_commands: bool = False, allow_outside: bool = False) -> Manifest:
@@ -214,18 +213,18 @@ def _announce(message: str) -> None:
 
 
 def _read(path: Path) -> tuple[ShardTable, dict[str, Any]]:
-    """Parse and check a manifest. A shard becomes a row of the table as soon as it is parsed.
+    """Parse and check a manifest.
 
     Returns:
         The shards, and the mappings `failures` and `facts`.
     """
-    builder, offsets = ShardTableBuilder(), array("q")
+    rows, offsets = list[tuple[str, int, int, str]](), array("q")
     fields = Shard.__dataclass_fields__.keys()
 
     def collect(value: dict[str, Any]) -> dict[str, Any] | None:
         if not value.keys() >= fields:
             return value
-        builder.add(value["name"], value["samples"], value["bytes"], value["sha256"])
+        rows.append((value["name"], value["samples"], value["bytes"], value["sha256"]))
         offsets.append(value["offset"])
         return None
 
@@ -236,7 +235,7 @@ def _read(path: Path) -> tuple[ShardTable, dict[str, Any]]:
         _check_format(tree, path)
         if other := [shard for shard in tree["shards"] if shard is not None]:
             raise KeyError(next(name for name in fields if name not in other[0]))
-        table = builder.build()
+        table = shard_table(rows)
         if not len(table) or table.samples.min() < 1:
             empty = [shard.name for shard in table if shard.samples < 1]
             raise UserError(f"{path} lists {len(table)} shards, of which {len(empty)} are empty ({empty[:3]}).")

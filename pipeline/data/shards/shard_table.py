@@ -112,40 +112,26 @@ class ShardTable:
         return hashed.hexdigest()
 
 
-class ShardTableBuilder:
-    """Collects shards in order."""
+def shard_table(rows: Iterable[tuple[str, int, int, str]]) -> ShardTable:
+    """The table of `(name, samples, bytes, sha256)` rows in order.
 
-    def __init__(self, rows: Iterable[tuple[str, int, int, str]] = ()) -> None:
-        self._samples, self._bytes = array("q"), array("q")
-        self._texts: dict[str, list[bytes]] = {"name": [], "sha256": []}
-        self._blocks: dict[str, list[NDArray[np.bytes_]]] = {"name": [], "sha256": []}
-        for row in rows:
-            self.add(*row)
+    Raises:
+        TypeError: A value is of a wrong kind.
+        ValueError: A text is too long.
+    """
+    names, counts, sizes, digests = map(list, zip(*rows, strict=True)) if (rows := list(rows)) else ([], [], [], [])
+    samples = np.frombuffer(array("q", counts), dtype=np.int64)
+    return ShardTable({
+        "name": _texts(names, "name"),
+        "samples": samples,
+        "bytes": np.frombuffer(array("q", sizes), dtype=np.int64),
+        "sha256": _texts(digests, "sha256"),
+        "offset": np.cumsum(samples) - samples,
+    })  # fmt: skip
 
-    def add(self, name: str, samples: int, size: int, sha256: str) -> None:
-        """Append a shard.
 
-        Raises:
-            ValueError: A text is too long.
-        """
-        self._samples.append(samples)
-        self._bytes.append(size)
-        for column, value in (("name", name), ("sha256", sha256)):
-            self._texts[column].append(text := value.encode())
-            if len(text) > LONGEST_NAME:
-                raise ValueError(f"the {column} {value[:60]!r}... has more than {LONGEST_NAME:,} bytes")
-            if len(self._texts[column]) == _BLOCK:
-                self._pack(column)
-
-    def build(self) -> ShardTable:
-        """The table; nothing can be added after that."""
-        samples = np.frombuffer(self._samples, dtype=np.int64)
-        columns = {"samples": samples, "bytes": np.frombuffer(self._bytes, dtype=np.int64)}
-        for column in self._texts:
-            self._pack(column)
-            columns[column] = np.concatenate(self._blocks.pop(column))
-        return ShardTable({**columns, "offset": np.cumsum(samples) - samples})
-
-    def _pack(self, column: str) -> None:
-        self._blocks[column].append(np.array(self._texts[column], dtype=np.bytes_))
-        self._texts[column] = []
+def _texts(values: list[str], column: str) -> NDArray[np.bytes_]:
+    texts = [value.encode() for value in values]
+    if too_long := [value for value, text in zip(values, texts, strict=True) if len(text) > LONGEST_NAME]:
+        raise ValueError(f"the {column} {too_long[0][:60]!r}... has more than {LONGEST_NAME:,} bytes")
+    return np.array(texts, dtype=np.bytes_)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +9,7 @@ import click
 
 from jobs.studies import check_name, study_names
 from pipeline.errors import UserError
+from pipeline.files import file_lock
 
 if TYPE_CHECKING:
     from jobs.studies.declare import Study, Unit
@@ -150,9 +150,7 @@ def prepare_corpora(names: set[str], *, size: str, place: Path) -> dict[str, Pat
         corpus = load_size(size).corpora[name]
         held_out = {"held_out": corpus.held_out, "retrieval_pairs": corpus.held_out}
         scenes = ScenesConfig(pairs=corpus.pairs, image_size=corpus.image_size, faults=healthy, **held_out)
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "lock").open("w") as lock:  # the tasks of a job array start at the same time
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with file_lock(folder / "lock"):  # the tasks of a job array start at the same time
             ingest(scenes, folder)
             make_suite(scenes, folder / "suite")
     return folders

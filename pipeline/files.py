@@ -1,16 +1,20 @@
-"""Files that are written whole or not at all: under a temporary name first, then renamed into place."""
+"""Files that are written whole or not at all: under a temporary name first, then renamed into place. Locks on files."""
 
 from __future__ import annotations
 
 import codecs
 import errno
+import fcntl
 import hashlib
 import json
+import math
 import os
 import shutil
+import socket
 import stat
 import tarfile
 import tempfile
+import time
 import unicodedata
 import uuid
 from collections.abc import Iterator
@@ -81,6 +85,50 @@ def new_folder(path: Path) -> Iterator[Path]:
             os.replace(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def file_lock(path: Path, *, shared: bool = False, seconds: float = math.inf) -> Iterator[None]:
+    """Hold a lock; it is released when this process and its forks have ended, however they end.
+
+    Args:
+        path: The file, created if needed; who holds its exclusive lock is written there.
+        shared: Several may hold a shared lock at once, but not beside an exclusive one.
+        seconds: How long to wait for it; 0: not at all.
+
+    Raises:
+        BlockingIOError: Another process holds the lock.
+        OSError: The file cannot be made, or its file system has no locks.
+    """
+    kind, deadline = fcntl.LOCK_SH if shared else fcntl.LOCK_EX, time.monotonic() + seconds
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+", encoding="utf-8") as file:
+        while True:
+            try:
+                fcntl.flock(file, kind | (0 if seconds == math.inf else fcntl.LOCK_NB))
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(0.05)
+        if not shared:
+            with suppress(OSError):  # a full disk
+                file.truncate(0)
+                os.write(file.fileno(), f"{socket.gethostname()}, process {os.getpid()}\n".encode())
+        yield
+
+
+def lock_holder(path: Path) -> str:
+    """Who holds the exclusive lock of a file; empty if nobody does."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return file.read().strip() or "another process"
+    except OSError:
+        pass
+    return ""
 
 
 def write_text(path: str | Path, text: str, *, durable: bool = False) -> Path:

@@ -11,8 +11,8 @@ the next command waits until it is free.
 
 from __future__ import annotations
 
-import fcntl
 import json
+import math
 import os
 import socket
 import time
@@ -25,7 +25,7 @@ from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.swap import leftovers
 from data_prep.settings.download_config import FetchConfig
 from pipeline.errors import UserError
-from pipeline.files import read_tree, write_json
+from pipeline.files import file_lock, read_tree, write_json
 
 _WHOLE = "folder"
 _OF_WORKERS = "workers-"
@@ -37,16 +37,15 @@ REPORT = "report"
 
 
 @contextmanager
-def part_lock(folder: Folder, part: int | str, *, how: int = fcntl.LOCK_EX, wait: bool = False) -> Iterator[None]:
+def part_lock(folder: Folder, part: int | str, *, shared: bool = False, wait: bool = False) -> Iterator[None]:
     """Hold the lock of one part of the work.
 
     Raises:
         UserError: Another process holds the lock, and `wait` is not set.
     """
-    folder.locks.mkdir(parents=True, exist_ok=True)
-    with (folder.locks / f"lock-{part}").open("w") as lock:
+    with ExitStack() as held:
         try:
-            fcntl.flock(lock, how | (0 if wait else fcntl.LOCK_NB))
+            held.enter_context(file_lock(folder.locks / f"lock-{part}", shared=shared, seconds=math.inf if wait else 0))
         except BlockingIOError as error:
             raise UserError(f"Another process is working in {folder.root}: wait for it, or stop it.") from error
         yield
@@ -67,7 +66,7 @@ def worker_lock(folder: Folder) -> Iterator[None]:
 @contextmanager
 def engine_lock(folder: Folder) -> Iterator[None]:
     """Held by the engine and its workers while they may write."""
-    with part_lock(folder, f"{_ENGINE}{folder.worker}", how=fcntl.LOCK_SH, wait=True):
+    with part_lock(folder, f"{_ENGINE}{folder.worker}", shared=True, wait=True):
         yield
 
 
@@ -85,8 +84,8 @@ def shared_lock(folder: Folder, workers: int = 1) -> Iterator[None]:
         with part_lock(folder, "entry", wait=True):
             with suppress(UserError), exclusive_lock(folder):
                 pass  # alone, so that leftovers are removed
-            held.enter_context(part_lock(folder, _WHOLE, how=fcntl.LOCK_SH))
-            held.enter_context(part_lock(folder, own, how=fcntl.LOCK_SH))
+            held.enter_context(part_lock(folder, _WHOLE, shared=True))
+            held.enter_context(part_lock(folder, own, shared=True))
             for path in folder.locks.glob(f"lock-{_OF_WORKERS}*"):
                 part = path.name.removeprefix("lock-")
                 if part != own:

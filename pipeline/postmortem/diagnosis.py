@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import shlex
 import shutil
 import signal
@@ -22,6 +21,7 @@ from pipeline.distributed.exit_record import FOLDER_NAME as HEARTBEATS
 from pipeline.distributed.heartbeat import Beat, read_beat
 from pipeline.distributed.signals import EXIT_PREEMPTED
 from pipeline.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
+from pipeline.files import lock_holder
 from pipeline.planning.node_checks import DoctorFinding
 from pipeline.run_files import (
     FOLDER_NAME,
@@ -155,7 +155,7 @@ def read_evidence(run: Path, *, verify: bool = True) -> Evidence:
     return Evidence(
         run=run,
         config=config,
-        holder=_holder(run / LOCK_NAME),
+        holder=lock_holder(run / LOCK_NAME),
         steps=max((step for step in steps if isinstance(step, int)), default=0),
         events=messages[starts[-1] :] if starts else messages,
         beats=_beats(run),
@@ -173,19 +173,6 @@ def _beats(run: Path) -> list[tuple[Beat, float]]:
             if beat is not None and beat.run_id in ("", run_id):
                 found.append((beat, age))
     return found
-
-
-def _holder(path: Path) -> str:
-    """Who holds the lock of a run's folder; empty if nobody does."""
-    try:
-        with path.open("r+", encoding="utf-8") as file:
-            try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                return file.read().strip() or "another process"
-    except OSError:
-        pass
-    return ""
 
 
 def _outcome(evidence: Evidence) -> DoctorFinding:

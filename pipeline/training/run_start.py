@@ -9,17 +9,13 @@ by a scheduler: once the fork has checkpoints of its own, it continues from them
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
-import os
-import socket
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from pipeline.checkpoint.mirror import Mirror, at_start, fetch_newest, refuse_taken
 from pipeline.checkpoint.reader import Checkpoint, agreed_checkpoint
@@ -29,12 +25,13 @@ from pipeline.distributed.exit_record import FOLDER_NAME as HEARTBEATS
 from pipeline.distributed.exit_record import remove_records, reserve_space, start_recording, stop_recording
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.files import write_text
+from pipeline.files import file_lock, lock_holder, write_text
 from pipeline.run_files import FOLDER_NAME, RUN_CONFIG_NAME, checkpoint_folders, parse_as, read_as, read_meta
 from pipeline.training.recipe import RunConfig
 
 LOCK_NAME = ".lock"
 LOCK_SECONDS = 100  # a file server may hold a dead machine's lock for 90
+NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)  # of a file system without locks
 
 
 @contextmanager
@@ -49,8 +46,10 @@ def hold_folder(run: RunConfig, *, world: World) -> Iterator[None]:
         if world.is_main:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                lock = stack.enter_context((folder / LOCK_NAME).open("a+"))
-                problem = _lock(lock, folder)
+                stack.enter_context(_locked(folder / LOCK_NAME))
+            except BlockingIOError:
+                holder = lock_holder(folder / LOCK_NAME)
+                problem = f"Another run is training in {folder} ({holder}): stop it first, or choose another output."
             except OSError as error:
                 problem = (
                     f"output = {folder} cannot be the run's folder ({error.strerror}): name a folder that can be made "
@@ -60,32 +59,18 @@ def hold_folder(run: RunConfig, *, world: World) -> Iterator[None]:
         yield
 
 
-def _lock(file: IO[str], folder: Path) -> str:
-    """Take the lock, waiting for a run that is ending or has died. Returns an error message if it remains locked."""
-    for second in range(LOCK_SECONDS):
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a run's folder, after waiting for a run that is ending or has died."""
+    if holder := lock_holder(path):
+        print(f"Waiting up to {LOCK_SECONDS} s for {holder} to leave {path.parent}.", file=sys.stderr, flush=True)
+    with ExitStack() as held:
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # loading processes do not inherit this kind of lock
+            held.enter_context(file_lock(path, seconds=LOCK_SECONDS))
         except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
-                return ""  # a file system without locks
-            if second == 0:
-                print(
-                    f"Waiting up to {LOCK_SECONDS} s for {_holder(file)} to leave {folder}.",
-                    file=sys.stderr,
-                    flush=True,
-                )
-            time.sleep(1.0)
-        else:
-            file.truncate(0)
-            file.write(f"{socket.gethostname()}, process {os.getpid()}\n")
-            file.flush()
-            return ""
-    return f"Another run is training in {folder} ({_holder(file)}): stop it first, or choose another output."
-
-
-def _holder(file: IO[str]) -> str:
-    file.seek(0)
-    return file.read().strip() or "another run"
+            if error.errno not in NO_LOCKS:
+                raise
+        yield
 
 
 @contextmanager

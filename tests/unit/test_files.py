@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
+import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,8 @@ from pipeline.errors import UserError
 from pipeline.files import (
     LEFTOVERS,
     UMASK,
+    file_lock,
+    lock_holder,
     new_folder,
     path_below,
     plain_name,
@@ -124,3 +129,20 @@ def test_plain_names_are_accepted(tmp_path: Path) -> None:
     assert path_below(tmp_path, "ema/a.json", what="It") == tmp_path / "ema" / "a.json"
     with pytest.raises(UserError, match=r"It is named 'ema/a\.json'"):
         plain_name("ema/a.json", what="It")
+
+
+def test_a_lock_has_one_holder_or_several_that_share_it(tmp_path: Path) -> None:
+    path = tmp_path / "new" / ".lock"
+    assert not lock_holder(path)
+    for held, wanted in ((False, False), (False, True), (True, False)):
+        with file_lock(path, shared=held):
+            with pytest.raises(BlockingIOError), file_lock(path, shared=wanted, seconds=0):
+                pass
+            assert lock_holder(path) == ("" if held else f"{socket.gethostname()}, process {os.getpid()}")
+    with file_lock(path, shared=True), file_lock(path, shared=True, seconds=0):
+        pass
+    waiting = ExitStack()
+    waiting.enter_context(file_lock(path))
+    threading.Timer(0.1, waiting.close).start()
+    with file_lock(path, seconds=60):
+        assert path.read_text().count("\n") == 1

@@ -49,7 +49,7 @@ checkpoint: {{fallback: {fallback}}}
 HOLDS = """
 import fcntl, sys, time
 lock = open(sys.argv[1], "a+")
-fcntl.lockf(lock, fcntl.LOCK_EX)
+fcntl.flock(lock, fcntl.LOCK_EX)
 lock.write("a host, process 7"); lock.flush()
 print("locked", flush=True)
 time.sleep(100)

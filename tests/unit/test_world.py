@@ -69,7 +69,7 @@ def test_a_run_folder_in_use_by_another_process_is_rejected(tmp_path: Path, monk
     run = parse_recipe({"output": str(tmp_path), "samples": 8_000, "batch_size": 8, "data": {"sources": "nowhere"}})
     with hold_folder(run, world=World()):
         pass  # the lock is released on exit
-    holder = "import fcntl, sys; f = open(sys.argv[1], 'a+'); fcntl.lockf(f, 2); print('held', flush=True); input()"
+    holder = "import fcntl, sys; f = open(sys.argv[1], 'a+'); fcntl.flock(f, 2); print('held', flush=True); input()"
     command = [sys.executable, "-c", holder, str(tmp_path / ".lock")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

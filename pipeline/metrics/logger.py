@@ -34,8 +34,9 @@ class TelemetryConfig:
     tensorboard: bool = True
     """Write RUN/tensorboard/ beside RUN/metrics.jsonl."""
     trackers: Annotated[tuple[str, ...], BeforeValidator(_names)] = ()
-    """Trackers beside TensorBoard: `wandb` (Weights & Biases), `trackio`, or names that code of your own registers with
-    `pipeline.metrics.sinks.register_sink`. The scores of `evaluation.suite` and the validation loss are included."""
+    """Trackers beside TensorBoard: `wandb` (Weights & Biases), `mlflow`, `trackio`, `aim`, `clearml`, `comet_ml`,
+    `dvclive`, `swanlab`, or names that code of your own registers with `pipeline.metrics.sinks.register_sink`.
+    The scores of `evaluation.suite` and the validation loss are included."""
     project: str = "neuclip"
     """The project in trackers; a run has the name of its folder there."""
     progress: Literal["auto", "bar", "lines", "brief", "quiet"] = "auto"
@@ -131,7 +132,10 @@ class Telemetry:
             except Exception as error:  # a tracker of a user's own may raise anything
                 if number not in self._failed:
                     self._failed.add(number)
-                    name, lost = type(sink).__name__, getattr(sink, "not_written", "metrics are missing there")
+                    name, lost = (
+                        getattr(sink, "name", type(sink).__name__),
+                        getattr(sink, "not_written", "metrics are missing there"),
+                    )
                     print(
                         f"{name} cannot be written ({error if isinstance(error, OSError) else repr(error)}): {lost}.",
                         file=sys.stderr,

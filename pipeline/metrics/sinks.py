@@ -140,32 +140,6 @@ def _remains(line: str, first_step: int) -> bool:
         return False
 
 
-@register_sink("tensorboard")
-class TensorBoard(QuietSink):
-    """RUN/tensorboard/: curves, histograms, pictures and captions."""
-
-    def __init__(self, context: SinkContext) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        first = context.first_step
-        self._board = SummaryWriter(str(context.run / "tensorboard"), purge_step=first + 1 if first else None)
-
-    def scalars(self, kind: str, *, step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            self._board.add_scalar(f"{kind}/{name}", value, step)
-
-    def distributions(self, *, step: int, levels: Sequence[float], values: Mapping[str, Distribution]) -> None:
-        for name, found in values.items():
-            self._board.add_histogram(f"distribution/{name}", found.values, step)
-
-    def pictures(self, *, step: int, grid: np.ndarray, captions: Sequence[str]) -> None:
-        self._board.add_image("batch/images", grid, step, dataformats="HWC")
-        self._board.add_text("batch/captions", "\n".join(f"{i}. {text}" for i, text in enumerate(captions, 1)), step)
-
-    def close(self) -> None:
-        self._board.close()
-
-
 @register_sink("progress")
 def progress(context: SinkContext) -> Sink:
     """The terminal: a progress bar on a terminal, else plain lines, as set by `telemetry.progress`."""

@@ -1,6 +1,6 @@
-"""Experiment trackers of others as sinks: Weights & Biases and trackio, whose client libraries have the same interface.
+"""Experiment trackers as sinks, through `accelerate.tracking`.
 
-Their own environment variables apply: WANDB_MODE=offline, WANDB_ENTITY, TRACKIO_DIR, TRACKIO_SPACE_ID and so on.
+Their own environment variables apply: WANDB_MODE=offline, MLFLOW_TRACKING_URI, TRACKIO_DIR and so on.
 """
 
 from __future__ import annotations
@@ -8,26 +8,32 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from pipeline.config import flatten
 from pipeline.errors import UserError, in_a_line
 from pipeline.files import write_text
 from pipeline.metrics.sinks import Distribution, QuietSink, SinkContext, register_sink
 
+PACKAGES = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "trackio", "wandb")
+"""Names of accelerate's trackers that need a package of the same name."""
+ID_NAME = "tracker-id"
+"""The run's id in W&B or MLflow, the same after a resume."""
+
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Check that the client libraries of trackers are installed, and that W&B has a login.
+    """Check that the packages of trackers are installed, and that W&B has a login.
 
     Raises:
         UserError: One is not, or it has none.
     """
-    for name in TRACKERS.intersection(names):
+    for name in set(PACKAGES).intersection(names):
         if importlib.util.find_spec(name) is None:
             raise UserError(f"telemetry.trackers={name} needs the package {name}: pip install {name}.")
-        if name == WeightsAndBiases.library:
+        if name == "wandb":
             try:
                 importlib.import_module(name).login()
             except Exception as error:  # as it likes
@@ -37,97 +43,136 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class TrackerSink(QuietSink):
-    """A run in a tracker, named like the run's folder. A resumed run goes on in the same one.
+    """One of accelerate's trackers, for metrics. Steps that are repeated after a resume or a rollback are logged again.
 
-    Steps that were repeated after a resume or a rollback are logged again.
+    The run in the tracker is named like the run's folder. In W&B, trackio and MLflow a resumed run goes on in the same
+    one; the others begin a new one.
     """
 
-    library: str
     hint = ""
     """Advice in the message when the tracker cannot be opened."""
 
-    def __init__(self, context: SinkContext) -> None:
-        self._client = importlib.import_module(self.library)
+    def __init__(self, name: str, context: SinkContext) -> None:
+        from accelerate import PartialState
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+        self.name = name
         try:
-            self._open(context)
+            PartialState()  # accelerate's trackers need it
+            self._tracker: Any = LOGGER_TYPE_TO_CLASS[name](**self._options(context))
+            self._tracker.start()
+            self._opened(context)
         except Exception as error:  # a failed login, no network, ...
             raise UserError(
-                f"telemetry.trackers={self.library}: the tracker cannot be opened ({type(error).__name__}: {error}). "
-                f"Log in with its own command, or train without it: telemetry.trackers=[]. {self.hint}"
+                f"telemetry.trackers={name}: the tracker cannot be opened ({type(error).__name__}: {error}). Log in "
+                f"with its own command, or train without it: telemetry.trackers=[]. {self.hint}"
             ) from error
 
-    def _open(self, context: SinkContext) -> None:
-        raise NotImplementedError
+    def _options(self, context: SinkContext) -> dict[str, Any]:
+        """The arguments of accelerate's class."""
+        of_runs = {"run_name": context.run.name, "logging_dir": str(context.run)}
+        return {"aim": of_runs, "clearml": {"run_name": context.run.name}}.get(self.name, {"run_name": context.project})
+
+    def _opened(self, context: SinkContext) -> None:
+        self._tracker.store_init_configuration(flatten(dict(context.settings)))
 
     def scalars(self, kind: str, *, step: int, values: Mapping[str, float]) -> None:
-        self._log(step, {f"{kind}/{name}": value for name, value in values.items()})
+        self._tracker.log({f"{kind}/{name}": value for name, value in values.items()}, step=step)
 
     def close(self) -> None:
-        self._try(self._client.finish)
-
-    def _log(self, step: int, values: Mapping[str, Any]) -> None:
-        self._try(lambda: self._client.log({"step": step, **values}))
-
-    def _try(self, call: Callable[[], Any]) -> None:
-        """Call the client. Its errors become an OSError, which is reported once and does not end the run."""
-        try:
-            call()
-        except Exception as error:
-            raise OSError(f"{type(error).__name__}: {error}") from error
+        self._tracker.finish()
 
 
-@register_sink("wandb")
+class TensorBoard(TrackerSink):
+    """RUN/tensorboard/: curves, histograms, pictures and captions."""
+
+    def _options(self, context: SinkContext) -> dict[str, Any]:
+        first = context.first_step
+        options = {"run_name": "tensorboard", "logging_dir": str(context.run)}
+        return {**options, "purge_step": first + 1 if first else None}
+
+    def _opened(self, context: SinkContext) -> None:
+        self._board = self._tracker.tracker
+
+    def distributions(self, *, step: int, levels: Sequence[float], values: Mapping[str, Distribution]) -> None:
+        for name, distribution in values.items():
+            self._board.add_histogram(f"distribution/{name}", distribution.values, step)
+
+    def pictures(self, *, step: int, grid: np.ndarray, captions: Sequence[str]) -> None:
+        self._board.add_image("batch/images", grid, step, dataformats="HWC")
+        self._board.add_text("batch/captions", _numbered(captions), step)
+
+
 class WeightsAndBiases(TrackerSink):
     """Weights & Biases: metrics, histograms, pictures with captions; files are in RUN/wandb/."""
 
-    library = "wandb"
     hint = "WANDB_MODE=offline writes to RUN/wandb/, which `wandb sync` uploads later."
 
-    def _open(self, context: SinkContext) -> None:
-        run = self._client.init(
-            project=context.project,
-            name=context.run.name,
-            id=_run_id(context),
-            resume="allow",
-            dir=str(context.run),
-            config=dict(context.settings),
-        )
-        run.define_metric("step")
-        run.define_metric("*", step_metric="step")  # a run that resumes or rolls back repeats steps
+    def _options(self, context: SinkContext) -> dict[str, Any]:
+        path = context.run / ID_NAME
+        if not path.is_file():
+            write_text(path, uuid.uuid4().hex[:16] + "\n")
+        same = {"id": path.read_text(encoding="utf-8").strip(), "resume": "allow"}
+        run = {"run_name": context.project, "name": context.run.name, "dir": str(context.run)}
+        return {**run, **same, "config": dict(context.settings)}
+
+    def _opened(self, context: SinkContext) -> None:
+        self._tracker.tracker.define_metric("step")
+        self._tracker.tracker.define_metric("*", step_metric="step")  # a run that resumes or rolls back repeats steps
+
+    def scalars(self, kind: str, *, step: int, values: Mapping[str, float]) -> None:
+        self._tracker.log({"step": step, **{f"{kind}/{name}": value for name, value in values.items()}})
 
     def distributions(self, *, step: int, levels: Sequence[float], values: Mapping[str, Distribution]) -> None:
-        histograms = {
-            f"distribution/{name}": self._client.Histogram(np_histogram=np.histogram(found.values.numpy(), bins=64))
-            for name, found in values.items()
-        }
-        self._log(step, histograms)
+        from wandb import Histogram
+
+        counts = {name: np.histogram(distribution.values.numpy(), bins=64) for name, distribution in values.items()}
+        histograms = {f"distribution/{name}": Histogram(np_histogram=count) for name, count in counts.items()}
+        self._tracker.log({"step": step, **histograms})
 
     def pictures(self, *, step: int, grid: np.ndarray, captions: Sequence[str]) -> None:
-        text = "\n".join(f"{i}. {caption}" for i, caption in enumerate(captions, 1))
-        self._log(step, {"batch/images": self._client.Image(grid, caption=text)})
+        from wandb import Image
+
+        self._tracker.log({"step": step, "batch/images": Image(grid, caption=_numbered(captions))})
 
 
-@register_sink("trackio")
+class MLflow(TrackerSink):
+    """MLflow: an experiment has the project's name."""
+
+    def _options(self, context: SinkContext) -> dict[str, Any]:
+        path = context.run / ID_NAME
+        run_id = path.read_text(encoding="utf-8").strip() if path.is_file() else None
+        return {"experiment_name": context.project, "run_name": context.run.name, "run_id": run_id}
+
+    def _opened(self, context: SinkContext) -> None:
+        write_text(context.run / ID_NAME, self._tracker.tracker.info.run_id + "\n")
+        if not context.first_step:  # MLflow refuses other values in a resumed run
+            super()._opened(context)
+
+
 class Trackio(TrackerSink):
-    """trackio, which keeps metrics on this machine (`trackio show`) or in a Hugging Face space: metrics only."""
+    """trackio, which keeps metrics on this machine (`trackio show`) or in a Hugging Face space."""
 
-    library = "trackio"
+    def _options(self, context: SinkContext) -> dict[str, Any]:
+        run = {"run_name": context.project, "name": context.run.name, "resume": "allow", "embed": False}
+        return {**run, "config": dict(context.settings)}
 
-    def _open(self, context: SinkContext) -> None:
-        self._client.init(
-            project=context.project, name=context.run.name, resume="allow", config=dict(context.settings), embed=False
-        )
-
-    def _log(self, step: int, values: Mapping[str, Any]) -> None:
-        self._try(lambda: self._client.log(dict(values), step=step))
+    def _opened(self, context: SinkContext) -> None:
+        pass
 
 
-TRACKERS = frozenset({WeightsAndBiases.library, Trackio.library})
+KINDS = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "mlflow": MLflow, "trackio": Trackio}
 
 
-def _run_id(context: SinkContext) -> str:
-    """The run's id in the tracker, the same after a resume."""
-    path = context.run / "tracker-id"
-    if not path.is_file():
-        write_text(path, uuid.uuid4().hex[:16] + "\n")
-    return path.read_text(encoding="utf-8").strip()
+def _register(name: str) -> None:
+    @register_sink(name)
+    def open_tracker(context: SinkContext) -> TrackerSink:
+        return KINDS.get(name, TrackerSink)(name, context)
+
+
+for _name in ("tensorboard", *PACKAGES):
+    _register(_name)
+
+
+def _numbered(captions: Sequence[str]) -> str:
+    return "\n".join(f"{number}. {caption}" for number, caption in enumerate(captions, 1))

@@ -1,11 +1,13 @@
-"""Weights & Biases (offline) and trackio receive what a run reports."""
+"""Weights & Biases (offline), trackio and MLflow receive what a run reports."""
 
 from __future__ import annotations
 
 import json
 import sqlite3
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -115,31 +117,54 @@ def test_trackio_has_metrics_and_scores(tmp_path: Path, monkeypatch: pytest.Monk
     assert [(step, row["evaluation/imagenet"]) for _, step, row in rows if "evaluation/imagenet" in row] == [(3, 0.25)]
 
 
+def test_a_resumed_run_goes_on_in_the_same_run_of_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, Any]] = []
+
+    def start_run(*, run_id: str | None, run_name: str, **_: Any) -> SimpleNamespace:
+        calls.append(("run", (run_id, run_name)))
+        return SimpleNamespace(info=SimpleNamespace(run_id="7f"))
+
+    client = SimpleNamespace(
+        __spec__=None,
+        search_experiments=lambda filter_string: [],
+        create_experiment=lambda name, **_: calls.append(("experiment", name)),
+        start_run=start_run,
+        utils=SimpleNamespace(validation=SimpleNamespace(MAX_PARAM_VAL_LENGTH=9, MAX_PARAMS_TAGS_PER_BATCH=9)),
+        log_params=lambda values: calls.append(("settings", values)),
+        log_metrics=lambda values, step: calls.append(("metrics", (step, values))),
+        end_run=lambda: None,
+    )
+    monkeypatch.setitem(sys.modules, "mlflow", client)  # type: ignore[arg-type]
+    report(tmp_path / "mine", "mlflow")
+    begins = [value for kind, value in calls if kind == "run"]
+    assert begins == [(None, "mine"), ("7f", "mine")]
+    assert ("experiment", "tests") in calls
+    assert [value for kind, value in calls if kind == "settings"] == [{"samples": 80, "optimizer.lr": 0.001}]
+    assert [value for kind, value in calls if kind == "metrics"] == [
+        (1, {"train/loss": 3.0}), (2, {"train/loss": 2.0}), (2, {"train/loss": 2.5}),
+        (3, {"validation/loss": 1.5}), (3, {"evaluation/imagenet": 0.25}),
+    ]  # fmt: skip
+
+
 def test_a_tracker_that_is_missing_or_fails_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    class Client:
-        @staticmethod
-        def init(**_: Any) -> None:
-            raise RuntimeError("no API key")
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no network")
 
-        @staticmethod
-        def log(*_: Any, **__: Any) -> None:
-            raise RuntimeError("no network")
-
-        finish = init
-
-    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"telemetry\.trackers=wandb needs the package wandb: pip install wandb"):
-        train_here("samples=8", "data.sources=x", f"output={tmp_path / 'run'}", "telemetry.trackers=[wandb]")
+    with monkeypatch.context() as patched:
+        patched.setattr(trackers.importlib.util, "find_spec", lambda name: None)
+        with pytest.raises(UserError, match=r"telemetry\.trackers=wandb needs the package wandb: pip install wandb"):
+            train_here("samples=8", "data.sources=x", f"output={tmp_path / 'run'}", "telemetry.trackers=[wandb]")
     assert "wandb" in sink_names(TelemetryConfig(trackers=("wandb",))), "settings are read where no run is started, too"
-    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(trackers.importlib, "import_module", lambda name: Client)
-    with pytest.raises(UserError, match=r"cannot be opened \(RuntimeError: no API key\).*WANDB_MODE=offline"):
+    client = SimpleNamespace(init=fail, __spec__=None)
+    monkeypatch.setitem(sys.modules, "wandb", client)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "trackio", client)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"cannot be opened \(RuntimeError: no network\).*WANDB_MODE=offline"):
         opened(tmp_path, "wandb")
-    monkeypatch.setattr(Client, "init", lambda **_: None)
+    client.init = lambda **_: SimpleNamespace(log=fail)
     telemetry = opened(tmp_path, "trackio")
     telemetry.train(step=1, scalars={"loss": 1.0})
     telemetry.train(step=2, scalars={"loss": 1.0})
-    assert capsys.readouterr().err.count("Trackio cannot be written (RuntimeError: no network)") == 1
+    assert capsys.readouterr().err.count("trackio cannot be written (RuntimeError('no network'))") == 1
     assert (tmp_path / "metrics.jsonl").read_text().count("loss") == 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -54,17 +53,12 @@ def pretend_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> list[int]:
     return current
 
 
-@pytest.mark.parametrize(
-    ("count", "local_rank", "expected"),
-    [(8, 3, 3), (1, 0, 0), (1, 3, 0)],  # the last: srun --gpus-per-task=1 shows every task its own GPU as number 0
-)
-def test_a_rank_takes_its_own_gpu(count: int, local_rank: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    current = pretend_gpus(monkeypatch, count)
-    assert choose_device("auto", local_rank=local_rank, ranks=8) == torch.device("cuda", expected)
-    assert current == [expected]
-
-
-def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_takes_its_own_gpu_and_is_refused_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The last: srun --gpus-per-task=1 shows every task its own GPU as number 0.
+    for count, local_rank, expected in ((8, 3, 3), (1, 0, 0), (1, 3, 0)):
+        current = pretend_gpus(monkeypatch, count)
+        assert choose_device("auto", local_rank=local_rank, ranks=8) == torch.device("cuda", expected)
+        assert current == [expected]
     pretend_gpus(monkeypatch, 4)
     with pytest.raises(UserError, match=r"Local rank 4 .* torch sees 4"):
         choose_device("auto", local_rank=4, ranks=8)
@@ -120,20 +114,16 @@ def test_contradictions_name_the_odd_ranks() -> None:
 
 def meet_all(ranks: Sequence[RankDevice], *, size: int, limit: float = 20.0) -> list[Any]:
     """What `meet` returned or raised on each rank, in threads that share a store."""
-    store, results = dist.HashStore(), [None] * len(ranks)
+    store = dist.HashStore()
 
-    def rank(index: int) -> None:
+    def result(rank: RankDevice) -> int | UserError:
         try:
-            results[index] = meet(store, ranks[index], ranks=size, limit=timedelta(seconds=limit))  # type: ignore[call-overload]
+            return meet(store, rank, ranks=size, limit=timedelta(seconds=limit))
         except UserError as error:
-            results[index] = error  # type: ignore[call-overload]
+            return error
 
-    threads = [threading.Thread(target=rank, args=(index,)) for index in range(len(ranks))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(result, ranks))
 
 
 def test_every_rank_raises_the_same_message() -> None:
@@ -158,14 +148,9 @@ def test_a_rank_without_a_device_says_why_to_all(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(start, "choose_device", no_device)
     monkeypatch.setattr(start, "_join", joined)
-    for name, value in (
-        ("RANK", "1"),
-        ("LOCAL_RANK", "1"),
-        ("WORLD_SIZE", "2"),
-        ("MASTER_ADDR", "x"),
-        ("MASTER_PORT", "1"),
-    ):
-        monkeypatch.setenv(name, value)
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="in the store: node2 has no GPU"), start.start_world():
         pass
 
@@ -212,54 +197,41 @@ def test_the_process_group_is_bound_to_the_rank_s_gpu(monkeypatch: pytest.Monkey
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **given: made.update(given, backend=backend))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name="H100", uuid="GPU-a"))
     monkeypatch.setattr(start, "meet", lambda *_, **__: 8)
-    start._join(0, 2, torch.device("cuda", 0), timedelta(minutes=1))
-    assert (made["backend"], made["device_id"]) == ("nccl", torch.device("cuda", 0))
-    start._join(0, 1, torch.device("cuda", 0), timedelta(minutes=1))
-    assert (made["backend"], made["device_id"]) == ("nccl", None)
-    start._join(0, 2, torch.device("cpu"), timedelta(minutes=1))
-    assert (made["backend"], made["device_id"]) == ("gloo", None)
+    gpu = torch.device("cuda", 0)
+    for device, size, backend, bound in ((gpu, 2, "nccl", gpu), (gpu, 1, "nccl", None), ("cpu", 2, "gloo", None)):
+        start._join(0, size, torch.device(device), timedelta(minutes=1))
+        assert (made["backend"], made["device_id"]) == (backend, bound)
 
 
-@pytest.mark.parametrize(
-    ("own", "others", "quota", "expected"),
-    [
+def test_cores_are_divided_among_those_who_share_them() -> None:
+    for own, others, quota, expected in (
         (range(8), [range(8, 16)], None, 8),
         (range(64), [range(64)] * 7, None, 8),
         (range(64), [range(64)] * 7, 16, 2),
         (range(4), [range(4)] * 7, None, 1),
         (range(12), [range(8, 20)], None, 10),
-    ],
-)
-def test_cores_are_divided_among_those_who_share_them(
-    own: Sequence[int], others: list[Sequence[int]], quota: int | None, expected: int
-) -> None:
-    assert cores_of_rank(own, others=others, quota=quota) == expected
+    ):
+        assert cores_of_rank(own, others=others, quota=quota) == expected
 
 
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
+def test_quotas_of_containers_are_read(tmp_path: Path) -> None:
+    for number, (files, expected) in enumerate((
         ({}, None),
         ({"cpu.max": "max 100000"}, None),
         ({"cpu.max": "250000 100000"}, 3),
         ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
         ({"cpu/cpu.cfs_quota_us": "400000", "cpu/cpu.cfs_period_us": "100000"}, 4),
-    ],
-)
-def test_quotas_of_containers_are_read(files: dict[str, str], expected: int | None, tmp_path: Path) -> None:
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text + "\n")
-    assert cpu_quota(tmp_path) == expected
+    )):  # fmt: skip
+        for name, text in files.items():
+            (path := tmp_path / str(number) / name).parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text + "\n")
+        assert cpu_quota(tmp_path / str(number)) == expected
 
 
-@pytest.mark.parametrize(("cores", "workers"), [(2, 1), (1, 1), (8, 7), (16, 12), (24, 12)])
-def test_workers_leave_a_core_to_the_trainer(cores: int, workers: int) -> None:
-    assert default_workers(cores) == workers
+def test_workers_leave_a_core_to_the_trainer() -> None:
+    for cores, workers in ((2, 1), (1, 1), (8, 7), (16, 12), (24, 12)):
+        assert default_workers(cores) == workers
     assert DataConfig(sources="x", workers="auto").workers is None  # type: ignore[arg-type]
-
-
-def test_no_shipped_recipe_fixes_the_workers_of_a_cluster() -> None:
     for name in ("cc3m", "cc12m", "dfn14m", "dfn192m", "dfn1b", "laion315m"):
         assert "workers: auto" in (ROOT / f"jobs/recipes/{name}.yaml").read_text(), name
 

@@ -39,13 +39,17 @@ def record(folder: Path, rank: int, code: int, *, reason: str = "", time: float 
     (folder / f"exit-{rank:05d}.json").write_text(text)
 
 
+def watch_of(folder: Path, *, size: int = 2) -> PeerWatch:
+    return PeerWatch(folder, rank=0, size=size, lost_after=45.0, start="now")
+
+
 def beat(folder: Path, rank: int, number: int, *, start: str = "now") -> None:
     (folder / f"rank-{rank:05d}.json").write_text(json.dumps({"beat": number, "start": start}))
 
 
 @pytest.mark.parametrize(("code", "counts"), [(0, False), (75, False), (74, False), (2, True), (70, True), (134, True)])
 def test_the_end_of_another_rank_counts_from_the_second_look_on(code: int, counts: bool, tmp_path: Path) -> None:
-    watch = PeerWatch(tmp_path, rank=0, size=4, lost_after=45.0, start="now")
+    watch = watch_of(tmp_path, size=4)
     assert watch.look() == ""
     record(tmp_path, 3, code, reason="a shard is damaged")
     assert watch.look() == ""
@@ -54,7 +58,7 @@ def test_the_end_of_another_rank_counts_from_the_second_look_on(code: int, count
 
 def test_records_of_an_earlier_start_and_of_ranks_that_no_longer_exist_are_ignored(tmp_path: Path) -> None:
     record(tmp_path, 1, 76)
-    watch = PeerWatch(tmp_path, rank=0, size=2, lost_after=45.0, start="now")
+    watch = watch_of(tmp_path)
     record(tmp_path, 5, 2)
     assert [watch.look() for _ in range(3)] == [""] * 3
     record(tmp_path, 1, 2, time=9.0)
@@ -62,7 +66,7 @@ def test_records_of_an_earlier_start_and_of_ranks_that_no_longer_exist_are_ignor
 
 
 def test_the_first_cause_is_passed_on(tmp_path: Path) -> None:
-    watch = PeerWatch(tmp_path, rank=0, size=4, lost_after=45.0, start="now")
+    watch = watch_of(tmp_path, size=4)
     record(tmp_path, 2, 76, reason="rank 3 (node3, process 7) ended with 2: damaged. Exit code 76; the newest ...")
     watch.look()
     assert watch.look() == "rank 3 (node3, process 7) ended with 2: damaged."
@@ -70,7 +74,7 @@ def test_the_first_cause_is_passed_on(tmp_path: Path) -> None:
 
 def test_a_neighbour_whose_heartbeat_stops_is_dead(tmp_path: Path, clock: Clock) -> None:
     beat(tmp_path, 1, 1)
-    watch = PeerWatch(tmp_path, rank=0, size=8, lost_after=45.0, start="now")
+    watch = watch_of(tmp_path, size=8)
     for number in range(30):
         clock.now += 5
         beat(tmp_path, 2, number)
@@ -90,7 +94,7 @@ def test_a_rank_that_freezes_before_its_second_heartbeat_is_dead(
 ) -> None:
     if left is not None:
         beat(tmp_path, 1, 1, start=left)
-    watch = PeerWatch(tmp_path, rank=0, size=2, lost_after=45.0, start="now")
+    watch = watch_of(tmp_path)
     found = []
     for _ in range(12):
         clock.now += 5
@@ -101,14 +105,14 @@ def test_a_rank_that_freezes_before_its_second_heartbeat_is_dead(
 
 
 def test_a_rank_that_cannot_write_its_own_heartbeat_accuses_nobody(tmp_path: Path, clock: Clock) -> None:
-    watch = PeerWatch(tmp_path, rank=0, size=2, lost_after=45.0, start="now")
+    watch = watch_of(tmp_path)
     for _ in range(30):  # the disk is full
         clock.now += 5
         assert watch.look(blind=True) == ""
 
 
 def test_a_rank_that_was_stopped_itself_accuses_nobody(tmp_path: Path, clock: Clock) -> None:
-    watch = PeerWatch(tmp_path, rank=0, size=2, lost_after=45.0, start="now")
+    watch = watch_of(tmp_path)
     for number in range(3):
         beat(tmp_path, 1, number)
         watch.look()

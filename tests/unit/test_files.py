@@ -71,20 +71,17 @@ def test_temporary_names_cannot_be_guessed(tmp_path: Path) -> None:
     assert (tmp_path / "b").stat().st_mode & 0o777 == 0o777 & ~UMASK
 
 
-@pytest.mark.parametrize("kind", ["device", "pipe", "large"])
-def test_what_does_not_end_is_not_read(tmp_path: Path, kind: str) -> None:
+def test_what_does_not_end_is_not_read(tmp_path: Path) -> None:
     """Regression test: a link to /dev/zero in place of a checkpoint.json was read without end."""
     path = tmp_path / "checkpoint.json"
-    if kind == "device":
-        path.symlink_to("/dev/zero")
-    elif kind == "pipe":
-        os.mkfifo(path)
-    else:
-        with path.open("wb") as file:
-            file.truncate(2**40)
-    with pytest.raises((OSError, ValueError), match=r"not a regular file|larger than 256 MiB"):
-        read_bounded(path)
-    assert "cannot be read" in str(damage(tmp_path))
+    for make in (lambda: path.symlink_to("/dev/zero"), lambda: os.mkfifo(path), path.touch):
+        make()
+        if path.is_file():
+            os.truncate(path, 2**40)
+        with pytest.raises((OSError, ValueError), match=r"not a regular file|larger than 256 MiB"):
+            read_bounded(path)
+        assert "cannot be read" in str(damage(tmp_path))
+        path.unlink()
 
 
 def test_durable_files_are_flushed_before_they_are_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,13 +114,10 @@ OUTSIDE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OUTSIDE, ids=repr)
-def test_names_from_outside_stay_within_their_folder(tmp_path: Path, name: object) -> None:
-    with pytest.raises(UserError, match=r"The mirror's file.* only plain names"):
-        path_below(tmp_path, name, what="The mirror's file")
-
-
-def test_plain_names_are_accepted(tmp_path: Path) -> None:
+def test_names_from_outside_stay_within_their_folder(tmp_path: Path) -> None:
+    for name in OUTSIDE:
+        with pytest.raises(UserError, match=r"The mirror's file.* only plain names"):
+            path_below(tmp_path, name, what="The mirror's file")
     for name in ("a", ".hidden", "...", "a..b", "Zürich 1.jpg", "x" * 255):
         assert plain_name(name, what="It") == name
     assert path_below(tmp_path, "ema/a.json", what="It") == tmp_path / "ema" / "a.json"

@@ -15,8 +15,9 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from pipeline.distributed.signals import (
     EXIT_PREEMPTED,
@@ -88,27 +89,12 @@ def _pass_on(number: int) -> None:
 
     It is SIGTERM whatever arrived: a terminal sends SIGINT to the ranks, too, and a second one would interrupt them.
     """
-    pids = (int(path.name) for path in Path("/proc").glob("[0-9]*"))
-    ranks = [pid for pid in pids if parent_of(pid) == os.getpid()]
+    ranks = psutil.Process().children()
     if not ranks:
         leave_at_once(number)
-    for pid in ranks:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGTERM)
-
-
-@dataclass(frozen=True)
-class Process:
-    """A process, identified by its id and its start time: the system reuses ids."""
-
-    pid: int
-    started: str
-    """Start time in clock ticks since the machine booted, as in /proc/PID/stat."""
-
-    def runs(self) -> bool:
-        """Whether this process still runs; a zombie has ended, although it is still listed."""
-        stat = _stat(self.pid)
-        return stat is not None and stat[2] == self.started and stat[0] not in "ZX"
+    for rank in ranks:
+        with suppress(psutil.NoSuchProcess):
+            rank.terminate()
 
 
 def watch_launcher() -> None:
@@ -121,43 +107,30 @@ def watch_launcher() -> None:
         return
 
     def watch() -> None:
-        while all(launcher.runs() for launcher in launchers):
+        while not (gone := [str(launcher.pid) for launcher in launchers if not runs(launcher)]):
             time.sleep(WATCH_SECONDS)
-        gone = ", ".join(str(launcher.pid) for launcher in launchers if not launcher.runs())
         with suppress(OSError, ValueError):  # our stderr may have been a pipe to the launcher
-            print(f"The launcher (process {gone}) is gone: stopping as on SIGTERM.", file=sys.stderr, flush=True)
+            text = f"The launcher (process {', '.join(gone)}) is gone: stopping as on SIGTERM."
+            print(text, file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, name="launcher", daemon=True).start()
 
 
-def find_launchers(parent: int) -> list[Process]:
+def find_launchers(parent: int) -> list[psutil.Process]:
     """The launcher's processes above this rank, from its parent on: torchrun's agent, or DeepSpeed's two."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        pids = [parent]
-    elif DEEPSPEED_NODE in _arguments(parent):
-        above = parent_of(parent)
-        pids = [parent, *([above] if above and DEEPSPEED & {Path(part).name for part in _arguments(above)} else [])]
-    else:
-        pids = []
-    return [Process(pid, stat[-1]) for pid in pids if (stat := _stat(pid))]
-
-
-def _stat(pid: int) -> tuple[str, str, str] | None:
-    """State, parent and start time of a process; None if it does not exist, or there is no /proc."""
-    with suppress(OSError, IndexError):
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        return fields[0], fields[1], fields[19]
-    return None
-
-
-def parent_of(pid: int) -> int | None:
-    """The parent of a process; None if the process does not exist, or there is no /proc."""
-    stat = _stat(pid)
-    return int(stat[1]) if stat else None
-
-
-def _arguments(pid: int) -> list[str]:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    with suppress(psutil.Error):
+        process = psutil.Process(parent)
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            return [process]
+        if DEEPSPEED_NODE in process.cmdline():
+            above = process.parent()
+            return [process, *([above] if above and DEEPSPEED & {Path(part).name for part in above.cmdline()} else [])]
     return []
+
+
+def runs(process: psutil.Process) -> bool:
+    """Whether a process, and not another one with its id, still runs; a zombie has ended, although it is listed."""
+    with suppress(psutil.NoSuchProcess):
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False

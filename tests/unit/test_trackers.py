@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import accelerate.tracking  # noqa: F401 (it looks for packages that tests replace)
 import numpy as np
 import pytest
 import torch

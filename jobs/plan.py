@@ -194,8 +194,9 @@ def _memory_note(plan: RunPlan, *, capacity: float) -> str:
     )
     if plan.objective.per_sample:
         per_gpu = plan.objective.per_sample * plan.dataset_size / plan.gpus
-        place = "host memory" if plan.objective.rows_on_host else "GPU memory (counted)"
-        note += f" Per-sample table: {plan.objective.per_sample:g} B a sample, {_size(per_gpu)} of {place} per rank."
+        note += (
+            f" Per-sample table: {plan.objective.per_sample:g} B a sample, {_size(per_gpu)} of host memory per rank."
+        )
     return note
 
 

@@ -6,7 +6,7 @@ import torch
 from pydantic import Field
 
 from pipeline.config import section
-from pipeline.objectives.base import ObjectiveConfig, ObjectiveContext
+from pipeline.objectives.facts import ObjectiveConfig, ObjectiveContext
 from pipeline.objectives.registry import register
 from pipeline.objectives.softmax import AnchorBatch, AnchorWeights, SoftmaxObjective
 from pipeline.objectives.temperature import ConstantTemperature

@@ -169,7 +169,7 @@ def free_memory() -> None:
 def parts(results: Results, *, world: World) -> dict[str, Callable[[], None]]:
     """All measurements, most valuable first."""
     rounds = ("--device", "cuda", "--rounds", "5", "--steps", "4")
-    b16 = ["--arch", "ViT-B-16", "--batch", "640", *rounds, "--variant", "model.trim_text=false"]
+    b16 = ["--arch", "ViT-B-16", "--batch", "640", *rounds, "--variant", "model.text_batching=whole"]
     b32 = ["--arch", "ViT-B-32", "--batch", "1024", *rounds]
     overhead = ["--arch", "ViT-B-16", "--batch", "5120", *rounds]
     run = ["model.arch=ViT-B-32", "engine.device=cuda", "data.workers=12", "objective.prototypes=1024"]

@@ -3,7 +3,7 @@
     python -m jobs.bench.train --arch ViT-B-32 --batch 32 --threads 1                         on a CPU
     python -m jobs.bench.train --arch ViT-B-16 --batch 640                                    on a GPU
     python -m jobs.bench.train --arch ViT-B-16 --batch 5120 --accumulate 8 --captions full
-    python -m jobs.bench.train --variant model.text_batching=packed --variant "model.compile=true model.trim_text=false"
+    python -m jobs.bench.train --variant model.text_batching=padded --variant model.text_batching=whole
 
 The reference is `train_one_epoch` of the installed package, set up as in its own `main` (AdamW with two parameter
 groups, ClipLoss, amp in bf16), as it is and with its `--torchcompile` (on a CPU only if asked for). Ours is the
@@ -176,7 +176,7 @@ def bench_trainer(args: argparse.Namespace, data: Data, *, world: World, setting
             f"output={folder}", f"data.sources={shards}", "data.streams=1", "data.workers=0",
             f"model.arch={args.arch}", f"model.image_size={args.image_size or 'null'}",
             f"batch_size={args.batch}", f"samples={args.batch * 10**6}", f"engine.micro_batch={micro}",
-            f"engine.device={world.device.type}", "engine.probe=false", "engine.rehearse_widest=false",
+            f"engine.device={world.device.type}", "engine.probe=false",
             f"engine.deepspeed={'auto' if args.precision == 'bf16' else 'zero0_fp32'}",
             "telemetry.tensorboard=false", "telemetry.progress=quiet", *settings,
         ])  # fmt: skip

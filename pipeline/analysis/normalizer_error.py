@@ -40,7 +40,7 @@ from pipeline.objectives.softmax import Pair, SoftmaxObjective
 from pipeline.run_files import finished_checkpoints
 from pipeline.training.build import loader_of, objective_of
 from pipeline.training.recipe import RunConfig, parse_recipe
-from pipeline.training.recipe_file import without_consents
+from pipeline.training.recipe_file import stored_recipe
 
 SIDES = ("image", "text")
 
@@ -146,8 +146,7 @@ def run_of(checkpoint: Checkpoint, *, changes: cfg.Tree | None = None) -> RunCon
         raise UserError(
             f"{checkpoint.path} does not hold its run's configuration: it was not written by `neuclip train`."
         )
-    tree = cfg.without_departed(without_consents(tree), file=checkpoint.path)
-    return parse_recipe(cfg.merge(tree, changes or {}))
+    return parse_recipe(cfg.merge(stored_recipe(tree, file=checkpoint.path), changes or {}))
 
 
 @torch.no_grad()
@@ -237,7 +236,7 @@ class _Pairs:
 
 def _encode_epoch(loader: Loader, towers: Any, architecture: Any, world: World) -> _Pairs:
     pairs, row = None, 0
-    trimming = text_trimming(towers.clip, wanted=None)
+    trimming = text_trimming(towers.clip)
     for _ in range(loader.steps_per_epoch):
         batch = next(loader)
         image = normalize(batch.image.to(world.device), mean=architecture.mean, std=architecture.std)

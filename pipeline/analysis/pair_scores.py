@@ -15,7 +15,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +114,7 @@ class Scorer:
 def encode(model: EvaluationModel, batch: PairBatch) -> tuple[Tensor, Tensor]:
     """Unit-norm features of the readable pairs of a batch, [b, d] each; of K crops of an image [b K, d]."""
     device = next(model.towers.parameters()).device
-    text = without_padding(model.tokenize(batch.captions), text_trimming(model.towers.clip, wanted=None))
+    text = without_padding(model.tokenize(batch.captions), text_trimming(model.towers.clip))
     return model.encode_image(batch.image.flatten(0, -4).to(device)), model.encode_text(text.to(device))
 
 
@@ -176,11 +176,8 @@ def start_output(path: Path, facts: Any, *, what: str, apart: Collection[str] = 
         UserError: It holds others, or the file is damaged.
     """
     if path.is_file():
-        # An earlier version may not have written all.
-        defaults = {field.name: None if field.default is MISSING else field.default for field in fields(facts)}
-        if not isinstance(written := read_tree(path).get("facts"), dict):
+        if not isinstance(stored := read_tree(path).get("facts"), dict):
             raise UserError(f"{path} is damaged: give another --output, or delete it.")
-        stored = {**defaults, **written}
         own = {name: value for name, value in json.loads(json.dumps(asdict(facts))).items() if name not in apart}
         if other := [name for name, value in own.items() if stored.get(name) != value]:
             differing = ", ".join(f"{name} ({stored.get(name)}, now {own[name]})" for name in other)

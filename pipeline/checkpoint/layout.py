@@ -101,9 +101,8 @@ def best_checkpoint(run: Path) -> Path | None:
 
 
 def validated_model(path: Path) -> Path:
-    """The model folder in a checkpoint whose validation losses the run has: with `ema.evaluate` that of the average."""
-    average = (path / EMA_NAME).is_dir() and read_meta(path).get("config", {}).get("ema", {}).get("evaluate")
-    return path / EMA_NAME if average else path
+    """The model folder in a checkpoint whose validation losses the run has: that of the average, if there is one."""
+    return path / EMA_NAME if (path / EMA_NAME).is_dir() else path
 
 
 _Count = Annotated[int, Field(ge=0, lt=2**53)]

@@ -58,9 +58,6 @@ class EngineConfig:
     """Largest gradient norm; 0 turns clipping off."""
     probe: bool = True
     """Compare the engine's first gradient with plain autograd, and refuse to train on a mismatch."""
-    rehearse_widest: bool | None = None
-    """Before the second step, compute one with padded texts at their full width and apply nothing, so that a GPU
-    without the memory for it ends the run now, not hours later with the first long caption. None: on GPUs."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """"auto": a GPU where torch sees one."""
     timeout_minutes: float = Field(default=30.0, gt=0.0)

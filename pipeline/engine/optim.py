@@ -271,11 +271,9 @@ class ScheduleConfig:
     """The learning rate over time: linear warm-up from 0 to `optimizer.lr`, then a decay."""
 
     kind: Literal["cosine", "constant"] = "cosine"
-    """After the warm-up: "cosine" decays to `final_share` of the peak, "constant" stays at the peak."""
+    """After the warm-up: "cosine" decays to 0, "constant" stays at the peak."""
     warmup_steps: int = Field(default=500, ge=0)
     """Steps of linear warm-up."""
-    final_share: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Where the cosine ends, as a share of the peak."""
     stages: tuple[StageConfig, ...] = ()
     """Cheaper stages at the start of the run, in order; after the last, training goes on with the `model` section. A
     checkpoint is written at the end of each."""
@@ -296,5 +294,4 @@ def lr_scale(config: ScheduleConfig, *, step: int, total_steps: int) -> float:
     if config.kind == "constant":
         return factor
     progress = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
-    cosine = 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
-    return factor * (config.final_share + (1.0 - config.final_share) * cosine)
+    return factor * 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))

@@ -237,9 +237,8 @@ class EmaConfig:
 
     decay: float | None = Field(default=None, gt=0, lt=1)
     """Share of the average that each step keeps, for example 0.9999 in long runs and 0.999 in runs of some thousand
-    steps; None: no average. Takes 4 bytes per weight, divided among the ranks at ZeRO stages 1 to 3."""
-    evaluate: bool = True
-    """Evaluate and validate the average, instead of the trained weights, while training."""
+    steps; None: no average. Takes 4 bytes per weight, divided among the ranks at ZeRO stages 1 to 3. While training,
+    the average is evaluated and validated instead of the trained weights."""
 
 
 class WeightAverage:

@@ -2,8 +2,7 @@
 
 `nn.MultiheadAttention`, which open_clip's transformers use, copies the joint projection into another layout and gives
 a causal mask as a matrix of floats, for which there are no flash kernels. The classes here compute the same function
-with views of the projection and `is_causal`. They replace the class of existing modules, so that names, parameters and
-hooks stay: state dicts are unchanged, and DeepSpeed gathers parameters (ZeRO-3) as before.
+with views of the projection and `is_causal`, on the same parameters.
 
 Packed texts are one behind the other in a row, without padding: all of a causal text tower but its attention works on
 each token alone, so as many tokens are computed as there are, instead of the longest text's for each. `PackedLayout`
@@ -28,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.distributed.devices import to_device
+from pipeline.model.replacing import replace_modules
 
 GROUPS = 4
 
@@ -135,24 +135,21 @@ def attend_packed(qkv: Tensor, layout: PackedLayout, *, heads: int) -> Tensor:
 
 
 def use_packed_attention(clip: nn.Module) -> int:
-    """Replace the self-attention of all of open_clip's transformers in a model, in place.
+    """Replace the self-attention of all of open_clip's transformers in a model; returns how many.
 
     Towers of other libraries (timm, Hugging Face) are left alone; timm's attention is packed already.
-
-    Returns:
-        The number of modules replaced.
     """
     from open_clip.transformer import ResidualAttentionBlock
 
     causal = causal_text_transformer(clip)
     inside = set(causal.modules()) if causal is not None else set()
-    count = 0
+    found: dict[nn.Module, type[nn.Module]] = {}
     for block in clip.modules():
         attention = getattr(block, "attn", None)
         if isinstance(block, ResidualAttentionBlock) and not hasattr(block, "ln_1_kv") and _can_pack(attention):
-            attention.__class__ = CausalPackedAttention if block in inside else PackedAttention
-            count += 1
-    return count
+            found[attention] = CausalPackedAttention if block in inside else PackedAttention
+    replace_modules(clip, found)
+    return len(found)
 
 
 def causal_text_transformer(clip: nn.Module) -> nn.Module | None:
@@ -219,10 +216,10 @@ class _Lookup(torch.autograd.Function):
 
 
 def use_fp32_embedding_sums(model: nn.Module) -> None:
-    """Turn every plain `nn.Embedding` with a dense gradient into a `Fp32SumEmbedding`, in place."""
-    for module in model.modules():
-        if type(module) is nn.Embedding and not (module.sparse or module.scale_grad_by_freq or module.max_norm):
-            module.__class__ = Fp32SumEmbedding
+    """Replace every plain `nn.Embedding` with a dense gradient by a `Fp32SumEmbedding`."""
+    plain = (module for module in model.modules() if type(module) is nn.Embedding)
+    dense = (m for m in plain if not (m.sparse or m.scale_grad_by_freq or m.max_norm))
+    replace_modules(model, dict.fromkeys(dense, Fp32SumEmbedding))
 
 
 @dataclass(frozen=True)

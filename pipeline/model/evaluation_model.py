@@ -107,7 +107,7 @@ def copy_for_evaluation(
         background: As in `Architecture`.
     """
     # The same attention as in `neuclip evaluate`, so that both compute the same scores.
-    plain = replace(without_weights(config), packed_attention=False, trim_image=False, lora=LoraConfig())
+    plain = replace(without_weights(config), packed_attention=False, lora=LoraConfig())
     towers, architecture = build_towers(plain, seed=0)
     towers.clip.load_state_dict(dict(weights))
     return for_evaluation(towers.to(device), replace(architecture, background=background), source=source)

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from pipeline.distributed.world import World, joined_world
 from pipeline.errors import UserError
 from pipeline.model.attention import PackedAttention, attend
+from pipeline.model.replacing import replace_modules
 
-NO_PATCHES = "the last block computes the class token only. Build the towers with model.trim_image=false."
+NO_PATCHES = "the last block computes the class token only. Build the towers with model.packed_attention=false."
 
 
 class ClassTokenAttention(PackedAttention):
@@ -61,24 +62,16 @@ class ClassTokenTower(VisionTransformer):
         raise UserError(f"forward_intermediates: {NO_PATCHES}")
 
 
-def use_class_token_block(clip: nn.Module, *, wanted: bool | None) -> None:
-    """Let the image tower's last block compute the class token only, in place, where that is exact.
+def use_class_token_block(clip: nn.Module) -> None:
+    """Let the image tower's last block compute the class token only, where that is exact.
 
     The tower then refuses `forward_intermediates` and `output_tokens`, which would return the last block's patches.
-    Call this after `use_packed_attention`; `wanted` is `model.trim_image`.
-
-    Raises:
-        UserError: It is demanded, and would change what this model computes.
+    Call this after `use_packed_attention`.
     """
-    if wanted is False:
-        return
     visual: Any = clip.visual
-    reason = why_all_tokens(visual)
-    if wanted and reason:
-        raise UserError(f"model.trim_image=true: {reason} Use model.trim_image=false, or leave it out.")
-    if reason is None:
+    if why_all_tokens(visual) is None:
         block = visual.transformer.resblocks[-1]
-        visual.__class__, block.__class__, block.attn.__class__ = ClassTokenTower, ClassTokenBlock, ClassTokenAttention
+        replace_modules(clip, {visual: ClassTokenTower, block: ClassTokenBlock, block.attn: ClassTokenAttention})
 
 
 def why_all_tokens(visual: Any) -> str | None:
@@ -212,16 +205,15 @@ class _Synchronised(torch.autograd.Function):
 
 
 def use_fp32_batch_norms(model: nn.Module, *, synchronised: bool = False) -> None:
-    """Turn every plain `nn.BatchNorm2d` of a model into an `Fp32BatchNorm2d` or, if `synchronised`, its subclass, in
-    place.
+    """Replace every plain `nn.BatchNorm2d` of a model by an `Fp32BatchNorm2d` or, if `synchronised`, its subclass.
 
     Raises:
         UserError: `synchronised`, and the model has batch norms of another class.
     """
+    kind = SyncFp32BatchNorm2d if synchronised else Fp32BatchNorm2d
+    replace_modules(model, {module: kind for module in model.modules() if type(module) is nn.BatchNorm2d})
     for name, module in model.named_modules():
-        if type(module) is nn.BatchNorm2d:
-            module.__class__ = SyncFp32BatchNorm2d if synchronised else Fp32BatchNorm2d
-        elif synchronised and isinstance(module, nn.modules.batchnorm._BatchNorm):
+        if synchronised and isinstance(module, nn.modules.batchnorm._BatchNorm) and type(module) is not kind:
             raise UserError(
                 f"model.sync_batchnorm: {name} is a {type(module).__name__}, and only torch's BatchNorm2d can be "
                 "synchronised here. Use model.sync_batchnorm=false, or one of open_clip's own ResNets (RN50 ...)."
@@ -250,10 +242,10 @@ class PatchProduct(nn.Conv2d):
 
 
 def use_patch_product(visual: nn.Module) -> None:
-    """Turn the patch embedding of a vision transformer, which has no other convolution, into a `PatchProduct`."""
+    """Replace the patch embedding of a vision transformer, which has no other convolution, by a `PatchProduct`."""
     convolutions = [module for module in visual.modules() if isinstance(module, nn.Conv2d)]
     if len(convolutions) == 1 and _is_patch_embedding(convolutions[0]):
-        convolutions[0].__class__ = PatchProduct
+        replace_modules(visual, {convolutions[0]: PatchProduct})
 
 
 def _is_patch_embedding(module: nn.Conv2d) -> bool:

@@ -75,23 +75,17 @@ class ModelConfig:
     """Batch norms use the statistics of all ranks' rows (with `engine.micro_batch`: of all ranks' micro-batches)."""
     packed_attention: bool = True
     """Compute attention from one matrix product for queries, keys and values, and with a causal mask that flash kernels
-    know. The same function as open_clip's `nn.MultiheadAttention` up to rounding, and the same weights."""
-    trim_image: bool | None = None
-    """Compute the image tower's last block for the class token only, because nothing else of it is read: about 7% fewer
-    FLOPs for an image tower of 12 blocks. Features and gradients stay the same up to rounding. None: wherever that is
-    so, that is, for open_clip's own ViTs that are read at the class token, with packed attention; true: refuse other
-    towers; false: never."""
+    know, and the last block of open_clip's own ViTs for the class token only, if nothing else of it is read (7% fewer
+    FLOPs for 12 blocks). The same function as open_clip's modules up to rounding, and the same weights."""
     text_tokens: int | None = Field(default=None, ge=2)
     """Longest text in training: longer ones are cut before their end-of-text token. None: the context length. For
-    towers whose texts can be trimmed."""
-    trim_text: bool | None = None
-    """Cut texts after the longest of each micro-batch, rounded up to a multiple of 8 tokens, and sort texts by length
-    into micro-batches. Features and gradients stay the same up to rounding. None: wherever that is so, that is, for
-    causal text towers that are read at the end-of-text token; true: refuse other towers; false: never."""
-    text_batching: Literal["auto", "packed", "padded"] = "auto"
+    towers whose texts can be packed."""
+    text_batching: Literal["auto", "packed", "padded", "whole"] = "auto"
     """How texts of different lengths share a micro-batch. `packed`: one behind the other, so that only tokens that
-    exist are computed; on GPUs by torch's attention for variable lengths. For the towers of `trim_text`; features and
-    gradients stay the same up to rounding. `padded`: each is as wide as the longest. `auto`: packed where possible."""
+    exist are computed; on GPUs by torch's attention for variable lengths. `padded`: each is as wide as the longest of
+    its micro-batch, rounded up to a multiple of 8 tokens. `whole`: each is as wide as the context. Features and
+    gradients are the same up to rounding. `auto`: packed where possible, that is, for causal text towers that are read
+    at the end-of-text token, with packed attention; other towers get whole texts."""
     lora: LoraConfig = LoraConfig()
     compile: bool | Literal["auto"] = "auto"
     """Compile the towers with `torch.compile`. The first steps take minutes; torch keeps the compiled code in its cache
@@ -211,16 +205,18 @@ def text_batching(clip: nn.Module, config: ModelConfig, *, by_kernel: bool = Fal
     with every batch: compiled towers would be compiled anew each time.
 
     Raises:
-        UserError: As `text_trimming`, or packed texts are demanded where they would change what the model computes.
+        UserError: Packed texts or `text_tokens` are demanded where they would change what the model computes.
     """
-    trimming = text_trimming(clip, wanted=config.trim_text, longest=config.text_tokens)
-    if config.text_batching == "padded" or trimming is None or (config.compile is True and not by_kernel):
-        reason = why_not_trimmed(clip) or ("model.trim_text is false." if trimming is None else "")
-        if config.text_batching == "packed":
-            reason = reason or "model.compile=true compiles packed texts in bf16 on GPUs only."
-            raise UserError(f"model.text_batching=packed: {reason} Use model.text_batching=padded.")
-        return trimming, False
-    return trimming, True
+    whole = config.text_batching == "whole"
+    unfit = why_not_trimmed(clip) or ("model.text_batching is whole." if whole else "")
+    compiled = "model.compile=true compiles packed texts in bf16 on GPUs only."
+    unpacked = unfit or (compiled if config.compile is True and not by_kernel else "")
+    if unfit and config.text_tokens is not None:
+        raise UserError(f"model.text_tokens={config.text_tokens}: {unfit} Leave text_tokens out.")
+    if unpacked and config.text_batching == "packed":
+        raise UserError(f"model.text_batching=packed: {unpacked} Use model.text_batching=auto.")
+    trimming = None if unfit else text_trimming(clip, longest=config.text_tokens)
+    return trimming, not unpacked and config.text_batching != "padded"
 
 
 def check_start(config: ModelConfig) -> None:
@@ -295,7 +291,7 @@ def build_towers(config: ModelConfig, *, seed: int, device: str | torch.device =
     use_patch_product(clip.visual)  # type: ignore[arg-type]
     if config.packed_attention:
         use_packed_attention(clip)
-    use_class_token_block(clip, wanted=config.trim_image)
+        use_class_token_block(clip)
     add_adapters(clip, config.lora, seed=seed, locked=(config.lock_image, config.lock_text))
     notes = interpolated(start, image_size=config.image_size, context_length=config.context_length)
     notes += unread_pixels(clip.visual, architecture.image_size)  # type: ignore[arg-type]

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.distributed.devices import to_device
-from pipeline.errors import UserError
 from pipeline.model.attention import CausalPackedAttention, PackedText, causal_text_transformer, encode_packed, pack
 
 MULTIPLE = 8
@@ -132,20 +131,9 @@ class TextChunks:
         return torch.empty_like(joined).index_copy_(0, torch.cat(self._rows), joined)  # type: ignore[arg-type]
 
 
-def text_trimming(clip: nn.Module, *, wanted: bool | None, longest: int | None = None) -> TextTrimming | None:
-    """How to trim texts for a model; None: do not.
-
-    `wanted` is `model.trim_text`, `longest` `model.text_tokens`.
-
-    Raises:
-        UserError: Trimming is demanded, and would change what this model computes.
-    """
-    reason = why_not_trimmed(clip)
-    if longest is not None and (reason or wanted is False):
-        raise UserError(f"model.text_tokens={longest}: {reason or 'model.trim_text is false.'} Leave text_tokens out.")
-    if wanted and reason:
-        raise UserError(f"model.trim_text=true: {reason} Use model.trim_text=false, or leave it out.")
-    if reason or wanted is False:
+def text_trimming(clip: nn.Module, *, longest: int | None = None) -> TextTrimming | None:
+    """How to trim texts for a model; None: that would change what it computes. `longest` is `model.text_tokens`."""
+    if why_not_trimmed(clip):
         return None
     kind, eos_id = _pooling(clip)
     return TextTrimming(eos_id if kind == "eos" else None, longest)

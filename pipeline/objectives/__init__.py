@@ -4,7 +4,8 @@
 uses `parse_objective` and a whole `ObjectiveContext`.
 """
 
-from pipeline.objectives.base import Objective, ObjectiveConfig, ObjectiveContext, ObjectiveMemory, ObjectiveOutput
+from pipeline.objectives.base import Objective
+from pipeline.objectives.facts import ObjectiveConfig, ObjectiveContext, ObjectiveMemory, ObjectiveOutput
 from pipeline.objectives.registry import build_objective, objective_names, parse_objective, register
 
 __all__ = [

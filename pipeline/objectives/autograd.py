@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import UserError
-from pipeline.objectives.base import Objective, ObjectiveContext, ObjectiveOutput
+from pipeline.objectives.base import Objective
+from pipeline.objectives.facts import ObjectiveContext, ObjectiveOutput
 from pipeline.objectives.temperature import LearnedTemperature, TemperatureConfig
 
 

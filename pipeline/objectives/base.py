@@ -8,106 +8,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
-from pipeline.config import section
 from pipeline.distributed.precision import true_fp32
-from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.objectives.distill import Teachers
+from pipeline.objectives.facts import ObjectiveConfig, ObjectiveContext, ObjectiveMemory, ObjectiveOutput
 from pipeline.objectives.parts import DriftGuard, Pair, StatefulPart, WithGradient, check_batch, load_tensors
 
 ROWS = "per_sample"
 """Name of the per-sample rows in a checkpoint."""
 _NOTHING: Any = object()
 """Marks that no batch is pending; what `update_state` needs may be None."""
-
-
-@section
-class ObjectiveConfig:
-    """The settings that every method has."""
-
-    name: str
-    """Registered name of the method."""
-    drift_check_every: int = Field(default=500, ge=0)
-    """Steps between two comparisons of the replicated state over the ranks; 0 = never."""
-    gather_precision: Literal["fp32", "bf16"] = "fp32"
-    """How the ranks exchange features. `bf16` halves these bytes, a small part of a step's (2 b d numbers), and rounds
-    the gathered features: at d = 512 and a temperature of 0.01, normalizers change by up to 4%."""
-    distill: float = Field(default=0.0, ge=0)
-    """Weight of a distillation loss that is added: the divergence of the similarities within the global batch from
-    those of a teacher (MobileCLIP; open_clip's `--distill-model`), whose features `data.teacher_features` has. 0: no
-    teacher. For the methods with a softmax, so not for `siglip`."""
-    mask_equal: bool = False
-    """Pairs with an equal text or image are not each other's negatives in a batch: texts with the same tokens, images
-    with the same pixels after the crop (with a random crop, only an image that is in the batch under the same sample id
-    counts as equal). In the methods' means over negatives their terms are 0; distillation and the normalizer networks'
-    prototypes are not masked."""
-
-
-@dataclass(frozen=True)
-class ObjectiveContext:
-    """The facts of a run that an objective may need; all of them are known before the first batch.
-
-    Outside the trainer, dataset_size, steps_per_epoch and total_steps may be 0 (unknown) where the method needs none.
-    """
-
-    dim: int
-    batch_size: int
-    """Pairs of the global batch, over all ranks."""
-    dataset_size: int
-    steps_per_epoch: int
-    total_steps: int
-    world: World
-    device: torch.device
-    """`meta` builds an objective that only knows its sizes, see `Objective.memory`."""
-    seed: int = 0
-    dtype: torch.dtype = torch.float32
-    """Of state and arithmetic; the tests use float64."""
-
-    def epochs(self, *, needed_by: str) -> int:
-        """Number of epochs of the run, counting a partial last one; `needed_by` is the setting that depends on it.
-
-        Raises:
-            UserError: The length of the run is unknown.
-        """
-        if self.total_steps < 1 or self.steps_per_epoch < 1:
-            raise UserError(
-                f"{needed_by} follows the epochs of the run: give build_objective total_steps, and dataset_size or "
-                f"steps_per_epoch (total_steps = {self.total_steps}, steps_per_epoch = {self.steps_per_epoch})."
-            )
-        return -(-self.total_steps // self.steps_per_epoch)
-
-
-@dataclass(frozen=True)
-class ObjectiveOutput:
-    """Loss of the global batch and its gradient with respect to this rank's features."""
-
-    loss: Tensor
-    """Scalar, the same on every rank."""
-    grad_image: Tensor
-    """[b, d], d(global loss)/d(local features): the true gradient, not divided by K."""
-    grad_text: Tensor
-    metrics: Mapping[str, Tensor]
-    """Detached scalars, the same on every rank, left on the device."""
-    distributions: Mapping[str, Tensor] = field(default_factory=dict)
-    """Values per anchor for histograms."""
-
-
-@dataclass(frozen=True)
-class ObjectiveMemory:
-    """Bytes of an objective's state: on every rank, and per sample of the dataset, divided by the number of ranks."""
-
-    replicated: int
-    """With the rank's share of what is divided among the ranks."""
-    per_sample: float
-    rows_on_host: bool
-    """Whether per-sample rows are in host memory rather than on the GPU."""
 
 
 class Objective(ABC):
@@ -128,21 +43,19 @@ class Objective(ABC):
     def __init__(
         self, config: ObjectiveConfig, context: ObjectiveContext, *, parts: Sequence[StatefulPart] = ()
     ) -> None:
-        if config.distill and not self.distills:
-            raise UserError(
-                f"objective.distill = {config.distill:g}: {config.name} has no softmax that could follow a teacher's. "
-                "Use another objective.name, or objective.distill=0."
-            )
-        if config.mask_equal and not self.masks:
-            raise UserError(
-                f"objective.mask_equal = true: {config.name} cannot leave out negatives. Use another objective.name, "
-                "or objective.mask_equal=false."
-            )
+        for setting, able, lacking in (
+            ("distill", self.distills, "has no softmax that could follow a teacher's"),
+            ("mask_equal", self.masks, "cannot leave out negatives"),
+        ):
+            if getattr(config, setting) and not able:
+                raise UserError(
+                    f"objective.{setting}: {config.name} {lacking}. Use another objective.name, or leave it out."
+                )
         if context.batch_size < 2:
             raise UserError(f"batch_size = {context.batch_size}: a contrastive loss needs a global batch of 2 or more.")
         self.config, self.context, self.world, self.parts = config, context, context.world, parts
         self.table = next((part.table for part in parts if part.table is not None), None)
-        self.drift = DriftGuard(context.world, every=config.drift_check_every, device=context.device)
+        self.drift = DriftGuard(context.world, device=context.device)
         self._steps = torch.zeros((), dtype=torch.int64)  # on the host: counting must not wait for the device
         self._pending = _NOTHING
         self._lengths_checked = False
@@ -193,19 +106,16 @@ class Objective(ABC):
                 "discard() when there was none. The global batch goes into one compute() or loss(); gradients of "
                 "several cannot be accumulated."
             )
-        if bool(self.config.distill) != bool(teacher) and self.context.device.type != "meta":
-            raise UserError(
-                f"objective.distill = {self.config.distill:g} and {'a' if teacher else 'no'} teacher: features "
-                "of a teacher and a weight above 0 need each other."
-            )
-        if self.config.mask_equal != (keys is not None) and self.context.device.type != "meta":
-            raise UserError(
-                f"objective.mask_equal = {str(self.config.mask_equal).lower()} and {'no ' * (keys is None)}keys: they "
-                "need each other."
-            )
+        given = ({"teacher": teacher} if teacher else {}) | ({} if keys is None else {"keys": keys})
+        if self.context.device.type != "meta":
+            for setting, name in (("distill", "teacher"), ("mask_equal", "keys")):
+                value = getattr(self.config, setting)
+                if bool(value) != (name in given):
+                    raise UserError(
+                        f"objective.{setting} = {str(value).lower()}, and compute() was given {'no ' * bool(value)}"
+                        f"{name}: the setting and the argument need each other."
+                    )
         dtype = self.context.dtype
-        given: dict[str, Any] = {"teacher": teacher} if teacher else {}
-        given |= {} if keys is None else {"keys": keys}
         with true_fp32(self.context.device):
             output, self._pending = self.loss_and_gradients(
                 image.to(dtype), text.to(dtype), sample_ids=sample_ids, **given
@@ -303,8 +213,7 @@ class Objective(ABC):
         Raises:
             UserError: B is below 2 or above the context's batch size.
         """
-        low = self.config.gather_precision == "bf16" and self.world.size > 1
-        images, texts = (self.world.all_gather(x.bfloat16() if low else x).to(x.dtype) for x in (image, text))
+        images, texts = (self.world.all_gather(x) for x in (image, text))
         if not 2 <= len(images) <= self.context.batch_size:
             raise UserError(
                 f"The global batch holds {len(images)} pairs: a contrastive loss needs 2 or more, and batch_size = "
@@ -343,8 +252,8 @@ class Objective(ABC):
         tensors = (self._steps, *self.replicated_state().values(), *own.values())
         replicated = sum(value.nbytes for value in tensors)
         if self.table is None:
-            return ObjectiveMemory(replicated, 0.0, rows_on_host=True)
-        return ObjectiveMemory(replicated, float(4 * len(self.table.columns)), self.table.on_host)
+            return ObjectiveMemory(replicated, 0.0)
+        return ObjectiveMemory(replicated, float(4 * len(self.table.columns)))
 
     def state_dict(self) -> dict[str, Tensor]:
         """The lasting state without per-sample rows, the same for any number of ranks; collective."""
@@ -358,8 +267,9 @@ class Objective(ABC):
             UserError: A key is missing or a shape differs.
         """
         self._pending, divided = _NOTHING, self._gathered()
-        added = _joined(part.added_state(state) for part in self.parts)
-        load_tensors({"steps": self._steps, **self.replicated_state(), **divided}, state, added=added)
+        for part in self.parts:
+            state = part.adapted_state(state)
+        load_tensors({"steps": self._steps, **self.replicated_state(), **divided}, state)
         for part in self.parts:
             part.divide_state(divided)
 

@@ -10,12 +10,12 @@ from pydantic import Field
 from torch import Tensor
 
 from pipeline.config import section
-from pipeline.objectives.base import ObjectiveContext
+from pipeline.objectives.facts import ObjectiveContext
 from pipeline.objectives.parts import Adam, Temperature
 from pipeline.objectives.registry import register
 from pipeline.objectives.softmax import AnchorBatch, AnchorWeights, SoftmaxObjective
 from pipeline.objectives.sogclr import EstimatorConfig, MovingAverages, temperature_slopes
-from pipeline.objectives.temperature import LearnedTauConfig, tau_lr_at, warn_of_large_rho
+from pipeline.objectives.temperature import TAU_BETA1, TAU_MAX, LearnedTauConfig, tau_lr_at, warn_of_large_rho
 
 
 @section
@@ -35,7 +35,7 @@ class ISogClrConfig(LearnedTauConfig, EstimatorConfig):
     tau_optimizer: Literal["adam", "momentum", "published_code"] = "adam"
     """`adam`: moments per sample (FastCLIP). `published_code`: the same divided by the second moment instead of by its
     root, as in FastCLIP's code, to which the papers' `tau_lr` belongs. `momentum`: iSogCLR's own Algorithm 2, whose
-    decay is `tau_beta1`."""
+    decay is 0.9."""
 
 
 @section
@@ -67,7 +67,7 @@ class SampleTemperatures(Temperature):
         return fetched[:, 2:4].T.contiguous()
 
     def updated(self, rows: Tensor, gradient: Tensor, *, lr_scale: float) -> Tensor:
-        """The batch's columns of this component after one optimizer step; tau stays within [tau_min, tau_max].
+        """The batch's columns of this component after one optimizer step; tau stays within [tau_min, 1].
 
         Args:
             rows: [B, columns], the batch's whole rows of the table.
@@ -77,13 +77,13 @@ class SampleTemperatures(Temperature):
         c, lr, rows = self.config, tau_lr_at(self.config, lr_scale=lr_scale), rows[:, 2:].clone()
         tau, moment1, moment2, updates = rows[:, :2], rows[:, 2:4], rows[:, 4:6], rows[:, 6:]
         if c.tau_optimizer == "momentum":
-            tau -= lr * moment1.lerp_(gradient, 1 - c.tau_beta1)
+            tau -= lr * moment1.lerp_(gradient, 1 - TAU_BETA1)
         else:
             updates += 1
             slots = {"moment1": moment1, "moment2": moment2}
-            adam = Adam(lr, (c.tau_beta1, c.tau_beta2), c.tau_eps, root=c.tau_optimizer == "adam")
+            adam = Adam(lr, (TAU_BETA1, c.tau_beta2), c.tau_eps, root=c.tau_optimizer == "adam")
             adam.step(tau, gradient, slots, updates=updates)
-        tau.clamp_(c.tau_min, c.tau_max)
+        tau.clamp_(c.tau_min, TAU_MAX)
         self.batch_tau.copy_(tau.mean())
         return rows
 

@@ -98,9 +98,9 @@ class StatefulPart:
         """State that is divided among the ranks, whole on every rank, by name; collective."""
         return {}
 
-    def added_state(self, state: Mapping[str, Tensor]) -> dict[str, int]:
-        """Tensors that are not taken from a saved state, by name, and the value that each is filled with."""
-        return {}
+    def adapted_state(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """A saved state as this part loads it, where the run's settings may differ from those it was saved with."""
+        return state
 
     def divide_state(self, state: Mapping[str, Tensor]) -> None:
         """Take this rank's part of what `gathered_state` returned, possibly on another number of ranks."""
@@ -188,20 +188,13 @@ def check_batch(image: Tensor, text: Tensor, sample_ids: Tensor | None, *, dim: 
         raise UserError(f"sample_ids is {kind}{shape}: it has to be a torch.int64 tensor of shape ({len(image)},).")
 
 
-def load_tensors(own: Mapping[str, Tensor], state: Mapping[str, Tensor], *, added: Mapping[str, int]) -> None:
+def load_tensors(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
     """Copy `state[key]` into `own[key]` for every key of `own`, in place.
-
-    Args:
-        own: The tensors.
-        state: What was saved.
-        added: Keys that are not taken from `state`, and the value that fills such a tensor.
 
     Raises:
         UserError: A key is missing or a shape differs; then nothing has been changed.
     """
     for key, tensor in own.items():
-        if key in added:
-            continue
         if key not in state:
             raise UserError(
                 f"The saved objective state has no {key}; it holds {', '.join(sorted(state)) or 'nothing'}. "
@@ -213,14 +206,13 @@ def load_tensors(own: Mapping[str, Tensor], state: Mapping[str, Tensor], *, adde
                 "Resume with the objective settings and the batch_size that the checkpoint was written with."
             )
     for key, tensor in own.items():
-        if key in added:
-            tensor.fill_(added[key])
-        else:
-            tensor.copy_(state[key])
+        tensor.copy_(state[key])
 
 
 log = logging.getLogger(__name__)
 
+DRIFT_CHECK_EVERY = 500
+"""Steps. A comparison waits for the device."""
 MAX_EVENTS = 3
 """One mismatch may be a flipped bit; three mean that the ranks compute different things."""
 _ODD = 0x9E3779B1
@@ -239,21 +231,17 @@ def fingerprint(tensors: Mapping[str, Tensor], *, device: torch.device) -> Tenso
 
 
 class DriftGuard:
-    """Compares the ranks' state; on a mismatch rank 0's wins, and the event is counted.
+    """Compares the ranks' state; on a mismatch rank 0's wins, and the event is counted."""
 
-    `every` is the number of commits between two comparisons; 0 = never, as on a single rank.
-    """
-
-    def __init__(self, world: World, *, every: int, device: torch.device) -> None:
+    def __init__(self, world: World, *, device: torch.device) -> None:
         self.world = world
-        self.every = every if world.size > 1 else 0
+        self.every = DRIFT_CHECK_EVERY if world.size > 1 else 0
+        """Steps between two comparisons; 0: never."""
         self.device = device
         self.events = 0
 
     def check(self, tensors: Mapping[str, Tensor], *, step: int) -> None:
         """Copy rank 0's tensors to all ranks, in place, if they differ.
-
-        This waits for the device, so it runs only every so many steps.
 
         Raises:
             UserError: The third mismatch since the process began; raised on every rank.

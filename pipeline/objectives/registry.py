@@ -7,13 +7,15 @@ A method is a file below `pipeline.objectives`, or in an installed package with 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from numbers import Integral
 from typing import Any, TypeVar
 
 from pipeline.config import parse, suggest
 from pipeline.distributed.world import joined_world
 from pipeline.errors import UserError
-from pipeline.objectives.base import Objective, ObjectiveConfig, ObjectiveContext
+from pipeline.objectives.base import Objective
+from pipeline.objectives.facts import ObjectiveConfig, ObjectiveContext
 from pipeline.registries import Registry
 
 ObjectiveClass = TypeVar("ObjectiveClass", bound=type[Objective])
@@ -62,6 +64,11 @@ def parse_objective(tree: Mapping[str, Any]) -> ObjectiveConfig:
         near = suggest(OTHER_NAMES.get(name.lower(), name), names)
         raise UserError(f"objective.name = {name!r} is not known. {near}")
     return parse(_SECTIONS[name], tree, prefix="objective")
+
+
+def setting_names(name: Any) -> set[str]:
+    """The settings of a method; none if there is no such method."""
+    return {field.name for field in fields(_SECTIONS[name])} if name in objective_names() else set()
 
 
 def build_objective(

@@ -5,7 +5,7 @@ one all-reduce of its rows, O(B) scalars; a write needs no communication, becaus
 the whole batch and keeps those that it owns. Memory: 4 bytes per column and sample over all ranks together: at n = 1
 billion 8 GB with two columns and 36 GB with nine, divided by K.
 
-Rows are in host memory by default. `prefetch` starts to copy the ids to the host before the encoders' forward pass; a
+Rows are in host memory. `prefetch` starts to copy the ids to the host before the encoders' forward pass; a
 write is copied to pinned memory at commit and enters the table before the next lookup, so the device never waits.
 """
 
@@ -38,7 +38,6 @@ class PerSampleTable:
     Args:
         columns: Name -> initial value.
         device: Where lookups and writes happen.
-        on_host: Keep the rows in host memory rather than on `device`.
     """
 
     def __init__(
@@ -48,14 +47,12 @@ class PerSampleTable:
         dataset_size: int,
         world: World,
         device: torch.device,
-        on_host: bool = True,
     ) -> None:
         if dataset_size < 1:
             raise UserError(f"dataset_size = {dataset_size}: methods with per-sample state need the number of samples.")
         self.columns, self.dataset_size, self.world, self.device = tuple(columns), dataset_size, world, device
         self.start, self.stop = owned_range(dataset_size, rank=world.rank, size=world.size)
-        self.on_host = on_host
-        self.home = torch.device("cpu") if on_host and device.type != "meta" else device
+        self.home = device if device.type == "meta" else torch.device("cpu")
         self._pinned = self.home.type == "cpu" and device.type == "cuda"
         # One extra row receives the writes and reads of other ranks' ids, which keeps shapes static.
         shape = (self.stop - self.start + 1, len(columns))

@@ -22,8 +22,9 @@ from torch.profiler import record_function
 
 from pipeline.distributed.precision import true_fp32
 from pipeline.objectives import pairwise
-from pipeline.objectives.base import Objective, ObjectiveConfig, ObjectiveContext, ObjectiveOutput
+from pipeline.objectives.base import Objective
 from pipeline.objectives.distill import Teacher, Teachers, mean_of, relational_loss
+from pipeline.objectives.facts import ObjectiveConfig, ObjectiveContext, ObjectiveOutput
 from pipeline.objectives.parts import Pair, StatefulPart, Temperature
 
 SIDES = ("image", "text")

@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor
 
 from pipeline.config import section
-from pipeline.objectives.base import ObjectiveConfig, ObjectiveContext
+from pipeline.objectives.facts import ObjectiveConfig, ObjectiveContext
 from pipeline.objectives.parts import StatefulPart
 from pipeline.objectives.registry import register
 from pipeline.objectives.sample_table import PerSampleTable
@@ -45,8 +45,6 @@ class EstimatorConfig(ObjectiveConfig):
     """Final gamma of the cosine schedule."""
     gamma_decay_epochs: int | None = Field(default=None, ge=1)
     """Epochs over which the cosine schedule falls; default: half of the run's epochs."""
-    table_on: Literal["host", "device"] = "host"
-    """Memory that holds the per-sample rows."""
 
 
 def cosine_gamma(epoch: int, *, gamma_min: float, decay_epochs: int) -> float:
@@ -94,7 +92,6 @@ class MovingAverages(StatefulPart):
             dataset_size=context.dataset_size,
             world=context.world,
             device=context.device,
-            on_host=config.table_on == "host",
         )
         gamma_at(config, context, step=0)  # report missing facts now rather than in the first step
 

@@ -16,10 +16,15 @@ from pydantic import Field
 from torch import Tensor
 
 from pipeline.config import section
-from pipeline.objectives.base import ObjectiveConfig, ObjectiveContext
+from pipeline.objectives.facts import ObjectiveConfig, ObjectiveContext
 from pipeline.objectives.parts import Adam, StatefulPart, Temperature
 
 log = logging.getLogger(__name__)
+TAU_MAX = 1.0
+TAU_BETA1 = 0.9
+"""Adam's decay of a temperature's first moment."""
+TAU_OF_FALL = 0.03
+"""Temperature below which `tau_lr_fall` holds (FastCLIP, NeuCLIP)."""
 
 
 @section
@@ -29,27 +34,21 @@ class LearnedTauConfig(ObjectiveConfig):
     tau_init: float = Field(default=0.07, gt=0)
     """Initial temperature."""
     tau_min: float = Field(default=0.01, gt=0)
-    """Lower bound of the temperature, tau_0 in NeuCLIP."""
-    tau_max: float = Field(default=1.0, gt=0)
-    """Upper bound of the temperature."""
+    """Lower bound of the temperature, tau_0 in NeuCLIP; the upper one is 1."""
     tau_lr: float = Field(default=2e-3, ge=0)
     """Adam's learning rate of log(1/tau)."""
     tau_schedule: Literal["encoders", "constant"] = "encoders"
     """`encoders`: the rate follows the encoders' warm-up and decay, as in open_clip, where the temperature is one of
     the model's parameters. `constant`: as in the published commands of FastCLIP-v2, -v3 and AmorLIP."""
-    tau_beta1: float = Field(default=0.9, ge=0, lt=1)
-    """Adam's decay of the first moment."""
     tau_beta2: float = Field(default=0.98, ge=0, lt=1)
-    """Adam's decay of the second moment."""
+    """Adam's decay of the second moment; that of the first is 0.9."""
     tau_eps: float = Field(default=1e-8, gt=0)
     """Adam's epsilon."""
 
     @pydantic.model_validator(mode="after")
     def _tau_within_bounds(self) -> LearnedTauConfig:
-        if not self.tau_min <= self.tau_init <= self.tau_max:
-            raise ValueError(
-                f"tau_init = {self.tau_init} must lie within [tau_min, tau_max] = [{self.tau_min}, {self.tau_max}]"
-            )
+        if not self.tau_min <= self.tau_init <= TAU_MAX:
+            raise ValueError(f"tau_init = {self.tau_init} must lie within [tau_min, 1] = [{self.tau_min}, 1]")
         return self
 
 
@@ -57,10 +56,8 @@ class LearnedTauConfig(ObjectiveConfig):
 class TemperatureConfig(LearnedTauConfig):
     """Settings of methods with one learned temperature."""
 
-    tau_lr_threshold: float = Field(default=0.03, gt=0)
-    """Below this temperature the rate is multiplied by `tau_lr_fall`; above it the full rate holds again."""
     tau_lr_fall: float = Field(default=1.0, gt=0, le=1)
-    """Factor of the rate below `tau_lr_threshold`; 1 = the rate never falls."""
+    """Factor of the rate while the temperature is below 0.03; 1 = the rate never falls."""
 
 
 def tau_lr_at(config: LearnedTauConfig, *, lr_scale: float) -> float:
@@ -73,7 +70,7 @@ class LearnedScalar(StatefulPart):
 
     def __init__(self, initial: float, *, name: str, config: TemperatureConfig, context: ObjectiveContext) -> None:
         self.name = name
-        self._betas, self._eps = (config.tau_beta1, config.tau_beta2), config.tau_eps
+        self._betas, self._eps = (TAU_BETA1, config.tau_beta2), config.tau_eps
         self.value = torch.tensor(initial, device=context.device, dtype=context.dtype)
         self.moment1, self.moment2, self.updates = (torch.zeros_like(self.value) for _ in range(3))
 
@@ -117,15 +114,15 @@ class LearnedTemperature(Temperature):
         return self.value().expand(2, size)
 
     def update(self, gradient: Tensor, *, lr_scale: float) -> None:
-        """One step of Adam on log(1/tau) from dL/dtau = -(1/tau) dL/dlog(1/tau); tau stays in [tau_min, tau_max]."""
+        """One step of Adam on log(1/tau) from dL/dtau = -(1/tau) dL/dlog(1/tau); tau stays in [tau_min, 1]."""
         c, tau = self.config, self.value()
         self.log_scale.update(-tau * gradient, lr=self.rate(lr_scale=lr_scale))
-        self.log_scale.value.clamp_(-math.log(c.tau_max), -math.log(c.tau_min))
+        self.log_scale.value.clamp_(-math.log(TAU_MAX), -math.log(c.tau_min))
 
     def rate(self, *, lr_scale: float) -> Tensor:
         """The learning rate of log(1/tau), a 0-dim tensor."""
         c = self.config
-        return tau_lr_at(c, lr_scale=lr_scale) * torch.where(self.value() < c.tau_lr_threshold, c.tau_lr_fall, 1.0)
+        return tau_lr_at(c, lr_scale=lr_scale) * torch.where(self.value() < TAU_OF_FALL, c.tau_lr_fall, 1.0)
 
     def logit_scale(self) -> float:
         return float(self.log_scale.value)

@@ -21,7 +21,7 @@ from pipeline.distributed.world import World
 from pipeline.engine.engine_config import BUCKET
 from pipeline.metrics.mfu import TowerCosts
 from pipeline.objectives import ObjectiveMemory, build_objective
-from pipeline.objectives.base import ObjectiveConfig
+from pipeline.objectives.facts import ObjectiveConfig
 
 META = torch.device("meta")
 

@@ -76,8 +76,7 @@ class RunPlan:
 
     def gpu_bytes(self, stage: int) -> int:
         """Estimated bytes on one GPU at a ZeRO stage."""
-        rows = 0 if self.objective.rows_on_host else round(self.objective.per_sample * self.dataset_size / self.gpus)
-        return self.engine[stage].total + self.activations[stage] + self.objective.replicated + rows
+        return self.engine[stage].total + self.activations[stage] + self.objective.replicated
 
 
 def plan_run(run: RunConfig, *, gpus: int, assume: Assumptions = UNKNOWN_DATA) -> RunPlan:

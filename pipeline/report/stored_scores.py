@@ -68,7 +68,7 @@ class StoredEvaluation:
     failures: Mapping[str, str] = field(default_factory=dict)
     aggregates: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     average: bool = False
-    """Whether the weights are the average (EMA) of a checkpoint's, as while training with `ema.evaluate`."""
+    """Whether the weights are the average (EMA) of a checkpoint's, as while training with `ema.decay`."""
     examples: tuple[Mapping[str, Any], ...] = ()
     """Captions, each with the `rank` of its `own` image (0 is first) and the best `images`, one of them `right` if its
     own is `found`."""

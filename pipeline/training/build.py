@@ -30,6 +30,7 @@ from pipeline.model.architectures import Architecture
 from pipeline.model.towers import build_towers, check_start, text_batching, without_weights
 from pipeline.model.trimming import TextChunks, TextTrimming
 from pipeline.objectives import Objective, ObjectiveConfig, ObjectiveContext, build_objective
+from pipeline.objectives.temperature import TAU_MAX
 from pipeline.pictures.pixels import colour_of
 from pipeline.run_files import model_folder_in
 from pipeline.training.compiling import compiled_towers
@@ -89,8 +90,7 @@ def starting_objective(run: RunConfig, logit: tuple[float, float | None] | None)
     changes: dict[str, Any] = {}
     if "tau_init" in names:
         tau = math.exp(-logit[0])
-        low, high = getattr(config, "tau_min", tau), getattr(config, "tau_max", tau)
-        changes["tau_init"] = min(max(tau, low), high)
+        changes["tau_init"] = min(max(tau, getattr(config, "tau_min", tau)), TAU_MAX)
     if "bias_init" in names and logit[1] is not None:
         changes["bias_init"] = logit[1]
     return replace(config, **changes)
@@ -110,9 +110,7 @@ def describe_start(run: RunConfig, logit: tuple[float, float | None] | None) -> 
     if initial is None:
         return f"{start}; {config.name} has a fixed temperature, which is a setting: objective.tau."
     if not math.isclose(initial, tau, rel_tol=1e-3):
-        return (
-            f"{start}; the objective starts at {initial:.4g}, its bound nearest to that (objective.tau_min, tau_max)."
-        )
+        return f"{start}; the objective starts at {initial:.4g}, its bound nearest to that (objective.tau_min, 1)."
     return f"{start}; the objective starts there."
 
 
@@ -237,8 +235,7 @@ def _rehearsed_width(
 ) -> int | None:
     """Tokens of the widest batch of texts, if it is to be rehearsed. A packed batch needs none: it is never as large,
     since it never holds longest captions only."""
-    wanted = device.type == "cuda" if run.engine.rehearse_widest is None else run.engine.rehearse_widest
-    if not wanted or trimming is None:
+    if device.type != "cuda" or trimming is None:
         return None
     return trimming.longest or architecture.context_length
 
@@ -261,7 +258,7 @@ def _gradient_check(run: RunConfig, engine: Engine, *, world: World, chunks: lis
     """The check of the first gradient against an fp32 copy of the towers with open_clip's own attention."""
     if not run.engine.probe:
         return None
-    model = replace(without_weights(run.model), grad_checkpointing=True, packed_attention=False, trim_image=False)
+    model = replace(without_weights(run.model), grad_checkpointing=True, packed_attention=False)
     plain, _ = build_towers(model, seed=run.seed)
     return GradientCheck(engine, plain, world=world, seed=run.seed, chunks=chunks)
 

@@ -179,7 +179,7 @@ class PeriodicTests:
         if self._model is None:
             state = self.state
             source = Path(state.run.output) / FOLDER_NAME / name_of(state.step)
-            folder = source / EMA_NAME if state.evaluates_average else source
+            folder = source / EMA_NAME if state.ema is not None else source
             self._model = copy_for_evaluation(
                 state.run.model,
                 state.weights_to_evaluate(),

@@ -63,8 +63,6 @@ class ValidationConfig:
     samples: int | None = Field(default=4096, ge=2)
     """Pairs to use, the first ones of every shard in proportion to its size; None: all. Each is compared with all
     others, so losses are comparable only for equal numbers."""
-    batch_size: int = Field(default=64, ge=1)
-    """Pairs that a rank encodes at a time."""
     tau: float | None = Field(default=None, gt=0)
     """Temperature of the validation loss. None: the temperature that the objective starts with (for pretrained weights,
     theirs). It stays fixed during the run."""

@@ -21,6 +21,7 @@ from pipeline.data.order.mixture import load_mixture
 from pipeline.data.shards.check_shards import check_captions
 from pipeline.errors import UserError
 from pipeline.objectives import parse_objective
+from pipeline.objectives.registry import setting_names
 from pipeline.run_files import RUN_CONFIG_NAME
 
 log = logging.getLogger(__name__)
@@ -90,7 +91,17 @@ def _read_one(path: Path) -> dict[str, Any]:
             path,
             " ".join(given),
         )
-    return without_consents(cfg.without_departed(tree, file=path))
+    return stored_recipe(tree, file=path)
+
+
+def stored_recipe(tree: Mapping[str, Any], *, file: Path) -> dict[str, Any]:
+    """A run's stored configuration without consents, and without settings that have left since."""
+    objective = tree.get("objective") or {}
+    known = setting_names(objective.get("name"))  # a method of a package may have a setting of the same name
+    valid = {key: value for key, value in objective.items() if key in known}
+    left = {key: value for key, value in objective.items() if key not in known}
+    current = cfg.without_departed({**tree, "objective": left}, file=file)
+    return without_consents({**current, "objective": {**current.get("objective", {}), **valid}})
 
 
 def consents_in(stored: Mapping[str, Any]) -> list[str]:

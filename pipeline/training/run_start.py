@@ -340,7 +340,7 @@ def changed_settings(before: Tree, now: Tree) -> list[str]:
     that did not have it. Not so one that has left and was at the value that is built in now.
     """
     old, new = flatten(before), flatten(now)
-    old = {key: value for key, value in old.items() if departed(key) is None or had_effect(key, value)}
+    old = {key: value for key, value in old.items() if departed(key) is None or key in new or had_effect(key, value)}
     return [
         f"{key} {old.get(key, 'absent')} -> {new.get(key, 'absent')}"
         for key in sorted(old.keys() | new.keys(), key=lambda key: (key not in old or key not in new, key))

@@ -119,14 +119,9 @@ class RunState:
     position: Position = field(default_factory=Position)
     """Position in the data after the last batch that was trained on."""
 
-    @property
-    def evaluates_average(self) -> bool:
-        return self.ema is not None and self.run.ema.evaluate
-
     def weights_to_evaluate(self) -> dict[str, Tensor]:
         """The weights that are evaluated while training, as full fp32 tensors on every rank. Collective."""
-        average = self.ema if self.evaluates_average else None
-        weights = dict(self.engine.state.weights() if average is None else average.weights())
+        weights = dict(self.engine.state.weights() if self.ema is None else self.ema.weights())
         return merged(weights, self.run.model.lora)
 
     def snapshot(self) -> Snapshot:

@@ -28,8 +28,9 @@ from pipeline.distributed.timing import Meter, Phases
 from pipeline.distributed.world import NEXT_BATCH, World
 from pipeline.engine.engine_protocol import Engine
 from pipeline.model.trimming import TextChunks
-from pipeline.objectives.base import Objective, ObjectiveOutput
+from pipeline.objectives.base import Objective
 from pipeline.objectives.distill import Teacher
+from pipeline.objectives.facts import ObjectiveOutput
 
 GIVEN_UP_SECONDS = 0.5
 """How often a wait for a batch that is fetched ahead asks whether it was given up."""

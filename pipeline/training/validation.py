@@ -31,7 +31,7 @@ from pipeline.training.recipe import ValidationConfig
 class HeldOutPairs:
     """This rank's share of the validation pairs, read once and kept encoded in memory.
 
-    The pairs are cut into batches of `config.batch_size`, and every rank has consecutive batches, so that features and
+    The pairs are cut into batches of `BATCH_SIZE`, and every rank has consecutive batches, so that features and
     loss are bit-identical on any number of ranks.
     """
 
@@ -93,7 +93,7 @@ class HeldOutPairs:
     @cached_property
     def _batches(self) -> list[list[tuple[bytes, str]]]:
         """This rank's usable pairs, by batch."""
-        size, captions = self.config.batch_size, self._captions()
+        size, captions = BATCH_SIZE, self._captions()
         count = -(-self.n // size)
         first, last = (count * r // self.world.size for r in (self.world.rank, self.world.rank + 1))
         segments = self._chosen()
@@ -129,6 +129,8 @@ class HeldOutPairs:
 
 ROWS = 1024
 """Rows of the similarity matrix that are computed at a time."""
+BATCH_SIZE = 64
+"""Pairs that a rank encodes at a time."""
 STOPPED_EARLY = "Stopped early"
 """Beginning of the message when `validation.patience` ends a run."""
 

@@ -36,7 +36,7 @@ def objective_step(*, ranks: int, batch: int, **settings: Any) -> list[Kernel]:
     device, local = torch.device("cuda", 0), batch // ranks
     with fake_gpu() as trace, mock.patch.object(kernels, "_compiled", trace.fused):
         objective = build_objective(
-            {"drift_check_every": 0, **settings}, dim=DIM, batch_size=batch, dataset_size=10**7, steps_per_epoch=1000,
+            settings, dim=DIM, batch_size=batch, dataset_size=10**7, steps_per_epoch=1000,
             total_steps=10**4, world=TracedRanks(size=ranks, device=device, trace=trace), device=device,
         )  # fmt: skip
         ids = torch.zeros(local, dtype=torch.int64, device=device)

@@ -44,7 +44,7 @@ def take(file: str, arch: str, *, ranks: int, micro: int | None, record: Record)
     phases = RecordedPhases(record)
     world = World(rank=0, size=ranks, phases=phases)
     towers, architecture = build_towers(ModelConfig(arch=arch), seed=0)
-    trimming = text_trimming(towers.clip, wanted=None)
+    trimming = text_trimming(towers.clip)
     engine = DeepSpeedEngine(
         towers,
         config=EngineConfig(deepspeed=file, micro_batch=micro),

@@ -28,7 +28,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     **{f"fastclip_v{i}": {"name": f"fastclip_v{i}"} for i in range(4)},
     "neuclip": NEUCLIP,
     "neuclip_few_prototypes": {**NEUCLIP, "prototypes": 5},
-    "neuclip_uneven": {**NEUCLIP, "prototypes": 23, "renormalize": True},
+    "neuclip_uneven": {**NEUCLIP, "prototypes": 23},
     "neuclip_queue": {**NEUCLIP, "npn": "queue"},
     "neuclip_simultaneous": {**NEUCLIP, "npn_schedule": "simultaneous", "inner_steps": 1},
     "neuclip_replicated": {**NEUCLIP, "npn_update": "replicated"},
@@ -44,7 +44,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def make(name: str, world: World, *, dtype: torch.dtype = torch.float64) -> Objective:
     facts = {"world": world, "dtype": dtype, "dataset_size": 37, "steps_per_epoch": 2, "total_steps": 8}
-    return build_objective({**VARIANTS[name], "drift_check_every": 0}, context=context(BATCH, DIM, **facts))
+    return build_objective(VARIANTS[name], context=context(BATCH, DIM, **facts))
 
 
 def local(world: World, step: int, *, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
@@ -188,8 +188,8 @@ def against_open_clip(world: World) -> dict[str, dict[str, Tensor]]:
 
 def drifting(world: World) -> dict[str, Any]:
     """Flip a bit on rank 1 three times that the commit does not round away: repaired twice, then all ranks stop."""
-    settings = {**NEUCLIP, "drift_check_every": 2}
-    objective = build_objective(settings, context=context(BATCH, DIM, world=world, dtype=torch.float32))
+    objective = build_objective(NEUCLIP, context=context(BATCH, DIM, world=world, dtype=torch.float32))
+    objective.drift.every = 2
     events, error, agreed = [], "", []
     for step in range(8):
         image, text, ids = local(world, step, dtype=torch.float32)

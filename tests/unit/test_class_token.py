@@ -22,10 +22,11 @@ SHORTENED = set(KINDS) - {"attentional_pool"}
 
 
 def pair(folder: Path, kind: str, **settings: Any) -> tuple[Towers, Towers]:
-    """The same towers with and without all tokens in the last block."""
+    """The same towers as open_clip computes them, and with a last block for the class token."""
     arch = write_kind(folder, kind)
     whole, shortened = (
-        build_towers(ModelConfig(arch=arch, trim_image=trim, **settings), seed=0)[0].train() for trim in (False, None)
+        build_towers(ModelConfig(arch=arch, packed_attention=packed, **settings), seed=0)[0].train()
+        for packed in (False, True)
     )
     return whole, shortened
 
@@ -58,7 +59,8 @@ def test_names_and_state_dict_stay(tmp_path: Path) -> None:
 def test_the_products_of_patches_in_the_last_block_are_left_out() -> None:
     """ViT-B/32: 12 blocks of width 768 and 50 tokens; left out are queries, output and MLP of the 49 patches."""
     whole, shortened = (
-        build_towers(ModelConfig(arch="ViT-B-32", trim_image=trim), seed=0, device="meta")[0] for trim in (False, None)
+        build_towers(ModelConfig(arch="ViT-B-32", packed_attention=packed), seed=0, device="meta")[0]
+        for packed in (False, True)
     )
     saved = measure_flops(whole, image_size=224, context_length=None) - measure_flops(
         shortened, image_size=224, context_length=None
@@ -69,8 +71,10 @@ def test_the_products_of_patches_in_the_last_block_are_left_out() -> None:
 
 def test_towers_that_read_other_tokens_keep_them(tmp_path: Path) -> None:
     assert shortened_in(pair(tmp_path, "attentional_pool")[1]) == 0
-    with pytest.raises(UserError, match=r"model\.trim_image=true: The image tower's features are not those"):
-        build_towers(ModelConfig(arch=write_kind(tmp_path, "attentional_pool"), trim_image=True), seed=0)
+    config = json.loads(Path(write_kind(tmp_path, "CLIP")).read_text())
+    config["vision_cfg"]["layers"] = 0
+    (tmp_path / "no-blocks.json").write_text(json.dumps(config))
+    assert shortened_in(build_towers(ModelConfig(arch=str(tmp_path / "no-blocks.json")), seed=0)[0]) == 0
 
 
 def test_average_pooling_timm_resnets_and_coca_are_left_alone() -> None:
@@ -86,32 +90,15 @@ def test_average_pooling_timm_resnets_and_coca_are_left_alone() -> None:
     assert "not a vision transformer of open_clip's own" in reason(open_clip.CustomTextCLIP, "ViT-B-16-SigLIP")
 
 
-def test_it_needs_packed_attention(tmp_path: Path) -> None:
-    arch = write_kind(tmp_path, "CLIP")
-    assert shortened_in(build_towers(ModelConfig(arch=arch, packed_attention=False), seed=0)[0]) == 0
-    with pytest.raises(UserError, match=r"model\.packed_attention"):
-        build_towers(ModelConfig(arch=arch, packed_attention=False, trim_image=True), seed=0)
-
-
 def test_patches_that_are_not_computed_are_refused_instead_of_returned_empty(tmp_path: Path) -> None:
     whole, shortened = pair(tmp_path, "CLIP")
     image, _ = batch()
     assert whole.clip.visual.forward_intermediates(image)["image_intermediates"]
-    with pytest.raises(UserError, match=r"forward_intermediates: .* model\.trim_image=false"):
+    with pytest.raises(UserError, match=r"forward_intermediates: .* model\.packed_attention=false"):
         shortened.clip.forward_intermediates(image)
     shortened.clip.visual.output_tokens = True
-    with pytest.raises(UserError, match=r"output_tokens: .* model\.trim_image=false"):
+    with pytest.raises(UserError, match=r"output_tokens: .* model\.packed_attention=false"):
         shortened.clip.visual(image)
-
-
-def test_a_tower_without_blocks_is_left_alone(tmp_path: Path) -> None:
-    config = json.loads(Path(write_kind(tmp_path, "CLIP")).read_text())
-    config["vision_cfg"]["layers"] = 0
-    arch = tmp_path / "no-blocks.json"
-    arch.write_text(json.dumps(config))
-    assert shortened_in(build_towers(ModelConfig(arch=str(arch)), seed=0)[0]) == 0
-    with pytest.raises(UserError, match=r"model\.trim_image=true: The image tower has no transformer blocks"):
-        build_towers(ModelConfig(arch=str(arch), trim_image=True), seed=0)
 
 
 def test_a_locked_tower_has_the_same_features(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def run(settings: dict[str, object], device: str, *, strict: bool = False) -> li
     """
     where = torch.device(device)
     facts = {"world": World(device=where), "device": where, "dtype": torch.float32}
-    objective = build_objective({**settings, "drift_check_every": 0}, context=context(BATCH, DIM, **facts))
+    objective = build_objective(settings, context=context(BATCH, DIM, **facts))
     ids, found = torch.arange(BATCH, device=where), []
     batches = [
         [side.to(where) for side in unit_features(BATCH, DIM, seed=t, dtype=torch.float32)] for t in range(STEPS)
@@ -90,7 +90,7 @@ def test_anchor_block_size_does_not_change_results(monkeypatch: pytest.MonkeyPat
 def test_step_leaves_only_state_in_device_memory() -> None:
     run(NEUCLIP, "cuda")
     facts = {"world": World(device=torch.device("cuda")), "device": torch.device("cuda"), "dtype": torch.float32}
-    objective = build_objective({**NEUCLIP, "drift_check_every": 0}, context=context(BATCH, DIM, **facts))
+    objective = build_objective(NEUCLIP, context=context(BATCH, DIM, **facts))
     ids = torch.arange(BATCH, device="cuda")
     image, text = (side.cuda() for side in unit_features(BATCH, DIM, dtype=torch.float32))
     held = torch.cuda.memory_allocated()

@@ -18,6 +18,7 @@ from pipeline.errors import UserError
 from pipeline.objectives import build_objective, objective_names, pairwise
 from pipeline.objectives.autograd import AutogradObjective
 from pipeline.objectives.equal_pairs import batch_keys, row_hashes
+from pipeline.objectives.npn import amorlip
 from pipeline.objectives.temperature import TemperatureConfig
 from tests.metrics import metrics
 from tests.shards import sample, write_shards
@@ -49,7 +50,7 @@ def written(objective: Any, image: Tensor, text: Tensor, tau: tuple[Tensor, Tens
         return sum(torch.log((BATCH - 1) * (EPS + x)).mean() for x in g) / 2
     constant = objective._pending.log_normalizer
     if name == "amorlip":
-        kappa = c.positive_weight / (BATCH - 1)
+        kappa = amorlip.POSITIVE_WEIGHT / (BATCH - 1)
         log_lambda = constant + (s / tau[0]).detach() - math.log1p(kappa)
         means = [torch.exp(s / tau[0]) * (x + kappa) / (1 + kappa) for x in g]
         return -2 * s.mean() + tau[0] * (

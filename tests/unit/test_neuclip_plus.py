@@ -131,19 +131,6 @@ def test_a_resumed_run_excludes_the_same_samples() -> None:
     assert all(torch.equal(before[key], after[key]) for key in before)
 
 
-def test_a_checkpoint_without_ids_loads_and_excludes_nothing_of_its_queue() -> None:
-    objective = trained(4)
-    old = {key: value for key, value in objective.state_dict().items() if not key.endswith("_ids")}
-    old |= {"npn.weight": torch.zeros(2, PROTOTYPES, 32), "npn.live": torch.tensor(PROTOTYPES)}  # of version 0.1
-    objective.load_state_dict(old)
-    image, text = unit_features(BATCH, seed=9)
-    output = objective.compute(image, text, sample_ids=ids_of(9))
-    other = trained(4)
-    unseen = torch.arange(BATCH) + 1000
-    assert torch.equal(output.loss, other.compute(image, text, sample_ids=unseen).loss)
-    assert not torch.equal(output.loss, trained(4).compute(image, text, sample_ids=ids_of(9)).loss)
-
-
 @pytest.mark.parametrize(("samples", "warns"), [(31, True), (32, False), (0, False)])
 def test_a_queue_of_more_than_half_of_the_dataset_is_reported(
     samples: int, warns: bool, caplog: pytest.LogCaptureFixture

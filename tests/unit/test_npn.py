@@ -303,7 +303,6 @@ def test_simultaneous_uses_the_weights_before_the_update(extra):
         {"npn": "mlp", "restart_every": 0},
         {"npn": "mlp", "restart_every": 0, "npn_objective": "separate"},
         {"npn_objective": "separate"},
-        {"renormalize": True},
         {},
     ],
 )
@@ -362,10 +361,8 @@ def test_literal_settings_warn_and_change_the_result():
     [
         ({"npn": "mlp"}, "restart_every"),
         ({"npn_schedule": "simultaneous"}, "inner_steps"),
-        ({"npn": "mlp", "restart_every": 0, "renormalize": True}, "renormalize"),
         ({"npn": "mlp", "restart_every": 0, "npn_update": "prototypes"}, "npn_update"),
         ({"prototypes": 2**63}, "objective.prototypes = 9223372036854775808: .*less than or equal to 1073741824"),
-        ({"npn_update": "sharded"}, "objective.npn_update = 'sharded': this mode was removed; use .*=auto"),
         ({"npn_update": "spread"}, "objective.npn_update = 'spread': .*'replicated' or 'prototypes'"),
         ({"npn": "mlp", "restart_every": 0, "npn_compile": True}, "npn_compile"),
         ({"npn": "table"}, r"objective\.npn = 'table': no such network.*mlp, prototypes, queue"),

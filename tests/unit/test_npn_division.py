@@ -14,10 +14,10 @@ from tests.thread_world import on_ranks
 from tests.unit.objectives_reference import context, relative_error, unit_features
 
 BATCH, DIM, STEPS = 12, 8, 6
-NEUCLIP = {"name": "neuclip", "prototypes": 20, "restart_every": 3, "drift_check_every": 2}
+NEUCLIP = {"name": "neuclip", "prototypes": 20, "restart_every": 3}
 VARIANTS = {
     "default": {},
-    "uneven": {"prototypes": 19, "renormalize": True},
+    "uneven": {"prototypes": 19},
     "subset": {"prototypes": 7},
     "previous": {"restart_with": "previous", "npn_optimizer": "adam"},
     "queue": {"npn": "queue"},
@@ -35,6 +35,7 @@ def build(settings, world, **facts):
 def run(settings, world, *, first=0, last=STEPS, state=None, dtype=torch.float64):
     """Return the outputs of all steps and the final state; the third batch is discarded once."""
     objective = build(settings, world, dtype=dtype)
+    objective.drift.every = 2 * (world.size > 1)
     if state is not None:
         objective.load_state_dict(state)
     rows, found = world.rows(BATCH // world.size), []

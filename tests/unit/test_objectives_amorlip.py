@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from pipeline.objectives import build_objective
-from pipeline.objectives.npn import mlp
+from pipeline.objectives.npn import amorlip, mlp
 from pipeline.objectives.npn.amorlip import slope, target_share_at
 from tests.unit.objectives_reference import context, relative_error, unit_features
 
 
 @pytest.mark.parametrize("positive_weight", [0.0, 1e-3, 0.5])
 @pytest.mark.parametrize("batch_size", [2, 3, 17])
-def test_loss_and_gradients_equal_autograd_of_the_loss_as_written(batch_size, positive_weight):
-    settings = {"name": "amorlip", "positive_weight": positive_weight, "ratio_cap": 0}
-    objective = build_objective(settings, context=context(batch_size))
+def test_loss_and_gradients_equal_autograd_of_the_loss_as_written(batch_size, positive_weight, monkeypatch):
+    monkeypatch.setattr(amorlip, "POSITIVE_WEIGHT", positive_weight)
+    objective = build_objective({"name": "amorlip", "ratio_cap": 0}, context=context(batch_size))
     image, text = (f.requires_grad_() for f in unit_features(batch_size))
     output = objective.compute(image.detach(), text.detach(), sample_ids=torch.arange(batch_size))
     tau = objective.temperature.value().requires_grad_()
@@ -74,7 +74,7 @@ def test_an_update_follows_the_mean_divergence(divergence):
     image, text = unit_features(8)
     objective.compute(image, text, sample_ids=torch.arange(8))
     fresh = mlp.initial_parameters(objective.context, restart=0)
-    kappa = objective.config.positive_weight
+    kappa = amorlip.POSITIVE_WEIGHT
     for side, s in enumerate((image @ text.T, text @ image.T)):
         weights = torch.ones(8, 8).double().fill_diagonal_(kappa) / (7 + kappa)
         logits = s / objective.temperature.value() + weights.log()
@@ -107,8 +107,9 @@ def test_the_weight_of_the_previous_network_reaches_its_maximum_halfway():
     assert shares[5:] == pytest.approx([0.8] * 5)
 
 
-def test_the_reported_normalizer_is_the_one_used_in_the_gradients():
-    objective = build_objective({"name": "amorlip", "positive_weight": 3.0}, context=context(8))
+def test_the_reported_normalizer_is_the_one_used_in_the_gradients(monkeypatch):
+    monkeypatch.setattr(amorlip, "POSITIVE_WEIGHT", 3.0)
+    objective = build_objective("amorlip", context=context(8))
     image, text = unit_features(8)
     objective.compute(image, text, sample_ids=torch.arange(8))
     objective.commit()

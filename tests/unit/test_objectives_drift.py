@@ -48,7 +48,7 @@ def test_the_hash_depends_on_the_order_of_values():
 @pytest.mark.parametrize("name", objective_names())
 @pytest.mark.filterwarnings("ignore:objective.npn_lr")
 def test_all_replicated_state_is_compared(name, monkeypatch):
-    objective = build_objective({"name": name, "drift_check_every": 1}, context=context(8))
+    objective = build_objective(name, context=context(8))
     seen: list[set[str]] = []
     monkeypatch.setattr(objective.drift, "every", 1)  # as if there were other ranks
     monkeypatch.setattr(objective.drift, "check", lambda state, step: seen.append(set(state)))

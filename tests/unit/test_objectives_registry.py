@@ -39,7 +39,7 @@ def test_every_method_of_the_papers_is_registered_and_its_section_round_trips():
         ({"name": "neuclip", "npn_lrr": 1}, r"objective\.npn_lrr.*objective\.npn_lr"),
         ({"name": "neuclip", "prototypes": 0}, "objective.prototypes = 0"),
         ({"name": "openclip", "rho": 1.0}, "objective.rho"),
-        ({"name": "openclip", "tau_init": 2.0}, "tau_max"),
+        ({"name": "openclip", "tau_init": 2.0}, r"within \[tau_min, 1\]"),
     ],
 )
 def test_errors_name_the_wrong_setting(tree, says):

@@ -57,7 +57,7 @@ def test_peaks_are_looked_up_and_never_guessed(name: str, peak: float | None) ->
 
 
 def test_utilization_is_the_flop_count_over_the_peak(tmp_path: Path) -> None:
-    model = ModelConfig(arch=write_tiny(tmp_path), trim_image=False)
+    model = ModelConfig(arch=write_tiny(tmp_path), packed_attention=False)
     vision, text = TINY["vision_cfg"], TINY["text_cfg"]
 
     def tower(tokens: int, width: int, hidden: float) -> float:

@@ -37,7 +37,7 @@ def settings(arch: str, *more: str) -> list[str]:
 
 def test_published_figures_of_vit_b_32() -> None:
     """open_clip publishes 151.28M parameters and 14.78 GFLOP for this model."""
-    config = ModelConfig(arch="ViT-B-32", trim_image=False)
+    config = ModelConfig(arch="ViT-B-32", packed_attention=False)
     towers, architecture = build_towers(config, seed=0, device="meta")
     costs = measure_towers(towers, image_size=architecture.image_size, context_length=77)
     assert costs.parameters == 151_277_312
@@ -63,7 +63,7 @@ def test_saved_bytes_equal_what_autograd_saves(arch: str) -> None:
     assert (saved(64) - saved(32)) / 32 == pytest.approx(estimated, rel=0.01)
 
 
-@pytest.mark.parametrize("unfit", ["model.text_tokens=8", "model.trim_text=true", "model.text_batching=packed"])
+@pytest.mark.parametrize("unfit", ["model.text_tokens=8", "model.text_batching=packed"])
 def test_what_training_refuses_is_refused(arch: str, unfit: str) -> None:
     """Regression test: `plan` gave numbers for it, or ended as a bug."""
     given = settings("ViT-B-32", "model.packed_attention=false", unfit)

@@ -15,8 +15,8 @@ from pipeline.training.run_start import changed_settings
 
 def test_a_setting_that_the_checkpoint_does_not_have_is_reported_also_if_it_is_null() -> None:
     before = {"output": "a", "samples": 10, "model": {"arch": "x"}}
-    now = {"output": "b", "samples": 20, "model": {"arch": "x", "trim_image": None}}
-    assert changed_settings(before, now) == ["samples 10 -> 20", "model.trim_image absent -> None"]
+    now = {"output": "b", "samples": 20, "model": {"arch": "x", "lock_text": False}}
+    assert changed_settings(before, now) == ["samples 10 -> 20", "model.lock_text absent -> False"]
     assert changed_settings(now, now) == []
     unused = {"selection": {"ratio": None, "chunks": 16}, "ema": {"warmup": True}}
     assert changed_settings({**unused, **now}, now) == []

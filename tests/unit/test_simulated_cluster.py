@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.objectives import build_objective
+from pipeline.objectives import build_objective, parts
 from pipeline.planning.run_costs import Assumptions, SimulatedRanks, simulate_objective
 from pipeline.planning.run_plan import RunPlan, plan_run
 from pipeline.training.recipe import load_recipe
@@ -113,13 +113,12 @@ def test_bytes_of_collectives_are_those_of_the_real_ones(name: str, ranks: int) 
         assert total == by_hand(name, ranks)
 
 
-@pytest.mark.parametrize("every", [1, 2])
-def test_comparisons_of_the_ranks_state_do_not_stop_the_simulation(every: int) -> None:
-    _, found = simulate_objective(
-        {**OBJECTIVES["prototypes"], "drift_check_every": every}, dim=DIM, batch_size=BATCH, ranks=8, **FACTS
-    )
+def test_comparisons_of_the_ranks_state_do_not_stop_the_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
     _, without = simulate_objective(OBJECTIVES["prototypes"], dim=DIM, batch_size=BATCH, ranks=8, **FACTS)
-    assert found == without
+    for every in (1, 2):
+        monkeypatch.setattr(parts, "DRIFT_CHECK_EVERY", every)
+        _, found = simulate_objective(OBJECTIVES["prototypes"], dim=DIM, batch_size=BATCH, ranks=8, **FACTS)
+        assert found == without
 
 
 def test_a_rank_keeps_its_share_of_the_prototypes_and_of_the_rows() -> None:

@@ -18,6 +18,7 @@ from pipeline.model.attention import PackedText, pack
 from pipeline.model.towers import ModelConfig, Towers, build_towers, text_batching
 from pipeline.model.trimming import TextChunks, text_trimming, trimmed_width, why_not_trimmed, without_padding
 from pipeline.objectives import build_objective
+from pipeline.training import build
 from pipeline.training.step import TrainStep, micro_batches
 from tests.metrics import equal, weights
 from tests.shards import sample, write_shards
@@ -36,7 +37,7 @@ def towers_of(folder: Path, kind: str, **settings: object) -> Towers:
 @pytest.mark.parametrize("kind", sorted(TRIMMABLE))
 def test_trimming_does_not_change_features_and_gradients(kind: str, tmp_path: Path) -> None:
     towers = towers_of(tmp_path, kind)
-    trimming = text_trimming(towers.clip, wanted=True)
+    trimming = text_trimming(towers.clip)
     assert trimming is not None
     image, text = batch(length=12)
     text[:, 9:] = 0
@@ -65,7 +66,7 @@ def test_packed_texts_give_the_features_and_gradients_of_one_text_at_a_time(
     kind: str, dtype: torch.dtype, checkpointing: bool, tmp_path: Path
 ) -> None:
     towers = towers_of(tmp_path, kind, grad_checkpointing=checkpointing).to(dtype)
-    trimming = text_trimming(towers.clip, wanted=None)
+    trimming = text_trimming(towers.clip)
     assert trimming is not None
     text = torch.cat([batch(length=12)[1] for _ in range(4)])[:17]
     lengths = trimming.cut(text)[1]
@@ -104,31 +105,30 @@ def test_packing_is_refused_where_padding_matters(tmp_path: Path) -> None:
     causal, bidirectional = (towers_of(tmp_path, kind).clip for kind in ("CLIP", "bidirectional"))
     for clip, config, reason in (
         (bidirectional, packed, "depend on the padding"),
-        (causal, replace(packed, trim_text=False), "model.trim_text is false"),
         (causal, replace(packed, compile=True), "in bf16 on GPUs only"),
     ):
-        with pytest.raises(UserError, match=rf"text_batching=packed: .*{reason}.*text_batching=padded"):
+        with pytest.raises(UserError, match=rf"text_batching=packed: .*{reason}.*text_batching=auto"):
             text_batching(clip, config)
         assert not text_batching(clip, replace(config, text_batching="auto"))[1]
     assert text_batching(causal, ModelConfig())[1]
     assert text_batching(causal, replace(packed, compile=True), by_kernel=True)[1]
 
 
-def test_texts_are_not_trimmed_for_towers_that_attend_to_padding(tmp_path: Path) -> None:
+def test_texts_are_whole_where_the_padding_matters_and_where_that_is_wanted(tmp_path: Path) -> None:
     for kind in sorted(set(KINDS) - TRIMMABLE):
         clip = towers_of(tmp_path, kind).clip
         assert "depend on the padding" in str(why_not_trimmed(clip))
-        assert text_trimming(clip, wanted=None) is None
-        with pytest.raises(UserError, match=r"model\.trim_text=true: The text tower is not"):
-            text_trimming(clip, wanted=True)
-
-
-def test_trimming_is_off_without_packed_attention_or_when_disabled(tmp_path: Path) -> None:
-    assert text_trimming(towers_of(tmp_path, "CLIP").clip, wanted=False) is None
-    clip = towers_of(tmp_path, "CLIP", packed_attention=False).clip
-    assert text_trimming(clip, wanted=None) is None
-    with pytest.raises(UserError, match=r"model\.packed_attention"):
-        text_trimming(clip, wanted=True)
+        assert text_batching(clip, ModelConfig()) == (None, False)
+    plain = towers_of(tmp_path, "CLIP", packed_attention=False).clip
+    assert text_batching(plain, ModelConfig()) == (None, False)
+    causal, whole = towers_of(tmp_path, "CLIP").clip, ModelConfig(text_batching="whole")
+    assert text_batching(causal, whole) == (None, False)
+    for clip, config, reason in (
+        (plain, ModelConfig(), r"model\.packed_attention"),
+        (causal, whole, "text_batching is whole"),
+    ):
+        with pytest.raises(UserError, match=rf"model\.text_tokens=5: .*{reason}"):
+            text_batching(clip, replace(config, text_tokens=5))
 
 
 @pytest.mark.parametrize(("longest", "width"), [(1, 8), (8, 8), (9, 16), (72, 72), (73, 77), (77, 77)])
@@ -185,7 +185,7 @@ def test_a_step_on_trimmed_texts_has_the_same_loss_and_gradient(micro_batch: int
         objective = build_objective({"name": "openclip"}, dim=16, batch_size=4)
         chunks = micro_batches(4, micro_batch)
         step = TrainStep(engine, objective, world=World(), seed=0, chunks=chunks)
-        trimming = text_trimming(engine.module.clip, wanted=True)
+        trimming = text_trimming(engine.module.clip)
         assert trimming is not None
         lengths = trimming.cut(text)[1] if trims else None
         texts = TextChunks(text, chunks, lengths=lengths, packed=trims == "packed")
@@ -250,8 +250,9 @@ def test_a_run_that_rehearses_its_widest_texts_is_bit_identical(
     train_here(*settings_in(tmp_path, "plain", *shared, "samples=32"))
     assert set(widths) == {8}
     widths.clear()
+    monkeypatch.setattr(build, "_rehearsed_width", lambda run, architecture, trimming, device: 20)  # as on a GPU
     for samples, resume in ((16, None), (32, "latest")):
-        given = settings_in(tmp_path, "rehearsed", *shared, f"samples={samples}", "engine.rehearse_widest=true")
+        given = settings_in(tmp_path, "rehearsed", *shared, f"samples={samples}")
         train_here(*given, resume=resume)
     assert sum(width == 20 for width in widths) == 2 * (4 if micro_batch == "4" else 1)
     assert "OVERFLOW" not in caplog.text, "a rehearsal is no fault"

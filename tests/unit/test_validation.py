@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,13 @@ from tests.towers import write_tiny
 from tests.training import SMALL, train_here
 
 
+@pytest.fixture(scope="module", autouse=True)
+def several_batches() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(validation, "BATCH_SIZE", 4)
+        yield
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Training shards, held-out shards with two unusable pairs, and the run `plain` of 6 steps."""
@@ -45,11 +53,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def settings(base: Path) -> list[str]:
     return [f"model.arch={base / 'tiny-towers.json'}", f"data.sources={base / 'train'}", "samples=48",
-            f"validation.sources={base / 'held'}", "validation.every=2", "validation.batch_size=4"]  # fmt: skip
+            f"validation.sources={base / 'held'}", "validation.every=2"]  # fmt: skip
 
 
 def pairs(base: Path, world, **changes) -> HeldOutPairs:
-    config = ValidationConfig(sources=(Source(manifest=str(base / "held")),), batch_size=4, **changes)
+    config = ValidationConfig(sources=(Source(manifest=str(base / "held")),), **changes)
     return HeldOutPairs(config, DataConfig(sources=(Source(manifest=str(base / "train")),)), world)
 
 

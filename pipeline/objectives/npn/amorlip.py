@@ -16,16 +16,25 @@ from pydantic import Field
 from torch import Tensor
 
 from pipeline.config import section
-from pipeline.objectives.base import ObjectiveContext, Pair
+from pipeline.objectives.facts import ObjectiveContext
 from pipeline.objectives.npn import mlp
 from pipeline.objectives.npn.network import ReplicatedNetwork
 from pipeline.objectives.npn.prototypes import MAX_LOG_RATIO
-from pipeline.objectives.parts import Adam, StatefulPart
+from pipeline.objectives.parts import Adam, Pair, StatefulPart
 from pipeline.objectives.registry import register
 from pipeline.objectives.softmax import AnchorBatch, AnchorWeights, SoftmaxObjective
 from pipeline.objectives.temperature import LearnedTemperature, TemperatureConfig
 
 Divergence = Literal["squared_log", "kl", "js"]
+# As published with AmorLIP's code.
+POSITIVE_WEIGHT = 1e-3
+"""Weight of the own pair in the batch's mean."""
+TARGET_SHARE = 0.8
+"""Final share of the previous epoch's network in the target; it rises by a cosine over half of the epochs."""
+EMA_DECAY = 0.92
+"""Decay of the moving average of the trained network, which is the network in use."""
+EMA_EVERY = 2
+"""Steps between two updates of the moving average."""
 
 
 @section
@@ -47,14 +56,6 @@ class AmorLipConfig(TemperatureConfig):
     divergence: Divergence = "squared_log"
     """What the networks minimize: the squared error of the logs, or the Kullback-Leibler (`kl`) or Jensen-Shannon
     (`js`) divergence of the distributions that prediction and target define."""
-    positive_weight: float = Field(default=1e-3, ge=0)
-    """Weight of the own pair in the batch's mean."""
-    target_share: float = Field(default=0.8, ge=0, lt=1)
-    """Final share of the previous epoch's network in the target; it rises by a cosine over half of the epochs."""
-    ema_decay: float = Field(default=0.92, ge=0, lt=1)
-    """Decay of the moving average of the trained network, which is the network in use."""
-    ema_every: int = Field(default=2, ge=1)
-    """Steps between two updates of the moving average."""
     ratio_cap: float = Field(default=5.0, ge=0)
     """Upper bound of E[exp(s / tau)] / lambda; 0 = only the bound exp(30) that keeps fp32 finite."""
 
@@ -107,7 +108,7 @@ class PartitionNetworks(StatefulPart):
         epoch, within = divmod(batch.step, self.context.steps_per_epoch)
         if within == 0:
             self._restart(epoch, log_means)
-        share = target_share_at(epoch, highest=config.target_share, epochs=self.epochs)
+        share = target_share_at(epoch, highest=TARGET_SHARE, epochs=self.epochs)
         for side in (0, 1):
             features, target = batch.features[side], log_means[side]
             if share > 0:
@@ -119,10 +120,10 @@ class PartitionNetworks(StatefulPart):
                 gradients, _ = network.gradients(side, predict, pull)
                 network.step(side, gradients, number=network.next_updates + inner + 1)
         network.next_updates += config.inner_steps
-        if batch.step % config.ema_every == 0:
+        if batch.step % EMA_EVERY == 0:
             for side in (0, 1):
                 for name, average in network.side(side, copy="average").items():
-                    average.lerp_(network.side(side)[name], 1 - config.ema_decay)
+                    average.lerp_(network.side(side)[name], 1 - EMA_DECAY)
         return self.predict(batch.features, lasting=False)
 
     def predict(self, features: Pair, *, lasting: bool = True) -> Tensor:
@@ -160,7 +161,7 @@ def _mean_slope(divergence: Divergence, log_lambda: Tensor, *, log_target: Tenso
 class AmorLip(SoftmaxObjective):
     """L = tau mean_i [ -2 s_ii / tau + E1_i / lambda1_i + E2_i / lambda2_i ] + rho tau, lambda constant.
 
-    E_i is the batch's mean of exp(s_ij / tau) in which the own pair weighs `positive_weight` and all others 1.
+    E_i is the batch's mean of exp(s_ij / tau) in which the own pair weighs `POSITIVE_WEIGHT` and all others 1.
     Metrics: normalizer_gap: mean |log lambda - log E| over both sides; ratio_max: largest q = E / lambda after the cap.
     """
 
@@ -174,7 +175,7 @@ class AmorLip(SoftmaxObjective):
 
     def anchor_weights(self, batch: AnchorBatch) -> AnchorWeights:
         config, tau = self.config, self.temperature.value()
-        weight, others = config.positive_weight, batch.size - 1
+        weight, others = POSITIVE_WEIGHT, batch.size - 1
         logit = batch.positive / tau
         kappa = logit.new_full((), weight / others)  # E_i = exp(s_ii / tau) (g_i + kappa) / (1 + kappa)
         log_means = logit + torch.logaddexp(batch.log_g, kappa.log()) - torch.log1p(kappa)
@@ -195,7 +196,7 @@ class AmorLip(SoftmaxObjective):
 
     def cold_normalizers(self, batch: AnchorBatch) -> Tensor:
         # As in `anchor_weights`: lambda predicts E_i = exp(s_ii / tau) (g_i + kappa) / (1 + kappa).
-        own = batch.positive / self.temperature.value() - math.log1p(self.config.positive_weight / (batch.size - 1))
+        own = batch.positive / self.temperature.value() - math.log1p(POSITIVE_WEIGHT / (batch.size - 1))
         return self.networks.predict(batch.features) - own
 
     def restarts(self) -> bool:

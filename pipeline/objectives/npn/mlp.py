@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.distributed.devices import to_device
-from pipeline.objectives.base import ObjectiveContext, Pair
+from pipeline.objectives.facts import ObjectiveContext
 from pipeline.objectives.npn.network import BothSides, Npn, NpnConfig, Prediction, register_npn
 from pipeline.objectives.npn.prototypes import MAX_LOG_RATIO, Anchors
+from pipeline.objectives.parts import Pair
 from pipeline.objectives.softmax import AnchorBatch
 
 Parameters = Mapping[str, Tensor]
@@ -73,8 +74,6 @@ class MlpNpn(Npn):
     def check(cls, config: NpnConfig) -> None:
         if config.restart_every:
             raise ValueError("npn = mlp cannot be restarted from features: set restart_every to 0")
-        if config.renormalize:
-            raise ValueError("renormalize is for npn = prototypes")
         if config.npn_update == "prototypes" or config.npn_compile is True:
             raise ValueError("npn_update = prototypes and npn_compile = true are for npn = prototypes or queue")
 

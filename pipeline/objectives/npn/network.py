@@ -9,7 +9,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import pydantic
 import torch
@@ -17,9 +17,9 @@ from pydantic import AfterValidator, Field
 from torch import Tensor
 
 from pipeline.config import section
-from pipeline.objectives.base import ObjectiveContext, Pair
+from pipeline.objectives.facts import ObjectiveContext
 from pipeline.objectives.npn.prototypes import Anchors
-from pipeline.objectives.parts import AdaGrad, Adam, InnerOptimizer, StatefulPart
+from pipeline.objectives.parts import AdaGrad, Adam, InnerOptimizer, Pair, StatefulPart
 from pipeline.objectives.softmax import AnchorBatch
 from pipeline.objectives.temperature import TemperatureConfig
 from pipeline.registries import Registry
@@ -217,18 +217,6 @@ class NpnConfig(TemperatureConfig):
     """Updates T_u of the network per step."""
     reset_accumulator: bool = False
     """A restart also clears the optimizer's memory."""
-    renormalize: bool = False
-    """Scale the prototypes back to unit norm after each update."""
-
-    @pydantic.field_validator("npn_update", mode="before")
-    @classmethod
-    def _not_removed(cls, mode: Any) -> Any:
-        if mode == "sharded":
-            raise ValueError(
-                "this mode was removed; use objective.npn_update=auto, which computes the same update up to rounding "
-                "and loads its checkpoints"
-            )
-        return mode
 
     @pydantic.model_validator(mode="after")
     def _possible(self) -> NpnConfig:

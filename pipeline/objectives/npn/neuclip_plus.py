@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field
 from torch import Tensor
 
 from pipeline.config import section
-from pipeline.objectives.base import ObjectiveContext
+from pipeline.objectives.facts import ObjectiveContext
 from pipeline.objectives.npn.network import NPNS, Prediction
 from pipeline.objectives.npn.neuclip import NeuClip, NeuClipConfig
 from pipeline.objectives.registry import register

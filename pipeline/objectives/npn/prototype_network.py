@@ -19,12 +19,13 @@ from torch import Tensor
 from pipeline.distributed.devices import to_device
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.objectives.base import ObjectiveContext, Pair
+from pipeline.objectives.facts import ObjectiveContext
 from pipeline.objectives.npn import prototypes
 from pipeline.objectives.npn.kernels import COMPILED, FUSED, Passes, Prototypes, UnitGradient, why_not_compiled
 from pipeline.objectives.npn.network import BothSides, FeatureQueue, Npn, NpnConfig, Prediction, register_npn
 from pipeline.objectives.npn.prototypes import LEAST_TAU, Anchors, Division
 from pipeline.objectives.pairwise import Workspace
+from pipeline.objectives.parts import Pair
 from pipeline.objectives.softmax import AnchorBatch
 
 log = logging.getLogger(__name__)
@@ -129,10 +130,12 @@ class PrototypeNpn(Npn):
         network = {name: tensor for name, tensor in self.network.state().items() if name not in self.own_state()}
         return network | {"npn.live": self.live} | self.queue.state()
 
-    def added_state(self, state: Mapping[str, Tensor]) -> dict[str, int]:
+    def adapted_state(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The queue begins empty where the checkpoint's batches, or this run's, had no use for one."""
-        lengths = [len(queue[0]) for queue in (self.queue.features, state.get("npn.queue", self.queue.features))]
-        return {"npn.queue": 0, "npn.queued": 0} if lengths[0] != lengths[1] and 0 in lengths else {}
+        own, saved = self.queue.state(), state.get("npn.queue")
+        if saved is None or saved.shape == own["npn.queue"].shape or saved.numel() * own["npn.queue"].numel():
+            return state
+        return {**state, **{name: torch.zeros_like(tensor) for name, tensor in own.items()}}
 
     def own_state(self) -> dict[str, Tensor]:
         """This rank's share of the tensors that are divided among the ranks."""
@@ -180,11 +183,7 @@ class PrototypeNpn(Npn):
         """The prototypes after the optimizer's update `number`."""
         slots = {name: slot[: len(gradient.at.weight)] for name, slot in self.network.slots(side, "weight").items()}
         optimizer, space = self.network.optimizer, self.workspace
-        after = self._passes.descend(gradient, slots, optimizer=optimizer, number=number, space=space)
-        if not self.config.renormalize:
-            return after
-        unit = after.weight.div_(after.weight.norm(dim=1, keepdim=True))
-        return self._passes.prepare(unit, after.tau, dtype=after.directions.dtype, space=space)
+        return self._passes.descend(gradient, slots, optimizer=optimizer, number=number, space=space)
 
     def _fill(self, batch: AnchorBatch) -> int:
         """Write features to the working prototypes where a restart or growth is due; returns how many are live.

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from pipeline.objectives.base import ObjectiveContext, Pair
-from pipeline.objectives.npn.network import NO_SAMPLE, BothSides, FeatureQueue, Npn, NpnConfig, Prediction, register_npn
+from pipeline.objectives.facts import ObjectiveContext
+from pipeline.objectives.npn.network import BothSides, FeatureQueue, Npn, NpnConfig, Prediction, register_npn
 from pipeline.objectives.npn.prototypes import Anchors, mean_slopes, normalizer_of_mean
 from pipeline.objectives.pairwise import Workspace, row_blocks
+from pipeline.objectives.parts import Pair
 from pipeline.objectives.softmax import AnchorBatch
 
 _EXCLUDED = -1e30
@@ -67,9 +67,6 @@ class QueueNpn(Npn):
 
     def replicated_state(self) -> dict[str, Tensor]:
         return self.queue.state()
-
-    def added_state(self, state: Mapping[str, Tensor]) -> dict[str, int]:
-        return {"npn.queue_ids": NO_SAMPLE} if self.needs_ids and "npn.queue_ids" not in state else {}
 
     def learning_rates(self, *, lr_scale: float) -> dict[str, float]:
         return {}

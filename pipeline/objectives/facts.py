@@ -54,6 +54,11 @@ class ObjectiveContext:
     dtype: torch.dtype = torch.float32
     """Of state and arithmetic; the tests use float64."""
 
+    beta2: float = 0.98
+    """Of the temperatures' Adam, as `adam_eps`: in a run those of the encoders' optimizer, as in open_clip, where the
+    temperature is one of the model's parameters, and in FastCLIP (procedures 4 and 5)."""
+    adam_eps: float = 1e-8
+
     def epochs(self, *, needed_by: str) -> int:
         """Number of epochs of the run, counting a partial last one; `needed_by` is the setting that depends on it.
 

@@ -54,7 +54,7 @@ class SampleTemperatures(Temperature):
     """
 
     def __init__(self, config: ISogClrConfig, context: ObjectiveContext) -> None:
-        self.config = config
+        self.config, self.context = config, context
         self.columns = {"image_tau": config.tau_init, "text_tau": config.tau_init}
         self.columns |= {"image_moment1": 0.0, "text_moment1": 0.0}
         if config.tau_optimizer != "momentum":
@@ -81,7 +81,7 @@ class SampleTemperatures(Temperature):
         else:
             updates += 1
             slots = {"moment1": moment1, "moment2": moment2}
-            adam = Adam(lr, (TAU_BETA1, c.tau_beta2), c.tau_eps, root=c.tau_optimizer == "adam")
+            adam = Adam(lr, (TAU_BETA1, self.context.beta2), self.context.adam_eps, root=c.tau_optimizer == "adam")
             adam.step(tau, gradient, slots, updates=updates)
         tau.clamp_(c.tau_min, TAU_MAX)
         self.batch_tau.copy_(tau.mean())

@@ -36,14 +36,10 @@ class LearnedTauConfig(ObjectiveConfig):
     tau_min: float = Field(default=0.01, gt=0)
     """Lower bound of the temperature, tau_0 in NeuCLIP; the upper one is 1."""
     tau_lr: float = Field(default=2e-3, ge=0)
-    """Adam's learning rate of log(1/tau)."""
+    """Learning rate of log(1/tau). Its Adam has the encoders' beta2 and eps, and 0.9 for beta1."""
     tau_schedule: Literal["encoders", "constant"] = "encoders"
     """`encoders`: the rate follows the encoders' warm-up and decay, as in open_clip, where the temperature is one of
     the model's parameters. `constant`: as in the published commands of FastCLIP-v2, -v3 and AmorLIP."""
-    tau_beta2: float = Field(default=0.98, ge=0, lt=1)
-    """Adam's decay of the second moment; that of the first is 0.9."""
-    tau_eps: float = Field(default=1e-8, gt=0)
-    """Adam's epsilon."""
 
     @pydantic.model_validator(mode="after")
     def _tau_within_bounds(self) -> LearnedTauConfig:
@@ -70,7 +66,7 @@ class LearnedScalar(StatefulPart):
 
     def __init__(self, initial: float, *, name: str, config: TemperatureConfig, context: ObjectiveContext) -> None:
         self.name = name
-        self._betas, self._eps = (TAU_BETA1, config.tau_beta2), config.tau_eps
+        self._betas, self._eps = (TAU_BETA1, context.beta2), context.adam_eps
         self.value = torch.tensor(initial, device=context.device, dtype=context.dtype)
         self.moment1, self.moment2, self.updates = (torch.zeros_like(self.value) for _ in range(3))
 

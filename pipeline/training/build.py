@@ -73,6 +73,8 @@ def objective_of(run: RunConfig, *, loader: Loader, architecture: Architecture, 
             world=world,
             device=world.device,
             seed=run.seed,
+            beta2=run.optimizer.betas[1],
+            adam_eps=run.optimizer.eps,
         ),
     )
 

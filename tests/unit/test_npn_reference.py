@@ -23,7 +23,7 @@ def test_the_objective_is_algorithm_1(seed):
     reference = ReferenceNeuClip(**shared, lr=0.05)
     log_scale = torch.tensor(math.log(1 / 0.07), dtype=torch.float64, requires_grad=True)
     c = objective.config
-    peer = torch.optim.Adam([log_scale], lr=c.tau_lr, betas=(0.9, c.tau_beta2), eps=c.tau_eps)
+    peer = torch.optim.Adam([log_scale], lr=c.tau_lr, betas=(0.9, 0.98), eps=1e-8)
     for step in range(8):
         image, text = (f.requires_grad_() for f in unit_features(BATCH, seed=10 * seed + step))
         loss = reference.step(image, text, torch.exp(-log_scale))

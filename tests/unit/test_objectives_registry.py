@@ -17,6 +17,7 @@ from pipeline.objectives.autograd import AutogradObjective
 from pipeline.objectives.registry import OBJECTIVES
 from pipeline.objectives.softmax import AnchorWeights, SoftmaxObjective
 from pipeline.objectives.temperature import ConstantTemperature, TemperatureConfig
+from pipeline.training.recipe_file import stored_recipe
 from tests.plugins import install
 from tests.unit.objectives_reference import context, relative_error, unit_features
 
@@ -31,48 +32,33 @@ def test_every_method_of_the_papers_is_registered_and_its_section_round_trips():
         assert parse_objective(to_tree(config)) == config
 
 
-@pytest.mark.parametrize(
-    ("tree", "says"),
-    [
-        ({}, "objective.name is required"),
-        ({"name": "neuclp"}, "The nearest is neuclip"),
-        ({"name": "neuclip", "npn_lrr": 1}, r"objective\.npn_lrr.*objective\.npn_lr"),
-        ({"name": "neuclip", "prototypes": 0}, "objective.prototypes = 0"),
-        ({"name": "openclip", "rho": 1.0}, "objective.rho"),
-        ({"name": "openclip", "tau_init": 2.0}, r"within \[tau_min, 1\]"),
-    ],
-)
-def test_errors_name_the_wrong_setting(tree, says):
-    with pytest.raises(UserError, match=says):
-        parse_objective(tree)
+FACTS = {"dim": 4, "batch_size": 8, "dataset_size": 32}
 
 
 @pytest.mark.parametrize(
-    ("facts", "says"),
+    ("tree", "facts", "says"),
     [
-        ({"dim": 4}, "batch_size"),
-        ({"dim": 4, "batch_size": 8, "dataset": 3}, "dataset_size"),
-        ({"dim": 4, "batch_size": 1}, "2 or more"),
+        ({}, FACTS, "objective.name is required"),
+        ({"name": "neuclp"}, FACTS, "The nearest is neuclip"),
+        ({"name": "neuclip", "npn_lrr": 1}, FACTS, r"objective\.npn_lrr.*objective\.npn_lr"),
+        ({"name": "neuclip", "prototypes": 0}, FACTS, "objective.prototypes = 0"),
+        ({"name": "openclip", "rho": 1.0}, FACTS, "objective.rho"),
+        ({"name": "openclip", "tau_init": 2.0}, FACTS, r"within \[tau_min, 1\]"),
+        ({"name": "openclip"}, {"dim": 4}, "batch_size"),
+        ({"name": "openclip"}, {"dim": 4, "batch_size": 8, "dataset": 3}, "dataset_size"),
+        ({"name": "openclip"}, {"dim": 4, "batch_size": 1}, "2 or more"),
+        ({"name": "amorlip"}, FACTS, "objective.name = 'amorlip' follows the epochs of the run"),
+        ({"name": "fastclip_v3"}, FACTS, "without objective.gamma_decay_epochs follows the epochs of the run"),
     ],
 )
-def test_errors_name_the_missing_fact(facts, says):
+def test_errors_name_the_wrong_setting_or_missing_fact(tree, facts, says):
     with pytest.raises(UserError, match=says):
-        build_objective("openclip", **facts)
+        build_objective(tree, **facts)
 
 
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ({"name": "amorlip"}, "objective.name = 'amorlip' follows the epochs of the run"),
-        ({"name": "fastclip_v3"}, "without objective.gamma_decay_epochs follows the epochs of the run"),
-    ],
-)
-def test_schedules_by_epoch_require_the_length_of_the_run(settings, says):
-    facts = {"dim": 4, "batch_size": 8, "dataset_size": 32}
-    with pytest.raises(UserError, match=says):
-        build_objective(settings, **facts)
-    assert build_objective(settings, **facts, total_steps=9).context.epochs(needed_by="this") == 3
-    build_objective({"name": "fastclip_v3", "gamma_decay_epochs": 18}, **facts)
+def test_schedules_by_epoch_take_the_length_of_the_run():
+    assert build_objective("amorlip", **FACTS, total_steps=9).context.epochs(needed_by="this") == 3
+    build_objective({"name": "fastclip_v3", "gamma_decay_epochs": 18}, **FACTS)
 
 
 def test_a_class_of_another_module_does_not_replace_a_method(monkeypatch):
@@ -110,8 +96,6 @@ def test_a_method_outside_the_package_needs_only_one_class(monkeypatch):
     mask = torch.eye(8, dtype=torch.bool)
     (0.2 * sum(x.masked_fill(mask, -torch.inf).logsumexp(1).mean() for x in h)).backward()
     assert relative_error(image.grad, s.grad @ text) < 1e-10
-    with pytest.raises(UserError, match="called 'openclip', but the objective"):
-        register("openclip", ToyConfig)(Toy)
 
 
 LOSS_OUTSIDE = """
@@ -190,9 +174,6 @@ def test_an_objective_without_anything_pending_commits():
 
     objective = Constant(TemperatureConfig(name="constant"), context(8))
     objective.compute(*unit_features(8), sample_ids=torch.arange(8))
-    assert objective.is_pending
-    with pytest.raises(RuntimeError, match="A second batch"):
-        objective.compute(*unit_features(8), sample_ids=torch.arange(8))
     objective.commit()
     assert objective.steps == 1
     with pytest.raises(RuntimeError, match="nothing is pending"):
@@ -238,25 +219,18 @@ def test_an_unreachable_rho_is_logged(name, caplog):
 
 
 @pytest.mark.parametrize("name", ["openclip", "siglip", "neuclip"])
-def test_a_second_batch_before_commit_is_rejected(name):
+def test_a_second_batch_before_commit_and_one_larger_than_configured_are_refused(name):
     objective = build_objective(name, dim=16, batch_size=8)
     features = unit_features(8, dtype=torch.float32)
     objective.loss(*features)
     with pytest.raises(RuntimeError, match=r"commit\(\) .* discard\(\) .* cannot be accumulated"):
         objective.loss(*features)
     objective.discard()
-    objective.loss(*features)
-    objective.commit()
-    objective.loss(*features)
-
-
-@pytest.mark.parametrize("name", ["openclip", "siglip"])
-def test_a_batch_larger_than_configured_is_rejected(name):
-    objective = build_objective(name, dim=16, batch_size=8)
     objective.loss(*unit_features(4, dtype=torch.float32))  # a last batch may be smaller
-    objective.discard()
+    objective.commit()
     with pytest.raises(UserError, match=r"holds 9 pairs: .* batch_size = 8, over all ranks"):
         objective.loss(*unit_features(9, dtype=torch.float32))
+    objective.loss(*features)
 
 
 @pytest.mark.parametrize("name", ["openclip", "neuclip", "siglip", "isogclr", "fastclip_v3", "amorlip"])
@@ -280,3 +254,17 @@ def test_missing_sample_ids_are_an_error_where_they_are_needed():
     objective = build_objective("fastclip_v3", dim=16, batch_size=8, dataset_size=8, total_steps=1)
     with pytest.raises(UserError, match="sample_ids"):
         objective.loss(*unit_features(8, dtype=torch.float32))
+
+
+def test_a_stored_setting_that_has_left_is_kept_where_a_method_of_a_package_has_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(OBJECTIVES, "registered", dict(OBJECTIVES.registered))
+
+    @section
+    class BoundedConfig(ObjectiveConfig):
+        name: str = "bounded"
+        tau_max: float = 1.0
+
+    register("bounded", BoundedConfig)(type("Bounded", (AutogradObjective,), {}))
+    for name, kept in (("bounded", {"tau_max": 3.0}), ("openclip", {})):
+        tree = {"seed": 1, "objective": {"name": name, "tau_max": 3.0}}
+        assert stored_recipe(tree, file=tmp_path) == {"seed": 1, "objective": {"name": name, **kept}}

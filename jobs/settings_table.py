@@ -26,15 +26,11 @@ OBJECTIVE_TITLE = "Objectives: "
 EXPERT = frozenset(
     """
     max_skipped_steps data.replacement data.timeout_minutes data.retries data.altered_shards model.packed_attention
-    model.trim_image model.trim_text optimizer.eps engine.probe engine.rehearse_widest engine.timeout_minutes
-    engine.lost_rank_seconds telemetry.peak_tflops validation.batch_size
-    objective.drift_check_every objective.gather_precision objective.eps objective.tau_max objective.tau_schedule
-    objective.tau_beta1 objective.tau_beta2 objective.tau_eps objective.tau_lr_threshold objective.tau_lr_fall
-    objective.gamma_decay_epochs objective.table_on objective.npn_objective objective.npn_schedule objective.npn_update
-    objective.npn_precision objective.reset_accumulator objective.renormalize objective.restart_with
-    objective.stop_gradient
-    source.hash_kind source.rows guard.max_pixels guard.host_connections guard.backoff fetch.total_timeout monitor.probe
-    blank_class relock ttl together
+    optimizer.eps engine.probe engine.timeout_minutes engine.lost_rank_seconds telemetry.peak_tflops objective.eps
+    objective.tau_schedule objective.tau_lr_fall objective.gamma_decay_epochs objective.npn_objective
+    objective.npn_schedule objective.npn_update objective.npn_precision objective.reset_accumulator
+    objective.restart_with objective.stop_gradient source.hash_kind source.rows guard.max_pixels
+    guard.host_connections guard.backoff fetch.total_timeout monitor.probe blank_class relock ttl together
     """.split()  # noqa: SIM905
 )
 """Settings that hardly anybody changes: `neuclip settings` shows them when asked, docs/settings.md leaves them out."""

@@ -132,7 +132,7 @@ def _overlap(folder: str, suite: str, output: Path, *, allow_outside: bool) -> N
     from data_prep.dataset.duplicates import find_overlap
 
     undecodable: list[str] = []
-    others = _outside_tars(suite)
+    others = _outside_tars(suite, allow_outside=allow_outside)
     found = find_overlap(folder, suite, others=others, allow_outside=allow_outside, on_undecodable=undecodable.append)
     output.write_text("".join(f"{key}\n" for key in found), encoding="utf-8")
     for name, count in Counter(found.values()).most_common():
@@ -143,7 +143,7 @@ def _overlap(folder: str, suite: str, output: Path, *, allow_outside: bool) -> N
     )
 
 
-def _outside_tars(suite: str) -> Iterator[tuple[str, str, bytes]]:
+def _outside_tars(suite: str, *, allow_outside: bool) -> Iterator[tuple[str, str, bytes]]:
     """Task, name and encoded bytes of each image that a suite has in other files; says which cannot be compared."""
     from pipeline.errors import UserError
     from pipeline.evaluation.datasets.suite import open_suite, open_task
@@ -157,7 +157,7 @@ def _outside_tars(suite: str) -> Iterator[tuple[str, str, bytes]]:
         if entry.folder is not None and is_webdataset(entry.folder):
             continue
         try:
-            images = open_task(entry).images
+            images = open_task(entry, allow_outside=allow_outside).images
             yield from ((entry.task.key, images.name(index), images.read(index)) for index in range(len(images)))
         except UserError as error:
             click.echo(f"{entry.task.key} is not compared: {error}")

@@ -7,11 +7,12 @@ import shutil
 from decimal import Decimal
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from pipeline.errors import UserError
 from pipeline.evaluation import evaluate
-from pipeline.evaluation.datasets.suite import open_suite
+from pipeline.evaluation.datasets.suite import open_suite, open_task
 from pipeline.evaluation.datasets.task_data import TaskError
 from pipeline.model.evaluation_model import EvaluationModel
 from tests.checkpoints import QUICK
@@ -113,6 +114,42 @@ def test_images_that_would_be_skipped_in_class_folders_are_refused(tmp_path: Pat
     (tmp_path / "photos/mug/link.jpg").symlink_to(tmp_path / "gone.jpg")
     with pytest.raises(TaskError, match=r"link.jpg is a link to nothing"):
         opened(tmp_path, text)
+
+
+def test_files_elsewhere_are_read_only_with_consent(tmp_path: Path) -> None:
+    """Names and links in the data of strangers could have any file of the user's read, and shown in a report."""
+    private, root = tmp_path / "private", tmp_path / "suite"
+    write_class_folders(private)
+    write_csv(root, "kind")
+    shutil.copytree(private / "photos", root / "photos")
+    one = next((private / "photos/mug").iterdir())
+    write_parquet(root / "ds/test.parquet", label=[0, 1])
+    (root / "absolute.csv").write_text(f"file,kind\n{one},mug\n")
+    (root / "dots.csv").write_text(f"file,kind\n../private/photos/mug/{one.name},mug\n")
+    (root / "photos/plate" / one.name).symlink_to(one)
+    (root / "linked/mug").parent.mkdir()
+    (root / "linked/mug").symlink_to(private / "photos/mug")
+    (root / "linked/plate").symlink_to(root / "photos/mug")
+    (root / "ds/test.parquet").rename(private / "test.parquet")
+    (root / "ds/test.parquet").symlink_to(private / "test.parquet")
+    for text in (
+        "mine: {csv: absolute.csv, image: file, label: kind}",
+        "mine: {csv: dots.csv, images: ., image: file, label: kind}",
+        "mine: {folder: photos}",
+        "mine: {folder: linked}",
+        "mine: {dataset: ds, label: label}",
+    ):
+        entry = one_task(root, text)
+        with pytest.raises(TaskError, match=r"is outside of .*, or a link that leads out of it .*allow_outside=true"):
+            open_task(entry)
+        data = open_task(entry, allow_outside=True)
+        assert all(data.images.read(k) for k in range(len(data.images)))
+    (root / "linked/mug").unlink()
+    (root / "photos/plate" / one.name).unlink()
+    (root / "photos/linked").symlink_to(root / "photos/mug")
+    (root / "photos/t_shirt/more").symlink_to(root / "photos/mug")
+    counts = np.bincount(opened(root, "mine: {folder: photos}").labels).tolist()
+    assert counts == [4, 4, 4, 8], "links within the folder are followed"
 
 
 def test_parquet_of_other_splits_and_rows_without_values_are_refused(tmp_path: Path) -> None:

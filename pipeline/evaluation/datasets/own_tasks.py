@@ -5,14 +5,9 @@
 
 from __future__ import annotations
 
-import ast
-import json
-import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from datetime import date
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +16,12 @@ from pydantic import Field
 
 from pipeline.config import parse, read_yaml, section
 from pipeline.errors import UserError
+from pipeline.evaluation.datasets.cells import as_label, class_names, class_prompts, number_labels
 from pipeline.evaluation.datasets.datacomp import TASKS, Task
-from pipeline.evaluation.datasets.rows import check_repeated, check_split, column_of, find_table, retrieval_rows, some
-from pipeline.evaluation.datasets.tables import CsvTable, Place, Table, TableImages, as_text
-from pipeline.evaluation.datasets.task_data import IMAGE_SUFFIXES, FileImages, TaskData, TaskError, plain
+from pipeline.evaluation.datasets.open_tables import find_table, open_csv
+from pipeline.evaluation.datasets.rows import check_repeated, check_split, column_of, retrieval_rows, some
+from pipeline.evaluation.datasets.tables import Place, Table, TableImages
+from pipeline.evaluation.datasets.task_data import IMAGE_SUFFIXES, FileImages, TaskData, TaskError, files_below, plain
 from pipeline.evaluation.protocol import PROTOCOLS
 from pipeline.files import new_folder
 
@@ -32,7 +29,6 @@ TASKS_NAME = "tasks.yaml"
 HUB = ".hub"
 """Beside a `tasks.yaml`: what was fetched from the hub."""
 KEY = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*$")
-MOST_CLASSES = 1_000_000
 TEMPLATES = ("a photo of a {c}.",)
 
 
@@ -149,11 +145,10 @@ def open_own(own: OwnTask, place: Path, *, base: Path) -> TaskData:
     """
     if own.folder:
         return _class_folders(own, place)
-    table: Table
     if own.csv:
         if not place.is_file():
             raise TaskError(f"There is no CSV {place}.")
-        table = CsvTable(place, images=base / own.images if own.images else place.parent)
+        table = open_csv(place, images=base / own.images if own.images else place.parent)
     else:
         if place.parent.name == HUB and not place.is_dir():
             _fetch(own, place)
@@ -180,7 +175,7 @@ def _class_folders(own: OwnTask, folder: Path) -> TaskData:
         raise TaskError(f"{folder} holds {beside.name} beside its folders of classes: which class is it of? Move it.")
     paths, labels = [], []
     for label, class_folder in enumerate(classes):
-        files = sorted(p for p in class_folder.rglob("*") if not p.is_dir() and not p.name.startswith("."))
+        files = files_below(class_folder)
         broken = next((path for path in files if not path.is_file()), None)
         if broken is not None:
             raise TaskError(f"{broken} is a link to nothing, or no file: its image is missing.")
@@ -190,169 +185,39 @@ def _class_folders(own: OwnTask, folder: Path) -> TaskData:
             raise TaskError(f"{class_folder} holds {what} ({', '.join(IMAGE_SUFFIXES)}): give images only.")
         paths += files
         labels += [label] * len(files)
-    found = [path.name for path in classes]
-    names = _class_names(found, own.classnames, where=str(folder))
-    return TaskData(
-        folder,
-        "class folders",
-        FileImages(paths),
-        tuple(paths),
-        on_background=True,
-        labels=np.array(labels, dtype=np.int64),
-        classnames=names,
-        templates=tuple(own.templates),
-        prompts=_prompts(own, found, names, where=str(folder)),
-    )
+    data = TaskData(folder, "class folders", FileImages(paths), tuple(paths))
+    return _classified(data, own, [path.name for path in classes], labels)
 
 
 def _labelled_rows(table: Table, folder: Path, own: OwnTask) -> TaskData:
     """A classification task: one image and one label in every row. Labels are numbers, or names of classes."""
     column, label = (column_of(table, (name,), folder) for name in (own.image, own.label or ""))
-    values = [_label(value, table.row_name(row)) for row, value in enumerate(table.values(label))]
+    values = [as_label(value, where=table.row_name(row)) for row, value in enumerate(table.values(label))]
     empty = next((row for row, value in enumerate(values) if not value), None)
     if empty is not None:
         raise TaskError(f"{table.row_name(empty)} has no {label}.")
     stored = table.class_names(label)
-    found, labels = _labels(values, stored=stored, where=lambda row: f"{table.row_name(row)}, column {label}")
-    classnames = _class_names(found, own.classnames, stored=stored, where=str(folder))
+    classes, labels = number_labels(values, stored=stored, where=lambda row: f"{table.row_name(row)}, column {label}")
     places: list[Place] = [(row, None) for row in range(len(table))]
     images = TableImages(table, column, some(places, folder))
     check_repeated(images, labels, one_label=True)
-    return TaskData(
-        folder,
-        table.layout,
-        images,
-        (*table.files, *table.image_files(column)),
-        columns=(column, label),
+    data = TaskData(folder, table.layout, images, (*table.files, *table.image_files(column)), columns=(column, label))
+    return _classified(data, own, classes, labels, stored=stored)
+
+
+def _classified(
+    data: TaskData, own: OwnTask, classes: Sequence[str], labels: Sequence[int], *, stored: Sequence[str] = ()
+) -> TaskData:
+    """The data with its labels, and the names and prompts of their classes."""
+    names = class_names(classes, own.classnames, stored=stored, where=str(data.folder))
+    return replace(
+        data,
         on_background=True,
         labels=np.array(labels, dtype=np.int64),
-        classnames=classnames,
+        classnames=names,
         templates=tuple(own.templates),
-        prompts=_prompts(own, found, classnames, where=str(folder)),
+        prompts=class_prompts(own.prompts, classes, names),
     )
-
-
-def _prompts(own: OwnTask, labels: Sequence[str], names: Sequence[str], *, where: str) -> tuple[tuple[str, ...], ...]:
-    """The texts of every class; none where `templates` makes them.
-
-    Raises:
-        TaskError: A class has none, blank ones, or there are some of no class.
-    """
-    if own.prompts is None:
-        return ()
-    unknown = sorted(set(own.prompts) - set(labels) - set(names))
-    if unknown:
-        raise TaskError(f"{where}: prompts has {plain(repr(unknown[0]), longest=60)}, but {_some(names)}.")
-    found = [own.prompts.get(label, own.prompts.get(name, [])) for label, name in zip(labels, names, strict=True)]
-    for name, texts in zip(names, found, strict=True):
-        if not texts or not all(text.strip() for text in texts):
-            raise TaskError(
-                f"{where}: the class {plain(repr(name), longest=60)} has no prompts, or a blank one: give it some in "
-                "prompts."
-            )
-    return tuple(tuple(dict.fromkeys(texts)) for texts in found)
-
-
-def _some(names: Sequence[str]) -> str:
-    """The first classes, for a message."""
-    return f"the classes are {', '.join(plain(name, longest=60) for name in names[:20])}"
-
-
-def _label(value: Any, where: str) -> str:
-    """A label as text; whole numbers that are stored with a fraction are written without it, and NaN is none.
-
-    Raises:
-        TaskError: It is a list of labels, or no text.
-    """
-    is_list = isinstance(value, list | tuple | np.ndarray)
-    if is_list or (isinstance(value, str) and re.match(r"\s*\[.*\]\s*$", value, re.DOTALL) and _is_list(value)):
-        raise TaskError(
-            f"{where} has the labels {plain(value, longest=60)}, and a classification task has one per image: keep the "
-            "one that counts, or give the row away. To search by several labels, join them as captions (caption)."
-        )
-    if isinstance(value, float):
-        return "" if math.isnan(value) else str(int(value)) if value.is_integer() else str(value)
-    # A CSV's numbers are text.
-    text = str(value) if isinstance(value, int | Decimal | date) else as_text(value, where=where)
-    return re.sub(r"^(-?[0-9]+)\.0+$", r"\1", text.strip())
-
-
-def _is_list(text: str) -> bool:
-    try:
-        return isinstance(ast.literal_eval(text.strip()), list) or isinstance(json.loads(text), list)
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
-        return False
-
-
-def _is_number(label: str) -> bool:
-    """Whether a label is a number or stands for a missing one, and is no name."""
-    try:
-        float(label)
-    except ValueError:
-        return label.lower() in ("none", "null", "na", "n/a", "<na>")
-    return True
-
-
-def _labels(
-    values: Sequence[str], *, stored: Sequence[str], where: Callable[[int], str]
-) -> tuple[list[str], list[int]]:
-    """Every label there is, 0 to the highest number or the distinct names, and which of them each row has.
-
-    Raises:
-        TaskError: A number is negative, as in splits without labels, or too large to be the number of a class.
-    """
-    if not stored and not all(re.fullmatch(r"-?[0-9]+", value) for value in values):
-        names = sorted(set(values))
-        if any(re.fullmatch(r"-?[0-9]+", name) for name in names) and all(map(_is_number, names)):
-            row = next(row for row, value in enumerate(values) if not re.fullmatch(r"-?[0-9]+", value))
-            raise TaskError(
-                f"{where(row)}: {plain(values[row], longest=60)} is not the number of a class, as the other labels are."
-            )
-        position = {name: number for number, name in enumerate(names)}
-        return names, [position[value] for value in values]
-    most = len(stored) or MOST_CLASSES
-    wrong = next((row for row, value in enumerate(values) if not value.isdecimal() or int(value) >= most), None)
-    if wrong is not None:
-        hint = "-1 means that this split has no labels" if values[wrong] == "-1" else f"0 to {most - 1:,} are allowed"
-        raise TaskError(f"{where(wrong)}: {values[wrong][:40]} is not the number of a class ({hint}).")
-    labels = [int(value) for value in values]
-    return [str(number) for number in range(len(stored) or max(labels, default=-1) + 1)], labels
-
-
-def _class_names(
-    labels: Sequence[str], given: Mapping[str, str] | Sequence[str] | None, *, stored: Sequence[str] = (), where: str
-) -> tuple[str, ...]:
-    """A name for every label, from what the user gave, or the data set, or the labels themselves.
-
-    Raises:
-        TaskError: The given names do not fit the labels, or names are blank or equal.
-    """
-    names, first = _all_names(labels, given, stored=stored, where=where), dict[str, str]()
-    for label, name in zip(labels, names, strict=True):
-        if not name.strip():
-            raise TaskError(f"{where}: class {label[:60]!r} has no name: give it one in classnames.")
-        if (other := first.setdefault(name, label)) != label:
-            raise TaskError(
-                f"{where}: classes {other[:60]!r} and {label[:60]!r} are both named {name[:60]!r}, so prompts cannot "
-                "tell them apart: give them different classnames."
-            )
-    return names
-
-
-def _all_names(
-    labels: Sequence[str], given: Mapping[str, str] | Sequence[str] | None, *, stored: Sequence[str], where: str
-) -> tuple[str, ...]:
-    defaults = dict(zip(labels, stored, strict=False)) or {label: label.replace("_", " ") for label in labels}
-    if given is None:
-        return tuple(defaults[label] for label in labels)
-    if isinstance(given, Mapping):
-        unknown = sorted(set(given) - set(labels) - set(stored))
-        if unknown:
-            raise TaskError(f"{where}: classnames has {plain(repr(unknown[0]), longest=60)}, but {_some(labels)}.")
-        return tuple(str(given.get(label, given.get(defaults[label], defaults[label]))) for label in labels)
-    if len(given) != len(labels):
-        raise TaskError(f"{where}: classnames has {len(given)} names, but the data has {len(labels)} classes.")
-    return tuple(map(str, given))
 
 
 def _fetch(own: OwnTask, place: Path) -> None:

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.evaluation.datasets.hub_tables import ParquetTable, open_cached, open_saved, parquet_files
-from pipeline.evaluation.datasets.tables import CsvTable, Needs, Place, Table, TableImages, as_list, as_text, find_csv
+from pipeline.evaluation.datasets.cells import as_list, as_text
+from pipeline.evaluation.datasets.open_tables import Needs, find_table
+from pipeline.evaluation.datasets.tables import Place, Table, TableImages
 from pipeline.evaluation.datasets.task_data import Instance, TaskData, TaskError, plain
 
 CAPTIONS = ("caption", "captions", "raw", "sentences")
@@ -23,27 +24,6 @@ CSV_NEEDS: dict[str, Needs] = {
 }
 CANDIDATES = (5, 6, 10, 12)
 """How many candidates WinoGAViL's instances have; its scores are means over these numbers."""
-
-
-def find_table(folder: Path, *, needs: Needs, split: str = "test") -> Table:
-    """Find the table in a folder, in any supported layout.
-
-    Raises:
-        TaskError: There is none in a known layout.
-    """
-    if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
-        return open_saved(folder, split=split)
-    if next(folder.rglob("*.arrow"), None) is not None:
-        return open_cached(folder, split=split)
-    files = parquet_files(folder, split=split)
-    if files:
-        return ParquetTable(files, folder)
-    if next(folder.rglob("*.csv"), None) is not None:
-        return find_csv(folder, needs=needs)
-    raise TaskError(
-        f"{folder} has no supported layout: expected a wds folder (test/nshards.txt), a save_to_disk folder, a "
-        "cache of `datasets` (*.arrow), parquet files, or a CSV with a zip of images."
-    )
 
 
 def open_rows(protocol: str, folder: Path) -> TaskData:
@@ -116,8 +96,9 @@ def retrieval_rows(table: Table, folder: Path, *, image: str = "", caption: str 
     captions: list[list[str]] = []
     places: list[Place] = []
     numbers: dict[object, int] = {}
-    named = isinstance(table, CsvTable)
-    names: Sequence[object] = [os.path.normpath(name) for name in table.values(column)] if named else range(len(table))
+    names: Sequence[object] = (
+        [os.path.normpath(name) for name in table.values(column)] if table.is_csv else range(len(table))
+    )
     for row, (text, name) in enumerate(zip(texts, names, strict=True)):
         own = as_list(text, where=table.row_name(row))
         if not own or not all(item.strip() for item in own):
@@ -149,7 +130,7 @@ def association_rows(table: Table, folder: Path) -> TaskData:
     lists = {name: _lists(table, name, folder) for name in ("candidates", "associations")}
     cues = table.values(column_of(table, ("cue",), folder))
     # In a CSV the candidates' names are those of the images.
-    possible = ("candidate_images", "candidates") if isinstance(table, CsvTable) else ("candidate_images",)
+    possible = ("candidate_images", "candidates") if table.is_csv else ("candidate_images",)
     column = column_of(table, possible, folder)
     _check_copies(table, [name for name in table.columns if name == "candidates" or name not in possible])
     places: dict[bytes, tuple[int, Place]] = {}
@@ -158,10 +139,10 @@ def association_rows(table: Table, folder: Path) -> TaskData:
     for row, (own, cue, truth) in enumerate(zip(lists["candidates"], cues, lists["associations"], strict=True)):
         cue = as_text(cue, where=table.row_name(row))
         _check_instance(table.row_name(row), own, cue, truth)
-        if table.images_in(column, row) != len(own):
+        if (count := len(table.images_in(column, row))) != len(own):
             raise TaskError(
-                f"{table.row_name(row)} has {table.images_in(column, row)} images, but {len(own)} candidates. The row "
-                "is damaged: fetch the table again."
+                f"{table.row_name(row)} has {count} images, but {len(own)} candidates. The row is damaged: fetch the "
+                "table again."
             )
         positions = []
         for position in range(len(own)):
@@ -227,7 +208,7 @@ def column_of(table: Table, names: tuple[str, ...], folder: Path) -> str:
     found = next((name for name in names if name in table.columns), None)
     if found is None:
         where, hint = folder, "This is another data set, or another version of it."
-        if isinstance(table, CsvTable):
+        if table.is_csv:
             where, hint = table.files[0], "Cells are separated by commas, without spaces after them."
         columns = ", ".join(table.columns)
         raise TaskError(f"{where} has no column {' or '.join(names)}; its columns are {columns}. {hint}")

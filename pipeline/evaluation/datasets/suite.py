@@ -22,6 +22,8 @@ from pipeline.evaluation.datasets.task_data import (
     TaskData,
     TaskError,
     Unchanged,
+    check_inside,
+    files_below,
     plain,
     read_facts,
 )
@@ -198,8 +200,13 @@ def _open_suite(suite: str, data: str | Path | None) -> Suite:
     return Suite(OFFICIAL if official else path.resolve().name, path, tuple(_without_clashes(entries)))
 
 
-def open_task(entry: Entry, *, blank_class: BlankClass = "keep") -> TaskData:
+def open_task(entry: Entry, *, blank_class: BlankClass = "keep", allow_outside: bool = False) -> TaskData:
     """Open a task in whatever layout it has, and compare it with what is expected of it.
+
+    Args:
+        entry: The task.
+        blank_class: As for `open_webdataset`.
+        allow_outside: Read files outside of the task's folders that links or tables in them name.
 
     Raises:
         TaskError: Data is missing, partial, ambiguous or not what is expected.
@@ -212,6 +219,8 @@ def open_task(entry: Entry, *, blank_class: BlankClass = "keep") -> TaskData:
     try:
         unchanged = Unchanged(path for _, path in files_of(entry))
         data = _open(entry, entry.folder, blank_class)
+        if not allow_outside:
+            check_inside(data.files, _places(entry, data))
         unchanged.check(data.files)  # notes those that are elsewhere, before any process hashes them
         data = replace(data, images=CheckedImages(data.images, unchanged), unchanged=unchanged)
     except OSError as error:
@@ -237,6 +246,19 @@ def _open(entry: Entry, folder: Path, blank_class: BlankClass) -> TaskData:
     if entry.task.protocol == "classification":
         raise TaskError(f"{folder} has no supported layout for {entry.task.key}: expected test/nshards.txt and tars.")
     return open_rows(entry.task.protocol, folder)
+
+
+def _places(entry: Entry, data: TaskData) -> list[Path]:
+    """The folders in which a task's files may be."""
+    folder = entry.folder or data.folder
+    places = [folder if folder.is_dir() else folder.parent]
+    if entry.own and entry.own.images and entry.base:
+        places.append(entry.base / entry.own.images)
+    if data.layout == "datasets cache":  # CACHE/owner___name/config/version/digest/*.arrow
+        places.append(data.files[0].absolute().parents[4] / "downloads")
+    if folder.parent.name == "snapshots":  # of the hub's cache, whose files are links to those in blobs/
+        places.append(folder.parent.parent)
+    return places
 
 
 def is_official(entry: Entry, data: TaskData) -> bool:
@@ -327,7 +349,6 @@ def files_of(entry: Entry) -> Iterator[tuple[str, Path]]:
         if root.is_file():
             yield root.name, root
             continue
-        for path in sorted(root.rglob("*")):
-            name = path.relative_to(root)
-            if path.is_file() and not any(part.startswith(".") for part in name.parts):
-                yield name.as_posix(), path
+        for path in files_below(root):
+            if path.is_file():
+                yield path.relative_to(root).as_posix(), path

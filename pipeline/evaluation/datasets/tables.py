@@ -1,106 +1,152 @@
-"""Rows of a task, in any supported layout. Images are returned as the bytes that were stored.
+"""Rows of a task as a `datasets.Dataset`, and the images in them.
 
-Images are decoded like every other image of the evaluation: `datasets` itself would apply the EXIF rotation, which the
-benchmark does not.
+Images stay the bytes that were stored, and are decoded like every other image of the evaluation: `datasets` itself
+would apply the EXIF rotation, which the benchmark does not.
 """
 
 from __future__ import annotations
 
-import ast
-import csv
-import json
 import os
-import warnings
 import zipfile
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from pipeline.evaluation.datasets.cells import as_list
 from pipeline.evaluation.datasets.task_data import IMAGE_SUFFIXES, TaskError, plain, read_bytes
-from pipeline.files import other_encoding
 
 Place = tuple[int, int | None]
 """Row, and position in the row's list of images (None when the row has one image)."""
 
 
-class Table(ABC):
-    """Rows of a task. Images are in its cells, unless a subclass says otherwise; the last cell stays in memory."""
+class Table:
+    """Rows whose images are bytes in their cells, or named by them; the last cell stays in memory.
 
-    layout: str
-    folder: Path
-    """Where paths in its cells start."""
-    files: tuple[Path, ...]
-    columns: tuple[str, ...]
-    _last: tuple[Any, Any] = (None, None)
+    Args:
+        dataset: A `datasets.Dataset`.
+        folder: Where paths in its cells start.
+        layout: What it was read from, for results.
+        files: The files that determine it, without the images that it only names.
+        archives: The zip archives that hold the images that it names; None where they are files.
+        names: What its rows are called in messages, and the number of the first.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        folder: Path,
+        layout: str,
+        files: Sequence[Path],
+        archives: Archives | None = None,
+        names: tuple[Path, int] | None = None,
+    ) -> None:
+        self.folder, self.layout, self.files, self._archives = folder, layout, tuple(files), archives
+        self.columns = tuple(dataset.column_names)
+        self._names = names or (folder, 0)
+        self._dataset = dataset.with_format("arrow")
+        self._last: tuple[Any, Any] = (None, None)
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_last": (None, None)}
 
-    @abstractmethod
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        return len(self._dataset)
 
-    @abstractmethod
-    def values(self, column: str) -> list[Any]:
-        """A column without images, as plain values."""
+    @property
+    def is_csv(self) -> bool:
+        return self.layout.startswith("csv")
 
-    @abstractmethod
-    def files_of(self, column: str, place: Place) -> Iterable[Path]:
-        """The files that an image is read from."""
-
-    @abstractmethod
     def row_name(self, row: int) -> str:
         """Where a row is, for messages."""
-
-    @abstractmethod
-    def _value(self, column: str, row: int) -> Any:
-        """Read a cell."""
-
-    def image(self, column: str, place: Place) -> bytes:
-        """An encoded image: a cell, or one of the list in it, is a struct of bytes and path, or bytes alone.
-
-        Raises:
-            TaskError: There is no image.
-        """
-        row, position = place
-        value = self._cell(column, row)
-        if position is not None:
-            if value is None or position >= len(value):
-                count = 0 if value is None else len(value)
-                raise TaskError(f"{self.row_name(row)} has {count} images, fewer than it has candidates.")
-            value = value[position]
-        if isinstance(value, Mapping):
-            if value.get("bytes") is None and value.get("path"):
-                return read_bytes(locate(value["path"], self.folder))
-            value = value.get("bytes")
-        if not isinstance(value, bytes):
-            raise TaskError(f"{self.row_name(row)} holds no image.")
-        return value
-
-    def image_name(self, column: str, place: Place) -> str:
-        """The name by which the row refers to an image; empty where the table holds it."""
-        return ""
-
-    def images_in(self, column: str, row: int) -> int:
-        """How many images a row has."""
-        cell = self._cell(column, row)
-        return len(cell) if isinstance(cell, list | tuple) else int(cell is not None)
-
-    def image_files(self, column: str) -> tuple[Path, ...]:
-        """The files of images that the table only names."""
-        return ()
+        return f"row {row + self._names[1]} of {self._names[0]}"
 
     def class_names(self, column: str) -> tuple[str, ...]:
         """The names that are stored for a label column; empty when there are none."""
-        return ()
+        return tuple(getattr(self._dataset.features[column], "names", ()) or ())
 
-    def _cell(self, column: str, row: int) -> Any:
+    def values(self, column: str) -> list[Any]:
+        """A column without images, as plain values."""
+        return list(self._read(column, slice(None)).to_pylist())
+
+    def images_in(self, column: str, row: int) -> list[Any]:
+        """The images of a row, each as bytes or as its name."""
         if self._last[0] != (column, row):
-            self._last = ((column, row), self._value(column, row))
-        return self._last[1]
+            cell = self._read(column, slice(row, row + 1))[0].as_py()
+            if isinstance(cell, str):
+                cell = as_list(cell, where=self.row_name(row))
+            cells = cell if isinstance(cell, list) else [cell]
+            self._last = ((column, row), [_bytes_or_name(item) for item in cells])
+        return list(self._last[1])
+
+    def image(self, column: str, place: Place) -> bytes:
+        """An encoded image.
+
+        Raises:
+            TaskError: There is none, or its file cannot be read.
+        """
+        image, where = self._image(column, place), self.row_name(place[0])
+        if isinstance(image, bytes):
+            return image
+        if self._archives is not None:
+            return self._archives.read(image, where=where)
+        try:
+            return read_bytes(locate(image, self.folder))
+        except TaskError as error:
+            raise TaskError(f"{where} names the image {image}. {error}") from error
+
+    def image_name(self, column: str, place: Place) -> str:
+        """The name by which the row refers to an image; empty where the table holds it."""
+        image = self._image(column, place)
+        return "" if isinstance(image, bytes) else os.path.normpath(image)
+
+    def _image(self, column: str, place: Place) -> bytes | str:
+        row, position = place
+        images = self.images_in(column, row)
+        if position is not None and position >= len(images):
+            raise TaskError(f"{self.row_name(row)} has {len(images)} images, fewer than it has candidates.")
+        image = images[position or 0] if images else None
+        if not isinstance(image, bytes) and not (isinstance(image, str) and image.strip()):
+            raise TaskError(f"{self.row_name(row)} holds no image, and names none, in the column {column}.")
+        return image
+
+    def files_of(self, column: str, place: Place) -> Iterable[Path]:
+        """The files that an image is read from."""
+        image = self._image(column, place)
+        named = isinstance(image, str) and self._archives is None
+        return (*self.files, locate(image, self.folder)) if named else self.files
+
+    def image_files(self, column: str) -> tuple[Path, ...]:
+        """The files of images that the table only names."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        if self._archives is not None:
+            return ()
+        found: dict[str, None] = {}
+        for chunk in self._read(column, slice(None)).chunks:
+            values = chunk.flatten() if pa.types.is_list(chunk.type) or pa.types.is_large_list(chunk.type) else chunk
+            if pa.types.is_struct(values.type) and values.type.get_field_index("path") >= 0:
+                values = pc.filter(pc.struct_field(values, "path"), pc.is_null(pc.struct_field(values, "bytes")))
+            if pa.types.is_string(values.type) or pa.types.is_large_string(values.type):
+                names = (as_list(value, where=str(self.folder)) for value in values.to_pylist())
+                found.update(dict.fromkeys(name for own in names for name in own if name))
+        return tuple(dict.fromkeys(locate(name, self.folder) for name in found))
+
+    def _read(self, column: str, rows: slice) -> Any:
+        try:
+            cells = self._dataset.with_format("arrow", columns=[column])[rows].column(0)
+            cells.validate(full=True)  # values of a damaged file that is mapped into memory could point anywhere
+            return cells
+        except Exception as error:  # a damaged file can raise any of a dozen exception types
+            raise TaskError(f"{self.files[0]} is damaged ({plain(error)}): fetch the data set again.") from error
+
+
+def _bytes_or_name(image: Any) -> Any:
+    """An image of `datasets` is a mapping of its bytes and its path, one of them None."""
+    if isinstance(image, Mapping):
+        return image.get("path") if image.get("bytes") is None else image["bytes"]
+    return image
 
 
 class TableImages:
@@ -121,200 +167,57 @@ class TableImages:
         return f"{self._column}{inner} of {self._table.row_name(row)}"
 
     def file_name(self, index: int) -> str:
-        """The name of the image's file in a table that only names it; empty elsewhere."""
-        return os.path.normpath(name) if (name := self._table.image_name(self._column, self._places[index])) else ""
+        """The name of the image in a table that only names it; empty elsewhere."""
+        return self._table.image_name(self._column, self._places[index])
 
     def files_of(self, index: int) -> Iterable[Path]:
         return self._table.files_of(self._column, self._places[index])
 
 
-def as_list(value: Any, *, where: str) -> list[str]:
-    """A list of texts that may itself be stored as text (JSON or Python), or one text on its own.
+class Archives:
+    """Images in zip archives, found by path, file name or bare stem."""
 
-    Raises:
-        TaskError: The text begins like a list (not as `[new] mug`), but is none, or an item is no text; `where` says
-            which row it is.
-    """
-    if value is None:
-        return []
-    if isinstance(value, list | tuple | np.ndarray):
-        return [as_text(item, where=where) for item in value]
-    text = as_text(value, where=where)
-    if not text.strip().startswith("[") or ("]" in text and not text.strip().endswith("]")):
-        return [text]
-    found = None
-    for parse in (ast.literal_eval, json.loads):
-        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):  # the last two: thousands of brackets
-            found = parse(text.strip())
-    if found is None:
-        raise TaskError(f"{where}: {text.strip()[:60]!r} should be a list, but is neither JSON nor Python.")
-    return [as_text(item, where=where) for item in found]
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._open: dict[tuple[int, Path], zipfile.ZipFile] = {}
+        self._members: dict[str, tuple[Path, str]] = {}
+        for archive in paths:
+            try:
+                names = zipfile.ZipFile(archive).namelist()
+            except Exception as error:
+                raise TaskError(f"{archive} is damaged or cut short ({plain(error)}): fetch it again.") from error
+            for name in names:
+                path = Path(name)
+                if path.suffix.lower().removeprefix(".") in IMAGE_SUFFIXES and not path.name.startswith("._"):
+                    self._members[path.name] = self._members[path.stem] = (archive, name)
 
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_open": {}}
 
-def as_text(value: Any, *, where: str) -> str:
-    """A cell that must be text, also as UTF-8 in a column of bytes; empty where it is missing.
-
-    Raises:
-        TaskError: It is something else, whose characters would be scored as if a person had written them.
-    """
-    if isinstance(value, bytes):
+    def read(self, name: str, *, where: str) -> bytes:
+        keys = (name, Path(name).name, Path(name).stem)
+        member = next((self._members[key] for key in keys if key in self._members), None)
+        if member is None:
+            raise TaskError(f"The image {name!r} of {where} is in none of its archives: data is missing.")
+        archive, path = member
+        opened = (os.getpid(), archive)  # a forked loader worker must not share its parent's file position
         try:
-            return value.decode()
-        except UnicodeDecodeError as error:
-            raise TaskError(f"{where} holds text that is not UTF-8 ({error}).") from error
-    if value is not None and not isinstance(value, str):
-        raise TaskError(f"{where} holds {value!r:.60}, which is not text.")
-    return value or ""
+            if opened not in self._open:
+                self._open[opened] = zipfile.ZipFile(archive)
+            return self._open[opened].read(path)
+        except Exception as error:  # a damaged archive raises a dozen types, zlib's and RuntimeError among them
+            raise TaskError(f"{path} in {archive} is damaged ({plain(error)}): fetch it again.") from error
 
 
 def locate(path: str, folder: Path) -> Path:
     """The file of an image that a table names by its path.
 
-    `datasets` caches absolute paths below `downloads/` of its cache. When the cache has been moved or copied, the file
-    is looked for below the `downloads/` beside or above the table.
+    `datasets` caches absolute paths below `downloads/` of its cache. As the cache may have been moved or copied, the
+    file is looked for below the `downloads/` beside or above the table first.
     """
-    given = folder / path
-    if given.is_file():
-        return given
     parts = Path(path).parts
     if "downloads" in parts:
         below = Path(*parts[parts.index("downloads") :])
         for parent in (folder, *folder.absolute().parents):
             if (parent / below).is_file():
                 return parent / below
-    return given
-
-
-Needs = Sequence[tuple[str, ...]]
-"""Columns that a CSV must have, each with its possible names."""
-
-
-class CsvTable(Table):
-    """A CSV, and images found by path, file name or bare stem in zip archives, or by path in a folder."""
-
-    def __init__(self, path: Path, *, archives: Sequence[Path] = (), images: Path | None = None) -> None:
-        self.layout = "csv+zip" if images is None else "csv+files"
-        self._frame = read_csv(path)
-        self.columns = tuple(self._frame.columns)
-        self._members, self._images = _zip_members(archives), images
-        self.folder, self.files = path.parent, (path, *archives)
-        self._open: dict[tuple[int, Path], zipfile.ZipFile] = {}
-
-    def __getstate__(self) -> dict[str, object]:
-        return {**super().__getstate__(), "_open": {}}
-
-    def __len__(self) -> int:
-        return len(self._frame)
-
-    def values(self, column: str) -> list[Any]:
-        return list(self._frame[column])
-
-    def image(self, column: str, place: Place) -> bytes:
-        return self._named(self.image_name(column, place), place[0])
-
-    def images_in(self, column: str, row: int) -> int:
-        return len(as_list(self._cell(column, row), where=self.row_name(row)))
-
-    def files_of(self, column: str, place: Place) -> Iterable[Path]:
-        return self.files if self._images is None else (self._images / self.image_name(column, place),)
-
-    def image_name(self, column: str, place: Place) -> str:
-        names = as_list(self._cell(column, place[0]), where=self.row_name(place[0]))
-        position = place[1] or 0
-        if position >= len(names) or not names[position].strip():
-            raise TaskError(f"{self.row_name(place[0])} names no image in the column {column}.")
-        return names[position]
-
-    def image_files(self, column: str) -> tuple[Path, ...]:
-        if self._images is None:
-            return ()
-        names = (as_list(value, where=self.row_name(row)) for row, value in enumerate(self._frame[column]))
-        return tuple(dict.fromkeys(self._images / name for own in names for name in own))
-
-    def row_name(self, row: int) -> str:
-        return f"row {row + 1} of {self.files[0]}"
-
-    def _value(self, column: str, row: int) -> Any:
-        return self._frame[column].iloc[row]
-
-    def _named(self, name: str, row: int) -> bytes:
-        if self._images is not None:
-            path = self._images / name
-            if not path.is_file():
-                raise TaskError(f"{self.row_name(row)} names the image {path}, which does not exist.")
-            return read_bytes(path)
-        keys = (name, Path(name).name, Path(name).stem)
-        member = next((self._members[key] for key in keys if key in self._members), None)
-        if member is None:
-            raise TaskError(f"The image {name!r} of {self.row_name(row)} is in none of its archives: data is missing.")
-        archive, path_inside = member
-        opened = (os.getpid(), archive)  # a forked loader worker must not share its parent's file position
-        if opened not in self._open:
-            self._open[opened] = zipfile.ZipFile(archive)
-        try:
-            return self._open[opened].read(path_inside)
-        except Exception as error:  # a damaged archive raises a dozen types, zlib's and RuntimeError among them
-            raise TaskError(f"{path_inside} in {archive} is damaged ({plain(error)}): fetch it again.") from error
-
-
-def read_csv(path: Path) -> Any:
-    """Read a CSV as a pandas frame of text.
-
-    Raises:
-        TaskError: It cannot be read.
-    """
-    import pandas as pd
-
-    try:
-        content = path.read_bytes()
-        if wrong := other_encoding(content[:4]):
-            raise TaskError(f"{path} {wrong}")
-        if b"\0" in content:
-            raise TaskError(f"{path} holds zero bytes: it was damaged, or is not UTF-8. Fetch it again, or convert it.")
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            header = next(csv.reader(file), [])
-        twice = next((name for name in header if header.count(name) > 1), None)
-        if twice is not None:
-            raise TaskError(f"{path} has two columns {twice!r}: which one counts? Rename one.")
-        with warnings.catch_warnings():  # rows longer than the header would lose their last cells with a warning only
-            warnings.simplefilter("error", pd.errors.ParserWarning)
-            return pd.read_csv(path, dtype=str, keep_default_na=False, index_col=False)
-    except TaskError:
-        raise
-    except pd.errors.ParserWarning as error:
-        raise TaskError(f"{path}: rows have more cells than the header: quote cells that contain commas.") from error
-    except (OSError, ValueError, UnicodeError, csv.Error) as error:  # pandas' own exceptions are ValueErrors
-        raise TaskError(f"{path} is not a readable CSV ({plain(error)}).") from error
-
-
-def find_csv(folder: Path, *, needs: Needs) -> CsvTable:
-    """Find the only CSV below `folder` that has the columns in `needs`, and open it with all zip archives.
-
-    Raises:
-        TaskError: There is no such CSV, or there are several.
-    """
-    paths = sorted(path for path in folder.rglob("*.csv") if not path.name.startswith("."))
-    columns = {path: set(read_csv(path).columns) for path in paths}
-    fitting = [path for path in paths if all(set(names) & columns[path] for names in needs)]
-    if len(fitting) != 1:
-        wanted = ", ".join(" or ".join(names) for names in needs)
-        raise TaskError(
-            f"{folder}: exactly one CSV with the columns {wanted} is expected, but "
-            f"{len(fitting)} of {', '.join(path.name for path in paths)} have them."
-        )
-    return CsvTable(fitting[0], archives=sorted(folder.rglob("*.zip")))
-
-
-def _zip_members(archives: Sequence[Path]) -> dict[str, tuple[Path, str]]:
-    """File name and bare stem -> where an image is."""
-    members: dict[str, tuple[Path, str]] = {}
-    for archive in archives:
-        try:
-            names = zipfile.ZipFile(archive).namelist()
-        except Exception as error:
-            raise TaskError(f"{archive} is damaged or cut short ({plain(error)}): fetch it again.") from error
-        for name in names:
-            path = Path(name)
-            if path.suffix.lower().removeprefix(".") in IMAGE_SUFFIXES and not path.name.startswith("._"):
-                members[path.name] = members[path.stem] = (archive, name)
-    return members
+    return folder / path

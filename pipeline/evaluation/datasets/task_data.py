@@ -204,23 +204,74 @@ def decode(blob: bytes, *, name: str, background: Colour | None = None) -> Any:
         ) from error
 
 
+def read_text(path: Path) -> str:
+    """A text file in UTF-8, with or without the mark of three bytes that some editors write first.
+
+    Raises:
+        TaskError: It cannot be read, or is no such text.
+    """
+    try:
+        content = path.read_bytes()
+        if wrong := other_encoding(content[:4]):
+            raise TaskError(f"{path} {wrong}")
+        text = content.decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or plain(error)
+        raise TaskError(f"Cannot read {path}: {reason}. The task's data is incomplete or damaged.") from error
+    if "\0" in text:
+        raise TaskError(f"{path} holds zero bytes: it was damaged, or is not UTF-8. Fetch it again, or convert it.")
+    return text
+
+
 def read_lines(path: Path) -> tuple[str, ...]:
     """The stripped lines of a text file, including blank ones.
 
     Raises:
         TaskError: It cannot be read.
     """
-    try:
-        content = path.read_bytes()
-        if wrong := other_encoding(content[:4]):
-            raise TaskError(f"{path} {wrong}")
-        text = content.decode("utf-8-sig")  # some editors write a mark of three bytes first
-        if "\0" in text:
-            raise TaskError(f"{path} holds zero bytes: it was damaged. Fetch it again.")
-        return tuple(line.strip() for line in text_lines(text))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or plain(error)
-        raise TaskError(f"Cannot read {path}: {reason}. The task's folder is incomplete or damaged.") from error
+    return tuple(line.strip() for line in text_lines(read_text(path)))
+
+
+def files_below(folder: Path, suffix: str = "") -> list[Path]:
+    """The files of a folder and its folders, linked ones included, in the order of their names; hidden ones are not.
+
+    What is neither file nor folder, such as a link to nothing, is among them.
+    """
+    found, entered = [], set()
+    for top, folders, names in os.walk(folder, followlinks=True):
+        if (real := os.path.realpath(top)) in entered:
+            folders[:] = names[:] = []
+        entered.add(real)
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [Path(top, name) for name in names if name.endswith(suffix) and not name.startswith(".")]
+    return sorted(found)
+
+
+def check_inside(files: Iterable[Path], places: Sequence[Path]) -> None:
+    """Check that all files are below one of the folders `places`, wherever links lead.
+
+    Tables and archives may come from strangers: those that name, or link to, other files of the user would have them
+    read, and shown among a report's examples.
+
+    Raises:
+        TaskError: A file is elsewhere.
+    """
+    roots = [os.path.realpath(place) for place in places]
+    inside: dict[str, bool] = {}
+
+    def is_inside(path: str) -> bool:
+        return any(os.path.commonpath([root, path]) == root for root in roots)
+
+    for path in files:
+        folder = os.path.dirname(path)
+        if folder not in inside:
+            inside[folder] = is_inside(os.path.realpath(folder))
+        if not (is_inside(os.path.realpath(path)) if path.is_symlink() else inside[folder]):
+            raise TaskError(
+                f"{path} is outside of {places[0]}, or a link that leads out of it ({os.path.realpath(path)}): whoever "
+                "made this data could have any file of yours read so. If you made it, or trust whoever did, set "
+                "allow_outside=true (evaluation.allow_outside=true in `neuclip train` and `watch`)."
+            )
 
 
 def read_bytes(path: Path) -> bytes:

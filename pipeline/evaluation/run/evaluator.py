@@ -64,7 +64,10 @@ class Evaluator:
 
     def _open(self, entry: Entry) -> OpenedTask:
         session = self.session
-        data = session.together(lambda: open_task(entry, blank_class=session.config.blank_class))
+        config = session.config
+        data = session.together(
+            lambda: open_task(entry, blank_class=config.blank_class, allow_outside=config.allow_outside)
+        )
         files = self._digests(data)
         key, expected = entry.task.key, entry.expected.get("sha256", {})
         check_digests(key, files, expected, folder=entry.folder, written="was recorded with the data")

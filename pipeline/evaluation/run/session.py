@@ -47,6 +47,8 @@ class EvaluationConfig:
     """Folder that keeps decoded images (150 kB each at 224 pixels), so that later evaluations need not decode."""
     recompute: bool = False
     """Compute again what is there already with the same inputs."""
+    allow_outside: bool = False
+    """Read files outside of a task's folders that links or tables in them name."""
     relock: bool = False
     """Accept data other than in `suite.lock.json`, and lock that."""
 

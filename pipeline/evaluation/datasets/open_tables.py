@@ -1,0 +1,230 @@
+"""Tables in every layout in use: parquet files, a `save_to_disk` folder, a cache of `datasets`, or a CSV."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeline.evaluation.datasets.tables import Archives, Table
+from pipeline.evaluation.datasets.task_data import TaskError, file_facts, files_below, plain, read_text
+
+Needs = Sequence[tuple[str, ...]]
+"""Columns that a CSV must have, each with its possible names."""
+SPLITS = ("train", "training", "validation", "valid", "val", "dev", "test")
+"""Names of splits in use."""
+_PART = re.compile(r"^(?P<stem>.*?)(?P<number>\d+)-of-(?P<total>\d+)(?P<rest>\D.*)?$")
+_NUMBERED = re.compile(r"^\d+$")
+
+
+def find_table(folder: Path, *, needs: Needs, split: str = "test") -> Table:
+    """Find the table in a folder, in any supported layout.
+
+    Raises:
+        TaskError: There is none in a known layout.
+    """
+    if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
+        return _open_saved(folder, split)
+    if files_below(folder, ".arrow"):
+        return _open_cached(folder, split)
+    if files := _parquet_files(folder, split):
+        return _open_parquet(files, folder)
+    if files_below(folder, ".csv"):
+        return _find_csv(folder, needs)
+    raise TaskError(
+        f"{folder} has no supported layout: expected a wds folder (test/nshards.txt), a save_to_disk folder, a "
+        "cache of `datasets` (*.arrow), parquet files, or a CSV with a zip of images."
+    )
+
+
+def _open_parquet(files: Sequence[Path], folder: Path) -> Table:
+    """Open parquet files as one table, through a copy in the cache of `datasets` that can be mapped into memory."""
+    import datasets
+    import pyarrow.parquet as pq
+
+    check_parts(files)
+    for path in files:
+        try:
+            rows = pq.read_metadata(path).num_rows
+        except Exception as error:  # pyarrow raises its own exceptions
+            raise TaskError(f"{path} is not a complete parquet file ({plain(error)}): fetch it again.") from error
+        if not rows:
+            raise TaskError(f"{path} holds no rows at all: fetch it again.")
+    datasets.disable_progress_bars()
+    # The cache's own key has only the seconds of the files' dates.
+    key = hashlib.sha256(repr([(str(path), file_facts(path)) for path in files]).encode()).hexdigest()[:16]
+    try:
+        paths = [str(path) for path in files]
+        table = datasets.load_dataset("parquet", name=f"neuclip-{key}", data_files={"test": paths}, split="test")
+    except Exception as error:
+        cause = error.__cause__ or error
+        raise TaskError(f"{folder} cannot be read ({plain(cause)}): are its parquet files of one data set?") from error
+    return Table(table, folder=folder, layout="parquet", files=files)
+
+
+def _parquet_files(folder: Path, split: str) -> list[Path]:
+    """The parquet files of a split; all of them where no file's name says which split it is.
+
+    Raises:
+        TaskError: The names are those of other splits.
+    """
+    files = files_below(folder, ".parquet")
+    names = {path: path.relative_to(folder).as_posix().lower() for path in files}
+
+    def of(*splits: str) -> list[Path]:
+        pattern = re.compile(rf"(^|[/_.-])({'|'.join(map(re.escape, splits))})(?![a-z])")
+        return [path for path, name in names.items() if pattern.search(name)]
+
+    chosen = of(split.lower())
+    if not chosen and (others := of(*SPLITS)):
+        raise TaskError(f"{folder} has no files of the split {split}, but of others ({names[others[0]]}): set split.")
+    return chosen or files
+
+
+def check_parts(files: Sequence[Path]) -> None:
+    """Names such as `test-00000-of-00002.parquet` or `0000.parquet` say how many files there must be.
+
+    Raises:
+        TaskError: One of them is not there.
+    """
+    promised: dict[tuple[Path, str, str], dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
+    numbered: dict[Path, set[int]] = defaultdict(set)
+    for path in files:
+        part = _PART.match(path.name)
+        if part:
+            group = promised[path.parent, part["stem"], part["rest"] or ""]
+            group[int(part["total"])].add(int(part["number"]))
+        elif _NUMBERED.match(path.stem):
+            numbered[path.parent].add(int(path.stem))
+    for (folder, stem, rest), totals in promised.items():
+        if len(totals) > 1:
+            counts = " and ".join(f"of {total}" for total in sorted(totals))
+            raise TaskError(f"{folder}: files {stem}*{rest} are of different versions: their names say {counts} parts.")
+        total, there = next(iter(totals.items()))
+        missing = sorted(set(range(total)) - there)
+        if missing:
+            raise TaskError(
+                f"{folder}: {len(missing)} of {total} parts {stem}*-of-*{rest} are missing (number "
+                f"{', '.join(map(str, missing[:5]))}). A score over partial data would not be this task's score: "
+                "fetch them."
+            )
+    for folder, there in numbered.items():
+        missing = sorted(set(range(max(there) + 1)) - there)
+        if missing and max(there) < 100_000:
+            raise TaskError(f"{folder}: the numbered parts {', '.join(map(str, missing[:5]))} are missing: fetch them.")
+
+
+def _open_saved(folder: Path, split: str) -> Table:
+    """Open a folder written by `Dataset.save_to_disk`, or one split of a `DatasetDict`."""
+    import datasets
+
+    try:
+        rows = datasets.load_from_disk(str(folder))
+    except Exception as error:  # many exception types, from a missing file to a damaged stream
+        raise TaskError(
+            f"{folder} cannot be loaded from disk ({plain(error)}): it is incomplete or damaged."
+        ) from error
+    if isinstance(rows, datasets.DatasetDict):
+        rows = rows[_chosen_split(list(rows), split, folder)]
+    saved = Path(rows.cache_files[0]["filename"]).parent if rows.cache_files else folder
+    beside = (folder / "dataset_dict.json", saved / "state.json", saved / "dataset_info.json")
+    files = [Path(entry["filename"]) for entry in rows.cache_files]
+    check_parts(files)
+    return Table(
+        rows, folder=folder, layout="save_to_disk", files=[*files, *(path for path in beside if path.is_file())]
+    )
+
+
+def _chosen_split(present: Sequence[str], wanted: str, folder: Path) -> str:
+    """The split of this name in any case, or the only one there is."""
+    chosen = [name for name in present if name.lower() == wanted.lower()] or present
+    if len(present) != 1 and chosen is present:
+        raise TaskError(f"{folder} has the splits {', '.join(present)}, but none is called {wanted}.")
+    return chosen[0]
+
+
+def _open_cached(folder: Path, split: str) -> Table:
+    """Open a data set in the cache of `datasets`, as written by `load_dataset(..., cache_dir=...)`."""
+    import datasets
+
+    # Of finished data sets: owner___name/config/version/digest.
+    infos = (path.parent for path in sorted(folder.rglob("dataset_info.json")) if any(path.parent.glob("*.arrow")))
+    versions = [path for path in infos if not any(part.endswith(".incomplete") for part in path.parts)]
+    if len(versions) != 1:
+        names = ", ".join(path.relative_to(folder).as_posix() for path in versions[:3]) or "none finished"
+        raise TaskError(f"{folder} must hold one finished data set, but holds {len(versions)} ({names}).")
+    version = versions[0]
+    info = version / "dataset_info.json"
+    try:
+        counts = {name: facts.get("num_examples") for name, facts in json.loads(info.read_text())["splits"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TaskError(f"{info} is damaged ({error!r}): fetch the data set again.") from error
+    name = _chosen_split(list(counts), split, version)
+    pattern = re.compile(rf"-{re.escape(name)}(-\d+-of-\d+)?\.arrow$")
+    files = sorted(path for path in version.glob("*.arrow") if pattern.search(path.name))
+    if not files:
+        raise TaskError(f"{version} has no file of the split {name} (*-{name}.arrow): the download is incomplete.")
+    check_parts(files)
+    try:
+        parts = [datasets.Dataset.from_file(str(path)) for path in files]
+        rows = datasets.concatenate_datasets(parts) if len(parts) > 1 else parts[0]
+    except Exception as error:
+        raise TaskError(f"{version} cannot be read ({plain(error)}): fetch the data set again.") from error
+    if counts[name] is not None and len(rows) != counts[name]:
+        raise TaskError(
+            f"{version} has {len(rows):,} rows, but its dataset_info.json says {counts[name]:,}. A score over partial "
+            "data would not be this task's score: fetch the data set again."
+        )
+    return Table(rows, folder=version, layout="datasets cache", files=[*files, info])
+
+
+def open_csv(path: Path, *, images: Path | None = None, archives: Sequence[Path] = ()) -> Table:
+    """Open a CSV of texts; the images that it names are in zip archives, or files below `images`.
+
+    Raises:
+        TaskError: It cannot be read, or its rows do not have a cell for every column.
+    """
+    import datasets
+
+    try:
+        header, *rows = [row for row in csv.reader(io.StringIO(read_text(path), newline="")) if row] or [[]]
+    except csv.Error as error:
+        raise TaskError(f"{path} is not a readable CSV ({error}).") from error
+    twice = next((name for name in header if header.count(name) > 1), None)
+    if twice is not None:
+        raise TaskError(f"{path} has two columns {twice!r}: which one counts? Rename one.")
+    for number, row in enumerate(rows, 1):
+        if len(row) != len(header):
+            more = "more" if len(row) > len(header) else "fewer"
+            raise TaskError(
+                f"row {number} of {path} has {more} cells than the header: quote cells that contain commas."
+            )
+    text = datasets.Features({name: datasets.Value("string") for name in header})
+    columns = dict(zip(header, map(list, zip(*rows, strict=True)) if rows else ([] for _ in header), strict=True))
+    return Table(
+        datasets.Dataset.from_dict(columns, features=text),
+        folder=images or path.parent,
+        layout="csv+files" if images else "csv+zip",
+        files=(path, *archives),
+        archives=None if images else Archives(archives),
+        names=(path, 1),
+    )
+
+
+def _find_csv(folder: Path, needs: Needs) -> Table:
+    """Find the only CSV below `folder` that has the columns in `needs`, and open it with all zip archives."""
+    paths, archives = files_below(folder, ".csv"), files_below(folder, ".zip")
+    tables = [open_csv(path, archives=archives) for path in paths]
+    fitting = [table for table in tables if all(set(names) & set(table.columns) for names in needs)]
+    if len(fitting) != 1:
+        wanted = ", ".join(" or ".join(names) for names in needs)
+        raise TaskError(
+            f"{folder}: exactly one CSV with the columns {wanted} is expected, but "
+            f"{len(fitting)} of {', '.join(path.name for path in paths)} have them."
+        )
+    return fitting[0]

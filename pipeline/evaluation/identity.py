@@ -8,7 +8,6 @@ only if its identity is the one that an evaluation would have now.
 
 from __future__ import annotations
 
-import ast
 import functools
 import hashlib
 import json
@@ -30,11 +29,12 @@ if TYPE_CHECKING:
     from pipeline.model.evaluation_model import EvaluationModel
 
 ROOT = Path(__file__).parents[2]
-SCORED_BY = ("pipeline.evaluation", "pipeline.model")
-"""The packages that compute scores. Their code, and all code of this project that they import, is part of a score."""
+_FOLDERS = ("", "checkpoint/", "distributed/", "model/**/", "evaluation/**/")
+SCORED_BY = tuple(f"pipeline/{folder}*.py" for folder in _FOLDERS)
+"""The code of this project that a score is a function of: `evaluation`, and the folders that it may import."""
 PACKAGES = (
     *("torch", "torchvision", "open_clip_torch", "timm", "transformers", "tokenizers", "ftfy", "regex"),
-    *("pillow", "numpy", "pandas", "pyarrow", "datasets"),
+    *("pillow", "numpy", "pyarrow", "datasets"),
 )
 """What computes towers, tokens, pixels and rows, beside Python; not all architectures need all of them."""
 SETTINGS = ("blank_class", "micro_batch", "precision")
@@ -120,45 +120,12 @@ def code_version() -> str:
     return f"{version_of('neuclip')} {code_digest(ROOT)}"
 
 
-def code_digest(root: Path, packages: Sequence[str] = SCORED_BY) -> str:
-    """Digest of the modules of `packages`, and of the modules below `root` that they import, directly or not."""
+def code_digest(root: Path, patterns: Sequence[str] = SCORED_BY) -> str:
+    """Digest of the files below `root` that match `patterns`."""
     digest = hashlib.sha256()
-    for name, path in sorted(imported_modules(root, packages).items()):
-        digest.update(f"{name}\n".encode() + path.read_bytes())
+    for path in sorted(path for pattern in patterns for path in root.glob(pattern)):
+        digest.update(f"{path.relative_to(root).as_posix()}\n".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
-
-
-def imported_modules(root: Path, packages: Sequence[str] = SCORED_BY) -> dict[str, Path]:
-    """The files of the modules below `root` that `packages` have or import anywhere, by the modules' names."""
-    waiting = [name for package in packages for name in _modules_of(root, package)]
-    found: dict[str, Path] = {}
-    while waiting:
-        name = waiting.pop()
-        base = root.joinpath(*name.split("."))
-        path = next((p for p in (base.with_suffix(".py"), base / "__init__.py") if p.is_file()), None)
-        if name not in found and path is not None:
-            found[name] = path
-            waiting += _imports(path.read_text(encoding="utf-8"))
-    return found
-
-
-def _modules_of(root: Path, package: str) -> list[str]:
-    paths = root.joinpath(*package.split(".")).rglob("*.py")
-    return [".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__") for path in paths]
-
-
-@functools.lru_cache(maxsize=1024)
-def _imports(source: str) -> tuple[str, ...]:
-    """Every name that a module's source may import, with those of the packages around it."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            names.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names.update(f"{node.module}.{alias.name}" for alias in node.names)
-    return tuple(
-        {".".join(parts[:k]) for parts in (name.split(".") for name in names) for k in range(1, len(parts) + 1)}
-    )
 
 
 def _digest(facts: Any) -> str:

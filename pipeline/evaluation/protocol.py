@@ -35,8 +35,6 @@ class Protocol(ABC):
     """The field of `TaskData` that it scores; a task of a `tasks.yaml` has `labels` or `captions`."""
     scores: ClassVar[tuple[str, ...]]
     """The metrics that a `tasks.yaml` may choose as the score; the first is the default."""
-    stores_texts: ClassVar[bool] = False
-    """Whether later evaluations of a checkpoint, and other tasks, are likely to need the same text features."""
     texts: TextSide
     """What is encoded by the text tower."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -16,6 +15,7 @@ from pipeline.evaluation.datasets.datacomp import TASKS
 from pipeline.evaluation.datasets.suite import open_suite
 from pipeline.evaluation.identity import suite_identity
 from pipeline.evaluation.run.session import EvaluationConfig
+from pipeline.evaluation.watch.ledger import DONE, Ledger, state_of
 from tests.checkpoints import save_step
 from tests.evaluation_suite import write_classification
 from tests.launch import ROOT, wait_for
@@ -41,6 +41,10 @@ def start(run: Path, suite: Path, log: Path, *, hours: int = 0) -> subprocess.Po
     return subprocess.Popen(command, stdout=log.open("wb"), stderr=subprocess.STDOUT, env=environment)
 
 
+def done_in(ledger: Path) -> list[str]:
+    return [folder.name for folder in ledger.iterdir() if state_of(folder) == DONE]
+
+
 @pytest.mark.slow
 def test_after_kill_9_nothing_is_lost_or_repeated_whatever_the_clocks_say(tmp_path: Path) -> None:
     run, suite = tmp_path / "run", tmp_path / "mini"
@@ -58,13 +62,11 @@ def test_after_kill_9_nothing_is_lost_or_repeated_whatever_the_clocks_say(tmp_pa
         wait_for(lambda: any(ledger.glob("*/lease-*.beat")), "a lease is taken", *logs[:1], seconds=240)
         watchers[0].send_signal(signal.SIGKILL)
         watchers[0].wait()
-        held = [
-            path.parent.name for path in ledger.glob("*/lease-0001.json") if not (path.parent / "done.json").exists()
-        ]
+        held = [path.parent.name for path in ledger.glob("*/lease-0001.json") if state_of(path.parent) != DONE]
         assert held
         watchers += [start(run, suite, log, hours=hours) for log, hours in zip(logs[1:], (1, -1), strict=True)]
         save_step(run, STEPS[-1])  # training continues
-        wait_for(lambda: len(list(ledger.glob("*/done.json"))) == len(STEPS), "all are done", *logs, seconds=240)
+        wait_for(lambda: len(done_in(ledger)) == len(STEPS), "all are done", *logs, seconds=240)
         for watcher in watchers[1:]:
             watcher.send_signal(signal.SIGTERM)
         assert [watcher.wait(timeout=60) for watcher in watchers[1:]] == [130, 130]
@@ -73,17 +75,16 @@ def test_after_kill_9_nothing_is_lost_or_repeated_whatever_the_clocks_say(tmp_pa
             if watcher.poll() is None:
                 watcher.kill()
                 watcher.wait()
-    outcomes = {path.parent.name: json.loads(path.read_text()) for path in ledger.glob("*/done.json")}
-    assert {name: outcome["outcome"] for name, outcome in outcomes.items()} == {
-        f"step-{step:08d}": "done" for step in STEPS
-    }
+    assert set(done_in(ledger)) == {f"step-{step:08d}" for step in STEPS}
+    outcomes = {name: Ledger(ledger).outcome(name) for name in done_in(ledger)}
+    attempts = {name: len(list((ledger / name).glob("lease-*.json"))) for name in outcomes}
     for name in held:
-        assert outcomes[name]["attempt"] == 2  # taken over, once
+        assert attempts[name] == 2  # taken over, once
         assert outcomes[name]["pid"] in {watcher.pid for watcher in watchers[1:]}
     hours = {outcome["at"][11:13] for outcome in outcomes.values()}
     assert len(hours) > 1, "the clocks did not differ"
     others = set(outcomes) - set(held)
-    assert {outcomes[name]["attempt"] for name in others} == {1}
+    assert {attempts[name] for name in others} == {1}
     messages = "\n".join(log.read_text() for log in logs[1:])
     for name, outcome in outcomes.items():
         assert messages.count(f"{name}: 2 tasks done.") == (outcome["pid"] != watchers[0].pid)

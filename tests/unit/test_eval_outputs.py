@@ -7,9 +7,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,6 @@ from pipeline.evaluation.protocols.classification import class_details
 from pipeline.evaluation.protocols.retrieval import write_examples
 from pipeline.evaluation.run import images
 from pipeline.evaluation.run.evaluator import Evaluation
-from pipeline.evaluation.run.images import store_array
 from pipeline.evaluation.run.session import attempt
 from pipeline.files import replacing
 from pipeline.model.evaluation_model import EvaluationModel
@@ -133,7 +130,7 @@ def test_image_cache_does_not_change_results(
     models = [model, make_model(2, image_size=48)][:count]
     cached = dataclasses.replace(QUICK, cache=str(tmp_path / "cache"))
     evaluate(models, suite=suite, output=tmp_path / "first", config=dataclasses.replace(cached, workers=workers))
-    files = sorted((tmp_path / "cache").rglob("*.npy"))
+    files = sorted((tmp_path / "cache").rglob("*.npz"))
     assert files
     decoded: list[str] = []
 
@@ -234,18 +231,6 @@ def test_errors_on_a_full_disk_name_the_file(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space left") as caught, replacing(tmp_path / "scores.json"):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert caught.value.filename == str(tmp_path / "scores.json")
-
-
-def test_arrays_on_a_full_disk_name_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    full = Path("/dev/full")
-
-    @contextmanager
-    def onto_full(path: Path) -> Iterator[Path]:
-        yield full
-
-    monkeypatch.setattr("pipeline.evaluation.run.images.replacing", onto_full)
-    with pytest.raises(OSError, match="No space left"):
-        store_array(full, np.zeros((300, 300)), "a key")
 
 
 def test_read_only_output_is_refused_before_any_work(

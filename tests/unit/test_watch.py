@@ -22,7 +22,7 @@ from pipeline.evaluation.datasets.datacomp import TASKS
 from pipeline.evaluation.datasets.suite import Suite, open_suite
 from pipeline.evaluation.identity import suite_identity
 from pipeline.evaluation.run.session import EvaluationConfig
-from pipeline.evaluation.watch.ledger import LEDGER_FOLDER, forget_after
+from pipeline.evaluation.watch.ledger import ABANDONED, DONE, LEDGER_FOLDER, forget_after, state_of
 from pipeline.evaluation.watch.watcher import WatchConfig, Watcher, brief
 from pipeline.files import sha256_of
 from tests.checkpoints import save_step
@@ -50,6 +50,12 @@ def make_watcher(run: Path, suite: Suite, messages: list[str], **settings: objec
     return Watcher([run], suite=suite, config=config, evaluation=quick, processes=processes, say=messages.append)
 
 
+def states(watcher: Watcher) -> dict[str, str]:
+    """What the only run's ledger says about its checkpoints."""
+    (ledger,) = watcher.ledgers.values()
+    return {folder.name: state_of(folder) for folder in sorted(ledger.folder.iterdir())}
+
+
 def evaluated(messages: list[str]) -> list[list[int]]:
     """Return the steps evaluated in each pass, in order."""
     return [
@@ -66,9 +72,8 @@ def test_the_newest_checkpoint_is_evaluated_alone_first_then_older_ones_in_group
     save_step(tmp_path, 500)
     watcher.run(threading.Event(), once=True)
     assert evaluated(messages) == [[400], [500], [300, 200], [100]]
-    outcomes = watcher.ledgers[tmp_path].outcomes()
-    assert [outcome["outcome"] for outcome in outcomes.values()] == ["done"] * 5
-    assert all((tmp_path / "evaluation" / name / "cifar10.json").is_file() for name in outcomes)
+    assert set(states(watcher).values()) == {DONE}
+    assert all((tmp_path / "evaluation" / name / "cifar10.json").is_file() for name in states(watcher))
     watcher.run(threading.Event(), once=True)
     assert len(evaluated(messages)) == 4
 
@@ -97,11 +102,8 @@ def test_a_damaged_checkpoint_is_abandoned_and_does_not_block_others(tmp_path: P
     watcher = make_watcher(tmp_path, suite, messages)
     assert not watcher.run(threading.Event(), once=True)
     assert any("step-00000200 is abandoned after 3 attempts" in line for line in messages)
-    outcomes = {name: outcome["outcome"] for name, outcome in watcher.ledgers[tmp_path].outcomes().items()}
-    assert outcomes == {"step-00000100": "done", "step-00000200": "abandoned", "step-00000300": "done"}
-    reasons = watcher.ledgers[tmp_path].outcomes()["step-00000200"]["reasons"]
-    assert len(reasons) == 3
-    assert "step-00000200" in reasons[0]
+    assert states(watcher) == {"step-00000100": DONE, "step-00000200": ABANDONED, "step-00000300": DONE}
+    assert "step-00000200" in watcher.ledgers[tmp_path].outcome("step-00000200")["reason"]
     later: list[str] = []
     assert not make_watcher(tmp_path, suite, later).run(threading.Event(), once=True)
     assert any("remove that folder to try again" in line for line in later)
@@ -122,7 +124,7 @@ def test_a_failed_task_is_retried_later_and_finished_results_are_kept(tmp_path: 
     inode = first.stat().st_ino
     (second / "test/away").rename(second / "test/1.tar")
     assert watcher.run(threading.Event(), once=True)
-    assert watcher.ledgers[tmp_path / "run"].outcomes()["step-00000100"]["outcome"] == "done"
+    assert states(watcher) == {"step-00000100": DONE}
     assert first.stat().st_ino == inode
 
 
@@ -162,7 +164,7 @@ def test_a_whole_copy_of_an_abandoned_checkpoint_is_evaluated(tmp_path: Path, su
     assert watcher.abandoned()
     replace_checkpoint(run, 100, weights_of=100)
     assert watcher.run(threading.Event(), once=True)
-    assert watcher.ledgers[run].outcomes()["step-00000100"]["outcome"] == "done"
+    assert states(watcher) == {"step-00000100": DONE}
 
 
 def test_a_read_only_run_is_refused_with_its_name(
@@ -251,23 +253,20 @@ def test_a_subset_of_finished_tasks_does_not_count_as_finished(tmp_path: Path) -
 
 
 def test_result_files_take_precedence_over_the_ledger(tmp_path: Path, suite: Suite) -> None:
-    """Deleted results and an emptied outcome file are detected, and the evaluation is repeated."""
     for step in (100, 200, 300):
         save_step(tmp_path, step)
     messages: list[str] = []
     watcher = make_watcher(tmp_path, suite, messages)
     assert watcher.run(threading.Event(), once=True)
     shutil.rmtree(tmp_path / "evaluation/step-00000100")
-    (tmp_path / "evaluation/step-00000200/cifar10.json").write_text("{")
-    (watcher.ledgers[tmp_path].folder / "step-00000300/done.json").write_text("")
+    (tmp_path / "evaluation/step-00000200/cifar10.json").unlink()
+    (watcher.ledgers[tmp_path].folder / "step-00000300/end-0001.json").write_text("")
     later: list[str] = []
     again = make_watcher(tmp_path, suite, later)
     assert again.run(threading.Event(), once=True)
     assert evaluated(later) == [[300], [200, 100]]
-    assert sum("its results are missing" in line for line in later) == 2
-    assert {name: outcome["outcome"] for name, outcome in again.ledgers[tmp_path].outcomes().items()} == {
-        f"step-{step:08d}": "done" for step in (100, 200, 300)
-    }
+    assert sum("has no results, although" in line for line in later) == 2
+    assert set(states(again).values()) == {DONE}
     assert (tmp_path / "evaluation/step-00000100/cifar10.json").is_file()
     shutil.rmtree(tmp_path / "evaluation/step-00000200")
     assert again.step(), "the same watcher detects it, too"
@@ -290,7 +289,7 @@ def test_a_checkpoint_that_is_being_copied_is_ignored(tmp_path: Path, suite: Sui
     assert watcher.run(threading.Event(), once=True)
     assert sum("is not complete yet" in line for line in messages) == 1
     assert "failed" not in " ".join(messages)
-    assert watcher.ledgers[run].outcomes()[whole.name]["attempt"] == 1
+    assert [path.name for path in watcher.ledgers[run].folder.glob("*/lease-*.json")] == ["lease-0001.json"]
 
 
 def test_stray_files_do_not_stop_a_watcher(tmp_path: Path, suite: Suite) -> None:

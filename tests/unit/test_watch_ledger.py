@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import threading
@@ -12,7 +11,17 @@ from pathlib import Path
 import pytest
 
 from pipeline.evaluation.watch import ledger as module
-from pipeline.evaluation.watch.ledger import RELEASED, Lease, Ledger, create_once
+from pipeline.evaluation.watch.ledger import (
+    ABANDONED,
+    DONE,
+    FAILED,
+    RELEASED,
+    UNFINISHED,
+    Lease,
+    Ledger,
+    create_once,
+    state_of,
+)
 
 NAME = "step-00000100"
 
@@ -46,30 +55,37 @@ def test_a_checkpoint_has_one_owner_and_then_one_outcome(tmp_path: Path) -> None
     first, second = watcher(tmp_path), watcher(tmp_path)
     lease = claimed(first)
     assert second.claim(NAME) is None
-    assert not second.done(NAME)
-    assert lease.finish({"scores": {"a": 0.5}})
-    assert second.done(NAME)
+    assert (second.outcome(NAME), state_of(tmp_path / NAME)) == ({}, UNFINISHED)
+    assert lease.end(DONE, scores={"a": 0.5})
     assert second.claim(NAME) is None
-    assert second.outcomes()[NAME]["scores"] == {"a": 0.5}
+    assert (second.outcome(NAME)["scores"], state_of(tmp_path / NAME)) == ({"a": 0.5}, DONE)
+    again = second.claim(NAME, again=True)
+    assert again is not None
+    again.end(RELEASED)
 
 
-def test_a_released_lease_is_free_immediately_and_does_not_count_as_an_attempt(tmp_path: Path) -> None:
-    ledger = watcher(tmp_path)
+def test_attempts_that_fail_or_kill_their_watchers_are_few_and_released_ones_do_not_count(tmp_path: Path) -> None:
+    clock = Clock()
+    ledger = watcher(tmp_path, clock=clock)
     for _ in range(5):
-        lease = claimed(ledger)
-        lease.give_up("stopped", how=RELEASED)
-    assert not ledger.done(NAME)
-
-
-def test_a_checkpoint_that_keeps_failing_is_abandoned_with_its_reasons(tmp_path: Path) -> None:
-    ledger = watcher(tmp_path)
+        claimed(ledger).end(RELEASED, reason="stopped")
     for number in range(3):
+        assert not ledger.is_abandoned(NAME)
         lease = claimed(ledger)
-        lease.give_up(f"reason {number}")
+        if number == 1:
+            lease.end(FAILED, reason="a reason")
+        else:
+            kill(lease)
+            assert ledger.claim(NAME) is None
+            assert not ledger.is_abandoned(NAME), "it may be alive"
+            clock.now += 61
     assert ledger.claim(NAME) is None
-    outcome = ledger.outcomes()[NAME]
-    assert outcome["outcome"] == "abandoned"
-    assert outcome["reasons"] == ["reason 0", "reason 1", "reason 2"]
+    assert ledger.is_abandoned(NAME)
+    assert state_of(tmp_path / NAME) == ABANDONED
+    other = ledger.claim(NAME, weights="another checkpoint of this name")
+    assert other is not None
+    other.end(DONE)
+    assert state_of(tmp_path / NAME) == DONE
 
 
 def test_dead_watchers_are_detected_by_the_clock_of_the_observer(tmp_path: Path) -> None:
@@ -131,21 +147,10 @@ def test_only_one_watcher_takes_over_and_a_resumed_one_cannot_overwrite(tmp_path
     clock.now += 61
     taken = [lease for observer in observers if (lease := observer.claim(NAME)) is not None]
     assert len(taken) == 1
-    assert taken[0].finish({"by": "successor"})
-    assert not sleeper.finish({"by": "sleeper"})
-    assert observers[0].outcomes()[NAME]["by"] == "successor"
-
-
-def test_a_checkpoint_that_kills_watchers_is_attempted_only_a_few_times(tmp_path: Path) -> None:
-    clock = Clock()
-    ledger = watcher(tmp_path, clock=clock)
-    for _ in range(3):
-        lease = claimed(ledger)
-        kill(lease)
-        assert ledger.claim(NAME) is None
-        clock.now += 61
-    assert ledger.claim(NAME) is None
-    assert ledger.outcomes()[NAME]["outcome"] == "abandoned"
+    assert not sleeper.end(DONE)
+    assert observers[0].outcome(NAME) == {}, "the successor is at work"
+    assert taken[0].end(DONE, by="successor")
+    assert observers[0].outcome(NAME)["by"] == "successor"
 
 
 def _claim(folder: str, barrier: object, queue: object) -> None:
@@ -219,6 +224,5 @@ def test_heartbeats_run_in_the_background_and_survive_disk_errors(
         if len(seen) >= 3 and not broken["left"]:
             break
         waits.wait(0.005)
-    lease.finish({})
+    lease.end(DONE)
     assert len(seen) >= 3
-    assert json.loads((tmp_path / NAME / "done.json").read_text())["attempt"] == 1

@@ -113,8 +113,9 @@ class Table:
     def files_of(self, column: str, place: Place) -> Iterable[Path]:
         """The files that an image is read from."""
         image = self._image(column, place)
-        named = isinstance(image, str) and self._archives is None
-        return (*self.files, locate(image, self.folder)) if named else self.files
+        if isinstance(image, str) and self._archives is None:
+            return (*self.files, locate(image, self.folder))
+        return self.files
 
     def image_files(self, column: str) -> tuple[Path, ...]:
         """The files of images that the table only names."""

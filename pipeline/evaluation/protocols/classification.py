@@ -93,7 +93,6 @@ class ZeroShot(Protocol):
 
     rows = "labels"
     scores = ("acc1", "acc5", "mean_per_class_recall", "F1-macro_all")
-    stores_texts = True
 
     def __init__(self, task: Task, data: TaskData) -> None:
         if data.labels is None:

@@ -13,13 +13,11 @@ from torch import Tensor
 from pipeline.evaluation.datasets.suite import Entry, Suite, is_official, open_task
 from pipeline.evaluation.datasets.task_data import TaskData, TaskError, check_copies, check_digests, file_digests, plain
 from pipeline.evaluation.identity import definition, identity_of
-from pipeline.evaluation.protocol import PROTOCOLS, Outcomes, Protocol
-from pipeline.evaluation.run.features import ClassifierCache, OpenedTask, image_pass, text_features
+from pipeline.evaluation.protocol import PROTOCOLS, Outcomes
+from pipeline.evaluation.run.features import OpenedTask, image_pass, text_features
 from pipeline.evaluation.run.results import TaskResult, read_outcomes, read_result, write_result
 from pipeline.evaluation.run.session import Session
 from pipeline.evaluation.run.summary import Evaluation
-
-CLASSIFIERS = "classifiers"
 
 
 class Evaluator:
@@ -27,7 +25,8 @@ class Evaluator:
 
     def __init__(self, evaluations: Sequence[Evaluation], *, session: Session) -> None:
         self.evaluations, self.session = list(evaluations), session
-        self._classifiers = ClassifierCache(session)
+        self._texts_of: dict[tuple[int, str], Tensor] = {}
+        """The text features of classification tasks, some of which have the same prompts."""
 
     def run(self, suite: Suite, *, progress: Callable[[str, Sequence[Evaluation]], None] | None = None) -> None:
         """Evaluate every task of the suite. `progress` is called after each."""
@@ -111,12 +110,11 @@ class Evaluator:
         """
         config, key, wanted = self.session.config, opened.entry.task.key, []
 
-        def look() -> list[TaskResult | None]:
-            if config.recompute:
-                return [None] * len(inputs)
-            return [_stored_result(evaluation.path(opened.entry), opened.protocol) for evaluation in self.evaluations]
+        def read(path: Path) -> TaskResult | None:
+            result = None if config.recompute else read_result(path)
+            return result if result is not None and read_outcomes(path, result.outcomes) is not None else None
 
-        stored = self.session.on_main(look)
+        stored = self.session.on_main(lambda: [read(evaluation.path(opened.entry)) for evaluation in self.evaluations])
         for index, evaluation in enumerate(self.evaluations):
             try:
                 if not config.relock:
@@ -133,11 +131,15 @@ class Evaluator:
         return wanted
 
     def _texts(self, index: int, opened: OpenedTask) -> Tensor | None:
-        evaluation, protocol = self.evaluations[index], opened.protocol
+        evaluation, side = self.evaluations[index], opened.protocol.texts
+        key = (index, side.digest)
         try:
-            if not protocol.stores_texts:
-                return text_features(self.session, evaluation.model, protocol.texts)
-            return self._classifiers.get(evaluation.model, protocol.texts, folder=evaluation.folder / CLASSIFIERS)
+            features = self._texts_of.get(key)
+            if features is None:
+                features = text_features(self.session, evaluation.model, side)
+                if opened.data.classnames:
+                    self._texts_of[key] = features
+            return features
         except TaskError as error:
             self._fail(evaluation, opened.entry, str(error))
             return None
@@ -187,15 +189,3 @@ class Evaluator:
             return
         with suppress(OSError):  # then the summary cannot be written either, which ends all processes alike
             path.replace(path.with_suffix(".json.stale"))
-
-
-def _stored_result(path: Path, protocol: Protocol) -> TaskResult | None:
-    """The result in a file, if its metrics are those of the outcomes beside it."""
-    result = read_result(path)
-    outcomes = read_outcomes(path, result.outcomes) if result is not None else None
-    if result is None or outcomes is None:
-        return None
-    try:
-        return result if protocol.metrics(outcomes) == result.metrics else None
-    except (KeyError, ValueError, IndexError, TypeError):  # outcomes of another protocol or version
-        return None

@@ -5,9 +5,7 @@ Shape legend: M micro-batch, d feature dimension.
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,14 +15,13 @@ from torch import Tensor
 
 from pipeline.evaluation.datasets.suite import Entry
 from pipeline.evaluation.datasets.task_data import TaskData, TaskError
-from pipeline.evaluation.identity import PACKAGES, code_version, data_digest, model_config_digest
+from pipeline.evaluation.identity import data_digest
 from pipeline.evaluation.protocol import Outcomes, Protocol
 from pipeline.evaluation.protocols.texts import TextSide, check_finite
-from pipeline.evaluation.run.images import ImagePass, PixelCache, load_array, preprocessing_key, store_array
+from pipeline.evaluation.run.images import ImagePass, PixelCache, preprocessing_key
 from pipeline.evaluation.run.session import Session
 from pipeline.model.evaluation_model import EvaluationModel
 from pipeline.pictures.pixels import Colour
-from pipeline.versions import versions
 
 
 @dataclass(frozen=True)
@@ -56,39 +53,6 @@ def text_features(session: Session, model: EvaluationModel, side: TextSide) -> T
     for part in world.gather_objects(session.together(encode)):
         merged.update(part)
     return torch.cat([merged[unit] for unit in range(len(side.units))])
-
-
-class ClassifierCache:
-    """Cache of text features: in memory for tasks with equal prompts, on disk for later evaluations.
-
-    A file's name is the digest of everything that determines its content, so it is never out of date; a damaged file is
-    computed again.
-    """
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._memory: dict[str, Tensor] = {}
-
-    def get(self, model: EvaluationModel, side: TextSide, *, folder: Path) -> Tensor:
-        """The features of `side`, encoded if they are not cached, and stored in `folder`."""
-        key = self._key(model, side)
-        if key not in self._memory:
-            path = folder / f"{key[:32]}.npy"
-            stored = self._session.on_main(lambda: load_array(path, key))
-            if stored is None:
-                features = text_features(self._session, model, side)
-                self._session.on_main(lambda: store_array(path, features.numpy(), key))
-            else:
-                features = torch.from_numpy(stored)
-            self._memory[key] = features
-        return self._memory[key]
-
-    def _key(self, model: EvaluationModel, side: TextSide) -> str:
-        software = [code_version(), versions(PACKAGES)]
-        compute = self._session.compute
-        settings = [compute.name(), compute.precision, self._session.config.micro_batch]
-        facts = [model.digest, model_config_digest(model), side.digest, settings, software]
-        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def image_pass(

@@ -1,16 +1,13 @@
 """One pass over a task's images for several models: every image is read and decoded once, by loader workers.
 
-Decoded images can be kept in a cache. A file of a cache holds an array, the digest of its key, and a checksum over
-both. The key says everything that the array was made of and from. A file that is damaged, or that was made for another
-key and renamed, is the same as none.
+Decoded images can be kept in a cache. Each of its files holds pixels, and a key that says everything that they were
+made of and from. A file that is damaged, or that was made for another key and renamed, is the same as none.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
-import tokenize
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,8 +38,8 @@ T = TypeVar("T")
 Transform = Callable[[Any], Tensor]
 WORKER_IMPORTS = ("pipeline.evaluation.run.images", "open_clip")
 """What the fork server imports, because new workers are started for every task."""
-DECODERS = ("pipeline.evaluation.run.images",)
-"""The modules that make pixels of encoded images; with what they import they are part of a cached image's key."""
+DECODERS = ("pipeline/pixels.py", "pipeline/evaluation/datasets/task_data.py", "pipeline/evaluation/run/images.py")
+"""What makes pixels of encoded images: its digest is part of a cached image's key."""
 Batch = tuple[int, np.ndarray]
 """The number of a loader item, and the images in it."""
 
@@ -162,39 +159,6 @@ def _start_worker(number: int) -> None:
     live_with_parent()
 
 
-def load_array(path: Path, key: str) -> np.ndarray | None:
-    """The array that `store_array` wrote with this key; None when the file is missing, damaged, or of another key."""
-    try:
-        with path.open("rb") as file:
-            array: np.ndarray = np.load(file, allow_pickle=False)
-            seal = file.read()
-    except (OSError, ValueError, EOFError, MemoryError, SyntaxError, tokenize.TokenError):
-        # A damaged header may state any shape, or be no Python literal.
-        return None
-    return array if seal == _seal(array, key) else None
-
-
-def store_array(path: Path, array: np.ndarray, key: str) -> None:
-    """Write an array; a file of that name is complete or not there.
-
-    Raises:
-        OSError: The disk refuses it.
-    """
-    buffer = io.BytesIO()  # numpy's own error on a full disk does not say that the disk is full
-    np.save(buffer, array, allow_pickle=False)
-    with replacing(path) as temporary, temporary.open("wb") as file:
-        file.write(buffer.getbuffer())
-        file.write(_seal(array, key))
-
-
-def _seal(array: np.ndarray, key: str) -> bytes:
-    """The digest of the key, and that of key and array."""
-    own = hashlib.sha256(key.encode())
-    whole = hashlib.sha256(own.digest() + f"{array.dtype.str} {array.shape}".encode())
-    whole.update(np.ascontiguousarray(array).data)
-    return own.digest() + whole.digest()
-
-
 class PixelCache:
     """The cached micro-batches of one task (`data` is the digest of its data), as 8-bit pixels.
 
@@ -207,9 +171,13 @@ class PixelCache:
         self._facts = [data, micro_batch, background, packages, code_digest(ROOT, DECODERS)]
 
     def load(self, preprocessing: str, number: int) -> np.ndarray | None:
-        """[rows, H, W, 3] uint8, micro-batch `number` under a preprocessing; None when it is not there."""
+        """[rows, H, W, 3] uint8, micro-batch `number` under a preprocessing; None when it is not there, or damaged."""
         path, key = self._place(preprocessing, number)
-        return load_array(path, key)
+        try:
+            with np.load(path, allow_pickle=False) as stored:
+                return stored["pixels"] if str(stored["key"]) == key else None
+        except Exception:  # a damaged archive raises a dozen types, one of them for its checksums
+            return None
 
     def store(self, preprocessing: str, number: int, pixels: np.ndarray) -> None:
         """Write a micro-batch.
@@ -219,7 +187,8 @@ class PixelCache:
         """
         path, key = self._place(preprocessing, number)
         try:
-            store_array(path, pixels, key)
+            with replacing(path) as temporary, temporary.open("wb") as file:
+                np.savez(file, pixels=pixels, key=np.array(key))
         except OSError as error:
             raise TaskError(
                 f"The cache {self._folder} cannot be written ({error.strerror}): free some space, or leave cache out."
@@ -228,7 +197,7 @@ class PixelCache:
     def _place(self, preprocessing: str, number: int) -> tuple[Path, str]:
         key = json.dumps([*self._facts, preprocessing], sort_keys=True)
         name = hashlib.sha256(key.encode()).hexdigest()[:32]
-        return self._folder / name / f"{number:06d}.npy", f"{key} {number}"
+        return self._folder / name / f"{number:06d}.npz", f"{key} {number}"
 
 
 def _to_pixels(image: Any) -> np.ndarray:

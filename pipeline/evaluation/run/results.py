@@ -2,11 +2,11 @@
 
 A result's `outcomes` is the digest of the file beside it. A result that is damaged or copied to another name is none.
 
-`suite.lock.json` beside the results holds counts and digests of the data that was evaluated first. Later evaluations
-check them; one lock serves all checkpoints of a run, so that every point of a curve is a score over the same data:
+`suite.lock.json` beside the results holds digests of the data that was evaluated first. Later evaluations check them;
+one lock serves all checkpoints of a run, so that every point of a curve is a score over the same data:
 
     {"suites": {"mini": ["cifar10", ...]},
-     "tasks": {"cifar10": {"counts": {"samples": 22, ...}, "data": "<digest>", "files": {"test/0.tar": "<sha256>"}}}}
+     "tasks": {"cifar10": {"data": "<digest>", "files": {"test/0.tar": "<sha256>", ...}}}}
 
 Imports no torch.
 """
@@ -14,7 +14,6 @@ Imports no torch.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from pipeline.evaluation.datasets.datacomp import Task
 from pipeline.evaluation.datasets.suite import Suite
 from pipeline.evaluation.datasets.task_data import ACCEPT, TaskData, TaskError, check_digests, plain
 from pipeline.evaluation.identity import data_digest
-from pipeline.files import replacing, sha256_of, write_json, write_text
+from pipeline.files import read_tree, replacing, sha256_of, write_json, write_text
 
 OUTCOMES_SUFFIX = ".outcomes.npz"
 LOCK_NAME = "suite.lock.json"
@@ -64,16 +63,12 @@ def part_of(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def read_result(path: Path) -> TaskResult | None:
-    """The result in a file; None when there is none, it is not one, or is another task's."""
+    """The result in a file; None when there is none, it is damaged or not one, or is another task's."""
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-        result = TaskResult(**{name: value for name, value in tree.items() if name != "digest"})  # of version 0.2.0
-        stated = result.metrics[result.main_metric]
-        parts = ((result.metrics, dict), (result.inputs, dict), (result.samples, int))
-        whole = all(isinstance(value, kind) for value, kind in parts) and is_named_after(path, result.task)
-        return result if whole and math.isfinite(result.score) and result.score == stated else None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        result = TaskResult(**read_tree(path))
+    except TypeError:
         return None
+    return result if is_named_after(path, str(result.task)) else None
 
 
 def is_named_after(path: Path, key: str) -> bool:
@@ -114,6 +109,7 @@ class SuiteLock:
     suites: dict[str, list[str]] = field(default_factory=dict)
     """The tasks of every suite that was evaluated, by the suite's name."""
     tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Digests of every task's files, and one of its data, by key."""
 
     @classmethod
     def read(cls, path: Path) -> SuiteLock:
@@ -124,10 +120,10 @@ class SuiteLock:
         """
         try:
             tree = json.loads(path.read_text(encoding="utf-8"))
-            return cls(path, *_checked(tree))
+            return cls(path, tree["suites"], tree["tasks"])
         except FileNotFoundError:
             return cls(path)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(
                 f"{path} is damaged ({plain(repr(error), longest=200)}), so data cannot be compared "
                 "with what was evaluated first. Restore it, or remove it to write it anew."
@@ -148,33 +144,24 @@ class SuiteLock:
             TaskError: They differ.
         """
         locked = self.tasks.get(key)
-        if locked is None:
+        if locked is None or locked == _facts(data, files):
             return
-        for what, wanted in locked["counts"].items():
-            count = data.counts.get(what, 0)
-            if count != wanted:
-                raise TaskError(
-                    f"{key}: {data.folder} has {count:,} {what}, but {wanted:,} when it was first evaluated "
-                    f"({self.path}). Is data missing? {ACCEPT}"
-                )
         try:
             check_digests(
                 key, files, locked["files"], folder=None, written=f"when they were first evaluated, {self.path}"
             )
         except TaskError as error:
             raise TaskError(f"{error} {ACCEPT}") from error
-        if locked["data"] != data_digest(files, data.columns):
-            if locked["files"] == files:
-                what = f"the columns {' and '.join(data.columns)} are read, others"
-            else:
-                what = f"{data.folder} has {len(files):,} files, {len(locked['files']):,}"
-            raise TaskError(f"{key}: {what} when it was first evaluated ({self.path}). {ACCEPT}")
+        if locked["files"] == files:
+            what = f"the columns {' and '.join(data.columns)} are read, others"
+        else:
+            what = f"{data.folder} has {len(files):,} files, {len(locked['files']):,}"
+        raise TaskError(f"{key}: {what} when it was first evaluated ({self.path}). {ACCEPT}")
 
     def add(self, key: str, data: TaskData, files: Mapping[str, str]) -> bool:
         """Lock a task's data. Returns whether that changed the lock."""
-        entry = {"counts": data.counts, "data": data_digest(files, data.columns), "files": dict(files)}
-        changed = self.tasks.get(key) != entry
-        self.tasks[key] = entry
+        changed = self.tasks.get(key) != _facts(data, files)
+        self.tasks[key] = _facts(data, files)
         return changed
 
     def write(self, suite: Suite, *, replacing: bool) -> None:
@@ -190,12 +177,5 @@ class SuiteLock:
         write_json(self.path, tree, durable=True)
 
 
-def _checked(tree: Any) -> tuple[dict[str, list[str]], dict[str, dict[str, Any]]]:
-    """The suites and tasks of a lock's file; raises what a damaged one raises."""
-    suites = {str(name): [str(key) for key in keys] for name, keys in tree["suites"].items()}
-    tasks: dict[str, dict[str, Any]] = {}
-    for key, task in tree["tasks"].items():
-        counts = {str(what): int(count) for what, count in task["counts"].items()}
-        files = {str(name): str(digest) for name, digest in task["files"].items()}
-        tasks[str(key)] = {"counts": counts, "data": str(task["data"]), "files": files}
-    return suites, tasks
+def _facts(data: TaskData, files: Mapping[str, str]) -> dict[str, Any]:
+    return {"data": data_digest(files, data.columns), "files": dict(files)}

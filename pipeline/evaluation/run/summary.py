@@ -15,7 +15,7 @@ from typing import Any
 from pipeline.evaluation.datasets.datacomp import AGGREGATES
 from pipeline.evaluation.datasets.suite import Entry, Suite
 from pipeline.evaluation.identity import SETTINGS, misfit
-from pipeline.evaluation.run.results import ANOTHER_SUITE, SuiteLock, TaskResult, is_named_after, part_of, read_result
+from pipeline.evaluation.run.results import ANOTHER_SUITE, SuiteLock, TaskResult, part_of, read_result
 from pipeline.files import read_tree, write_json, write_text
 from pipeline.model.evaluation_model import EvaluationModel
 
@@ -152,17 +152,10 @@ def summarize(evaluation: Evaluation, suite: Suite) -> Summary:
 
 
 def _strays(evaluation: Evaluation, suite: Suite) -> dict[str, str]:
-    """Results in the folder that are not of this suite, by task, and copies under other names, by file."""
-    found, own = {}, {evaluation.path(entry) for entry in suite.whole}
-    for path in sorted(evaluation.folder.glob("*.json")):
-        key = read_tree(path).get("task")
-        if path in own or not isinstance(key, str):
-            continue
-        if is_named_after(path, key):
-            found[key] = ANOTHER_SUITE
-        else:
-            found[path.name] = f"it has the result of {key} under another name"
-    return found
+    """Results in the folder that are not of this suite, by task."""
+    own = {evaluation.path(entry) for entry in suite.whole}
+    results = (read_result(path) for path in sorted(evaluation.folder.glob("*.json")) if path not in own)
+    return {result.task: ANOTHER_SUITE for result in results if result is not None}
 
 
 def write_summary(evaluation: Evaluation, suite: Suite) -> Summary:

@@ -1,23 +1,21 @@
-"""Which watcher evaluates which checkpoint: leases and outcomes are files that are created once and never changed.
+"""Which watcher evaluates which checkpoint: attempts and their ends are files that are created once and never changed.
 
 The ledger uses files and not a database, because watchers on several machines share only a file system. SQLite's locks
 are unreliable on NFS, and its write-ahead log needs shared memory. On every file system, however, `link` creates a name
 only once. So each fact is one small file with its own name, written under a temporary name first:
 
     LEDGER/step-00000500/
-        lease-0001.json    an attempt: who, where, since when
+        lease-0001.json    an attempt: who, where, since when, at which weights
         lease-0001.beat    rewritten by the lease's owner only, to show that it is alive
-        end-0001.json      the attempt ended without a result
-        done.json          the outcome
+        end-0001.json      how the attempt ended: done, failed or released
 
 The lease with the highest number is valid, unless it has ended or its owner is dead: then exactly one watcher can take
 the next number. An owner is considered dead when its beat has not changed for `ttl` seconds, the longer of its own and
 the observer's, of the *observer's* clock; clocks of different machines are never compared. An owner that was only
-suspended writes the same results again, byte for byte, and finds `done.json` there.
+suspended writes the same results again, byte for byte.
 
-The ledger is for scheduling only; the results themselves are authoritative. A watcher that finds a checkpoint done but
-its results missing, or `done.json` damaged, sets the outcome aside (`superseded-0001.json`), and the checkpoint is
-evaluated again.
+The ledger is for scheduling only; the results themselves are authoritative. A checkpoint that is done but has no
+results is evaluated again.
 """
 
 from __future__ import annotations
@@ -41,9 +39,8 @@ from pipeline.files import read_tree, write_text
 from pipeline.run_files import PREFIX, is_name, step_of
 
 LEDGER_FOLDER = "evaluation-ledger"
-DONE = "done.json"
-RELEASED, FAILED = "released", "failed"
-FINISHED, ABANDONED = "done", "abandoned"
+DONE, FAILED, RELEASED = "done", "failed", "released"
+ABANDONED, UNFINISHED = "abandoned", "unfinished"
 ATTEMPTS = 3
 """After so many that failed or whose owner died, a checkpoint is abandoned: it cannot kill its watchers forever."""
 _LEASE = re.compile(r"^lease-(\d+)\.json$")
@@ -96,17 +93,16 @@ class Lease:
         self._thread.start()
         return self
 
-    def finish(self, outcome: Mapping[str, Any]) -> bool:
-        """Write the outcome. Returns False if another watcher considered this one dead and wrote an outcome first."""
-        self._end_heartbeat()
-        record = {"checkpoint": self.folder.name, **outcome, "attempt": self.number, **self.owner}
-        return create_once(self.folder / DONE, json.dumps(record, indent=1) + "\n")
+    def end(self, how: str, **facts: Any) -> bool:
+        """Record how the attempt ended; one that was `RELEASED` does not count.
 
-    def give_up(self, reason: str, *, how: str = FAILED) -> None:
-        """End the attempt without an outcome. With `how` = released it is not counted as an attempt."""
+        Returns:
+            Whether the lease was still valid; else another watcher considered this one dead, and took the next.
+        """
         self._end_heartbeat()
-        record = {"how": how, "reason": reason, **self.owner}
+        record = {"how": how, **facts, **self.owner}
         create_once(self.folder / f"end-{self.number:04d}.json", json.dumps(record, indent=1) + "\n")
+        return self.number == _highest(self.folder)
 
     def _live(self) -> None:
         for count in itertools.count(1):
@@ -126,7 +122,7 @@ class Lease:
 
 
 class Ledger:
-    """The leases and outcomes below `folder`, as one watcher sees them.
+    """The attempts below `folder`, as one watcher sees them.
 
     Args:
         folder: The ledger of one run and one suite.
@@ -141,67 +137,52 @@ class Ledger:
         self._first: dict[Path, str] = {}
 
     def outcome(self, name: str) -> dict[str, Any]:
-        """The outcome of a checkpoint, finished or abandoned; empty if it has none, or the record is damaged."""
-        return read_tree(self.folder / name / DONE)
+        """How the last attempt at a checkpoint ended; empty if there was none, or it has not ended."""
+        return _end(self.folder / name, _highest(self.folder / name))
 
-    def done(self, name: str) -> bool:
-        """Whether a checkpoint has an outcome."""
-        return bool(self.outcome(name))
-
-    def reopen(self, name: str, reason: str) -> None:
-        """Set an outcome aside, so that the checkpoint is evaluated again; this is not counted as an attempt."""
+    def is_abandoned(self, name: str, *, weights: str = "") -> bool:
+        """Whether `ATTEMPTS` at these weights are over and none gave a result."""
         folder = self.folder / name
-        number = self._highest(folder)
-        if number:
-            record = {"how": RELEASED, "reason": reason, "at": _now()}
-            create_once(folder / f"end-{number:04d}.json", json.dumps(record, indent=1) + "\n")
-        with contextlib.suppress(FileNotFoundError):  # another watcher was faster
-            os.replace(folder / DONE, folder / f"superseded-{number:04d}.json")
+        return _spent(folder, weights) >= ATTEMPTS and self._is_over(folder)
 
-    def claim(self, name: str, *, weights: str = "") -> Lease | None:
-        """A lease on a checkpoint; None when it is done, held by a live watcher, or taken by another one first.
+    def claim(self, name: str, *, weights: str = "", again: bool = False) -> Lease | None:
+        """A lease on a checkpoint; None when it is held by a live watcher, abandoned, or taken by another one first.
 
-        `weights` tell it from another checkpoint of the same name; attempts at others are not counted.
+        Args:
+            name: The checkpoint.
+            weights: What tells it from another checkpoint of the same name; attempts at others are not counted.
+            again: Also if it is done.
         """
         folder = self.folder / name
-        if self.done(name):
+        number = _highest(folder)
+        if not self._is_over(folder) or (_end(folder, number).get("how") == DONE and not again):
             return None
-        if (folder / DONE).exists():
-            self.reopen(name, f"{DONE} was damaged")
-        number = self._highest(folder)
-        if number and not self._is_over(folder, number):
-            return None
-        if self._spent(folder, weights) >= ATTEMPTS:
-            self._abandon(name, folder, number, weights)
+        if _spent(folder, weights) >= ATTEMPTS:
             return None
         owner = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "token": uuid.uuid4().hex,
-            "at": _now(),
+            "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "weights": weights,
             "ttl": self.ttl,
         }
-        path = folder / f"lease-{number + 1:04d}.json"
-        if not create_once(path, json.dumps(owner, indent=1) + "\n"):
+        if not create_once(folder / f"lease-{number + 1:04d}.json", json.dumps(owner, indent=1) + "\n"):
             return None
-        lease = Lease(folder, number + 1, owner, interval=self.ttl / 6).start()
-        if self.done(name):  # network file systems cache directories, so it may be visible only now
-            lease.give_up("it was done already", how=RELEASED)
-            return None
-        return lease
+        return Lease(folder, number + 1, owner, interval=self.ttl / 6).start()
 
     def in_doubt(self, name: str) -> bool:
         """Whether the owner of this checkpoint has neither been seen alive nor been silent for `ttl` seconds yet."""
         folder = self.folder / name
-        number = self._highest(folder)
-        if not number or self.done(name) or self._is_over(folder, number):
+        if self._is_over(folder):
             return False
-        beat = folder / f"lease-{number:04d}.beat"
+        beat = folder / f"lease-{_highest(folder):04d}.beat"
         return self._first[beat] == _read(beat)
 
-    def _is_over(self, folder: Path, number: int) -> bool:
-        if (folder / f"end-{number:04d}.json").exists():
+    def _is_over(self, folder: Path) -> bool:
+        """Whether nobody works on a checkpoint."""
+        number = _highest(folder)
+        if not number or (folder / f"end-{number:04d}.json").exists():
             return True
         beat = folder / f"lease-{number:04d}.beat"
         value, now = _read(beat), self._clock()
@@ -211,28 +192,33 @@ class Ledger:
         own = read_tree(folder / f"lease-{number:04d}.json").get("ttl")  # it may beat less often than we would
         return now - self._seen[beat][1] >= max(self.ttl, own if isinstance(own, int | float) else 0)
 
-    def _abandon(self, name: str, folder: Path, number: int, weights: str) -> None:
-        reasons = [read_tree(path).get("reason", "") for path in sorted(folder.glob("end-*.json"))]
-        outcome = {"checkpoint": name, "outcome": ABANDONED, "attempts": number, "reasons": reasons, "at": _now()}
-        outcome["weights"] = weights
-        create_once(folder / DONE, json.dumps(outcome, indent=1) + "\n")
 
-    @staticmethod
-    def _highest(folder: Path) -> int:
-        found = (_LEASE.match(path.name) for path in folder.glob("lease-*.json"))
-        return max((int(match[1]) for match in found if match), default=0)
+def state_of(folder: Path) -> str:
+    """What a checkpoint's folder in a ledger says: `DONE`, `ABANDONED` or `UNFINISHED`."""
+    number = _highest(folder)
+    if _end(folder, number).get("how") == DONE:
+        return DONE
+    weights = read_tree(folder / f"lease-{number:04d}.json").get("weights", "")
+    return ABANDONED if _spent(folder, weights) >= ATTEMPTS else UNFINISHED
 
-    @staticmethod
-    def _spent(folder: Path, weights: str) -> int:
-        """Attempts at these weights that were not released."""
-        released = {path.stem[4:] for path in folder.glob("end-*.json") if read_tree(path).get("how") == RELEASED}
-        leases = (path for path in folder.glob("lease-*.json") if path.stem[6:] not in released)
-        return sum(read_tree(path).get("weights", weights) == weights for path in leases)
 
-    def outcomes(self) -> dict[str, dict[str, Any]]:
-        """The outcome of every checkpoint that has one, by name."""
-        names = [path.parent.name for path in sorted(self.folder.glob(f"*/{DONE}"))]
-        return {name: outcome for name in names if (outcome := self.outcome(name))}
+def _numbers(folder: Path) -> list[int]:
+    names = (_LEASE.match(path.name) for path in folder.glob("lease-*.json"))
+    return [int(match[1]) for match in names if match]
+
+
+def _highest(folder: Path) -> int:
+    return max(_numbers(folder), default=0)
+
+
+def _end(folder: Path, number: int) -> dict[str, Any]:
+    return read_tree(folder / f"end-{number:04d}.json")
+
+
+def _spent(folder: Path, weights: str) -> int:
+    """Attempts at these weights that failed, or have not ended."""
+    tried = (number for number in _numbers(folder) if _end(folder, number).get("how", FAILED) == FAILED)
+    return sum(read_tree(folder / f"lease-{n:04d}.json").get("weights", weights) == weights for n in tried)
 
 
 def _read(path: Path) -> str:
@@ -240,10 +226,6 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8")  # opening, not stat: NFS revalidates a file when it is opened
     except OSError:
         return ""
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 def forget_after(run: Path, last: int) -> None:

@@ -20,14 +20,14 @@ from pipeline.config import section
 from pipeline.distributed.world import World
 from pipeline.evaluation.datasets.suite import Suite
 from pipeline.evaluation.datasets.task_data import file_facts, plain
-from pipeline.evaluation.identity import Digests, suite_identity
+from pipeline.evaluation.identity import suite_identity
 from pipeline.evaluation.run.checkpoint import default_folder, load_checkpoint
-from pipeline.evaluation.run.results import read_result
 from pipeline.evaluation.run.session import EvaluationConfig, attempt
 from pipeline.evaluation.run.summary import SUMMARY_NAME
-from pipeline.evaluation.watch.ledger import ABANDONED, ATTEMPTS, FINISHED, LEDGER_FOLDER, RELEASED, Lease, Ledger
+from pipeline.evaluation.watch.ledger import ATTEMPTS, DONE, FAILED, LEDGER_FOLDER, RELEASED, Lease, Ledger
+from pipeline.files import sha256_of
 from pipeline.model.model_folder import WEIGHTS_NAME, stated_files
-from pipeline.run_files import MODEL_CONFIG_NAME, finished_checkpoints, step_of
+from pipeline.run_files import META_NAME, MODEL_CONFIG_NAME, finished_checkpoints, step_of
 
 
 class Candidates:
@@ -35,72 +35,45 @@ class Candidates:
 
     def __init__(self, run: Path, *, every: int) -> None:
         self.run, self._every = run, every
-        self._complete: dict[Path, dict[str, tuple[int, ...]]] = {}
-        self._weights = Digests(run / LEDGER_FOLDER / "weights.json")
-        self._checked: dict[Path, tuple[int, frozenset[str]]] = {}
+        self._known: dict[Path, tuple[object, str]] = {}
 
     def ready(self) -> list[Path]:
         """Checkpoints whose model files exist with their stated sizes, oldest first."""
-        return [path for path in self._wanted() if self._is_complete(path)]
+        return [path for path in self._wanted() if self.weights(path)]
 
     def incomplete(self) -> list[Path]:
         """Checkpoints that are being copied, or are truncated."""
-        return [path for path in self._wanted() if not self._is_complete(path)]
+        return [path for path in self._wanted() if not self.weights(path)]
 
     def has_results(self, path: Path, suite: Suite) -> bool:
-        """Whether every task of the suite has a readable result for this checkpoint, and a summary of them exists.
-
-        A folder is read again only after something was added to it, renamed or removed.
-        """
-        folder = default_folder(str(path))
-        try:
-            changed = folder.stat().st_mtime_ns
-        except OSError:
-            return False
-        if self._checked.get(folder, (None,))[0] != changed:
-            found = (read_result(file) for file in sorted(folder.glob("*.json")))
-            self._checked[folder] = (changed, frozenset(result.task for result in found if result is not None))
-        return (folder / SUMMARY_NAME).is_file() and {e.task.key for e in suite.entries} <= self._checked[folder][1]
+        """Whether every task of the suite has a result for this checkpoint, and a summary of them exists."""
+        names = (SUMMARY_NAME, *(f"{entry.task.stem}.json" for entry in suite.entries))
+        return all((default_folder(str(path)) / name).is_file() for name in names)
 
     def _wanted(self) -> list[Path]:
         return [path for path in finished_checkpoints(self.run) if step_of(path) % self._every == 0]
 
     def weights(self, path: Path) -> str:
-        """What tells a checkpoint from another one that takes its name: the digests of its files, stated or computed.
+        """What tells a checkpoint from another one that takes its name: its model files' digests, stated or computed.
 
-        Empty while a file cannot be read.
+        Empty while a file is missing, or has another size than is stated.
         """
         try:
-            stated = {name: facts.get("sha256") for name, facts in stated_files(path).items()}
-            if not stated or not all(stated.values()):
-                stated = {name: self._weights.of(path / name) for name in (MODEL_CONFIG_NAME, WEIGHTS_NAME)}
-                self._weights.write()
+            now = {name: file_facts(path / name) for name in (META_NAME, MODEL_CONFIG_NAME, WEIGHTS_NAME)}
+            if self._known.get(path, (None,))[0] != now:
+                stated, digests = stated_files(path), {}
+                for name in (MODEL_CONFIG_NAME, WEIGHTS_NAME):
+                    facts = stated.get(name, {})
+                    if facts.get("bytes", now[name][0]) != now[name][0]:
+                        return ""
+                    digests[name] = facts.get("sha256") or sha256_of(path / name)
+                self._known[path] = (now, hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:16])
+            return self._known[path][1]
         except (OSError, ValueError, AttributeError):
             return ""
-        return hashlib.sha256(json.dumps(stated, sort_keys=True).encode()).hexdigest()[:16]
-
-    def _is_complete(self, path: Path) -> bool:
-        """Whether the model's files exist with their stated sizes; looked at again when one was replaced."""
-        try:
-            now = {name: file_facts(path / name) for name in (MODEL_CONFIG_NAME, WEIGHTS_NAME)}
-            if self._complete.get(path) != now:
-                sizes = {name: size for name, (size, *_) in now.items()}
-                if any(facts.get("bytes", sizes[name]) != sizes[name] for name, facts in stated_files(path).items()):
-                    return False
-                self._complete[path] = now
-        except (OSError, ValueError):
-            return False
-        return True
 
 
 SHOWN_FAILURES = 3
-AGAIN = {
-    "results were missing": ": its results are missing, although it was evaluated",
-    "the checkpoint was replaced": " was replaced by other weights since it was evaluated",
-}
-"""Why a checkpoint is evaluated again: for the ledger, and for the log."""
-
-
 RETRY_SECONDS = 300.0
 """Before the same watcher tries a failed checkpoint again."""
 
@@ -176,10 +149,10 @@ class Watcher:
     def abandoned(self) -> list[tuple[str, Path]]:
         """Checkpoints that are no longer tried, and their folders in the ledger."""
         return [
-            (name, ledger.folder / name)
-            for ledger in self.ledgers.values()
-            for name, outcome in ledger.outcomes().items()
-            if outcome.get("outcome") == ABANDONED
+            (path.name, self.ledgers[run].folder / path.name)
+            for run, candidates in self.candidates.items()
+            for path in candidates.ready()
+            if self.ledgers[run].is_abandoned(path.name, weights=candidates.weights(path))
         ]
 
     def step(self) -> bool:
@@ -191,7 +164,7 @@ class Watcher:
                 self._evaluate(items)
         except BaseException as error:
             for lease in mine.values():
-                lease.give_up(f"interrupted by {type(error).__name__}", how=RELEASED)
+                lease.end(RELEASED, reason=f"interrupted by {type(error).__name__}")
             raise
         return bool(items)
 
@@ -201,17 +174,19 @@ class Watcher:
             (run, path)
             for run, candidates in self.candidates.items()
             for path in candidates.ready()
-            if not self.ledgers[run].done(path.name) or self._why_again(run, path)
+            if self._why(run, path) is not None
         ]
         return sorted(found, key=lambda item: step_of(item[1]), reverse=True)
 
-    def _why_again(self, run: Path, path: Path) -> str:
-        """Why a checkpoint that has an outcome is evaluated again, one of `AGAIN`; empty if it is not."""
-        outcome, candidates = self.ledgers[run].outcome(path.name), self.candidates[run]
-        if outcome.get("outcome") == FINISHED and not candidates.has_results(path, self.suite):
-            return "results were missing"
-        before, now = outcome.get("weights"), candidates.weights(path)
-        return "the checkpoint was replaced" if before and now and before != now else ""
+    def _why(self, run: Path, path: Path) -> str | None:
+        """Why a checkpoint that is done is evaluated again; empty if it is not done, None if there is nothing to do."""
+        ledger, candidates = self.ledgers[run], self.candidates[run]
+        outcome, weights = ledger.outcome(path.name), candidates.weights(path)
+        if outcome.get("how") != DONE:
+            return None if ledger.is_abandoned(path.name, weights=weights) else ""
+        if outcome.get("weights") and weights and outcome["weights"] != weights:
+            return "was replaced by other weights since it was evaluated"
+        return None if candidates.has_results(path, self.suite) else "has no results, although it was evaluated"
 
     def _claimed(self, mine: dict[Path, Lease]) -> Mapping[Path, Lease | None]:
         """The checkpoints that all processes work on now; the first process adds its leases to `mine`, one by one."""
@@ -228,16 +203,15 @@ class Watcher:
             alone = path in newest
             if (alone and items) or time.monotonic() < self._retry_at.get(path, 0.0):
                 continue
-            if reason := self._why_again(run, path):
-                self._log(f"{self._shown(path)}{AGAIN[reason]}; it is evaluated again.")
-                self.ledgers[run].reopen(path.name, reason)
-            lease = self.ledgers[run].claim(path.name, weights=self.candidates[run].weights(path))
-            if lease is not None:
-                items[path] = lease
-                if alone or len(items) == self.config.together:
-                    break
-            elif self.ledgers[run].outcome(path.name).get("outcome") == ABANDONED:
-                self._log(f"{self._shown(path)} is abandoned after {ATTEMPTS} attempts.")
+            reason, weights = self._why(run, path), self.candidates[run].weights(path)
+            lease = self.ledgers[run].claim(path.name, weights=weights, again=bool(reason))
+            if lease is None:
+                continue
+            if reason:
+                self._log(f"{self._shown(path)} {reason}; it is evaluated again.")
+            items[path] = lease
+            if alone or len(items) == self.config.together:
+                break
 
     def _in_doubt(self) -> bool:
         """Whether there is a lease whose owner may be dead, as the first process sees it."""
@@ -291,7 +265,7 @@ class Watcher:
     def _finish(self, path: Path, lease: Lease | None, scores: Mapping[str, float]) -> None:
         if lease is None:
             return
-        if lease.finish({"suite": self.suite.name, "outcome": FINISHED, "scores": scores}):
+        if lease.end(DONE, suite=self.suite.name, scores=scores):
             self._log(f"{self._shown(path)}: {len(scores)} tasks done.")
         else:
             self._log(f"{self._shown(path)}: another watcher took it over and was first; the results are the same.")
@@ -299,8 +273,10 @@ class Watcher:
     def _give_up(self, path: Path, lease: Lease | None, reason: str) -> None:
         self._log(f"{self._shown(path)} failed, and is tried {ATTEMPTS} times at most: {reason}")
         if lease is not None:
-            lease.give_up(reason)
+            lease.end(FAILED, reason=reason)
             self._retry_at[path] = time.monotonic() + RETRY_SECONDS
+            if not any(path == waiting for _, waiting in self.waiting()):
+                self._log(f"{self._shown(path)} is abandoned after {ATTEMPTS} attempts.")
 
     def _shown(self, path: Path) -> str:
         """A checkpoint's name; with that of its run where there are several."""

@@ -17,7 +17,7 @@ from data_prep.evalsets.set_sources import HUB_SETS, HubSet, differing_files, fe
 from pipeline.config import suggest
 from pipeline.errors import UserError
 from pipeline.evaluation.datasets.suite import Entry, open_suite, open_task
-from pipeline.evaluation.datasets.task_data import FACTS_NAME, check_copies, check_digests, file_digests
+from pipeline.evaluation.datasets.task_data import FACTS_NAME, check_digests, file_digests
 from pipeline.files import write_json
 
 LOCK_NAME = "evalsets.json"
@@ -167,5 +167,4 @@ def _facts(entry: Entry) -> dict[str, Any]:
     files = file_digests(data.files, data.folder)
     expected = entry.expected.get("sha256", {})
     check_digests(entry.task.key, files, expected, folder=entry.folder, written="was recorded with the data")
-    check_copies(entry.task.key, files)
     return {**data.counts, "sha256": dict(sorted(files.items()))}

@@ -18,7 +18,6 @@ from pipeline.evaluation.datasets.rows import open_rows
 from pipeline.evaluation.datasets.task_data import (
     ACCEPT,
     COUNTS,
-    CheckedImages,
     TaskData,
     TaskError,
     Unchanged,
@@ -29,7 +28,6 @@ from pipeline.evaluation.datasets.task_data import (
 )
 from pipeline.evaluation.datasets.webdataset import BlankClass, is_retrieval, is_webdataset, open_webdataset
 
-TABLE_FILES = ("state.json", "dataset_dict.json", "*.arrow", "*.parquet", "*.csv")
 Index = Mapping[str, list[Path]]
 
 
@@ -57,11 +55,9 @@ def find_folders(task: Task, index: Index) -> list[Path]:
 
 
 def _has_data(task: Task, path: Path) -> bool:
-    if is_webdataset(path):
-        return True
-    if task.protocol == "classification":
-        return False
-    return any(next(path.rglob(pattern), None) is not None for pattern in TABLE_FILES)
+    if is_webdataset(path) or task.protocol == "classification":
+        return is_webdataset(path)
+    return any(file.suffix in (".arrow", ".parquet", ".csv") for file in files_below(path))
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -222,7 +218,7 @@ def open_task(entry: Entry, *, blank_class: BlankClass = "keep", allow_outside: 
         if not allow_outside:
             check_inside(data.files, _places(entry, data))
         unchanged.check(data.files)  # notes those that are elsewhere, before any process hashes them
-        data = replace(data, images=CheckedImages(data.images, unchanged), unchanged=unchanged)
+        data = replace(data, unchanged=unchanged)
     except OSError as error:
         raise TaskError(f"{entry.task.key}: {entry.folder} cannot be read ({error.strerror}).") from error
     for what in COUNTS:

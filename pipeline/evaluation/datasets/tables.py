@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,13 +110,6 @@ class Table:
             raise TaskError(f"{self.row_name(row)} holds no image, and names none, in the column {column}.")
         return image
 
-    def files_of(self, column: str, place: Place) -> Iterable[Path]:
-        """The files that an image is read from."""
-        image = self._image(column, place)
-        if isinstance(image, str) and self._archives is None:
-            return (*self.files, locate(image, self.folder))
-        return self.files
-
     def image_files(self, column: str) -> tuple[Path, ...]:
         """The files of images that the table only names."""
         import pyarrow as pa
@@ -170,9 +163,6 @@ class TableImages:
     def file_name(self, index: int) -> str:
         """The name of the image in a table that only names it; empty elsewhere."""
         return self._table.image_name(self._column, self._places[index])
-
-    def files_of(self, index: int) -> Iterable[Path]:
-        return self._table.files_of(self._column, self._places[index])
 
 
 class Archives:

@@ -5,7 +5,6 @@ What is recorded with a suite's data is in `suite.json` (counts and digests) and
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
@@ -51,9 +50,6 @@ class ImageSource(Protocol):
     def name(self, index: int) -> str:
         """Where the image is, for messages."""
 
-    def files_of(self, index: int) -> Iterable[Path]:
-        """The files that it is read from."""
-
 
 def file_facts(path: Path) -> tuple[int, ...]:
     """What changes with every change of a file's content, whoever sets its modification time."""
@@ -65,8 +61,8 @@ class Unchanged:
     """The files at `paths` as they are now; others are noted when they are first checked.
 
     A task's data is read three times: what is not an image, all bytes for their digests, and the images. Size, inode
-    and dates of the files are noted before the first reading and compared after each: the bytes that are decoded are
-    then the bytes that are hashed.
+    and dates of the files are noted before the first reading and compared after each of the three: the bytes that are
+    decoded are then the bytes that are hashed.
     """
 
     def __init__(self, paths: Iterable[Path] = ()) -> None:
@@ -91,27 +87,6 @@ class Unchanged:
                     f"{path} was changed while it was evaluated, so a score would be over mixed data. Evaluate again "
                     "when the data is complete."
                 )
-
-
-class CheckedImages:
-    """Images whose files are checked after every reading."""
-
-    def __init__(self, images: ImageSource, unchanged: Unchanged) -> None:
-        self._images, self._unchanged = images, unchanged
-
-    def __len__(self) -> int:
-        return len(self._images)
-
-    def read(self, index: int) -> bytes:
-        blob = self._images.read(index)
-        self._unchanged.check(self._images.files_of(index))
-        return blob
-
-    def name(self, index: int) -> str:
-        return self._images.name(index)
-
-    def files_of(self, index: int) -> Iterable[Path]:
-        return self._images.files_of(index)
 
 
 @dataclass(frozen=True)
@@ -183,9 +158,6 @@ class FileImages:
 
     def name(self, index: int) -> str:
         return str(self._paths[index])
-
-    def files_of(self, index: int) -> Iterable[Path]:
-        return (self._paths[index],)
 
 
 def decode(blob: bytes, *, name: str, background: Colour | None = None) -> Any:
@@ -313,26 +285,11 @@ def read_facts(folder: Path) -> dict[str, dict[str, Any]]:
         }
         path = folder / FACTS_NAME
         own = dict(json.loads(path.read_text(encoding="utf-8"))["tasks"]) if path.is_file() else {}
-        return facts | {key: _checked_facts(key, task) for key, task in own.items()}
+        return facts | {key: dict(task) for key, task in own.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"{path} is damaged ({plain(repr(error), longest=200)}): make or fetch the suite again."
         ) from error
-
-
-def _checked_facts(key: str, task: Mapping[str, Any]) -> dict[str, Any]:
-    """What `suite.json` says about a task: counts and digests. A misspelt name would check nothing."""
-    for name, value in task.items():
-        if name == "sha256":
-            right = isinstance(value, dict) and all(isinstance(digest, str) for digest in value.values())
-        elif name in COUNTS:
-            right = isinstance(value, int) and not isinstance(value, bool)
-        else:  # other facts, such as those that the scenes' generator writes, are for readers of the file
-            right = not difflib.get_close_matches(name, (*COUNTS, "sha256"), cutoff=0.75)
-        if not right:
-            found = plain(repr(value), longest=60)
-            raise ValueError(f"{key}: {name} = {found}; allowed are {', '.join(COUNTS)} (whole numbers) and sha256")
-    return dict(task)
 
 
 def check_digests(
@@ -358,21 +315,6 @@ def check_digests(
             f"{key}: {len(wrong)} of {len(expected)} files are missing or have another SHA-256 than {written} "
             f"({', '.join(wrong[:3])}). They are damaged or of another version: fetch them again."
         )
-
-
-def check_copies(key: str, files: Mapping[str, str]) -> None:
-    """Check that no two data files of a task have the same content.
-
-    Raises:
-        TaskError: Some do; the message names them.
-    """
-    seen: dict[str, str] = {}
-    for name, digest in files.items():
-        if not name.endswith((".tar", ".parquet", ".arrow", ".zip")):
-            continue
-        if digest in seen:
-            raise TaskError(f"{key}: {name} has the same content as {seen[digest]}: it is a copy. Fetch it again.")
-        seen[digest] = name
 
 
 def file_digests(files: Iterable[Path], folder: Path) -> dict[str, str]:

@@ -1,8 +1,7 @@
-"""Tasks stored as `wds_*_test` folders: tars read by position, so that no sample is skipped or read twice unnoticed.
+"""Tasks stored as `wds_*_test` folders: what is a sample is `webdataset`'s rule, and images are read by position.
 
-The package webdataset reads them, too, but in one direction, and it takes a tar that was cut between members or
-overwritten with zeros for one with fewer samples, a link for nothing, and a sample that occurs twice for two: a score
-over what it found would look like any other.
+The members are checked first: webdataset's own reader takes a tar that was cut between members or overwritten with
+zeros for one with fewer samples, a link for nothing, and a sample that occurs twice for two.
 """
 
 from __future__ import annotations
@@ -11,10 +10,10 @@ import io
 import os
 import re
 import tarfile
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
@@ -77,37 +76,17 @@ MOST_MISSING = 10_000
 MOST = 2**53
 """Numbers of groups are below; larger ones have no exact float, and may have no int64."""
 BlankClass = Literal["keep", "drop"]
-
-
-@dataclass
-class TarSample:
-    """One sample: where its image is, and the contents of its small members."""
-
-    key: str
-    shard: int
-    path: Path
-    """Of the shard."""
-    image: tuple[int, int] | None = None
-    small: dict[str, bytes] = field(default_factory=dict)
-
-    @property
-    def place(self) -> str:
-        """Where it is, for messages."""
-        return f"Sample {self.key} in {self.path}"
-
-    def member(self, suffix: str) -> bytes:
-        if suffix not in self.small:
-            raise TaskError(f"{self.place} has no .{suffix}.")
-        return self.small[suffix]
+Sample = dict[str, Any]
+"""As `webdataset` groups members: contents by suffix, and of an image where it is, beside `__key__` and `__url__`."""
 
 
 class TarImages:
     """Images in uncompressed tars, read by offset; every process opens the files separately."""
 
-    def __init__(self, shards: tuple[Path, ...], samples: list[TarSample]) -> None:
-        self.shards = shards
-        self._at = np.array([(s.shard, *(s.image or (0, 0))) for s in samples], dtype=np.int64).reshape(-1, 3)
-        self._keys = [s.key for s in samples]
+    def __init__(self, shards: tuple[Path, ...], samples: Sequence[Sample]) -> None:
+        self.shards, number = shards, {str(shard): k for k, shard in enumerate(shards)}
+        self._at = np.array([(number[s["__url__"]], *_image(s)) for s in samples], dtype=np.int64).reshape(-1, 3)
+        self._keys = [s["__key__"] for s in samples]
         self._open: dict[int, io.FileIO] = {}
 
     def __getstate__(self) -> dict[str, object]:
@@ -127,9 +106,6 @@ class TarImages:
 
     def name(self, index: int) -> str:
         return f"{self._keys[index]} in {self.shards[int(self._at[index][0])]}"
-
-    def files_of(self, index: int) -> Iterable[Path]:
-        return (self.shards[int(self._at[index][0])],)
 
 
 def is_webdataset(folder: Path) -> bool:
@@ -160,9 +136,8 @@ def open_webdataset(
         TaskError: A shard is missing, surplus, damaged, empty or a copy of another, or a sample lacks a member.
     """
     shards = _shards(folder)
-    samples = [sample for number, shard in enumerate(shards) for sample in _read_shard(shard, number)]
+    samples = [sample for shard in shards for sample in _read_shard(shard)]
     images = TarImages(shards, samples)
-    _check_samples(samples)
     _check_copies(samples, images)
     files = (folder / "test" / "nshards.txt", *shards)
     if is_retrieval(folder):
@@ -213,96 +188,108 @@ def _shards(folder: Path) -> tuple[Path, ...]:
     return shards
 
 
-def _read_shard(shard: Path, number: int) -> Iterator[TarSample]:
-    """The samples of one tar: neighbouring members with the same name up to the first dot."""
-    sample: TarSample | None = None
-    with shard.open("rb") as file:
-        for member in read_members(shard):
-            folder, base = os.path.split(member.name)
-            key, _, suffix = base.partition(".")
-            key, suffix = os.path.join(folder, key), suffix.lower()
-            if sample is None or sample.key != key:
-                if sample is not None:
-                    yield sample
-                sample = TarSample(key, number, shard)
-            if suffix in IMAGE_SUFFIXES:
-                if sample.image is not None:
-                    raise TaskError(f"{sample.place} has two images.")
-                sample.image = (member.offset_data, member.size)
-            elif suffix in SMALL_SUFFIXES:
-                if suffix in sample.small:
-                    raise TaskError(f"{sample.place} has two members .{suffix}.")
-                sample.small[suffix] = os.pread(file.fileno(), member.size, member.offset_data)
-    if sample is None:
+def _read_shard(shard: Path) -> list[Sample]:
+    """The samples of one tar."""
+    from webdataset.tariterators import base_plus_ext, group_by_keys
+
+    def members() -> Iterator[dict[str, Any]]:
+        with shard.open("rb") as file:
+            for member in read_members(shard):
+                data: Any = (member.offset_data, member.size)
+                key, suffix = base_plus_ext(member.name)
+                if key is None:  # it would be passed over
+                    raise TaskError(f"The shard {shard}: {member.name} is of no sample, its name has no suffix.")
+                if suffix.lower() in SMALL_SUFFIXES:
+                    data = os.pread(file.fileno(), member.size, member.offset_data)
+                yield {"fname": member.name, "data": data, "__url__": str(shard)}
+
+    try:
+        samples = list(group_by_keys(members()))
+    except ValueError as error:
+        raise TaskError(f"The shard {shard} has a sample with two equal members: {plain(error.args[0])}.") from error
+    if not samples:
         raise TaskError(f"The shard {shard} holds no samples at all: it is damaged or not the task's. Fetch it again.")
-    yield sample
+    twice = next((key for key, count in Counter(s["__key__"] for s in samples).items() if count > 1), None)
+    if twice is not None:
+        raise TaskError(f"{shard} holds sample {twice} twice, or its members are not together.")
+    return samples
 
 
-def _check_samples(samples: Sequence[TarSample]) -> None:
-    seen: set[tuple[int, str]] = set()
-    for sample in samples:
-        if (sample.shard, sample.key) in seen:
-            raise TaskError(f"{sample.path} holds sample {sample.key} twice, or its members are not together.")
-        seen.add((sample.shard, sample.key))
-    for sample in samples:
-        if sample.image is None:
-            allowed = ", ".join(f".{suffix}" for suffix in IMAGE_SUFFIXES)
-            raise TaskError(f"{sample.place} has no image ({allowed}).")
+def _image(sample: Sample) -> tuple[int, int]:
+    """Offset and size of the image."""
+    places = [sample[suffix] for suffix in IMAGE_SUFFIXES if suffix in sample]
+    if len(places) != 1:
+        what = "two images" if places else f"no image ({', '.join(f'.{suffix}' for suffix in IMAGE_SUFFIXES)})"
+        raise TaskError(f"{_where(sample)} has {what}.")
+    offset, size = places[0]
+    return offset, size
 
 
-def _check_copies(samples: Sequence[TarSample], images: TarImages) -> None:
+def _where(sample: Sample) -> str:
+    return f"Sample {sample['__key__']} in {sample['__url__']}"
+
+
+def _member(sample: Sample, suffix: str) -> bytes:
+    if suffix not in sample:
+        raise TaskError(f"{_where(sample)} has no .{suffix}.")
+    return bytes(sample[suffix])
+
+
+def _check_copies(samples: Sequence[Sample], images: TarImages) -> None:
     """No two shards hold the same samples, whatever the tars' dates and names are.
 
     Sizes and labels are compared first, contents only where these agree.
     """
-    by_shard: dict[int, list[int]] = {}
+    by_shard: dict[str, list[int]] = {}
     for index, sample in enumerate(samples):
-        by_shard.setdefault(sample.shard, []).append(index)
+        by_shard.setdefault(sample["__url__"], []).append(index)
     known: dict[object, list[int]] = {}
     for indices in by_shard.values():
-        facts = tuple((samples[k].image[1], tuple(sorted(samples[k].small.items()))) for k in indices)  # type: ignore[index]
-        twin = known.setdefault(facts, indices)
+        small = [[samples[k].get(suffix) for suffix in SMALL_SUFFIXES] for k in indices]
+        twin = known.setdefault(
+            repr([(_image(samples[k])[1], own) for k, own in zip(indices, small, strict=True)]), indices
+        )
         if twin is not indices and all(images.read(a) == images.read(b) for a, b in zip(twin, indices, strict=True)):
-            first, second = samples[twin[0]].path, samples[indices[0]].path
+            first, second = samples[twin[0]]["__url__"], samples[indices[0]]["__url__"]
             raise TaskError(f"{second} holds the same {len(indices)} samples as {first}: it is a copy. Fetch it again.")
 
 
-def _label(sample: TarSample) -> int:
-    text = sample.member("cls").strip()
+def _label(sample: Sample) -> int:
+    text = _member(sample, "cls").strip()
     if not re.fullmatch(rb"-?[0-9]{1,9}", text):
-        raise TaskError(f"{sample.place}: .cls holds {text[:20]!r}, not a class number.")
+        raise TaskError(f"{_where(sample)}: .cls holds {text[:20]!r}, not a class number.")
     return int(text)
 
 
-def _captions(sample: TarSample) -> tuple[str, ...]:
+def _captions(sample: Sample) -> tuple[str, ...]:
     try:
-        captions = tuple(text_lines(sample.member("txt").decode("utf-8")))
+        captions = tuple(text_lines(_member(sample, "txt").decode("utf-8")))
     except UnicodeDecodeError as error:
-        raise TaskError(f"{sample.place}: .txt is not UTF-8 ({error}).") from error
+        raise TaskError(f"{_where(sample)}: .txt is not UTF-8 ({error}).") from error
     if not captions or not all(caption.strip() for caption in captions):
-        raise TaskError(f"{sample.place}: .txt has no caption or a blank line.")
+        raise TaskError(f"{_where(sample)}: .txt has no caption or a blank line.")
     return captions
 
 
-def _metadata(samples: Sequence[TarSample], columns: int, groups: Sequence[int]) -> np.ndarray:
+def _metadata(samples: Sequence[Sample], columns: int, groups: Sequence[int]) -> np.ndarray:
     """[n, columns or more] int64, paired by sample and never by a second reading."""
     rows: list[np.ndarray] = []
     for sample in samples:
         try:
-            row = np.lib.format.read_array(io.BytesIO(sample.member("npy")), allow_pickle=False)
+            row = np.lib.format.read_array(io.BytesIO(_member(sample, "npy")), allow_pickle=False)
         except TaskError:
             raise
         except Exception as error:  # a damaged header is parsed as Python, and may state any shape
-            raise TaskError(f"{sample.place}: .npy is damaged ({plain(error)}). Fetch this shard again.") from error
+            raise TaskError(f"{_where(sample)}: .npy is damaged ({plain(error)}). Fetch this shard again.") from error
         if row.ndim != 1 or len(row) < columns or (rows and row.shape != rows[0].shape):
             raise TaskError(
-                f"{sample.place}: .npy has shape {row.shape}, "
+                f"{_where(sample)}: .npy has shape {row.shape}, "
                 f"but the task needs {columns} columns, the same number for every sample."
             )
         group, numbers = row[list(groups)], row.dtype.kind in "iuf"
         if not (numbers and (abs(row[:columns]) < MOST).all()) or (group < 0).any() or (group % 1).any():
             raise TaskError(
-                f"{sample.place}: .npy holds {row.tolist()}, but the numbers of groups must be whole and not negative "
+                f"{_where(sample)}: .npy holds {row.tolist()}, but numbers of groups must be whole and not negative "
                 f"(columns {', '.join(map(str, groups))}). The shard is of another version: fetch it again."
             )
         rows.append(row.astype(np.int64))

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from pipeline.evaluation.datasets.suite import Entry, Suite, is_official, open_task
-from pipeline.evaluation.datasets.task_data import TaskData, TaskError, check_copies, check_digests, file_digests, plain
+from pipeline.evaluation.datasets.task_data import TaskData, TaskError, check_digests, file_digests, plain
 from pipeline.evaluation.identity import definition, identity_of
 from pipeline.evaluation.protocol import PROTOCOLS, Outcomes
 from pipeline.evaluation.run.features import OpenedTask, image_pass, text_features
@@ -70,7 +70,6 @@ class Evaluator:
         files = self._digests(data)
         key, expected = entry.task.key, entry.expected.get("sha256", {})
         check_digests(key, files, expected, folder=entry.folder, written="was recorded with the data")
-        check_copies(key, files)
         protocol = session.together(lambda: PROTOCOLS[entry.task.protocol](entry.task, data))
         return OpenedTask(entry, data, files, protocol)
 

@@ -138,4 +138,10 @@ def _my_images(
     found: dict[int, dict[int, Outcomes | str]] = {}
     for number, index, kept in session.compute.map(encode, work()):
         found.setdefault(number, {})[index] = kept
+    try:
+        opened.data.unchanged.check(opened.data.files)
+    except TaskError:
+        if cache is not None:
+            cache.remove(keys.values())
+        raise
     return list(found.items())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,6 +194,11 @@ class PixelCache:
             raise TaskError(
                 f"The cache {self._folder} cannot be written ({error.strerror}): free some space, or leave cache out."
             ) from error
+
+    def remove(self, preprocessings: Iterable[str]) -> None:
+        """Remove what is cached of the task: some of it may be of files that were changed meanwhile."""
+        for preprocessing in preprocessings:
+            shutil.rmtree(self._place(preprocessing, 0)[0].parent, ignore_errors=True)
 
     def _place(self, preprocessing: str, number: int) -> tuple[Path, str]:
         key = json.dumps([*self._facts, preprocessing], sort_keys=True)

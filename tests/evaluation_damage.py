@@ -1,0 +1,307 @@
+"""Damages of evaluation tasks: `BREAKS` are visible in the data itself, `LOCKED` only to the lock.
+
+Each is a task, what damages its folder, and a pattern of the message.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import shutil
+import tarfile
+import zipfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tests.shards import write_members
+
+FLICKR = "retrieval/flickr_1k_test_image_text_retrieval"
+COCO = "retrieval/mscoco_2014_5k_test_image_text_retrieval"
+V2, FMOW, WINOGAVIL = "imagenetv2", "wilds/fmow", "misc/winogavil"
+FOLDERS = {
+    V2: "wds_imagenetv2_test",
+    FMOW: "wds_wilds-fmow_test",
+    FLICKR: "flickr_1k_test_image_text_retrieval",
+    COCO: "wds_retrieval-mscoco_2014_5k_test_image_text_retrieval_test",
+    WINOGAVIL: "winogavil",
+}
+TEMPLATES = "zeroshot_classification_templates.txt"
+PARTS = ("data/test-00000-of-00002.parquet", "data/test-00001-of-00002.parquet")
+
+
+def header_of(path: Path, number: int) -> int:
+    with tarfile.open(path) as tar:
+        return tar.getmembers()[number].offset
+
+
+def zero(path: Path, start: int, size: int) -> None:
+    body = bytearray(path.read_bytes())
+    body[start : start + size] = bytes(len(body[start : start + size]))
+    path.write_bytes(bytes(body))
+
+
+def rewrite_tar(path: Path, change: Callable[[str, bytes], bytes | None], *, date: int = 0) -> None:
+    """Rewrite a tar with changed members; a member is dropped if `change` returns None."""
+    with tarfile.open(path) as tar:
+        members = [(member.name, tar.extractfile(member).read()) for member in tar.getmembers()]  # type: ignore[union-attr]
+    changed = ((name, change(name, body)) for name, body in members)
+    write_members(path, ((name, body) for name, body in changed if body is not None), date=date)
+
+
+def join_tars(folder: Path) -> None:
+    first, second = folder / "test/0.tar", folder / "test/1.tar"
+    first.write_bytes(first.read_bytes() + second.read_bytes())
+    second.unlink()
+    (folder / "test/nshards.txt").write_text("1\n")
+
+
+def cut_after_zeros(folder: Path) -> None:
+    """Simulate a download that ended after a member that ends in zeros, as raw images and arrays do."""
+    path = folder / "test/1.tar"
+    rewrite_tar(path, lambda name, body: body if name.endswith(".cls") else body + bytes(2048))
+    with tarfile.open(path) as tar:
+        last = tar.getmembers()[9]
+    end = last.offset_data + -(-last.size // 512) * 512
+    path.write_bytes(path.read_bytes()[:end])
+
+
+def copy_with_new_date(folder: Path) -> None:
+    shutil.copy(folder / "test/0.tar", folder / "test/1.tar")
+    rewrite_tar(folder / "test/1.tar", lambda name, body: body, date=1_700_000_000)
+
+
+def edit_csv(folder: Path, edit: Callable[[list[dict[str, str]]], object]) -> None:
+    path = folder / "test.csv"
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    edit(rows)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def drop_candidate(row: dict[str, str], *, associated: bool) -> None:
+    names, truth = json.loads(row["candidates"]), json.loads(row["associations"])
+    names.remove(next(name for name in names if (name in truth) == associated))
+    row["candidates"] = json.dumps(names)
+
+
+def without_image(folder: Path) -> None:
+    with zipfile.ZipFile(folder / "images.zip") as archive:
+        images = {name: archive.read(name) for name in archive.namelist()}
+    images.popitem()
+    with zipfile.ZipFile(folder / "images.zip", "w") as archive:
+        for name, body in images.items():
+            archive.writestr(name, body)
+
+
+def edit_caption(folder: Path, caption: list[str]) -> None:
+    edit_rows(folder, lambda rows: rows[3].update(caption=caption))
+
+
+def one_part_only(folder: Path) -> None:
+    (folder / "data/test-00001-of-00002.parquet").unlink()
+    (folder / "data/test-00000-of-00002.parquet").rename(folder / "data/test-00000-of-00001.parquet")
+
+
+def swap_two_images(folder: Path) -> None:
+    """Swap two images: every image is valid, but two have wrong labels."""
+    bodies: dict[str, bytes] = {}
+    rewrite_tar(folder / "test/0.tar", lambda name, body: bodies.setdefault(name, body))
+    images = [name for name in bodies if not name.endswith(".cls")]
+    swapped = {images[1]: bodies[images[5]], images[5]: bodies[images[1]]}
+    rewrite_tar(folder / "test/0.tar", lambda name, body: swapped.get(name, body))
+
+
+def damage_npy(folder: Path) -> None:
+    path = folder / "test/1.tar"
+    with tarfile.open(path) as tar:
+        member = next(m for m in tar.getmembers() if m.name.endswith(".npy"))
+    zero(path, member.offset_data, 8)
+
+
+def edit_groups(folder: Path, value: float) -> None:
+    """Give a sample a group that is none."""
+
+    def change(name: str, body: bytes) -> bytes:
+        if name != "s0000003.npy":
+            return body
+        row = np.load(io.BytesIO(body)).astype(np.float64)
+        row[0] = value
+        buffer = io.BytesIO()
+        np.save(buffer, row)
+        return buffer.getvalue()
+
+    rewrite_tar(folder / "test/0.tar", change)
+
+
+def npz_as_npy(folder: Path) -> None:
+    buffer = io.BytesIO()
+    np.savez(buffer, row=np.array([1, 2, 3]))
+    rewrite_tar(folder / "test/0.tar", lambda name, body: buffer.getvalue() if name == "s0000003.npy" else body)
+
+
+def damage_deflated(folder: Path) -> None:
+    """Compress the images, then damage the compressed data of all of them."""
+    path = folder / "images.zip"
+    with zipfile.ZipFile(path) as archive:
+        images = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, body in images.items():
+            archive.writestr(name, body + bytes(4096))
+        places = [(member.header_offset + 30 + len(member.filename), member) for member in archive.infolist()]
+    whole = bytearray(path.read_bytes())
+    for place, _ in places:
+        whole[place] = 0x07  # a block of a type that does not exist
+    path.write_bytes(whole)
+
+
+def add_candidate(row: dict[str, str]) -> None:
+    names = json.loads(row["candidates"])
+    names.append(next(name for name in (f"thing{k}" for k in range(16)) if name not in names))
+    row["candidates"] = json.dumps(names)
+
+
+def edit_rows(folder: Path, edit: Callable[[list[dict[str, object]]], object]) -> None:
+    path = folder / "data/test-00001-of-00002.parquet"
+    rows = pq.read_table(path).to_pylist()
+    edit(rows)
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+def say_split(folder: Path) -> None:
+    for path in sorted((folder / "data").iterdir()):
+        table = pq.read_table(path)
+        pq.write_table(table.append_column("split", pa.array(["test"] * (len(table) - 1) + ["train"])), path)
+
+
+def second_folder(folder: Path) -> None:
+    shutil.copytree(folder, folder.parent / "more" / "imagenetv2")
+
+
+def drop_member(folder: Path, name: Callable[[str], bool]) -> None:
+    rewrite_tar(folder / "test/0.tar", lambda member, body: None if name(member) else body)
+
+
+def set_member(folder: Path, name: str, body: bytes) -> None:
+    rewrite_tar(folder / "test/0.tar", lambda member, old: body if member == name else old)
+
+
+def scatter(folder: Path) -> None:
+    write_members(folder / "test/0.tar", [(name, b"") for name in ("a.cls", "b.cls", "a.png")])
+
+
+def add_links(folder: Path) -> None:
+    with tarfile.open(folder / "test/0.tar", "a") as tar:
+        for suffix in ("cls", "jpg"):  # a whole sample of links would be invisible
+            link = tarfile.TarInfo(f"s0000099.{suffix}")
+            link.type, link.linkname = tarfile.LNKTYPE, f"s0000001.{suffix}"
+            tar.addfile(link)
+
+
+def cut_file(name: str, size: int, folder: Path) -> None:
+    path = folder / name
+    path.write_bytes(path.read_bytes()[:size])
+
+
+def write(name: str, text: str, folder: Path) -> None:
+    (folder / name).write_text(text)
+
+
+def renamed(folder: Path, *names: str) -> None:
+    for old, new in zip(PARTS, names, strict=False):
+        (folder / old).rename(folder / "data" / new)
+
+
+def is_image(name: str) -> bool:
+    return name.startswith("s0000000.") and not name.endswith((".cls", ".npy"))
+
+
+def missing_images(folder: Path) -> None:
+    names = "[" + ", ".join(f'""missing{k}""' for k in range(5)) + "]"
+    write("test.csv", f'cue,candidates,associations\nx,"{names}","[""missing0""]"\n', folder)
+
+
+BREAKS: list[tuple[str, Callable[[Path], object], str]] = [
+    (V2, lambda f: zero(f / "test/1.tar", header_of(f / "test/1.tar", 4), 2048), "zeros where a member"),
+    (COCO, lambda f: zero(f / "test/0.tar", header_of(f / "test/0.tar", 2), 2048), "zeros where a member"),
+    (V2, join_tars, "two archives were joined"),
+    (V2, cut_after_zeros, "no end-of-archive mark"),
+    (V2, partial(cut_file, "test/1.tar", 1_300), "1.tar .* cut short"),
+    (V2, partial(cut_file, "test/1.tar", 1_600), "1.tar .* cut short"),
+    (V2, lambda f: cut_file("test/1.tar", header_of(f / "test/1.tar", 4), f), "1.tar has no end-of-archive mark"),
+    (V2, partial(cut_file, "test/0.tar", 0), "0.tar is damaged or cut short"),
+    (V2, lambda f: shutil.copy(f / "test/0.tar", f / "test/2.tar"), "nshards.txt says 2 shards"),
+    (V2, lambda f: (f / "test/1.tar").write_bytes(bytes(10_240)), "holds no samples at all"),
+    (V2, lambda f: shutil.copy(f / "test/0.tar", f / "test/1.tar"), "it is a copy"),
+    (V2, copy_with_new_date, "it is a copy"),
+    (V2, lambda f: (f / "test/1.tar").open("ab").write(bytes(1 << 20)), "was its download not finished"),
+    (V2, lambda f: (f / "test/1.tar").unlink(), r"1 of 2 shards are missing \(1.tar\)"),
+    (V2, lambda f: (f / "test/nshards.txt").unlink(), "Cannot read .*nshards.txt"),
+    (V2, partial(write, "test/nshards.txt", "99999999999\n"), "says 99,999,999,999 shards, but there are 2 tars"),
+    (V2, lambda f: (f / "classnames.txt").unlink(), "Cannot read .*classnames.txt"),
+    (
+        V2,
+        lambda f: (f / "classnames.txt").write_text("one\n", encoding="utf-16"),
+        "classnames.txt is not UTF-8, .*iconv",
+    ),
+    (V2, partial(write, "classnames.txt", "one\ntwo\n"), "labels run from 0 to 4, but there are 2 class names"),
+    (V2, partial(write, TEMPLATES, "a photo\n"), "needs the place of"),
+    (V2, lambda f: set_member(f, "s0000001.cls", b"cat"), "holds b'cat', not a class number"),
+    (V2, lambda f: drop_member(f, is_image), "s0000000 in .*0.tar has no image"),
+    (V2, lambda f: drop_member(f, lambda name: name == "s0000000.cls"), "s0000000 in .*0.tar has no .cls"),
+    (FMOW, lambda f: drop_member(f, lambda name: name == "s0000000.npy"), "s0000000 in .*0.tar has no .npy"),
+    (V2, scatter, "holds sample a twice"),
+    (V2, lambda f: write_members(f / "test/0.tar", [("a.cls", b"1"), ("a.CLS", b"1")]), "two equal members"),
+    (V2, lambda f: write_members(f / "test/0.tar", [("a", b"1")]), "a is of no sample, its name has no suffix"),
+    (V2, add_links, "s0000099.cls is a link or a sparse file"),
+    (FMOW, damage_npy, ".npy is damaged"),
+    (FMOW, npz_as_npy, ".npy is damaged"),
+    *((FMOW, partial(edit_groups, value=v), "must be whole and not negative") for v in (np.nan, 0.5, -1, 1e300)),
+    (FLICKR, lambda f: (f / PARTS[1]).unlink(), "1 of 2 parts"),
+    (FLICKR, lambda f: shutil.copy(f / PARTS[0], f / PARTS[1]), "would count twice"),
+    (FLICKR, partial(cut_file, PARTS[1], 200), "not a complete parquet file"),
+    (FLICKR, lambda f: renamed(f, "test-00001-of-00003.parquet"), "of different versions"),
+    (FLICKR, lambda f: renamed(f, "0000.parquet", "0002.parquet"), "the numbered parts 1 are missing"),
+    (FLICKR, lambda f: edit_caption(f, ["a", " ", "c"]), "has an empty caption"),
+    (FLICKR, lambda f: edit_caption(f, []), "has an empty caption"),
+    (FLICKR, lambda f: edit_rows(f, lambda rows: rows.append(rows[2])), "would count twice"),
+    (FLICKR, say_split, "is of the split 'train', and 'test' is scored"),
+    (COCO, lambda f: set_member(f, "s0000002.txt", b"one\n\nlast"), "no caption or a blank line"),
+    *(
+        (WINOGAVIL, partial(edit_csv, edit=edit), message)
+        for edit, message in (
+            (lambda rows: drop_candidate(rows[2], associated=True), "is not among its"),
+            (lambda rows: drop_candidate(rows[2], associated=False), "has 9 candidates, but .* have 5, 6, 10, 12"),
+            (lambda rows: add_candidate(rows[2]), "has 11 candidates, but"),
+            (
+                lambda rows: [row.update(num_candidates="nan") for row in rows],
+                "row 1 .* but its num_candidates says nan",
+            ),
+            (lambda rows: [row.update(num_candidates="10") for row in rows], "row 1 .* num_candidates says 10"),
+            (lambda rows: rows.append(rows[2]), "are the same, which would count"),
+            (lambda rows: rows[2].update(associations='["unheard of"]'), "is not among its 10 candidates"),
+            (lambda rows: rows[1].update(candidates='["thing1", "thi'), "row 2 of"),
+        )
+    ),
+    (WINOGAVIL, damage_deflated, r"images.zip is damaged \(Error -3"),
+    (WINOGAVIL, partial(cut_file, "images.zip", 3_000), "images.zip is damaged or cut short"),
+    (WINOGAVIL, without_image, "in none of its archives"),
+    (WINOGAVIL, missing_images, "'missing0' .* in none of its archives"),
+    (WINOGAVIL, partial(write, "test.csv", "name,text\nx,y\n"), "exactly one CSV with the columns candidates, cue"),
+]
+LOCKED: list[tuple[str, Callable[[Path], object], str]] = [
+    (WINOGAVIL, partial(edit_csv, edit=lambda rows: rows.pop(4)), "another SHA-256"),
+    (FLICKR, one_part_only, "files are missing"),
+    (V2, swap_two_images, "another SHA-256 than when they were"),
+    (V2, partial(write, "classnames.txt", "one\ntwo\na\nb\nc\nd\n"), r"\(classnames.txt\)"),
+    (V2, shutil.rmtree, "its data is no longer there"),
+    (V2, second_folder, "imagenetv2 has 2 folders"),
+]

@@ -145,6 +145,9 @@ def test_files_elsewhere_are_read_only_with_consent(tmp_path: Path) -> None:
     (root / "photos/t_shirt/more").symlink_to(root / "photos/mug")
     counts = np.bincount(opened(root, "mine: {folder: photos}").labels).tolist()
     assert counts == [4, 4, 4, 8], "links within the folder are followed"
+    (root / "photos/t_shirt/all").symlink_to("/")
+    with pytest.raises(TaskError, match="photos/t_shirt/all is a link to /, which contains it"):
+        opened(root, "mine: {folder: photos}")
 
 
 def test_parquet_of_other_splits_is_refused_and_numbers_may_have_any_form(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ class Table:
         self.folder, self.layout, self.files, self._archives = folder, layout, tuple(files), archives
         self.columns = tuple(dataset.column_names)
         self._names = names or (folder, 0)
-        self._dataset = dataset.with_format("arrow")
+        self._dataset, self._views = dataset, dict[str, Any]()
         self._last: tuple[Any, Any] = (None, None)
 
     def __getstate__(self) -> dict[str, object]:
@@ -129,7 +129,9 @@ class Table:
 
     def _read(self, column: str, rows: slice) -> Any:
         try:
-            cells = self._dataset.with_format("arrow", columns=[column])[rows].column(0)
+            if column not in self._views:
+                self._views[column] = self._dataset.with_format("arrow", columns=[column])
+            cells = self._views[column][rows].column(0)
             cells.validate(full=True)  # values of a damaged file that is mapped into memory could point anywhere
             return cells
         except Exception as error:  # a damaged file can raise any of a dozen exception types

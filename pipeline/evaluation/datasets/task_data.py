@@ -208,10 +208,16 @@ def files_below(folder: Path, suffix: str = "") -> list[Path]:
     """The files of a folder and its folders, linked ones included, in the order of their names; hidden ones are not.
 
     What is neither file nor folder, such as a link to nothing, is among them.
+
+    Raises:
+        TaskError: A link leads to a folder around it, such as `/`.
     """
-    found, entered = [], set()
+    found, entered, root = [], set(), os.path.realpath(folder)
     for top, folders, names in os.walk(folder, followlinks=True):
-        if (real := os.path.realpath(top)) in entered:
+        real = os.path.realpath(top)
+        if real != root and os.path.commonpath([real, root]) == real:
+            raise TaskError(f"{top} is a link to {real}, which contains it: remove the link.")
+        if real in entered:
             folders[:] = names[:] = []
         entered.add(real)
         folders[:] = [name for name in folders if not name.startswith(".")]

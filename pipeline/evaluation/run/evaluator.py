@@ -62,8 +62,7 @@ class Evaluator:
         self._lock(opened, suite)
 
     def _open(self, entry: Entry) -> OpenedTask:
-        session = self.session
-        config = session.config
+        session, config = self.session, self.session.config
         data = session.together(
             lambda: open_task(entry, blank_class=config.blank_class, allow_outside=config.allow_outside)
         )

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pipeline.model.evaluation_model import EvaluationModel
 
 ROOT = Path(__file__).parents[2]
-_FOLDERS = ("", "checkpoint/", "distributed/", "model/**/", "evaluation/**/")
+_FOLDERS = ("", "checkpoint/", "distributed/", "pictures/", "model/**/", "evaluation/**/")
 SCORED_BY = tuple(f"pipeline/{folder}*.py" for folder in _FOLDERS)
 """The code of this project that a score is a function of: `evaluation`, and the folders that it may import."""
 PACKAGES = (

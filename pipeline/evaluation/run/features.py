@@ -5,7 +5,7 @@ Shape legend: M micro-batch, d feature dimension.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import http.client
 import re
-import socket
-import ssl
-import urllib.error
 
 from pipeline.pictures import image_error
 
@@ -115,34 +111,3 @@ def of_message(message: str) -> str:
     """
     head = message.partition(":")[0]
     return head if head in MEANINGS or _HTTP.match(head) else BAD_URL
-
-
-def of_exception(error: BaseException) -> FetchError:
-    """Convert a network error to a FetchError; `urllib` wraps the cause in URLError."""
-    if isinstance(error, FetchError):
-        return error
-    if isinstance(error, urllib.error.HTTPError):
-        text = str(error.reason).split("\n")[0]
-        if text.endswith("would lead to an infinite loop."):  # urllib's, as the next
-            return FetchError(REDIRECTS, text)
-        if 300 <= error.code < 400 and "not allowed" in text:
-            return FetchError(REFUSED_SCHEME, text)
-        return FetchError(f"http {error.code}", text)
-    cause = error.reason if isinstance(error, urllib.error.URLError) else error
-    if isinstance(cause, FetchError):
-        return cause
-    if isinstance(cause, http.client.LineTooLong) or type(cause) is http.client.HTTPException:  # more than 100 headers
-        return FetchError(BAD_HEADERS, str(cause))
-    kinds: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], str], ...] = (
-        (TimeoutError, TIMEOUT),
-        (socket.gaierror, DNS),
-        (ssl.SSLError, TLS),
-        (http.client.IncompleteRead, CUT_OFF),
-        (http.client.InvalidURL, BAD_URL),
-        ((OSError, http.client.HTTPException), CONNECTION),
-        ((ValueError, UnicodeError), BAD_URL),
-    )
-    for kind, reason in kinds:
-        if isinstance(cause, kind):
-            return FetchError(reason, f"{type(cause).__name__} {cause}".strip())
-    return FetchError(CONNECTION, f"{type(error).__name__} {error}")

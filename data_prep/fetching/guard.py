@@ -16,7 +16,6 @@ import contextlib
 import functools
 import ipaddress
 import re
-import socket
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
@@ -77,34 +76,6 @@ class AddressFilter:
         local = isinstance(address, ipaddress.IPv6Address) and address.is_site_local
         special = not address.is_global or address.is_multicast or address.is_reserved or local or listed
         return f"{address} is {_kind(address)}" if special else None
-
-    def connect(self, address: tuple[str, int], timeout: float) -> socket.socket:
-        """Like `socket.create_connection`, but connects only to an address that has just been checked.
-
-        Raises:
-            FetchError: No permitted address is left (refused address).
-            OSError: As for `socket.create_connection`.
-        """
-        refusal: FetchError | None = None
-        failure: OSError | None = None
-        for family, kind, protocol, _, target in socket.getaddrinfo(*address, 0, socket.SOCK_STREAM):
-            try:
-                self.check(str(target[0]))
-            except FetchError as error:
-                refusal = error
-                continue
-            connection = socket.socket(family, kind, protocol)
-            try:
-                connection.settimeout(timeout)
-                connection.connect(target)
-            except OSError as error:
-                connection.close()
-                failure = error
-                continue
-            return connection
-        if failure is not None:
-            raise failure
-        raise refusal or OSError(f"{address[0]} resolves to nothing")
 
 
 def _inner(address: Address) -> ipaddress.IPv4Address | None:

@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import io
+import string
 import threading
 import time
-import urllib.error
 import urllib.parse
 import urllib.request
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
-from datetime import UTC
-from email.message import Message
-from email.utils import parsedate_to_datetime
 from typing import Any
 
+from urllib3.exceptions import InvalidHeader
+from urllib3.util import Retry
+
 from data_prep import reasons
+from data_prep.fetching.connections import Connector, Deadline, failure_of
 from data_prep.fetching.guard import AddressFilter, check_response
 from data_prep.fetching.served_image import check_image
-from data_prep.fetching.url_handlers import SCHEMES, Deadlines, ascii_url, check_authority, director_for
 from data_prep.reasons import FetchError
 from data_prep.settings.download_config import GuardConfig
 
 _CHUNK = 1 << 16
 MAX_BACKOFF = 30.0
 """Seconds for which a host is left alone at most."""
+MAX_REDIRECTS = 5
+"""Redirects followed for one URL."""
 
 
 @dataclass
@@ -53,13 +56,13 @@ class Opener:
         self._guard = guard
         self._retries = retries
         self._total_seconds = total_seconds
-        self._deadlines = Deadlines(total_seconds, AddressFilter(guard.allow_addresses).connect)
-        self._director = director_for(guard, self._deadlines)
+        self._connector = Connector(AddressFilter(guard.allow_addresses), trust_proxy=guard.trust_proxy)
         self._hosts: defaultdict[str, _Host] = defaultdict(lambda: _Host(threading.Semaphore(connections)))
         self._blocked: Mapping[str, str] = {}
         self._is_closed = False
         contact = f"; +{guard.contact}" if guard.contact else ""
-        self.user_agent = f"Mozilla/5.0 (compatible; {guard.user_agent}{contact})"
+        user_agent = f"Mozilla/5.0 (compatible; {guard.user_agent}{contact})"
+        self._headers = {"User-Agent": user_agent, "Connection": "close"}
 
     def begin(self, blocked: Mapping[str, str]) -> None:
         """Start a shard, of which the `blocked` URLs are not requested, each for its reason."""
@@ -77,87 +80,71 @@ class Opener:
         """
         if self._is_closed:
             raise FetchError(reasons.INTERNAL, "the shard has failed already")
-        if isinstance(request, str):
-            try:
-                request = urllib.request.Request(request)
-            except ValueError as error:
-                raise FetchError(reasons.BAD_URL, str(error)) from error
-        url = request.full_url
+        url = request if isinstance(request, str) else request.full_url
         if url in self._blocked:
             raise FetchError(self._blocked[url])
-        host = self._host_of(request)
+        parts = _checked(url)
+        host = self._hosts[str(parts.hostname)]
         for attempt in range(self._retries + 1):
             try:
                 with host.slots:
                     time.sleep(max(0.0, host.quiet_until - time.monotonic()))
-                    return self._attempt(request, host, timeout)
+                    return self._attempt(parts, host, timeout)
             except FetchError as error:
                 if attempt == self._retries or not reasons.is_transient(error.reason):
                     raise
                 time.sleep(min(self._guard.backoff * 2**attempt, MAX_BACKOFF))
         raise AssertionError("the loop returns or raises")
 
-    def _host_of(self, request: urllib.request.Request) -> _Host:
-        try:
-            parts = urllib.parse.urlsplit(request.full_url)
-            name = parts.hostname
-        except ValueError as error:
-            raise FetchError(reasons.BAD_URL, str(error)) from error
-        if parts.scheme.lower() not in SCHEMES:
-            raise FetchError(reasons.REFUSED_SCHEME, parts.scheme or "none")
-        if not name:
-            raise FetchError(reasons.BAD_URL, "no host")
-        check_authority(parts)
-        return self._hosts[name]
-
-    def _attempt(self, request: urllib.request.Request, host: _Host, timeout: float) -> io.BytesIO:
-        # A new request each time, because urllib modifies it.
-        headers = {**request.headers, "User-Agent": self.user_agent}
-        with self._deadlines.attempt() as attempt:
+    def _attempt(self, parts: urllib.parse.SplitResult, host: _Host, timeout: float) -> io.BytesIO:
+        deadline = Deadline(time.monotonic() + self._total_seconds, timeout)
+        for _ in range(MAX_REDIRECTS + 1):
             try:
-                fresh = urllib.request.Request(ascii_url(request.full_url), headers=headers)
-                with self._director.open(fresh, timeout=timeout) as response:
-                    fetched = self._receive(response)
+                body, location = self._ask(parts, host, deadline)
+            except FetchError:
+                raise
             except Exception as error:
-                failure = self._late() if attempt.is_late else reasons.of_exception(error)
-                self._strike(host, error, failure.reason)
-                if isinstance(error, urllib.error.HTTPError):
-                    error.close()  # it holds the connection, and lives on in `failure`
-                raise failure from error
-        if attempt.is_late:  # a body that was cut off can look complete if no length was announced
-            raise self._late()
-        host.strikes = 0
-        return fetched
+                raise failure_of(error) from error
+            if location is None:
+                host.strikes = 0
+                return io.BytesIO(body)
+            # The bytes of other alphabets, which http.client reads as Latin-1, and spaces after the address.
+            location = urllib.parse.quote(location.strip(), safe=string.punctuation, encoding="latin-1")
+            parts = _checked(urllib.parse.urljoin(parts.geturl(), location), what="redirect to ")
+        raise FetchError(reasons.REDIRECTS, f"more than {MAX_REDIRECTS}")
 
-    def _late(self) -> FetchError:
-        return FetchError(reasons.TIMEOUT, f"no complete response in {self._total_seconds:g} s")
+    def _ask(self, parts: urllib.parse.SplitResult, host: _Host, deadline: Deadline) -> tuple[bytes, str | None]:
+        """The body that one URL gives, or where it leads instead; the body of a redirect is not read."""
+        connection, target, headers = self._connector.connection(parts, deadline)
+        with closing(connection):
+            connection.request(
+                "GET", target, headers={**self._headers, **headers}, preload_content=False, decode_content=False
+            )
+            with connection.getresponse() as response:
+                location = response.get_redirect_location() or None
+                if location is None and not 200 <= response.status < 300:
+                    self._strike(host, response)
+                    raise FetchError(f"http {response.status}", response.reason or "")
+                check_response(parts.geturl(), response._original_response.msg, self._guard)  # type: ignore[union-attr]
+                return (self._receive(response) if location is None else b""), location
 
-    def _receive(self, response: Any) -> io.BytesIO:
-        headers: Message = response.headers
-        check_response(response.url, headers, self._guard)
-        body = b"".join(self._chunks(response))
-        announced = _announced(response)
-        if announced is not None and len(body) < announced:
-            raise FetchError(reasons.CUT_OFF, f"received {len(body)} of {announced} bytes")
-        check_image(body, content_type=headers.get("Content-Type", ""), max_pixels=self._guard.max_pixels)
-        return io.BytesIO(body)
-
-    def _chunks(self, response: Any) -> Iterator[bytes]:
-        announced, limit = _announced(response), self._guard.max_bytes
+    def _receive(self, response: Any) -> bytes:
+        announced, limit, body = response.length_remaining, self._guard.max_bytes, bytearray()
         if announced is not None and announced > limit:
             raise FetchError(reasons.TOO_MANY_BYTES, f"{announced} announced")
-        received = 0
         while chunk := response.read1(_CHUNK):
-            received += len(chunk)
-            if received > limit:
+            body += chunk
+            if len(body) > limit:
                 raise FetchError(reasons.TOO_MANY_BYTES, f"more than {limit}")
-            yield chunk
+        kind = response.headers.get("Content-Type", "")
+        check_image(bytes(body), content_type=kind, max_pixels=self._guard.max_pixels)
+        return bytes(body)
 
-    def _strike(self, host: _Host, error: Exception, reason: str) -> None:
+    def _strike(self, host: _Host, response: Any) -> None:
         """Start a back-off for a host that reports too many requests."""
-        if reason not in ("http 429", "http 503"):
+        if response.status not in (429, 503):
             return
-        requested = _retry_after(error)
+        requested = retry_after(response.headers.get("Retry-After", ""))
         with host.lock:
             doubled = self._guard.backoff * 2 ** min(host.strikes, 16)
             host.strikes += 1
@@ -165,26 +152,48 @@ class Opener:
             host.quiet_until = max(host.quiet_until, time.monotonic() + pause)
 
 
-def _announced(response: Any) -> int | None:
-    """The size of the body, where known: chunks override `Content-Length` (RFC 9112, section 6.3)."""
-    return None if response.chunked else _number(response.headers.get("Content-Length", ""))
-
-
-def _retry_after(error: Exception) -> float:
-    """Seconds that a `Retry-After` header specifies (a number or a date); 0 when there is none."""
-    text = error.headers.get("Retry-After", "") if isinstance(error, urllib.error.HTTPError) else ""
-    seconds = _number(text)
-    if seconds is not None:
-        return float(seconds)
+def retry_after(text: str) -> float:
+    """Seconds that a `Retry-After` header specifies (a number or a date); 0 for anything else."""
     try:
-        date = parsedate_to_datetime(text)
-        moment = date if date.tzinfo else date.replace(tzinfo=UTC)  # the older form of HTTP dates names no zone
-        return max(0.0, moment.timestamp() - time.time())
-    except (TypeError, ValueError, OverflowError, IndexError):
+        return Retry().parse_retry_after(text)
+    except (InvalidHeader, ValueError, TypeError, OverflowError, IndexError):
         return 0.0
 
 
-def _number(text: str) -> int | None:
-    """A header's number. Only ASCII digits count: `str.isdigit` also accepts superscripts, which `int` refuses."""
-    text = text.strip()
-    return int(text[:18]) if text.isascii() and text.isdigit() else None
+def _checked(url: str, *, what: str = "") -> urllib.parse.SplitResult:
+    """The parts of a URL as it is sent.
+
+    Credentials found on the web are not used.
+
+    Raises:
+        FetchError: It is not a URL that can be requested (bad url, refused scheme).
+    """
+    try:
+        parts = urllib.parse.urlsplit(ascii_url(url))
+        if not parts.scheme:
+            raise ValueError(f"unknown url type: {url!r:.80}")
+        if parts.scheme not in ("http", "https"):
+            raise FetchError(reasons.REFUSED_SCHEME, f"{what}{parts.scheme}")
+        if "@" in parts.netloc:
+            raise ValueError("a user name before the host")
+        if not parts.hostname or parts.port == 0:
+            raise ValueError("no host, or port 0")
+    except ValueError as error:
+        raise FetchError(reasons.BAD_URL, str(error)) from error
+    return parts
+
+
+def ascii_url(url: str) -> str:
+    """The URL as it is sent: international host names in IDNA, other characters percent-encoded.
+
+    Raises:
+        UnicodeError: The host is not a valid name.
+    """
+    if url.isascii() and " " not in url:
+        return url
+    parts = urllib.parse.urlsplit(url)
+    host, colon, port = parts.netloc.partition(":")
+    if not parts.netloc.isascii():  # so it is no IPv6 address, whose colons do not separate a port
+        host = host.encode("idna").decode()
+    quoted = (urllib.parse.quote(part, safe="%/:=&?~#+!$,;'@()*[]|") for part in (parts.path, parts.query))
+    return urllib.parse.urlunsplit((parts.scheme, host + colon + port, *quoted, ""))

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from data_prep import reasons
-from data_prep.fetching import url_handlers
+from data_prep.fetching import opener as opener_module
 from data_prep.fetching.guard import AddressFilter
-from data_prep.fetching.url_handlers import ascii_url
+from data_prep.fetching.opener import ascii_url
 from data_prep.reasons import FetchError
 from tests.documents import ROOT
 from tests.guarded import opener, refusal, site  # noqa: F401
@@ -74,7 +74,7 @@ def test_redirects_are_followed_and_bounded(site: Site, monkeypatch: pytest.Monk
     url = site.redirect("/1", site.base + "/2")
     assert opener().open(url).read() == body
     assert refusal(opener(), site.redirect("/loop", site.base + "/loop")) == reasons.REDIRECTS
-    monkeypatch.setattr(url_handlers, "MAX_REDIRECTS", 1)
+    monkeypatch.setattr(opener_module, "MAX_REDIRECTS", 1)
     assert refusal(opener(), url) == reasons.REDIRECTS
     for status in (300, 304, 307):  # that lead nowhere
         site.answers["/nowhere"] = lambda handler, status=status: send(handler, status, b"")
@@ -131,6 +131,10 @@ def test_proxies_of_the_environment_are_ignored_unless_trusted(site: Site, monke
     url = site.image("/a", jpeg())
     assert opener().open(url).read() == jpeg()
     assert refusal(opener(trust_proxy=True), url) == reasons.CONNECTION
+    assert refusal(opener(trust_proxy=True), "http://10.0.0.1/a") == reasons.REFUSED_ADDRESS
+    monkeypatch.setenv("http_proxy", site.base)
+    site.answers["http://a.example/a?b"] = site.answers["/a"]
+    assert opener(trust_proxy=True).open("http://a.example/a?b").read() == jpeg(), "the proxy resolves the name"
 
 
 @pytest.mark.parametrize(

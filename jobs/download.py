@@ -68,6 +68,8 @@ def summary(manifest: Manifest, folder: Path) -> str:
     for reason, count in failures.most_common():
         passing = "  may pass: --retry-failed" if is_transient(reason) else ""
         lines.append(f"  {reason:<22}{count:>12,}  {count / manifest.attempted:>6.2%}{passing}")
+    if transparent := manifest.facts.get("counts", {}).get("transparent"):
+        lines.append(f"Images with transparent pixels, put on white: {transparent:,}.")
     return "\n".join(lines)
 
 

@@ -17,7 +17,6 @@ staging/                unfinished work; may be deleted when no process is runni
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shlex
@@ -31,6 +30,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pydantic
 
 from data_prep.settings.download_config import DownloadConfig
 from data_prep.settings.source_config import HASH_KINDS
@@ -38,7 +38,6 @@ from pipeline.config import parse, read_yaml, without_departed
 from pipeline.errors import UserError
 from pipeline.files import replacing, text_lines, write_text
 
-_OWN = "own_sha256"
 _HEX = re.compile(r"(?:[0-9a-fA-F]{32}|[0-9a-fA-F]{64}|[0-9a-fA-F]{128})")
 
 
@@ -61,9 +60,15 @@ class ShardRecord:
     tools: Mapping[str, str] = field(default_factory=dict)
     """Versions of the packages that encoded its images."""
 
+    transparent: int = 0
+    """Images that had transparent pixels when they were downloaded."""
+
     def text(self) -> str:
         """The record as stored, with failures sorted by name."""
-        return signed({**asdict(self), "failures": dict(sorted(self.failures.items()))})
+        return stored_text({**asdict(self), "failures": dict(sorted(self.failures.items()))})
+
+
+_RECORD = pydantic.TypeAdapter(ShardRecord)
 
 
 def record_of(text: bytes) -> ShardRecord:
@@ -72,39 +77,15 @@ def record_of(text: bytes) -> ShardRecord:
     Raises:
         ValueError: It is damaged.
     """
-    try:
-        record = ShardRecord(**content(text))
-        if record.rows != record.samples + sum(record.failures.values()):
-            raise ValueError("its numbers do not add up")
-    except (TypeError, AttributeError) as error:
-        raise ValueError(str(error)) from error
+    record = _RECORD.validate_json(text, strict=True)
+    if record.rows != record.samples + sum(record.failures.values()):
+        raise ValueError("its numbers do not add up")
     return record
 
 
-def signed(tree: Mapping[str, Any]) -> str:
-    """The text of a JSON file with this content and its SHA-256, so that any changed byte is found."""
-    digest = hashlib.sha256(json.dumps(tree).encode()).hexdigest()
-    return json.dumps({**tree, _OWN: digest}, indent=1) + "\n"
-
-
-def content(text: bytes) -> dict[str, Any]:
-    """The content of a `signed` file.
-
-    Raises:
-        ValueError: It is not a JSON object, was changed, or is of version 0.1, whose files had no SHA-256.
-    """
-    try:
-        tree = json.loads(text)
-        if not isinstance(tree, dict):
-            raise ValueError("it is not a JSON object")
-        if _OWN not in tree:
-            raise ValueError("it lacks its own SHA-256; data sets of version 0.1 can only be trained on")
-        del tree[_OWN]
-        if text != signed(tree).encode():
-            raise ValueError("it does not have its own SHA-256")
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-    return tree
+def stored_text(tree: Mapping[str, Any]) -> str:
+    """The text of a JSON file with this content."""
+    return json.dumps(tree, indent=1) + "\n"
 
 
 class Folder:

@@ -134,6 +134,7 @@ def _facts(plan: Plan, records: list[ShardRecord]) -> dict[str, Any]:
         "urls_digest": plan.digest,
         **plan.rules,
         "tools": versions_used(records),
+        **({"counts": {"transparent": transparent}} if (transparent := sum(r.transparent for r in records)) else {}),
     }
 
 

@@ -25,10 +25,12 @@ from pipeline.files import sha256_of
 
 STORED_HASH = "stored_sha256"
 """Column of the meta file: SHA-256 of the image as encoded for the tar."""
+TRANSPARENT = "transparent"
+"""Column of the meta file: whether the served image had pixels that are not opaque."""
 _INT32 = ("width", "height", "original_width", "original_height")
 _TEXTS = ("url", "caption", "uid", "key", "status", "reason", "error", STORED_HASH, *HASH_KINDS)
 # Columns that are not stored in a sample's JSON.
-_NOT_IN_JSON = ("row", "status", "reason", "error", STORED_HASH)
+_NOT_IN_JSON = ("row", "status", "reason", "error", STORED_HASH, TRANSPARENT)
 
 
 def publish(
@@ -140,7 +142,8 @@ def _write_meta(path: Path, rows: list[dict[str, Any]]) -> str:
     Returns:
         The SHA-256 of the file.
     """
-    known = {"row": pa.int64(), **dict.fromkeys(_TEXTS, pa.string()), **dict.fromkeys(_INT32, pa.int32())}
+    known: dict[str, Any] = {"row": pa.int64(), **dict.fromkeys(_TEXTS, pa.string())}
+    known |= {**dict.fromkeys(_INT32, pa.int32()), TRANSPARENT: pa.bool_()}
     present = {name for row in rows for name in row}
     # In a fixed order, so that a retry gives the same bytes as a run that needed none.
     names = [*(name for name in known if name in present), *sorted(present - set(known))]

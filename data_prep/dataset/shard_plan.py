@@ -17,12 +17,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+import pydantic
 
-from data_prep.dataset.dataset_folder import Folder, changed, content, signed
+from data_prep.dataset.dataset_folder import Folder, changed, stored_text
 from data_prep.settings.download_config import SubsetConfig
 from data_prep.settings.source_config import SourceConfig
 from data_prep.sources.metadata_tables import check_rows, check_unchanged, identity_of, is_same, read, stamp
 from data_prep.sources.subset import Subset
+from data_prep.sources.text_columns import first_captions, is_list
 from pipeline.config import to_tree
 from pipeline.errors import UserError
 from pipeline.files import flush, path_below, sha256_of, write_text
@@ -67,6 +69,9 @@ class Plan:
 
     def rows_of(self, shard: int) -> int:
         return min(self.shard_size, self.rows - shard * self.shard_size)
+
+
+_PLAN = pydantic.TypeAdapter(Plan)
 
 
 def make_plan(
@@ -135,7 +140,7 @@ def _check_records(folder: Folder, plan: Plan) -> None:
 
 def write_plan(folder: Folder, plan: Plan) -> None:
     """Write `plan.json`, which marks the plan as complete."""
-    write_text(folder.plan / PLAN_NAME, signed(asdict(plan)), durable=True)
+    write_text(folder.plan / PLAN_NAME, stored_text(asdict(plan)), durable=True)
 
 
 def load_plan(folder: Folder) -> Plan:
@@ -146,11 +151,10 @@ def load_plan(folder: Folder) -> Plan:
     """
     path = folder.plan / PLAN_NAME
     try:
-        tree = content(path.read_bytes())
-        return Plan(**{**tree, "columns": tuple(tree["columns"])})
+        return _PLAN.validate_json(path.read_bytes(), strict=True)
     except FileNotFoundError as error:
         raise UserError(f"{folder.root} has no plan: it was not made by `neuclip download`.") from error
-    except (ValueError, TypeError, KeyError) as error:
+    except ValueError as error:
         raise UserError(f"{path} is damaged ({error}). {folder.repair_hint}") from error
 
 
@@ -228,6 +232,15 @@ def _selected(source: SourceConfig, subset: Subset, counts: Counter[str]) -> Ite
     for batch in read(source, on_skipped=lambda rows: counts.update(skipped=rows)):
         counts["read"] += batch.num_rows
         batch = batch.rename_columns([names.get(name, name) for name in batch.schema.names])
+        place = batch.schema.names.index("caption")
+        if is_list(batch.schema.field(place).type):
+            if "captions" in source.keep:
+                raise UserError(
+                    "The captions are lists, which are stored as `captions`: leave that out of source.keep, or name "
+                    "another column in source.caption."
+                )
+            first, every = first_captions(batch.column(place))
+            batch = batch.set_column(place, "caption", first).append_column("captions", every)
         for text in ("url", "caption"):
             batch = batch.set_column(batch.schema.names.index(text), text, pc.fill_null(batch.column(text), ""))
         if source.hash:  # hexadecimal digits are the same in both cases, and img2dataset compares them as text

@@ -180,6 +180,10 @@ def _check_config(folder: Folder, plan: Plan) -> Iterator[Problem]:
 def _check_records(folder: Folder, plan: Plan | None) -> Iterator[Problem]:
     """Problems of records and meta files; without a plan, of those that exist."""
     finished = dict.fromkeys(folder.finished())  # a set in order
+    made = [_origin_of(folder, shard) for shard in finished]
+    if plan is not None and made and not any(origin in (None, (plan.digest, plan.rules_digest)) for origin in made):
+        yield Problem(f"plan/{PLAN_NAME}", "contradicts", "no shard was made from this list with these settings")
+        plan = None
     for shard in finished if plan is None else range(plan.shards):
         name = f"meta/{folder.record(shard).name}"
         if shard not in finished:
@@ -194,6 +198,15 @@ def _check_records(folder: Folder, plan: Plan | None) -> Iterator[Problem]:
             yield Problem(name, "contradicts", "it was made from another URL list, or with other settings")
         if problem := _check_meta(folder, plan, record):
             yield Problem(f"meta/{folder.meta(shard).name}", "damaged", problem)
+
+
+def _origin_of(folder: Folder, shard: int) -> tuple[str, str] | None:
+    """The digests of the list and the settings that a shard was made from; None if its record is damaged."""
+    try:
+        record = folder.read_record(shard)
+    except UserError:
+        return None
+    return record.plan, record.rules
 
 
 def _check_meta(folder: Folder, plan: Plan | None, record: ShardRecord) -> str:

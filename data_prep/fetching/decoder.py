@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
@@ -42,7 +42,7 @@ _MOST_DIFFERENT = 32.0
 _NARROW = 128
 
 
-@dataclass(frozen=True)
+@dataclass
 class ImageConverter:
     """img2dataset's resizer interface: called with a stream and boxes, returns an `Outcome`."""
 
@@ -54,6 +54,8 @@ class ImageConverter:
     """Number of processes on this machine that may decode at the same time."""
     blurrer: Callable[..., np.ndarray] | None = None
     """Blurs boxes in an array, for sources that have them."""
+    is_transparent: bool = field(default=False, init=False)
+    """Whether the latest image had pixels that are not opaque; an `Outcome` has no place for it."""
 
     def __call__(self, stream: io.BytesIO, boxes: Boxes | None = None) -> Outcome:
         cv2.setNumThreads(1)
@@ -68,6 +70,7 @@ class ImageConverter:
 
     def _convert(self, body: bytes, boxes: Boxes | None) -> Outcome:
         pixels = decode(body, processes=self.processes, background=colour_of(self.image.background))
+        self.is_transparent = pixels.is_transparent
         height, width = pixels.array.shape[:2]
         self._check_shape(height, width)
         scaled = scale(pixels.array, self.image)
@@ -184,6 +187,7 @@ class Decoder:
         self._settings = {"image": image, "max_pixels": max_pixels, "processes": fetch.processes}
         self._has_boxes = has_boxes
         self._pid = 0
+        self.is_transparent = False
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection[Any, Any]
 
@@ -198,7 +202,8 @@ class Decoder:
                     continue
                 self._connection.send((stream.getvalue(), boxes))
                 if self._connection.poll(self._seconds):
-                    outcome: Outcome = self._connection.recv()
+                    outcome: Outcome
+                    outcome, self.is_transparent = self._connection.recv()
                     return outcome
                 failure = f"{reasons.TOO_SLOW}: not decoded in {self._seconds:g} s"
             except (EOFError, OSError):
@@ -253,7 +258,8 @@ def main(descriptor: int) -> None:
                 body, boxes = connection.recv()
             except EOFError:  # the worker has ended
                 return
-            connection.send(convert(io.BytesIO(body), boxes))
+            outcome = convert(io.BytesIO(body), boxes)
+            connection.send((outcome, convert.is_transparent))
 
 
 def _blurrer() -> Callable[..., Any]:

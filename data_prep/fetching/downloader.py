@@ -116,6 +116,7 @@ class ShardDownloader(Downloader):
         rows = table.to_pylist()
         kept = _unverifiable(rows, job.config) | (settled_rows(job.folder, shard) if job.mode == "retry" else {})
         opener.begin(_blocked(rows, job.folder))
+        decoder = _cached_decoder(job.config.image, job.config.guard, job.config.fetch, bool(job.config.source.blur))
         writer = ShardWriter(
             shard,
             job.folder,
@@ -124,14 +125,13 @@ class ShardDownloader(Downloader):
             encode_format=job.config.image.encode_format,
             kept=kept,
             on_failure=opener.close,
+            is_transparent=lambda: decoder.is_transparent,
         )
         asked = table.filter(pa.array([row["row"] not in kept for row in rows], pa.bool_()))
         with pa.OSFile(path, "wb") as sink, pa.ipc.new_file(sink, asked.schema) as stream:
             stream.write_table(asked)
         self.sample_writer_class = lambda *_: writer  # img2dataset would make one from a class and arguments
-        self.resizer = _cached_decoder(
-            job.config.image, job.config.guard, job.config.fetch, bool(job.config.source.blur)
-        )
+        self.resizer = decoder
         try:
             super().download_shard((shard, path))
         except Exception:

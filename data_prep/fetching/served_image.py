@@ -14,7 +14,17 @@ from data_prep import reasons
 from data_prep.reasons import FetchError
 from pipeline.pictures import jpeg
 from pipeline.pictures.image_error import ImageError
-from pipeline.pictures.pixels import WHITE, Colour, eight_bits, is_transparent, load, open_image, orientation, to_rgb
+from pipeline.pictures.pixels import (
+    WHITE,
+    Colour,
+    eight_bits,
+    is_transparent,
+    load,
+    open_image,
+    orientation,
+    to_rgb,
+    transparent_layer,
+)
 
 _TEXT = (b"<!doctype", b"<html", b"<?xml", b"<svg", b"{", b"<head", b"<script")
 
@@ -180,6 +190,8 @@ class Pixels:
     """EXIF orientation, 1 to 8; 1 is upright."""
     is_changed: bool
     """The array differs from the file's own pixels: alpha or 16 bits were converted."""
+    is_transparent: bool = False
+    """Some of the file's pixels are not opaque."""
 
 
 def decode(body: bytes, *, processes: int = 1, background: Colour = WHITE) -> Pixels:
@@ -199,12 +211,14 @@ def decode(body: bytes, *, processes: int = 1, background: Colour = WHITE) -> Pi
             has_alpha = is_transparent(image)
             is_changed = has_alpha or image.mode.startswith("I")
             load(image, body)
+            see_through = has_alpha and transparent_layer(image) is not None
             picture = eight_bits(image)
             is_grey = picture.mode in ("1", "L") and not has_alpha
             array = np.asarray(picture.convert("L") if is_grey else to_rgb(image, background))
     except ImageError as error:
         raise FetchError(error.reason, error.detail) from error
-    return Pixels(array if array.ndim == 2 else np.ascontiguousarray(array[..., ::-1]), turned, is_changed)
+    bgr = array if array.ndim == 2 else np.ascontiguousarray(array[..., ::-1])
+    return Pixels(bgr, turned, is_changed, is_transparent=see_through)
 
 
 def upright(array: np.ndarray, orientation: int) -> np.ndarray:

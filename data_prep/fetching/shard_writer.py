@@ -18,7 +18,7 @@ from data_prep import reasons
 from data_prep.dataset.dataset_folder import Folder, ShardRecord, key_of, names_of
 from data_prep.dataset.manifest_writer import tool_versions
 from data_prep.dataset.published_shard import published_samples
-from data_prep.dataset.shard_commit import STORED_HASH, facts_text, publish
+from data_prep.dataset.shard_commit import STORED_HASH, TRANSPARENT, facts_text, publish
 from data_prep.dataset.shard_plan import Plan
 from data_prep.fetching.served_image import extension
 from data_prep.settings.source_config import HASH_KINDS
@@ -37,7 +37,8 @@ class ShardWriter:
     `close`: a shard is published completely or not at all. `on_failure` is called at the first exception.
 
     `rows` are all of the shard's rows, as dicts of the plan's columns. `kept` are rows of the meta file that are not
-    fetched, by number: their samples are taken from the published tar.
+    fetched, by number: their samples are taken from the published tar. `is_transparent` says it of the image that was
+    converted last: img2dataset writes each as soon as it is converted.
     """
 
     def __init__(
@@ -50,10 +51,12 @@ class ShardWriter:
         encode_format: str,
         kept: Mapping[int, dict[str, Any]],
         on_failure: Callable[[], None],
+        is_transparent: Callable[[], bool] = lambda: False,
     ) -> None:
         self._shard, self._folder, self._plan = shard, folder, plan
         self._rows = {row["row"]: row for row in rows}
         self._encode_format, self._kept, self._on_failure = encode_format, kept, on_failure
+        self._is_transparent = is_transparent
         self._removed = folder.removed_names()
         self._meta: dict[int, dict[str, Any]] = {}
         self._index: dict[int, tuple[str, int, int, str, str]] = {}
@@ -113,6 +116,7 @@ class ShardWriter:
         record |= {kind: row.get(kind) if reason else meta[kind] for kind in HASH_KINDS if kind in meta or kind in row}
         if reason is None:
             assert image is not None
+            record[TRANSPARENT] = self._is_transparent()
             record[STORED_HASH] = hashlib.sha256(image).hexdigest()
             self._spool_sample(number, image, str(caption), record)
         else:
@@ -134,6 +138,7 @@ class ShardWriter:
             failures,
             rules=self._plan.rules_digest,
             tools=tool_versions(),
+            transparent=sum(bool(row.get(TRANSPARENT)) for row in rows),
         )
         publish(self._folder, record, self._members(successes - set(self._index)), rows)
 

@@ -25,10 +25,9 @@ from data_prep.dataset.dataset_folder import (
     Folder,
     ShardRecord,
     changed,
-    content,
     key_of,
     read_meta,
-    signed,
+    stored_text,
     tar_name,
     total_failures,
     write_meta,
@@ -173,7 +172,7 @@ def _check_plan(config: PairsConfig, folder: Folder, listing: Listing | None = N
     if not path.is_file():
         if listing is not None:
             tree = {"settings": settings, "rows": listing.rows, "stamp": listing.stamp}
-            write_text(path, signed(tree), durable=True)
+            write_text(path, stored_text(tree), durable=True)
         return
     tree = _stored_plan(path)
     if different := changed(tree["settings"], settings):
@@ -191,10 +190,10 @@ def _check_plan(config: PairsConfig, folder: Folder, listing: Listing | None = N
 
 def _stored_plan(path: Path) -> dict[str, Any]:
     try:
-        tree = content(path.read_bytes())
+        tree: dict[str, Any] = json.loads(path.read_bytes())
         if not {"settings", "rows", "stamp"} <= set(tree):
             raise ValueError("it lacks a field")
-    except ValueError as error:
+    except (ValueError, TypeError, RecursionError) as error:
         folder = path.parent.parent
         raise UserError(f"{path} is damaged ({error}): delete {folder} and run the same command again.") from error
     return tree

@@ -20,7 +20,7 @@ HASH_KINDS = ("sha256", "md5", "sha512")
 # Columns that the download writes for every row, or passes to img2dataset, under these names.
 _OWN_COLUMNS = frozenset(
     {"key", "row", "url", "caption", "uid", "status", "reason", "error", "error_message", "blur", "width", "height"}
-    | {"original_width", "original_height", "stored_sha256", *HASH_KINDS}
+    | {"original_width", "original_height", "transparent", "stored_sha256", *HASH_KINDS}
 )
 
 
@@ -52,7 +52,7 @@ class SourceConfig:
     url: str = "url"
     """Column of the URLs."""
     caption: str = "caption"
-    """Column of the captions."""
+    """Column of the captions: texts, or lists of texts, which are stored in the field `captions` of a sample's JSON."""
     uid: str | None = None
     """Column of unique ids, which subsets and removals use."""
     hash: str | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatch
@@ -20,7 +21,7 @@ import pyarrow.parquet as pq
 
 from data_prep.settings.source_config import SOURCES, SourceConfig
 from data_prep.sources import hub
-from data_prep.sources.text_columns import columns_of, is_text, need_columns, normalized, separated_values
+from data_prep.sources.text_columns import URL, columns_of, is_text, need_columns, normalized, separated_values
 from pipeline.errors import UserError
 from pipeline.files import other_encoding, sha256_of
 
@@ -32,6 +33,8 @@ _SUFFIXES = {
 }
 _BATCH_ROWS = 32_768
 _PEEKED_LINES = 1_000
+# How a JSON file begins that is one list of objects, one mapping of URLs, or one mapping of names to lists.
+_ONE_VALUE = re.compile(rb"""\s*(\[|\{\s*"[a-z][a-z0-9+.-]*:\\?/|\{\s*"[^"]*"\s*:\s*\[)""", re.IGNORECASE)
 
 
 def files_of(source: SourceConfig) -> list[Path]:
@@ -90,7 +93,7 @@ def read(source: SourceConfig, *, on_skipped: Callable[[int], None] = lambda row
         kinds = _kept_kinds(files, source)
         batches = ((str(path), batch) for path in files for batch in _read_file(path, source, on_skipped))
     for where, batch in batches:
-        for name in source.keep:
+        for name in (*source.keep, source.caption):
             kind = batch.schema.field(name).type
             kinds.setdefault(name, pa.string() if is_text(kind) else kind)
         clean, left_out = normalized(batch, source, kinds, where)
@@ -191,7 +194,7 @@ def _read_file(path: Path, source: SourceConfig, on_skipped: Callable[[int], Non
             else:
                 batches = separated_values(path, source, kind, on_skipped=on_skipped)
         yield from (batch.select(columns_of(source)) for batch in batches)
-    except (pa.ArrowException, OSError, EOFError, zlib.error, json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (pa.ArrowException, OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as {kind}: {error}") from error
 
 
@@ -204,9 +207,10 @@ def _parquet(path: Path, source: SourceConfig) -> Iterator[Any]:
 
 
 def _json_lines(path: Path, source: SourceConfig) -> Iterator[Any]:
-    if (tree := _columns(path)) is not None:
-        need_columns(columns_of(source), list(tree), str(path))
-        yield from pa.table({name: tree[name] for name in columns_of(source)}).to_batches(_BATCH_ROWS)
+    if (columns := _columns(path, source)) is not None:
+        need_columns(columns_of(source), list(columns), str(path))
+        arrays = {name: _array(columns[name], f"Field {name!r} of {path}") for name in columns_of(source)}
+        yield from pa.table(arrays).to_batches(_BATCH_ROWS)
         return
     yield from pj.open_json(
         path,
@@ -216,12 +220,12 @@ def _json_lines(path: Path, source: SourceConfig) -> Iterator[Any]:
     )
 
 
-def _columns(path: Path) -> dict[str, list[Any]] | None:
-    """The lists of a JSON file that is one mapping of names to lists, as SBU's captions are; None for JSON lines."""
-    if _suffix(path) != ".json":
-        return None
+def _columns(path: Path, source: SourceConfig) -> dict[str, list[Any]] | None:
+    """The columns of a JSON file that is one value: a list of objects, a mapping of URLs to captions or to objects, or
+    of names to lists, as SBU's captions are. None for JSON lines.
+    """
     with pa.input_stream(path) as file:
-        if b"[" not in file.read(1 << 10).partition(b":")[2].lstrip()[:1]:
+        if _suffix(path) != ".json" or not _ONE_VALUE.match(file.read(1 << 10)):
             return None
     try:
         with pa.input_stream(path) as file:
@@ -230,9 +234,19 @@ def _columns(path: Path) -> dict[str, list[Any]] | None:
         if error.msg == "Extra data":  # lines whose first field is a list
             return None
         raise
-    if not (isinstance(tree, dict) and all(isinstance(value, list) for value in tree.values())):
-        raise UserError(f"{path} cannot be read as json: it is neither an object a line nor a mapping of equal lists.")
-    return tree
+    if isinstance(tree, dict) and all(map(URL.match, tree)):
+        tree = [
+            {source.url: url, **(value if isinstance(value, dict) else {source.caption: value})}
+            for url, value in tree.items()
+        ]
+    if isinstance(tree, list) and all(isinstance(row, dict) for row in tree):
+        return {name: [row.get(name) for row in tree] for name in dict.fromkeys(name for row in tree for name in row)}
+    if isinstance(tree, dict) and all(isinstance(value, list) for value in tree.values()):
+        return tree
+    raise UserError(
+        f"{path} cannot be read as json: it is neither an object a line, nor a list of objects, nor a mapping of URLs "
+        "to captions or objects, nor one of names to lists."
+    )
 
 
 def _json_schema(path: Path, source: SourceConfig) -> Any:
@@ -244,21 +258,24 @@ def _json_schema(path: Path, source: SourceConfig) -> Any:
     need_columns(columns_of(source), list(dict.fromkeys(name for row in rows for name in row)), str(path))
     kinds = dict.fromkeys(columns_of(source), pa.string())
     for name in (*source.keep, *([source.uid] if source.uid else [])):
-        kind = _kind_of([row.get(name) for row in rows], f"Field {name!r} of {path}")
+        kind = _array([row.get(name) for row in rows], f"Field {name!r} of {path}").type
         kinds[name] = pa.string() if pa.types.is_null(kind) else kind
+    captions = [row.get(source.caption) for row in rows]
+    if any(isinstance(value, list) for value in captions):
+        kinds[source.caption] = _array(captions, f"Field {source.caption!r} of {path}").type
     if source.blur:
         kinds[source.blur] = pa.list_(pa.list_(pa.float64()))
     return pa.schema(kinds)
 
 
-def _kind_of(values: list[Any], what: str) -> Any:
-    """The pyarrow type of a JSON field.
+def _array(values: list[Any], what: str) -> Any:
+    """The pyarrow array of a JSON field.
 
     Raises:
         UserError: The values have no common type, or are numbers of more than 64 bits.
     """
     try:
-        return pa.array(values).type
+        return pa.array(values)
     except (pa.ArrowException, OverflowError) as error:
         raise UserError(f"{what} has no single type ({error}). Store it as text in every line.") from error
 

@@ -37,6 +37,8 @@ def normalized(batch: Any, source: SourceConfig, kinds: Mapping[str, Any], where
     columns = []
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         kind = pa.string() if name in texts or is_text(column.type) else kinds.get(name, column.type)
+        if name == source.caption and is_list(kinds.get(name)):
+            kind = pa.list_(pa.string())
         if name == source.blur:
             kind = pa.list_(pa.list_(pa.float64()))
         columns.append(_converted(column, kind, good, f"Column {name!r} of {where}"))
@@ -49,6 +51,11 @@ def is_text(kind: Any) -> bool:
     """Whether a pyarrow type holds strings or bytes."""
     inner = kind.value_type if pa.types.is_dictionary(kind) else kind
     return inner in (pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary())
+
+
+def is_list(kind: Any) -> bool:
+    """Whether a pyarrow type, or None, is one of lists."""
+    return kind is not None and (pa.types.is_list(kind) or pa.types.is_large_list(kind))
 
 
 def _converted(column: Any, kind: Any, good: np.ndarray, what: str) -> Any:
@@ -95,6 +102,12 @@ def _decoded(value: bytes | None, place: int, good: np.ndarray) -> str | None:
         return None
 
 
+def first_captions(lists: Any) -> tuple[Any, Any]:
+    """The first caption of each list of them, or nothing, and the lists without empty captions."""
+    kept = [[text for text in texts or () if text and text.strip()] for texts in lists.to_pylist()]
+    return pa.array([texts[0] if texts else "" for texts in kept], pa.string()), pa.array(kept, lists.type)
+
+
 def columns_of(source: SourceConfig) -> list[str]:
     """The columns to read, in a fixed order."""
     named = [source.url, source.caption, source.uid, source.hash, source.blur, *source.keep]
@@ -120,7 +133,7 @@ def need_columns(columns: list[str], present: list[str], where: str) -> None:
         )
 
 
-_URL = re.compile(r"^\s*\"?[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+URL = re.compile(r"^\s*\"?[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
 
 class QuoteCheck:
@@ -158,7 +171,7 @@ class QuoteCheck:
         where = self._url - start
         # At least two fields, because a line of a caption may be nothing but a URL.
         fits = 0 <= where < len(fields) and 2 <= len(fields) <= self._columns - start
-        return fits and bool(_URL.match(fields[where]))
+        return fits and bool(URL.match(fields[where]))
 
 
 # More lines with a wrong number of fields than this share mean that the settings are wrong, or the file is damaged.

@@ -138,3 +138,54 @@ def test_damaged_and_missing_files_are_refused(tmp_path: Path) -> None:
 def test_columns_keep_their_order() -> None:
     source = SourceConfig(table="x", url="u", caption="c", uid="i", hash="h", blur="b", keep=("k", "l"))
     assert columns_of(source) == ["u", "c", "i", "h", "b", "k", "l"]
+
+
+def test_json_lists_mappings_and_columns_give_the_same_rows(tmp_path: Path) -> None:
+    """Their captions may be lists, as those of Karpathy's splits and SBU."""
+    urls = [row["url"] for row in ROWS]
+    lists = [[caption, "second"] for caption in CAPTIONS]
+    for captions in (CAPTIONS, lists):
+        rows = [{"url": url, "caption": caption} for url, caption in zip(urls, captions, strict=True)]
+        forms: dict[str, str] = {
+            "list": json.dumps(rows, indent=1),
+            "mapping": json.dumps(dict(zip(urls, captions, strict=True))).replace("http://", "http:\\/\\/"),
+            "mapping to objects": json.dumps({row["url"]: {"caption": row["caption"], "x": 1} for row in rows}),
+            "columns": json.dumps({"caption": captions, "url": urls}),
+            "lines": "".join(json.dumps(row) + "\n" for row in rows),
+            "lines of lists": "".join(
+                json.dumps({"caption": row["caption"], "url": row["url"]}) + "\n" for row in rows
+            ),
+        }
+        for name, text in forms.items():
+            (tmp_path / "list.json").write_text(text)
+            assert rows_of(SourceConfig(table=str(tmp_path / "list.json"))) == rows, name
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "list.parquet")
+        assert rows_of(SourceConfig(table=str(tmp_path / "list.parquet"))) == rows
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('[{"url": "http://a.org"}, 3]', "neither an object a line, nor a list of objects"),
+        ('{"http://a.org": "x", "b": "y"}', "neither an object a line, nor a list of objects"),
+        ('[{"url": "http://a.org", "caption": "x"}, {"url": 1, "caption": ["y"]}]', "has no single type"),
+        ('[{"url": "http://a.org", "text": "x"}]', r"no column 'caption'\. Its columns are 'url', 'text'"),
+        ("[" * 100_000, "cannot be read as jsonl"),
+    ],
+)
+def test_other_json_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "list.json").write_text(text)
+    with pytest.raises(UserError, match=words):
+        rows_of(SourceConfig(table=str(tmp_path / "list.json")))
+
+
+def test_caption_lists_and_texts_do_not_mix(tmp_path: Path) -> None:
+    for name, caption in (("a", ["x"]), ("b", "y")):
+        pq.write_table(
+            pa.table({"url": ["http://a.org"], "caption": [caption], "captions": [2]}), tmp_path / f"{name}.parquet"
+        )
+    with pytest.raises(UserError, match=r"Column 'caption' of .*b\.parquet is of type string, which cannot be used as"):
+        rows_of(SourceConfig(table=str(tmp_path)))
+    (tmp_path / "b.parquet").unlink()
+    with pytest.raises(UserError, match="The captions are lists, which are stored as `captions`"):
+        prepare(download_config(tmp_path / "out", tmp_path, source={"keep": ["captions"]}))

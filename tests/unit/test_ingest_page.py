@@ -3,21 +3,29 @@
 # ruff: noqa: F811 (imported fixtures are requested by name)
 from __future__ import annotations
 
+import io
+import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
+from PIL import Image
 
 from data_prep.dataset import canonical_tar
 from data_prep.dataset.ingest_report import _reasons, write_report
+from data_prep.dataset.removal import remove
+from data_prep.dataset.verification import verify
+from jobs.download import summary
 from jobs.report import command
 from pipeline.data.shards.make_manifest import index_shards
 from pipeline.errors import UserError
 from tests.browser import browser, opened, problems_everywhere
-from tests.ingested import ROWS, copied, made, own_opener, site  # noqa: F401
+from tests.images import encoded
+from tests.ingested import ROWS, copied, fetch_here, made, own_opener, prepared, site  # noqa: F401
 from tests.pair_files import make, write_csv, write_images
+from tests.web import Site, jpeg
 
 
 def page_of(folder: Path, *options: str) -> str:
@@ -38,6 +46,26 @@ def test_converted_pairs_have_a_page(tmp_path: Path) -> None:
     assert "All samples were compared: 1 looks like an earlier one." in page
     assert page.count('alt="picture 007.jpg"') == 2  # among the samples, and beside the one that it resembles
     assert not (tmp_path / "data" / "datasheet.md").exists()
+
+
+def test_transparent_images_and_lists_of_captions_of_a_download(site: Site, tmp_path: Path) -> None:
+    clear = Image.new("RGBA", (20, 20), (255, 0, 0, 0))
+    bodies = [jpeg(), encoded(clear, "PNG"), encoded(clear.convert("RGB").convert("RGBA"), "PNG"), jpeg(30)]
+    lists = [["a cat", "", "a tabby"], ["a red square"], [" ", "another"], []]
+    urls = [site.image(f"/list/{k}", body) for k, body in enumerate(bodies)]
+    config, plan = prepared(tmp_path, {"url": urls, "captions": lists}, caption="captions")
+    manifest = fetch_here(config, plan, [0])
+    assert manifest.failures == {"no caption": 1}
+    assert "Images with transparent pixels, put on white: 1." in summary(manifest, tmp_path)
+    assert "<b>1</b><span>transparent images, put on a background" in write_report(config.output).read_text()
+    ((_, cat), (_, square), (_, other)) = canonical_tar.samples(tmp_path / "data/shards/00000.tar")
+    assert (cat["txt"], json.loads(cat["json"])["captions"]) == (b"a cat", ["a cat", "a tabby"])
+    assert (other["txt"], json.loads(other["json"])["captions"]) == (b"another", ["another"])
+    assert min(Image.open(io.BytesIO(square["jpg"])).getextrema()) >= (250, 255)
+    assert verify(config.output) == []
+    remove(config.output, {"0000000001"})
+    write_report(config.output)
+    assert verify(config.output) == []
 
 
 def test_reasons_and_their_meanings_fit_a_phone_screen(tmp_path: Path) -> None:

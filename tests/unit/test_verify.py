@@ -119,8 +119,7 @@ DAMAGES: list[tuple[str, str, Callable[[Path], object], int]] = [
     (RECORD, RECORD, lambda path: path.write_text('{"shard": 1'), SHARD),
     (RECORD, RECORD, lambda path: edit(path, lambda tree: tree.pop("rows")), SHARD),
     (RECORD, RECORD, Path.unlink, SHARD),
-    (RECORD, RECORD, lambda path: edit(path, lambda tree: tree["tools"].update(pyarrow="9")), SHARD),
-    (RECORD, RECORD, lambda path: edit(path, lambda tree: tree.pop("own_sha256")), SHARD),
+    (RECORD, RECORD, lambda path: edit(path, lambda tree: tree.update(samples="6")), SHARD),
     (RECORD, RECORD, lambda path: sign(path, rules="0" * 16), SHARD),
     (RECORD, RECORD, lambda path: sign(path, plan="0" * 64), SHARD),
     (RECORD, TAR, lambda path: sign(path, sha256="0" * 64), SHARD),
@@ -203,12 +202,6 @@ def test_shards_of_others_are_listed_through_links_and_never_deleted(copied: Pat
     assert {shard for shard, _ in kinds(tmp_path / "mine")} == {"disk/later.tar", "disk/00001.tar"}
     with pytest.raises(UserError, match=r"nothing was deleted\. Copy it again from its source"):
         CliRunner().invoke(command, [str(tmp_path / "mine"), "--delete-damaged"], catch_exceptions=False)
-
-
-def test_a_download_of_version_0_1_is_not_changed(made: Any, copied: Path) -> None:
-    edit(copied / PLAN, lambda tree: tree.pop("own_sha256"))
-    with pytest.raises(UserError, match=r"data sets of version 0\.1 can only be trained on"):
-        ingest.download(replace(made, output=str(copied)))
 
 
 def test_a_repeated_download_reports_a_cut_tar_before_it_requests_anything(

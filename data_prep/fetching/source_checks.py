@@ -1,8 +1,7 @@
 """Checks before the first URL: files, rows and columns, and whether the columns have the expected content.
 
-A few of the first rows are fetched to check that the hash column holds hashes of the bytes, as verification assumes. If
-it held a hash of the decoded pixels, of the URL, or by another algorithm, every URL would fail. It is better to detect
-that on the first rows than after a week.
+A few of the first rows are fetched to check that the hash column holds hashes of the bytes, as verification assumes:
+of a column of other hashes, every URL would fail.
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ from collections.abc import Callable, Iterator
 from multiprocessing.pool import ThreadPool
 from typing import Any
 
-import numpy as np
-
 from data_prep import reasons
 from data_prep.fetching.opener import Opener
 from data_prep.reasons import FetchError
@@ -29,8 +26,6 @@ from data_prep.sources import metadata_tables
 from data_prep.sources.metadata_tables import check_rows
 from data_prep.sources.text_columns import columns_of
 from pipeline.errors import UserError
-from pipeline.pictures.image_error import ImageError
-from pipeline.pictures.pixels import read_rgb
 
 CHECKED_ROWS = 1_000
 _HEX_LENGTH = {"md5": 32, "sha1": 40, "sha256": 64, "sha512": 128}
@@ -203,8 +198,7 @@ def check_hashes(config: DownloadConfig) -> list[str]:
         Notes for the user.
 
     Raises:
-        UserError: No hashes, or hardly any, match. The message says what the column contains instead, where that can be
-            determined.
+        UserError: No hashes, or hardly any, match.
     """
     source = config.source
     if source.hash is None or config.monitor.probe == 0:
@@ -234,62 +228,19 @@ def check_hashes(config: DownloadConfig) -> list[str]:
         few = f"Only {len(came)} of {len(rows)} probed URLs gave an image (mostly {why!r})"
         return [f"{few}, too few to check column {source.hash!r}."]
     if len(differ) > 0.9 * len(came):
-        raise UserError(_explain(differ, len(came), config))
+        raise UserError(
+            f"Column {source.hash!r} does not hold the {source.hash_kind} of the bytes as served: {len(differ)} of "
+            f"{len(came)} probed images differ. Hashes of something else, such as the pixels or the URL, cannot verify "
+            "a download: name the right column, or set source.hash=null."
+        )
     if differ:
         share = len(differ) / len(came)
         return [f"{share:.0%} of {len(came)} probed images have changed since their hash was taken."]
     return []
 
 
-def _explain(differ: list[tuple[dict[str, Any], bytes]], came: int, config: DownloadConfig) -> str:
-    source = config.source
-    mismatch = (
-        f"Column {source.hash!r} does not hold the {source.hash_kind} of the bytes as served: {len(differ)} of {came} "
-        f"probed images differ. "
-    )
-    found: Counter[tuple[str, str]] = Counter()
-    for row, body in differ:
-        found.update(_what_is(_stated(row, source), row, body, config))
-    best = found.most_common(1)
-    if best and best[0][1] > len(differ) / 2:
-        algorithm, what = best[0][0]
-        if what == "the bytes":
-            if algorithm not in HASH_KINDS:
-                return f"{mismatch}It holds their {algorithm}, which cannot be verified here: set source.hash=null."
-            return f"{mismatch}It holds their {algorithm}: set source.hash_kind={algorithm}."
-        return f"{mismatch}It holds the {algorithm} of {what}, which cannot verify a download: set source.hash=null."
-    return f"{mismatch}Its content is unknown. Name the right column, or set source.hash=null."
-
-
-def _what_is(value: str, row: dict[str, Any], body: bytes, config: DownloadConfig) -> list[tuple[str, str]]:
-    """The algorithms, and what they were applied to, that give this value."""
-    url, caption = str(row[config.source.url]), str(row[config.source.caption])
-    readings = {
-        "the bytes": lambda: body,
-        "the decoded pixels": lambda: _pixels(body, reverse=False),
-        "the decoded pixels in BGR order": lambda: _pixels(body, reverse=True),
-        "the URL": lambda: url.encode(),
-        "the caption": lambda: caption.encode(),
-        "URL and caption": lambda: (url + caption).encode(),
-    }
-    return [
-        (algorithm, what)
-        for what, content in readings.items()
-        for algorithm, length in _HEX_LENGTH.items()
-        if len(value) == length and _digest(algorithm, content()) == value
-    ]
-
-
 def _stated(row: dict[str, Any], source: SourceConfig) -> str:
     return str(row[source.hash or ""]).lower()
-
-
-def _pixels(body: bytes, *, reverse: bool) -> bytes:
-    try:
-        pixels = np.asarray(read_rgb(body))
-    except ImageError:
-        return b""
-    return np.ascontiguousarray(pixels[..., ::-1] if reverse else pixels).tobytes()
 
 
 def _digest(algorithm: str, content: bytes) -> str:

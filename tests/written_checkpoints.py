@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from pipeline.checkpoint.reader import Checkpoint, agreed_checkpoint
 from pipeline.checkpoint.writer import CheckpointConfig, CheckpointWriter, Snapshot
 from pipeline.distributed.world import World
 from pipeline.model.architectures import Architecture
-from pipeline.training import recovery
+from pipeline.training.saving import Saver
 
 Towers = tuple[dict[str, torch.Tensor], Architecture]
 
@@ -61,20 +62,15 @@ def save_again(
     towers: Towers,
     step: int,
     *,
-    minutes: float = 0.0,
+    again: bool = False,
     report: Callable[[str], object] = print,
     fallback: str | None = None,
 ) -> bool:
-    """Save the last checkpoint again, as a run does at its end."""
-    return recovery.save_again(
-        lambda: snapshot(towers, step),
-        writer=writer,
-        agreed=lambda value: value,
-        minutes=minutes,
-        stopped=lambda: False,
-        report=report,
-        fallback=fallback,
-    )
+    """Save the last checkpoint again, as a run does at its end: once, or for as long as it tries."""
+    run = SimpleNamespace(checkpoint=SimpleNamespace(fallback=fallback))
+    state: Any = SimpleNamespace(run=run, world=World(), step=step, snapshot=lambda: snapshot(towers, step))
+    telemetry: Any = SimpleNamespace(event=report)
+    return Saver(state, writer, telemetry, end=step).save_again(lambda: not again)
 
 
 def latest(run: Path, *, on_event: Callable[[str], object] = print, fallback: str | None = None) -> Checkpoint:

@@ -47,9 +47,9 @@ from pipeline.engine.optim import OptimizerConfig
 from pipeline.metrics.mfu import Utilization
 from pipeline.model.architectures import Architecture
 from pipeline.model.towers import ModelConfig, build_towers
+from pipeline.training.loop import Trainer
 from pipeline.training.recipe import load_recipe
 from pipeline.training.run import setup
-from pipeline.training.trainer import Trainer
 
 THEIRS, COMPILED = "open_clip_train", "open_clip_train --torchcompile"
 LR_SCALE = 1e-3

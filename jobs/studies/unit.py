@@ -14,12 +14,12 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from pipeline.analysis.normalizer_error import checkpoints_of, measure
 from pipeline.config import to_tree
+from pipeline.distributed.start import start_world
 from pipeline.distributed.world import World, leave
 from pipeline.errors import UserError
 from pipeline.evaluation.datasets.suite import open_suite
@@ -28,11 +28,12 @@ from pipeline.metrics.mfu import training_flops
 from pipeline.objectives import Objective
 from pipeline.objectives.softmax import SoftmaxObjective
 from pipeline.report.run_data import Run, read_run
-from pipeline.run_files import finished_checkpoints
+from pipeline.run_files import finished_checkpoints, step_of
+from pipeline.training.build import collectives_limit
+from pipeline.training.loop import Trainer
 from pipeline.training.recipe import RunConfig, load_recipe
-from pipeline.training.run import stage_trainers
+from pipeline.training.run import train
 from pipeline.training.stages import stages_of
-from pipeline.training.trainer import Trainer
 from pipeline.versions import source_commit, versions
 
 SPEC_NAME, RESULT_NAME = "unit.json", "result.json"
@@ -43,22 +44,37 @@ def main(folder: Path) -> int:
     """Run the unit in `folder`. Returns the exit code of training."""
     spec = json.loads((folder / SPEC_NAME).read_text(encoding="utf-8"))
     run = load_recipe(spec["recipe"], spec["overrides"])
-    with closing(stage_trainers(run, resume="latest")) as trainers:
-        for trainer in trainers:
-            first, traffic = trainer.state.step, metered(trainer.state.objective, trainer.world)
-            if code := trainer.fit():
-                return code
-            if trainer.state.step == run.total_steps:
-                _write_result(folder, spec, trainer, traffic=_traffic(traffic, steps=trainer.state.step - first))
+    steps, traffic, has_normalizers = 0, Counter[str](), False
+
+    def watch(trainer: Trainer) -> None:
+        nonlocal steps, traffic, has_normalizers
+        steps, objective = run.total_steps - trainer.state.step, trainer.state.objective
+        traffic, has_normalizers = metered(objective, trainer.world), isinstance(objective, SoftmaxObjective)
+
+    engine = run.engine
+    with start_world(
+        timeout_minutes=collectives_limit(run), device=engine.device, lost_after=engine.lost_rank_seconds
+    ) as world:
+        if code := train(run, resume="latest", on_trainer=watch):
+            return code
+        if step_of(finished_checkpoints(folder)[-1]) == run.total_steps:
+            normalizers = []
+            if has_normalizers and spec["measure"] == "normalizers":
+                normalizers = _normalizers(run, world, anchors=spec["anchors"])
+            _write_result(folder, spec, run, world, normalizers, traffic=_traffic(traffic, steps=steps))
     return 0
 
 
 def _write_result(
-    folder: Path, spec: Mapping[str, Any], trainer: Trainer, *, traffic: Mapping[str, float] | None
+    folder: Path,
+    spec: Mapping[str, Any],
+    run: RunConfig,
+    world: World,
+    normalizers: Sequence[Mapping[str, Any]],
+    *,
+    traffic: Mapping[str, float] | None,
 ) -> None:
-    """Take the requested measurements of a finished run and write its result. Collective."""
-    run, world = trainer.run, trainer.world
-    normalizers = _normalizers(trainer, anchors=spec["anchors"]) if spec["measure"] == "normalizers" else []
+    """Write the result of a finished run. Collective."""
     if world.is_main:
         record = read_run(folder)
         last = record.rows[-1]
@@ -132,15 +148,12 @@ def step_times(rows: Sequence[Mapping[str, Any]], *, batch_size: int) -> dict[st
     return {"whole": statistics.median(whole), **{key: statistics.median(values) for key, values in parts.items()}}
 
 
-def _normalizers(trainer: Trainer, *, anchors: int | None) -> list[dict[str, Any]]:
-    """One measurement per kept checkpoint; empty for an objective without normalizers."""
-    if not isinstance(trainer.state.objective, SoftmaxObjective):
-        return []
+def _normalizers(run: RunConfig, world: World, *, anchors: int | None) -> list[dict[str, Any]]:
+    """One measurement per kept checkpoint. Collective."""
 
     def refuse(message: str) -> None:
         raise UserError(message)
 
-    run, world = trainer.run, trainer.world
     checkpoints = checkpoints_of(Path(run.output), on_damage=refuse)
     return [measure(run, checkpoint, world=world, limit=anchors)[0].record() for checkpoint in checkpoints]
 

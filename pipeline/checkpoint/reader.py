@@ -111,19 +111,14 @@ class Checkpoint:
         return rows
 
     def _row_files(self, name: str, start: int, stop: int) -> list[Path]:
-        """The files that may hold rows [start, stop) of a table, without opening any if `checkpoint.json` lists them.
+        """The files that hold rows [start, stop) of a table: at 1,024 ranks, each would otherwise open those of all."""
 
-        At 1,024 ranks, every rank would otherwise open the files of all ranks.
-        """
-        listed = {file: entry for file, entry in self.meta["files"].items() if file.startswith("rows-")}
-        if not all("rows" in entry for entry in listed.values()):
-            return sorted(self.path.glob("rows-*.safetensors"))
-        found = []
-        for file, entry in listed.items():
-            held = entry["rows"]
-            if held["table"] == name and held["first"] < stop and held["first"] + held["count"] > start:
-                found.append(self.path / file)
-        return found
+        def overlaps(rows: Mapping[str, Any] | None) -> bool:
+            if rows is None or rows["table"] != name:
+                return False
+            return rows["first"] < stop and rows["first"] + rows["count"] > start
+
+        return [self.path / file for file, entry in self.meta["files"].items() if overlaps(entry.get("rows"))]
 
 
 def _weights_in(folder: Path) -> dict[str, Tensor]:

@@ -20,9 +20,9 @@ from pipeline.distributed.start import start_world
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.files import existing_folder
+from pipeline.training.loop import Trainer
 from pipeline.training.recipe import RunConfig
 from pipeline.training.run import setup
-from pipeline.training.trainer import Trainer
 
 SHARES = {"loader": 0.15, "step": 0.25, "evaluation": 0.05}
 """Parts of the time for the loader alone, the step alone and an evaluation's forward pass; the rest is for training."""

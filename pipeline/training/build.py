@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -35,12 +34,14 @@ from pipeline.pictures.pixels import colour_of
 from pipeline.run_files import model_folder_in
 from pipeline.training.compiling import compiled_towers
 from pipeline.training.gradient_check import GradientCheck
-from pipeline.training.observer import Observer
+from pipeline.training.loop import Trainer
+from pipeline.training.observer import Observer, StepProfiler
 from pipeline.training.periodic_tests import PeriodicEvaluation, PeriodicTests
 from pipeline.training.recipe import RunConfig
 from pipeline.training.run_state import RunState, SkippedSteps
+from pipeline.training.saving import Saver
+from pipeline.training.stages import Stage
 from pipeline.training.step import PrefetchedBatches, TrainStep, micro_batches
-from pipeline.training.trainer import Trainer
 from pipeline.training.validation import HeldOutPairs, Validation
 
 
@@ -116,120 +117,134 @@ def describe_start(run: RunConfig, logit: tuple[float, float | None] | None) -> 
     return f"{start}; the objective starts there."
 
 
-@contextmanager
-def build_state(run: RunConfig, *, world: World, steps: int) -> Iterator[tuple[RunState, Architecture]]:
-    """The parts of a run, or of a stage of a number of steps, that have state, in their initial state."""
-    if run.evaluation.suite is not None and run.evaluation.workers != 0:
-        preload(*WORKER_IMPORTS)  # the fork server starts with the loader, and serves the evaluation, too
-    check_start(run.model)
-    towers, architecture = build_towers(run.model, seed=run.seed)
-    architecture = replace(architecture, background=colour_of(run.data.background))
-    with loader_of(run, architecture=architecture, world=world) as loader:
-        starting = replace(run, objective=starting_objective(run, towers.logit))
-        objective = objective_of(starting, loader=loader, architecture=architecture, world=world)
-        make_engine = ENGINES[run.engine.name]
-        facts = make_engine.facts(
-            run.engine, optimizer=run.optimizer, global_batch=run.batch_size, world_size=world.size
-        )
-        engine = make_engine(
-            towers.to(world.device),
-            config=run.engine,
-            optimizer=run.optimizer,
-            world=world,
-            global_batch=run.batch_size,
-            compile_towers=compiled_towers(run, facts, world=world, steps=steps),
-        )
-        limit_collectives(collectives_limit(run))
-        engine.train()
-        state = RunState(
-            run=run,
-            world=world,
-            loader=loader,
-            engine=engine,
-            objective=objective,
-            skipped=SkippedSteps(),
-            ema=WeightAverage(run.ema, engine.state) if run.ema.decay is not None else None,
-        )
-        yield state, architecture
-
-
-def build_trainer(
-    state: RunState, architecture: Architecture, *, telemetry: Telemetry, end: int, resumed: Checkpoint | None
-) -> Trainer:
-    """The training loop around the state of a run.
+def build_trainer(stage: Stage, *, world: World, telemetry: Telemetry, resumed: Checkpoint | None) -> Trainer:
+    """The trainer of a stage of a run, in its initial state. It closes the telemetry, too.
 
     Args:
-        state: The parts that have state, in their initial state.
-        architecture: Of the towers.
+        stage: The stage, with its settings.
+        world: The ranks.
         telemetry: The run's log.
-        end: The step at which the stage ends.
         resumed: The checkpoint that will be restored; None for a new run.
     """
-    run, world, engine, folder = state.run, state.world, state.engine, Path(state.run.output)
-    chunks = micro_batches(run.batch_size // world.size, run.engine.micro_batch)
-    phases = world.phases
-    assert phases is not None
-    meter = Meter(run.batch_size, phases)
-    first_step = resumed.step if resumed else 0
-    check = _gradient_check(run, engine, world=world, chunks=chunks) if first_step < end else None
-    by_kernel = engine.bf16 and world.device.type == "cuda"
-    trimming, packed = text_batching(engine.module.clip, run.model, by_kernel=by_kernel)
+    run, end = stage.run, stage.end
+    with ExitStack() as parts:
+        parts.callback(telemetry.close)
+        state, architecture = _build_state(stage, world=world, parts=parts)
+        engine, phases = state.engine, world.phases
+        assert phases is not None
+        chunks = micro_batches(run.batch_size // world.size, run.engine.micro_batch)
+        meter = Meter(run.batch_size, phases)
+        first_step = resumed.step if resumed else 0
+        check = _gradient_check(run, engine, world=world, chunks=chunks) if first_step < end else None
+        by_kernel = engine.bf16 and world.device.type == "cuda"
+        trimming, packed = text_batching(engine.module.clip, run.model, by_kernel=by_kernel)
 
-    def texts(tokens: Tensor) -> TextChunks:
-        whole, lengths = trimming.cut(tokens) if trimming else (tokens, None)
-        return TextChunks(whole, chunks, lengths=lengths, packed=packed, by_kernel=by_kernel, device=world.device)
+        def texts(tokens: Tensor) -> TextChunks:
+            whole, lengths = trimming.cut(tokens) if trimming else (tokens, None)
+            return TextChunks(whole, chunks, lengths=lengths, packed=packed, by_kernel=by_kernel, device=world.device)
 
-    batches = PrefetchedBatches(
-        state.loader, texts=texts, steps=end, meter=meter, device=world.device, given_up=lambda: state.loader.given_up
-    )
-    evaluation = None
-    if run.evaluation.suite is not None:
-        evaluation = PeriodicEvaluation(run.evaluation, run=folder, world=world)
-    take_step = TrainStep(
-        engine,
-        state.objective,
-        world=world,
-        seed=run.seed,
-        chunks=chunks,
-        on_gradients=check.reference if check else None,
-        rehearsed_width=None if packed else _rehearsed_width(run, architecture, trimming, device=world.device),
-    )
-    normalized = partial(
-        normalize,
-        mean=architecture.mean,
-        std=architecture.std,
-        dtype=engine.dtype,
-        memory_format=engine.module.image_format,
-    )
-    return Trainer(
-        state=state,
-        end=end,
-        batches=batches,
-        normalized=normalized,
-        take_step=take_step,
-        telemetry=telemetry,
-        observer=Observer(state=state, telemetry=telemetry, tokenizer=architecture.tokenize),
-        meter=meter,
-        utilization=Utilization(
-            run.model,
-            device=world.device,
-            ranks=world.size,
-            bf16=engine.bf16,
-            peak_tflops=run.telemetry.peak_tflops,
-            images=run.data.image_features is None,
-        ),
-        writer=CheckpointWriter(
-            folder,
+        writer = CheckpointWriter(
+            Path(run.output),
             config=run.checkpoint,
             world=world,
             architecture=architecture,
             on_event=telemetry.event,
             resumed_from=resumed.path if resumed else None,
             mirror_minutes=run.engine.timeout_minutes * 2 / 3,  # rank 0 would be reported as stalled after all of it
-        ),
-        gradient_check=check,
-        tests=PeriodicTests(state, telemetry, _validation(state, telemetry=telemetry), evaluation),
+        )
+        parts.callback(writer.finish)
+        utilization = Utilization(
+            run.model,
+            device=world.device,
+            ranks=world.size,
+            bf16=engine.bf16,
+            peak_tflops=run.telemetry.peak_tflops,
+            images=run.data.image_features is None,
+        )
+        evaluation = None
+        if run.evaluation.suite is not None:
+            evaluation = PeriodicEvaluation(run.evaluation, run=Path(run.output), world=world)
+        tests = PeriodicTests(state, telemetry, _validation(state, telemetry=telemetry), evaluation)
+        observer = Observer(
+            state=state,
+            telemetry=telemetry,
+            tokenizer=architecture.tokenize,
+            meter=meter,
+            utilization=utilization,
+            end=end,
+        )
+        saver, profiler = Saver(state, writer, telemetry, end), None
+        if run.telemetry.profile is not None and world.is_main:
+            profiler = StepProfiler(state, telemetry, run.telemetry.profile)
+        return Trainer(
+            state=state,
+            architecture=architecture,
+            end=end,
+            batches=PrefetchedBatches(
+                state.loader,
+                texts=texts,
+                steps=end,
+                meter=meter,
+                device=world.device,
+                given_up=lambda: state.loader.given_up,
+            ),
+            normalized=partial(
+                normalize,
+                mean=architecture.mean,
+                std=architecture.std,
+                dtype=engine.dtype,
+                memory_format=engine.module.image_format,
+            ),
+            take_step=TrainStep(
+                engine,
+                state.objective,
+                world=world,
+                seed=run.seed,
+                chunks=chunks,
+                on_gradients=check.reference if check else None,
+                rehearsed_width=None if packed else _rehearsed_width(run, architecture, trimming, device=world.device),
+            ),
+            telemetry=telemetry,
+            meter=meter,
+            utilization=utilization,
+            writer=writer,
+            gradient_check=check,
+            profiler=profiler,
+            tests=tests,
+            saver=saver,
+            hooks=[*([profiler] if profiler else []), observer, tests.validate, saver, tests.evaluate],
+            parts=parts.pop_all(),
+        )
+
+
+def _build_state(stage: Stage, *, world: World, parts: ExitStack) -> tuple[RunState, Architecture]:
+    """What has state, in its initial state. `parts` closes the loader."""
+    run = stage.run
+    if run.evaluation.suite is not None and run.evaluation.workers != 0:
+        preload(*WORKER_IMPORTS)  # the fork server starts with the loader, and serves the evaluation, too
+    check_start(run.model)
+    towers, architecture = build_towers(run.model, seed=run.seed)
+    architecture = replace(architecture, background=colour_of(run.data.background))
+    loader = parts.enter_context(loader_of(run, architecture=architecture, world=world))
+    starting = replace(run, objective=starting_objective(run, towers.logit))
+    objective = objective_of(starting, loader=loader, architecture=architecture, world=world)
+    make_engine = ENGINES[run.engine.name]
+    facts = make_engine.facts(run.engine, optimizer=run.optimizer, global_batch=run.batch_size, world_size=world.size)
+    engine = make_engine(
+        towers.to(world.device),
+        config=run.engine,
+        optimizer=run.optimizer,
+        world=world,
+        global_batch=run.batch_size,
+        compile_towers=compiled_towers(run, facts, world=world, steps=stage.end - stage.first),
     )
+    limit_collectives(collectives_limit(run))
+    engine.train()
+    ema = WeightAverage(run.ema, engine.state) if run.ema.decay is not None else None
+    state = RunState(
+        run=run, world=world, loader=loader, engine=engine, objective=objective, skipped=SkippedSteps(), ema=ema
+    )
+    return state, architecture
 
 
 def _rehearsed_width(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,13 @@ from torch import Tensor
 
 from pipeline.data.loading.caption_notes import caption_notes
 from pipeline.data.loading.loader import Batch
-from pipeline.distributed.timing import Meter
+from pipeline.distributed.timing import Meter, collect_garbage
 from pipeline.distributed.world import World
 from pipeline.engine.optim import lr_scale
+from pipeline.errors import EXIT_USER_ERROR, UserError
 from pipeline.metrics.logger import Telemetry
 from pipeline.metrics.mfu import Utilization
+from pipeline.training.run_ends import RunEnds
 from pipeline.training.run_state import RunState
 from pipeline.training.step import StepResult
 
@@ -31,28 +33,41 @@ DISTRIBUTIONS_EVERY = PICTURES_EVERY = 1000
 
 @dataclass(kw_only=True)
 class Observer:
-    """Reports the metrics, pictures and distributions of a step, and profiles the configured steps."""
+    """Reports the metrics, pictures and distributions of a step, and the counts of an epoch. Collective."""
 
     state: RunState
     telemetry: Telemetry
     tokenizer: Any
-    profiler: StepProfiler | None = field(default=None, init=False)
-    """Profiles the configured steps; None on other ranks, and without any."""
+    meter: Meter
+    utilization: Utilization
+    end: int
+    """The step at which the stage ends."""
 
-    def __post_init__(self) -> None:
-        run = self.state.run
-        if run.telemetry.profile is not None and self.state.world.is_main:
-            folder = Path(run.output) / "profile"
-            self.profiler = StepProfiler(folder=folder, steps=run.telemetry.profile, telemetry=self.telemetry)
+    def __call__(self, batch: Batch, result: StepResult) -> None:
+        """Report what is due after this step."""
+        step, every = self.state.step, self.state.run.telemetry.every
+        self.utilization.count(text_tokens=result.text_tokens)
+        if self.state.world.is_main:
+            self._report_batch(batch, result)
+        if step == 1:
+            self._warn_of_captions(batch)
+        try:
+            if result.stop or step == self.end or step % every == 0:
+                self.telemetry.train(step=step, scalars=self._scalars(batch, result))
+                collect_garbage()
+            if batch.position.batch == self.state.loader.steps_per_epoch:
+                self._report_epoch(batch)
+        except UserError as error:  # too many corrupt samples, on every rank
+            raise RunEnds(str(error), code=EXIT_USER_ERROR, save=True) from error
 
-    def scalars(self, batch: Batch, result: StepResult, *, meter: Meter, utilization: Utilization) -> dict[str, float]:
-        """The metrics of the step that was just taken and counted; `meter` starts its next measurement. Collective."""
+    def _scalars(self, batch: Batch, result: StepResult) -> dict[str, float]:
+        """The metrics of the step; the meter starts its next measurement."""
         state, run, position = self.state, self.state.run, batch.position
         metrics = dict(result.output.metrics)
         values = torch.stack([value.float() for value in metrics.values()]).tolist()
         norm = state.engine.gradient_norm()
         scale = lr_scale(run.schedule, step=state.step - 1, total_steps=run.total_steps)
-        rates = meter.read()
+        rates = self.meter.read()
         tokens = torch.tensor([result.text_tokens], dtype=torch.float64, device=state.world.device)
         return {
             "samples": state.step * run.batch_size,
@@ -68,23 +83,28 @@ class Observer:
             "corrupt_samples": state.loader.replaced(position),
             **rates,
             **slowest_rank(state.world, rates, batch_size=run.batch_size),
-            **utilization.scalars(rates["samples_per_second"]),
+            **self.utilization.scalars(rates["samples_per_second"]),
         }
 
-    def note_captions(self, batch: Batch) -> None:
-        """Warn of captions of the first global batch that are cut, or equal. Collective."""
+    def _report_epoch(self, batch: Batch) -> None:
+        """Log the samples that were seen and skipped in the epoch that ends with this batch."""
+        report = self.state.loader.report(batch.position)
+        self.telemetry.event(
+            f"Epoch {report.epoch} done: {report.samples:,} samples in {report.batch:,} batches, {report.dropped:,} "
+            f"left over, {report.replaced:,} corrupt and replaced, order {report.order_hash}.",
+            data=asdict(report),
+        )
+
+    def _warn_of_captions(self, batch: Batch) -> None:
+        """Warn of captions of the first global batch that are cut, or equal."""
         tokens = self.state.world.all_gather(batch.text.to(self.state.world.device)).cpu()
         masked = self.state.run.objective.mask_equal
         for note in caption_notes(tokens, tokenize=self.tokenizer, of="the first batch's", masked=masked):
             self.telemetry.warning(note)
 
-    def after(self, batch: Batch, result: StepResult) -> None:
-        """Call it when the step that gave `result` was counted."""
+    def _report_batch(self, batch: Batch, result: StepResult) -> None:
+        """Log distributions and pictures, on rank 0."""
         step = self.state.step
-        if self.profiler is not None:
-            self.profiler.after(step)
-        if not self.state.world.is_main:
-            return
         if step % DISTRIBUTIONS_EVERY == 0:
             output = result.output
             norms = {
@@ -100,18 +120,19 @@ class Observer:
             self.telemetry.pictures(step=step, grid=grid, captions=captions)
 
 
-@dataclass(kw_only=True)
+@dataclass
 class StepProfiler:
     """Runs torch's profiler from the first to the last of `steps` (numbered from 0): a Chrome trace and a table."""
 
-    folder: Path
+    state: RunState
+    telemetry: Telemetry
     steps: tuple[int, int] | None
     """None when they were profiled, which is once, also if a rollback repeats them."""
-    telemetry: Telemetry
     _running: torch.profiler.profile | None = None
 
-    def before(self, step: int) -> None:
-        """Call it before step number `step` (from 0)."""
+    def start(self) -> None:
+        """Call it before every step."""
+        step = self.state.step
         if self.steps is None or self._running is not None or not self.steps[0] <= step <= self.steps[1]:
             return
         kinds = [torch.profiler.ProfilerActivity.CPU]
@@ -120,14 +141,16 @@ class StepProfiler:
         self._running, self._first = torch.profiler.profile(activities=kinds), step
         self._running.start()
 
-    def after(self, step: int) -> None:
-        """Call it when `step` steps have been taken."""
+    def __call__(self, batch: Batch, result: StepResult) -> None:
+        """Write the profile after the last of the steps."""
+        step = self.state.step
         if self.steps is None or self._running is None or step <= self.steps[1]:
             return
         profiler, self._running, self.steps = self._running, None, None
         profiler.stop()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / f"steps-{self._first}-{step - 1}.json"
+        folder = Path(self.state.run.output) / "profile"
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"steps-{self._first}-{step - 1}.json"
         profiler.export_chrome_trace(str(path))
         key = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
         path.with_suffix(".txt").write_text(profiler.key_averages().table(sort_by=key, row_limit=60))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeline.checkpoint.reader import Checkpoint
+from pipeline.data.loading.loader import Batch
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.evaluation import evaluate
@@ -22,6 +23,7 @@ from pipeline.run_files import EMA_NAME, FOLDER_NAME, METRICS_NAME, name_of, rea
 from pipeline.training.recipe import InTrainingConfig, RunConfig
 from pipeline.training.run_start import PREVIOUS
 from pipeline.training.run_state import RunState
+from pipeline.training.step import StepResult
 from pipeline.training.validation import Validation, ValidationHistory
 
 
@@ -127,22 +129,17 @@ class PeriodicTests:
         """Whether the validation loss ends the run early."""
         return self.validation is not None and self.validation.ends_run
 
-    def validate(self, *, stop: bool) -> bool:
-        """Validate if that is due. Collective. Returns whether a checkpoint of these weights is to be kept as the best.
+    def validate(self, batch: Batch | None = None, result: StepResult | None = None) -> None:
+        """Validate if that is due. Collective."""
+        step = self.state.step
+        if self.validation is not None and validation_is_due(self.state.run, step=step) and not self._stopped(result):
+            scores = self.validation(self._copy("validation"), step=step)
+            self.telemetry.validation(step=step, scores=scores)
 
-        `stop`: a signal has ended the run.
-        """
-        step, run = self.state.step, self.state.run
-        if self.validation is None or not validation_is_due(run, step=step) or (stop and step < run.total_steps):
-            return False
-        scores, best = self.validation(self._copy("validation"), step=step)
-        self.telemetry.validation(step=step, scores=scores)
-        return best
-
-    def evaluate(self, *, stop: bool) -> None:
+    def evaluate(self, batch: Batch | None = None, result: StepResult | None = None) -> None:
         """Evaluate the suite if that is due. Collective; call it after `validate`, which it ends."""
-        step, run = self.state.step, self.state.run
-        due = evaluation_is_due(run, step=step, ended=self.ended_run) and not (stop and step < run.total_steps)
+        step = self.state.step
+        due = evaluation_is_due(self.state.run, step=step, ended=self.ended_run) and not self._stopped(result)
         if self.evaluation is not None and due:
             scores, failures = self.evaluation(self._copy("evaluation"), step=step)
             self.telemetry.evaluation(step=step, scores=scores)
@@ -164,9 +161,9 @@ class PeriodicTests:
         for name in (name for name in ("validation", "evaluation") if name in missed):
             self.telemetry.event(f"The {name} after step {step} was not finished: doing it now.", step=step)
         if "validation" in missed:
-            self.validate(stop=False)
+            self.validate()
         if "evaluation" in missed:
-            self.evaluate(stop=False)
+            self.evaluate()
         self._model = None
         return "validation" in missed
 
@@ -174,6 +171,10 @@ class PeriodicTests:
         """Log which tasks have failed since this process started, if any."""
         if self.evaluation is not None and (unscored := self.evaluation.unscored()):
             self.telemetry.warning(unscored)
+
+    def _stopped(self, result: StepResult | None) -> bool:
+        """Whether a signal has ended the run before its last step."""
+        return result is not None and result.stop and self.state.step < self.state.run.total_steps
 
     def _copy(self, phase: str) -> EvaluationModel:
         if self.state.world.phases is not None:

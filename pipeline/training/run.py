@@ -1,11 +1,11 @@
-"""Training a run: `setup` checks everything and builds the parts; `train` runs one rank from start to end."""
+"""Training a run on one rank, from its start to its last checkpoint: `train`. The loop over steps is in `loop.py`."""
 
 from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -25,10 +25,12 @@ from pipeline.metrics.logger import Telemetry
 from pipeline.metrics.trackers import check_trackers
 from pipeline.model.starting_weights import check_fetched
 from pipeline.model.trimming import why_not_trimmed
-from pipeline.training.build import build_state, build_trainer, collectives_limit, describe_start
+from pipeline.training.build import build_trainer, collectives_limit, describe_start
+from pipeline.training.loop import Trainer
 from pipeline.training.observer import describe_hosts
 from pipeline.training.periodic_tests import missed_tests
 from pipeline.training.recipe import RunConfig, check_run
+from pipeline.training.run_ends import EXIT_NOT_SAVED
 from pipeline.training.run_start import (
     changed_settings,
     check_features,
@@ -41,13 +43,97 @@ from pipeline.training.run_start import (
 )
 from pipeline.training.stages import check_stages, stage_at
 from pipeline.training.step_features import open_step_features
-from pipeline.training.trainer import EXIT_DONE, EXIT_NOT_SAVED, Trainer
+
+
+def train(
+    run: RunConfig,
+    *,
+    resume: str | None = None,
+    new_batch_size: bool = False,
+    on_trainer: Callable[[Trainer], object] = lambda trainer: None,
+) -> int:
+    """Train one run on this rank to its last checkpoint.
+
+    Each stage of the run has a trainer, and so has the time after a roll-back. Each starts from a checkpoint, as a run
+    that is resumed.
+
+    Args:
+        run: The configuration.
+        resume: As for `setup`.
+        new_batch_size: Allow a checkpoint of another batch size.
+        on_trainer: Called with each trainer before its first step.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        UserError: The run cannot start or go on.
+    """
+    limit, lost_after = collectives_limit(run), run.engine.lost_rank_seconds
+    start: str | Checkpoint | None = resume
+    first, signals = True, StopSignals()
+    with (
+        _end_recorded(),
+        start_world(timeout_minutes=limit, device=run.engine.device, lost_after=lost_after) as world,
+        hold_folder(run, world=world),
+        ExitStack() as whole,
+    ):
+        whole.callback(signals.end)
+        while True:
+            with (
+                start_watched(world, lost_after=lost_after),
+                folder_of_a_start(
+                    run, world=world, note=lambda: record_origin(run, resume, new_batch_size=new_batch_size)
+                ),
+            ):
+                trainer = setup(run, world=world, resume=start, new_batch_size=new_batch_size, first=first)
+            with trainer:
+                trainer.signals = signals
+                on_trainer(trainer)
+                end = trainer.fit()
+                if end.start is None:
+                    ignore_stop_signals()  # nothing follows
+            if end.start is None:
+                break
+            start, first = end.start, False
+            del trainer
+            gc.collect()  # towers, engine and optimizer refer to each other
+            torch.cuda.empty_cache()
+    problem = str(end) if end.code == EXIT_NOT_SAVED else ""
+    if problem and run.telemetry.progress == "quiet":  # metrics.jsonl may be on the same disk
+        print(f"The last checkpoint is not on disk: {problem}", file=sys.stderr, flush=True)
+    record_exit(end.code, problem)
+    stop_recording()
+    return end.code
 
 
 @contextmanager
+def _end_recorded() -> Iterator[None]:
+    """Inside, an error is recorded as the end of this rank; one that others have caused says so."""
+    gc.freeze()  # imports leave half a million objects, and each of a start's full collections would look at them
+    try:
+        yield
+    except BaseException as error:
+        explained: BaseException = error
+        if isinstance(error, RuntimeError) and too_many_files(error):
+            explained = UserError(too_many_files_message(error))
+        elif isinstance(error, RuntimeError) and lost_contact(error):
+            explained = LostRank(
+                f"Lost contact with another rank: it is gone; its own message, if there is one, says why ({error})."
+            )
+        is_explained = explained is not error
+        record_exit(exit_code_of(explained), str(explained) if is_explained else f"{type(error).__name__}: {error}")
+        stop_recording()
+        if is_explained:
+            raise explained from error
+        raise
+    finally:
+        gc.unfreeze()
+
+
 def setup(
     run: RunConfig, *, world: World, resume: str | Checkpoint | None, new_batch_size: bool = False, first: bool = True
-) -> Iterator[Trainer]:
+) -> Trainer:
     """Build every part of a run and, if asked, restore a checkpoint. Cheap checks come first.
 
     Nothing in the run's folder changes before every check has passed.
@@ -65,9 +151,12 @@ def setup(
         UserError: Anything that keeps the run from starting.
     """
     check_run(run, world_size=world.size)
+    notes: list[str] = []
     if first:
         _check_services(run, world=world)
-    notes: list[str] = []
+        if world.is_main:
+            for folder in (Path(run.output), *fallback_runs(run.checkpoint.fallback, Path(run.output))):
+                restore_replaced(folder)
     if isinstance(resume, Checkpoint):
         checkpoint: Checkpoint | None = resume
     else:
@@ -79,48 +168,55 @@ def setup(
             mirror=run.checkpoint.mirror if first else None,
             on_event=notes.append,
         )
-    with ExitStack() as stack:
-        check_stages(run)
-        stage, missed = stage_at(run, checkpoint.step if checkpoint else 0), set[str]()
-        if checkpoint is not None and first:
-            missed = missed_tests(run, checkpoint, world=world)
-            if missed and stage.first == checkpoint.step:
-                stage = stage_at(run, checkpoint.step - 1)  # its towers are tested, before they are resized
-        state, architecture = stack.enter_context(build_state(stage.run, world=world, steps=stage.end - stage.first))
-        telemetry = Telemetry(
-            Path(run.output),
-            config=run.telemetry,
-            total_steps=run.total_steps,
-            first_step=checkpoint.step if checkpoint else 0,
-            is_main=world.is_main,
-            settings=to_tree(run),
-        )
-        stack.callback(telemetry.close)
-        trainer = build_trainer(state, architecture, telemetry=telemetry, end=stage.end, resumed=checkpoint)
+    check_stages(run)
+    stage, missed = stage_at(run, checkpoint.step if checkpoint else 0), set[str]()
+    if checkpoint is not None and first:
+        missed = missed_tests(run, checkpoint, world=world)
+        if missed and stage.first == checkpoint.step:
+            stage = stage_at(run, checkpoint.step - 1)  # its towers are tested, before they are resized
+    telemetry = Telemetry(
+        Path(run.output),
+        config=run.telemetry,
+        total_steps=run.total_steps,
+        first_step=checkpoint.step if checkpoint else 0,
+        is_main=world.is_main,
+        settings=to_tree(run),
+    )
+    trainer = build_trainer(stage, world=world, telemetry=telemetry, resumed=checkpoint)
+    with ExitStack() as refused:
+        refused.enter_context(trainer)  # closed by an error
         trainer.missed = missed
-        stack.callback(trainer.writer.finish)
-        if checkpoint is None:
-            start = describe_start(run, state.engine.module.logit)
-            notes += [note for note in (start, *state.engine.module.notes) if note]
-        _report_start(trainer, notes)
-        if checkpoint is not None:
-            skipped = state.restore(checkpoint)
-            if not isinstance(resume, Checkpoint):
-                telemetry.event(f"Resumed from {checkpoint.path.name} (step {state.step} of {run.total_steps}).")
-            if changed := describe(checkpoint, run, skipped=skipped):
-                telemetry.event(changed)
-            before = stage_at(run, checkpoint.step - 1).run  # as the checkpoint's stage would be with today's settings
-            if changes := changed_settings(checkpoint.meta["config"], to_tree(before)):
-                telemetry.event(f"Settings that differ from the checkpoint's: {'; '.join(changes)}.")
-        trainer.features = open_step_features(state, architecture, report=telemetry.event)
-        if checkpoint is not None:
-            check_features(checkpoint, state.features)
+        _restore(trainer, checkpoint, run=run, notes=notes, is_resumed=not isinstance(resume, Checkpoint))
         if run.schedule.stages:
-            telemetry.event(stage.describe(image_size=architecture.image_size))
+            telemetry.event(stage.describe(image_size=trainer.architecture.image_size))
         if trainer.gradient_check is not None:
             trainer.gradient_check.begin()
         _begin(trainer)
-        yield trainer
+        refused.pop_all()
+    return trainer
+
+
+def _restore(
+    trainer: Trainer, checkpoint: Checkpoint | None, *, run: RunConfig, notes: list[str], is_resumed: bool
+) -> None:
+    """Restore a checkpoint, if there is one, open the stored features, and report how the run starts. Collective."""
+    state, telemetry = trainer.state, trainer.telemetry
+    if checkpoint is None:
+        begin = describe_start(run, state.engine.module.logit)
+        notes += [note for note in (begin, *state.engine.module.notes) if note]
+    _report_start(trainer, notes)
+    if checkpoint is not None:
+        skipped = state.restore(checkpoint)
+        if is_resumed:
+            telemetry.event(f"Resumed from {checkpoint.path.name} (step {state.step} of {run.total_steps}).")
+        if changed := describe(checkpoint, run, skipped=skipped):
+            telemetry.event(changed)
+        before = stage_at(run, checkpoint.step - 1).run  # as the checkpoint's stage would be with today's settings
+        if changes := changed_settings(checkpoint.meta["config"], to_tree(before)):
+            telemetry.event(f"Settings that differ from the checkpoint's: {'; '.join(changes)}.")
+    trainer.features = open_step_features(state, trainer.architecture, report=telemetry.event)
+    if checkpoint is not None:
+        check_features(checkpoint, state.features)
 
 
 def _check_services(run: RunConfig, *, world: World) -> None:
@@ -166,89 +262,3 @@ def _begin(trainer: Trainer) -> None:
     prepare_folder(trainer.run, world=world)
     if world.is_main:
         trainer.writer.begin()
-
-
-def stage_trainers(run: RunConfig, *, resume: str | None = None, new_batch_size: bool = False) -> Generator[Trainer]:
-    """As `trainers`, in a process group and a locked folder of its own."""
-    limit, lost_after = collectives_limit(run), run.engine.lost_rank_seconds
-    with (
-        start_world(timeout_minutes=limit, device=run.engine.device, lost_after=lost_after) as world,
-        ExitStack() as held,
-    ):
-        with start_watched(world, lost_after=lost_after):
-            held.enter_context(hold_folder(run, world=world))
-        yield from trainers(run, world=world, resume=resume, new_batch_size=new_batch_size)
-
-
-def trainers(run: RunConfig, *, world: World, resume: str | None, new_batch_size: bool = False) -> Generator[Trainer]:
-    """Yield a trainer for each remaining stage of a run, and for each rollback; fit each before requesting the next.
-
-    Stops after a trainer that was not fitted to the end of its stage.
-    """
-    start: str | Checkpoint | None = resume
-    first, signals = True, StopSignals()
-    if world.is_main:
-        for folder in (Path(run.output), *fallback_runs(run.checkpoint.fallback, Path(run.output))):
-            restore_replaced(folder)
-    with ExitStack() as whole:
-        whole.callback(signals.end)
-        while True:
-            with ExitStack() as stage:
-                with (
-                    start_watched(world, lost_after=run.engine.lost_rank_seconds),
-                    folder_of_a_start(
-                        run, world=world, note=lambda: record_origin(run, resume, new_batch_size=new_batch_size)
-                    ),
-                ):
-                    trainer = stage.enter_context(
-                        setup(run, world=world, resume=start, new_batch_size=new_batch_size, first=first)
-                    )
-                trainer.signals = signals
-                yield trainer
-                if not trainer.goes_on:
-                    return
-                start, first = trainer.rollback or "latest", False
-            del trainer
-            gc.collect()  # towers, engine and optimizer refer to each other
-            torch.cuda.empty_cache()
-
-
-def train(run: RunConfig, *, resume: str | None = None, new_batch_size: bool = False) -> int:
-    """Train one run on this rank to its last checkpoint. Returns the exit code."""
-    code, problem = EXIT_DONE, ""
-    gc.freeze()  # imports leave half a million objects, and each of a start's full collections would look at them
-    try:
-        with closing(stage_trainers(run, resume=resume, new_batch_size=new_batch_size)) as trainers:
-            for trainer in trainers:
-                try:
-                    code = trainer.fit()
-                except KeyboardInterrupt:  # a second Ctrl-C
-                    trainer.writer.give_up()
-                    raise
-                if code == EXIT_NOT_SAVED:
-                    problem = trainer.writer.problem
-                if code != EXIT_DONE or not trainer.goes_on:
-                    ignore_stop_signals()  # nothing follows
-                del trainer  # free its memory for the next stage's trainer
-                if code != EXIT_DONE:
-                    break
-        if problem and run.telemetry.progress == "quiet":  # metrics.jsonl may be on the same disk
-            print(f"The last checkpoint is not on disk: {problem}", file=sys.stderr, flush=True)
-        record_exit(code, problem)
-        return code
-    except RuntimeError as error:
-        found: BaseException = error
-        if too_many_files(error):
-            found = UserError(too_many_files_message(error))
-        elif lost_contact(error):
-            found = LostRank(
-                f"Lost contact with another rank: it is gone; its own message, if there is one, says why ({error})."
-            )
-        record_exit(exit_code_of(found), str(found) if found is not error else f"{type(error).__name__}: {error}")
-        raise found from (None if found is error else error)
-    except BaseException as error:
-        record_exit(exit_code_of(error), f"{type(error).__name__}: {error}")
-        raise
-    finally:
-        gc.unfreeze()
-        stop_recording()

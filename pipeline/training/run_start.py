@@ -23,6 +23,7 @@ from pipeline.config import Tree, departed, dump, flatten, had_effect
 from pipeline.data.loading.position import differences
 from pipeline.distributed.exit_record import FOLDER_NAME as HEARTBEATS
 from pipeline.distributed.exit_record import remove_records, reserve_space, start_recording, stop_recording
+from pipeline.distributed.peers import start_watched
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.files import file_lock, lock_holder, write_text
@@ -43,19 +44,22 @@ def hold_folder(run: RunConfig, *, world: World) -> Iterator[None]:
     """
     folder, problem = Path(run.output), ""
     with ExitStack() as stack:
-        if world.is_main:
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(_locked(folder / LOCK_NAME))
-            except BlockingIOError:
-                holder = lock_holder(folder / LOCK_NAME)
-                problem = f"Another run is training in {folder} ({holder}): stop it first, or choose another output."
-            except OSError as error:
-                problem = (
-                    f"output = {folder} cannot be the run's folder ({error.strerror}): name a folder that can be made "
-                    "and written."
-                )
-        world.raise_together(problem)
+        with start_watched(world, lost_after=run.engine.lost_rank_seconds):
+            if world.is_main:
+                try:
+                    folder.mkdir(parents=True, exist_ok=True)
+                    stack.enter_context(_locked(folder / LOCK_NAME))
+                except BlockingIOError:
+                    holder = lock_holder(folder / LOCK_NAME)
+                    problem = (
+                        f"Another run is training in {folder} ({holder}): stop it first, or choose another output."
+                    )
+                except OSError as error:
+                    problem = (
+                        f"output = {folder} cannot be the run's folder ({error.strerror}): name a folder that can be "
+                        "made and written."
+                    )
+            world.raise_together(problem)
         yield
 
 

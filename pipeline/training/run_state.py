@@ -49,7 +49,7 @@ class SkippedSteps:
         self.skipped, self.rollbacks, self.in_a_row = (int(state[k]) for k in ("skipped", "rollbacks", "in_a_row"))
         self.rolled_back_to = state.get("rolled_back_to")
 
-    def note(self, *, applied: bool) -> None:
+    def count(self, *, applied: bool) -> None:
         """Count one more step."""
         self.skipped += not applied
         self.in_a_row = 0 if applied else self.in_a_row + 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,11 +25,11 @@ from pipeline.training.run_state import RunState
 class StepFeatures:
     """The stored features of a run, made by `open_step_features`."""
 
-    images: StoredFeatures | None
-    """Outputs of the image tower; None: the tower runs in every step."""
-    teachers: list[StoredFeatures]
-    """Whose similarities the run learns from, too."""
     device: torch.device
+    images: StoredFeatures | None = None
+    """Outputs of the image tower; None: the tower runs in every step."""
+    teachers: Sequence[StoredFeatures] = ()
+    """Whose similarities the run learns from, too."""
 
     def of(self, batch: Batch, *, stand_in: bool = False) -> tuple[Tensor | None, list[Teacher]]:
         """The image tower's outputs [b, d] of a batch, and the teachers' features; of a stand-in batch, zeros.
@@ -48,22 +48,17 @@ class StepFeatures:
         return image, [Teacher(sides[0], sides[1], tau) for sides, tau in teachers]
 
 
-def open_step_features(
-    state: RunState, architecture: Architecture, *, report: Callable[[str], None]
-) -> StepFeatures | None:
+def open_step_features(state: RunState, architecture: Architecture, *, report: Callable[[str], None]) -> StepFeatures:
     """Open the stored features of a run, and let the loader show their crops or decode no images. Collective.
 
     Call it when the weights are those of the run, after a checkpoint was restored. `report` receives sentences.
-
-    Returns:
-        None if the run has none.
 
     Raises:
         UserError: They do not fit the run.
     """
     run, loader, named = state.run, state.loader, state.run.data.stored_features
     if not any(named.values()):
-        return None
+        return StepFeatures(state.world.device)
     opened = open_features(run.data, loader.mixture.digests, seed=run.seed, named=named)
     for setting, group in opened.items():
         for number, stored in enumerate(group):
@@ -75,7 +70,7 @@ def open_step_features(
     if images is not None:
         _check_tower(images, state, architecture)
         loader.use_features(images.file)
-    return StepFeatures(images, opened[TEACHER], state.world.device)
+    return StepFeatures(state.world.device, images, opened[TEACHER])
 
 
 def _check_tower(images: StoredFeatures, state: RunState, architecture: Architecture) -> None:

@@ -221,9 +221,8 @@ class Validation:
     """Called with messages, on rank 0."""
     _reported: bool = False
 
-    def __call__(self, model: EvaluationModel, *, step: int) -> tuple[dict[str, float], bool]:
-        """Scores of the weights after `step` steps, and whether their loss is the lowest so far. Collective; the same
-        on all ranks.
+    def __call__(self, model: EvaluationModel, *, step: int) -> dict[str, float]:
+        """Scores of the weights after `step` steps, which `history` gets. Collective; the same on all ranks.
 
         Raises:
             UserError: Fewer than two pairs can be used.
@@ -231,8 +230,8 @@ class Validation:
         image, text = self.pairs.features(model)
         self._report_dropped(len(image))
         scores = validation_scores(image, text, tau=self.tau, world=self.pairs.world)
-        best = self.history.add(scores["loss"], step=step)
-        return scores, best
+        self.history.add(scores["loss"], step=step)
+        return scores
 
     @property
     def ends_run(self) -> bool:

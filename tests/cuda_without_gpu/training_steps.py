@@ -10,7 +10,6 @@ import os
 import sys
 import tempfile
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,8 +28,9 @@ from pipeline.engine.optim import OptimizerConfig
 from pipeline.model.towers import ModelConfig, build_towers
 from pipeline.model.trimming import TextChunks, text_trimming
 from pipeline.objectives import build_objective
+from pipeline.training.loop import Trainer
 from pipeline.training.step import Inputs, TrainStep, micro_batches
-from pipeline.training.trainer import Trainer
+from pipeline.training.step_features import StepFeatures
 from tests.cuda_without_gpu.recorder import Record, RecordedPhases, pretend, recording
 from tests.towers import write_tiny
 
@@ -69,17 +69,16 @@ def take(file: str, arch: str, *, ranks: int, micro: int | None, record: Record)
     position = SimpleNamespace(epoch=0, batch=1)
     batch: Any = SimpleNamespace(image=image, text=text, sample_id=ids, position=position)
     trainer: Any = SimpleNamespace(
-        state=SimpleNamespace(step=0, ema=None, loader=SimpleNamespace(steps_per_epoch=100)),
+        state=SimpleNamespace(step=0, ema=None),
         batches=SimpleNamespace(inputs=lambda _: inputs, fetch_ahead=lambda _: None),
         normalized=lambda image: image,
         take_step=step,
         meter=Meter(LOCAL, phases),
         phases=phases,
         world=world,
-        features=None,
+        features=StepFeatures(torch.device("cpu")),
         gradient_check=None,
     )
-    trainer._stored = partial(Trainer._stored, trainer)
     for trainer.state.step in range(2):
         record.__init__()  # type: ignore[misc]
         with recording(record):

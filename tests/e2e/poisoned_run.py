@@ -14,10 +14,10 @@ from pipeline.distributed.world import leave
 from pipeline.errors import UserError
 from pipeline.objectives import ObjectiveOutput, register
 from pipeline.objectives.openclip import OpenClip, OpenClipConfig
+from pipeline.training.loop import Trainer
 from pipeline.training.recipe import load_recipe
 from pipeline.training.run import setup
 from pipeline.training.run_start import prepare_folder
-from pipeline.training.trainer import Trainer
 
 POISON: set[int] = set()
 ASKED: list[int] = []

@@ -17,7 +17,7 @@ from pipeline.errors import UserError
 from pipeline.objectives import ObjectiveOutput, register
 from pipeline.objectives.openclip import OpenClip, OpenClipConfig
 from pipeline.training.recipe import RunConfig, load_recipe
-from pipeline.training.run import setup, trainers
+from pipeline.training.run import setup, train
 from pipeline.training.run_start import prepare_folder
 
 POISON: set[int] = set()
@@ -55,7 +55,7 @@ def by_hand(out: str, run: RunConfig, world: World) -> None:
         assert trainer.state.step == 4
         for _ in range(4, max(BAD_STEPS) + 1):
             next(trainer.state.loader)
-        assert trainer.fit() == 0
+        assert trainer.fit().start is None
 
 
 def main() -> None:
@@ -72,7 +72,7 @@ def main() -> None:
 
         choose_poison(recipe("plan"), world)
         run = recipe("itself", "max_rollbacks=1", "checkpoint.every=2")
-        assert all(trainer.fit() == 0 for trainer in trainers(run, world=world, resume=None))
+        assert train(run) == 0
         by_hand(run.output, recipe("hand", "checkpoint.every=2"), world)
         limited = recipe("limited", "max_rollbacks=1", "samples=400")
         POISON.update(range(1000))
@@ -80,9 +80,11 @@ def main() -> None:
             shutil.copytree(run.output, limited.output, dirs_exist_ok=True)
         world.barrier()
         try:
-            for trainer in trainers(limited, world=world, resume="latest"):
-                found["restored"] = trainer.state.skipped.state_dict()
-                trainer.fit()
+            train(
+                limited,
+                resume="latest",
+                on_trainer=lambda trainer: found.update(restored=trainer.state.skipped.state_dict()),
+            )
         except UserError as error:
             found["stopped"] = str(error)
         if world.is_main:

@@ -32,7 +32,7 @@ from pipeline.evaluation.watch.ledger import forget_after
 from pipeline.model.evaluation_model import load_for_evaluation
 from pipeline.model.model_folder import weights_digest
 from pipeline.run_files import finished_checkpoints, name_of, step_of, write_run_id
-from pipeline.training import recovery
+from pipeline.training import saving
 from pipeline.versions import versions
 from tests.launch import python, run
 from tests.thread_world import on_ranks
@@ -269,12 +269,13 @@ def test_last_checkpoint_is_retried_then_written_to_the_fallback(
     run, events = tmp_path / "run", list[str]()
     writer = writer_of(run, towers, on_event=events.append)
     monkeypatch.setattr(writer_module, "save_tensors", failing(failures))
-    monkeypatch.setattr(recovery, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(saving, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(saving, "RETRY_MINUTES", 0.01)
     writer.save(snapshot(towers, 5))
     writer.wait()
     assert writer.problem
-    spare, minutes = (str(tmp_path / "spare"), 0.0) if fallback else (None, 0.01)
-    assert save_again(writer, towers, 5, minutes=minutes, report=events.append, fallback=spare) == saved
+    spare = str(tmp_path / "spare") if fallback else None
+    assert save_again(writer, towers, 5, again=not fallback, report=events.append, fallback=spare) == saved
     if not saved:
         assert "step-00000005, is NOT on disk (OSError: [Errno 28] No space left on device)" in events[-1]
         return

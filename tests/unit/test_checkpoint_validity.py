@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,11 +15,19 @@ from typing import Any
 import pytest
 
 from pipeline.checkpoint import writer as writer_module
-from pipeline.checkpoint.layout import outdated
+from pipeline.checkpoint.layout import best_checkpoint, outdated
 from pipeline.checkpoint.reader import abandon_after, agreed_checkpoint, damage, open_checkpoint
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.run_files import checkpoint_folders, digest_of, finished_checkpoints, name_of, read_run_id, step_of
+from pipeline.run_files import (
+    checkpoint_folders,
+    digest_of,
+    finished_checkpoints,
+    name_of,
+    read_meta,
+    read_run_id,
+    step_of,
+)
 from tests.written_checkpoints import Towers, failing, latest, save_again, snapshot, write, writer_of
 
 
@@ -196,3 +206,29 @@ def test_a_folder_with_later_checkpoints_is_refused(tmp_path: Path, towers: Towe
     assert found.step == 1
     with pytest.raises(UserError, match=r"run has checkpoints: add --resume latest"):
         agreed_checkpoint(run, None, world=World(), on_event=print)
+
+
+@pytest.mark.parametrize("target", ["/dev/zero", "pipe"])
+def test_a_foreign_folder_with_devices_and_pipes_is_refused_at_once(
+    tmp_path: Path, towers: Towers, target: str
+) -> None:
+    """A link to an endless device was read until the memory was full, and a pipe without a writer for ever."""
+    write(tmp_path, towers, [1])
+    checkpoint = tmp_path / "checkpoints" / name_of(1)
+    os.mkfifo(tmp_path / "pipe")
+    special = {"/dev/zero": Path(target), "pipe": tmp_path / "pipe"}[target]
+    for name in [*read_meta(checkpoint)["files"], "checkpoint.json"]:
+        plain = (checkpoint / name).read_bytes()
+        (checkpoint / name).unlink()
+        (checkpoint / name).symlink_to(special)
+        assert re.search("cannot be read|is missing", damage(checkpoint) or "")
+        (checkpoint / name).unlink()
+        (checkpoint / name).write_bytes(plain)
+    assert damage(checkpoint) is None
+    for place in (tmp_path / "run_id", checkpoint.parent / "best", checkpoint.parent / "latest"):
+        place.unlink(missing_ok=True)
+        place.symlink_to(special)
+    assert latest(tmp_path).path == checkpoint
+    assert best_checkpoint(tmp_path) is None
+    (checkpoint / "rows-00009-00000.safetensors").symlink_to(special)
+    assert len(open_checkpoint(checkpoint).read_rows("u", 0, 10)) == 10

@@ -14,10 +14,10 @@ from pipeline.checkpoint.writer import CheckpointWriter, Snapshot
 from pipeline.distributed.exit_record import read_ends
 from pipeline.distributed.signals import EXIT_PREEMPTED
 from pipeline.run_files import METRICS_NAME, finished_checkpoints, name_of, read_records
-from pipeline.training import trainer
+from pipeline.training import saving
 from pipeline.training.recipe import load_recipe
 from pipeline.training.run import train
-from pipeline.training.trainer import EXIT_NOT_SAVED
+from pipeline.training.run_ends import EXIT_NOT_SAVED
 from tests.metrics import equal, weights
 from tests.mounts import JournalledDisk, fill, small_disk
 from tests.training import SMALL, in_this_process, prepare, settings_in, train_here
@@ -35,7 +35,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer, "RETRY_MINUTES", 0.0)
+    monkeypatch.setattr(saving, "RETRY_MINUTES", 0.0)
 
 
 def settings(base: Path, output: Path, *more: str) -> list[str]:

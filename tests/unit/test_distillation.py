@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import math
@@ -26,12 +25,15 @@ from pipeline.data.data_config import TEACHER
 from pipeline.data.loading.decode import StoredCrops, normalize
 from pipeline.data.loading.loader import Loader
 from pipeline.data.loading.stored_features import StoredFeatures
+from pipeline.data.loading.worker_processes import NoBatch
+from pipeline.distributed.start import start_world
 from pipeline.errors import UserError
 from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
 from pipeline.objectives import build_objective, objective_names
 from pipeline.objectives.distill import Teacher
 from pipeline.training.recipe import load_recipe
-from pipeline.training.run import stage_trainers
+from pipeline.training.run import setup
+from pipeline.training.run_ends import RunEnds
 from pipeline.training.step import TrainStep
 from tests.launch import run
 from tests.metrics import equal, metrics, weights
@@ -515,9 +517,12 @@ def test_a_run_from_scratch_says_which_pixels_are_not_read(base: Path) -> None:
 def test_a_step_without_a_batch_needs_no_features(base: Path) -> None:
     """The ids of the batch that stands in may be those of samples without features, such as 7."""
     run = load_recipe(None, [*SMALL, *settings(base, "standing-in")])
-    with in_this_process(), contextlib.closing(stage_trainers(run)) as trainers:
-        trainer = next(trainers)
-        assert trainer.train_step(trainer.state.loader.stand_in(), missing=True).missing
+    Path(run.output).mkdir()
+    with in_this_process(), start_world(device="cpu") as world, setup(run, world=world, resume=None) as trainer:
+        trainer.state.step = 4
+        with pytest.raises(RunEnds, match="Stopped after step 4 by a signal") as ended:
+            trainer.train_step(trainer.state.loader.stand_in(), problem=NoBatch())
+        assert (ended.value.code, ended.value.save) == (75, True)
 
 
 @pytest.mark.slow

@@ -187,7 +187,7 @@ def test_imports_inside_functions_are_found(tmp_path: Path) -> None:
     ("name", "other"),
     [
         ("pipeline.objectives.openclip", "pipeline.training.run"),
-        ("pipeline.evaluation.run.evaluator", "pipeline.training.trainer"),
+        ("pipeline.evaluation.run.evaluator", "pipeline.training.loop"),
         ("pipeline.data.loading.loader", "data_prep.ingest"),
         ("data_prep.ingest", "pipeline.training.run"),
         ("pipeline.config", "pipeline.data.loading.loader"),

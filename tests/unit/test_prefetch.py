@@ -18,7 +18,7 @@ from pipeline.data.loading.worker_processes import NoBatch
 from pipeline.distributed import timing
 from pipeline.distributed.timing import Meter, Phases, collect_garbage
 from pipeline.model.trimming import TextChunks
-from pipeline.training import trainer as trainer_module
+from pipeline.training.loop import Trainer
 from pipeline.training.step import PrefetchedBatches, TrainStep
 from tests.metrics import equal, weights
 from tests.training import prepare, settings_in, train_here
@@ -246,10 +246,10 @@ def test_a_step_waits_nowhere_for_the_next_batch(tmp_path: Path, monkeypatch: py
         trainer.batches = prefetched(source(trainer.state.loader), steps=4, **options)
         return fit(trainer)
 
-    fit = trainer_module.Trainer.fit
+    fit = Trainer.fit
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
     monkeypatch.setattr(TrainStep, "__call__", step)
-    monkeypatch.setattr(trainer_module.Trainer, "fit", ahead)
+    monkeypatch.setattr(Trainer, "fit", ahead)
     assert equal(train("ahead"), without)
     assert gc.get_freeze_count() == 0
 

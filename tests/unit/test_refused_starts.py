@@ -251,7 +251,7 @@ def test_what_others_caused_is_no_bug(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(run_module, "stage_trainers", fail)
+    monkeypatch.setattr(run_module, "start_world", fail)
     with pytest.raises(SystemExit) as ended:
         run_command(
             cli, ["train", "output=x", "batch_size=64", "schedule.warmup_steps=1", *COMMON], prog_name="neuclip"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 
 import pytest
 
 from pipeline.distributed.world import World
 from pipeline.engine.deepspeed_engine import _quiet_deepspeed
+from pipeline.errors import UserError
 from pipeline.training import run
+from pipeline.training.recipe import load_recipe
 from pipeline.training.run_start import changed_settings
 
 
@@ -28,12 +29,15 @@ def test_the_full_collections_of_a_start_do_not_look_at_imports(monkeypatch: pyt
     """With DeepSpeed they are about ten, of a quarter of a second each."""
     frozen = []
 
-    def trainers(*_: object, **__: object) -> Iterator[None]:
+    def start(*_: object, **__: object) -> None:
         frozen.append(gc.get_freeze_count())
-        yield from ()
+        raise UserError("no")
 
-    monkeypatch.setattr(run, "stage_trainers", trainers)
-    assert run.train(None) == 0  # type: ignore[arg-type]
+    monkeypatch.setattr(run, "start_world", start)
+    with pytest.raises(UserError, match="no"):
+        run.train(
+            load_recipe(None, ["output=x", "samples=512", "batch_size=64", "data.sources=x", "schedule.warmup_steps=1"])
+        )
     assert frozen[0] > 100_000
     assert gc.get_freeze_count() == 0
 

@@ -15,7 +15,7 @@ from pipeline.training import run as run_module
 from pipeline.training.periodic_tests import PeriodicTests
 from pipeline.training.recipe import load_recipe
 from pipeline.training.run import train
-from pipeline.training.trainer import Trainer
+from pipeline.training.saving import Saver
 from tests.metrics import equal, metrics, weights
 from tests.own_tasks import write_class_folders
 from tests.shards import write_shards
@@ -50,7 +50,7 @@ def whole(base: Path) -> Path:
     ("owner", "name"),
     [
         (PeriodicTests, "validate"),
-        (Trainer, "_save"),
+        (Saver, "save"),
         (PeriodicTests, "evaluate"),
         (CheckpointWriter, "finish"),
         (run_module, "check_stages"),  # of the next stage

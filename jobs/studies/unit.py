@@ -19,7 +19,6 @@ from typing import Any
 
 from pipeline.analysis.normalizer_error import checkpoints_of, measure
 from pipeline.config import to_tree
-from pipeline.distributed.start import start_world
 from pipeline.distributed.world import World, leave
 from pipeline.errors import UserError
 from pipeline.evaluation.datasets.suite import open_suite
@@ -29,10 +28,9 @@ from pipeline.objectives import Objective
 from pipeline.objectives.softmax import SoftmaxObjective
 from pipeline.report.run_data import Run, read_run
 from pipeline.run_files import finished_checkpoints, step_of
-from pipeline.training.build import collectives_limit
 from pipeline.training.loop import Trainer
 from pipeline.training.recipe import RunConfig, load_recipe
-from pipeline.training.run import train
+from pipeline.training.run import ranks_of, train
 from pipeline.training.stages import stages_of
 from pipeline.versions import source_commit, versions
 
@@ -51,11 +49,8 @@ def main(folder: Path) -> int:
         steps, objective = run.total_steps - trainer.state.step, trainer.state.objective
         traffic, has_normalizers = metered(objective, trainer.world), isinstance(objective, SoftmaxObjective)
 
-    engine = run.engine
-    with start_world(
-        timeout_minutes=collectives_limit(run), device=engine.device, lost_after=engine.lost_rank_seconds
-    ) as world:
-        if code := train(run, resume="latest", on_trainer=watch):
+    with ranks_of(run) as world:
+        if code := train(run, resume="latest", world=world, on_trainer=watch):
             return code
         if step_of(finished_checkpoints(folder)[-1]) == run.total_steps:
             normalizers = []

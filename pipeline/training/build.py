@@ -37,11 +37,12 @@ from pipeline.training.gradient_check import GradientCheck
 from pipeline.training.loop import Trainer
 from pipeline.training.observer import Observer, StepProfiler
 from pipeline.training.periodic_tests import PeriodicEvaluation, PeriodicTests
+from pipeline.training.prefetch import PrefetchedBatches
 from pipeline.training.recipe import RunConfig
 from pipeline.training.run_state import RunState, SkippedSteps
 from pipeline.training.saving import Saver
 from pipeline.training.stages import Stage
-from pipeline.training.step import PrefetchedBatches, TrainStep, micro_batches
+from pipeline.training.step import TrainStep, micro_batches
 from pipeline.training.validation import HeldOutPairs, Validation
 
 

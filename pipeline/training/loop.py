@@ -32,11 +32,12 @@ from pipeline.run_files import new_run_id
 from pipeline.training.gradient_check import TOLERANCE, GradientCheck
 from pipeline.training.observer import StepProfiler
 from pipeline.training.periodic_tests import PeriodicTests
+from pipeline.training.prefetch import PrefetchedBatches
 from pipeline.training.recipe import RunConfig
 from pipeline.training.run_ends import EXIT_DONE, EXIT_NOT_SAVED, RunEnds
 from pipeline.training.run_state import RunState
 from pipeline.training.saving import Saver
-from pipeline.training.step import PrefetchedBatches, StepResult, TrainStep
+from pipeline.training.step import StepResult, TrainStep
 from pipeline.training.step_features import StepFeatures
 
 
@@ -80,7 +81,6 @@ class Trainer:
     def __post_init__(self) -> None:
         self.run, self.world = self.state.run, self.state.world
         self.phases = self.take_step.phases
-        self.features = StepFeatures(self.world.device)
 
     def __enter__(self) -> Self:
         return self
@@ -127,7 +127,7 @@ class Trainer:
                         began = time.monotonic()
                 end = RunEnds(start="latest" if state.step < self.run.total_steps else None)
             except RunEnds as early:
-                end = early
+                end = early.with_traceback(None)  # which keeps this trainer in memory
                 if end.save and state.step > self.saver.step:
                     self.saver.save()
             if not self.saver.finish(stopped=self.signals.on_any_rank, again=not isinstance(end.start, Checkpoint)):
@@ -226,8 +226,8 @@ class Trainer:
 
     def _end_early(self, *, stop: bool) -> None:
         """Raise `RunEnds` if the validation loss ends the run, or a signal before its last step."""
-        if self.tests.validation is not None and self.tests.validation.ends_run:
-            raise RunEnds(self.tests.validation.describe_end(), code=EXIT_DONE)
+        if self.state.ended_early:
+            raise RunEnds(self.state.validation.describe_end(), code=EXIT_DONE)
         if stop and self.state.step < self.run.total_steps:
             raise self._stopped()
 

@@ -20,8 +20,8 @@ from pipeline.metrics.logger import Telemetry
 from pipeline.model.evaluation_model import EvaluationModel, copy_for_evaluation
 from pipeline.pictures.pixels import colour_of
 from pipeline.run_files import EMA_NAME, FOLDER_NAME, METRICS_NAME, name_of, read_records
+from pipeline.training.continuation import PREVIOUS
 from pipeline.training.recipe import InTrainingConfig, RunConfig
-from pipeline.training.run_start import PREVIOUS
 from pipeline.training.run_state import RunState
 from pipeline.training.step import StepResult
 from pipeline.training.validation import Validation, ValidationHistory
@@ -124,11 +124,6 @@ class PeriodicTests:
     """None: no evaluation while training."""
     _model: EvaluationModel | None = None
 
-    @property
-    def ended_run(self) -> bool:
-        """Whether the validation loss ends the run early."""
-        return self.validation is not None and self.validation.ends_run
-
     def validate(self, batch: Batch | None = None, result: StepResult | None = None) -> None:
         """Validate if that is due. Collective."""
         step = self.state.step
@@ -139,7 +134,7 @@ class PeriodicTests:
     def evaluate(self, batch: Batch | None = None, result: StepResult | None = None) -> None:
         """Evaluate the suite if that is due. Collective; call it after `validate`, which it ends."""
         step = self.state.step
-        due = evaluation_is_due(self.state.run, step=step, ended=self.ended_run) and not self._stopped(result)
+        due = evaluation_is_due(self.state.run, step=step, ended=self.state.ended_early) and not self._stopped(result)
         if self.evaluation is not None and due:
             scores, failures = self.evaluation(self._copy("evaluation"), step=step)
             self.telemetry.evaluation(step=step, scores=scores)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -26,21 +26,13 @@ from pipeline.metrics.trackers import check_trackers
 from pipeline.model.starting_weights import check_fetched
 from pipeline.model.trimming import why_not_trimmed
 from pipeline.training.build import build_trainer, collectives_limit, describe_start
+from pipeline.training.continuation import changed_settings, check_features, describe
 from pipeline.training.loop import Trainer
 from pipeline.training.observer import describe_hosts
 from pipeline.training.periodic_tests import missed_tests
 from pipeline.training.recipe import RunConfig, check_run
 from pipeline.training.run_ends import EXIT_NOT_SAVED
-from pipeline.training.run_start import (
-    changed_settings,
-    check_features,
-    describe,
-    find_start,
-    folder_of_a_start,
-    hold_folder,
-    prepare_folder,
-    record_origin,
-)
+from pipeline.training.run_start import find_start, folder_of_a_start, hold_folder, prepare_folder, record_origin
 from pipeline.training.stages import check_stages, stage_at
 from pipeline.training.step_features import open_step_features
 
@@ -50,6 +42,7 @@ def train(
     *,
     resume: str | None = None,
     new_batch_size: bool = False,
+    world: World | None = None,
     on_trainer: Callable[[Trainer], object] = lambda trainer: None,
 ) -> int:
     """Train one run on this rank to its last checkpoint.
@@ -61,6 +54,7 @@ def train(
         run: The configuration.
         resume: As for `setup`.
         new_batch_size: Allow a checkpoint of another batch size.
+        world: The ranks, if they are connected already.
         on_trainer: Called with each trainer before its first step.
 
     Returns:
@@ -69,12 +63,11 @@ def train(
     Raises:
         UserError: The run cannot start or go on.
     """
-    limit, lost_after = collectives_limit(run), run.engine.lost_rank_seconds
+    lost_after, first, signals = run.engine.lost_rank_seconds, True, StopSignals()
     start: str | Checkpoint | None = resume
-    first, signals = True, StopSignals()
     with (
         _end_recorded(),
-        start_world(timeout_minutes=limit, device=run.engine.device, lost_after=lost_after) as world,
+        ranks_of(run) if world is None else nullcontext(world) as world,
         hold_folder(run, world=world),
         ExitStack() as whole,
     ):
@@ -105,6 +98,13 @@ def train(
     record_exit(end.code, problem)
     stop_recording()
     return end.code
+
+
+def ranks_of(run: RunConfig) -> AbstractContextManager[World]:
+    """Connect this rank with the others of its run."""
+    engine = run.engine
+    limit = collectives_limit(run)
+    return start_world(timeout_minutes=limit, device=engine.device, lost_after=engine.lost_rank_seconds)
 
 
 @contextmanager

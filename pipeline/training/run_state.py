@@ -22,8 +22,9 @@ from pipeline.model.finetuning import Adapters, is_adapter, merged
 from pipeline.model.model_folder import weights_digest
 from pipeline.model.starting_weights import resized_moments, resized_state
 from pipeline.objectives import Objective
+from pipeline.training.continuation import PREVIOUS
 from pipeline.training.recipe import RunConfig
-from pipeline.training.run_start import PREVIOUS, read_origin
+from pipeline.training.run_start import read_origin
 from pipeline.training.validation import ValidationHistory
 from pipeline.versions import versions
 
@@ -118,6 +119,11 @@ class RunState:
     """What the stored features are of that the run trains with, by the setting that names them."""
     position: Position = field(default_factory=Position)
     """Position in the data after the last batch that was trained on."""
+
+    @property
+    def ended_early(self) -> bool:
+        """Whether the validation loss ends the run."""
+        return self.validation.ends_run(self.run.validation.patience)
 
     def weights_to_evaluate(self) -> dict[str, Tensor]:
         """The weights that are evaluated while training, as full fp32 tensors on every rank. Collective."""

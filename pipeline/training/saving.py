@@ -47,9 +47,9 @@ class Saver:
 
     def __call__(self, batch: Batch, result: StepResult) -> None:
         """Save if that is due: at the end, after the best validation, and regularly unless steps are being skipped."""
-        state, run = self.state, self.state.run
-        regular = state.step % run.checkpoint.every == 0 and not state.skipped.in_a_row
-        ends = result.stop or state.step == self.end or state.validation.ends_run(run.validation.patience)
+        state = self.state
+        regular = state.step % state.run.checkpoint.every == 0 and not state.skipped.in_a_row
+        ends = result.stop or state.step == self.end or state.ended_early
         if regular or ends or state.validation.best_step == state.step:
             self.save()
 

@@ -146,18 +146,26 @@ class ValidationHistory:
     step: int = 0
     """Step of the last validation."""
 
-    def add(self, loss: float, *, step: int) -> bool:
-        """Record a validation. Returns whether it is the best so far; a loss that is not finite never is."""
+    def add(self, loss: float, *, step: int) -> None:
+        """Record a validation; a loss that is not finite is never the best."""
         self.step = step
-        better = math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss)
-        if better:
+        if math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss):
             self.best_loss, self.best_step, self.since_best = loss, step, 0
         else:
             self.since_best += 1
-        return better
 
     def ends_run(self, patience: int | None) -> bool:
         return patience is not None and self.since_best >= patience
+
+    def describe_end(self) -> str:
+        """A message for the log when `ends_run`."""
+        wanted = "finite loss"
+        if self.best_loss is not None:
+            wanted = f"lower loss than {self.best_loss:.4f} at step {self.best_step}"
+        return (
+            f"{STOPPED_EARLY}: {self.since_best} validations in a row without a {wanted} (validation.patience). To "
+            "train on: --resume latest validation.patience=null."
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -232,22 +240,6 @@ class Validation:
         scores = validation_scores(image, text, tau=self.tau, world=self.pairs.world)
         self.history.add(scores["loss"], step=step)
         return scores
-
-    @property
-    def ends_run(self) -> bool:
-        """Whether the loss has not fallen for `patience` validations."""
-        return self.history.ends_run(self.config.patience)
-
-    def describe_end(self) -> str:
-        """A message for the log when `ends_run`."""
-        best = self.history
-        wanted = "finite loss"
-        if best.best_loss is not None:
-            wanted = f"lower loss than {best.best_loss:.4f} at step {best.best_step}"
-        return (
-            f"{STOPPED_EARLY}: {best.since_best} validations in a row without a {wanted} (validation.patience). To "
-            "train on: --resume latest validation.patience=null."
-        )
 
     def _report_dropped(self, used: int) -> None:
         """Report once how many pairs are used and why others are not. Collective the first time.

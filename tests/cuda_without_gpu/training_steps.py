@@ -29,7 +29,8 @@ from pipeline.model.towers import ModelConfig, build_towers
 from pipeline.model.trimming import TextChunks, text_trimming
 from pipeline.objectives import build_objective
 from pipeline.training.loop import Trainer
-from pipeline.training.step import Inputs, TrainStep, micro_batches
+from pipeline.training.prefetch import Inputs
+from pipeline.training.step import TrainStep, micro_batches
 from pipeline.training.step_features import StepFeatures
 from tests.cuda_without_gpu.recorder import Record, RecordedPhases, pretend, recording
 from tests.towers import write_tiny

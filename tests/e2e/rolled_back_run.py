@@ -72,7 +72,7 @@ def main() -> None:
 
         choose_poison(recipe("plan"), world)
         run = recipe("itself", "max_rollbacks=1", "checkpoint.every=2")
-        assert train(run) == 0
+        assert train(run, world=world) == 0
         by_hand(run.output, recipe("hand", "checkpoint.every=2"), world)
         limited = recipe("limited", "max_rollbacks=1", "samples=400")
         POISON.update(range(1000))
@@ -83,6 +83,7 @@ def main() -> None:
             train(
                 limited,
                 resume="latest",
+                world=world,
                 on_trainer=lambda trainer: found.update(restored=trainer.state.skipped.state_dict()),
             )
         except UserError as error:

@@ -205,7 +205,7 @@ def test_the_trainer_does_not_name_any_objective() -> None:
     from pipeline.objectives import objective_names
 
     training = ROOT / "pipeline" / "training"
-    text = "".join((training / name).read_text() for name in ("run.py", "trainer.py", "step.py"))
+    text = "".join((training / name).read_text() for name in ("run.py", "loop.py", "step.py"))
     assert not [name for name in objective_names() if f'"{name}"' in text]
 
 

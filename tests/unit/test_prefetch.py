@@ -19,7 +19,8 @@ from pipeline.distributed import timing
 from pipeline.distributed.timing import Meter, Phases, collect_garbage
 from pipeline.model.trimming import TextChunks
 from pipeline.training.loop import Trainer
-from pipeline.training.step import PrefetchedBatches, TrainStep
+from pipeline.training.prefetch import PrefetchedBatches
+from pipeline.training.step import TrainStep
 from tests.metrics import equal, weights
 from tests.training import prepare, settings_in, train_here
 

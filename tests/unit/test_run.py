@@ -10,8 +10,8 @@ from pipeline.distributed.world import World
 from pipeline.engine.deepspeed_engine import _quiet_deepspeed
 from pipeline.errors import UserError
 from pipeline.training import run
+from pipeline.training.continuation import changed_settings
 from pipeline.training.recipe import load_recipe
-from pipeline.training.run_start import changed_settings
 
 
 def test_a_setting_that_the_checkpoint_does_not_have_is_reported_also_if_it_is_null() -> None:

@@ -163,27 +163,24 @@ def test_patience_ends_the_run_and_survives_a_resume(base: Path, monkeypatch: py
     assert metrics(run, "validation")[-1]["step"] == 10
 
 
-def test_history_counts_validations_since_the_best() -> None:
-    history = ValidationHistory()
-    better = [history.add(loss, step=step) for step, loss in enumerate([3.0, 3.0, 2.8, 2.9])]
-    assert better == [True, False, True, False]
-    again = ValidationHistory()
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        ((3.0, 3.0, 2.8, 2.9), ValidationHistory(best_loss=2.8, best_step=2, since_best=1, step=3)),
+        ((math.nan, 2.0, 1.0), ValidationHistory(best_loss=1.0, best_step=2, since_best=0, step=2)),
+        ((math.nan,), ValidationHistory(since_best=1)),
+    ],
+)
+def test_history_counts_validations_since_the_best(losses: tuple[float, ...], expected: ValidationHistory) -> None:
+    history, again = ValidationHistory(), ValidationHistory()
+    for step, loss in enumerate(losses):
+        history.add(loss, step=step)
     again.load_state_dict(history.state_dict(), step=9)
-    assert again == history == ValidationHistory(best_loss=2.8, best_step=2, since_best=1, step=3)
-    assert again.ends_run(1)
+    assert again == history == expected
+    assert again.ends_run(1) == bool(expected.since_best)
     assert not again.ends_run(None)
-    assert not history.add(math.nan, step=9)
-
-
-def test_a_loss_that_is_not_finite_is_never_the_best() -> None:
-    history = ValidationHistory()
-    better = [history.add(loss, step=step) for step, loss in enumerate([math.nan, 2.0, 1.0])]
-    assert better == [False, True, True]
-    diverged = ValidationHistory()
-    diverged.add(math.nan, step=1)
-    ended = validation.Validation(ValidationConfig(patience=1), pairs=None, tau=1.0, history=diverged, report=print)  # type: ignore[arg-type]
-    assert ended.ends_run
-    assert "1 validations in a row without a finite loss" in ended.describe_end()
+    wanted = "a finite loss" if expected.best_loss is None else f"a lower loss than {expected.best_loss:.4f} at step 2"
+    assert f"{expected.since_best} validations in a row without {wanted}" in again.describe_end()
 
 
 def test_the_average_is_saved_resumed_to_the_same_bits_validated_and_exported(base: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import itertools
 import os
 import signal
 import sys
@@ -62,6 +63,10 @@ GROUPS = {
         "study": ("jobs.study", "Run a study (the papers' tables, small or in full) and render its results."),
     },
 }
+SYNONYMS = {"gpus": "ranks", "num_gpus": "ranks", "nproc": "ranks", "nproc_per_node": "ranks", "out": "output",
+            "output_dir": "output", "caption_field": "caption", "caption_key": "caption"}  # fmt: skip
+"""What other programs call options of ours."""
+SETTINGS_METAVAR = "KEY=VALUE"
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
 
 
@@ -88,7 +93,10 @@ class LazyGroup(click.Group):
             from pipeline.config import suggest
 
             raise click.UsageError(f"There is no command {args[0]!r}. {suggest(args[0], tuple(COMMANDS))}", ctx)
-        return super().resolve_command(ctx, args)
+        resolved = super().resolve_command(ctx, args)
+        if resolved[1] is not None:
+            _refuse_options_as_settings(resolved[1], resolved[2])
+        return resolved
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         widest = max(map(len, COMMANDS))  # so that the groups align
@@ -135,13 +143,14 @@ def run(command: click.Command, argv: Sequence[str] | None = None, *, prog_name:
     arguments = [argument for argument in arguments if argument != "--debug"]
     interrupts = _noted_interrupts()
     try:
+        if not isinstance(command, click.Group):
+            _refuse_options_as_settings(command, arguments)
         result = command.main(arguments, prog_name=prog_name, standalone_mode=False)
     except (click.exceptions.Abort, KeyboardInterrupt):
         _fail("Interrupted.", EXIT_INTERRUPTED)
     except click.ClickException as error:
         if isinstance(error, click.NoSuchOption):
-            hint = _setting_hint(error.option_name, arguments)
-            error = click.UsageError(f"{error.format_message()}{hint}", error.ctx)
+            error = click.UsageError(f"{error.format_message()}{_hint(error, arguments)}", error.ctx)
         elif isinstance(error, click.MissingParameter) and error.ctx:
             meaning = getattr(error.param, "help", None) or error.ctx.command.get_short_help_str(limit=300)
             error = click.UsageError(f"{error.format_message()} {meaning}", error.ctx)
@@ -169,21 +178,44 @@ def run(command: click.Command, argv: Sequence[str] | None = None, *, prog_name:
     _leave(result if isinstance(result, int) else 0)
 
 
-def _setting_hint(option: str, arguments: Sequence[str]) -> str:
-    """For `--optimizer.lr 1e-3` or `--lr 1e-3`: that settings are written optimizer.lr=1e-3."""
-    key = option.lstrip("-").replace("-", "_")
+def _hint(error: click.NoSuchOption, arguments: Sequence[str]) -> str:
+    """How this command calls what `--optimizer.lr 1e-3`, `--lr 1e-3`, `--gpus 8` or `--output DIR` mean."""
+    option, command = error.option_name, error.ctx.command if error.ctx else None
     words = [word for argument in arguments for word in argument.split("=", 1)]
     following = words[words.index(option) + 1 :] if option in words else []
     value = following[0] if following and not following[0].startswith("--") else "VALUE"
-    if "." not in key:
-        if not arguments or arguments[0] not in ("train", "plan"):
-            return ""
-        from jobs.known_settings import settings_named
+    key = option.lstrip("-").replace("-", "_")
+    if command is None or (answer := _as_parameter(command, SYNONYMS.get(key, key), value)):
+        return f" {answer}" if command else ""
+    if not any(SETTINGS_METAVAR in str(parameter.metavar).upper() for parameter in command.params):
+        return ""
+    from jobs.known_settings import settings_named
 
-        if not (named := settings_named(key)):
-            return f" Settings are written without dashes, SECTION.KEY={value}: `neuclip settings {key}`."
-        key = f"={value} or ".join(named)
-    return f" Settings are written without dashes: {key}={value}"
+    if "." in key:
+        named = [key]
+    elif not (named := settings_named(key, command=arguments[0])):
+        return f" Settings are written without dashes, SECTION.KEY={value}: `neuclip settings {key}`."
+    return f" Settings are written without dashes: {f'={value} or '.join(named)}={value}"
+
+
+def _as_parameter(command: click.Command, name: str, value: str) -> str:
+    """How to give a command's option or argument of this name, if it has one."""
+    for parameter in command.params:
+        if parameter.name == name and isinstance(parameter, click.Argument):
+            usage = " ".join(each.make_metavar(click.Context(command)) for each in command.params
+                             if isinstance(each, click.Argument))  # fmt: skip
+            return f"{name.upper()} is an argument: neuclip {command.name} {usage}"
+        if f"--{name}" in parameter.opts:
+            return f"{name} is an option and no setting: give --{name} {value}."
+    return ""
+
+
+def _refuse_options_as_settings(command: click.Command, arguments: Sequence[str]) -> None:
+    """Refuse `output=DIR` where it is `--output DIR`; what follows an option may be its value."""
+    for before, word in itertools.pairwise(["", *arguments]):
+        name, is_setting, value = word.partition("=")
+        if is_setting and not before.startswith("-") and (answer := _as_parameter(command, name, value)):
+            raise UserError(answer)
 
 
 def _noted_interrupts() -> list[int]:

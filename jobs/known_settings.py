@@ -21,23 +21,28 @@ TRAINING = Path(__file__).parent / "recipes"
 DOWNLOAD = TRAINING / "download"
 REQUIRED_KEYS = (("output",), ("data.sources", "data"), ("samples", "epochs"), ("batch_size",))
 """What a run must be given, each with what can be given instead."""
-OPTIONS = ("recipe", "resume", "ranks")
-"""Options of `train` that look like settings."""
 
 
 def run_settings() -> list[str]:
     """Every dotted setting of a run."""
-    from jobs.settings_table import OBJECTIVE_TITLE, TRAINING_TITLE, listing
+    from jobs.settings_table import OBJECTIVE_TITLE, TRAINING_TITLE
 
-    chosen = (settings for title, settings in listing() if title.startswith((TRAINING_TITLE, OBJECTIVE_TITLE)))
+    return _settings(TRAINING_TITLE, OBJECTIVE_TITLE)
+
+
+def _settings(*titles: str) -> list[str]:
+    from jobs.settings_table import listing
+
+    chosen = (settings for title, settings in listing() if any(part in title for part in titles))
     return sorted({setting.key for settings in chosen for setting in settings if "[]" not in setting.key})
 
 
-def settings_named(word: str) -> list[str]:
-    """The settings that `--WORD` may stand for, or what people call so: of that name, and in no section if possible."""
+def settings_named(word: str, *, command: str) -> list[str]:
+    """The settings of a command that `--WORD` may stand for: of that name, or what people call so."""
     name = SYNONYMS.get(word, word)
-    found = [key for key in (*run_settings(), "epochs") if key.rpartition(".")[2] == name]
-    return [name] if name in found else found
+    known = [*run_settings(), "epochs"] if command in ("train", "plan") else _settings(f"`neuclip {command}`")
+    named = [key for key in known if key.rpartition(".")[2] == name]
+    return [name] if name in named else named
 
 
 def complete_settings(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -60,8 +65,6 @@ def load_run(
         UserError: Settings are unknown, missing or wrong; without a recipe, it lists the recipes.
     """
     given = flatten(parse_overrides(overrides))
-    if option := next((name for name in OPTIONS if name in given), None):
-        raise UserError(f"{option} is an option and no setting: give --{option} {given[option]}.")
     missing = [name for name, *others in REQUIRED_KEYS if not {name, *others} & given.keys()]
     if recipe is None and missing:
         raise UserError(

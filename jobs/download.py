@@ -69,7 +69,7 @@ def summary(manifest: Manifest, folder: Path) -> str:
         passing = "  may pass: --retry-failed" if is_transient(reason) else ""
         lines.append(f"  {reason:<22}{count:>12,}  {count / manifest.attempted:>6.2%}{passing}")
     if transparent := manifest.facts.get("counts", {}).get("transparent"):
-        lines.append(f"Images with transparent pixels, put on white: {transparent:,}.")
+        lines.append(f"Images with transparent pixels, put on a background: {transparent:,}.")
     return "\n".join(lines)
 
 

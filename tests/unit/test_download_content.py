@@ -89,7 +89,9 @@ JPEG_XL = base64.b64decode(
 )
 
 
-@pytest.mark.parametrize(("body", "name"), [(HEIC, "HEIC, which needs: pip install 'neuclip[heif]'"), (JPEG_XL, "JPEG XL")])
+@pytest.mark.parametrize(
+    ("body", "name"), [(HEIC, "HEIC, which needs: pip install 'neuclip[heif]'"), (JPEG_XL, "JPEG XL")]
+)
 def test_real_files_of_other_formats_are_counted_by_name(body: bytes, name: str, tmp_path: Path) -> None:
     assert reason_of(body) == reasons.UNSUPPORTED
     folder = tmp_path / "in"

@@ -122,9 +122,9 @@ def test_keys_are_those_of_tokens_pixels_and_ids() -> None:
 
 def test_keys_and_the_setting_need_each_other() -> None:
     image, text = unit_features(BATCH)
-    with pytest.raises(UserError, match="mask_equal = true, and compute.. was given no keys"):
+    with pytest.raises(UserError, match=r"mask_equal = true, and compute.. was given no keys"):
         make("openclip").loss(image, text)
-    with pytest.raises(UserError, match="mask_equal = false, and compute.. was given keys"):
+    with pytest.raises(UserError, match=r"mask_equal = false, and compute.. was given keys"):
         make("openclip", mask_equal=False).loss(image, text, keys=KEYS)
     with pytest.raises(UserError, match=r"own cannot leave out negatives. Use another objective.name"):
         Own(TemperatureConfig(name="own", mask_equal=True), context(BATCH))

@@ -32,9 +32,8 @@ from pipeline.metrics.sinks import JsonLines, SinkContext
 from pipeline.postmortem import diagnosis
 from pipeline.postmortem.diagnosis import read_evidence
 from pipeline.run_files import read_run_id, write_run_id
-from pipeline.training.recipe import ValidationConfig
 from pipeline.training.run_start import Origin
-from pipeline.training.validation import Validation, ValidationHistory
+from pipeline.training.validation import ValidationHistory
 from tests.launch import ROOT, wait_for
 from tests.written_checkpoints import Towers, write
 
@@ -107,8 +106,7 @@ def damage_weights(run: Path, step: int) -> None:
 
 def early(run: Path) -> None:
     history = ValidationHistory(best_loss=2.5, best_step=3, since_best=2)
-    validation = Validation(ValidationConfig(), pairs=None, tau=1.0, history=history, report=print)  # type: ignore[arg-type]
-    say(run, validation.describe_end())
+    say(run, history.describe_end())
     end(run, 0)
 
 

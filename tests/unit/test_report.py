@@ -258,7 +258,7 @@ def test_damaged_results_are_skipped_and_listed(run: Path) -> None:
 
 def test_the_curves_and_evaluations_of_a_run(run: Path) -> None:
     with (run / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"kind": "train", "step": 50, "samples": 400, "loss": 123.0}) + "\n")
+        file.write(json.dumps({"kind": "train", "step": 50, "samples": 400, "loss": 123.0, "ratio_max": 1.0}) + "\n")
     found = read_run(run)
     samples, loss = found.curve("loss")
     assert list(samples) == [8 * step for step in range(10, 101, 10)], "a resumed run counts each step once"

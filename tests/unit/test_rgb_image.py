@@ -88,7 +88,7 @@ def test_held_out_pairs_are_decoded_as_in_training(folder: Path) -> None:
         encode_image=lambda image: seen.update(image=image) or torch.zeros(len(image), 2),
         encode_text=lambda text: text,
     )
-    config = ValidationConfig(sources=(Source(manifest=str(folder / "held")),), batch_size=8)
+    config = ValidationConfig(sources=(Source(manifest=str(folder / "held")),))
     held = HeldOutPairs(config, DataConfig(sources=(Source(manifest=str(folder / "train")),)), World())
     held.features(model)  # type: ignore[arg-type]
     assert held.dropped == {"image cannot be decoded": 1}

@@ -314,9 +314,11 @@ def _finish(
             columns = ["row", "place", "reason", "error", "captions", *_FLAGS]
             for row in read_meta(folder, record.shard, columns).to_pylist():
                 several += (row["captions"] or 0) > 1
-                flags.update(name for name in _FLAGS if row["reason"] is None and row[name])
-                if row["reason"]:
+                if row["reason"] in (None, REMOVED):  # counts are those of the conversion, as after `remove`
+                    flags.update(name for name in _FLAGS if row[name])
+                else:
                     lost.add(row["row"])
+                if row["reason"]:
                     line = (row["place"], row["reason"], " ".join((row["error"] or "").split()))
                     file.write("\t".join(line) + "\n")
                     if sum(reason == line[1] for _, reason, _ in shown) < 3:

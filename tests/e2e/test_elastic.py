@@ -16,8 +16,8 @@ import pytest
 from tests.e2e.test_train import base, records, settings  # noqa: F401 (fixtures)
 from tests.launch import ROOT, environment, free_port, run, wait_for
 
-STEPS = 200
-"""A quarter of a second each until the new node has been taken up; the rest is as fast as it can be."""
+STEPS = 100
+"""Half a second each until the new node has been taken up; the rest is as fast as it can be."""
 LIMIT = 240.0
 """Seconds to wait for anything."""
 
@@ -27,7 +27,7 @@ def node(port: int, log: Path, arguments: list[str], *, host: bool = False) -> I
     """A node with one rank: torchrun's agent, and the rank in a session of its own; `host` keeps the rendezvous."""
     call = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=9"]
     call += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1"]
-    call += [f"--rdzv-conf=is_host={host},last_call_timeout=5"]
+    call += [f"--rdzv-conf=is_host={host},last_call_timeout=5,keep_alive_interval=2"]
     call += ["-m", "tests.e2e.slow_run", f"until={log.parent / 'taken-up'}", *arguments]
     variables = {**environment(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with log.open("wb") as file:
@@ -54,7 +54,7 @@ def orders(text: str) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_a_lost_node_is_survived_and_a_new_one_taken_up(base: Path, tmp_path: Path) -> None:  # noqa: F811
-    more = (f"samples={8 * STEPS}", "checkpoint.every=20", "engine.probe=false", "engine.timeout_minutes=1")
+    more = (f"samples={8 * STEPS}", "checkpoint.every=10", "engine.probe=false", "engine.timeout_minutes=1")
     arguments = [*settings(base, "elastic", *more), "--resume", "latest"]
     output, port = base / "elastic", free_port()
     first, second, third = (tmp_path / name for name in ("first.log", "second.log", "third.log"))
@@ -65,7 +65,7 @@ def test_a_lost_node_is_survived_and_a_new_one_taken_up(base: Path, tmp_path: Pa
     with ExitStack() as nodes:
         stays = nodes.enter_context(node(port, first, arguments, host=True))
         lost = nodes.enter_context(node(port, second, arguments))
-        wait_for(lambda: steps() >= 25, "25 steps", first, second, seconds=LIMIT)
+        wait_for(lambda: steps() >= 12, "12 steps", first, second, seconds=LIMIT)
         lose(lost)
         wait_for(lambda: "Resumed from step-" in first.read_text(), "resumed", first, seconds=LIMIT)
         alone = steps()

@@ -29,12 +29,15 @@ from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.ingest_report import write_report
 from data_prep.dataset.removal import remove
 from data_prep.dataset.shard_plan import load_plan
-from data_prep.dataset.verification import verify
+from data_prep.dataset.verification import delete_damaged, verify
 from data_prep.fetching import downloader as downloader_module
+from data_prep.fetching import supervisor
 from data_prep.fetching.decoder import ImageConverter
 from data_prep.fetching.downloader import Job, ShardDownloader
 from data_prep.fetching.supervisor import discard_unfinished
 from data_prep.settings.download_config import DownloadConfig, ImageConfig
+from pipeline.data.shards.manifest_format import load_manifest
+from pipeline.errors import UserError
 from tests.downloads import download_config
 from tests.ingested import own_opener  # noqa: F401
 from tests.web import Site, jpeg, send, serve
@@ -93,7 +96,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the work of the engine's workers, and their decoders, in this process."""
 
     def fetch(config: DownloadConfig, shards: tuple[int, ...], *, mode: str = "fetch", **_: object) -> None:
-        folder = Folder(Path(config.output))
+        folder = Folder(Path(config.output), config.fetch.worker)
         discard_unfinished(folder, shards)
         downloader = ShardDownloader(Job(config, folder, load_plan(folder), (), mode))  # type: ignore[arg-type]
         for shard in shards:
@@ -232,6 +235,62 @@ def test_a_command_killed_at_any_step_can_be_repeated(place: Place, tmp_path: Pa
         assert verify(place.root) == [], (action, step)
 
 
+def test_two_workers_on_one_folder_produce_the_same_dataset(place: Place) -> None:
+    place.download()
+    expected = (place.root / "manifest.json").read_bytes()
+    shutil.rmtree(place.root)
+    one, two = (replace(place.config, fetch=replace(place.config.fetch, worker=k, workers=2)) for k in range(2))
+    with pytest.raises(ingest.PartDone, match="1 of 3 shards are unfinished, those of the other 1"):
+        ingest.download(one)
+    assert not (place.root / "manifest.json").exists()
+    ingest.download(two)
+    assert (place.root / "manifest.json").read_bytes() == expected
+    assert verify(place.root) == []
+
+
+@pytest.mark.parametrize("command", ["download", "retry"])
+def test_damaged_shards_are_fetched_again_to_the_same_bytes(place: Place, command: str) -> None:
+    place.download()
+    expected = place.contents()
+    shutil.rmtree(place.root)
+    place.is_busy = command == "retry"
+    place.download()
+    place.is_busy = False
+    (place.root / "shards/00001.tar").write_bytes(b"damaged")
+    problems = verify(place.root)
+    assert {problem.shard for problem in problems} == {"shards/00001.tar"}
+    assert delete_damaged(place.root, problems) == ["shards/00001.tar"]
+    getattr(place, command)()
+    assert place.contents() == expected
+    assert verify(place.root) == []
+
+
+def test_retry_requests_only_transient_failures_and_ends_as_if_they_had_not_occurred(place: Place) -> None:
+    place.download()
+    expected = place.contents()
+    shutil.rmtree(place.root)
+    place.is_busy = True
+    place.download()
+    passing = sum(k % 3 == 0 and k % 5 != 4 for k in range(ROWS))
+    assert load_manifest(place.root).failures["http 503"] == passing
+    place.is_busy, asked = False, len(place.site.agents)
+    place.retry()
+    assert len(place.site.agents) == asked + passing, "only transient failures are requested again"
+    assert place.contents() == expected
+
+
+@pytest.mark.slow
+def test_a_retry_of_a_damaged_shard_ends_at_the_first_start(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression test: the engine was started four times, and the message was about the engine."""
+    begin(place, "retry")
+    tar = Folder(place.root).tar(0)
+    tar.write_bytes(tar.read_bytes().replace(b'"width": 31', b'"width": 13', 1))  # as long as before
+    monkeypatch.setattr(ingest, "fetch", supervisor.fetch)
+    monkeypatch.setattr(supervisor, "RESTARTS", -1)  # so that a second start is reported instead
+    with pytest.raises(UserError, match=r"00000\.tar is missing or differs from its record.*--delete-damaged. deletes"):
+        ingest.download(place.config, retry_failed=True)
+
+
 def test_the_next_download_completes_a_killed_removal(place: Place, tmp_path: Path) -> None:
     """Also one of several workers, and if it is killed meanwhile."""
     place.download()
@@ -307,7 +366,7 @@ def test_settings_can_change_only_before_the_first_shard_is_written(place: Place
         ("guard", {"opt_outs": ()}, r"guard\.opt_outs was \[.*\] and is now \[\]"),
     ):
         other = replace(smaller, **{section: replace(getattr(smaller, section), **values)})
-        with pytest.raises(ingest.UserError, match=words):
+        with pytest.raises(UserError, match=words):
             ingest.download(other)
     assert (place.root / "manifest.json").read_bytes() == manifest
     ingest.download(replace(smaller, guard=replace(smaller.guard, contact="other@example.org", host_connections=2)))
@@ -324,7 +383,7 @@ def test_a_changed_table_is_detected_and_a_missing_one_is_not_needed(place: Plac
     columns = pq.read_table(table).to_pydict()
     columns["caption"][3] = "another"
     pq.write_table(pa.table(columns), table)
-    with pytest.raises(ingest.UserError, match=r"has changed since its URL list was made \(urls.parquet\)"):
+    with pytest.raises(UserError, match=r"has changed since its URL list was made \(urls.parquet\)"):
         ingest.download(place.config)
     table.unlink()
     notes: list[str] = []

@@ -1,8 +1,7 @@
-"""Stopping, killing, pausing and retrying: nothing is lost, and the final result is always the same."""
+"""Stopping, killing and pausing: nothing is lost, and the final result is always the same."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import signal
@@ -19,11 +18,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_prep.dataset.dataset_folder import Folder
-from data_prep.dataset.verification import delete_damaged, verify
-from data_prep.fetching import supervisor
-from data_prep.fetching.supervisor import FetchEngine, Paused
+from data_prep.fetching.supervisor import Paused
 from data_prep.ingest import download, prepare
 from data_prep.settings.download_config import DownloadConfig
+from pipeline.data.shards.manifest_format import Manifest
 from pipeline.errors import UserError
 from tests.downloads import download_config
 from tests.launch import lives, wait_for
@@ -32,27 +30,41 @@ from tests.web import Site, jpeg, send, serve
 ROWS, SHARD = 120, 20
 
 
-@pytest.fixture
-def site() -> Iterator[Site]:
-    with serve() as site:
-        yield site
-
-
-def table_of(site: Site, path: Path, *, delay: float = 0.0) -> Path:
-    """Write a table of images that each take `delay` seconds to serve; every tenth is missing."""
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Site, Path]]:
+    """A site of images that take a twentieth of a second each, every tenth of them missing, and a table of its URLs."""
 
     def answer(handler: BaseHTTPRequestHandler) -> None:
-        time.sleep(delay)
+        time.sleep(0.05)
         number = int(handler.path.strip("/"))
         if number % 10 == 3:
             send(handler, 404, b"")
         else:
             send(handler, 200, jpeg(side=16 + number))
 
-    site.answers.update({f"/{k}": answer for k in range(ROWS)})
-    columns = {"url": [f"{site.base}/{k}" for k in range(ROWS)], "caption": [f"picture {k}" for k in range(ROWS)]}
-    pq.write_table(pa.table(columns), path)
-    return path
+    table = tmp_path_factory.mktemp("table") / "urls.parquet"
+    with serve() as site:
+        site.answers.update({f"/{k}": answer for k in range(ROWS)})
+        urls = [f"{site.base}/{k}" for k in range(ROWS)]
+        pq.write_table(pa.table({"url": urls, "caption": [f"picture {k}" for k in range(ROWS)]}), table)
+        yield site, table
+
+
+@pytest.fixture
+def site(place: tuple[Site, Path]) -> Iterator[Site]:
+    answers = dict(place[0].answers)
+    yield place[0]
+    place[0].answers = answers
+
+
+@pytest.fixture(scope="module")
+def table(place: tuple[Site, Path]) -> Path:
+    return place[1]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(table: Path, tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    return download(settings(tmp_path_factory.mktemp("undisturbed"), table))
 
 
 def settings(output: Path, table: Path, *, monitor: dict | None = None, **fetch: object) -> DownloadConfig:
@@ -61,8 +73,9 @@ def settings(output: Path, table: Path, *, monitor: dict | None = None, **fetch:
 
 
 @pytest.mark.slow
-def test_a_killed_run_resumes_and_ends_with_the_same_manifest(site: Site, tmp_path: Path) -> None:
-    table = table_of(site, tmp_path / "urls.parquet", delay=0.05)
+def test_a_killed_run_resumes_and_ends_with_the_same_manifest(
+    site: Site, table: Path, undisturbed: Manifest, tmp_path: Path
+) -> None:
     words = [
         f"output={tmp_path / 'killed'}", f"source.table={table}", "guard.allow_addresses=[127.0.0.1]",
         "guard.backoff=0.05", "guard.contact=x@example.org", f"fetch.shard_size={SHARD}", "fetch.processes=1",
@@ -93,15 +106,15 @@ def test_a_killed_run_resumes_and_ends_with_the_same_manifest(site: Site, tmp_pa
     assert "108 of 120 URLs gave a sample (90.0%)" in ended.stdout
     assert "http 404" in ended.stdout
     assert len(site.agents) - asked == ROWS - SHARD * len(finished), "finished shards are not requested again"
-    download(settings(tmp_path / "undisturbed", table))
     for name in ("manifest.json", "shards/00003.tar"):
-        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes()
+        assert (tmp_path / "killed" / name).read_bytes() == (Path(undisturbed.root) / name).read_bytes()
     assert outcomes(folder) == ["killed", "finished"]
 
 
 @pytest.mark.slow
-def test_a_dead_worker_is_detected_and_the_engine_is_restarted(site: Site, tmp_path: Path) -> None:
-    table = table_of(site, tmp_path / "urls.parquet", delay=0.05)
+def test_a_dead_worker_is_detected_and_the_engine_is_restarted(
+    table: Path, undisturbed: Manifest, tmp_path: Path
+) -> None:
     config = settings(tmp_path / "out", table)
     folder = Folder(tmp_path / "out")
     killed: list[int] = []
@@ -118,14 +131,13 @@ def test_a_dead_worker_is_detected_and_the_engine_is_restarted(site: Site, tmp_p
     manifest = download(config, on_progress=kill_once, on_note=notes.append)
     assert killed
     assert "The engine is restarted: worker process" in notes[-1]
-    assert manifest.n == 108
+    assert manifest.digest == undisturbed.digest
 
 
 def test_a_collapse_of_the_success_rate_pauses_the_run_without_using_up_the_list(
-    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    site: Site, table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("data_prep.fetching.monitor.WINDOW", 12)
-    table = table_of(site, tmp_path / "urls.parquet", delay=0.02)
     down = [False]
     good = dict(site.answers)
 
@@ -154,71 +166,7 @@ def test_a_collapse_of_the_success_rate_pauses_the_run_without_using_up_the_list
     assert [outcome.split(":")[0] for outcome in outcomes(folder)] == ["Paused", "finished"]
 
 
-@pytest.mark.slow
-def test_retry_requests_only_transient_failures_and_ends_as_if_they_had_not_occurred(
-    site: Site, tmp_path: Path
-) -> None:
-    table = table_of(site, tmp_path / "urls.parquet")
-    good = dict(site.answers)
-    asked: list[str] = []
-
-    def busy(handler: BaseHTTPRequestHandler) -> None:
-        asked.append(handler.path)
-        if asked.count(handler.path) == 1 and int(handler.path.strip("/")) % 7 == 0:
-            send(handler, 503, b"")
-        else:
-            good[handler.path](handler)
-
-    site.answers = dict.fromkeys(good, busy)
-    config = settings(tmp_path / "out", table)
-    first = download(config)
-    passing = len(range(0, ROWS, 7))
-    assert first.failures["http 503"] == passing
-    assert len(asked) == ROWS
-
-    again = download(config, retry_failed=True)
-    assert len(asked) == ROWS + passing, "only transient failures are requested again"
-    assert "http 503" not in again.failures
-    assert again.n == 108
-    assert again.attempted == first.attempted == ROWS
-    site.answers = good
-    fresh = download(settings(tmp_path / "fresh", table))
-    assert (fresh.digest, fresh.failures) == (again.digest, again.failures)
-    assert [hashlib.sha256(Path(again.url(s)).read_bytes()).hexdigest() for s in again.shards] == [
-        s.sha256 for s in again.shards
-    ]
-
-
-@pytest.mark.slow
-def test_a_retry_of_a_damaged_shard_ends_at_the_first_start(
-    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Regression test: the engine was started four times, and the message was about the engine."""
-    table = table_of(site, tmp_path / "urls.parquet")
-    good = dict(site.answers)
-    site.answers |= {f"/{k}": lambda handler: send(handler, 503, b"") for k in range(0, ROWS, 7)}
-    config = settings(tmp_path / "out", table)
-    download(config)
-    tar = Folder(tmp_path / "out").tar(0)
-    tar.write_bytes(tar.read_bytes().replace(b'"width": 17', b'"width": 71', 1))  # as long as before
-    starts: list[tuple[int, ...]] = []
-
-    class Engine(FetchEngine):
-        def __init__(self, config: DownloadConfig, shards: tuple[int, ...], *, mode: str) -> None:
-            starts.append(shards)
-            super().__init__(config, shards, mode=mode)
-
-    monkeypatch.setattr(supervisor, "FetchEngine", Engine)
-    with pytest.raises(UserError, match=r"00000\.tar is missing or differs from its record.*--delete-damaged. deletes"):
-        download(config, retry_failed=True)
-    assert len(starts) == 1
-    site.answers = good
-    assert delete_damaged(config.output, verify(config.output)) == ["shards/00000.tar"]
-    assert "http 503" not in download(config, retry_failed=True).failures
-
-
-def test_concurrent_runs_in_one_folder_and_other_settings_are_rejected(site: Site, tmp_path: Path) -> None:
-    table = table_of(site, tmp_path / "urls.parquet")
+def test_concurrent_runs_in_one_folder_and_other_settings_are_rejected(table: Path, tmp_path: Path) -> None:
     config, plan = prepare(settings(tmp_path / "out", table))
     assert (plan.rows, plan.shards) == (ROWS, ROWS // SHARD)
     with pytest.raises(UserError, match="shard_size was 20 and is now 30"):

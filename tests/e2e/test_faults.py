@@ -72,12 +72,12 @@ def test_a_lost_rank_is_reported(base: Path) -> None:  # noqa: F811
 def test_a_long_evaluation_is_no_hang(base: Path) -> None:  # noqa: F811
     """Regression test: healthy ranks ended with 76 when an evaluation took longer than `engine.timeout_minutes`."""
     suite, validated = base / "suite", base / "held-out"
-    write_classification(suite, TASKS["mnist"], samples=640)  # ten micro-batches, five of them of rank 0
-    write_shards(validated, [320], first=1000)  # five batches
+    write_classification(suite, TASKS["mnist"], samples=384)  # six micro-batches, three of them of rank 0
+    write_shards(validated, [192], first=1000)  # three batches
     slow = ("engine.probe=false", "engine.timeout_minutes=0.1", f"samples={2 * BATCH}", "schedule.warmup_steps=1")
     tests = (f"evaluation.suite={suite}", "evaluation.workers=0", f"validation.sources={validated}")
     arguments = settings(base, "patient", *slow, *tests)
-    run("tests.e2e.slow_run", "encode=4", *arguments, ranks=2)  # 4 s each time: a limit of 6 s, and 20 s of work
+    run("tests.e2e.slow_run", "encode=4", *arguments, ranks=2)  # 4 s each time: a limit of 6 s, and 12 s of work
     lines = (base / "patient/metrics.jsonl").read_text().splitlines()
     kinds = [record["kind"] for record in map(json.loads, lines)]
     assert kinds.count("evaluation") == 1

@@ -1,4 +1,4 @@
-"""The same list gives the same bytes with every distributor of img2dataset, also when one of its workers is killed."""
+"""The same list gives the same bytes with every distributor of img2dataset, though one of its workers is killed."""
 
 from __future__ import annotations
 
@@ -93,12 +93,13 @@ def test_every_distributor_gives_the_same_manifest(tmp_path: Path, monkeypatch: 
         made = {}
         for name in ("multiprocessing", *others):
             fetch = {"distributor": name, "shard_size": SHARD, "threads": 1, "processes": 2}
-            table, output = tmp_path / "urls.parquet", tmp_path / f"{name}-killed"
-            made[name] = download(download_config(tmp_path / name, table, fetch=fetch))
-            if name in others:
-                with KilledWorker(output, WORKERS[name]) as killed:
-                    made[f"{name}, a worker killed"] = download(download_config(output, table, fetch=fetch))
-                assert killed.was_in_time, "nothing was left to do when it was killed"
+            config = download_config(tmp_path / name, tmp_path / "urls.parquet", fetch=fetch)
+            if name == "multiprocessing":  # whose workers tests/e2e/test_ingest_resume.py kills
+                made[name] = download(config)
+                continue
+            with KilledWorker(tmp_path / name, WORKERS[name]) as killed:
+                made[name] = download(config)
+            assert killed.was_in_time, "nothing was left to do when it was killed"
     for name in made:
         assert made[name].digest == made["multiprocessing"].digest
         assert made[name].failures == {"http 404": 10}

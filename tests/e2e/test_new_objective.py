@@ -15,8 +15,10 @@ from tests.documents import ROOT
 
 TESTS = (
     "tests/unit/test_imports.py", "tests/unit/test_objectives_drift.py", "tests/unit/test_objectives_limits.py",
-    "tests/unit/test_objectives_registry.py", "tests/unit/test_objectives_state.py", "tests/unit/test_readme.py",
-    "tests/unit/test_recipes.py", "tests/unit/test_settings_page.py",
+    "tests/unit/test_objectives_registry.py", "tests/unit/test_objectives_state.py",
+    "tests/unit/test_readme.py::test_the_methods_page_describes_every_key_of_its_objectives",
+    "tests/unit/test_settings_page.py::test_every_setting_is_documented",
+    "tests/unit/test_settings_page.py::test_the_page_is_up_to_date",
     "tests/e2e/test_train.py::test_every_objective_trains_and_resumes_bit_identically",
 )  # fmt: skip
 FOR_EACH_METHOD = (

@@ -36,6 +36,6 @@ def test_the_commands_of_the_page_lead_from_images_to_an_exported_model(tmp_path
     assert "64 of 65 rows gave a sample" in printed["pairs"]
     assert "image file missing: captions.csv:66" in printed["pairs"]
     assert "64 samples" in printed["verify"]
-    assert "8 steps, 2.00 epochs" in printed["plan"]
+    assert "8 steps, 128 pairs (2.00 times the data)" in printed["plan"]
     assert (tmp_path / "runs/mine/checkpoints/step-00000008").is_dir()
     assert open_clip.create_model(f"local-dir:{tmp_path / 'hub' / 'mine'}") is not None

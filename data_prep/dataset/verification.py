@@ -39,7 +39,7 @@ from pipeline.data.shards.tar_reader import CorruptSample, DamagedTar
 from pipeline.errors import UserError
 from pipeline.files import sha256_of
 
-UNLISTED = "not listed"
+UNLISTED, INDEX = "not listed", "index"
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def delete_damaged(root: str | Path, problems: Iterable[Problem]) -> list[str]:
     A damaged list of URLs is deleted, too: `neuclip download` then reads its table again.
 
     Returns:
-        The names of the tars, and the plan's, whose shards or list were deleted.
+        The names of the tars, indexes and the plan, whose shards or files were deleted.
 
     Raises:
         UserError: The shards are neither those of `neuclip download` nor of `neuclip pairs`, another process works in
@@ -115,6 +115,7 @@ def delete_damaged(root: str | Path, problems: Iterable[Problem]) -> list[str]:
             f"No command of this program has made {root}, so that nothing was deleted. {folder.repair_hint}"
         )
     at_fault = [problem.shard for problem in problems if problem.kind != UNLISTED]
+    indexes = [problem.shard for problem in problems if problem.kind == INDEX]
     numbers = sorted({number for name in at_fault if (number := folder.number_of(name)) is not None})
     with locked(folder):
         for number in numbers:
@@ -122,8 +123,12 @@ def delete_damaged(root: str | Path, problems: Iterable[Problem]) -> list[str]:
         if is_plan := folder.is_download and f"plan/{PLAN_NAME}" in at_fault:
             for path in (folder.plan / PLAN_NAME, *folder.plan.glob("part-*.parquet")):
                 path.unlink(missing_ok=True)
+        for path in map(folder.root.joinpath, indexes):
+            if path.is_dir():
+                raise UserError(f"{path} is a folder in the place of a file: move it away by hand.")
+            path.unlink(missing_ok=True)
     names = [folder.tar(number).relative_to(folder.root).as_posix() for number in numbers]
-    return [*names, *([f"plan/{PLAN_NAME}"] if is_plan else [])]
+    return [*names, *indexes, *([f"plan/{PLAN_NAME}"] if is_plan else [])]
 
 
 def _check_download(folder: Folder) -> tuple[Manifest | None, list[Problem]]:
@@ -274,7 +279,7 @@ def _check_index(manifest: Manifest, path: Path, shard: Shard) -> Iterator[Probl
         members = load_index(manifest.root, sha256=shard.sha256, samples=shard.samples)
         if index.exists() and (members is None or not np.array_equal(members, scan_members(path))):
             detail = f"it is not that of {shard.name}: delete it, which makes reading the shard a little slower"
-            yield Problem(f"{INDEX_FOLDER}/{index.name}", "index", detail)
+            yield Problem(f"{INDEX_FOLDER}/{index.name}", INDEX, detail)
 
 
 def _check_converted(folder: Folder, manifest: Manifest, shard: Shard) -> Iterator[Problem]:

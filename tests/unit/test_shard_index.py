@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from pipeline.data.data_config import DataConfig
 from pipeline.data.loading.loader import build_loader
 from pipeline.data.loading.stream_reader import ALTERED, TRUNCATED
 from pipeline.data.shards import storage
+from pipeline.data.shards.manifest_format import make_manifest
 from pipeline.data.shards.shard_index import index_path, load_index, save_index, scan_members
 from pipeline.data.shards.storage import StreamHash, open_records
 from pipeline.distributed.world import World
@@ -90,6 +93,32 @@ def test_the_index_of_other_samples_is_not_used(tmp_path: Path) -> None:
         members["sample"][3:5] = numbers
         save_index(tmp_path, members, sha256=shard.sha256)
         assert load_index(tmp_path, sha256=shard.sha256, samples=5) is None
+
+
+def test_what_is_no_index_is_neither_waited_for_nor_followed(tmp_path: Path) -> None:
+    manifest = write_shards(tmp_path / "data", [5])
+    shard = manifest.shards[0]
+    index = index_path(tmp_path / "data", shard.sha256)
+    whole = index.read_bytes()
+    forms: list[Callable[[Path], object]] = [os.mkfifo, lambda path: path.symlink_to("/dev/zero")]
+    for replaced in forms:
+        index.unlink()
+        replaced(index)
+        assert load_index(tmp_path / "data", sha256=shard.sha256, samples=5) is None
+        manifest.update_indexes()
+        assert index.read_bytes() == whole
+    index.unlink()
+    index.mkdir()  # and one of a former shard
+    index.with_name(f"{'0' * 64}.members").mkdir()
+    manifest.update_indexes()
+
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / f"{'1' * 64}.members").touch()
+    shutil.rmtree(index.parent)
+    index.parent.symlink_to(tmp_path / "other")
+    entry = (shard.name, shard.samples, shard.bytes, f"../../outside/{shard.sha256}")
+    make_manifest([entry], root=tmp_path / "data").update_indexes()
+    assert sorted(path.name for path in tmp_path.rglob("*.members")) == [f"{'1' * 64}.members"]
 
 
 def test_only_indexes_of_other_shards_are_deleted(tmp_path: Path) -> None:

@@ -108,18 +108,22 @@ class Manifest:
     def update_indexes(self) -> None:
         """Write the indexes of local shards that have none, and delete those of other shards.
 
-        A shard that is missing or damaged gets none: whatever reads it reports that.
+        A shard that is missing or damaged gets none: whatever reads it reports that. In a linked folder nothing is
+        deleted: it may be that of other shards.
         """
         folder = index_path(self.root, "").parent
-        present = set(filter(is_index, os.listdir(folder))) if folder.is_dir() else set()
+        present: set[str] = set()
+        with contextlib.suppress(OSError), os.scandir(folder) as entries:
+            present = {entry.name for entry in entries if is_index(entry.name) and entry.is_file(follow_symlinks=False)}
         for shard in self.shards:
-            name, url = index_path(self.root, shard.sha256).name, self.url(shard)
-            if name not in present and shard.sha256 and is_local(url):
+            name, url = f"{shard.sha256}.members", self.url(shard)
+            if name not in present and is_index(name) and is_local(url):
                 with contextlib.suppress(DamagedTar, OSError):
                     write_index(self.root, Path(url), sha256=shard.sha256)
             present.discard(name)
-        for name in present:
-            (folder / name).unlink()
+        for name in present if not folder.is_symlink() else ():
+            with contextlib.suppress(OSError):
+                (folder / name).unlink()
 
     def write_to(self, path: Path) -> None:
         """As `save`, directly to the path."""

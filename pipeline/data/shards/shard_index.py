@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from pipeline.data.shards.tar_format import read_exactly, skip
 from pipeline.data.shards.tar_reader import IMAGE_SUFFIXES, MemberPlace, TarRecord, read_records
-from pipeline.files import replacing
+from pipeline.files import read_bounded, replacing
 
 INDEX_FOLDER = "index"
 LONGEST_SUFFIX = 8
@@ -77,10 +77,10 @@ def is_index(name: str) -> bool:
 
 def load_index(folder: str | Path, *, sha256: str, samples: int) -> NDArray[np.void] | None:
     """The members of a shard, `MEMBERS` [m]; None if there is no whole index of so many samples."""
-    if not re.fullmatch("[0-9a-f]{64}", sha256):  # the manifest may be a stranger's
+    if not is_index(f"{sha256}.members"):  # the manifest may be a stranger's
         return None
     try:
-        data = index_path(folder, sha256).read_bytes()
+        data = read_bounded(index_path(folder, sha256))
         members = np.frombuffer(data, MEMBERS, offset=CHECKSUM_BYTES)
     except (OSError, ValueError):
         return None

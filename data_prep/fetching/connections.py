@@ -160,8 +160,11 @@ class Connector:
         proxy = self._proxies.get(url.scheme)
         if not proxy or urllib.request.proxy_bypass(host):
             return kind(host, url.port or kind.default_port, **options), target, {}
+        address = host.rstrip(".")
+        with suppress(OSError):  # other forms that resolvers take for addresses: 0x7f000001, 127.1, 0177.0.0.1
+            address = socket.inet_ntoa(socket.inet_aton(address))
         with suppress(ValueError):  # a name, which the proxy resolves
-            self._addresses.check(host)
+            self._addresses.check(address)
         given = parse_url(proxy if "://" in proxy else f"http://{proxy}")
         headers = make_headers(proxy_basic_auth=given.auth) if given.auth else {}
         connection = kind(given.host, given.port or _Http.default_port, **options)

@@ -149,7 +149,8 @@ def test_proxies_of_the_environment_are_ignored_unless_trusted(site: Site, monke
     url = site.image("/a", jpeg())
     assert opener().open(url).read() == jpeg()
     assert refusal(opener(trust_proxy=True), url) == reasons.CONNECTION
-    assert refusal(opener(trust_proxy=True), "http://10.0.0.1/a") == reasons.REFUSED_ADDRESS
+    for host in ("10.0.0.1", "10.0.0.1.", "0x0a000001", "10.1", "167772161", "012.0.0.1"):
+        assert refusal(opener(trust_proxy=True), f"http://{host}/a") == reasons.REFUSED_ADDRESS, host
     monkeypatch.setenv("http_proxy", site.base)
     site.answers["http://a.example/a?b"] = site.answers["/a"]
     assert opener(trust_proxy=True).open("http://a.example/a?b").read() == jpeg(), "the proxy resolves the name"

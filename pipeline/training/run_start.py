@@ -91,10 +91,10 @@ def folder_of_a_start(run: RunConfig, *, world: World, note: Callable[[], None] 
     fresh = world.is_main and {path.name for path in folder.iterdir()} <= {LOCK_NAME}
     fresh = world.gather_objects(fresh)[0]
     if fresh:
+        start_recording(folder, rank=world.rank)  # a signal may come while others wait for the folder
         prepare_folder(run, world=world)
         if world.is_main:
             note()
-        start_recording(folder, rank=world.rank)
     try:
         yield
     except UserError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import pickle
 from dataclasses import asdict
 from pathlib import Path
@@ -155,4 +156,9 @@ def test_what_is_no_manifest_is_refused(tmp_path: Path) -> None:
         assert damaged != text
         path.write_text(damaged)
         with pytest.raises(UserError, match=message):
+            load_manifest(tmp_path)
+    for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
+        path.unlink()
+        make(path)
+        with pytest.raises(UserError, match=r"cannot be read: not a regular file"):
             load_manifest(tmp_path)

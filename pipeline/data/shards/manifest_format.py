@@ -28,11 +28,13 @@ from pipeline.data.shards.shard_table import ShardTable, shard_table
 from pipeline.data.shards.storage import COMMAND, OUTSIDE, is_local
 from pipeline.data.shards.tar_reader import DamagedTar, keys
 from pipeline.errors import UserError
-from pipeline.files import replacing
+from pipeline.files import read_bounded, replacing
 
 log = logging.getLogger(__name__)
 
 MANIFEST_NAME = "manifest.json"
+MOST_BYTES = 2**32
+"""Of a manifest, whose shards take some 200 bytes each."""
 JOURNAL = "manifest.partial.jsonl"
 """Of a scan for a manifest that was stopped."""
 FORMAT = "neuclip-manifest"
@@ -185,6 +187,8 @@ def load_manifest(path: str | Path, *, allow_commands: bool = False, allow_outsi
     try:
         table, about = _read(path)
     except OSError as error:
+        if path.exists():
+            raise UserError(f"The manifest {path} cannot be read: {error.strerror}.") from error
         raise UserError(f"There is no manifest at {path}. {advice(path)}") from error
     _check_places(table, path, allow_commands=allow_commands, allow_outside=allow_outside)
     return Manifest(shards=table, root=str(path.parent), failures=about["failures"], facts=about["facts"])
@@ -233,7 +237,7 @@ def _read(path: Path) -> tuple[ShardTable, dict[str, Any]]:
         return None
 
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"), object_hook=collect)
+        tree = json.loads(read_bounded(path, most=MOST_BYTES).decode(), object_hook=collect)
         if not isinstance(tree, dict):
             raise ValueError(f"it holds a {type(tree).__name__}")
         _check_format(tree, path)

@@ -36,7 +36,7 @@ from data_prep.settings.download_config import DownloadConfig
 from data_prep.settings.source_config import HASH_KINDS
 from pipeline.config import parse, read_yaml, without_departed
 from pipeline.errors import UserError
-from pipeline.files import replacing, text_lines, write_text
+from pipeline.files import read_bounded, replacing, text_lines, write_text
 
 _HEX = re.compile(r"(?:[0-9a-fA-F]{32}|[0-9a-fA-F]{64}|[0-9a-fA-F]{128})")
 
@@ -174,7 +174,7 @@ class Folder:
             UserError: The record is damaged.
         """
         path = self.record(shard)
-        text = path.read_bytes()
+        text = read_bounded(path)
         try:
             record = record_of(text)
             if record.shard != shard:

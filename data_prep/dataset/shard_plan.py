@@ -27,7 +27,7 @@ from data_prep.sources.subset import Subset
 from data_prep.sources.text_columns import first_captions, is_list
 from pipeline.config import to_tree
 from pipeline.errors import UserError
-from pipeline.files import flush, path_below, sha256_of, write_text
+from pipeline.files import flush, path_below, read_bounded, sha256_of, write_text
 
 PLAN_NAME = "plan.json"
 _SHARDS_PER_PART = 100
@@ -151,7 +151,7 @@ def load_plan(folder: Folder) -> Plan:
     """
     path = folder.plan / PLAN_NAME
     try:
-        return _PLAN.validate_json(path.read_bytes(), strict=True)
+        return _PLAN.validate_json(read_bounded(path), strict=True)
     except FileNotFoundError as error:
         raise UserError(f"{folder.root} has no plan: it was not made by `neuclip download`.") from error
     except ValueError as error:

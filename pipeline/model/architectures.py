@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from pipeline.config import flatten, suggest
 from pipeline.errors import UserError, in_a_line
+from pipeline.files import read_bounded
 from pipeline.model.foreign_weights import stored_description
 from pipeline.model.hub_access import TOKENIZER_FILES
 from pipeline.pictures.pixels import WHITE, Colour
@@ -108,7 +109,7 @@ def register(arch: str) -> str:
 def _check_description(path: Path) -> None:
     """Check the form of an architecture's JSON file, since open_clip passes over what it cannot read."""
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = json.loads(read_bounded(path).decode())
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"model.arch = {path} cannot be read as JSON: {error}.") from error
     parts = {"embed_dim": int, "vision_cfg": dict, "text_cfg": dict}

@@ -25,6 +25,7 @@ from pipeline.data.loading.decode import StoredCrops
 from pipeline.data.loading.feature_file import AGAIN, FeatureFile, FeatureStore, no_features
 from pipeline.data.shards.tar_reader import CaptionField
 from pipeline.errors import UserError
+from pipeline.files import read_bounded
 
 FEATURES, FACTS = "features.npy", "features.json"
 LOOKED_AT = 64
@@ -99,7 +100,7 @@ class StoredFeatures:
     def __init__(self, folder: Path, *, setting: str, seed: int = 0) -> None:
         self.named, self._seed = f"{setting}={folder}", seed
         try:
-            tree: dict[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+            tree: dict[str, Any] = json.loads(read_bounded(folder / FACTS).decode())
             facts = json.dumps(tree["facts"])  # strict validation takes a dataclass from JSON only
             self.facts = TypeAdapter(FeatureFacts).validate_json(facts, strict=True)
             if (self.facts.tower is None) == (setting == IMAGES):

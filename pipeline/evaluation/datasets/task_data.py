@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from pipeline.errors import UserError
-from pipeline.files import other_encoding, sha256_of, text_lines
+from pipeline.files import other_encoding, read_bounded, sha256_of, text_lines
 from pipeline.pictures.image_error import ImageError
 from pipeline.pictures.pixels import Colour, read_file, read_rgb
 
@@ -183,7 +183,7 @@ def read_text(path: Path) -> str:
         TaskError: It cannot be read, or is no such text.
     """
     try:
-        content = path.read_bytes()
+        content = read_bounded(path)
         if wrong := other_encoding(content[:4]):
             raise TaskError(f"{path} {wrong}")
         text = content.decode("utf-8-sig")

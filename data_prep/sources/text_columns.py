@@ -129,7 +129,8 @@ def need_columns(columns: list[str], present: list[str], where: str) -> None:
     if missing:
         raise UserError(
             f"{where} has no column {', '.join(map(repr, missing))}. Its columns are {', '.join(map(repr, present))}. "
-            "Set source.url, source.caption, source.uid, source.hash or source.keep to these names."
+            "Set source.url, source.caption, source.uid, source.hash or source.keep to these names, or source.header "
+            "to the names of all columns if the first line is a row."
         )
 
 

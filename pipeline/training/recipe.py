@@ -209,9 +209,11 @@ def check_run(run: RunConfig, *, world_size: int) -> None:
             f"schedule.stages would end at steps {ends[1:]} of {run.total_steps}: `until` must grow from stage to "
             "stage, and every stage needs a step."
         )
-    if run.schedule.warmup_steps > run.total_steps:
+    cooldown = run.schedule.cooldown_steps(total_steps=run.total_steps)
+    if run.schedule.warmup_steps + cooldown > run.total_steps:
+        both = f" with the {cooldown} steps of schedule.cooldown_share" if cooldown else ""
         raise UserError(
-            f"schedule.warmup_steps = {run.schedule.warmup_steps} exceeds the run's {run.total_steps} steps "
+            f"schedule.warmup_steps = {run.schedule.warmup_steps}{both} exceeds the run's {run.total_steps} steps "
             f"(samples {run.samples} / batch_size {run.batch_size})."
         )
 

@@ -62,6 +62,8 @@ def test_overrides_win_over_the_recipe_and_the_defaults(tmp_path: Path) -> None:
         ("engine.micro_batch=33", ["engine.micro_batch = 33", "does not divide the local batch 100"]),
         ("samples=99", ["samples = 99", "less than one batch"]),
         ("schedule.warmup_steps=11", ["schedule.warmup_steps = 11", "10 steps"]),
+        ("schedule.cooldown_share=0.2", ["cooldown_share is for kind=constant: cosine decays"]),
+        ("schedule={kind: constant, warmup_steps: 6, cooldown_share: 0.5}", ["= 6 with the 5 steps of", "10 steps"]),
         ("data.streams=0", ["data.streams = 0"]),
         ("lr", ["section.key=value"]),
         ("optimizer=[1", ["not valid YAML"]),

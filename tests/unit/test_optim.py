@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
+from open_clip_train.scheduler import const_lr_cooldown
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pipeline.config import parse
 from pipeline.engine.optim import (
     OptimizerConfig,
+    ScheduleConfig,
     build_optimizer,
     check_stage,
     decay_in_gradient,
     gradient_in_moment,
+    lr_scale,
     parameter_groups,
     set_lr,
     step_counter,
@@ -211,3 +217,16 @@ def test_other_optimizers_count_on_the_host(name):
         parameter = nn.Parameter(torch.zeros(4, 5, device="cuda"))
         optimizer = build_optimizer(OptimizerConfig(name=name), [{"params": [parameter], "name": "decay"}])
         assert step_counter(optimizer, parameter, 7).device.type == "cpu"
+
+
+@pytest.mark.parametrize("stages", [[], [{"until": 0.85, "lr_scale": 0.5}]], ids=["whole", "stage"])
+def test_a_constant_rate_cools_down_as_the_root_of_open_clips_linear_share(stages):
+    given = {"kind": "constant", "warmup_steps": 10, "cooldown_share": 0.2, "stages": stages}
+    config = parse(ScheduleConfig, given, prefix="schedule")
+    theirs = const_lr_cooldown(torch.optim.SGD([torch.zeros(1)]), 1.0, 10, 100, 20)
+    for step in range(100):
+        linear, factor = theirs(step), 0.5 if stages and step < 85 else 1.0
+        expected = linear if step < 80 else 1 - math.sqrt(1 - linear)
+        assert lr_scale(config, step=step, total_steps=100) == pytest.approx(factor * expected)
+    flat = replace(config, cooldown_share=0.0, stages=())
+    assert [lr_scale(flat, step=step, total_steps=100) for step in (9, 80, 99)] == [1, 1, 1]

@@ -276,7 +276,7 @@ class ScheduleConfig:
     """Steps of linear warm-up."""
     cooldown_share: float = Field(default=0.0, ge=0.0, le=1.0)
     """Share of the run at its end in which a "constant" rate falls to 0, as 1 - sqrt of the share of the cool-down that
-    has passed (2405.18392, where it did better than a linear fall)."""
+    has passed (2405.18392)."""
     stages: tuple[StageConfig, ...] = ()
     """Cheaper stages at the start of the run, in order; after the last, training goes on with the `model` section. A
     checkpoint is written at the end of each."""

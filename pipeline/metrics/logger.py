@@ -132,10 +132,8 @@ class Telemetry:
             except Exception as error:  # a tracker of a user's own may raise anything
                 if number not in self._failed:
                     self._failed.add(number)
-                    name, lost = (
-                        getattr(sink, "name", type(sink).__name__),
-                        getattr(sink, "not_written", "metrics are missing there"),
-                    )
+                    name = getattr(sink, "name", type(sink).__name__)
+                    lost = getattr(sink, "not_written", "metrics are missing there")
                     print(
                         f"{name} cannot be written ({error if isinstance(error, OSError) else repr(error)}): {lost}.",
                         file=sys.stderr,

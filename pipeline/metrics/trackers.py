@@ -20,8 +20,8 @@ from pipeline.metrics.sinks import Distribution, QuietSink, SinkContext, registe
 
 PACKAGES = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "trackio", "wandb")
 """Names of accelerate's trackers that need a package of the same name."""
-ID_NAME = "tracker-id"
-"""The run's id in W&B or MLflow, the same after a resume."""
+WANDB_ID, MLFLOW_ID = "tracker-id", "mlflow-id"
+"""Files with the run's id in W&B and in MLflow, the same after a resume. MLflow chooses its ids itself."""
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -45,12 +45,12 @@ def check_trackers(names: Sequence[str]) -> None:
 class TrackerSink(QuietSink):
     """One of accelerate's trackers, for metrics. Steps that are repeated after a resume or a rollback are logged again.
 
-    The run in the tracker is named like the run's folder. In W&B, trackio and MLflow a resumed run goes on in the same
-    one; the others begin a new one.
+    The run in the tracker is named like the run's folder, except in comet_ml and dvclive. In W&B, trackio and MLflow a
+    resumed run goes on in the same one, and dvclive in the same folder; the others begin a new one.
     """
 
-    hint = ""
-    """Advice in the message when the tracker cannot be opened."""
+    advice = "Log in with its own command, or train without it: telemetry.trackers=[]."
+    """What to do when the tracker cannot be opened."""
 
     def __init__(self, name: str, context: SinkContext) -> None:
         from accelerate import PartialState
@@ -64,14 +64,19 @@ class TrackerSink(QuietSink):
             self._opened(context)
         except Exception as error:  # a failed login, no network, ...
             raise UserError(
-                f"telemetry.trackers={name}: the tracker cannot be opened ({type(error).__name__}: {error}). Log in "
-                f"with its own command, or train without it: telemetry.trackers=[]. {self.hint}"
+                f"The tracker {name} cannot be opened ({type(error).__name__}: {error}). {self.advice}"
             ) from error
 
     def _options(self, context: SinkContext) -> dict[str, Any]:
         """The arguments of accelerate's class."""
-        of_runs = {"run_name": context.run.name, "logging_dir": str(context.run)}
-        return {"aim": of_runs, "clearml": {"run_name": context.run.name}}.get(self.name, {"run_name": context.project})
+        name, folder = context.run.name, str(context.run)
+        special: dict[str, dict[str, Any]] = {
+            "aim": {"run_name": name, "logging_dir": folder, "experiment": context.project},
+            "clearml": {"task_name": name},
+            "dvclive": {"dir": f"{folder}/dvclive", "resume": True},  # else it empties ./dvclive
+            "swanlab": {"experiment_name": name},
+        }
+        return {"run_name": context.project, **special.get(self.name, {})}
 
     def _opened(self, context: SinkContext) -> None:
         self._tracker.store_init_configuration(flatten(dict(context.settings)))
@@ -84,7 +89,9 @@ class TrackerSink(QuietSink):
 
 
 class TensorBoard(TrackerSink):
-    """RUN/tensorboard/: curves, histograms, pictures and captions."""
+    """RUN/tensorboard/: curves, histograms, pictures and captions. Records of steps that are repeated are removed."""
+
+    advice = "Train without it: telemetry.tensorboard=false."
 
     def _options(self, context: SinkContext) -> dict[str, Any]:
         first = context.first_step
@@ -106,10 +113,10 @@ class TensorBoard(TrackerSink):
 class WeightsAndBiases(TrackerSink):
     """Weights & Biases: metrics, histograms, pictures with captions; files are in RUN/wandb/."""
 
-    hint = "WANDB_MODE=offline writes to RUN/wandb/, which `wandb sync` uploads later."
+    advice = f"{TrackerSink.advice} WANDB_MODE=offline writes to RUN/wandb/, which `wandb sync` uploads later."
 
     def _options(self, context: SinkContext) -> dict[str, Any]:
-        path = context.run / ID_NAME
+        path = context.run / WANDB_ID
         if not path.is_file():
             write_text(path, uuid.uuid4().hex[:16] + "\n")
         same = {"id": path.read_text(encoding="utf-8").strip(), "resume": "allow"}
@@ -140,14 +147,15 @@ class MLflow(TrackerSink):
     """MLflow: an experiment has the project's name."""
 
     def _options(self, context: SinkContext) -> dict[str, Any]:
-        path = context.run / ID_NAME
+        path = context.run / MLFLOW_ID
         run_id = path.read_text(encoding="utf-8").strip() if path.is_file() else None
         return {"experiment_name": context.project, "run_name": context.run.name, "run_id": run_id}
 
     def _opened(self, context: SinkContext) -> None:
-        write_text(context.run / ID_NAME, self._tracker.tracker.info.run_id + "\n")
-        if not context.first_step:  # MLflow refuses other values in a resumed run
+        path = context.run / MLFLOW_ID
+        if not path.is_file():  # MLflow refuses other values in a resumed run
             super()._opened(context)
+            write_text(path, self._tracker.tracker.info.run_id + "\n")
 
 
 class Trackio(TrackerSink):

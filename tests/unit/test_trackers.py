@@ -137,14 +137,32 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_mlflow(tmp_path: Path, monkeyp
     )
     monkeypatch.setitem(sys.modules, "mlflow", client)  # type: ignore[arg-type]
     report(tmp_path / "mine", "mlflow")
+    fork = tmp_path / "fork"
+    fork.mkdir()
+    (fork / trackers.WANDB_ID).write_text("0123456789abcdef\n")
+    opened(fork, "mlflow", first_step=3).close()
     begins = [value for kind, value in calls if kind == "run"]
-    assert begins == [(None, "mine"), ("7f", "mine")]
+    assert begins == [(None, "mine"), ("7f", "mine"), (None, "fork")]
     assert ("experiment", "tests") in calls
-    assert [value for kind, value in calls if kind == "settings"] == [{"samples": 80, "optimizer.lr": 0.001}]
+    assert [value for kind, value in calls if kind == "settings"] == [{"samples": 80, "optimizer.lr": 0.001}] * 2
     assert [value for kind, value in calls if kind == "metrics"] == [
         (1, {"train/loss": 3.0}), (2, {"train/loss": 2.0}), (2, {"train/loss": 2.5}),
         (3, {"validation/loss": 1.5}), (3, {"evaluation/imagenet": 0.25}),
     ]  # fmt: skip
+
+
+def test_dvclive_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`Live()` empties ./dvclive unless `resume` is true."""
+    calls: list[dict[str, Any]] = []
+
+    def live(**given: Any) -> SimpleNamespace:
+        calls.append(given)
+        return SimpleNamespace(log_params=calls.append)
+
+    monkeypatch.setitem(sys.modules, "dvclive", SimpleNamespace(Live=live, __spec__=None))  # type: ignore[arg-type]
+    opened(tmp_path, "dvclive")
+    folder = {"dir": str(tmp_path / "dvclive"), "resume": True}
+    assert calls == [folder, {"samples": 80, "optimizer.lr": 0.001}]
 
 
 def test_a_tracker_that_is_missing_or_fails_is_reported(
@@ -163,6 +181,11 @@ def test_a_tracker_that_is_missing_or_fails_is_reported(
     monkeypatch.setitem(sys.modules, "trackio", client)  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"cannot be opened \(RuntimeError: no network\).*WANDB_MODE=offline"):
         opened(tmp_path, "wandb")
+    (tmp_path / "tensorboard").touch()
+    with pytest.raises(
+        UserError, match=r"tensorboard cannot be opened.*Train without it: telemetry\.tensorboard=false"
+    ):
+        opened(tmp_path, "tensorboard")
     client.init = lambda **_: SimpleNamespace(log=fail)
     telemetry = opened(tmp_path, "trackio")
     telemetry.train(step=1, scalars={"loss": 1.0})

@@ -185,15 +185,17 @@ def _hint(error: click.NoSuchOption, arguments: Sequence[str]) -> str:
     following = words[words.index(option) + 1 :] if option in words else []
     value = following[0] if following and not following[0].startswith("--") else "VALUE"
     key = option.lstrip("-").replace("-", "_")
-    if command is None or (answer := _as_parameter(command, SYNONYMS.get(key, key), value)):
-        return f" {answer}" if command else ""
+    if command is None:
+        return ""
+    if answer := _as_parameter(command, SYNONYMS.get(key, key), value):
+        return f" {answer}"
     if not any(SETTINGS_METAVAR in str(parameter.metavar).upper() for parameter in command.params):
         return ""
     from jobs.known_settings import settings_named
 
     if "." in key:
         named = [key]
-    elif not (named := settings_named(key, command=arguments[0])):
+    elif not (named := settings_named(key, command=str(command.name))):
         return f" Settings are written without dashes, SECTION.KEY={value}: `neuclip settings {key}`."
     return f" Settings are written without dashes: {f'={value} or '.join(named)}={value}"
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pipeline.data.shards.manifest_format import Manifest
 
 
-@click.command()
+@click.command(name="download")
 @click.option(
     "--recipe", type=RecipePath(DOWNLOAD), help="YAML with settings, or a name: cc3m; see jobs/recipes/download/."
 )

@@ -9,7 +9,7 @@ import click
 EXIT_PROBLEMS = 1
 
 
-@click.command()
+@click.command(name="evalsets")
 @click.argument("folder", type=click.Path(file_okay=False))
 @click.option("--only", multiple=True, metavar="KEY", help="Only this set, for example vtab/pets; may be repeated.")
 @click.option(

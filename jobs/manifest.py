@@ -7,7 +7,7 @@ import shlex
 import click
 
 
-@click.command()
+@click.command(name="manifest")
 @click.argument("folder", type=click.Path(file_okay=False))
 @click.option(
     "--shards", multiple=True, metavar="PATTERN", help="URLs, `pipe:` commands or paths of shards outside FOLDER."

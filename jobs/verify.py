@@ -25,7 +25,7 @@ def _departed(_: click.Context, __: click.Parameter, given: bool) -> None:
         raise click.UsageError(COMMANDS["verify --rebuild"])
 
 
-@click.command()
+@click.command(name="verify")
 @click.argument("folder", type=click.Path(file_okay=False))
 @click.option("--decode", default=16, show_default=True, type=click.IntRange(min=0), help="Images to decode per shard.")
 @click.option("--allow-outside", is_flag=True, help="Read shards that the manifest names outside of FOLDER, too.")

@@ -84,6 +84,7 @@ ANSWERED = [
     ("pairs pictures output=x", "OUTPUT is an argument: neuclip pairs SOURCE OUTPUT"),
     ("pairs pictures x --caption-field title", "give --caption title"),
     ("export M output=x", "OUTPUT is an argument: neuclip export MODEL OUTPUT"),
+    ("manifest --folder x", "FOLDER is an argument: neuclip manifest FOLDER"),
     ("report R --frobnicate 4", "No such option '--frobnicate'."),
 ]
 

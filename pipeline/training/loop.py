@@ -261,9 +261,11 @@ class Trainer:
     def _report_pace(self, seconds: float, *, is_first: bool) -> None:
         """Say what the first step of this start took, and after the second what the others will: the first one has
         the start of the loading workers, the gradient probe and compiling in it."""
-        left = clock((self.run.total_steps - self.state.step) * seconds)
-        second = f"The second step took {seconds:.1f} s: at that pace, the run takes {left} more."
-        self.telemetry.event(f"The first step took {seconds:.1f} s." if is_first else second, level=NOTICE)
+        text = f"The first step took {seconds:.1f} s."
+        if not is_first:
+            left = clock((self.run.total_steps - self.state.step) * seconds)
+            text = f"The second step took {seconds:.1f} s: at that pace, the run takes {left} more."
+        self.telemetry.event(text, level=NOTICE)
 
     def _report_skipped(self, batch: Batch, result: StepResult) -> None:
         ids = [i for rank in self.world.gather_objects(batch.sample_id.tolist()) for i in rank]

@@ -125,7 +125,8 @@ def find_launchers(parent: int) -> list[psutil.Process]:
             return [process]
         if DEEPSPEED_NODE in process.cmdline():
             above = process.parent()
-            return [process, *([above] if above and DEEPSPEED & {Path(part).name for part in above.cmdline()} else [])]
+            is_launcher = above is not None and DEEPSPEED & {Path(part).name for part in above.cmdline()}
+            return [process, above] if is_launcher else [process]
     return []
 
 

@@ -137,13 +137,7 @@ def build_trainer(stage: Stage, *, world: World, telemetry: Telemetry, resumed: 
         meter = Meter(run.batch_size, phases)
         first_step = resumed.step if resumed else 0
         check = _gradient_check(run, engine, world=world, chunks=chunks) if first_step < end else None
-        by_kernel = engine.bf16 and world.device.type == "cuda"
-        trimming, packed = text_batching(engine.module.clip, run.model, by_kernel=by_kernel)
-
-        def texts(tokens: Tensor) -> TextChunks:
-            whole, lengths = trimming.cut(tokens) if trimming else (tokens, None)
-            return TextChunks(whole, chunks, lengths=lengths, packed=packed, by_kernel=by_kernel, device=world.device)
-
+        batches, take_step = _build_step(state, architecture, end=end, chunks=chunks, meter=meter, check=check)
         writer = CheckpointWriter(
             Path(run.output),
             config=run.checkpoint,
@@ -174,21 +168,15 @@ def build_trainer(stage: Stage, *, world: World, telemetry: Telemetry, resumed: 
             utilization=utilization,
             end=end,
         )
-        saver, profiler = Saver(state, writer, telemetry, end), None
+        saver = Saver(state, writer, telemetry, end)
+        profiler = None
         if run.telemetry.profile is not None and world.is_main:
             profiler = StepProfiler(state, telemetry, run.telemetry.profile)
         return Trainer(
             state=state,
             architecture=architecture,
             end=end,
-            batches=PrefetchedBatches(
-                state.loader,
-                texts=texts,
-                steps=end,
-                meter=meter,
-                device=world.device,
-                given_up=lambda: state.loader.given_up,
-            ),
+            batches=batches,
             normalized=partial(
                 normalize,
                 mean=architecture.mean,
@@ -196,15 +184,7 @@ def build_trainer(stage: Stage, *, world: World, telemetry: Telemetry, resumed: 
                 dtype=engine.dtype,
                 memory_format=engine.module.image_format,
             ),
-            take_step=TrainStep(
-                engine,
-                state.objective,
-                world=world,
-                seed=run.seed,
-                chunks=chunks,
-                on_gradients=check.reference if check else None,
-                rehearsed_width=None if packed else _rehearsed_width(run, architecture, trimming, device=world.device),
-            ),
+            take_step=take_step,
             telemetry=telemetry,
             meter=meter,
             utilization=utilization,
@@ -248,9 +228,40 @@ def _build_state(stage: Stage, *, world: World, parts: ExitStack) -> tuple[RunSt
     return state, architecture
 
 
-def _rehearsed_width(
-    run: RunConfig, architecture: Architecture, trimming: TextTrimming | None, *, device: torch.device
-) -> int | None:
+def _build_step(
+    state: RunState,
+    architecture: Architecture,
+    *,
+    end: int,
+    chunks: list[slice],
+    meter: Meter,
+    check: GradientCheck | None,
+) -> tuple[PrefetchedBatches, TrainStep]:
+    """The batches and what trains on them, with the texts trimmed or packed."""
+    run, engine, device = state.run, state.engine, state.world.device
+    by_kernel = engine.bf16 and device.type == "cuda"
+    trimming, packed = text_batching(engine.module.clip, run.model, by_kernel=by_kernel)
+
+    def texts(tokens: Tensor) -> TextChunks:
+        whole, lengths = trimming.cut(tokens) if trimming else (tokens, None)
+        return TextChunks(whole, chunks, lengths=lengths, packed=packed, by_kernel=by_kernel, device=device)
+
+    batches = PrefetchedBatches(
+        state.loader, texts=texts, steps=end, meter=meter, device=device, given_up=lambda: state.loader.given_up
+    )
+    take_step = TrainStep(
+        engine,
+        state.objective,
+        world=state.world,
+        seed=run.seed,
+        chunks=chunks,
+        on_gradients=check.reference if check else None,
+        rehearsed_width=None if packed else _rehearsed_width(architecture, trimming, device=device),
+    )
+    return batches, take_step
+
+
+def _rehearsed_width(architecture: Architecture, trimming: TextTrimming | None, *, device: torch.device) -> int | None:
     """Tokens of the widest batch of texts, if it is to be rehearsed. A packed batch needs none: it is never as large,
     since it never holds longest captions only."""
     if device.type != "cuda" or trimming is None:

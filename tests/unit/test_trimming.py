@@ -250,7 +250,7 @@ def test_a_run_that_rehearses_its_widest_texts_is_bit_identical(
     train_here(*settings_in(tmp_path, "plain", *shared, "samples=32"))
     assert set(widths) == {8}
     widths.clear()
-    monkeypatch.setattr(build, "_rehearsed_width", lambda run, architecture, trimming, device: 20)  # as on a GPU
+    monkeypatch.setattr(build, "_rehearsed_width", lambda architecture, trimming, device: 20)  # as on a GPU
     for samples, resume in ((16, None), (32, "latest")):
         given = settings_in(tmp_path, "rehearsed", *shared, f"samples={samples}")
         train_here(*given, resume=resume)

@@ -38,7 +38,7 @@ def check_trackers(names: Sequence[str]) -> None:
                 importlib.import_module(name).login()
             except Exception as error:  # as it likes
                 raise UserError(
-                    f"telemetry.trackers={name}: there is no login ({in_a_line(error)}). {WeightsAndBiases.hint}"
+                    f"telemetry.trackers={name}: there is no login ({in_a_line(error)}). {WeightsAndBiases.offline}"
                 ) from error
 
 
@@ -113,7 +113,8 @@ class TensorBoard(TrackerSink):
 class WeightsAndBiases(TrackerSink):
     """Weights & Biases: metrics, histograms, pictures with captions; files are in RUN/wandb/."""
 
-    advice = f"{TrackerSink.advice} WANDB_MODE=offline writes to RUN/wandb/, which `wandb sync` uploads later."
+    offline = "WANDB_MODE=offline writes to RUN/wandb/, which `wandb sync` uploads later."
+    advice = f"{TrackerSink.advice} {offline}"
 
     def _options(self, context: SinkContext) -> dict[str, Any]:
         path = context.run / WANDB_ID

@@ -104,7 +104,7 @@ class DeepSpeedEngine:
         if compile_towers:
             # Dynamo remembers the towers of an earlier stage: it would take image size and patch dropout for variables,
             # and fail to trace them. As in a new process, they are constants. torch has no public way to forget one
-            # module: the programs of NeuCLIP's network go as well, and are compiled again, in seconds, once a stage.
+            # module: the programs of NeuCLIP's network go as well, and are compiled again, once a stage.
             torch.compiler.reset()
             self._engine.compile(compile_kwargs={"options": COMPILE_OPTIONS})
         self._may_fail = compile_towers == "auto"

@@ -232,11 +232,12 @@ def _check_ranks(run: RunConfig, *, world_size: int) -> None:
     """Check that the ranks divide streams and batch, and micro-batches the local batch."""
     batch, streams, micro_batch = run.batch_size, run.data.streams, run.engine.micro_batch
     if batch % world_size or streams % world_size:
-        fitting = max(1, round(streams / world_size)) * world_size
-        unit = math.lcm(fitting, world_size * (micro_batch or 1))
-        nearest = max(1, round(batch / unit)) * unit
         if batch % world_size == 0:
             nearest, fitting = batch, world_size * default_streams(batch // world_size)
+        else:
+            fitting = max(1, round(streams / world_size)) * world_size
+            unit = math.lcm(fitting, world_size * (micro_batch or 1))
+            nearest = max(1, round(batch / unit)) * unit
         raise UserError(
             f"batch_size = {batch} and data.streams = {streams} do not fit {world_size} ranks, which must divide both; "
             f"the streams must divide the batch. Use batch_size={nearest} data.streams={fitting}, for example, or "

@@ -146,7 +146,7 @@ def open_image(data: bytes, *, max_pixels: int | None = None) -> Image.Image:
         raise ImageError(TOO_MANY_PIXELS, f"{image.width} x {image.height}")
     image.info.pop("xmp", None)  # where Pillow would look for the orientation of a TIFF
     if image.format == "PNG":
-        _mend_transparency(image, data)
+        _mend_transparency(image)
     return image
 
 
@@ -293,12 +293,12 @@ def _decoding() -> Iterator[None]:
         raise ImageError(UNDECODABLE, f"{type(error).__name__} {error}") from error
 
 
-def _mend_transparency(image: Image.Image, data: bytes) -> None:
+def _mend_transparency(image: Image.Image) -> None:
     """Scale the transparent colour of a PNG to the 8 bits to which Pillow scales its pixels, but not this colour."""
-    clear, bits = image.info.get("transparency"), data[24]
-    if image.mode == "L" and isinstance(clear, int) and bits < 8:
-        image.info["transparency"] = clear * 255 // ((1 << bits) - 1)
-    elif image.mode == "RGB" and isinstance(clear, tuple) and bits == 16:
+    clear, stored_as = image.info.get("transparency"), image.tile[0][3] if image.tile else ""
+    if stored_as in ("L;2", "L;4") and isinstance(clear, int):
+        image.info["transparency"] = clear * 255 // ((1 << int(stored_as[2:])) - 1)
+    elif stored_as == "RGB;16B" and isinstance(clear, tuple):
         image.info["transparency"] = tuple(value >> 8 for value in clear)
 
 

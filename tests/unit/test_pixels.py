@@ -6,6 +6,7 @@ import ast
 import io
 import struct
 import time
+import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -68,6 +69,13 @@ RGBA.putalpha(128)
 DEEP = Image.fromarray(ramp(np.uint16, 65535))
 WIDE = ImageCms.ImageCmsProfile(ImageCms.createProfile("LAB")).tobytes()
 
+
+def after_another_chunk(png: bytes) -> bytes:
+    """As the PNGs in iPhone apps begin."""
+    body = b"CgBI\x50\0\x20\x06"
+    return png[:8] + (4).to_bytes(4, "big") + body + zlib.crc32(body).to_bytes(4, "big") + png[8:]
+
+
 GOOD: dict[str, bytes] = {
     **{f"RGB, {kind}": encoded(RGB, kind, quality=95) for kind in pixels.FORMATS if kind not in ("JPEG2000", "HEIF")},
     "RGB, JPEG2000": encoded(RGB, "JPEG2000"),
@@ -92,6 +100,7 @@ GOOD: dict[str, bytes] = {
     "16 bits, JPEG2000": encoded(DEEP, "JPEG2000"),
     "16 bits, white is zero": tiff((65535 - ramp(np.uint16, 65535)).tobytes(), bits=16, interpretation=0),
     "8 bits, white is zero": tiff((255 - ramp(np.uint8, 255)).tobytes(), bits=8, interpretation=0),
+    "L, transparent, PNG with another chunk first": after_another_chunk(encoded(GREY, "PNG", transparency=7)),
     "12 bits, TIFF": tiff(twelve_bits(), bits=12),
     **{f"PGM to {largest}": pnm(largest) for largest in (100, 255, 1023, 4095, 65535)},
     **{f"PPM to {largest}": pnm(largest, channels=3) for largest in (100, 255, 1023, 65535)},

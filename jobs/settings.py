@@ -99,8 +99,9 @@ def page(methods: Sequence[str]) -> str:
             parts.append(_table((setting.key, _default(setting), setting) for setting in own_settings(cls, prefix)))
     parts.append(OBJECTIVES.format(methods=names(methods)))
     for group, settings in objective_groups(methods):
-        parts.append(f"### {'All methods' if group == tuple(methods) else names(group)}\n\n")
-        parts.append(_table((setting.key, setting.default, setting) for setting in settings))
+        if any(setting.key not in EXPERT for setting in settings):
+            parts.append(f"### {'All methods' if group == tuple(methods) else names(group)}\n\n")
+            parts.append(_table((setting.key, setting.default, setting) for setting in settings))
     return "".join(parts).rstrip() + "\n"
 
 

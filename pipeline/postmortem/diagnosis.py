@@ -136,7 +136,7 @@ def diagnose(run: Path, *, verify: bool = True) -> list[DoctorFinding]:
 
 
 def read_evidence(run: Path, *, verify: bool = True) -> Evidence:
-    """Read a run's folder, as `diagnose`."""
+    """Read a run's folder; `verify` and errors as for `diagnose`."""
     if not (run / RUN_CONFIG_NAME).is_file() and not (run / FOLDER_NAME).is_dir() and not (run / LOCK_NAME).is_file():
         raise UserError(f"{run} is not the folder of a run: it has no {RUN_CONFIG_NAME} and no {FOLDER_NAME}/.")
     config: dict[str, Any] = {}
@@ -230,10 +230,8 @@ def _checkpoints(evidence: Evidence) -> Iterator[DoctorFinding]:
     place = f"; the newest is in {folder}, where --resume latest finds it" if folder != evidence.run else ""
     yield DoctorFinding("checkpoints", "good", f"intact: {names}{loss}{place}")
     with suppress(OSError):
-        free, needed = (
-            shutil.disk_usage(evidence.run).free,
-            sum(f.stat().st_size for f in evidence.intact[-1].rglob("*")),
-        )
+        free = shutil.disk_usage(evidence.run).free
+        needed = sum(path.stat().st_size for path in evidence.intact[-1].rglob("*"))
         if free < needed:
             found = f"{free / 1e9:.2f} GB free, less than one checkpoint ({needed / 1e9:.2f} GB)"
             yield DoctorFinding("disk", "broken", found, "free some space before you continue")

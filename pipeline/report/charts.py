@@ -14,7 +14,7 @@ import numpy as np
 
 from pipeline.registries import load_entry_points
 from pipeline.report.figures import SERIES, SMALL, Line, line_chart, short
-from pipeline.report.page import Bar, duration
+from pipeline.report.page import Bar, duration, percent
 from pipeline.report.run_data import RECALLS, Run
 from pipeline.report.stored_scores import Score
 
@@ -68,7 +68,7 @@ KNOWN: dict[str, Quantity] = {
     ),
     "median_rank_ms": Quantity("Step time of the median rank, ms", "As for the slowest rank."),
     "slowest_rank_data_wait": Quantity(
-        "The slowest rank's wait for data", "Share of a step. High: its loading is why it is slow.", "share", True
+        "The slowest rank's wait for data", "Share of a step. High: its loading is why it is slow.", "share"
     ),
     "ratio_max": Quantity(
         "Largest ratio of normalizers", "Batch's normalizer over the predicted one, after the cap; near 1 is good."
@@ -193,8 +193,7 @@ def _curves(run: Run, key: str, labels: Mapping[str, str] | None = None) -> Char
             lines.append(Line(x, y, label=label, colour=colour, smooth=shown.smooth))
     if not lines:
         return None
-    percent = shown.kind == "share"
-    return chart(shown.title, lines, note=shown.note, percent=percent)
+    return chart(shown.title, lines, note=shown.note, percent=shown.kind == "share")
 
 
 def chart(title: str, lines: Sequence[Line], *, note: str = "", percent: bool = False, **options: Any) -> Chart:
@@ -263,10 +262,7 @@ def failure_chart(run: Run) -> Bars | None:
     if not failures:
         return None
     tried = sum(manifest.attempted for manifest in run.manifests)
-    bars = [
-        Bar(reason, count, f"{count:,}", remark=f"{100 * count / tried:.1f}%", colour="bad")
-        for reason, count in failures
-    ]
+    bars = [Bar(reason, count, f"{count:,}", remark=percent(count / tried), colour="bad") for reason, count in failures]
     note = f"Count, and share of all {run.counted}."
     return Bars(f"Why {run.counted} gave no sample", tuple(bars), failures[0][1], note)
 

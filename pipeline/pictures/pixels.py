@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-from PIL import Image, ImageColor, UnidentifiedImageError
+from PIL import Image, ImageColor, ImageFile, UnidentifiedImageError
 from pydantic import AfterValidator
 
 from pipeline.pictures import jpeg
@@ -293,7 +293,7 @@ def _decoding() -> Iterator[None]:
         raise ImageError(UNDECODABLE, f"{type(error).__name__} {error}") from error
 
 
-def _mend_transparency(image: Image.Image) -> None:
+def _mend_transparency(image: ImageFile.ImageFile) -> None:
     """Scale the transparent colour of a PNG to the 8 bits to which Pillow scales its pixels, but not this colour."""
     clear, stored_as = image.info.get("transparency"), image.tile[0][3] if image.tile else ""
     if stored_as in ("L;2", "L;4") and isinstance(clear, int):

@@ -190,13 +190,13 @@ def _check_plan(config: PairsConfig, folder: Folder, listing: Listing | None = N
 
 def _stored_plan(path: Path) -> dict[str, Any]:
     try:
-        tree: dict[str, Any] = json.loads(path.read_bytes())
-        if not {"settings", "rows", "stamp"} <= set(tree):
-            raise ValueError("it lacks a field")
-    except (ValueError, TypeError, RecursionError) as error:
+        match json.loads(path.read_bytes()):
+            case {"settings": dict(), "rows": int(), "stamp": str()} as tree:
+                return tree
+        raise ValueError("it lacks a field")
+    except (ValueError, RecursionError) as error:
         folder = path.parent.parent
         raise UserError(f"{path} is damaged ({error}): delete {folder} and run the same command again.") from error
-    return tree
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from data_prep.pairs import embedded, members, pair_tables
+from data_prep.pairs import class_folders, embedded, members, pair_tables
 from data_prep.pairs.listing import PairSource
-from data_prep.pairs.pair import SourceOptions, read_image
+from data_prep.pairs.pair import SourceOptions, read_image, refuse_split
 from pipeline.data.shards.manifest_format import JOURNAL
 from pipeline.errors import UserError
 
@@ -56,7 +56,7 @@ def open_source(source: str, options: SourceOptions, cache: Path) -> PairSource:
     if kind == "images" and options.caption_template:
         return _open_classes(path, options)
     if kind == "images":
-        _refuse_split(options, "images with captions beside them")
+        refuse_split(options, "this source, images with captions beside them")
         return members.open_folder(path, options)
     if kind == "tars":
         return members.open_tars(root, files, options, cache)
@@ -194,7 +194,7 @@ def _of_split(root: Path, files: list[Path], options: SourceOptions) -> tuple[li
     splits = {file: _split_of(file, root) for file in files}
     names = sorted(set(splits.values()) - {""})
     if not names:
-        _refuse_split(options, "in which nothing has the name of a split")
+        refuse_split(options, "this source, in which nothing has the name of a split")
     if not options.split and ("" in splits.values() or len(names) < 2):
         return files, ()
     wanted = options.split or "train"
@@ -204,11 +204,6 @@ def _of_split(root: Path, files: list[Path], options: SourceOptions) -> tuple[li
     return chosen, (f"split {wanted} of {', '.join(names)} (--split chooses another)",)
 
 
-def _refuse_split(options: SourceOptions, kind: str) -> None:
-    if options.split:
-        raise UserError(f"--split does not apply to this source, {kind}.")
-
-
 def _open_classes(root: Path, options: SourceOptions) -> PairSource:
     """Images in folders with the names of their classes, perhaps below folders of splits."""
     below = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
@@ -216,8 +211,8 @@ def _open_classes(root: Path, options: SourceOptions) -> PairSource:
     if below and all(_split_of(path, root) for path in below):
         folders, notes = _of_split(root, below, options)
     else:
-        _refuse_split(options, "whose folders are not all named after splits")
-    opened = members.open_classes(root, folders, options.caption_template)
+        refuse_split(options, "this source, whose folders are not all named after splits")
+    opened = class_folders.open_classes(root, folders, options.caption_template)
     return replace(opened, notes=(*notes, *opened.notes))
 
 

@@ -9,7 +9,6 @@ import gzip
 import itertools
 import json
 import os
-import re
 import shutil
 import tarfile
 import zlib
@@ -284,33 +283,6 @@ def open_folder(folder: Path, options: SourceOptions) -> PairSource:
                     yield PairRow(place, problem=MISSING_FILE, detail="no image of this name beside it")
 
     return PairSource(about, rows(), folder, read_image, notes=(note_of(choice, some),))
-
-
-def open_classes(root: Path, folders: Sequence[Path], templates: Sequence[str]) -> PairSource:
-    """Images in folders with the names of their classes, which take the place of `{class}` in each template.
-
-    Raises:
-        UserError: A template has no such place, or there are no such folders with images.
-    """
-    if wrong := [template for template in templates if "{class}" not in template]:
-        raise UserError(f"--caption-template {wrong[0]!r} has no {{class}}, the place for the name of a folder.")
-
-    def rows() -> Iterator[PairRow]:
-        for here, name in ((Path(here, name), name) for top in folders for here, files in walk(top) for name in files):
-            if is_image(name):
-                place = here.relative_to(root).as_posix()
-                if here.parent in (root, *folders):
-                    yield PairRow(place, problem=NO_CAPTION, detail="it is in no folder of a class")
-                else:
-                    label = " ".join(re.split(r"[_\s]+", here.parent.name))
-                    yield PairRow(place, str(here), tuple(text.replace("{class}", label) for text in templates))
-
-    classes = sorted({Path(row.image).parent.name for row in rows() if not row.problem})
-    if not classes:
-        raise UserError(f"{root} has no folders with images, whose names would be the classes of --caption-template.")
-    shown = ", ".join(classes[:5]) + (", ..." if len(classes) > 5 else "")
-    about = {"kind": "folders of classes", "caption": list(templates)}
-    return PairSource(about, rows(), root, read_image, notes=(f"classes: {len(classes):,} ({shown})",))
 
 
 def _image_samples(folder: Path) -> Iterator[PairFiles]:

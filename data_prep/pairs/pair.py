@@ -76,6 +76,12 @@ class SourceOptions:
     """Whether paths may lead out of the folder that they start from."""
 
 
+def refuse_split(options: SourceOptions, source: str) -> None:
+    """Refuse `--split` for a source without splits, which is described."""
+    if options.split:
+        raise UserError(f"--split does not apply to {source}.")
+
+
 def choose_columns(
     present: Iterable[str], options: SourceOptions, *, where: str, texts: Iterable[str] | None = None, note: str = ""
 ) -> tuple[str, tuple[str, ...]]:

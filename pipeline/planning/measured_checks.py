@@ -126,7 +126,7 @@ def check_loading(
     if needed is not None:
         found += f"; the recipe's steps take {needed:,.0f}"
     needed = ENOUGH if needed is None else LEAST_LOADING * needed
-    streams = f"data.streams of at least {workers * ranks} lets all of them work (the default is 64)"
+    streams = f"data.streams of at least {workers * ranks} lets all of them work (by default at most 64)"
     if workers * rate < needed and cores // ranks - 1 > workers:
         more = min(cores // ranks - 1, math.ceil(needed / max(1.0, rate)))
         return DoctorFinding("loading", "note", found, f"data.workers={more} data.streams={more * ranks} or more")

@@ -63,6 +63,11 @@ def stored(output: Path) -> list[tuple[bytes, str, dict[str, Any]]]:
     return [(canonical_tar.picture(p), p["txt"].decode(), json.loads(p["json"])) for p in parts]
 
 
+def texts(output: Path) -> list[list[str]]:
+    """The captions of each sample."""
+    return [about["captions"] for _, _, about in stored(output)]
+
+
 def dropped(output: Path) -> list[list[str]]:
     return [line.split("\t") for line in (output / DROPPED_NAME).read_text().splitlines()[1:]]
 

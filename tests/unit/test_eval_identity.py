@@ -89,6 +89,13 @@ def test_the_codes_digest_covers_every_module_that_an_evaluation_imports(tmp_pat
         path.write_bytes(body)
 
 
+def test_the_key_of_cached_images_covers_what_decodes_them() -> None:
+    """Regression test: a module was moved, and the list named its old place."""
+    files = [sorted(ROOT.glob(pattern)) for pattern in images.DECODERS]
+    assert all(files)
+    assert {ROOT / "pipeline/pictures/pixels.py", ROOT / "pipeline/pictures/jpeg.py"} <= set(sum(files, []))
+
+
 def evaluated(model: EvaluationModel, suite: Path, output: Path, *keys: str, **settings: Any) -> dict[str, Any]:
     """Evaluate some tasks and return the summary."""
     config = dataclasses.replace(QUICK, **settings)
@@ -164,8 +171,10 @@ def test_exchanged_files_of_a_cache_are_none(model: EvaluationModel, suite: Path
 
 
 @pytest.fixture
-def replaced_meanwhile(suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A copy of the suite, one tar of which is overwritten after the first image was decoded."""
+def replaced_meanwhile(
+    suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[Path]:
+    """A copy of the suite, one tar of which is overwritten after the first image was decoded, perhaps with zeros."""
     copied = tmp_path / "suite"
     shutil.copytree(suite, copied)
     tar = copied / "wds_cifar10_test/test/1.tar"
@@ -174,6 +183,8 @@ def replaced_meanwhile(suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def decoded(blob: bytes, **options: Any) -> Any:
         other = bytearray(body)
         other[2048] ^= 255
+        if request.param:
+            other[len(body) // 2 :] = bytes(len(body) - len(body) // 2)
         tar.write_bytes(other)
         monkeypatch.setattr(images, "decode", decode)
         return decode(blob, **options)
@@ -183,6 +194,7 @@ def replaced_meanwhile(suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     tar.write_bytes(body)
 
 
+@pytest.mark.parametrize("replaced_meanwhile", [False, True], ids=["changed", "broken"], indirect=True)
 def test_data_replaced_during_an_evaluation_gets_no_score(
     model: EvaluationModel, suite: Path, replaced_meanwhile: Path, tmp_path: Path
 ) -> None:
@@ -191,6 +203,7 @@ def test_data_replaced_during_an_evaluation_gets_no_score(
     assert "1.tar was changed while it was evaluated" in summary["failures"]["cifar10"]
     assert list(summary["scores"]) == ["mnist"]
     assert not (output / "cifar10.json").exists()
+    assert len([*cache.iterdir()]) == 1, "that of mnist"
     tar = replaced_meanwhile / "wds_cifar10_test/test/1.tar"
     tar.write_bytes((suite / "wds_cifar10_test/test/1.tar").read_bytes())
     evaluated(model, replaced_meanwhile, output, "cifar10", cache=str(cache), micro_batch=4)

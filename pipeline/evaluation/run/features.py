@@ -135,13 +135,20 @@ def _my_images(
         except TaskError as error:
             return number, index, str(error)
 
+    def check_unchanged() -> None:
+        try:
+            opened.data.unchanged.check(opened.data.files)
+        except TaskError:
+            if cache is not None:
+                cache.remove(keys.values())
+            raise
+
     found: dict[int, dict[int, Outcomes | str]] = {}
-    for number, index, kept in session.compute.map(encode, work()):
-        found.setdefault(number, {})[index] = kept
     try:
-        opened.data.unchanged.check(opened.data.files)
-    except TaskError:
-        if cache is not None:
-            cache.remove(keys.values())
+        for number, index, kept in session.compute.map(encode, work()):
+            found.setdefault(number, {})[index] = kept
+    except Exception:
+        check_unchanged()  # says more, and images that were cached until then may be of changed files
         raise
+    check_unchanged()
     return list(found.items())

@@ -39,7 +39,7 @@ T = TypeVar("T")
 Transform = Callable[[Any], Tensor]
 WORKER_IMPORTS = ("pipeline.evaluation.run.images", "open_clip")
 """What the fork server imports, because new workers are started for every task."""
-DECODERS = ("pipeline/pixels.py", "pipeline/evaluation/datasets/task_data.py", "pipeline/evaluation/run/images.py")
+DECODERS = ("pipeline/pictures/*.py", "pipeline/evaluation/datasets/task_data.py", "pipeline/evaluation/run/images.py")
 """What makes pixels of encoded images: its digest is part of a cached image's key."""
 Batch = tuple[int, np.ndarray]
 """The number of a loader item, and the images in it."""

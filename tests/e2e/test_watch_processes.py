@@ -15,7 +15,7 @@ from pipeline.evaluation.datasets.datacomp import TASKS
 from pipeline.evaluation.datasets.suite import open_suite
 from pipeline.evaluation.identity import suite_identity
 from pipeline.evaluation.run.session import EvaluationConfig
-from pipeline.evaluation.watch.ledger import DONE, Ledger, state_of
+from pipeline.evaluation.watch.ledger import DONE, Ledger
 from tests.checkpoints import save_step
 from tests.evaluation_suite import write_classification
 from tests.launch import ROOT, wait_for
@@ -42,7 +42,7 @@ def start(run: Path, suite: Path, log: Path, *, hours: int = 0) -> subprocess.Po
 
 
 def done_in(ledger: Path) -> list[str]:
-    return [folder.name for folder in ledger.iterdir() if state_of(folder) == DONE]
+    return [folder.name for folder in ledger.iterdir() if Ledger(ledger).outcome(folder.name).get("how") == DONE]
 
 
 @pytest.mark.slow
@@ -62,7 +62,7 @@ def test_after_kill_9_nothing_is_lost_or_repeated_whatever_the_clocks_say(tmp_pa
         wait_for(lambda: any(ledger.glob("*/lease-*.beat")), "a lease is taken", *logs[:1], seconds=240)
         watchers[0].send_signal(signal.SIGKILL)
         watchers[0].wait()
-        held = [path.parent.name for path in ledger.glob("*/lease-0001.json") if state_of(path.parent) != DONE]
+        held = sorted({path.parent.name for path in ledger.glob("*/lease-0001.json")} - set(done_in(ledger)))
         assert held
         watchers += [start(run, suite, log, hours=hours) for log, hours in zip(logs[1:], (1, -1), strict=True)]
         save_step(run, STEPS[-1])  # training continues

@@ -22,7 +22,7 @@ from pipeline.evaluation.datasets.datacomp import TASKS
 from pipeline.evaluation.datasets.suite import Suite, open_suite
 from pipeline.evaluation.identity import suite_identity
 from pipeline.evaluation.run.session import EvaluationConfig
-from pipeline.evaluation.watch.ledger import ABANDONED, DONE, LEDGER_FOLDER, forget_after, state_of
+from pipeline.evaluation.watch.ledger import DONE, FAILED, LEDGER_FOLDER, forget_after
 from pipeline.evaluation.watch.watcher import WatchConfig, Watcher, brief
 from pipeline.files import sha256_of
 from tests.checkpoints import save_step
@@ -51,9 +51,9 @@ def make_watcher(run: Path, suite: Suite, messages: list[str], **settings: objec
 
 
 def states(watcher: Watcher) -> dict[str, str]:
-    """What the only run's ledger says about its checkpoints."""
+    """How the last attempts at the checkpoints of the only run ended."""
     (ledger,) = watcher.ledgers.values()
-    return {folder.name: state_of(folder) for folder in sorted(ledger.folder.iterdir())}
+    return {folder.name: ledger.outcome(folder.name)["how"] for folder in sorted(ledger.folder.iterdir())}
 
 
 def evaluated(messages: list[str]) -> list[list[int]]:
@@ -95,7 +95,8 @@ def test_a_damaged_checkpoint_is_abandoned_and_does_not_block_others(tmp_path: P
     watcher = make_watcher(tmp_path, suite, messages)
     assert not watcher.run(threading.Event(), once=True)
     assert any("step-00000200 is abandoned after 3 attempts" in line for line in messages)
-    assert states(watcher) == {"step-00000100": DONE, "step-00000200": ABANDONED, "step-00000300": DONE}
+    assert states(watcher) == {"step-00000100": DONE, "step-00000200": FAILED, "step-00000300": DONE}
+    assert [name for name, _ in watcher.abandoned()] == ["step-00000200"]
     assert "step-00000200" in watcher.ledgers[tmp_path].outcome("step-00000200")["reason"]
     later: list[str] = []
     assert not make_watcher(tmp_path, suite, later).run(threading.Event(), once=True)
@@ -119,6 +120,20 @@ def test_a_failed_task_is_retried_later_and_finished_results_are_kept(tmp_path: 
     assert watcher.run(threading.Event(), once=True)
     assert states(watcher) == {"step-00000100": DONE}
     assert first.stat().st_ino == inode
+
+
+def test_a_checkpoint_that_is_removed_during_its_evaluation_is_not_called_abandoned(
+    tmp_path: Path, suite: Suite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def removed(spec: str, **_: object) -> object:
+        shutil.rmtree(spec)
+        raise UserError("There is no model.")
+
+    save_step(tmp_path, 100)
+    monkeypatch.setattr("pipeline.evaluation.watch.watcher.load_checkpoint", removed)
+    messages: list[str] = []
+    assert make_watcher(tmp_path, suite, messages).step()
+    assert messages == ["step-00000100 failed, and is tried 3 times at most: There is no model."]
 
 
 def replace_checkpoint(run: Path, step: int, *, weights_of: int) -> None:

@@ -11,17 +11,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.evaluation.watch import ledger as module
-from pipeline.evaluation.watch.ledger import (
-    ABANDONED,
-    DONE,
-    FAILED,
-    RELEASED,
-    UNFINISHED,
-    Lease,
-    Ledger,
-    create_once,
-    state_of,
-)
+from pipeline.evaluation.watch.ledger import DONE, FAILED, RELEASED, Lease, Ledger, create_once
 
 NAME = "step-00000100"
 
@@ -55,10 +45,11 @@ def test_a_checkpoint_has_one_owner_and_then_one_outcome(tmp_path: Path) -> None
     first, second = watcher(tmp_path), watcher(tmp_path)
     lease = claimed(first)
     assert second.claim(NAME) is None
-    assert (second.outcome(NAME), state_of(tmp_path / NAME)) == ({}, UNFINISHED)
+    assert second.outcome(NAME) == {}
     assert lease.end(DONE, scores={"a": 0.5})
     assert second.claim(NAME) is None
-    assert (second.outcome(NAME)["scores"], state_of(tmp_path / NAME)) == ({"a": 0.5}, DONE)
+    outcome = second.outcome(NAME)
+    assert (outcome["scores"], outcome["how"]) == ({"a": 0.5}, DONE)
     again = second.claim(NAME, again=True)
     assert again is not None
     again.end(RELEASED)
@@ -81,11 +72,10 @@ def test_attempts_that_fail_or_kill_their_watchers_are_few_and_released_ones_do_
             clock.now += 61
     assert ledger.claim(NAME) is None
     assert ledger.is_abandoned(NAME)
-    assert state_of(tmp_path / NAME) == ABANDONED
     other = ledger.claim(NAME, weights="another checkpoint of this name")
     assert other is not None
     other.end(DONE)
-    assert state_of(tmp_path / NAME) == DONE
+    assert ledger.outcome(NAME)["how"] == DONE
 
 
 def test_dead_watchers_are_detected_by_the_clock_of_the_observer(tmp_path: Path) -> None:

@@ -40,7 +40,6 @@ from pipeline.run_files import PREFIX, is_name, step_of
 
 LEDGER_FOLDER = "evaluation-ledger"
 DONE, FAILED, RELEASED = "done", "failed", "released"
-ABANDONED, UNFINISHED = "abandoned", "unfinished"
 ATTEMPTS = 3
 """After so many that failed or whose owner died, a checkpoint is abandoned: it cannot kill its watchers forever."""
 _LEASE = re.compile(r"^lease-(\d+)\.json$")
@@ -191,15 +190,6 @@ class Ledger:
             self._seen[beat] = (value, now)
         own = read_tree(folder / f"lease-{number:04d}.json").get("ttl")  # it may beat less often than we would
         return now - self._seen[beat][1] >= max(self.ttl, own if isinstance(own, int | float) else 0)
-
-
-def state_of(folder: Path) -> str:
-    """What a checkpoint's folder in a ledger says: `DONE`, `ABANDONED` or `UNFINISHED`."""
-    number = _highest(folder)
-    if _end(folder, number).get("how") == DONE:
-        return DONE
-    weights = read_tree(folder / f"lease-{number:04d}.json").get("weights", "")
-    return ABANDONED if _spent(folder, weights) >= ATTEMPTS else UNFINISHED
 
 
 def _numbers(folder: Path) -> list[int]:

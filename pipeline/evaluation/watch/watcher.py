@@ -275,7 +275,7 @@ class Watcher:
         if lease is not None:
             lease.end(FAILED, reason=reason)
             self._retry_at[path] = time.monotonic() + RETRY_SECONDS
-            if not any(path == waiting for _, waiting in self.waiting()):
+            if self.ledgers[path.parent.parent].is_abandoned(path.name, weights=lease.owner["weights"]):
                 self._log(f"{self._shown(path)} is abandoned after {ATTEMPTS} attempts.")
 
     def _shown(self, path: Path) -> str:

@@ -17,7 +17,6 @@ def replace_modules(model: nn.Module, classes: Mapping[nn.Module, type[nn.Module
     for old, kind in classes.items():
         new[old] = kind.__new__(kind)
         new[old].__dict__.update(old.__dict__)
-    for parent in list(model.modules()):
-        for name, child in parent.named_children():
-            if child in new:
-                setattr(parent, name, new[child])
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if module in new:
+            model.set_submodule(name, new[module])

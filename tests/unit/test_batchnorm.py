@@ -25,6 +25,14 @@ def pair() -> tuple[nn.BatchNorm2d, nn.BatchNorm2d]:
     return plain, ours[0]  # type: ignore[return-value]
 
 
+def test_a_module_with_two_names_is_replaced_under_both() -> None:
+    norm = nn.BatchNorm2d(5)
+    model = nn.Sequential(norm, nn.ReLU(), norm)
+    use_fp32_batch_norms(model)
+    assert model[0] is model[2]
+    assert type(model[0]) is Fp32BatchNorm2d
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_fp32_output_equals_torch(training: bool) -> None:
     plain, ours = pair()

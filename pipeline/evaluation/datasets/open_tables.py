@@ -183,8 +183,8 @@ def _open_cached(folder: Path, split: str) -> Table:
     return Table(rows, folder=version, layout="datasets cache", files=[*files, info])
 
 
-def open_csv(path: Path, *, images: Path | None = None, archives: Sequence[Path] = ()) -> Table:
-    """Open a CSV of texts; the images that it names are in zip archives, or files below `images`.
+def open_csv(path: Path, images: Path | Archives) -> Table:
+    """Open a CSV of texts; the images that it names are in zip archives, or files below the folder `images`.
 
     Raises:
         TaskError: It cannot be read, or its rows do not have a cell for every column.
@@ -206,20 +206,21 @@ def open_csv(path: Path, *, images: Path | None = None, archives: Sequence[Path]
             )
     text = datasets.Features({name: datasets.Value("string") for name in header})
     columns = dict(zip(header, map(list, zip(*rows, strict=True)) if rows else ([] for _ in header), strict=True))
+    archives = images if isinstance(images, Archives) else None
     return Table(
         datasets.Dataset.from_dict(columns, features=text),
-        folder=images or path.parent,
-        layout="csv+files" if images else "csv+zip",
-        files=(path, *archives),
-        archives=None if images else Archives(archives),
+        folder=images if isinstance(images, Path) else path.parent,
+        layout="csv+zip" if archives else "csv+files",
+        files=(path, *(archives.paths if archives else ())),
+        archives=archives,
         names=(path, 1),
     )
 
 
 def _find_csv(folder: Path, needs: Needs) -> Table:
     """Find the only CSV below `folder` that has the columns in `needs`, and open it with all zip archives."""
-    paths, archives = files_below(folder, ".csv"), files_below(folder, ".zip")
-    tables = [open_csv(path, archives=archives) for path in paths]
+    paths, archives = files_below(folder, ".csv"), Archives(files_below(folder, ".zip"))
+    tables = [open_csv(path, archives) for path in paths]
     fitting = [table for table in tables if all(set(names) & set(table.columns) for names in needs)]
     if len(fitting) != 1:
         wanted = ", ".join(" or ".join(names) for names in needs)

@@ -148,7 +148,7 @@ def open_own(own: OwnTask, place: Path, *, base: Path) -> TaskData:
     if own.csv:
         if not place.is_file():
             raise TaskError(f"There is no CSV {place}.")
-        table = open_csv(place, images=base / own.images if own.images else place.parent)
+        table = open_csv(place, base / own.images if own.images else place.parent)
     else:
         if place.parent.name == HUB and not place.is_dir():
             _fetch(own, place)

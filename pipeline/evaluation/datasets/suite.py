@@ -251,7 +251,7 @@ def _places(entry: Entry, data: TaskData) -> list[Path]:
     if entry.own and entry.own.images and entry.base:
         places.append(entry.base / entry.own.images)
     if data.layout == "datasets cache":  # CACHE/owner___name/config/version/digest/*.arrow
-        places.append(data.files[0].absolute().parents[4] / "downloads")
+        places += [cache / "downloads" for cache in data.files[0].absolute().parents[4:5]]
     if folder.parent.name == "snapshots":  # of the hub's cache, whose files are links to those in blobs/
         places.append(folder.parent.parent)
     return places

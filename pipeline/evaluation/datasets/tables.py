@@ -171,11 +171,13 @@ class Archives:
     """Images in zip archives, found by path, file name or bare stem."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
+        self.paths = tuple(paths)
         self._open: dict[tuple[int, Path], zipfile.ZipFile] = {}
         self._members: dict[str, tuple[Path, str]] = {}
         for archive in paths:
             try:
-                names = zipfile.ZipFile(archive).namelist()
+                with zipfile.ZipFile(archive) as opened:
+                    names = opened.namelist()
             except Exception as error:
                 raise TaskError(f"{archive} is damaged or cut short ({plain(error)}): fetch it again.") from error
             for name in names:

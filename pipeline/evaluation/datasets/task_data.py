@@ -134,7 +134,7 @@ class TaskData:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Counts, as a lock records them."""
+        """What is counted, as in `COUNTS`; what there is none of is left out."""
         found = {
             "samples": self.samples,
             "images": len(self.images),

@@ -34,7 +34,7 @@ SCORED_BY = tuple(f"pipeline/{folder}*.py" for folder in _FOLDERS)
 """The code of this project that a score is a function of: `evaluation`, and the folders that it may import."""
 PACKAGES = (
     *("torch", "torchvision", "open_clip_torch", "timm", "transformers", "tokenizers", "ftfy", "regex"),
-    *("pillow", "numpy", "pyarrow", "datasets"),
+    *("pillow", "numpy", "pyarrow", "datasets", "webdataset"),
 )
 """What computes towers, tokens, pixels and rows, beside Python; not all architectures need all of them."""
 SETTINGS = ("blank_class", "micro_batch", "precision")

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.data.shards import tar_format
 from pipeline.data.shards.shard_index import first_byte, indexed_records, sample_places
 from pipeline.data.shards.tar_reader import TarRecord, read_records
 from pipeline.errors import UserError
@@ -176,9 +177,13 @@ def open_shard(url: str, *, start: int = 0, buffering: int = BUFFER) -> Iterator
         filesystem, path = fsspec.core.url_to_fs(url)
         ahead = {"cache_type": "background", "cache_options": {"maxblocks": BLOCKS_KEPT}}
         with filesystem.open(path, "rb", block_size=4 * BUFFER, **ahead) as file:
+            stream = io.BufferedReader(_Forward(file), BUFFER)
             if start:
-                file.seek(start)
-            yield io.BufferedReader(_Forward(file), BUFFER)
+                try:
+                    file.seek(start)
+                except ValueError:  # a server that does not send ranges
+                    tar_format.skip(stream, start)
+            yield stream
     else:
         with open(url, "rb", buffering=buffering) as file:
             file.seek(start)
@@ -186,7 +191,7 @@ def open_shard(url: str, *, start: int = 0, buffering: int = BUFFER) -> Iterator
 
 
 class _Forward(io.RawIOBase):
-    """A remote file that is read in order: some servers cannot seek."""
+    """A remote file that is read in order."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

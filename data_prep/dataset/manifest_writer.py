@@ -30,7 +30,10 @@ _TOOLS = ("img2dataset", "opencv-python-headless", "albumentations", "pyarrow")
 def rules_of(config: DownloadConfig) -> dict[str, dict[str, Any]]:
     """The sections of the configuration that determine the samples, without settings that may change between runs."""
     guard = {name: value for name, value in to_tree(config.guard).items() if name not in _MANNERS}
-    return {"image": to_tree(config.image) | _BUILT_IN["image"], "guard": guard | _BUILT_IN["guard"]}
+    image = to_tree(config.image)
+    if image["background"] == "white":  # that of earlier versions, whose plans and records do not name it
+        del image["background"]
+    return {"image": image | _BUILT_IN["image"], "guard": guard | _BUILT_IN["guard"]}
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

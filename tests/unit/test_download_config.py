@@ -9,6 +9,7 @@ import pytest
 import yaml
 from huggingface_hub import HfApi, constants
 
+from data_prep.dataset.manifest_writer import rules_of
 from data_prep.ingest import prepare
 from data_prep.settings.download_config import DownloadConfig
 from data_prep.settings.source_config import SourceConfig, resolve
@@ -115,3 +116,15 @@ def test_unknown_source_suggests_the_nearest() -> None:
 def test_source_without_a_table_is_refused() -> None:
     with pytest.raises(UserError, match=r"needs source\.table"):
         resolve(SourceConfig(name="cc3m"))
+
+
+def test_downloads_of_earlier_versions_can_be_continued() -> None:
+    """Their plans and records have these rules, or a digest of them."""
+    config = parse(DownloadConfig, {"output": "x", "image": {"background": "green"}})
+    image = {"size": 256, "resize_mode": "keep_ratio", "skip_reencode": False, "encode_format": "jpg",
+             "encode_quality": 95, "min_size": 0, "max_aspect_ratio": 1e6, "resize_only_if_bigger": True}  # fmt: skip
+    guard = {"allow_addresses": [], "trust_proxy": False, "max_bytes": 20_000_000, "max_pixels": 89_478_485,
+             "opt_outs": ["noai", "noimageai", "noindex", "noimageindex"], "user_agent": "neuclip",
+             "schemes": ["http", "https"], "max_redirects": 5}  # fmt: skip
+    assert rules_of(parse(DownloadConfig, {"output": "x"})) == {"image": image, "guard": guard}
+    assert rules_of(config) == {"image": {**image, "background": "green"}, "guard": guard}

@@ -16,6 +16,7 @@ from pipeline.data.data_config import DataConfig
 from pipeline.data.loading.loader import build_loader
 from pipeline.data.loading.stream_reader import ALTERED, TRUNCATED
 from pipeline.data.shards import storage
+from pipeline.data.shards.make_manifest import index_shards
 from pipeline.data.shards.manifest_format import make_manifest
 from pipeline.data.shards.shard_index import index_path, load_index, save_index, scan_members
 from pipeline.data.shards.storage import StreamHash, open_records
@@ -130,6 +131,10 @@ def test_only_indexes_of_other_shards_are_deleted(tmp_path: Path) -> None:
     (index.parent / "folder").mkdir()
     manifest.update_indexes()
     assert {path.name for path in index.parent.iterdir()} == {index.name, "folder", *names[:2]}
+    shutil.rmtree(index.parent)
+    index.parent.write_text("a file of the user's")
+    assert index_shards(tmp_path, replace=True).manifest.n == 5
+    assert index.parent.read_text() == "a file of the user's"
 
 
 def test_changes_since_the_index_was_written_are_noticed(tmp_path: Path) -> None:

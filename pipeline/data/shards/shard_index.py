@@ -10,6 +10,7 @@ import re
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -64,9 +65,9 @@ def as_members(places: Sequence[MemberPlace]) -> NDArray[np.void]:
 
 
 def save_index(folder: str | Path, members: NDArray[np.void], *, sha256: str) -> None:
-    """Write the index of a shard: a CRC-32, and the members in order."""
+    """Write the index of a shard: a CRC-32, and the members in order. Where it cannot be written, there is none."""
     data = members.tobytes()
-    with replacing(index_path(folder, sha256)) as temporary:
+    with suppress(OSError), replacing(index_path(folder, sha256)) as temporary:
         temporary.write_bytes(zlib.crc32(data).to_bytes(CHECKSUM_BYTES, "little") + data)
 
 

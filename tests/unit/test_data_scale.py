@@ -145,6 +145,7 @@ def test_what_is_no_manifest_is_refused(tmp_path: Path) -> None:
         ('"a/000', '"' + "a" * 5000 + "/000", "4,096 bytes"),
         ('"a/000', '3, "x": "', "is damaged"),
         ('"samples": 3,\n   "b', '"samples": "3",\n   "b', "is damaged"),
+        ('"samples": 3,\n   "b', f'"samples": {2**63},\n   "b', "is damaged"),
     ]
     cases = [(text.replace(old, new, 1), message) for old, new, message in changed]
     cases += [(t, "is not a manifest") for t in ("", "[]", "{", '{"a" 1}', '{"shards": [1, 2', "a", "[" * 10**5)]

@@ -1,8 +1,7 @@
 """The manifest of a folder of webdataset shards, which also gives every sample its integer id.
 
 Ingestion writes it and training reads it; it is the one format that `data_prep` and `pipeline` share. Ids are
-positions: sample k of a shard has id `shard.offset + k`, and ids run over `[0, n)` in the order of the shards. `advice`
-says which command turns data without a manifest into shards.
+positions: sample k of a shard has id `shard.offset + k`, and ids run over `[0, n)` in the order of the shards.
 """
 
 from __future__ import annotations
@@ -257,7 +256,7 @@ def _read(path: Path) -> tuple[ShardTable, dict[str, Any]]:
         raise
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not a manifest ({error}). {advice(path)}") from error
-    except (AttributeError, KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError, OverflowError) as error:
         what = f"it lacks {error}" if isinstance(error, KeyError) else f"a value is of the wrong kind ({error})"
         raise UserError(f"The manifest {path} is damaged: {what}. `neuclip manifest` writes a new one.") from error
 

@@ -117,9 +117,12 @@ def shard_table(rows: Iterable[tuple[str, int, int, str]]) -> ShardTable:
 
     Raises:
         TypeError: A value is of a wrong kind.
+        OverflowError: A number has more than 64 bits.
         ValueError: A text is too long.
     """
-    names, counts, sizes, digests = map(list, zip(*rows, strict=True)) if (rows := list(rows)) else ([], [], [], [])
+    rows = list(rows)
+    names, digests = [row[0] for row in rows], [row[3] for row in rows]
+    counts, sizes = [row[1] for row in rows], [row[2] for row in rows]
     samples = np.frombuffer(array("q", counts), dtype=np.int64)
     return ShardTable({
         "name": _texts(names, "name"),

@@ -120,8 +120,10 @@ def _check_urls(rows: list[dict[str, Any]], source: SourceConfig) -> Iterator[st
 
 
 def _check_captions(rows: list[dict[str, Any]], source: SourceConfig) -> Iterator[str]:
-    rows = [{**row, source.caption: value[0] if value else None} if isinstance(value, list) else row
-            for row in rows for value in [row[source.caption]]]  # fmt: skip
+    def used(value: Any) -> Any:
+        return next((text for text in value if text and text.strip()), None) if isinstance(value, list) else value
+
+    rows = [{**row, source.caption: used(row[source.caption])} for row in rows]
     empty = 1 - _share(rows, source.caption, lambda value: bool(str(value).strip()))
     odd = _share(rows, source.caption, lambda value: _is_url(value) or _is_hash(value) or _is_number(value))
     if empty > 0.9 or odd > 0.9:

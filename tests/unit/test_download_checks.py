@@ -71,8 +71,11 @@ def test_wrong_settings_are_refused_with_the_remedy(tmp_path: Path, source: dict
 
 
 def test_some_empty_captions_are_noted(tmp_path: Path) -> None:
-    columns = {**good(100), "caption": ["", None] * 5 + ["a cat"] * 90}
-    assert source_checks.check_source(config_for(tmp_path, columns)) == ["10% of the first 100 captions are empty."]
+    texts = ["", None] * 5 + ["a cat"] * 90
+    lists = [None, [], ["", None], [" "], []] * 2 + [["", "a cat"]] * 90
+    for captions in (texts, lists):
+        config = config_for(tmp_path, {**good(100), "caption": captions})
+        assert source_checks.check_source(config) == ["10% of the first 100 captions are empty."]
 
 
 def test_a_column_of_other_hashes_is_refused(tmp_path: Path, site: Site) -> None:

@@ -184,34 +184,32 @@ def _check_config(folder: Folder, plan: Plan) -> Iterator[Problem]:
 
 def _check_records(folder: Folder, plan: Plan | None) -> Iterator[Problem]:
     """Problems of records and meta files; without a plan, of those that exist."""
-    finished = dict.fromkeys(folder.finished())  # a set in order
-    made = [_origin_of(folder, shard) for shard in finished]
-    if plan is not None and made and not any(origin in (None, (plan.digest, plan.rules_digest)) for origin in made):
+    records = {shard: _read_record(folder, shard) for shard in folder.finished()}
+    origin = None if plan is None else (plan.digest, plan.rules_digest)
+    others = [isinstance(record, ShardRecord) and (record.plan, record.rules) != origin for record in records.values()]
+    if plan is not None and others and all(others):
         yield Problem(f"plan/{PLAN_NAME}", "contradicts", "no shard was made from this list with these settings")
         plan = None
-    for shard in finished if plan is None else range(plan.shards):
+    for shard in records if plan is None else range(plan.shards):
         name = f"meta/{folder.record(shard).name}"
-        if shard not in finished:
+        record = records.get(shard)
+        if record is None:
             yield Problem(name, "missing", "its shard is not finished; the same `neuclip download` fetches it")
             continue
-        try:
-            record = folder.read_record(shard)
-        except UserError as error:
-            yield Problem(name, "damaged", str(error))
+        if isinstance(record, UserError):
+            yield Problem(name, "damaged", str(record))
             continue
-        if plan is not None and (record.plan, record.rules) != (plan.digest, plan.rules_digest):
+        if plan is not None and (record.plan, record.rules) != origin:
             yield Problem(name, "contradicts", "it was made from another URL list, or with other settings")
         if problem := _check_meta(folder, plan, record):
             yield Problem(f"meta/{folder.meta(shard).name}", "damaged", problem)
 
 
-def _origin_of(folder: Folder, shard: int) -> tuple[str, str] | None:
-    """The digests of the list and the settings that a shard was made from; None if its record is damaged."""
+def _read_record(folder: Folder, shard: int) -> ShardRecord | UserError:
     try:
-        record = folder.read_record(shard)
-    except UserError:
-        return None
-    return record.plan, record.rules
+        return folder.read_record(shard)
+    except UserError as error:
+        return error
 
 
 def _check_meta(folder: Folder, plan: Plan | None, record: ShardRecord) -> str:

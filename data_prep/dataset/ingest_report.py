@@ -188,7 +188,7 @@ def _pictures(manifest: Manifest, caption: CaptionField, places: set[Place]) -> 
     pictures = {}
     for number in sorted({number for number, _ in places}):
         wanted = {place for shard, place in places if shard == number}
-        with open_records(manifest.url(manifest.shards[number]), skip=0, caption_suffix=caption.suffix) as records:
+        with open_records(manifest.url(manifest.shards[number]), caption_suffix=caption.suffix) as records:
             for place, record in zip(range(max(wanted) + 1), records, strict=False):
                 if place not in wanted:
                     continue

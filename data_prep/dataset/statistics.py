@@ -139,7 +139,7 @@ def _read_samples(census: Census, manifest: Manifest, caption: CaptionField) -> 
 
 def _first_records(url: str, caption: CaptionField, wanted: int) -> Iterator[TarRecord]:
     try:
-        with open_records(url, skip=0, caption_suffix=caption.suffix) as records:
+        with open_records(url, caption_suffix=caption.suffix) as records:
             yield from itertools.islice(records, wanted)
     except (OSError, DamagedTar) as error:
         raise UserError(f"{url} is missing or damaged ({error}): `neuclip verify` finds all damage.") from error

@@ -177,8 +177,6 @@ class Connector:
 def failure_of(error: BaseException) -> FetchError:
     """A network error as a FetchError; urllib3 wraps some of them."""
     cause = error if error.__cause__ is None or isinstance(error, OSError) else error.__cause__
-    if isinstance(cause, FetchError):
-        return cause
     if isinstance(cause, http.client.LineTooLong) or type(cause) is http.client.HTTPException:  # more than 100 headers
         return FetchError(reasons.BAD_HEADERS, str(cause))
     kinds: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], str], ...] = (

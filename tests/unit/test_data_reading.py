@@ -48,7 +48,7 @@ def test_records_match_webdataset(tmp_path: Path, dialect: int) -> None:
 
     samples = [sample(i) for i in range(5)]
     write_tar(tmp_path / "a.tar", [*samples, {"txt": b"no image"}, {"jpg": b"no caption"}], format=dialect)
-    with open_records(str(tmp_path / "a.tar"), skip=0) as records:
+    with open_records(str(tmp_path / "a.tar")) as records:
         found = [(r.image, r.caption) for r in records]
     expected = webdataset.WebDataset(str(tmp_path / "a.tar"), shardshuffle=False)
     assert found == [(s.get("jpg"), s.get("txt")) for s in expected]
@@ -79,7 +79,7 @@ def test_long_names_directories_and_extended_headers(tmp_path: Path, dialect: in
 def test_the_image_of_a_sample_is_its_first(tmp_path: Path) -> None:
     samples = [{"jpg": b"photo", "png": b"mask", "txt": b"a cup"}, {"png": b"photo", "txt": b"a cat"}]
     write_tar(tmp_path / "a.tar", samples)
-    with open_records(str(tmp_path / "a.tar"), skip=0) as records:
+    with open_records(str(tmp_path / "a.tar")) as records:
         assert [record.image for record in records] == [b"photo", b"photo"]
     options = SourceOptions(caption=("txt",))
     source = open_source(str(tmp_path / "a.tar"), options, tmp_path)

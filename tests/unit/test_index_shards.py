@@ -68,7 +68,7 @@ def test_training_reads_exactly_the_indexed_samples(shards: Path) -> None:
     ]
     captions = []
     for shard in manifest.shards:
-        with open_records(manifest.url(shard), skip=0) as records:
+        with open_records(manifest.url(shard)) as records:
             captions += [record.caption for record in records]
     assert captions[:4] == [b"picture 0", b"picture 1", b"no picture", b"picture 3"]
     assert len(captions) == manifest.n

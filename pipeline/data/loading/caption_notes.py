@@ -65,7 +65,7 @@ def _captions(config: DataConfig, index: int) -> Iterator[str]:
             url = manifest.url(shard)
             if not is_local(url):
                 return
-            with open_records(url, skip=0, caption_suffix=field.suffix) as records:
+            with open_records(url, caption_suffix=field.suffix) as records:
                 for record in records:
                     try:
                         yield field.read(record)

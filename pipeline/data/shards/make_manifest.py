@@ -11,9 +11,7 @@ from pathlib import Path
 from pipeline.data.shards.manifest_format import JOURNAL, MANIFEST_NAME, Manifest, make_manifest
 from pipeline.data.shards.scan_shards import SHOWN, ShardScan, check_usable, scan_shards, total_of
 from pipeline.data.shards.storage import is_local, list_shards
-from pipeline.data.shards.tar_reader import (
-    CaptionField,
-)
+from pipeline.data.shards.tar_reader import CaptionField
 from pipeline.errors import UserError
 from pipeline.files import as_text
 

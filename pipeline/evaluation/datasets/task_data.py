@@ -5,6 +5,7 @@ What is recorded with a suite's data is in `suite.json` (counts and digests) and
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import re
@@ -291,11 +292,26 @@ def read_facts(folder: Path) -> dict[str, dict[str, Any]]:
         }
         path = folder / FACTS_NAME
         own = dict(json.loads(path.read_text(encoding="utf-8"))["tasks"]) if path.is_file() else {}
-        return facts | {key: dict(task) for key, task in own.items()}
+        return facts | {key: _checked_facts(key, task) for key, task in own.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"{path} is damaged ({plain(repr(error), longest=200)}): make or fetch the suite again."
         ) from error
+
+
+def _checked_facts(key: str, task: Mapping[str, Any]) -> dict[str, Any]:
+    """What `suite.json` says about a task: counts and digests. A misspelt name would check nothing."""
+    for name, value in task.items():
+        if name == "sha256":
+            right = isinstance(value, dict) and all(isinstance(digest, str) for digest in value.values())
+        elif name in COUNTS:
+            right = isinstance(value, int) and not isinstance(value, bool)
+        else:  # other facts, such as those that the scenes' generator writes, are for readers of the file
+            right = not difflib.get_close_matches(name, (*COUNTS, "sha256"), cutoff=0.75)
+        if not right:
+            found = plain(repr(value), longest=60)
+            raise ValueError(f"{key}: {name} = {found}; allowed are {', '.join(COUNTS)} (whole numbers) and sha256")
+    return dict(task)
 
 
 def check_digests(

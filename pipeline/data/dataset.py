@@ -160,8 +160,9 @@ def dataset(
     if "sources" in settings:
         raise UserError("sources: give the folder, or a list of them, as the first argument.")
     sources = os.fspath(folder) if isinstance(folder, os.PathLike) else folder
-    streams = default_streams(batch_size)
-    config = parse(DataConfig, {"streams": streams, **settings, "sources": sources}, prefix="data")
+    if settings.get("streams", "auto") == "auto":
+        settings["streams"] = default_streams(batch_size)
+    config = parse(DataConfig, {**settings, "sources": sources}, prefix="data")
     check_captions(config)
     decoding = {"global_batch": batch_size, "image_size": image_size, "tokenize": tokenize}
     world = World(rank=rank, size=ranks)

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 import neuclip
 from pipeline.data.dataset import OrderedDataset
 from pipeline.data.loading.loader import build_loader
+from pipeline.data.order.canonical_order import default_streams
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from tests.shards import count_tokens, write_shards
@@ -93,6 +94,7 @@ def test_what_does_not_fit_is_refused(folder: Path) -> None:
         make(folder, rank=2, ranks=2)
     with pytest.raises(UserError, match=r"Unknown key data.streems.*nearest valid key is data.streams"):
         make(folder, streems=2)
+    assert make(folder, streams="auto").state_dict() == make(folder, streams=default_streams(BATCH)).state_dict()
     for changes, words in (
         ({"batch_size": 0}, "batch_size = 0 must be a whole number of at least 1"),
         ({"image_size": -1}, "image_size = -1 must be a whole number of at least 1"),

@@ -1,4 +1,4 @@
-"""What one GPU shows in 11 minutes, most valuable first, as one JSON file.
+"""What one GPU shows in a planned 11 minutes, most valuable first, as one JSON file.
 
     python -m jobs.bench.gpu --output gpu.json
     python -m jobs.bench.gpu --output again.json --only run       one part

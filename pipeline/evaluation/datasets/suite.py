@@ -15,16 +15,15 @@ from pipeline.errors import UserError
 from pipeline.evaluation.datasets.datacomp import DATACOMP, TASKS, Task, folder_names
 from pipeline.evaluation.datasets.own_tasks import HUB, TASKS_NAME, OwnTask, open_own, place_of, read_own_tasks, task_of
 from pipeline.evaluation.datasets.rows import open_rows
+from pipeline.evaluation.datasets.suite_facts import COUNTS, read_facts
 from pipeline.evaluation.datasets.task_data import (
     ACCEPT,
-    COUNTS,
     TaskData,
     TaskError,
     Unchanged,
     check_inside,
     files_below,
     plain,
-    read_facts,
 )
 from pipeline.evaluation.datasets.webdataset import BlankClass, is_retrieval, is_webdataset, open_webdataset
 

@@ -5,8 +5,6 @@ What is recorded with a suite's data is in `suite.json` (counts and digests) and
 
 from __future__ import annotations
 
-import difflib
-import json
 import os
 import re
 import time
@@ -28,6 +26,7 @@ CLOCK_TICK = 0.02
 """Seconds within which two changes of a file may get the same date: a file so new is not noted before they are over."""
 
 
+FACTS_NAME = "suite.json"
 ACCEPT = "If the change is wanted, evaluate with relock=true, or into another --output."
 """In messages about data that is not what it was when it was first evaluated."""
 
@@ -135,7 +134,7 @@ class TaskData:
 
     @property
     def counts(self) -> dict[str, int]:
-        """What is counted, as in `COUNTS`; what there is none of is left out."""
+        """What is counted, as in `suite_facts.COUNTS`; what there is none of is left out."""
         found = {
             "samples": self.samples,
             "images": len(self.images),
@@ -270,48 +269,6 @@ def plain(error: object, *, longest: int = LONGEST_MESSAGE) -> str:
     text = re.sub(r"<([\w.]+)(?: object)? at 0x[0-9a-fA-F]+>", r"<\1>", str(error))
     text = " ".join(re.sub(r"\bat 0x[0-9a-fA-F]+", "", text).split())
     return text if len(text) <= longest else f"{text[: longest - 40]} ... ({len(text):,} characters)"
-
-
-COUNTS = ("samples", "images", "classes", "captions")
-"""What is counted in a task's data."""
-FACTS_NAME, FETCHED_NAME = "suite.json", "evalsets.json"
-
-
-def read_facts(folder: Path) -> dict[str, dict[str, Any]]:
-    """Counts (`samples`, `classes`, ...) and digests (`sha256`, by file) that a suite's tasks must have, by task.
-
-    Raises:
-        UserError: A file is damaged.
-    """
-    path = folder / FETCHED_NAME
-    try:
-        fetched = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        facts = {
-            key: {"samples": entry["samples"], "sha256": {name: f["sha256"] for name, f in entry["files"].items()}}
-            for key, entry in fetched.items()
-        }
-        path = folder / FACTS_NAME
-        own = dict(json.loads(path.read_text(encoding="utf-8"))["tasks"]) if path.is_file() else {}
-        return facts | {key: _checked_facts(key, task) for key, task in own.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{path} is damaged ({plain(repr(error), longest=200)}): make or fetch the suite again."
-        ) from error
-
-
-def _checked_facts(key: str, task: Mapping[str, Any]) -> dict[str, Any]:
-    """What `suite.json` says about a task: counts and digests. A misspelt name would check nothing."""
-    for name, value in task.items():
-        if name == "sha256":
-            right = isinstance(value, dict) and all(isinstance(digest, str) for digest in value.values())
-        elif name in COUNTS:
-            right = isinstance(value, int) and not isinstance(value, bool)
-        else:  # other facts, such as those that the scenes' generator writes, are for readers of the file
-            right = not difflib.get_close_matches(name, (*COUNTS, "sha256"), cutoff=0.75)
-        if not right:
-            found = plain(repr(value), longest=60)
-            raise ValueError(f"{key}: {name} = {found}; allowed are {', '.join(COUNTS)} (whole numbers) and sha256")
-    return dict(task)
 
 
 def check_digests(

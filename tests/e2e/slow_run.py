@@ -2,7 +2,7 @@
 
 python -m tests.e2e.slow_run SECONDS ARGUMENTS-OF-TRAIN
 
-With `until=FILE` instead of seconds, it pauses for half a second until the file exists. With `mirror`, the
+With `until=FILE` instead of seconds, it pauses for a second until the file exists. With `mirror`, the
 writer waits until each finished checkpoint is in the mirror, so that none is skipped. With `encode=SECONDS`, only
 rank 0 pauses, at every batch of images in evaluations and validations; with `forward=SECONDS`, only rank 1, before
 every forward pass.
@@ -29,7 +29,7 @@ if __name__ == "__main__":
     def slow_step(engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
         until = seconds.partition("until=")[2]
         if not until or not Path(until).exists():
-            time.sleep(0.5 if until else float(seconds))
+            time.sleep(1.0 if until else float(seconds))
         return step(engine, *args, **kwargs)
 
     def offer_and_wait(uploads: Uploads, path: Path) -> None:

@@ -139,7 +139,7 @@ class Heartbeat:
         """
         before = self._read()
         count = self._phases.latest.count
-        time.sleep(2 * self._interval)
+        self._end.wait(2 * self._interval)
         if unless_behind and self._phases.latest.count != count:
             return
         self._write()

@@ -118,12 +118,12 @@ def test_a_rank_that_waits_for_one_that_works_does_not_end_the_run(
     def beats(seconds: float) -> None:
         """Stop the waiting rank, while the other one's heart beats and its progress was `seconds` ago."""
 
-        def sleep(_: float) -> None:
+        def wait(_: float) -> None:
             nonlocal number
             number += 1
             other.write_text(json.dumps(asdict(replace(BEAT, rank=1, seconds=seconds, beat=number))))
 
-        monkeypatch.setattr("pipeline.distributed.heartbeat.time.sleep", sleep)
+        monkeypatch.setattr(waiting._end, "wait", wait)
         waiting._stop_the_run("no progress", stalled=True)
 
     beats(0.05)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -100,3 +101,12 @@ def test_a_too_low_open_file_limit_is_rejected_before_a_worker_starts(
     config = DataConfig(sources=str(tmp_path), streams=4, workers=2)
     with pytest.raises(UserError, match=r"40 files open \(ulimit -n\), but 2 loading workers with 4 streams need"):
         build_loader(config, world=World(), global_batch=8, seed=0, image_size=16, tokenize=count_tokens)
+
+
+def test_the_watching_thread_ends_with_its_loader() -> None:
+    watch = worker_processes.StallWatch(0.1, str)
+    with watch.waiting():
+        (thread,) = (thread for thread in threading.enumerate() if thread.name == "stalls")
+    watch.close()
+    thread.join(20)
+    assert not thread.is_alive()

@@ -78,6 +78,7 @@ class PartSource:
 
     def close(self) -> None:
         """End the workers."""
+        self._watch.close()
         parts, self._parts = self._parts, iter(())
         if hasattr(parts, "_shutdown_workers"):
             parts._shutdown_workers()

@@ -110,26 +110,34 @@ class StallWatch:
     """`give_up` was called: no batch will come any more."""
     _since: float | None = None
     _by_main: bool = False
-    _thread: threading.Thread | None = None
+    _closed: threading.Event | None = None
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Around a wait for a batch."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._watch, name="stalls", daemon=True)
-            self._thread.start()
+        if self._closed is None:
+            self._closed = threading.Event()
+            threading.Thread(target=self._watch, args=(self._closed,), name="stalls", daemon=True).start()
         self._since, self._by_main = time.monotonic(), threading.current_thread() is threading.main_thread()
         try:
             yield
         finally:
             self._since = None
 
-    def _watch(self) -> None:
+    def close(self) -> None:
+        """End the thread when no wait goes on; another wait starts another."""
+        if self._closed is not None:
+            self._closed.set()
+            self._closed = None
+
+    def _watch(self, closed: threading.Event) -> None:
         given_up = 0.0
         while True:
             time.sleep(min(1.0, self.seconds / 10))
             since, now = self._since, time.monotonic()
             if since is None:
+                if closed.is_set():
+                    return
                 continue
             if now - since > self.seconds:
                 _leave(EXIT_STALLED, self.describe())

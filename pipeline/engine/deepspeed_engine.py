@@ -82,6 +82,10 @@ class DeepSpeedEngine:
         self.bf16 = self.dtype == torch.bfloat16 or bool(settings.get("torch_autocast", {}).get("enabled"))
         self.optimizer_config = optimizer
         check_stage(optimizer, stage=self.stage)
+        if self.bf16 and self.dtype == torch.float32:
+            from pipeline.model.image_tower import use_bf16_layer_norms  # imports open_clip
+
+            use_bf16_layer_norms(towers.clip.visual)  # type: ignore[arg-type]
         groups = parameter_groups(towers, optimizer)
         frozen = {name: p.detach().cpu().clone() for name, p in towers.clip.named_parameters() if not p.requires_grad}
         if frozen and self.stage == 3:

@@ -51,20 +51,17 @@ class TowerCosts:
 def measure_towers(towers: nn.Module, *, image_size: int, context_length: int) -> TowerCosts:
     """Count parameters, FLOPs and saved tensors of towers that were built on the meta device."""
     towers.train()
-    (one, autocast_one), (two, autocast_two) = (
-        _saved_bytes(lambda rows=rows: towers(*_inputs(rows, image_size, context_length)), towers)  # type: ignore[misc]
-        for rows in (2, 4)
-    )
+    saved, autocast = _saved_bytes(towers, image_size=image_size, context_length=context_length)
     image, text = _inputs(2, image_size, context_length)
     return TowerCosts(
         parameters=sum(p.numel() for p in towers.parameters()),
         trained_parameters=sum(p.numel() for p in towers.parameters() if p.requires_grad),
         image_flops=_flops(lambda: towers(image, None)) / 2,
         text_flops=_flops(lambda: towers.encode_text(text)) / 2,  # type: ignore[operator]
-        saved_bytes=(two - one) / 2,
+        saved_bytes=saved,
         context_length=context_length,
         trained=trained_towers(towers),
-        autocast_bytes=(autocast_two - autocast_one) / 2,
+        autocast_bytes=autocast,
     )
 
 
@@ -97,8 +94,8 @@ def _inputs(rows: int, image_size: int, context_length: int) -> tuple[Tensor, Te
 def activation_bytes(costs: TowerCosts, *, micro_batch: int, bf16: bool, autocast: bool = False) -> int:
     """Bytes that autograd saves for one micro-batch, with fused attention.
 
-    In bf16 it is half of what fp32 needs; more under autocast, where layer norms compute in fp32 and keep their inputs
-    in it. (Other operations that autocast computes in fp32, such as the softmax of a Swin tower, are not counted.)
+    In bf16 it is half of what fp32 needs; more under autocast, where most layer norms keep their inputs in fp32. (Other
+    operations that autocast computes in fp32, such as the softmax of a Swin tower, are not counted.)
     """
     if bf16 and autocast:
         return round(costs.autocast_bytes * micro_batch)
@@ -135,11 +132,28 @@ class _FusedAttention(torch.autograd.Function):
         raise NotImplementedError("shapes only")
 
 
-def _saved_bytes(forward: Callable[[], Any], towers: nn.Module) -> tuple[float, float]:
+def _saved_bytes(towers: Any, *, image_size: int, context_length: int) -> tuple[float, float]:
+    """What autograd saves for the backward pass of one pair, in bytes: in fp32, and under autocast."""
+    from pipeline.model.image_tower import is_bf16_under_autocast  # imports open_clip
+
+    totals = [0.0, 0.0]
+    for side, encode in enumerate((towers.encode_image, towers.encode_text)):
+        in_fp32 = side == 1 or not is_bf16_under_autocast(towers.clip.visual)
+        two, four = (
+            _saved_by(encode, _inputs(rows, image_size, context_length)[side], towers, norms_in_fp32=in_fp32)
+            for rows in (2, 4)
+        )
+        totals = [total + (b - a) / 2 for total, a, b in zip(totals, two, four, strict=True)]
+    return totals[0], totals[1]
+
+
+def _saved_by(
+    encode: Callable[[Tensor], Tensor], inputs: Tensor, towers: nn.Module, *, norms_in_fp32: bool
+) -> tuple[float, float]:
     """Bytes of the distinct storages that autograd keeps for backward, without parameters: in fp32, and under autocast.
 
-    A layer norm gets a copy of its input, as under autocast; in fp32 it keeps the input itself. Activation
-    checkpointing hides what it saves: the inputs of the blocks.
+    With `norms_in_fp32`, a layer norm gets a copy of its input under autocast; in fp32 it keeps the input itself.
+    Activation checkpointing hides what it saves: the inputs of the blocks.
     """
     own = {_storage(p) for p in towers.parameters()}
     plain, autocast = dict[int, Tensor](), dict[int, Tensor]()
@@ -169,10 +183,11 @@ def _saved_bytes(forward: Callable[[], Any], towers: nn.Module) -> tuple[float, 
     blocks = [block for name, m in stacks.items() if _checkpointed(towers, name) for block in m.children()]
     of_texts = {block for name, m in stacks.items() if ".visual." not in name for block in m.children()}
     handles = [block.register_forward_pre_hook(enter) for block in blocks]
-    functional.layer_norm = normalized
+    if norms_in_fp32:
+        functional.layer_norm = normalized
     try:
         with _fused_attention(), saved_tensors_hooks(keep, lambda tensor: tensor):
-            output = forward()
+            output = encode(inputs)
     finally:
         functional.layer_norm = layer_norm
         for handle in handles:

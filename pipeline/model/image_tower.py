@@ -1,4 +1,4 @@
-"""Replacements in open_clip's image towers: patch dropout on the device, a last block for one token, fp32 batch norm.
+"""Replacements in open_clip's image towers: patch dropout on the device, a last block for one token, norms, patches.
 
 A CLIP ViT's feature is its class token after the last block. In that block, patches only matter as keys and values:
 their queries, their output projection and their MLP are computed and then thrown away. That is 5/6 of the products of
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from open_clip.transformer import ResidualAttentionBlock, VisionTransformer
+from open_clip.transformer import LayerNorm, ResidualAttentionBlock, VisionTransformer
 from torch import Tensor, nn
 
 from pipeline.distributed.world import World, joined_world
@@ -218,6 +218,33 @@ def use_fp32_batch_norms(model: nn.Module, *, synchronised: bool = False) -> Non
                 f"model.sync_batchnorm: {name} is a {type(module).__name__}, and only torch's BatchNorm2d can be "
                 "synchronised here. Use model.sync_batchnorm=false, or one of open_clip's own ResNets (RN50 ...)."
             )
+
+
+class Bf16LayerNorm(nn.LayerNorm):
+    """`nn.LayerNorm` that under CUDA's autocast computes bf16 inputs as with bf16 weights; sums are in fp32.
+
+    Autocast would make fp32 copies of input and output, and keep the input's for the backward pass.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., D]."""
+        return self.in_bf16(x) if x.is_cuda and x.dtype == torch.bfloat16 else super().forward(x)
+
+    def in_bf16(self, x: Tensor) -> Tensor:
+        """As `forward` with bf16 weights, on any device."""
+        with torch.autocast(x.device.type, enabled=False):
+            return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
+
+
+def use_bf16_layer_norms(visual: nn.Module) -> None:
+    """Replace the layer norms of a tower that `is_bf16_under_autocast` by the above."""
+    if is_bf16_under_autocast(visual):
+        replace_modules(visual, {module: Bf16LayerNorm for module in visual.modules() if type(module) is LayerNorm})
+
+
+def is_bf16_under_autocast(visual: nn.Module) -> bool:
+    """Whether autocast has bf16 between an image tower's blocks; timm's add fp32 position embeddings."""
+    return isinstance(visual, VisionTransformer)
 
 
 class PatchProduct(nn.Conv2d):

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipeline.metrics.mfu import _fused_attention, _storage, activation_bytes, measure_towers
+from pipeline.model.image_tower import use_bf16_layer_norms
 from pipeline.model.towers import ModelConfig, build_towers
 from tests.cuda_without_gpu.kernel_trace import Kernel, fake_gpu
 from tests.cuda_without_gpu.programs import block_step, npn_step, objective_step
@@ -76,10 +77,11 @@ def test_a_fused_formula_is_one_kernel_that_reads_its_arguments_once() -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"lock_image": True}, {"grad_checkpointing": True}], ids=str)
 def test_plan_counts_what_autograd_saves_under_cudas_autocast(settings: dict[str, bool]) -> None:
-    """Regression test: layer norms keep their inputs in fp32 there, 11% of what ViT-B/16 took on an H200."""
+    """Regression test: layer norms of texts keep their inputs in fp32 there, and those of images did, too."""
     towers, architecture = build_towers(ModelConfig(arch="ViT-B-32", **settings), seed=0, device="meta")
     size, length = architecture.image_size, architecture.context_length
     costs = measure_towers(towers, image_size=size, context_length=length)
+    use_bf16_layer_norms(towers.clip.visual)  # as the engine does
 
     def saved(rows: int) -> int:
         kept: dict[int, Tensor] = {}

@@ -17,7 +17,7 @@ from pipeline.engine.deepspeed_engine import DeepSpeedEngine
 from pipeline.engine.engine_config import EngineConfig
 from pipeline.engine.fused_gradients import fuse_gradients
 from pipeline.engine.optim import OptimizerConfig
-from pipeline.model.image_tower import PatchProduct
+from pipeline.model.image_tower import Bf16LayerNorm, PatchProduct
 from pipeline.model.towers import ModelConfig, build_towers
 from pipeline.objectives import ObjectiveContext
 from pipeline.objectives.npn import prototype_network
@@ -127,6 +127,22 @@ def test_the_patch_embedding_as_a_product_equals_the_convolution(bias: bool, siz
         output.backward(upstream)
     for expected, found in zip(convolution.parameters(), product.parameters(), strict=True):
         assert (expected.grad - found.grad).abs().max() < 1e-13
+
+
+def test_layer_norms_under_autocast_equal_those_of_bf16_weights() -> None:
+    torch.manual_seed(0)
+    plain = nn.LayerNorm(24)
+    nn.init.normal_(plain.weight)
+    kept, bf16 = Bf16LayerNorm(24), copy.deepcopy(plain).bfloat16()
+    kept.load_state_dict(plain.state_dict())
+    x = torch.randn(5, 7, 24).bfloat16()
+    outputs = kept.in_bf16(x), bf16(x)
+    assert torch.equal(*outputs)
+    for output in outputs:
+        output.float().square().sum().backward()
+    for ours, theirs in zip(kept.parameters(), bf16.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad.float())
+    assert torch.equal(kept(x.float()), plain(x.float()))
 
 
 def test_fused_bookkeeping_of_gradients_equals_deepspeeds_own() -> None:

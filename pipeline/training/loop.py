@@ -110,6 +110,7 @@ class Trainer:
                 self._end_early(stop=stop)
                 self.meter.start()
                 first, began = state.step, time.monotonic()
+                rehearses = self.take_step.rehearsed_width is not None  # in its second step
                 while state.step < self.end:
                     batch, problem = self._next_batch()
                     result = self.train_step(batch, stop=bool(received), problem=problem)
@@ -122,8 +123,8 @@ class Trainer:
                     for hook in self.hooks:
                         hook(batch, result)
                     self._end_early(stop=result.stop)
-                    if state.step <= first + 2:
-                        self._report_pace(time.monotonic() - began, is_first=state.step == first + 1)
+                    if state.step <= first + 2 + rehearses:
+                        self._report_pace(time.monotonic() - began, number=state.step - first, last=2 + rehearses)
                         began = time.monotonic()
                 end = RunEnds(start="latest" if state.step < self.run.total_steps else None)
             except RunEnds as early:
@@ -258,14 +259,15 @@ class Trainer:
                     flush=True,
                 )
 
-    def _report_pace(self, seconds: float, *, is_first: bool) -> None:
-        """Say what the first step of this start took, and after the second what the others will: the first one has
+    def _report_pace(self, seconds: float, *, number: int, last: int) -> None:
+        """Say what the first step of this start took, and after number `last` what the others will: the first one has
         the start of the loading workers, the gradient probe and compiling in it."""
-        text = f"The first step took {seconds:.1f} s."
-        if not is_first:
+        text = f"The {('first', 'second', 'third')[number - 1]} step took {seconds:.1f} s"
+        if number == 1:
+            self.telemetry.event(f"{text}.", level=NOTICE)
+        elif number == last:
             left = clock((self.run.total_steps - self.state.step) * seconds)
-            text = f"The second step took {seconds:.1f} s: at that pace, the run takes {left} more."
-        self.telemetry.event(text, level=NOTICE)
+            self.telemetry.event(f"{text}: at that pace, the run takes {left} more.", level=NOTICE)
 
     def _report_skipped(self, batch: Batch, result: StepResult) -> None:
         ids = [i for rank in self.world.gather_objects(batch.sample_id.tolist()) for i in rank]

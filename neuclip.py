@@ -53,10 +53,10 @@ def _check_pipeline() -> None:
     """
     ours = Path(__file__).resolve().parent / "pipeline" / "__init__.py"
     loaded = sys.modules.get("pipeline")  # which need not have a spec
-    found = getattr(loaded or importlib.util.find_spec("pipeline"), "__file__" if loaded else "origin", None)
-    if found is None or Path(found).resolve() != ours:
+    file = getattr(loaded or importlib.util.find_spec("pipeline"), "__file__" if loaded else "origin", None)
+    if file is None or Path(file).resolve() != ours:
         raise ImportError(
-            f"neuclip needs its own package `pipeline` ({ours.parent}), but Python finds {found or 'none'} under that "
+            f"neuclip needs its own package `pipeline` ({ours.parent}), but Python finds {file or 'none'} under that "
             "name: rename your file or folder, or run your program from another folder."
         )
 

@@ -201,7 +201,7 @@ def evaluate(run: str, suite: Path) -> list[str]:
         f"  {task:<24} {result.score:7.1%}   {result.main_metric} (chance {result.chance:.1%})"
         for task, result in latest.results.items()
     ]
-    failures = {task: text for found in evaluations for task, text in found.failures.items()}
+    failures = {task: text for one in evaluations for task, text in one.failures.items()}
     if failures:
         from pipeline.errors import UserError
 

@@ -71,7 +71,7 @@ def command(
             output=output,
             config=config,
             processes=processes,
-            progress=lambda key, found: say("\n".join(_lines(key, found))),
+            progress=lambda key, done: say("\n".join(_lines(key, done))),
         )
         for evaluation in evaluations:
             say("\n".join(_report(evaluation)))

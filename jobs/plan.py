@@ -98,24 +98,28 @@ def describe_measurement(run: RunConfig, *, ranks: int, gpus_per_node: int, seco
     from pipeline.planning.measure import forecast, measure
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    found = measure(run, ranks=ranks, gpus_per_node=gpus_per_node, seconds=seconds)
-    expected = forecast(found, run)
-    total = sum(found.phases.values())
-    phases = ", ".join(f"{name} {part / total:.0%}" for name, part in found.phases.items())
-    memory = f"host {found.host_gib:.2f} GiB without its workers"
-    if found.device_gib is not None:
-        memory = f"GPU {found.device_gib:.2f} GiB, {memory}"
+    measured = measure(run, ranks=ranks, gpus_per_node=gpus_per_node, seconds=seconds)
+    expected = forecast(measured, run)
+    total = sum(measured.phases.values())
+    phases = ", ".join(f"{name} {part / total:.0%}" for name, part in measured.phases.items())
+    memory = f"host {measured.host_gib:.2f} GiB without its workers"
+    if measured.device_gib is not None:
+        memory = f"GPU {measured.device_gib:.2f} GiB, {memory}"
     others = "" if ranks == 1 else f"; {ranks} times one rank's, without communication and the larger gathered batch"
     return {
-        "MEASURED": f"one rank, {found.local_batch} pairs a step, {found.cores} cores, {found.workers} workers",
-        "loader alone": f"{found.loader:,.1f} samples/s",
-        "steps alone": f"{found.step:,.1f} samples/s ({phases})",
-        "together": (
-            f"{found.training:,.1f} samples/s ({found.slowest:,.1f} to {found.fastest:,.1f} in quarters of the time), "
-            f"{found.data_wait:.0%} waiting for data"
+        "MEASURED": (
+            f"one rank, {measured.local_batch} pairs a step, {measured.cores} cores, {measured.workers} workers"
         ),
-        "checkpoint": f"training stops for {found.snapshot_seconds:.2f} s; written after {found.write_seconds:.2f} s",
-        "evaluation": f"{found.evaluation:,.1f} samples/s through the towers",
+        "loader alone": f"{measured.loader:,.1f} samples/s",
+        "steps alone": f"{measured.step:,.1f} samples/s ({phases})",
+        "together": (
+            f"{measured.training:,.1f} samples/s ({measured.slowest:,.1f} to {measured.fastest:,.1f} in quarters of the "
+            f"time), {measured.data_wait:.0%} waiting for data"
+        ),
+        "checkpoint": (
+            f"training stops for {measured.snapshot_seconds:.2f} s; written after {measured.write_seconds:.2f} s"
+        ),
+        "evaluation": f"{measured.evaluation:,.1f} samples/s through the towers",
         "peak memory": memory,
         "FORECAST": f"{expected.samples_per_second:,.1f} samples/s, {expected.hours:,.2f} h{others}",
         "bottleneck": expected.bottleneck,
@@ -138,10 +142,10 @@ def describe_cost(plan: RunPlan, *, mfu: float, peak_tflops: float) -> list[tupl
             f"{_count(plan.gpus, 'GPU')}"
         ),
     }
-    found = list(lines.items())
+    rows = list(lines.items())
     if len(plan.stages) > 1:
-        found += [("stage", f"{what} {part.flops / cost.flops:.0%} of the arithmetic") for what, part in plan.stages]
-    return found
+        rows += [("stage", f"{what} {part.flops / cost.flops:.0%} of the arithmetic") for what, part in plan.stages]
+    return rows
 
 
 def describe_loading(plan: RunPlan, *, images_per_core: float) -> str:

@@ -95,7 +95,7 @@ def _class_sets(suite: str | None) -> list[ClassSet]:
     from pipeline.evaluation.datasets.suite import open_suite, open_task
     from pipeline.playground.explorer import ClassSet
 
-    found = []
+    sets = []
     for entry in open_suite(suite).entries if suite else ():
         if entry.task.protocol != "classification":
             continue
@@ -104,8 +104,8 @@ def _class_sets(suite: str | None) -> list[ClassSet]:
         except UserError as error:
             click.echo(f"{entry.task.key} is left out: {error}")
             continue
-        found.append(ClassSet(entry.task.name, data.classnames, data.templates))
-    return found
+        sets.append(ClassSet(entry.task.name, data.classnames, data.templates))
+    return sets
 
 
 def _fill(explorer: Explorer, images: Path | None, captions: Path | None, *, field: CaptionField, limit: int) -> None:

@@ -109,14 +109,14 @@ def _duplicates(folder: str, output: Path, *, allow_outside: bool) -> None:
     from data_prep.dataset.duplicates import RULE, find_duplicates
 
     undecodable: list[str] = []
-    found = find_duplicates(folder, allow_outside=allow_outside, on_undecodable=undecodable.append)
-    surplus = found.surplus()
+    result = find_duplicates(folder, allow_outside=allow_outside, on_undecodable=undecodable.append)
+    surplus = result.surplus()
     output.write_text("".join(f"{key}\n" for key in surplus), encoding="utf-8")
-    samples, shown = sum(map(len, found.exact)), "; ".join(" = ".join(group[:4]) for group in found.exact[:5])
-    groups = f"{len(found.exact):,} group{'s' * (len(found.exact) != 1)}"
+    samples, shown = sum(map(len, result.exact)), "; ".join(" = ".join(group[:4]) for group in result.exact[:5])
+    groups = f"{len(result.exact):,} group{'s' * (len(result.exact) != 1)}"
     click.echo(f"{groups} of exact duplicates with {samples:,} samples{shown and ': ' + shown}")
-    shown = "; ".join(f"{key} like {kept}" for key, kept in list(found.near.items())[:5])
-    near = f"{len(found.near):,} near duplicate{'s' * (len(found.near) != 1)}"
+    shown = "; ".join(f"{key} like {kept}" for key, kept in list(result.near.items())[:5])
+    near = f"{len(result.near):,} near duplicate{'s' * (len(result.near) != 1)}"
     click.echo(f"{near} of an earlier sample ({RULE}){shown and ': ' + shown}")
     _report_undecodable(undecodable)
     if not surplus:
@@ -133,13 +133,13 @@ def _overlap(folder: str, suite: str, output: Path, *, allow_outside: bool) -> N
 
     undecodable: list[str] = []
     others = _outside_tars(suite, allow_outside=allow_outside)
-    found = find_overlap(folder, suite, others=others, allow_outside=allow_outside, on_undecodable=undecodable.append)
-    output.write_text("".join(f"{key}\n" for key in found), encoding="utf-8")
-    for name, count in Counter(found.values()).most_common():
+    overlap = find_overlap(folder, suite, others=others, allow_outside=allow_outside, on_undecodable=undecodable.append)
+    output.write_text("".join(f"{key}\n" for key in overlap), encoding="utf-8")
+    for name, count in Counter(overlap.values()).most_common():
         click.echo(f"  {name:<48}{count:>8,}")
     _report_undecodable(undecodable)
     click.echo(
-        f"{len(found):,} samples look like an evaluation image; their keys are in {output}: check, then --remove."
+        f"{len(overlap):,} samples look like an evaluation image; their keys are in {output}: check, then --remove."
     )
 
 
@@ -187,9 +187,9 @@ def _remove(folder: str, names: Path) -> int:
     if not listed:
         click.echo(f"{names} names nothing: nothing was removed.")
         return 0
-    found = done.asked - len(done.missing)
+    removed = done.asked - len(done.missing)
     click.echo(
-        f"{found:,} of {done.asked:,} names found, {done.samples:,} samples removed from {done.shards:,} shards."
+        f"{removed:,} of {done.asked:,} names found, {done.samples:,} samples removed from {done.shards:,} shards."
     )
     if manifest is None:
         click.echo("The download is not finished: `neuclip download` will skip them, too, and write the manifest.")

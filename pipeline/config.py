@@ -60,7 +60,7 @@ def _no_boolean(cls: Any, value: Any, info: pydantic.ValidationInfo) -> Any:
 
 
 def _types_in(hint: Any) -> list[Any]:
-    return [found for part in typing.get_args(hint) for found in _types_in(part)] or [hint]
+    return [kind for part in typing.get_args(hint) for kind in _types_in(part)] or [hint]
 
 
 class _Loader(yaml.SafeLoader):
@@ -184,14 +184,14 @@ def first_problem(error: pydantic.ValidationError, *, file: str) -> str:
 
 def keys(cls: Any) -> list[str]:
     """Every dotted key of a section class, depth first."""
-    found: list[str] = []
+    names: list[str] = []
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         inner = section_in(hints[field.name])
-        found.append(field.name)
+        names.append(field.name)
         if inner is not None:
-            found.extend(f"{field.name}.{key}" for key in keys(inner))
-    return found
+            names.extend(f"{field.name}.{key}" for key in keys(inner))
+    return names
 
 
 def to_tree(config: Any) -> Tree:
@@ -234,8 +234,8 @@ def _nearest(key: str, valid: list[str]) -> str | None:
     """The valid key that was meant: one of the same name in another section, a synonym's, or the closest spelling."""
     last = key.rpartition(".")[2]
     same = [name for name in valid if name.rpartition(".")[2] == SYNONYMS.get(last, last)]
-    found = difflib.get_close_matches(key, same or valid, n=1, cutoff=0.0)
-    return found[0] if found else None
+    matches = difflib.get_close_matches(key, same or valid, n=1, cutoff=0.0)
+    return matches[0] if matches else None
 
 
 def departed(key: str) -> str | None:

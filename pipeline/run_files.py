@@ -50,8 +50,8 @@ def is_name(name: str) -> bool:
 
 def checkpoint_folders(run: Path) -> list[Path]:
     """Folders of a run that are named like checkpoints, finished and intact or not, oldest first."""
-    found = (path for path in (run / FOLDER_NAME).glob(f"{PREFIX}*") if is_name(path.name) and path.is_dir())
-    return sorted(found, key=step_of)
+    folders = (path for path in (run / FOLDER_NAME).glob(f"{PREFIX}*") if is_name(path.name) and path.is_dir())
+    return sorted(folders, key=step_of)
 
 
 def finished_checkpoints(run: Path) -> list[Path]:
@@ -119,10 +119,10 @@ def no_model(spec: str) -> UserError:
 def parse_as(kind: type[T], text: str) -> T | None:
     """An instance of a dataclass from its JSON; None if that is damaged, or a value is of another type."""
     try:
-        found: T = TypeAdapter(kind).validate_json(text, strict=True)
+        parsed: T = TypeAdapter(kind).validate_json(text, strict=True)
     except ValueError:
         return None
-    return found
+    return parsed
 
 
 def read_as(kind: type[T], path: Path) -> T | None:

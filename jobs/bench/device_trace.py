@@ -81,5 +81,5 @@ def kind_of(event: Mapping[str, Any]) -> str:
     """The kind of work of an event on the device."""
     if event["cat"] != "kernel":
         return "transfers"
-    found = (kind for kind, pattern in KINDS.items() if re.search(pattern, event["name"], re.IGNORECASE))
-    return next(found, "other")
+    kinds = (kind for kind, pattern in KINDS.items() if re.search(pattern, event["name"], re.IGNORECASE))
+    return next(kinds, "other")

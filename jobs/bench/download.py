@@ -78,12 +78,12 @@ def main() -> None:
             (folder / f"{name}.py").write_text(program)
             return lambda: _time(folder / f"{name}.py", [str(word) for word in words])
 
-        found = alternate({"ours": timed("ours", _OURS), "img2dataset": timed("direct", _DIRECT)}, rounds=args.rounds)
-    wall, busy = ({name: [one[k] for one in each] for name, each in found.items()} for k in (0, 1))
+        seconds = alternate({"ours": timed("ours", _OURS), "img2dataset": timed("direct", _DIRECT)}, rounds=args.rounds)
+    wall, busy = ({name: [one[k] for one in each] for name, each in seconds.items()} for k in (0, 1))
     rows = {
         name: (args.urls / median(wall[name]), *ratios(wall["img2dataset"], wall[name]), median(busy[name]),
                *ratios(busy["img2dataset"], busy[name]))
-        for name in found
+        for name in seconds
     }  # fmt: skip
     columns = {"URLs/s": ".0f", "/ img2dataset": ".2f", "lowest": ".2f", "highest": ".2f"}
     columns |= {"CPU s": ".1f", "URLs/CPU s, ratio": ".2f", "least": ".2f", "most": ".2f"}

@@ -154,7 +154,7 @@ def figures(records: Sequence[dict[str, Any]]) -> dict[str, float]:
     names = sorted({name for record in later for name in record if name.startswith(FIGURES)})
     values = {name: [r[name] for r in later if isinstance(r.get(name), float | int)] for name in names}
     counts = {"steps_logged": float(len(steps)), "evaluations": float(kinds.count("evaluation"))}
-    return counts | {name: float(median(found)) for name, found in values.items() if found}
+    return counts | {name: float(median(measured)) for name, measured in values.items() if measured}
 
 
 def free_memory() -> None:

@@ -90,10 +90,10 @@ def machine() -> dict[str, Any]:
     """The machine and the package versions."""
     import torch
 
-    found: dict[str, Any] = {"cores": usable_cores(), "commit": source_commit(), "versions": versions()}
-    found |= {"cpu": torch.backends.cpu.get_cpu_capability(), "cuda": torch.version.cuda}
+    facts: dict[str, Any] = {"cores": usable_cores(), "commit": source_commit(), "versions": versions()}
+    facts |= {"cpu": torch.backends.cpu.get_cpu_capability(), "cuda": torch.version.cuda}
     if shutil.which("nvidia-smi"):
         query = "name,memory.total,driver_version,power.limit,clocks.max.sm,clocks.max.memory"
         done = subprocess.run(["nvidia-smi", f"--query-gpu={query}", "--format=csv"], capture_output=True, text=True)
-        found["nvidia-smi"] = done.stdout.splitlines()
-    return found
+        facts["nvidia-smi"] = done.stdout.splitlines()
+    return facts

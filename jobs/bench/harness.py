@@ -40,14 +40,14 @@ def alternate(contenders: Mapping[str, Callable[[], T]], *, rounds: int) -> dict
     Rounds begin with another contender each, so that none always runs after the same one.
     """
     names = list(contenders)
-    found: dict[str, list[T]] = {name: [] for name in names}
+    results: dict[str, list[T]] = {name: [] for name in names}
     for number in range(rounds + 1):
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
             result = contenders[name]()
             if number:
-                found[name].append(result)
-    return found
+                results[name].append(result)
+    return results
 
 
 def seconds(run: Callable[[], object], *, device: torch.device | None = None, threads: int | None = None) -> float:
@@ -72,8 +72,8 @@ def seconds(run: Callable[[], object], *, device: torch.device | None = None, th
 
 def ratios(values: Sequence[float], others: Sequence[float]) -> tuple[float, float, float]:
     """Median, lowest and highest of values / others within the rounds."""
-    found = [one / other for one, other in zip(values, others, strict=True)]
-    return median(found), min(found), max(found)
+    quotients = [one / other for one, other in zip(values, others, strict=True)]
+    return median(quotients), min(quotients), max(quotients)
 
 
 def show(

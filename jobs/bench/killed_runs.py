@@ -52,19 +52,19 @@ def relative_difference(loss: float, expected: float) -> float:
 
 def compare(run: Path, reference: dict[str, Any]) -> dict[str, Any]:
     """How a killed run differs from the undisturbed one."""
-    found = outcome(run)
-    losses = [(float(found["losses"].get(step, "inf")), float(loss)) for step, loss in reference["losses"].items()]
+    ended = outcome(run)
+    losses = [(float(ended["losses"].get(step, "inf")), float(loss)) for step, loss in reference["losses"].items()]
     return {
         "epochs": len(reference["epochs"]),
-        "same_samples_in_the_same_order": found["epochs"] == reference["epochs"] and found["data"] == reference["data"],
-        "same_steps": found["losses"].keys() == reference["losses"].keys(),
+        "same_samples_in_the_same_order": ended["epochs"] == reference["epochs"] and ended["data"] == reference["data"],
+        "same_steps": ended["losses"].keys() == reference["losses"].keys(),
         "evaluations": len(reference["scores"]),
-        "same_evaluations": found["scores"].keys() == reference["scores"].keys(),
+        "same_evaluations": ended["scores"].keys() == reference["scores"].keys(),
         "rollbacks": reference["rollbacks"],
-        "same_rollbacks": found["rollbacks"] == reference["rollbacks"],
+        "same_rollbacks": ended["rollbacks"] == reference["rollbacks"],
         "largest_relative_difference_of_a_loss": max(relative_difference(*pair) for pair in losses),
-        "largest_difference_of_a_weight": largest_difference(found["path"], reference["path"]),
-        "same_bits": all(found[key] == reference[key] for key in ("files", "losses", "scores", "rollbacks")),
+        "largest_difference_of_a_weight": largest_difference(ended["path"], reference["path"]),
+        "same_bits": all(ended[key] == reference[key] for key in ("files", "losses", "scores", "rollbacks")),
     }
 
 

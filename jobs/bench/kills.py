@@ -348,7 +348,7 @@ def main() -> None:
     # A TemporaryDirectory would be removed at the end of every forked rank.
     work = options.work or Path(tempfile.mkdtemp())
     try:
-        result = measure(work.absolute(), options, report=lambda found: output and write_json(output, found))
+        result = measure(work.absolute(), options, report=lambda so_far: output and write_json(output, so_far))
     finally:
         if not options.work:
             shutil.rmtree(work)

@@ -70,15 +70,15 @@ def photo(rng: np.random.Generator, *, shorter: int) -> Image.Image:
 
 def photographs(folder: Path, *, shorter: int) -> list[Image.Image]:
     """The folder's images of at least this size, resized to this shorter side."""
-    found = []
+    photos = []
     for path in sorted(path for path in folder.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg", ".png", ".webp")):
         image = read_rgb(path.read_bytes())
         if min(image.size) >= shorter:
             scale = shorter / min(image.size)
-            found.append(image.resize((round(image.width * scale), round(image.height * scale)), Resampling.LANCZOS))
-    if not found:
+            photos.append(image.resize((round(image.width * scale), round(image.height * scale)), Resampling.LANCZOS))
+    if not photos:
         raise SystemExit(f"{folder} has no image whose shorter side is at least {shorter} pixels.")
-    return found
+    return photos
 
 
 def make_shards(
@@ -180,12 +180,12 @@ def compare(shorter: int, options: argparse.Namespace) -> None:
             runs = {label: runs[label] for label in ("ours, not hashed", "ours")}
         timed = {label: functools.partial(seconds, run) for label, run in runs.items()}
         times = alternate(timed, rounds=options.rounds)
-    rates = {label: [samples / taken for taken in found] for label, found in times.items()}
+    rates = {label: [samples / taken for taken in durations] for label, durations in times.items()}
     first = next(iter(rates))
     unhashed = rates["ours, not hashed"]
     rows = {
-        label: (median(found), *ratios(found, rates[first]), ratios(found, unhashed)[0])
-        for label, found in rates.items()
+        label: (median(speeds), *ratios(speeds, rates[first]), ratios(speeds, unhashed)[0])
+        for label, speeds in rates.items()
     }
     columns = {"images/s/core": ".0f", f"/ {first}": ".2f", "lowest": ".2f", "highest": ".2f", "/ not hashed": ".2f"}
     head = f"shorter side {shorter}, {size}, {samples} samples, {options.rounds} rounds"

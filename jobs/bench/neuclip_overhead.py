@@ -105,9 +105,9 @@ def measure(args: argparse.Namespace, *, whole: bool, world: World) -> dict[str,
             for kind, settings in kinds.items()
         }
         takes = {kind: functools.partial(one.take, args.steps, threads=args.threads) for kind, one in built.items()}
-        found = alternate(takes, rounds=args.rounds)
-    times = {kind: [taken for taken, _ in rounds] for kind, rounds in found.items()}
-    peaks = {kind: max(peak for _, peak in rounds) for kind, rounds in found.items()}
+        rounds_taken = alternate(takes, rounds=args.rounds)
+    times = {kind: [taken for taken, _ in rounds] for kind, rounds in rounds_taken.items()}
+    peaks = {kind: max(peak for _, peak in rounds) for kind, rounds in rounds_taken.items()}
     rows = dict[str, tuple[Value, ...]]()
     for kind in kinds:
         extra = (ratio - 1 for ratio in ratios(times[kind], times["openclip"]))

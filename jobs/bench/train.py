@@ -289,15 +289,15 @@ def compare(args: argparse.Namespace, built: Mapping[str, Contender], device: to
     def timed(contender: Contender) -> Callable[[], tuple[float, float]]:
         return lambda: contender.take(args.steps, threads=args.threads)
 
-    found = alternate({name: timed(contender) for name, contender in built.items()}, rounds=args.rounds)
-    times = {name: [taken for taken, _ in rounds] for name, rounds in found.items()}
+    costs = alternate({name: timed(contender) for name, contender in built.items()}, rounds=args.rounds)
+    times = {name: [taken for taken, _ in rounds] for name, rounds in costs.items()}
     columns = {"ms/step": ".1f", "samples/s": ".1f"}
     others = [name for name in (THEIRS, COMPILED) if name in times]
     for name, spread in zip(others, (("lowest", "highest"), ("least", "most")), strict=False):
         columns |= dict.fromkeys((f"/ {name.split()[-1]}", *spread), ".3f")
     rows = dict[str, tuple[Value, ...]]()
     for name, contender in built.items():
-        rate, peak = args.batch / median(times[name]), max(peak for _, peak in found[name])
+        rate, peak = args.batch / median(times[name]), max(peak for _, peak in costs[name])
         compared = [ratio for other in others for ratio in ratios(times[other], times[name])]
         mfu = contender.utilization.scalars(rate).get("mfu")
         rows[name] = (1e3 * median(times[name]), rate, *compared, mfu, peak or None)

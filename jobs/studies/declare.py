@@ -181,14 +181,14 @@ def load_size(name: str) -> SizeFacts:
 
 def size_of(study: Study, size: str) -> Size:
     """The study at a size; `smoke` is `desk` with fewer settings and arms, and one seed."""
-    found = study.paper if size == "paper" else study.desk
-    found = replace(found, arms=found.arms or study.arms, baseline=found.baseline or study.baseline)
+    chosen = study.paper if size == "paper" else study.desk
+    chosen = replace(chosen, arms=chosen.arms or study.arms, baseline=chosen.baseline or study.baseline)
     if size != "smoke":
-        return found
+        return chosen
     return Size(
-        settings={name: found.settings[name] for name in study.smoke.settings},
-        seeds=found.seeds[:1],
-        arms={name: found.arms[name] for name in study.smoke.arms},
+        settings={name: chosen.settings[name] for name in study.smoke.settings},
+        seeds=chosen.seeds[:1],
+        arms={name: chosen.arms[name] for name in study.smoke.arms},
         baseline=study.smoke.arms[0],
     )
 
@@ -221,10 +221,10 @@ def units_of(name: str, *, size: str, overrides: tuple[str, ...] = ()) -> list[U
 
 def distinct(units: list[Unit]) -> list[Unit]:
     """One unit per key, because identical runs are shared."""
-    found: dict[str, Unit] = {}
+    by_settings: dict[str, Unit] = {}
     for unit in units:
-        found.setdefault(unit.key, unit)
-    return list(found.values())
+        by_settings.setdefault(unit.key, unit)
+    return list(by_settings.values())
 
 
 def _key(run: RunConfig, *, corpus: Corpus | None, ranks: int, measure: str) -> str:

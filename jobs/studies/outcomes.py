@@ -39,8 +39,8 @@ class Spread:
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread | None:
         """The values; None if there are none."""
-        found = tuple(values)
-        return cls(found) if found else None
+        known = tuple(values)
+        return cls(known) if known else None
 
     @property
     def mean(self) -> float:
@@ -147,7 +147,7 @@ def _normalizer(*keys: str) -> Callable[[Result], float | None]:
     def value(result: Result) -> float | None:
         final = result["last"]["samples"]
         on_the_way = [m for m in result["normalizers"] if m["samples"] < final] or result["normalizers"]
-        values = [functools.reduce(lambda found, key: found[key], keys, measured) for measured in on_the_way]
+        values = [functools.reduce(lambda tree, key: tree[key], keys, measured) for measured in on_the_way]
         return statistics.fmean(values) if values else None
 
     return value
@@ -158,13 +158,13 @@ def _entry(section: str, key: str) -> Callable[[Result], float | None]:
 
 
 def _network_share(result: Result) -> float | None:
-    found = result["step_ms"].get("npn")
-    return None if found is None else found / result["step_ms"]["whole"]
+    npn_ms = result["step_ms"].get("npn")
+    return None if npn_ms is None else npn_ms / result["step_ms"]["whole"]
 
 
 def _traffic(result: Result) -> float | None:
-    found = result["traffic_bytes_per_step"]
-    return None if found is None else sum(found.values()) / 1024
+    sent = result["traffic_bytes_per_step"]
+    return None if sent is None else sum(sent.values()) / 1024
 
 
 def _rate(result: Result) -> float | None:
@@ -205,13 +205,13 @@ PAIRED = {
 
 def read_outcomes(units: Sequence[Unit], output: Path) -> list[Outcome]:
     """The finished runs among `units`."""
-    found = []
+    outcomes = []
     for unit in units:
         path = folder_of(unit, output) / RESULT_NAME
         if path.is_file():
             result = json.loads(path.read_text(encoding="utf-8"))
-            found.append(Outcome(unit.setting, unit.arm, unit.seed, unit.key, result))
-    return found
+            outcomes.append(Outcome(unit.setting, unit.arm, unit.seed, unit.key, result))
+    return outcomes
 
 
 def spread(outcomes: Sequence[Outcome], setting: str, arm: str, column: str) -> Spread | None:

@@ -91,8 +91,8 @@ def _how(study: Study, data: Mapping[str, Any], outcomes: Sequence[Outcome]) -> 
     """Sentences on the size, command, machine, versions and finished runs, and on how to read the tables."""
     packages = ", ".join(f"{name} {version}" for name, version in data["versions"].items() if version != "absent")
     # Results record their commit; older ones have only that of their publication, or none.
-    found = (outcome.result.get("commit", data.get("commit")) for outcome in outcomes)
-    commits = sorted({commit for commit in found if commit})
+    named = (outcome.result.get("commit", data.get("commit")) for outcome in outcomes)
+    commits = sorted({commit for commit in named if commit})
     listed = " and ".join(part for part in (", ".join(commits[:-1]), *commits[-1:]) if part)
     commit = f" from commit {listed}" if commits else ""
     return (
@@ -126,10 +126,10 @@ def _comparisons(study: Study, size: str, outcomes: Sequence[Outcome]) -> list[l
     columns = [column for column in study.columns if column in COMPARED]
     compared: dict[tuple[str, str, str], Spread] = {}
     for setting, column, arm in itertools.product(at_size.settings, columns, at_size.arms):
-        found = paired(outcomes, setting, arm, kind=column, baseline=baseline)
-        if arm != baseline and found is not None and found.t is not None:
+        difference = paired(outcomes, setting, arm, kind=column, baseline=baseline)
+        if arm != baseline and difference is not None and difference.t is not None:
             equal = float(column == "saving")  # a ratio is compared with 1
-            compared[setting, column, arm] = Spread(tuple(value - equal for value in found.values))
+            compared[setting, column, arm] = Spread(tuple(value - equal for value in difference.values))
     adjusted = holm({name: one.p for name, one in compared.items() if one.p is not None})
     clear = sum(p <= LEVEL for p in adjusted.values())
     title = f"{len(adjusted)} comparisons, {clear} significant"
@@ -182,8 +182,8 @@ def _cell(outcomes: Sequence[Outcome], setting: str, arm: str, column: str, base
         return shown(spread(outcomes, setting, arm, column), COLUMNS[column].form)
     if arm == baseline:
         return "–"
-    found = paired(outcomes, setting, arm, kind=column, baseline=baseline)
-    return shown(found, ".2f" if column == "saving" else "+.1f", unit="%" if column == "extra_time" else "")
+    difference = paired(outcomes, setting, arm, kind=column, baseline=baseline)
+    return shown(difference, ".2f" if column == "saving" else "+.1f", unit="%" if column == "extra_time" else "")
 
 
 def _compact(outcome: Outcome) -> dict[str, Any]:

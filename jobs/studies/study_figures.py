@@ -36,14 +36,14 @@ def draw(study: Study, size: str, outcomes: Sequence[Outcome]) -> dict[str, str]
     there = size_of(study, size)
     there = replace(there, arms={arm: it for arm, it in there.arms.items() if any(o.arm == arm for o in outcomes)})
     with matplotlib.rc_context(STYLE):
-        found = {"final.svg": _final(study, there, outcomes)} if outcomes else {}
+        figures = {"final.svg": _final(study, there, outcomes)} if outcomes else {}
         if outcomes and study.against:
-            found[f"against-{study.against.replace('_', '-')}.svg"] = _against(study, there, outcomes, study.against)
+            figures[f"against-{study.against.replace('_', '-')}.svg"] = _against(study, there, outcomes, study.against)
         for column in study.curves:
             # A setting whose runs were measured only once has no curve; its value is in the table.
             if curved := {o.setting for o in outcomes if len(curve(outcomes, o.setting, o.arm, column)) > 1}:
-                found[f"curve-{column.replace('_', '-')}.svg"] = _curves(study, there, outcomes, column, curved)
-    return found
+                figures[f"curve-{column.replace('_', '-')}.svg"] = _curves(study, there, outcomes, column, curved)
+    return figures
 
 
 def _final(study: Study, size: Size, outcomes: Sequence[Outcome]) -> str:

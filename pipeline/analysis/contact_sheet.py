@@ -54,14 +54,14 @@ def _read(
     manifest: Manifest, wanted: Collection[tuple[str, int]], caption: CaptionField
 ) -> dict[tuple[str, int], tuple[str, str]]:
     """The thumbnail, as a data URL, and the caption of samples, by shard and row."""
-    found: dict[tuple[str, int], tuple[str, str]] = {}
+    pairs: dict[tuple[str, int], tuple[str, str]] = {}
     last = dict(sorted(wanted))  # the last wanted row of each shard
     for shard in (shard for shard in manifest.shards if shard.name in last):
         with open_records(manifest.url(shard), skip=0, caption_suffix=caption.suffix) as records:
             for row, record in enumerate(itertools.islice(records, last[shard.name] + 1)):
                 if (shard.name, row) in wanted:
-                    found[shard.name, row] = _thumbnail(record.image or b""), caption.read(record)
-    return found
+                    pairs[shard.name, row] = _thumbnail(record.image or b""), caption.read(record)
+    return pairs
 
 
 def _thumbnail(body: bytes) -> str:

@@ -91,13 +91,13 @@ def write_features(
         if batch.ends_shard:
             on_shard(done := done + 1, len(mine))
     lost = sum(missing(index) for index in left) - problems.total()
-    found = world.gather_objects((lost, problems))
-    if lost := sum(number for number, _ in found):
+    gathered = world.gather_objects((lost, problems))
+    if lost := sum(number for number, _ in gathered):
         raise UserError(
             f"The features of {lost:,} samples could not be stored in {file.path}: the disk is full, they are not "
             "finite, or another job writes others there. Run it again when the cause is removed; what is stored stays."
         )
-    reasons = sum((counts for _, counts in found), Counter[str]())
+    reasons = sum((counts for _, counts in gathered), Counter[str]())
     if away := [reason for reason in reasons if reason.startswith(UNREAD)]:
         raise UserError(
             f"{sum(reasons[reason] for reason in away):,} samples are in shards that cannot be read ({away[0]}). Run "

@@ -194,23 +194,23 @@ def measure(
     parts = [_compare(objective, pairs, slice(step * local, (step + 1) * local), world) for step in range(wanted)]
     ids, values = (torch.cat(part) for part in zip(*parts, strict=True))
     of_sides = values.unbind(1)
-    found = Rows(ids, *((of_sides[i], of_sides[i + 1]) for i in range(0, 8, 2)))
-    exact, tau = torch.cat(found.exact), torch.cat(found.tau)
+    gathered_rows = Rows(ids, *((of_sides[i], of_sides[i + 1]) for i in range(0, 8, 2)))
+    exact, tau = torch.cat(gathered_rows.exact), torch.cat(gathered_rows.tau)
     measurement = Measurement(
         step=checkpoint.step,
         samples=int(checkpoint.meta["samples"]),
         batch_size=run.batch_size,
         pairs=world.size * len(pairs.sample_id),
         left_over=left_over,
-        rows=len(found.sample_id),
+        rows=len(gathered_rows.sample_id),
         tau=float(tau.mean()),
         mean=float(exact.mean()),
         variance=float(exact.var(correction=0)),
-        cold=_errors(torch.cat(found.cold), exact),
-        in_use=_errors(torch.cat(found.in_use), exact),
+        cold=_errors(torch.cat(gathered_rows.cold), exact),
+        in_use=_errors(torch.cat(gathered_rows.in_use), exact),
         fresh=objective.restarts(),
     )
-    return measurement, found
+    return measurement, gathered_rows
 
 
 def save_rows(path: Path, rows: Rows) -> None:
@@ -287,12 +287,12 @@ def checkpoints_of(run: Path, *, on_damage: Callable[[str], None]) -> list[Check
     Raises:
         UserError: There is no undamaged checkpoint.
     """
-    found = []
+    checkpoints = []
     for path in finished_checkpoints(run) or [run]:
         try:
-            found.append(open_checkpoint(path))
+            checkpoints.append(open_checkpoint(path))
         except UserError as error:
             on_damage(f"{path} is skipped: {error}")
-    if not found:
+    if not checkpoints:
         raise UserError(f"There are no good checkpoints in {run}: give a run's folder, or one of its checkpoints.")
-    return sorted(found, key=lambda checkpoint: checkpoint.step)
+    return sorted(checkpoints, key=lambda checkpoint: checkpoint.step)

@@ -125,18 +125,18 @@ def reference_pairs(model: EvaluationModel, pairs: PairReader, *, count: int) ->
         UserError: No pair of the dataset can be read.
     """
     order = sorted(range(len(pairs.manifest.shards)), key=lambda index: draw(index, 1))
-    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    references: list[tuple[Tensor, Tensor, Tensor]] = []
     total = 0
     for batch in pairs.read(order):
         if batch.captions:
             image, text = encode(model, batch)
-            found.append((image, text, torch.tensor(batch.sample_ids, device=image.device)))
+            references.append((image, text, torch.tensor(batch.sample_ids, device=image.device)))
             total += len(image)
         if total >= count:
             break
     if total < 2:
         raise UserError(f"{pairs.manifest.root} holds fewer than two readable pairs: there is nothing to compare with.")
-    image, text, ids = (torch.cat(parts)[:count] for parts in zip(*found, strict=True))
+    image, text, ids = (torch.cat(parts)[:count] for parts in zip(*references, strict=True))
     return image, text, ids
 
 

@@ -211,10 +211,10 @@ def gradient_in_moment(config: OptimizerConfig) -> dict[str, tuple[float, float]
     if config.name == "sgd":
         return {"momentum_buffer": (config.momentum, 1.0)}
     kept = config.betas[1] if config.name == "lion" else config.betas[0]
-    found = {"exp_avg": (kept, 1.0 - kept)}
+    shares = {"exp_avg": (kept, 1.0 - kept)}
     if config.name == "muon":
-        found["momentum_buffer"] = (config.momentum, 1.0 - config.momentum)
-    return found
+        shares["momentum_buffer"] = (config.momentum, 1.0 - config.momentum)
+    return shares
 
 
 def decay_in_gradient(config: OptimizerConfig, parameter: Tensor) -> Tensor:
@@ -244,9 +244,9 @@ def rate_shares(names: Iterable[str], *, decay: float) -> dict[str, float]:
 
 def _place(name: str) -> tuple[int, int] | str:
     """The numbers of a parameter's block in its tower; "before" or "after" for one that is in none."""
-    found = _BLOCK.search(name)
-    if found:
-        return int(found.group(1)), int(found.group(2) or 0)
+    match = _BLOCK.search(name)
+    if match:
+        return int(match.group(1)), int(match.group(2) or 0)
     return "before" if _BEFORE.search(name) else "after"
 
 

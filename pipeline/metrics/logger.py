@@ -156,12 +156,12 @@ class Telemetry:
         """Log the distributions of the finite values of CPU tensors; tensors without finite values are skipped."""
         if not self._sinks:
             return
-        found = {}
+        summaries = {}
         for name, value in values.items():
             finite = value[torch.isfinite(value)].flatten()
             if finite.numel():
-                found[name] = Distribution(finite, np.quantile(finite.numpy(), QUANTILES).tolist())
-        self._each(lambda sink: sink.distributions(step=step, levels=QUANTILES, values=found))
+                summaries[name] = Distribution(finite, np.quantile(finite.numpy(), QUANTILES).tolist())
+        self._each(lambda sink: sink.distributions(step=step, levels=QUANTILES, values=summaries))
 
     def pictures(self, *, step: int, grid: np.ndarray, captions: Sequence[str]) -> None:
         """Log a uint8 [H, W, 3] picture of some samples of the batch, and their captions."""

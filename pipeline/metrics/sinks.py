@@ -99,7 +99,7 @@ class JsonLines(QuietSink):
         self._write({"kind": kind, "step": step, "time": round(time.time(), 3), **rounded})
 
     def distributions(self, *, step: int, levels: Sequence[float], values: Mapping[str, Distribution]) -> None:
-        quantiles = {name: [float(f"{q:.6g}") for q in found.quantiles] for name, found in values.items()}
+        quantiles = {name: [float(f"{q:.6g}") for q in summary.quantiles] for name, summary in values.items()}
         self._write({"kind": "distribution", "step": step, "quantiles": list(levels), **quantiles})
 
     def event(self, message: str, *, facts: Mapping[str, Any]) -> None:

@@ -143,13 +143,13 @@ def use_packed_attention(clip: nn.Module) -> int:
 
     causal = causal_text_transformer(clip)
     inside = set(causal.modules()) if causal is not None else set()
-    found: dict[nn.Module, type[nn.Module]] = {}
+    classes: dict[nn.Module, type[nn.Module]] = {}
     for block in clip.modules():
         attention = getattr(block, "attn", None)
         if isinstance(block, ResidualAttentionBlock) and not hasattr(block, "ln_1_kv") and _can_pack(attention):
-            found[attention] = CausalPackedAttention if block in inside else PackedAttention
-    replace_modules(clip, found)
-    return len(found)
+            classes[attention] = CausalPackedAttention if block in inside else PackedAttention
+    replace_modules(clip, classes)
+    return len(classes)
 
 
 def causal_text_transformer(clip: nn.Module) -> nn.Module | None:
@@ -191,8 +191,8 @@ def lookup(ids: Tensor, table: Tensor, *, padding: int | None = None) -> Tensor:
     """
     if table.device.type != "cpu" or table.dtype == torch.float32:
         return nn.functional.embedding(ids, table, padding)
-    found: Tensor = _Lookup.apply(ids, table, padding)
-    return found
+    rows: Tensor = _Lookup.apply(ids, table, padding)
+    return rows
 
 
 class _Lookup(torch.autograd.Function):

@@ -176,7 +176,7 @@ def _is_sequence(items: Any) -> bool:
 
 def _features(model: EvaluationModel, items: Sequence[Any], *, size: int, of_texts: bool = False) -> Tensor:
     """[n, d] unit-norm features on the CPU."""
-    device, found = next(model.towers.parameters()).device, [torch.empty(0, model.dim)]
+    device, parts = next(model.towers.parameters()).device, [torch.empty(0, model.dim)]
     for start in range(0, len(items), size):
         batch = items[start : start + size]
         if of_texts:
@@ -184,8 +184,8 @@ def _features(model: EvaluationModel, items: Sequence[Any], *, size: int, of_tex
         else:
             opened = (model.preprocess(_open(image, model.architecture.background)) for image in batch)
             features = model.encode_image(torch.stack([*opened]).to(device))
-        found.append(features.float().cpu())
-    return torch.cat(found)
+        parts.append(features.float().cpu())
+    return torch.cat(parts)
 
 
 def _open(image: Any, background: Colour) -> Any:

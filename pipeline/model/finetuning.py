@@ -105,7 +105,7 @@ def is_adapter(name: str) -> bool:
 
 def merged(weights: Mapping[str, Tensor], config: LoraConfig) -> dict[str, Tensor]:
     """Weights of a model with adapters as those of open_clip's model without them: W + scale B A."""
-    found = {}
+    whole = {}
     for name, value in weights.items():
         if is_adapter(name):
             continue
@@ -113,8 +113,8 @@ def merged(weights: Mapping[str, Tensor], config: LoraConfig) -> dict[str, Tenso
         if adapted and kind == "weight":
             a, b = (weights[f"{layer}.lora_{side}.default.weight"] for side in "AB")
             value = value + config.scale * (b @ a)
-        found[f"{layer}.{kind}" if adapted else name] = value
-    return found
+        whole[f"{layer}.{kind}" if adapted else name] = value
+    return whole
 
 
 @dataclass(frozen=True)

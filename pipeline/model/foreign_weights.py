@@ -132,8 +132,8 @@ def _preprocessing(folder: Path) -> dict[str, Any]:
         stored = _json(folder / "preprocessor_config.json")
     elif (folder / "processor_config.json").is_file():
         stored = _json(folder / "processor_config.json").get("image_processor") or {}
-    found = {key: stored[f"image_{key}"] for key in ("mean", "std") if stored.get(f"image_{key}")}
-    return {**found, "interpolation": "bilinear" if stored.get("resample") == 2 else "bicubic"}
+    preprocessing = {key: stored[f"image_{key}"] for key in ("mean", "std") if stored.get(f"image_{key}")}
+    return {**preprocessing, "interpolation": "bilinear" if stored.get("resample") == 2 else "bicubic"}
 
 
 def read_state(path: Path) -> dict[str, Tensor]:
@@ -209,26 +209,26 @@ def from_transformers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         UserError: There are weights that open_clip's CLIP does not have.
     """
     ours = {theirs: part for part, theirs in BLOCK_PARTS.items()}
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     for name, value in state.items():
         block = re.fullmatch(r"(text|vision)_model\.encoder\.layers\.(\d+)\.(.+)\.(weight|bias)", name)
         if name.endswith("position_ids"):
             continue
         if name in _NAMES:
-            found[_NAMES[name]] = value.T if name.endswith("_projection.weight") else value
+            weights[_NAMES[name]] = value.T if name.endswith("_projection.weight") else value
         elif block:
             tower, number, part, kind = block.groups()
             place = f"{'visual.' if tower == 'vision' else ''}transformer.resblocks.{number}"
             if part == "self_attn.q_proj":
                 beside = (name.replace("q_proj", f"{x}_proj") for x in "qkv")
-                found[f"{place}.attn.in_proj_{kind}"] = torch.cat([state[each] for each in beside])
+                weights[f"{place}.attn.in_proj_{kind}"] = torch.cat([state[each] for each in beside])
             elif part in ours:
-                found[f"{place}.{ours[part]}.{kind}"] = value
+                weights[f"{place}.{ours[part]}.{kind}"] = value
             elif part not in ("self_attn.k_proj", "self_attn.v_proj"):
                 raise UserError(f"The transformers model has the weight {name}, which open_clip's CLIP has not.")
         else:
             raise UserError(f"The transformers model has the weight {name}, which open_clip's CLIP has not.")
-    return found
+    return weights
 
 
 @contextmanager

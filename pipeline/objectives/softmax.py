@@ -154,8 +154,8 @@ class SoftmaxObjective(Objective):
         dtype = self.context.dtype
         with true_fp32(self.context.device):
             batch = self._gather((image.to(dtype), text.to(dtype)), sample_ids)
-            found = (self.cold_normalizers(batch), self.normalizers_in_use(batch), batch.tau)
-        return NormalizerEstimates(*(values[:, batch.rows] for values in found))
+            estimates = (self.cold_normalizers(batch), self.normalizers_in_use(batch), batch.tau)
+        return NormalizerEstimates(*(values[:, batch.rows] for values in estimates))
 
     def loss_and_gradients(
         self, image: Tensor, text: Tensor, *, sample_ids: Tensor, teacher: Teachers = (), keys: Tensor | None = None
@@ -178,21 +178,21 @@ class SoftmaxObjective(Objective):
     def _distilled(self, weights: AnchorWeights, batch: AnchorBatch, own: Pair, teacher: Teachers) -> AnchorWeights:
         """The weights with the teachers' loss added to loss and gradients."""
         teachers = [teacher] if isinstance(teacher, Teacher) else teacher
-        found = mean_of(
+        means = mean_of(
             [relational_loss(own, batch.features, batch.tau, teacher=one, world=self.world) for one in teachers]
         )
         scale = self.config.distill
         further = weights.feature_gradient or (torch.zeros_like(own[0]), torch.zeros_like(own[1]))
         to_tau = weights.tau_gradient
         if to_tau is not None:
-            slopes = scale * found.tau_slopes
+            slopes = scale * means.tau_slopes
             to_tau = to_tau + (slopes if to_tau.dim() else slopes.sum(1).mean())  # of every anchor, or of one for all
         return replace(
             weights,
-            loss=weights.loss + scale * found.loss,
-            feature_gradient=(further[0] + scale * found.gradients[0], further[1] + scale * found.gradients[1]),
+            loss=weights.loss + scale * means.loss,
+            feature_gradient=(further[0] + scale * means.gradients[0], further[1] + scale * means.gradients[1]),
             tau_gradient=to_tau,
-            metrics={**weights.metrics, "contrastive_loss": weights.loss, "distillation_loss": found.loss},
+            metrics={**weights.metrics, "contrastive_loss": weights.loss, "distillation_loss": means.loss},
         )
 
     def update_state(self, pending: AnchorWeights, *, lr_scale: float) -> None:

@@ -119,8 +119,8 @@ def _has_one_scan(data: bytes) -> bool:
 def markers(data: bytes) -> Iterator[tuple[int, int]]:
     """The markers of a JPEG, each with the position of what follows it."""
     place = 2
-    while found := _MARKER.search(data, place):
-        marker, place = data[found.end() - 1], found.end()
+    while match := _MARKER.search(data, place):
+        marker, place = data[match.end() - 1], match.end()
         yield marker, place
         if marker not in (*_WITHOUT_LENGTH, _END):
             place += int.from_bytes(data[place : place + 2], "big")

@@ -163,10 +163,10 @@ def orientation(image: Image.Image, data: bytes = b"") -> int:
             image.load()
         exif = Image.Exif()  # not `getexif`, which falls back on XMP
         exif.load(image.info.get("exif", b""))
-        found = exif.get(_ORIENTATION, 1)
+        value = exif.get(_ORIENTATION, 1)
     except Exception:  # damaged metadata raises exceptions of many types
         return 1
-    return found if isinstance(found, int) and 1 <= found <= 8 else 1
+    return value if isinstance(value, int) and 1 <= value <= 8 else 1
 
 
 def upright(image: Image.Image, orientation: int) -> Image.Image:

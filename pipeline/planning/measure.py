@@ -112,26 +112,26 @@ def cores_of_one(ranks: int) -> int:
     return max(1, usable_cores() // (min(ranks, gpus) if gpus > 1 else ranks))
 
 
-def forecast(found: RunMeasurement, run: RunConfig) -> Forecast:
+def forecast(measured: RunMeasurement, run: RunConfig) -> Forecast:
     """The rate, time and bottleneck of a run."""
-    per_step = found.local_batch / found.training + found.snapshot_seconds / run.checkpoint.every
-    rate = found.local_batch / per_step * found.ranks
-    return Forecast(rate, run.samples / rate / 3600, _bottleneck(found))
+    per_step = measured.local_batch / measured.training + measured.snapshot_seconds / run.checkpoint.every
+    rate = measured.local_batch / per_step * measured.ranks
+    return Forecast(rate, run.samples / rate / 3600, _bottleneck(measured))
 
 
-def _bottleneck(found: RunMeasurement) -> str:
+def _bottleneck(measured: RunMeasurement) -> str:
     """What limits the rate, and what would change it."""
-    gain = found.step / found.training
-    if found.data_wait >= WAITING and gain > 1.05:
-        more = max(1, math.ceil(found.workers * found.step / found.loader) - found.workers)
-        if found.workers + 1 >= found.cores:
+    gain = measured.step / measured.training
+    if measured.data_wait >= WAITING and gain > 1.05:
+        more = max(1, math.ceil(measured.workers * measured.step / measured.loader) - measured.workers)
+        if measured.workers + 1 >= measured.cores:
             return (
-                f"data: steps alone are {gain:.1f}x as fast, but this rank's {found.cores} cores are in use: store "
+                f"data: steps alone are {gain:.1f}x as fast, but this rank's {measured.cores} cores are in use: store "
                 "smaller images, or use more cores per GPU"
             )
         return f"data: {more} more workers would give up to {gain:.1f}x"
-    total = sum(found.phases.values())
-    name, longest = max(found.phases.items(), key=lambda item: item[1])
+    total = sum(measured.phases.values())
+    name, longest = max(measured.phases.items(), key=lambda item: item[1])
     text = f"compute: {name} takes {longest / total:.0%} of a step"
     if gain > 1.05:
         text += f"; steps alone are {gain:.2f}x as fast, because loader and steps share this machine's cores"

@@ -65,33 +65,33 @@ def check_transport(log: str, figures: str, *, network: Mapping[str, float]) -> 
     chosen = re.search(r"Using network (\S+)", log)
     transport, speed = chosen[1] if chosen else "unknown", sum(network.values())
     names = ", ".join(network)
-    found = f"{figures}; between nodes NCCL would use NET/{transport}" if chosen or network else figures
+    outcome = f"{figures}; between nodes NCCL would use NET/{transport}" if chosen or network else figures
     if network and not speed:
         remedy = "see `ibstat` or `rdma link`; nodes exchange data by TCP until a port is up"
-        return DoctorFinding("NCCL", "note", f"{found}; no port of {names} is active", remedy)
+        return DoctorFinding("NCCL", "note", f"{outcome}; no port of {names} is active", remedy)
     if network and transport == "unknown":
         remedy = "run the second check of 'Before you rent 64 GPUs' (docs/cluster.md), whose log shows it"
-        return DoctorFinding("NCCL", "note", f"{found}: it has not said which; this node has {names}", remedy)
+        return DoctorFinding("NCCL", "note", f"{outcome}: it has not said which; this node has {names}", remedy)
     if network and transport == "Socket":
         remedy = (
             "install libibverbs1 ibverbs-providers librdmacm1; a container needs --device=/dev/infiniband --ulimit "
             "memlock=-1; unset NCCL_IB_DISABLE"
         )
-        return DoctorFinding("NCCL", "broken", f"{found} (TCP), although this node has {names}", remedy)
-    found += f" ({names}: {speed / 8:,.0f} GB/s together)" if network else ""
-    return DoctorFinding("NCCL", "good", found)
+        return DoctorFinding("NCCL", "broken", f"{outcome} (TCP), although this node has {names}", remedy)
+    outcome += f" ({names}: {speed / 8:,.0f} GB/s together)" if network else ""
+    return DoctorFinding("NCCL", "good", outcome)
 
 
 def adapters(folder: Path = Path("/sys/class/infiniband")) -> Mapping[str, float]:
     """Gbit/s of the node's InfiniBand and RoCE adapters, their active ports together."""
-    found: dict[str, float] = {}
+    speeds: dict[str, float] = {}
     for device in sorted(folder.iterdir()) if folder.is_dir() else ():
-        found[device.name] = 0.0
+        speeds[device.name] = 0.0
         for port in device.glob("ports/*"):
             with suppress(OSError, ValueError, IndexError):
                 if "ACTIVE" in (port / "state").read_text():
-                    found[device.name] += float((port / "rate").read_text().split()[0])
-    return found
+                    speeds[device.name] += float((port / "rate").read_text().split()[0])
+    return speeds
 
 
 SIDE, STORED, IMAGES = 224, 384, 32
@@ -119,23 +119,23 @@ def check_loading(
         return DoctorFinding("loading", "note", f"not measured: {error}", "check the folder given by --data")
     workers = default_workers(cores // ranks)
     rate = _rate(images)
-    found = (
+    outcome = (
         f"one process decodes {rate:,.0f} images/s ({what}); with the default data.workers, "
         f"{workers} per rank ({ranks} on {cores} cores), up to {workers * rate:,.0f} images/s per rank"
     )
     if needed is not None:
-        found += f"; the recipe's steps take {needed:,.0f}"
+        outcome += f"; the recipe's steps take {needed:,.0f}"
     needed = ENOUGH if needed is None else LEAST_LOADING * needed
     streams = f"data.streams of at least {workers * ranks} lets all of them work (by default at most 64)"
     if workers * rate < needed and cores // ranks - 1 > workers:
         more = min(cores // ranks - 1, math.ceil(needed / max(1.0, rate)))
-        return DoctorFinding("loading", "note", found, f"data.workers={more} data.streams={more * ranks} or more")
+        return DoctorFinding("loading", "note", outcome, f"data.workers={more} data.streams={more * ranks} or more")
     if workers * rate < needed:
         remedy = (
             "more cores per rank, images stored at about 256 px, or data.decoding=scaled for those of 448 px and more"
         )
-        return DoctorFinding("loading", "note", found, remedy)
-    return DoctorFinding("loading", "good", f"{found}; {streams}")
+        return DoctorFinding("loading", "note", outcome, remedy)
+    return DoctorFinding("loading", "good", f"{outcome}; {streams}")
 
 
 def _rate(images: Sequence[bytes]) -> float:
@@ -173,12 +173,12 @@ def _images(manifests: Sequence[str], **allowed: bool) -> tuple[list[bytes], str
     try:
         with open_shard(manifest.url(manifest.shards[0])) as file:
             wanted = members(file, wanted=lambda suffix: suffix.rpartition(".")[2] in FORMAT_SUFFIXES)
-            found = list(itertools.islice((payload for _, payload in wanted if payload), IMAGES))
+            payloads = list(itertools.islice((payload for _, payload in wanted if payload), IMAGES))
     except DamagedTar as error:
         raise UserError(f"the first shard of {manifests[0]} {error}") from error
-    if not found:
+    if not payloads:
         raise UserError(f"the first shard of {manifests[0]} has no images")
-    return found, f"of {manifests[0]}"
+    return payloads, f"of {manifests[0]}"
 
 
 def _generated() -> list[bytes]:
@@ -186,10 +186,10 @@ def _generated() -> list[bytes]:
     import numpy as np
     from PIL import Image
 
-    rng, found = np.random.default_rng(0), []
+    rng, images = np.random.default_rng(0), []
     for _ in range(4):
         noise = Image.fromarray(rng.integers(0, 256, (STORED // 10, STORED * 2 // 15, 3), dtype=np.uint8))
         out = io.BytesIO()
         noise.resize((STORED * 4 // 3, STORED), Image.Resampling.BICUBIC).save(out, "JPEG", quality=90)
-        found.append(out.getvalue())
-    return found
+        images.append(out.getvalue())
+    return images

@@ -59,8 +59,8 @@ def check_packages(constraints: Path | None) -> Iterator[DoctorFinding]:
     elif seen:
         yield DoctorFinding("packages", "good", f"all {seen} requirements are met")
     else:
-        found = f"not compared: {PACKAGE} is not installed, and there is no pyproject.toml at {ROOT}"
-        yield DoctorFinding("packages", "note", found, INSTALL)
+        outcome = f"not compared: {PACKAGE} is not installed, and there is no pyproject.toml at {ROOT}"
+        yield DoctorFinding("packages", "note", outcome, INSTALL)
     if constraints is not None:
         yield _against(constraints)
 
@@ -98,9 +98,9 @@ def check_gpus() -> Iterator[DoctorFinding]:
 
     if not torch.cuda.is_available():
         if shutil.which("nvidia-smi") or Path("/dev/nvidia0").exists():
-            found = f"a driver is installed, but torch {torch.__version__} sees no GPU"
+            outcome = f"a driver is installed, but torch {torch.__version__} sees no GPU"
             remedy = "install a torch build for this driver; a container needs --gpus all (Docker) or --nv (Apptainer)"
-            yield DoctorFinding("GPUs", "broken", found, remedy)
+            yield DoctorFinding("GPUs", "broken", outcome, remedy)
             return
         yield DoctorFinding("GPUs", "note", "none: training runs on the CPU", "real runs need a GPU")
         if slow := why_bf16_is_slow(torch.device("cpu")):
@@ -138,14 +138,14 @@ def check_disk(folder: Path, *, needed_gib: float) -> Iterator[DoctorFinding]:
     try:
         speed = _write_speed(existing, mib=int(min(64, max(1, free * 1024 // 4))))
     except OSError as error:
-        found = f"{existing} cannot be written: {error.strerror}"
-        yield DoctorFinding("disk writing", "broken", found, "choose an output folder that this user can write to")
+        outcome = f"{existing} cannot be written: {error.strerror}"
+        yield DoctorFinding("disk writing", "broken", outcome, "choose an output folder that this user can write to")
         return
-    found = f"{speed:.0f} MiB/s at {existing}"
+    outcome = f"{speed:.0f} MiB/s at {existing}"
     if speed < 50:
-        yield DoctorFinding("disk writing", "note", found, "checkpoints will be slow: a local disk helps")
+        yield DoctorFinding("disk writing", "note", outcome, "checkpoints will be slow: a local disk helps")
     else:
-        yield DoctorFinding("disk writing", "good", found)
+        yield DoctorFinding("disk writing", "good", outcome)
 
 
 def _write_speed(folder: Path, *, mib: int) -> float:
@@ -181,12 +181,12 @@ def check_memory(shm: Path = Path("/dev/shm")) -> Iterator[DoctorFinding]:
 
 def check_compiler() -> DoctorFinding:
     """ninja and a C++ compiler, which only DeepSpeed's compiled operations and torch.compile need."""
-    compiler = next((found for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), None)
+    compiler = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
     ninja = shutil.which("ninja") or (version_of("ninja") != "absent" and "the ninja package")
     missing = [name for name, there in (("a C++ compiler", compiler), ("ninja", ninja)) if not there]
     if missing:
-        found = f"{' and '.join(missing)} missing: no model.compile, no DeepSpeed ops"
-        return DoctorFinding("compiler", "note", found, "apt-get install g++; pip install ninja")
+        outcome = f"{' and '.join(missing)} missing: no model.compile, no DeepSpeed ops"
+        return DoctorFinding("compiler", "note", outcome, "apt-get install g++; pip install ninja")
     return DoctorFinding("compiler", "good", f"{compiler}, {ninja}")
 
 
@@ -219,20 +219,20 @@ def check_data(manifest: str, *, needed: float | None = None, **allowed: bool) -
                     if enough():
                         break
         except OSError as error:
-            found = f"{url} cannot be read: {error}"
-            yield DoctorFinding("data", "broken", found, "check mounts, credentials and the manifest")
+            outcome = f"{url} cannot be read: {error}"
+            yield DoctorFinding("data", "broken", outcome, "check mounts, credentials and the manifest")
             return
         if enough():
             break
     speed = count / (time.perf_counter() - start)
     per_sample = loaded.bytes / loaded.n
     rate = f"{speed / 2**20:,.0f} MiB/s, {speed / per_sample:,.0f} samples/s"
-    found = f"{loaded.n:,} samples; one reader reaches {rate} (the page cache included)"
+    outcome = f"{loaded.n:,} samples; one reader reaches {rate} (the page cache included)"
     if needed is not None:
         needed_mib = needed * per_sample / 2**20
-        found += f"; the recipe's steps take {needed_mib:,.0f} MiB/s, {needed:,.0f} samples/s on this node"
+        outcome += f"; the recipe's steps take {needed_mib:,.0f} MiB/s, {needed:,.0f} samples/s on this node"
     if needed is not None and speed < needed * per_sample:
         remedy = "workers read in parallel: `neuclip plan --measure` shows if it is enough"
-        yield DoctorFinding("data", "note", found, remedy)
+        yield DoctorFinding("data", "note", outcome, remedy)
     else:
-        yield DoctorFinding("data", "good", found)
+        yield DoctorFinding("data", "good", outcome)

@@ -186,7 +186,7 @@ def stage_costs(
     run: RunConfig, *, dataset_size: int, accumulation: bool, assume: Assumptions
 ) -> list[tuple[str, Cost]]:
     """Description and cost of each stage."""
-    found = []
+    costs = []
     for stage in stages_of(run):
         towers, architecture, _ = measured_towers(stage.run.model)
         steps = stage.end - stage.first
@@ -203,8 +203,8 @@ def stage_costs(
             passes=(image, text),
             assume=assume,
         )
-        found.append((stage.describe(image_size=architecture.image_size), cost))
-    return found
+        costs.append((stage.describe(image_size=architecture.image_size), cost))
+    return costs
 
 
 @functools.cache

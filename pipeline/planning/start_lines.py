@@ -53,11 +53,11 @@ def start_lines(run: RunConfig, *, pairs: int | None, ranks: int, scaled: Mappin
         "learning rate": f"{run.optimizer.lr:g}{was}",
         "output": f"{run.output}; to look at it: neuclip report {output}{board}",
     }
-    found = [f"{label:<14} {text}" for label, text in lines.items()]
+    rows = [f"{label:<14} {text}" for label, text in lines.items()]
     if on_cpu:
         costs = stage_costs(run, dataset_size=pairs or run.samples, accumulation=False, assume=UNKNOWN_DATA)
-        found += _unlikely(step=sum(cost.flops for _, cost in costs) / steps, ranks=ranks)
-    return found
+        rows += _unlikely(step=sum(cost.flops for _, cost in costs) / steps, ranks=ranks)
+    return rows
 
 
 def _unlikely(*, step: float, ranks: int) -> list[str]:

@@ -217,8 +217,8 @@ class Trainer:
 
     def _without_batch(self, problem: NoBatch | UserError | None, *, unread: bool) -> RunEnds:
         """Why some ranks had no batch, which is logged. Collective."""
-        found = self.world.gather_objects((str(problem or ""), unread))
-        text, unread = next((entry for entry in found if entry[0]), ("", False))  # a NoBatch has no text
+        problems = self.world.gather_objects((str(problem or ""), unread))
+        text, unread = next((entry for entry in problems if entry[0]), ("", False))  # a NoBatch has no text
         why = "A rank had no batch when the signal came"
         if text:
             why = "The next batch cannot be read" if unread else "Stored features are missing"

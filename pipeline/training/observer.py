@@ -111,8 +111,8 @@ class Observer:
                 "gradient_of_image_feature": output.grad_image.norm(dim=1),
                 "gradient_of_text_feature": output.grad_text.norm(dim=1),
             }
-            found = {**output.distributions, **self.state.objective.distributions(), **norms}
-            self.telemetry.distributions(step=step, values={name: v.float().cpu() for name, v in found.items()})
+            histograms = {**output.distributions, **self.state.objective.distributions(), **norms}
+            self.telemetry.distributions(step=step, values={name: v.float().cpu() for name, v in histograms.items()})
         if step % PICTURES_EVERY == 0 and len(batch.image):
             rows = slice(0, 16)
             captions = captions_of(batch.text[rows].cpu(), self.tokenizer)
@@ -226,14 +226,14 @@ def slowest_rank(world: World, rates: Mapping[str, float], *, batch_size: int) -
     speed = rates["samples_per_second"]
     waited = rates.get("time_communication", 0.0) + rates.get("time_optimizer", 0.0)
     own_ms = 1e3 * batch_size / speed * max(0.0, 1.0 - waited) if speed else 0.0
-    found = world.all_gather(torch.tensor([[own_ms, rates["data_wait"]]], device=world.device)).tolist()
-    times = [own for own, _ in found]
+    gathered = world.all_gather(torch.tensor([[own_ms, rates["data_wait"]]], device=world.device)).tolist()
+    times = [own for own, _ in gathered]
     slowest = times.index(max(times))
     return {
         "slowest_rank": float(slowest),
         "slowest_rank_ms": times[slowest],
         "median_rank_ms": statistics.median_low(times),
-        "slowest_rank_data_wait": found[slowest][1],
+        "slowest_rank_data_wait": gathered[slowest][1],
     }
 
 
@@ -244,7 +244,7 @@ def describe_hosts(world: World) -> str:
         ranks.setdefault(host, []).append(rank)
     if len(ranks) == 1:
         return ""
-    return "Ranks by host: " + "; ".join(f"{host} {_spans(found)}" for host, found in ranks.items()) + "."
+    return "Ranks by host: " + "; ".join(f"{host} {_spans(numbers)}" for host, numbers in ranks.items()) + "."
 
 
 def _spans(numbers: list[int]) -> str:

@@ -71,16 +71,16 @@ class PeriodicEvaluation:
         """One sentence on the tasks that failed since this process started; empty when none did."""
         if not self._failed:
             return ""
-        found = "; ".join(f"{task} (step {', '.join(map(str, steps))})" for task, steps in self._failed.items())
+        tasks = "; ".join(f"{task} (step {', '.join(map(str, steps))})" for task, steps in self._failed.items())
         where = self._run / "evaluation"
-        return f"Tasks without a score: {plain(found, longest=600)}. The reasons are in {where}/step-*/summary.json."
+        return f"Tasks without a score: {plain(tasks, longest=600)}. The reasons are in {where}/step-*/summary.json."
 
 
 def scores_are_logged(run: Path, step: int, *, world: World) -> bool:
     """Whether the scores after this step are in a run's metrics, into which they come last. Collective."""
     records = read_records(run / METRICS_NAME) if world.is_main else []
-    found = any(record.get("kind") == "evaluation" and record.get("step") == step for record in records)
-    return bool(world.gather_objects(found)[0])
+    is_logged = any(record.get("kind") == "evaluation" and record.get("step") == step for record in records)
+    return bool(world.gather_objects(is_logged)[0])
 
 
 def missed_tests(run: RunConfig, checkpoint: Checkpoint, *, world: World) -> set[str]:

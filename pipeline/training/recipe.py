@@ -201,8 +201,8 @@ def check_run(run: RunConfig, *, world_size: int) -> None:
             "whole towers locked or none (no model.unlocked_*_blocks)":
                 run.model.unlocked_image_blocks + run.model.unlocked_text_blocks > 0,
         }  # fmt: skip
-        if found := [what for what, wrong in refused.items() if wrong]:
-            raise UserError(f"model.lora needs {'; '.join(found)}.")
+        if wrong_settings := [what for what, wrong in refused.items() if wrong]:
+            raise UserError(f"model.lora needs {'; '.join(wrong_settings)}.")
     ends = [0, *(end for _, end in stage_steps(run.schedule, total_steps=run.total_steps))]
     if any(end <= first for first, end in itertools.pairwise(ends)):
         raise UserError(

@@ -135,10 +135,10 @@ def add_recipe_keys(recipe: Mapping[str, Any], above: Mapping[str, Any]) -> tupl
         UserError: `methods` names no method, a value is of the wrong type, or the overrides have `extends`.
     """
     given = {key: value for key, value in above.items() if key in cfg.keys(RecipeKeys) and key not in BUDGETS}
-    found = cfg.parse(RecipeKeys, given)
-    if found.extends is not None:
-        raise UserError(f"extends = {found.extends!r} is for recipes only: give --recipe {found.extends}.")
-    for name in found.methods or {}:
+    parsed = cfg.parse(RecipeKeys, given)
+    if parsed.extends is not None:
+        raise UserError(f"extends = {parsed.extends!r} is for recipes only: give --recipe {parsed.extends}.")
+    for name in parsed.methods or {}:
         parse_objective({"name": name})  # an unknown name ends here
     return cfg.merge(recipe, given), {key: value for key, value in above.items() if key not in given}
 

@@ -229,12 +229,12 @@ def _has_begun(folder: Path, origin: Origin, *, world: World, copies: Mirror | N
         UserError: The folder has checkpoints of a run with another origin. On every rank.
     """
     begun, problem = False, ""
-    if world.is_main and (found := checkpoint_folders(folder)):
+    if world.is_main and (folders := checkpoint_folders(folder)):
         begun = origin.is_of(read_origin(folder))
         if not begun:
             missing = "" if Path(origin.checkpoint).exists() else ", which does not exist"
             problem = (
-                f"{folder} has checkpoints ({found[-1].name} and others) of a run that was not begun from "
+                f"{folder} has checkpoints ({folders[-1].name} and others) of a run that was not begun from "
                 f"{origin.checkpoint}{missing}: choose another output, or continue that run with --resume latest."
             )
     elif world.is_main and copies:

@@ -64,10 +64,10 @@ class SkippedSteps:
 
         `newest` returns the newest checkpoint up to a step; `step` counts the skipped steps, too.
         """
-        found = newest(self.last_good(step)) or newest(step - self.in_a_row)
-        if found is not None and found.step == self.rolled_back_to:
-            return newest(found.step - 1) or found
-        return found
+        checkpoint = newest(self.last_good(step)) or newest(step - self.in_a_row)
+        if checkpoint is not None and checkpoint.step == self.rolled_back_to:
+            return newest(checkpoint.step - 1) or checkpoint
+        return checkpoint
 
     def roll_back(self, to: int) -> None:
         """Count a roll-back to the checkpoint of this step."""

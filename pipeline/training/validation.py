@@ -195,8 +195,8 @@ def validation_scores(image: Tensor, text: Tensor, *, tau: float, world: World |
         own.append([_block(*side, start, tau=tau) for side in ((image, text), (text, image))])
         world.progress()
     world.wait_for_all()
-    found = world.gather_objects(own)
-    parts = [found[number % world.size][number // world.size] for number in range(len(blocks))]
+    gathered = world.gather_objects(own)
+    parts = [gathered[number % world.size][number // world.size] for number in range(len(blocks))]
     losses, hits = ([sum(part[side][k] for part in parts) / len(image) for side in (0, 1)] for k in (0, 1))
     return {
         "loss": sum(losses) / 2,

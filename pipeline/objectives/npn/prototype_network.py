@@ -94,12 +94,12 @@ class PrototypeNpn(Npn):
         live = int(self.live)
         if not live:
             raise RuntimeError("there are no prototypes before the first committed step")
-        space, found = Workspace(), []
+        space, parts = Workspace(), []
         for side in (0, 1):
             full, weight = replace(anchors[side], low=None), self._whole(self.network.lasting["weight"][side], live)
             at = FUSED.prepare(weight, full.tau, space=space)
-            found.append(prototypes.log_normalizer(full, at, workspace=space))
-        return found[0], found[1]
+            parts.append(prototypes.log_normalizer(full, at, workspace=space))
+        return parts[0], parts[1]
 
     def weight(self, side: int) -> Tensor:
         """This rank's live prototypes of one side after `advance`; all of them, [m, d], unless they are divided."""

@@ -117,7 +117,7 @@ def log_normalizer(
         passes: Implementation of the passes over memory.
         division: Given when `at` are one rank's prototypes.
     """
-    space, found = workspace or Workspace(), []
+    space, parts = workspace or Workspace(), []
     for part, z in _products(anchors, at, space, division):
         count = division.live if division else len(at.weight)
         shift, own_total = passes.sums(z, at, space)
@@ -125,8 +125,8 @@ def log_normalizer(
         if division is not None:
             shift, total = division.add_up(shift, own_total, passes), None
         alpha, _ = passes.run(normalizer_of_mean, shift, part, count, total)
-        found.append(alpha)
-    return torch.cat(found)
+        parts.append(alpha)
+    return torch.cat(parts)
 
 
 def unit_gradient(
@@ -188,14 +188,14 @@ def alpha_slopes(anchors: Anchors, weight_md: Tensor, partners_bd: Tensor) -> tu
         d alpha/d e [b, d], d alpha/d partner [b, d], d alpha/d tau [b].
     """
     unit = weight_md / weight_md.norm(dim=1, keepdim=True)
-    full, space, found, start = replace(anchors, low=None), Workspace(), [], 0
+    full, space, slopes, start = replace(anchors, low=None), Workspace(), [], 0
     at = FUSED.prepare(weight_md, full.tau, space=space)
     for part, z in _products(full, at, space, None):
         powers, shift, total = FUSED.exponentials(z, at, space)
         _, share = normalizer_of_mean(shift, part, len(weight_md), total)
         rows = slice(start, start := start + len(part))
-        found.append(mean_slopes(part, (powers @ unit) * (share / total)[:, None], share, partners_bd[rows]))
-    first, second, third = (torch.cat(parts) for parts in zip(*found, strict=True))
+        slopes.append(mean_slopes(part, (powers @ unit) * (share / total)[:, None], share, partners_bd[rows]))
+    first, second, third = (torch.cat(parts) for parts in zip(*slopes, strict=True))
     return first, second, third
 
 

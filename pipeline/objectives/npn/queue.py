@@ -44,15 +44,15 @@ class QueueNpn(Npn):
             self._in_use = copy.deepcopy(self.queue)
             self._in_use.add(batch)
         own = anchors[0].take(batch.rows), anchors[1].take(batch.rows)
-        found = self.context.world.all_gather(self._means(own, self._in_use))
-        alpha = found[:, 0], found[:, 1]
-        return Prediction(alpha, alpha, prototypes=found[:, 2])
+        means = self.context.world.all_gather(self._means(own, self._in_use))
+        alpha = means[:, 0], means[:, 1]
+        return Prediction(alpha, alpha, prototypes=means[:, 2])
 
     def predict(self, anchors: BothSides) -> Pair:
         if not self.queue.filled:
             raise RuntimeError("there are no prototypes before the first committed step")
-        found = self._means(anchors, self.queue)
-        return found[:, 0], found[:, 1]
+        means = self._means(anchors, self.queue)
+        return means[:, 0], means[:, 1]
 
     def commit(self, update: AnchorBatch) -> None:
         self.queue.add(update)
@@ -73,7 +73,7 @@ class QueueNpn(Npn):
 
     def _means(self, anchors: BothSides, queue: FeatureQueue) -> Tensor:
         """alpha of both sides and the number of features it is a mean over, [b, 3]."""
-        found, features = [], queue.features[:, : queue.filled]
+        means, features = [], queue.features[:, : queue.filled]
         scaled = torch.stack([anchors[0].features, anchors[1].features]) / anchors[0].tau
         for rows in row_blocks(len(anchors[0]), 2 * queue.filled, device=features.device):
             part = anchors[0].take(rows)
@@ -82,8 +82,8 @@ class QueueNpn(Npn):
             top = z.amax(2)  # softmax is faster than logsumexp, and its largest value is exp(top) / sum
             log_sum = top - torch.softmax(z, 2, out=z).amax(2).log_()
             alpha, _ = normalizer_of_mean(log_sum, part, count)
-            found.append(torch.cat([alpha, count[None]]).T)
-        return torch.cat(found)
+            means.append(torch.cat([alpha, count[None]]).T)
+        return torch.cat(means)
 
     def _others(self, anchors: Anchors, queue: FeatureQueue) -> tuple[Tensor | None, Tensor]:
         """Where a feature is of the anchor's own sample, [b, filled] or None, and the number of all others, [b]."""

@@ -113,8 +113,8 @@ def describe_measurement(run: RunConfig, *, ranks: int, gpus_per_node: int, seco
         "loader alone": f"{measured.loader:,.1f} samples/s",
         "steps alone": f"{measured.step:,.1f} samples/s ({phases})",
         "together": (
-            f"{measured.training:,.1f} samples/s ({measured.slowest:,.1f} to {measured.fastest:,.1f} in quarters of the "
-            f"time), {measured.data_wait:.0%} waiting for data"
+            f"{measured.training:,.1f} samples/s ({measured.slowest:,.1f} to {measured.fastest:,.1f} in quarters of "
+            f"the time), {measured.data_wait:.0%} waiting for data"
         ),
         "checkpoint": (
             f"training stops for {measured.snapshot_seconds:.2f} s; written after {measured.write_seconds:.2f} s"

@@ -75,9 +75,9 @@ def id_in(path: Path) -> str:
         return ""
 
 
-def is_foreign(found: str, run_id: str) -> bool:
+def is_foreign(other_id: str, run_id: str) -> bool:
     """Whether a checkpoint with the id `found` was written by another run than `run_id`."""
-    return bool(found) and found != run_id
+    return bool(other_id) and other_id != run_id
 
 
 def fallback_runs(fallback: str | None, run: Path) -> list[Path]:
@@ -177,20 +177,20 @@ def wrong_meta(meta: Mapping[str, Any], name: str) -> str:
     if meta.get("digest") != digest_of(meta):
         return f"the contents of {META_NAME} do not match their SHA-256."
     try:
-        found = _Meta.model_validate(dict(meta))
-        for file in found.files:
+        parsed = _Meta.model_validate(dict(meta))
+        for file in parsed.files:
             path_below(Path(), file, what=f"A file in {META_NAME}")
     except ValidationError as error:
         return f"{first_problem(error, file=META_NAME)}."
     except UserError as error:
         return str(error)
     needed = [MODEL_CONFIG_NAME, WEIGHTS_NAME, MOMENTS_NAME, OBJECTIVE_NAME]
-    needed += [] if found.ema_updates is None else [f"{EMA_NAME}/{WEIGHTS_NAME}"]
-    needed += [] if found.adapters_of is None else [f"{ADAPTERS_NAME}/{name}" for name in ADAPTER_FILES]
-    if missing := [file for file in needed if file not in found.files]:
+    needed += [] if parsed.ema_updates is None else [f"{EMA_NAME}/{WEIGHTS_NAME}"]
+    needed += [] if parsed.adapters_of is None else [f"{ADAPTERS_NAME}/{name}" for name in ADAPTER_FILES]
+    if missing := [file for file in needed if file not in parsed.files]:
         return f"{META_NAME} does not list {', '.join(missing)}."
-    if found.samples != found.step * found.config.batch_size or (is_name(name) and name != name_of(found.step)):
-        return f"{META_NAME} is of step {found.step} and {found.samples} samples, which {name} cannot be."
+    if parsed.samples != parsed.step * parsed.config.batch_size or (is_name(name) and name != name_of(parsed.step)):
+        return f"{META_NAME} is of step {parsed.step} and {parsed.samples} samples, which {name} cannot be."
     return ""
 
 
@@ -238,10 +238,10 @@ def publish(temporary: Path, path: Path, run_id: str, on_event: Callable[[str], 
     """Rename a checkpoint of the run `run_id` into place. One of its own is removed then, another run's is renamed."""
     old = path.with_name(f".{path.name}{REPLACED}")
     if os.path.lexists(path):
-        if is_foreign(found := id_in(path), run_id):
-            names = (f"{path.name}.run-{found}{f'.{number}' * (number > 1)}" for number in itertools.count(1))
+        if is_foreign(other_id := id_in(path), run_id):
+            names = (f"{path.name}.run-{other_id}{f'.{number}' * (number > 1)}" for number in itertools.count(1))
             old = next(other for other in map(path.with_name, names) if not other.exists())
-            on_event(f"Checkpoint {path.name} was written by another run ({found}) and is {old.name} now.")
+            on_event(f"Checkpoint {path.name} was written by another run ({other_id}) and is {old.name} now.")
         else:
             shutil.rmtree(old, ignore_errors=True)
         os.replace(path, old)

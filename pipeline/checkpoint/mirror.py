@@ -82,9 +82,9 @@ class Mirror:
                 metas[name] = {}
                 with suppress(ValueError):
                     metas[name] = parse_meta(text)
-        ids = [found for meta in reversed(metas.values()) if (found := valid_run_id(meta.get("run_id")))]
+        ids = [other_id for meta in reversed(metas.values()) if (other_id := valid_run_id(meta.get("run_id")))]
         own = ids[0] if run_id is None and ids else run_id
-        if other := next((found for found in ids if found != own), ""):
+        if other := next((other_id for other_id in ids if other_id != own), ""):
             which = f"is run {own}" if own else "is a new one; --resume latest continues that run"
             raise UserError(
                 f"The mirror {self.url} belongs to run {other}, and {self.run} {which}. "

@@ -144,8 +144,8 @@ def damage(path: Path, *, world: World | None = None, contents: bool = True) -> 
     them alone. Without `contents`, only sizes are compared and not hashes.
     """
     world = world or World()
-    found = _damage_of_share(path, rank=world.rank, ranks=world.size, contents=contents)
-    return next(filter(None, world.gather_objects(found)), None)
+    problem = _damage_of_share(path, rank=world.rank, ranks=world.size, contents=contents)
+    return next(filter(None, world.gather_objects(problem)), None)
 
 
 def _damage_of_share(path: Path, *, rank: int, ranks: int, contents: bool) -> str | None:
@@ -207,32 +207,32 @@ def agreed_checkpoint(
     """
     if resume == "latest":
         return _newest(run, world=world, on_event=on_event, not_after=not_after, fallback=fallback)
-    found = None
+    checkpoint = None
     if resume is not None:
         try:
-            found = open_checkpoint(Path(resume), world=world)
+            checkpoint = open_checkpoint(Path(resume), world=world)
         except UserError as error:
             hint = "" if is_name(Path(resume).name) else f" Give `latest`, or a folder RUN/{FOLDER_NAME}/{name_of(0)}."
             raise UserError(f"Cannot resume from {resume}: {error}{hint}") from error
-    step, run_id, problem = found.step if found else -1, run_id_of(run), ""
+    step, run_id, problem = checkpoint.step if checkpoint else -1, run_id_of(run), ""
     for folder in (run, *fallback_runs(fallback, run)) if world.is_main else ():  # others may see another state of it
         paths = [path for path in checkpoint_folders(folder) if step_of(path) > step]
         later = [path.name for path in paths if resume is None or not is_foreign(id_in(path), run_id)]
         problem = problem or (taken_by(str(folder), later, resume) if later else "")
     world.raise_together(problem)
-    return found
+    return checkpoint
 
 
 def _newest(
     run: Path, *, world: World, on_event: Callable[[str], None], not_after: int | None, fallback: str | None
 ) -> Checkpoint | None:
     folders = [run, *fallback_runs(fallback, run)]
-    found = [path for folder in folders for path in checkpoint_folders(folder)]
-    found.sort(key=step_of, reverse=True)
-    found = [path for path in found if not_after is None or step_of(path) <= not_after]
+    paths = [path for folder in folders for path in checkpoint_folders(folder)]
+    paths.sort(key=step_of, reverse=True)
+    paths = [path for path in paths if not_after is None or step_of(path) <= not_after]
     # A rank may see another state of a shared folder for a moment.
-    found, run_id = world.gather_objects((found, run_id_of(run)))[0]
-    for path in found:
+    paths, run_id = world.gather_objects((paths, run_id_of(run)))[0]
+    for path in paths:
         try:
             checkpoint = open_checkpoint(path, world=world)
         except UserError as error:
@@ -246,9 +246,9 @@ def _newest(
                 f"Checkpoint {path.name} in {path.parent} was written by another run ({checkpoint.run_id}; this one is "
                 f"{run_id}) and was skipped. --resume {path} with another output continues it."
             )
-    if found:
+    if paths:
         raise UserError(
-            f"All {len(found)} checkpoints in {run} are damaged, or of another run. Start again with a new output "
+            f"All {len(paths)} checkpoints in {run} are damaged, or of another run. Start again with a new output "
             "folder."
         )
     return None

@@ -246,8 +246,8 @@ class CheckpointWriter:
         for path in written:
             path.chmod(mode)
             flush(path)
-            found = {"bytes": path.stat().st_size, "sha256": sha256_of(path), **held.get(path.name, {})}
-            entries[path.relative_to(temporary).as_posix()] = found
+            entry = {"bytes": path.stat().st_size, "sha256": sha256_of(path), **held.get(path.name, {})}
+            entries[path.relative_to(temporary).as_posix()] = entry
         write_json(temporary / f"done-{rank:05d}.json", entries)
 
     def _write_replicated(self, snapshot: Snapshot, temporary: Path) -> list[Path]:

@@ -166,9 +166,9 @@ def dataset(
     check_captions(config)
     decoding = {"global_batch": batch_size, "image_size": image_size, "tokenize": tokenize}
     world = World(rank=rank, size=ranks)
-    found = OrderedDataset(config=config, world=world, seed=seed, decoding=decoding, normalization=normalization)
-    len(found)  # reads the manifest, so that data which is missing or does not fit is an error here
-    return found
+    ordered = OrderedDataset(config=config, world=world, seed=seed, decoding=decoding, normalization=normalization)
+    len(ordered)  # reads the manifest, so that data which is missing or does not fit is an error here
+    return ordered
 
 
 def _is_normalization(given: Any) -> bool:

@@ -61,7 +61,7 @@ class Protocol(ABC):
         """The outcomes per sample that the metrics are a function of, from what was kept of all n images."""
 
     @abstractmethod
-    def metrics(self, found: Mapping[str, np.ndarray]) -> dict[str, float]:
+    def metrics(self, outcomes: Mapping[str, np.ndarray]) -> dict[str, float]:
         """The metrics, from `finish`'s outcomes, which are stored beside the result."""
 
     def chance(self) -> float | None:
@@ -69,7 +69,7 @@ class Protocol(ABC):
         return None
 
     def write_details(  # noqa: B027  (most protocols write none)
-        self, place: Path, *, found: Outcomes, kept: Outcomes, texts: Tensor
+        self, place: Path, *, outcomes: Outcomes, kept: Outcomes, texts: Tensor
     ) -> None:
         """Write what reports show beside the score.
 
@@ -87,13 +87,13 @@ PROTOCOLS: Registry[type[Protocol]] = Registry(
 register = PROTOCOLS.register
 
 
-def group_metrics(task: Task, found: Mapping[str, np.ndarray]) -> dict[str, float]:
+def group_metrics(task: Task, outcomes: Mapping[str, np.ndarray]) -> dict[str, float]:
     """What a task adds to accuracy by its metadata (WILDS, Dollar Street, GeoDE) or its main metric.
 
     Names are as in the official results. Groups without samples are skipped, as in the benchmark. FMoW's region "Other"
     counts, as in the official code, whose intended exclusion never takes effect.
     """
-    target, prediction, rank = found["target"], found["prediction"], found["rank"]
+    target, prediction, rank = outcomes["target"], outcomes["prediction"], outcomes["rank"]
     values: dict[str, float] = {}
     if task.main_metric == "F1-macro_all":
         values["F1-macro_all"] = macro_f1(target, prediction)
@@ -105,7 +105,7 @@ def group_metrics(task: Task, found: Mapping[str, np.ndarray]) -> dict[str, floa
     for name in (task.group, *task.secondary_groups):
         if not name:
             continue
-        groups, index = np.unique(found[f"field:{name}"], return_inverse=True)
+        groups, index = np.unique(outcomes[f"field:{name}"], return_inverse=True)
         counts = np.bincount(index)
         means = np.bincount(index, weights=right) / counts
         values[_worst_name(task, name, prefix)] = float(means.min())

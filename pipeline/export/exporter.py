@@ -66,10 +66,10 @@ def choose_checkpoint(source: Path, *, best: bool = False) -> Checkpoint:
     """
     path = source
     if best:
-        found = best_checkpoint(source)
-        if found is None:
+        checkpoint = best_checkpoint(source)
+        if checkpoint is None:
             raise UserError(f"{source} has no best checkpoint: it is not a run with validation.sources.")
-        path = found
+        path = checkpoint
     elif not (path / META_NAME).is_file():
         finished = finished_checkpoints(source)
         if not finished:
@@ -247,12 +247,12 @@ def _check_open_clip(folder: Path, model: EvaluationModel, examples: tuple[Tenso
     theirs = open_clip.create_model(f"local-dir:{folder}").eval()
     image, text = examples
     ours = model.encode_image(image), model.encode_text(text)
-    found = theirs.encode_image(image, normalize=True), theirs.encode_text(text, normalize=True)
+    features = theirs.encode_image(image, normalize=True), theirs.encode_text(text, normalize=True)
     logits, _ = theirs.get_logits(image, text)
     scale, bias = logit_parameters(folder)
     # Logits in units of cosines, so that one tolerance holds for all.
     expected = ours[0] @ ours[1].T + (bias or 0.0) / scale
-    pairs = (*zip(ours, found, strict=True), (expected, logits / scale))
+    pairs = (*zip(ours, features, strict=True), (expected, logits / scale))
     return float(torch.stack([(a - b).abs().max() for a, b in pairs]).max())  # NaN if any is
 
 

@@ -229,13 +229,15 @@ def _evaluation(run: Path, checkpoint: Checkpoint, *, average: bool) -> str:
     """The scores of the exported weights; digests distinguish trained weights from their average."""
     folders = [run / "evaluation", run / "evaluation-ema"]
     stored = [e for folder in folders for e in read_evaluations(folder, lambda _: None, [])]
-    found: list[StoredEvaluation] = [e for e in stored if e.checkpoint == checkpoint.path.name]
+    evaluations: list[StoredEvaluation] = [e for e in stored if e.checkpoint == checkpoint.path.name]
     if (weights := checkpoint.ema()) is not None:
         digest = weights_digest(weights if average else checkpoint.weights())
-        found = [e for e in found if e.scores and all(s.inputs.get("checkpoint") == digest for s in e.scores)]
-    if not found or not found[0].scores:
+        evaluations = [
+            e for e in evaluations if e.scores and all(s.inputs.get("checkpoint") == digest for s in e.scores)
+        ]
+    if not evaluations or not evaluations[0].scores:
         return "This checkpoint has not been evaluated."
-    evaluation = found[0]
+    evaluation = evaluations[0]
     rows = []
     for score in evaluation.scores:
         chance = "" if score.chance is None else f"{score.chance:.4f}"

@@ -98,11 +98,11 @@ _POOL = ("attn_pool.q.weight", "attn_pool.q.bias", "attn_pool.kv.weight", "attn_
 
 def _image_state(trunk: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
     """timm's weights under transformers' names, and the names of those that have no counterpart."""
-    found: dict[str, Tensor] = {}
+    state: dict[str, Tensor] = {}
     unknown = []
     for key, value in trunk.items():
         if key in _IMAGE:
-            found["vision_model." + _IMAGE[key]] = value[0] if key == "pos_embed" else value
+            state["vision_model." + _IMAGE[key]] = value[0] if key == "pos_embed" else value
         elif key.startswith("blocks."):
             number, _, part = key.removeprefix("blocks.").partition(".")
             module, _, kind = part.rpartition(".")
@@ -110,16 +110,16 @@ def _image_state(trunk: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[s
             if named.startswith("?"):
                 unknown.append(key)
                 continue
-            found |= {f"vision_model.encoder.layers.{number}.{k}": v for k, v in _block(named, value).items()}
+            state |= {f"vision_model.encoder.layers.{number}.{k}": v for k, v in _block(named, value).items()}
         elif key not in _POOL:
             unknown.append(key)
     if all(key in trunk for key in _POOL):
         for kind in ("weight", "bias"):
             parts = [trunk[f"attn_pool.{name}.{kind}"] for name in ("q", "kv")]
-            found[f"vision_model.head.attention.in_proj_{kind}"] = torch.cat(parts)
+            state[f"vision_model.head.attention.in_proj_{kind}"] = torch.cat(parts)
     else:
         unknown.append("no attention pooling with a projection of its query")
-    return found, unknown
+    return state, unknown
 
 
 def text_state(text: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -135,12 +135,12 @@ def text_state(text: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def blocks_state(tower: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
     """The blocks of one of open_clip's own towers under transformers' names."""
-    found: dict[str, Tensor] = {}
+    state: dict[str, Tensor] = {}
     for key, value in tower.items():
         if key.startswith("transformer.resblocks."):
             number, _, part = key.removeprefix("transformer.resblocks.").partition(".")
-            found |= {f"{name}.encoder.layers.{number}.{k}": v for k, v in _block(part, value).items()}
-    return found
+            state |= {f"{name}.encoder.layers.{number}.{k}": v for k, v in _block(part, value).items()}
+    return state
 
 
 def write_tokenizer(model: EvaluationModel, folder: Path) -> None:

@@ -94,19 +94,19 @@ def write_transformers(
             "--format transformers needs transformers: pip install -c constraints.txt -e '.[transformers]'."
         ) from error
     towers = model.towers.clip
-    found: Any
+    converted: Any
     if sigmoid:
-        found = transformers.SiglipModel(transformers.SiglipConfig(**siglip_config(model)))
+        converted = transformers.SiglipModel(transformers.SiglipConfig(**siglip_config(model)))
         state = {**siglip_state(towers), "logit_bias": torch.tensor([logit_bias])}
     else:
-        found = transformers.CLIPModel(transformers.CLIPConfig(**clip_config(model)))
+        converted = transformers.CLIPModel(transformers.CLIPConfig(**clip_config(model)))
         state = clip_state(towers.state_dict())
-    state["logit_scale"] = torch.tensor(logit_scale).log().view_as(found.logit_scale)
-    missing, unexpected = found.load_state_dict(state, strict=False)
+    state["logit_scale"] = torch.tensor(logit_scale).log().view_as(converted.logit_scale)
+    missing, unexpected = converted.load_state_dict(state, strict=False)
     lost = [name for name in missing if not name.endswith("position_ids")]
     assert not lost, lost
     assert not unexpected, unexpected
-    found.save_pretrained(str(folder))
+    converted.save_pretrained(str(folder))
     _write_processor(model, folder, kind="SiglipImageProcessor" if sigmoid else "CLIPImageProcessor")
     (write_tokenizer if sigmoid else _write_tokenizer)(model, folder)
     allow_by_umask(*folder.glob("*.safetensors"))

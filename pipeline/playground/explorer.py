@@ -93,8 +93,8 @@ class Explorer:
 
         features = [self._images]
         with ThreadPoolExecutor(4) as pool:
-            found = usable(pool)
-            while batch := list(itertools.islice(found, BATCH)):
+            images = usable(pool)
+            while batch := list(itertools.islice(images, BATCH)):
                 features.append(self._encode(torch.stack([pixels for _, pixels, _ in batch])))
                 for sample, _, small in batch:
                     self.names.append(sample.name)
@@ -191,8 +191,8 @@ class Explorer:
     def _features_of(self, image: str) -> Tensor:
         """[d] of an upload, or of the gallery image `gallery:NUMBER`."""
         kind, _, number = image.partition(":")
-        if kind == "gallery" and (found := self.gallery_number(number)) is not None:
-            return self._images[found]
+        if kind == "gallery" and (in_gallery := self.gallery_number(number)) is not None:
+            return self._images[in_gallery]
         if image not in self._uploads:
             raise UserError("This image is not known any more: drop it again.")
         return self._uploads[image]
@@ -235,10 +235,10 @@ def _checked_classes(classes: Sequence[str]) -> tuple[str, ...]:
 
 
 def _checked_templates(templates: Sequence[str]) -> tuple[str, ...]:
-    found = tuple(dict.fromkeys(_checked_text(template, "a template") for template in templates))
-    wrong = next((template for template in found if "{c}" not in template), None)
+    checked = tuple(dict.fromkeys(_checked_text(template, "a template") for template in templates))
+    wrong = next((template for template in checked if "{c}" not in template), None)
     if wrong is not None:
         raise UserError(f"The template {wrong!r} needs {{c}} where the class name goes.")
-    if not 1 <= len(found) <= MOST_TEMPLATES:
-        raise UserError(f"Give 1 to {MOST_TEMPLATES} templates, one a line; these are {len(found)}.")
-    return found
+    if not 1 <= len(checked) <= MOST_TEMPLATES:
+        raise UserError(f"Give 1 to {MOST_TEMPLATES} templates, one a line; these are {len(checked)}.")
+    return checked

@@ -226,15 +226,15 @@ def _captions(explorer: Explorer, body: bytes, gone: threading.Event) -> Any:
 
 def _json(body: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(body)
-        json.dumps(found, ensure_ascii=False).encode()
+        parsed = json.loads(body)
+        json.dumps(parsed, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:  # half a character, such as "\ud800"
         raise UserError("The request has text that is not Unicode.") from error
     except (ValueError, RecursionError) as error:
         raise UserError("The request is not JSON.") from error
-    if not isinstance(found, dict):
+    if not isinstance(parsed, dict):
         raise UserError("The request must be a JSON object.")
-    return found
+    return parsed
 
 
 def _count(asked: dict[str, Any]) -> int:

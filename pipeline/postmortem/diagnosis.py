@@ -166,13 +166,13 @@ def read_evidence(run: Path, *, verify: bool = True) -> Evidence:
 
 
 def _beats(run: Path) -> list[tuple[Beat, float]]:
-    found, run_id = [], read_run_id(run)
+    beats, run_id = [], read_run_id(run)
     for path in sorted((run / HEARTBEATS).glob("rank-*.json")):
         with suppress(FileNotFoundError):  # a rank that has ended since
             beat, age = read_beat(path), time.time() - path.stat().st_mtime
             if beat is not None and beat.run_id in ("", run_id):
-                found.append((beat, age))
-    return found
+                beats.append((beat, age))
+    return beats
 
 
 def _outcome(evidence: Evidence) -> DoctorFinding:
@@ -199,8 +199,8 @@ def _outcome(evidence: Evidence) -> DoctorFinding:
         return DoctorFinding("run", "broken", "trained to its end, but its last checkpoint is damaged or missing")
     what, remedy = CODES.get(cause.code, (f"exit code {cause.code}", ""))
     reason = f": {textwrap.shorten(cause.reason, REASON_LENGTH)}" if cause.reason else ""
-    found = f"ended with {cause.code}: {what}{reason}"
-    return DoctorFinding("run", "note" if cause.code in HARMLESS else "broken", found, remedy)
+    text = f"ended with {cause.code}: {what}{reason}"
+    return DoctorFinding("run", "note" if cause.code in HARMLESS else "broken", text, remedy)
 
 
 def _ranks(evidence: Evidence) -> Iterator[DoctorFinding]:
@@ -233,8 +233,8 @@ def _checkpoints(evidence: Evidence) -> Iterator[DoctorFinding]:
         free = shutil.disk_usage(evidence.run).free
         needed = sum(path.stat().st_size for path in evidence.intact[-1].rglob("*"))
         if free < needed:
-            found = f"{free / 1e9:.2f} GB free, less than one checkpoint ({needed / 1e9:.2f} GB)"
-            yield DoctorFinding("disk", "broken", found, "free some space before you continue")
+            text = f"{free / 1e9:.2f} GB free, less than one checkpoint ({needed / 1e9:.2f} GB)"
+            yield DoctorFinding("disk", "broken", text, "free some space before you continue")
 
 
 def _would_crash_again(evidence: Evidence) -> bool:

@@ -37,14 +37,14 @@ def write_report(runs: Sequence[str | Path], *, output: str | Path | None = None
     """
     from pipeline.report.run_data import read_run
 
-    found = [read_run(folder) for folder in runs]
-    if len(found) == 1:
+    read = [read_run(folder) for folder in runs]
+    if len(read) == 1:
         from pipeline.report.run_page import write_page
 
-        return write_page(found[0], Path(output or found[0].folder))
+        return write_page(read[0], Path(output or read[0].folder))
     from pipeline.report.comparison_page import write_comparison
 
-    return write_comparison(found, Path(output or "comparison"), mixed=mixed)
+    return write_comparison(read, Path(output or "comparison"), mixed=mixed)
 
 
 def update_scores(run: str | Path) -> None:

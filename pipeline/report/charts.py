@@ -165,11 +165,11 @@ def _validation(run: Run) -> list[Chart]:
         for key, label, colour in zip(RECALLS, labels, SERIES, strict=False)
     ]
     note = "The contrastive loss of held-out pairs against each other, at a fixed temperature."
-    found = [chart("Validation loss", [loss], note=note)] if len(loss.x) else []
+    charts = [chart("Validation loss", [loss], note=note)] if len(loss.x) else []
     if all(len(line.x) for line in recalls):
         note = "The share of held-out pairs whose other half ranks first."
-        found.append(chart("Validation R@1", recalls, note=note, percent=True))
-    return found
+        charts.append(chart("Validation R@1", recalls, note=note, percent=True))
+    return charts
 
 
 def constants(run: Run) -> list[tuple[str, str]]:
@@ -231,8 +231,8 @@ def progress_charts(run: Run) -> list[Chart]:
     names = [n for n in evaluated[-1].aggregates if all(e.aggregates.get(n, {}).get("complete") for e in evaluated)]
     made = [_progress(name, [(e.samples, e.aggregates[name]["score"]) for e in evaluated], None) for name in names]
     for last in evaluated[-1].scores:
-        found = [(e.samples, e.score(last.task)) for e in evaluated]
-        made.append(_progress(last.label, [(samples, s.score) for samples, s in found if s is not None], last.chance))
+        points = [(e.samples, e.score(last.task)) for e in evaluated]
+        made.append(_progress(last.label, [(samples, s.score) for samples, s in points if s is not None], last.chance))
     return made
 
 

@@ -114,9 +114,9 @@ def labels(runs: Sequence[Run]) -> list[str]:
     """Folder names, with as many parent folders as needed to make them distinct."""
     paths = [run.folder.resolve().parts for run in runs]
     for depth in range(1, max(map(len, paths)) + 1):
-        found = ["/".join(path[-depth:]) for path in paths]
-        if len(set(found)) == len(found):
-            return found
+        names = ["/".join(path[-depth:]) for path in paths]
+        if len(set(names)) == len(names):
+            return names
     return [f"{run.name} ({number})" for number, run in enumerate(runs, 1)]
 
 
@@ -127,12 +127,12 @@ def groups_of(evaluations: Sequence[StoredEvaluation | None]) -> dict[str, tuple
     if official:
         return {_noted(name, keys, evaluations): keys for name, keys in official.items()}
     shared = set.intersection(*have) if have else set()
-    found: dict[str, tuple[str, ...]] = {}
+    groups: dict[str, tuple[str, ...]] = {}
     for protocol, name in (("classification", "Zero-shot"), ("retrieval", "Retrieval")):
         keys = tuple(s.task for e in evaluations[:1] if e for s in e.of(protocol) if s.task in shared)
         if keys:
-            found[f"{name} (mean of {len(keys)} shared tasks)" if len(keys) > 1 else name] = keys
-    return found
+            groups[f"{name} (mean of {len(keys)} shared tasks)" if len(keys) > 1 else name] = keys
+    return groups
 
 
 def _noted(name: str, keys: Sequence[str], evaluations: Sequence[StoredEvaluation | None]) -> str:
@@ -143,7 +143,7 @@ def _noted(name: str, keys: Sequence[str], evaluations: Sequence[StoredEvaluatio
 
 def _different_settings(runs: Sequence[Run], latest: Sequence[StoredEvaluation | None]) -> list[str]:
     """One sentence per difference in how the runs evaluated a task."""
-    found = []
+    differences = []
     for key in dict.fromkeys(score.task for e in latest if e for score in e.scores):
         scores = {name: e.score(key) for name, e in zip(labels(runs), latest, strict=True) if e is not None}
         inputs = {name: score.inputs for name, score in scores.items() if score is not None}
@@ -152,15 +152,15 @@ def _different_settings(runs: Sequence[Run], latest: Sequence[StoredEvaluation |
             if len(set(values.values())) > 1:
                 shown = ", ".join(f"{name}: {value}" for name, value in values.items())
                 what = "on different data" if setting == "task_data" else f"with different {setting}"
-                found.append(f"{key} was evaluated {what} ({shown}).")
-    return found
+                differences.append(f"{key} was evaluated {what} ({shown}).")
+    return differences
 
 
 def mean_score(evaluation: StoredEvaluation | None, keys: Sequence[str]) -> float | None:
     """The mean over `keys`; None if any of them is missing."""
     scores = [evaluation.score(key) for key in keys] if evaluation else []
-    found = [score.score for score in scores if score is not None]
-    return math.fsum(found) / len(keys) if found and len(found) == len(keys) else None
+    values = [score.score for score in scores if score is not None]
+    return math.fsum(values) / len(keys) if values and len(values) == len(keys) else None
 
 
 def _per_run(scores: Sequence[Score | None]) -> np.ndarray | None:
@@ -199,7 +199,7 @@ def _methods(runs: Sequence[Run], aggregates: Sequence[Row]) -> list[Method]:
     for k, run in enumerate(runs):
         identity = {key: value for key, value in run.config.items() if key not in SEED_KEYS}
         members.setdefault(json.dumps(flatten(identity) or k, sort_keys=True, default=str), []).append(k)
-    found = []
+    methods = []
     for group in members.values():
         values: list[tuple[float, float | None] | None] = []
         for row in aggregates:
@@ -207,8 +207,8 @@ def _methods(runs: Sequence[Run], aggregates: Sequence[Row]) -> list[Method]:
             full = [score for score in scores if score is not None]
             spread = statistics.stdev(full) if len(full) > 1 else None
             values.append((statistics.fmean(full), spread) if len(full) == len(group) else None)
-        found.append(Method(method_name(runs, group), len(group), tuple(values)))
-    return found
+        methods.append(Method(method_name(runs, group), len(group), tuple(values)))
+    return methods
 
 
 def method_name(runs: Sequence[Run], group: Sequence[int]) -> str:
@@ -239,8 +239,8 @@ def resample(scores: Sequence[Score], *, resamples: int = RESAMPLES) -> np.ndarr
     """
     if len({str(score.inputs.get("task_data")) for score in scores}) != 1:
         return None
-    found = [score.read_outcomes() for score in scores]
-    statistics = [statistic(s, outcomes) for s, outcomes in zip(scores, found, strict=True) if outcomes is not None]
+    stored = [score.read_outcomes() for score in scores]
+    statistics = [statistic(s, outcomes) for s, outcomes in zip(scores, stored, strict=True) if outcomes is not None]
     usable = [pair for pair in statistics if pair is not None]
     if len(usable) != len(scores) or len({units for units, _ in usable}) != 1:
         return None

@@ -133,8 +133,8 @@ def _performance_curves(named: Named) -> list[Chart]:
     for name, keys in groups_of([run.latest for _, run, _ in named]).items():
         lines = []
         for label, run, colour in named:
-            found = [(e.samples, mean_score(e, keys)) for e in run.evaluations if e.samples is not None]
-            points = np.array([p for p in found if p[1] is not None], dtype=np.float64).reshape(-1, 2)
+            scores = [(e.samples, mean_score(e, keys)) for e in run.evaluations if e.samples is not None]
+            points = np.array([p for p in scores if p[1] is not None], dtype=np.float64).reshape(-1, 2)
             if len(points):
                 lines.append(Line(points[:, 0], points[:, 1], label=label, colour=colour, marked=True))
         if lines:

@@ -26,27 +26,27 @@ class Tile:
 
 def tiles(run: Run) -> list[Tile]:
     """The headline figures whose inputs are available."""
-    found = [*_scores(run), *_validation(run), *_training(run), *_data(run)]
+    every = [*_scores(run), *_validation(run), *_training(run), *_data(run)]
     if run.stages:
-        found.append(Tile("Wall time", duration(sum(run.stages.values())), f"{len(run.stages)} stages"))
-    return found
+        every.append(Tile("Wall time", duration(sum(run.stages.values())), f"{len(run.stages)} stages"))
+    return every
 
 
 def _scores(run: Run) -> list[Tile]:
-    found: list[Tile] = []
+    tiles: list[Tile] = []
     latest = run.latest
     if latest is None:
-        return found
+        return tiles
     for name, mean_of in latest.aggregates.items():
         if mean_of.get("complete"):
             note = "" if mean_of.get("official") else ", not the official data"
-            found.append(Tile(name, f"{100 * mean_of['score']:.1f}%", f"{_mean_of(mean_of['tasks'])}{note}"))
+            tiles.append(Tile(name, f"{100 * mean_of['score']:.1f}%", f"{_mean_of(mean_of['tasks'])}{note}"))
     zero_shot = latest.of("classification")
-    if zero_shot and not found:
+    if zero_shot and not tiles:
         mean = math.fsum(s.score for s in zero_shot) / len(zero_shot)
         chances = [s.chance for s in zero_shot if s.chance is not None]
         against = f", chance {percent(math.fsum(chances) / len(chances))}" if len(chances) == len(zero_shot) else ""
-        found.append(Tile("Zero-shot accuracy", f"{100 * mean:.1f}%", f"{_mean_of(len(zero_shot))}{against}"))
+        tiles.append(Tile("Zero-shot accuracy", f"{100 * mean:.1f}%", f"{_mean_of(len(zero_shot))}{against}"))
     retrieval = latest.of("retrieval")
     for score in retrieval[:1]:
         of = f"{score.label}: " if len(retrieval) > 1 else ""
@@ -54,8 +54,8 @@ def _scores(run: Run) -> list[Tile]:
             value = score.metrics.get(f"{side}_retrieval_recall@1")
             if value is not None:
                 among = f"among {score.samples:,} pairs, chance {percent(1 / score.samples)}"
-                found.append(Tile(label[:1].upper() + label[1:], f"{100 * value:.1f}%", among))
-    return found
+                tiles.append(Tile(label[:1].upper() + label[1:], f"{100 * value:.1f}%", among))
+    return tiles
 
 
 def _mean_of(tasks: int) -> str:
@@ -70,28 +70,28 @@ def _validation(run: Run) -> list[Tile]:
     best, last = min(finite, key=lambda row: row["loss"]), finite[-1]
     where = f"at step {best['step']:,}, the lowest of {len(finite)}"
     end = "" if best is last else f"; {last['loss']:.3f} at step {last['step']:,}"
-    found = [Tile("Validation loss", f"{best['loss']:.3f}", where + end)]
+    tiles = [Tile("Validation loss", f"{best['loss']:.3f}", where + end)]
     recalls = [float(best[key]) for key in RECALLS if is_finite(best.get(key))]
     if len(recalls) == len(RECALLS):
         pairs = f"{best['pairs']:,.0f} held-out pairs" if is_finite(best.get("pairs")) else "held-out pairs"
         both = " and ".join(f"{100 * value:.1f}%" for value in recalls)
-        found.append(Tile("Validation R@1", f"{50 * sum(recalls):.1f}%", f"mean of {both} among {pairs}"))
-    return found
+        tiles.append(Tile("Validation R@1", f"{50 * sum(recalls):.1f}%", f"mean of {both} among {pairs}"))
+    return tiles
 
 
 def _training(run: Run) -> list[Tile]:
-    found: list[Tile] = []
+    tiles: list[Tile] = []
     if not run.rows:
-        return found
+        return tiles
     last = run.rows[-1]
     epochs = f"{last['epoch']:.1f} epochs, " if isinstance(last.get("epoch"), int | float) else ""
-    found.append(Tile("Samples seen", short(last["samples"]), f"{epochs}{last['step']:,} steps"))
+    tiles.append(Tile("Samples seen", short(last["samples"]), f"{epochs}{last['step']:,} steps"))
     _, speed = run.curve("samples_per_second")
     if len(speed):
         _, wait = run.curve("data_wait")
         detail = f"{100 * float(wait.mean()):.1f}% waiting for data" if len(wait) else "median"
-        found.append(Tile("Throughput", f"{short(float(np.median(speed)))} /s", detail))
-    return found
+        tiles.append(Tile("Throughput", f"{short(float(np.median(speed)))} /s", detail))
+    return tiles
 
 
 def _data(run: Run) -> list[Tile]:

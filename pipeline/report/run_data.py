@@ -190,16 +190,16 @@ def _read_manifests(folder: Path, config: Mapping[str, Any], notes: list[str]) -
     if not sources:
         notes.append("No ingestion figures: the configuration names no data (data.sources).")
         return ()
-    found = []
+    manifests = []
     for source in [sources] if isinstance(sources, str) else sources:
         given = str(source["manifest"]) if isinstance(source, Mapping) else str(source)
         places = [Path(given), _started_in(folder, config) / given, folder / given]
         try:
             place = next((place for place in places if place.exists()), places[0])
-            found.append(load_manifest(place, allow_commands=True, allow_outside=True))  # a report reads no shards
+            manifests.append(load_manifest(place, allow_commands=True, allow_outside=True))  # a report reads no shards
         except UserError as error:
             notes.append(f"No ingestion figures of {given}: {error}")
-    return tuple(found)
+    return tuple(manifests)
 
 
 def _started_in(folder: Path, config: Mapping[str, Any]) -> Path:

@@ -78,12 +78,12 @@ def _next_commands(run: Run) -> list[tuple[str, str]]:
     """Commands that go on from the report, each with its purpose."""
     folder, name = shlex.quote(str(run.folder)), shlex.quote(f"hub/{run.name}")
     images = shlex.quote(str(run.manifests[0].root)) if run.manifests else "FOLDER"
-    found = [
+    commands = [
         (f"neuclip evaluate {folder} --suite FOLDER", "scores it"),
         (f"neuclip playground {folder} --images {images}", "lets you try it"),
         (f"neuclip export {folder} {name}", "writes what open_clip loads"),
     ]
-    return found if run.latest is None else found[1:]
+    return commands if run.latest is None else commands[1:]
 
 
 def _confusions(classes: Classes) -> dict[str, Any]:
@@ -134,10 +134,10 @@ def _provenance(run: Run) -> list[tuple[str, str]]:
     if run.latest is None or not run.latest.scores:
         return []
     inputs = [score.inputs for score in run.latest.scores]
-    found = [("checkpoint", run.latest.checkpoint)]
+    rows = [("checkpoint", run.latest.checkpoint)]
     for key in ("checkpoint", "architecture", "device", "precision", "micro_batch", "code"):
         values = {str(one[key])[:40] for one in inputs if key in one}
         if values:
-            found.append((f"{key} digest" if key == "checkpoint" else key, " and ".join(sorted(values))))
+            rows.append((f"{key} digest" if key == "checkpoint" else key, " and ".join(sorted(values))))
     packages = inputs[0].get("packages", {})
-    return [*found, *((name, version) for name, version in packages.items())]
+    return [*rows, *((name, version) for name, version in packages.items())]

@@ -88,7 +88,7 @@ def read_evaluations(
     folder: Path, samples_at: Callable[[int | None], int | None], notes: list[str]
 ) -> tuple[StoredEvaluation, ...]:
     """Every evaluated checkpoint, in the order of samples seen; the last number in its name is its step."""
-    found = []
+    evaluations = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if not path.is_dir():
             continue
@@ -96,14 +96,14 @@ def read_evaluations(
         step = int(numbers[-1]) if numbers else None
         evaluation = _read_checkpoint(path, step, samples_at(step), notes)
         if evaluation.scores or evaluation.failures:
-            found.append(evaluation)
-    averages = [evaluation.checkpoint for evaluation in found if evaluation.average]
-    if 0 < len(averages) < len(found):
+            evaluations.append(evaluation)
+    averages = [evaluation.checkpoint for evaluation in evaluations if evaluation.average]
+    if 0 < len(averages) < len(evaluations):
         notes.append(
             f"The scores of {', '.join(averages)} are of the average of the weights (EMA), the others of the trained "
             "weights: their curves mix both."
         )
-    return tuple(sorted(found, key=lambda e: (e.samples is None, e.samples or 0, e.step or 0, e.checkpoint)))
+    return tuple(sorted(evaluations, key=lambda e: (e.samples is None, e.samples or 0, e.step or 0, e.checkpoint)))
 
 
 def _read_checkpoint(folder: Path, step: int | None, samples: int | None, notes: list[str]) -> StoredEvaluation:
@@ -140,7 +140,7 @@ def _read_checkpoint(folder: Path, step: int | None, samples: int | None, notes:
         average=Path(str(read_tree(folder / TIMINGS).get("source", ""))).name == EMA_NAME,
         examples=tuple(example for path in retrieved for example in _examples(path, notes)),
         described=tuple(one for path in retrieved for one in _described(path, notes)),
-        classes=tuple(found for score in scores if (found := _classes(folder, score, notes)) is not None),
+        classes=tuple(classes_of for score in scores if (classes_of := _classes(folder, score, notes)) is not None),
     )
 
 

@@ -70,7 +70,7 @@ def _sample(run: Run, number: int, *, tau: float) -> dict[str, Any]:
     """A sample's temperature, with its caption and image where its shard is in a local data set."""
     from pipeline.data.shards.rgb_image import rgb_image, thumbnail_url
 
-    found: dict[str, Any] = {"tau": f"{tau:.4f}", "caption": f"sample {number:,}", "image": None}
+    shown: dict[str, Any] = {"tau": f"{tau:.4f}", "caption": f"sample {number:,}", "image": None}
     place = _shard_of(run.manifests, number)
     if place is not None:
         try:
@@ -78,10 +78,10 @@ def _sample(run: Run, number: int, *, tau: float) -> dict[str, Any]:
             with open_records(str(place[0]), skip=place[1], caption_suffix=field.suffix) as records:
                 record = next(iter(records))
             image = thumbnail_url(rgb_image(record.image or b""), (SIDE, SIDE))
-            found |= {"caption": field.read(record), "image": image}
+            shown |= {"caption": field.read(record), "image": image}
         except (OSError, ValueError, StopIteration):
             pass  # its number is shown
-    return found
+    return shown
 
 
 def _shard_of(manifests: tuple[Manifest, ...], number: int) -> tuple[Path, int] | None:

@@ -69,8 +69,8 @@ class FeatureFile:
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             header = self.header
-            found = os.pread(descriptor, len(header), 0)
-            if not header.startswith(found.rstrip(b"\0")):
+            start = os.pread(descriptor, len(header), 0)
+            if not header.startswith(start.rstrip(b"\0")):
                 raise UserError(f"{self.path} is not a file of features like these, or is damaged: delete it.")
             needed = self.file_bytes - os.fstat(descriptor).st_blocks * 512
             free = shutil.disk_usage(self.path.parent).free

@@ -122,7 +122,7 @@ def report(position: Position, layout: Layout, world: World, *, limit: float) ->
     for (reason, shard), count in corrupt.items():
         reasons[reason] += count
         shards[shard] += count
-    found = DataReport(
+    result = DataReport(
         epoch=position.epoch,
         batch=position.batch,
         samples=position.batch * layout.global_batch,
@@ -133,16 +133,16 @@ def report(position: Position, layout: Layout, world: World, *, limit: float) ->
         corrupt_by_shard=dict(_ranked(shards)[:NAMED_SHARDS]),
         order_hash=f"{hashed:016x}",
     )
-    new = found.replaced - position.judged
-    if too_many(new, samples=found.samples, planned=found.planned_samples, limit=limit):
+    new = result.replaced - position.judged
+    if too_many(new, samples=result.samples, planned=result.planned_samples, limit=limit):
         since = f" ({new} of them since this start)" if position.judged else ""
         raise UserError(
-            f"{found.replaced} of the first {found.samples} samples of epoch {found.epoch}{since} are corrupt, more "
-            f"than data.corrupt_limit = {limit:g} allows: {_named(found.corrupt_by_reason)}. Worst shards: "
-            f"{_named(found.corrupt_by_shard)}. Check them with `neuclip verify`, download them again, or raise the "
+            f"{result.replaced} of the first {result.samples} samples of epoch {result.epoch}{since} are corrupt, more "
+            f"than data.corrupt_limit = {limit:g} allows: {_named(result.corrupt_by_reason)}. Worst shards: "
+            f"{_named(result.corrupt_by_shard)}. Check them with `neuclip verify`, download them again, or raise the "
             "limit."
         )
-    return found
+    return result
 
 
 def _ranked(counts: Counter[str]) -> list[tuple[str, int]]:

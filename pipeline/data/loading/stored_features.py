@@ -200,13 +200,13 @@ def open_features(
 def _check_fit(stored: StoredFeatures, data: DataConfig, digests: list[str]) -> None:
     facts = stored.facts
     captions = sorted({str(CaptionField.parse(source.caption or data.caption)) for source in data.sources})
-    found, wanted = {"data": facts.data}, {"data": digests}
+    given, wanted = {"data": facts.data}, {"data": digests}
     if facts.tower is None:
-        found["captions"], wanted["captions"] = [facts.caption], captions
-    if other := [name for name in wanted if wanted[name] != found[name]]:
+        given["captions"], wanted["captions"] = [facts.caption], captions
+    if other := [name for name in wanted if wanted[name] != given[name]]:
         raise UserError(
             f"{stored.named} are of other {' and '.join(other)} than this run "
-            f"({'; '.join(f'{found[name]}, now {wanted[name]}' for name in other)}): run `neuclip features` on "
+            f"({'; '.join(f'{given[name]}, now {wanted[name]}' for name in other)}): run `neuclip features` on "
             "data.sources, in their order, with --caption as in data.caption."
         )
     theirs = own = (data.crop.scale, data.crop.ratio)
@@ -228,16 +228,16 @@ def common_crops(opened: Mapping[str, Sequence[StoredFeatures]]) -> StoredCrops 
     Raises:
         UserError: They are of different crops.
     """
-    found = {
+    distinct = {
         f"{setting} ({number})": stored.facts.crops
         for setting, group in opened.items()
         for number, stored in enumerate(group, 1)
         if stored.facts.crops is not None
     }
-    if len(set(found.values())) > 1:
-        listed = "; ".join(f"{name}: {crops.count} with seed {crops.seed}" for name, crops in found.items())
+    if len(set(distinct.values())) > 1:
+        listed = "; ".join(f"{name}: {crops.count} with seed {crops.seed}" for name, crops in distinct.items())
         raise UserError(
             f"The stored features are of different crops, and a step shows one of a sample: {listed}. Run `neuclip "
             "features` with the same --augmentations and --seed."
         )
-    return next(iter(found.values()), None)
+    return next(iter(distinct.values()), None)

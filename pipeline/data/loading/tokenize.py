@@ -77,13 +77,13 @@ class CachedTokenizer:
         for row, text in zip(result, texts, strict=True):
             if NEEDS_CLEANING.search(text):
                 text = _clean(text)
-            found = [self.start]
+            ids = [self.start]
             for word in " ".join(text.split()).lower().split(" "):  # no token contains a space
-                found += self._cache.get(word) or self._encode_word(word)
-                if len(found) >= self.context_length - 1:
+                ids += self._cache.get(word) or self._encode_word(word)
+                if len(ids) >= self.context_length - 1:
                     break
-            found = [*found[: self.context_length - 1], self.end]
-            row[: len(found)] = found
+            ids = [*ids[: self.context_length - 1], self.end]
+            row[: len(ids)] = ids
         return torch.from_numpy(result)
 
     @functools.cached_property
@@ -93,15 +93,15 @@ class CachedTokenizer:
         return regex.compile(self.pattern, regex.IGNORECASE)
 
     def _encode_word(self, word: str) -> list[int]:
-        found: list[int] = []
+        ids: list[int] = []
         for token in self._words.findall(word):
             stand_in = "".join(self.letters[byte] for byte in token.encode("utf-8"))
-            found += [self.special[stand_in]] if stand_in in self.special else self._merge(stand_in)
+            ids += [self.special[stand_in]] if stand_in in self.special else self._merge(stand_in)
         if len(word) <= CACHED_LENGTH:
             if len(self._cache) >= CACHED_WORDS:
                 self._cache.clear()
-            self._cache[word] = found
-        return found
+            self._cache[word] = ids
+        return ids
 
     def _merge(self, token: str) -> list[int]:
         """Byte-pair encoding: merge all pairs of the lowest rank, until no pair has a rank."""

@@ -175,11 +175,11 @@ def _state(pid: int) -> str:
 
 def _open_shards(pid: int) -> list[str]:
     """The tars that a process has open, on this machine's file systems."""
-    found = set()
+    names = set()
     with suppress(OSError):
         for link in (PROC / str(pid) / "fd").iterdir():
             with suppress(OSError):
                 target = os.readlink(link)
                 if target.endswith(".tar"):
-                    found.add(target)
-    return sorted(found)
+                    names.add(target)
+    return sorted(names)

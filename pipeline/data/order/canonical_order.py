@@ -216,18 +216,18 @@ class Order:
         Raises:
             UserError: They are not `mixture.epoch_samples` samples that exist.
         """
-        found, sizes = self.segments(epoch), self.mixture.sizes
+        whole, sizes = self.segments(epoch), self.mixture.sizes
         if type(self).segments is not Order.segments:
-            counts = np.diff(found.position, append=found.length)
-            known = len(found.shard) > 0 and 0 <= found.shard.min() <= found.shard.max() < len(sizes)
-            exist = known and bool(((found.start >= 0) & (found.start + counts <= sizes[found.shard])).all())
+            counts = np.diff(whole.position, append=whole.length)
+            known = len(whole.shard) > 0 and 0 <= whole.shard.min() <= whole.shard.max() < len(sizes)
+            exist = known and bool(((whole.start >= 0) & (whole.start + counts <= sizes[whole.shard])).all())
             if not exist or (counts < 1).any() or int(counts.sum()) != self.mixture.epoch_samples:
                 raise UserError(
                     f"data.order = {self.name!r}: segments({epoch}) gave {int(counts.sum()):,} samples in "
                     f"{len(counts):,} segments. They must be the {self.mixture.epoch_samples:,} of an epoch, in "
                     f"segments that begin and end within the {len(sizes):,} shards."
                 )
-        return found
+        return whole
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -38,9 +38,9 @@ def advice(path: Path) -> str:
             f"`neuclip pairs {quoted} OUTPUT` turns the image-text pairs there into shards; then train with "
             "data.sources=OUTPUT. (Tables of URLs: `neuclip download`.)"
         )
-    found = "There is no such file or folder." if not folder.exists() else "Nothing there looks like image-text pairs."
+    text = "There is no such file or folder." if not folder.exists() else "Nothing there looks like image-text pairs."
     return (
-        f"{found} `neuclip pairs SOURCE OUTPUT` makes shards of your own pairs, `neuclip download` of a table of URLs, "
+        f"{text} `neuclip pairs SOURCE OUTPUT` makes shards of your own pairs, `neuclip download` of a table of URLs, "
         "and `neuclip manifest FOLDER` takes webdataset shards as they are."
     )
 
@@ -49,11 +49,11 @@ def _suffixes(path: Path) -> set[str]:
     """The suffixes of a file, or of the files below a folder."""
     if path.is_file():
         return {path.suffix.lower()}
-    found, count = set[str](), 0
+    suffixes, count = set[str](), 0
     for _, below, files in os.walk(path):
         below.sort()
-        found |= {os.path.splitext(name)[1].lower() for name in files}
+        suffixes |= {os.path.splitext(name)[1].lower() for name in files}
         count += len(files)
         if count > _LOOKED_AT:
             break
-    return found
+    return suffixes

@@ -55,25 +55,25 @@ def check_caption(source: Manifest | str, wanted: str, *, name: str = "data.capt
     """
     url = source if isinstance(source, str) else source.url(source.shards[0])
     try:
-        found = _caption_places(url) if is_local(url) else []
+        places = _caption_places(url) if is_local(url) else []
     except (UserError, OSError, DamagedTar):
         return
-    if found and wanted not in found:
+    if places and wanted not in places:
         raise UserError(
-            f"{name} = {wanted!r} is in none of the first samples of {url}. {suggest(wanted, tuple(found))}"
+            f"{name} = {wanted!r} is in none of the first samples of {url}. {suggest(wanted, tuple(places))}"
         )
 
 
 def _caption_places(path: str) -> list[str]:
     """What `data.caption` could say, from the first samples of a shard: suffixes of members, and fields of JSON."""
-    found: dict[str, None] = {}
+    places: dict[str, None] = {}
     with open_shard(path) as file:
         for name, payload in islice(members(file, wanted=lambda suffix: suffix == "json"), FIRST_MEMBERS):
             suffix = split_name(name)[1]
             if suffix and suffix not in IMAGE_SUFFIXES:
-                found[suffix] = None
-                found.update(dict.fromkeys(f"json:{field}" for field in record_of(payload) or {}))
-    return list(found)
+                places[suffix] = None
+                places.update(dict.fromkeys(f"json:{field}" for field in record_of(payload) or {}))
+    return list(places)
 
 
 def check_shards(manifest: Manifest, world: World) -> int:
@@ -94,9 +94,11 @@ def check_shards(manifest: Manifest, world: World) -> int:
         for first in range(0, len(checked), CHECKED_TOGETHER):  # a million shards at once would fill the memory
             part = [manifest.shards[number] for number in checked[first : first + CHECKED_TOGETHER]]
             sizes = list(pool.map(lambda shard: _size(manifest.url(shard)), part))
-            found = list(zip(part, sizes, strict=True))
-            missing += [shard.name for shard, size in found if size is None]
-            other += [f"{s.name} has {size} bytes, not {s.bytes}" for s, size in found if size not in (None, s.bytes)]
+            measured = list(zip(part, sizes, strict=True))
+            missing += [shard.name for shard, size in measured if size is None]
+            other += [
+                f"{s.name} has {size} bytes, not {s.bytes}" for s, size in measured if size not in (None, s.bytes)
+            ]
     if missing or other:
         raise UserError(
             f"The shards in {manifest.root} do not match their manifest: of {len(checked)} checked, {len(missing)} are "

@@ -66,11 +66,11 @@ def index_shards(
         raise UserError(f"There is no .tar below {root}. Name shards in other places with --shards.")
     _check_names(names)
     scans = scan_shards(root, names, caption=caption, threads=threads, on_shard=on_shard)
-    found = [scans[name] for name in names]
-    _check_read(found, leave_out=leave_out)
-    kept = [one for one in found if not one.damage]
+    ordered = [scans[name] for name in names]
+    _check_read(ordered, leave_out=leave_out)
+    kept = [one for one in ordered if not one.damage]
     check_usable(root, kept, caption)
-    left_out = {one.name: one.damage for one in found if one.damage}
+    left_out = {one.name: one.damage for one in ordered if one.damage}
     unusable = total_of(kept, "unusable")
     notes = total_of(kept, "notes")
     facts = {"made by": "neuclip manifest", "unusable": dict(unusable), "left out": left_out}
@@ -114,27 +114,27 @@ def _check_folder(root: Path, *, replace: bool) -> None:
         )
 
 
-def _check_read(found: Sequence[ShardScan], *, leave_out: bool) -> None:
+def _check_read(scans: Sequence[ShardScan], *, leave_out: bool) -> None:
     """Refuse shards that could not be read, always, and damaged ones unless they may be left out.
 
     A read error may be temporary, so such a shard is never left out.
     """
-    if unread := [f"{one.name} ({one.unread})" for one in found if one.unread]:
-        absent = sum(one.unread.startswith("FileNotFoundError") for one in found)
+    if unread := [f"{one.name} ({one.unread})" for one in scans if one.unread]:
+        absent = sum(one.unread.startswith("FileNotFoundError") for one in scans)
         gaps = (
             f" {absent:,} do not exist: if their numbers have gaps, give --shards once for each row without gaps."
             if absent
             else ""
         )
         raise UserError(
-            f"{len(unread):,} of {len(found):,} shards cannot be read: {'; '.join(unread[:SHOWN])}.{gaps} The "
+            f"{len(unread):,} of {len(scans):,} shards cannot be read: {'; '.join(unread[:SHOWN])}.{gaps} The "
             "results of the others are saved: run the same command again when these can be read."
         )
-    damaged = [f"{one.name} {one.damage}" for one in found if one.damage]
+    damaged = [f"{one.name} {one.damage}" for one in scans if one.damage]
     if damaged and not leave_out:
         raise UserError(
-            f"{len(damaged):,} of {len(found):,} shards cannot be used: {'; '.join(damaged[:SHOWN])}. Download them "
+            f"{len(damaged):,} of {len(scans):,} shards cannot be used: {'; '.join(damaged[:SHOWN])}. Download them "
             "again, or continue without them with --leave-out. The results of the others are saved."
         )
-    if len(damaged) == len(found):
-        raise UserError(f"None of the {len(found):,} shards can be used: {'; '.join(damaged[:SHOWN])}.")
+    if len(damaged) == len(scans):
+        raise UserError(f"None of the {len(scans):,} shards can be used: {'; '.join(damaged[:SHOWN])}.")

@@ -80,19 +80,19 @@ def scan_shards(
     """
     wanted, stop = set(names), threading.Event()
     known = _read_journal(root).items()
-    scans = {name: found for name, found in known if name in wanted and found.caption == str(caption)}
+    scans = {name: scan for name, scan in known if name in wanted and scan.caption == str(caption)}
     first: list[ShardScan] = []
     with _open_journal(root) as journal, ThreadPoolExecutor(threads) as pool:
         jobs = [pool.submit(_read_shard, root, name, caption, stop=stop) for name in names if name not in scans]
         try:
             for job in as_completed(jobs):
-                found = job.result()
-                scans[found.name] = found
-                if not (found.damage or found.unread):
-                    journal.write(json.dumps(asdict(found)) + "\n")
+                scan = job.result()
+                scans[scan.name] = scan
+                if not (scan.damage or scan.unread):
+                    journal.write(json.dumps(asdict(scan)) + "\n")
                     journal.flush()
                 on_shard(len(scans), len(names))
-                first.append(found)
+                first.append(scan)
                 if len(first) == PROBED:
                     check_usable(root, first, caption)
         except BaseException:
@@ -167,7 +167,7 @@ def _read_journal(root: Path) -> dict[str, ShardScan]:
         lines = (root / JOURNAL).read_text(encoding="utf-8").splitlines()
     except OSError:
         return {}
-    found: dict[str, ShardScan] = {}
+    scans: dict[str, ShardScan] = {}
     for line in lines:
         try:
             entry = ShardScan(**json.loads(line))
@@ -176,23 +176,23 @@ def _read_journal(root: Path) -> dict[str, ShardScan]:
         path = root / entry.name
         about = path.stat() if is_local(entry.name) and path.exists() else None
         if not is_local(entry.name) or (about and (about.st_size, about.st_mtime_ns) == (entry.bytes, entry.changed)):
-            found[entry.name] = entry
-    return found
+            scans[entry.name] = entry
+    return scans
 
 
-def total_of(found: Sequence[ShardScan], counts: str) -> Counter[str]:
-    return sum((Counter(getattr(one, counts)) for one in found), Counter[str]())
+def total_of(scans: Sequence[ShardScan], counts: str) -> Counter[str]:
+    return sum((Counter(getattr(one, counts)) for one in scans), Counter[str]())
 
 
-def check_usable(root: Path, found: Sequence[ShardScan], caption: CaptionField) -> None:
+def check_usable(root: Path, scans: Sequence[ShardScan], caption: CaptionField) -> None:
     """Refuse shards that hold samples, but none that training can use."""
-    total, unusable = sum(one.samples for one in found), total_of(found, "unusable")
+    total, unusable = sum(one.samples for one in scans), total_of(scans, "unusable")
     if not total or unusable.total() < total:
         return
-    first = next(one.name for one in found if one.samples)
+    first = next(one.name for one in scans if one.samples)
     with open_shard(shard_url(root, first)) as file:
         names = [name for name, _ in islice(members(file), SHOWN)]
-    scattered = f" {count:,} {SCATTERED}." if (count := total_of(found, "notes")[SCATTERED]) else ""
+    scattered = f" {count:,} {SCATTERED}." if (count := total_of(scans, "notes")[SCATTERED]) else ""
     raise UserError(
         f"None of the first {total:,} samples can be used for training ({dict(unusable)}).{scattered} A sample is an "
         f"image (.jpg, .jpeg, .png or .webp) and a caption (now: {caption}) with the same name, next to each other in "

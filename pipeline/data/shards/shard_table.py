@@ -76,12 +76,12 @@ class ShardTable:
         """Number and first names of the shards that need the user's consent, by `kind_of_place`."""
         names = self._columns["name"]
         odd = (np.char.find(names, b":") >= 0) | (np.char.find(names, b"..") >= 0) | np.char.startswith(names, b"/")
-        found: dict[str, tuple[int, list[str]]] = {COMMAND: (0, []), OUTSIDE: (0, [])}
+        by_kind: dict[str, tuple[int, list[str]]] = {COMMAND: (0, []), OUTSIDE: (0, [])}
         for name in map(bytes.decode, names[odd].tolist()):
             if kind := kind_of_place(name):
-                count, first = found[kind]
-                found[kind] = count + 1, [*first, name][:_SHOWN]
-        return found
+                count, first = by_kind[kind]
+                by_kind[kind] = count + 1, [*first, name][:_SHOWN]
+        return by_kind
 
     def __len__(self) -> int:
         return len(self.samples)

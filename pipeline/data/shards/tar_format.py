@@ -138,7 +138,7 @@ def _parsed_size(text: str) -> int:
 
 def _pax(payload: bytes) -> dict[str, str]:
     """The records `length key=value\n` of a PAX header."""
-    found: dict[str, str] = {}
+    records: dict[str, str] = {}
     position = 0
     while position < len(payload):
         space = payload.find(b" ", position, position + 20)
@@ -147,9 +147,9 @@ def _pax(payload: bytes) -> dict[str, str]:
         if not position < space < end <= len(payload):
             raise DamagedTar("has a damaged PAX header")
         keyword, _, value = payload[space + 1 : end - 1].partition(b"=")
-        found[keyword.decode("utf-8", "replace")] = value.decode("utf-8", "surrogateescape")
+        records[keyword.decode("utf-8", "replace")] = value.decode("utf-8", "surrogateescape")
         position = end
-    return found
+    return records
 
 
 def _extension(file: BinaryIO, size: int) -> bytes:

@@ -79,7 +79,7 @@ def read_own_tasks(path: Path) -> dict[str, OwnTask]:
     Raises:
         UserError: A task is invalid; the message names it and says what is wrong.
     """
-    found = {}
+    tasks = {}
     for key, tree in read_yaml(path).items():
         where = f"{path}: the task {key!r}"
         if not KEY.match(str(key)):
@@ -92,8 +92,8 @@ def read_own_tasks(path: Path) -> dict[str, OwnTask]:
             own = parse(OwnTask, tree, prefix=str(key))
         except UserError as error:
             raise UserError(f"{path}: {error}") from error
-        found[str(key)] = _checked(own, where, tree)
-    return found
+        tasks[str(key)] = _checked(own, where, tree)
+    return tasks
 
 
 def _checked(own: OwnTask, where: str, tree: Mapping[str, Any]) -> OwnTask:

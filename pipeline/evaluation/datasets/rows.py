@@ -113,12 +113,12 @@ def retrieval_rows(table: Table, folder: Path, *, image: str = "", caption: str 
             raise TaskError(f"{table.row_name(row)} repeats an earlier row, which would count twice: remove it.")
         else:
             captions[number] += own
-    found = TableImages(table, column, some(places, folder))
-    check_repeated(found, [tuple(own) for own in captions])
+    images = TableImages(table, column, some(places, folder))
+    check_repeated(images, [tuple(own) for own in captions])
     return TaskData(
         folder,
         table.layout,
-        found,
+        images,
         (*table.files, *table.image_files(column)),
         columns=(image, caption) if caption else (),
         captions=tuple(tuple(own) for own in captions),
@@ -159,13 +159,13 @@ def association_rows(table: Table, folder: Path) -> TaskData:
 def _lists(table: Table, column: str, folder: Path) -> list[list[str]]:
     """A column of lists; where another column (`num_candidates`) says how long each must be, it is."""
     values, counts = table.values(column_of(table, (column,), folder)), f"num_{column}"
-    found = [as_list(value, where=table.row_name(row)) for row, value in enumerate(values)]
+    lists = [as_list(value, where=table.row_name(row)) for row, value in enumerate(values)]
     for row, count in enumerate(table.values(counts) if counts in table.columns else ()):
         with suppress(ValueError):
             count = float(count)
-        if str(count).strip() and len(found[row]) != count:
-            raise TaskError(f"{table.row_name(row)} has {len(found[row])} {column}, but its {counts} says {count}.")
-    return found
+        if str(count).strip() and len(lists[row]) != count:
+            raise TaskError(f"{table.row_name(row)} has {len(lists[row])} {column}, but its {counts} says {count}.")
+    return lists
 
 
 def _check_instance(where: str, candidates: Sequence[str], cue: str, truth: Sequence[str]) -> None:
@@ -205,11 +205,11 @@ def some(places: list[Place], folder: Path) -> list[Place]:
 
 
 def column_of(table: Table, names: tuple[str, ...], folder: Path) -> str:
-    found = next((name for name in names if name in table.columns), None)
-    if found is None:
+    column = next((name for name in names if name in table.columns), None)
+    if column is None:
         where, hint = folder, "This is another data set, or another version of it."
         if table.is_csv:
             where, hint = table.files[0], "Cells are separated by commas, without spaces after them."
         columns = ", ".join(table.columns)
         raise TaskError(f"{where} has no column {' or '.join(names)}; its columns are {columns}. {hint}")
-    return found
+    return column

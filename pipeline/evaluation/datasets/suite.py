@@ -32,12 +32,12 @@ Index = Mapping[str, list[Path]]
 
 def index_folders(folder: Path) -> Index:
     """Normalised name -> folders, for the suite itself, its folders and those one level deeper."""
-    found: dict[str, list[Path]] = {}
+    folders: dict[str, list[Path]] = {}
     tops = _folders(folder)
     for path in (folder, *tops, *(deep for top in tops for deep in _folders(top))):
         for name in {_normal(path.name), _normal(path.relative_to(folder).as_posix())}:
-            found.setdefault(name, []).append(path)
-    return found
+            folders.setdefault(name, []).append(path)
+    return folders
 
 
 def find_folders(task: Task, index: Index) -> list[Path]:

@@ -48,6 +48,6 @@ def _checked_facts(key: str, task: Mapping[str, Any]) -> dict[str, Any]:
         else:  # other facts, such as those that the scenes' generator writes, are for readers of the file
             right = not difflib.get_close_matches(name, (*COUNTS, "sha256"), cutoff=0.75)
         if not right:
-            found = plain(repr(value), longest=60)
-            raise ValueError(f"{key}: {name} = {found}; allowed are {', '.join(COUNTS)} (whole numbers) and sha256")
+            shown = plain(repr(value), longest=60)
+            raise ValueError(f"{key}: {name} = {shown}; allowed are {', '.join(COUNTS)} (whole numbers) and sha256")
     return dict(task)

@@ -117,15 +117,15 @@ class Table:
 
         if self._archives is not None:
             return ()
-        found: dict[str, None] = {}
+        files: dict[str, None] = {}
         for chunk in self._read(column, slice(None)).chunks:
             values = chunk.flatten() if pa.types.is_list(chunk.type) or pa.types.is_large_list(chunk.type) else chunk
             if pa.types.is_struct(values.type) and values.type.get_field_index("path") >= 0:
                 values = pc.filter(pc.struct_field(values, "path"), pc.is_null(pc.struct_field(values, "bytes")))
             if pa.types.is_string(values.type) or pa.types.is_large_string(values.type):
                 names = (as_list(value, where=str(self.folder)) for value in values.to_pylist())
-                found.update(dict.fromkeys(name for own in names for name in own if name))
-        return tuple(dict.fromkeys(locate(name, self.folder) for name in found))
+                files.update(dict.fromkeys(name for own in names for name in own if name))
+        return tuple(dict.fromkeys(locate(name, self.folder) for name in files))
 
     def _read(self, column: str, rows: slice) -> Any:
         try:

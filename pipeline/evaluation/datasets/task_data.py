@@ -135,13 +135,13 @@ class TaskData:
     @property
     def counts(self) -> dict[str, int]:
         """What is counted, as in `suite_facts.COUNTS`; what there is none of is left out."""
-        found = {
+        numbers = {
             "samples": self.samples,
             "images": len(self.images),
             "classes": len(self.classnames) + self.blank_classes,
             "captions": sum(map(len, self.captions)),
         }
-        return {name: count for name, count in found.items() if count}
+        return {name: count for name, count in numbers.items() if count}
 
 
 class FileImages:
@@ -212,7 +212,7 @@ def files_below(folder: Path, suffix: str = "") -> list[Path]:
     Raises:
         TaskError: A link leads to a folder around it, such as `/`.
     """
-    found, entered, root = [], set(), os.path.realpath(folder)
+    files, entered, root = [], set(), os.path.realpath(folder)
     for top, folders, names in os.walk(folder, followlinks=True):
         real = os.path.realpath(top)
         if real != root and os.path.commonpath([real, root]) == real:
@@ -221,8 +221,8 @@ def files_below(folder: Path, suffix: str = "") -> list[Path]:
             folders[:] = names[:] = []
         entered.add(real)
         folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [Path(top, name) for name in names if name.endswith(suffix) and not name.startswith(".")]
-    return sorted(found)
+        files += [Path(top, name) for name in names if name.endswith(suffix) and not name.startswith(".")]
+    return sorted(files)
 
 
 def check_inside(files: Iterable[Path], places: Sequence[Path]) -> None:
@@ -302,13 +302,13 @@ def file_digests(files: Iterable[Path], folder: Path) -> dict[str, str]:
     Raises:
         TaskError: A file cannot be read.
     """
-    found = {}
+    digests = {}
     for path in files:
         try:
-            found[relative_name(path, folder)] = sha256_of(path)
+            digests[relative_name(path, folder)] = sha256_of(path)
         except OSError as error:
             raise TaskError(f"Cannot read {path}: {error.strerror}. The task's data is incomplete.") from error
-    return found
+    return digests
 
 
 def relative_name(path: Path, folder: Path) -> str:

@@ -34,9 +34,9 @@ def jaccard(scores: np.ndarray, truth: np.ndarray) -> float:
     return hits / union if union else 0.0
 
 
-def metrics(found: Mapping[str, np.ndarray]) -> dict[str, float]:
+def metrics(outcomes: Mapping[str, np.ndarray]) -> dict[str, float]:
     """Means of the Jaccard index by number of candidates; numbers that do not occur give no metric."""
-    scores, sizes = found["jaccard"], found["candidates"]
+    scores, sizes = outcomes["jaccard"], outcomes["candidates"]
     chosen = {
         "avg_jaccard_score": sizes > 0,
         **{f"jaccard_score_{size}": sizes == size for size in (5, 6, 10, 12)},
@@ -63,15 +63,15 @@ class Association(Protocol):
 
     def finish(self, kept: Outcomes, texts: Tensor) -> Outcomes:
         images, cues = kept["features"].astype(np.float64), texts[self.texts.rows].double().numpy()
-        found = [
+        similarities = [
             jaccard((images[list(instance.candidates)] * cue).sum(1), np.array(instance.associated, dtype=bool))
             for instance, cue in zip(self.data.instances, cues, strict=True)
         ]
         sizes = [len(instance.candidates) for instance in self.data.instances]
-        return {"jaccard": np.array(found), "candidates": np.array(sizes)}
+        return {"jaccard": np.array(similarities), "candidates": np.array(sizes)}
 
-    def metrics(self, found: Mapping[str, np.ndarray]) -> dict[str, float]:
-        return metrics(found)
+    def metrics(self, outcomes: Mapping[str, np.ndarray]) -> dict[str, float]:
+        return metrics(outcomes)
 
     def chance(self) -> float:
         values = []

@@ -39,14 +39,14 @@ def keep(logits: Tensor, *, labels: Tensor) -> Outcomes:
     return {"prediction": logits.argmax(1).cpu().numpy(), "rank": rank.cpu().numpy()}
 
 
-def metrics(task: Task, found: Mapping[str, np.ndarray], *, classes: int) -> dict[str, float]:
+def metrics(task: Task, outcomes: Mapping[str, np.ndarray], *, classes: int) -> dict[str, float]:
     """The benchmark's metrics from per-image outcomes; a bootstrap resamples the rows of `found`."""
-    target, prediction, rank = found["target"], found["prediction"], found["rank"]
+    target, prediction, rank = outcomes["target"], outcomes["prediction"], outcomes["rank"]
     values = {"acc1": float(np.mean(rank == 0))}
     if classes >= 5:
         values["acc5"] = float(np.mean(rank < 5))
     values["mean_per_class_recall"] = macro_recall(target, prediction)
-    return values | group_metrics(task, found)
+    return values | group_metrics(task, outcomes)
 
 
 def class_details(outcomes: Mapping[str, np.ndarray], names: Sequence[str]) -> dict[str, Any]:
@@ -126,8 +126,8 @@ class ZeroShot(Protocol):
             columns = {f"field:{name}": self.data.metadata[:, k] for k, name in enumerate(self.task.fields)}
         return {"target": self._labels.numpy(), **kept, **columns}
 
-    def metrics(self, found: Mapping[str, np.ndarray]) -> dict[str, float]:
-        return metrics(self.task, found, classes=len(self.data.classnames))
+    def metrics(self, outcomes: Mapping[str, np.ndarray]) -> dict[str, float]:
+        return metrics(self.task, outcomes, classes=len(self.data.classnames))
 
     def chance(self) -> float | None:
         metric = self.task.main_metric
@@ -135,7 +135,7 @@ class ZeroShot(Protocol):
             return None
         return min(1.0, (5 if "top5" in metric or metric == "acc5" else 1) / len(self.data.classnames))
 
-    def write_details(self, place: Path, *, found: Outcomes, kept: Outcomes, texts: Tensor) -> None:
-        details = class_details(found, self.data.classnames)
+    def write_details(self, place: Path, *, outcomes: Outcomes, kept: Outcomes, texts: Tensor) -> None:
+        details = class_details(outcomes, self.data.classnames)
         path = place.parent / FOLDER / f"{place.name}.json"
         write_text(path, json.dumps(details, ensure_ascii=False) + "\n")

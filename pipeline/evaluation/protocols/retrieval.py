@@ -62,12 +62,12 @@ def _best_rank(scores: Tensor, owner: Tensor, *, first: int) -> Tensor:
     return ranks(scores, best)
 
 
-def metrics(found: Mapping[str, np.ndarray]) -> dict[str, float]:
+def metrics(outcomes: Mapping[str, np.ndarray]) -> dict[str, float]:
     """Recall@1, 5, 10 in both directions and the mean of both R@1; `text_retrieval` finds captions for an image."""
     values = {}
     for k in KS:
-        values[f"image_retrieval_recall@{k}"] = float(np.mean(found["caption_rank"] < k))
-        values[f"text_retrieval_recall@{k}"] = float(np.mean(found["image_rank"] < k))
+        values[f"image_retrieval_recall@{k}"] = float(np.mean(outcomes["caption_rank"] < k))
+        values[f"text_retrieval_recall@{k}"] = float(np.mean(outcomes["image_rank"] < k))
     values["mean_recall@1"] = 0.5 * (values["image_retrieval_recall@1"] + values["text_retrieval_recall@1"])
     return values
 
@@ -95,8 +95,8 @@ class Retrieval(Protocol):
         owner = np.repeat(np.arange(len(images)), [len(own) for own in self.data.captions])
         return outcomes(images, texts, side=self.texts, owner=owner)
 
-    def metrics(self, found: Mapping[str, np.ndarray]) -> dict[str, float]:
-        return metrics(found)
+    def metrics(self, outcomes: Mapping[str, np.ndarray]) -> dict[str, float]:
+        return metrics(outcomes)
 
     def chance(self) -> float | None:
         if self.task.main_metric != "mean_recall@1":
@@ -104,7 +104,7 @@ class Retrieval(Protocol):
         own = np.array([len(captions) for captions in self.data.captions])
         return float(0.5 * (1 / len(own) + np.mean(own / own.sum())))  # of a random order
 
-    def write_details(self, place: Path, *, found: Outcomes, kept: Outcomes, texts: Tensor) -> None:
+    def write_details(self, place: Path, *, outcomes: Outcomes, kept: Outcomes, texts: Tensor) -> None:
         features = (torch.from_numpy(kept["features"]), texts[self.texts.rows])
         write_examples(place.with_name(f"{place.name}.examples"), self.data, features=features)
 

@@ -100,10 +100,10 @@ def prepare(
     whole = len(suite.entries) == len(suite.keys)
     if whole and not session.config.relock:
         suite = suite.with_lost(list(dict.fromkeys(key for lock in locks.values() for key in lock.lost(suite))))
-    found = session.on_main(lambda: [conditions(model, session) for model in models])
+    conditions_of = session.on_main(lambda: [conditions(model, session) for model in models])
     evaluations = [
         Evaluation(model, folder, locks[path], conditions=same, notes=tuple(notes_on(model)))
-        for model, folder, path, same in zip(models, folders, paths, found, strict=True)
+        for model, folder, path, same in zip(models, folders, paths, conditions_of, strict=True)
     ]
     return evaluations, suite
 
@@ -180,13 +180,13 @@ def _distinct(sources: Sequence[str]) -> list[str]:
     """Short names of checkpoints; names that would be equal get a digest of their source."""
     names = [checkpoint_name(source) for source in sources]
     count = Counter(names)
-    found = [
+    distinct = [
         name if count[name] == 1 else f"{name}-{_short_digest(str(Path(source).resolve()))}"
         for name, source in zip(names, sources, strict=True)
     ]
-    if len(set(found)) < len(found):
+    if len(set(distinct)) < len(distinct):
         raise UserError(f"The checkpoint {sources[0]} was given twice: give every checkpoint once.")
-    return found
+    return distinct
 
 
 def _stem(pretrained: str) -> str:

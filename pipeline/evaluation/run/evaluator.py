@@ -53,8 +53,8 @@ class Evaluator:
             kept, failed = image_pass(self.session, opened, models, texts)
             for index, message in failed.items():
                 self._fail(self.evaluations[index], entry, message)
-            for index, found in kept.items():
-                self._score(self.evaluations[index], opened, (found, texts[index], inputs[index]))
+            for index, parts in kept.items():
+                self._score(self.evaluations[index], opened, (parts, texts[index], inputs[index]))
             seconds, images = time.perf_counter() - started, len(opened.data.images)
             speed = {"seconds": seconds, "images": images, "images_per_second": images / seconds}
             for index in kept:
@@ -78,12 +78,12 @@ class Evaluator:
         mine = data.files[world.rank :: world.size]
 
         def digests() -> dict[str, str]:
-            found: dict[str, str] = {}
+            hashed: dict[str, str] = {}
             for file in mine:
-                found |= file_digests([file], data.folder)
+                hashed |= file_digests([file], data.folder)
                 world.progress()
             data.unchanged.check(data.files)
-            return found
+            return hashed
 
         for part in world.gather_objects(self.session.together(digests)):
             merged.update(part)
@@ -164,7 +164,7 @@ class Evaluator:
                 official=is_official(opened.entry, opened.data),
                 inputs=inputs,
             )
-            protocol.write_details(path.with_suffix(""), found=outcomes, kept=kept, texts=texts)
+            protocol.write_details(path.with_suffix(""), outcomes=outcomes, kept=kept, texts=texts)
             return write_result(path, result, outcomes)
 
         try:

@@ -67,11 +67,11 @@ def image_pass(
     """
     parts = session.together(lambda: _my_images(session, opened, models, texts))
     gathered = (piece for part in session.world.gather_objects(parts) for piece in part)
-    pieces = [found for _, found in sorted(gathered, key=lambda piece: piece[0])]
+    pieces = [piece_outcomes for _, piece_outcomes in sorted(gathered, key=lambda piece: piece[0])]
     kept: dict[int, Outcomes] = {}
     failed: dict[int, str] = {}
     for index in models:
-        mine = [found[index] for found in pieces]
+        mine = [piece_outcomes[index] for piece_outcomes in pieces]
         error = next((item for item in mine if isinstance(item, str)), None)
         if error is not None:
             failed[index] = error
@@ -86,10 +86,10 @@ def background_of(models: Iterable[EvaluationModel]) -> Colour:
     Raises:
         TaskError: They were trained with several.
     """
-    found = {model.architecture.background for model in models}
-    if len(found) > 1:
+    colours = {model.architecture.background for model in models}
+    if len(colours) > 1:
         raise TaskError("The checkpoints were trained with different data.background: evaluate them one by one.")
-    return found.pop()
+    return colours.pop()
 
 
 def _my_images(
@@ -143,12 +143,12 @@ def _my_images(
                 cache.remove(keys.values())
             raise
 
-    found: dict[int, dict[int, Outcomes | str]] = {}
+    outcomes: dict[int, dict[int, Outcomes | str]] = {}
     try:
         for number, index, kept in session.compute.map(encode, work()):
-            found.setdefault(number, {})[index] = kept
+            outcomes.setdefault(number, {})[index] = kept
     except Exception:
         check_unchanged()  # says more, and images that were cached until then may be of changed files
         raise
     check_unchanged()
-    return list(found.items())
+    return list(outcomes.items())

@@ -85,14 +85,14 @@ class _Batches(Dataset[Any]):
 
     def _cached(self, cache: PixelCache, number: int, images: np.ndarray) -> tuple[Tensor, ...]:
         loaded = {key: cache.load(key, number) for key in self.transforms}
-        found = {key: pixels for key, pixels in loaded.items() if pixels is not None}
-        missing = [key for key in self.transforms if key not in found]
+        cached = {key: pixels for key, pixels in loaded.items() if pixels is not None}
+        missing = [key for key in self.transforms if key not in cached]
         if missing:
             columns = self._prepared(images, (self.parts[key][0] for key in missing))
             for key, column in zip(missing, columns, strict=True):
-                found[key] = np.stack(column)
-                cache.store(key, number, found[key])
-        return tuple(to_tensors(self.parts[key][1], found[key]) for key in self.transforms)
+                cached[key] = np.stack(column)
+                cache.store(key, number, cached[key])
+        return tuple(to_tensors(self.parts[key][1], cached[key]) for key in self.transforms)
 
 
 @dataclass(frozen=True)

@@ -58,8 +58,8 @@ class TaskResult:
 
 def part_of(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
     """A mapping within a stored file; empty when it is missing or something else."""
-    found = tree.get(name)
-    return found if isinstance(found, dict) else {}
+    part = tree.get(name)
+    return part if isinstance(part, dict) else {}
 
 
 def read_result(path: Path) -> TaskResult | None:

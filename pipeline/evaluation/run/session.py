@@ -110,8 +110,8 @@ def connected_world(state: Any) -> World:
     """The processes that `accelerate` has connected, with this one's share of its node's cores. Collective."""
     world = World(rank=state.process_index, size=state.num_processes, device=state.device)
     own = (socket.gethostname(), sorted(os.sched_getaffinity(0)))
-    found = enumerate(world.gather_objects(own))
-    here = [cores for rank, (host, cores) in found if host == own[0] and rank != world.rank]
+    gathered = enumerate(world.gather_objects(own))
+    here = [cores for rank, (host, cores) in gathered if host == own[0] and rank != world.rank]
     return replace(world, cores=cores_of_rank(own[1], others=here, quota=cpu_quota()))
 
 

@@ -44,14 +44,14 @@ class Aggregate:
 
 def aggregate(results: Mapping[str, TaskResult]) -> dict[str, Aggregate]:
     """Every aggregate that at least one result belongs to, by name."""
-    found = {}
+    means = {}
     for name, keys in AGGREGATES.items():
         there = [key for key in keys if key in results]
         if not there:
             continue
         mean = math.fsum(results[key].score for key in there) / len(there)
         complete = len(there) == len(keys)
-        found[name] = Aggregate(
+        means[name] = Aggregate(
             name=name,
             score=mean if complete else None,
             complete=complete,
@@ -61,7 +61,7 @@ def aggregate(results: Mapping[str, TaskResult]) -> dict[str, Aggregate]:
             missing=tuple(key for key in keys if key not in results),
             partial_mean=None if complete else mean,
         )
-    return found
+    return means
 
 
 def describe(value: Aggregate) -> str:

@@ -128,9 +128,9 @@ class Watcher:
 
         Returns whether every checkpoint has its scores.
         """
-        found = sum(len(candidates.ready()) for candidates in self.candidates.values())
+        count = sum(len(candidates.ready()) for candidates in self.candidates.values())
         self._log(
-            f"{found:,} checkpoints on {self.suite.name}, {found - len(self.waiting()):,} of them have an outcome."
+            f"{count:,} checkpoints on {self.suite.name}, {count - len(self.waiting()):,} of them have an outcome."
         )
         for name, folder in self.abandoned():
             self._log(f"{name} was abandoned: the reasons are in {folder}; remove that folder to try again.")
@@ -247,18 +247,18 @@ class Watcher:
         if not whole:
             return
         self._log(f"Evaluating {', '.join(map(self._shown, whole))} on {self.suite.name}.")
-        found, error = attempt(
+        evaluations, error = attempt(
             lambda: evaluate(models, suite=self.suite, config=self.evaluation, processes=self.processes)
         )
         for position, path in enumerate(whole):
-            if found is None:
+            if evaluations is None:
                 self._give_up(path, items[path], str(error))
-            elif found[position].failures:
-                self._give_up(path, items[path], brief(found[position].failures))
+            elif evaluations[position].failures:
+                self._give_up(path, items[path], brief(evaluations[position].failures))
             else:
-                scores = {key: result.score for key, result in sorted(found[position].results.items())}
+                scores = {key: result.score for key, result in sorted(evaluations[position].results.items())}
                 self._finish(path, items[path], scores)
-        if found is not None and world.rank == 0:
+        if evaluations is not None and world.rank == 0:
             for run in dict.fromkeys(path.parent.parent for path in whole):
                 self._on_scored(run)
 

@@ -159,7 +159,7 @@ class Uploads:
     """The checkpoint that is uploaded, and the next one. They must not be removed."""
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
-    def offer(self, path: Path) -> None:
+    def submit(self, path: Path) -> None:
         """Upload a finished checkpoint as soon as the current upload ends."""
         with self._changed:
             self.waiting[1:] = [path]

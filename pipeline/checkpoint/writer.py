@@ -206,7 +206,7 @@ class CheckpointWriter:
         self.begin()
         abandon_after(self.run, step)
         if self._uploads is not None:
-            self._uploads.offer(self.folder / name_of(step))  # an upload removes later ones from the mirror
+            self._uploads.submit(self.folder / name_of(step))  # an upload removes later ones from the mirror
 
     def _write(self, snapshot: Snapshot, temporary: Path, refused: OSError | None) -> None:
         try:
@@ -289,7 +289,7 @@ class CheckpointWriter:
             with self._reported(f"`{BEST_NAME}` does not name {final.name}"):
                 write_text(self.folder / BEST_NAME, final.name + "\n", durable=True)
         if self._uploads is not None:
-            self._uploads.offer(final)
+            self._uploads.submit(final)
         with self._reported("older checkpoints could not be removed"):
             flush(self.folder)
             self._prune(final, last_good=snapshot.last_good)

@@ -161,7 +161,7 @@ def _measure(trainer: Trainer, *, ranks: int, seconds: float) -> RunMeasurement:
     run, world = trainer.run, trainer.world
     for _ in range(WARM_UP):
         batch = _train(trainer)
-    trainer.batches.settle()
+    trainer.batches.wait()
     loader = run.batch_size / _mean_seconds(lambda: next(trainer.state.loader), SHARES["loader"] * seconds, world)
     alone, phases = _steps_alone(trainer, batch, seconds=SHARES["step"] * seconds)
     evaluation = run.batch_size / _mean_seconds(lambda: _encode(trainer, batch), SHARES["evaluation"] * seconds, world)

@@ -117,7 +117,7 @@ class Trainer:
                     state.position = batch.position
                     state.skipped.count(applied=result.applied)
                     if state.skipped.check(self.run, step=state.step):
-                        self.batches.settle()
+                        self.batches.wait()
                         raise RunEnds(start=self.saver.roll_back())
                     state.step += 1
                     for hook in self.hooks:

@@ -101,7 +101,7 @@ class PrefetchedBatches:
             self._ahead = Future()
             threading.Thread(target=self._fetch, args=(self._ahead, self._copies), name=NEXT_BATCH, daemon=True).start()
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait until the loader is not in use; the batch that was fetched ahead is still the next one."""
         if self._ahead is not None:
             self._ahead.exception()

@@ -24,7 +24,7 @@ from pipeline.model.evaluation_model import EvaluationModel
 
 if __name__ == "__main__":
     seconds, *arguments = sys.argv[1:]
-    step, offer = DeepSpeedEngine.step, Uploads.offer
+    step, submit = DeepSpeedEngine.step, Uploads.submit
 
     def slow_step(engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
         until = seconds.partition("until=")[2]
@@ -32,8 +32,8 @@ if __name__ == "__main__":
             time.sleep(1.0 if until else float(seconds))
         return step(engine, *args, **kwargs)
 
-    def offer_and_wait(uploads: Uploads, path: Path) -> None:
-        offer(uploads, path)
+    def submit_and_wait(uploads: Uploads, path: Path) -> None:
+        submit(uploads, path)
         assert uploads.wait(60)
 
     if seconds.startswith("encode="):
@@ -55,7 +55,7 @@ if __name__ == "__main__":
 
         DeepSpeedEngine.forward = slow_forward  # type: ignore[method-assign]
     elif seconds == "mirror":
-        Uploads.offer = offer_and_wait  # type: ignore[method-assign]
+        Uploads.submit = submit_and_wait  # type: ignore[method-assign]
     else:
         DeepSpeedEngine.step = slow_step  # type: ignore[method-assign]
     run(command, arguments, prog_name="slow")

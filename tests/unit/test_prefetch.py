@@ -122,7 +122,7 @@ def test_an_error_while_prefetching_is_raised_when_that_batch_is_due() -> None:
     batches = prefetched(source())
     batches.next()
     batches.fetch_ahead(0)
-    batches.settle()
+    batches.wait()
     with pytest.raises(ValueError, match="the second"):
         batches.next()
 
@@ -197,7 +197,7 @@ def test_batches_are_copied_ahead_on_a_stream_of_their_own(streams: list[str]) -
     assert streams == ["fetch", *["copy"] * 3], "nothing was copied ahead"
     streams.clear()
     batches.fetch_ahead(0)
-    batches.settle()
+    batches.wait()
     expected = ["on copies", "fetch", *["copy"] * 3, "copies records"]
     assert streams == expected, "memory is pinned for the stream's device"
     streams.clear()

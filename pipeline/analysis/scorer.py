@@ -72,7 +72,7 @@ def make_scorer(
     It is the same on every rank without communication: each one encodes the whole sample itself.
 
     Args:
-        spec: As `load_for_evaluation`.
+        spec: The model: a checkpoint, a run, or what else `load_for_evaluation` takes.
         manifest: The dataset.
         caption: Where captions are.
         normalizers: "network", "sample", or "auto": the network where the checkpoint has one.

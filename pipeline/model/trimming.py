@@ -76,7 +76,7 @@ class TextChunks:
             chunks: Rows of each micro-batch, without gaps from 0 to b.
             lengths: [b] on the host, of `TextTrimming`; None: neither cut nor sort.
             packed: Pack each micro-batch instead of cutting it.
-            by_kernel: As for `pack`.
+            by_kernel: The device has a kernel for packed texts, which needs no groups of similar lengths.
             device: Where the towers are; None: where the tokens are.
         """
         self.text, self.chunks = text, chunks

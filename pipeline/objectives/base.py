@@ -166,8 +166,8 @@ class Objective(ABC):
             text: The same of the texts.
             sample_ids: [b] stable ids in [0, n), for methods with per-sample state and for `neuclip_plus`, which
                 without them cannot exclude a sample's own features of earlier batches.
-            teacher: As for `compute`.
-            keys: As for `compute`.
+            teacher: Features of teachers, which the setting `distill` needs.
+            keys: [b, k] int64 of equal pairs, which the setting `mask_equal` needs.
 
         Raises:
             RuntimeError: The previous batch was neither committed nor discarded.

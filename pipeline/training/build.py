@@ -50,7 +50,7 @@ def loader_of(run: RunConfig, *, architecture: Architecture, world: World) -> Lo
     """The loader of this rank, at the start of epoch 0.
 
     Raises:
-        UserError: As `build_loader`.
+        UserError: The data cannot be read, or does not fit the run.
     """
     return build_loader(
         run.data,

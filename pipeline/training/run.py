@@ -52,7 +52,7 @@ def train(
 
     Args:
         run: The configuration.
-        resume: As for `setup`.
+        resume: None (a new run), "latest" (a new run when there are no checkpoints) or the folder of a checkpoint.
         new_batch_size: Allow a checkpoint of another batch size.
         world: The ranks, if they are connected already.
         on_trainer: Called with each trainer before its first step.

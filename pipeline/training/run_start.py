@@ -191,7 +191,7 @@ def find_start(
 
     Args:
         run: The configuration.
-        resume: As for `setup`.
+        resume: None, "latest" or the folder of a checkpoint.
         world: The ranks.
         new_batch_size: Allow a checkpoint of another batch size.
         mirror: The setting `checkpoint.mirror`; None if it is not to be asked.

@@ -60,8 +60,8 @@ def read_records(
         file: The tar.
         skip: Number of the first sample.
         caption_suffix: Of the member with the caption.
-        strict: As for `headers`. Repeated members are counted, too.
-        on_unended: As for `headers`.
+        strict: Refuse what readers would not see (`headers`), and count repeated members.
+        on_unended: Called if the tar ends without the zeros that writers put there.
         index: Takes the place of every member, for `shard_index`.
 
     Raises:

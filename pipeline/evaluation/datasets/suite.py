@@ -200,7 +200,7 @@ def open_task(entry: Entry, *, blank_class: BlankClass = "keep", allow_outside: 
 
     Args:
         entry: The task.
-        blank_class: As for `open_webdataset`.
+        blank_class: What a blank line of classnames.txt is: a class without a name, or none.
         allow_outside: Read files outside of the task's folders that links or tables in them name.
 
     Raises:

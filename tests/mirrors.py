@@ -43,11 +43,11 @@ def fetched(run: Path, url: str) -> tuple[Checkpoint, list[str]]:
 def fetch(run: Path, url: str) -> list[str]:
     """Ask the mirror as a run that continues does, and return the messages."""
     notes, mirror = list[str](), Mirror(url, run)
-    at_start(lambda: fetch_newest(mirror, on_event=notes.append), mirror, world=World(), minutes=1)
+    at_start(lambda: fetch_newest(mirror, on_event=notes.append), mirror, world=World())
     return notes
 
 
 def begin(run: Path, url: str, *, resume: str | None = None, step: int = -1) -> None:
     """Ask the mirror as a new run does, or one that continues a checkpoint of another folder."""
     mirror = Mirror(url, run)
-    at_start(lambda: refuse_taken(mirror, resume=resume, step=step), mirror, world=World(), minutes=1)
+    at_start(lambda: refuse_taken(mirror, resume=resume, step=step), mirror, world=World())

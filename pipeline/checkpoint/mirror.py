@@ -17,7 +17,6 @@ from typing import Any
 
 from pipeline.checkpoint.layout import BEST_NAME, LATEST_NAME, best_checkpoint, id_in, publish, run_id_of, wrong_meta
 from pipeline.checkpoint.reader import damage, taken_by
-from pipeline.distributed.peers import work_on_main
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.files import MOST_TEXT, write_json, write_text
@@ -225,8 +224,8 @@ def fetch_newest(mirror: Mirror, *, on_event: Callable[[str], None]) -> None:
         return
 
 
-def at_start(work: Callable[[], None], mirror: Mirror, *, world: World, minutes: float) -> None:
-    """Do on rank 0 what needs the mirror, and raise its errors on every rank. Collective; see `work_on_main`."""
+def at_start(work: Callable[[], None], mirror: Mirror, *, world: World) -> None:
+    """Do on rank 0 what needs the mirror, and raise its errors on every rank. Collective; see `World.work_on_main`."""
 
     def problem() -> str:
         try:
@@ -241,4 +240,4 @@ def at_start(work: Callable[[], None], mirror: Mirror, *, world: World, minutes:
             )
         return ""
 
-    world.raise_together(work_on_main(problem, world=world, minutes=minutes) or "")
+    world.raise_together(world.work_on_main(problem) or "")

@@ -1,53 +1,50 @@
 """Heartbeats of every rank, which identify a rank that hangs or has died.
 
-A thread on every rank writes step and phase of the training thread to `RUN/heartbeats/rank-R.json` every few seconds,
-also while the training thread waits in a collective or elsewhere. At every beat it looks for ranks that have ended with
-an error or are dead (`peers.py`), and ends, too: a collective with them would wait until its time limit.
+A thread on every rank writes step and phase of the training thread to a file every few seconds, also while the training
+thread waits in a collective or elsewhere. It then looks for a reason to end this process, because a collective with a
+rank that is gone would wait until its time limit:
 
-When no rank has made progress for `engine.timeout_minutes`, every rank reads all ranks' files twice: a rank whose file
-has not changed is dead or frozen, and the rank that has entered the fewest phases is the one that the others wait for.
-The rank prints this and the stacks of its own threads, and exits with EXIT_STALLED. The rank that is behind prints the
-same, but exits later than the others. A rank that waits for one that works, such as in an evaluation, goes on waiting.
+- Another rank has recorded an error as its end. An error that all ranks raise is recorded by each of them, so a record
+  counts from the second look on.
+- The file of the next rank has not changed for a while: it is dead or frozen. Each rank looks at one other, and all see
+  the record of the rank that ends because of it.
+- No rank has made progress for the time limit of a phase. A rank that waits for one that works, such as in an
+  evaluation, goes on waiting. The rank that has entered the fewest phases is the one that the others wait for.
+
+The process then records what it has seen, and the stacks of its threads, and ends with EXIT_STALLED.
 """
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import json
 import os
 import socket
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import NoReturn
 
 from pipeline.distributed.exit_record import (
     EXIT_STALLED,
-    FOLDER_NAME,
-    fatal_errors_recorded,
-    last_words_path,
+    ExitRecord,
+    read_ends,
     record_exit,
+    start_recording,
 )
-from pipeline.distributed.peers import PeerWatch
-from pipeline.distributed.signals import signals_blocked
+from pipeline.distributed.signals import EXIT_PREEMPTED
 from pipeline.distributed.timing import Phases
-from pipeline.distributed.world import World, collectives_trace, lost_contact
+from pipeline.distributed.world import World, lost_contact
 from pipeline.files import write_text
-from pipeline.run_files import read_as, read_run_id
+from pipeline.run_files import read_as
 
-HEAD_START = 1.25
-"""The rank that is behind waits this many times the limit, so that the others report it first."""
+HARMLESS = (0, 74, EXIT_PREEMPTED)
+"""Exit codes at whose sight others go on: all ranks reach the same end by themselves."""
 HOW_TO_GO_ON = f"Exit code {EXIT_STALLED}; start again with --resume latest (checkpoints that were written are intact)."
-LEAVE_SECONDS = 20.0
-"""After which a process that leaves is ended from outside the interpreter, with code 1."""
-COPIED_BYTES = 2**20
-"""A copy of standard error that is larger is emptied."""
 
 
 @dataclass(frozen=True)
@@ -63,185 +60,157 @@ class Beat:
     """Phases entered so far."""
     seconds: float
     """Time in this phase."""
-    beat: int
-    """Number of this heartbeat."""
-    run_id: str = ""
-    start: str = ""
-    """Id of this start of the run."""
+    number: int
+    """Of this heartbeat."""
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} ({self.host}, process {self.pid}): step {self.step}, {self.phase}, "
+            f"for {self.seconds:.0f} s"
+        )
 
 
 class Heartbeat:
-    """Context manager around a training loop. A single rank writes its heartbeat, but waits for no other rank.
+    """Context manager: the heartbeat of this rank, with which it watches the others, if there are any.
 
-    `timeout_seconds` limits one phase; a rank without a heartbeat for `lost_after` seconds is dead. `start` is an id of
-    this start of the run, the same on all ranks.
+    Args:
+        folder: Where heartbeats and the ends of ranks are, until `move`. It is made.
+        world: The ranks.
+        lost_after: Seconds without a heartbeat after which a rank is dead.
+        limit: Seconds of one phase, outside of `training`.
     """
 
-    def __init__(
-        self,
-        run: Path,
-        *,
-        world: World,
-        phases: Phases,
-        timeout_seconds: float,
-        lost_after: float = 45.0,
-        start: str = "",
-    ) -> None:
-        self._run, self._folder = run, run / FOLDER_NAME
-        self._world, self._phases, self._limit = world, phases, timeout_seconds
-        self._interval = min(5.0, timeout_seconds / 10, lost_after / 5)
-        self._beats, self._reported = 0, False
-        self._host, self._run_id, self._start = socket.gethostname(), read_run_id(run), start
-        self._end, self._open = threading.Event(), contextlib.ExitStack()
-        self._peers = PeerWatch(self._folder, rank=world.rank, size=world.size, lost_after=lost_after, start=start)
+    def __init__(self, folder: Path, *, world: World, lost_after: float, limit: float) -> None:
+        self.folder, self.world, self._lost_after, self._limit = folder, world, lost_after, limit
+        self._phases = world.phases or Phases(world.device)
+        self._host, self._interval = socket.gethostname(), min(5.0, lost_after / 5)
+        self._number, self._suspects = 0, set[ExitRecord]()
+        self._next: Beat | None = None
+        self._looks = 0
+        self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
 
     def __enter__(self) -> Heartbeat:
-        with contextlib.suppress(OSError):  # as in _write
-            self._folder.mkdir(parents=True, exist_ok=True)
-        self._open.enter_context(fatal_errors_recorded(self._run, rank=self._world.rank))
-        if self._world.size > 1 and self._world.device.type == "cuda":  # NCCL's watchdog says there why it aborts
-            self._open.enter_context(stderr_copied(last_words_path(self._run, self._world.rank)))
-        self._write()
+        self.move(self.folder)
         self._thread.start()
         return self
 
-    def __exit__(self, _: type | None, error: BaseException | None, __: TracebackType | None) -> None:
-        if error is not None and self._world.size > 1 and lost_contact(error):
-            self._stop_the_run(f"lost contact with another rank ({error})")
+    def __exit__(self, _: type | None, error: BaseException | None, __: object) -> None:
+        self.stop()
+        if error is None:
+            with suppress(OSError):
+                self._path(self.world.rank).unlink()
+
+    def move(self, folder: Path) -> None:
+        """Write heartbeats, and record the end of this process, in another folder from now on."""
+        with suppress(OSError):  # as in _write
+            folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self._next, self._looks = folder, None, 0
+        start_recording(folder, rank=self.world.rank)
+        self._write()
+
+    def stop(self) -> None:
+        """Write no more heartbeats, and watch no longer."""
         self._end.set()
         self._thread.join()
-        self._open.close()
-        if error is None:
-            with contextlib.suppress(OSError):  # as in _write
-                self._path(self._world.rank).unlink()
+
+    @contextmanager
+    def training(self, limit: float) -> Iterator[None]:
+        """Inside, a phase may take `limit` seconds, and a collective that fails names the rank that is gone."""
+        before, self._limit = self._limit, limit
+        try:
+            yield
+        except Exception as error:
+            if self.world.size > 1 and lost_contact(error):
+                self._leave(self._explain(error))
+            raise
+        finally:
+            self._limit = before
 
     def _watch(self) -> None:
         while not self._end.wait(self._interval):
             written = self._write()
-            if self._world.size == 1:
-                continue
-            if lost := self._peers.look(blind=not written):
-                self._leave(f"{lost.rstrip('.')}. {HOW_TO_GO_ON}")
-            waited = time.monotonic() - self._phases.latest.since
-            if waited < self._limit:
-                self._reported = False
-            elif not self._reported or waited > HEAD_START * self._limit:
-                self._reported = True
-                early = waited < HEAD_START * self._limit
-                self._stop_the_run(f"no progress for {waited:.0f} s", stalled=True, unless_behind=early)
+            if self.world.size > 1 and (problem := self._lost(blind=not written) or self._stalled()):
+                self._leave(problem)
 
-    def _stop_the_run(self, what: str, *, stalled: bool = False, unless_behind: bool = False) -> None:
-        """Report what this rank has noticed and which rank is behind, and exit.
+    def _lost(self, *, blind: bool = False) -> str:
+        """Which rank is gone, and why; empty while none is known to be.
 
-        If `stalled`, it does not exit when another rank makes progress; if `unless_behind`, it does not when this rank
-        is the one behind, or has moved.
+        `blind`: heartbeats cannot be written now, for example because the disk is full, and nobody is dead for that.
         """
-        before = self._read()
-        count = self._phases.latest.count
-        self._end.wait(2 * self._interval)
-        if unless_behind and self._phases.latest.count != count:
-            return
-        self._write()
-        if ended := self._peers.look():
-            what = f"{what}: {ended}"
+        ends = {end.rank: end for end in read_ends(self.folder) if end.rank != self.world.rank}
+        errors = {end for end in ends.values() if end.code not in HARMLESS}
+        confirmed, self._suspects = errors & self._suspects, errors
+        if confirmed:
+            return _describe_end(min(confirmed, key=lambda end: end.time))
+        following = (self.world.rank + 1) % self.world.size
+        before, self._next = self._next, read_beat(self._path(following))
+        # Looks are counted, not seconds: this process may have been suspended itself, with all others.
+        self._looks = 0 if self._next != before or blind or following in ends else self._looks + 1
+        if (seconds := self._looks * self._interval) <= self._lost_after:
+            return ""
+        last = f"Its last one: {self._next}." if self._next else "It has written none since the start."
+        return (
+            f"rank {following} without a heartbeat for {seconds:.0f} s: its process or its node is dead or frozen. "
+            f"{last}"
+        )
+
+    def _stalled(self) -> str:
+        """Where all ranks are, if none has made progress within the limit; else empty."""
+        waited = time.monotonic() - self._phases.latest.since
+        if waited < self._limit:
+            return ""
+        beats = self._read()
+        if any(beat is not None and beat.seconds < self._limit for beat in beats):
+            return ""
+        return f"no progress for {waited:.0f} s. {diagnosis(beats)}"
+
+    def _explain(self, error: Exception) -> str:
+        """Which rank is behind an error of a collective."""
+        what, before = f"lost contact with another rank ({error})", self._read()
+        for _ in range(2):
+            self._end.wait(self._interval)
+            if lost := self._lost():
+                return f"{what}: {lost}"
         after = self._read()
-        alive = [a is not None and a != b for a, b in zip(after, before, strict=True)]
-        if stalled and any(
-            lives and beat and beat.seconds < self._limit for lives, beat in zip(alive, after, strict=True)
-        ):
-            self._reported = False  # this rank waits for one that works
-            return
-        text = diagnosis(after, alive=alive)
-        faulthandler.dump_traceback(sys.stderr)
-        if unless_behind and self._world.rank in behind(after):
-            print(f"Rank {self._world.rank} on {self._host}: {what}. {text}", file=sys.stderr, flush=True)
-        else:
-            self._leave(f"{what}. {text}")
+        still = [rank for rank, beat in enumerate(after) if beat == before[rank] and rank != self.world.rank]
+        return f"{what}. {diagnosis(after, gone=still)}"
 
     def _leave(self, text: str) -> NoReturn:
-        """Keep what says where this rank was, and end the process, whose training thread may wait forever."""
-        # A driver that hangs may keep the trace from returning, and the interpreter's lock with it.
-        faulthandler.dump_traceback_later(LEAVE_SECONDS, exit=True)
-        print(f"Rank {self._world.rank} on {self._host}: {text}", file=sys.stderr, flush=True)
+        """End this process, whose training thread may wait forever."""
+        with suppress(OSError, ValueError):
+            print(f"Rank {self.world.rank} on {self._host}: {text}\n{HOW_TO_GO_ON}", file=sys.stderr, flush=True)
         record_exit(EXIT_STALLED, text)
-        stem = f"{self._world.rank:05d}"
-        with contextlib.suppress(OSError), (self._folder / f"stacks-{stem}.txt").open("w", encoding="utf-8") as file:
+        path = self.folder / f"stacks-{self.world.rank:05d}.txt"
+        with suppress(OSError), path.open("w", encoding="utf-8") as file:
             faulthandler.dump_traceback(file)
-        with contextlib.suppress(OSError):
-            if trace := collectives_trace():
-                (self._folder / f"nccl-{stem}.json").write_text(trace, encoding="utf-8")
         os._exit(EXIT_STALLED)
 
     def _write(self) -> bool:
         """Write a heartbeat, and return whether that was possible: a full or read-only disk must not end the run."""
-        self._beats += 1
-        rank, latest = self._world.rank, self._phases.latest
+        self._number += 1
+        latest = self._phases.latest
         beat = Beat(
-            rank=rank,
+            rank=self.world.rank,
             host=self._host,
             pid=os.getpid(),
             step=latest.step,
             phase=latest.phase,
             marks=latest.count,
             seconds=round(time.monotonic() - latest.since, 1),
-            beat=self._beats,
-            run_id=self._run_id,
-            start=self._start,
+            number=self._number,
         )
         try:
-            write_text(self._path(rank), json.dumps(asdict(beat)) + "\n")
+            write_text(self._path(self.world.rank), json.dumps(asdict(beat)) + "\n")
         except OSError:
             return False
         return True
 
     def _read(self) -> list[Beat | None]:
-        return [read_beat(self._path(rank)) for rank in range(self._world.size)]
+        return [read_beat(self._path(rank)) for rank in range(self.world.size)]
 
     def _path(self, rank: int) -> Path:
-        return self._folder / f"rank-{rank:05d}.json"
-
-
-@contextlib.contextmanager
-def stderr_copied(path: Path, *, seconds: float = 5.0) -> Iterator[None]:
-    """Inside, what this process writes to standard error, C++ libraries included, is also in a file.
-
-    `tee` copies it, a process that reads what was written before an abort. Without it, nothing is copied. The file,
-    whose size is looked at every few seconds, is removed at the end of the block.
-    """
-    original = os.dup(2)
-    try:
-        path.write_bytes(b"")
-        with signals_blocked():  # a signal to all processes of a job must not end it before its writer
-            tee = subprocess.Popen(["tee", "-a", str(path)], stdin=subprocess.PIPE, stdout=original)
-    except OSError:
-        os.close(original)
-        yield
-        return
-    assert tee.stdin is not None
-    os.dup2(tee.stdin.fileno(), 2)
-    tee.stdin.close()
-
-    def watch() -> None:
-        while True:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                tee.wait(seconds)
-                os.dup2(original, 2)  # a writer without a reader would fail
-                return
-            with contextlib.suppress(OSError):
-                if path.stat().st_size > COPIED_BYTES:
-                    os.truncate(path, 0)
-
-    watcher = threading.Thread(target=watch, name="stderr", daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        sys.stderr.flush()
-        os.dup2(original, 2)  # tee ends, unless a process that was started meanwhile still writes
-        watcher.join(1.0)
-        with contextlib.suppress(OSError):
-            path.unlink()
+        return self.folder / f"rank-{rank:05d}.json"
 
 
 def read_beat(path: Path) -> Beat | None:
@@ -249,36 +218,32 @@ def read_beat(path: Path) -> Beat | None:
     return read_as(Beat, path)
 
 
-def behind(beats: Sequence[Beat | None]) -> list[int]:
-    """The ranks that have entered fewer phases than others, so that the others wait for them."""
-    marks = [-1 if beat is None else beat.marks for beat in beats]
-    return [rank for rank, count in enumerate(marks) if count == min(marks) < max(marks)]
+def _describe_end(end: ExitRecord) -> str:
+    """Which rank ended, and why; of ranks that ended because of another one, the first cause."""
+    if end.code == EXIT_STALLED:
+        return end.reason
+    return f"rank {end.rank} ({end.host}, process {end.pid}) ended with {end.code}: {end.reason}"
 
 
-def diagnosis(beats: Sequence[Beat | None], *, alive: Sequence[bool]) -> str:
-    """Where each rank is, one line per rank, and which rank is responsible.
+def diagnosis(beats: Sequence[Beat | None], *, gone: Collection[int] = ()) -> str:
+    """Where each rank is by its last heartbeat, one line per rank, and which rank is responsible.
 
-    `beats` has the last heartbeat of every rank, and `alive` whether it has changed just now.
+    `gone` are the ranks whose heartbeats have stopped.
     """
-    waited_for = behind(beats)
-    gone = [rank for rank, lives in enumerate(alive) if not lives]
+    marks = [-1 if beat is None else beat.marks for beat in beats]
+    behind = [rank for rank, count in enumerate(marks) if count == min(marks) < max(marks)]
     if gone:
         verdict = f"{_ranks(gone)} without a heartbeat: the process or its node is dead or frozen."
-    elif waited_for:
-        verdict = f"The others wait for {_ranks(waited_for)}."
+    elif behind:
+        verdict = f"The others wait for {_ranks(behind)}."
     else:
         verdict = "All ranks wait at the same place: a GPU or the network between the ranks hangs, not one rank."
-    lines = []
-    for rank, (beat, lives) in enumerate(zip(beats, alive, strict=True)):
-        if beat is None:
-            who, where = "", "no heartbeat was ever written"
-        else:
-            who = f" ({beat.host}, process {beat.pid})"
-            where = f"step {beat.step}, {beat.phase}, for {beat.seconds:.0f} s"
-        remarks = [word for word, holds in (("BEHIND", rank in waited_for), ("no heartbeat", not lives)) if holds]
-        lines.append(f"  rank {rank}{who}: {where}" + "".join(f"; {word}" for word in remarks))
-    return "\n".join([verdict, *lines, HOW_TO_GO_ON])
+    lines = [verdict]
+    for rank, beat in enumerate(beats):
+        remarks = [word for word, ranks in (("BEHIND", behind), ("no heartbeat", gone)) if rank in ranks]
+        lines.append("; ".join([f"  {beat or f'rank {rank}: no heartbeat was ever written'}", *remarks]))
+    return "\n".join(lines)
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def _ranks(ranks: Collection[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

@@ -15,28 +15,23 @@ import torch.distributed as dist
 from pipeline.cores import usable_cores
 from pipeline.distributed.devices import choose_device, describe_rank, meet
 from pipeline.distributed.exit_record import EXIT_STALLED
-from pipeline.distributed.peers import StartWatch, watched
 from pipeline.distributed.precision import keep_fp32
 from pipeline.distributed.timing import Phases
 from pipeline.distributed.world import World, free_port
 from pipeline.errors import UserError, in_a_line, too_many_files, too_many_files_message
 
-RECORDED_COLLECTIVES = 2000
-"""That torch's flight recorder keeps on every rank."""
 START_LIMIT = timedelta(minutes=10)
 """For all ranks to come; imports from a busy shared file system take minutes."""
 
 
-class NoGroup(UserError):
-    """The backend could not connect this rank with the others."""
+class LostRank(UserError):
+    """Another rank is gone, or cannot be reached."""
 
     exit_code = EXIT_STALLED
 
 
 @contextmanager
-def start_world(
-    *, timeout_minutes: float = 30.0, device: str = "auto", lost_after: float | None = None
-) -> Iterator[World]:
+def start_world(*, timeout_minutes: float = 30.0, device: str = "auto") -> Iterator[World]:
     """Join the process group that the launcher's environment describes, and leave it at the end.
 
     Works under `deepspeed`, `torchrun` and `srun`, and in a plain process, which is a group of one.
@@ -44,8 +39,6 @@ def start_world(
     Args:
         timeout_minutes: Limit for a collective.
         device: "auto" (CUDA if there is a GPU), "cpu" or "cuda".
-        lost_after: Ends this process if another rank fails or dies while the group is made, as `start_watched` does;
-            None: the backend's own limits hold.
 
     Raises:
         UserError: The launcher's environment is incomplete, or there is no such device.
@@ -77,7 +70,7 @@ def start_world(
             chosen, problem = torch.device("cpu"), str(error)  # the others would wait for this rank
         keep_fp32(chosen)
         backend, limit = "nccl" if chosen.type == "cuda" else "gloo", timedelta(minutes=timeout_minutes)
-        cores = _join(rank, size, chosen, limit, problem=problem, lost_after=lost_after) if owned else usable_cores()
+        cores = _join(rank, size, chosen, limit, problem=problem) if owned else usable_cores()
         failed = True
         try:
             yield World(rank=rank, size=size, local_rank=local_rank, device=chosen, phases=Phases(chosen), cores=cores)
@@ -107,51 +100,36 @@ def _set_variables(values: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
-def _join(
-    rank: int,
-    size: int,
-    device: torch.device,
-    timeout: timedelta,
-    *,
-    problem: str = "",
-    lost_after: float | None = None,
-) -> int:
+def _join(rank: int, size: int, device: torch.device, timeout: timedelta, *, problem: str = "") -> int:
     """Create the process group. Returns this rank's number of cores.
 
     Raises:
         UserError: The meeting point is taken or cannot be reached, a rank has a problem, or the ranks' devices do not
             fit together.
-        NoGroup: The group cannot be made.
+        LostRank: The group cannot be made.
     """
     limit = min(timeout, START_LIMIT)
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDED_COLLECTIVES))
     try:
         store = _store(rank, size, limit)
         store.set_timeout(timeout)
         cores = meet(store, describe_rank(rank, device, problem=problem), ranks=size, limit=limit)
         on_gpu = device.type == "cuda"
         backend = "nccl" if on_gpu else "gloo"
-        with (
-            watched(StartWatch(store.clone(), "group", rank=rank, size=size, lost_after=lost_after))
-            if lost_after and size > 1
-            else nullcontext()
-        ):
-            try:
-                dist.init_process_group(
-                    backend,
-                    store=dist.PrefixStore("default_pg", store),
-                    rank=rank,
-                    world_size=size,
-                    timeout=timeout,
-                    # Connects now, so that a broken link shows before the model is built; one rank has no peer.
-                    device_id=device if on_gpu and size > 1 else None,
-                )
-            except dist.DistBackendError as error:
-                raise NoGroup(
-                    f"{backend} cannot connect rank {rank} on {socket.gethostname()} with the others: "
-                    f"{in_a_line(error)}. If another rank has ended, its own message says why; else look at "
-                    "`neuclip doctor` on this node, and start again with NCCL_DEBUG=INFO."
-                ) from error
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("default_pg", store),
+            rank=rank,
+            world_size=size,
+            timeout=timeout,
+            # Connects now, so that a broken link shows before the model is built; one rank has no peer.
+            device_id=device if on_gpu and size > 1 else None,
+        )
+    except dist.DistBackendError as error:
+        raise LostRank(
+            f"{backend} cannot connect rank {rank} on {socket.gethostname()} with the others: {in_a_line(error)}. If "
+            "another rank has ended, its own message says why; else look at `neuclip doctor` on this node, and start "
+            "again with NCCL_DEBUG=INFO."
+        ) from error
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         if too_many_files(error):
             raise UserError(too_many_files_message(error)) from error

@@ -7,17 +7,17 @@ It counts the calls and payload bytes of every collective in `world.traffic`.
 from __future__ import annotations
 
 import atexit
-import functools
 import os
 import socket
 import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,8 @@ from torch.distributed import distributed_c10d
 from pipeline.cores import usable_cores
 from pipeline.distributed.timing import Phases
 from pipeline.errors import UserError, is_out_of_memory, too_many_files
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ class World:
             self.wait_for_all()
         self.traffic["gather_objects.calls"] += 1
         dist.all_gather_object(values, value)
+        self.progress()
         return values
 
     def wait_for_all(self) -> None:
@@ -105,10 +108,22 @@ class World:
         ranks only."""
         return int(distributed_c10d._get_default_store().add(name, amount)) if self.size > 1 else 0
 
-    def store(self) -> Any:
-        """A second connection to the store that the ranks share, always the same; of several ranks only. A thread needs
-        it: a call that waits, such as for the id of a group of NCCL, blocks the other calls on its connection."""
-        return _connection(distributed_c10d._get_default_store())
+    def work_on_main(self, work: Callable[[], T]) -> T | None:
+        """Do on rank 0 what may take longer than a collective may. Collective.
+
+        `work` calls `progress` now and then: without progress, the heartbeats end the run.
+
+        Returns:
+            What the work returns; None on other ranks, which wait until it is done.
+        """
+        try:
+            if self.is_main:
+                return work()
+            if self.phases is not None:
+                self.phases.mark("wait for rank 0")
+            return None
+        finally:
+            self.wait_for_all()
 
     def progress(self) -> None:
         """Note that the work of a long phase goes on, so that the heartbeat does not take it for a hang."""
@@ -142,12 +157,6 @@ class World:
         return self.phase("communication")
 
 
-@functools.lru_cache(maxsize=1)
-def _connection(store: Any) -> Any:
-    """Made once, at the start: a new one to a store whose process was killed since would be tried for 46 minutes."""
-    return store.clone()
-
-
 def joined_world() -> World:
     """The ranks of the process group that this process has already joined, or one rank on the CPU if there is none.
 
@@ -169,15 +178,6 @@ def limit_collectives(minutes: float) -> None:
     if dist.is_initialized():
         for group in list(distributed_c10d._world.pg_map):
             distributed_c10d._set_pg_timeout(timedelta(minutes=minutes), group)
-
-
-def collectives_trace() -> str:
-    """NCCL's last collectives on this rank as JSON, from torch's flight recorder; empty without NCCL."""
-    if not dist.is_initialized() or dist.get_backend() != "nccl":
-        return ""
-    dump: Any = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json")  # noqa: B009 (only builds with NCCL have it)
-    recorded = dump(includeCollectives=True, onlyActive=False)
-    return recorded.decode(errors="replace") if isinstance(recorded, bytes) else str(recorded)
 
 
 WRITER, NEXT_BATCH = "checkpoint writer", "next batch"

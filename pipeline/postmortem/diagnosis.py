@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import shlex
-import shutil
 import signal
 import textwrap
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,7 +28,6 @@ from pipeline.run_files import (
     checkpoint_folders,
     read_meta,
     read_records,
-    read_run_id,
     step_of,
 )
 from pipeline.training.recipe_file import consents_in
@@ -39,7 +36,6 @@ from pipeline.training.run_start import LOCK_NAME, read_origin
 from pipeline.training.validation import STOPPED_EARLY
 
 REASON_LENGTH = 400
-CRASHES = frozenset(128 + number for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS))
 HARMLESS = (EXIT_PREEMPTED, EXIT_INTERRUPTED, EXIT_DONE)
 
 # From the exit code that says most about the cause to the one that says least.
@@ -73,8 +69,8 @@ class Evidence:
     """The last step in metrics.jsonl."""
     events: Sequence[str]
     """Messages of the last start, oldest first."""
-    beats: Sequence[tuple[Beat, float]]
-    """Heartbeats that are still there, each with its age in seconds. A rank that ends by itself removes its own."""
+    beats: Sequence[Beat]
+    """Heartbeats that are still there: a rank that reaches the end removes its own."""
     exits: Sequence[ExitRecord]
     intact: Sequence[Path]
     """Checkpoints, oldest first, those in `checkpoint.fallback` included."""
@@ -103,7 +99,7 @@ class Evidence:
     def killed(self) -> list[int]:
         """Ranks with a heartbeat and no record of their end: killed from outside, or their machine is gone."""
         ended = {record.rank for record in self.exits}
-        return [beat.rank for beat, _ in self.beats if beat.rank not in ended]
+        return [beat.rank for beat in self.beats if beat.rank not in ended]
 
     @property
     def early_end(self) -> str:
@@ -158,21 +154,11 @@ def read_evidence(run: Path, *, verify: bool = True) -> Evidence:
         holder=lock_holder(run / LOCK_NAME),
         steps=max((step for step in steps if isinstance(step, int)), default=0),
         events=messages[starts[-1] :] if starts else messages,
-        beats=_beats(run),
+        beats=[beat for path in sorted((run / HEARTBEATS).glob("rank-*.json")) if (beat := read_beat(path))],
         exits=read_ends(run / HEARTBEATS),
         intact=sorted((path for path, problem in problems.items() if not problem), key=step_of),
         damaged={path: problem for path, problem in problems.items() if problem},
     )
-
-
-def _beats(run: Path) -> list[tuple[Beat, float]]:
-    beats, run_id = [], read_run_id(run)
-    for path in sorted((run / HEARTBEATS).glob("rank-*.json")):
-        with suppress(FileNotFoundError):  # a rank that has ended since
-            beat, age = read_beat(path), time.time() - path.stat().st_mtime
-            if beat is not None and beat.run_id in ("", run_id):
-                beats.append((beat, age))
-    return beats
 
 
 def _outcome(evidence: Evidence) -> DoctorFinding:
@@ -206,10 +192,9 @@ def _outcome(evidence: Evidence) -> DoctorFinding:
 def _ranks(evidence: Evidence) -> Iterator[DoctorFinding]:
     """Where each rank was at its last heartbeat."""
     codes = {record.rank: record.code for record in evidence.exits}
-    for beat, age in evidence.beats:
-        end = f"; exit code {codes[beat.rank]}" if beat.rank in codes else ""
-        where = f"last heartbeat {_ago(age)}, in step {beat.step}, {beat.phase}"
-        yield DoctorFinding(f"rank {beat.rank}", "note", f"{beat.host}, process {beat.pid}: {where}{end}")
+    for beat in evidence.beats:
+        end = f"exit code {codes[beat.rank]}" if beat.rank in codes else "no record of its end"
+        yield DoctorFinding(f"rank {beat.rank}", "note", f"last heartbeat: {beat}; {end}")
 
 
 def _progress(evidence: Evidence) -> DoctorFinding:
@@ -229,19 +214,6 @@ def _checkpoints(evidence: Evidence) -> Iterator[DoctorFinding]:
     loss = f"; {lost:,} logged steps after the newest are trained again" if lost and not evidence.holder else ""
     place = f"; the newest is in {folder}, where --resume latest finds it" if folder != evidence.run else ""
     yield DoctorFinding("checkpoints", "good", f"intact: {names}{loss}{place}")
-    with suppress(OSError):
-        free = shutil.disk_usage(evidence.run).free
-        needed = sum(path.stat().st_size for path in evidence.intact[-1].rglob("*"))
-        if free < needed:
-            text = f"{free / 1e9:.2f} GB free, less than one checkpoint ({needed / 1e9:.2f} GB)"
-            yield DoctorFinding("disk", "broken", text, "free some space before you continue")
-
-
-def _would_crash_again(evidence: Evidence) -> bool:
-    """Whether a rank has crashed in native code before it got beyond the newest checkpoint."""
-    if evidence.cause is None or evidence.cause.code not in CRASHES:
-        return False
-    return all(beat.step <= evidence.saved for beat, _ in evidence.beats) and evidence.steps <= evidence.saved
 
 
 def _command(evidence: Evidence) -> DoctorFinding:
@@ -250,15 +222,7 @@ def _command(evidence: Evidence) -> DoctorFinding:
         return DoctorFinding("next", "good", "wait for it")
     if evidence.is_finished:
         return DoctorFinding("next", "good", f"neuclip report {run}")
-    if _would_crash_again(evidence):
-        return DoctorFinding(
-            "next",
-            "broken",
-            "--resume latest would crash again: the process has crashed in the first step after its start",
-            "the stacks name the library: update it, or train on another device (engine.device), with another "
-            "model.arch, or without what it computes (model.compile, model.packed_attention); then --resume latest",
-        )
-    hosts = {beat.host for beat, _ in evidence.beats} | {record.host for record in evidence.exits}
+    hosts = {beat.host for beat in evidence.beats} | {record.host for record in evidence.exits}
     if not evidence.config or len(hosts) > 1:
         return DoctorFinding("next", "good", "the command that started the run, with --resume latest")
     count = _rank_count(evidence)
@@ -282,12 +246,5 @@ def _rank_count(evidence: Evidence) -> int:
     written = 1
     with suppress(OSError, ValueError, TypeError, LookupError, OverflowError):
         written = int(read_meta(evidence.intact[-1])["world_size"])
-    last = [beat.rank for beat, _ in evidence.beats] + [record.rank for record in evidence.exits]
+    last = [beat.rank for beat in evidence.beats] + [record.rank for record in evidence.exits]
     return max(written, 1 + max(last, default=0))
-
-
-def _ago(seconds: float) -> str:
-    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit} ago"
-    return f"{seconds:.0f} s ago"

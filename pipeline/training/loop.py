@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Self
 
 from torch import Tensor
@@ -17,7 +16,6 @@ from pipeline.checkpoint.reader import Checkpoint
 from pipeline.checkpoint.writer import CheckpointWriter
 from pipeline.data.loading.loader import Batch
 from pipeline.data.loading.worker_processes import NoBatch
-from pipeline.distributed.heartbeat import Heartbeat
 from pipeline.distributed.signals import EXIT_PREEMPTED, StopSignals
 from pipeline.distributed.timing import Meter, Phases, present_objects_kept
 from pipeline.distributed.world import World
@@ -103,7 +101,7 @@ class Trainer:
         self.saver.step = self.writer.saved_step = state.step
         self.signals.begin(self._announce_stop, share=partial(self.world.count, f"stop/{start}"))
         state.loader.stopped = self.signals.on_any_rank
-        with self._heartbeat(start), present_objects_kept():
+        with present_objects_kept():
             try:
                 if not stop and self.tests.make_up(self.missed):
                     self.saver.save()
@@ -235,17 +233,6 @@ class Trainer:
     def _stopped(self, *, save: bool = False) -> RunEnds:
         text = f"Stopped after step {self.state.step} by a signal; continue with --resume latest."
         return RunEnds(text, code=EXIT_PREEMPTED, save=save)
-
-    def _heartbeat(self, start: str) -> Heartbeat:
-        engine = self.run.engine
-        return Heartbeat(
-            Path(self.run.output),
-            world=self.world,
-            phases=self.phases,
-            timeout_seconds=60 * engine.timeout_minutes,
-            lost_after=engine.lost_rank_seconds,
-            start=start,
-        )
 
     def _announce_stop(self, number: int) -> None:
         """Say at once, in a thread, what the first signal does: the step may take minutes."""

@@ -14,10 +14,10 @@ from pipeline.checkpoint.layout import fallback_runs, restore_replaced
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.config import to_tree
 from pipeline.distributed.exit_record import record_exit, stop_recording
-from pipeline.distributed.peers import LostRank, start_watched
+from pipeline.distributed.heartbeat import Heartbeat
 from pipeline.distributed.precision import why_bf16_is_slow
 from pipeline.distributed.signals import StopSignals, ignore_stop_signals
-from pipeline.distributed.start import start_world
+from pipeline.distributed.start import LostRank, start_world
 from pipeline.distributed.world import World, lost_contact
 from pipeline.engine.engine_config import in_fp32
 from pipeline.errors import UserError, exit_code_of, too_many_files, too_many_files_message
@@ -32,7 +32,7 @@ from pipeline.training.observer import describe_hosts
 from pipeline.training.periodic_tests import missed_tests
 from pipeline.training.recipe import RunConfig, check_run
 from pipeline.training.run_ends import EXIT_NOT_SAVED
-from pipeline.training.run_start import find_start, folder_of_a_start, hold_folder, prepare_folder, record_origin
+from pipeline.training.run_start import STARTING, find_start, folder_of_a_start, hold_folder, prepare_folder
 from pipeline.training.stages import check_stages, stage_at
 from pipeline.training.step_features import open_step_features
 
@@ -63,27 +63,28 @@ def train(
     Raises:
         UserError: The run cannot start or go on.
     """
-    lost_after, first, signals = run.engine.lost_rank_seconds, True, StopSignals()
+    lost_after, limit, first, signals = run.engine.lost_rank_seconds, collectives_limit(run), True, StopSignals()
     start: str | Checkpoint | None = resume
     with (
         _end_recorded(),
         ranks_of(run) if world is None else nullcontext(world) as world,
         hold_folder(run, world=world),
+        Heartbeat(Path(run.output, STARTING), world=world, lost_after=lost_after, limit=60 * limit) as heartbeat,
         ExitStack() as whole,
     ):
         whole.callback(signals.end)
         while True:
             with (
-                start_watched(world, lost_after=lost_after),
-                folder_of_a_start(
-                    run, world=world, note=lambda: record_origin(run, resume, new_batch_size=new_batch_size)
-                ),
+                folder_of_a_start(run, heartbeat=heartbeat, resume=resume, new_batch_size=new_batch_size)
+                if first
+                else nullcontext()
             ):
                 trainer = setup(run, world=world, resume=start, new_batch_size=new_batch_size, first=first)
             with trainer:
                 trainer.signals = signals
                 on_trainer(trainer)
-                end = trainer.fit()
+                with heartbeat.training(60 * run.engine.timeout_minutes):
+                    end = trainer.fit()
                 if end.start is None:
                     ignore_stop_signals()  # nothing follows
             if end.start is None:
@@ -102,9 +103,7 @@ def train(
 
 def ranks_of(run: RunConfig) -> AbstractContextManager[World]:
     """Connect this rank with the others of its run."""
-    engine = run.engine
-    limit = collectives_limit(run)
-    return start_world(timeout_minutes=limit, device=engine.device, lost_after=engine.lost_rank_seconds)
+    return start_world(timeout_minutes=collectives_limit(run), device=run.engine.device)
 
 
 @contextmanager
@@ -191,7 +190,7 @@ def setup(
             telemetry.event(stage.describe(image_size=trainer.architecture.image_size))
         if trainer.gradient_check is not None:
             trainer.gradient_check.begin()
-        _begin(trainer)
+        _begin(trainer, first=first)
         refused.pop_all()
     return trainer
 
@@ -249,8 +248,8 @@ def _report_start(trainer: Trainer, notes: Sequence[str]) -> None:
         telemetry.warning(f"{slow} Training in fp32 is faster here: engine.deepspeed={file}.")
 
 
-def _begin(trainer: Trainer) -> None:
-    """Write into the run's folder for the first time: every rank has passed all checks. Collective."""
+def _begin(trainer: Trainer, *, first: bool) -> None:
+    """Write into the run's folder, where the trainer is the first one: every rank has passed all checks. Collective."""
     world = trainer.world
     world.barrier()
     problem = ""
@@ -259,6 +258,7 @@ def _begin(trainer: Trainer) -> None:
     except UserError as error:
         problem = str(error)
     world.raise_together(problem)
-    prepare_folder(trainer.run, world=world)
+    if first:
+        prepare_folder(trainer.run, world=world)
     if world.is_main:
         trainer.writer.begin()

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -20,8 +22,8 @@ from pipeline.checkpoint.mirror import Mirror, at_start, fetch_newest, refuse_ta
 from pipeline.checkpoint.reader import Checkpoint, agreed_checkpoint
 from pipeline.config import dump
 from pipeline.distributed.exit_record import FOLDER_NAME as HEARTBEATS
-from pipeline.distributed.exit_record import remove_records, reserve_space, start_recording, stop_recording
-from pipeline.distributed.peers import start_watched
+from pipeline.distributed.exit_record import read_ends, record_exit, remove_records, stop_recording
+from pipeline.distributed.heartbeat import Heartbeat
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.files import file_lock, lock_holder, write_text
@@ -30,6 +32,10 @@ from pipeline.training.continuation import PREVIOUS, check_continuation
 from pipeline.training.recipe import RunConfig
 
 LOCK_NAME = ".lock"
+STARTING = ".starting"
+"""Folder of the heartbeats until a start has passed all checks."""
+RECORD_SECONDS = 15.0
+"""In which all ranks have recorded that a start is refused, or have seen that one has."""
 LOCK_SECONDS = 100  # a file server may hold a dead machine's lock for 90
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)  # of a file system without locks
 
@@ -43,22 +49,20 @@ def hold_folder(run: RunConfig, *, world: World) -> Iterator[None]:
     """
     folder, problem = Path(run.output), ""
     with ExitStack() as stack:
-        with start_watched(world, lost_after=run.engine.lost_rank_seconds):
-            if world.is_main:
-                try:
-                    folder.mkdir(parents=True, exist_ok=True)
-                    stack.enter_context(_locked(folder / LOCK_NAME))
-                except BlockingIOError:
-                    holder = lock_holder(folder / LOCK_NAME)
-                    problem = (
-                        f"Another run is training in {folder} ({holder}): stop it first, or choose another output."
-                    )
-                except OSError as error:
-                    problem = (
-                        f"output = {folder} cannot be the run's folder ({error.strerror}): name a folder that can be "
-                        "made and written."
-                    )
-            world.raise_together(problem)
+        if world.is_main:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(_locked(folder / LOCK_NAME))
+                shutil.rmtree(folder / STARTING, ignore_errors=True)
+            except BlockingIOError:
+                holder = lock_holder(folder / LOCK_NAME)
+                problem = f"Another run is training in {folder} ({holder}): stop it first, or choose another output."
+            except OSError as error:
+                problem = (
+                    f"output = {folder} cannot be the run's folder ({error.strerror}): name a folder that can be "
+                    "made and written."
+                )
+        world.raise_together(problem)
         yield
 
 
@@ -77,52 +81,59 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def folder_of_a_start(run: RunConfig, *, world: World, note: Callable[[], None] = lambda: None) -> Iterator[None]:
+def folder_of_a_start(
+    run: RunConfig, *, heartbeat: Heartbeat, resume: str | None = None, new_batch_size: bool = False
+) -> Iterator[None]:
     """A refused start removes a folder that had nothing in it, and changes nothing in one that had.
 
     What `neuclip doctor` reads about the start before, and the run's settings, are replaced by `prepare_folder`, when
-    every check has passed; in a new folder now, so that a start that is killed leaves them, too. `note` is called
-    on rank 0 to write there what else is known about this start.
+    every check has passed; in a new folder now, so that a start that is killed leaves them, too. So is the origin.
 
     Raises:
         UserError: What the block raises.
     """
-    folder = Path(run.output)
-    fresh = world.is_main and {path.name for path in folder.iterdir()} <= {LOCK_NAME}
+    folder, world = Path(run.output), heartbeat.world
+    fresh = world.is_main and {path.name for path in folder.iterdir()} <= {LOCK_NAME, STARTING}
     fresh = world.gather_objects(fresh)[0]
     if fresh:
-        start_recording(folder, rank=world.rank)  # a signal may come while others wait for the folder
-        prepare_folder(run, world=world)
+        heartbeat.move(folder / HEARTBEATS)
         if world.is_main:
-            note()
+            write_text(folder / RUN_CONFIG_NAME, dump(run))
+            record_origin(run, resume, new_batch_size=new_batch_size)
     try:
         yield
-    except UserError:
-        if not world.is_main:
-            stop_recording()  # rank 0 records the reason, or removes the folder
-        elif fresh:
-            _remove_start(folder)
+    except UserError as error:
+        heartbeat.stop()
+        record_exit(error.exit_code, f"{type(error).__name__}: {error}")  # for the others, if they were not refused
+        stop_recording()
+        if world.is_main:
+            deadline = time.monotonic() + RECORD_SECONDS
+            while len(read_ends(heartbeat.folder)) < world.size and time.monotonic() < deadline:
+                time.sleep(0.05)
+            _remove_start(folder, fresh=fresh)
         raise
+    heartbeat.move(folder / HEARTBEATS)
     if world.is_main:
-        note()
-    start_recording(folder, rank=world.rank)
-    reserve_space()
+        shutil.rmtree(folder / STARTING, ignore_errors=True)
+        record_origin(run, resume, new_batch_size=new_batch_size)
 
 
-def _remove_start(folder: Path) -> None:
-    """Remove what a refused start has written into a new folder, and the folder unless others have put files there."""
-    for name in (RUN_CONFIG_NAME, ORIGIN_NAME, LOCK_NAME):
-        (folder / name).unlink(missing_ok=True)
-    remove_records(folder)
-    with suppress(OSError):  # not empty
-        folder.rmdir()
+def _remove_start(folder: Path, *, fresh: bool) -> None:
+    """Remove what a refused start has written, and a new folder unless others have put files there."""
+    shutil.rmtree(folder / STARTING, ignore_errors=True)
+    if fresh:
+        for name in (RUN_CONFIG_NAME, ORIGIN_NAME, LOCK_NAME):
+            (folder / name).unlink(missing_ok=True)
+        remove_records(folder / HEARTBEATS)
+        with suppress(OSError):  # not empty
+            folder.rmdir()
 
 
 def prepare_folder(run: RunConfig, *, world: World) -> None:
     """Write the resolved configuration into the run's folder, and remove the traces of its previous start."""
     folder = Path(run.output)
     if world.is_main:
-        remove_records(folder)  # maybe of more ranks
+        remove_records(folder / HEARTBEATS)  # maybe of more ranks
         (folder / HEARTBEATS).mkdir(parents=True, exist_ok=True)
         write_text(folder / RUN_CONFIG_NAME, dump(run))
     world.barrier()
@@ -200,7 +211,7 @@ def find_start(
     Raises:
         UserError: There is no such checkpoint, or the folder or the mirror has others that contradict it.
     """
-    folder, fallback, minutes = Path(run.output), run.checkpoint.fallback, run.engine.timeout_minutes
+    folder, fallback = Path(run.output), run.checkpoint.fallback
     # The writer opens it on rank 0 only; here, all ranks raise what is wrong with its address.
     copies = Mirror(mirror, folder, progress=world.progress) if mirror else None
     origin = origin_of_start(run, resume, new_batch_size=new_batch_size)
@@ -208,7 +219,7 @@ def find_start(
         on_event(f"This run was begun from {resume} and has checkpoints of its own: it continues from the newest.")
         resume = "latest"
     if resume == "latest" and copies:
-        at_start(lambda: fetch_newest(copies, on_event=on_event), copies, world=world, minutes=minutes)
+        at_start(lambda: fetch_newest(copies, on_event=on_event), copies, world=world)
     checkpoint = agreed_checkpoint(folder, resume, world=world, on_event=on_event, fallback=fallback)
     started = in_new_steps(checkpoint, run, allowed=new_batch_size) if checkpoint else None
     if started is not None:
@@ -218,7 +229,7 @@ def find_start(
         on_event(f"--resume latest found no checkpoint in {', '.join(places)}: the run starts anew.")
     if resume != "latest" and copies:
         step = started.step if started else -1
-        at_start(lambda: refuse_taken(copies, resume=resume, step=step), copies, world=world, minutes=minutes)
+        at_start(lambda: refuse_taken(copies, resume=resume, step=step), copies, world=world)
     return started
 
 

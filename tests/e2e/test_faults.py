@@ -54,7 +54,7 @@ def test_a_sleeping_rank_is_reported_with_its_step_and_phase(base: Path) -> None
     assert "The others wait for rank 1." in printed, printed[-3000:]
     assert re.search(r"rank 0 \(.*\): step 2, communication, for \d+ s$", printed, re.MULTILINE), printed[-3000:]
     assert re.search(r"rank 1 \(.*\): step 2, forward, for \d+ s; BEHIND$", printed, re.MULTILINE), printed[-3000:]
-    assert "sleeping_run.py" in printed  # the stack of the sleeping rank
+    assert "sleeping_run.py" in (base / "asleep" / "heartbeats" / "stacks-00001.txt").read_text()
     assert done.returncode == 76, printed[-3000:]
 
 

@@ -202,6 +202,13 @@ def test_the_process_group_is_bound_to_the_rank_s_gpu(monkeypatch: pytest.Monkey
         start._join(0, size, torch.device(device), timedelta(minutes=1))
         assert (made["backend"], made["device_id"]) == (backend, bound)
 
+    def fail(*_: object, **__: object) -> None:
+        raise dist.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:100, unhandled system error")
+
+    monkeypatch.setattr(dist, "init_process_group", fail)
+    with pytest.raises(start.LostRank, match=r"nccl cannot connect rank 0 on .* with the others: NCCL error in: .*"):
+        start._join(0, 2, gpu, timedelta(minutes=1))
+
 
 def test_cores_are_divided_among_those_who_share_them() -> None:
     for own, others, quota, expected in (

@@ -1,97 +1,76 @@
-"""Rank heartbeats, and the diagnosis that is reported when a rank hangs."""
+"""Rank heartbeats: a rank that hangs, has failed or is gone is noticed by all others, and named."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
+import re
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch.distributed import DistBackendError
 
-from pipeline.distributed import heartbeat as heartbeat_module
-from pipeline.distributed.exit_record import read_ends
-from pipeline.distributed.heartbeat import Beat, Heartbeat, behind, diagnosis, read_beat, stderr_copied
+from pipeline.distributed.exit_record import ExitRecord, read_ends
+from pipeline.distributed.heartbeat import Beat, Heartbeat, diagnosis, read_beat
 from pipeline.distributed.timing import Phases
 from pipeline.distributed.world import World, lost_contact
-from tests.launch import python, wait_for
+from pipeline.postmortem.diagnosis import diagnose
+from tests.launch import run
 
-BEAT = Beat(rank=0, host="a", pid=1, step=7, phase="objective", marks=40, seconds=61.0, beat=9)
-
-
-def test_the_rank_with_the_fewest_marks_is_behind() -> None:
-    late = replace(BEAT, rank=1, phase="data", marks=38, seconds=90.0)
-    assert behind([BEAT, late, BEAT]) == [1]
-    text = diagnosis([BEAT, late, BEAT], alive=[True] * 3)
-    assert "The others wait for rank 1." in text
-    assert "rank 1 (a, process 1): step 7, data, for 90 s; BEHIND" in text
-    assert text.count("BEHIND") == 1
-    assert text.endswith("start again with --resume latest (checkpoints that were written are intact).")
+BEAT = Beat(rank=0, host="a", pid=1, step=7, phase="objective", marks=40, seconds=61.0, number=9)
+LATE = replace(BEAT, rank=1, phase="data", marks=38, seconds=90.0)
 
 
-def test_no_rank_is_blamed_when_all_wait_at_the_same_place_and_one_without_a_heartbeat_is() -> None:
-    assert behind([BEAT, BEAT]) == []
-    assert "All ranks wait at the same place" in diagnosis([BEAT, BEAT], alive=[True, True])
-    for last in (None, BEAT):
-        text = diagnosis([BEAT, last], alive=[True, False])
-        assert "rank 1 without a heartbeat" in text
-        assert text.count("; no heartbeat") == 1
+def heartbeat(folder: Path, *, size: int = 2) -> Heartbeat:
+    """That of rank 0, which has not begun to watch: ranks are dead after 9 looks."""
+    world = World(size=size, phases=Phases(torch.device("cpu")))
+    return Heartbeat(folder, world=world, lost_after=45.0, limit=60.0)
+
+
+def beat(folder: Path, rank: int, number: int = 1, *, seconds: float = 0.0) -> None:
+    text = json.dumps(asdict(replace(BEAT, rank=rank, number=number, seconds=seconds)))
+    (folder / f"rank-{rank:05d}.json").write_text(text)
+
+
+def end(folder: Path, rank: int, code: int, *, reason: str = "") -> None:
+    text = json.dumps(asdict(ExitRecord(rank, f"node{rank}", 7, 1.0, code, reason)))
+    (folder / f"exit-{rank:05d}.json").write_text(text)
+
+
+def test_the_diagnosis_names_the_rank_that_the_others_wait_for() -> None:
+    for beats, gone, said, remarks in (
+        ([BEAT, LATE, BEAT], (), "The others wait for rank 1.", ["1 (a, process 1): step 7, data, for 90 s; BEHIND"]),
+        ([BEAT, BEAT], (), "All ranks wait at the same place", []),
+        ([BEAT, BEAT], (1,), "rank 1 without a heartbeat", ["step 7, objective, for 61 s; no heartbeat"]),
+        ([BEAT, None], (), "The others wait for rank 1.", ["rank 1: no heartbeat was ever written; BEHIND"]),
+    ):
+        text = diagnosis(beats, gone=gone)
+        assert text.startswith(said)
+        assert all(remark in text for remark in remarks)
+        assert text.count(";") == len(remarks)
 
 
 def test_heartbeats_are_written_and_removed_after_a_clean_exit(tmp_path: Path) -> None:
-    path = tmp_path / "heartbeats" / "rank-00001.json"
-    phases = Phases(torch.device("cpu"))
-    world = World(rank=1, size=2)
-    with Heartbeat(tmp_path, world=world, phases=phases, timeout_seconds=100.0) as heartbeat:
+    path, phases = tmp_path / "new" / "rank-00001.json", Phases(torch.device("cpu"))
+    world = World(rank=1, size=2, phases=phases)
+    with Heartbeat(tmp_path / "old", world=world, lost_after=45.0, limit=100.0) as heart:
         phases.mark("data", step=3)
+        world.progress()
         with phases("forward"):
             pass
-        heartbeat._write()
-        beat = read_beat(path)
-        assert beat is not None
-        assert (beat.rank, beat.step, beat.phase, beat.marks, beat.beat) == (1, 3, "forward", 2, 2)
+        heart.move(tmp_path / "new")
+        found = read_beat(path)
+        assert found is not None
+        assert (found.rank, found.step, found.phase, found.marks, found.number) == (1, 3, "forward", 2, 2)
     assert not path.exists()
     path.write_text("{")
     assert read_beat(path) is None
-    with Heartbeat(tmp_path, world=World(), phases=phases, timeout_seconds=0.01):  # a single rank waits for nobody
-        time.sleep(0.1)  # beyond the limit
-        assert read_beat(path.with_name("rank-00000.json")) is not None
-
-
-def test_standard_error_is_copied_and_survives_the_copying_process(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, started = tmp_path / "stderr.txt", []
-
-    class Popen(subprocess.Popen[bytes]):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            started.append(self)
-            super().__init__(*arguments, **options)
-
-    monkeypatch.setattr(subprocess, "Popen", Popen)
-    monkeypatch.setattr(heartbeat_module, "COPIED_BYTES", 10)
-
-    with stderr_copied(path, seconds=0.05):
-        os.write(2, b"one\n")
-        wait_for(lambda: path.read_text() == "one\n", "the line is copied", path, seconds=20)
-        os.write(2, b"much more than ten\n")
-        wait_for(lambda: path.read_text() == "", "the copy is emptied", path, seconds=20)
-        started[0].kill()
-        started[0].wait()
-        time.sleep(0.2)
-        os.write(2, b"goes on\n")
-    assert not path.exists()
-    os.write(2, b"after\n")
-    assert capfd.readouterr().err == "one\nmuch more than ten\ngoes on\nafter\n"
-    monkeypatch.setenv("PATH", "")
-    with stderr_copied(path):
-        os.write(2, b"without tee\n")
-    assert capfd.readouterr().err == "without tee\n"
+    with Heartbeat(tmp_path, world=World(), lost_after=0.05, limit=0.01):  # a single rank waits for nobody
+        time.sleep(0.1)
+        assert read_beat(tmp_path / "rank-00000.json") is not None
 
 
 def test_which_errors_mean_lost_contact() -> None:
@@ -102,64 +81,98 @@ def test_which_errors_mean_lost_contact() -> None:
     assert not lost_contact(ValueError("NCCL"))
 
 
-def test_a_rank_that_waits_for_one_that_works_does_not_end_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The other's heartbeat shows progress within the limit; when it stops to, the waiting rank reports it."""
-    ended: list[int] = []
-    monkeypatch.setattr("pipeline.distributed.heartbeat.os._exit", ended.append)
-    monkeypatch.setattr("pipeline.distributed.heartbeat.faulthandler.dump_traceback_later", lambda *_, **__: None)
-    phases = Phases(torch.device("cpu"))
-    phases.latest = replace(phases.latest, since=phases.latest.since - 60)
-    waiting = Heartbeat(tmp_path, world=World(rank=0, size=2), phases=phases, timeout_seconds=0.1)
-    (tmp_path / "heartbeats").mkdir()
-    other, number = tmp_path / "heartbeats/rank-00001.json", 0
-
-    def beats(seconds: float) -> None:
-        """Stop the waiting rank, while the other one's heart beats and its progress was `seconds` ago."""
-
-        def wait(_: float) -> None:
-            nonlocal number
-            number += 1
-            other.write_text(json.dumps(asdict(replace(BEAT, rank=1, seconds=seconds, beat=number))))
-
-        monkeypatch.setattr(waiting._end, "wait", wait)
-        waiting._stop_the_run("no progress", stalled=True)
-
-    beats(0.05)
-    assert not ended
-    beats(0.2)
-    assert ended == [76]
+def test_no_rank_ends_while_one_makes_progress(tmp_path: Path) -> None:
+    heart = heartbeat(tmp_path)
+    phases = heart.world.phases
+    assert phases is not None
+    phases.latest = replace(phases.latest, since=phases.latest.since - 70)
+    heart._write()
+    beat(tmp_path, 1, seconds=50)
+    assert heart._stalled() == "", "this rank waits for one that works"
+    beat(tmp_path, 1, seconds=65)
+    assert heart._stalled().startswith("no progress for 70 s. The others wait for rank 0.")
+    heart.world.progress()
+    assert heart._stalled() == ""
 
 
-def test_a_driver_that_hangs_does_not_keep_a_rank_from_ending(tmp_path: Path) -> None:
-    """Regression test: NCCL's trace was read before the end was recorded, with the interpreter's lock held."""
-    program = (
-        "import ctypes, sys\n"
-        "from pathlib import Path\n"
-        "from pipeline.distributed import heartbeat\n"
-        "from pipeline.distributed.exit_record import start_recording\n"
-        "from pipeline.distributed.timing import Phases\n"
-        "from pipeline.distributed.world import World\n"
-        "heartbeat.LEAVE_SECONDS = 0.5\n"
-        "heartbeat.collectives_trace = lambda: ctypes.PyDLL(None).sleep(600)\n"  # does not release the lock
-        "world, run = World(size=2), Path(sys.argv[1])\n"
-        "start_recording(run, rank=0)\n"
-        "phases = Phases(world.device)\n"
-        "beats = heartbeat.Heartbeat(run, world=world, phases=phases, timeout_seconds=60)\n"
-        "beats._leave('rank 1 is gone.')\n"
-    )
-    (tmp_path / "heartbeats").mkdir()
-    done = python("-c", program, str(tmp_path), timeout=300)
-    assert done.returncode == 1, done.stderr
-    assert "Rank 0 on " in done.stderr
-    assert [(end.code, end.reason) for end in read_ends(tmp_path / "heartbeats")] == [(76, "rank 1 is gone.")]
+@pytest.mark.parametrize(("code", "counts"), [(0, False), (75, False), (74, False), (2, True), (70, True), (134, True)])
+def test_the_end_of_another_rank_counts_from_the_second_look_on(code: int, counts: bool, tmp_path: Path) -> None:
+    heart = heartbeat(tmp_path, size=4)
+    assert heart._lost() == ""
+    end(tmp_path, 3, code, reason="a shard is damaged")
+    assert heart._lost() == ""
+    assert heart._lost() == (f"rank 3 (node3, process 7) ended with {code}: a shard is damaged" if counts else "")
 
 
-def test_work_inside_a_phase_is_progress() -> None:
-    phases = Phases(torch.device("cpu"))
-    phases.mark("evaluation", step=3)
-    before = phases.latest
-    World(phases=phases).progress()
-    assert phases.latest.since > before.since
-    assert replace(phases.latest, since=before.since) == before
+def test_the_first_cause_is_passed_on(tmp_path: Path) -> None:
+    heart = heartbeat(tmp_path, size=4)
+    end(tmp_path, 2, 76, reason="rank 3 (node3, process 7) ended with 2: damaged.")
+    assert heart._lost() == ""
+    assert heart._lost() == "rank 3 (node3, process 7) ended with 2: damaged."
+
+
+def first_found(heart: Heartbeat, before: Callable[[int], object] = lambda look: None, *, blind: bool = False) -> str:
+    """The number of the first of 30 looks that finds something, and what it finds; empty if none does."""
+    for look in range(30):
+        before(look)
+        if lost := heart._lost(blind=blind):
+            return f"{look}: {lost}"
+    return ""
+
+
+def test_the_next_rank_is_dead_when_its_heartbeat_stops(tmp_path: Path) -> None:
+    none, stops, ended, moved = (tmp_path / name for name in ("none", "stops", "ended", "moved"))
+    for folder in (none, stops, ended):
+        folder.mkdir()
+    text = "rank 1 without a heartbeat for 50 s: its process or its node is dead or frozen."
+    assert first_found(heartbeat(none)) == f"9: {text} It has written none since the start."
+    heart = heartbeat(stops, size=8)
+    last = "Its last one: rank 1 (a, process 1): step 7, objective, for 0 s."
+    assert first_found(heart, lambda look: beat(stops, 1, min(look, 3))) == f"13: {text} {last}"
+    heart.move(moved)
+    assert heart._lost() == ""
+    assert not first_found(heartbeat(none), blind=True), "the disk is full: nobody is dead for that"
+    end(ended, 1, 0)
+    assert not first_found(heartbeat(ended))
+
+
+NAMED = {
+    "error": "rank {} .* ended with 2: .*a shard is damaged",
+    "abort": "rank {} .* ended with 134: SIGABRT; the stacks are in .*fatal-0000{}.txt",
+    "killed": "rank {} without a heartbeat",
+    "frozen": "rank {} without a heartbeat",
+}
+"""What the others record of the rank, and below what `neuclip doctor` says."""
+SAID = {"error": "a shard is damaged", "abort": "SIGABRT; the stacks are in", "killed": "rank {} ended without"}
+
+
+@pytest.mark.parametrize(
+    ("place", "ranks", "how", "victim"),
+    [
+        ("step", 2, "error", 1),
+        ("step", 2, "abort", 1),
+        ("step", 4, "killed", 1),
+        ("step", 4, "frozen", 0),
+        ("start", 3, "error", 0),
+        ("start", 3, "error", 2),
+        ("start", 2, "killed", 1),
+    ],
+)
+def test_all_ranks_end_when_one_is_lost(place: str, ranks: int, how: str, victim: int, tmp_path: Path) -> None:
+    """Regression test: they waited in NCCL until its time limit."""
+    done = run("tests.dist.lost_rank", place, str(tmp_path), how, str(victim), ranks=ranks, check=False, timeout=120)
+    for rank in set(range(ranks)) - {victim}:
+        said = re.search(rf"Rank {rank} on [^:]*: (.*)", done.stderr)
+        assert said, done.stderr
+        assert re.match(NAMED[how].format(victim, victim), said[1]), said[1]
+    if place == "start":
+        return
+    ends = {end.rank: end for end in read_ends(tmp_path / "heartbeats")}
+    for rank in set(range(ranks)) - {victim}:
+        assert ends[rank].code == 76, done.stderr
+        assert re.search(NAMED[how].format(victim, victim), ends[rank].reason), ends[rank]
+        stacks = (tmp_path / "heartbeats" / f"stacks-{rank:05d}.txt").read_text()
+        assert "lost_rank.py" in stacks, "where the training thread waited"
+    (tmp_path / "config.yaml").write_text("{}")
+    outcome = diagnose(tmp_path)[0]
+    assert SAID.get(how, SAID["killed"]).format(victim) in outcome.found

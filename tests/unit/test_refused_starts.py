@@ -7,6 +7,8 @@ import os
 import re
 import shutil
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from jobs.cli import run as run_command
 from jobs.known_settings import complete_settings, run_settings
 from pipeline.config import parse
 from pipeline.distributed import start as start_module
+from pipeline.distributed.heartbeat import Heartbeat
 from pipeline.distributed.start import start_world
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
@@ -25,7 +28,7 @@ from pipeline.files import UMASK
 from pipeline.model.model_folder import save_tensors
 from pipeline.training import run as run_module
 from pipeline.training.recipe import RunConfig, check_run, load_recipe
-from pipeline.training.run_start import LOCK_NAME, folder_of_a_start, hold_folder
+from pipeline.training.run_start import LOCK_NAME, STARTING, folder_of_a_start, hold_folder
 from tests.shards import jpeg, write_shards
 from tests.training import prepare, settings_in, train_here
 
@@ -103,6 +106,16 @@ def config(output: Path) -> RunConfig:
     return load_recipe(None, [f"output={output}", "batch_size=64", "schedule.warmup_steps=1", *COMMON])
 
 
+@contextmanager
+def start(run: RunConfig) -> Iterator[None]:
+    with (
+        hold_folder(run, world=World()),
+        Heartbeat(Path(run.output, STARTING), world=World(), lost_after=45.0, limit=60.0) as heartbeat,
+        folder_of_a_start(run, heartbeat=heartbeat),
+    ):
+        yield
+
+
 def test_an_invalid_output_folder_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for output in (tmp_path / "file", tmp_path / "file" / "below"):
@@ -115,10 +128,10 @@ def test_an_invalid_output_folder_is_a_user_error(tmp_path: Path) -> None:
 
 def test_a_refused_start_leaves_nothing_behind(tmp_path: Path) -> None:
     run = config(tmp_path / "run")
-    with pytest.raises(UserError, match="no"), hold_folder(run, world=World()), folder_of_a_start(run, world=World()):
+    with pytest.raises(UserError, match="no"), start(run):
         raise UserError("no")
     assert not (tmp_path / "run").exists()
-    with hold_folder(run, world=World()), folder_of_a_start(run, world=World()):
+    with start(run):
         pass
     assert (tmp_path / "run" / "config.yaml").exists()
 
@@ -128,7 +141,7 @@ def test_a_refused_start_removes_nothing_of_others(tmp_path: Path) -> None:
     run, note = config(tmp_path / "run"), tmp_path / "run" / "heartbeats" / "note"
 
     def refused() -> None:
-        with hold_folder(run, world=World()), folder_of_a_start(run, world=World()):
+        with start(run):
             note.write_text("of somebody else")
             raise UserError("no")
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from pipeline.distributed import start
 from pipeline.distributed.start import start_world
@@ -129,22 +128,6 @@ _fail("one rank's trouble", 2)
         assert done.returncode == 2
         assert "Error: one rank's trouble" in done.stderr
         assert done.stdout == ending
-
-
-def test_the_second_connection_to_the_store_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression test: where a stage ended when the launcher was killed, the ranks tried for 46 minutes to connect."""
-    made: list[object] = []
-
-    class Store:
-        def clone(self) -> object:
-            made.append(object())
-            return made[-1]
-
-    store = Store()
-    monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: store)
-    world = World(rank=0, size=2)
-    assert world.store() is world.store() is made[0]
-    assert len(made) == 1
 
 
 @pytest.mark.parametrize(("ranks", "code"), [(1, 3), (2, 3), (1, 130), (1, 2)])

@@ -246,9 +246,7 @@ def _build_step(
         whole, lengths = trimming.cut(tokens) if trimming else (tokens, None)
         return TextChunks(whole, chunks, lengths=lengths, packed=packed, by_kernel=by_kernel, device=device)
 
-    batches = PrefetchedBatches(
-        state.loader, texts=texts, steps=end, meter=meter, device=device, given_up=lambda: state.loader.given_up
-    )
+    batches = PrefetchedBatches(state.loader, texts=texts, steps=end, meter=meter, device=device)
     take_step = TrainStep(
         engine,
         state.objective,

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from pipeline.data.loading.loader import Batch
-from pipeline.data.loading.worker_processes import NoBatch
 from pipeline.distributed.timing import Meter
 from pipeline.distributed.world import NEXT_BATCH
 from pipeline.model.trimming import TextChunks
-
-GIVEN_UP_SECONDS = 0.5
-"""How often a wait for a batch that is fetched ahead asks whether it was given up."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +55,6 @@ class PrefetchedBatches:
     Args:
         texts: Tokens [b, L] of the host -> the texts of the batch's micro-batches, on the device.
         steps: Steps of the run; nothing is fetched ahead of the last one.
-        given_up: Whether the run is to stop, and no batch will come any more.
     """
 
     def __init__(
@@ -70,29 +65,21 @@ class PrefetchedBatches:
         steps: int,
         meter: Meter,
         device: torch.device,
-        given_up: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._loader, self._steps, self._meter, self._device, self._given_up = loader, steps, meter, device, given_up
+        self._loader, self._steps, self._meter, self._device = loader, steps, meter, device
         self._texts = texts
         self._ahead: Future[_Copy] | None = None
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copy: _Copy | None = None
 
     def next(self) -> Batch:
-        """Return the next batch, prefetched or fetched now. Errors of the loader are raised here.
-
-        Raises:
-            NoBatch: The run is to stop, and no batch has come; the thread may still wait for one.
-        """
+        """Return the next batch, prefetched or fetched now. Errors of the loader are raised here."""
         if self._ahead is None:
             with self._meter.waiting():
                 return next(self._loader)
         ahead, self._ahead = self._ahead, None
         with self._meter.waiting(hidden_by=self._device):
-            while not wait([ahead], timeout=GIVEN_UP_SECONDS).done:
-                if self._given_up():
-                    raise NoBatch
-        self._copy = ahead.result()
+            self._copy = ahead.result()
         return self._copy.batch
 
     def fetch_ahead(self, step: int) -> None:

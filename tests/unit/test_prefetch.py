@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.data.loading.worker_processes import NoBatch
 from pipeline.distributed import timing
 from pipeline.distributed.timing import Meter, Phases, collect_garbage
 from pipeline.model.trimming import TextChunks
@@ -125,24 +124,6 @@ def test_an_error_while_prefetching_is_raised_when_that_batch_is_due() -> None:
     batches.wait()
     with pytest.raises(ValueError, match="the second"):
         batches.next()
-
-
-@pytest.mark.usefixtures("streams")
-def test_a_wait_for_a_prefetched_batch_ends_when_it_was_given_up() -> None:
-    """Regression test: the process was ended instead, while or before it wrote its last checkpoint."""
-    go_on = threading.Event()
-
-    def source() -> Iterator[Any]:
-        yield batch("a")
-        assert go_on.wait(LIMIT)  # a file server that does not answer
-        yield batch("b")
-
-    batches = prefetched(source(), given_up=lambda: True)
-    batches.next()
-    batches.fetch_ahead(0)
-    with pytest.raises(NoBatch):
-        batches.next()
-    go_on.set()
 
 
 @pytest.mark.usefixtures("streams")

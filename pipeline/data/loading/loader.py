@@ -125,7 +125,7 @@ class Loader:
         """Decoding processes of this rank."""
         self._blocks: Blocks | None = None
         self.stopped: Callable[[], bool] = lambda: False
-        """Whether the run is to stop, so that a batch which does not come soon is given up. Asked in a thread."""
+        """Whether the run is to stop, so that a batch which does not come soon is given up."""
         self._source = PartSource(
             self.workers,
             minutes=config.timeout_minutes,
@@ -151,7 +151,7 @@ class Loader:
             UserError: The data cannot be read any more.
             NoBatch: The run is to stop, and no batch has come.
         """
-        if self._blocks is None and not self.given_up:
+        if self._blocks is None:
             self._start()
         try:
             parts = self._source.next_parts()
@@ -180,11 +180,6 @@ class Loader:
         )
         self.position = position
         return batch
-
-    @property
-    def given_up(self) -> bool:
-        """Whether the run is to stop, and no batch will come any more."""
-        return self._source.given_up
 
     def stand_in(self) -> Batch:
         """Black images without a caption in place of the next batch, for a step whose result is discarded."""

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import time
 from collections.abc import Callable, Iterator, MutableSequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.utils.data import DataLoader
 
 from pipeline.data.data_config import PREFETCH
 from pipeline.data.loading.worker import Part, StreamDataset
-from pipeline.data.loading.worker_processes import NoBatch, StallWatch, describe_workers
+from pipeline.data.loading.worker_processes import NoBatch, describe_workers
 from pipeline.data.shards.manifest_format import Manifest
+from pipeline.distributed.exit_record import EXIT_STALLED, record_exit
 from pipeline.distributed.workers import means_worker_died, start_forkserver, start_workers, worker_died_message
 from pipeline.errors import UserError
+
+WAIT_SECONDS = 1.0
+"""How often a wait for a worker process asks whether it is to end."""
+PATIENCE_SECONDS = 2.0
+"""After a stop signal, a batch that does not come within this time is given up: nothing is lost by that."""
 
 
 class PartSource:
@@ -21,7 +30,7 @@ class PartSource:
 
     Args:
         workers: Number of processes; 0 loads in this process.
-        minutes: Limit of a wait for a batch, see `StallWatch`.
+        minutes: Limit of a wait for the workers, which ends this process with exit code 76.
         manifest: Of all shards.
         rank: Of this process.
         place: The position in the data, in words.
@@ -39,14 +48,9 @@ class PartSource:
         stopped: Callable[[], bool],
     ) -> None:
         self._workers, self._minutes, self._manifest, self._rank, self._place = workers, minutes, manifest, rank, place
+        self._stopped = stopped
         self._parts: Iterator[Part | UserError] = iter(())
         self._reading: MutableSequence[int] = []
-        self._watch = StallWatch(60 * minutes, self._stalled, stopped=stopped, give_up=self._kill_workers)
-
-    @property
-    def given_up(self) -> bool:
-        """Whether the run is to stop, and no batch will come any more."""
-        return self._watch.given_up
 
     def start(self, dataset: StreamDataset) -> None:
         """Load parts from the epoch and batch of a dataset on."""
@@ -62,6 +66,7 @@ class PartSource:
             prefetch_factor=PREFETCH,
             multiprocessing_context=context,
             collate_fn=_as_is,
+            timeout=WAIT_SECONDS,
         )
         self._parts = start_workers(loader)
 
@@ -72,24 +77,18 @@ class PartSource:
             UserError: The data cannot be read any more.
             NoBatch: The run is to stop, and no batch has come.
         """
-        if self._watch.given_up:
-            raise NoBatch
         return [self._next_part() for _ in range(max(1, self._workers))]
 
     def close(self) -> None:
         """End the workers."""
-        self._watch.close()
         parts, self._parts = self._parts, iter(())
         if hasattr(parts, "_shutdown_workers"):
             parts._shutdown_workers()
 
     def _next_part(self) -> Part:
         try:
-            with self._watch.waiting():
-                part = next(self._parts)
+            part = self._wait()
         except (RuntimeError, OSError, EOFError) as error:
-            if self._watch.given_up:
-                raise NoBatch from error
             if not (self._workers and means_worker_died(error)):
                 raise
             memory = (
@@ -101,18 +100,37 @@ class PartSource:
             raise part
         return part
 
-    def _stalled(self) -> str:
-        """What the workers are doing, after a wait that took too long; they are killed."""
+    def _wait(self) -> Part | UserError:
+        """The next part. A wait for a worker that takes too long ends this process."""
+        began = time.monotonic()
+        while True:
+            try:
+                return next(self._parts)
+            except RuntimeError as error:  # after torch's time limit, the same part can be asked for again
+                if "DataLoader timed out" not in str(error):
+                    raise
+            waited = time.monotonic() - began
+            if waited > PATIENCE_SECONDS and self._stopped():
+                self._kill_workers()
+                raise NoBatch
+            if waited > 60 * self._minutes:
+                self._leave()
+
+    def _leave(self) -> NoReturn:
+        """Say what the workers are doing, and end them and this process, for which others may wait."""
         workers = getattr(self._parts, "_workers", [])
         ids = list(self._reading)
         places = [f"sample {i} of {self._manifest.url(self._manifest.locate(i)[0])}" if i >= 0 else "" for i in ids]
         lines = describe_workers([worker.pid for worker in workers], places=places)
         self._kill_workers()
-        return (
+        text = (
             f"Rank {self._rank}: no batch came from the loading workers for {self._minutes:g} minutes "
             f"(data.timeout_minutes), {self._place()}. {' '.join(lines)} Start again with --resume latest when the "
             "cause is removed."
         )
+        print(text, file=sys.stderr, flush=True)
+        record_exit(EXIT_STALLED, text)
+        os._exit(EXIT_STALLED)
 
     def _kill_workers(self) -> None:
         for worker in getattr(self._parts, "_workers", []):

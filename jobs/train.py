@@ -93,9 +93,9 @@ def command(
         given = [f"--{name}={value}" for name, value in (("recipe", recipe), ("resume", resume)) if value is not None]
         flags = ["--announced", *(["--new-batch-size"] if new_batch_size else [])]
         return launch("jobs.train", [*given, *flags, *overrides], ranks=ranks)
-    from pipeline.distributed.launch import watch_launcher
+    from pipeline.distributed.launch import end_with_launcher
 
-    watch_launcher()  # before the imports below, which take seconds
+    end_with_launcher()  # before the imports below, which take seconds
     from pipeline.training.run import train
 
     code = train(run, resume=resume, new_batch_size=new_batch_size)

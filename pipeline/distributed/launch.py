@@ -1,21 +1,19 @@
-"""Start several ranks of a program on this machine, and watch from a rank whether its launcher still runs.
+"""Start several ranks of a program on this machine, and end ranks with their launcher.
 
 `launch` is like torchrun, but ends with the failing rank's own message. A launcher that is killed (SIGKILL, or an
 out-of-memory kill) cannot end its ranks. They would continue to train as orphans, keep the GPUs and the run's folder,
-and nothing would restart the run when they fail: `watch_launcher` lets a rank write a checkpoint and exit then.
+and nothing would restart the run when they fail: `end_with_launcher` lets a rank write a checkpoint and exit then.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
-import threading
-import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 
 import psutil
 
@@ -35,10 +33,8 @@ LAUNCHERS_SET = frozenset({
     "SLURM_STEP_NUM_TASKS",
 })  # fmt: skip
 """By torchrun, deepspeed, srun or a job's script; besides these, torchrun's variables TORCHELASTIC_*."""
-WATCH_SECONDS = 2.0
-"""Time between two checks of the launcher."""
-DEEPSPEED, DEEPSPEED_NODE = frozenset({"deepspeed", "deepspeed.pt", "ds"}), "deepspeed.launcher.launch"
-"""The command names of DeepSpeed's launcher, and the module that this launcher runs on every node."""
+PR_SET_PDEATHSIG = 1
+"""Of Linux's prctl: the signal that a process gets when its parent ends."""
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
@@ -97,41 +93,10 @@ def _pass_on(number: int) -> None:
             rank.terminate()
 
 
-def watch_launcher() -> None:
-    """If a launcher started this process, send this process SIGTERM when the launcher is gone.
+def end_with_launcher() -> None:
+    """If a launcher started this process, let the kernel send this process SIGTERM when the launcher is gone.
 
-    Nothing is watched without a launcher: a run under `nohup` may outlive the shell that started it.
+    A process without a launcher is left alone: a run under `nohup` may outlive the shell that started it.
     """
-    launchers = find_launchers(os.getppid())
-    if not launchers:
-        return
-
-    def watch() -> None:
-        while not (gone := [str(launcher.pid) for launcher in launchers if not runs(launcher)]):
-            time.sleep(WATCH_SECONDS)
-        with suppress(OSError, ValueError):  # our stderr may have been a pipe to the launcher
-            text = f"The launcher (process {', '.join(gone)}) is gone: stopping as on SIGTERM."
-            print(text, file=sys.stderr, flush=True)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=watch, name="launcher", daemon=True).start()
-
-
-def find_launchers(parent: int) -> list[psutil.Process]:
-    """The launcher's processes above this rank, from its parent on: torchrun's agent, or DeepSpeed's two."""
-    with suppress(psutil.Error):
-        process = psutil.Process(parent)
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            return [process]
-        if DEEPSPEED_NODE in process.cmdline():
-            above = process.parent()
-            is_launcher = above is not None and DEEPSPEED & {Path(part).name for part in above.cmdline()}
-            return [process, above] if is_launcher else [process]
-    return []
-
-
-def runs(process: psutil.Process) -> bool:
-    """Whether a process, and not another one with its id, still runs; a zombie has ended, although it is listed."""
-    with suppress(psutil.NoSuchProcess):
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    return False
+    if {"TORCHELASTIC_RUN_ID", "CROSS_SIZE"} & os.environ.keys():  # the second one is DeepSpeed's
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

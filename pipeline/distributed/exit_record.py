@@ -33,7 +33,7 @@ FATAL_SIGNALS = {
 }
 """What Python's fault handler calls them."""
 RESERVED = 4096
-"""Bytes of a record, which are on the disk from the start on: a full disk may be what ends the run."""
+"""Bytes of a record, which the disk has in reserved-R.json from the start on: a full disk may be what ends the run."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,11 @@ class _Recording:
 
 
 def start_recording(folder: Path, *, rank: int) -> None:
-    """From now on the end of this process is recorded in this folder, where it replaces the record of this rank."""
+    """From now on the end of this process is recorded in this folder."""
     stop_recording()
     _Recording.folder, _Recording.rank = folder, rank
     with suppress(OSError):
-        _path("exit", rank).write_text(" " * RESERVED, encoding="utf-8")
+        _path("reserved", rank).write_text(" " * RESERVED, encoding="utf-8")
         _Recording.fatal = _path("fatal", rank).open("w", encoding="utf-8")
         _Recording.fatal.write(f"{socket.gethostname()} {os.getpid()}\n")
         _Recording.fatal.flush()
@@ -86,19 +86,20 @@ def record_exit(code: int, reason: str = "") -> None:
     """Record the end of this process, if it is a rank of a run whose folder still exists."""
     if _Recording.folder is None:
         return
-    reason = reason[: RESERVED // 8]  # a character may need six bytes
-    record = ExitRecord(_Recording.rank, socket.gethostname(), os.getpid(), round(time.time(), 3), code, reason)
+    rank, host, pid = _Recording.rank, socket.gethostname(), os.getpid()
+    record = ExitRecord(rank, host, pid, round(time.time(), 3), code, reason[: RESERVED // 8])
+    reserved = _path("reserved", rank)
     with suppress(OSError):  # the folder of a refused start is gone
-        descriptor = os.open(_path("exit", _Recording.rank), os.O_WRONLY | os.O_CREAT, 0o666)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        with os.fdopen(os.open(reserved, os.O_WRONLY | os.O_CREAT, 0o666), "w", encoding="utf-8") as file:
             file.write((json.dumps(asdict(record)) + "\n").ljust(RESERVED))  # over the reserved blocks
+        os.replace(reserved, _path("exit", rank))
 
 
 def remove_records(folder: Path) -> None:
     """Remove what the ranks of a start have left in a folder, and the folder unless it has other files."""
     with suppress(OSError):
         for path in folder.iterdir():
-            if re.fullmatch(r"\.?(rank|exit|fatal)-\d+\.(json|txt)(\.[0-9a-f]{32}\.tmp)?", path.name):
+            if re.fullmatch(r"\.?(rank|exit|reserved|fatal)-\d+\.(json|txt)(\.[0-9a-f]{32}\.tmp)?", path.name):
                 path.unlink(missing_ok=True)
         folder.rmdir()
 

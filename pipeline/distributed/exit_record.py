@@ -97,6 +97,8 @@ def record_exit(code: int, reason: str = "") -> None:
 
 def remove_records(folder: Path) -> None:
     """Remove what the ranks of a start have left in a folder, and the folder unless it has other files."""
+    if folder.is_symlink():
+        return
     with suppress(OSError):
         for path in folder.iterdir():
             if re.fullmatch(r"\.?(rank|exit|reserved|fatal)-\d+\.(json|txt)(\.[0-9a-f]{32}\.tmp)?", path.name):

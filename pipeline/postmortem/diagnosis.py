@@ -36,6 +36,8 @@ from pipeline.training.run_start import LOCK_NAME, read_origin
 from pipeline.training.validation import STOPPED_EARLY
 
 REASON_LENGTH = 400
+CRASHES = (128 + signal.SIGSEGV, 128 + signal.SIGABRT, 128 + signal.SIGBUS)
+"""Exit codes of crashes in native code."""
 HARMLESS = (EXIT_PREEMPTED, EXIT_INTERRUPTED, EXIT_DONE)
 
 # From the exit code that says most about the cause to the one that says least.
@@ -216,12 +218,27 @@ def _checkpoints(evidence: Evidence) -> Iterator[DoctorFinding]:
     yield DoctorFinding("checkpoints", "good", f"intact: {names}{loss}{place}")
 
 
+def _would_crash_again(evidence: Evidence) -> bool:
+    """Whether a rank has crashed in native code before it got beyond the newest checkpoint."""
+    if evidence.cause is None or evidence.cause.code not in CRASHES:
+        return False
+    return all(beat.step <= evidence.saved for beat in evidence.beats) and evidence.steps <= evidence.saved
+
+
 def _command(evidence: Evidence) -> DoctorFinding:
     run = shlex.quote(str(evidence.run))
     if evidence.holder:
         return DoctorFinding("next", "good", "wait for it")
     if evidence.is_finished:
         return DoctorFinding("next", "good", f"neuclip report {run}")
+    if _would_crash_again(evidence):
+        return DoctorFinding(
+            "next",
+            "broken",
+            "--resume latest would crash again: the process has crashed in the first step after its start",
+            "the stacks name the library: update it, or train on another device (engine.device), with another "
+            "model.arch, or without what it computes (model.compile, model.packed_attention); then --resume latest",
+        )
     hosts = {beat.host for beat in evidence.beats} | {record.host for record in evidence.exits}
     if not evidence.config or len(hosts) > 1:
         return DoctorFinding("next", "good", "the command that started the run, with --resume latest")

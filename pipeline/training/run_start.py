@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import json
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -53,7 +52,7 @@ def hold_folder(run: RunConfig, *, world: World) -> Iterator[None]:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(_locked(folder / LOCK_NAME))
-                shutil.rmtree(folder / STARTING, ignore_errors=True)
+                remove_records(folder / STARTING)
             except BlockingIOError:
                 holder = lock_holder(folder / LOCK_NAME)
                 problem = f"Another run is training in {folder} ({holder}): stop it first, or choose another output."
@@ -114,13 +113,13 @@ def folder_of_a_start(
         raise
     heartbeat.move(folder / HEARTBEATS)
     if world.is_main:
-        shutil.rmtree(folder / STARTING, ignore_errors=True)
+        remove_records(folder / STARTING)
         record_origin(run, resume, new_batch_size=new_batch_size)
 
 
 def _remove_start(folder: Path, *, fresh: bool) -> None:
     """Remove what a refused start has written, and a new folder unless others have put files there."""
-    shutil.rmtree(folder / STARTING, ignore_errors=True)
+    remove_records(folder / STARTING)
     if fresh:
         for name in (RUN_CONFIG_NAME, ORIGIN_NAME, LOCK_NAME):
             (folder / name).unlink(missing_ok=True)

@@ -161,7 +161,7 @@ CASES: dict[str, tuple[list[int], Callable[[Path], object], int, list[str], str]
     ], RESUME),
     "a stalled worker": ([6], lambda run: (beat(run), end(run, 76, "Rank 0: no batch came. Worker 1 is stopped")), 1, [
         "ended with 76: another rank or a loading worker hung", "Rank 0: no batch came. Worker 1 is stopped"], RESUME),
-    "a crash": ([7], lambda run: (beat(run), aborted(run)), 1, [
+    "a crash": ([6], lambda run: (beat(run), aborted(run)), 1, [
         "ended with 134: its process aborted (SIGABRT)", "the stacks are in"], "with --resume latest"),
     "stopped": ([3], lambda run: end(run, 75, "Stopped by SIGTERM."), 0, [
         "ended with 75: it was stopped by a signal: Stopped by SIGTERM."], RESUME),
@@ -200,6 +200,24 @@ def test_how_a_run_ended_and_how_it_goes_on(run: Path, towers: Towers, case: str
         assert part.format(run=run) in output
     assert last_line(output).endswith(last.format(run=run))
     assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*")}, "the doctor changed the folder"
+
+
+def test_a_crash_that_would_come_again_is_not_resumed(run: Path, towers: Towers) -> None:
+    """Regression test: `--resume latest` was advised for a step that crashes every process that takes it."""
+    write(run, towers, [7])
+    beat(run)
+    fatal = run / "heartbeats" / "fatal-00000.txt"
+    for name, advised in (("Segmentation fault", False), ("Aborted", False), ("Bus error", False), ("", True)):
+        fatal.write_text(f"host 1\nFatal Python error: {name}\n" if name else "host 1\n")
+        output = " ".join(examine(run)[0].split())
+        assert ("would crash again" in output) != advised, name
+        assert ("neuclip train --recipe" in output) == advised, name
+    fatal.write_text("host 1\nFatal Python error: Segmentation fault\n")
+    shutil.rmtree(run / "checkpoints")
+    write(run, towers, [3])
+    output = examine(run)[0]
+    assert "--resume latest" in output
+    assert "would crash again" not in output
 
 
 def test_never_started_and_moved(run: Path, towers: Towers, tmp_path: Path) -> None:

@@ -3,8 +3,9 @@
 Nine tenths of a small training run are imports: about 9 seconds of CPU per process. `tests.launch.run` therefore forks
 programs from this server. Each is still a process with its own arguments, environment, working folder and output.
 
-A request is a line of JSON on standard input: the module, its arguments, the environment of each rank, the working
-folder, the stem of the output files, and a time limit in seconds. The reply is the list of exit codes.
+A request is a line of JSON on standard input. To start a program: the module, its arguments, the environment of each
+rank, the working folder and the stem of the output files; the reply is the list of process ids. To wait for one: these
+ids and a time limit in seconds; the reply is the list of exit codes.
 """
 
 from __future__ import annotations
@@ -107,8 +108,11 @@ def main() -> None:
         request = json.loads(line)
         sys.stdout.flush()
         sys.stderr.flush()
-        children = [start(request, environment) for environment in request["environments"]]
-        replies.write(json.dumps(wait(children, seconds=request["seconds"])) + "\n")
+        if "seconds" in request:
+            reply = wait(request["children"], seconds=request["seconds"])
+        else:
+            reply = [start(request, environment) for environment in request["environments"]]
+        replies.write(json.dumps(reply) + "\n")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -32,36 +34,71 @@ def run(
         call, variables = command(module, *arguments, ranks=ranks), {**environment(), "PYTHONPATH": str(ROOT)}
         done = subprocess.run(call, cwd=folder, env=variables, capture_output=True, text=True, timeout=timeout)
     else:
-        done = _forked(module, arguments, ranks=ranks, timeout=timeout, folder=folder)
+        with Program(module, *arguments, ranks=ranks, folder=folder) as program:
+            done = program.wait(timeout)
     if check:
         assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
     return done
 
 
-def _forked(
-    module: str, arguments: tuple[str, ...], *, ranks: int, timeout: float, folder: Path
-) -> subprocess.CompletedProcess[str]:
-    base, port = {**environment(), "PYTHONPATH": str(ROOT)}, str(free_port())
-    shared = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    environments = [{**base, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-    with tempfile.TemporaryDirectory() as kept:
-        output = Path(kept) / "output"
+class Program:
+    """A program started as by `run`, which continues; what is left of it at the end of the block is killed."""
+
+    def __init__(self, module: str, *arguments: str, ranks: int = 0, folder: Path = ROOT) -> None:
+        self._words, self._kept, self._ended = [module, *arguments], tempfile.TemporaryDirectory(), False
+        self._printed = [Path(self._kept.name) / f"output.{end}" for end in ("out", "err")]
+        base, port = {**environment(), "PYTHONPATH": str(ROOT)}, str(free_port())
+        shared = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+        environments = [
+            {**base, **shared, "MASTER_PORT": port, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)
+        ]
         request = {
             "module": module,
             "arguments": arguments,
             "environments": environments or [base],
             "folder": str(folder),
-            "output": str(output),
-            "seconds": timeout,
+            "output": f"{self._kept.name}/output",
         }
-        server = _server()
-        assert server.stdin is not None
-        assert server.stdout is not None
-        server.stdin.write(json.dumps(request) + "\n")
-        server.stdin.flush()
-        codes: list[int] = json.loads(server.stdout.readline())
-        out, err = (output.with_suffix(suffix).read_text(errors="replace") for suffix in (".out", ".err"))
-    return subprocess.CompletedProcess([module, *arguments], next((code for code in codes if code), 0), out, err)
+        for path in self._printed:
+            path.touch()
+        self.pids = _ask(request)
+
+    def wait(self, seconds: float = 120) -> subprocess.CompletedProcess[str]:
+        """Its end, with the exit code of the first rank that failed; after these seconds it is killed."""
+        codes = _ask({"children": self.pids, "seconds": seconds})
+        self._ended = True
+        out, err = (path.read_text(errors="replace") for path in self._printed)
+        return subprocess.CompletedProcess(self._words, next((code for code in codes if code), 0), out, err)
+
+    def kill(self) -> None:
+        for pid in self.pids:
+            os.kill(pid, signal.SIGKILL)
+
+    def poll(self) -> bool | None:
+        """None while all ranks run; this and `communicate` are for `wait_for`, as those of a `Popen`."""
+        return None if all(map(lives, self.pids)) else True
+
+    def communicate(self) -> str:
+        return "".join(path.read_text(errors="replace") for path in self._printed)
+
+    def __enter__(self) -> Program:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._ended:
+            self.kill()
+            self.wait()
+        self._kept.cleanup()
+
+
+def _ask(request: dict[str, Any]) -> list[int]:
+    server = _server()
+    assert server.stdin is not None
+    assert server.stdout is not None
+    server.stdin.write(json.dumps(request) + "\n")
+    server.stdin.flush()
+    answer: list[int] = json.loads(server.stdout.readline())
+    return answer
 
 
 @functools.cache
@@ -104,7 +141,7 @@ def wait_for(
     condition: Callable[[], object],
     what: str,
     *logs: Path,
-    process: subprocess.Popen[str] | None = None,
+    process: subprocess.Popen[Any] | Program | None = None,
     seconds: float = 60,
     pause: float = 0.05,
 ) -> None:

@@ -71,6 +71,7 @@ def main() -> None:
             return run
 
         choose_poison(recipe("plan"), world)
+        found["poison"] = world.gather_objects(sorted(POISON))[0]
         run = recipe("itself", "max_rollbacks=1", "checkpoint.every=2")
         assert train(run, world=world) == 0
         by_hand(run.output, recipe("hand", "checkpoint.every=2"), world)

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from pipeline.engine.optim import lr_scale
+from pipeline.errors import UserError
 from pipeline.training.recipe import load_recipe
+from pipeline.training.stages import check_stages
 from tests.e2e.test_train import BATCH, STEPS, equal, records, settings, weights
 from tests.launch import run
 from tests.metrics import metrics
@@ -83,11 +85,12 @@ def test_interrupted_runs_end_with_the_same_weights(stop: int, whole: Path, base
 
 
 @pytest.mark.slow
-def test_a_compiled_run_with_every_saving_equals_the_run_without_compilation(base: Path) -> None:
-    """Stages, patch dropout in each, activation checkpointing, cached accumulation, trimmed texts, gradient probe."""
+def test_a_compiled_run_with_every_saving_equals_one_without_compilation_and_resumes(base: Path) -> None:
+    """Towers and normalizer network; stages, patch dropout, checkpointed activations, GradCache, gradient probe."""
     savings = ("model.patch_dropout=0.25", "model.grad_checkpointing=true", "engine.micro_batch=4")
     staged(base, "eager", *savings)
-    staged(base, "compiled", *savings, "model.compile=true", timeout=900)
+    compiled = (*savings, "model.compile=true", "objective.npn_compile=true")
+    staged(base, "compiled", *compiled, timeout=900)
     found, expected = records(base / "compiled"), records(base / "eager")
     assert sorted(found) == sorted(expected) == list(range(1, STEPS + 1))
     assert "Gradient probe" in (base / "compiled" / "metrics.jsonl").read_text()
@@ -98,18 +101,16 @@ def test_a_compiled_run_with_every_saving_equals_the_run_without_compilation(bas
         wanted = weights(base / "eager", step)
         for name, value in weights(base / "compiled", step).items():
             torch.testing.assert_close(value, wanted[name], rtol=1e-4, atol=1e-5)
+    once = weights(base / "compiled")
+    shutil.rmtree(base / "compiled" / "checkpoints" / f"step-{STEPS:08d}")
+    staged(base, "compiled", *compiled, timeout=900)
+    assert equal(weights(base / "compiled"), once)
 
 
-@pytest.mark.slow
-def test_an_architecture_that_cannot_be_resized_is_rejected_before_any_work(base: Path) -> None:
-    arch = base / "convnext.json"
-    vision = {
-        "timm_model_name": "vit_tiny_patch16_224",
-        "timm_model_pretrained": False,
-        "timm_pool": "",
-        "image_size": 224,
-    }
-    arch.write_text(json.dumps({**TINY, "vision_cfg": vision}))
-    done = run("jobs.train", *settings(base, "refused", f"schedule.stages={STAGES}", f"model.arch={arch}"), check=False)
-    assert done.returncode
-    assert "Only position embeddings of open_clip's own vision towers" in done.stderr
+def test_an_architecture_that_cannot_be_resized_is_rejected(base: Path) -> None:
+    vision = {"timm_model_name": "vit_tiny_patch16_224", "timm_model_pretrained": False, "timm_pool": "",
+              "image_size": 224}  # fmt: skip
+    (base / "timm.json").write_text(json.dumps({**TINY, "vision_cfg": vision}))
+    more = (f"schedule.stages={STAGES}", f"model.arch={base / 'timm.json'}")
+    with pytest.raises(UserError, match="Only position embeddings of open_clip's own vision towers"):
+        check_stages(load_recipe(None, settings(base, "refused", *more)))

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +13,7 @@ from safetensors.torch import load_file
 
 from pipeline.objectives import objective_names
 from pipeline.training import observer
-from tests.launch import ROOT, command, environment, run
+from tests.launch import run
 from tests.metrics import equal, metrics
 from tests.shards import write_shards
 from tests.training import prepare, settings_in, train_here
@@ -103,70 +99,6 @@ def test_resuming_on_another_stage_and_number_of_ranks(
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_writes_a_checkpoint_and_can_be_resumed(base: Path, one_rank: Path) -> None:
-    arguments = settings(base, "stopped")
-    process = subprocess.Popen(
-        command("jobs.train", *arguments),
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step 1/"):
-            process.send_signal(signal.SIGINT)
-            break
-    rest = process.stdout.read()
-    assert process.wait(timeout=120) == 75, rest
-    assert "continue with --resume latest" in rest
-    assert "Stopping after this step and a checkpoint; Ctrl-C again ends now and loses " in rest
-    stopped_at = max(records(base / "stopped"))
-    assert 1 <= stopped_at < STEPS
-    run("jobs.train", *arguments, "--resume", "latest")
-    assert equal(weights(base / "stopped"), weights(one_rank))
-
-
-@pytest.mark.slow
-def test_a_killed_run_resumes_bit_identically(base: Path, one_rank: Path) -> None:
-    arguments = settings(base, "killed", "checkpoint.every=1")
-    process = subprocess.Popen(
-        command("jobs.train", *arguments), cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    for line in process.stdout:
-        if "step-00000003 written" in line:
-            break
-    time.sleep(0.05)
-    process.kill()
-    process.wait()
-    run("jobs.train", *arguments, "--resume", "latest")
-    assert equal(weights(base / "killed"), weights(one_rank))
-
-
-@pytest.mark.slow
-def test_a_compiled_run_gives_the_same_results_and_resumes_bit_identically(base: Path, one_rank: Path) -> None:
-    """Compiled towers and normalizer network, with micro-batches and checkpointed gradients."""
-    options = (
-        "model.compile=true",
-        "objective.npn_compile=true",
-        "engine.micro_batch=4",
-        "model.grad_checkpointing=true",
-    )
-    compiled = base / "compiled"
-    run("jobs.train", *settings(base, compiled.name, *options), timeout=600)
-    plain = records(one_rank)
-    for step, record in records(compiled).items():
-        for key in ("loss", "tau", "normalizer_gap"):
-            assert record[key] == pytest.approx(plain[step][key], rel=1e-5, abs=1e-6), (step, key)
-    once = weights(compiled)
-    shutil.rmtree(compiled / "checkpoints" / f"step-{STEPS:08d}")
-    run("jobs.train", *settings(base, compiled.name, *options), "--resume", "latest", timeout=600)
-    assert equal(weights(compiled), once)
-
-
-@pytest.mark.slow
 def test_invalid_starts_are_rejected_before_any_work(base: Path, two_ranks: Path) -> None:
     again = run("jobs.train", *settings(base, two_ranks.name), check=False)
     assert again.returncode == 2
@@ -190,26 +122,8 @@ def test_every_objective_trains_and_resumes_bit_identically(base: Path) -> None:
     out = base / "objectives"
     run("tests.e2e.every_objective", str(out), *kept, timeout=600)
     agree = json.loads((out / "agree.json").read_text())
-    assert set(agree) == set(os.environ.get("TESTED_METHODS", "").split() or objective_names())
+    assert set(agree) == set(objective_names())
     assert all(agree.values()), agree
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", ["zero0_fp32", "zero1_bf16"])
-def test_non_finite_steps_are_skipped_recorded_and_limited(base: Path, stage: str) -> None:
-    out = base / f"poisoned-{stage}"
-    kept = [
-        s for s in settings(base, "unused", f"engine.deepspeed={stage}") if not s.startswith(("objective.", "output="))
-    ]
-    run("tests.e2e.poisoned_run", str(out), *kept)
-    found = json.loads((out / "found.json").read_text())
-    assert found["untouched"]
-    assert found["asked"] == [0, 1, 2, 2, 2]  # a pending restart happens at the next step that is applied
-    assert found["moved"]
-    assert "3 steps in a row" in found["stopped"]
-    skipped = {event["step"]: event["sample_ids"] for event in metrics(out, "event") if "sample_ids" in event}
-    assert skipped[2] == found["ids 2"]
-    assert skipped[3] == found["ids 3"]
 
 
 @pytest.mark.slow
@@ -261,17 +175,19 @@ def test_images_histograms_utilization_and_a_profile_can_be_read_back(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "ranks"), [("zero0_fp32", 0), ("zero2_bf16", 2)])
-def test_a_run_rolls_back_and_continues_after_the_poisoned_batches(base: Path, stage: str, ranks: int) -> None:
-    out = base / f"back-{stage}"
+def test_a_run_rolls_back_and_continues_after_the_poisoned_batches(base: Path) -> None:
+    out = base / "back"
     write_shards(out / "shards", [100, 100])  # one epoch: no sample is repeated
-    more = (f"engine.deepspeed={stage}", f"data.sources={out / 'shards'}")
+    more = ("engine.deepspeed=zero2_bf16", f"data.sources={out / 'shards'}")
     kept = [s for s in settings(base, "unused", *more) if not s.startswith(("objective.", "output="))]
-    run("tests.e2e.rolled_back_run", str(out), *kept, ranks=ranks)
+    run("tests.e2e.rolled_back_run", str(out), *kept, ranks=2)
     found = json.loads((out / "found.json").read_text())
     assert found["same"]
     assert found["restored"] == {"skipped": 3, "rollbacks": 1, "in_a_row": 0, "rolled_back_to": 4}
+    assert "3 steps in a row" in found["stopped"]
     assert "as often as max_rollbacks allows" in found["stopped"]
+    skipped = [event["sample_ids"] for event in metrics(out / "itself", "event") if "sample_ids" in event]
+    assert [len(set(ids) & set(found["poison"])) for ids in skipped] == [1, 1, 1]
     (event,) = [line for line in metrics(out / "itself", "event") if "rollbacks" in line]
     # After the checkpoint at step 6 only one step was applied; none is written at step 8, between bad steps.
     assert (event["checkpoint"], event["step"]) == ("step-00000004", 10)

@@ -1,10 +1,9 @@
-"""Program run on each rank by `test_data_ranks`: load, stop, resume, and save the sample ids."""
+"""Program run on each rank by `test_data_ranks`: load, stop, resume, and save the sample ids of each scenario."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -76,13 +75,16 @@ def limit(folder: Path, world: World) -> dict[str, Any]:
     return {"stopped": ""}
 
 
-def main() -> None:
-    folder, out, scenario = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+SCENARIOS = {"order": order_and_resume, "vanish": vanish, "limit": limit}
+
+
+def main(out: Path) -> None:
+    """Run the scenarios on the shards in `out`/SCENARIO."""
     with start_world(device="cpu", timeout_minutes=2) as world:
-        result = {"order": order_and_resume, "vanish": vanish, "limit": limit}[scenario](folder, world)
-        (out / f"{scenario}-{world.rank}.json").write_text(json.dumps(result | {"pid": os.getpid()}, default=str))
+        results = {name: scenario(out / name, world) for name, scenario in SCENARIOS.items()}
+        (out / f"{world.rank}.json").write_text(json.dumps(results, default=str))
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]))
     leave(0)

@@ -254,7 +254,7 @@ def main(out: Path) -> None:
             "drift": drifting(world),
             "own_loop": own_loop(world),
         }
-        torch.save(result, out / f"{world.size}-{world.rank}.pt")
+        torch.save(result, out / f"{world.rank}.pt")
 
 
 if __name__ == "__main__":

@@ -11,8 +11,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from pipeline.distributed.world import World
-from tests.dist.data_ranks import BATCH, make_loader, steps
+from tests.dist.data_ranks import BATCH, SCENARIOS, make_loader, steps
 from tests.launch import run
 from tests.shards import write_shards
 
@@ -20,52 +22,51 @@ ROOT = Path(__file__).parents[2]
 SIZES = [9, 30, 4, 17, 22, 5, 13]  # 100 samples: 8 steps of 12, 4 dropped
 
 
-def launch(folder: Path, out: Path, scenario: str) -> list[dict[str, Any]]:
-    """Run a scenario of `data_ranks` on two ranks and return the result of each rank."""
-    run("tests.dist.data_ranks", str(folder), str(out), scenario, ranks=2)
-    return [json.loads((out / f"{scenario}-{rank}.json").read_text()) for rank in range(2)]
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the shards of each scenario of `data_ranks`, which has run on two ranks."""
+    folder = tmp_path_factory.mktemp("ranks")
+    for name in SCENARIOS:
+        write_shards(folder / name, SIZES)
+    run("tests.dist.data_ranks", str(folder), ranks=2)
+    return folder
+
+
+def results(out: Path, scenario: str) -> list[dict[str, Any]]:
+    return [json.loads((out / f"{rank}.json").read_text())[scenario] for rank in range(2)]
 
 
 def joined(results: list[dict[str, Any]]) -> list[list[int]]:
     return [[i for part in step for i in part] for step in zip(*(r["ids"] for r in results), strict=True)]
 
 
-def test_two_ranks_get_the_batches_of_one_and_can_resume_as_one(tmp_path: Path) -> None:
-    folder = tmp_path / "shards"
-    write_shards(folder, SIZES)
-    results = launch(folder, tmp_path, "order")
-    alone = make_loader(folder, World(), workers=0)
-    assert joined(results) == steps(alone, 15)
-    assert alone.state_dict() == results[0]["state"] == results[1]["state"]
+def test_two_ranks_get_the_batches_of_one_and_can_resume_as_one(out: Path) -> None:
+    two = results(out, "order")
+    alone = make_loader(out / "order", World(), workers=0)
+    assert joined(two) == steps(alone, 15)
+    assert alone.state_dict() == two[0]["state"] == two[1]["state"]
 
     # One rank resumes from the state of two ranks.
-    resumed = make_loader(folder, World(), workers=0)
-    resumed.load_state_dict(results[0]["middle"])
-    assert steps(resumed, 8) == joined(results)[7:]
+    resumed = make_loader(out / "order", World(), workers=0)
+    resumed.load_state_dict(two[0]["middle"])
+    assert steps(resumed, 8) == joined(two)[7:]
 
 
-def test_ranks_stay_in_sync_when_a_shard_is_deleted(tmp_path: Path) -> None:
-    folder = tmp_path / "shards"
-    write_shards(folder, SIZES)
-    results = launch(folder, tmp_path, "vanish")
-    batches = joined(results)
+def test_ranks_stay_in_sync_when_a_shard_is_deleted(out: Path) -> None:
+    two = results(out, "vanish")
+    batches, report = joined(two), two[0]["report"]
     assert len(batches) == 17
     assert all(len(batch) == BATCH for batch in batches)
-    assert results[0]["report"] == results[1]["report"]
-    report = results[0]["report"]
+    assert report == two[1]["report"]
     assert report["epoch"] == 2
-    assert batches[-1]
     assert not {i for batch in batches[9:] for i in batch} & set(range(9)), "samples of a deleted shard"
 
 
-def test_the_corruption_limit_stops_both_ranks_at_the_same_step(tmp_path: Path) -> None:
-    folder = tmp_path / "shards"
-    write_shards(folder, SIZES)
-    results = launch(folder, tmp_path, "limit")
-    assert results[0]["stopped"] == results[1]["stopped"]
-    assert "00001.tar" in results[0]["stopped"]
-    assert "data.corrupt_limit = 0.01" in results[0]["stopped"]
-    assert results[0]["at"] == results[1]["at"]
+def test_the_corruption_limit_stops_both_ranks_at_the_same_step(out: Path) -> None:
+    one, other = results(out, "limit")
+    assert one == other
+    assert "00001.tar" in one["stopped"]
+    assert "data.corrupt_limit = 0.01" in one["stopped"]
 
 
 CHILD = """

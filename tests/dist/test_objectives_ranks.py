@@ -1,4 +1,4 @@
-"""Every objective on 1, 2 and 4 real ranks: equal results, little communication, drift checks."""
+"""Every objective on one and on four real ranks: equal results, little communication, drift checks."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from tests.dist.objectives_ranks import BATCH, DIM, VARIANTS, everything, own_lo
 from tests.launch import run
 from tests.unit.objectives_reference import relative_error
 
-pytestmark = pytest.mark.slow  # starts several processes twice
+pytestmark = pytest.mark.slow
 
-SIZES = (2, 4)
+SIZE = 4
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
-    """Return the results of every rank, for runs with 2 and with 4 processes."""
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Return the results of every rank."""
     out = tmp_path_factory.mktemp("objectives")
-    for size in SIZES:
-        run("tests.dist.objectives_ranks", str(out), ranks=size)
-    return {size: [torch.load(out / f"{size}-{rank}.pt") for rank in range(size)] for size in SIZES}
+    run("tests.dist.objectives_ranks", str(out), ranks=SIZE)
+    return [torch.load(out / f"{rank}.pt") for rank in range(SIZE)]
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +30,12 @@ def alone() -> dict[str, dict[str, torch.Tensor]]:
     return everything(World())
 
 
-@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", VARIANTS)
-def test_results_are_the_same_for_any_world_size(ranks, alone, name, size):
+def test_results_are_the_same_for_any_world_size(ranks, alone, name):
     # float64 arithmetic; the tolerance is for per-sample rows, which are fp32. In fp32, AdaGrad's first step at lr 1
     # moves prototypes by the sign of a rounding error.
     tolerance = 3e-5 if name == "neuclip_literal" else 2e-6
-    for rank, result in enumerate(ranks[size]):
+    for rank, result in enumerate(ranks):
         for key, expected in alone[name].items():
             found = result["everything"][name][key].double()
             assert torch.allclose(found, expected.double(), rtol=1e-6, atol=1e-9), (rank, key)
@@ -47,39 +45,36 @@ def test_results_are_the_same_for_any_world_size(ranks, alone, name, size):
             assert relative_error(result["everything"][f"{name}.fp32"][key], expected) < tolerance, (rank, key)
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_a_step_communicates_the_features_once_plus_scalars(ranks, size):
-    local = BATCH // size
+def test_a_step_communicates_the_features_once_plus_scalars(ranks):
+    local = BATCH // SIZE
     features = 2 * local * DIM * 4
-    for name, moved in ranks[size][0]["bytes"].items():
+    for name, moved in ranks[0]["bytes"].items():
         if name.startswith("neuclip") and name not in ("neuclip_replicated", "neuclip_mlp"):
             continue  # covered by the next test
         scalars = sum(moved.values()) - features
         assert 0 <= scalars <= 4 * (5 * local + 9 * BATCH) + 8 * local, name  # O(B): ids, five scalars, table rows
         assert not any("broadcast" in key or "scatter" in key for key in moved), name
-    assert ranks[size][0]["bytes"]["neuclip_replicated"] == {"all_gather.bytes": features + 5 * local * 4}
+    assert ranks[0]["bytes"]["neuclip_replicated"] == {"all_gather.bytes": features + 5 * local * 4}
     # Autograd through the gather also sends every rank's part of the gradient of all B features.
-    assert ranks[size][0]["autograd_bytes"] >= features + 2 * BATCH * DIM * 4
-    assert ranks[size][0]["autograd_bytes"] > (size / 2) * sum(ranks[size][0]["bytes"]["neuclip_replicated"].values())
+    assert ranks[0]["autograd_bytes"] >= features + 2 * BATCH * DIM * 4
+    assert ranks[0]["autograd_bytes"] > (SIZE / 2) * sum(ranks[0]["bytes"]["neuclip_replicated"].values())
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_sharded_prototypes_reduce_one_number_per_anchor_and_update(ranks, size):
-    plain = ranks[size][0]["bytes"]["neuclip_replicated"]["all_gather.bytes"]
+def test_sharded_prototypes_reduce_one_number_per_anchor_and_update(ranks):
+    plain = ranks[0]["bytes"]["neuclip_replicated"]["all_gather.bytes"]
     for name, inner_steps in (("neuclip", 10), ("neuclip_simultaneous", 1)):
         sums = 2 * (inner_steps + 1) * BATCH * 8  # float64, both sides; the last one is for the prediction
         metric = 4  # mean length of the prototypes
-        assert ranks[size][0]["bytes"][name] == {"all_gather.bytes": plain, "all_reduce.bytes": sums + metric}
+        assert ranks[0]["bytes"][name] == {"all_gather.bytes": plain, "all_reduce.bytes": sums + metric}
     # A queue's predictions are for a rank's own anchors: two numbers for each, and how many features they mean.
-    assert ranks[size][0]["bytes"]["neuclip_queue"] == {"all_gather.bytes": plain + 3 * BATCH // size * 4}
+    assert ranks[0]["bytes"]["neuclip_queue"] == {"all_gather.bytes": plain + 3 * BATCH // SIZE * 4}
     # The gradient through alpha of a rank's own anchors needs all prototypes: each rank sends its shard.
-    assert ranks[size][0]["bytes"]["neuclip_full_gradient"]["all_gather.bytes"] > plain
+    assert ranks[0]["bytes"]["neuclip_full_gradient"]["all_gather.bytes"] > plain
 
 
-@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", ["openclip", "openclip_whole", "siglip"])
-def test_distributed_losses_of_open_clip_agree(ranks, name, size):
-    for result in ranks[size]:
+def test_distributed_losses_of_open_clip_agree(ranks, name):
+    for result in ranks:
         values = result["open_clip"][name]
         for key in [k.removeprefix("ours.") for k in values if k.startswith("ours.")]:
             assert relative_error(values[f"ours.{key}"], values[f"theirs.{key}"]) < 1e-6, key
@@ -87,15 +82,13 @@ def test_distributed_losses_of_open_clip_agree(ranks, name, size):
 
 def test_a_plain_training_loop_gives_the_same_results_for_any_world_size(ranks):
     expected = own_loop(World())
-    for size in SIZES:
-        for result in ranks[size]:
-            for key, value in expected.items():  # rows of `fastclip_v3` are fp32
-                assert torch.allclose(result["own_loop"][key], value, rtol=1e-5, atol=1e-7), (size, key)
+    for result in ranks:
+        for key, value in expected.items():  # rows of `fastclip_v3` are fp32
+            assert torch.allclose(result["own_loop"][key], value, rtol=1e-5, atol=1e-7), key
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_drift_is_repaired_and_counted_and_the_third_time_stops_the_run(ranks, size):
-    for result in ranks[size]:
+def test_drift_is_repaired_and_counted_and_the_third_time_stops_the_run(ranks):
+    for result in ranks:
         drift = result["drift"]
         assert drift["events"] == [0, 0, 0, 1, 1, 2, 2, 3]
         assert drift["agreed"] == [True] * 8

@@ -2,7 +2,7 @@
 
 python -m tests.e2e.doomed_run pipeline.checkpoint.writer:sha256_of 3 0 ARGUMENTS-OF-TRAIN
 
-With `0:SIGTERM` in place of `0`, rank 0 sends itself that signal instead.
+With `0:SIGTERM` in place of `0`, rank 0 sends itself that signal instead; with `0:25`, it sleeps for 25 seconds.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import importlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,12 +20,8 @@ from jobs.cli import run
 from jobs.train import command
 
 
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def doom(place: str, count: int, fate: Callable[[], None] = die) -> None:
-    """Patch `module:object.attribute` so that its `count`-th call runs `fate`, which by default kills the process."""
+def doom(place: str, count: int, fate: Callable[[], object]) -> None:
+    """Patch `module:object.attribute` so that its `count`-th call runs `fate` first."""
     module, _, path = place.partition(":")
     *owners, name = path.split(".")
     owner: Any = importlib.import_module(module)
@@ -45,7 +42,8 @@ def doom(place: str, count: int, fate: Callable[[], None] = die) -> None:
 
 if __name__ == "__main__":
     place, count, rank, *arguments = sys.argv[1:]
-    rank, _, name = rank.partition(":")
+    rank, _, fate = rank.partition(":")
     if os.environ.get("RANK", "0") == rank:
-        doom(place, int(count), (lambda: os.kill(os.getpid(), signal.Signals[name])) if name else die)
+        number = signal.SIGKILL if not fate else signal.Signals[fate] if fate.isalpha() else None
+        doom(place, int(count), lambda: os.kill(os.getpid(), number) if number else time.sleep(float(fate)))
     run(command, arguments, prog_name="doomed")

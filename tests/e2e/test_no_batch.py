@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.e2e.test_signals import launch, wait_until
-from tests.launch import ROOT, environment, lives, run
+from tests.e2e.test_signals import wait_until
+from tests.launch import Program, lives, run
 from tests.metrics import equal, metrics, weights
 from tests.training import prepare, settings_in
 
@@ -32,12 +31,6 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare(tmp_path_factory.mktemp("no-batch"), [20, 30, 15], image_size=32)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(base: Path) -> Path:
-    run("jobs.train", *settings(base, "undisturbed"), ranks=2)
-    return base / "undisturbed"
-
-
 def worker_of(rank: int) -> int:
     """The loading worker of a rank: the child of its fork server."""
     servers = psutil.Process(rank).children()
@@ -45,83 +38,61 @@ def worker_of(rank: int) -> int:
     return worker
 
 
-def same_end(run: Path, other: Path) -> bool:
-    return equal(weights(run, STEPS), weights(other, STEPS))
+def saved_steps(folder: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in (folder / "checkpoints").glob("step-*"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("whom", ["launcher", "the other rank"])
-def test_a_signal_while_no_batch_comes_stops_the_run_with_a_checkpoint(
-    base: Path, undisturbed: Path, whom: str
-) -> None:
-    """Regression test: the run waited for `data.timeout_minutes`, ended with 76, and lost its last steps."""
-    name = whom.replace(" ", "-")
-    arguments = settings(base, name)
-    process = subprocess.Popen(
-        launch("neuclip", arguments),
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    ranks = wait_until("step", base / name, process)
-    stopped = worker_of(ranks[0])
-    os.kill(stopped, signal.SIGSTOP)
-    try:
-        before = -1
-        while before != (before := len(metrics(base / name, "train"))):
-            time.sleep(3.0)  # a loaded machine may take a second for one of the steps that are left
-        assert before < STEPS, "the run was faster than this test"
-        begin = time.monotonic()
-        os.kill(process.pid if whom == "launcher" else ranks[1], signal.SIGTERM)
-        output = process.communicate(timeout=120)[0]
-    finally:
-        for pid in (stopped, *ranks, process.pid):
-            if lives(pid):
-                os.kill(pid, signal.SIGKILL)
-    assert process.returncode == 75, output[-3000:]
-    assert "Traceback" not in output, output[-3000:]
-    assert time.monotonic() - begin < 30
-    assert "A rank had no batch when the signal came" in output
-    assert [path.name for path in (base / name / "checkpoints").glob("step-*")] == [f"step-{before:08d}"]
-    run("jobs.train", *arguments, "--resume", "latest", ranks=2)
-    assert [record["step"] for record in metrics(base / name, "train")] == list(range(1, STEPS + 1))
-    assert same_end(base / name, undisturbed)
+def test_a_run_without_batches_ends_with_a_checkpoint_and_loses_nothing(base: Path) -> None:
+    """Regression test: it waited for `data.timeout_minutes`, ended with 76, and lost the steps since the checkpoint.
 
-
-@pytest.mark.slow
-def test_a_loading_worker_that_dies_ends_the_run_with_a_checkpoint(base: Path, undisturbed: Path) -> None:
-    """Regression test: the steps since the last checkpoint were lost."""
-    arguments = settings(base, "dead-worker")
-    process = subprocess.Popen(
-        launch("neuclip", arguments),
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    ranks = wait_until("step", base / "dead-worker", process)
-    os.kill(worker_of(ranks[1]), signal.SIGKILL)
-    output = process.communicate(timeout=120)[0]
-    assert process.returncode == 2, output[-3000:]
-    (saved,) = (int(path.name[5:]) for path in (base / "dead-worker" / "checkpoints").glob("step-*"))
-    assert 0 < saved < STEPS, "the run was faster than this test"
-    assert saved == max(record["step"] for record in metrics(base / "dead-worker", "train"))
-    assert f"The run is saved up to step {saved}: " in " ".join(output.split())
-    assert "Traceback" not in output, output[-3000:]
-    run("jobs.train", *arguments, "--resume", "latest", ranks=2)
-    assert same_end(base / "dead-worker", undisturbed)
+    One run, continued each time: both ranks get signals, then one does, while the other one's loading worker does not
+    answer; then a loading worker dies.
+    """
+    folder, arguments = base / "stopped", [*settings(base, "stopped"), "--resume", "latest"]
+    for whom, code in (("ranks", 75), ("rank", 75), ("worker", 2)):
+        with Program("jobs.train", *arguments, ranks=2) as program:
+            wait_until("step", folder, program, step=max(saved_steps(folder), default=0) + 5)
+            victim = worker_of(program.pids[whom == "worker"])
+            os.kill(victim, signal.SIGKILL if whom == "worker" else signal.SIGSTOP)
+            try:
+                before = -1
+                while whom != "worker" and before != (before := len(metrics(folder, "train"))):
+                    time.sleep(3.0)  # a loaded machine may take a second for one of the steps that are left
+                for pid in {"ranks": program.pids * 2, "rank": program.pids[1:], "worker": []}[whom]:
+                    os.kill(pid, signal.SIGTERM)
+                begin = time.monotonic()
+                ended = program.wait()
+            finally:
+                if lives(victim):
+                    os.kill(victim, signal.SIGKILL)
+        output = ended.stdout + ended.stderr
+        assert ended.returncode == code, output[-3000:]
+        assert "Traceback" not in output, output[-3000:]
+        last = len(metrics(folder, "train"))
+        assert last < STEPS, "the run was faster than this test"
+        assert saved_steps(folder)[-1] == last
+        if whom == "worker":
+            assert f"The run is saved up to step {last}: " in " ".join(output.split())
+        else:
+            assert time.monotonic() - begin < 30
+            assert last == before
+            assert "A rank had no batch when the signal came" in output
+    run("jobs.train", *arguments, ranks=2)
+    assert [record["step"] for record in metrics(folder, "train")] == list(range(1, STEPS + 1))
+    run("jobs.train", *settings(base, "undisturbed"), ranks=2)
+    assert equal(weights(folder, STEPS), weights(base / "undisturbed", STEPS))
 
 
 @pytest.mark.slow
 def test_a_signal_that_reaches_one_rank_between_two_stages_stops_all(base: Path) -> None:
     """Regression test: that rank left at once with 75, and the other ended with 76."""
-    arguments = settings(base, "border", "schedule.stages=[{until: 0.5, image_size: 16}]", "engine.probe=false")
+    arguments = settings(
+        base, "border", "schedule.stages=[{until: 0.5, image_size: 16}]", "engine.probe=false", f"samples={12 * BATCH}"
+    )
     given = ("pipeline.training.run:check_stages", "2", "1:SIGTERM", *arguments, "data.workers=0")
     assert run("tests.e2e.doomed_run", *given, ranks=2, check=False).returncode == 75
     ends = [json.loads(path.read_text()) for path in (base / "border" / "heartbeats").glob("exit-*.json")]
     assert [end["code"] for end in ends] == [75, 75]
-    assert max(record["step"] for record in metrics(base / "border", "train")) == STEPS // 2
+    assert max(record["step"] for record in metrics(base / "border", "train")) == 6
     run("jobs.train", *arguments, "--resume", "latest", ranks=2)

@@ -56,11 +56,12 @@ $(DOCUMENTABLE): $(READY)
 demo: $(READY)
 	@$(BIN)/neuclip demo
 
-# Three test files in parallel, one thread each: many tests wait for the processes they start.
+# Three test files in parallel, one thread each: many tests wait for the processes they start. These read our modules'
+# bytecode, also where the environment says that none is written.
 # TESTS='not daily' leaves out what the marker `daily` names.
 TESTS ?=
 test: $(TESTABLE)
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=50 -m "$(TESTS)"
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=50 -m "$(TESTS)"
 
 lint: $(READY)
 	$(BIN)/ruff check .

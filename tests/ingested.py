@@ -88,11 +88,12 @@ def copied(made: DownloadConfig, tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
+def fetch_in_process(config: DownloadConfig, shards: tuple[int, ...], *, mode: Mode = "fetch", **_: object) -> None:
+    """In place of `data_prep.ingest.fetch`."""
+    fetch_here(config, load_plan(Folder(Path(config.output))), list(shards), mode, manifest=False)
+
+
 @pytest.fixture(autouse=True)
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `download` fetch in this process, in the modules that import this fixture."""
-
-    def fetch(config: DownloadConfig, shards: tuple[int, ...], *, mode: str = "fetch", **_: object) -> None:
-        fetch_here(config, load_plan(Folder(Path(config.output))), list(shards), mode, manifest=False)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(ingest, "fetch", fetch)
+    monkeypatch.setattr(ingest, "fetch", fetch_in_process)

@@ -147,7 +147,8 @@ def run(job: Job) -> None:
         # The path of each shard's rows, which the worker itself writes.
         shards = ((shard, str(job.folder.staging / f"{shard:05d}.arrow")) for shard in job.shards)
         distribute = DISTRIBUTORS[fetch.distributor]
-        distribute(fetch.processes, ShardDownloader(job), shards, _SPARK_SHARDS, 1)
+        processes = min(fetch.processes, len(job.shards))  # one that has no shard would import for seconds
+        distribute(processes, ShardDownloader(job), shards, _SPARK_SHARDS, 1)
 
 
 @contextmanager

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -17,13 +15,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from data_prep import ingest
 from data_prep.dataset.dataset_folder import Folder
 from data_prep.fetching.supervisor import Paused
 from data_prep.ingest import download, prepare
 from data_prep.settings.download_config import DownloadConfig
 from pipeline.data.shards.manifest_format import Manifest
 from pipeline.errors import UserError
-from tests.downloads import download_config
+from tests.downloads import command_of, download_config
+from tests.ingested import fetch_here, fetch_in_process, own_opener  # noqa: F401 (a fixture)
 from tests.launch import lives, wait_for
 from tests.web import Site, jpeg, send, serve
 
@@ -64,7 +64,8 @@ def table(place: tuple[Site, Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(table: Path, tmp_path_factory: pytest.TempPathFactory) -> Manifest:
-    return download(settings(tmp_path_factory.mktemp("undisturbed"), table))
+    config, plan = prepare(settings(tmp_path_factory.mktemp("undisturbed"), table))
+    return fetch_here(config, plan, range(plan.shards))
 
 
 def settings(output: Path, table: Path, *, monitor: dict | None = None, **fetch: object) -> DownloadConfig:
@@ -73,20 +74,21 @@ def settings(output: Path, table: Path, *, monitor: dict | None = None, **fetch:
 
 
 @pytest.mark.slow
-def test_a_killed_run_resumes_and_ends_with_the_same_manifest(
+def test_a_run_whose_worker_and_then_itself_is_killed_ends_with_the_same_manifest(
     site: Site, table: Path, undisturbed: Manifest, tmp_path: Path
 ) -> None:
-    words = [
-        f"output={tmp_path / 'killed'}", f"source.table={table}", "guard.allow_addresses=[127.0.0.1]",
-        "guard.backoff=0.05", "guard.contact=x@example.org", f"fetch.shard_size={SHARD}", "fetch.processes=1",
-        "fetch.threads=4", "fetch.timeout=2", "fetch.retries=0",
-    ]  # fmt: skip
-    command = [sys.executable, "-m", "jobs.download", *words]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command, log = command_of(settings(tmp_path / "killed", table)), tmp_path / "log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=file)
     folder = Folder(tmp_path / "killed")
     try:
-        wait_for(lambda: len(folder.finished()) >= 2, "two shards are done")
-        family = psutil.Process(process.pid).children(recursive=True)
+        wait_for(lambda: list(folder.staging.glob("*.live")), "a shard is fetched", log, process=process)
+        (worker,) = (child for child in family_of(process) if "spawn_main" in " ".join(child.cmdline()))
+        worker.kill()
+        restarted = "The engine is restarted: worker process"
+        wait_for(lambda: restarted in " ".join(log.read_text().split()), "restarted", log, process=process)
+        wait_for(lambda: len(folder.finished()) >= 2, "two shards are done", log, process=process)
+        family = family_of(process)
         assert len(family) >= 2, "the engine and its worker are running"
     finally:
         process.kill()
@@ -111,31 +113,8 @@ def test_a_killed_run_resumes_and_ends_with_the_same_manifest(
     assert outcomes(folder) == ["killed", "finished"]
 
 
-@pytest.mark.slow
-def test_a_dead_worker_is_detected_and_the_engine_is_restarted(
-    table: Path, undisturbed: Manifest, tmp_path: Path
-) -> None:
-    config = settings(tmp_path / "out", table)
-    folder = Folder(tmp_path / "out")
-    killed: list[int] = []
-
-    def kill_once(progress: object) -> None:
-        live = list(folder.staging.glob("*.live"))
-        if live and not killed:
-            worker = psutil.Process().children(recursive=True)
-            killed.extend(p.pid for p in worker if "spawn_main" in " ".join(p.cmdline()))
-            for pid in killed:
-                os.kill(pid, signal.SIGKILL)
-
-    notes: list[str] = []
-    manifest = download(config, on_progress=kill_once, on_note=notes.append)
-    assert killed
-    assert "The engine is restarted: worker process" in notes[-1]
-    assert manifest.digest == undisturbed.digest
-
-
 def test_a_collapse_of_the_success_rate_pauses_the_run_without_using_up_the_list(
-    site: Site, table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    site: Site, table: Path, undisturbed: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("data_prep.fetching.monitor.WINDOW", 12)
     down = [False]
@@ -162,7 +141,8 @@ def test_a_collapse_of_the_success_rate_pauses_the_run_without_using_up_the_list
     assert len(kept) < ROWS // SHARD
 
     down[0] = False
-    assert download(config).n == 108
+    monkeypatch.setattr(ingest, "fetch", fetch_in_process)
+    assert download(config).digest == undisturbed.digest
     assert [outcome.split(":")[0] for outcome in outcomes(folder)] == ["Paused", "finished"]
 
 
@@ -180,6 +160,10 @@ def test_concurrent_runs_in_one_folder_and_other_settings_are_rejected(table: Pa
         with pytest.raises(UserError, match="Another process is working"):
             download(config)
         process.communicate(b"\n")
+
+
+def family_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
 
 
 def outcomes(folder: Folder) -> list[str]:

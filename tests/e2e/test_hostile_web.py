@@ -9,11 +9,9 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 import random
 import socket
 import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -29,15 +27,23 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image, ImageOps
 
-from data_prep import reasons
+from data_prep import ingest, reasons
 from data_prep.dataset import canonical_tar
+from data_prep.dataset.dataset_folder import Folder
+from data_prep.dataset.ingest_report import write_report
+from data_prep.dataset.statistics import take_census
 from data_prep.dataset.verification import verify
+from data_prep.settings.download_config import DownloadConfig
 from pipeline.data.shards.manifest_format import load_manifest
+from pipeline.data.shards.tar_reader import CaptionField
+from tests.downloads import command_of, download_config
 from tests.images import encoded, png, see_through, sixteen_bits
+from tests.ingested import fetch_in_process, own_opener  # noqa: F401 (a fixture)
+from tests.launch import environment
 from tests.web import Site, send, serve
 
-URLS, SHARD, SIZE = 800, 100, 64
-_SOME = 6  # URLs of each class that is not an ordinary image
+URLS, SHARD, SIZE = 300, 50, 64
+_SOME = 2  # URLs of each class that is not an ordinary image
 Answer = Callable[[BaseHTTPRequestHandler], None]
 
 
@@ -204,8 +210,8 @@ def make_cases(site: Site) -> list[Case]:
 
 
 @contextmanager
-def listed(folder: Path) -> Iterator[tuple[list[Case], list[str]]]:
-    """Yield the served cases, and the words of the command that downloads them."""
+def listed(folder: Path) -> Iterator[tuple[list[Case], DownloadConfig]]:
+    """Yield the served cases, and the settings that download them."""
     with serve() as site:
         cases = make_cases(site)
         columns = {
@@ -215,12 +221,18 @@ def listed(folder: Path) -> Iterator[tuple[list[Case], list[str]]]:
             "digest": [case.digest for case in cases],
         }
         pq.write_table(pa.table(columns), folder / "urls.parquet")
-        words = [f"output={folder / 'data'}", f"source.table={folder / 'urls.parquet'}", "source.uid=SAMPLE_ID"]
-        words += ["source.hash=digest", "guard.allow_addresses=[127.0.0.1/32]", "guard.contact=x@example.org"]
-        words += ["guard.max_pixels=4000000", "guard.max_bytes=250000", "guard.backoff=0.01"]
-        words += [f"image.size={SIZE}", f"fetch.shard_size={SHARD}", "fetch.processes=2", "fetch.threads=12"]
-        words += ["fetch.timeout=4", "fetch.retries=0", "monitor.probe=0", "monitor.min_success=0"]
-        yield cases, words
+        yield (
+            cases,
+            download_config(
+                folder / "data",
+                folder / "urls.parquet",
+                source={"uid": "SAMPLE_ID", "hash": "digest"},
+                guard={"max_pixels": 4_000_000, "max_bytes": 250_000, "backoff": 0.01},
+                image={"size": SIZE},
+                fetch={"shard_size": SHARD, "processes": 2, "threads": 12, "timeout": 4, "retries": 0},
+                monitor={"probe": 0, "min_success": 0},
+            ),
+        )
 
 
 def seen(body: bytes) -> np.ndarray:
@@ -262,34 +274,48 @@ def wrong_samples(root: Path, cases: list[Case]) -> list[str]:
 
 @pytest.mark.slow
 def test_hundreds_of_urls_with_known_outcomes(tmp_path: Path) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with listed(tmp_path) as (cases, words):
-        command = [sys.executable, "-m", "jobs.download", *words]
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    with listed(tmp_path) as (cases, config):
+        ended = subprocess.run(command_of(config), env=environment(), capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
     root = tmp_path / "data"
     rows = [row for path in sorted(root.glob("meta/*.parquet")) for row in pq.read_table(path).to_pylist()]
-    assert len(rows) == len(cases) == URLS
+    assert [row["row"] for row in rows] == list(range(URLS))
+    assert len(cases) == URLS
     differ = Counter((cases[row["row"]].kind, cases[row["row"]].reason, row["reason"]) for row in rows)
     assert {key: count for key, count in differ.items() if key[1] != key[2]} == {}
+    assert all((row["status"] == "success") == (row["reason"] is None) for row in rows)
     assert wrong_samples(root, cases) == []
     assert load_manifest(root).failures == Counter(case.reason for case in cases if case.reason)
     assert verify(root, decode=SHARD) == []
+    check_report(root)
 
 
-@pytest.mark.slow
-def test_a_huge_transparent_image_in_a_small_file_does_not_stop_a_run(tmp_path: Path) -> None:
+def check_report(root: Path) -> None:
+    """Report, datasheet and statistics account for every URL."""
+    manifest, page, sheet = load_manifest(root), write_report(root).read_text(), (root / "datasheet.md").read_text()
+    for reason, count in manifest.failures.items():
+        assert f"<td>{reason}<" in page
+        assert f"| {reason} | {count} |" in sheet
+    assert page.count("<figure>") >= 18
+    assert "src=" not in page.replace('src="data:', ""), "the page is self-contained"
+    assert manifest.digest in page
+    assert manifest.digest in sheet
+    census = take_census(Folder(root), manifest, CaptionField())
+    assert {reason: parts.sum() for reason, parts in census.reasons.items()} == manifest.failures
+    assert census.served_sides.sum() == census.caption_words.sum() == manifest.n
+
+
+def test_a_huge_transparent_image_in_a_small_file_does_not_stop_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ingest, "fetch", fetch_in_process)
     body = bomb()
     assert len(body) < 500_000
-    small = encoded_jpeg(photograph(3))
     with serve() as site:
-        urls = [site.image("/bomb", body), site.image("/small", small)]
+        urls = [site.image("/bomb", body), site.image("/small", encoded_jpeg(photograph(3)))]
         pq.write_table(pa.table({"url": urls, "caption": ["a bomb", "a cat"]}), tmp_path / "urls.parquet")
-        words = [f"output={tmp_path / 'data'}", f"source.table={tmp_path / 'urls.parquet'}"]
-        words += ["guard.allow_addresses=[127.0.0.1]", "fetch.processes=1", "image.size=64"]
-        command = [sys.executable, "-m", "jobs.download", *words]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert ended.returncode == 0, ended.stderr
+        manifest = ingest.download(
+            download_config(tmp_path / "data", tmp_path / "urls.parquet", fetch={"processes": 1}, image={"size": 64})
+        )
     # With enough memory it is stored like any other image, and is white.
-    failures = load_manifest(tmp_path / "data").failures
-    assert failures in ({}, {reasons.TOO_LITTLE_MEMORY: 1})
+    assert manifest.failures in ({}, {reasons.TOO_LITTLE_MEMORY: 1})

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +12,7 @@ import pytest
 from pipeline.checkpoint.mirror import Mirror
 from pipeline.run_files import META_NAME, PREFIX, name_of
 from tests.e2e.test_train import STEPS, base, equal, records, settings, weights  # noqa: F401 (a fixture)
-from tests.launch import ROOT, command, environment, run, wait_for
+from tests.launch import Program, run, wait_for
 from tests.metrics import metrics
 from tests.mirrors import steps_in
 from tests.s3_server import client, end, s3_server
@@ -40,17 +36,15 @@ def messages(folder: Path) -> list[str]:
 
 def kill_while_uploading(arguments: list[str], folder: Path) -> None:
     """Start a run, and kill it while its mirror has a checkpoint and some files of a later one."""
-    call, store = command("tests.e2e.slow_run", "0.3", *arguments), client()
-    process = subprocess.Popen(call, cwd=ROOT, env=environment(), text=True)
+    store = client()
 
     def uploading() -> bool:
         files = [Path(path) for path in store.find("bucket/runs", refresh=True) if f"/{folder.name}/" in path]
         finished = {path.parent for path in files if path.name == META_NAME}
         return bool(finished and {path.parent for path in files if path.parent.name.startswith(PREFIX)} - finished)
 
-    wait_for(uploading, "a later checkpoint is being uploaded", process=process, seconds=300, pause=0)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    with Program("tests.e2e.slow_run", "0.3", *arguments) as program:
+        wait_for(uploading, "a later checkpoint is being uploaded", process=program, seconds=300, pause=0)
 
 
 @pytest.mark.slow
@@ -74,13 +68,11 @@ def test_training_goes_on_without_the_server(base: Path, monkeypatch: pytest.Mon
     folder, arguments = base / "alone", settings(base, "alone", "checkpoint.every=3", f"checkpoint.mirror={MIRROR}")
     with s3_server(base / "server.log") as (server, _):
         client().mkdir("bucket")
-        process = subprocess.Popen(
-            command("tests.e2e.slow_run", "0.3", *arguments), cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL
-        )
-        while process.poll() is None and not ((folder / "metrics.jsonl").exists() and messages(folder)[1:]):
-            time.sleep(0.1)
-        end(server)
-        assert process.wait(300) == 0
+        with Program("tests.e2e.slow_run", "0.3", *arguments) as program:
+            begun = folder / "metrics.jsonl"
+            wait_for(lambda: begun.exists() and messages(folder)[1:], "a checkpoint", process=program, pause=0.1)
+            end(server)
+            assert program.wait(300).returncode == 0
     failed = [message for message in messages(folder) if "is NOT in the mirror" in message]
     assert name_of(STEPS) in failed[-1]
     assert (folder / "checkpoints" / name_of(STEPS) / META_NAME).is_file()

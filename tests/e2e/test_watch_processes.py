@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -18,27 +17,16 @@ from pipeline.evaluation.run.session import EvaluationConfig
 from pipeline.evaluation.watch.ledger import DONE, Ledger
 from tests.checkpoints import save_step
 from tests.evaluation_suite import write_classification
-from tests.launch import ROOT, wait_for
+from tests.launch import Program, wait_for
 
 STEPS = tuple(range(100, 900, 100))
-CLOCK = """
-import os, time
-seconds, date, shift = time.time, time.gmtime, float(os.environ["CLOCK_SHIFT"])
-time.time = lambda: seconds() + shift
-time.time_ns = lambda: int((seconds() + shift) * 1e9)
-time.gmtime = lambda at=None: date(time.time() if at is None else at)
-"""
 
 
-def start(run: Path, suite: Path, log: Path, *, hours: int = 0) -> subprocess.Popen[bytes]:
-    """A watcher whose clock is wrong by `hours`, as on another machine; the dates of files are not."""
-    (clock := log.with_suffix(".clock")).mkdir()
-    (clock / "sitecustomize.py").write_text(CLOCK)
+def start(run: Path, suite: Path, *, hours: int = 0) -> Program:
+    """A watcher whose clock is wrong by `hours`, as on another machine."""
     arguments = [str(run), "--suite", str(suite), "--device", "cpu", "interval=0.2", "ttl=12", "together=2"]
-    command = [sys.executable, "-m", "jobs.watch", *arguments, "evaluation.workers=0", "evaluation.micro_batch=8"]
-    path = os.pathsep.join(filter(None, [str(clock), os.environ.get("PYTHONPATH", str(ROOT))]))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CLOCK_SHIFT": str(3600 * hours)}
-    return subprocess.Popen(command, stdout=log.open("wb"), stderr=subprocess.STDOUT, env=environment)
+    settings = ("evaluation.workers=0", "evaluation.micro_batch=8")
+    return Program("tests.e2e.shifted_watch", str(hours), *arguments, *settings)
 
 
 def done_in(ledger: Path) -> list[str]:
@@ -55,39 +43,34 @@ def test_after_kill_9_nothing_is_lost_or_repeated_whatever_the_clocks_say(tmp_pa
     settings = EvaluationConfig(micro_batch=8)
     identity = suite_identity(open_suite(suite), settings, known=tmp_path / "digests.json")
     ledger = run / "evaluation-ledger" / identity
-    logs = [tmp_path / f"{name}.log" for name in ("victim", "first", "second")]
-    watchers = [start(run, suite, logs[0])]
-    try:
+    with ExitStack() as watchers:
         # The victim is killed while it holds a lease, before it has any result for that checkpoint.
-        wait_for(lambda: any(ledger.glob("*/lease-*.beat")), "a lease is taken", *logs[:1], seconds=240)
-        watchers[0].send_signal(signal.SIGKILL)
-        watchers[0].wait()
+        with start(run, suite) as victim:
+            leases = "*/lease-*.beat"
+            wait_for(lambda: any(ledger.glob(leases)), "a lease is taken", process=victim, seconds=240, pause=0.01)
+            victim.kill()
+            victim.wait()
         held = sorted({path.parent.name for path in ledger.glob("*/lease-0001.json")} - set(done_in(ledger)))
         assert held
-        watchers += [start(run, suite, log, hours=hours) for log, hours in zip(logs[1:], (1, -1), strict=True)]
+        others = [watchers.enter_context(start(run, suite, hours=hours)) for hours in (1, -1)]
         save_step(run, STEPS[-1])  # training continues
-        wait_for(lambda: len(done_in(ledger)) == len(STEPS), "all are done", *logs, seconds=240)
-        for watcher in watchers[1:]:
-            watcher.send_signal(signal.SIGTERM)
-        assert [watcher.wait(timeout=60) for watcher in watchers[1:]] == [130, 130]
-    finally:
-        for watcher in watchers:
-            if watcher.poll() is None:
-                watcher.kill()
-                watcher.wait()
+        wait_for(lambda: len(done_in(ledger)) == len(STEPS), "all are done", process=others[0], seconds=240)
+        for watcher in others:
+            os.kill(watcher.pids[0], signal.SIGTERM)
+        ended = [watcher.wait() for watcher in others]
+    assert [end.returncode for end in ended] == [130, 130]
     assert set(done_in(ledger)) == {f"step-{step:08d}" for step in STEPS}
     outcomes = {name: Ledger(ledger).outcome(name) for name in done_in(ledger)}
     attempts = {name: len(list((ledger / name).glob("lease-*.json"))) for name in outcomes}
     for name in held:
         assert attempts[name] == 2  # taken over, once
-        assert outcomes[name]["pid"] in {watcher.pid for watcher in watchers[1:]}
+        assert outcomes[name]["pid"] in {watcher.pids[0] for watcher in others}
     hours = {outcome["at"][11:13] for outcome in outcomes.values()}
     assert len(hours) > 1, "the clocks did not differ"
-    others = set(outcomes) - set(held)
-    assert {attempts[name] for name in others} == {1}
-    messages = "\n".join(log.read_text() for log in logs[1:])
+    assert {attempts[name] for name in set(outcomes) - set(held)} == {1}
+    messages = "\n".join(end.stdout + end.stderr for end in ended)
     for name, outcome in outcomes.items():
-        assert messages.count(f"{name}: 2 tasks done.") == (outcome["pid"] != watchers[0].pid)
+        assert messages.count(f"{name}: 2 tasks done.") == (outcome["pid"] != victim.pids[0])
     for name in (held[0], "step-00000800"):
         alone = tmp_path / "alone" / name
         config = EvaluationConfig(workers=0, micro_batch=8)

@@ -24,7 +24,7 @@ from pipeline.objectives import Objective, ObjectiveContext, build_objective, ob
 from pipeline.training.gradient_check import GradientCheck
 from pipeline.training.step import TrainStep, micro_batches
 
-BATCH, STEPS, EACH = 16, 12, 3
+BATCH, STEPS, EACH = 16, 8, 2
 EVERY_OBJECTIVE = "zero1_fp32"
 """The file with which micro-batches are compared for every objective: these know nothing of ZeRO stages."""
 CALM: dict[str, dict[str, Any]] = {"neuclip_literal": {"npn_lr": 0.01}}

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from pipeline.engine.optim import build_optimizer, parameter_groups
 from pipeline.model.towers import ModelConfig, build_towers
 from pipeline.objectives import objective_names
-from tests.dist.engine_ranks import BATCH, EVERY_OBJECTIVE, OPTIMIZER, STEPS, data
+from tests.dist.engine_ranks import BATCH, EACH, EVERY_OBJECTIVE, OPTIMIZER, STEPS, data
 from tests.launch import run
 from tests.towers import write_tiny
 
@@ -55,10 +55,8 @@ def far(a: list[float], b: list[float]) -> float:
     ("ranks", "names"),
     [
         (1, ["zero0_fp32", "zero2_bf16"]),
-        (1, ["zero3_fp32"]),
         (2, STAGES_0_TO_2),
         (2, STAGE_3),
-        (4, ["zero2_fp32"]),
     ],
     ids=lambda value: str(value) if isinstance(value, int) else f"{value[0]} to {value[-1]}",
 )
@@ -82,6 +80,6 @@ def test_every_stage_equals_plain_torch_and_resumes_bit_identically(
         for objective, difference in found["cached differences"].items():
             assert difference < band, f"{name}: cached accumulation differs for {objective}"
         assert found["after overflow"] == found["losses"][:3], f"{name}: a skipped step changed later losses"
-        assert found["rehearsed"] == found["losses"][:3], f"{name}: a rehearsal changed later losses"
-        assert found["cached and rehearsed"] == found["cached"][:3], f"{name}: a rehearsal changed later losses"
+        assert found["rehearsed"] == found["losses"][:EACH], f"{name}: a rehearsal changed later losses"
+        assert found["cached and rehearsed"] == found["cached"][:EACH], f"{name}: a rehearsal changed later losses"
         assert found["probe"] < (0.1 if name.endswith("bf16") else 1e-5), name

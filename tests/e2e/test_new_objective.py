@@ -19,7 +19,6 @@ TESTS = (
     "tests/unit/test_readme.py::test_the_methods_page_describes_every_key_of_its_objectives",
     "tests/unit/test_settings_page.py::test_every_setting_is_documented",
     "tests/unit/test_settings_page.py::test_the_page_is_up_to_date",
-    "tests/e2e/test_train.py::test_every_objective_trains_and_resumes_bit_identically",
 )  # fmt: skip
 FOR_EACH_METHOD = (
     "tests/unit/test_objectives_drift.py::test_all_replicated_state_is_compared",
@@ -45,7 +44,6 @@ def test_one_file_adds_a_method(tmp_path: Path) -> None:
         "PYTHONPATH": str(tmp_path),
         "OMP_NUM_THREADS": "1",
         "OMP_WAIT_POLICY": "passive",
-        "TESTED_METHODS": "in_batch_toy",
     }
     show = (
         "from pipeline.objectives import objective_names as names; import pipeline; print(*names(), pipeline.__path__)"
@@ -64,4 +62,3 @@ def test_one_file_adds_a_method(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     for test in FOR_EACH_METHOD:
         assert f"{test}[in_batch_toy] PASSED" in done.stdout
-    assert f"{TESTS[-1]} PASSED" in done.stdout

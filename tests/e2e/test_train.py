@@ -188,6 +188,7 @@ def test_a_run_rolls_back_and_continues_after_the_poisoned_batches(base: Path) -
     assert "as often as max_rollbacks allows" in found["stopped"]
     skipped = [event["sample_ids"] for event in metrics(out / "itself", "event") if "sample_ids" in event]
     assert [len(set(ids) & set(found["poison"])) for ids in skipped] == [1, 1, 1]
+    assert [len(ids) for ids in skipped] == [BATCH] * 3, "those of both ranks"
     (event,) = [line for line in metrics(out / "itself", "event") if "rollbacks" in line]
     # After the checkpoint at step 6 only one step was applied; none is written at step 8, between bad steps.
     assert (event["checkpoint"], event["step"]) == ("step-00000004", 10)

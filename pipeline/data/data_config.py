@@ -69,6 +69,35 @@ class CropConfig:
         return self.scale == self.ratio == (1.0, 1.0)
 
 
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+@section
+class AugmentConfig:
+    """Colour augmentations after the crop, drawn for each sample and epoch: open_clip's `--aug-cfg`."""
+
+    color_jitter: tuple[float, float, float, Annotated[float, Field(le=0.5)]] = (0.0, 0.0, 0.0, 0.0)
+    """Strength of brightness, contrast, saturation and hue, which are changed in a random order: factors are drawn from
+    1 - strength (at least 0) to 1 + strength, and the shift of the hue from -strength to strength."""
+    color_jitter_prob: Share = 0.0
+    """Share of the samples with changed colours."""
+    gray_scale_prob: Share = 0.0
+    """Share of the samples in grey."""
+
+    @model_validator(mode="after")
+    def _both_or_none(self) -> AugmentConfig:
+        if min(self.color_jitter) < 0 or any(self.color_jitter) != (self.color_jitter_prob > 0):
+            raise ValueError(
+                "color_jitter (four strengths of 0 and more, such as [0.32,0.32,0.32,0.08]) and color_jitter_prob are "
+                "set together"
+            )
+        return self
+
+    def __bool__(self) -> bool:
+        """Whether any colours change."""
+        return self.color_jitter_prob + self.gray_scale_prob > 0
+
+
 def as_sources(value: Any) -> Any:
     """Expand the short forms: a path is a list of one source, and a path in a list is a source of weight 1."""
     if isinstance(value, str):
@@ -126,6 +155,8 @@ class DataConfig:
     tasks of your own), `score`, `features` and `playground` use it."""
     crop: CropConfig = Field(default_factory=CropConfig)
     """The random resized crop."""
+    augment: AugmentConfig = Field(default_factory=AugmentConfig)
+    """Colour augmentations."""
     corrupt_limit: float = Field(default=0.01, ge=0, le=1)
     """Share of an epoch's samples that may be corrupt before the run stops."""
     altered_shards: Literal["stop", "skip", "ignore"] = "stop"
@@ -157,6 +188,17 @@ class DataConfig:
             TEACHER: (teachers,) if isinstance(teachers, str) else teachers or (),
             IMAGES: () if images is None else (images,),
         }
+
+    @model_validator(mode="after")
+    def _augmented_here(self) -> DataConfig:
+        if not self.augment:
+            return self
+        for name, folders in self.stored_features.items():
+            if folders:
+                raise ValueError(f"data.augment changes colours, and {name} are of unchanged ones: use one of them")
+        if self.decoding == "gpu":
+            raise ValueError("data.augment works on pixels that workers decode: set data.decoding=fast, not gpu")
+        return self
 
     @field_validator("sources")
     @classmethod

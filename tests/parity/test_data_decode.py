@@ -15,7 +15,8 @@ import torch
 from PIL import Image
 from torchvision.transforms import RandomResizedCrop
 
-from pipeline.data.data_config import CropConfig
+from pipeline.data.data_config import AugmentConfig, CropConfig
+from pipeline.data.loading import decode
 from pipeline.data.loading.decode import ImageDecoder, crop_box, normalize, shrink_for, shrunk
 from pipeline.data.order.hashing import draw
 from pipeline.data.shards.tar_reader import CaptionField, CorruptSample, TarRecord
@@ -68,6 +69,43 @@ def test_exact_mode_matches_open_clip(encoding: str, size: tuple[int, int], monk
     expected = transform(Image.open(io.BytesIO(data)).convert("RGB"))
     found = normalize(decoder("exact")(data, state=7)[None], mean=MEAN, std=STD)[0]
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 0, 1), (1, 3, 0, 2)])
+@pytest.mark.parametrize(
+    ("strengths", "grey"), [((0.32, 0.32, 0.32, 0.08), 0.0), ((1.5, 0.4, 0.0, 0.5), 0.0), ((0.4, 0.4, 0.4, 0.1), 1.0)]
+)
+def test_colours_change_as_in_open_clip(
+    strengths: tuple[float, float, float, float], grey: float, order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from open_clip.transform import AugmentationCfg, image_transform
+    from torchvision.transforms import ColorJitter
+
+    def drawn(*ranges: tuple[float, float] | None) -> tuple[Any, ...]:
+        return order, *(r and r[0] + (r[1] - r[0]) * share for r, share in zip(ranges, shares, strict=True))
+
+    shares = (0.9, 0.2, 0.7, 0.35)
+    data, given = encoded(picture(1, size=(160, 120)), "PNG"), {"color_jitter": strengths, "color_jitter_prob": 1.0}
+    ours = decoder("exact", augment=AugmentConfig(**given, gray_scale_prob=grey))  # type: ignore[arg-type]
+    box = crop_box(120, 160, crop=ours.crop, state=7)
+    monkeypatch.setattr(RandomResizedCrop, "get_params", staticmethod(lambda *_: box))
+    monkeypatch.setattr(ColorJitter, "get_params", staticmethod(drawn))
+    config = AugmentationCfg(**given, gray_scale_prob=grey)  # type: ignore[arg-type]
+    expected = image_transform(SIZE, is_train=True, mean=MEAN, std=STD, aug_cfg=config)(Image.open(io.BytesIO(data)))
+    monkeypatch.setattr(decode, "crop_box", lambda *_, **__: box)
+    monkeypatch.setattr(decode, "uniform", lambda _, counter: (0.5, 0.5, *shares)[counter])
+    monkeypatch.setattr(decode, "permutation", lambda *_: np.array(order))
+    assert torch.equal(normalize(ours(data, state=7)[None], mean=MEAN, std=STD)[0], expected)
+
+
+def test_colours_change_in_the_given_share_of_samples() -> None:
+    image = torch.arange(12, dtype=torch.uint8).view(3, 2, 2) * 20
+    augment = AugmentConfig(color_jitter=(0.4, 0.4, 0.4, 0.1), color_jitter_prob=0.7, gray_scale_prob=0.25)
+    found = [decode.augmented(image, augment=augment, state=draw(1, i)) for i in range(1000)]
+    grey = [bool((pixels[0] == pixels[1]).all() and (pixels[0] == pixels[2]).all()) for pixels in found]
+    same = [torch.equal(pixels, image) for pixels in found]
+    assert np.mean(grey) == pytest.approx(0.25, abs=0.05)
+    assert np.mean(same) == pytest.approx(0.3 * 0.75, abs=0.05)
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  #
 
 SIZES = [7, 13, 5, 11, 9, 3]  # 48 samples; no number of ranks divides the shards evenly
 BATCH = 8
+COLOURS = {"color_jitter": [0.4, 0.4, 0.4, 0.1], "color_jitter_prob": 0.8, "gray_scale_prob": 0.2}
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +98,27 @@ def test_resume_continues_exactly_on_another_layout(folder: Path, stop: int, ran
     run([writer], 15 - stop)
     hashes = sum(loader.position.order_hash for loader in group) % 2**64
     assert f"{hashes:016x}" == writer.state_dict()["order_hash"]
+
+
+def test_changed_colours_resume_exactly_and_are_recorded(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (plain,), (writer,), (reader,) = loaders(folder), loaders(folder, augment=COLOURS), loaders(folder, augment=COLOURS)
+    (ids, images), (same_ids, colours) = run([plain], 9), run([writer], 9)
+    assert torch.equal(ids, same_ids)
+    assert plain.state_dict()["order_hash"] == writer.state_dict()["order_hash"]
+    assert not torch.equal(images, colours)
+    again = run(loaders(folder, ranks=2, augment=COLOURS), 9)[1]
+    assert torch.equal(colours, again)
+    assert not torch.equal(colours[0], run([reader], 7)[1][6]), "another epoch"
+    reader.load_state_dict(json.loads(json.dumps(writer.state_dict())))
+    assert torch.equal(run([reader], 3)[1], run([writer], 3)[1])
+    before = plain.state_dict()  # of a version without the setting
+    assert before["pixels"].pop("data.augment") == "off"
+    plain.load_state_dict(before)
+    assert not caplog.text
+    plain.load_state_dict(writer.state_dict())
+    reader.load_state_dict(plain.state_dict())
+    assert "data.augment was [0.4, 0.4, 0.4, 0.1, 0.8, 0.2], now off" in caplog.text
+    assert "data.augment was off, now [" in caplog.text
 
 
 def test_what_does_not_fit_is_refused_before_the_first_step(folder: Path, tmp_path: Path) -> None:

@@ -11,20 +11,20 @@ import functools
 import math
 import re
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import numpy as np
 import simplejpeg
 import torch
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageEnhance
 from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
-from pipeline.data.data_config import CropConfig
-from pipeline.data.order.hashing import Purpose, draw, key, uniform
+from pipeline.data.data_config import AugmentConfig, CropConfig
+from pipeline.data.order.hashing import Purpose, draw, key, permutation, uniform
 from pipeline.data.shards.rgb_image import rgb_image
 from pipeline.data.shards.tar_reader import CorruptSample
 from pipeline.pictures import jpeg
@@ -32,6 +32,7 @@ from pipeline.pictures.pixels import WHITE, Colour
 
 Box = tuple[int, int, int, int]
 CROP_ATTEMPTS = 10
+ENHANCERS = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
 RGB_JPEG = frozenset({"YCbCr", "RGB", "Gray"})
 PPM_HEADER = re.compile(rb"P6\s(\d{1,9})\s(\d{1,9})\s255\s")
 SHRINKS = (8, 4, 2)
@@ -74,6 +75,33 @@ def crop_exactly(image: Image.Image, *, crop: CropConfig, size: int, state: int)
     top, left, h, w = crop_box(image.height, image.width, crop=crop, state=state)
     resized = image.crop((left, top, left + w, top + h)).resize((size, size), Image.Resampling.BICUBIC)
     return torch.frombuffer(bytearray(resized.tobytes()), dtype=torch.uint8).view(size, size, 3).permute(2, 0, 1)
+
+
+def augmented(image: Tensor, *, augment: AugmentConfig, state: int) -> Tensor:
+    """uint8 [3, size, size] with changed colours, as by open_clip's `color_jitter` and `gray_scale`.
+
+    The same hash key `state` of the crop always gives the same change.
+    """
+    state = key(state, Purpose.AUGMENT)
+    picture = Image.fromarray(image.permute(1, 2, 0).numpy())
+    if uniform(state, 0) < augment.color_jitter_prob:
+        for kind in permutation(key(state, 2), 4):
+            strength, share = augment.color_jitter[kind], uniform(state, 2 + int(kind))
+            if kind < len(ENHANCERS):
+                low = max(0.0, 1 - strength)
+                picture = ENHANCERS[kind](picture).enhance(low + (1 + strength - low) * share)
+            elif strength:
+                picture = _with_hue(picture, shift=strength * (2 * share - 1))
+    if uniform(state, 1) < augment.gray_scale_prob:
+        picture = picture.convert("L").convert("RGB")
+    return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
+
+
+def _with_hue(picture: Image.Image, *, shift: float) -> Image.Image:
+    """With hues shifted by a share of the circle, as by torchvision."""
+    hsv = np.array(picture.convert("HSV"))
+    hsv[..., 0] += np.uint8(int(shift * 255) % 256)
+    return Image.frombytes("HSV", picture.size, hsv.tobytes()).convert("RGB")
 
 
 def shrink_for(box: Box, *, size: int) -> int:
@@ -143,15 +171,20 @@ class ImageDecoder:
     max_pixels: int
     background: Colour = WHITE
     """Behind what is transparent."""
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
     gpu: str | None = None
     """The GPU that decodes ordinary JPEGs, with versions: part of what determines pixels. None: no GPU does."""
 
     def __call__(self, data: bytes, *, state: int) -> Tensor:
-        """Decode, crop and resize.
+        """Decode, crop, resize and augment.
 
         Raises:
             CorruptSample: PIL cannot decode all of the image, or it has more than `max_pixels` or too many scans.
         """
+        image = self._resized(data, state)
+        return augmented(image, augment=self.augment, state=state) if self.augment else image
+
+    def _resized(self, data: bytes, state: int) -> Tensor:
         window_HWC = None
         if self.mode != "exact":
             try:

@@ -87,6 +87,7 @@ def build_loader(
     decoder = ImageDecoder(
         size=image_size,
         crop=config.crop,
+        augment=config.augment,
         mode="fast" if config.decoding == "gpu" else config.decoding,
         max_pixels=MAX_PIXELS,
         background=colour_of(config.background),

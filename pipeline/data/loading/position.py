@@ -269,16 +269,19 @@ def _sample_identity(dataset: StreamDataset) -> dict[str, Any]:
 
 def pixel_identity(decoder: ImageDecoder) -> dict[str, Any]:
     """Plain values that determine the pixels of an encoded image and a crop."""
+    augment = decoder.augment
+    colours = [*augment.color_jitter, augment.color_jitter_prob, augment.gray_scale_prob]
     return {
         "image size": decoder.size,
         "data.crop": [*decoder.crop.scale, *decoder.crop.ratio],
         "data.background": colour_name(decoder.background),
         "data.decoding": f"gpu ({decoder.gpu})" if decoder.gpu else decoder.mode,
+        "data.augment": colours if augment else "off",
         **{f"{name} version": version_of(name) for name in DECODERS},
     }
 
 
 def differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-    """What has changed since a checkpoint, in words; those of earlier versions put transparent pictures on white."""
-    saved = {"data.background": "white", **saved}
+    """What has changed since a checkpoint, in words; those of earlier versions have neither of the first two."""
+    saved = {"data.background": "white", "data.augment": "off", **saved}
     return [f"{name} was {saved.get(name)}, now {value}" for name, value in own.items() if saved.get(name) != value]

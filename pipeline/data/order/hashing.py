@@ -31,6 +31,7 @@ class Purpose(IntEnum):
     CAPTION = 9
     STORED_CROP = 10
     CHOSEN_CROP = 11
+    AUGMENT = 12
 
 
 def mix(x: int) -> int:

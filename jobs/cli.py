@@ -167,8 +167,8 @@ def run(command: click.Command, argv: Sequence[str] | None = None, *, prog_name:
             _fail("Interrupted.", EXIT_INTERRUPTED)
         if is_out_of_memory(error):
             _fail(
-                f"{error} Lower engine.micro_batch, or set model.grad_checkpointing=true: docs/cluster.md, 'A large "
-                "batch on few GPUs'; `neuclip plan` estimates what each saves.",
+                f"{error} Lower engine.micro_batch (auto tries what fits), or set model.grad_checkpointing=true: "
+                "docs/cluster.md, 'A large batch on few GPUs'; `neuclip plan` estimates what each saves.",
                 EXIT_USER_ERROR,
             )
         hint = "" if debug else f" Show where with: {prog_name} --debug ..."

@@ -48,7 +48,7 @@ class DeepSpeedEngine:
         settings = deepspeed_settings(config, global_batch=global_batch, world_size=world_size, optimizer=optimizer)
         stage, local = zero_stage(settings), global_batch // world_size
         check_stage(optimizer, stage=stage)
-        if stage == 2 and world_size > 1 and (config.micro_batch or local) < local:
+        if stage == 2 and world_size > 1 and config.rows(local) < local:
             raise UserError(
                 f"engine.micro_batch = {config.micro_batch} with ZeRO stage 2 ({config.deepspeed}) would reduce all "
                 "gradients over the ranks once for every micro-batch. Stage 1 reduces them once per step, and gives "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -51,9 +51,10 @@ class EngineConfig:
     """ZeRO stage and precision: a file of ds_configs/ (without .json), or the path of a DeepSpeed JSON file. "auto":
     zero1_bf16, whose bf16 weights need no casts; but zero0_bf16 for an optimizer that works on whole layers (lamb,
     muon), and on a single CPU rank, where it was faster."""
-    micro_batch: int | None = Field(default=None, ge=1)
+    micro_batch: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
     """Feature-cached accumulation (GradCache; open_clip's `--accum-freq`): how many samples of a rank are in memory
-    with their graph at once. None: the whole local batch."""
+    with their graph at once. None: the whole local batch. `auto`: as many as fit into memory, which is tried before the
+    first step by halving; a run that is resumed begins with the number that it has used."""
     gradient_clipping: float = Field(default=0.0, ge=0.0)
     """Largest gradient norm; 0 turns clipping off."""
     probe: bool = True
@@ -65,6 +66,10 @@ class EngineConfig:
     lost_rank_seconds: float = Field(default=45.0, gt=0.0)
     """A rank without a heartbeat for as long is dead, and all others exit. Raise it where writing a small file to
     `output` can take longer."""
+
+    def rows(self, local: int) -> int:
+        """How many of a rank's `local` samples are a micro-batch; with `auto`, at most."""
+        return min(self.micro_batch, local) if isinstance(self.micro_batch, int) else local
 
 
 def deepspeed_settings(

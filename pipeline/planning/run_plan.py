@@ -105,7 +105,7 @@ def plan_run(run: RunConfig, *, gpus: int, assume: Assumptions = UNKNOWN_DATA) -
         run.engine, optimizer=run.optimizer, global_batch=run.batch_size, world_size=gpus
     )
     local = run.batch_size // gpus
-    micro = min(run.engine.micro_batch or local, local)
+    micro = run.engine.rows(local)
     objective, traffic = simulate_objective(
         run.objective,
         dim=architecture.dim,

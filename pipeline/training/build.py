@@ -20,13 +20,14 @@ from pipeline.data.loading.tokenize import fast_tokenizer
 from pipeline.distributed.timing import Meter
 from pipeline.distributed.workers import preload
 from pipeline.distributed.world import World, limit_collectives
-from pipeline.engine.engine_protocol import ENGINES, Engine
+from pipeline.engine.engine_protocol import ENGINES
 from pipeline.engine.state import WeightAverage
 from pipeline.evaluation.run.images import WORKER_IMPORTS
 from pipeline.metrics.logger import Telemetry
 from pipeline.metrics.mfu import Utilization
+from pipeline.metrics.sinks import NOTICE
 from pipeline.model.architectures import Architecture
-from pipeline.model.towers import build_towers, check_start, text_batching, without_weights
+from pipeline.model.towers import Towers, build_towers, check_start, text_batching, without_weights
 from pipeline.model.trimming import TextChunks, TextTrimming
 from pipeline.objectives import Objective, ObjectiveConfig, ObjectiveContext, build_objective
 from pipeline.objectives.temperature import TAU_MAX
@@ -35,6 +36,7 @@ from pipeline.run_files import model_folder_in
 from pipeline.training.compiling import compiled_towers
 from pipeline.training.gradient_check import GradientCheck
 from pipeline.training.loop import Trainer
+from pipeline.training.micro_batch import choose_micro_batch
 from pipeline.training.observer import Observer, StepProfiler
 from pipeline.training.periodic_tests import PeriodicEvaluation, PeriodicTests
 from pipeline.training.prefetch import PrefetchedBatches
@@ -133,10 +135,21 @@ def build_trainer(stage: Stage, *, world: World, telemetry: Telemetry, resumed: 
         state, architecture = _build_state(stage, world=world, parts=parts)
         engine, phases = state.engine, world.phases
         assert phases is not None
-        chunks = micro_batches(run.batch_size // world.size, run.engine.micro_batch)
+        normalized = partial(
+            normalize,
+            mean=architecture.mean,
+            std=architecture.std,
+            dtype=engine.dtype,
+            memory_format=engine.module.image_format,
+        )
         meter = Meter(run.batch_size, phases)
-        first_step = resumed.step if resumed else 0
-        check = _gradient_check(run, engine, world=world, chunks=chunks) if first_step < end else None
+        trains = (resumed.step if resumed else 0) < end
+        plain = _plain_towers(run) if run.engine.probe and trains else None
+        if run.engine.micro_batch == "auto" and trains:
+            telemetry.event(choose_micro_batch(state, normalized, plain=plain, resumed=resumed), level=NOTICE)
+        local = run.batch_size // world.size
+        chunks = micro_batches(local, state.micro_batch or run.engine.rows(local))
+        check = GradientCheck(engine, plain, world=world, seed=run.seed, chunks=chunks) if plain is not None else None
         batches, take_step = _build_step(state, architecture, end=end, chunks=chunks, meter=meter, check=check)
         writer = CheckpointWriter(
             Path(run.output),
@@ -177,13 +190,7 @@ def build_trainer(stage: Stage, *, world: World, telemetry: Telemetry, resumed: 
             architecture=architecture,
             end=end,
             batches=batches,
-            normalized=partial(
-                normalize,
-                mean=architecture.mean,
-                std=architecture.std,
-                dtype=engine.dtype,
-                memory_format=engine.module.image_format,
-            ),
+            normalized=normalized,
             take_step=take_step,
             telemetry=telemetry,
             meter=meter,
@@ -281,13 +288,10 @@ def _validation(state: RunState, *, telemetry: Telemetry) -> Validation | None:
     )
 
 
-def _gradient_check(run: RunConfig, engine: Engine, *, world: World, chunks: list[slice]) -> GradientCheck | None:
-    """The check of the first gradient against an fp32 copy of the towers with open_clip's own attention."""
-    if not run.engine.probe:
-        return None
+def _plain_towers(run: RunConfig) -> Towers:
+    """The gradient check's copy of the towers, in fp32 and with open_clip's own attention."""
     model = replace(without_weights(run.model), grad_checkpointing=True, packed_attention=False)
-    plain, _ = build_towers(model, seed=run.seed)
-    return GradientCheck(engine, plain, world=world, seed=run.seed, chunks=chunks)
+    return build_towers(model, seed=run.seed)[0]
 
 
 def collectives_limit(run: RunConfig) -> float:

@@ -190,6 +190,13 @@ def check_run(run: RunConfig, *, world_size: int) -> None:
             "would both communicate during the backward pass, in two groups of NCCL, which can wait for each other "
             "forever. Take a lower stage, for example engine.deepspeed=zero1_bf16."
         )
+    together = facts.stage == 3 or (world_size > 1 and (facts.stage == 2 or run.model.sync_batchnorm))
+    if run.engine.micro_batch == "auto" and together:
+        raise UserError(
+            "engine.micro_batch=auto tries on each rank alone what fits into memory, which is not possible at ZeRO "
+            "stage 3, nor on several ranks at stage 2 or with model.sync_batchnorm=true: give a number, or take "
+            "engine.deepspeed=zero1_bf16 without synchronised batch norms."
+        )
     if run.model.lora.rank is not None:
         refused = {
             "model.pretrained, which is not given: adapters are trained beside pretrained weights":
@@ -236,7 +243,7 @@ def _check_ranks(run: RunConfig, *, world_size: int) -> None:
             nearest, fitting = batch, world_size * default_streams(batch // world_size)
         else:
             fitting = max(1, round(streams / world_size)) * world_size
-            unit = math.lcm(fitting, world_size * (micro_batch or 1))
+            unit = math.lcm(fitting, world_size * (micro_batch if isinstance(micro_batch, int) else 1))
             nearest = max(1, round(batch / unit)) * unit
         raise UserError(
             f"batch_size = {batch} and data.streams = {streams} do not fit {world_size} ranks, which must divide both; "
@@ -244,7 +251,7 @@ def _check_ranks(run: RunConfig, *, world_size: int) -> None:
             "another number of ranks."
         )
     local = batch // world_size
-    if micro_batch is not None and local % min(micro_batch, local):
+    if local % run.engine.rows(local):
         raise UserError(
             f"engine.micro_batch = {micro_batch} does not divide the local batch {local} "
             f"(batch_size {batch} on {world_size} ranks)."

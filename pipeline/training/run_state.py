@@ -113,6 +113,8 @@ class RunState:
     validation: ValidationHistory = field(default_factory=ValidationHistory)
     base: str = ""
     """Digest of the weights beside which adapters are trained; known once it was needed."""
+    micro_batch: int | None = None
+    """What `engine.micro_batch=auto` has come to."""
     step: int = 0
     """Updates taken."""
     features: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -188,6 +190,7 @@ class RunState:
             "config": to_tree(self.run),
             **({} if (origin := read_origin(Path(self.run.output))) is None else {"origin": asdict(origin)}),
             "world_size": self.world.size,
+            **({} if self.micro_batch is None else {"micro_batch": self.micro_batch}),
             "versions": versions(),
         }
 

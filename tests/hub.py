@@ -1,16 +1,19 @@
-"""A fake hub on 127.0.0.1 with the part of the interface that fetching and streaming datasets needs."""
+"""Fake hubs on 127.0.0.1: the parts of the interface that fetching and streaming datasets and a mirror need."""
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler
+from typing import Any
 from urllib.parse import unquote
 
 from tests.web import Site, send
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+TOKEN = "hf_owner"
 _LARGE = (".tar", ".parquet", ".zip")
 
 
@@ -78,3 +81,73 @@ def _entry(name: str, body: bytes) -> dict[str, object]:
     if name.endswith(_LARGE):
         entry["lfs"] = {"oid": hashlib.sha256(body).hexdigest(), "size": len(body), "pointerSize": 130}
     return entry
+
+
+class ModelHub(Hub):
+    """A model repository whose owner has TOKEN: commits, and large files by LFS, as the client uploads without Xet."""
+
+    def __init__(self, site: Site, repo: str) -> None:
+        super().__init__(site, {})
+        self.repo, self.stored = repo, dict[str, bytes]()
+        self.files = self.stated = {repo: {}}
+        self.commits: list[str] = []
+        self.refuses = False
+
+    def answer(self, handler: BaseHTTPRequestHandler) -> None:
+        path, _, query = unquote(handler.path).partition("?")
+        body = handler.rfile.read(int(handler.headers.get("Content-Length", 0)))
+        api, files = f"/api/models/{self.repo}", self.files[self.repo]
+        if path.startswith("/lfs/"):  # signed, so without a token
+            assert hashlib.sha256(body).hexdigest() == path.removeprefix("/lfs/")
+            self.stored[path.removeprefix("/lfs/")] = body
+            send(handler, 200, b"")
+        elif handler.headers.get("Authorization") != f"Bearer {TOKEN}" or self.repo not in path:
+            send(handler, 401, b"{}", X_Error_Code="RepoNotFound")
+        elif self.refuses and handler.command == "POST":
+            send(handler, 403, b'{"error": "out of storage"}')
+        elif path in (api, f"{api}/revision/main"):
+            _json(handler, {"_id": "1", "id": self.repo, "sha": COMMIT, "siblings": [], "tags": []})
+        elif path.startswith(f"{api}/tree/main"):
+            below = path.removeprefix(f"{api}/tree/main").strip("/")
+            entries = self._tree(self.repo, below, recursive="recursive=true" in query.lower())
+            if entries:
+                _json(handler, entries)
+            else:
+                send(handler, 404, b"{}", X_Error_Code="EntryNotFound")
+        elif path.startswith(f"/{self.repo}/resolve/main/"):
+            name = path.removeprefix(f"/{self.repo}/resolve/main/")
+            if name in files:
+                self._file(handler, self.repo, name)
+            else:
+                send(handler, 404, b"{}", X_Error_Code="EntryNotFound")
+        elif path == f"{api}/preupload/main":
+            asked = [file["path"] for file in json.loads(body)["files"]]
+            modes = {name: "lfs" if name.endswith(".safetensors") else "regular" for name in asked}
+            shown = [{"path": name, "uploadMode": mode, "shouldIgnore": False} for name, mode in modes.items()]
+            _json(handler, {"files": shown})
+        elif path == f"/{self.repo}.git/info/lfs/objects/batch":
+            objects = [
+                {**entry, "actions": {"upload": {"href": f"{self.base}/lfs/{entry['oid']}"}}}
+                for entry in json.loads(body)["objects"]
+            ]
+            _json(handler, {"transfer": "basic", "objects": objects})
+        elif path == f"{api}/commit/main":
+            self._commit([json.loads(line) for line in body.splitlines()])
+            _json(handler, {"commitUrl": f"{self.base}/{self.repo}/commit/{COMMIT}", "commitOid": COMMIT})
+        else:
+            send(handler, 501, b"{}")
+
+    def _commit(self, lines: list[dict[str, Any]]) -> None:
+        files = self.files[self.repo]
+        for kind, value in ((line["key"], line["value"]) for line in lines):
+            match kind:
+                case "header":
+                    self.commits.append(value["summary"])
+                case "file":
+                    files[value["path"]] = base64.b64decode(value["content"])
+                case "lfsFile":
+                    files[value["path"]] = self.stored[value["oid"]]
+                case "deletedFile":
+                    del files[value["path"]]
+                case _:
+                    raise ValueError(kind)

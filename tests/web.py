@@ -40,7 +40,7 @@ class Site:
                     with site.lock:
                         site.busy -= 1
 
-            do_HEAD = do_GET
+            do_HEAD = do_POST = do_PUT = do_GET
 
             def log_message(self, *_: object) -> None:
                 pass

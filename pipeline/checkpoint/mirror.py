@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,6 +58,7 @@ class Mirror:
                 "run's own. Neither it nor the run may have one of *, ? and [ in its name."
             )
         self._files = DirFileSystem(f"{root.rstrip('/')}/{name}/{FOLDER_NAME}", storage)
+        self._is_repository = self.url.startswith("hf://") and not self.url.startswith("hf://buckets/")
         self._downloaded = fsspec.Callback(hooks={"progress": lambda *_, **__: progress()})
 
     def check_writable(self) -> None:
@@ -99,12 +100,16 @@ class Mirror:
 
     def upload(self, path: Path) -> None:
         """Copy a finished checkpoint. Sizes are compared here, and contents when it is downloaded."""
-        for file in (*read_meta(path)["files"], META_NAME):
-            copy = f"{path.name}/{file}"
-            self._make_folder(copy.rpartition("/")[0])
-            self._files.put_file(str(path / file), copy)
-            if self._files.size(copy) != (path / file).stat().st_size:
-                raise OSError(f"{file} arrived with another size")
+        files = (*read_meta(path)["files"], META_NAME)
+        if self._is_repository:
+            self._commit(path, files)
+        else:
+            for file in files:
+                copy = f"{path.name}/{file}"
+                self._make_folder(copy.rpartition("/")[0])
+                self._files.put_file(str(path / file), copy)
+                if self._files.size(copy) != (path / file).stat().st_size:
+                    raise OSError(f"{file} arrived with another size")
         if best_checkpoint(path.parents[1]) == path:
             self._files.pipe_file(BEST_NAME, f"{path.name}\n".encode())
 
@@ -134,6 +139,22 @@ class Mirror:
         publish(temporary, path, meta["run_id"], on_event)
         return ""
 
+    def _commit(self, path: Path, files: Sequence[str]) -> None:
+        """Copy a checkpoint to a repository of the Hugging Face hub, which limits commits per hour, in one commit."""
+        from huggingface_hub import CommitOperationAdd, HfApi
+        from huggingface_hub.utils import disable_progress_bars
+
+        disable_progress_bars()
+        place = self._files.fs.resolve_path(f"{self._files.path}/{path.name}")
+        HfApi().create_commit(
+            place.repo_id,
+            [CommitOperationAdd(f"{place.path_in_repo}/{file}", str(path / file)) for file in files],
+            commit_message=f"Checkpoint {self.run.name}/{path.name}",
+            repo_type=place.repo_type,
+            revision=place.revision,
+        )
+        self._files.invalidate_cache()
+
     def _make_folder(self, path: str) -> None:
         if not self._files.fs.async_impl:  # object stores have none: their clients would create a misspelt bucket
             self._files.makedirs(path, exist_ok=True)
@@ -156,6 +177,8 @@ class Uploads:
     """Called with a message for every upload."""
     waiting: list[Path] = field(default_factory=list)
     """The checkpoint that is uploaded, and the next one. They must not be removed."""
+    failed: int = 0
+    """Uploads that failed."""
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
     def submit(self, path: Path) -> None:
@@ -191,8 +214,11 @@ class Uploads:
             for name in (*later, *old):
                 self.mirror.remove(name)
         except Exception as error:  # of any client library, which has tried again; it must not end the training
-            said = f"{type(error).__name__}: {error}"
-            return f"Checkpoint {path.name} is NOT in the mirror {self.mirror.url} ({said}). Training continues."
+            self.failed += 1
+            return (
+                f"Checkpoint {path.name} is NOT in the mirror {self.mirror.url} ({type(error).__name__}: {error}). "
+                f"Failed uploads so far: {self.failed}. Training continues."
+            )
         return f"Checkpoint {path.name} is in the mirror."
 
 

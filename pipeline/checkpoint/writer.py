@@ -67,9 +67,9 @@ class CheckpointConfig:
     folder with the run's name and id. All ranks must see it. `--resume latest` looks there, too."""
     mirror: str | None = None
     """Where finished checkpoints are copied in the background, for machines whose disks are lost with them:
-    `s3://bucket/folder` (`pip install 'neuclip[s3]'`) or any other URL that fsspec supports. The run's copy is in a
-    folder with the name of the run's, and as many checkpoints are kept there. `--resume latest` on a machine without
-    newer checkpoints downloads the newest one."""
+    `s3://bucket/folder` (`pip install 'neuclip[s3]'`), `hf://OWNER/NAME` (a repository of the Hugging Face hub) or any
+    other URL that fsspec supports. The run's copy is in a folder with the name of the run's, and as many checkpoints
+    are kept there. `--resume latest` on a machine without newer checkpoints downloads the newest one."""
 
 
 @dataclass(frozen=True)

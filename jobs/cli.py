@@ -6,6 +6,7 @@ import gc
 import importlib
 import itertools
 import os
+import shlex
 import signal
 import sys
 import textwrap
@@ -66,6 +67,8 @@ GROUPS = {
 SYNONYMS = {"gpus": "ranks", "num_gpus": "ranks", "nproc": "ranks", "nproc_per_node": "ranks", "out": "output",
             "output_dir": "output", "caption_field": "caption", "caption_key": "caption"}  # fmt: skip
 """What other programs call options of ours."""
+OTHER_VALUES = ("accum_freq", "precision")
+"""Options of open_clip that are settings with other values here."""
 SETTINGS_METAVAR = "KEY=VALUE"
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
 
@@ -121,7 +124,8 @@ def _version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
 def cli(debug: bool) -> None:
     """Pretrain CLIP models with few GPUs: from URLs to an evaluated model.
 
-    `neuclip COMMAND --help` describes a command. Settings are `section.key=value`; see jobs/recipes/.
+    `neuclip COMMAND --help` describes a command. Settings are `section.key=value`; see jobs/recipes/. Results go to
+    --output FOLDER, or to output=FOLDER where a recipe has that setting: in download, train and demo.
     """
 
 
@@ -151,9 +155,12 @@ def run(command: click.Command, argv: Sequence[str] | None = None, *, prog_name:
     except click.ClickException as error:
         if isinstance(error, click.NoSuchOption):
             error = click.UsageError(f"{error.format_message()}{_hint(error, arguments)}", error.ctx)
+        elif isinstance(error, click.BadOptionUsage):
+            error = click.UsageError(f"{error.format_message()} {_help_of(error.option_name, command, arguments)}")
         elif isinstance(error, click.MissingParameter) and error.ctx:
             meaning = getattr(error.param, "help", None) or error.ctx.command.get_short_help_str(limit=300)
-            error = click.UsageError(f"{error.format_message()} {meaning}", error.ctx)
+            surplus = _surplus_as_option(error.ctx, error.param, arguments)
+            error = click.UsageError(f"{error.format_message()} {meaning}{surplus}", error.ctx)
         error.show()
         sys.exit(error.exit_code)
     except UserError as error:
@@ -196,8 +203,25 @@ def _hint(error: click.NoSuchOption, arguments: Sequence[str]) -> str:
     if "." in key:
         named = [key]
     elif not (named := settings_named(key, command=str(command.name))):
-        return f" Settings are written without dashes, SECTION.KEY={value}: `neuclip settings {key}`."
+        foreign = " docs/from-open-clip.md has open_clip's options." if command.name == "train" else ""
+        return f" Settings are written without dashes, SECTION.KEY={value}: `neuclip settings {key}`.{foreign}"
+    if key in OTHER_VALUES:
+        return f" Here it is the setting {named[0]}, whose values are others: `neuclip settings {named[0]}`."
     return f" Settings are written without dashes: {f'={value} or '.join(named)}={value}"
+
+
+def _help_of(option: str, command: click.Command, arguments: Sequence[str]) -> str:
+    """What an option of the command, or of the subcommand that the arguments name, is for."""
+    named = command.get_command(click.Context(command), arguments[0]) if isinstance(command, click.Group) else command
+    options = [each for each in named.params if isinstance(each, click.Option)] if named else []
+    return next((each.help or "" for each in options if option in each.opts), "")
+
+
+def _surplus_as_option(ctx: click.Context, missing: click.Parameter | None, arguments: Sequence[str]) -> str:
+    """How to give the missing option of `pairs photos data/mine`, whose last word no argument takes."""
+    words = arguments[arguments.index(str(ctx.info_name)) + 1 :] if ctx.parent else arguments
+    _, surplus, _ = ctx.command.make_parser(ctx).parse_args(list(words))
+    return f" Give {missing.opts[0]} {shlex.quote(surplus[0])}." if missing and len(surplus) == 1 else ""
 
 
 def _as_parameter(command: click.Command, name: str, value: str) -> str:

@@ -25,22 +25,22 @@ INGESTION = Path(__file__).parent / "recipes" / "download" / "scenes.yaml"
 
 
 @click.command(name="demo")
-@click.option("--output", default="runs/demo", show_default=True, help="The run's folder; data goes to OUTPUT-data.")
 @click.option("--pairs", type=click.IntRange(1000, 9_999_999), default=20_000, show_default=True, help="URLs.")
 @click.option("--held-out", type=click.IntRange(min=50), default=1_000, show_default=True, help="Images per task.")
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
-def command(output: str, pairs: int, held_out: int, overrides: tuple[str, ...]) -> int:
+def command(pairs: int, held_out: int, overrides: tuple[str, ...]) -> int:
     """Make the built-in corpus, ingest, train, evaluate and report: about ten minutes on two cores.
 
-    SECTION.KEY=VALUE changes the training recipe (jobs/recipes/demo.yaml).
+    SECTION.KEY=VALUE changes the training recipe (jobs/recipes/demo.yaml). The run is in its `output`, runs/demo, and
+    the data beside it in runs/demo-data.
     """
     from data_prep.scenes.scene import ScenesConfig
     from pipeline.report import update_scores, write_report
     from pipeline.training.recipe import load_recipe
 
+    output = load_recipe(RECIPE, overrides).output
     data = Path(f"{output}-data")
-    given = [f"output={output}", f"data.sources={data / 'shards'}", "telemetry.progress=brief"]
-    run = load_recipe(RECIPE, [*given, *overrides])
+    run = load_recipe(RECIPE, [f"data.sources={data / 'shards'}", "telemetry.progress=brief", *overrides])
     scenes = ScenesConfig(pairs=pairs, held_out=held_out, retrieval_pairs=held_out)
     click.echo(f"NeuCLIP demo: {pairs:,} URLs to a trained and evaluated model, in {output}\n")
     run = in_faster_precision(run, overrides)

@@ -14,7 +14,7 @@ from pipeline.run_files import META_NAME, check_model, model_folder_in
 
 @click.command(name="export")
 @click.argument("model", metavar="MODEL")
-@click.argument("output", type=click.Path(path_type=Path))
+@click.option("--output", type=click.Path(path_type=Path), required=True, help="New folder of the exported model.")
 @click.option("--torch", "with_torch", is_flag=True, help="Also write both towers as torch.export programs (.pt2).")
 @click.option("--onnx", "with_onnx", is_flag=True, help="Also write both towers as ONNX; needs the extra `onnx`.")
 @click.option(
@@ -37,7 +37,7 @@ def command(
     push: str | None,
     private: bool,
 ) -> None:
-    """Export MODEL, what `neuclip evaluate` takes (a run: its newest checkpoint), to the new folder OUTPUT.
+    """Export MODEL, which is what `neuclip evaluate` takes (of a run, its newest checkpoint).
 
     Load OUTPUT/open_clip_model.safetensors with open_clip.create_model_and_transforms(ARCH, pretrained=FILE), the
     folder as "local-dir:OUTPUT", or after an upload "hf-hub:NAME". --format transformers writes a CLIPModel or

@@ -40,7 +40,8 @@ def _settings(*titles: str) -> list[str]:
 def settings_named(word: str, *, command: str) -> list[str]:
     """The settings of a command that `--WORD` may stand for: of that name, or what people call so."""
     name = SYNONYMS.get(word, word)
-    known = [*run_settings(), "epochs"] if command in ("train", "plan") else _settings(f"`neuclip {command}`")
+    of_a_run = command in ("train", "plan", "demo", "study", "normalizers")
+    known = [*run_settings(), "epochs"] if of_a_run else _settings(f"`neuclip {command}`")
     named = [key for key in known if key.rpartition(".")[2] == name]
     return [name] if name in named else named
 
@@ -64,6 +65,8 @@ def load_run(
     Raises:
         UserError: Settings are unknown, missing or wrong; without a recipe, it lists the recipes.
     """
+    if recipe is None and (named := [word for word in overrides if word in recipe_names(TRAINING)]):
+        raise UserError(f"{named[0]} is a recipe: give --recipe {named[0]}.")
     given = flatten(parse_overrides(overrides))
     missing = [name for name, *others in REQUIRED_KEYS if not {name, *others} & given.keys()]
     if recipe is None and missing:
@@ -83,6 +86,8 @@ def recipe_names(folder: Path) -> tuple[str, ...]:
 
 class FiniteRange(click.FloatRange):
     """A number within bounds; click's range has NaN and infinity, too."""
+
+    name = "number"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)

@@ -24,7 +24,7 @@ RECIPES_BATCH = 256
 
 @click.command(name="pairs")
 @click.argument("source")
-@click.argument("output", type=click.Path(path_type=Path))
+@click.option("--output", type=click.Path(path_type=Path), required=True, help="Folder of the shards.")
 @click.option("--image", metavar="COLUMN", help="Column of the image, or suffix of its member in a tar [detected].")
 @click.option(
     "--caption",
@@ -83,7 +83,7 @@ def command(
     shard_size: int | None,
     processes: int | None,
 ) -> None:
-    """Convert SOURCE to shards with a manifest in the folder OUTPUT; then train with data.sources=OUTPUT.
+    """Convert SOURCE to shards with a manifest; then train with data.sources=OUTPUT.
 
     SOURCE is a CSV, TSV, JSONL or JSON table of image files, or a folder with one; a folder of images with .txt or
     .json files beside them, or in folders of classes (--caption-template); COCO's captions_*.json; parquet files; a
@@ -112,7 +112,7 @@ def command(
     try:
         colour = colour_of(background)
     except ValueError as error:
-        raise click.BadParameter(f"{error}.") from error
+        raise click.BadParameter(f"{error}.", param_hint="--background") from error
     config = PairsConfig(
         source,
         output,

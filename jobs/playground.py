@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @click.option("--images", type=click.Path(path_type=Path), help="Folder of images, or of shards, to search in.")
 @click.option("--captions", type=click.Path(path_type=Path), help="Text file, one caption a line, or folder of shards.")
 @click.option("--suite", help="Suite or tasks.yaml whose class names and templates the page offers.")
-@click.option("--caption-field", show_default="txt", help="Captions in shards: txt or json:FIELD.")
+@click.option("--caption", show_default="txt", help="Captions in shards: txt or json:FIELD.")
 @click.option("--limit", type=click.IntRange(min=1), default=2000, show_default=True, help="Most images and captions.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=7860, show_default=True, help="0 takes any free port.")
@@ -32,7 +32,7 @@ def command(
     images: Path | None,
     captions: Path | None,
     suite: str | None,
-    caption_field: str | None,
+    caption: str | None,
     limit: int,
     host: str,
     port: int,
@@ -55,14 +55,14 @@ def command(
     from pipeline.playground.gallery import shards_in
     from pipeline.playground.http_api import LOOPBACK, listen, make_app, serve
 
-    field = CaptionField.parse(caption_field or "txt", option="--caption-field")
+    field = CaptionField.parse(caption or "txt", option="--caption")
     for option, path in (("--images", images), ("--captions", captions)):
         if path is not None and not path.exists():
             raise UserError(f"{option} {path}: there is no such file or folder.")
-        if caption_field is not None and path is not None and (shards := shards_in(path)):
-            check_caption(str(shards[0]), caption_field, name="--caption-field")
-    if caption_field is not None and not any(path and shards_in(path) for path in (images, captions)):
-        raise UserError(f"--caption-field {caption_field}: neither --images nor --captions has shards with captions.")
+        if caption is not None and path is not None and (shards := shards_in(path)):
+            check_caption(str(shards[0]), caption, name="--caption")
+    if caption is not None and not any(path and shards_in(path) for path in (images, captions)):
+        raise UserError(f"--caption {caption}: neither --images nor --captions has shards with captions.")
     with listen(host, port) as listening, start_processes(device) as (_, where):
         class_sets = _class_sets(suite)
         loaded = load_checkpoint(model, device=where)

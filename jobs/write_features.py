@@ -1,4 +1,4 @@
-"""`neuclip features DATA --model MODEL`: store a model's features of every sample of a dataset."""
+"""`neuclip features MODEL --data SHARDS`: store a model's features of every sample of a dataset."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from pipeline.run_files import check_model, model_folder_in
 
 
 @click.command(name="features", epilog="With several ranks: torchrun -m jobs.write_features ...")
-@click.argument("data", nargs=-1, required=True, type=click.Path(exists=True))
-@click.option("--model", required=True, help="A run, a checkpoint, an exported folder, or ARCH:PRETRAINED.")
+@click.argument("model")
+@click.option("--data", multiple=True, required=True, type=click.Path(exists=True),
+              help="Folder with manifest.json; several: in the order of `data.sources`.")  # fmt: skip
 @click.option("--output", required=True, type=click.Path(file_okay=False), help="Folder of the features.")
 @click.option(
     "--images-only",
@@ -41,8 +42,8 @@ from pipeline.run_files import check_model, model_folder_in
 @click.option("--allow-commands", is_flag=True, help="Run the commands that DATA's manifests name as shards.")
 @click.option("--allow-outside", is_flag=True, help="Read shards outside of DATA that its manifests name.")
 def command(
-    data: tuple[str, ...],
     model: str,
+    data: tuple[str, ...],
     output: str,
     images_only: bool,
     caption: str,
@@ -56,9 +57,9 @@ def command(
     allow_commands: bool,
     allow_outside: bool,
 ) -> None:
-    """Store a model's features of every sample of DATA.
+    """Store a model's features of every sample of a dataset.
 
-    DATA are folders with manifest.json, in the order of `data.sources`. A run with `data.teacher_features=OUTPUT
+    MODEL is a run, a checkpoint, an exported folder, or ARCH:PRETRAINED. A run with `data.teacher_features=OUTPUT
     objective.distill=1` learns from a teacher's image and text features, in fp16. With --images-only, a run with
     `data.image_features=OUTPUT model.lock_image=true` takes the outputs of its image tower from there, in fp32,
     instead of decoding images. Run it again to continue a stopped job.

@@ -227,6 +227,10 @@ SYNONYMS = {
     "global_batch_size": "batch_size", "num_workers": "workers", "temperature": "tau_init", "architecture": "arch",
     "checkpoint_every": "every", "loss": "name", "accum_freq": "micro_batch", "grad_clip_norm": "gradient_clipping",
     "train_data": "sources", "output_dir": "output", "num_samples": "samples", "resolution": "image_size",
+    "model": "arch", "precision": "deepspeed", "report_to": "trackers", "force_image_size": "image_size",
+    "force_patch_dropout": "patch_dropout", "torchcompile": "compile", "use_bn_sync": "sync_batchnorm",
+    "train_num_samples": "samples", "lr_scheduler": "kind", "logs": "output", "data": "sources", "url_list": "table",
+    "output_folder": "output",
 }  # fmt: skip
 
 

@@ -27,7 +27,7 @@ SETTINGS: dict[str, str] = {
     "image.resize_only_if_bigger": "Smaller images are stored as they are.",
     "model.trim_image": "The class token alone is computed where that is exact; model.packed_attention=false computes all as open_clip does.",
     "model.trim_text": "model.text_batching=whole computes texts at their whole length.",
-    "model.image_features_cache": "Store the outputs once with `neuclip features DATA --images-only --model MODEL --output FOLDER`, and set data.image_features=FOLDER.",
+    "model.image_features_cache": "Store the outputs once with `neuclip features MODEL --data DATA --images-only --output FOLDER`, and set data.image_features=FOLDER.",
     "monitor.restarts": "The run pauses after three restarts without a finished shard.",
     "monitor.stall": "The engine is restarted after 300 seconds without progress.",
     "monitor.window": "Success is measured over 1,000 URLs.",

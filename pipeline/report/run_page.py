@@ -81,7 +81,7 @@ def _next_commands(run: Run) -> list[tuple[str, str]]:
     commands = [
         (f"neuclip evaluate {folder} --suite FOLDER", "scores it"),
         (f"neuclip playground {folder} --images {images}", "lets you try it"),
-        (f"neuclip export {folder} {name}", "writes what open_clip loads"),
+        (f"neuclip export {folder} --output {name}", "writes what open_clip loads"),
     ]
     return commands if run.latest is None else commands[1:]
 

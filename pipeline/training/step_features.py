@@ -81,6 +81,6 @@ def _check_tower(images: StoredFeatures, state: RunState, architecture: Architec
     if other := [name for name, value in own.items() if theirs.get(name) != value]:
         raise UserError(
             f"{images.named} has the outputs of another image tower than this run locks (other {', other '.join(other)}"
-            "). Run `neuclip features DATA --images-only` with the weights of model.pretrained as MODEL and another "
+            "). Run `neuclip features MODEL --images-only` with the weights of model.pretrained as MODEL and another "
             "--output, or set what differs as it is there (data.decoding=fast)."
         )

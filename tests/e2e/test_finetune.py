@@ -165,7 +165,7 @@ def test_adapters_are_trained_merged_saved_alone_and_resumed_to_the_bit(base: Pa
     assert all(torch.allclose(by_peft[name], after[name], atol=1e-7) for name in changed)
 
     folder = base / "a hub folder"
-    exported = CliRunner().invoke(export, [str(base / "lora"), str(folder)], catch_exceptions=False)
+    exported = CliRunner().invoke(export, [str(base / "lora"), "--output", str(folder)], catch_exceptions=False)
     assert "adapters/adapter_model.safetensors" in exported.output
     by_peft = (
         peft.PeftModel.from_pretrained(load_folder(checkpoint(base, "first"), load_weights=True), folder / "adapters")

@@ -45,7 +45,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def store(base: Path, output: str, *options: str, data: str = "shards") -> None:
-    given = [str(base / data), "--images-only", "--model", str(base / "first"), "--output", str(base / output)]
+    given = [str(base / "first"), "--images-only", "--data", str(base / data), "--output", str(base / output)]
     done = CliRunner().invoke(command, [*given, "--workers", "0", "--device", "cpu", *options])
     assert done.exit_code == 0, done.exception
 
@@ -114,7 +114,7 @@ def test_the_training_is_the_same_and_no_image_is_decoded(
 def test_stored_crops_are_those_that_a_teachers_run_shows(base: Path) -> None:
     options = ("--augmentations", "3", "--crop-scale", "0.3", "0.9")
     store(base, "crops", *options)
-    given = [str(base / "shards"), "--model", str(base / "first"), "--output", str(base / "taught"), *options]
+    given = [str(base / "first"), "--data", str(base / "shards"), "--output", str(base / "taught"), *options]
     assert CliRunner().invoke(command, [*given, "--workers", "0", "--device", "cpu"]).exit_code == 0
     teacher = ("objective.distill=1e-12", f"data.teacher_features={base / 'taught'}")
     train_here(*settings(base, "shown", *CROPS, *teacher))
@@ -126,7 +126,7 @@ def test_what_does_not_fit_the_run_is_refused(base: Path) -> None:
     write_shards(base / "others", [48], first=100)
     train_here(f"output={base / 'second'}", f"data.sources={base / 'shards'}", "samples=8", "seed=1",
                f"model.arch={base / 'small.json'}")  # fmt: skip
-    given = [str(base / "shards"), "--model", str(base / "first"), "--output", str(base / "teacher")]
+    given = [str(base / "first"), "--data", str(base / "shards"), "--output", str(base / "teacher")]
     assert CliRunner().invoke(command, [*given, "--workers", "0", "--device", "cpu"]).exit_code == 0
     cases = [
         ([f"model.pretrained={base / 'second'}"], "another image tower than this run locks (other weights)"),
@@ -138,7 +138,7 @@ def test_what_does_not_fit_the_run_is_refused(base: Path) -> None:
         (["model.unlocked_image_blocks=1"], "model.unlocked_image_blocks=0"),
         (["model.patch_dropout=0.5"], "(PatchDropout) drops a random share of 0.5"),
         ([f"data.image_features={base / 'teacher'}"], "these are a teacher's features"),
-        ([f"data.image_features={base / 'nowhere'}"], "--model MODEL --images-only --output"),
+        ([f"data.image_features={base / 'nowhere'}"], "features MODEL --images-only --data DATA --output"),
     ]
     for changes, message in cases:
         with pytest.raises(UserError) as refused:
@@ -181,7 +181,7 @@ def test_the_plan_counts_no_pass_of_the_tower(base: Path) -> None:
     assert towers.trained == (False, True)
     assert found[0].cost.flops == pytest.approx(samples * (towers.image_flops + 3 * towers.text_flops))
     assert found[1].cost.flops == pytest.approx(samples * 3 * towers.text_flops)
-    assert any("y is not there yet: `neuclip features DATA --model MODEL --images-only" in n for n in found[1].notes)
+    assert any("y is not there yet: `neuclip features MODEL --images-only --data DATA" in n for n in found[1].notes)
     engine = found[0].engine[1]
     assert engine.moments == 8 * towers.trained_parameters < 8 * towers.parameters
 

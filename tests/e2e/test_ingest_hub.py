@@ -101,7 +101,9 @@ def test_pages_of_pairs_on_the_hub_are_compared_with_their_checksums(hub: Hub, t
         hub.files[repo] = hub.stated[repo] = {"train.parquet": body}
     environment = {**settings_of(hub, tmp_path), "HF_HUB_OFFLINE": "0"}
     ends = {
-        repo: python("-m", "jobs.pairs", repo, str(tmp_path / repo), "--processes", "1", timeout=240, **environment)
+        repo: python(
+            "-m", "jobs.pairs", repo, "--output", str(tmp_path / repo), "--processes", "1", timeout=240, **environment
+        )
         for repo in ("my/pairs", "my/damaged")
     }
     assert "4 of 4 rows gave a sample" in ends["my/pairs"].stdout, ends["my/pairs"].stderr

@@ -6,6 +6,7 @@ import errno
 import importlib
 import json
 import os
+import shlex
 from pathlib import Path
 
 import pytest
@@ -32,12 +33,12 @@ WITHOUT_TENSORS = [
     (["train", "--help"], "--resume"),
     (["train", "--recipe", "nothing"], "There is no recipe nothing"),
     (["train", "--optimizer.lr", "1e-3"], "Settings are written without dashes: optimizer.lr=1e-3"),
-    (["export", "runs/mnie", "out"], "'runs/mnie' is neither a folder nor ARCH:PRETRAINED"),
+    (["export", "runs/mnie", "--output=out"], "'runs/mnie' is neither a folder nor ARCH:PRETRAINED"),
     (["playground", "jobs"], "'jobs' is neither a folder with open_clip_config.json"),
     (["evaluate", "jobs", "--suite=x"], "'jobs' is neither a folder with open_clip_config.json"),
     (["evaluate", "jobs"], "Missing option '--suite'. A folder or YAML file of tasks"),
-    (["export", "jobs"], "Missing argument 'OUTPUT'. Export MODEL, what `neuclip evaluate` takes"),
-    (["export", "jobs", "pipeline"], "pipeline is not empty: choose another output"),
+    (["export", "jobs"], "Missing option '--output'. New folder of the exported model."),
+    (["export", "jobs", "--output=pipeline"], "pipeline is not empty: choose another output"),
     (["playground", "jbos"], "'jbos' is neither a folder nor ARCH:PRETRAINED The nearest name there is jobs."),
     (["evaluate", "jbos", "--suite=x"], "The nearest name there is jobs."),
     (["study", "metods"], "The nearest is methods."),
@@ -68,6 +69,16 @@ ANSWERED = [
     ("train --batch-size 64", "written without dashes: batch_size=64"),
     ("train --lr=1e-4", "written without dashes: optimizer.lr=1e-4"),
     ("train --workers 4", "written without dashes: data.workers=4 or evaluation.workers=4"),
+    ("train --model ViT-B-32", "written without dashes: model.arch=ViT-B-32"),
+    ("train --report-to wandb", "written without dashes: telemetry.trackers=wandb"),
+    ("train --precision amp_bf16", "the setting engine.deepspeed, whose values are others: `neuclip settings engine."),
+    ("train --accum-freq 4", "the setting engine.micro_batch, whose values are others"),
+    ("train --local-loss", "docs/from-open-clip.md has open_clip's options."),
+    (
+        "train --recipe own --resume",
+        "requires an argument. Continue from the newest good checkpoint, or from the given",
+    ),
+    ("train --data data/mine", "data.sources=data/mine"),
     ("train --frobnicate 4", "SECTION.KEY=4: `neuclip settings frobnicate`"),
     ("train --output runs/x", "written without dashes: output=runs/x"),
     ("train --gpus 8", "give --ranks 8"),
@@ -78,12 +89,18 @@ ANSWERED = [
     ("evaluate M --suite s --batch-size 3", "written without dashes: batch_size=3"),
     ("evaluate M --suite s output=x", "give --output x"),
     ("watch R --suite s --interval 3", "written without dashes: interval=3"),
+    ("download --url-list urls.txt", "written without dashes: source.table=urls.txt"),
     ("download --table urls.csv", "written without dashes: source.table=urls.csv"),
+    ("score jobs --data jobs --output x --list-worst 20% w.txt", "'20%' is not a valid number"),
     ("score jobs --data jobs output=x", "give --output x"),
-    ("pairs pictures --output x", "OUTPUT is an argument: neuclip pairs SOURCE OUTPUT"),
-    ("pairs pictures output=x", "OUTPUT is an argument: neuclip pairs SOURCE OUTPUT"),
-    ("pairs pictures x --caption-field title", "give --caption title"),
-    ("export M output=x", "OUTPUT is an argument: neuclip export MODEL OUTPUT"),
+    ("pairs pictures x", "Folder of the shards. Give --output x."),
+    ("pairs pictures output=x", "give --output x"),
+    ("pairs pictures --caption-field title", "give --caption title"),
+    ("playground M --caption-field json:text", "give --caption json:text"),
+    ("export M 'my hub'", "Give --output 'my hub'."),
+    ("export M x y", "Missing option '--output'. New folder of the exported model."),
+    ("demo --output runs/x", "written without dashes: output=runs/x"),
+    ("features data/mine --model M --output x", "MODEL is an argument: neuclip features MODEL"),
     ("manifest --folder x", "FOLDER is an argument: neuclip manifest FOLDER"),
     ("report R --frobnicate 4", "No such option '--frobnicate'."),
 ]
@@ -91,7 +108,7 @@ ANSWERED = [
 
 def test_what_people_write_is_answered_by_what_is_meant(capsys: pytest.CaptureFixture[str]) -> None:
     for line, answer in ANSWERED:
-        assert exit_code(*line.split()) == 2, line
+        assert exit_code(*shlex.split(line)) == 2, line
         assert answer in " ".join(capsys.readouterr().err.split()), line
 
 

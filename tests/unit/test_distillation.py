@@ -159,9 +159,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def features(base: Path, *options: str, data: str = "shards", output: str = "features") -> Result:
-    fixed = ["--model", str(base / "teacher"), "--workers", "0", "--batch-size", "7", "--device", "cpu"]
-    return CliRunner().invoke(command, [str(base / data), *fixed, "--output", str(base / output), *options])
+def features(
+    base: Path, *options: str, model: str = "teacher", data: str = "shards", output: str = "features"
+) -> Result:
+    fixed = ["--data", str(base / data), "--workers", "0", "--batch-size", "7", "--device", "cpu"]
+    return CliRunner().invoke(command, [str(base / model), *fixed, "--output", str(base / output), *options])
 
 
 def settings(base: Path, output: str, *more: str, stored: str = "features") -> list[str]:
@@ -308,7 +310,7 @@ def other_features(base: Path) -> Path:
     """Those of another teacher of the same architecture."""
     train_here(f"output={base / 'teacher-2'}", f"data.sources={base / 'shards'}", "samples=8", "seed=5",
                f"model.arch={base / 'small.json'}", "data.corrupt_limit=0.1")  # fmt: skip
-    assert features(base, "--model", str(base / "teacher-2"), output="features-2").exit_code == 0
+    assert features(base, model="teacher-2", output="features-2").exit_code == 0
     return base / "features-2"
 
 
@@ -339,8 +341,7 @@ def test_shards_that_are_away_or_altered_give_no_features_and_lose_none(base: Pa
             StoredFeatures(base / "of-altered", setting=TEACHER)
     shard.write_bytes(original)
     shutil.copytree(base / "teacher", base / "moved-teacher")  # a job continues with a teacher that was moved
-    moved = ("--model", str(base / "moved-teacher"))
-    assert features(base, *moved, data="altered", output="of-altered").exit_code == 0
+    assert features(base, model="moved-teacher", data="altered", output="of-altered").exit_code == 0
     assert (base / "of-altered" / "features.npy").read_bytes() == (base / "features" / "features.npy").read_bytes()
     records = np.load(base / "of-altered" / "features.npy")
     records["crc32"][30:32] = 0

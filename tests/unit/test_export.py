@@ -68,7 +68,7 @@ def write_run(folder: Path, *, bias: float | None, arch: str | None = None, toke
 
 
 def exported(source: Path, output: Path, *options: str) -> str:
-    result = CliRunner().invoke(command, [str(source), str(output), *options], catch_exceptions=False)
+    result = CliRunner().invoke(command, [str(source), "--output", str(output), *options], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output
 
@@ -170,7 +170,7 @@ def test_the_current_folder_and_a_link_to_a_folder_can_be_exported_to(
 
 def test_options_that_mean_nothing_are_refused(run: Path, tmp_path: Path) -> None:
     for options, message in ((["--private"], "is for --push"), (["--license", "mit\nx: y"], "not the identifier of")):
-        result = CliRunner().invoke(command, [str(run), str(tmp_path / "out"), *options])
+        result = CliRunner().invoke(command, [str(run), "--output", str(tmp_path / "out"), *options])
         assert message in str(result.exception)
 
 

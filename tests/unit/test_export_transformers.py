@@ -35,7 +35,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def export(source: Path, output: Path, *options: str) -> str:
-    result = CliRunner().invoke(command, [str(source), str(output), *options], catch_exceptions=False)
+    result = CliRunner().invoke(command, [str(source), "--output", str(output), *options], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output
 

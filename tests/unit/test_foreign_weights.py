@@ -174,7 +174,7 @@ def test_an_open_clip_checkpoint_becomes_a_transformers_model_and_comes_back(
     expected = features(model)
     for number, (source, form) in enumerate(itertools.product(sources, ("transformers", "open_clip"))):
         output = tmp_path / (f"{number}-{form}" if number else "0-transformers")
-        result = CliRunner().invoke(export, [source, str(output), "--format", form], catch_exceptions=False)
+        result = CliRunner().invoke(export, [source, "--output", str(output), "--format", form], catch_exceptions=False)
         found = load_for_evaluation(output)
         for ours, theirs in zip(expected, features(found), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)

@@ -33,7 +33,7 @@ TEXTS = [[f"caption {k}"] for k in range(4)]
 
 
 def run(source: Path, output: Path, *options: str) -> str:
-    done = CliRunner().invoke(command, [str(source), str(output), "--processes", "1", *options])
+    done = CliRunner().invoke(command, [str(source), "--output", str(output), "--processes", "1", *options])
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
     return done.output

@@ -241,14 +241,14 @@ def test_invalid_sources_and_options_are_rejected_with_what_to_do(
 def test_training_on_a_source_names_the_command(table: Path, tmp_path: Path) -> None:
     (tmp_path / "coco.json").write_text('{"images": []}')
     for source in (table, table.parent, table.parent / "images", tmp_path / "coco.json"):
-        with pytest.raises(UserError, match=rf"`neuclip pairs {source} OUTPUT`") as error:
+        with pytest.raises(UserError, match=rf"`neuclip pairs {source} --output FOLDER`") as error:
             load_manifest(source)
-        assert str(error.value).count("OUTPUT` turns") == 1
+        assert str(error.value).count("FOLDER` turns") == 1
     (tmp_path / "tars").mkdir()
     (tmp_path / "tars" / "0.tar").touch()
     with pytest.raises(UserError, match=r"`neuclip manifest .*tars`"):
         load_manifest(tmp_path / "tars")
-    with pytest.raises(UserError, match=r"no such file or folder.*`neuclip pairs SOURCE OUTPUT`"):
+    with pytest.raises(UserError, match=r"no such file or folder.*`neuclip pairs SOURCE --output FOLDER`"):
         load_manifest("someone/pictures")
 
 

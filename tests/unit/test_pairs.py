@@ -79,7 +79,7 @@ def test_images_are_rotated_upright_downscaled_and_converted() -> None:
 
 def test_shards_of_decoded_pixels_train_like_the_images(table: Path, tmp_path: Path) -> None:
     for name, option in (("encoded", ()), ("raw", ("--raw",))):
-        done = CliRunner().invoke(command, [str(table), str(tmp_path / name), "--processes", "1", *option])
+        done = CliRunner().invoke(command, [str(table), "--output", str(tmp_path / name), "--processes", "1", *option])
         assert done.exit_code == 0, done.output
     with tarfile.open(next((tmp_path / "raw").rglob("*.tar"))) as tar:
         assert sum(member.name.endswith(".ppm") for member in tar) == 10
@@ -104,7 +104,7 @@ def test_several_processes_and_a_resumed_run_write_the_same_bytes(tmp_path: Path
     convert_all(path, tmp_path / "whole", shard_size=5)
     convert_all(path, tmp_path / "two", shard_size=5, processes=2)
     assert digests(tmp_path / "two") == digests(tmp_path / "whole")
-    arguments = [str(path), str(tmp_path / "killed"), "--shard-size", "5", "--processes", "1"]
+    arguments = [str(path), "--output", str(tmp_path / "killed"), "--shard-size", "5", "--processes", "1"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen([sys.executable, "-c", SLOW, *arguments], env=environment, cwd=tmp_path, text=True)
     wait_for(
@@ -208,7 +208,7 @@ def test_a_refused_source_leaves_what_was_there(table: Path, tmp_path: Path, bef
 
 def test_the_command_reports_the_result_and_how_to_train(table: Path, tmp_path: Path) -> None:
     (table.parent / "images" / "004.jpg").unlink()
-    done = CliRunner().invoke(command, [str(table), str(tmp_path / "out"), "--processes", "1"])
+    done = CliRunner().invoke(command, [str(table), "--output", str(tmp_path / "out"), "--processes", "1"])
     assert done.exit_code == 0, done.output
     assert "9 of 10 rows gave a sample: 1 shard," in done.output
     assert "dropped        1  image file missing: pairs.csv:6\n" in done.output
@@ -221,14 +221,14 @@ def test_the_command_reports_the_result_and_how_to_train(table: Path, tmp_path: 
 
 def test_printed_commands_work_for_a_folder_with_a_space(table: Path, tmp_path: Path) -> None:
     folder = tmp_path / "my pairs"
-    done = CliRunner().invoke(command, [str(table), str(folder), "--processes", "1"])
+    done = CliRunner().invoke(command, [str(table), "--output", str(folder), "--processes", "1"])
     printed = [shlex.split(line.partition("neuclip ")[2]) for line in done.output.splitlines() if "neuclip " in line]
     assert printed[0] == ["report", str(folder)]
     assert f"data.sources={folder}" in printed[1]
     assert load_recipe(TRAINING / "finetune.yaml", printed[1][3:]).data.sources[0].manifest == str(folder)
     loose = tmp_path / "my photos"
     write_images(loose, 1)
-    assert f"`neuclip pairs '{loose}' OUTPUT`" in advice(loose)
+    assert f"`neuclip pairs '{loose}' --output FOLDER`" in advice(loose)
 
 
 @pytest.mark.parametrize(("samples", "batch", "epochs"), [(1, 2, 200), (80, 8, 20), (500, 64, 29), (1_535, 128, 19)])
@@ -243,7 +243,7 @@ def test_training_from_scratch_is_suggested_for_many_pairs(
     table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pairs, "FROM_SCRATCH", 10)
-    done = CliRunner().invoke(command, [str(table), str(tmp_path / "out"), "--processes", "1"])
+    done = CliRunner().invoke(command, [str(table), "--output", str(tmp_path / "out"), "--processes", "1"])
     assert (
         f"neuclip train --recipe own data.sources={tmp_path / 'out'} batch_size=2 epochs=40 "
         "output=runs/mine" in done.output

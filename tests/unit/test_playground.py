@@ -316,14 +316,14 @@ def test_the_command_reports_mistakes_before_loading_anything(tmp_path: Path, mo
     checkpoint = str(save_checkpoint(tmp_path / "step-00000001", 0))
     gone = tmp_path / "gone"
     assert fails(checkpoint, "--images", str(gone)) == f"--images {gone}: there is no such file or folder."
-    assert "nor json:FIELD" in fails(checkpoint, "--caption-field", "jpg")
-    assert "neither --images nor --captions has shards" in fails(checkpoint, "--caption-field", "json:caption")
+    assert "nor json:FIELD" in fails(checkpoint, "--caption", "jpg")
+    assert "neither --images nor --captions has shards" in fails(checkpoint, "--caption", "json:caption")
     (tmp_path / "picture.jpg").write_bytes(b"\xff\xd8")
     with pytest.raises(UserError, match=r"picture.jpg is not a UTF-8 text file with a caption a line"):
         read(tmp_path / "picture.jpg")
     write_shard(tmp_path / "captioned", CAPTIONS)
-    message = fails(checkpoint, "--images", str(tmp_path / "captioned"), "--caption-field", "json:captoins")
-    assert "--caption-field = 'json:captoins' is in none of the first samples" in message
+    message = fails(checkpoint, "--images", str(tmp_path / "captioned"), "--caption", "json:captoins")
+    assert "--caption = 'json:captoins' is in none of the first samples" in message
     assert "Allowed: txt" in message
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

@@ -43,7 +43,7 @@ def index(root: Path, *options: str) -> None:
 
 
 def convert(root: Path, source: Path | None = None) -> None:
-    options = [str(source or root.parent / "in"), str(root), "--shard-size", str(SHARD), "--processes", "1"]
+    options = [str(source or root.parent / "in"), "--output", str(root), "--shard-size", str(SHARD), "--processes", "1"]
     assert CliRunner().invoke(pairs_command, options, standalone_mode=False).exception is None
 
 

@@ -127,7 +127,7 @@ def test_axes_begin_at_0_and_enclose_the_curves(values: list[float], options: di
 def test_the_page_ends_with_the_next_commands(run: Path) -> None:
     end, shards = write_report([run]).read_text().split("<footer>")[1], read_run(run).manifests[0].root
     assert f"Next: <code>neuclip playground {run} --images {shards}</code>" in end
-    assert f"<code>neuclip export {run} hub/run</code>" in end
+    assert f"<code>neuclip export {run} --output hub/run</code>" in end
     assert "neuclip evaluate" not in end
     assert f"Next: `neuclip playground {run} --images {shards}` lets you try it" in (run / "report.md").read_text()
     shutil.rmtree(run / "evaluation")

@@ -19,7 +19,7 @@ def test_the_code_of_the_page_runs(tmp_path: Path, capsys: pytest.CaptureFixture
     pytest.importorskip("transformers")
     run = write_run(tmp_path / "run", bias=None)
     for name, form in (("mine", "open_clip"), ("mine-transformers", "transformers")):
-        command.main([str(run), str(tmp_path / "hub" / name), "--format", form], standalone_mode=False)
+        command.main([str(run), "--output", str(tmp_path / "hub" / name), "--format", form], standalone_mode=False)
     (tmp_path / "photos").mkdir()
     for name, colour in (("red", "#c02020"), ("green", "#20a040"), ("blue", "#2040c0")):
         Image.new("RGB", (40, 30), colour).save(tmp_path / "photos" / f"{name}.jpg")

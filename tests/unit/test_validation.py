@@ -198,10 +198,10 @@ def test_the_average_is_saved_resumed_to_the_same_bits_validated_and_exported(ba
     logged = metrics(base / "ema", "validation")[-1]["loss"]
     assert validation_scores(image, text, tau=0.07)["loss"] == pytest.approx(logged, rel=1e-8)
     assert logged != metrics(base / "plain", "validation")[-1]["loss"]
-    printed = CliRunner().invoke(export, [str(base / "ema"), str(base / "out"), "--ema", "--best"]).output
+    printed = CliRunner().invoke(export, [str(base / "ema"), "--output", str(base / "out"), "--ema", "--best"]).output
     assert "Step 6 exported" in printed
     exported = load_file(base / "out" / "open_clip_model.safetensors")
     assert equal(averages[0], exported)
     assert "exponential moving average of the trained ones (decay 0.9)" in (base / "out" / "README.md").read_text()
-    refused = CliRunner().invoke(export, [str(base / "plain"), str(base / "no-out"), "--ema"])
+    refused = CliRunner().invoke(export, [str(base / "plain"), "--output", str(base / "no-out"), "--ema"])
     assert "has no average of the weights" in str(refused.exception)

@@ -164,7 +164,7 @@ class StoredFeatures:
 def how_to_write(setting: str, folder: str | Path) -> str:
     """The command that writes the features that a setting names."""
     return (
-        f"`neuclip features DATA --model {'MODEL --images-only' if setting == IMAGES else 'TEACHER'} --output {folder}`"
+        f"`neuclip features {'MODEL --images-only' if setting == IMAGES else 'TEACHER'} --data DATA --output {folder}`"
     )
 
 

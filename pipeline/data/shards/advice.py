@@ -31,17 +31,17 @@ def advice(path: Path) -> str:
     if ".tar" in suffixes:
         return (
             f"`neuclip manifest {quoted}` writes one for the webdataset shards there, and they stay as they are; "
-            f"`neuclip pairs {quoted} OUTPUT` makes new shards of them."
+            f"`neuclip pairs {quoted} --output FOLDER` makes new shards of them."
         )
     if suffixes & {*TABLES, *IMAGES}:
         return (
-            f"`neuclip pairs {quoted} OUTPUT` turns the image-text pairs there into shards; then train with "
-            "data.sources=OUTPUT. (Tables of URLs: `neuclip download`.)"
+            f"`neuclip pairs {quoted} --output FOLDER` turns the image-text pairs there into shards; then train with "
+            "data.sources=FOLDER. (Tables of URLs: `neuclip download`.)"
         )
     text = "There is no such file or folder." if not folder.exists() else "Nothing there looks like image-text pairs."
     return (
-        f"{text} `neuclip pairs SOURCE OUTPUT` makes shards of your own pairs, `neuclip download` of a table of URLs, "
-        "and `neuclip manifest FOLDER` takes webdataset shards as they are."
+        f"{text} `neuclip pairs SOURCE --output FOLDER` makes shards of your own pairs, `neuclip download` of a table "
+        "of URLs, and `neuclip manifest FOLDER` takes webdataset shards as they are."
     )
 
 

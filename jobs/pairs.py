@@ -36,7 +36,8 @@ RECIPES_BATCH = 256
     "--caption-template",
     metavar="TEXT",
     multiple=True,
-    help="Caption of images in folders of classes, such as 'a photo of a {class}'; several: several captions.",
+    help="Caption of images in folders of classes, such as 'a photo of a {class}'; {parent} is the folder above it; "
+    "several: several captions.",
 )
 @click.option(
     "--captions",

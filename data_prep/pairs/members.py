@@ -151,11 +151,15 @@ def _spread(samples: list[Any], count: int) -> list[Any]:
 
 
 def note_of(choice: Choice, samples: Sequence[PairFiles]) -> str:
-    """Which members are used, for the user."""
+    """Which members are used, for the user, and what the samples without these captions have instead."""
     has = sum(choice.row(sample).problem not in (NO_CAPTION, MISSING_FILE) for sample in samples)
+    without = [sample for sample in samples if choice.row(sample).problem == NO_CAPTION]
+    usual = {"txt", "caption", *(f"json:{name}" for name in CAPTION_NAMES)}
+    others = Counter(name for sample in without for name in {*sample.parts, *_fields(sample)} & usual)
+    instead = "".join(f"; {count:,} others have {name}" for name, count in others.most_common(1))
     return (
         f"images: {', '.join(choice.images)}; captions: {', else '.join(choice.captions)} "
-        f"({has:,} of {len(samples):,} samples looked at have both; --caption and --image choose others)"
+        f"({has:,} of {len(samples):,} samples looked at have both{instead}; --caption and --image choose others)"
     )
 
 

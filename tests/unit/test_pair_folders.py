@@ -70,7 +70,21 @@ def test_templates_need_classes(tmp_path: Path) -> None:
     (tmp_path / "in/cat/1.jpg").write_bytes(picture(1))
     said = run(tmp_path / "in", tmp_path / "out", "--caption-template", "a {class}")
     assert "classes: 1 (cat)" in said
+    assert "in no caption" not in said
     assert dropped(tmp_path / "out") == [["000.jpg", "no caption", "it is in no folder of a class"]]
+    (tmp_path / "in/cat").rename(tmp_path / "in/black")
+    (tmp_path / "animals").mkdir()
+    (tmp_path / "in").rename(tmp_path / "animals/cat")
+    said = run(tmp_path / "animals", tmp_path / "nested", "--caption-template", "a {class}")
+    assert "in no caption: the folders above, 1 (cat); {parent} in a template takes their names" in said
+
+
+def test_captions_of_another_kind_are_named(tmp_path: Path) -> None:
+    for number, name in enumerate(write_images(tmp_path / "in", 5)):
+        beside = (tmp_path / "in" / name).with_suffix(".txt" if number < 3 else ".json")
+        beside.write_text("a cup" if number < 3 else '{"caption": "a mug", "other": "x"}')
+    said = run(tmp_path / "in", tmp_path / "out")
+    assert "captions: txt (3 of 5 samples looked at have both; 2 others have json:caption;" in said
 
 
 def test_heic_needs_a_package_which_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

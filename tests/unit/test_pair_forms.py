@@ -122,6 +122,9 @@ FORMS: dict[str, tuple[Callable[[Path], Files], dict[str, Any], list[list[str]]]
     "a split of folders of classes": (lambda at: {
         **{f"train/{name}": body for name, body in IN_CLASSES.items()},
         "test/x/y.jpg": picture(9)}, {"caption_template": ("a {class}", "{class}, {class}")}, CLASSES),
+    "folders of classes below others": (lambda at: {
+        f"big_ones/{name}": body for name, body in IN_CLASSES.items()}, {"caption_template": ("{parent} {class}",)},
+        [[f"big ones {texts[0][2:]}"] for texts in CLASSES]),
     "shuffled rows in parquet": (lambda at: {"a.parquet": parquet(
         at, image=[picture(k % 2) for k in range(4)], caption=["a", "b", "c", "d"])}, {}, [["a", "c"], ["b", "d"]]),
 }  # fmt: skip

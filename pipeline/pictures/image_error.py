@@ -1,4 +1,9 @@
-"""Why a picture that somebody else made cannot be used."""
+"""What pictures that somebody else made are called, and why one cannot be used."""
+
+FORMAT_SUFFIXES = (
+    "jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm", "avif", "jp2", "heic", "heif",
+)  # fmt: skip
+"""Of files in `pixels.FORMATS`."""
 
 NOT_AN_IMAGE = "not an image"
 UNSUPPORTED = "unsupported format"

@@ -15,13 +15,10 @@ from pipeline.data.order.hashing import draw
 from pipeline.data.shards.tar_format import DamagedTar as DamagedTar
 from pipeline.data.shards.tar_format import headers, read_payload, skip_payload
 from pipeline.errors import UserError
+from pipeline.pictures.image_error import FORMAT_SUFFIXES as FORMAT_SUFFIXES
 
 IMAGE_SUFFIXES = frozenset({"jpg", "jpeg", "png", "webp", "ppm"})
 """Of the members that training reads."""
-FORMAT_SUFFIXES = (
-    "jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm", "avif", "jp2", "heic", "heif",
-)  # fmt: skip
-"""Of files in `pixels.FORMATS`."""
 MemberPlace = tuple[int, bytes, int, int]
 """Number of the sample, suffix, first byte and size of a member."""
 

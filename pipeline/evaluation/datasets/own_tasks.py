@@ -21,9 +21,10 @@ from pipeline.evaluation.datasets.datacomp import TASKS, Task
 from pipeline.evaluation.datasets.open_tables import find_table, open_csv
 from pipeline.evaluation.datasets.rows import check_repeated, check_split, column_of, retrieval_rows, some
 from pipeline.evaluation.datasets.tables import Place, Table, TableImages
-from pipeline.evaluation.datasets.task_data import IMAGE_SUFFIXES, FileImages, TaskData, TaskError, files_below, plain
+from pipeline.evaluation.datasets.task_data import FileImages, TaskData, TaskError, files_below, plain
 from pipeline.evaluation.protocol import PROTOCOLS
 from pipeline.files import new_folder
+from pipeline.pictures.image_error import FORMAT_SUFFIXES
 
 TASKS_NAME = "tasks.yaml"
 HUB = ".hub"
@@ -170,7 +171,7 @@ def _class_folders(own: OwnTask, folder: Path) -> TaskData:
     if not classes:
         raise TaskError(f"{folder} holds no folders of classes: expected {folder.name}/CLASS/IMAGE.jpg.")
     loose = sorted(path for path in folder.iterdir() if not path.is_dir() and not path.name.startswith("."))
-    beside = next((path for path in loose if path.suffix.lower().removeprefix(".") in IMAGE_SUFFIXES), None)
+    beside = next((path for path in loose if path.suffix.lower().removeprefix(".") in FORMAT_SUFFIXES), None)
     if beside is not None:
         raise TaskError(f"{folder} holds {beside.name} beside its folders of classes: which class is it of? Move it.")
     paths, labels = [], []
@@ -179,10 +180,10 @@ def _class_folders(own: OwnTask, folder: Path) -> TaskData:
         broken = next((path for path in files if not path.is_file()), None)
         if broken is not None:
             raise TaskError(f"{broken} is a link to nothing, or no file: its image is missing.")
-        strange = [p for p in files if p.suffix.lower().removeprefix(".") not in IMAGE_SUFFIXES]
+        strange = [p for p in files if p.suffix.lower().removeprefix(".") not in FORMAT_SUFFIXES]
         if strange or not files:
             what = f"{strange[0].name}, which is not an image" if strange else "no image"
-            raise TaskError(f"{class_folder} holds {what} ({', '.join(IMAGE_SUFFIXES)}): give images only.")
+            raise TaskError(f"{class_folder} holds {what} ({', '.join(FORMAT_SUFFIXES)}): give images only.")
         paths += files
         labels += [label] * len(files)
     data = TaskData(folder, "class folders", FileImages(paths), tuple(paths))

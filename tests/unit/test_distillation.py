@@ -222,7 +222,7 @@ def test_features_of_something_else_are_refused(base: Path) -> None:
     for given, message in [
         (("--caption", "json:captoins"), "--caption = 'json:captoins' is in none of the first samples"),
         (("--seed", "3", "--crop-scale", "0.5", "1"), "--seed, --crop-scale: without --augmentations"),
-        ((str(base / "shards"),), "DATA has a folder twice"),
+        (("--data", str(base / "shards")), "a folder twice"),
         (("--augmentations", "2", *crops), "every crop the central square"),
     ]:
         assert message in str(features(base, *given, output="useless").exception)

@@ -90,6 +90,14 @@ def test_the_index_of_other_samples_is_not_used(tmp_path: Path) -> None:
     for digest in ("", "0" * 64, f"../index/{shard.sha256}"):
         assert load_index(tmp_path, sha256=digest, samples=5) is None
     members = scan_members(tmp_path / shard.name)
+    save_index(tmp_path, members, sha256="1" * 64)
+    index_path(tmp_path, "1" * 64).replace(index_path(tmp_path, shard.sha256))  # another shard's, of as many samples
+    assert load_index(tmp_path, sha256=shard.sha256, samples=5) is None
+    for places in ((0, 2), (3, 5)):  # a stranger's: images exchanged, or captions
+        moved = members.copy()
+        moved["offset"][list(places)] = members["offset"][list(places[::-1])]
+        save_index(tmp_path, moved, sha256=shard.sha256)
+        assert load_index(tmp_path, sha256=shard.sha256, samples=5) is None
     for numbers in ([0, 9], [0, 2], [1, 0], [9, 0]):  # a stranger's
         members["sample"][3:5] = numbers
         save_index(tmp_path, members, sha256=shard.sha256)

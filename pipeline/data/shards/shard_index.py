@@ -65,10 +65,18 @@ def as_members(places: Sequence[MemberPlace]) -> NDArray[np.void]:
 
 
 def save_index(folder: str | Path, members: NDArray[np.void], *, sha256: str) -> None:
-    """Write the index of a shard: a CRC-32, and the members in order. Where it cannot be written, there is none."""
+    """Write the index of a shard: a CRC-32 of the shard's SHA-256 and the members, and the members in order.
+
+    Where it cannot be written, there is none.
+    """
     data = members.tobytes()
     with suppress(OSError), replacing(index_path(folder, sha256)) as temporary:
-        temporary.write_bytes(zlib.crc32(data).to_bytes(CHECKSUM_BYTES, "little") + data)
+        temporary.write_bytes(_checksum(data, sha256) + data)
+
+
+def _checksum(data: bytes, sha256: str) -> bytes:
+    """The first bytes of an index: another shard's, under a wrong name, is told by them."""
+    return zlib.crc32(data, zlib.crc32(sha256.encode())).to_bytes(CHECKSUM_BYTES, "little")
 
 
 def is_index(name: str) -> bool:
@@ -85,12 +93,15 @@ def load_index(folder: str | Path, *, sha256: str, samples: int) -> NDArray[np.v
         members = np.frombuffer(data, MEMBERS, offset=CHECKSUM_BYTES)
     except (OSError, ValueError):
         return None
-    whole = data[:CHECKSUM_BYTES] == zlib.crc32(data[CHECKSUM_BYTES:]).to_bytes(CHECKSUM_BYTES, "little")
+    whole = data[:CHECKSUM_BYTES] == _checksum(data[CHECKSUM_BYTES:], sha256)
     if not (whole and len(members)):
         return None
     steps = np.diff(members["sample"].astype(np.int64), prepend=-1, append=samples)
     is_whole = steps[0] == steps[-1] == 1 and bool(np.isin(steps, (0, 1)).all())
-    return members if is_whole else None
+    offsets = members["offset"].astype(np.int64)
+    ends = np.append(0, offsets + members["size"])
+    in_order = bool((offsets > ends[:-1]).all())  # as in every tar, whoever wrote the index
+    return members if is_whole and in_order else None
 
 
 def sample_places(members: NDArray[np.void], caption_suffix: str) -> NDArray[np.int64] | None:

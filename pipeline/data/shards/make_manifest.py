@@ -17,6 +17,7 @@ from pipeline.files import as_text
 
 DOWNLOADED = "download.yaml"  # marks a folder that `neuclip download` made and maintains
 TEXT = CaptionField()
+UNREAD = (".TAR", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst")
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ def index_shards(
         raise UserError(f"There is no folder {root}: name the folder of the shards, or one for the manifest alone.")
     _check_folder(root, replace=replace)
     names = _expand(patterns) if patterns else list_shards(root)
+    others = 0 if patterns else len(list_shards(root, UNREAD))
     if not names:
         raise UserError(f"There is no .tar below {root}. Name shards in other places with --shards.")
     _check_names(names)
@@ -72,7 +74,7 @@ def index_shards(
     check_usable(root, kept, caption)
     left_out = {one.name: one.damage for one in ordered if one.damage}
     unusable = total_of(kept, "unusable")
-    notes = total_of(kept, "notes")
+    notes = total_of(kept, "notes") + Counter({f"files end in {' or '.join(UNREAD)}, and are not read": others})
     facts = {"made by": "neuclip manifest", "unusable": dict(unusable), "left out": left_out}
     facts |= {"notes": dict(notes)} if notes else {}
     manifest = make_manifest([(f.name, f.samples, f.bytes, f.sha256) for f in kept], root=root, facts=facts)

@@ -128,10 +128,10 @@ class StreamHash(io.RawIOBase):
         return count
 
 
-def list_shards(root: str | Path) -> list[str]:
-    """The names of all .tar files below a folder, sorted; links to folders are followed, and each is listed once.
+def list_shards(root: str | Path, suffixes: tuple[str, ...] = (".tar",)) -> list[str]:
+    """The names of all files with one of these suffixes below a folder, sorted.
 
-    There are none if `root` is no folder.
+    Links to folders are followed, and each is listed once. There are none if `root` is no folder.
 
     Raises:
         UserError: A folder cannot be read.
@@ -148,7 +148,7 @@ def list_shards(root: str | Path) -> list[str]:
             continue
         folders.add(real)
         below.sort()
-        names += [Path(folder, name).relative_to(root).as_posix() for name in files if name.endswith(".tar")]
+        names += [Path(folder, name).relative_to(root).as_posix() for name in files if name.endswith(suffixes)]
     return sorted(names)
 
 

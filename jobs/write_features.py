@@ -92,7 +92,7 @@ def command(
     if images_only and given("caption") != ParameterSource.DEFAULT:
         raise UserError("--caption has no effect with --images-only: leave one of them out.")
     if len({Path(folder).resolve() for folder in data}) < len(data):
-        raise UserError(f"DATA has a folder twice: {' '.join(data)}. Name each once, as in data.sources.")
+        raise UserError(f"--data has a folder twice: {' '.join(data)}. Name each once, as in data.sources.")
     crop = cfg.parse(CropConfig, {"scale": list(crop_scale), "ratio": list(crop_ratio)})
     if augmentations and crop.fixed:
         raise UserError(

@@ -58,4 +58,4 @@ def write_parquet(path: Path, **columns: list[Any]) -> None:
     import pyarrow.parquet as pq
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.table({"image": [body for _, body in bodies(2)], **columns}), path)
+    pq.write_table(pa.table({"image": [body for _, body in bodies(2)]} | columns), path)

@@ -27,7 +27,7 @@ from pipeline.pictures.pixels import WHITE
 from tests.checkpoints import QUICK, save_checkpoint
 from tests.evaluation_suite import write_classification
 from tests.hub import Hub
-from tests.own_tasks import CLASSES, bodies, one_task, opened, write_class_folders, write_csv
+from tests.own_tasks import CLASSES, bodies, one_task, opened, write_class_folders, write_csv, write_parquet
 from tests.web import serve
 
 
@@ -180,10 +180,32 @@ def test_command_accepts_a_yaml_file_with_or_without_benchmark_tasks(tmp_path: P
 
 def test_one_image_under_two_spellings_is_one_image(tmp_path: Path) -> None:
     names = [path.name for path in sorted((write_csv(tmp_path, "kind"), tmp_path / "pictures")[1].iterdir())]
-    lines = ["file,kind", f"{names[0]},one", f"./{names[0]},two", f"{names[1]},three"]
+    (tmp_path / "pictures/link").symlink_to(names[0])
+    lines = ["file,kind", f"{names[0]},one", f"./{names[0]},two", f"{names[1]},three", "link,four"]
     (tmp_path / "items.csv").write_text("\n".join(lines) + "\n")
     data = opened(tmp_path, "mine: {csv: items.csv, images: pictures, image: file, caption: kind}")
-    assert data.captions == (("one", "two"), ("three",))
+    assert data.captions == (("one", "two", "four"), ("three",))
+    image = [body for _, body in bodies(2)]
+    columns = {"image": [image[0], image[1], image[0]], "kind": ["one", "two", "three"]}
+    write_parquet(tmp_path / "ds/test.parquet", **columns)
+    data = opened(tmp_path, "mine: {dataset: ds, caption: kind}")
+    assert data.captions == (("one", "three"), ("two",)), "rows with the same bytes"
+
+
+def test_another_content_of_the_copy_in_the_cache_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression test: it was scored, and the result recorded the digest of the original."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    write_parquet(tmp_path / "ds/test.parquet", kind=["cat", "dog"])
+    text = "mine: {dataset: ds, label: kind}"
+    assert opened(tmp_path, text).labels is not None
+    (copy,) = (tmp_path / "cache").rglob("*.arrow")
+    whole = copy.read_bytes()
+    copy.write_bytes(whole.replace(b"catdog", b"dogcat"))
+    assert copy.read_bytes() != whole
+    with pytest.raises(TaskError, match=r"is no true copy of .*test\.parquet: delete that folder"):
+        opened(tmp_path, text)
 
 
 def write_columns(root: Path) -> None:

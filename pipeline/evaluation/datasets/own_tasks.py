@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -150,6 +151,8 @@ def open_own(own: OwnTask, place: Path, *, base: Path) -> TaskData:
         if not place.is_file():
             raise TaskError(f"There is no CSV {place}.")
         table = open_csv(place, base / own.images if own.images else place.parent)
+        if own.image in table.columns:
+            table.check_quotes(own.image)
     else:
         if place.parent.name == HUB and not place.is_dir():
             _fetch(own, place)
@@ -174,7 +177,7 @@ def _class_folders(own: OwnTask, folder: Path) -> TaskData:
     beside = next((path for path in loose if path.suffix.lower().removeprefix(".") in FORMAT_SUFFIXES), None)
     if beside is not None:
         raise TaskError(f"{folder} holds {beside.name} beside its folders of classes: which class is it of? Move it.")
-    paths, labels = [], []
+    paths, labels, first = [], [], dict[str, Path]()
     for label, class_folder in enumerate(classes):
         files = files_below(class_folder)
         broken = next((path for path in files if not path.is_file()), None)
@@ -184,6 +187,9 @@ def _class_folders(own: OwnTask, folder: Path) -> TaskData:
         if strange or not files:
             what = f"{strange[0].name}, which is not an image" if strange else "no image"
             raise TaskError(f"{class_folder} holds {what} ({', '.join(FORMAT_SUFFIXES)}): give images only.")
+        for path in files:
+            if (other := first.setdefault(os.path.realpath(path), path)) is not path:
+                raise TaskError(f"{path} and {other} are one file, and an image counts once, in one class: remove one.")
         paths += files
         labels += [label] * len(files)
     data = TaskData(folder, "class folders", FileImages(paths), tuple(paths))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -59,7 +58,7 @@ def check_split(table: Table, split: str) -> None:
 def check_repeated(images: TableImages, about: Sequence[object], *, one_label: bool = False) -> None:
     """Check that no row was copied: the same image with the same label or captions counts once.
 
-    Images are compared by name in a CSV, and by content elsewhere, where label or captions are the same.
+    Where label or captions are the same, images are compared by `identity`.
 
     Args:
         images: The rows' images.
@@ -74,7 +73,7 @@ def check_repeated(images: TableImages, about: Sequence[object], *, one_label: b
     for index, what in enumerate(about):
         if often[what] == 1 and not one_label:
             continue
-        image = images.file_name(index) or hashlib.sha256(images.read(index)).digest()
+        image = images.identity(index)
         first = seen.setdefault(image if one_label else (image, what), index)
         if first == index:
             continue
@@ -87,18 +86,18 @@ def check_repeated(images: TableImages, about: Sequence[object], *, one_label: b
 
 
 def retrieval_rows(table: Table, folder: Path, *, image: str = "", caption: str = "") -> TaskData:
-    """Images with captions, one or a list of them in every row; rows that name the same file are one image.
+    """Images with captions, one or a list of them in every row.
 
-    The columns are by default those with one of the names in use.
+    Rows with the same file, and in columns that were named those with the same bytes, are one image. The columns are by
+    default those with one of the names in use.
     """
     texts = table.values(column_of(table, (caption,) if caption else CAPTIONS, folder))
     column = column_of(table, (image,) if image else IMAGES, folder)
     captions: list[list[str]] = []
     places: list[Place] = []
     numbers: dict[object, int] = {}
-    names: Sequence[object] = (
-        [os.path.normpath(name) for name in table.values(column)] if table.is_csv else range(len(table))
-    )
+    rows = TableImages(table, column, [(row, None) for row in range(len(table))])
+    names = map(rows.identity, range(len(table))) if table.is_csv or caption else range(len(table))
     for row, (text, name) in enumerate(zip(texts, names, strict=True)):
         own = as_list(text, where=table.row_name(row))
         if not own or not all(item.strip() for item in own):

@@ -192,6 +192,19 @@ def text_lines(text: str) -> list[str]:
     return lines if lines[-1] else lines[:-1]
 
 
+def distinct_names(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The `object_pairs_hook` with which `json` refuses an object that has a name twice, of which it keeps the last.
+
+    Raises:
+        ValueError: It has.
+    """
+    tree = dict(fields)
+    if len(tree) < len(fields):
+        names = [name for name, _ in fields]
+        raise ValueError(f"an object has the name {next(n for n in tree if names.count(n) > 1)!r:.80} twice")
+    return tree
+
+
 def as_text(name: str) -> str:
     """A name of any bytes, as Python has it (with surrogates), in characters that UTF-8 has."""
     return name.encode("utf-8", "backslashreplace").decode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from data_prep.pairs.pair import (
     shortened,
 )
 from pipeline.errors import UserError
+from pipeline.files import distinct_names
 
 SPLITS = "splits"
 """Field of a row of Karpathy's splits: the names of all."""
@@ -34,7 +36,8 @@ def tree_rows(path: Path, options: SourceOptions) -> Read:
         UserError: It is not JSON, or of no known form.
     """
     try:
-        tree = json.loads(path.read_bytes().decode("utf-8-sig", "surrogateescape"))
+        text = path.read_bytes().decode("utf-8-sig", "surrogateescape")
+        tree = json.loads(text, object_pairs_hook=distinct_names)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON ({error}); tables with one object a line end in .jsonl.") from error
     images: Any
@@ -61,7 +64,7 @@ def tree_rows(path: Path, options: SourceOptions) -> Read:
 
 
 def _listed(path: Path, tree: Any) -> list[tuple[str, Any]]:
-    """The rows of a list, of a mapping of images to captions or objects, or of a mapping of columns to lists.
+    """The rows of a list, of a mapping of images to captions or objects, or of columns to lists or values by row.
 
     Raises:
         UserError: The lists of columns differ in length.
@@ -70,7 +73,10 @@ def _listed(path: Path, tree: Any) -> list[tuple[str, Any]]:
         return [(f"[{number}]", row) for number, row in enumerate(tree)]
     if not isinstance(tree, dict):
         return []
-    if _is_columnar(tree):
+    values = list(tree.values())
+    if _is_columnar(tree) and all(isinstance(value, dict) and value.keys() == values[0].keys() for value in values):
+        tree = {name: [column[row] for row in values[0]] for name, column in tree.items()}  # as pandas writes them
+    if _is_columnar(tree) and all(isinstance(value, list) for value in tree.values()):
         sizes = {name: len(column) for name, column in tree.items()}
         if len(set(sizes.values())) > 1:
             listed = ", ".join(f"{name[:60]} {size:,}" for name, size in list(sizes.items())[:10])
@@ -85,10 +91,9 @@ def _are_objects(items: Any) -> bool:
 
 
 def _is_columnar(tree: Mapping[str, Any]) -> bool:
-    """Whether a mapping has lists by names of columns, as in SBU's captions."""
+    """Whether the names of a mapping are those of columns, as in SBU's captions."""
     names = {name.lower() for name in tree}
-    usual = names & {*IMAGE_NAMES, *URL_NAMES} and names & set(CAPTION_NAMES)
-    return bool(usual) and all(isinstance(value, list) for value in tree.values())
+    return bool(names & {*IMAGE_NAMES, *URL_NAMES} and names & set(CAPTION_NAMES))
 
 
 def _karpathy(path: Path, images: list[dict[str, Any]], options: SourceOptions) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -105,7 +110,8 @@ def _karpathy(path: Path, images: list[dict[str, Any]], options: SourceOptions) 
 
 def _coco(name: str, images: list[dict[str, Any]], annotations: list[dict[str, Any]]) -> Read:
     """The images of COCO's annotations, each with all of its captions; last, annotations without an image."""
-    captions: dict[Any, list[Any]] = {_id(image.get("id")): [] for image in images}
+    ids = Counter(_id(image.get("id")) for image in images)
+    captions: dict[Any, list[Any]] = {key: [] for key in ids}
     lost = []
     for number, annotation in enumerate(annotations):
         if (key := _id(annotation.get("image_id"))) in captions:
@@ -113,10 +119,9 @@ def _coco(name: str, images: list[dict[str, Any]], annotations: list[dict[str, A
         else:
             lost.append((f"{name} annotations[{number}]", annotation.get("image_id")))
     for number, image in enumerate(images):
-        yield (
-            f"{name} images[{number}]",
-            {"file_name": image.get("file_name"), "caption": captions[_id(image.get("id"))]},
-        )
+        place, key = f"{name} images[{number}]", _id(image.get("id"))
+        twice = PairRow(place, problem=MALFORMED_ROW, detail=f"{ids[key]:,} images have the id {shortened(str(key))}")
+        yield place, twice if ids[key] > 1 else {"file_name": image.get("file_name"), "caption": captions[key]}
     for place, image_id in lost:
         detail = f"no image has the id {shortened(str(image_id))}"
         yield place, PairRow(place, problem=MISSING_FILE, detail=detail)

@@ -28,7 +28,7 @@ from data_prep.pairs.pair import (
     shortened,
 )
 from pipeline.errors import UserError
-from pipeline.files import other_encoding
+from pipeline.files import distinct_names, other_encoding
 
 TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson")
 _DELIMITERS = ",\t;|"
@@ -160,7 +160,7 @@ def _json_rows(file: TextIO) -> Iterator[tuple[int, Mapping[str, Any] | str]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = json.loads(line, object_pairs_hook=distinct_names)
         except (ValueError, RecursionError) as error:
             yield number, f"not JSON: {error}"
             continue

@@ -23,7 +23,7 @@ from data_prep.settings.source_config import SOURCES, SourceConfig
 from data_prep.sources import hub
 from data_prep.sources.text_columns import URL, columns_of, is_text, need_columns, normalized, separated_values
 from pipeline.errors import UserError
-from pipeline.files import other_encoding, sha256_of
+from pipeline.files import distinct_names, other_encoding, sha256_of
 
 _SUFFIXES = {
     "parquet": (".parquet",),
@@ -229,7 +229,7 @@ def _columns(path: Path, source: SourceConfig) -> dict[str, list[Any]] | None:
             return None
     try:
         with pa.input_stream(path) as file:
-            tree = json.loads(file.read())
+            tree = json.loads(file.read(), object_pairs_hook=distinct_names)
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":  # lines whose first field is a list
             return None

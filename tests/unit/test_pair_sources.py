@@ -126,6 +126,11 @@ def test_coco(tmp_path: Path) -> None:
     outcome = convert_all(path, tmp_path / "out")
     assert (outcome.manifest.n, outcome.several_captions) == (9, 9)
     assert dict(outcome.manifest.failures) == {"no caption": 1, "image file missing": 1}
+    path.write_text(json.dumps({"images": [*images, {"id": 103, "file_name": names[9]}], "annotations": notes}))
+    assert make(path, tmp_path / "twice").manifest.failures == {"no caption": 1, "malformed row": 2}
+    assert [detail for _, reason, detail in dropped(tmp_path / "twice") if "row" in reason] == [
+        "2 images have the id '103'"
+    ] * 2
     assert stored(tmp_path / "out")[3][2]["captions"] == ["picture 3", "other 3"]
     with pytest.raises(UserError, match=r"name the annotations, such as .*captions_train2017.json"):
         convert_all(tmp_path / "coco", tmp_path / "other")

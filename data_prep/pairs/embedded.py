@@ -122,10 +122,12 @@ def open_parquet(path: Path, files: list[Path], options: SourceOptions, cache: P
                 f"{file} lacks columns of {files[0]}: {', '.join(missing)}. A folder must hold one data set; name one "
                 "file, or one split's subfolder."
             )
-        checks = ParquetFragmentScanOptions(page_checksum_verification=True)
+        checks, facts = ParquetFragmentScanOptions(page_checksum_verification=True), file.stat()
+        # A killed conversion leaves its copies to the next; by itself, `datasets` knows them by the seconds of dates.
+        copies = cache / f"{facts.st_size}-{facts.st_mtime_ns}-{facts.st_ctime_ns}-{facts.st_ino}"
         try:
             data = Dataset.from_parquet(
-                str(file), cache_dir=str(cache), columns=[image, *captions], fragment_scan_options=checks
+                str(file), cache_dir=str(copies), columns=[image, *captions], fragment_scan_options=checks
             )
         except Exception as error:  # `datasets` wraps those of pyarrow
             raise UserError(f"{file} is damaged ({in_a_line(error.__cause__ or error)}): fetch it again.") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from data_prep.pairs import class_folders, embedded, members, pair_tables
 from data_prep.pairs.listing import PairSource
 from data_prep.pairs.pair import SourceOptions, read_image, refuse_split
 from pipeline.data.shards.manifest_format import JOURNAL
+from pipeline.data.shards.tar_reader import FORMAT_SUFFIXES
 from pipeline.errors import UserError
 
 _KNOWN = (
@@ -25,6 +27,16 @@ _TARS = (".tar", ".tgz", ".tar.gz")
 _SPLITS = ("train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval")
 """As `datasets` finds them in names."""
 _METADATA = ("metadata.csv", "metadata.jsonl")
+_KINDS = {
+    "tars": _TARS,
+    "archives": (".zip", ".7z", ".rar", ".tar.bz2", ".tar.xz", ".tar.zst"),
+    "parquet files": (".parquet",),
+    "tables": pair_tables.TABLE_SUFFIXES,
+    "images": tuple(f".{suffix}" for suffix in FORMAT_SUFFIXES),
+}
+_BESIDE = {"table": ("images",), "images": ("images", "tables", "parquet files"), "tars": ("tables", "parquet files"),
+           "parquet": ("images", "tables")}  # fmt: skip
+"""What belongs to a source of a kind, or stands beside it, as beside img2dataset's tars."""
 _APPLIES = {
     "image": ("table", "tars", "parquet", "datasets", "hub"),
     "images": ("table",),
@@ -50,6 +62,12 @@ def open_source(source: str, options: SourceOptions, cache: Path) -> PairSource:
                 f"--{name.replace('_', '-')} does not apply to this source, which is of kind {kind}, but to "
                 f"{', '.join(kinds)}."
             )
+    opened = _open_kind(kind, source, files, options, cache)
+    return replace(opened, notes=(*opened.notes, *_unread(path, kind, files)))
+
+
+def _open_kind(kind: str, source: str, files: list[Path], options: SourceOptions, cache: Path) -> PairSource:
+    path = Path(source).absolute()
     root = path if path.is_dir() else Path(os.path.commonpath([file.parent for file in files])) if files else path
     if kind == "table":
         return _open_tables(root, files, options)
@@ -65,6 +83,17 @@ def open_source(source: str, options: SourceOptions, cache: Path) -> PairSource:
         opened = embedded.open_parquet(path, files, options, cache)
         return replace(opened, notes=(*notes, *opened.notes))
     return embedded.open_dataset(source, options)
+
+
+def _unread(folder: Path, kind: str, files: list[Path]) -> Iterator[str]:
+    """A note about what a folder has besides its source, and what is not read."""
+    counts, used = Counter[str](), set(files)
+    for path in (Path(root, name) for root, names in members.walk(folder) for name in names if kind in _BESIDE):
+        fits = (what for what, suffixes in _KINDS.items() if path.name.lower().endswith(suffixes))
+        what = next(fits, "") if path not in used else ""
+        counts[what] += what not in ("", *_BESIDE[kind])
+    if shown := ", ".join(f"{count:,} {what}" for what, count in counts.items() if count):
+        yield f"not read, besides: {shown}; to convert them, name their files or folder"
 
 
 def is_hub(source: str) -> bool:

@@ -24,6 +24,7 @@ from pipeline.files import as_text
 CONTEXT = 77
 """Tokens of a text in CLIP's models, with those for its start and end."""
 _CHUNK = 1_000
+_ZERO = "a zero byte; if the text is in UTF-16: iconv -f UTF-16LE -t UTF-8 FILE"
 _SCHEMA = pa.schema(
     {
         "place": pa.string(),
@@ -79,6 +80,8 @@ class Listing:
     """Of its content; does not depend on where the images are."""
     stamp: str
     """The same, with sizes and dates of the images' files."""
+    merged: int
+    """Rows of the source that are part of another, which has the same image."""
 
     def counts(self, dropped: Collection[int]) -> dict[str, int]:
         """Captions of the rows that are not `dropped`: all, distinct ones, and those of more than `CONTEXT` tokens."""
@@ -106,7 +109,7 @@ def write_listing(path: Path, source: PairSource, *, lists: bool) -> Listing:
         merged = path.with_suffix(".merged")
         _store(merged, _merged(_rows(rows.select(order)), iter(keys[order])), group=False)
         os.replace(merged, path)
-    return _listing(path, source.root)
+    return _listing(path, source.root, merged=len(keys) - len(first))
 
 
 def _opened(path: Path) -> Any:
@@ -173,10 +176,12 @@ def _checked(row: PairRow, *, lists: bool) -> PairRow:
         "".join(row.captions).encode("utf-8")
     except UnicodeEncodeError as error:
         return replace(row, captions=(), problem=NOT_UTF8, detail=not_utf8(error))
+    if any("\0" in text for text in row.captions):
+        return replace(row, captions=(), problem=NOT_UTF8, detail=_ZERO)
     return row if row.captions else replace(row, problem=reasons.NO_CAPTION)
 
 
-def _listing(path: Path, root: Path) -> Listing:
+def _listing(path: Path, root: Path, *, merged: int) -> Listing:
     digest, stamp = hashlib.sha256(), hashlib.sha256()
     prefix, seen = os.path.join(root, ""), ("", "")
     rows = _opened(path)
@@ -189,7 +194,7 @@ def _listing(path: Path, root: Path) -> Listing:
             seen = row.image, _stat(row.image)
         stamp.update(seen[1].encode())
     stamp.update(digest.digest())
-    return Listing(path, len(rows), digest.hexdigest(), stamp.hexdigest())
+    return Listing(path, len(rows), digest.hexdigest(), stamp.hexdigest(), merged)
 
 
 def _stat(image: str) -> str:

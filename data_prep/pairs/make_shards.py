@@ -47,6 +47,7 @@ from pipeline.files import flush, replacing, sha256_of, write_text
 from pipeline.versions import version_of
 
 DROPPED_NAME = "dropped.tsv"
+_ESCAPES = {ord(character): repr(character)[1:-1] for character in map(chr, range(32))}
 SMALLEST, LARGEST, SHARDS = 100, 10_000, 32
 _TOOLS = ("pillow", "pyarrow", "webdataset")  # packages that determine a shard's bytes
 _NUMBERS = ("row", "captions", "width", "height")
@@ -113,6 +114,8 @@ def make_shards(
             on_note(note)
         listing = write_listing(work / "rows.arrow", source, lists=config.options.captions != "one")
         _check_plan(config, folder, listing)
+        if listing.merged:
+            on_note(f"{listing.merged:,} more rows repeat an image: one sample, with all distinct captions")
         shard_size = config.shard_size or min(LARGEST, max(SMALLEST, listing.rows // SHARDS))
         about = (source.about, listing.digest, asdict(config.image), shard_size)
         plan = hashlib.sha256(repr(about).encode()).hexdigest()
@@ -319,7 +322,8 @@ def _finish(
                 else:
                     lost.add(row["row"])
                 if row["reason"]:
-                    line = (row["place"], row["reason"], " ".join((row["error"] or "").split()))
+                    place = row["place"].translate(_ESCAPES)  # a file's name may have a tab
+                    line = (place, row["reason"], " ".join((row["error"] or "").split()))
                     file.write("\t".join(line) + "\n")
                     if sum(reason == line[1] for _, reason, _ in shown) < 3:
                         shown.append(line)

@@ -309,10 +309,14 @@ def is_image(name: str) -> bool:
 
 
 def walk(folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """Folders below a folder, links followed, with their files; links to a folder that they are in are left out."""
+    """Folders below a folder, links followed, with their files.
+
+    Hidden folders, such as `.ipynb_checkpoints`, and links to a folder that they are in are left out.
+    """
     for root, below, files in os.walk(folder, followlinks=True):
         here = Path(root).resolve()
-        below[:] = sorted(name for name in below if not here.is_relative_to((here / name).resolve()))
+        seen = (name for name in below if not name.startswith("."))
+        below[:] = sorted(name for name in seen if not here.is_relative_to((here / name).resolve()))
         yield root, sorted(files)
 
 

@@ -12,6 +12,7 @@ import math
 import os
 import re
 import tokenize
+import unicodedata
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ CAPTION_NAMES = (
     "caption", "captions", "text", "texts", "txt", "title", "description", "alt_text", "alt", "sentence", "sentences",
     "raw", "blip_caption", "comment", "prompt", "label_text", "conversations",
 )  # fmt: skip
+_BLANK = ("Cc", "Cf", "Zs", "Zl", "Zp")
 URL = re.compile(r"\s*(https?|ftp|s3|gs)://", re.IGNORECASE)
 URL_NAMES = ("url", "image_url", "img_url", "urls", "image_urls", "link")
 
@@ -170,7 +172,8 @@ def captions_in_first(row: Mapping[str, Any], names: Sequence[str]) -> tuple[str
 def captions_in(value: Any) -> tuple[str, ...]:
     """The texts of a caption field: one text, or a list of texts (or of mappings that hold one, as COCO has them).
 
-    A number is the text that it would be in a CSV file. Of a conversation, the answers count.
+    A number is the text that it would be in a CSV file. Of a conversation, the answers count. Texts of blanks, control
+    characters and characters of no width are none.
     """
     found = []
     for item in value if isinstance(value, list | tuple) else [value]:
@@ -180,7 +183,7 @@ def captions_in(value: Any) -> tuple[str, ...]:
             text = None if item.get("from") in ("human", "user", "system") else text
         if isinstance(text, int | float) and not isinstance(text, bool) and abs(text) < math.inf:
             text = str(text)
-        if isinstance(text, str) and text.strip():
+        if isinstance(text, str) and any(unicodedata.category(c) not in _BLANK for c in text):
             found.append(" ".join(text.split()))
     return tuple(found)
 
@@ -214,6 +217,8 @@ def not_utf8(error: UnicodeEncodeError | UnicodeDecodeError) -> str:
     byte = found if isinstance(found, int) else ord(found) - 0xDC00  # `surrogateescape` reads a byte as a surrogate
     if not 0x80 <= byte <= 0xFF:
         return f"the surrogate U+{byte + 0xDC00:04X}, which is half of a character: the program that wrote it cut one"
+    if error.start == 0 and byte in b"\xfe\xff":
+        return f"byte 0x{byte:02X}, with which UTF-16 begins: iconv -f UTF-16 -t UTF-8 FILE"
     return f"byte 0x{byte:02X}; if the text is in Latin-1: iconv -f latin1 -t utf-8 FILE"
 
 

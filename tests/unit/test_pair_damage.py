@@ -193,13 +193,16 @@ def test_texts_that_are_not_utf8_cost_their_own_row_only(tmp_path: Path) -> None
     (tmp_path / "csv" / "t.jsonl").write_text("\n".join(rows))
     make(tmp_path / "csv" / "t.jsonl", tmp_path / "half")
     assert texts(tmp_path / "half") == [["two", "3", "4.5"]]
+    odd = [json.dumps({"image": "000.jpg", "caption": text}) for text in ("\u200b", "\1", "a\0b")]
+    (tmp_path / "csv" / "t.jsonl").write_text("\n".join([*odd, rows[1]]))
+    make(tmp_path / "csv" / "t.jsonl", tmp_path / "blank")
+    assert [reason for _, reason, _ in dropped(tmp_path / "blank")] == ["no caption", "no caption", reason]
     rows[0] = '{"image": "\\ud83d.jpg", "caption": "one"}'
     (tmp_path / "csv" / "t.jsonl").write_text("\n".join(rows))
     make(tmp_path / "csv" / "t.jsonl", tmp_path / "name")
     assert texts(tmp_path / "name") == [["two", "3", "4.5"]]
     assert dropped(tmp_path / "name")[0][2].startswith("the image's name has the surrogate U+D83D")
-    ((_, reason, detail),) = dropped(tmp_path / "half")
-    assert reason == "caption is not UTF-8"
+    ((_, _, detail),) = dropped(tmp_path / "half")
     assert detail == "the surrogate U+D83D, which is half of a character: the program that wrote it cut one"
 
 

@@ -85,6 +85,8 @@ FORMS: dict[str, tuple[Callable[[Path], Files], dict[str, Any], list[list[str]]]
         {name: {"caption": f"caption {k}"} for k, name in enumerate(NAMES)})}, {}, TEXTS),
     "columns": (lambda at: {**PICTURES, "x.json": tree(
         {"image": NAMES, "caption": [f"caption {k}" for k in range(4)]})}, {}, TEXTS),
+    "columns of rows by number": (lambda at: {**PICTURES, "x.json": tree(
+        {"image": dict(enumerate(NAMES)), "caption": {k: f"caption {k}" for k in range(4)}})}, {}, TEXTS),
     "Karpathy's splits": (lambda at: {**PICTURES, "x.json": tree(KARPATHY)}, {}, TEXTS[::2]),
     "two of Karpathy's splits": (lambda at: {**PICTURES, "x.json": tree(KARPATHY)}, {"split": "train,val"}, TEXTS[:3]),
     "JSON beside images": (lambda at: {
@@ -117,7 +119,8 @@ FORMS: dict[str, tuple[Callable[[Path], Files], dict[str, Any], list[list[str]]]
         **{f"{at_}/metadata.csv": b"file_name,text\n%s,caption %d\n" % (name.encode(), k)
            for k, (at_, name) in enumerate(zip("abcd", NAMES, strict=True))}}, {}, TEXTS),
     "folders of classes": (lambda at: {
-        **IN_CLASSES, "t.csv": b"a,b\n1,2\n"},
+        **IN_CLASSES, "t.csv": b"a,b\n1,2\n", ".ipynb_checkpoints/x.jpg": picture(8),
+        "cap/.ipynb_checkpoints/001-checkpoint.jpg": picture(1)},
         {"caption_template": ("a {class}", "{class}, {class}")}, CLASSES),
     "a split of folders of classes": (lambda at: {
         **{f"train/{name}": body for name, body in IN_CLASSES.items()},
@@ -138,7 +141,8 @@ def test_forms_of_other_tools_work_as_they_are(name: str, tmp_path: Path) -> Non
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_bytes(body)
     json_file = folder / "x.json"
-    make(json_file if json_file.exists() else folder, tmp_path / "out", **options)
+    done = make(json_file if json_file.exists() else folder, tmp_path / "out", **options)
+    assert not [note for note in done.notes if "not read" in note]
     assert [about["captions"] for _, _, about in stored(tmp_path / "out")] == texts
     lost = ["00000.parquet row 4", "image file missing", "no image in this row"]
     assert dropped(tmp_path / "out") == [lost] * (name == "img2dataset's parquet")
@@ -228,6 +232,7 @@ def test_rows_of_an_image_are_one_sample_wherever_they_are(tmp_path: Path) -> No
     random.Random(1).shuffle(rows)
     write_csv(tmp_path / "t.csv", [("image", "caption"), *rows, (names[0], "")])
     said = run(tmp_path / "t.csv", tmp_path / "out")
+    assert "\n96 more rows repeat an image: one sample, with all distinct captions\n" in said
     assert "Captions: 120, of which 120 are distinct.\nSamples with several captions: 24;" in said
     assert [about["captions"] for _, _, about in stored(tmp_path / "out")] == [
         [text for name, text in rows if name == first] for first in dict.fromkeys(name for name, _ in rows)
@@ -289,6 +294,7 @@ def test_what_is_refused_before_anything_is_written(tmp_path: Path) -> None:
             tree({"image": ["000.jpg", "001.jpg"], "caption": ["a"]}),
             r"columns of different lengths, .*: image 2, caption 1\.",
         ),
+        ("twice.json", b'{"000.jpg": "a", "001.jpg": "b", "000.jpg": "c"}', "an object has the name '000.jpg' twice"),
         ("{0..2}.tar", b"", "1 of the 3 files of .* do not exist, such as .*1.tar"),
     ]
     for name, body, message in cases:
@@ -310,6 +316,20 @@ def test_what_is_refused_before_anything_is_written(tmp_path: Path) -> None:
         "more/0.tar:000000000",
     ]
     assert "numbers are missing among the tars, from 0 to 2: 1" in run(tmp_path / "tars", tmp_path / "gap")
+
+
+def test_what_else_a_folder_has_is_named(tmp_path: Path) -> None:
+    """Regression test: one of these sources was taken, and the others were passed over without a word."""
+    table = {**PICTURES, "t.csv": b"image,caption\n000.jpg,a\n", "b/0.tar": b"", "b/1.zip": b"", ".x/2.tar": b""}
+    tars = {"0.tar": tar(tmp_path, [("a.jpg", picture(1)), ("a.txt", b"x")]), "b/1.jpg": picture(2), "1.tar.xz": b""}
+    for name, files, note in (
+        ("table", {**table, "no_images.csv": b"a,b\n"}, "1 tables, 1 tars, 1 archives"),
+        ("tars", {**tars, "b/1.txt": b"y"}, "1 archives, 1 images"),
+    ):
+        for path, body in files.items():
+            (tmp_path / name / path).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name / path).write_bytes(body)
+        assert f"\nnot read, besides: {note}; to convert" in run(tmp_path / name, tmp_path / f"{name} out")
 
 
 def test_sparse_members_and_links_cost_their_sample_only(tmp_path: Path) -> None:

@@ -122,6 +122,8 @@ def open_parquet(path: Path, files: list[Path], options: SourceOptions, cache: P
                 f"{file} lacks columns of {files[0]}: {', '.join(missing)}. A folder must hold one data set; name one "
                 "file, or one split's subfolder."
             )
+        if not pq.read_metadata(file).num_rows:  # as Spark writes for empty parts; `datasets` would call it damaged
+            continue
         checks, facts = ParquetFragmentScanOptions(page_checksum_verification=True), file.stat()
         # A killed conversion leaves its copies to the next; by itself, `datasets` knows them by the seconds of dates.
         copies = cache / f"{facts.st_size}-{facts.st_mtime_ns}-{facts.st_ctime_ns}-{facts.st_ino}"
@@ -170,7 +172,7 @@ def parquet_schema(file: Path) -> Any:
 
 def _is_text(kind: Any) -> bool:
     """Whether a type can hold captions: texts, or lists of texts or mappings."""
-    if pa.types.is_list(kind):
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
         return pa.types.is_struct(kind.value_type) or _is_text(kind.value_type)
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_dictionary(kind))
 

@@ -60,6 +60,7 @@ KARPATHY = {
         {"filename": name, "split": SPLITS[k], "sentences": [{"raw": f"caption {k}"}]} for k, name in enumerate(NAMES)
     ]
 }
+LARGE_LISTS = pa.large_list(pa.large_string())
 LABELS = ("bag", "cap", "hat", "red_shoe")
 IN_CLASSES = {f"{label}/{name}": PICTURES[name] for label, name in zip(LABELS, NAMES, strict=True)}
 CLASSES = [[f"a {label}", f"{label}, {label}"] for label in ("bag", "cap", "hat", "red shoe")]
@@ -128,6 +129,10 @@ FORMS: dict[str, tuple[Callable[[Path], Files], dict[str, Any], list[list[str]]]
     "folders of classes below others": (lambda at: {
         f"big_ones/{name}": body for name, body in IN_CLASSES.items()}, {"caption_template": ("{parent} {class}",)},
         [[f"big ones {texts[0][2:]}"] for texts in CLASSES]),
+    "parquet of Spark and polars": (lambda at: {
+        "a.parquet": parquet(at, image=pa.array([], pa.binary()), caption=pa.array([], LARGE_LISTS)),
+        "b.parquet": parquet(at, image=[*PICTURES.values()], caption=pa.array(TEXTS, LARGE_LISTS)),
+        }, {}, TEXTS),
     "shuffled rows in parquet": (lambda at: {"a.parquet": parquet(
         at, image=[picture(k % 2) for k in range(4)], caption=["a", "b", "c", "d"])}, {}, [["a", "c"], ["b", "d"]]),
 }  # fmt: skip

@@ -14,6 +14,7 @@ SPARE_ADDRESSES = 64 << 20
 _FILE_ADVICE = {
     errno.ENOSPC: "Free some space, or use another folder, and start again; downloads and conversions continue.",
     errno.EDQUOT: "Free some space within the quota and start again; downloads and conversions continue.",
+    errno.EFBIG: "A limit (`ulimit -f`) or the file system allows no file so large: raise it, or use another folder.",
     errno.EROFS: "The file system is read-only: use another folder, or mount it for writing.",
     errno.EACCES: "Use another folder, or change its permissions.",
     errno.EPERM: "Use another folder, or change its permissions.",
@@ -57,7 +58,7 @@ def explain_file_error(error: BaseException) -> str | None:
         error = OSError(int(number[1]), os.strerror(int(number[1])))  # of a library in Rust
     if not isinstance(error, OSError) or error.errno not in _FILE_ADVICE:
         return None
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     if error.filename is None and not full:
         return None  # a socket's, for example
     name = (full and error.filename2) or error.filename or "a file"  # the second is where a copy goes

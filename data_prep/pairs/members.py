@@ -315,8 +315,8 @@ def walk(folder: Path) -> Iterator[tuple[str, list[str]]]:
     """
     for root, below, files in os.walk(folder, followlinks=True):
         here = Path(root).resolve()
-        seen = (name for name in below if not name.startswith("."))
-        below[:] = sorted(name for name in seen if not here.is_relative_to((here / name).resolve()))
+        visible = (name for name in below if not name.startswith("."))
+        below[:] = sorted(name for name in visible if not here.is_relative_to((here / name).resolve()))
         yield root, sorted(files)
 
 

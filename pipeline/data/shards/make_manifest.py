@@ -17,6 +17,7 @@ from pipeline.files import as_text
 
 DOWNLOADED = "download.yaml"  # marks a folder that `neuclip download` made and maintains
 TEXT = CaptionField()
+EQUAL = "shards have the same bytes as another one, so that their samples are shown more than once"
 UNREAD = (".TAR", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst")
 
 
@@ -74,7 +75,13 @@ def index_shards(
     check_usable(root, kept, caption)
     left_out = {one.name: one.damage for one in ordered if one.damage}
     unusable = total_of(kept, "unusable")
-    notes = total_of(kept, "notes") + Counter({f"files end in {' or '.join(UNREAD)}, and are not read": others})
+    notes = total_of(kept, "notes")
+    notes += Counter(
+        {
+            EQUAL: len(kept) - len({one.sha256 for one in kept}),
+            f"files end in {' or '.join(UNREAD)}, and are not read": others,
+        }
+    )
     facts = {"made by": "neuclip manifest", "unusable": dict(unusable), "left out": left_out}
     facts |= {"notes": dict(notes)} if notes else {}
     manifest = make_manifest([(f.name, f.samples, f.bytes, f.sha256) for f in kept], root=root, facts=facts)

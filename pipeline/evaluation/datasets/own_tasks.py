@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -177,7 +178,7 @@ def _class_folders(own: OwnTask, folder: Path) -> TaskData:
     beside = next((path for path in loose if path.suffix.lower().removeprefix(".") in FORMAT_SUFFIXES), None)
     if beside is not None:
         raise TaskError(f"{folder} holds {beside.name} beside its folders of classes: which class is it of? Move it.")
-    paths, labels, first = [], [], dict[str, Path]()
+    paths, labels, first, real_folder = [], [], dict[str, Path](), functools.cache(os.path.realpath)
     for label, class_folder in enumerate(classes):
         files = files_below(class_folder)
         broken = next((path for path in files if not path.is_file()), None)
@@ -188,7 +189,8 @@ def _class_folders(own: OwnTask, folder: Path) -> TaskData:
             what = f"{strange[0].name}, which is not an image" if strange else "no image"
             raise TaskError(f"{class_folder} holds {what} ({', '.join(FORMAT_SUFFIXES)}): give images only.")
         for path in files:
-            if (other := first.setdefault(os.path.realpath(path), path)) is not path:
+            real = os.path.realpath(path) if path.is_symlink() else os.path.join(real_folder(path.parent), path.name)
+            if (other := first.setdefault(real, path)) is not path:
                 raise TaskError(f"{path} and {other} are one file, and an image counts once, in one class: remove one.")
         paths += files
         labels += [label] * len(files)

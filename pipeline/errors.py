@@ -14,7 +14,7 @@ SPARE_ADDRESSES = 64 << 20
 _FILE_ADVICE = {
     errno.ENOSPC: "Free some space, or use another folder, and start again; downloads and conversions continue.",
     errno.EDQUOT: "Free some space within the quota and start again; downloads and conversions continue.",
-    errno.EFBIG: "A limit (`ulimit -f`) or the file system allows no file so large: raise it, or use another folder.",
+    errno.EFBIG: "`ulimit -f` or the file system allows no larger file: raise the limit, or use another folder.",
     errno.EROFS: "The file system is read-only: use another folder, or mount it for writing.",
     errno.EACCES: "Use another folder, or change its permissions.",
     errno.EPERM: "Use another folder, or change its permissions.",

@@ -149,9 +149,14 @@ class CheckpointWriter:
         return other
 
     def begin(self) -> None:
-        """Record the run's id. Before, nothing is written. Call it on rank 0; `save` does, too."""
+        """Make the folder and record the run's id. Before, nothing is written. Call it on rank 0; `save` does, too.
+
+        Raises:
+            OSError: The folder cannot be made: every checkpoint of the run would be lost.
+        """
         if self._begun:
             return
+        self.folder.mkdir(parents=True, exist_ok=True)
         write_run_id(self.run, self.run_id)
         self._begun = True
         if self._config.mirror and self._uploads is None:

@@ -147,7 +147,7 @@ def test_user_error_is_one_paragraph_without_traceback(capsys: pytest.CaptureFix
         (FileNotFoundError(errno.ENOENT, "No such file", "/x/y"), 2, "cannot be created. Show where with: neuclip"),
         (PermissionError(errno.EACCES, "a port below 1024, without a file name"), 70, "probably a bug in neuclip"),
         (OSError(errno.ENOSPC, "No space left on device"), 2, "Free some space"),
-        (OSError(errno.EFBIG, "File too large"), 2, "no file so large"),
+        (OSError(errno.EFBIG, "File too large"), 2, "Cannot write or read a file: File too large. `ulimit -f`"),
         (OSError(errno.ENOSPC, "No space", "/from", None, "/to"), 2, "Cannot write or read /to: No space"),
         (OSError(errno.EACCES, "Denied", "/from", None, "/to"), 2, "Cannot write or read /from: Denied"),
         (RuntimeError("I/O error: No space left on device (os error 28)"), 2, "a file: No space left on device. Free"),

@@ -150,6 +150,15 @@ def test_a_refused_start_removes_nothing_of_others(tmp_path: Path) -> None:
     assert [path for path in (tmp_path / "run").rglob("*") if path.is_file()] == [note]
 
 
+def test_a_run_that_could_write_no_checkpoint_does_not_start(tmp_path: Path) -> None:
+    """Regression test: it trained to its end, and tried for ten minutes to write the last one."""
+    prepare(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").touch()
+    with pytest.raises(FileExistsError, match="run/checkpoints"):
+        train_here(*settings_in(tmp_path, "run", "samples=8"))
+
+
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [

@@ -87,10 +87,10 @@ def digest_of(meta: Mapping[str, Any]) -> str:
 
 
 def model_folder_in(path: Path) -> Path | None:
-    """`path` if it is a model folder, open_clip's or transformers', else the latest checkpoint of the run in it."""
+    """`path` if it is a model folder, open_clip's or transformers', else the run's latest finished checkpoint."""
     if any((path / name).is_file() for name in (MODEL_CONFIG_NAME, TRANSFORMERS_CONFIG_NAME)):
         return path
-    return next((c for c in reversed(checkpoint_folders(path)) if (c / MODEL_CONFIG_NAME).is_file()), None)
+    return next((c for c in reversed(finished_checkpoints(path)) if (c / MODEL_CONFIG_NAME).is_file()), None)
 
 
 def check_model(spec: str) -> None:

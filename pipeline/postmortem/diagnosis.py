@@ -148,8 +148,10 @@ def read_evidence(run: Path, *, verify: bool = True) -> Evidence:
     problems: dict[Path, str] = {}
     for folder in [run, *fallback_runs(fallback if isinstance(fallback, str) else None, run)]:
         for path in checkpoint_folders(folder):
-            with suppress(FileNotFoundError):  # a run that goes on has removed it since
-                problems[path] = damage(path, contents=verify) or ""
+            with suppress(FileNotFoundError):
+                problem = damage(path, contents=verify) or ""
+                if path.is_dir():  # else a run that goes on has removed it since
+                    problems[path] = problem
     return Evidence(
         run=run,
         config=config,

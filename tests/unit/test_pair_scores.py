@@ -287,12 +287,13 @@ def test_a_model_with_damaged_weights_gives_no_scores(base: Path, tmp_path: Path
 
 
 def test_a_run_is_its_newest_checkpoint_and_not_a_copy_beside_it(base: Path, tmp_path: Path) -> None:
-    """Regression test: a backup, or another run's checkpoint that was put aside, was taken for the newest."""
+    """Regression test: a backup, another run's checkpoint that was put aside or an unfinished copy was the newest."""
     run = tmp_path / "run"
     shutil.copytree(base / "run", run)
     newest = finished_checkpoints(run)[-1]
     for name in (f"{newest.name}.bak", f"{newest.name}.run-0123456789abcdef", "step-old"):
         shutil.copytree(newest, newest.with_name(name))
+    shutil.copytree(newest, newest.with_name("step-99999999"), ignore=shutil.ignore_patterns("checkpoint.json"))
     assert model_folder_in(run) == newest
     assert load_for_evaluation(str(run)).source == str(newest)
 

@@ -16,9 +16,9 @@ import numpy as np
 from pipeline.config import flatten, parse_yaml
 from pipeline.data.shards.manifest_format import Manifest, load_manifest
 from pipeline.errors import UserError
-from pipeline.files import read_tree
+from pipeline.files import read_bounded, read_tree
 from pipeline.report.stored_scores import StoredEvaluation, read_evaluations
-from pipeline.run_files import METRICS_NAME, RUN_CONFIG_NAME, record_of
+from pipeline.run_files import METRICS_NAME, MOST_RECORDS, RUN_CONFIG_NAME, record_of
 
 Row = dict[str, Any]
 RECALLS = ("image_to_text_r1", "text_to_image_r1")
@@ -140,7 +140,7 @@ def samples_at(rows: list[Row]) -> Any:
 
 def _read_config(path: Path, notes: list[str]) -> Mapping[str, Any]:
     try:
-        tree = parse_yaml(path.read_text(encoding="utf-8"))
+        tree = parse_yaml(read_bounded(path).decode())
     except (OSError, ValueError) as error:
         notes.append(f"No configuration: {_reason(error, path)}.")
         return {}
@@ -150,8 +150,8 @@ def _read_config(path: Path, notes: list[str]) -> Mapping[str, Any]:
 def _read_metrics(path: Path, notes: list[str]) -> tuple[list[Row], list[Row], list[Row]]:
     """Training lines and validations, in order of steps, and lines with a message."""
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError as error:
+        lines = read_bounded(path, most=MOST_RECORDS).decode(errors="replace").splitlines()
+    except (OSError, ValueError) as error:
         notes.append(f"No training metrics: {_reason(error, path)}.")
         return [], [], []
     train: dict[int, Row] = {}
@@ -161,12 +161,14 @@ def _read_metrics(path: Path, notes: list[str]) -> tuple[list[Row], list[Row], l
         row: Any = record_of(line)
         try:
             if row["kind"] == "train":
-                train[int(row["step"])] = {**row, "samples": int(row["samples"])}
+                step, samples = int(row["step"]), int(row["samples"])
+                train[step] = {**row, "step": step, "samples": samples}
             elif row["kind"] == "validation":
-                validations[int(row["step"])] = row
+                step = int(row["step"])
+                validations[step] = {**row, "step": step}
             elif "message" in row:
                 events.append(row)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError):
             damaged += 1
     if damaged:
         notes.append(f"{damaged} of {len(lines)} lines of {path.name} could not be read and are left out.")
@@ -175,7 +177,7 @@ def _read_metrics(path: Path, notes: list[str]) -> tuple[list[Row], list[Row], l
 
 def _read_stages(path: Path, notes: list[str]) -> dict[str, float]:
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = json.loads(read_bounded(path))
         return {str(name): float(seconds) for name, seconds in tree.items()}
     except FileNotFoundError:
         return {}

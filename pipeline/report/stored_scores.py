@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from pipeline.errors import UserError
 from pipeline.evaluation.datasets.datacomp import TASKS
 from pipeline.evaluation.run.results import (
     ANOTHER_SUITE,
@@ -21,7 +22,7 @@ from pipeline.evaluation.run.results import (
     read_outcomes,
     read_result,
 )
-from pipeline.files import path_below, read_tree
+from pipeline.files import path_below, read_bounded, read_tree
 from pipeline.run_files import EMA_NAME
 
 T = TypeVar("T")
@@ -147,15 +148,22 @@ def _read_checkpoint(folder: Path, step: int | None, samples: int | None, notes:
 def _stored(path: Path, parse: Callable[[Any], T], *, what: str, notes: list[str]) -> T | None:
     """What `parse` makes of a JSON file beside the scores; None, with a note, if it is damaged."""
     try:
-        return parse(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        return parse(json.loads(read_bounded(path)))
+    except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         notes.append(f"{what} cannot be read ({error!r}).")
         return None
 
 
 def _image(folder: Path, name: object) -> Path:
-    """An image beside the examples. The report contains it, and results may come from others."""
-    return path_below(folder, name, what="An example's image")
+    """An image beside the examples. The report contains it, and results may come from others.
+
+    Raises:
+        UserError: It is outside of the folder, also by a link.
+    """
+    path = path_below(folder, name, what="An example's image")
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise UserError(f"{path} is a link to a file outside of the folder")
+    return path
 
 
 def _examples(folder: Path, notes: list[str]) -> list[dict[str, Any]]:

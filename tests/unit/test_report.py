@@ -208,10 +208,13 @@ def test_the_same_run_gives_the_same_bytes(run: Path, tmp_path: Path) -> None:
 def test_missing_inputs_are_listed_and_not_invented(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    (folder / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "samples": 8, "loss": 2.0}\n{"kind": "tra')
+    (folder / "metrics.jsonl").write_text(
+        '{"kind": "train", "step": 1, "samples": 8, "loss": 2.0}\n{"kind": "train", "step": 1e999, "samples": 8}\n'
+        '{"kind": "train", "step": "2", "samples": "16"}\n{"kind": "validation", "step": "2"}\n{"kind": "tra'
+    )
     read = read_run(folder)
     notes = " ".join(read.notes)
-    for missing in ("No configuration", "No ingestion", "1 of 2 lines"):
+    for missing in ("No configuration", "No ingestion", "2 of 5 lines"):
         assert missing in notes
     html = write_report([folder]).read_text()
     assert "No checkpoint has been evaluated" in html
@@ -249,9 +252,15 @@ def test_scores_of_other_weights_are_skipped_and_listed(run: Path) -> None:
 
 
 def test_damaged_results_are_skipped_and_listed(run: Path) -> None:
-    (run / "evaluation" / "step-00000100" / "scenes-shape.json").write_text('{"task": "scenes/sh')
+    folder, secret = run / "evaluation" / "step-00000100", run.parent / "secret"
+    secret.write_text("of the reader")
+    (folder / "scenes-shape.json").write_text('{"task": "scenes/sh')
+    picture = folder / "scenes-retrieval.examples" / "0.jpg"
+    picture.unlink()
+    picture.symlink_to(secret)
     read = read_run(run)
-    assert any("scenes-shape.json" in note for note in read.notes)
+    for damaged in ("scenes-shape.json", "0.jpg is a link to a file outside of the folder"):
+        assert any(damaged in note for note in read.notes)
     assert read.latest is not None
     assert [score.task for score in read.latest.scores] == ["scenes/colour", "scenes/retrieval"]
 

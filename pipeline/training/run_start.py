@@ -223,6 +223,11 @@ def find_start(
     started = in_new_steps(checkpoint, run, allowed=new_batch_size) if checkpoint else None
     if started is not None:
         check_continuation(started, run)
+        if origin is not None and resume != "latest" and started.step == run.total_steps:
+            raise UserError(
+                f"{resume} is at step {started.step} of {run.total_steps} of this run: there is nothing to train, and "
+                f"{folder} would get no checkpoint. Give more samples (samples = {run.samples})."
+            )
     elif resume == "latest":
         places = [str(folder / FOLDER_NAME), *filter(None, (fallback, mirror))]
         on_event(f"--resume latest found no checkpoint in {', '.join(places)}: the run starts anew.")

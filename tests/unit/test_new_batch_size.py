@@ -64,6 +64,8 @@ def test_a_run_continues_with_another_batch_size_in_a_new_folder(base: Path) -> 
         train_here(*new, resume=checkpoint)
     with pytest.raises(UserError, match="choose another output, with --resume"):
         train_here(*given, "batch_size=16", resume=checkpoint, new_batch_size=True)
+    with pytest.raises(UserError, match="is at step 8 of 8 of this run: there is nothing to train"):
+        train_here(*new, resume=str(base / "first" / "checkpoints" / "step-00000016"), new_batch_size=True)
     train_here(*new, resume=checkpoint, new_batch_size=True)
     (message,) = [r["message"] for r in metrics(base / "second", "event") if "New batch size" in r["message"]]
     assert "8 -> 16" in message

@@ -180,8 +180,8 @@ import torch
 from pipeline.data.loading.decode import normalize
 from pipeline.model.towers import ModelConfig, build_towers
 
-towers, arch = build_towers(ModelConfig(arch=sys.argv[1], image_size=64), seed=0)
-image = torch.randint(0, 256, (4, 64, 64, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
+towers, arch = build_towers(ModelConfig(arch=sys.argv[1]), seed=0)
+image = torch.randint(0, 256, (1, arch.image_size, arch.image_size, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
 image = normalize(image, mean=arch.mean, std=arch.std, memory_format=towers.image_format)
 for _ in range(2):
     towers.encode_image(image)[:, 0].sum().backward()
@@ -191,7 +191,10 @@ assert all(p.grad.isfinite().all() for p in towers.clip.visual.parameters())
 
 @pytest.mark.parametrize("arch", ["MobileCLIP-S1", "MobileCLIP2-S0"])
 def test_towers_with_strided_pointwise_convolutions_train_on_cpus(arch: str) -> None:
-    """Regression test: torch's backward pass of these, with images in channels last, ended the process (SIGSEGV)."""
+    """Regression test: torch's backward pass of these, with images in channels last, ended the process (SIGSEGV).
+
+    At 256 pixels it always did, at 64 rarely.
+    """
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", TRAINED, arch], cwd=ROOT, check=False)
     assert done.returncode == 0
 

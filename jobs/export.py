@@ -63,9 +63,15 @@ def command(
         chosen = choose_checkpoint(Path(model), best=best)
         model_of(chosen, average=average)  # checked before the card is written
         scale, bias = logit_parameters(chosen.path)
-        card = model_card(
-            chosen, scale=scale, bias=bias, programs=programs, form=form, licence=licence, average=average
-        )
+        try:
+            card = model_card(
+                chosen, scale=scale, bias=bias, programs=programs, form=form, licence=licence, average=average
+            )
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"{chosen.path / META_NAME} lacks settings of a run that the model card needs ({error!r}): it is "
+                "forged, or of another version."
+            ) from error
     else:
         architecture = load_for_evaluation(model).architecture
         card = foreign_card(model, architecture=architecture, form=form, licence=licence)

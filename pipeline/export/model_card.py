@@ -220,9 +220,9 @@ def _metrics(path: Path, *, step: int) -> list[tuple[str, str]]:
     """The figures of the last training record up to `step`."""
     last: Mapping[str, Any] = {}
     for record in read_records(path):
-        if record.get("kind") == "train" and record["step"] <= step:
+        if record.get("kind") == "train" and isinstance(at := record.get("step"), int) and at <= step:
             last = record
-    return [(name, f"{last[name]:.6g}") for name in SHOWN_METRICS if name in last]
+    return [(name, f"{last[name]:.6g}") for name in SHOWN_METRICS if isinstance(last.get(name), int | float)]
 
 
 def _evaluation(run: Path, checkpoint: Checkpoint, *, average: bool) -> str:

@@ -57,7 +57,8 @@ def write_run(folder: Path, *, bias: float | None, arch: str | None = None, toke
                          rows={}, logit=(SCALE, bias), facts=facts))  # fmt: skip
     writer.wait()
     record = {"kind": "train", "step": 10, "loss": 1.25, "tau": 0.0388}
-    (folder / "metrics.jsonl").write_text(json.dumps(record) + "\n" + json.dumps({**record, "step": 11, "loss": 9}))
+    others = ({"kind": "train", "step": "x"}, {**record, "step": 11, "loss": 9})
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, (record, *others))))
     scores = folder / "evaluation" / "step-00000010"
     scores.mkdir(parents=True)
     score = {"task": "scenes/colour", "name": "scenes/colour", "protocol": "classification", "main_metric": "acc1",
@@ -149,6 +150,11 @@ def test_invalid_sources_and_outputs_are_refused(run: Path, tmp_path: Path) -> N
     (tmp_path / "file").write_text("x")
     with pytest.raises(UserError, match="not empty"):
         export(chosen, tmp_path, card="")
+    forged = tmp_path / chosen.path.name
+    shutil.copytree(chosen.path, forged)
+    write_meta(forged, {**chosen.meta, "config": {"batch_size": 8}})
+    result = CliRunner().invoke(command, [str(forged), str(tmp_path / "out")])
+    assert "lacks settings of a run that the model card needs (KeyError('objective'))" in str(result.exception)
 
 
 def test_the_current_folder_and_a_link_to_a_folder_can_be_exported_to(

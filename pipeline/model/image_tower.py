@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from open_clip.transformer import LayerNorm, ResidualAttentionBlock, VisionTransformer
+from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 
 from pipeline.distributed.world import World, joined_world
@@ -150,6 +151,15 @@ class Fp32BatchNorm2d(nn.BatchNorm2d):
         )
 
 
+class Fp32BatchNormAct2d(Fp32BatchNorm2d, BatchNormAct2d):
+    """The same for timm's batch norm with an activation, which MobileCLIP and timm's ResNets have."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, C, H, W]."""
+        activated: Tensor = self.act(self.drop(super().forward(x)))
+        return activated
+
+
 class SyncFp32BatchNorm2d(Fp32BatchNorm2d):
     """`Fp32BatchNorm2d` with statistics over all ranks' rows, on any device (torch's `SyncBatchNorm` needs CUDA).
 
@@ -205,13 +215,14 @@ class _Synchronised(torch.autograd.Function):
 
 
 def use_fp32_batch_norms(model: nn.Module, *, synchronised: bool = False) -> None:
-    """Replace every plain `nn.BatchNorm2d` of a model by an `Fp32BatchNorm2d` or, if `synchronised`, its subclass.
+    """Replace every `nn.BatchNorm2d` of a model, torch's and timm's, by one in fp32 or, if `synchronised`, over ranks.
 
     Raises:
         UserError: `synchronised`, and the model has batch norms of another class.
     """
     kind = SyncFp32BatchNorm2d if synchronised else Fp32BatchNorm2d
-    replace_modules(model, {module: kind for module in model.modules() if type(module) is nn.BatchNorm2d})
+    kinds = {nn.BatchNorm2d: kind, BatchNormAct2d: Fp32BatchNormAct2d}
+    replace_modules(model, {module: kinds[type(module)] for module in model.modules() if type(module) in kinds})
     for name, module in model.named_modules():
         if synchronised and isinstance(module, nn.modules.batchnorm._BatchNorm) and type(module) is not kind:
             raise UserError(

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from timm.layers import BatchNormAct2d
 from torch import nn
 
 from pipeline.model.image_tower import Fp32BatchNorm2d, use_fp32_batch_norms
@@ -57,6 +58,23 @@ def test_bf16_weights_keep_fp32_statistics_and_get_gradients() -> None:
     out.float().square().sum().backward()
     assert ours.weight.grad is not None
     assert ours.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_timms_batch_norm_with_an_activation_trains_in_bf16(training: bool) -> None:
+    """Regression test: it was left as it is, and MobileCLIP could not be trained in bf16."""
+    torch.manual_seed(0)
+    plain = BatchNormAct2d(5)
+    nn.init.normal_(plain.weight)
+    ours = nn.Sequential(copy.deepcopy(plain)).train(training)
+    plain.train(training)
+    use_fp32_batch_norms(ours)
+    x = torch.randn(6, 5, 3, 3)
+    assert torch.equal(ours(x), plain(x))
+    assert equal(ours[0].state_dict(), plain.state_dict())
+    for parameter in ours.parameters():
+        parameter.data = parameter.data.bfloat16()
+    torch.testing.assert_close(ours(x.bfloat16()).float(), plain(x), atol=0.05, rtol=0.05)
 
 
 def test_frozen_statistics_normalise_by_the_batch_and_keep_the_state() -> None:

@@ -122,9 +122,11 @@ def read_ends(folder: Path) -> list[ExitRecord]:
 
 def _read_fatal(path: Path) -> ExitRecord | None:
     """The end of a rank by a fatal signal; None while there was none."""
+    from pipeline.files import read_bounded  # as above
+
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            who, what = file.readline().split(), file.readline().strip()
+        first, second = read_bounded(path).decode(errors="replace").splitlines()[:2]
+        who, what = first.split(), second.strip()
         if not what.startswith(FATAL):
             return None
         number = FATAL_SIGNALS.get(what.removeprefix(FATAL), signal.SIGABRT)

@@ -262,6 +262,8 @@ def logit_parameters(folder: Path) -> tuple[float, float | None]:
 
     with safe_open(folder / WEIGHTS_NAME, framework="pt") as file:
         names = set(file.keys())
+        if "logit_scale" not in names:
+            raise UserError(f"{folder / WEIGHTS_NAME} has no logit_scale: it is not the model of a checkpoint.")
         scale = float(file.get_tensor("logit_scale").exp())
         bias = float(file.get_tensor("logit_bias")) if "logit_bias" in names else None
     return scale, bias

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.errors import UserError, explain_memory_error, need_addresses
+from pipeline.errors import UserError, explain_file_error, explain_memory_error, need_addresses
 from pipeline.files import UMASK, read_bounded, sha256_of
 from pipeline.model.architectures import (
     Architecture,
@@ -100,11 +100,21 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Read a safetensors file."""
+    """Read a safetensors file.
+
+    Raises:
+        UserError: It is forged or damaged.
+    """
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     need_addresses(2 * path.stat().st_size)  # the library and torch map it once each
-    return load_file(path)
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        if explain_file_error(error):
+            raise
+        raise UserError(f"{path} is not a safetensors file: {error}.") from error
 
 
 def allow_by_umask(*paths: Path) -> None:

@@ -13,13 +13,13 @@ from typing import Any
 
 from pipeline.checkpoint.layout import fallback_runs
 from pipeline.checkpoint.reader import damage
-from pipeline.config import flatten, read_yaml
+from pipeline.config import flatten, parse_yaml
 from pipeline.distributed.exit_record import EXIT_STALLED, ExitRecord, read_ends
 from pipeline.distributed.exit_record import FOLDER_NAME as HEARTBEATS
 from pipeline.distributed.heartbeat import Beat, read_beat
 from pipeline.distributed.signals import EXIT_PREEMPTED
 from pipeline.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
-from pipeline.files import lock_holder
+from pipeline.files import lock_holder, read_bounded
 from pipeline.planning.node_checks import DoctorFinding
 from pipeline.run_files import (
     FOLDER_NAME,
@@ -138,8 +138,9 @@ def read_evidence(run: Path, *, verify: bool = True) -> Evidence:
     if not (run / RUN_CONFIG_NAME).is_file() and not (run / FOLDER_NAME).is_dir() and not (run / LOCK_NAME).is_file():
         raise UserError(f"{run} is not the folder of a run: it has no {RUN_CONFIG_NAME} and no {FOLDER_NAME}/.")
     config: dict[str, Any] = {}
-    with suppress(UserError, ValueError):
-        config = read_yaml(run / RUN_CONFIG_NAME)
+    with suppress(OSError, ValueError):
+        tree = parse_yaml(read_bounded(run / RUN_CONFIG_NAME).decode())
+        config = tree if isinstance(tree, dict) else {}
     records = read_records(run / METRICS_NAME)
     steps = [record.get("step") for record in records if record.get("kind") == "train"]
     messages = [str(record["message"]) for record in records if record.get("kind") == "event" and "message" in record]

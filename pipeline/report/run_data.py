@@ -194,7 +194,7 @@ def _read_manifests(folder: Path, config: Mapping[str, Any], notes: list[str]) -
         return ()
     manifests = []
     for source in [sources] if isinstance(sources, str) else sources:
-        given = str(source["manifest"]) if isinstance(source, Mapping) else str(source)
+        given = str(source.get("manifest")) if isinstance(source, Mapping) else str(source)
         places = [Path(given), _started_in(folder, config) / given, folder / given]
         try:
             place = next((place for place in places if place.exists()), places[0])

@@ -186,6 +186,7 @@ def test_resume_with_another_order_is_refused(folder: Path, second: Path, caplog
     for before, after, change, message in [
         ({}, {"streams": 2}, {}, r"data.streams was 4, now 2"),
         ({}, {}, {"proof": "0" * 16}, "computes another order"),
+        ({}, {}, {"batch": 2**52}, "computes another order"),
         (
             {"sources": halved},
             {"sources": [str(folder), str(second)]},

@@ -220,7 +220,8 @@ def check_place(state: Mapping[str, Any], order: Order) -> Position:
             "a new run."
         )
     position = Position(epoch=state["epoch"], batch=state["batch"])
-    if _proof(order, position, range(order.layout.streams)) != state["proof"]:
+    is_past = position.batch > order.layout.steps
+    if is_past or _proof(order, position, range(order.layout.streams)) != state["proof"]:
         raise UserError(ANOTHER_ORDER.format(batch=position.batch - 1, epoch=position.epoch))
     return position
 
@@ -243,7 +244,8 @@ def with_batch_size(state: Mapping[str, Any], dataset: StreamDataset) -> tuple[d
         return {**state, "order": order}, 0  # other streams: `restore_position` refuses the state with the reason
     old = replace(dataset.order, layout=replace(layout, global_batch=before))
     everywhere = range(layout.streams)
-    if _proof(old, Position(epoch=state["epoch"], batch=state["batch"]), everywhere) != state["proof"]:
+    is_past = state["batch"] > old.layout.steps
+    if is_past or _proof(old, Position(epoch=state["epoch"], batch=state["batch"]), everywhere) != state["proof"]:
         raise UserError(ANOTHER_ORDER.format(batch=state["batch"] - 1, epoch=state["epoch"]))
     turn = state["batch"] * old.layout.rows
     batch = min(-(-turn // layout.rows), layout.steps)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from data_prep.dataset.commit import recover
 from data_prep.dataset.dataset_folder import Folder, ShardRecord
+from data_prep.dataset.journal import Journal
+from data_prep.dataset.locks import exclusive_lock, part_lock, shared_lock, worker_lock
 from data_prep.dataset.manifest_writer import changes, rules_of, write_manifest
-from data_prep.dataset.removal import locked
-from data_prep.dataset.sessions import Journal, exclusive_lock, part_lock, shared_lock, worker_lock
-from data_prep.dataset.shard_commit import recover
 from data_prep.dataset.shard_plan import Plan, check_parts, load_plan, make_plan, write_plan
 from data_prep.fetching import source_checks
 from data_prep.fetching.supervisor import Progress, fetch
@@ -56,9 +57,7 @@ def download(
     config, plan = prepare(config, on_note=on_note)
     folder = Folder(Path(config.output), config.fetch.worker)
     own_shards = range(config.fetch.worker, plan.shards, config.fetch.workers)
-    if folder.pending_removal.exists():
-        with locked(folder):
-            on_note("A removal that had been interrupted was finished first.")
+    pending = folder.pending_removal.exists()
     with (
         shared_lock(folder, config.fetch.workers),
         worker_lock(folder),
@@ -69,6 +68,8 @@ def download(
             journal.beat()
             on_progress(progress)
 
+        if pending:
+            on_note("A removal that had been interrupted was finished first.")
         recover(folder, own_shards)
         check_parts(folder, own_shards)
         write_text(folder.config, dump(config), durable=True)
@@ -90,7 +91,7 @@ def _completed(config: DownloadConfig, folder: Folder, plan: Plan) -> Manifest:
             f"This worker's part is done, but {left:,} of {plan.shards:,} shards are unfinished, those of the other "
             f"{config.fetch.workers - 1}. The last worker to finish writes the manifest."
         )
-    with part_lock(folder, "manifest", wait=True):
+    with part_lock(folder, "manifest"):
         return write_manifest(folder, plan)
 
 
@@ -112,7 +113,7 @@ def prepare(
     config = replace(config, source=source, output=str(folder.root))
     source_checks.check_blur(config)
     several = config.fetch.workers > 1
-    with folder.made(), part_lock(folder, "plan", wait=several):
+    with folder.made(), part_lock(folder, "plan", seconds=math.inf if several else 0):
         is_new = not plan_path.exists()
         if is_new:
             for note in [*source_checks.check_source(config), *source_checks.check_hashes(config)]:

@@ -6,7 +6,6 @@ to skip, stand only before members whose name or size needs them.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,7 +13,6 @@ from pathlib import Path
 
 from pipeline.data.shards.tar_reader import FORMAT_SUFFIXES, DamagedTar, members, split_name
 from pipeline.errors import UserError
-from pipeline.files import replacing
 
 
 def samples(path: str | Path) -> Iterator[tuple[str, dict[str, bytes]]]:
@@ -48,24 +46,10 @@ def picture(parts: Mapping[str, bytes]) -> bytes:
     return next((payload for name, payload in parts.items() if name.lower() in FORMAT_SUFFIXES), b"")
 
 
-def write(path: Path, members: Iterable[tuple[str, bytes]]) -> tuple[int, str]:
-    """Write a canonical tar of sorted `(name, payload)` to a temporary file and rename it to `path`.
-
-    Returns:
-        The size in bytes, and the SHA-256.
-    """
-    with replacing(path, durable=True) as temporary:
-        return write_to(temporary, members)
-
-
-def write_to(path: Path, members: Iterable[tuple[str, bytes]]) -> tuple[int, str]:
-    """As `write`, directly to the path."""
-    digest = hashlib.sha256()
+def write(path: Path, members: Iterable[tuple[str, bytes]]) -> None:
+    """Write a canonical tar of sorted `(name, payload)`."""
     with path.open("wb") as file:
-        for data in _archive(members):
-            file.write(data)
-            digest.update(data)
-        return file.tell(), digest.hexdigest()
+        file.writelines(_archive(members))
 
 
 def _archive(members: Iterable[tuple[str, bytes]]) -> Iterator[bytes]:

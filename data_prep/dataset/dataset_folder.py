@@ -6,12 +6,12 @@ shards/00000.tar        the samples
 index/                  where the members of each shard are, by its SHA-256
 meta/00000.parquet      one row per URL of that shard, with its outcome
 meta/00000.json         the shard's record; a shard without one is not finished
-meta/00000.commit       present while the files of a shard are replaced, see swap.py
+meta/00000.commit       present while the files of a shard are replaced, see commit.py
 plan/                   the URL list after subsetting, one row group per shard, and plan.json
 download.yaml           the settings, resolved
 sessions.jsonl          when and where each run took place; dates are kept here, not in the manifest
 removed.txt             uids, URLs, hashes or keys that are excluded permanently
-removal.pending         present while a removal replaces files, see swap.py
+removal.pending         present while a removal replaces files, see commit.py
 staging/                unfinished work; may be deleted when no process is running
 """
 
@@ -36,7 +36,7 @@ from data_prep.settings.download_config import DownloadConfig
 from data_prep.settings.source_config import HASH_KINDS
 from pipeline.config import parse, read_yaml, without_departed
 from pipeline.errors import UserError
-from pipeline.files import read_bounded, replacing, text_lines, write_text
+from pipeline.files import read_bounded, sha256_of, text_lines
 
 _HEX = re.compile(r"(?:[0-9a-fA-F]{32}|[0-9a-fA-F]{64}|[0-9a-fA-F]{128})")
 
@@ -54,7 +54,7 @@ class ShardRecord:
     sha256: str
     failures: Mapping[str, int]
     meta_sha256: str = ""
-    """SHA-256 of the meta file; empty for `neuclip pairs`."""
+    """SHA-256 of the meta file; empty in data sets that earlier versions of `neuclip pairs` made."""
     rules: str = ""
     """Digest of the settings that determine its samples, see `rules_of`; empty for `neuclip pairs`."""
     tools: Mapping[str, str] = field(default_factory=dict)
@@ -183,10 +183,6 @@ class Folder:
             raise UserError(f"{path} is damaged ({error}). {self.repair_hint}") from error
         return record
 
-    def write_record(self, record: ShardRecord) -> None:
-        """Write a record in one step."""
-        write_text(self.record(record.shard), record.text(), durable=True)
-
     def check_tars(self, shards: Iterable[int]) -> None:
         """Compare the tars of finished shards with their records, without reading them.
 
@@ -215,17 +211,6 @@ class Folder:
                 "that made this folder then makes it again."
             )
         return "Copy it again from its source; if its contents change, run `neuclip manifest --replace`."
-
-    def withdraw(self, shard: int) -> None:
-        """Delete a shard, its record first, so that it is fetched again.
-
-        Raises:
-            UserError: There is a folder in the place of a file.
-        """
-        if folders := [path for path in self.files(shard) if path.is_dir()]:
-            raise UserError(f"{folders[0]} is a folder in the place of a file: move it away by hand.")
-        for path in (self.commit(shard), *self.files(shard)):
-            path.unlink(missing_ok=True)
 
     def removed_names(self) -> frozenset[str]:
         """The uids, URLs, hashes and keys to exclude."""
@@ -256,25 +241,22 @@ def read_meta(folder: Folder, shard: int, columns: list[str] | None = None) -> A
     """Read the meta file of a shard, or those of the `columns` that it has, as a pyarrow Table.
 
     Raises:
-        UserError: The file is missing or damaged.
+        UserError: The file is missing or damaged, or another shard's.
     """
     path = folder.meta(shard)
     try:
+        recorded = folder.read_record(shard).meta_sha256
+        if recorded and (digest := sha256_of(path)) != recorded:
+            raise OSError(f"SHA-256 {digest[:16]}... instead of {recorded[:16]}...")
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             present = None if columns is None else [name for name in columns if name in file.schema_arrow.names]
             return file.read(columns=present)
     except (OSError, pa.ArrowException) as error:
-        raise UserError(f"{path} is missing or damaged ({error}). {folder.repair_hint}") from error
+        raise UserError(f"{path} is missing or differs from its record ({error}). {folder.repair_hint}") from error
 
 
 def write_meta(path: Path, table: Any) -> None:
-    """Write a pyarrow Table as a meta file, in one step."""
-    with replacing(path, durable=True) as temporary:
-        write_meta_to(temporary, table)
-
-
-def write_meta_to(path: Path, table: Any) -> None:
-    """As `write_meta`, directly to the path."""
+    """Write a pyarrow Table as a meta file."""
     pq.write_table(table, path, compression="zstd", write_page_checksum=True)
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from data_prep.dataset.dataset_folder import Folder
-from data_prep.dataset.sessions import REPORT, part_lock, read_sessions
+from data_prep.dataset.journal import read_sessions
+from data_prep.dataset.locks import REPORT, part_lock
 from data_prep.dataset.statistics import PARTS, SIDE_EDGES, WORD_EDGES, Census, Place, take_census
 from data_prep.reasons import is_transient, meaning_of
 from data_prep.settings.source_config import SourceConfig
@@ -59,7 +60,7 @@ def write_report(
     place = Path(output or folder.root)
     place.mkdir(parents=True, exist_ok=True)
     is_own = folder.is_download and place.resolve() == folder.root.resolve()  # else the data set may be read-only
-    with part_lock(folder, REPORT, wait=True) if is_own else nullcontext():
+    with part_lock(folder, REPORT) if is_own else nullcontext():
         for name in (REPORT_NAME, DATASHEET_NAME) if folder.is_download else (REPORT_NAME,):
             write_text(place / name, render(f"{name}.j2", facts, folder=TEMPLATES), durable=True)
     return place / REPORT_NAME

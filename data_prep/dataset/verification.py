@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import numpy as np
 from data_prep.dataset import canonical_tar
 from data_prep.dataset.dataset_folder import Folder, ShardRecord, load_config, read_lines, read_meta
 from data_prep.dataset.ingest_report import REPORT_NAME
+from data_prep.dataset.locks import exclusive_lock
 from data_prep.dataset.manifest_writer import (
     changes,
     check_local,
@@ -26,9 +26,7 @@ from data_prep.dataset.manifest_writer import (
     manifest_of_records,
     rules_of,
 )
-from data_prep.dataset.published_shard import check_keys_of
-from data_prep.dataset.removal import locked
-from data_prep.dataset.shard_commit import difference
+from data_prep.dataset.shard_files import difference, withdraw
 from data_prep.dataset.shard_plan import PLAN_NAME, Plan, check_list, load_plan
 from pipeline.config import to_tree
 from pipeline.data.shards.manifest_format import MANIFEST_NAME, Manifest, Shard, load_manifest
@@ -88,9 +86,9 @@ def inspect(root: str | Path, *, decode: int = 16, allow_outside: bool = False) 
         check_local(manifest or stated)
     else:
         manifest = stated = local_manifest(root, allow_outside=allow_outside)
+        problems += _check_records(folder, None) if folder.is_converted else []
     for shard in stated.shards:
-        found = list(_check_shard(stated, shard, folder if is_own else None, decode=decode))
-        problems.extend(found or (_check_converted(folder, stated, shard) if folder.is_converted else ()))
+        problems += _check_shard(stated, shard, folder if is_own else None, decode=decode)
     listed = {shard.name for shard in (manifest or stated).shards} | {shard.name for shard in stated.shards}
     others = (name for name in list_shards(folder.root) if name not in listed)
     problems.extend(Problem(name, UNLISTED, "it is not in the manifest") for name in others)
@@ -117,9 +115,9 @@ def delete_damaged(root: str | Path, problems: Iterable[Problem]) -> list[str]:
     at_fault = [problem.shard for problem in problems if problem.kind != UNLISTED]
     indexes = [problem.shard for problem in problems if problem.kind == INDEX]
     numbers = sorted({number for name in at_fault if (number := folder.number_of(name)) is not None})
-    with locked(folder):
+    with exclusive_lock(folder):
         for number in numbers:
-            folder.withdraw(number)
+            withdraw(folder, number)
         if is_plan := folder.is_download and f"plan/{PLAN_NAME}" in at_fault:
             for path in (folder.plan / PLAN_NAME, *folder.plan.glob("part-*.parquet")):
                 path.unlink(missing_ok=True)
@@ -216,11 +214,8 @@ def _check_meta(folder: Folder, plan: Plan | None, record: ShardRecord) -> str:
     """Problems of a shard's meta file, compared with its record and the plan."""
     try:
         reasons = read_meta(folder, record.shard, ["reason"]).column("reason").to_pylist()
-        digest = sha256_of(folder.meta(record.shard))
-    except (UserError, OSError, UnicodeDecodeError, KeyError) as error:
+    except (UserError, UnicodeDecodeError, KeyError) as error:
         return str(error)
-    if digest != record.meta_sha256:
-        return f"its SHA-256 is {digest[:16]}... instead of {record.meta_sha256[:16]}..."
     rows = record.rows if plan is None else plan.rows_of(record.shard)
     if len(reasons) != rows or Counter(filter(None, reasons)) != Counter(record.failures):
         return "it does not agree with the shard's record"
@@ -278,13 +273,6 @@ def _check_index(manifest: Manifest, path: Path, shard: Shard) -> Iterator[Probl
         if index.exists() and (members is None or not np.array_equal(members, scan_members(path))):
             detail = f"it is not that of {shard.name}: delete it, which makes reading the shard a little slower"
             yield Problem(f"{INDEX_FOLDER}/{index.name}", INDEX, detail)
-
-
-def _check_converted(folder: Folder, manifest: Manifest, shard: Shard) -> Iterator[Problem]:
-    try:
-        check_keys_of(folder, shard.name, {key for key, _ in islice(canonical_tar.samples(manifest.url(shard)), 1)})
-    except UserError as error:
-        yield Problem(f"meta/{Path(shard.name).stem}.parquet", "damaged", str(error))
 
 
 def _check_samples(

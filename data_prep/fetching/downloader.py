@@ -27,8 +27,8 @@ from img2dataset.downloader import Downloader
 
 from data_prep import reasons
 from data_prep.dataset.dataset_folder import Folder, key_of, names_of
-from data_prep.dataset.published_shard import Rows, settled_rows
-from data_prep.dataset.sessions import engine_lock
+from data_prep.dataset.locks import engine_lock
+from data_prep.dataset.shard_files import Rows, settled_rows
 from data_prep.dataset.shard_plan import Plan, load_plan, read_shard
 from data_prep.fetching.decoder import Decoder
 from data_prep.fetching.monitor import REFUSED

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from data_prep import reasons
+from data_prep.dataset import canonical_tar
 from data_prep.dataset.dataset_folder import Folder, ShardRecord, key_of, names_of
 from data_prep.dataset.manifest_writer import tool_versions
-from data_prep.dataset.published_shard import published_samples
-from data_prep.dataset.shard_commit import STORED_HASH, TRANSPARENT, facts_text, publish
+from data_prep.dataset.shard_files import STORED_HASH, TRANSPARENT, facts_text, publish
 from data_prep.dataset.shard_plan import Plan
 from data_prep.fetching.served_image import extension
 from data_prep.settings.source_config import HASH_KINDS
@@ -162,7 +162,8 @@ class ShardWriter:
         """All samples in order: the new ones, and the `old` ones of the tar that will be replaced."""
         samples: Iterable[tuple[int, dict[str, bytes]]] = ((n, self._spooled(n)) for n in sorted(self._index))
         if old:
-            kept = published_samples(self._folder, self._shard, {number: self._meta[number] for number in old})
+            published = canonical_tar.samples(self._folder.tar(self._shard))
+            kept = ((int(key), parts) for key, parts in published if int(key) in old)
             samples = heapq.merge(samples, kept, key=lambda item: item[0])
         for number, parts in samples:
             self._stored += 1

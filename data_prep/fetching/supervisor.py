@@ -9,12 +9,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from data_prep.dataset.commit import recover
 from data_prep.dataset.dataset_folder import Folder
-from data_prep.dataset.shard_commit import recover
+from data_prep.dataset.shard_files import withdraw
 from data_prep.fetching.monitor import REFUSED, Counts, Monitor, SuccessWindow
 from data_prep.settings.download_config import DownloadConfig
 from pipeline.config import to_tree
@@ -177,7 +178,7 @@ def _pause(engine: FetchEngine, monitor: Monitor, reason: str, *, suspect_from: 
     monitor.poll()
     suspect = [shard for shard, attempted in monitor.finished if attempted >= suspect_from]
     for shard in suspect:
-        folder.withdraw(shard)
+        withdraw(folder, shard)
     discard_unfinished(folder, monitor.waiting)
     return (
         f"Paused: {reason}. Check the network, the name server and whether the hosts have banned this address. "
@@ -232,7 +233,7 @@ class FetchEngine:
         self.stop()
 
 
-def discard_unfinished(folder: Folder, shards: Iterable[int]) -> None:
+def discard_unfinished(folder: Folder, shards: Collection[int]) -> None:
     """Finish what a dead engine has committed, and remove what it has left unfinished."""
     recover(folder, shards)
     for pattern in ("*.live", "*.spool", "*.arrow", "*_stats.json", f"*{REFUSED}", LEFTOVERS):

@@ -21,6 +21,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from data_prep.dataset.commit import Commit
 from data_prep.dataset.dataset_folder import (
     Folder,
     ShardRecord,
@@ -30,20 +31,18 @@ from data_prep.dataset.dataset_folder import (
     stored_text,
     tar_name,
     total_failures,
-    write_meta,
 )
+from data_prep.dataset.locks import exclusive_lock
 from data_prep.dataset.manifest_writer import entries_of
-from data_prep.dataset.removal import PART, finish_removals, names_of_sample
-from data_prep.dataset.sessions import part_lock
-from data_prep.dataset.swap import discard
+from data_prep.dataset.removal import names_of_sample
+from data_prep.dataset.shard_files import stage
 from data_prep.pairs.find_source import is_hub, open_source
 from data_prep.pairs.listing import Listing, PairRow, PairSource, write_listing
 from data_prep.pairs.pair import ImageOptions, SourceOptions, convert
 from data_prep.reasons import REMOVED, FetchError
 from pipeline.data.shards.manifest_format import Manifest, make_manifest
-from pipeline.data.shards.shard_index import write_index
 from pipeline.errors import UserError
-from pipeline.files import flush, replacing, sha256_of, write_text
+from pipeline.files import replacing, write_text
 from pipeline.versions import version_of
 
 DROPPED_NAME = "dropped.tsv"
@@ -105,8 +104,7 @@ def make_shards(
     """
     folder = Folder(config.output)
     _check_output(config, folder)
-    with folder.made(), part_lock(folder, PART), _scratch(folder.plan / "work") as work:
-        finish_removals(folder)
+    with folder.made(), exclusive_lock(folder), _scratch(folder.plan / "work") as work:
         folder.check_tars(folder.finished())
         _check_plan(config, folder)
         source = open_source(config.source, config.options, work)
@@ -120,7 +118,6 @@ def make_shards(
         about = (source.about, listing.digest, asdict(config.image), shard_size)
         plan = hashlib.sha256(repr(about).encode()).hexdigest()
         missing = sorted(set(range(-(-listing.rows // shard_size))) - set(folder.finished()))
-        discard(path for shard in missing for path in folder.files(shard))  # of a killed conversion
         job = _Job(source.read, listing, folder, plan, shard_size, config.image)
         converted = sum(job.rows_of(shard) for shard in missing)
         done = listing.rows - converted
@@ -234,41 +231,32 @@ def _convert_all(job: _Job, shards: list[int], processes: int) -> Iterator[int]:
 
 
 def write_shard(job: _Job, shard: int) -> int:
-    """Write one shard: the tar, the outcome of each row, and last the record, which marks the shard as finished.
+    """Write one shard: the tar, the outcome of each row, and the record, which marks the shard as finished.
 
     Returns:
         The number of rows.
     """
     from webdataset import TarWriter  # which imports torch
 
-    start = shard * job.shard_size
-    path = job.folder.tar(shard)
+    folder, start = job.folder, shard * job.shard_size
     rows: list[dict[str, Any]] = []
-    removed = job.folder.removed_names()
-    with replacing(path, durable=True) as temporary, temporary.open("wb") as file:
-        with TarWriter(file, user="", group="", mode=0o644, mtime=0, encoder=False, compress=False) as tar:
-            for number, pair in enumerate(job.listing.read(start, start + job.rows_of(shard)), start=start):
-                row, parts = _sample(number, pair, job)
-                if removed and parts and names_of_sample(tar_name(shard), row["key"], parts) & removed:
-                    row, parts = {**row, "status": "failed", "reason": REMOVED}, {}
-                rows.append(row)
-                if parts:
-                    tar.write({"__key__": row["key"], **parts})
-            size = tar.tarstream.offset + 2 * tarfile.BLOCKSIZE
-        file.truncate(size)  # tarfile adds zeros up to 10,240 bytes; `canonical_tar` does not
-    failures = Counter(row["reason"] for row in rows if row["reason"])
-    samples = len(rows) - failures.total()
-    digest = sha256_of(path) if samples else ""
-    if samples:
-        write_index(job.folder.root, path, sha256=digest)
-    else:
-        path.unlink()
-        size = 0
-    write_meta(job.folder.meta(shard), pa.Table.from_pylist(rows, schema=_META))
-    # The names of both must be on the disk before the record refers to them.
-    flush(path.parent)
-    flush(job.folder.meta(shard).parent)
-    job.folder.write_record(ShardRecord(shard, job.plan, len(rows), samples, size, digest, failures))
+    removed = folder.removed_names()
+    with Commit(folder.root, folder.commit(shard)) as commit:
+        with commit.new(folder.tar(shard)).open("wb") as file:
+            with TarWriter(file, user="", group="", mode=0o644, mtime=0, encoder=False, compress=False) as tar:
+                for number, pair in enumerate(job.listing.read(start, start + job.rows_of(shard)), start=start):
+                    row, parts = _sample(number, pair, job)
+                    if removed and parts and names_of_sample(tar_name(shard), row["key"], parts) & removed:
+                        row, parts = {**row, "status": "failed", "reason": REMOVED}, {}
+                    rows.append(row)
+                    if parts:
+                        tar.write({"__key__": row["key"], **parts})
+                size = tar.tarstream.offset + 2 * tarfile.BLOCKSIZE
+            file.truncate(size)  # tarfile adds zeros up to 10,240 bytes; `canonical_tar` does not
+        failures = Counter(row["reason"] for row in rows if row["reason"])
+        record = ShardRecord(shard, job.plan, len(rows), len(rows) - failures.total(), 0, "", failures)
+        stage(commit, folder, record, pa.Table.from_pylist(rows, schema=_META))
+        commit.finish()
     return len(rows)
 
 

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from data_prep.dataset import sessions
+from data_prep.dataset import journal
 from data_prep.dataset.dataset_folder import Folder
-from data_prep.dataset.sessions import Journal
+from data_prep.dataset.journal import Journal
 from data_prep.settings.download_config import FetchConfig
 from pipeline.errors import UserError
 
@@ -24,7 +24,7 @@ def lines(folder: Folder) -> list[dict]:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The clock that `journal` reads, in seconds."""
     now = [1000.0]
-    monkeypatch.setattr(sessions, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep))
+    monkeypatch.setattr(journal, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep))
     return now
 
 

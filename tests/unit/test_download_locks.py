@@ -16,10 +16,11 @@ from typing import IO
 
 import pytest
 
-from data_prep.dataset import sessions, shard_commit
+from data_prep.dataset import locks
+from data_prep.dataset.commit import recover
 from data_prep.dataset.dataset_folder import Folder, load_config
+from data_prep.dataset.locks import engine_lock, exclusive_lock, part_lock, shared_lock, worker_lock
 from data_prep.dataset.removal import remove
-from data_prep.dataset.sessions import engine_lock, exclusive_lock, part_lock, shared_lock, worker_lock
 from data_prep.dataset.shard_plan import load_plan, read_shard
 from data_prep.dataset.verification import delete_damaged
 from data_prep.fetching import shard_writer
@@ -71,22 +72,25 @@ def test_publishing_a_shard_is_progress(made: DownloadConfig, tmp_path: Path, mo
 
 def test_leftovers_of_killed_commands_are_removed_and_other_files_are_not(copied: Path) -> None:
     folder, token = Folder(copied), "0" * 32
-    left = [copied / f".datasheet.md.{token}.tmp", copied / f"plan/.plan.json.{token}.tmp"]
-    of_shards = [copied / f"shards/.00001.tar.{token}.tmp", copied / f"meta/.00001.json.{token}.tmp"]
-    mine = [copied / ".mine.tmp", copied / "shards/00001.tar.new", copied / f"shards/.mine.{token}.tmp"]
-    for path in (*left, *of_shards, *mine):
-        path.write_text("half")
-    folder.commit(1).write_text("{")  # damaged: the published shard remains in effect
+    of_folder = [copied / f".datasheet.md.{token}.tmp", copied / f"plan/.plan.json.{token}.tmp"]
+    of_shards = [copied / f"shards/.00001.tar.{token}.tmp", copied / f"meta/.00001.json.{token}.tmp", folder.commit(1)]
+    others, mine = copied / f"meta/.00007.json.{token}.tmp", [copied / ".mine.tmp", copied / "shards/00001.tar.new"]
+
+    def kill() -> None:
+        for path in (*of_folder, *of_shards, others, *mine):
+            path.write_text("half")  # the damaged note leaves the published shard in effect
+
+    kill()
     with shared_lock(folder):
-        assert not any(path.exists() for path in left)
-        left[0].write_text("being written by another worker")
+        assert not any(path.exists() for path in (*of_folder, *of_shards, others)), "nobody else is working"
+        kill()
         with shared_lock(folder):
-            assert left[0].exists()
-    shard_commit.recover(folder, range(4))
-    assert not any(path.exists() for path in (*of_shards, folder.commit(1)))
+            recover(folder, range(4))
+        assert not any(path.exists() for path in of_shards)
+        assert all(path.exists() for path in (*of_folder, others)), "another worker may be writing them"
     remove(copied, {"0000000020"})
-    assert not left[0].exists()
-    assert all(path.exists() for path in mine[:2])
+    assert not any(path.exists() for path in (*of_folder, others))
+    assert all(path.exists() for path in mine)
 
 
 def test_downloads_that_divide_the_shards_differently_cannot_run_together(copied: Path) -> None:
@@ -155,10 +159,10 @@ def test_a_command_waits_for_the_engine_of_a_killed_one(
     with ExitStack() as engine:
         engine.enter_context(engine_lock(folder))
         engine.enter_context(engine_lock(folder))  # a worker's
-        monkeypatch.setattr(sessions, "_PATIENCE", 0.1)
+        monkeypatch.setattr(locks, "_PATIENCE", 0.1)
         with pytest.raises(UserError, match="Another process is working"), lock(folder):
             pass
-        monkeypatch.setattr(sessions, "_PATIENCE", 60.0)
+        monkeypatch.setattr(locks, "_PATIENCE", 60.0)
         threading.Timer(0.2, engine.close).start()
         began = time.monotonic()
         with lock(folder):

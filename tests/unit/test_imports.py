@@ -194,7 +194,7 @@ def test_imports_inside_functions_are_found(tmp_path: Path) -> None:
         ("data_prep.ingest", "jobs.cli"),
         ("data_prep.dataset.removal", "data_prep.ingest"),
         ("data_prep.dataset.shard_plan", "data_prep.fetching.guard"),
-        ("data_prep.reasons", "data_prep.dataset.sessions"),
+        ("data_prep.reasons", "data_prep.dataset.locks"),
     ],
 )
 def test_a_forbidden_import_is_detected(name: str, other: str) -> None:

@@ -18,9 +18,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from data_prep.dataset import canonical_tar, removal, swap
+from data_prep.dataset import canonical_tar, commit
 from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.removal import remove
+from data_prep.dataset.shard_files import withdraw
 from data_prep.dataset.verification import verify
 from jobs.manifest import command as manifest_command
 from jobs.pairs import command as pairs_command
@@ -141,13 +142,13 @@ def test_a_removal_and_what_follows(build: Path, tmp_path: Path) -> None:
     if (root / "plan/pairs.json").exists():  # the same command again changes nothing
         convert(root)
         assert load_manifest(root).digest == after.digest
-        Folder(root).withdraw(0)
+        withdraw(Folder(root), 0)
         convert(root)
         assert load_manifest(root).digest == after.digest, "what was removed stays out of a shard that is made again"
         assert [reason for _, reason, _ in dropped(root)] == ["removed"] * 9
 
 
-STEPS = [(swap, "flush"), (swap, "write_text"), (canonical_tar, "write_to"), (os, "fsync"), (Path, "replace"),
+STEPS = [(commit, "flush"), (commit, "write_text"), (canonical_tar, "write"), (os, "fsync"), (Path, "replace"),
          (Path, "unlink")]  # fmt: skip
 
 
@@ -208,7 +209,7 @@ def test_a_removal_that_is_interrupted_anywhere_can_be_repeated(build: Path, act
 
 
 def test_what_is_still_there_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counts are those of the new shards, and other tars of the folder are read, too."""
+    """New shards are read again before they take effect, and so are other tars of the folder."""
     root, name = tmp_path / "data", "0000000001"
     behind_links(root)
     shutil.copy(root / "shards/00000.tar", root / "copy.tar")
@@ -219,9 +220,11 @@ def test_what_is_still_there_is_an_error(tmp_path: Path, monkeypatch: pytest.Mon
         remove(root, {name})
     (root / "copy.tar").unlink()
     assert remove(root, {name})[0].missing == ()
-    monkeypatch.setattr(swap, "finish", lambda root, note: note.unlink())
-    with pytest.raises(UserError, match=r"still there: shards/00001\.tar:0000000008"):
+    before, old = contents(root), (root / "shards/00001.tar").read_bytes()
+    monkeypatch.setattr(canonical_tar, "write", lambda path, members: path.write_bytes(old))
+    with pytest.raises(UserError, match=r"00001\.tar has other samples than .*nothing was changed"):
         remove(root, {"0000000008"})
+    assert contents(root) == before
 
 
 def with_repeated_keys(root: Path) -> None:
@@ -250,7 +253,11 @@ REFUSED: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "repeated keys": ("foreign", with_repeated_keys, r"00000\.tar has several samples with the key 'a'"),
     "another tar": ("foreign", with_another_tar, r"00000\.tar is missing or is not what the manifest .*nothing was"),
     "no tar": ("foreign", lambda root: (root / "shards/00000.tar").write_bytes(b"x"), r"00000\.tar"),
-    "another shard's meta file": ("of_pairs", with_meta_of_another, r"another shard's.* --delete-damaged"),
+    "another shard's meta file": (
+        "of_pairs",
+        with_meta_of_another,
+        r"00000\.parquet is missing.* --delete-damaged",
+    ),
     "another shard's files": ("of_pairs", lambda root: with_meta_of_another(root, "parquet", "json"), "damaged"),
     "a download's meta file": ("download", with_meta_of_another, r"00000\.parquet is missing or differs from"),
     "a download's tar": ("download", with_a_changed_digit, r"00000\.tar is missing or is not what .*--delete-damaged"),
@@ -309,9 +316,8 @@ def test_a_name_of_any_length_is_kept(tmp_path: Path) -> None:
 def test_an_unfinished_download_keeps_its_removals(copied: Path) -> None:
     folder = Folder(copied)
     for shard in (1, 2, 3):
-        folder.withdraw(shard)
+        withdraw(folder, shard)
     assert remove(copied, {"0000000001", "0000000020"})[1] is None
     assert folder.removed_names() == {"0000000001", "0000000020"}
     done, manifest = remove(copied, {f"{k:010d}" for k in range(SHARD)})
     assert (done.samples, manifest) == (SHARD - 1, None), "what is left is fetched later"
-    assert removal.finish_removals(folder) is False

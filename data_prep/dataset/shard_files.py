@@ -1,7 +1,4 @@
-"""Publishing a shard of a download, and comparing what is published with what was recorded.
-
-Every command that changes a download begins with `recover`.
-"""
+"""The files of a shard (tar, meta file, record): written together, read again, and compared with each other."""
 
 from __future__ import annotations
 
@@ -10,14 +7,14 @@ import json
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
+from data_prep import reasons
 from data_prep.dataset import canonical_tar
-from data_prep.dataset.dataset_folder import Folder, ShardRecord, write_meta_to
-from data_prep.dataset.swap import Swap, discard, finish
+from data_prep.dataset.commit import Commit
+from data_prep.dataset.dataset_folder import Folder, ShardRecord, read_meta, write_meta
 from data_prep.settings.source_config import HASH_KINDS
 from pipeline.data.shards.shard_index import write_index
 from pipeline.errors import UserError
@@ -31,46 +28,69 @@ _INT32 = ("width", "height", "original_width", "original_height")
 _TEXTS = ("url", "caption", "uid", "key", "status", "reason", "error", STORED_HASH, *HASH_KINDS)
 # Columns that are not stored in a sample's JSON.
 _NOT_IN_JSON = ("row", "status", "reason", "error", STORED_HASH, TRANSPARENT)
+Rows = dict[int, dict[str, Any]]
 
 
 def publish(
     folder: Folder, record: ShardRecord, members: Iterable[tuple[str, bytes]], rows: list[dict[str, Any]]
-) -> ShardRecord:
-    """Publish one shard: the tar's members, sorted by name, and the meta file's rows, in order.
-
-    Tar, meta file and record change together, see `swap`.
-
-    Returns:
-        The record as written, with sizes and digests of the files.
+) -> None:
+    """Publish one shard of a download: the tar's members, sorted by name, and the meta file's rows, in order.
 
     Raises:
         UserError: The members do not match the rows. Nothing was changed.
     """
-    shard, size, digest = record.shard, 0, ""
-    with Swap(folder.root, folder.commit(shard)) as swap:
-        if record.samples:
-            checked = _checked(folder, shard, members, rows)
-            size, digest = canonical_tar.write_to(swap.new(folder.tar(shard)), checked)
-        else:
-            swap.delete(folder.tar(shard))
-        meta_digest = _write_meta(swap.new(folder.meta(shard)), rows)
-        record = replace(record, bytes=size, sha256=digest, meta_sha256=meta_digest)
-        swap.new(folder.record(shard)).write_text(record.text(), encoding="utf-8")
-        swap.commit()
+    with Commit(folder.root, folder.commit(record.shard)) as commit:
+        checked = _checked(folder, record.shard, members, rows)
+        canonical_tar.write(commit.new(folder.tar(record.shard)), checked)
+        stage(commit, folder, record, _meta_table(rows))
+        commit.finish()
+
+
+def stage(commit: Commit, folder: Folder, record: ShardRecord, meta: pa.Table) -> ShardRecord:
+    """Add a shard to a commit, for which the caller has written the new tar; one without samples gets no tar.
+
+    Returns:
+        The record as written, with sizes and digests of the files.
+    """
+    path = folder.tar(record.shard)
+    record = replace(record, bytes=0, sha256="")
     if record.samples:
-        write_index(folder.root, folder.tar(shard), sha256=digest)
+        tar = commit.new(path)
+        record = replace(record, bytes=tar.stat().st_size, sha256=sha256_of(tar))
+        write_index(folder.root, tar, sha256=record.sha256)
+    else:
+        commit.delete(path)
+    write_meta(new := commit.new(folder.meta(record.shard)), meta)
+    record = replace(record, meta_sha256=sha256_of(new))
+    commit.new(folder.record(record.shard)).write_text(record.text(), encoding="utf-8")
     return record
 
 
-def recover(folder: Folder, shards: Iterable[int]) -> None:
-    """Finish committed changes to these shards, and remove uncommitted ones. The caller must hold the lock."""
-    wanted = set(shards)
-    for shard in wanted.intersection(folder.numbered(".commit")):
-        try:
-            finish(folder.root, folder.commit(shard))
-        except UserError:  # damaged: the older record, if any, remains in effect
-            folder.commit(shard).unlink()
-    discard(path for shard in wanted for path in (*folder.files(shard), folder.commit(shard)))
+def withdraw(folder: Folder, shard: int) -> None:
+    """Delete a shard, so that it is made again.
+
+    Raises:
+        UserError: There is a folder in the place of a file.
+    """
+    if folders := [path for path in folder.files(shard) if path.is_dir()]:
+        raise UserError(f"{folders[0]} is a folder in the place of a file: move it away by hand.")
+    with Commit(folder.root, folder.commit(shard)) as commit:
+        for path in folder.files(shard):
+            commit.delete(path)
+        commit.finish()
+
+
+def settled_rows(folder: Folder, shard: int) -> Rows:
+    """Rows that a retry does not request again: samples and permanent failures.
+
+    Raises:
+        UserError: A file of the shard is damaged.
+    """
+    record, tar = folder.read_record(shard), folder.tar(shard)
+    if record.samples and not (tar.is_file() and sha256_of(tar) == record.sha256):
+        raise UserError(f"{tar} is missing or differs from its record. {folder.repair_hint}")
+    rows = {row["row"]: row for row in read_meta(folder, shard).to_pylist()}
+    return {number: row for number, row in rows.items() if not (row["reason"] and reasons.is_transient(row["reason"]))}
 
 
 def _checked(
@@ -136,17 +156,11 @@ def _is_no_json(value: Any) -> bool:
     return False
 
 
-def _write_meta(path: Path, rows: list[dict[str, Any]]) -> str:
-    """Write a meta file.
-
-    Returns:
-        The SHA-256 of the file.
-    """
+def _meta_table(rows: list[dict[str, Any]]) -> pa.Table:
+    """The table of a meta file."""
     known: dict[str, Any] = {"row": pa.int64(), **dict.fromkeys(_TEXTS, pa.string())}
     known |= {**dict.fromkeys(_INT32, pa.int32()), TRANSPARENT: pa.bool_()}
     present = {name for row in rows for name in row}
     # In a fixed order, so that a retry gives the same bytes as a run that needed none.
     names = [*(name for name in known if name in present), *sorted(present - set(known))]
-    columns = {name: pa.array([row.get(name) for row in rows], known.get(name)) for name in names}
-    write_meta_to(path, pa.table(columns))
-    return sha256_of(path)
+    return pa.table({name: pa.array([row.get(name) for row in rows], known.get(name)) for name in names})

@@ -1,10 +1,11 @@
-"""Files that change together: all are replaced or none, even if the program is killed.
+"""Files that change together: all of them change or none, even if the program is killed.
 
 1. Each new file is written beside the one that it replaces (where a link leads), under a temporary name of its own.
 2. All are flushed to the disk, and a note that lists them is written in one step. From then on they are valid.
 3. They are renamed to their final names in order, and files without a successor are deleted; the note comes last.
 
-Before step 2 nothing has changed; after it, `finish` repeats step 3, which can fail only in a rename.
+Before step 2 nothing has changed; after it, `recover` repeats step 3, which can fail only in a rename. Shards are
+published, made again, changed and deleted so, by every command.
 """
 
 from __future__ import annotations
@@ -13,28 +14,29 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from data_prep.dataset.dataset_folder import Folder
 from pipeline.errors import UserError
-from pipeline.files import flush, path_below, write_text
+from pipeline.files import LEFTOVERS, flush, path_below, write_text
 
 _TOKEN = re.compile(r"[0-9a-f]{32}")
 
 
-class Swap:
-    """A change of several files below `root`, noted in the file `note`; without `commit`, it is undone."""
+class Commit:
+    """A change of several files below `root`, noted in the file `note`; without `finish`, it is undone."""
 
     def __init__(self, root: Path, note: Path) -> None:
         self._root, self._note, self._token = root, note, uuid.uuid4().hex
         self._files: dict[str, bool] = {}
 
-    def __enter__(self) -> Swap:
+    def __enter__(self) -> Commit:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if not self._note.exists():  # else it is valid, and `finish` needs the files
+        if not self._note.exists():  # else it is valid, and `recover` needs the files
             for name in self._files:
                 with suppress(OSError):
                     _beside(self._root / name, self._token).unlink()
@@ -45,33 +47,56 @@ class Swap:
         Raises:
             UserError: A part of its name is not a `plain_name`.
         """
-        self._add(path, is_new=True)
+        name = os.path.relpath(path, self._root)
+        path_below(self._root, name, what="A file to be replaced")
+        self._files[name] = True
         return _beside(path, self._token)
 
     def delete(self, path: Path) -> None:
-        """Delete a file, and what it leads to if it is a link."""
-        self._add(path, is_new=False)
+        """Delete a file, and what it leads to if it is a link, instead of replacing it."""
+        self.new(path).unlink(missing_ok=True)
+        self._files[os.path.relpath(path, self._root)] = False
 
-    def commit(self) -> None:
+    def finish(self) -> None:
         """Make the new files valid, and put them in their places."""
         new = [_beside(self._root / name, self._token) for name, is_new in self._files.items() if is_new]
         for path in [*new, *{path.parent for path in new}]:
             flush(path)
         write_text(self._note, json.dumps({"token": self._token, "files": self._files}), durable=True)
         flush(self._note.parent)
-        finish(self._root, self._note)
-
-    def _add(self, path: Path, *, is_new: bool) -> None:
-        name = os.path.relpath(path, self._root)
-        path_below(self._root, name, what="A file to be replaced")
-        self._files[name] = is_new
+        _put_in_place(self._root, self._note)
 
 
-def finish(root: Path, note: Path) -> list[str]:
+def recover(folder: Folder, shards: Collection[int] | None = None) -> None:
+    """Finish what killed commands have committed, and delete what else they have left.
+
+    The caller holds the lock of the folder or, with `shards`, is the only one that changes these.
+
+    Raises:
+        UserError: The note of a removal is damaged.
+    """
+    if shards is None and folder.pending_removal.exists():
+        _put_in_place(folder.root, folder.pending_removal)
+    for shard in folder.numbered(".commit"):
+        if shards is None or shard in shards:
+            try:
+                _put_in_place(folder.root, folder.commit(shard))
+            except UserError:  # damaged: the older record, if any, remains in effect
+                folder.commit(shard).unlink()
+    names = None if shards is None else {f"{shard:05d}" for shard in shards}
+    delete_leftovers((folder.root, folder.plan) if names is None else ())
+    delete_leftovers((folder.root / "shards", folder.root / "meta"), names)
+
+
+def delete_leftovers(folders: Iterable[Path], stems: Collection[str] | None = None) -> None:
+    """Delete what killed commands have left of new versions of files, or of those with these stems."""
+    for path in (path for folder in folders for path in folder.glob(LEFTOVERS)):
+        if stems is None or path.name.split(".")[1] in stems:
+            path.unlink(missing_ok=True)
+
+
+def _put_in_place(root: Path, note: Path) -> None:
     """Put the files of a note in their places, which may be repeated after a kill at any point.
-
-    Returns:
-        The names of the files below `root`.
 
     Raises:
         UserError: The note is damaged.
@@ -97,27 +122,6 @@ def finish(root: Path, note: Path) -> list[str]:
         flush(folder)
     note.unlink()
     flush(note.parent)
-    return list(files)
-
-
-def discard(paths: Iterable[Path]) -> None:
-    """Delete what killed commands have left of new versions of these files, which nobody else may be writing now."""
-    wanted: dict[str, set[str]] = {}
-    for path in paths:
-        folder, name = os.path.split(os.path.realpath(path))
-        wanted.setdefault(folder, set()).add(name)
-    for folder, names in wanted.items():
-        for left in leftovers(Path(folder)):
-            if left.name[1:].rsplit(".", 2)[0] in names:
-                left.unlink(missing_ok=True)
-
-
-def leftovers(folder: Path) -> list[Path]:
-    """Files in a folder that are named as `Swap` and `replacing` name new versions, `.NAME.<32 digits>.tmp`."""
-    if not folder.is_dir():
-        return []
-    found = (path for path in folder.glob(".*.tmp") if len(path.name.split(".")) > 3)
-    return [path for path in found if _TOKEN.fullmatch(path.name.split(".")[-2])]
 
 
 def _beside(path: Path, token: str) -> Path:

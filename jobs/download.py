@@ -92,15 +92,16 @@ def progress_bar() -> Iterator[Callable[[Progress], None]]:
 
         def show(progress: Progress) -> None:
             nonlocal printed
-            counts = progress.counts
-            worst = counts.failures.most_common(1)
-            success = f"{counts.samples / counts.attempted:.1%} good" if counts.attempted else "starting"
-            rate = f"{counts.attempted / progress.seconds:,.0f}/s" if progress.seconds > 1 else ""
+            attempted, failures = progress.outcomes.total(), progress.outcomes.copy()
+            samples = failures.pop("success", 0)
+            worst = failures.most_common(1)
+            success = f"{samples / attempted:.1%} good" if attempted else "starting"
+            rate = f"{attempted / progress.seconds:,.0f}/s" if progress.seconds > 1 else ""
             detail = "  ".join(filter(None, [success, f"most failed: {worst[0][0]}" if worst else "", rate]))
-            bar.update(task, completed=counts.attempted, total=progress.total, detail=detail)
+            bar.update(task, completed=attempted, total=progress.total, detail=detail)
             if plain and progress.seconds - printed >= 10:
                 printed = progress.seconds
-                click.echo(f"{counts.attempted:,} of {progress.total:,} URLs  {detail}", err=True)
+                click.echo(f"{attempted:,} of {progress.total:,} URLs  {detail}", err=True)
 
         yield show
 

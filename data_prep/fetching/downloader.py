@@ -13,7 +13,6 @@ import os
 import signal
 import sys
 import threading
-import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,13 +30,12 @@ from data_prep.dataset.locks import engine_lock
 from data_prep.dataset.shard_files import Rows, settled_rows
 from data_prep.dataset.shard_plan import Plan, load_plan, read_shard
 from data_prep.fetching.decoder import Decoder
-from data_prep.fetching.monitor import REFUSED
 from data_prep.fetching.opener import Opener
 from data_prep.fetching.shard_writer import ShardWriter
 from data_prep.settings.download_config import DownloadConfig, FetchConfig, GuardConfig, ImageConfig
 from pipeline.config import parse
 from pipeline.errors import UserError
-from pipeline.files import write_text
+from pipeline.files import write_json
 
 DISTRIBUTORS = {
     "multiprocessing": multiprocessing_distributor,
@@ -46,7 +44,6 @@ DISTRIBUTORS = {
 }
 # Shards per Spark job.
 _SPARK_SHARDS = 1000
-_WATCH_SECONDS = 0.5
 _LOOPBACK = "127.0.0.1"
 # Only shard names pass through Ray's store; by default it would take 30% of the machine's memory.
 _RAY_STORE_BYTES = 100_000_000
@@ -105,7 +102,7 @@ class ShardDownloader(Downloader):
             with engine_lock(self._job.folder):
                 self._download_shard(*row)
         except UserError as error:
-            write_text(self._job.folder.staging / f"{row[0]:05d}{REFUSED}", str(error))
+            write_json(self._job.folder.staging / f"{row[0]:05d}.live", {"refusal": str(error)})
             raise
 
     def _download_shard(self, shard: int, path: str) -> None:
@@ -114,7 +111,7 @@ class ShardDownloader(Downloader):
         urllib.request.install_opener(opener)  # type: ignore[arg-type]
         table = read_shard(job.folder, shard)
         rows = table.to_pylist()
-        kept = _unverifiable(rows, job.config) | (settled_rows(job.folder, shard) if job.mode == "retry" else {})
+        kept = settled_rows(job.folder, shard) if job.mode == "retry" else _unverifiable(rows, job.config)
         opener.begin(_blocked(rows, job.folder))
         decoder = _cached_decoder(job.config.image, job.config.guard, job.config.fetch, bool(job.config.source.blur))
         writer = ShardWriter(
@@ -127,6 +124,8 @@ class ShardDownloader(Downloader):
             on_failure=opener.close,
             is_transparent=lambda: decoder.is_transparent,
         )
+        if job.mode == "fetch":
+            writer.outcomes[reasons.NO_HASH] += len(kept)
         asked = table.filter(pa.array([row["row"] not in kept for row in rows], pa.bool_()))
         with pa.OSFile(path, "wb") as sink, pa.ipc.new_file(sink, asked.schema) as stream:
             stream.write_table(asked)
@@ -190,13 +189,12 @@ def _cluster(fetch: FetchConfig) -> Iterator[None]:
         yield
 
 
-def main(path: str, supervisor: int) -> None:
-    """Do the job in a JSON file, for as long as the process `supervisor`, which started this one, lives."""
+def main(path: str) -> None:
+    """Do the job in a JSON file, for as long as the process that started this one lives."""
 
     def watch() -> None:
-        while os.getppid() == supervisor:
-            time.sleep(_WATCH_SECONDS)
-        os.killpg(os.getpgid(0), signal.SIGKILL)
+        sys.stdin.read()  # to its end, when that process is gone
+        os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True).start()
     # Spark's workers otherwise take whichever python3 comes first on the PATH.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import heapq
-import json
 import os
 import socket
 import time
@@ -20,9 +19,10 @@ from data_prep.dataset.dataset_folder import Folder, ShardRecord, key_of, names_
 from data_prep.dataset.manifest_writer import tool_versions
 from data_prep.dataset.shard_files import STORED_HASH, TRANSPARENT, facts_text, publish
 from data_prep.dataset.shard_plan import Plan
+from data_prep.fetching.monitor import SUCCESS, Outcomes
 from data_prep.fetching.served_image import extension
 from data_prep.settings.source_config import HASH_KINDS
-from pipeline.files import write_text
+from pipeline.files import write_json
 
 _HEARTBEAT_SECONDS = 0.5
 
@@ -31,7 +31,7 @@ class ShardWriter:
     """img2dataset's sample writer interface (`write`, `close`) for one shard.
 
     Payloads go to a spool file in the order they arrive, so that memory holds only the index; `close` writes them
-    sorted. A live file beside it reports the shard's progress to the monitor.
+    sorted. A live file beside it reports the progress to the monitor, also that the shard is published.
 
     img2dataset swallows exceptions of `write`. The first one is therefore stored, stops fetching, and is raised by
     `close`: a shard is published completely or not at all. `on_failure` is called at the first exception.
@@ -60,12 +60,11 @@ class ShardWriter:
         self._removed = folder.removed_names()
         self._meta: dict[int, dict[str, Any]] = {}
         self._index: dict[int, tuple[str, int, int, str, str]] = {}
-        self._failures: Counter[str] = Counter()
         self._failure: Exception | None = None
         self.is_published = False
         self._spool = (folder.staging / f"{shard:05d}.spool").open("w+b")
         self.live = folder.staging / f"{shard:05d}.live"
-        self._last_beat, self._stored = float("-inf"), 0
+        self.outcomes, self._stored, self._last_beat = Outcomes(), 0, float("-inf")
         self._beat()
 
     def write(self, img_str: bytes | None, key: str, caption: str | None, meta: dict[str, Any]) -> None:
@@ -90,11 +89,13 @@ class ShardWriter:
             self._complete()
             self._publish()
             self.is_published = True
+            self._beat()
         finally:
             with contextlib.suppress(OSError):  # what could not be written cannot be flushed either
                 self._spool.close()
             Path(self._spool.name).unlink(missing_ok=True)
-            self.live.unlink(missing_ok=True)
+            if not self.is_published:
+                self.live.unlink(missing_ok=True)
 
     def _take(self, image: bytes | None, caption: str | None, meta: dict[str, Any]) -> None:
         number = meta["row"]
@@ -119,8 +120,7 @@ class ShardWriter:
             record[TRANSPARENT] = self._is_transparent()
             record[STORED_HASH] = hashlib.sha256(image).hexdigest()
             self._spool_sample(number, image, str(caption), record)
-        else:
-            self._failures[reason] += 1
+        self.outcomes[reason or SUCCESS] += 1
         self._meta[number] = record
         self._beat()
 
@@ -157,6 +157,7 @@ class ShardWriter:
             if number not in self._meta:
                 lost = {**row, "key": key_of(number), "status": "failed", "reason": reasons.INTERNAL, "error": "lost"}
                 self._meta[number] = self._kept.get(number, lost)
+                self.outcomes[reasons.INTERNAL] += number not in self._kept
 
     def _members(self, old: set[int]) -> Iterator[tuple[str, bytes]]:
         """All samples in order: the new ones, and the `old` ones of the tar that will be replaced."""
@@ -177,15 +178,16 @@ class ShardWriter:
         return {suffix: self._spool.read(length), "json": text.encode(), "txt": caption.encode()}
 
     def _beat(self) -> None:
-        if time.monotonic() - self._last_beat < _HEARTBEAT_SECONDS:
+        """Write the live file, unless it is new."""
+        if time.monotonic() - self._last_beat < _HEARTBEAT_SECONDS and not self.is_published:
             return
         self._last_beat = time.monotonic()
         state = {
             "pid": os.getpid(),
             "host": socket.gethostname(),
-            "samples": len(self._index),
-            "failures": dict(self._failures),
+            "outcomes": self.outcomes,
             "stored": self._stored,
+            "is_published": self.is_published,
         }
-        with contextlib.suppress(OSError):  # only for display; serious errors are raised elsewhere
-            write_text(self.live, json.dumps(state))
+        with contextlib.suppress(OSError):  # serious errors are raised elsewhere
+            write_json(self.live, state)

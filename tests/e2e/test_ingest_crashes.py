@@ -24,6 +24,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_prep import ingest
+from data_prep.dataset.commit import recover
 from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.ingest_report import write_report
 from data_prep.dataset.removal import remove
@@ -33,7 +34,7 @@ from data_prep.fetching import downloader as downloader_module
 from data_prep.fetching import supervisor
 from data_prep.fetching.decoder import ImageConverter
 from data_prep.fetching.downloader import Job, ShardDownloader
-from data_prep.fetching.supervisor import discard_unfinished
+from data_prep.fetching.monitor import Monitor
 from data_prep.settings.download_config import DownloadConfig, ImageConfig
 from pipeline.data.shards.manifest_format import load_manifest
 from pipeline.errors import UserError
@@ -96,7 +97,8 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def fetch(config: DownloadConfig, shards: tuple[int, ...], *, mode: str = "fetch", **_: object) -> None:
         folder = Folder(Path(config.output), config.fetch.worker)
-        discard_unfinished(folder, shards)
+        recover(folder, shards)
+        Monitor(folder, shards)  # removes what a killed worker has left
         downloader = ShardDownloader(Job(config, folder, load_plan(folder), (), mode))  # type: ignore[arg-type]
         for shard in shards:
             done, _row = downloader((shard, str(folder.staging / f"{shard}.arrow")))

@@ -56,15 +56,15 @@ def test_publishing_a_shard_is_progress(made: DownloadConfig, tmp_path: Path, mo
     config, plan = prepare(config)
     stored = []
     monkeypatch.setattr(shard_writer, "_HEARTBEAT_SECONDS", 0)
-    monkeypatch.setattr(shard_writer, "write_text", lambda path, text: stored.append(json.loads(text)["stored"]))
+    monkeypatch.setattr(shard_writer, "write_json", lambda path, state: stored.append(state["stored"]))
     fetch_here(config, plan, [0], manifest=False)
-    assert stored[-SHARD:] == list(range(1, SHARD + 1))
+    assert stored[-SHARD - 1 :] == [*range(1, SHARD + 1), SHARD]
     monitor = Monitor(Folder(tmp_path / "other"), (0,))
     activities = set()
+    path = tmp_path / "other/staging/worker-0/00000.live"
+    path.parent.mkdir(parents=True)
     for count in (1, 2):
-        path = tmp_path / "other/staging/worker-0/00000.live"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"pid": 1, "host": "x", "samples": 6, "failures": {}, "stored": count}))
+        path.write_text(json.dumps({"outcomes": {"success": 6}, "stored": count}))
         monitor.poll()
         activities.add(monitor.activity)
     assert activities == {(6, 1), (6, 2)}

@@ -19,6 +19,7 @@ from data_prep.pairs.pair import (
     refuse_split,
     shortened,
 )
+from data_prep.sources.text_rows import json_items, open_text
 from pipeline.errors import UserError
 from pipeline.files import distinct_names
 
@@ -36,8 +37,8 @@ def tree_rows(path: Path, options: SourceOptions) -> Read:
         UserError: It is not JSON, or of no known form.
     """
     try:
-        text = path.read_bytes().decode("utf-8-sig", "surrogateescape")
-        tree = json.loads(text, object_pairs_hook=distinct_names)
+        with open_text(path) as file:
+            tree = json.load(file, object_pairs_hook=distinct_names)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON ({error}); tables with one object a line end in .jsonl.") from error
     images: Any
@@ -50,50 +51,31 @@ def tree_rows(path: Path, options: SourceOptions) -> Read:
         yield from _coco(path.name, images, annotations)
         return
     if _are_objects(images) and any("sentences" in item for item in images):
-        rows = [(f"images[{number}]", row) for number, row in _karpathy(path, images, options)]
-    else:
-        refuse_split(options, f"{path}, which names no splits")
-        rows = _listed(path, tree)
-    for number, row in rows:
-        place = f"{path.name} {number}"
-        good = isinstance(row, dict)
-        yield (
-            place,
-            row if good else PairRow(place, problem=MALFORMED_ROW, detail=f"a {type(row).__name__}, not an object"),
-        )
-
-
-def _listed(path: Path, tree: Any) -> list[tuple[str, Any]]:
-    """The rows of a list, of a mapping of images to captions or objects, or of columns to lists or values by row.
-
-    Raises:
-        UserError: The lists of columns differ in length.
-    """
-    if isinstance(tree, list):
-        return [(f"[{number}]", row) for number, row in enumerate(tree)]
-    if not isinstance(tree, dict):
-        return []
-    values = list(tree.values())
-    if _is_columnar(tree) and all(isinstance(value, dict) and value.keys() == values[0].keys() for value in values):
-        tree = {name: [column[row] for row in values[0]] for name, column in tree.items()}  # as pandas writes them
-    if _is_columnar(tree) and all(isinstance(value, list) for value in tree.values()):
-        sizes = {name: len(column) for name, column in tree.items()}
-        if len(set(sizes.values())) > 1:
-            listed = ", ".join(f"{name[:60]} {size:,}" for name, size in list(sizes.items())[:10])
-            raise UserError(f"{path} has columns of different lengths, so that no row is certain: {listed}.")
-        return [(f"[{k}]", dict(zip(tree, row, strict=True))) for k, row in enumerate(zip(*tree.values(), strict=True))]
-    return [(f"[{shortened(name)}]", {"image": name, **value} if isinstance(value, dict)
-             else {"image": name, "caption": value}) for name, value in tree.items()]  # fmt: skip
+        for number, row in _karpathy(path, images, options):
+            yield f"{path.name} images[{number}]", row
+        return
+    refuse_split(options, f"{path}, which names no splits")
+    columns = _columns(tree)
+    is_columnar = columns is not None
+    for number, item in json_items(path, columns or tree, key="image", value="caption", is_columnar=is_columnar):
+        place = f"{path.name} [{shortened(number) if isinstance(number, str) else number}]"
+        yield place, PairRow(place, problem=MALFORMED_ROW, detail=item) if isinstance(item, str) else item
 
 
 def _are_objects(items: Any) -> bool:
     return isinstance(items, list) and all(isinstance(item, dict) for item in items)
 
 
-def _is_columnar(tree: Mapping[str, Any]) -> bool:
-    """Whether the names of a mapping are those of columns, as in SBU's captions."""
-    names = {name.lower() for name in tree}
-    return bool(names & {*IMAGE_NAMES, *URL_NAMES} and names & set(CAPTION_NAMES))
+def _columns(tree: Any) -> dict[str, Any] | None:
+    """The columns by name, if a mapping has lists of them, as SBU's captions, or values by row, as pandas writes."""
+    if not isinstance(tree, dict):
+        return None
+    names, values = {name.lower() for name in tree}, list(tree.values())
+    if not (names & {*IMAGE_NAMES, *URL_NAMES} and names & set(CAPTION_NAMES)):
+        return None
+    if all(isinstance(value, dict) and value.keys() == values[0].keys() for value in values):
+        return {name: [column[row] for row in values[0]] for name, column in tree.items()}
+    return tree if all(isinstance(value, list) for value in values) else None
 
 
 def _karpathy(path: Path, images: list[dict[str, Any]], options: SourceOptions) -> Iterator[tuple[int, dict[str, Any]]]:

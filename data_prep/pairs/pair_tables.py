@@ -1,19 +1,15 @@
-"""Tables of image files: CSV, TSV, JSONL, and JSON (`json_tables`).
-
-They are parsed here and not by `datasets`, so that a malformed line is one dropped row with its number.
-"""
+"""Tables of image files: CSV, TSV, JSONL, and JSON (`json_tables`)."""
 
 from __future__ import annotations
 
 import contextlib
 import csv
 import itertools
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from data_prep.pairs.json_tables import SPLITS, Read, tree_rows
 from data_prep.pairs.listing import PairRow
@@ -27,13 +23,11 @@ from data_prep.pairs.pair import (
     path_of,
     shortened,
 )
+from data_prep.sources.text_rows import first_lines, json_lines, separated_values
 from pipeline.errors import UserError
-from pipeline.files import distinct_names, other_encoding
 
 TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson")
 _DELIMITERS = ",\t;|"
-_GUESSED_FROM = 20
-"""Lines that the delimiter is guessed from."""
 _HEAD, _NEAR = 100, 1_000
 """Rows that columns are found in, and folders that are tried for their images."""
 _NUMBERED = re.compile(r"(.+\.\w{3,5})#(\d+)$")
@@ -63,12 +57,6 @@ class PairTable:
                 continue
             path = path_of(self.folder, _file_name(self.folder, name.strip()), self.options, where=place)
             yield PairRow(place, path, captions_in_first(row, self.captions))
-
-    def names_image(self, line: str, *, delimiter: str, columns: Sequence[str]) -> bool:
-        """Whether a line, split without regard to quotes, has one of the images at their place."""
-        fields, place = line.strip("\r\n").split(delimiter), columns.index(self.image)
-        found = [fields[i] for i in (place, place - len(columns)) if -len(fields) <= i < len(fields)]
-        return any(_is_file(self.folder / name.strip().strip('"')) for name in found)
 
 
 def open_table(path: Path, options: SourceOptions) -> PairTable:
@@ -140,76 +128,26 @@ def _is_file(path: Path) -> bool:
 
 def _read(path: Path, options: SourceOptions, *, table: PairTable | None = None) -> Read:
     """The rows of a table. With `table`, quotes are checked as well."""
-    with path.open("rb") as file:
-        if wrong := other_encoding(file.read(4)):
-            raise UserError(f"{path} {wrong}")
     suffix = path.suffix.lower()
     if suffix == ".json":
         yield from tree_rows(path, options)
         return
-    # An invalid byte should affect one row only: it becomes a surrogate, and the row is dropped with a reason.
-    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        rows = _json_rows(file) if suffix in (".jsonl", ".ndjson") else _csv_rows(file, path, options.header, table)
-        for number, row in rows:
-            place = f"{path.name}:{number}"
-            yield place, PairRow(place, problem=MALFORMED_ROW, detail=row) if isinstance(row, str) else row
-
-
-def _json_rows(file: TextIO) -> Iterator[tuple[int, Mapping[str, Any] | str]]:
-    for number, line in enumerate(file, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line, object_pairs_hook=distinct_names)
-        except (ValueError, RecursionError) as error:
-            yield number, f"not JSON: {error}"
-            continue
-        yield number, row if isinstance(row, dict) else f"a {type(row).__name__}, not an object"
-
-
-def _csv_rows(
-    file: TextIO, path: Path, header: Sequence[str], table: PairTable | None
-) -> Iterator[tuple[int, Mapping[str, Any] | str]]:
-    """Line number and row; a row with a wrong number of fields is its description.
-
-    Raises:
-        UserError: A quote that is never closed makes one row of several.
-    """
-    csv.field_size_limit(1 << 24)
-    head = list(itertools.islice(file, _GUESSED_FROM))
-    file.seek(0)
-    delimiter = "\t" if path.suffix.lower() == ".tsv" else _delimiter(head)
-    lines: list[str] = []
-
-    def noted() -> Iterator[str]:
-        for line in file:
-            lines.append(line)
-            yield line
-
-    reader = csv.reader(noted(), delimiter=delimiter)
-    names = list(header) if header else [name.strip() for name in next(reader, [])]
-    if twice := sorted(name for name in set(names) if name and names.count(name) > 1):
-        raise UserError(
-            f"{path} has several columns called {twice[0]!r}: rename all but one of them in its first line."
+    if suffix in (".jsonl", ".ndjson"):
+        rows = json_lines(path)
+    else:
+        names, rows = separated_values(
+            path,
+            delimiter="\t" if suffix == ".tsv" else _delimiter(first_lines(path)),
+            header=options.header,
+            identifies=None if table is None else (table.image, lambda name: _is_file(table.folder / name)),
         )
-    while True:
-        number = reader.line_num + 1
-        lines.clear()
-        fields, problem = list[str](), ""
-        try:
-            fields = next(reader)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            problem = str(error)
-        if table is not None and len(lines) > 1:
-            _check_quotes(lines, number, table, delimiter=delimiter, columns=names)
-        if fields and len(fields) != len(names):
-            problem = f"{len(fields)} fields instead of {len(names)}"
-        if problem:
-            yield number, problem
-        elif fields:
-            yield number, dict(zip(names, fields, strict=True))
+        if twice := sorted(name for name in set(names) if name and names.count(name) > 1):
+            raise UserError(
+                f"{path} has several columns called {twice[0]!r}: rename all but one of them in its first line."
+            )
+    for number, row in rows:
+        place = f"{path.name}:{number}"
+        yield place, PairRow(place, problem=MALFORMED_ROW, detail=row) if isinstance(row, str) else row
 
 
 def _delimiter(lines: Sequence[str]) -> str:
@@ -222,17 +160,3 @@ def _delimiter(lines: Sequence[str]) -> str:
         return (counts.count(counts[0]) if counts and counts[0] > 1 else 0, lines[0].count(delimiter) if lines else 0)
 
     return max(_DELIMITERS, key=agreement)
-
-
-def _check_quotes(lines: list[str], number: int, table: PairTable, *, delimiter: str, columns: Sequence[str]) -> None:
-    """Refuse a row with the images of several rows: the others' text would become part of its caption.
-
-    Raises:
-        UserError: It has.
-    """
-    named = (line for line in lines if table.names_image(line, delimiter=delimiter, columns=columns))
-    if len(list(itertools.islice(named, 2))) == 2:
-        raise UserError(
-            f"{table.path}: a quote is not closed in the row that begins at line {number:,}, which would swallow "
-            f"{len(lines) - 1:,} lines. Close it, double the quotes inside values, or give the table as JSONL."
-        )

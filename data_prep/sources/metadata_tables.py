@@ -5,10 +5,7 @@ Also whether a table is the one that was published, or that a plan was made from
 
 from __future__ import annotations
 
-import io
-import itertools
-import json
-import re
+import csv
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatch
@@ -16,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.json as pj
 import pyarrow.parquet as pq
 
 from data_prep.settings.source_config import SOURCES, SourceConfig
 from data_prep.sources import hub
-from data_prep.sources.text_columns import URL, columns_of, is_text, need_columns, normalized, separated_values
+from data_prep.sources.text_columns import BATCH_ROWS, columns_of, is_text, need_columns, normalized, text_batches
 from pipeline.errors import UserError
-from pipeline.files import distinct_names, other_encoding, sha256_of
+from pipeline.files import sha256_of
 
 _SUFFIXES = {
     "parquet": (".parquet",),
@@ -31,10 +27,6 @@ _SUFFIXES = {
     "tsv": (".tsv", ".txt"),
     "jsonl": (".jsonl", ".ndjson", ".json"),
 }
-_BATCH_ROWS = 32_768
-_PEEKED_LINES = 1_000
-# How a JSON file begins that is one list of objects, one mapping of URLs, or one mapping of names to lists.
-_ONE_VALUE = re.compile(rb"""\s*(\[|\{\s*"[a-z][a-z0-9+.-]*:\\?/|\{\s*"[^"]*"\s*:\s*\[)""", re.IGNORECASE)
 
 
 def files_of(source: SourceConfig) -> list[Path]:
@@ -80,7 +72,7 @@ def read(source: SourceConfig, *, on_skipped: Callable[[int], None] = lambda row
     Args:
         source: The table.
         on_skipped: Called with the number of rows that cannot be read: text that is not UTF-8, and, at the end of a
-            file, lines with another number of fields than the rest.
+            file, lines with another number of fields than the rest, or that are no JSON objects.
 
     Raises:
         UserError: A column is missing or of an unfit type, or a file cannot be read as its format.
@@ -103,7 +95,7 @@ def read(source: SourceConfig, *, on_skipped: Callable[[int], None] = lambda row
 
 
 def _from_hub(source: SourceConfig) -> Iterator[tuple[str, Any]]:
-    for table in hub.read(source, columns_of(source), _BATCH_ROWS):
+    for table in hub.read(source, columns_of(source), BATCH_ROWS):
         need_columns(columns_of(source), table.schema.names, str(source.hub))
         yield from ((str(source.hub), batch) for batch in table.select(columns_of(source)).to_batches())
 
@@ -183,18 +175,8 @@ def _suffix(path: Path) -> str:
 def _read_file(path: Path, source: SourceConfig, on_skipped: Callable[[int], None]) -> Iterator[Any]:
     kind = format_of(path, source)
     try:
-        if kind == "parquet":
-            batches = _parquet(path, source)
-        else:
-            with pa.input_stream(path) as file:
-                if wrong := other_encoding(file.read(4)):
-                    raise UserError(f"{path} {wrong}")
-            if kind == "jsonl":
-                batches = _json_lines(path, source)
-            else:
-                batches = separated_values(path, source, kind, on_skipped=on_skipped)
-        yield from (batch.select(columns_of(source)) for batch in batches)
-    except (pa.ArrowException, OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
+        yield from _parquet(path, source) if kind == "parquet" else text_batches(path, source, kind, on_skipped)
+    except (pa.ArrowException, OSError, EOFError, zlib.error, csv.Error, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as {kind}: {error}") from error
 
 
@@ -203,81 +185,8 @@ def _parquet(path: Path, source: SourceConfig) -> Iterator[Any]:
         need_columns(columns_of(source), file.schema_arrow.names, str(path))
         # One row group at a time; otherwise all data read stays in memory until the end of the file.
         for group in range(file.num_row_groups):
-            yield from file.iter_batches(batch_size=_BATCH_ROWS, row_groups=[group], columns=columns_of(source))
-
-
-def _json_lines(path: Path, source: SourceConfig) -> Iterator[Any]:
-    if (columns := _columns(path, source)) is not None:
-        need_columns(columns_of(source), list(columns), str(path))
-        arrays = {name: _array(columns[name], f"Field {name!r} of {path}") for name in columns_of(source)}
-        yield from pa.table(arrays).to_batches(_BATCH_ROWS)
-        return
-    yield from pj.open_json(
-        path,
-        read_options=pj.ReadOptions(block_size=8 << 20),
-        # Other fields are ignored, whatever their types.
-        parse_options=pj.ParseOptions(explicit_schema=_json_schema(path, source), unexpected_field_behavior="ignore"),
-    )
-
-
-def _columns(path: Path, source: SourceConfig) -> dict[str, list[Any]] | None:
-    """The columns of a JSON file that is one value: a list of objects, a mapping of URLs to captions or to objects, or
-    of names to lists, as SBU's captions are. None for JSON lines.
-    """
-    with pa.input_stream(path) as file:
-        if _suffix(path) != ".json" or not _ONE_VALUE.match(file.read(1 << 10)):
-            return None
-    try:
-        with pa.input_stream(path) as file:
-            tree = json.loads(file.read(), object_pairs_hook=distinct_names)
-    except json.JSONDecodeError as error:
-        if error.msg == "Extra data":  # lines whose first field is a list
-            return None
-        raise
-    if isinstance(tree, dict) and all(map(URL.match, tree)):
-        tree = [
-            {source.url: url, **(value if isinstance(value, dict) else {source.caption: value})}
-            for url, value in tree.items()
-        ]
-    if isinstance(tree, list) and all(isinstance(row, dict) for row in tree):
-        return {name: [row.get(name) for row in tree] for name in dict.fromkeys(name for row in tree for name in row)}
-    if isinstance(tree, dict) and all(isinstance(value, list) for value in tree.values()):
-        return tree
-    raise UserError(
-        f"{path} cannot be read as json: it is neither an object a line, nor a list of objects, nor a mapping of URLs "
-        "to captions or objects, nor one of names to lists."
-    )
-
-
-def _json_schema(path: Path, source: SourceConfig) -> Any:
-    """The kinds of the columns to read: text, boxes, and for the kept ones what the first lines hold."""
-    with io.TextIOWrapper(pa.input_stream(path), encoding="utf-8-sig", errors="replace") as file:
-        rows = [json.loads(line) for line in itertools.islice(file, _PEEKED_LINES) if line.strip()]
-    if not all(isinstance(row, dict) for row in rows):
-        raise UserError(f"{path} cannot be read as jsonl: a line of it is not an object such as {{...}}.")
-    need_columns(columns_of(source), list(dict.fromkeys(name for row in rows for name in row)), str(path))
-    kinds = dict.fromkeys(columns_of(source), pa.string())
-    for name in (*source.keep, *([source.uid] if source.uid else [])):
-        kind = _array([row.get(name) for row in rows], f"Field {name!r} of {path}").type
-        kinds[name] = pa.string() if pa.types.is_null(kind) else kind
-    captions = [row.get(source.caption) for row in rows]
-    if any(isinstance(value, list) for value in captions):
-        kinds[source.caption] = _array(captions, f"Field {source.caption!r} of {path}").type
-    if source.blur:
-        kinds[source.blur] = pa.list_(pa.list_(pa.float64()))
-    return pa.schema(kinds)
-
-
-def _array(values: list[Any], what: str) -> Any:
-    """The pyarrow array of a JSON field.
-
-    Raises:
-        UserError: The values have no common type, or are numbers of more than 64 bits.
-    """
-    try:
-        return pa.array(values)
-    except (pa.ArrowException, OverflowError) as error:
-        raise UserError(f"{what} has no single type ({error}). Store it as text in every line.") from error
+            for batch in file.iter_batches(batch_size=BATCH_ROWS, row_groups=[group], columns=columns_of(source)):
+                yield batch.select(columns_of(source))
 
 
 def identity_of(source: SourceConfig) -> dict[str, dict[str, Any]]:

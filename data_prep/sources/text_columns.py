@@ -1,24 +1,22 @@
-"""Columns of URL tables as the plan needs them: text as UTF-8, boxes and kept columns in one type for all files.
-
-Also CSV and TSV files as streams of record batches, and quotes in them that are never closed.
-"""
+"""Columns of URL tables as the plan needs them: text as UTF-8, boxes and kept columns in one type for all files."""
 
 from __future__ import annotations
 
+import itertools
+import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyarrow import csv
 
 from data_prep.settings.source_config import SourceConfig
+from data_prep.sources.text_rows import Rows, json_items, json_lines, open_text, separated_values
 from pipeline.errors import UserError
-from pipeline.files import text_lines
+from pipeline.files import distinct_names
 
 
 def normalized(batch: Any, source: SourceConfig, kinds: Mapping[str, Any], where: str) -> tuple[Any, int]:
@@ -134,109 +132,96 @@ def need_columns(columns: list[str], present: list[str], where: str) -> None:
         )
 
 
-URL = re.compile(r"^\s*\"?[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+URL = re.compile(r"^\s*[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
 
-class QuoteCheck:
-    """Looks for values that hold whole further records, with a URL at the place of the column `url`."""
-
-    def __init__(self, path: Path, names: list[str], url: str) -> None:
-        self._path, self._columns, self._url = path, len(names), names.index(url)
-        self._records = 0
-
-    def check(self, batch: Any) -> None:
-        """Check the values of all columns, which are binary.
-
-        Raises:
-            UserError: A value holds a record.
-        """
-        for place, column in enumerate(batch.columns):
-            suspects = pc.indices_nonzero(pc.fill_null(pc.match_substring_regex(column, "[\r\n]"), False)).to_pylist()
-            for row in suspects:
-                self.check_text(column[row].as_py().decode(errors="replace"), place, row=row)
-        self._records += batch.num_rows
-
-    def check_text(self, text: str, place: int = 0, *, row: int = 0) -> None:
-        """The same for one value in the column at `place`, or for a whole line that could not be split."""
-        first, *rest = text_lines(text.strip()) or [""]
-        held = any(self._is_record(line, 0) for line in rest) or (place < self._url and self._is_record(first, place))
-        if rest and (held or place == self._url):  # a URL never holds a line break
-            raise UserError(
-                f"{self._path}: a quote is not closed about record {self._records + row + 1:,}: the value that begins "
-                f"with {text[:60]!r} would swallow {len(rest):,} lines. Close it, double the quotes inside values, or "
-                "give the table as TSV or parquet, which need no quotes."
-            )
-
-    def _is_record(self, line: str, start: int) -> bool:
-        fields = line.split(",")
-        where = self._url - start
-        # At least two fields, because a line of a caption may be nothing but a URL.
-        fits = 0 <= where < len(fields) and 2 <= len(fields) <= self._columns - start
-        return fits and bool(URL.match(fields[where]))
-
-
-# More lines with a wrong number of fields than this share mean that the settings are wrong, or the file is damaged.
+BATCH_ROWS = 32_768
+_PEEKED_ROWS = 1_000
+# More unreadable rows than this share mean that the settings are wrong, or the file is damaged.
 _ODD_SHARE = 0.1
+# How a JSON file begins that is one list of objects, one mapping of URLs, or one mapping of names to lists.
+_ONE_VALUE = re.compile(r"""\s*(\[|\{\s*"[a-z][a-z0-9+.-]*:\\?/|\{\s*"[^"]*"\s*:\s*\[)""", re.IGNORECASE)
 
 
-def separated_values(
-    path: Path, source: SourceConfig, kind: str, *, on_skipped: Callable[[int], None]
-) -> Iterator[Any]:
-    """CSV with quotes; TSV without, because captions hold unbalanced ones. All columns are read as bytes.
-
-    Lines with a wrong number of fields are left out and counted, unless they are too many to be accidents.
-    """
-    skipped = 0
-    first: Any = None
-
-    def leave_out(line: Any) -> str:
-        nonlocal skipped, first
-        skipped, first = skipped + 1, first or line
-        if kind == "csv" and line.text and len(text_lines(line.text)) > 1:
-            suspects.append(line.text)
-        return "skip"
-
-    suspects: list[str] = []
-    if source.header and _has_header(path, source, kind):
-        source = replace(source, header=())
-    names = list(source.header) or list(_reader(path, source, kind, on_invalid=lambda line: "skip").schema.names)
-    need_columns(columns_of(source), names, str(path))
-    quotes, good = QuoteCheck(path, names, source.url), 0
-    for batch in _reader(path, source, kind, on_invalid=leave_out, as_bytes=names):
-        if kind == "csv":
-            quotes.check(batch)
-        good += batch.num_rows
-        yield batch
-    for text in suspects:
-        quotes.check_text(text)
-    if first is not None and skipped > _ODD_SHARE * (good + skipped):
+def text_batches(path: Path, source: SourceConfig, kind: str, on_skipped: Callable[[int], None]) -> Iterator[Any]:
+    """The batches of a text file. Rows that cannot be read are left out, unless they are too many to be accidents."""
+    good, bad, example = 0, 0, ""
+    rows, columns = _text_rows(path, source, kind), columns_of(source)
+    while chunk := list(itertools.islice(rows, BATCH_ROWS)):
+        table = [row for _, row in chunk if isinstance(row, dict)]
+        example = example or next((f"{place} ({row})" for place, row in chunk if isinstance(row, str)), "")
+        if not good and table:
+            need_columns(columns, list(dict.fromkeys(name for row in table[:_PEEKED_ROWS] for name in row)), str(path))
+        good, bad = good + len(table), bad + len(chunk) - len(table)
+        readable = [row for row in table if all(_is_utf8(row.get(name)) for name in columns)]
+        on_skipped(len(table) - len(readable))
+        if readable:
+            yield _batch(readable, source, path)
+    if bad > _ODD_SHARE * (good + bad):
         raise UserError(
-            f"{path} cannot be read as {kind}: {skipped:,} of {good + skipped:,} lines have another number of fields "
-            f"than {first.expected_columns}, for example {first.actual_columns} in {first.text[:80]!r}. "
-            "Set source.format and source.header to what the file holds."
+            f"{path} cannot be read as {kind}: {bad:,} of {good + bad:,} rows are none, such as {example}. Set "
+            "source.format and source.header to what the file holds."
         )
-    on_skipped(skipped)
+    on_skipped(bad)
 
 
-def _has_header(path: Path, source: SourceConfig, kind: str) -> bool:
-    """Whether a file begins with a line of the needed names after all, as some copies of CC3M and CC12M do."""
-    with pa.input_stream(path) as file:
-        line = file.read(1 << 16).decode("utf-8-sig", errors="replace").partition("\n")[0]
-    return set(columns_of(source)) <= set(line.strip("\r").split("," if kind == "csv" else "\t"))
-
-
-def _reader(
-    path: Path, source: SourceConfig, kind: str, *, on_invalid: Callable[[Any], str], as_bytes: Iterable[str] = ()
-) -> Any:
-    """pyarrow's reader of the file; it reads the columns in `as_bytes` as they are, and guesses the types of others."""
-    return csv.open_csv(
-        path,
-        read_options=csv.ReadOptions(column_names=list(source.header) or None, block_size=8 << 20),
-        parse_options=csv.ParseOptions(
+def _text_rows(path: Path, source: SourceConfig, kind: str) -> Rows:
+    if kind in ("csv", "tsv"):
+        names, rows = separated_values(
+            path,
             delimiter="," if kind == "csv" else "\t",
-            quote_char='"' if kind == "csv" else False,
-            newlines_in_values=kind == "csv",
-            invalid_row_handler=on_invalid,
-        ),
-        convert_options=csv.ConvertOptions(column_types=dict.fromkeys(as_bytes, pa.binary())),
-    )
+            quotes=kind == "csv",  # in TSV, captions hold unbalanced ones
+            header=source.header,
+            needed=columns_of(source),
+            identifies=(source.url, lambda value: bool(URL.match(value))) if kind == "csv" else None,
+        )
+        need_columns(columns_of(source), names, str(path))
+        return rows
+    if ".json" not in map(str.lower, path.suffixes):
+        return json_lines(path)
+    with open_text(path) as file:
+        head = file.read(1 << 10)
+        if not _ONE_VALUE.match(head):
+            return json_lines(path)
+        try:
+            tree = json.loads(head + file.read(), object_pairs_hook=distinct_names)
+        except json.JSONDecodeError as error:
+            if error.msg == "Extra data":  # lines whose first field is a list
+                return json_lines(path)
+            raise
+    is_mapping = isinstance(tree, dict) and all(map(URL.match, tree))
+    if isinstance(tree, dict) and not is_mapping and not all(isinstance(value, list) for value in tree.values()):
+        raise UserError(
+            f"{path} cannot be read as json: it is neither an object a line, nor a list of objects, nor a mapping of "
+            "URLs to captions or objects, nor one of names to lists."
+        )
+    return json_items(path, tree, key=source.url, value=source.caption, is_columnar=not is_mapping)
+
+
+def _batch(rows: list[dict[str, Any]], source: SourceConfig, path: Path) -> Any:
+    columns = {
+        name: _array([row.get(name) for row in rows], f"Field {name!r} of {path}", are_boxes=name == source.blur)
+        for name in columns_of(source)
+    }
+    return pa.RecordBatch.from_pydict(columns)
+
+
+def _is_utf8(value: Any) -> bool:
+    try:
+        (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _array(values: list[Any], what: str, *, are_boxes: bool) -> Any:
+    """The pyarrow array of a field; text if it has no value.
+
+    Raises:
+        UserError: The values have no common type, or are numbers of more than 64 bits.
+    """
+    try:
+        array = pa.array(values, pa.list_(pa.list_(pa.float64())) if are_boxes else None)
+    except (pa.ArrowException, OverflowError) as error:
+        raise UserError(f"{what} has no single type ({error}). Store it as text in every line.") from error
+    return pa.nulls(len(values), pa.string()) if pa.types.is_null(array.type) else array

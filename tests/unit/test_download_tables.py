@@ -75,7 +75,7 @@ def test_lines_with_a_wrong_number_of_fields_are_skipped_and_counted(tmp_path: P
     assert load_plan(Folder(tmp_path / "out")) == plan
 
     (tmp_path / f"list.{kind}").write_text("\n".join([lines[7]] * 40) + "\n")
-    with pytest.raises(UserError, match=r"40 of 40 lines have another number of fields than 2, for example 3 in 'one"):
+    with pytest.raises(UserError, match=r"40 of 40 rows are none, such as 1 \(3 fields instead of 2\)"):
         rows_of(SourceConfig(table=str(tmp_path / f"list.{kind}"), header=("caption", "url")))
 
 
@@ -166,7 +166,7 @@ def test_json_lists_mappings_and_columns_give_the_same_rows(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('[{"url": "http://a.org"}, 3]', "neither an object a line, nor a list of objects"),
+        ('[{"url": "http://a.org", "caption": "x"}, 3]', r"1 of 2 rows are none, such as 1 \(a int, not an object"),
         ('{"http://a.org": "x", "b": "y"}', "neither an object a line, nor a list of objects"),
         ('[{"url": "http://a.org", "caption": "x"}, {"url": 1, "caption": ["y"]}]', "has no single type"),
         ('[{"url": "http://a.org", "text": "x"}]', r"no column 'caption'\. Its columns are 'url', 'text'"),

@@ -52,7 +52,7 @@ DATA_PREP = {
     "evalsets": {"dataset", "sources"},
     "fetching": {"dataset", "settings", "sources"},
     "ingest": {"dataset", "fetching", "settings", "sources"},
-    "pairs": {"dataset", "fetching"},
+    "pairs": {"dataset", "fetching", "sources"},
 }
 # What data_prep may import from the pipeline in addition to BASE: formats and facts that both sides must agree on.
 SHARED = {

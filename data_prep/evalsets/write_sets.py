@@ -7,12 +7,12 @@ labels, and `dataset_type.txt`.
 
 from __future__ import annotations
 
-import hashlib
-import io
 import itertools
-import tarfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+
+from data_prep.dataset import canonical_tar
+from pipeline.files import sha256_of
 
 SHARD_SIZE = 1_000
 Members = Sequence[tuple[str, bytes]]
@@ -57,13 +57,9 @@ def _write_shards(samples: Iterator[Members], folder: Path) -> dict[str, str]:
     digests: dict[str, str] = {}
     while batch := list(itertools.islice(samples, SHARD_SIZE)):
         path = folder / f"{len(digests)}.tar"
-        with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
-            for k, sample in enumerate(batch):
-                for suffix, body in sample:
-                    info = tarfile.TarInfo(f"s{len(digests) * SHARD_SIZE + k:07d}.{suffix}")
-                    info.size = len(body)
-                    tar.addfile(info, io.BytesIO(body))
-        digests[f"test/{path.name}"] = hashlib.sha256(path.read_bytes()).hexdigest()
+        numbered = enumerate(batch, start=len(digests) * SHARD_SIZE)
+        canonical_tar.write(path, ((f"s{k:07d}.{suffix}", body) for k, sample in numbered for suffix, body in sample))
+        digests[f"test/{path.name}"] = sha256_of(path)
     _write_lines(folder / "nshards.txt", [str(len(digests))])
     return digests
 

@@ -24,7 +24,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pydantic
 
-from data_prep.settings.download_config import DownloadConfig
 from data_prep.settings.source_config import HASH_KINDS
-from pipeline.config import parse, read_yaml, without_departed
 from pipeline.errors import UserError
 from pipeline.files import read_bounded, sha256_of, text_lines
 
@@ -258,24 +256,6 @@ def read_meta(folder: Folder, shard: int, columns: list[str] | None = None) -> A
 def write_meta(path: Path, table: Any) -> None:
     """Write a pyarrow Table as a meta file."""
     pq.write_table(table, path, compression="zstd", write_page_checksum=True)
-
-
-def load_config(root: str | Path) -> DownloadConfig:
-    """Load the settings that a data set was made with.
-
-    Raises:
-        UserError: The data set was not made by `neuclip download`.
-    """
-    folder = Folder(Path(root).absolute())
-    if not folder.config.exists():
-        raise UserError(
-            f"{folder.config} is missing: the same `neuclip download` writes it again."
-            if (folder.plan / "plan.json").exists()
-            else f"{root} has no {folder.config.name}: it was not made by `neuclip download`. {folder.repair_hint}"
-        )
-    return replace(
-        parse(DownloadConfig, without_departed(read_yaml(folder.config), file=folder.config)), output=str(folder.root)
-    )
 
 
 def tar_name(shard: int) -> str:

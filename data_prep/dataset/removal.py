@@ -20,7 +20,7 @@ import pyarrow as pa
 from data_prep import reasons
 from data_prep.dataset import canonical_tar
 from data_prep.dataset.commit import Commit, delete_leftovers
-from data_prep.dataset.dataset_folder import Folder, as_stored, load_config, names_of, read_meta
+from data_prep.dataset.dataset_folder import Folder, as_stored, names_of, read_meta
 from data_prep.dataset.locks import exclusive_lock
 from data_prep.dataset.manifest_writer import local_manifest, manifest_of_records
 from data_prep.dataset.shard_files import stage
@@ -66,8 +66,6 @@ def remove(root: str | Path, names: set[str]) -> tuple[Removal, Manifest | None]
             are still there, because other files of the folder have them as well.
     """
     folder, names = Folder(Path(root)), as_stored(names)
-    if folder.is_download:
-        load_config(folder.root)  # fails if the settings are lost
     with exclusive_lock(folder):
         if folder.is_download:
             before, hits, found, is_whole = _in_download(folder, names)

@@ -15,20 +15,17 @@ from typing import Any
 import numpy as np
 
 from data_prep.dataset import canonical_tar
-from data_prep.dataset.dataset_folder import Folder, ShardRecord, load_config, read_lines, read_meta
+from data_prep.dataset.dataset_folder import Folder, ShardRecord, read_lines, read_meta
 from data_prep.dataset.ingest_report import REPORT_NAME
 from data_prep.dataset.locks import exclusive_lock
 from data_prep.dataset.manifest_writer import (
-    changes,
     check_local,
     expected_manifest,
     local_manifest,
     manifest_of_records,
-    rules_of,
 )
 from data_prep.dataset.shard_files import difference, withdraw
 from data_prep.dataset.shard_plan import PLAN_NAME, Plan, check_list, load_plan
-from pipeline.config import to_tree
 from pipeline.data.shards.manifest_format import MANIFEST_NAME, Manifest, Shard, load_manifest
 from pipeline.data.shards.rgb_image import rgb_image
 from pipeline.data.shards.shard_index import INDEX_FOLDER, index_path, load_index, scan_members
@@ -157,27 +154,10 @@ def _check_download(folder: Folder) -> tuple[Manifest | None, list[Problem]]:
         read_lines(folder.removed)
     except UserError as error:
         problems.append(Problem(folder.removed.name, "damaged", str(error)))
-    if plan is not None:
-        problems += _check_config(folder, plan)
     found = list(_check_records(folder, plan))
     if plan is not None and manifest is not None and not found:
         problems += _check_manifest(folder, plan, manifest)
     return manifest, problems + found
-
-
-def _check_config(folder: Folder, plan: Plan) -> Iterator[Problem]:
-    """Problems of the settings' file, which `neuclip download` writes again."""
-    try:
-        config = load_config(folder.root)
-    except UserError as error:
-        detail = f"{error} The same `neuclip download` writes it again."
-        yield Problem(folder.config.name, "damaged" if folder.config.exists() else "missing", detail)
-        return
-    made = {name: plan.settings[name] for name in ("source", "subset")}
-    given = {"source": to_tree(config.source), "subset": to_tree(config.subset)}
-    if different := changes(made, given) + changes(plan.rules, rules_of(config)):
-        detail = f"{'; '.join(different)}. The same `neuclip download` as before writes it again."
-        yield Problem(folder.config.name, "contradicts", detail)
 
 
 def _check_records(folder: Folder, plan: Plan | None) -> Iterator[Problem]:

@@ -174,25 +174,21 @@ def forked(work: Callable[[], None], step: Step, once: Path, *, action: str = "k
     return os.waitpid(child, 0)[1]
 
 
-def steps_of_shard(shard: int) -> list[Step]:
-    """The steps of publishing, in order, see `commit`."""
-    name = f"{shard:05d}"
-    return [
-        Step("data_prep.dataset.canonical_tar:write", f".{name}.tar."),
-        Step("data_prep.dataset.canonical_tar:write", f".{name}.tar.", after=True),
-        Step("data_prep.dataset.shard_files:write_meta", f".{name}.parquet."),
-        Step("data_prep.dataset.commit:write_text", f"{name}.commit"),
-        Step("data_prep.dataset.commit:write_text", f"{name}.commit", after=True),
-        *(Step("pathlib:Path.replace", f".{name}.{suffix}.", after=True) for suffix in ("tar", "parquet", "json")),
-        Step("pathlib:Path.unlink", f"{name}.commit", after=True),
-    ]
+WRITING = "data_prep.dataset.commit:write_text"
+PUBLISHING = [  # every step of the protocol: tests/unit/test_removal.py
+    Step("data_prep.dataset.canonical_tar:write", ".00001.tar.", after=True),
+    Step(WRITING, "00001.commit"),
+    Step(WRITING, "00001.commit", after=True),
+    Step("pathlib:Path.replace", ".00001.parquet.", after=True),
+    Step("pathlib:Path.unlink", "00001.commit", after=True),
+]
 
 
 SETTINGS = Step("data_prep.ingest:write_text", "download.yaml")
 MANIFEST = Step("pipeline.data.shards.manifest_format:Manifest.save")
 REPORT, SHEET = (Step("data_prep.dataset.ingest_report:write_text", name) for name in ("report", "datasheet"))
 SPOOL = "data_prep.fetching.shard_writer:ShardWriter._spool_sample"
-PENDING = Step("data_prep.dataset.commit:write_text", "removal.pending", after=True)
+PENDING = Step(WRITING, "removal.pending", after=True)
 REPLACED = [Step("pathlib:Path.replace", f"{name}.", after=True) for name in (".00001.tar", ".manifest.json")]
 STEPS = {
     "download": [
@@ -200,13 +196,13 @@ STEPS = {
         Step("data_prep.dataset.shard_plan:write_plan"),
         SETTINGS,
         Step(SPOOL, "7"),
-        *steps_of_shard(1),
+        *PUBLISHING,
         MANIFEST,
         REPORT,
         SHEET,
         Step("data_prep.dataset.journal:Journal._append"),
     ],
-    "retry": [SETTINGS, Step(SPOOL, "6"), *steps_of_shard(1), MANIFEST, REPORT],
+    "retry": [SETTINGS, Step(SPOOL, "6"), *PUBLISHING, MANIFEST, REPORT],
     "remove": [PENDING, *REPLACED, REPORT],  # each step in tests/unit/test_removal.py
 }
 

@@ -18,7 +18,7 @@ import pytest
 
 from data_prep.dataset import locks
 from data_prep.dataset.commit import recover
-from data_prep.dataset.dataset_folder import Folder, load_config
+from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.locks import engine_lock, exclusive_lock, part_lock, shared_lock, worker_lock
 from data_prep.dataset.removal import remove
 from data_prep.dataset.shard_plan import load_plan, read_shard
@@ -138,14 +138,16 @@ def test_settings_of_samples_cannot_change_while_a_download_works(made: Download
     assert prepare(other)[1].rules["image"]["size"] == 99
 
 
-def test_removals_and_deletions_are_refused_while_another_process_uses_the_folder(copied: Path) -> None:
+def test_removals_and_deletions_are_refused_while_another_process_uses_the_folder(
+    made: DownloadConfig, copied: Path
+) -> None:
     folder = Folder(copied)
     with shared_lock(folder), shared_lock(folder), part_lock(folder, 0):
         for work in (lambda: remove(copied, {"x"}), lambda: delete_damaged(copied, [])):
             with pytest.raises(UserError, match="Another process is working"):
                 work()
     with exclusive_lock(folder), pytest.raises(UserError, match="Another process is working"):
-        download(replace(load_config(copied), output=str(copied)))
+        download(replace(made, output=str(copied)))
     with (folder.locks / "lock-folder").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 

@@ -13,7 +13,7 @@ from data_prep.dataset.dataset_folder import Folder, ShardRecord
 from data_prep.dataset.journal import Journal
 from data_prep.dataset.locks import exclusive_lock, part_lock, shared_lock, worker_lock
 from data_prep.dataset.manifest_writer import changes, rules_of, write_manifest
-from data_prep.dataset.shard_plan import Plan, check_parts, load_plan, make_plan, write_plan
+from data_prep.dataset.shard_plan import Plan, load_plan, make_plan, write_plan
 from data_prep.fetching import source_checks
 from data_prep.fetching.supervisor import Progress, fetch
 from data_prep.reasons import is_transient
@@ -71,7 +71,6 @@ def download(
         if pending:
             on_note("A removal that had been interrupted was finished first.")
         recover(folder, own_shards)
-        check_parts(folder, own_shards)
         write_text(folder.config, dump(config), durable=True)
         folder.check_tars(set(folder.finished()).intersection(own_shards))
         if retry_failed:

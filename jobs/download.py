@@ -84,6 +84,8 @@ def progress_bar() -> Iterator[Callable[[Progress], None]]:
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
+    from data_prep.fetching.monitor import SUCCESS
+
     console, printed = Console(stderr=True), 0.0
     plain = not console.is_terminal
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[detail]}"))
@@ -93,7 +95,7 @@ def progress_bar() -> Iterator[Callable[[Progress], None]]:
         def show(progress: Progress) -> None:
             nonlocal printed
             attempted, failures = progress.outcomes.total(), progress.outcomes.copy()
-            samples = failures.pop("success", 0)
+            samples = failures.pop(SUCCESS, 0)
             worst = failures.most_common(1)
             success = f"{samples / attempted:.1%} good" if attempted else "starting"
             rate = f"{attempted / progress.seconds:,.0f}/s" if progress.seconds > 1 else ""

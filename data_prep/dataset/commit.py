@@ -4,8 +4,8 @@
 2. All are flushed to the disk, and a note that lists them is written in one step. From then on they are valid.
 3. They are renamed to their final names in order, and files without a successor are deleted; the note comes last.
 
-Before step 2 nothing has changed; after it, `recover` repeats step 3, which can fail only in a rename. Shards are
-published, made again, changed and deleted so, by every command.
+Before step 2 nothing has changed; after it, `recover` repeats step 3, which can fail only in a rename. All commands
+publish, replace and delete shards in this way.
 """
 
 from __future__ import annotations
@@ -83,9 +83,11 @@ def recover(folder: Folder, shards: Collection[int] | None = None) -> None:
                 _put_in_place(folder.root, folder.commit(shard))
             except UserError:  # damaged: the older record, if any, remains in effect
                 folder.commit(shard).unlink()
-    names = None if shards is None else {f"{shard:05d}" for shard in shards}
-    delete_leftovers((folder.root, folder.plan) if names is None else ())
-    delete_leftovers((folder.root / "shards", folder.root / "meta"), names)
+    places = folder.root / "shards", folder.root / "meta"
+    if shards is None:
+        delete_leftovers((folder.root, folder.plan, *places))
+    else:
+        delete_leftovers(places, {f"{shard:05d}" for shard in shards})
 
 
 def delete_leftovers(folders: Iterable[Path], stems: Collection[str] | None = None) -> None:

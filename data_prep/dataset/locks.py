@@ -4,8 +4,8 @@ Downloads share the folder's lock if they divide the shards among the same numbe
 their own part; `neuclip pairs`, removals and deletions lock the folder exclusively. A command that finds itself alone
 finishes or deletes what killed ones have left.
 
-The engine of a download, and its workers, outlive a killed supervisor for a moment. They hold a lock of their own, and
-the next command waits until it is free.
+The engine of a download, and the workers of both commands, outlive a killed one for a moment. They hold a lock of their
+own, and the next command waits until it is free.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ REPORT = "report"
 """The part of the work that writes the report and the datasheet."""
 _WHOLE, _ENGINE = "folder", "engine-"
 _PATIENCE = 15.0
-"""Seconds to wait for the engine of a killed download."""
+"""Seconds to wait for the engine and workers of a killed command."""
 
 
 @contextmanager
@@ -55,7 +55,7 @@ def worker_lock(folder: Folder) -> Iterator[None]:
 
 @contextmanager
 def engine_lock(folder: Folder) -> Iterator[None]:
-    """Held by the engine and its workers while they may write."""
+    """Held by the engine and by workers while they may write."""
     with part_lock(folder, f"{_ENGINE}{folder.worker}", shared=True):
         yield
 

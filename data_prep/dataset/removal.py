@@ -23,7 +23,7 @@ from data_prep.dataset.commit import Commit, delete_leftovers
 from data_prep.dataset.dataset_folder import Folder, as_stored, names_of, read_meta
 from data_prep.dataset.locks import exclusive_lock
 from data_prep.dataset.manifest_writer import local_manifest, manifest_of_records
-from data_prep.dataset.shard_files import stage
+from data_prep.dataset.shard_files import check_tar, stage
 from data_prep.dataset.shard_plan import load_plan, read_shard
 from data_prep.settings.source_config import HASH_KINDS
 from pipeline.data.shards.manifest_format import MANIFEST_NAME, Manifest, Shard, check_keys, make_manifest
@@ -123,12 +123,8 @@ def _check(folder: Folder, manifest: Manifest, changing: list[Shard], hits: Hits
         )
     check_keys(manifest, changing)
     for shard in changing:
-        path = Path(manifest.url(shard))
-        if shard.sha256 and not (path.is_file() and sha256_of(path) == shard.sha256):
-            raise UserError(
-                f"{path} is missing or is not what the manifest and its record say, and nothing was changed. "
-                f"{folder.repair_hint}"
-            )
+        if shard.sha256:
+            check_tar(folder, Path(manifest.url(shard)), shard.sha256)
 
 
 def _commit(
@@ -163,7 +159,6 @@ def _rewrite(folder: Folder, commit: Commit, shard: Shard, keys: Set[str]) -> Sh
     left = [key for key, _ in canonical_tar.intact_samples(tar)]
     if len(left) != shard.samples - len(keys) or not keys.isdisjoint(left):
         raise UserError(f"{path} has other samples than the manifest says; nothing was changed. {folder.repair_hint}")
-    new = replace(shard, samples=len(left), bytes=tar.stat().st_size, sha256=sha256_of(tar))
     number = folder.number_of(shard.name)
     if number is not None and folder.record(number).exists():
         record, rows = folder.read_record(number), read_meta(folder, number)
@@ -173,8 +168,10 @@ def _rewrite(folder: Folder, commit: Commit, shard: Shard, keys: Set[str]) -> Sh
                 row.update(status="failed", reason=reasons.REMOVED, error=None)
         failures = Counter(record.failures) + Counter({reasons.REMOVED: len(keys)})
         record = replace(record, samples=len(left), failures=failures)
-        stage(commit, folder, record, pa.Table.from_pylist(table, schema=rows.schema))
-    elif not left:
+        record = stage(commit, folder, record, pa.Table.from_pylist(table, schema=rows.schema))
+        return replace(shard, samples=len(left), bytes=record.bytes, sha256=record.sha256)
+    new = replace(shard, samples=len(left), bytes=tar.stat().st_size, sha256=sha256_of(tar))
+    if not left:
         commit.delete(path)
     return new
 

@@ -7,6 +7,7 @@ import json
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -80,15 +81,27 @@ def withdraw(folder: Folder, shard: int) -> None:
         commit.finish()
 
 
+def check_tar(folder: Folder, path: Path, sha256: str) -> None:
+    """Check a tar before its samples are copied.
+
+    Raises:
+        UserError: It is missing or another.
+    """
+    if not (path.is_file() and sha256_of(path) == sha256):
+        raise UserError(
+            f"{path} is missing or differs from its record or the manifest; nothing was changed. {folder.repair_hint}"
+        )
+
+
 def settled_rows(folder: Folder, shard: int) -> Rows:
     """Rows that a retry does not request again: samples and permanent failures.
 
     Raises:
         UserError: A file of the shard is damaged.
     """
-    record, tar = folder.read_record(shard), folder.tar(shard)
-    if record.samples and not (tar.is_file() and sha256_of(tar) == record.sha256):
-        raise UserError(f"{tar} is missing or differs from its record. {folder.repair_hint}")
+    record = folder.read_record(shard)
+    if record.samples:
+        check_tar(folder, folder.tar(shard), record.sha256)
     rows = {row["row"]: row for row in read_meta(folder, shard).to_pylist()}
     return {number: row for number, row in rows.items() if not (row["reason"] and reasons.is_transient(row["reason"]))}
 

@@ -24,12 +24,11 @@ from data_prep.settings.download_config import DownloadConfig, FetchConfig
 from data_prep.settings.source_config import HASH_KINDS, SourceConfig
 from data_prep.sources import metadata_tables
 from data_prep.sources.metadata_tables import check_rows
-from data_prep.sources.text_columns import columns_of
+from data_prep.sources.text_columns import URL, columns_of
 from pipeline.errors import UserError
 
 CHECKED_ROWS = 1_000
 _HEX_LENGTH = {"md5": 32, "sha1": 40, "sha256": 64, "sha512": 128}
-_URL = re.compile(r"^[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 _HEX = re.compile(r"^[0-9a-f]+$", re.IGNORECASE)
 
 
@@ -179,7 +178,7 @@ def _share(rows: list[dict[str, Any]], name: str, test: Any) -> float:
 
 
 def _is_url(value: Any) -> bool:
-    return bool(_URL.match(str(value)))
+    return bool(URL.match(str(value)))
 
 
 def _is_hash(value: Any) -> bool:

@@ -14,7 +14,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_prep.dataset.commit import recover
 from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.shard_files import withdraw
 from data_prep.fetching.monitor import Monitor, Outcomes, SuccessWindow
@@ -75,7 +74,6 @@ def fetch(
         UserError: A shard that is to be written again is damaged.
     """
     folder, is_retry = Folder(Path(config.output), config.fetch.worker), mode == "retry"
-    recover(folder, shards)
     # A retry requests rows that failed before: low success does not indicate a collapse.
     limits = dataclasses.replace(config.monitor, min_success=0.0) if is_retry else config.monitor
     to_begin = STALL if config.fetch.distributor == "multiprocessing" else max(STALL, _CLUSTER_SECONDS)
@@ -87,7 +85,7 @@ def fetch(
 
     while monitor.waiting:
         finished, log = len(monitor.finished), folder.staging / "engine.log"
-        with _engine(config, folder, sorted(monitor.waiting), mode, log) as engine:
+        with _engine(config, folder, shards=sorted(monitor.waiting), mode=mode, log=log) as engine:
             problem, collapse = _watch(engine, monitor, window, to_begin=to_begin, show=show)
         monitor.end(had_records=is_retry)
         if collapse:
@@ -174,7 +172,7 @@ def _withdraw(folder: Folder, monitor: Monitor, collapse: str, *, suspect_from: 
 
 @contextmanager
 def _engine(
-    config: DownloadConfig, folder: Folder, shards: list[int], mode: str, log: Path
+    config: DownloadConfig, folder: Folder, *, shards: list[int], mode: str, log: Path
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Start the engine in a process group of its own; at the end of the block, all of the group's processes stop."""
     job = write_text(

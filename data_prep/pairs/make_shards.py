@@ -32,7 +32,7 @@ from data_prep.dataset.dataset_folder import (
     tar_name,
     total_failures,
 )
-from data_prep.dataset.locks import exclusive_lock
+from data_prep.dataset.locks import engine_lock, exclusive_lock
 from data_prep.dataset.manifest_writer import entries_of
 from data_prep.dataset.removal import names_of_sample
 from data_prep.dataset.shard_files import stage
@@ -241,7 +241,7 @@ def write_shard(job: _Job, shard: int) -> int:
     folder, start = job.folder, shard * job.shard_size
     rows: list[dict[str, Any]] = []
     removed = folder.removed_names()
-    with Commit(folder.root, folder.commit(shard)) as commit:
+    with engine_lock(folder), Commit(folder.root, folder.commit(shard)) as commit:
         with commit.new(folder.tar(shard)).open("wb") as file:
             with TarWriter(file, user="", group="", mode=0o644, mtime=0, encoder=False, compress=False) as tar:
                 for number, pair in enumerate(job.listing.read(start, start + job.rows_of(shard)), start=start):

@@ -24,7 +24,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_prep import ingest
-from data_prep.dataset.commit import recover
 from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.ingest_report import write_report
 from data_prep.dataset.removal import remove
@@ -97,7 +96,6 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def fetch(config: DownloadConfig, shards: tuple[int, ...], *, mode: str = "fetch", **_: object) -> None:
         folder = Folder(Path(config.output), config.fetch.worker)
-        recover(folder, shards)
         Monitor(folder, shards)  # removes what a killed worker has left
         downloader = ShardDownloader(Job(config, folder, load_plan(folder), (), mode))  # type: ignore[arg-type]
         for shard in shards:

@@ -251,7 +251,7 @@ def with_a_changed_digit(root: Path) -> None:
 
 REFUSED: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "repeated keys": ("foreign", with_repeated_keys, r"00000\.tar has several samples with the key 'a'"),
-    "another tar": ("foreign", with_another_tar, r"00000\.tar is missing or is not what the manifest .*nothing was"),
+    "another tar": ("foreign", with_another_tar, r"00000\.tar is missing or differs from .*nothing was"),
     "no tar": ("foreign", lambda root: (root / "shards/00000.tar").write_bytes(b"x"), r"00000\.tar"),
     "another shard's meta file": (
         "of_pairs",
@@ -260,7 +260,7 @@ REFUSED: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     ),
     "another shard's files": ("of_pairs", lambda root: with_meta_of_another(root, "parquet", "json"), "damaged"),
     "a download's meta file": ("download", with_meta_of_another, r"00000\.parquet is missing or differs from"),
-    "a download's tar": ("download", with_a_changed_digit, r"00000\.tar is missing or is not what .*--delete-damaged"),
+    "a download's tar": ("download", with_a_changed_digit, r"00000\.tar is missing or differs from .*--delete-damaged"),
     "a note to other places": (
         "foreign",
         lambda root: (root / "removal.pending").write_text(json.dumps({"token": "0" * 32, "files": {"../x": False}})),

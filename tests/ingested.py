@@ -75,7 +75,7 @@ def fetch_here(
     """Do the work of the engine's workers in this process; then write the manifest, unless `manifest` is false."""
     folder = Folder(Path(config.output))
     folder.config.write_text(dump(config))
-    downloader = ShardDownloader(Job(config, folder, plan, (), mode))
+    downloader = ShardDownloader(Job(config, folder, plan, mode))
     for shard in shards:
         ok, _ = downloader((shard, str(folder.staging / f"{shard}.arrow")))
         assert ok

@@ -6,7 +6,6 @@ affect the program that supervises it. It exits, with all its workers, when that
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import os
@@ -60,7 +59,6 @@ class Job:
     config: DownloadConfig
     folder: Folder
     plan: Plan
-    shards: tuple[int, ...]
     mode: Mode = "fetch"
 
 
@@ -68,8 +66,7 @@ class ShardDownloader(Downloader):
     """img2dataset's downloader for our job: installs the guarded opener, and publishes through ShardWriter."""
 
     def __init__(self, job: Job) -> None:
-        # This object is sent with every task, so it must not hold the list of shards.
-        self._job = dataclasses.replace(job, shards=())
+        self._job = job
         source, fetch = job.config.source, job.config.fetch
         hash_kind = source.hash_kind if source.hash else None
         columns = ["row", *(["blur"] if source.blur else []), "caption", *([hash_kind] if hash_kind else []), "url"]
@@ -139,15 +136,15 @@ class ShardDownloader(Downloader):
         (job.folder.staging / f"{shard:05d}_stats.json").unlink(missing_ok=True)
 
 
-def run(job: Job) -> None:
-    """Fetch the job's shards with the chosen distributor."""
+def run(job: Job, shards: list[int]) -> None:
+    """Fetch shards with the chosen distributor."""
     fetch = job.config.fetch
     with _cluster(fetch):
         # The path of each shard's rows, which the worker itself writes.
-        shards = ((shard, str(job.folder.staging / f"{shard:05d}.arrow")) for shard in job.shards)
+        rows = ((shard, str(job.folder.staging / f"{shard:05d}.arrow")) for shard in shards)
         distribute = DISTRIBUTORS[fetch.distributor]
-        processes = min(fetch.processes, len(job.shards))  # one that has no shard would import for seconds
-        distribute(processes, ShardDownloader(job), shards, _SPARK_SHARDS, 1)
+        processes = min(fetch.processes, len(shards))  # one that has no shard would import for seconds
+        distribute(processes, ShardDownloader(job), rows, _SPARK_SHARDS, 1)
 
 
 @contextmanager
@@ -203,7 +200,7 @@ def main(path: str) -> None:
     config = parse(DownloadConfig, tree["config"])
     folder = Folder(Path(config.output), config.fetch.worker)
     with engine_lock(folder):
-        run(Job(config, folder, load_plan(folder), tuple(tree["shards"]), mode=tree["mode"]))
+        run(Job(config, folder, load_plan(folder), mode=tree["mode"]), tree["shards"])
 
 
 @functools.cache

@@ -97,7 +97,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def fetch(config: DownloadConfig, shards: tuple[int, ...], *, mode: str = "fetch", **_: object) -> None:
         folder = Folder(Path(config.output), config.fetch.worker)
         Monitor(folder, shards)  # removes what a killed worker has left
-        downloader = ShardDownloader(Job(config, folder, load_plan(folder), (), mode))  # type: ignore[arg-type]
+        downloader = ShardDownloader(Job(config, folder, load_plan(folder), mode))  # type: ignore[arg-type]
         for shard in shards:
             done, _row = downloader((shard, str(folder.staging / f"{shard}.arrow")))
             if not done:

@@ -57,8 +57,8 @@ def tree_rows(path: Path, options: SourceOptions) -> Read:
     refuse_split(options, f"{path}, which names no splits")
     columns = _columns(tree)
     is_columnar = columns is not None
-    for number, item in json_items(path, columns or tree, key="image", value="caption", is_columnar=is_columnar):
-        place = f"{path.name} [{shortened(number) if isinstance(number, str) else number}]"
+    for name, item in json_items(path, columns or tree, key="image", value="caption", is_columnar=is_columnar):
+        place = f"{path.name} [{shortened(name) if isinstance(name, str) else name}]"
         yield place, PairRow(place, problem=MALFORMED_ROW, detail=item) if isinstance(item, str) else item
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -301,7 +302,7 @@ def test_a_small_file_that_is_cut_off_or_something_else_is_no_bug(run: Path, tow
             path.write_bytes(body)
             assert examine(run)[1] in (0, 1), (path, body)
         path.write_bytes(whole)
-    config.unlink()
-    for pipe in (config, run / "heartbeats" / "fatal-00000.txt"):
+    (run / "config.yaml").unlink()
+    for pipe in (run / "config.yaml", run / "heartbeats" / "fatal-00000.txt"):
         os.mkfifo(pipe)  # opening it would wait for a writer
     assert examine(run)[1] in (0, 1)

@@ -42,11 +42,9 @@ $(READY): pyproject.toml constraints.txt
 	$(INSTALL) --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-# Only the tests need these: the Spark and Ray distributors (0.7 GB), ONNX, an S3 server, and the reference metrics of
-# clip-benchmark, which work without its dependencies.
+# Only the tests need these: the Spark and Ray distributors (0.7 GB), ONNX and an S3 server.
 $(TESTABLE): $(READY)
 	$(INSTALL) --constraint constraints.txt --editable '.[dev,scale,onnx,transformers,trackers,s3,s3-server,playground,lora,docs,browser]'
-	$(INSTALL) --constraint constraints.txt --no-deps clip-benchmark
 	@touch $@
 
 $(DOCUMENTABLE): $(READY)

@@ -81,7 +81,6 @@ def check_job(name: str, arguments: list[str]) -> None:
     """Check `neuclip NAME ARGUMENTS` or `-m jobs.NAME ARGUMENTS`: options by click, settings by the configuration."""
     assert name in COMMANDS, f"there is no command {name}"
     command = cli.get_command(click.Context(cli), name)
-    assert command is not None
     if "--help" in arguments:
         return
     given = [word for word in arguments if word != "..."]

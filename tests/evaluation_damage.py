@@ -49,7 +49,7 @@ def zero(path: Path, start: int, size: int) -> None:
 def rewrite_tar(path: Path, change: Callable[[str, bytes], bytes | None], *, date: int = 0) -> None:
     """Rewrite a tar with changed members; a member is dropped if `change` returns None."""
     with tarfile.open(path) as tar:
-        members = [(member.name, tar.extractfile(member).read()) for member in tar.getmembers()]  # type: ignore[union-attr]
+        members = [(member.name, tar.extractfile(member).read()) for member in tar.getmembers()]
     changed = ((name, change(name, body)) for name, body in members)
     write_members(path, ((name, body) for name, body in changed if body is not None), date=date)
 
@@ -163,12 +163,6 @@ def damage_deflated(folder: Path) -> None:
     path.write_bytes(whole)
 
 
-def add_candidate(row: dict[str, str]) -> None:
-    names = json.loads(row["candidates"])
-    names.append(next(name for name in (f"thing{k}" for k in range(16)) if name not in names))
-    row["candidates"] = json.dumps(names)
-
-
 def edit_rows(folder: Path, edit: Callable[[list[dict[str, object]]], object]) -> None:
     path = folder / "data/test-00001-of-00002.parquet"
     rows = pq.read_table(path).to_pylist()
@@ -231,11 +225,9 @@ def missing_images(folder: Path) -> None:
 
 BREAKS: list[tuple[str, Callable[[Path], object], str]] = [
     (V2, lambda f: zero(f / "test/1.tar", header_of(f / "test/1.tar", 4), 2048), "zeros where a member"),
-    (COCO, lambda f: zero(f / "test/0.tar", header_of(f / "test/0.tar", 2), 2048), "zeros where a member"),
     (V2, join_tars, "two archives were joined"),
     (V2, cut_after_zeros, "no end-of-archive mark"),
     (V2, partial(cut_file, "test/1.tar", 1_300), "1.tar .* cut short"),
-    (V2, partial(cut_file, "test/1.tar", 1_600), "1.tar .* cut short"),
     (V2, lambda f: cut_file("test/1.tar", header_of(f / "test/1.tar", 4), f), "1.tar has no end-of-archive mark"),
     (V2, partial(cut_file, "test/0.tar", 0), "0.tar is damaged or cut short"),
     (V2, lambda f: shutil.copy(f / "test/0.tar", f / "test/2.tar"), "nshards.txt says 2 shards"),
@@ -271,7 +263,6 @@ BREAKS: list[tuple[str, Callable[[Path], object], str]] = [
     (FLICKR, lambda f: renamed(f, "test-00001-of-00003.parquet"), "of different versions"),
     (FLICKR, lambda f: renamed(f, "0000.parquet", "0002.parquet"), "the numbered parts 1 are missing"),
     (FLICKR, lambda f: edit_caption(f, ["a", " ", "c"]), "has an empty caption"),
-    (FLICKR, lambda f: edit_caption(f, []), "has an empty caption"),
     (FLICKR, lambda f: edit_rows(f, lambda rows: rows.append(rows[2])), "would count twice"),
     (FLICKR, say_split, "is of the split 'train', and 'test' is scored"),
     (COCO, lambda f: set_member(f, "s0000002.txt", b"one\n\nlast"), "no caption or a blank line"),
@@ -280,12 +271,8 @@ BREAKS: list[tuple[str, Callable[[Path], object], str]] = [
         for edit, message in (
             (lambda rows: drop_candidate(rows[2], associated=True), "is not among its"),
             (lambda rows: drop_candidate(rows[2], associated=False), "has 9 candidates, but .* have 5, 6, 10, 12"),
-            (lambda rows: add_candidate(rows[2]), "has 11 candidates, but"),
-            (
-                lambda rows: [row.update(num_candidates="nan") for row in rows],
-                "row 1 .* but its num_candidates says nan",
-            ),
             (lambda rows: [row.update(num_candidates="10") for row in rows], "row 1 .* num_candidates says 10"),
+            (lambda rows: [row.update(num_candidates="nan") for row in rows], "row 1 .* num_candidates says nan"),
             (lambda rows: rows.append(rows[2]), "are the same, which would count"),
             (lambda rows: rows[2].update(associations='["unheard of"]'), "is not among its 10 candidates"),
             (lambda rows: rows[1].update(candidates='["thing1", "thi'), "row 2 of"),

@@ -21,7 +21,7 @@ def site() -> Iterator[Site]:
 
 def opener(retries: int = 0, total: float = 5.0, connections: int = 8, **guard: object) -> Opener:
     settings = {"allow_addresses": ("127.0.0.1",), "backoff": 0.05, **guard}
-    return Opener(GuardConfig(**settings), connections=connections, retries=retries, total_seconds=total)  # type: ignore[arg-type]
+    return Opener(GuardConfig(**settings), connections=connections, retries=retries, total_seconds=total)
 
 
 def refusal(given: Opener, url: str) -> str:

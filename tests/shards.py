@@ -14,10 +14,14 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from pipeline.config import parse
+from pipeline.data.data_config import DataConfig
+from pipeline.data.loading.loader import Loader, build_loader
 from pipeline.data.loading.stream_reader import SequentialReader
 from pipeline.data.order.mixture import Segments, make_mixture
 from pipeline.data.shards.manifest_format import Manifest, make_manifest
 from pipeline.data.shards.tar_reader import split_name
+from pipeline.distributed.world import World
 from tests.images import encoded
 
 Members = Mapping[str, bytes]
@@ -69,8 +73,7 @@ def write_shards(
 ) -> Manifest:
     """Write shards of the given sizes and their manifest; sample id i has caption "caption {first + i}".
 
-    Args:
-        replace: sample id -> members to write in its place.
+    `replace` has the members of samples that are written otherwise, by sample id.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rows, offset = [], 0
@@ -95,6 +98,15 @@ def reader(manifest: Manifest, *, retries: int = 0, altered_shards: Any = "ignor
     )
     pauses: list[float] = []
     return SequentialReader(mixture, segments, retries, altered_shards=altered_shards, pause=pauses.append)
+
+
+def open_loader(
+    folder: Path, *, world: World | None = None, batch: int = 8, image_size: int = 16, tokenize: Any = None, **data: Any
+) -> Loader:
+    """Open a loader of the shards in a folder, in this process unless the settings of the data say otherwise."""
+    config = parse(DataConfig, {"sources": str(folder), "workers": 0, "retries": 0, **data})
+    given = {"world": world or World(), "seed": 3, "image_size": image_size, "tokenize": tokenize or count_tokens}
+    return build_loader(config, global_batch=batch, **given)
 
 
 def count_tokens(texts: list[str]) -> Tensor:

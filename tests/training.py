@@ -44,6 +44,6 @@ def in_this_process() -> Iterator[None]:
     """Train in this block: environment and DeepSpeed are as in a fresh process, and are restored afterwards."""
     groups, comm = (sys.modules.get(f"deepspeed.{name}") for name in ("utils.groups", "comm.comm"))
     if groups is not None and comm is not None:  # it keeps the process group of an earlier run
-        groups._WORLD_GROUP = comm.cdb = None  # type: ignore[attr-defined]
+        groups._WORLD_GROUP = comm.cdb = None
     with mock.patch.dict(os.environ):
         yield

@@ -75,7 +75,7 @@ class Protocol(ABC):
 
         Args:
             place: The result's path without `.json`.
-            found: The outcomes.
+            outcomes: What was found of each sample.
             kept: What was kept of all images.
             texts: [distinct texts, d] text features.
         """

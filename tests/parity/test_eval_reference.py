@@ -81,7 +81,6 @@ def read_tars(folder: Path) -> Iterator[dict[str, bytes]]:
                     yield sample
                     sample = {}
                 file = tar.extractfile(member)
-                assert file is not None
                 sample |= {"key": key.encode(), suffix: file.read()}
         yield sample
 

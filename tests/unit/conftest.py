@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,21 +58,7 @@ def expected(evaluated: tuple[Path, Evaluation]) -> dict[str, bytes]:
     return contents(evaluated[0])
 
 
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    from tests.s3_server import s3_server
-
-    with s3_server(tmp_path_factory.mktemp("s3") / "log"):
-        yield
-
-
-@pytest.fixture(params=["memory", "file", "s3"])
+@pytest.fixture(params=["memory", "file"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    name = uuid.uuid4().hex
-    if request.param == "s3":
-        from tests.s3_server import client
-
-        request.getfixturevalue("s3")
-        client().mkdir(name)
-        return f"s3://{name}/runs"
-    return f"memory://{name}/runs" if request.param == "memory" else f"file://{tmp_path}/store"
+    """A place of mirrors; tests/e2e/test_s3.py has an object store."""
+    return f"memory://{uuid.uuid4().hex}/runs" if request.param == "memory" else f"file://{tmp_path}/store"

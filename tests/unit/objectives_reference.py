@@ -15,7 +15,7 @@ def context(batch_size: int, dim: int = 16, **facts: object) -> ObjectiveContext
         "dim": dim, "batch_size": batch_size, "dataset_size": 4 * batch_size, "steps_per_epoch": 4, "total_steps": 40,
         "world": World(), "device": torch.device("cpu"), "dtype": torch.float64,
     }  # fmt: skip
-    return ObjectiveContext(**{**defaults, **facts})  # type: ignore[arg-type]
+    return ObjectiveContext(**{**defaults, **facts})
 
 
 def unit_features(batch_size: int, dim: int = 16, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> list[Tensor]:

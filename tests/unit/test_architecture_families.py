@@ -189,13 +189,12 @@ assert all(p.grad.isfinite().all() for p in towers.clip.visual.parameters())
 """
 
 
-@pytest.mark.parametrize("arch", ["MobileCLIP-S1", "MobileCLIP2-S0"])
-def test_towers_with_strided_pointwise_convolutions_train_on_cpus(arch: str) -> None:
+def test_towers_with_strided_pointwise_convolutions_train_on_cpus() -> None:
     """Regression test: torch's backward pass of these, with images in channels last, ended the process (SIGSEGV).
 
     At 256 pixels it always did, at 64 rarely.
     """
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", TRAINED, arch], cwd=ROOT, check=False)
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", TRAINED, "MobileCLIP2-S0"], cwd=ROOT, check=False)
     assert done.returncode == 0
 
 

@@ -1,4 +1,4 @@
-"""CPUs that are slow in bf16: what the doctor, a run and the demo say and do there."""
+"""Precision: no products in TF32, and what a CPU that is slow in bf16 is told."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from jobs.demo import RECIPE, in_faster_precision
 from pipeline.config import dump
 from pipeline.distributed import precision
+from pipeline.distributed.precision import keep_fp32, true_fp32
 from pipeline.engine.engine_config import EngineConfig, in_fp32
 from pipeline.planning import node_checks
 from pipeline.run_files import RUN_CONFIG_NAME
@@ -25,12 +26,6 @@ def slowdown(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(precision, "cpu_bf16_slowdown", lambda: request.param)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     return float(request.param)
-
-
-def test_the_slowdown_is_a_ratio_of_measured_times() -> None:
-    ratio = precision.cpu_bf16_slowdown()
-    assert 0.01 < ratio < 1000
-    assert precision.cpu_bf16_slowdown() == ratio, "measured once"
 
 
 def test_the_doctor_notes_a_cpu_that_is_slow_in_bf16(slowdown: float) -> None:
@@ -76,7 +71,13 @@ def test_a_demo_that_is_continued_keeps_its_precision(slowdown: float, deepspeed
     assert demo(output=tmp_path).engine.deepspeed == deepspeed
 
 
-@pytest.mark.parametrize("text", ["", "engine: 3"])
-def test_settings_without_a_precision_are_those_of_the_recipe(text: str, tmp_path: Path) -> None:
-    (tmp_path / RUN_CONFIG_NAME).write_text(text)
-    assert demo(output=tmp_path).engine.deepspeed == "zero1_bf16"
+def test_convolutions_on_a_gpu_do_not_use_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression test: fp32 training and scores had TF32 in the patches' convolution."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    keep_fp32(torch.device("cpu"))
+    assert torch.backends.cudnn.allow_tf32
+    keep_fp32(torch.device("cuda"))
+    assert not torch.backends.cudnn.allow_tf32
+    with true_fp32(torch.device("cpu")):
+        assert not torch.backends.cudnn.allow_tf32
+    assert not torch.backends.cudnn.allow_tf32

@@ -58,7 +58,7 @@ def test_memory_is_page_locked_once_and_freed_after_its_last_batch(
 
     def fake(*shape: object, pin_memory: bool = False, **options: object) -> torch.Tensor:
         pinned.append(pin_memory)
-        return empty(*shape, **options)  # type: ignore[call-overload]
+        return empty(*shape, **options)
 
     monkeypatch.setattr(torch, "cuda", SimpleNamespace(cudart=lambda: driver))
     monkeypatch.setattr(torch, "zeros", lambda *_, device: empty(0))

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from pipeline.checkpoint import writer as writer_module
-from pipeline.checkpoint.layout import best_checkpoint, outdated
+from pipeline.checkpoint.layout import best_checkpoint
 from pipeline.checkpoint.reader import abandon_after, agreed_checkpoint, damage, open_checkpoint
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
@@ -41,16 +41,13 @@ def change_meta(run: Path, step: int, change: Callable[[dict[str, Any]], object]
     return path.parent
 
 
-REMOVED = "removed"
-
-
-@pytest.mark.parametrize("change", [{"counter": 0}, {"samples": 0}, {"files": None}, {"digest": REMOVED}])
-def test_an_altered_list_of_files_is_damage(tmp_path: Path, towers: Towers, change: dict[str, Any]) -> None:
+def test_an_altered_list_of_files_is_damage(tmp_path: Path, towers: Towers) -> None:
     write(tmp_path, towers, [1])
     path = tmp_path / "checkpoints" / name_of(1) / "checkpoint.json"
-    meta = {**json.loads(path.read_text()), **change}
-    path.write_text(json.dumps({key: value for key, value in meta.items() if value != REMOVED}))
-    assert "checkpoint.json do not match" in (damage(path.parent) or "")
+    whole = json.loads(path.read_text())
+    for change in ({"counter": 0}, {"samples": 0}, {"files": None}, {"digest": None}):
+        path.write_text(json.dumps({key: value for key, value in {**whole, **change}.items() if value is not None}))
+        assert "checkpoint.json do not match" in (damage(path.parent) or "")
 
 
 MOMENTS, WEIGHTS = "moments.safetensors", "open_clip_model.safetensors"
@@ -85,12 +82,15 @@ WRONG: dict[str, Callable[[dict[str, Any]], object]] = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_a_checkpoint_json_that_cannot_be_continued_is_skipped(tmp_path: Path, towers: Towers, case: str) -> None:
+def test_a_checkpoint_json_that_cannot_be_continued_is_skipped(tmp_path: Path, towers: Towers) -> None:
     write(tmp_path, towers, [1, 2])
-    folder = change_meta(tmp_path, 2, WRONG[case])
-    assert damage(folder)
-    assert latest(tmp_path).step == 1
+    whole = (tmp_path / "checkpoints" / name_of(2) / "checkpoint.json").read_bytes()
+    for case, change in WRONG.items():
+        folder = change_meta(tmp_path, 2, change)
+        assert damage(folder), case
+        assert latest(tmp_path).step == 1
+        (folder / "checkpoint.json").write_bytes(whole)
+    assert latest(tmp_path).step == 2
 
 
 def test_a_renamed_folder_is_damage(tmp_path: Path, towers: Towers) -> None:
@@ -148,15 +148,6 @@ def test_new_checkpoints_stay_beside_damaged_and_later_ones(tmp_path: Path, towe
     assert left == [[20, 30, 35, 99], [20, 34, 35, 99], [20, 36, 99]]
 
 
-def test_what_is_kept() -> None:
-    names = [name_of(step) for step in (10, 20, 30, 40, 100_000_000)]
-    how: dict[str, Any] = {"written": names[3], "keep_every": None, "held": set(), "is_good": lambda name: True}
-    assert outdated(names, **how, keep_last=1) == [names[2], names[1], names[0]]
-    assert outdated(names, **{**how, "keep_every": 20, "held": {names[0]}}, keep_last=1) == [names[2]]
-    assert outdated(names, **{**how, "is_good": lambda name: name != names[2]}, keep_last=2) == [names[0]]
-    assert outdated(names, **{**how, "is_good": lambda name: False}, keep_last=2) == []
-
-
 @pytest.mark.parametrize("name", ["latest", "best"])
 def test_a_full_disk_at_a_pointer_loses_no_checkpoint(
     tmp_path: Path, towers: Towers, monkeypatch: pytest.MonkeyPatch, name: str
@@ -190,7 +181,6 @@ def test_runs_with_one_name_do_not_share_the_fallback(
         monkeypatch.setattr(writer_module, "save_tensors", failing(1))
         assert save_again(writer, towers, step, fallback=spare)
         agreed = agreed_checkpoint(folder, "latest", world=World(), on_event=print, fallback=spare)
-        assert agreed is not None
         assert agreed.step == step
     assert len(list((tmp_path / "spare").iterdir())) == 2
 
@@ -202,7 +192,6 @@ def test_a_folder_with_later_checkpoints_is_refused(tmp_path: Path, towers: Towe
     with pytest.raises(UserError, match=r"has later checkpoints than .* \(step-00000002\)"):
         agreed_checkpoint(run, old, world=World(), on_event=print)
     found = agreed_checkpoint(tmp_path / "another", old, world=World(), on_event=print)
-    assert found is not None
     assert found.step == 1
     with pytest.raises(UserError, match=r"run has checkpoints: add --resume latest"):
         agreed_checkpoint(run, None, world=World(), on_event=print)

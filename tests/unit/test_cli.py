@@ -152,6 +152,7 @@ def test_user_error_is_one_paragraph_without_traceback(capsys: pytest.CaptureFix
         (OSError(errno.EACCES, "Denied", "/from", None, "/to"), 2, "Cannot write or read /from: Denied"),
         (RuntimeError("I/O error: No space left on device (os error 28)"), 2, "a file: No space left on device. Free"),
         (MemoryError(), 2, "This process got no more memory: use a machine with more"),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "n" * 256), 2, "Use a shorter name"),
         (ImportError("libtorch_cpu.so: failed to map segment from shared object"), 2, "got no more memory (libtorch"),
     ],
 )
@@ -202,7 +203,7 @@ def test_recipe_is_a_path_or_the_name_of_a_bundled_recipe(tmp_path: Path) -> Non
         recipe.convert("cc12.yaml", None, None)
 
 
-def test_dry_run_finds_errors_that_would_end_the_run(tmp_path: Path) -> None:
+def test_dry_run_finds_errors_that_would_end_the_run() -> None:
     for wrong, words in (
         ("model.arch=ViT-B32", "'ViT-B32' is not known. The nearest is ViT-B-32"),
         ("engine.deepspeed=zero2_bf16 optimizer.name=lamb", "does not work with ZeRO stage 2"),

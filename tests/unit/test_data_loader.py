@@ -73,15 +73,6 @@ def test_global_batches_are_the_same_on_every_layout(folder: Path, ranks: int, w
     assert torch.equal(found[1], expected[1])
 
 
-def test_every_sample_appears_once_per_epoch(folder: Path) -> None:
-    (loader,) = loaders(folder)
-    assert (loader.n, loader.steps_per_epoch, loader.layout.dropped) == (48, 6, 0)
-    ids, _ = run([loader], 12)
-    first, second = ids[:6].flatten(), ids[6:].flatten()
-    assert sorted(first.tolist()) == sorted(second.tolist()) == list(range(48))
-    assert first.tolist() != second.tolist()
-
-
 @pytest.mark.parametrize("stop", [1, 5, 6, 9])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_resume_continues_exactly_on_another_layout(folder: Path, stop: int, ranks: int) -> None:

@@ -6,7 +6,6 @@ import itertools
 import json
 import statistics
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +15,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.config import parse
-from pipeline.data.data_config import DataConfig
-from pipeline.data.loading.blocks import Blocks
-from pipeline.data.loading.loader import Loader, build_loader
+from pipeline.data.loading.loader import Loader
 from pipeline.data.loading.position import Tally
-from pipeline.data.loading.worker import Part, StreamDataset
 from pipeline.data.order.canonical_order import planned_ids
 from pipeline.data.order.hashing import order_hash
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from tests.shards import count_tokens, jpeg, write_shards
+from tests.shards import jpeg, open_loader, write_shards
 
 BROKEN: dict[str, dict[str, bytes]] = {
     "image is missing": {"txt": b"caption 1"},
@@ -35,14 +30,6 @@ BROKEN: dict[str, dict[str, bytes]] = {
     "caption is empty": {"jpg": jpeg(0), "txt": b" \n"},
     "caption is not UTF-8": {"jpg": jpeg(0), "txt": b"caf\xe9 1"},
 }
-SEED, PIXELS = 5, 8
-
-
-def loader(folder: Path, *, world: World, global_batch: int, **options: Any) -> Loader:
-    config = parse(DataConfig, {"sources": str(folder), "workers": 0, "retries": 0} | options)
-    return build_loader(
-        config, world=world, global_batch=global_batch, seed=SEED, image_size=PIXELS, tokenize=count_tokens
-    )
 
 
 @st.composite
@@ -74,7 +61,7 @@ def test_order_resume_and_counts(case: dict[str, Any], tmp_path_factory: pytest.
     folder = tmp_path_factory.mktemp("case")
     write_shards(folder, case["sizes"], replace={i: BROKEN[reason] for i, reason in case["broken"].items()})
     options, batch = case["options"], case["batch"]
-    whole = loader(folder, world=World(), global_batch=batch, **options)
+    whole = open_loader(folder, batch=batch, **options)
     steps = whole.steps_per_epoch
     first_epoch = ids_of([whole], steps)
     _check_counts(first_epoch, whole, case["broken"])
@@ -83,11 +70,11 @@ def test_order_resume_and_counts(case: dict[str, Any], tmp_path_factory: pytest.
     total = steps + 3
     expected = first_epoch + ids_of([whole], total - steps)
     stop = min(case["stop"], total)
-    writer = loader(folder, world=World(), global_batch=batch, **options)
+    writer = open_loader(folder, batch=batch, **options)
     ids_of([writer], stop)
     state = json.loads(json.dumps(writer.state_dict()))
     group = [
-        loader(folder, world=World(rank=k, size=case["ranks"]), global_batch=batch, **options)
+        open_loader(folder, world=World(rank=k, size=case["ranks"]), batch=batch, **options)
         for k in range(case["ranks"])
     ]
     for one in group:
@@ -123,7 +110,7 @@ def test_substitutes_are_never_from_the_same_batch(tmp_path: Path) -> None:
     sizes = [50] * 12
     broken = dict.fromkeys(range(0, 600, 5), BROKEN["image cannot be decoded"])
     write_shards(tmp_path, sizes, replace=broken)
-    (one,) = [loader(tmp_path, world=World(), global_batch=24, streams=4, shuffle_buffer=20, corrupt_limit=0.5)]
+    one = open_loader(tmp_path, batch=24, streams=4, shuffle_buffer=20, corrupt_limit=0.5)
     repeats: list[int] = []
     last_seen: dict[int, int] = {}
     for t in range(one.steps_per_epoch):
@@ -135,33 +122,18 @@ def test_substitutes_are_never_from_the_same_batch(tmp_path: Path) -> None:
     assert statistics.median(repeats) <= 8, "substitutes must come from nearby batches"
 
 
-@pytest.mark.parametrize("shares", [1, 2, 3, 4])
-def test_workers_fill_the_same_rows(tmp_path: Path, shares: int) -> None:
-    """Any split of a rank's streams among workers gives the same batch; no processes are started."""
-    write_shards(tmp_path, [9, 4, 14, 6, 7], replace={3: BROKEN["caption is missing"]})
-    one = loader(tmp_path, world=World(), global_batch=8, streams=4, shuffle_buffer=6, corrupt_limit=1.0)
-    dataset: StreamDataset = one._dataset
-    streams = [dataset.streams[4 * w // shares : 4 * (w + 1) // shares] for w in range(shares)]
-    blocks = [Blocks(2 * len(own), PIXELS, ahead=0, pin=False) for own in streams]
-    workers = [iter(replace(dataset, streams=own, blocks=b)) for own, b in zip(streams, blocks, strict=True)]
-    for _ in range(12):
-        parts = [next(worker) for worker in workers]
-        batch = next(one)
-        assert all(isinstance(part, Part) for part in parts)
-        assert torch.equal(torch.cat([b.take() for b in blocks]), batch.image)
-        found = [i for part in parts for i in part.sample_id.tolist()]  # type: ignore[union-attr]
-        assert found == batch.sample_id.tolist()
-
-
-def test_sample_that_occurs_twice_in_an_epoch_gets_two_crops(tmp_path: Path) -> None:
+def test_every_time_that_a_sample_is_shown_it_gets_another_crop(tmp_path: Path) -> None:
     write_shards(tmp_path, [8])
     source = [{"manifest": str(tmp_path), "weight": 2}]
-    one = loader(tmp_path, world=World(), global_batch=16, streams=1, crop={"scale": [0.2, 1.0]}, sources=source)
+    one = open_loader(tmp_path, batch=16, streams=1, crop={"scale": [0.2, 1.0]}, sources=source)
     batch = next(one)
     assert one.steps_per_epoch == 1
     order = batch.sample_id.argsort(stable=True)
+    again = next(one)  # the next epoch
+    later = again.image[again.sample_id.argsort(stable=True)[::2]]
     first, second = batch.image[order[::2]], batch.image[order[1::2]]
-    assert (first != second).flatten(1).any(dim=1).all()
+    for a, b in ((first, second), (first, later)):
+        assert (a != b).flatten(1).any(dim=1).all()
 
 
 def test_captions_of_a_json_list_are_redrawn_every_epoch(tmp_path: Path) -> None:
@@ -170,7 +142,7 @@ def test_captions_of_a_json_list_are_redrawn_every_epoch(tmp_path: Path) -> None
     write_shards(tmp_path, [24], replace={i: {"jpg": jpeg(i), "json": body} for i in range(24)})
 
     def start(caption: str) -> Loader:
-        return loader(tmp_path, world=World(), global_batch=24, streams=1, caption=caption)
+        return open_loader(tmp_path, batch=24, streams=1, caption=caption)
 
     one = start("json:all")
     first, second = next(one), next(one)
@@ -192,20 +164,12 @@ def test_sources_may_store_captions_differently(tmp_path: Path, workers: int) ->
     bodies = {i: {"jpg": jpeg(i), "json": json.dumps({"title": f"caption {108 + i}"}).encode()} for i in range(8)}
     write_shards(tmp_path / "b", [5, 3], replace=bodies)
     sources = [str(tmp_path / "a"), {"manifest": str(tmp_path / "b"), "caption": "json:title"}]
-    with loader(tmp_path, world=World(), global_batch=16, streams=2, sources=sources, workers=workers) as one:
+    with open_loader(tmp_path, batch=16, streams=2, sources=sources, workers=workers) as one:
         batch = next(one)
     expected = {i: i if i < 8 else 100 + i for i in range(16)}
     assert dict(zip(batch.sample_id.tolist(), batch.text[:, 0].tolist(), strict=True)) == expected
     with pytest.raises(UserError, match="caption"):
-        loader(tmp_path, world=World(), global_batch=16, streams=2, sources=[{**sources[1], "caption": "json:"}])  # type: ignore[dict-item]
-
-
-def test_sample_gets_a_new_crop_every_epoch(tmp_path: Path) -> None:
-    write_shards(tmp_path, [8])
-    one = loader(tmp_path, world=World(), global_batch=8, streams=1, crop={"scale": [0.2, 1.0]})
-    first, second = next(one), next(one)
-    a, b = (batch.image[batch.sample_id.argsort()] for batch in (first, second))
-    assert (a != b).flatten(1).any(dim=1).all()
+        open_loader(tmp_path, batch=16, streams=2, sources=[{**sources[1], "caption": "json:"}])
 
 
 @given(st.lists(st.dictionaries(st.sampled_from("abcdefgh"), st.integers(1, 9), max_size=4), max_size=60))

@@ -7,7 +7,6 @@ import shutil
 import tarfile
 from pathlib import Path
 
-import numpy as np
 import pytest
 import webdataset
 
@@ -16,7 +15,6 @@ from data_prep.pairs.find_source import open_source
 from data_prep.pairs.pair import SourceOptions
 from pipeline.data.loading.stream_reader import TRUNCATED, StreamReader
 from pipeline.data.order.canonical_order import stream_order
-from pipeline.data.order.mixture import make_mixture, plan_epoch
 from pipeline.data.shards.check_shards import check_shards
 from pipeline.data.shards.manifest_format import load_manifest, make_manifest
 from pipeline.data.shards.shard_index import scan_members
@@ -132,9 +130,9 @@ def test_missing_shard_is_retried_and_then_given_up(tmp_path: Path) -> None:
     one = reader(manifest, retries=2)
     records = list(one.read(0))
     assert [r.problem for r in records] == ["", "", ""] + ["shard cannot be read (FileNotFoundError)"] * 2
-    assert one.pause.__self__ == pytest.approx([0.1, 0.4])  # type: ignore[attr-defined]
+    assert one.pause.__self__ == pytest.approx([0.1, 0.4])
     assert next(one.read(3)).problem
-    assert len(one.pause.__self__) == 2, "a lost shard is not retried again"  # type: ignore[attr-defined]
+    assert len(one.pause.__self__) == 2, "a lost shard is not retried again"
 
 
 def test_a_temporary_failure_loses_nothing(tmp_path: Path) -> None:
@@ -142,7 +140,7 @@ def test_a_temporary_failure_loses_nothing(tmp_path: Path) -> None:
     whole, path = (tmp_path / "00000.tar").read_bytes(), tmp_path / "00000.tar"
     path.write_bytes(whole[: len(whole) // 2])
     one = reader(manifest, retries=1)
-    one.pause = lambda _: path.write_bytes(whole) and None  # type: ignore[assignment,func-returns-value]
+    one.pause = lambda _: path.write_bytes(whole) and None
     assert [r.caption for r in one.read(0)] == [f"caption {i}".encode() for i in range(6)]
 
 
@@ -170,13 +168,6 @@ def test_shards_that_differ_from_the_manifest_are_refused(tmp_path: Path) -> Non
     only = make_manifest([("00002.tar", 5, manifest.shards[2].bytes, "")], root=tmp_path)
     with pytest.raises(UserError, match="holds 4 samples, but its manifest lists 5"):
         check_shards(only, World())
-
-
-def test_a_planned_epoch_covers_every_sample_once(tmp_path: Path) -> None:
-    manifest = write_shards(tmp_path, [3, 1, 4])
-    segments = plan_epoch(make_mixture([manifest]), seed=1, epoch=0)
-    shards, numbers = segments.locate(np.arange(8))
-    assert sorted(manifest.shards.offsets[shards] + numbers) == list(range(8))
 
 
 def kept_bytes(stream: StreamReader) -> int:

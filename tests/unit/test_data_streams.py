@@ -1,8 +1,9 @@
-"""The sample order as pure functions: hashes, epochs of one or several sources, the shuffle within a stream."""
+"""The sample order as pure functions, how well it shuffles, and what `neuclip plan` reports about a run's data."""
 
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from pipeline.data.order.hashing import draw, draws, key, mix, permutation
 from pipeline.data.order.mixture import Mixture, Segments, make_mixture, plan_epoch
 from pipeline.data.shards.manifest_format import Manifest, make_manifest
 from pipeline.errors import UserError
+from pipeline.planning.run_costs import plan_data
+from tests.shards import write_shards
 
 GOLDEN = [[0, 2, 1, 14, 22, 21, 23, 6], [3, 15, 4, 16, 5, 8, 7, 9], [17, 18, 20, 19, 10, 11, 12, 13]]
 
@@ -84,14 +87,6 @@ def test_layout_counts() -> None:
         make_layout(samples=1 << 33, global_batch=12, streams=2)
 
 
-def test_an_epoch_of_one_source_is_a_permutation_of_its_shards() -> None:
-    mixture = make_mixture([manifest([3, 1, 4, 2])])
-    first, second = (ids_of(mixture, plan_epoch(mixture, seed=0, epoch=e)) for e in (0, 1))
-    assert sorted(first) == sorted(second) == list(range(10))
-    assert first != second
-    assert ids_of(mixture, plan_epoch(mixture, seed=1, epoch=0)) not in (first, second)
-
-
 def test_order_matches_recorded_values() -> None:
     """A run that an earlier version started must continue in the same order."""
     mixture = make_mixture([manifest([5, 9, 4, 6])])
@@ -152,3 +147,81 @@ def test_config_accepts_paths_and_refuses_invalid_values() -> None:
     for tree, message in bad:
         with pytest.raises(UserError, match=message):
             parse(DataConfig, tree, prefix="data")
+
+
+SHARDS, SAMPLES, BATCH = 120, 100, 256
+
+
+def order(*, streams: int = 64, buffer: int = 100) -> Order:
+    rows = [(f"{i}.tar", SAMPLES, SAMPLES, str(i)) for i in range(SHARDS)]
+    mixture = make_mixture([make_manifest(rows)])
+    layout = make_layout(samples=mixture.epoch_samples, global_batch=BATCH, streams=streams)
+    return Order(mixture=mixture, layout=layout, seed=1, shuffle_buffer=buffer)
+
+
+def epoch(planned: Order, number: int = 0) -> np.ndarray:
+    return planned_ids(planned, epoch=number, first=0, last=planned.layout.steps)
+
+
+def neighbour_distance(ids: np.ndarray) -> float:
+    """Mean distance, in steps, of samples that are stored next to each other, relative to a global shuffle's.
+
+    A global shuffle separates them by a third of all steps on average. 1 is a global shuffle, 0 the order of storage.
+
+    Args:
+        ids: Sample ids of a whole epoch, [steps, B].
+    """
+    steps, batch = ids.shape
+    order = np.argsort(ids, axis=None, kind="stable")
+    stored, step = ids.ravel()[order], order // batch
+    adjacent = np.diff(stored) == 1
+    return float(np.abs(np.diff(step))[adjacent].mean() / (steps / 3)) if adjacent.any() and steps > 1 else 0.0
+
+
+def quality(ids: np.ndarray) -> tuple[float, float]:
+    """Mean number of distinct shards in a batch, and the share of its pairs of samples that have the same shard."""
+    counts = [np.unique(row, return_counts=True)[1] for row in ids // SAMPLES]
+    return np.mean([len(c) for c in counts]), np.mean([(c * (c - 1)).sum() / (BATCH * (BATCH - 1)) for c in counts])
+
+
+IDEAL = SHARDS * (1 - (1 - 1 / SHARDS) ** BATCH), 1 / SHARDS
+"""Of a global shuffle."""
+
+
+def test_canonical_streams_are_shuffled_well() -> None:
+    """A broken shuffle (one stream, or a buffer of one sample) misses the limits by far."""
+    ids = epoch(order())
+    shards, same = quality(ids)
+    assert shards > 0.75 * IDEAL[0]
+    assert same < 2 * IDEAL[1]
+    assert neighbour_distance(ids) > 0.25
+    for broken, limit in ((order(streams=1), 0.1), (order(buffer=1), 0.05)):
+        assert neighbour_distance(epoch(broken)) < limit
+
+
+def test_more_streams_mix_more_shards() -> None:
+    found = [quality(epoch(order(streams=c)))[0] for c in (1, 4, 16, 64)]
+    assert found == sorted(found)
+    assert found[-1] > 10 * found[0]
+
+
+def test_batches_of_two_epochs_overlap_only_by_chance() -> None:
+    first, second = epoch(order(), 0), epoch(order(), 1)
+    partners = [{frozenset((a, b)) for row in ids // SAMPLES for a in set(row) for b in set(row) if a < b}
+                for ids in (first[:3], second[:3])]  # fmt: skip
+    assert len(partners[0] & partners[1]) < 0.9 * len(partners[0])
+    overlap = [len(set(a) & set(b)) for a, b in zip(first, second, strict=True)]
+    expected = BATCH**2 / (SHARDS * SAMPLES)
+    assert np.mean(overlap) < 2 * expected
+
+
+def test_plan_counts_match_the_manifest(tmp_path: Path) -> None:
+    manifest = write_shards(tmp_path, [20, 12, 16, 24])
+    config = parse(DataConfig, {"sources": str(tmp_path), "streams": 4, "shuffle_buffer": 6, "workers": 2})
+    plan = plan_data(config, ranks=2, global_batch=8, image_size=10)
+    mean = manifest.bytes / 72
+    assert (plan.samples, plan.shards, plan.layout.steps, plan.layout.dropped) == (72, 4, 9, 0)
+    assert plan.buffer_bytes == pytest.approx(3 * 2 * mean, abs=1)
+    assert plan.batch_bytes == (2 + 3) * 4 * 300
+    with pytest.raises(UserError, match="is not divisible by 3 ranks"):
+        plan_data(config, ranks=3, global_batch=8, image_size=10)

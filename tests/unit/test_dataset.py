@@ -18,11 +18,9 @@ from torch.utils.data import DataLoader
 
 import neuclip
 from pipeline.data.dataset import OrderedDataset
-from pipeline.data.loading.loader import build_loader
 from pipeline.data.order.canonical_order import default_streams
-from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from tests.shards import count_tokens, write_shards
+from tests.shards import count_tokens, open_loader, write_shards
 from tests.towers import TINY
 
 BATCH, STEPS = 8, 6
@@ -43,13 +41,7 @@ def make(folder: Path, **changes: Any) -> OrderedDataset:
 
 
 def expected(folder: Path, batches: int) -> list[tuple[Tensor, Tensor]]:
-    from pipeline.config import parse
-    from pipeline.data.data_config import DataConfig
-
-    config = parse(DataConfig, {"sources": str(folder), **SETTINGS})
-    with build_loader(
-        config, world=World(), global_batch=BATCH, seed=3, image_size=16, tokenize=count_tokens
-    ) as loader:
+    with open_loader(folder, batch=BATCH, **SETTINGS) as loader:
         return [(batch.image.clone(), batch.sample_id.clone()) for batch in itertools.islice(loader, batches)]
 
 

@@ -67,7 +67,7 @@ def test_an_image_that_crashes_its_decoder_twice_is_refused(decoder: Decoder, tm
     assert decoder(io.BytesIO(jpeg() + once))[0] == decoder(io.BytesIO(jpeg()))[0], "perhaps it lacked memory"
 
 
-def test_an_image_that_takes_too_long_twice_is_refused(decoder: Decoder, tmp_path: Path) -> None:
+def test_an_image_that_takes_too_long_twice_is_refused(decoder: Decoder) -> None:
     decoder(io.BytesIO(jpeg()))
     decoder._seconds = 0.5
     assert decoder(io.BytesIO(jpeg() + b"DOOM sleep"))[5] == "too slow to decode: not decoded in 0.5 s"

@@ -238,7 +238,7 @@ def test_quotas_of_containers_are_read(tmp_path: Path) -> None:
 def test_workers_leave_a_core_to_the_trainer() -> None:
     for cores, workers in ((2, 1), (1, 1), (8, 7), (16, 12), (24, 12)):
         assert default_workers(cores) == workers
-    assert DataConfig(sources="x", workers="auto").workers is None  # type: ignore[arg-type]
+    assert DataConfig(sources="x", workers="auto").workers is None
     for name in ("cc3m", "cc12m", "dfn14m", "dfn192m", "dfn1b", "laion315m"):
         assert "workers: auto" in (ROOT / f"jobs/recipes/{name}.yaml").read_text(), name
 
@@ -285,4 +285,4 @@ def test_the_measured_memory_is_that_of_the_steps(monkeypatch: pytest.MonkeyPatc
         state=SimpleNamespace(step=0, loader=SimpleNamespace(workers=2)),
     )
     monkeypatch.setattr(measure, "next", lambda _: 0, raising=False)
-    assert measure._measure(trainer, ranks=1, seconds=0.1).device_gib == 50  # type: ignore[arg-type]
+    assert measure._measure(trainer, ranks=1, seconds=0.1).device_gib == 50

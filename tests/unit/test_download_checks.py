@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pyarrow as pa
@@ -118,17 +117,3 @@ def test_unavailable_distributor_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     source_checks.check_distributor(FetchConfig(distributor="ray"))
     with pytest.raises(UserError, match="needs a Java"):
         source_checks.check_distributor(FetchConfig(distributor="pyspark"))
-
-
-def test_hash_check_does_not_read_opted_out_bodies(tmp_path: Path, site: Site) -> None:
-    def noai(handler: BaseHTTPRequestHandler) -> None:
-        handler.send_response(200)
-        handler.send_header("X-Robots-Tag", "none")
-        handler.send_header("Content-Length", "100000000")
-        handler.end_headers()  # no body follows
-
-    columns = served(site)
-    site.answers = dict.fromkeys(site.answers, noai)
-    assert source_checks.check_hashes(config_for(tmp_path, columns, hash="digest")) == [
-        "Only 0 of 12 probed URLs gave an image (mostly 'opted out'), too few to check column 'digest'."
-    ]

@@ -16,7 +16,6 @@ from data_prep.dataset.shard_plan import load_plan
 from data_prep.ingest import prepare
 from data_prep.settings.source_config import SourceConfig
 from data_prep.sources.metadata_tables import count_known, files_of, read
-from data_prep.sources.text_columns import columns_of
 from pipeline.errors import UserError
 from tests.downloads import download_config
 
@@ -79,14 +78,6 @@ def test_lines_with_a_wrong_number_of_fields_are_skipped_and_counted(tmp_path: P
         rows_of(SourceConfig(table=str(tmp_path / f"list.{kind}"), header=("caption", "url")))
 
 
-def test_csv_with_quotes_and_newlines(tmp_path: Path) -> None:
-    text = 'id,caption,url\n1,"two\nlines, ""quoted""",http://example.org/1.jpg\n'
-    (tmp_path / "list.csv").write_text(text)
-    assert rows_of(SourceConfig(table=str(tmp_path / "list.csv"))) == [
-        {"url": "http://example.org/1.jpg", "caption": 'two\nlines, "quoted"'}
-    ]
-
-
 def test_gzipped_tsv_and_jsonl(tmp_path: Path) -> None:
     tsv = "url\tcaption\n" + "".join(f"{row['url']}\t{row['caption']}\n" for row in ROWS)
     (tmp_path / "list.tsv.gz").write_bytes(gzip.compress(tsv.encode()))
@@ -133,11 +124,6 @@ def test_damaged_and_missing_files_are_refused(tmp_path: Path) -> None:
         files_of(SourceConfig(table=str(tmp_path / "none")))
     with pytest.raises(UserError, match="holds no file that ends in"):
         files_of(SourceConfig(table=str(tmp_path), format="csv"))
-
-
-def test_columns_keep_their_order() -> None:
-    source = SourceConfig(table="x", url="u", caption="c", uid="i", hash="h", blur="b", keep=("k", "l"))
-    assert columns_of(source) == ["u", "c", "i", "h", "b", "k", "l"]
 
 
 def test_json_lists_mappings_and_columns_give_the_same_rows(tmp_path: Path) -> None:

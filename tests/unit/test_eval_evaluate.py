@@ -15,16 +15,13 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from PIL import Image
 from torch import Tensor
 
 from jobs.evaluate import command
-from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.evaluation import evaluate
-from pipeline.evaluation.compute import Compute, microbatches
+from pipeline.evaluation.compute import Compute
 from pipeline.evaluation.datasets.datacomp import TASKS
 from pipeline.evaluation.datasets.suite import open_suite
 from pipeline.evaluation.datasets.webdataset import open_webdataset
@@ -59,11 +56,6 @@ def test_several_checkpoints_in_one_pass_match_separate_passes(
     evaluate(others[1], suite=suite, output=alone, config=QUICK)
     assert contents(tmp_path / "model-2") == contents(alone)
     assert contents(alone) != expected
-
-
-def test_the_micro_batch_is_recorded(model: EvaluationModel, suite: Path, tmp_path: Path) -> None:
-    found = evaluate(model, suite=suite, output=tmp_path, config=dataclasses.replace(QUICK, micro_batch=8))
-    assert {result.inputs["micro_batch"] for result in found[0].results.values()} == {8}
 
 
 def test_unchanged_results_are_not_recomputed(model: EvaluationModel, suite: Path, tmp_path: Path) -> None:
@@ -172,6 +164,7 @@ def test_results_of_other_tasks_stay_in_the_summary(model: EvaluationModel, suit
 
 def test_outcomes_reproduce_the_metrics(evaluated: tuple[Path, Evaluation]) -> None:
     for key, result in evaluated[1].results.items():
+        assert result.inputs["micro_batch"] == QUICK.micro_batch, "it may change the last bits"
         outcomes = dict(np.load(evaluated[0] / f"{TASKS[key].stem}.outcomes.npz", allow_pickle=False))
         if result.protocol == "classification":
             classes = 6 if key == "imagenet1k" else 7
@@ -192,18 +185,6 @@ def test_examples_show_the_best_images(evaluated: tuple[Path, Evaluation]) -> No
         for image in example["images"]:
             assert max(Image.open(folder / image["file"]).size) <= 160
         assert (folder / f"{example['right']}.jpg").is_file()
-
-
-@given(st.lists(st.integers(0, 9), max_size=12), st.integers(1, 8))
-@settings(max_examples=60, deadline=None)
-def test_micro_batches_do_not_depend_on_the_batches(sizes: list[int], size: int) -> None:
-    rows = torch.arange(1.0, sum(sizes) + 1)[:, None].expand(-1, 2)
-    cut = list(microbatches(((part,) for part in torch.split(rows, sizes)), size))
-    assert all(tensor.shape == (size, 2) for _, (tensor,) in cut)
-    assert [valid for valid, _ in cut] == [size] * (len(rows) // size) + [len(rows) % size] * (len(rows) % size > 0)
-    joined = torch.cat([tensor[:valid] for valid, (tensor,) in cut]) if cut else rows[:0]
-    assert torch.equal(joined, rows)
-    assert all((tensor[valid:] == 0).all() for valid, (tensor,) in cut)
 
 
 def test_compute_keeps_the_order_and_propagates_errors() -> None:
@@ -295,13 +276,3 @@ def test_tar_members_are_read_by_position(tmp_path: Path) -> None:
         assert isinstance(file, io.BufferedReader)
         assert images.read(21) == file.read()
         assert images.name(21).startswith(last.name.split(".")[0])
-
-
-def test_a_training_run_evaluates_with_its_own_world(
-    model: EvaluationModel, suite: Path, expected: dict[str, bytes], tmp_path: Path
-) -> None:
-    """A model in memory, evaluated on the run's ranks, gives results bit-identical to those of its checkpoint."""
-    before = model.encode_image(torch.zeros(1, 3, model.image_size, model.image_size))
-    evaluate(model, suite=suite, output=tmp_path, config=QUICK, processes=(World(), torch.device("cpu")))
-    assert contents(tmp_path) == expected
-    assert torch.equal(before, model.encode_image(torch.zeros(1, 3, model.image_size, model.image_size)))

@@ -10,7 +10,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
@@ -20,7 +19,6 @@ from pipeline.evaluation import evaluate
 from pipeline.evaluation.datasets.datacomp import TASKS
 from pipeline.evaluation.datasets.suite import open_suite
 from pipeline.evaluation.identity import ROOT, code_digest, code_version
-from pipeline.evaluation.protocol import PROTOCOLS
 from pipeline.evaluation.run import evaluator, images
 from pipeline.model.evaluation_model import EvaluationModel
 from pipeline.report.stored_scores import read_evaluations
@@ -29,27 +27,6 @@ from tests.checkpoints import QUICK, contents, save_checkpoint
 from tests.evaluation_suite import write_classification
 from tests.launch import python
 from tests.own_tasks import write_class_folders, write_csv
-from tests.plugins import install
-
-PLUGIN = '''
-"""The median rank of the right class, as a share of the classes: a protocol of a user's own."""
-
-import numpy as np
-
-from pipeline.evaluation.protocol import register
-from pipeline.evaluation.protocols.classification import ZeroShot
-
-
-@register("median_rank")
-class MedianRank(ZeroShot):
-    scores = ("median_rank",)
-
-    def metrics(self, found):
-        return {"median_rank": float(np.median(found["rank"]) / len(self.data.classnames))}
-
-    def chance(self):
-        return 0.5
-'''
 
 
 @pytest.fixture(scope="module")
@@ -106,10 +83,6 @@ def evaluated(model: EvaluationModel, suite: Path, output: Path, *keys: str, **s
     return tree
 
 
-def edit(path: Path, **fields: Any) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-
-
 def test_a_result_in_another_tasks_place_is_not_counted_and_computed_again(
     model: EvaluationModel, suite: Path, tmp_path: Path
 ) -> None:
@@ -152,24 +125,6 @@ def test_other_prompts_or_another_metric_are_another_score(model: EvaluationMode
     yaml.write_text(f"one: {{folder: photos}}\ntwo: {{folder: photos, {change}}}\n")
     summary = evaluated(model, tmp_path / "suite", tmp_path / "out", "one")
     assert summary["left_out"] == {"two": "it has another metric, or other prompts or columns"}
-
-
-def swap(first: Path, second: Path) -> None:
-    aside = first.with_suffix(".aside")
-    first.rename(aside)
-    second.rename(first)
-    aside.rename(second)
-
-
-def test_exchanged_files_of_a_cache_are_none(model: EvaluationModel, suite: Path, tmp_path: Path) -> None:
-    cached: dict[str, Any] = {"cache": str(tmp_path / "cache"), "micro_batch": 8}
-    evaluated(model, suite, tmp_path / "out", "cifar10", "stl10", **cached)
-    before = contents(tmp_path / "out")
-    first, second = sorted((tmp_path / "cache").iterdir())
-    for one, other in (sorted(first.iterdir())[:2], (first, second)):
-        swap(one, other)
-        evaluated(model, suite, tmp_path / "out", "cifar10", "stl10", **cached, recompute=True)
-        assert contents(tmp_path / "out") == before
 
 
 @pytest.fixture
@@ -242,15 +197,6 @@ def test_an_image_elsewhere_that_is_replaced_after_it_was_hashed_gets_no_score(
     assert f"{victim.name} was changed while it was evaluated" in found.failures["mine"]
 
 
-def test_reports_do_not_use_outcomes_that_were_changed(model: EvaluationModel, suite: Path, tmp_path: Path) -> None:
-    evaluated(model, suite, tmp_path / "out", "mnist")
-    (found,) = read_evaluations(tmp_path, lambda step: step, [])
-    assert found.scores[0].read_outcomes() is not None
-    outcomes = tmp_path / "out/mnist.outcomes.npz"
-    np.savez_compressed(outcomes, target=np.zeros(20, int), prediction=np.zeros(20, int), rank=np.zeros(20, int))
-    assert found.scores[0].read_outcomes() is None
-
-
 def run(*arguments: object) -> Result:
     return CliRunner().invoke(command, [*map(str, arguments), "--device", "cpu", "workers=0"], standalone_mode=False)
 
@@ -273,25 +219,3 @@ def test_a_misspelt_place_in_a_second_file_touches_no_result(tmp_path: Path) -> 
     assert done.return_value == 1
     assert "classnames has 4 names" in done.output
     assert (tmp_path / "out/mine.json").read_bytes() == before["mine.json"]
-
-
-def test_a_task_and_a_protocol_of_ones_own_need_no_change_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CONTRIBUTING: a task is a row of a tasks.yaml, a protocol a file with `@register` and an entry point."""
-    entry_points = "[neuclip.protocols]\nmedian_rank = ranks_of_mine\n"
-    install(monkeypatch, PROTOCOLS, tmp_path / "site", entry_points, ranks_of_mine=PLUGIN)
-    checkpoint = save_checkpoint(tmp_path / "step-00000001", 0)
-    root = tmp_path / "suite"
-    write_class_folders(root)
-    write_classification(root, TASKS["cifar10"], samples=8)
-    (root / "tasks.yaml").write_text("toys: {folder: photos}\nranks: {folder: photos, protocol: median_rank}\n")
-    done = run(checkpoint, "--suite", root, "--output", tmp_path / "out")
-    assert done.return_value == 0, done.output
-    result = json.loads((tmp_path / "out/ranks.json").read_text())
-    assert (result["protocol"], result["main_metric"], result["chance"]) == ("median_rank", "median_rank", 0.5)
-    assert 0 <= result["score"] < 1
-    summary = json.loads((tmp_path / "out/summary.json").read_text())
-    assert set(summary["scores"]) == {"cifar10", "toys", "ranks"}
-    assert summary["aggregates"]["DataComp Average"]["tasks"] == 1
-    (root / "tasks.yaml").write_text("ranks: {folder: photos, protocol: median_rnk}\n")
-    done = run(checkpoint, "--suite", root, "--output", tmp_path / "out")
-    assert "protocol = 'median_rnk': no such evaluation protocol. The nearest is median_rank." in str(done.exception)

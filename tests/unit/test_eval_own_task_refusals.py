@@ -34,6 +34,7 @@ def test_mistakes_in_the_yaml_are_reported(tmp_path: Path) -> None:
         ("imagenet1k: {folder: x}", "has the key of a task of the benchmark"),
         ("../a: {folder: x}", "a key is made of letters"),
         ("a: photos", "must be a mapping"),
+        ("a: {folder: x, protocol: retrieva}", "no such evaluation protocol. The nearest is retrieval"),
         ("a: {folder: x, templtes: []}", r"tasks.yaml: .*Unknown key a.templtes"),
         ("", "describes no task"),
     ):
@@ -166,7 +167,6 @@ def test_parquet_of_other_splits_is_refused_and_numbers_may_have_any_form(tmp_pa
     assert opened(tmp_path / "a", text).classnames == ("0", "1"), "whole numbers may be stored as floats"
     write_parquet(tmp_path / "a/ds/test.parquet", label=["00", "02"])
     padded = opened(tmp_path / "a", text)
-    assert padded.labels is not None
     assert (padded.labels.tolist(), padded.classnames) == ([0, 2], ("0", "1", "2")), "numbers may begin with zeros"
 
 

@@ -89,16 +89,10 @@ def test_transparent_pictures_are_on_white_in_own_tasks_only(tmp_path: Path) -> 
         (tmp_path / "photos" / name).mkdir(parents=True)
         picture.save(tmp_path / f"photos/{name}/1.png")
     data = opened(tmp_path, "mine: {folder: photos}")
-    for task, colour in ((data, (255, 255, 255)), (replace(data, on_background=False), (10, 200, 30))):
-        images = ImagePass(
-            task.images,
-            {"": to_tensor},
-            micro_batch=2,
-            batch_size=2,
-            workers=0,
-            background=WHITE if task.on_background else None,
-        )
-        [(_, _, tensors)] = images.run()
+    assert data.on_background
+    sizes = {"micro_batch": 2, "batch_size": 2, "workers": 0}
+    for background, colour in ((WHITE, (255, 255, 255)), (None, (10, 200, 30))):
+        [(_, _, tensors)] = ImagePass(data.images, {"": to_tensor}, **sizes, background=background).run()
         assert tensors[""][0, :, 0, 0].mul(255).round().int().tolist() == list(colour)
     assert not TaskData(tmp_path, "webdataset", data.images, ()).on_background, "official tasks drop alpha"
 
@@ -244,7 +238,6 @@ def test_numbers_of_classes_may_be_written_as_floats(tmp_path: Path) -> None:
     text = "mine: {csv: items.csv, label: label}"
     (tmp_path / "items.csv").write_text("image,label\n" + "".join(f"{name},{k}.0\n" for k, name in enumerate(names)))
     labels = opened(tmp_path, text).labels
-    assert labels is not None
     assert labels.tolist() == list(range(12)), "in the order of the numbers, not of their letters"
     (tmp_path / "items.csv").write_text(f"image,label\n{names[0]},0\n{names[1]},NaN\n{names[2]},1\n")
     with pytest.raises(TaskError, match=r"row 2 of .*items.csv, column label: NaN is not the number of a class"):

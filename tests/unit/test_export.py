@@ -21,7 +21,6 @@ from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.export import exporter
 from pipeline.export.exporter import choose_checkpoint, example_inputs, export, logit_parameters
-from pipeline.export.model_card import usage
 from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
 from pipeline.model.towers import ModelConfig, build_towers
 from pipeline.run_files import read_meta
@@ -105,15 +104,6 @@ def test_siglip_bias_is_in_the_logits_of_open_clip(siglip: Path, tmp_path: Path)
             logits, _ = model.eval().get_logits(image, text)
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-3)
     assert logit_parameters(tmp_path / "out")[1] == BIAS
-
-
-def test_the_card_loads_bare_weights_with_a_bias_only_where_the_model_has_one() -> None:
-    with_bias, without = (usage("ViT-B-32", bias=bias, config={}) for bias in (BIAS, None))
-    assert (
-        'create_model("ViT-B-32", pretrained=f"{FOLDER}/open_clip_model.safetensors", init_logit_bias=0.0)' in with_bias
-    )
-    assert 'create_model("ViT-B-32"' in without
-    assert "init_logit_bias" not in without
 
 
 def test_programs_accept_any_batch_size_without_open_clip(run: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Exports to transformers' CLIPModel with matching features, uploads to the hub, and model cards whose code runs."""
+"""Exports to CLIPModel of transformers with matching features, uploads to the hub, and printed code that runs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import open_clip
 import pytest
 import torch
 from click.testing import CliRunner
+from PIL import Image
 from timm.models import VisionTransformer, register_model
 
 from jobs.export import command
@@ -24,6 +25,7 @@ from pipeline.export import exporter
 from pipeline.export.siglip_model import is_siglip, why_not_siglip
 from pipeline.export.transformers_model import why_not_clip
 from pipeline.model.evaluation_model import load_for_evaluation
+from tests.documents import ROOT, blocks
 from tests.unit.test_export import write_run
 
 TEXTS = ["a red square", "a photo of two dogs, running", "x" * 200]
@@ -227,3 +229,26 @@ def test_siglip_architectures_that_cannot_be_converted_are_refused() -> None:
     assert "no_causal_mask = False" in why_not_siglip(clip, config)
     clip.visual.trunk.cls_token = torch.nn.Parameter(torch.zeros(1, 1, 32))
     assert "its image tower has cls_token" in why_not_siglip(clip, config)
+
+
+def test_the_code_of_the_page_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    run = write_run(tmp_path / "run", bias=None)
+    for name, form in (("mine", "open_clip"), ("mine-transformers", "transformers")):
+        command.main([str(run), "--output", str(tmp_path / "hub" / name), "--format", form], standalone_mode=False)
+    (tmp_path / "photos").mkdir()
+    for name, colour in (("red", "#c02020"), ("green", "#20a040"), ("blue", "#2040c0")):
+        Image.new("RGB", (40, 30), colour).save(tmp_path / "photos" / f"{name}.jpg")
+    capsys.readouterr()
+    scope: dict[str, Any] = {}
+    with contextlib.chdir(tmp_path):
+        for block in blocks("python", ROOT / "docs" / "use-your-model.md"):
+            exec(block, scope)
+    printed = capsys.readouterr().out.splitlines()
+    assert sorted(line.split()[1] for line in printed) == ["blue.jpg", "green.jpg", "red.jpg"]
+    values = [float(line.split()[0]) for line in printed]
+    assert values == sorted(values, reverse=True)
+    torch.testing.assert_close(scope["probabilities"].sum(1), torch.ones(3))
+    texts = scope["encode_texts"](["a dog on a beach", "a cat"])
+    expected = scope["model"].logit_scale.exp() * scope["images"][:1] @ texts.T
+    torch.testing.assert_close(scope["logits"], expected, rtol=1e-3, atol=1e-3)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import stat
 import threading
 from contextlib import ExitStack
 from pathlib import Path
@@ -97,15 +96,6 @@ def test_durable_files_are_flushed_before_they_are_renamed(tmp_path: Path, monke
     assert not flushed
     write_text(tmp_path / "a", "12345", durable=True)
     assert flushed == [(5, False)]
-
-
-def test_file_permissions_follow_the_umask(tmp_path: Path) -> None:
-    before = os.umask(0o027)
-    try:
-        path = write_text(tmp_path / "a", "x")
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o640
 
 
 OUTSIDE = [

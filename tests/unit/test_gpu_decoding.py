@@ -14,18 +14,17 @@ import torch
 import torchvision
 from PIL import Image, ImageDraw
 
-from pipeline.config import parse
-from pipeline.data.data_config import CropConfig, DataConfig
+from pipeline.data.data_config import CropConfig
 from pipeline.data.loading import decode, gpu_decode, loader
 from pipeline.data.loading.decode import ImageDecoder
 from pipeline.data.loading.gpu_decode import decode_on_gpu
-from pipeline.data.loading.loader import Batch, Loader, build_loader
+from pipeline.data.loading.loader import Batch, Loader
 from pipeline.data.loading.position import pixel_identity
 from pipeline.data.shards.tar_reader import CorruptSample
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from tests import images
-from tests.shards import count_tokens, jpeg, write_shards
+from tests.shards import jpeg, open_loader, write_shards
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on machines with fewer cores
 
@@ -75,7 +74,6 @@ def test_ordinary_jpegs_are_left_to_the_gpu_and_all_else_to_the_worker(monkeypat
     for subsampling in (0, 1, 2):
         data = encoded(subsampling=subsampling)
         found = ON_GPU.for_gpu(data, state=3)
-        assert found is not None
         assert (found.data, found.shape) == (data, (70, 90))
         assert found.box == decode.crop_box(70, 90, crop=CROP, state=3)
     assert {name for name, data in NOT_ORDINARY.items() if ON_GPU.for_gpu(data, state=0) is not None} == set()
@@ -158,9 +156,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def opened(folder: Path, decoding: str, **settings: Any) -> Loader:
-    options = {"sources": str(folder), "streams": 4, "shuffle_buffer": 5, "workers": 0, "retries": 0} | settings
-    config = parse(DataConfig, {**options, "decoding": decoding, "crop": {"scale": [0.5, 1.0]}})
-    return build_loader(config, world=World(), global_batch=8, seed=3, image_size=SIZE, tokenize=count_tokens)
+    options = {"streams": 4, "shuffle_buffer": 5, "crop": {"scale": [0.5, 1.0]}, **settings}
+    return open_loader(folder, image_size=SIZE, decoding=decoding, **options)
 
 
 def batches(source: Loader, count: int = 7) -> list[Batch]:

@@ -63,7 +63,7 @@ def test_towers_are_compiled_on_gpus_in_runs_that_are_long_enough(monkeypatch: p
 def test_towers_that_cannot_be_compiled_train_uncompiled(caplog: pytest.LogCaptureFixture) -> None:
     """With the same random draws, and one warning; an error that has nothing to do with compiling comes again."""
     engine = DeepSpeedEngine.__new__(DeepSpeedEngine)
-    engine.world, engine.dtype, engine.module = World(), torch.float32, nn.Module()  # type: ignore[assignment]
+    engine.world, engine.dtype, engine.module = World(), torch.float32, nn.Module()
     engine.module._compiled_call_impl = "compiled"
 
     def forward(image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,7 +120,7 @@ def test_the_patch_embedding_as_a_product_equals_the_convolution(bias: bool, siz
     product.__class__ = PatchProduct
     assert product.state_dict().keys() == convolution.state_dict().keys()
     image = torch.randn(2, 3, *size, dtype=torch.float64).to(memory_format=torch.channels_last)
-    outputs = convolution(image), product.product(image)  # type: ignore[operator]
+    outputs = convolution(image), product.product(image)
     assert (outputs[0] - outputs[1]).abs().max() < 1e-14
     upstream = torch.randn_like(outputs[0])
     for output in outputs:

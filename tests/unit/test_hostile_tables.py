@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import io
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -47,12 +49,6 @@ def test_uids_of_any_type_are_read_as_text(tmp_path: Path, kind: pa.DataType) ->
     assert read_shard(Folder(tmp_path / "out"), 0)["uid"].to_pylist() == [str(uid) for uid in uids]
 
 
-def test_integer_uids_in_a_column_of_floats_are_read_as_integers(tmp_path: Path) -> None:
-    pq.write_table(pa.table(columns(3, SAMPLE_ID=[1e12, None, 1e12 + 2])), tmp_path / "a.parquet")
-    rows = rows_of(SourceConfig(table=str(tmp_path / "a.parquet"), uid="SAMPLE_ID"))
-    assert [row["SAMPLE_ID"] for row in rows] == ["1000000000000", None, "1000000000002"]
-
-
 @pytest.mark.parametrize(
     ("more", "settings", "words"),
     [
@@ -78,17 +74,6 @@ def test_a_column_without_readable_text_is_named(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", ["a.csv", "a.parquet"])
-def test_two_columns_of_one_name_are_rejected(tmp_path: Path, name: str) -> None:
-    if name == "a.csv":
-        (tmp_path / name).write_text("url,caption,caption\nhttp://a/1,x,y\n")
-    else:
-        arrays = [pa.array([url(1)]), pa.array(["x"]), pa.array(["y"])]
-        pq.write_table(pa.Table.from_arrays(arrays, names=["url", "caption", "caption"]), tmp_path / name)
-    with pytest.raises(UserError, match=f"{name} has several columns named 'caption'"):
-        rows_of(SourceConfig(table=str(tmp_path / name)))
-
-
 def test_hidden_copies_of_a_table_are_not_read(tmp_path: Path) -> None:
     for name in ("part.parquet", ".ipynb_checkpoints/part.parquet", ".part.parquet"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -96,35 +81,104 @@ def test_hidden_copies_of_a_table_are_not_read(tmp_path: Path) -> None:
     assert len(rows_of(SourceConfig(table=str(tmp_path)))) == 2
 
 
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [([1, "two"], "Field 'id' of .*a.jsonl has no single type"), ([2**70, 1], "Field 'id' of .*a.jsonl has no single")],
+def parquet(content: pa.Table, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    pq.write_table(content, buffer, **options)
+    return buffer.getvalue()
+
+
+def jsonl(*rows: Mapping[str, object]) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+LINES = ["url,caption", *(f"{url(k)},a cat {k}" for k in range(5))]
+PLAIN = [{"url": url(k), "caption": f"a cat {k}"} for k in range(3)]
+SBU = {"image_urls": [url(k) for k in range(3)], "user_ids": ["x"] * 3, "captions": ["a", "b", "c"]}
+SBU_ROWS = [{"image_urls": url(k), "captions": "abc"[k]} for k in range(3)]
+SBU_COLUMNS = {"url": "image_urls", "caption": "captions"}
+MULTILINE = (
+    b'caption,url\n"one, ""two""\nsee http://a.org, and more\nthree",http://b.org/1.jpg\n5" tall,http://b.org/2.jpg\n'
 )
-def test_the_error_names_a_jsonl_field_of_several_types(tmp_path: Path, values: list[object], words: str) -> None:
-    rows = [{"url": url(k), "caption": "a cat", "id": value} for k, value in enumerate(values)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(UserError, match=words):
-        rows_of(SourceConfig(table=str(tmp_path / "a.jsonl"), uid="id"))
+READ: dict[str, tuple[str, bytes, dict[str, str], str, list[Any]]] = {
+    "integer uids in a column of floats": (
+        "a.parquet", parquet(pa.table(columns(3, id=[1e12, None, 1e12 + 2]))), {"uid": "id"},
+        "id", ["1000000000000", None, "1000000000002"],
+    ),
+    "integer uids in lines of JSON": ("a.jsonl", jsonl(*({**PLAIN[k], "id": k} for k in range(3))), {"uid": "id"},
+                                      "id", ["0", "1", "2"]),
+    "NaN, which pandas writes for a missing caption": (
+        "a.parquet", parquet(pa.table(columns(3, caption=pa.array([1.5, float("nan"), None])))), {},
+        "caption", ["1.5", None, None],
+    ),
+    "lines, commas and URLs in quotes": ("a.csv", MULTILINE, {},
+                                         "caption", ['one, "two"\nsee http://a.org, and more\nthree', '5" tall']),
+    "a line of a caption that is a URL": (
+        "a.csv", b'url,caption\nhttp://b.org/1.jpg,"seen at\nhttp://a.org\nin May"\nhttp://b.org/2.jpg,two\n', {},
+        "caption", ["seen at\nhttp://a.org\nin May", "two"],
+    ),
+    "carriage returns alone": ("a.csv", "\r".join(LINES).encode(), {}, "caption", [f"a cat {k}" for k in range(5)]),
+    "a line of names where none should be": (
+        "a.tsv", "".join(f"{a}\t{b}\n" for a, b in [("url", "caption"), *(row.values() for row in PLAIN)]).encode(),
+        {"name": "cc3m"}, "", PLAIN,
+    ),
+    "the same, with the caption first": (
+        "a.tsv", "".join(f"{b}\t{a}\n" for a, b in [("url", "caption"), *(row.values() for row in PLAIN)]).encode(),
+        {"name": "cc3m"}, "", PLAIN,
+    ),
+    "one JSON object of columns": ("sbu.json", json.dumps(SBU).encode(), SBU_COLUMNS, "", SBU_ROWS),
+    "lines in a .json file": ("sbu.json", jsonl(*({"box": [k], **row} for k, row in enumerate(SBU_ROWS))), SBU_COLUMNS,
+                              "", SBU_ROWS),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "body", "settings", "column", "expected"), READ.values(), ids=list(READ))
+def test_unusual_tables_are_read(
+    tmp_path: Path, name: str, body: bytes, settings: dict[str, str], column: str, expected: list[Any]
+) -> None:
+    (tmp_path / name).write_bytes(body)
+    rows = rows_of(SourceConfig(table=str(tmp_path / name), **settings))
+    assert [row[column] if column else row for row in rows] == expected
 
 
 def test_jsonl_with_a_byte_order_mark_and_an_early_bad_line(tmp_path: Path) -> None:
-    line = b'{"url": "http://a/1", "caption": "x"}\n'
-    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + line + line.replace(b"x", b"\xff") + line)
-    skipped: list[int] = []
+    line, skipped = jsonl(PLAIN[0]), []
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + line + line.replace(b"cat", b"\xff") + line)
     assert len(rows_of(SourceConfig(table=str(tmp_path / "a.jsonl")), skipped)) == 2
     assert sum(skipped) == 1
 
 
-def test_integer_uids_in_jsonl_are_read_as_text(tmp_path: Path) -> None:
-    rows = [{"url": url(k), "caption": "a cat", "id": k} for k in range(3)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert [row["id"] for row in rows_of(SourceConfig(table=str(tmp_path / "a.jsonl"), uid="id"))] == ["0", "1", "2"]
+WHOLE = parquet(pa.table(columns(500)))
+TWICE = pa.Table.from_arrays([pa.array([url(1)]), pa.array(["x"]), pa.array(["y"])], names=["url", *["caption"] * 2])
+CHECKED = parquet(pa.table(columns(3)), compression="none", use_dictionary=False, write_page_checksum=True)
+SWALLOWS = [LINES[0], LINES[1], f'{url(1)},"a quote that is not closed', LINES[3], f'{url(3)},a dog" or two']
 
 
-def test_a_non_text_column_is_rejected_with_its_type(tmp_path: Path) -> None:
-    pq.write_table(pa.table(columns(2, id=[[1], [2]])), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match=r"Column 'id' of .*a.parquet is of type list<.*cannot be used as string"):
-        rows_of(SourceConfig(table=str(tmp_path / "a.parquet"), uid="id"))
+@pytest.mark.parametrize(
+    ("name", "body", "words"),
+    [
+        ("a.csv", b"url,caption,caption\nhttp://a/1,x,y\n", "a.csv has several columns named 'caption'"),
+        ("a.parquet", parquet(TWICE), "a.parquet has several columns named 'caption'"),
+        ("a.jsonl", jsonl(*({**PLAIN[0], "id": x} for x in (1, "two"))), "Field 'id' of .*a.jsonl has no single type"),
+        ("a.jsonl", jsonl(*({**PLAIN[0], "id": x} for x in (2**70, 1))), "Field 'id' of .*a.jsonl has no single type"),
+        ("a.parquet", parquet(pa.table(columns(2, id=[[1], [2]]))),
+         r"Column 'id' of .*a.parquet is of type list<.*cannot be used as string"),
+        ("a.csv", "\r".join(SWALLOWS).encode(), r"a.csv: a quote is not closed .* would swallow \d+ lines"),
+        ("a.parquet", CHECKED.replace(b"a cat 1", b"a rat 1", 1), r"a\.parquet cannot be read as parquet: .*CRC"),
+        ("sbu.json", b'{"url": ["a"], "caption": 3}', r"sbu\.json cannot be read as json"),
+        ("sbu.json", b'{"url": ["a"], "caption": ["a", "b"]}', r"sbu\.json cannot be read as json"),
+        ("cut.parquet", WHOLE[:-200], "cut.parquet"),
+        ("page.parquet", b"<!doctype html><title>Sign in</title>" * 9, "page.parquet"),
+        ("empty.parquet", b"", "empty.parquet"),
+        ("middle.parquet", WHOLE[:300] + bytes(2_000) + WHOLE[2_300:], "middle.parquet"),
+        ("cut.tsv.gz", gzip.compress(b"url\tcaption\n" + b"http://a.org/1\ta cat\n" * 9_000)[:-50], "cut.tsv.gz"),
+        ("bad.jsonl", jsonl(PLAIN[0]) + b'{"url": "http://a.o', "bad.jsonl"),
+    ],
+)  # fmt: skip
+def test_the_error_names_the_damaged_table(tmp_path: Path, name: str, body: bytes, words: str) -> None:
+    (tmp_path / name).write_bytes(body)
+    source = SourceConfig(table=str(tmp_path / name), uid="id" if "'id'" in words else None)
+    with pytest.raises(UserError, match=words):
+        _ = count_known(source), rows_of(source)
 
 
 @pytest.mark.parametrize("kind", ["parquet", "csv", "tsv"])
@@ -167,44 +221,6 @@ def test_an_unclosed_quote_is_rejected(tmp_path: Path, where: str, closed_by: in
     (tmp_path / "a.csv").write_text("\n".join(lines) + "\n")
     with pytest.raises(UserError, match=r"a.csv: a quote is not closed .* would swallow \d+ lines"):
         rows_of(SourceConfig(table=str(tmp_path / "a.csv")))
-
-
-def test_multiline_captions_with_commas_and_urls_are_accepted(tmp_path: Path) -> None:
-    text = 'caption,url\n"one, two\nsee http://a.org, and more\nthree",http://b.org/1.jpg\n5" tall,http://b.org/2.jpg\n'
-    (tmp_path / "a.csv").write_text(text)
-    found = rows_of(SourceConfig(table=str(tmp_path / "a.csv")))
-    assert [row["caption"] for row in found] == ["one, two\nsee http://a.org, and more\nthree", '5" tall']
-
-
-def test_a_line_of_a_caption_may_be_a_url(tmp_path: Path) -> None:
-    text = 'url,caption\nhttp://b.org/1.jpg,"seen at\nhttp://a.org\nin May"\nhttp://b.org/2.jpg,two\n'
-    (tmp_path / "a.csv").write_text(text)
-    found = rows_of(SourceConfig(table=str(tmp_path / "a.csv")))
-    assert [row["caption"] for row in found] == ["seen at\nhttp://a.org\nin May", "two"]
-
-
-def parquet_bytes(count: int = 500) -> bytes:
-    buffer = io.BytesIO()
-    pq.write_table(pa.table(columns(count)), buffer)
-    return buffer.getvalue()
-
-
-@pytest.mark.parametrize(
-    ("name", "body"),
-    [
-        ("cut.parquet", parquet_bytes()[:-200]),
-        ("page.parquet", b"<!doctype html><title>Sign in</title>" * 9),
-        ("empty.parquet", b""),
-        ("middle.parquet", parquet_bytes()[:300] + bytes(2_000) + parquet_bytes()[2_300:]),
-        ("cut.tsv.gz", gzip.compress(b"url\tcaption\n" + b"http://a.org/1\ta cat\n" * 9_000)[:-50]),
-        ("bad.jsonl", b'{"url": "http://a.org/1", "caption": "a cat"}\n{"url": "http://a.o'),
-    ],
-)
-def test_the_error_names_the_damaged_table(tmp_path: Path, name: str, body: bytes) -> None:
-    (tmp_path / name).write_bytes(body)
-    source = SourceConfig(table=str(tmp_path / name))
-    with pytest.raises(UserError, match=name):
-        _ = count_known(source), rows_of(source)
 
 
 def test_parts_with_different_column_types_are_unified(tmp_path: Path) -> None:
@@ -258,56 +274,3 @@ def test_a_table_without_read_permission_is_not_taken_for_a_damaged_one(
     monkeypatch.setattr(pq, "ParquetFile", refuse)
     with pytest.raises(UserError, match=r"a\.parquet cannot be read: permission denied"):
         count_known(SourceConfig(table=str(tmp_path / "a.parquet")))
-
-
-def test_missing_captions_in_a_column_of_floats_are_no_captions(tmp_path: Path) -> None:
-    """Regression test: NaN, which pandas writes for a missing value, became the caption `nan`."""
-    captions = pa.array([1.5, float("nan"), None])
-    pq.write_table(pa.table(columns(3, caption=captions)), tmp_path / "a.parquet")
-    rows = rows_of(SourceConfig(table=str(tmp_path / "a.parquet")))
-    assert [row["caption"] for row in rows] == ["1.5", None, None]
-
-
-def test_lines_of_csv_may_end_with_carriage_returns_alone(tmp_path: Path) -> None:
-    lines = ["url,caption", *(f"{url(k)},a cat {k}" for k in range(5))]
-    path = tmp_path / "a.csv"
-    path.write_bytes("\r".join(lines).encode())
-    assert len(rows_of(SourceConfig(table=str(path)))) == 5
-    lines[2] = f'{url(1)},"a quote that is not closed'
-    lines[4] = f'{url(3)},a dog" or two'
-    path.write_bytes("\r".join(lines).encode())
-    with pytest.raises(UserError, match=r"a.csv: a quote is not closed .* would swallow \d+ lines"):
-        rows_of(SourceConfig(table=str(path)))
-
-
-def test_parquet_pages_are_compared_with_their_checksums(tmp_path: Path) -> None:
-    """Regression test: a changed byte in a column was read as another caption."""
-    path = tmp_path / "a.parquet"
-    options = {"compression": "none", "use_dictionary": False, "write_page_checksum": True}
-    pq.write_table(pa.table(columns(3)), path, **options)
-    assert len(rows_of(SourceConfig(table=str(path)))) == 3
-    path.write_bytes(path.read_bytes().replace(b"a cat 1", b"a rat 1", 1))
-    with pytest.raises(UserError, match=r"a\.parquet cannot be read as parquet: .*CRC"):
-        rows_of(SourceConfig(table=str(path)))
-
-
-def test_a_line_of_names_in_a_table_that_should_have_none_is_no_row(tmp_path: Path) -> None:
-    for names in (("caption", "url"), ("url", "caption")):
-        lines = [names, *((url(k), f"a cat {k}") if names[0] == "url" else (f"a cat {k}", url(k)) for k in range(3))]
-        (tmp_path / "a.tsv").write_text("".join("\t".join(line) + "\n" for line in lines))
-        rows = rows_of(SourceConfig(name="cc3m", table=str(tmp_path / "a.tsv")))
-        assert rows == [{"url": url(k), "caption": f"a cat {k}"} for k in range(3)]
-
-
-def test_a_json_file_of_columns_is_read(tmp_path: Path) -> None:
-    tree = {"image_urls": [url(k) for k in range(3)], "user_ids": ["x"] * 3, "captions": ["a", "b", "c"]}
-    path = tmp_path / "sbu.json"
-    path.write_text(json.dumps(tree))
-    source = SourceConfig(table=str(path), url="image_urls", caption="captions")
-    assert rows_of(source) == [{"image_urls": url(k), "captions": "abc"[k]} for k in range(3)]
-    path.write_text("".join(json.dumps({"box": [k], "image_urls": url(k), "captions": "x"}) + "\n" for k in range(3)))
-    assert len(rows_of(source)) == 3, "lines"
-    for damaged in ('{"image_urls": ["a"], "captions": 3}', '{"image_urls": ["a"], "captions": ["a", "b"]}'):
-        path.write_text(damaged)
-        with pytest.raises(UserError, match=r"sbu\.json (cannot be read as json|has columns of different lengths)"):
-            rows_of(source)

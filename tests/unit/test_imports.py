@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import ast
 import collections
-import contextlib
-import fnmatch
-import importlib.metadata
-import sys
-import tomllib
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("pipeline", "data_prep", "jobs")
@@ -177,22 +170,13 @@ def test_public_class_names_are_unique() -> None:
     assert not [name for name, times in count.items() if times > 1]
 
 
-def test_imports_inside_functions_are_found(tmp_path: Path) -> None:
-    path = tmp_path / "module.py"
-    path.write_text("def f():\n    from pipeline.training.run import train\n    import jobs.cli\n")
-    assert {"pipeline.training.run", "jobs.cli"} <= imports_of(path)
-
-
 @pytest.mark.parametrize(
     ("name", "other"),
     [
         ("pipeline.objectives.openclip", "pipeline.training.run"),
-        ("pipeline.evaluation.run.evaluator", "pipeline.training.loop"),
         ("pipeline.data.loading.loader", "data_prep.ingest"),
         ("data_prep.ingest", "pipeline.training.run"),
-        ("pipeline.config", "pipeline.data.loading.loader"),
         ("data_prep.ingest", "jobs.cli"),
-        ("data_prep.dataset.removal", "data_prep.ingest"),
         ("data_prep.dataset.shard_plan", "data_prep.fetching.guard"),
         ("data_prep.reasons", "data_prep.dataset.locks"),
     ],
@@ -207,38 +191,3 @@ def test_the_trainer_does_not_name_any_objective() -> None:
     training = ROOT / "pipeline" / "training"
     text = "".join((training / name).read_text() for name in ("run.py", "loop.py", "step.py"))
     assert not [name for name in objective_names() if f'"{name}"' in text]
-
-
-def test_libraries_of_optional_extras_are_optional_for_mypy() -> None:
-    """`make lint` installs the `dev` extra only: mypy must not need a library that another extra brings."""
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    ignored = {name for override in settings["tool"]["mypy"]["overrides"] for name in override["module"]}
-    installed = installed_with(
-        settings["project"]["dependencies"] + settings["project"]["optional-dependencies"]["dev"]
-    )
-    distributions = importlib.metadata.packages_distributions()
-    ours = {*PACKAGES, "neuclip", *sys.stdlib_module_names}
-    imported = {name for path in MODULES for name in imports_of(path) if name.partition(".")[0] not in ours}
-    assert imported, "no library is imported: the scan is broken"
-    missing = {
-        name
-        for name in imported
-        if not installed & {canonicalize_name(found) for found in distributions.get(name.partition(".")[0], [])}
-        and not any(fnmatch.fnmatch(f"{name}.", pattern) for pattern in ignored)
-    }
-    assert not missing, f"add them to [[tool.mypy.overrides]] in pyproject.toml: {sorted(missing)}"
-
-
-def installed_with(requirements: list[str]) -> set[str]:
-    """Return the normalized names of the distributions that pip installs for these requirements."""
-    names: set[str] = set()
-    todo = [Requirement(text) for text in requirements]
-    while todo:
-        requirement = todo.pop()
-        name = canonicalize_name(requirement.name)
-        if name in names or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
-            continue
-        names.add(name)
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            todo += [Requirement(text) for text in importlib.metadata.requires(name) or []]
-    return names

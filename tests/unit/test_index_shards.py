@@ -76,7 +76,7 @@ def test_training_reads_exactly_the_indexed_samples(shards: Path) -> None:
     assert not (shards / JOURNAL).exists()
 
 
-def test_an_interrupted_scan_continues_where_it_stopped(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_scan_continues_where_it_stopped(shards: Path) -> None:
     def interrupt(done: int, total: int) -> None:
         raise KeyboardInterrupt
 

@@ -133,7 +133,7 @@ def test_a_caption_that_no_sample_has_is_refused(copied: Path, tmp_path: Path) -
 
 def test_many_reasons_are_counted_and_not_all_listed() -> None:
     manifest = SimpleNamespace(failures={f"reason {k}": 1 + (k < 3) for k in range(300_000)}, attempted=300_003)
-    rows = _reasons(manifest, is_download=True)  # type: ignore[arg-type]
+    rows = _reasons(manifest, is_download=True)
     assert [row["name"] for row in rows[:4]] == ["reason 0", "reason 1", "reason 2", "reason 10"]
     assert (len(rows), rows[-1]["name"]) == (41, "299,960 other reasons")
     assert sum(row["count"] for row in rows) == 300_003

@@ -51,6 +51,12 @@ def train(base: Path, name: str, *more: str) -> None:
     train_here(*settings_in(base, name, suite, *given, *more), resume="latest")
 
 
+@pytest.fixture(scope="module")
+def whole(base: Path) -> Path:
+    train(base, "whole")
+    return base / "whole"
+
+
 @pytest.fixture
 def kill_at(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Kills a run in its evaluation after these steps, when the first of two tasks has been written."""
@@ -76,8 +82,7 @@ def evaluated(run: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("step", [2, 4], ids=["within the run", "at its end"])
-def test_it_is_done_when_the_run_resumes(base: Path, kill_at: list[int], step: int) -> None:
-    train(base, f"whole-{step}")
+def test_it_is_done_when_the_run_resumes(base: Path, whole: Path, kill_at: list[int], step: int) -> None:
     kill_at.append(step)
     name = f"killed-{step}"
     with pytest.raises(Killed):
@@ -88,7 +93,7 @@ def test_it_is_done_when_the_run_resumes(base: Path, kill_at: list[int], step: i
     assert any("the evaluation is not finished" in note for note in read_run(base / name).notes)
     kill_at.clear()
     train(base, name)
-    assert scores(base / name) == scores(base / f"whole-{step}")
+    assert scores(base / name) == scores(whole)
     assert set(scores(base / name)) == {2, 4}
     assert set(scores(base / name)[step]) == {"folders", "table"}
     assert [point["step"] for point in curve_of(read_run(base / name), suite=str(base / "tasks.yaml"))] == [2, 4]
@@ -99,8 +104,8 @@ def test_it_is_done_when_the_run_resumes(base: Path, kill_at: list[int], step: i
     ]
 
 
-def test_scores_that_were_not_logged_are_logged(base: Path) -> None:
-    train(base, "unlogged")
+def test_scores_that_were_not_logged_are_logged(base: Path, whole: Path) -> None:
+    shutil.copytree(whole, base / "unlogged")
     path = base / "unlogged" / METRICS_NAME
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(line for line in lines if not line.startswith('{"kind": "evaluation", "step": 4,')))
@@ -109,8 +114,8 @@ def test_scores_that_were_not_logged_are_logged(base: Path) -> None:
     assert evaluated(base / "unlogged") == [2, 4]
 
 
-def test_a_whole_evaluation_is_not_repeated(base: Path) -> None:
-    train(base, "done")
+def test_a_whole_evaluation_is_not_repeated(base: Path, whole: Path) -> None:
+    shutil.copytree(whole, base / "done")
     train(base, "done")
     assert evaluated(base / "done") == [2, 4]
     shutil.rmtree(base / "done" / "checkpoints" / "step-00000004")

@@ -20,9 +20,9 @@ from pipeline.files import sha256_of, write_json
 from pipeline.model.model_folder import WEIGHTS_NAME
 from pipeline.run_files import META_NAME, MODEL_CONFIG_NAME, digest_of, name_of
 from tests.launch import ROOT, python, wait_for
-from tests.mirrors import begin, fetch, steps_in, writer_of
-from tests.s3_server import client, client_settings, end, process, s3_server
-from tests.written_checkpoints import FACTS, Towers, snapshot
+from tests.mirrors import begin, fetch, steps_in
+from tests.s3_server import client, client_settings, s3_server
+from tests.written_checkpoints import FACTS
 
 pytestmark = pytest.mark.daily
 PARTS = 101 * 2**20
@@ -100,33 +100,6 @@ def test_an_upload_in_parts_that_is_killed_never_looks_complete(tmp_path: Path, 
     assert [path.name for path in (run / "checkpoints").glob("step-*")] == [older.name]
     mirror.upload(large_checkpoint(run, 2, size=PARTS))  # the next attempt is not disturbed by the parts
     assert steps_in(mirror) == [1, 2]
-
-
-def test_uploads_fail_while_the_server_is_away(tmp_path: Path, towers: Towers, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, url, events = tmp_path / "run", "s3://bucket/runs", list[str]()
-    with s3_server(tmp_path / "log") as (server, port):
-        monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-        client().mkdir("bucket")
-        writer = writer_of(run, url, towers, events.append)
-
-        def save(step: int) -> str:
-            writer.save(snapshot(towers, step))
-            writer.finish()
-            return events[-1]
-
-        assert "step-00000001 is in the mirror" in save(1)
-        end(server)
-        assert "step-00000002 is NOT in the mirror" in save(2)
-        assert "Could not connect to the endpoint" in events[-1]
-        server = process(port, tmp_path / "log")
-        try:
-            assert "bucket does not exist" in save(4)  # the new server has lost it
-            client().mkdir("bucket")
-            assert "step-00000005 is in the mirror" in save(5)
-            assert steps_in(Mirror(url, run)) == [5]
-        finally:
-            end(server)
-    assert [path.name for path in sorted((run / "checkpoints").glob("step-*"))] == [name_of(n) for n in (2, 4, 5)]
 
 
 def test_the_endpoint_comes_from_the_environment(port: int, monkeypatch: pytest.MonkeyPatch) -> None:

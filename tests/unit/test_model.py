@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import logging
-import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-import pipeline.model.model_folder
 from jobs import cli
 from pipeline.errors import UserError
 from pipeline.evaluation.identity import model_config_digest
 from pipeline.model.architectures import architecture_names
 from pipeline.model.evaluation_model import for_evaluation, load_for_evaluation
-from pipeline.model.model_folder import create_clip, save_open_clip, save_tensors
+from pipeline.model.model_folder import save_open_clip, save_tensors
 from pipeline.model.towers import ModelConfig, build_towers, check_model
 from tests.checkpoints import save_checkpoint
 from tests.towers import TINY
@@ -92,31 +88,6 @@ def test_the_logit_bias_does_not_change_the_digests_of_an_evaluated_model(tmp_pa
     in_training = for_evaluation(towers, architecture, source="memory")
     saved = load_for_evaluation(str(folder))
     assert (model_config_digest(saved), saved.digest) == (model_config_digest(in_training), in_training.digest)
-
-
-def test_only_the_messages_of_open_clip_are_left_out(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    both = threading.Barrier(2, timeout=60)
-
-    def create_model(*_: object, **__: object) -> torch.nn.Module:
-        both.wait()  # two threads create models at the same time, and neither ends before the other has begun
-        logging.warning("from open_clip")
-        logging.getLogger("pipeline").warning("from the pipeline")
-        return torch.nn.Identity()
-
-    monkeypatch.setattr(
-        pipeline.model.model_folder,
-        "load_open_clip",
-        lambda: SimpleNamespace(create_model=create_model, get_model_config=lambda name: {}),
-    )
-    threads = [threading.Thread(target=create_clip, args=("ViT-B-32",)) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    logging.warning("from elsewhere, afterwards")
-    assert sorted(caplog.messages) == ["from elsewhere, afterwards", "from the pipeline", "from the pipeline"]
 
 
 def test_an_architecture_is_one_json_file(

@@ -65,21 +65,6 @@ def test_losses_and_gradients_equal_the_equations(cap: float, power: float) -> N
         seen += ids.tolist()
 
 
-def test_with_power_zero_it_is_the_batch_s_own_estimate_in_the_robust_loss() -> None:
-    shared = {"rho": 1.5, "eps": EPS, "tau_init": 0.2, "tau_lr": 0.01}
-    plus = {"name": "neuclip_plus", "prototypes": PROTOTYPES, "ratio_power": 0.0, **shared}
-    gcl = {"name": "fastclip_v3", "gamma_schedule": "constant", "gamma": 1.0, "tau_lr_fall": 1.0, **shared}
-    objectives = [build_objective(config, context=context(BATCH, dataset_size=SAMPLES)) for config in (plus, gcl)]
-    for step in range(4):
-        image, text = unit_features(BATCH, seed=step)
-        outputs = [objective.compute(image, text, sample_ids=ids_of(step)) for objective in objectives]
-        assert relative_error(outputs[0].grad_image, outputs[1].grad_image) < 1e-9
-        assert relative_error(outputs[0].grad_text, outputs[1].grad_text) < 1e-9
-        for objective in objectives:
-            objective.commit()
-        assert objectives[0].logit_parameters() == pytest.approx(objectives[1].logit_parameters(), rel=1e-9)
-
-
 @pytest.mark.parametrize("given", [True, False], ids=["ids", "no ids"])
 def test_a_first_step_has_the_batch_s_own_normalizers(given: bool) -> None:
     objective = build_objective({"name": "neuclip_plus", "prototypes": 64}, context=context(BATCH, dataset_size=400))

@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.data.data_config import DataConfig
-from pipeline.data.loading.loader import Loader, build_loader
-from pipeline.distributed.world import World
+from pipeline.data.loading.loader import Loader
 from pipeline.engine.optim import ScheduleConfig, lr_scale
 from pipeline.errors import UserError
 from tests.metrics import metrics
-from tests.shards import count_tokens
+from tests.shards import open_loader
 from tests.training import prepare, settings_in, train_here
 
 
@@ -26,8 +24,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loader(base: Path, batch: int, streams: int = 4) -> Loader:
-    config = DataConfig(sources=[str(base / "shards")], streams=streams, shuffle_buffer=5, workers=0)  # type: ignore[arg-type]
-    return build_loader(config, world=World(), global_batch=batch, seed=3, image_size=16, tokenize=count_tokens)
+    return open_loader(base / "shards", batch=batch, streams=streams, shuffle_buffer=5)
 
 
 @pytest.mark.parametrize(

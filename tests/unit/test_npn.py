@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from click.testing import CliRunner
 
-from jobs.plan import command as plan
 from jobs.settings import command as settings
 from pipeline.errors import UserError
 from pipeline.objectives import build_objective, parse_objective
@@ -18,10 +17,9 @@ from pipeline.objectives.npn import kernels, prototypes
 from pipeline.objectives.npn.network import NPNS
 from pipeline.objectives.npn.prototypes import Anchors
 from pipeline.objectives.pairwise import Workspace
-from pipeline.objectives.parts import AdaGrad, Adam
 from tests.metrics import metrics
 from tests.plugins import install
-from tests.training import SMALL, prepare, settings_in, train_here
+from tests.training import prepare, settings_in, train_here
 from tests.unit.objectives_reference import context, normalizers, prototype_alpha, relative_error, unit_features
 
 EPS = 1e-14
@@ -157,26 +155,6 @@ def test_bf16_products_stay_close_to_fp32():
     assert not torch.equal(low, full)
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [
-        (lambda: AdaGrad(0.3), lambda p: torch.optim.Adagrad([p], lr=0.3)),
-        (lambda: Adam(0.01), lambda p: torch.optim.AdamW([p], lr=0.01, weight_decay=0.0)),
-    ],
-)
-def test_inner_optimizers_equal_torch_optim(ours, theirs):
-    optimizer, parameter = ours(), make_weight(4)
-    slots = {slot: torch.zeros_like(parameter) for slot in optimizer.slots}
-    reference = torch.nn.Parameter(parameter.clone())
-    peer = theirs(reference)
-    for step in range(1, 6):
-        gradient = make_weight(4, seed=step)
-        reference.grad = gradient.clone()
-        peer.step()
-        optimizer.step(parameter, gradient, slots, updates=step)
-    assert relative_error(parameter, reference) < 1e-12
-
-
 def run_steps(objective, steps, *, batch_size, first=0, dim=16):
     features = []
     for step in range(first, first + steps):
@@ -185,18 +163,6 @@ def run_steps(objective, steps, *, batch_size, first=0, dim=16):
         objective.compute(image, text, sample_ids=torch.arange(batch_size))
         objective.commit()
     return features
-
-
-def test_restart_from_the_whole_batch_gives_the_normalizer_of_open_clip():
-    """With m = B and no inner updates alpha is log(1/(B-1) + g) + log((B-1)/B), in float64."""
-    objective = build_objective({"name": "neuclip", "prototypes": 8, "inner_steps": 0}, context=context(8))
-    image, text = unit_features(8)
-    objective.compute(image, text, sample_ids=torch.arange(8))
-    tau = objective.temperature.value()
-    for side, g in enumerate(normalizers(image, text, (tau, tau))):
-        own, partner = ((image, text), (text, image))[side]
-        alpha = prototype_alpha(own, partner, objective.npn.weight(side), tau=tau, eps=EPS)
-        assert relative_error(alpha, torch.log(1 / 7 + g) + math.log(7 / 8)) < 1e-10
 
 
 def test_prototypes_are_added_from_distinct_features_until_all_are_live():
@@ -273,20 +239,6 @@ def test_resetting_adam_resets_its_step_count():
         run_steps(objective, 1, batch_size=8, first=step)
         counts.append(int(objective.npn.network.updates))
     assert counts == [2, 4, 6, 2, 4]
-
-
-@pytest.mark.parametrize("extra", [{}, {"npn": "mlp", "restart_every": 0}])
-def test_simultaneous_uses_the_weights_before_the_update(extra):
-    settings = {"name": "neuclip", "npn_schedule": "simultaneous", "inner_steps": 1, "npn_optimizer": "adam", **extra}
-    objective = build_objective({"prototypes": 8, **settings}, context=context(8))
-    run_steps(objective, 1, batch_size=8)
-    before = {k: v.clone() for k, v in objective.npn.network.lasting.items()}
-    image, text = unit_features(8, seed=1)
-    output = objective.compute(image, text, sample_ids=torch.arange(8))
-    assert torch.equal(output.metrics["normalizer_gap"], output.metrics["normalizer_gap_cold"])
-    assert all(torch.equal(v, objective.npn.network.working[k]) for k, v in before.items())
-    objective.commit()
-    assert not all(torch.equal(v, objective.npn.network.lasting[k]) for k, v in before.items())
 
 
 @pytest.mark.parametrize(
@@ -394,13 +346,10 @@ class LevelNpn(Npn):
 
 
 def test_an_installed_package_adds_a_variant_to_the_commands(tmp_path, monkeypatch):
-    """One file and an entry point: `settings`, `plan --recipe own` and training."""
+    """One file and an entry point: `settings` and training."""
     install(monkeypatch, NPNS, tmp_path, "[neuclip.npn]\nlevel = level_network\n", level_network=LEVEL)
     assert "level, mlp, prototypes or queue" in CliRunner().invoke(settings, ["objective.npn"]).output
-    given = settings_in(prepare(tmp_path), "run", "objective.name=neuclip", "objective.npn=level", "samples=32")
-    done = CliRunner().invoke(plan, ["--recipe", "own", *SMALL, *given], catch_exceptions=False)
-    assert "neuclip on tiny-towers" in done.output
-    train_here(*given)
+    train_here(*settings_in(prepare(tmp_path), "run", "objective.name=neuclip", "objective.npn=level", "samples=32"))
     losses = [record["loss"] for record in metrics(tmp_path / "run", "train")]
     assert len(losses) == 4
     assert all(math.isfinite(loss) for loss in losses)

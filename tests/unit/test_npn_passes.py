@@ -1,15 +1,19 @@
-"""The passes of a prototype update in both implementations: PyTorch's fused kernels and compiled code."""
+"""Prototypes: the passes of an update, fused and compiled, which features fill them, and Algorithm 1 as a reference."""
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 
 from pipeline.errors import UserError
 from pipeline.objectives import build_objective
 from pipeline.objectives.npn import kernels
 from pipeline.objectives.npn.kernels import Prototypes
+from pipeline.objectives.npn.reference import ReferenceNeuClip
 from pipeline.objectives.pairwise import Workspace
 from tests.unit.objectives_reference import context, relative_error, unit_features
 
@@ -74,3 +78,88 @@ def test_a_missing_compiler_gets_a_clear_error(monkeypatch):
     image, text = unit_features(8, 16, seed=0, dtype=torch.float64)
     with pytest.raises(UserError, match=r"no C\+\+ compiler here.*npn_compile=false"):
         objective.compute(image, text, sample_ids=torch.arange(8))
+
+
+def build(batch_size: int, **settings):
+    return build_objective({"name": "neuclip", "inner_steps": 0, **settings}, context=context(batch_size))
+
+
+def step(objective, seed: int, *, size: int) -> list[Tensor]:
+    """Take and commit one step; return the features that may fill W1 and W2: texts and images."""
+    image, text = unit_features(size, seed=seed)
+    objective.compute(image, text, sample_ids=torch.arange(size))
+    objective.commit()
+    return [text, image]
+
+
+def rows_in(weight: Tensor, features: Tensor) -> list[int]:
+    """Return the index in `features` of each row of `weight`, or -1 where it does not occur."""
+    equal = (weight[:, None] == features[None]).all(2)
+    return torch.where(equal.any(1), equal.int().argmax(1), -1).tolist()
+
+
+def test_few_prototypes_come_from_previous_batches_if_configured():
+    objective = build(8, prototypes=5, restart_every=1, restart_with="previous")
+    first, second = (step(objective, seed, size=8) for seed in (0, 1))
+    for side in (0, 1):
+        weight = objective.npn.network.lasting["weight"][side]
+        assert -1 not in rows_in(weight, first[side])
+        assert rows_in(weight, second[side]) == [-1] * 5
+
+
+def test_every_restart_draws_a_different_subset():
+    objective, drawn = build(32, prototypes=5, restart_every=1), []
+    for seed in (0, 1):
+        features = step(objective, seed, size=32)
+        drawn.append(rows_in(objective.npn.network.lasting["weight"][0], features[0]))
+    assert -1 not in drawn[0] + drawn[1]
+    assert drawn[0] != drawn[1]
+
+
+def test_a_smaller_batch_leaves_no_gap_in_the_queue():
+    objective = build(8, prototypes=20, restart_every=0)
+    seen = [step(objective, 0, size=5), step(objective, 1, size=8)]
+    assert int(objective.npn.queue.written) == int(objective.npn.live) == 13
+    for side in (0, 1):
+        expected = torch.cat([features[side] for features in seen])
+        assert torch.equal(objective.npn.queue.features[side, :13], expected)
+        assert torch.equal(objective.npn.network.lasting["weight"][side, :13], expected)
+
+
+def test_a_restart_with_a_batch_smaller_than_m_starts_with_that_batch():
+    objective = build(8, prototypes=6, restart_every=1)
+    step(objective, 0, size=6)
+    assert int(objective.npn.live) == 6
+    features = step(objective, 1, size=4)
+    assert int(objective.npn.live) == 4
+    for side in (0, 1):
+        assert torch.equal(objective.npn.network.lasting["weight"][side, :4], features[side])
+
+
+BATCH = 8
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_objective_is_algorithm_1(seed):
+    """Features, temperature and prototypes are all trained; m = B, with the full gradient of (12) as in the paper."""
+    shared = {"rho": 2.0, "eps": 1e-10, "restart_every": 3, "inner_steps": 4}
+    settings = {"name": "neuclip", "prototypes": BATCH, "npn_lr": 0.05, "ratio_cap": 0, "stop_gradient": False}
+    objective = build_objective(settings | shared, context=context(BATCH, seed=seed))
+    reference = ReferenceNeuClip(**shared, lr=0.05)
+    log_scale = torch.tensor(math.log(1 / 0.07), dtype=torch.float64, requires_grad=True)
+    c = objective.config
+    peer = torch.optim.Adam([log_scale], lr=c.tau_lr, betas=(0.9, 0.98), eps=1e-8)
+    for step in range(8):
+        image, text = (f.requires_grad_() for f in unit_features(BATCH, seed=10 * seed + step))
+        loss = reference.step(image, text, torch.exp(-log_scale))
+        peer.zero_grad()
+        loss.backward()
+        peer.step()
+        output = objective.compute(image.detach(), text.detach(), sample_ids=torch.arange(BATCH))
+        assert relative_error(output.loss, loss) < 1e-9, step
+        assert relative_error(output.grad_image, image.grad) < 1e-8, step
+        assert relative_error(output.grad_text, text.grad) < 1e-8, step
+        for side in (0, 1):
+            assert relative_error(objective.npn.weight(side), reference.weights[side]) < 1e-8, step
+        objective.commit()
+        assert objective.logit_parameters()[0] == pytest.approx(float(log_scale), rel=1e-7)  # the rate is fp32

@@ -87,19 +87,6 @@ def test_an_update_follows_the_mean_divergence(divergence):
             assert torch.allclose(moment, 0.1 * gradient, rtol=1e-9, atol=1e-12), name
 
 
-def test_networks_restart_each_epoch_and_keep_the_last_average():
-    objective = build_objective("amorlip", context=context(8, steps_per_epoch=3, total_steps=12))
-    for step in range(3):
-        objective.compute(*unit_features(8, seed=step), sample_ids=torch.arange(8))
-        objective.commit()
-    average = objective.networks.network.lasting["linear1.weight.average"].clone()
-    assert int(objective.networks.network.updates) == 9
-    objective.compute(*unit_features(8, seed=3), sample_ids=torch.arange(8))
-    objective.commit()
-    assert torch.equal(objective.networks.network.lasting["linear1.weight.previous"], average)
-    assert int(objective.networks.network.updates) == 3
-
-
 def test_the_weight_of_the_previous_network_reaches_its_maximum_halfway():
     shares = [target_share_at(epoch, highest=0.8, epochs=10) for epoch in range(10)]
     assert shares[0] == 0

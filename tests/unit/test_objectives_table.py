@@ -1,4 +1,4 @@
-"""The per-sample table: which rank owns which rows, lookups, writes, checkpoints and size."""
+"""State per sample: the table that ranks share, and the moving averages in it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import torch
 
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.objectives import sample_table
+from pipeline.objectives import build_objective, sample_table
 from pipeline.objectives.sample_table import PerSampleTable, owned_range
+from pipeline.objectives.sogclr import cosine_gamma
+from tests.unit.objectives_reference import context, normalizers, unit_features
 
 COLUMNS = {"image_log_u": -math.inf, "text_log_u": 0.5}
 
@@ -29,6 +31,7 @@ def test_ranks_cover_every_id_once(dataset_size, size):
 
 def test_rows_have_initial_values_and_keep_written_ones():
     rows = table()
+    assert rows.values.nbytes == 8 * 11, "4 bytes a column, and a spare row"
     ids = torch.tensor([7, 2, 9])
     assert torch.equal(rows.lookup(ids), torch.tensor([[-math.inf, 0.5]] * 3))
     rows.write(torch.arange(6.0).reshape(3, 2))
@@ -134,24 +137,6 @@ def test_an_abandoned_snapshot_is_freed():
     assert not rows._snapshots
 
 
-@pytest.mark.slow
-def test_fifty_million_samples():
-    """n = 50 million on one machine: 8 bytes per sample for two columns; a step accesses only its batch."""
-    n = 50_000_000
-    rows = table(n)
-    assert rows.values.numel() * 4 == 8 * (n + 1)
-    generator = torch.Generator().manual_seed(0)
-    expected = {}
-    for step in range(5):
-        ids = torch.randint(n, (4096,), generator=generator).unique()
-        rows.lookup(ids)
-        rows.write(torch.stack([ids.float(), torch.full_like(ids, step, dtype=torch.float32)], 1))
-        expected |= dict.fromkeys(ids.tolist(), float(step))
-    ids = torch.tensor(list(expected))
-    assert torch.equal(rows.lookup(ids), torch.stack([ids.float(), torch.tensor(list(expected.values()))], 1))
-    assert int(torch.isneginf(rows.owned()[:, 0]).sum()) == n - len(expected)
-
-
 def test_a_snapshot_holds_the_latest_values():
     rows, ids = table(), torch.tensor([3, 8])
     rows.lookup(ids)
@@ -178,3 +163,51 @@ def test_rows_prefetched_for_another_batch_are_not_used():
     rows.write(torch.zeros(2, 2))
     assert torch.equal(rows.owned()[1], torch.tensor([2.0, 3.0]))
     assert not rows.owned()[5:7].any()
+
+
+IDS = torch.arange(8)
+
+
+def test_gamma_decreases_at_the_first_step_of_an_epoch():
+    settings = {"name": "fastclip_v3", "gamma_decay_epochs": 4, "gamma_min": 0.2, "tau_lr": 0.0}
+    objective = build_objective(settings, context=context(8, steps_per_epoch=4))
+    tau = torch.tensor(0.07, dtype=torch.float64)
+    estimate = [torch.zeros(8).double() for _ in (0, 1)]
+    for step in range(9):
+        features = unit_features(8, seed=step)
+        output = objective.compute(*features, sample_ids=IDS)
+        gamma = cosine_gamma(step // 4, gamma_min=0.2, decay_epochs=4)
+        assert float(output.metrics["gamma"]) == pytest.approx(gamma)
+        for side, g in enumerate(normalizers(*features, (tau, tau))):
+            estimate[side] = (1 - gamma) * estimate[side] + gamma * g
+            found = output.distributions[f"log_normalizer_of_{('image', 'text')[side]}"]
+            assert torch.allclose(found, estimate[side].log(), rtol=1e-5, atol=1e-5), step  # rows are fp32
+        gaps = [
+            (
+                output.distributions[f"log_normalizer_of_{s}"] - output.distributions[f"log_batch_normalizer_of_{s}"]
+            ).abs()
+            for s in ("image", "text")
+        ]
+        assert float(output.metrics["normalizer_gap"]) == pytest.approx(float(torch.cat(gaps).mean()), rel=1e-9)
+        objective.commit()
+    assert gamma == pytest.approx(cosine_gamma(2, gamma_min=0.2, decay_epochs=4))
+
+
+def test_the_estimate_of_a_new_sample_is_its_in_batch_value():
+    objective = build_objective("fastclip_v3", context=context(8))
+    features = unit_features(8)
+    estimates = objective.log_normalizers(*features, sample_ids=IDS)
+    tau = torch.tensor(0.07, dtype=torch.float64)
+    for side, g in enumerate(normalizers(*features, (tau, tau))):
+        assert torch.allclose(estimates.cold[side], g.log(), rtol=1e-9)
+
+
+def test_a_checkpoint_records_the_first_sample_id_of_each_rank():
+    ranks = [
+        build_objective("sogclr", context=context(8, dataset_size=31, world=World(rank=r, size=2))) for r in (0, 1)
+    ]
+    for objective, start, count in zip(ranks, (0, 16), (16, 15), strict=True):
+        ((first, blocks),) = objective.row_blocks().values()
+        assert first == start
+        assert sum(map(len, blocks)) == count
+    assert math.isinf(float(next(iter(ranks[0].row_blocks()["per_sample"][1]))[0, 0]))

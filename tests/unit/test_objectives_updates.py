@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.objectives import build_objective, isogclr
@@ -231,12 +230,3 @@ def test_the_cap_applies_to_loss_and_all_gradients(stop_gradient):
     assert float(output.metrics["ratio_max"]) == pytest.approx(float(torch.cat(ratios).max()), rel=1e-10)
     lengths = torch.stack([objective.npn.weight(side).norm(dim=1).mean() for side in (0, 1)])
     assert float(output.metrics["prototype_norm"]) == pytest.approx(float(lengths.mean()), rel=1e-12)
-
-
-def test_the_mlp_forward_pass_equals_torch_layers():
-    parameters = mlp.initial_parameters(context(BATCH))
-    features = unit_features(BATCH)[0]
-    assert not torch.equal(F.relu(features), features)
-    for side in (0, 1):
-        ours = mlp.forward({name: value[side] for name, value in parameters.items()}, features)
-        assert relative_error(ours, Network(parameters, side)(features)) < 1e-12

@@ -12,14 +12,10 @@ import pytest
 import torch
 from PIL import Image, PngImagePlugin
 
-from pipeline.config import parse
-from pipeline.data.data_config import DataConfig
-from pipeline.data.loading.loader import build_loader
-from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from tests.images import encoded, png
 from tests.metrics import metrics
-from tests.shards import jpeg, write_shards
+from tests.shards import jpeg, open_loader, write_shards
 from tests.towers import write_tiny
 from tests.training import settings_in, train_here
 
@@ -110,9 +106,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("decoding", ["fast", "scaled", "exact"])
 def test_odd_samples_are_used_or_counted_by_reason(folder: Path, decoding: str) -> None:
     assert len(IMAGES) + len(CAPTIONS) == 30
-    settings = {"sources": str(folder), "streams": 1, "shuffle_buffer": 1, "workers": 0, "corrupt_limit": 1.0}
-    config = parse(DataConfig, {**settings, "decoding": decoding})
-    with build_loader(config, world=World(), global_batch=8, seed=0, image_size=16, tokenize=count_bytes) as loader:
+    settings = {"streams": 1, "shuffle_buffer": 1, "corrupt_limit": 1.0, "decoding": decoding}
+    with open_loader(folder, tokenize=count_bytes, **settings) as loader:
         batches = [next(loader) for _ in range(loader.steps_per_epoch)]
         report = loader.report()
     assert report.corrupt_by_reason == COUNTS

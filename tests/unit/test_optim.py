@@ -193,11 +193,6 @@ def test_optimizers_by_layer_are_rejected_where_layers_are_flattened(stage):
         check_stage(OptimizerConfig(name=name), stage=stage)
 
 
-def test_the_error_names_an_unknown_optimizer():
-    with pytest.raises(UserError, match=r"optimizer\.name = 'adam'"):
-        parse(OptimizerConfig, {"name": "adam"}, prefix="optimizer")
-
-
 def test_adamw_is_fused_on_a_gpu_and_its_counters_are_there():
     with FakeTensorMode():
         parameter = nn.Parameter(torch.zeros(4, 5, device="cuda"))

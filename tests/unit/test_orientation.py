@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -53,10 +54,11 @@ def everywhere(body: bytes, folder: Path) -> dict[str, np.ndarray]:
     file = folder / "picture"
     file.write_bytes(body)
     image = ImageConfig(resize_mode="no", encode_format="png", encode_quality=1)
-    stored, *_, error = ImageConverter(image, max_pixels=10**6)(io.BytesIO(body))
-    assert stored, error
+    keeping = replace(image, skip_reencode=True)  # an image that is not upright is re-encoded all the same
+    stored, kept = (ImageConverter(config, max_pixels=10**6)(io.BytesIO(body))[0] for config in (image, keeping))
     found = {
         "download": Image.open(io.BytesIO(stored)),
+        "download, kept": Image.open(io.BytesIO(kept)),
         "pairs": Image.open(io.BytesIO(convert(body, ImageOptions(raw=True)).body)),
         "pairs, not turned by readers": Image.open(io.BytesIO(convert(body, ImageOptions(quality=100)).body)),
         "playground": open_image(body, name="x"),

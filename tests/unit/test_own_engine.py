@@ -121,12 +121,6 @@ def facts(deepspeed: str = "auto", *, ranks: int = 1, **given: Any) -> EngineFac
     return ENGINES["deepspeed"].facts(config, optimizer=OptimizerConfig(), global_batch=64, world_size=ranks)
 
 
-def test_the_default_file_shards_only_where_there_is_something_to_share() -> None:
-    assert (facts().stage, facts().bf16, facts().dtype) == (0, True, torch.float32)
-    assert (facts(ranks=8).stage, facts(ranks=8).dtype) == (1, torch.bfloat16)
-    assert facts("zero3_fp32", ranks=8).stage == 3
-
-
 def test_stage_2_does_not_reduce_gradients_for_every_micro_batch() -> None:
     with pytest.raises(UserError, match=r"once for every micro-batch.*engine.deepspeed=zero1_bf16"):
         facts("zero2_bf16", ranks=2, micro_batch=16)

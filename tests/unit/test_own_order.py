@@ -1,4 +1,4 @@
-"""The documentation's order of samples, in a package outside of the repository, through the commands."""
+"""The documentation's order of samples, in a package outside of the repository; test_own_package.py trains on it."""
 
 from __future__ import annotations
 
@@ -6,24 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
-from jobs.plan import command as plan
-from jobs.settings import command as settings
-from pipeline.config import parse
-from pipeline.data.data_config import DataConfig
-from pipeline.data.loading.loader import Loader, build_loader
+from pipeline.data.loading.loader import Loader
 from pipeline.data.order.canonical_order import ORDERS
 from pipeline.data.order.mixture import Segments
-from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.training.recipe import load_recipe
-from pipeline.training.run import train
-from tests.metrics import metrics
 from tests.plugins import install
-from tests.shards import count_tokens, write_shards
-from tests.towers import write_tiny
-from tests.training import SMALL, in_this_process
+from tests.shards import open_loader, write_shards
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = (ROOT / "docs/data.md").read_text().partition("#### An order of your own")[2]
@@ -38,14 +27,11 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("plugin")
-def test_an_order_of_ones_own_is_planned_read_and_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_order_of_ones_own_is_read_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_shards(tmp_path / "shards", [7, 13, 5, 11])
-    given = [f"data.sources={tmp_path / 'shards'}", "data.order=as_stored"]
 
     def loader(order: str, workers: int) -> Loader:
-        tree = {"sources": str(tmp_path / "shards"), "streams": 4, "order": order, "workers": workers}
-        config = parse(DataConfig, tree)
-        return build_loader(config, world=World(), global_batch=8, seed=3, image_size=16, tokenize=count_tokens)
+        return open_loader(tmp_path / "shards", streams=4, order=order, workers=workers)
 
     with loader("as_stored", 2) as read:
         found = [next(read).sample_id.tolist() for _ in range(3)]
@@ -66,11 +52,3 @@ def test_an_order_of_ones_own_is_planned_read_and_trained_on(tmp_path: Path, mon
         pytest.raises(UserError, match=r"'short': segments\(0\) gave 2 samples in 2 .* the 36 "),
     ):
         next(read)
-
-    assert "data.order" in CliRunner().invoke(settings, ["data.order"]).output
-    recipe = [*SMALL, *given, f"output={tmp_path / 'run'}", f"model.arch={write_tiny(tmp_path)}", "samples=32"]
-    planned = CliRunner().invoke(plan, ["--recipe", "own", *recipe])
-    assert planned.exit_code == 0, planned.output
-    with in_this_process():
-        assert train(load_recipe(ROOT / "jobs/recipes/own.yaml", recipe)) == 0
-    assert len(metrics(tmp_path / "run", "train")) == 4

@@ -180,6 +180,9 @@ def test_what_a_gallery_leaves_out_is_said(tmp_path: Path) -> None:
     assert (len(samples), dropped.lines()[1:]) == (2, ["Only the first 2 samples of the shards are used: --limit."])
     (tmp_path / "captions.txt").write_text("first\n\nsecond\n")
     assert "first 1 of the 2 captions in" in read(tmp_path / "captions.txt", limit=1)[1].lines()[0]
+    captions, dropped = read(tmp_path / "captions.txt")
+    Explorer(make_model(0)).add_images(captions, dropped=dropped, progress=lambda count: None)
+    assert dropped.lines() == ["2 skipped: image is missing (first: line 1)"]
 
 
 def test_a_client_that_leaves_and_a_picture_that_is_dropped_again(
@@ -223,13 +226,6 @@ def test_names_in_another_encoding_and_other_formats_are_shown(tmp_path: Path) -
     (line,) = dropped.lines()
     assert line.startswith("1 skipped: the file cannot be read (first: ")
     assert line.endswith("/c\ufffd.png: No such file or directory)")
-
-
-def test_samples_without_an_image_are_counted(tmp_path: Path) -> None:
-    (tmp_path / "captions.txt").write_text("first\nsecond\n")
-    samples, dropped = read(tmp_path / "captions.txt")
-    Explorer(make_model(0)).add_images(samples, dropped=dropped, progress=lambda count: None)
-    assert dropped.lines() == ["2 skipped: image is missing (first: line 1)"]
 
 
 def test_results_are_those_of_the_model(explorer: Explorer) -> None:
@@ -307,7 +303,7 @@ def test_only_this_machine_is_served_by_default(address: tuple[str, int]) -> Non
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
 
 
-def test_the_command_reports_mistakes_before_loading_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_reports_mistakes_before_loading_anything(tmp_path: Path) -> None:
     def fails(*arguments: str) -> str:
         done = CliRunner().invoke(job.command, list(arguments), standalone_mode=False)
         assert isinstance(done.exception, UserError), done.output

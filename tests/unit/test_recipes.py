@@ -1,15 +1,17 @@
-"""Recipes of the papers: every dataset with every method parses, can be planned, and has the stated values."""
+"""Recipes of the papers parse, can be planned and have the stated values; epochs become samples and steps."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
 
 from pipeline.config import dump, read_yaml
+from pipeline.data.order.canonical_order import make_layout
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.objectives import objective_names, parse_objective
@@ -17,7 +19,9 @@ from pipeline.planning.run_costs import Assumptions
 from pipeline.planning.run_plan import plan_run
 from pipeline.training.build import objective_of
 from pipeline.training.recipe import load_recipe, parse_recipe
+from pipeline.training.recipe_file import resolve_budget
 from tests.launch import python
+from tests.shards import write_shards
 
 FOLDER = Path(__file__).parents[2] / "jobs" / "recipes"
 STREAMS = ((64, 64), (256, 64), (48, 48), (96, 48), (6144, 64), (97, 1), (10, 10))
@@ -55,14 +59,13 @@ NEUCLIP = {
 }
 
 
-def load(name: str, *overrides: str):  # type: ignore[no-untyped-def]
+def load(name: str, *overrides: str):
     return load_recipe(FOLDER / f"{name}.yaml", overrides, dataset_size=100_000)
 
 
 def assumed(name: str) -> Assumptions:
     """What the command in the header of a recipe assumes."""
     command = re.search(r"neuclip plan .*--dataset-size (\S+) --mfu (\S+)", (FOLDER / f"{name}.yaml").read_text())
-    assert command is not None
     return Assumptions(dataset_size=int(command[1]), mfu=float(command[2]))
 
 
@@ -124,7 +127,7 @@ def test_temperatures_use_the_optimizer_settings_of_the_encoders(name: str) -> N
     for method in methods - {"sogclr", "fastclip_v1"}:  # their temperature is constant
         run = load(name, f"objective.name={method}")
         loader, towers = SimpleNamespace(n=10**4, steps_per_epoch=10), SimpleNamespace(dim=4)
-        context = objective_of(run, loader=loader, architecture=towers, world=World()).context  # type: ignore[arg-type]
+        context = objective_of(run, loader=loader, architecture=towers, world=World()).context
         assert ((0.9, context.beta2), context.adam_eps) == (tuple(run.optimizer.betas), run.optimizer.eps)
         objective = run.objective
         constant = method in ("isogclr", "fastclip_v2", "fastclip_v3", "amorlip")
@@ -164,7 +167,6 @@ def test_headers_state_source_command_and_gpu_hours(name: str) -> None:
         assert word in header
     assert f"jobs/recipes/{name}.yaml" in header
     hours = re.search(r"GPU hours +(\d+)", header)
-    assert hours is not None
     assert float(hours[1]) == pytest.approx(plan_run(load(name), gpus=8, assume=assumed(name)).cost.gpu_hours, rel=0.01)
 
 
@@ -232,3 +234,55 @@ def test_training_recipes_read_what_download_recipes_write() -> None:
 def test_a_wrong_key_is_reported_before_missing_data(override: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         load_recipe(FOLDER / "own.yaml", ["data.sources=/nothing/here", "output=run", override])
+
+
+@pytest.mark.parametrize(("batch", "streams"), [(8, 4), (16, 16), (10, 1)])
+def test_epochs_match_the_loader(tmp_path: Path, batch: int, streams: int) -> None:
+    write_shards(tmp_path, [30, 27])
+    data = {"sources": str(tmp_path), "streams": streams}
+    tree = resolve_budget({"epochs": 3, "batch_size": batch, "data": data}, {})
+    layout = make_layout(samples=57, global_batch=batch, streams=streams)
+    assert tree["samples"] == 3 * layout.steps * batch
+    assert "epochs" not in tree
+
+
+def test_source_weights_change_the_epoch_length(tmp_path: Path) -> None:
+    write_shards(tmp_path, [32])
+    data = {"sources": [{"manifest": str(tmp_path), "weight": 2}], "streams": 4}
+    assert resolve_budget({"epochs": 0.5, "batch_size": 8, "data": data}, {})["samples"] == 32
+
+
+def test_warmup_is_a_share_of_the_run(tmp_path: Path) -> None:
+    write_shards(tmp_path, [64])
+    common = [f"output={tmp_path}", "batch_size=8", f"data.sources={tmp_path}", "data.streams=4"]
+    run = load_recipe(None, [*common, "epochs=5", "schedule.warmup_share=0.1"])
+    assert (run.total_steps, run.schedule.warmup_steps) == (40, 4)
+    assert load_recipe(None, [*common, "samples=800", "schedule.warmup_share=0.25"]).schedule.warmup_steps == 25
+
+
+def test_override_replaces_the_equivalent_recipe_setting() -> None:
+    recipe = {"epochs": 3, "batch_size": 4, "schedule": {"warmup_share": 0.1}, "data": {"sources": "nowhere"}}
+    tree = resolve_budget(recipe, {"samples": 400, "schedule": {"warmup_steps": 7}})
+    assert (tree["samples"], tree["schedule"]) == (400, {"warmup_steps": 7})
+    no_share = {"samples": 400, "schedule": {"warmup_steps": 7, "warmup_share": None}}
+    assert resolve_budget(recipe, no_share)["schedule"] == {"warmup_steps": 7}
+    data = {"sources": "nowhere", "streams": 2}
+    other = {"samples": 400, "batch_size": 4, "data": data}
+    assert resolve_budget(other, {"epochs": 2}, dataset_size=40)["samples"] == 80
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"epochs": 1, "samples": 5}, "Both epochs and samples are given"),
+        ({"schedule": {"warmup_share": 0.1, "warmup_steps": 5}}, "Both warmup_share and warmup_steps"),
+        ({"epochs": "x", "batch_size": 4}, "epochs = 'x' must be a number above 0"),
+        ({"epochs": 1}, "batch_size is required"),
+        ({"epochs": 1, "batch_size": 8, "data": {"sources": "no"}}, "epochs = 1: the size of an epoch.*neuclip pairs"),
+        ({"epochs": 1, "batch_size": 64, "data": {"sources": "x"}}, "does not fill one"),
+        ({"samples": 8, "batch_size": 8, "schedule": {"warmup_share": 2}}, "warmup_share = 2 must be a number"),
+    ],
+)  # fmt: skip
+def test_contradictory_settings_are_refused(tree: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        resolve_budget(tree, {}, dataset_size=None if "the size" in message else 9)

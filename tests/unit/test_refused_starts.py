@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import re
 import shutil
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,9 +21,6 @@ from pipeline.distributed.heartbeat import Heartbeat
 from pipeline.distributed.start import start_world
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.files import UMASK
-from pipeline.model.model_folder import save_tensors
-from pipeline.training import run as run_module
 from pipeline.training.recipe import RunConfig, check_run, load_recipe
 from pipeline.training.run_start import LOCK_NAME, STARTING, folder_of_a_start, hold_folder
 from tests.shards import jpeg, write_shards
@@ -243,11 +237,6 @@ def test_too_many_open_files_are_no_network_error(monkeypatch: pytest.MonkeyPatc
         pass
 
 
-def test_weights_get_the_permissions_of_the_umask(tmp_path: Path) -> None:
-    save_tensors({"a": torch.zeros(2)}, tmp_path / "a.safetensors")
-    assert stat.S_IMODE(os.stat(tmp_path / "a.safetensors").st_mode) == 0o666 & ~UMASK
-
-
 def test_settings_and_recipes_are_completed() -> None:
     assert {"optimizer.lr", "objective.tau_init", "objective.name", "epochs", "data.streams"} <= set(run_settings())
     assert "optimizer" not in run_settings()
@@ -256,27 +245,3 @@ def test_settings_and_recipes_are_completed() -> None:
     assert found == ["optimizer.layer_decay=", "optimizer.lr="]
     assert "cc3m" in [item.value for item in completer.get_completions(["train", "--recipe"], "cc")]
     assert complete_settings(None, None, "optimizer.lr=") == []  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("error", "code", "message"),
-    [
-        (RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer"), 76, "another rank: it is gone"),
-        (RuntimeError("an assertion"), 70, "probably a bug"),
-        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "run/config.yaml"), 2, "Free some space"),
-        (OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), "n" * 256), 2, "Use a shorter name"),
-    ],
-)
-def test_what_others_caused_is_no_bug(
-    error: Exception, code: int, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise error
-
-    monkeypatch.setattr(run_module, "start_world", fail)
-    with pytest.raises(SystemExit) as ended:
-        run_command(
-            cli, ["train", "output=x", "batch_size=64", "schedule.warmup_steps=1", *COMMON], prog_name="neuclip"
-        )
-    assert ended.value.code == code
-    assert message in " ".join(capsys.readouterr().err.split())

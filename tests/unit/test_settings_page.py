@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from jobs.settings import command, page
 from jobs.settings_table import EXPERT, listing, settings_of
-from pipeline.config import read_yaml, section
+from pipeline.config import read_yaml
 from pipeline.errors import UserError
 from pipeline.training.recipe import RunConfig
 
@@ -102,21 +102,3 @@ def test_every_key_of_training_is_listed_with_its_default() -> None:
     assert found["optimizer.name"].allowed == "`adamw`, `lamb`, `lion`, `sgd` or `muon`"
     assert found["model.patch_dropout"].allowed == "number in [0, 1) or null"
     assert found["data.sources[].weight"].default == "1.0"
-
-
-def test_a_subclass_keeps_and_replaces_docstrings() -> None:
-    @section
-    class Base:
-        first: int = 1
-        """The first,
-        on two lines."""
-        second: int = 2
-        """The second."""
-
-    @section
-    class Derived(Base):
-        second: int = 3
-        """Another."""
-        third: int = 4
-
-    assert [setting.meaning for setting in settings_of(Derived)] == ["The first, on two lines.", "Another.", ""]

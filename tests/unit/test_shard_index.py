@@ -11,19 +11,15 @@ from pathlib import Path
 import pytest
 
 from data_prep.dataset.verification import verify
-from pipeline.config import parse
-from pipeline.data.data_config import DataConfig
-from pipeline.data.loading.loader import build_loader
 from pipeline.data.loading.stream_reader import ALTERED, TRUNCATED
 from pipeline.data.shards import storage
 from pipeline.data.shards.make_manifest import index_shards
 from pipeline.data.shards.manifest_format import make_manifest
 from pipeline.data.shards.shard_index import index_path, load_index, save_index, scan_members
 from pipeline.data.shards.storage import StreamHash, open_records
-from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.files import sha256_of
-from tests.shards import count_tokens, reader, sample, write_members, write_shards
+from tests.shards import open_loader, reader, sample, write_members, write_shards
 
 MEMBERS = [
     ("0.jpg", b"image"), ("0.json", b"{}"), ("0.txt", b"caption"),
@@ -165,12 +161,9 @@ def test_the_indexes_of_joined_sources_are_used(tmp_path: Path, monkeypatch: pyt
     for name, first in (("a", 0), ("b", 40)):
         write_shards(tmp_path / name, [20, 20], first=first)
     sources = [str(tmp_path / "a"), str(tmp_path / "b")]
-    config = parse(DataConfig, {"sources": sources, "streams": 2, "shuffle_buffer": 5, "workers": 0})
 
     def epoch() -> list[list[list[int]]]:
-        with build_loader(
-            config, world=World(), global_batch=8, seed=3, image_size=16, tokenize=count_tokens
-        ) as loader:
+        with open_loader(tmp_path, sources=sources, streams=2, shuffle_buffer=5) as loader:
             batches = [next(loader) for _ in range(loader.steps_per_epoch)]
             return [[batch.sample_id.tolist(), batch.text[:, 0].tolist()] for batch in batches]
 

@@ -1,4 +1,4 @@
-"""Shards behind pipes, URLs and failing connections, and shards that are not those of their manifest."""
+"""Shards behind pipes, URLs and failing connections, and those that are not what their manifest says."""
 
 from __future__ import annotations
 
@@ -161,13 +161,6 @@ def in_flaky_store(folder: Path, monkeypatch: pytest.MonkeyPatch, *, samples: in
     return manifest, make_manifest([("flaky://bucket/00000.tar", samples, manifest.shards[0].bytes, "")])
 
 
-def test_the_block_size_is_passed_to_open_and_not_to_the_constructor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    manifest, remote = in_flaky_store(tmp_path, monkeypatch, samples=9)
-    assert list(reader(remote).read(0)) == list(reader(manifest).read(0))
-
-
 def test_a_connection_that_drops_repeatedly_loses_nothing_while_samples_arrive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,7 +170,7 @@ def test_a_connection_that_drops_repeatedly_loses_nothing_while_samples_arrive(
     monkeypatch.setattr(Flaky, "_open", lambda self, path, mode="rb", **_: Dropping(self.whole, next(budgets)))
     one = reader(remote, retries=1)
     assert list(one.read(0)) == list(reader(manifest).read(0))
-    assert one.pause.__self__ == [1.0, 1.0, 1.0], "three failures, each the first at its position"  # type: ignore[attr-defined]
+    assert one.pause.__self__ == [1.0, 1.0, 1.0], "three failures, each the first at its position"
 
 
 def test_running_out_of_file_descriptors_does_not_count_as_a_broken_shard(
@@ -200,3 +193,49 @@ def test_a_failing_command_is_not_mistaken_for_a_short_tar(tmp_path: Path) -> No
         list(read_records(file))
     remote = make_manifest([(command, 5, 0, "")])
     assert {r.problem for r in reader(remote).read(0)} == {"", "shard cannot be read (OSError)"}
+
+
+REMOTE = make_manifest([("s3://bucket/00000.tar", 5, 100, "")])
+
+
+class ClientError(Exception):
+    """Like botocore's exceptions, not an OSError."""
+
+
+class Store:
+    """A file system that returns a fixed size, or raises an exception instead."""
+
+    def __init__(self, answer: object, content: bytes = b"") -> None:
+        self.answer, self.content = answer, content
+
+    def size(self, path: str) -> object:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+    def open(self, path: str, mode: str, **options: object) -> io.BytesIO:
+        return io.BytesIO(self.content)
+
+
+def test_every_answer_of_a_store_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: str, mode: str, **options: object) -> io.BytesIO:
+        raise TypeError("unexpected keyword argument 'block_size'")
+
+    write_shards(tmp_path, [5])
+    matching, unreadable = Store(100, (tmp_path / "00000.tar").read_bytes()), Store(100)
+    monkeypatch.setattr(unreadable, "open", refuse)
+    for store, words in [
+        (Store(ClientError("An error occurred (403): Forbidden")), r"cannot be accessed \(An error occurred \(403\)"),
+        (Store(ClientError()), r"cannot be accessed \(ClientError\)"),
+        (Store(PermissionError("denied")), r"cannot be accessed \(denied\)"),
+        (Store(FileNotFoundError("no such key")), r"1 are missing \(s3://bucket/00000.tar\)"),
+        (Store(None), "does not report its size"),
+        (Store(99), "has 99 bytes, not 100"),
+        (Store(ImportError("Install s3fs to access S3")), "a package that is not installed: Install s3fs"),
+        (unreadable, r"exists, but cannot be read \(TypeError: unexpected keyword"),
+    ]:
+        monkeypatch.setattr(fsspec.core, "url_to_fs", lambda url, store=store: (store, url))
+        with pytest.raises(UserError, match=words):
+            check_shards(REMOTE, World())
+    monkeypatch.setattr(fsspec.core, "url_to_fs", lambda url: (matching, url))
+    assert check_shards(REMOTE, World()) == 1

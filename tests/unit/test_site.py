@@ -11,7 +11,6 @@ import neuclip
 from tests.launch import python
 
 pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install -e '.[docs]'")
-ROOT = Path(__file__).parents[2]
 LOADED = re.compile(r'<(?:script|img|iframe|source|link)[^>]*?(?:src|srcset|href)="(https?://[^"]+)"')
 
 FIGURE_WIDTHS = """Array.from(document.querySelectorAll('article img[src$=".svg"]:not([src*="badge-"])'))

@@ -1,21 +1,34 @@
-"""Stages of a run: settings, resized position embeddings, shortened texts, and how a plan accounts for them."""
+"""Stages of a run: settings, resized position embeddings, shortened texts, their cost, and signals between two."""
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from open_clip.model import resize_pos_embed
 
+from pipeline.checkpoint.writer import CheckpointWriter
+from pipeline.distributed.signals import EXIT_PREEMPTED
 from pipeline.errors import UserError
 from pipeline.model.starting_weights import resized, resized_moments, resized_state
 from pipeline.model.towers import ModelConfig, build_towers
 from pipeline.model.trimming import TextTrimming
 from pipeline.planning.run_costs import Assumptions
 from pipeline.planning.run_plan import plan_run
+from pipeline.training import run as run_module
+from pipeline.training.periodic_tests import PeriodicTests
 from pipeline.training.recipe import RunConfig, load_recipe
+from pipeline.training.run import train
+from pipeline.training.saving import Saver
 from pipeline.training.stages import check_stages, stage_at, stages_of
+from tests.metrics import equal, metrics, weights
+from tests.own_tasks import write_class_folders
+from tests.shards import write_shards
+from tests.training import SMALL, in_this_process, prepare, settings_in, train_here
 from tests.unit.test_attention import write_kind
 
 ASSUME = Assumptions(dataset_size=100_000)
@@ -70,16 +83,11 @@ def test_other_parameters_cannot_change_shape(name: str, old: tuple[int, ...], n
 def test_stage_settings_override_the_model_settings() -> None:
     run = recipe("{until: 0.25, image_size: 16, text_tokens: 8}", "{until: 0.5, patch_dropout: 0.0, lr_scale: 0.5}",
                  more=("model.patch_dropout=0.3",))  # fmt: skip
+    assert [(stage.first, stage.end, stage.run) for stage in stages_of(recipe())] == [(0, 100, recipe())]
     found = [(s.first, s.end, s.run.model.image_size, s.run.model.text_tokens, s.run.model.patch_dropout)
              for s in stages_of(run)]  # fmt: skip
     assert found == [(0, 25, 16, 8, 0.3), (25, 50, None, None, 0.0), (50, 100, None, None, 0.3)]
     assert [stage_at(run, step).number for step in (0, 24, 25, 49, 50, 99, 100)] == [0, 0, 1, 1, 2, 2, 2]
-
-
-def test_without_stages_a_run_is_one_stage() -> None:
-    run = recipe()
-    assert [(stage.first, stage.end) for stage in stages_of(run)] == [(0, 100)]
-    assert next(stages_of(run)).run == run
 
 
 @pytest.mark.parametrize("until", [(0.5, 0.5), (0.5, 0.2), (0.001,), (0.999,)], ids=str)
@@ -132,3 +140,65 @@ def test_recipes_that_extend_each_other_are_rejected(tmp_path: Path) -> None:
         (tmp_path / f"{one}.yaml").write_text(f"extends: {other}\n")
     with pytest.raises(UserError, match="extends itself"):
         load_recipe(tmp_path / "a.yaml", DATA)
+
+
+STEPS, BORDER = 6, 3
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stops")
+    prepare(folder, image_size=32)
+    write_shards(folder / "held-out", [24])
+    write_class_folders(folder)
+    (folder / "tasks.yaml").write_text("folders: {folder: photos}\n")
+    return folder
+
+
+def settings(base: Path, name: str) -> list[str]:
+    tests = [f"validation.sources={base / 'held-out'}", f"evaluation.suite={base / 'tasks.yaml'}"]
+    tests += ["validation.every=3", "evaluation.every=3", "evaluation.workers=0", f"samples={8 * STEPS}"]
+    return settings_in(base, name, *tests, "schedule.stages=[{until: 0.5, image_size: 16}]", "checkpoint.every=100")
+
+
+@pytest.fixture(scope="module")
+def whole(base: Path) -> Path:
+    train_here(*settings(base, "whole"))
+    return base / "whole"
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (PeriodicTests, "validate"),
+        (Saver, "save"),
+        (PeriodicTests, "evaluate"),
+        (CheckpointWriter, "finish"),
+        (run_module, "check_stages"),  # of the next stage
+    ],
+)
+def test_a_signal_after_the_last_step_of_a_stage_stops_the_run(
+    owner: Any, name: str, base: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = f"stopped-{owner.__name__}-{name}"
+
+    plain, sent = getattr(owner, name), []
+
+    def stop_and_go_on(*arguments: Any, **named: Any) -> Any:
+        trained = (base / output / "metrics.jsonl").exists() and len(metrics(base / output, "train"))
+        if not sent and trained == BORDER:
+            sent.append(os.kill(os.getpid(), signal.SIGTERM))
+        return plain(*arguments, **named)
+
+    monkeypatch.setattr(owner, name, stop_and_go_on)
+    with in_this_process():
+        assert train(load_recipe(None, [*SMALL, *settings(base, output)]), resume="latest") == EXIT_PREEMPTED
+    monkeypatch.undo()
+    said = f"--resume latest found no checkpoint in {base / output / 'checkpoints'}: the run starts anew."
+    assert said in (base / output / "metrics.jsonl").read_text()
+    assert [record["step"] for record in metrics(base / output, "train")] == [1, 2, 3]
+    train_here(*settings(base, output), resume="latest")
+    assert equal(weights(base / output, STEPS), weights(whole, STEPS))
+    for kind in ("train", "validation", "evaluation"):
+        found, expected = ([record["step"] for record in metrics(f, kind)] for f in (base / output, whole))
+        assert found == expected

@@ -1,7 +1,8 @@
-"""What a run says first, and what it finds missing before anything is loaded."""
+"""What a run says first, what a resumed one reports, and what is missing before anything is loaded."""
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,12 @@ import torch
 from huggingface_hub import constants
 
 from pipeline.errors import UserError
-from pipeline.export.model_card import _base_model
 from pipeline.metrics.logger import TelemetryConfig
 from pipeline.metrics.trackers import check_trackers
 from pipeline.model.starting_weights import check_fetched
 from pipeline.planning import start_lines
+from pipeline.training import run
+from pipeline.training.continuation import changed_settings
 from pipeline.training.recipe import load_recipe
 from tests.towers import write_tiny
 
@@ -67,7 +69,7 @@ def test_what_is_not_here_without_a_network_is_said_at_once(
 
 def test_a_tracker_may_be_a_string_and_needs_a_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")
-    assert TelemetryConfig(trackers="wandb, trackio").trackers == ("wandb", "trackio")  # type: ignore[arg-type]
+    assert TelemetryConfig(trackers="wandb, trackio").trackers == ("wandb", "trackio")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -82,11 +84,29 @@ def test_a_tracker_may_be_a_string_and_needs_a_login(tmp_path: Path, monkeypatch
         wandb.teardown()
 
 
-def test_the_base_model_of_a_card() -> None:
-    for arch, start, name in (
-        ("ViT-B-32-quickgelu", "openai", "timm/vit_base_patch32_clip_224.openai"),
-        ("pretrained", "hf-hub:laion/x", "laion/x"),
-        ("ViT-B-32", ".", ""),
-        ("ViT-B-32", None, ""),
-    ):
-        assert _base_model(arch, {"pretrained": start}) == name
+def test_a_setting_that_the_checkpoint_does_not_have_is_reported_also_if_it_is_null() -> None:
+    before = {"output": "a", "samples": 10, "model": {"arch": "x"}}
+    now = {"output": "b", "samples": 20, "model": {"arch": "x", "lock_text": False}}
+    assert changed_settings(before, now) == ["samples 10 -> 20", "model.lock_text absent -> False"]
+    assert changed_settings(now, now) == []
+    unused = {"selection": {"ratio": None, "chunks": 16}, "ema": {"warmup": True}}
+    assert changed_settings({**unused, **now}, now) == []
+    used = {"selection": {"ratio": 0.5, "chunks": 16}}
+    assert changed_settings({**used, **now}, now) == ["selection.ratio 0.5 -> absent"]
+
+
+def test_the_full_collections_of_a_start_do_not_look_at_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With DeepSpeed they are about ten, of a quarter of a second each."""
+    frozen = []
+
+    def start(*_: object, **__: object) -> None:
+        frozen.append(gc.get_freeze_count())
+        raise UserError("no")
+
+    monkeypatch.setattr(run, "start_world", start)
+    with pytest.raises(UserError, match="no"):
+        run.train(
+            load_recipe(None, ["output=x", "samples=512", "batch_size=64", "data.sources=x", "schedule.warmup_steps=1"])
+        )
+    assert frozen[0] > 100_000
+    assert gc.get_freeze_count() == 0

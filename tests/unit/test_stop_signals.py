@@ -60,7 +60,6 @@ def ended_by(
         stderr=subprocess.PIPE,
         preexec_fn=before,
     )
-    assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     process.send_signal(number)
     output, errors = process.communicate(timeout=60)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-import re
 import statistics
 import threading
 import time
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,10 +17,10 @@ import pytest
 import scipy.stats
 import torch
 
-from jobs.studies import schedule, study_figures, study_names
-from jobs.studies.declare import SIZES, distinct, load_study, size_of, units_of
-from jobs.studies.outcomes import COLUMNS, PAIRED, Outcome, Spread, curve, holm, paired, shown, spread
-from jobs.studies.publish import as_csv, as_markdown, render
+from jobs.studies import declare, schedule, study_names
+from jobs.studies.declare import SIZES, distinct, load_size, load_study
+from jobs.studies.outcomes import COLUMNS, PAIRED, Outcome, Spread, curve, holm, paired, spread
+from jobs.studies.publish import as_markdown, render
 from jobs.studies.schedule import command_of, folder_of, sbatch, write_spec
 from jobs.studies.unit import cost_of
 from jobs.study import prepare_corpora, without_missing_teachers
@@ -33,6 +31,7 @@ from pipeline.training.stages import stages_of
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.filterwarnings("ignore:objective.npn_lr", "ignore:objective.rho")
+units_of = functools.cache(declare.units_of)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -192,8 +191,6 @@ def test_each_rank_of_a_run_gets_a_gpu_that_the_study_may_use(tmp_path: Path, mo
 def test_a_unit_is_started_as_declared(tmp_path: Path) -> None:
     units = units_of("scaling", size="desk")
     one, four = (next(unit for unit in units if unit.ranks == ranks) for ranks in (1, 4))
-    from jobs.studies.declare import load_size
-
     folder = write_spec(four, tmp_path, facts=load_size("desk"), study=load_study("scaling"), places=["data.sources=x"])
     spec = json.loads((folder / "unit.json").read_text())
     run = load_recipe(spec["recipe"], spec["overrides"])
@@ -248,15 +245,12 @@ def test_tasks_of_a_job_array_do_not_make_the_same_corpus_at_once(
 def test_means_spreads_and_paired_differences() -> None:
     outcomes = [outcome("a", 0, 0.1), outcome("b", 0, 0.2), outcome("a", 1, 0.3), outcome("b", 1, 0.5)]
     found = spread(outcomes, "many-epochs", "a", "average")
-    assert found is not None
     assert found.values == pytest.approx((20.0, 40.0))
     assert found.mean == pytest.approx(30.0)
     assert found.sd == pytest.approx(statistics.stdev([20.0, 40.0]))
     difference = paired(outcomes, "many-epochs", "b", kind="difference", baseline="a")
-    assert difference is not None
     assert difference.values == pytest.approx((10.0, 20.0))
     extra = paired(outcomes, "many-epochs", "b", kind="extra_time", baseline="a")
-    assert extra is not None
     assert extra.values == pytest.approx((100 * 4 / 20, 100 * 4 / 21))
     assert spread(outcomes, "many-epochs", "a", "traffic_kib") == Spread((2.0, 2.0))
     assert curve(outcomes, "many-epochs", "a", "mse_cold") == [(100, [0.1, 0.1])]
@@ -266,7 +260,7 @@ def test_means_spreads_and_paired_differences() -> None:
 def test_savings_are_ratios_of_cpu_time() -> None:
     outcomes = [outcome("a", 0, 0.1), outcome("b", 0, 0.2)]
     for each, seconds in zip(outcomes, (30.0, 12.0), strict=True):
-        each.result["cost"] = {"cpu_seconds": seconds, "training_flops": 5e12}  # type: ignore[index]
+        each.result["cost"] = {"cpu_seconds": seconds, "training_flops": 5e12}
     found = paired(outcomes, "many-epochs", "b", kind="saving", baseline="a")
     assert found == Spread((2.5,))
     assert spread(outcomes, "many-epochs", "a", "training_tflop") == Spread((5.0,))
@@ -290,25 +284,6 @@ def test_costs_are_medians_of_each_stage_times_its_steps() -> None:
     assert cost_of(run, rows[:3]) == {}, "a stage without a record"
 
 
-def test_missing_values_are_dashes_and_a_single_seed_has_no_spread() -> None:
-    assert shown(None, ".1f") == "–"
-    assert shown(Spread((1.0,)), "+.1f") == "+1.0"
-    assert shown(Spread((1.0, 3.0)), "+.1f") == "+2.0 ± 1.4"
-
-
-def test_the_table_contains_every_arm_once() -> None:
-    study = load_study("methods")
-    outcomes = [outcome("openclip", seed, 0.1 * (seed + 1)) for seed in (0, 1)] + [outcome("neuclip", 0, 0.5)]
-    data = {"size": "desk", "command": "neuclip study methods", "date": "2026-01-01", "units": 66, "versions": {},
-            "machine": {"cores": 2, "cpu": "x"}}  # fmt: skip
-    page = as_markdown(study, data, outcomes, ["final.svg"])
-    assert "3 of 66 runs" in page
-    assert Counter(re.findall(r"^\| `(\w+)`", page, re.M)) == {"openclip": 1, "neuclip": 1}
-    assert "| `neuclip` | 1 | 60.0 |" in page
-    assert "+40.0" in page  # relative to openclip with seed 0, not to its mean
-    assert len(as_csv(outcomes).splitlines()) == 4
-
-
 PUBLISHED = sorted((ROOT / "docs" / "studies").glob("*/results.json"))
 
 
@@ -320,30 +295,6 @@ def test_published_pages_match_their_data(path: Path, tmp_path: Path) -> None:
         assert (tmp_path / name).read_text() == (path.parent / name).read_text(), f"{name}: neuclip study --render"
     pages = {f.name for f in tmp_path.iterdir()}
     assert pages == {f.name for f in path.parent.iterdir()} - {"plan.md"}  # plans are written by hand
-
-
-def test_a_setting_whose_runs_were_measured_once_has_no_curve() -> None:
-    study, size = load_study("methods"), "desk"
-    settings = list(size_of(study, size).settings)
-    once = [replace(outcome("openclip", 0, 0.1), setting=setting) for setting in settings]
-    assert set(study_figures.draw(study, size, once)) == {"final.svg"}
-    point = once[0].result["curve"][0]
-    twice = replace(once[0], result={**once[0].result, "curve": [point, {**point, "samples": 200}]})
-    drawn = study_figures.draw(study, size, [twice, *once[1:]])
-    assert set(drawn) == {"final.svg", "curve-average.svg"}
-    both = study_figures.draw(study, size, [twice, replace(twice, setting=settings[1])])
-    assert len(drawn["curve-average.svg"]) < len(both["curve-average.svg"]), "one panel instead of two"
-
-
-@pytest.mark.parametrize(
-    ("commits", "text"),
-    [(["a"], " from commit a, "), (["a", "b", "c"], " from commit a, b and c, "), ([], " on 2026, ")],
-)
-def test_the_page_lists_the_commits_of_the_runs(commits: list[str], text: str) -> None:
-    machine = {"cores": 2, "cpu": "x"}
-    data = {"size": "desk", "command": "c", "date": "2026", "units": 3, "versions": {}, "machine": machine}
-    outcomes = [replace(one := outcome("openclip", 0, 0.1), result={**one.result, "commit": it}) for it in commits]
-    assert text in as_markdown(load_study("methods"), data, outcomes, [])
 
 
 def test_holm_s_correction_on_a_worked_example() -> None:

@@ -44,15 +44,10 @@ def test_membership_depends_only_on_seed_and_name(names: list[str], seed: int) -
     assert together == members(names[::-1], 0.5, seed)
 
 
-@pytest.mark.parametrize("fraction", [0.01, 0.1, 0.5])
+@pytest.mark.parametrize("fraction", [0.01, 0.5])
 def test_subset_size_matches_the_fraction(fraction: float) -> None:
     expected, spread = fraction * len(NAMES), (fraction * (1 - fraction) * len(NAMES)) ** 0.5
     assert abs(len(members(NAMES, fraction)) - expected) < 5 * spread
-
-
-def test_seeds_are_independent() -> None:
-    both = members(NAMES, 0.5, 1) & members(NAMES, 0.5, 2)
-    assert abs(len(both) - 5_000) < 400
 
 
 def test_hash_values_are_those_of_xxh3() -> None:

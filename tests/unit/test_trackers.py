@@ -135,7 +135,7 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_mlflow(tmp_path: Path, monkeyp
         log_metrics=lambda values, step: calls.append(("metrics", (step, values))),
         end_run=lambda: None,
     )
-    monkeypatch.setitem(sys.modules, "mlflow", client)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "mlflow", client)
     report(tmp_path / "mine", "mlflow")
     fork = tmp_path / "fork"
     fork.mkdir()
@@ -159,7 +159,7 @@ def test_dvclive_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         calls.append(given)
         return SimpleNamespace(log_params=calls.append)
 
-    monkeypatch.setitem(sys.modules, "dvclive", SimpleNamespace(Live=live, __spec__=None))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "dvclive", SimpleNamespace(Live=live, __spec__=None))
     opened(tmp_path, "dvclive")
     folder = {"dir": str(tmp_path / "dvclive"), "resume": True}
     assert calls == [folder, {"samples": 80, "optimizer.lr": 0.001}]
@@ -177,8 +177,8 @@ def test_a_tracker_that_is_missing_or_fails_is_reported(
             train_here("samples=8", "data.sources=x", f"output={tmp_path / 'run'}", "telemetry.trackers=[wandb]")
     assert "wandb" in sink_names(TelemetryConfig(trackers=("wandb",))), "settings are read where no run is started, too"
     client = SimpleNamespace(init=fail, __spec__=None)
-    monkeypatch.setitem(sys.modules, "wandb", client)  # type: ignore[arg-type]
-    monkeypatch.setitem(sys.modules, "trackio", client)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "wandb", client)
+    monkeypatch.setitem(sys.modules, "trackio", client)
     with pytest.raises(UserError, match=r"cannot be opened \(RuntimeError: no network\).*WANDB_MODE=offline"):
         opened(tmp_path, "wandb")
     (tmp_path / "tensorboard").touch()

@@ -31,14 +31,13 @@ TRIMMABLE = {"CLIP", "quick_gelu", "custom_text", "eos", "layer_scale", "attenti
 
 
 def towers_of(folder: Path, kind: str, **settings: object) -> Towers:
-    return build_towers(ModelConfig(arch=write_kind(folder, kind), **settings), seed=0)[0].train()  # type: ignore[arg-type]
+    return build_towers(ModelConfig(arch=write_kind(folder, kind), **settings), seed=0)[0].train()
 
 
 @pytest.mark.parametrize("kind", sorted(TRIMMABLE))
 def test_trimming_does_not_change_features_and_gradients(kind: str, tmp_path: Path) -> None:
     towers = towers_of(tmp_path, kind)
     trimming = text_trimming(towers.clip)
-    assert trimming is not None
     image, text = batch(length=12)
     text[:, 9:] = 0
     text[2, 7] = 49407
@@ -67,7 +66,6 @@ def test_packed_texts_give_the_features_and_gradients_of_one_text_at_a_time(
 ) -> None:
     towers = towers_of(tmp_path, kind, grad_checkpointing=checkpointing).to(dtype)
     trimming = text_trimming(towers.clip)
-    assert trimming is not None
     text = torch.cat([batch(length=12)[1] for _ in range(4)])[:17]
     lengths = trimming.cut(text)[1]
     assert len(set(lengths.tolist())) > 3
@@ -149,9 +147,7 @@ def test_micro_batches_are_sorted_by_length_and_trimmed_individually() -> None:
     values = torch.randn(6, 3)
     assert torch.equal(chunks.in_order([chunks.rows(i, values) for i in range(3)]), values)
 
-
-def test_without_lengths_nothing_is_trimmed_or_sorted() -> None:
-    chunks = chunks_of(None)
+    chunks = chunks_of(None)  # without lengths, nothing is trimmed or sorted
     assert torch.equal(torch.cat([chunks.tokens(i) for i in range(3)]), torch.arange(120).view(6, 20))
     assert chunks.computed_tokens == 120
 
@@ -186,7 +182,6 @@ def test_a_step_on_trimmed_texts_has_the_same_loss_and_gradient(micro_batch: int
         chunks = micro_batches(4, micro_batch)
         step = TrainStep(engine, objective, world=World(), seed=0, chunks=chunks)
         trimming = text_trimming(engine.module.clip)
-        assert trimming is not None
         lengths = trimming.cut(text)[1] if trims else None
         texts = TextChunks(text, chunks, lengths=lengths, packed=trims == "packed")
         result = step((image, texts), sample_ids=torch.arange(4), step=0, lr_scale=1.0)
@@ -195,7 +190,7 @@ def test_a_step_on_trimmed_texts_has_the_same_loss_and_gradient(micro_batch: int
     (whole, expected, full), (trimmed, gradients, widths), (packed, packed_gradients, rows) = found
     assert set(full) == {12}
     assert rows == ([2, 2, 2, 2] if micro_batch else [4])
-    assert packed.text_tokens == float(lengths.sum()) / 4  # type: ignore[union-attr]
+    assert packed.text_tokens == float(lengths.sum()) / 4
     assert float(packed.output.loss) == pytest.approx(float(whole.output.loss), abs=1e-6)
     assert widths == ([8, 12, 8, 12] if micro_batch else [12])
     assert trimmed.text_tokens == (10 if micro_batch else 12)

@@ -103,7 +103,7 @@ def test_commands_of_a_manifest_are_not_run(
     assert not (tmp_path / "ran").exists()
 
 
-def test_the_user_can_allow_commands(stranger: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_user_can_allow_commands(stranger: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = {"sources": str(stranger), "allow_commands": True}
     mixture = load_mixture(parse(DataConfig, config))
     assert mixture.epoch_samples == 4

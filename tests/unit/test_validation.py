@@ -137,7 +137,6 @@ def test_a_run_logs_the_loss_of_its_weights_and_keeps_the_best_checkpoint(base: 
     assert logged[-1]["pairs"] == 38
     best = min(logged, key=lambda record: record["loss"])["step"]
     path = best_checkpoint(base / "plain")
-    assert path is not None
     assert path.name == f"step-{best:08d}"
     model = load_for_evaluation(str(finished_checkpoints(base / "plain")[-1]))
     ((image, text),) = on_ranks(1, lambda world: pairs(base, world).features(model))

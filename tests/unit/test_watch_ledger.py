@@ -51,7 +51,6 @@ def test_a_checkpoint_has_one_owner_and_then_one_outcome(tmp_path: Path) -> None
     outcome = second.outcome(NAME)
     assert (outcome["scores"], outcome["how"]) == ({"a": 0.5}, DONE)
     again = second.claim(NAME, again=True)
-    assert again is not None
     again.end(RELEASED)
 
 
@@ -73,7 +72,6 @@ def test_attempts_that_fail_or_kill_their_watchers_are_few_and_released_ones_do_
     assert ledger.claim(NAME) is None
     assert ledger.is_abandoned(NAME)
     other = ledger.claim(NAME, weights="another checkpoint of this name")
-    assert other is not None
     other.end(DONE)
     assert ledger.outcome(NAME)["how"] == DONE
 
@@ -144,14 +142,14 @@ def test_only_one_watcher_takes_over_and_a_resumed_one_cannot_overwrite(tmp_path
 
 
 def _claim(folder: str, barrier: object, queue: object) -> None:
-    barrier.wait()  # type: ignore[attr-defined]
+    barrier.wait()
     lease = Ledger(Path(folder), ttl=600).claim(NAME)
-    queue.put(lease is not None)  # type: ignore[attr-defined]
+    queue.put(lease is not None)
 
 
 def test_only_one_of_several_concurrent_claims_gets_the_lease(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
-    for number in range(5):
+    for number in range(2):
         barrier, queue = context.Barrier(6), context.Queue()
         arguments = (str(tmp_path / str(number)), barrier, queue)
         processes = [context.Process(target=_claim, args=arguments) for _ in range(6)]
@@ -196,7 +194,6 @@ def test_heartbeats_run_in_the_background_and_survive_disk_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lease = Ledger(tmp_path, ttl=0.06).claim(NAME)
-    assert lease is not None
     beat = tmp_path / NAME / "lease-0001.beat"
     waits = threading.Event()
     write, broken = module.write_text, {"left": 3}

@@ -72,7 +72,7 @@ def test_a_worker_that_cannot_import_what_it_needs_says_so(tmp_path: Path, monke
     source = "from tests.unit.test_workers import LockedImages\n\nclass Images(LockedImages): ...\n"
     (tmp_path / "replaced.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
-    from replaced import Images  # type: ignore[import-not-found]
+    from replaced import Images
 
     (tmp_path / "replaced.py").write_text("import a_package_that_is_gone\n")
     images = ImagePass(Images(), {"a": make_model(0).preprocess}, micro_batch=2, batch_size=1, workers=1)

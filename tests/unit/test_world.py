@@ -71,7 +71,6 @@ def test_a_run_folder_in_use_by_another_process_is_rejected(tmp_path: Path, monk
     holder = "import fcntl, sys; f = open(sys.argv[1], 'a+'); fcntl.flock(f, 2); print('held', flush=True); input()"
     command = [sys.executable, "-c", holder, str(tmp_path / ".lock")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
         monkeypatch.setattr("pipeline.training.run_start.LOCK_SECONDS", 1)
         with (

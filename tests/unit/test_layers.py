@@ -1,0 +1,234 @@
+"""Our own layers: the last block for the class token only, batch norm in bf16, and embeddings summed in fp32."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import pytest
+import torch
+from timm.layers import BatchNormAct2d
+from torch import nn
+
+from pipeline.errors import UserError
+from pipeline.metrics.mfu import measure_flops
+from pipeline.model.attention import Fp32SumEmbedding, attend
+from pipeline.model.image_tower import ClassTokenBlock, Fp32BatchNorm2d, use_fp32_batch_norms, why_all_tokens
+from pipeline.model.towers import ModelConfig, Towers, build_towers, unread_pixels
+from pipeline.training.gradient_check import compare_gradients
+from pipeline.training.step import frozen_statistics
+from tests.metrics import equal
+from tests.unit.test_architecture_families import write_tokenizer
+from tests.unit.test_attention import KINDS, assert_same, batch, write_kind
+
+
+def pair(folder: Path, kind: str, **settings: Any) -> tuple[Towers, Towers]:
+    """The same towers as open_clip computes them, and with a last block for the class token."""
+    arch = write_kind(folder, kind)
+    whole, shortened = (
+        build_towers(ModelConfig(arch=arch, packed_attention=packed, **settings), seed=0)[0].train()
+        for packed in (False, True)
+    )
+    return whole, shortened
+
+
+def shortened_in(towers: Towers) -> int:
+    return sum(isinstance(module, ClassTokenBlock) for module in towers.modules())
+
+
+def test_the_products_of_patches_in_the_last_block_are_left_out() -> None:
+    """ViT-B/32: 12 blocks of width 768 and 50 tokens; left out are queries, output and MLP of the 49 patches."""
+    whole, shortened = (
+        build_towers(ModelConfig(arch="ViT-B-32", packed_attention=packed), seed=0, device="meta")[0]
+        for packed in (False, True)
+    )
+    saved = measure_flops(whole, image_size=224, context_length=None) - measure_flops(
+        shortened, image_size=224, context_length=None
+    )
+    products, attention = 2 * 49 * 10 * 768**2, 2 * 49 * 2 * 50 * 768
+    assert saved == products + attention
+
+
+def test_towers_that_read_other_tokens_keep_them(tmp_path: Path) -> None:
+    """What a shortened block computes is compared in test_attention.py."""
+    for kind in KINDS:
+        whole, shortened = map(shortened_in, pair(tmp_path, kind))
+        assert (whole, shortened) == (0, int(kind != "attentional_pool"))
+    config = json.loads(Path(write_kind(tmp_path, "CLIP")).read_text())
+    config["vision_cfg"]["layers"] = 0
+    (tmp_path / "no-blocks.json").write_text(json.dumps(config))
+    assert shortened_in(build_towers(ModelConfig(arch=str(tmp_path / "no-blocks.json")), seed=0)[0]) == 0
+
+
+def test_average_pooling_timm_resnets_and_coca_are_left_alone() -> None:
+    def reason(kind: Any, name: str, **changes: Any) -> str:
+        config = {k: v for k, v in open_clip.get_model_config(name).items() if k != "custom_text"}
+        config["vision_cfg"] = {**config["vision_cfg"], **changes}
+        with torch.device("meta"):
+            return str(why_all_tokens(kind(**config).visual))
+
+    assert "class token alone" in reason(open_clip.CLIP, "ViT-B-32", pool_type="avg")
+    assert "class token alone" in reason(open_clip.CoCa, "coca_ViT-B-32")
+    assert "not a vision transformer of open_clip's own" in reason(open_clip.CLIP, "RN50")
+    assert "not a vision transformer of open_clip's own" in reason(open_clip.CustomTextCLIP, "ViT-B-16-SigLIP")
+
+
+def test_patches_that_are_not_computed_are_refused_instead_of_returned_empty(tmp_path: Path) -> None:
+    whole, shortened = pair(tmp_path, "CLIP")
+    image, _ = batch()
+    assert whole.clip.visual.forward_intermediates(image)["image_intermediates"]
+    with pytest.raises(UserError, match=r"forward_intermediates: .* model\.packed_attention=false"):
+        shortened.clip.forward_intermediates(image)
+    shortened.clip.visual.output_tokens = True
+    with pytest.raises(UserError, match=r"output_tokens: .* model\.packed_attention=false"):
+        shortened.clip.visual(image)
+
+
+def test_a_locked_tower_has_the_same_features(tmp_path: Path) -> None:
+    whole, shortened = pair(tmp_path, "CLIP", lock_image=True, unlocked_image_blocks=2)
+    assert_same(whole, shortened, batch())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_in_bf16_on_a_cpu_is_that_of_fp32_rounded_once(causal: bool) -> None:
+    """Also under autocast, which would round the logits' factors again."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 9, 32, generator=generator).bfloat16() for _ in range(3))
+    expected = attend(q.float(), k.float(), v.float(), heads=4, causal=causal).bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = attend(q, k, v, heads=4, causal=causal)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, expected)
+
+
+def test_bf16_attention_takes_a_mask() -> None:
+    q = torch.randn(2, 4, 8).bfloat16()
+    mask = torch.zeros(4, 4, dtype=torch.bfloat16).masked_fill(torch.ones(4, 4).triu(1).bool(), float("-inf"))
+    assert torch.equal(attend(q, q, q, heads=2, mask=mask), attend(q, q, q, heads=2, causal=True))
+
+
+def test_attention_in_float64_stays_in_float64() -> None:
+    q = torch.randn(1, 3, 8, dtype=torch.float64)
+    heads = q.view(1, 3, 2, 4).transpose(1, 2)
+    weights = (heads @ heads.mT / 2).softmax(-1)
+    assert (attend(q, q, q, heads=2) - (weights @ heads).transpose(1, 2).reshape(1, 3, 8)).abs().max() < 1e-14
+
+
+def norms() -> tuple[nn.BatchNorm2d, nn.BatchNorm2d]:
+    """Return torch's batch norm and ours, with the same state."""
+    torch.manual_seed(0)
+    plain = nn.BatchNorm2d(5)
+    nn.init.normal_(plain.weight)
+    nn.init.normal_(plain.bias)
+    ours = nn.Sequential(copy.deepcopy(plain))
+    use_fp32_batch_norms(ours)
+    assert type(ours[0]) is Fp32BatchNorm2d
+    return plain, ours[0]
+
+
+def test_a_module_with_two_names_is_replaced_under_both() -> None:
+    norm = nn.BatchNorm2d(5)
+    model = nn.Sequential(norm, nn.ReLU(), norm)
+    use_fp32_batch_norms(model)
+    assert model[0] is model[2]
+    assert type(model[0]) is Fp32BatchNorm2d
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_fp32_output_equals_torch(training: bool) -> None:
+    plain, ours = norms()
+    x = torch.randn(6, 5, 3, 3)
+    for norm in (plain, ours):
+        norm.train()
+        norm(x + 1)
+        norm.train(training)
+    assert torch.equal(plain(x), ours(x))
+    assert equal(plain.state_dict(), ours.state_dict())
+
+
+def test_bf16_weights_keep_fp32_statistics_and_get_gradients() -> None:
+    plain, ours = norms()
+    ours.weight.data, ours.bias.data = ours.weight.data.bfloat16(), ours.bias.data.bfloat16()
+    x = torch.randn(6, 5, 3, 3)
+    out = ours(x.bfloat16())
+    assert out.dtype == torch.bfloat16
+    assert ours.running_mean.dtype == torch.float32
+    torch.testing.assert_close(out.float(), plain(x), atol=0.05, rtol=0.05)
+    out.float().square().sum().backward()
+    assert ours.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_timms_batch_norm_with_an_activation_trains_in_bf16(training: bool) -> None:
+    """Regression test: it was left as it is, and MobileCLIP could not be trained in bf16."""
+    torch.manual_seed(0)
+    plain = BatchNormAct2d(5)
+    nn.init.normal_(plain.weight)
+    ours = nn.Sequential(copy.deepcopy(plain)).train(training)
+    plain.train(training)
+    use_fp32_batch_norms(ours)
+    x = torch.randn(6, 5, 3, 3)
+    assert torch.equal(ours(x), plain(x))
+    assert equal(ours[0].state_dict(), plain.state_dict())
+    for parameter in ours.parameters():
+        parameter.data = parameter.data.bfloat16()
+    torch.testing.assert_close(ours(x.bfloat16()).float(), plain(x), atol=0.05, rtol=0.05)
+
+
+def test_frozen_statistics_normalise_by_the_batch_and_keep_the_state() -> None:
+    _, ours = norms()
+    x = torch.randn(6, 5, 3, 3)
+    before = {name: value.clone() for name, value in ours.state_dict().items()}
+    with frozen_statistics([ours]):
+        inside = ours(x)
+    assert all(torch.equal(value, before[name]) for name, value in ours.state_dict().items())
+    assert torch.equal(inside, ours(x))
+    assert not torch.equal(ours.state_dict()["running_mean"], before["running_mean"])
+
+
+REPEATS = 1408
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("padding", [None, 1])
+def test_gradient_of_a_token_that_occurs_often(dtype: torch.dtype, padding: int | None) -> None:
+    table = Fp32SumEmbedding(6, 4, padding_idx=padding).to(dtype)
+    ids = torch.tensor([0] * REPEATS + [1, 1, 2, 5]).reshape(2, -1)
+    out = table(ids)
+    assert torch.equal(out, nn.functional.embedding(ids, table.weight))
+    out.sum().backward()
+    assert table.weight.grad.dtype == dtype
+    expected = [REPEATS, 0 if padding == 1 else 2, 1, 0, 0, 1]
+    assert table.weight.grad[:, 0].tolist() == expected
+
+
+def test_the_gradient_of_a_text_tower_with_much_padding(tmp_path: Path) -> None:
+    config = copy.deepcopy(open_clip.get_model_config("ViT-B-16-SigLIP"))
+    config["embed_dim"] = 192
+    config["vision_cfg"] |= {"timm_model_name": "vit_tiny_patch16_224", "image_size": 224}
+    config["text_cfg"] |= {"width": 32, "heads": 2, "layers": 2, "vocab_size": 200}
+    path = tmp_path / "small-siglip.json"
+    path.write_text(json.dumps(config))
+    tokenizer = write_tokenizer(tmp_path / "tokenizer")
+    towers, architecture = build_towers(ModelConfig(arch=str(path), tokenizer=str(tokenizer)), seed=0)
+    text = architecture.tokenize([f"photo {i}" for i in range(24)])
+    upstream = torch.randn(24, 192, generator=torch.Generator().manual_seed(0)) + 1.0
+    gradients = []
+    for model in (towers, copy.deepcopy(towers).bfloat16()):
+        model.encode_text(text).backward(upstream)
+        gradients.append(model.clip.text.token_embedding.weight.grad.float())
+    assert unread_pixels(towers.clip.visual, 32) == []
+    (note,) = unread_pixels(towers.clip.visual, 33)
+    assert note.startswith("Images of 33 px hold 2 x 2 patches of 16 px: the last 1 px")
+    assert float((gradients[1] - gradients[0]).norm() / gradients[0].norm()) < 0.05
+
+
+def test_the_gradient_check_names_the_layer_with_the_largest_difference() -> None:
+    expected = {"a": torch.ones(4), "b": torch.ones(4)}
+    assert compare_gradients({"a": torch.ones(4), "b": torch.ones(4)}, expected, tolerance=0.1) == 0
+    applied = {"a": torch.ones(4), "b": torch.full((4,), 0.5)}
+    with pytest.raises(UserError, match=r"largest difference is b: 50\.00% of its own gradient, 100% of the whole"):
+        compare_gradients(applied, expected, tolerance=0.1)

@@ -143,7 +143,7 @@ def test_invalid_sources_and_outputs_are_refused(run: Path, tmp_path: Path) -> N
     forged = tmp_path / chosen.path.name
     shutil.copytree(chosen.path, forged)
     write_meta(forged, {**chosen.meta, "config": {"batch_size": 8}})
-    result = CliRunner().invoke(command, [str(forged), str(tmp_path / "out")])
+    result = CliRunner().invoke(command, [str(forged), "--output", str(tmp_path / "out")])
     assert "lacks settings of a run that the model card needs (KeyError('objective'))" in str(result.exception)
 
 

@@ -154,7 +154,9 @@ def run(command: click.Command, argv: Sequence[str] | None = None, *, prog_name:
         _fail("Interrupted.", EXIT_INTERRUPTED)
     except click.ClickException as error:
         if isinstance(error, click.NoSuchOption):
-            error = click.UsageError(f"{error.format_message()}{_hint(error, arguments)}", error.ctx)
+            hint = _hint(error, arguments)
+            message = error.message if hint else error.format_message()  # with click's guesses, which look like it
+            error = click.UsageError(f"{message}{hint}", error.ctx)
         elif isinstance(error, click.BadOptionUsage):
             error = click.UsageError(f"{error.format_message()} {_help_of(error.option_name, command, arguments)}")
         elif isinstance(error, click.MissingParameter) and error.ctx:

@@ -156,6 +156,21 @@ def test_a_loss_that_is_no_scalar_with_a_graph_is_refused(wrong, says):
         Wrong(TemperatureConfig(name="wrong"), context(8)).compute(*unit_features(8), sample_ids=torch.arange(8))
 
 
+def test_an_objective_without_anything_pending_commits():
+    """None is a valid answer to what `update_state` needs."""
+
+    class Constant(AutogradObjective):
+        def batch_loss(self, image, text, *, tau):
+            return -(image * text).sum(1).mean()
+
+    objective = Constant(TemperatureConfig(name="constant"), context(8))
+    objective.compute(*unit_features(8), sample_ids=torch.arange(8))
+    objective.commit()
+    assert objective.steps == 1
+    with pytest.raises(RuntimeError, match="nothing is pending"):
+        objective.commit()
+
+
 @pytest.mark.parametrize("name", sorted(PAPERS))
 def test_an_objective_in_a_plain_training_loop_learns(name):
     """The README's snippet on two linear towers, which learn to retrieve the matching samples."""

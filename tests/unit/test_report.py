@@ -19,7 +19,7 @@ from pipeline.data.shards.manifest_format import make_manifest
 from pipeline.errors import UserError
 from pipeline.objectives import build_objective
 from pipeline.report import write_report
-from pipeline.report.figures import SMALL, Line, line_chart
+from pipeline.report.figures import SMALL, Line, line_chart, pooled, smoothed
 from pipeline.report.run_data import read_run
 from pipeline.report.stored_scores import read_evaluations
 from pipeline.report.temperatures import temperatures
@@ -334,3 +334,13 @@ def test_learned_temperatures_are_read_from_the_table_of_a_run(tmp_path: Path) -
     assert "Temperatures of images" in html
     assert "pair &lt;1&gt;" in html
     assert "Learned temperatures" not in write_report([make_run(tmp_path / "other")]).read_text()
+
+
+def test_pooling_and_smoothing_preserve_means_and_lines() -> None:
+    x = np.arange(1_000.0)
+    px, py = pooled(x, 2 * x, limit=100)
+    assert len(px) == 100
+    np.testing.assert_allclose(py, 2 * px)
+    assert px.mean() == pytest.approx(x.mean())
+    np.testing.assert_allclose(smoothed(x)[50:-50], x[50:-50], err_msg="a centred average does not lag")
+    assert smoothed(np.array([0.0, 1.0] * 50)).std() < 0.15

@@ -126,7 +126,8 @@ def test_ordinary_images_are_stored_and_blurred_as_by_img2dataset(mode: str) -> 
             encoded(photograph(*size).convert("L"), "PNG"),
             encoded(see_through(photograph(*size)), "PNG"),
         ):
-            assert ours(io.BytesIO(body), boxes) == theirs(io.BytesIO(body), boxes), (mode, size)
+            for blurred in (None, boxes):
+                assert ours(io.BytesIO(body), blurred) == theirs(io.BytesIO(body), blurred), (mode, size)
 
 
 def test_bytes_that_need_no_change_are_kept() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -109,6 +110,7 @@ class Telemetry:
         self._sinks: list[Sink] = []
         self._kept: list[Callable[[Sink], None]] | None = []
         self._failed: set[int] = set()
+        self._lock = threading.RLock()  # uploads and checkpoints are reported by threads
 
     def begin(self) -> None:
         """Open the sinks, and send them what was reported before.
@@ -124,21 +126,19 @@ class Telemetry:
             self._each(call)
 
     def _each(self, call: Callable[[Sink], None]) -> None:
-        if self._kept is not None:
-            self._kept.append(call)
-        for number, sink in enumerate(self._sinks):
-            try:
-                call(sink)
-            except Exception as error:  # a tracker of a user's own may raise anything
-                if number not in self._failed:
-                    self._failed.add(number)
-                    name = getattr(sink, "name", type(sink).__name__)
-                    lost = getattr(sink, "not_written", "metrics are missing there")
-                    print(
-                        f"{name} cannot be written ({error if isinstance(error, OSError) else repr(error)}): {lost}.",
-                        file=sys.stderr,
-                        flush=True,
-                    )
+        with self._lock:
+            if self._kept is not None:
+                self._kept.append(call)
+            for number, sink in enumerate(self._sinks):
+                try:
+                    call(sink)
+                except Exception as error:  # a tracker of a user's own may raise anything
+                    if number not in self._failed:
+                        self._failed.add(number)
+                        name = getattr(sink, "name", type(sink).__name__)
+                        lost = getattr(sink, "not_written", "metrics are missing there")
+                        why = error if isinstance(error, OSError) else repr(error)
+                        print(f"{name} cannot be written ({why}): {lost}.", file=sys.stderr, flush=True)
 
     def train(self, *, step: int, scalars: Mapping[str, float]) -> None:
         """Log training metrics after `step` steps."""

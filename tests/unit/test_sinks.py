@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import resource
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import torch
 from pipeline import files
 from pipeline.errors import UserError
 from pipeline.metrics.logger import Telemetry, TelemetryConfig, sink_names
-from pipeline.metrics.sinks import SINKS, QuietSink, SinkContext, headline, register_sink
+from pipeline.metrics.sinks import SINKS, JsonLines, QuietSink, SinkContext, headline, register_sink
 
 
 class Diary(QuietSink):
@@ -193,3 +195,28 @@ def test_lines_that_a_full_disk_refuses_are_written_when_it_has_room(
     assert capsys.readouterr().err == (
         "JsonLines cannot be written ([Errno 27] File too large): its lines are kept in memory until they can be.\n"
     )
+
+
+def test_threads_report_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Regression test: an upload reported beside a step's metrics raised BufferError, and a record was lost."""
+    inside: list[int] = []
+
+    def slow(sink: JsonLines) -> None:
+        assert not inside
+        inside.append(1)
+        time.sleep(0.05)
+        inside.pop()
+
+    telemetry = opened(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(JsonLines, "_flush", slow)
+        threads = [threading.Thread(target=telemetry.event, args=(f"{number}",)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    telemetry.close()
+    assert sorted(record["message"] for record in lines(tmp_path)) == ["0", "1", "2", "3"]
+    assert capsys.readouterr().err == ""

@@ -281,7 +281,7 @@ def test_the_measured_memory_is_that_of_the_steps(monkeypatch: pytest.MonkeyPatc
         world=SimpleNamespace(device=torch.device("cuda"), cores=4),
         meter=meter,
         train_step=train_step,
-        batches=SimpleNamespace(next=lambda: 0, settle=lambda: None, _loader=iter(())),
+        batches=SimpleNamespace(next=lambda: 0, wait=lambda: None, _loader=iter(())),
         state=SimpleNamespace(step=0, loader=SimpleNamespace(workers=2)),
     )
     monkeypatch.setattr(measure, "next", lambda _: 0, raising=False)

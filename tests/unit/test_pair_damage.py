@@ -18,18 +18,7 @@ from data_prep.pairs.pair import SourceOptions
 from data_prep.settings.source_config import SourceConfig
 from data_prep.sources.metadata_tables import read
 from pipeline.errors import UserError
-from tests.pair_files import (  # noqa: F401
-    check_ten,
-    convert_all,
-    dropped,
-    make,
-    picture,
-    stored,
-    table,
-    texts,
-    write_csv,
-    write_images,
-)
+from tests.pair_files import dropped, make, picture, stored, table, texts, write_csv, write_images  # noqa: F401
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32"])

@@ -31,7 +31,7 @@ ROWS, SHARD = 24, 6
 def own_opener() -> Iterator[None]:
     """Remove our URL opener, which replaces the one img2dataset fetches through, after the tests of the module."""
     yield
-    urllib.request.install_opener(None)  # type: ignore[arg-type]
+    urllib.request.install_opener(None)
 
 
 @pytest.fixture(scope="module")

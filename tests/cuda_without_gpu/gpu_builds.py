@@ -88,8 +88,8 @@ def pretend_gpu() -> None:
                "is_triton_capable": True, "raise_if_triton_unavailable": None}  # fmt: skip
     for name, value in answers.items():
         setattr(interface, name, staticmethod(lambda *_, _value=value, **__: _value))
-    interface.Worker.get_device_properties = staticmethod(lambda *_, **__: H100)  # type: ignore[method-assign,assignment]
-    interface.Worker.current_device = staticmethod(lambda: 0)  # type: ignore[method-assign]
+    interface.Worker.get_device_properties = staticmethod(lambda *_, **__: H100)
+    interface.Worker.current_device = staticmethod(lambda: 0)
     for function in vars(support).values():
         if hasattr(function, "cache_clear"):
             function.cache_clear()

@@ -62,7 +62,7 @@ def caller() -> str:
     return f"{place}:{frame.f_code.co_name}"
 
 
-class CudaLike(CPU_Accelerator):  # type: ignore[misc]
+class CudaLike(CPU_Accelerator):
     """DeepSpeed's view of an asynchronous device whose tensors are in host memory."""
 
     def __init__(self, record: Record) -> None:
@@ -143,7 +143,7 @@ class RecordedPhases(Phases):
 def pretend(record: Record) -> None:
     """From now on, for this process, DeepSpeed takes the CPU for a GPU."""
     set_accelerator(CudaLike(record))
-    Tensor.record_stream = lambda tensor, stream: None  # type: ignore[method-assign,assignment]
+    Tensor.record_stream = lambda tensor, stream: None
 
 
 @contextmanager

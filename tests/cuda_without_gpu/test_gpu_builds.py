@@ -24,7 +24,7 @@ KERNELS = {"_adagrad": 1, "_squares": 1, "_exponentials": 1, "_sums": 1, "normal
 @pytest.mark.slow  # lowers and builds about 20 programs
 @pytest.mark.skipif(not HAS_BACKEND, reason="this build of torch comes without Triton's compiler for CUDA")
 @pytest.mark.skipif(not WITHOUT_DRIVER, reason="this version of torch lowers programs for CUDA only with a driver")
-def test_all_programs_of_a_compiled_network_build_for_an_h100(tmp_path: Path) -> None:
+def test_all_programs_of_a_compiled_network_build_for_an_h100(tmp_path):
     """In both modes of `npn_update`, with the paper's sizes."""
     environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"), "TRITON_CACHE_DIR": str(tmp_path / "triton")}
     command = [sys.executable, "-m", "tests.cuda_without_gpu.gpu_builds"]

@@ -32,7 +32,7 @@ BUDGETS: dict[str, tuple[Callable[[], list[Kernel]], int, float]] = {
 
 
 @pytest.mark.parametrize("name", BUDGETS)
-def test_a_step_stays_within_its_budget(name: str) -> None:
+def test_a_step_stays_within_its_budget(name):
     """If a change needs more, it needs a reason. If it needs less, lower the budget, so that the gain is kept."""
     run, kernels, gigabytes = BUDGETS[name]
     found = run()
@@ -43,13 +43,13 @@ def test_a_step_stays_within_its_budget(name: str) -> None:
     assert moved > 0.95 * gigabytes, f"now {moved:.2f} GB: lower the budget of {gigabytes}"
 
 
-def test_packed_attention_needs_less_than_open_clips() -> None:
+def test_packed_attention_needs_less_than_open_clips():
     packed, plain = (block_step(rows=64, packed=packed) for packed in (True, False))
     assert len(packed) < len(plain)
     assert sum(k.bytes for k in packed) < 0.8 * sum(k.bytes for k in plain)
 
 
-def test_kernels_are_counted_with_their_bytes() -> None:
+def test_kernels_are_counted_with_their_bytes():
     with fake_gpu() as trace:
         a, b = torch.empty(10, 20, device="cuda"), torch.empty(20, 30, device="cuda", dtype=torch.float32)
         product = a @ b
@@ -61,7 +61,7 @@ def test_kernels_are_counted_with_their_bytes() -> None:
     assert {kernel.bytes_written for kernel in trace.kernels} == {4 * 300}
 
 
-def test_a_fused_formula_is_one_kernel_that_reads_its_arguments_once() -> None:
+def test_a_fused_formula_is_one_kernel_that_reads_its_arguments_once():
     def formula(x: torch.Tensor, total: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         out.copy_(x.exp().mul(2))
         total.add_(out.sum())
@@ -76,7 +76,7 @@ def test_a_fused_formula_is_one_kernel_that_reads_its_arguments_once() -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"lock_image": True}, {"grad_checkpointing": True}], ids=str)
-def test_plan_counts_what_autograd_saves_under_cudas_autocast(settings: dict[str, bool]) -> None:
+def test_plan_counts_what_autograd_saves_under_cudas_autocast(settings):
     """Regression test: layer norms of texts keep their inputs in fp32 there, and those of images did, too."""
     towers, architecture = build_towers(ModelConfig(arch="ViT-B-32", **settings), seed=0, device="meta")
     size, length = architecture.image_size, architecture.context_length

@@ -136,7 +136,7 @@ def trace(settings: dict[str, Any]) -> KernelTrace:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_step_never_waits_for_the_gpu(name: str) -> None:
+def test_a_step_never_waits_for_the_gpu(name):
     settings = VARIANTS[name]
     found = trace(settings)
     assert found.blocking_copies == []
@@ -154,7 +154,7 @@ class ToyConfig(TemperatureConfig):
     name: str = "toy_autograd"
 
 
-def test_a_method_outside_the_package_that_uses_autograd_never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_method_outside_the_package_that_uses_autograd_never_waits(monkeypatch):
     monkeypatch.setattr(OBJECTIVES, "registered", dict(OBJECTIVES.registered))
 
     @register("toy_autograd", ToyConfig)
@@ -169,7 +169,7 @@ def test_a_method_outside_the_package_that_uses_autograd_never_waits(monkeypatch
     assert found.waits == 0
 
 
-def test_every_npn_variant_is_among_them() -> None:
+def test_every_npn_variant_is_among_them():
     for value in ("mlp", "queue"):
         assert f"neuclip-npn={value}" in VARIANTS
     for value in ("replicated", "prototypes"):
@@ -193,7 +193,7 @@ WAITS = {
 
 
 @pytest.mark.parametrize("name", WAITS)
-def test_what_waits_is_found(name: str) -> None:
+def test_what_waits_is_found(name):
     with fake_gpu() as found:
         x = torch.randn(2, 3, device="cuda")
         try:
@@ -204,7 +204,7 @@ def test_what_waits_is_found(name: str) -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_micro_batchs_texts_are_chosen_without_waiting(packed: bool) -> None:
+def test_a_micro_batchs_texts_are_chosen_without_waiting(packed):
     text, lengths = torch.ones(8, 16, dtype=torch.int64), torch.tensor([16, 3, 9, 4, 5, 12, 7, 8])
     rows, device = [slice(0, 4), slice(4, 8)], torch.device("cuda")
     with fake_gpu() as found:
@@ -215,7 +215,7 @@ def test_a_micro_batchs_texts_are_chosen_without_waiting(packed: bool) -> None:
     assert len(tokens) == 2
 
 
-def test_flags_are_copied_to_the_host_without_waiting() -> None:
+def test_flags_are_copied_to_the_host_without_waiting():
     with fake_gpu() as found:
         flags = Flags(torch.ones((), device="cuda"), True, world=World())
         assert (found.blocking_copies, found.waits) == ([], 0)
@@ -223,7 +223,7 @@ def test_flags_are_copied_to_the_host_without_waiting() -> None:
     assert (found.blocking_copies, found.waits) == ([], 1), "for the event of the copy, not for the device"
 
 
-def test_asynchronous_copies_and_numbers_of_the_host_are_free() -> None:
+def test_asynchronous_copies_and_numbers_of_the_host_are_free():
     with fake_gpu() as found:
         x = torch.randn(2, 3, device="cuda")
         torch.ones(2, 3).pin_memory().to("cuda", non_blocking=True)

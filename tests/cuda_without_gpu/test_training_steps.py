@@ -80,7 +80,7 @@ def waits(record: Record) -> list[str]:
 
 
 @pytest.mark.parametrize(("ranks", "file"), BUDGET)
-def test_the_host_waits_only_where_it_must(ranks: int, file: str) -> None:
+def test_the_host_waits_only_where_it_must(ranks, file):
     """Whether the loss is finite and whether a rank stops needs no wait of its own: their copy is older."""
     for name in (file, f"{file} GradCache"):
         record = records(ranks)[name]
@@ -93,7 +93,7 @@ def test_the_host_waits_only_where_it_must(ranks: int, file: str) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "file"), BUDGET)
-def test_a_step_stays_within_its_budget(ranks: int, file: str) -> None:
+def test_a_step_stays_within_its_budget(ranks, file):
     """If a change needs more, it needs a reason. If it needs less, lower the budget, so that the gain is kept."""
     optimizer, *steps = BUDGET[ranks, file]
     for name, (operators, waited, calls, megabytes) in zip((file, f"{file} GradCache"), steps, strict=True):
@@ -106,7 +106,7 @@ def test_a_step_stays_within_its_budget(ranks: int, file: str) -> None:
         assert 0.98 * megabytes <= moved <= megabytes, f"{name}: {moved} MB"
 
 
-def test_gradients_are_reduced_in_fp32_and_by_default_once_per_step() -> None:
+def test_gradients_are_reduced_in_fp32_and_by_default_once_per_step():
     for file in ("zero1_bf16", "zero0_bf16"):
         for name in (file, f"{file} GradCache"):
             reductions = [r for r in records(4)[name].collectives if r[0] == "optimizer" and "reduce" in r[1]]
@@ -119,12 +119,12 @@ def test_gradients_are_reduced_in_fp32_and_by_default_once_per_step() -> None:
 
 
 @pytest.mark.parametrize("file", COLLECTIVES)
-def test_collectives_have_the_expected_precision(file: str) -> None:
+def test_collectives_have_the_expected_precision(file):
     for name in (file, f"{file} GradCache"):
         found = {(phase, kind, dtype) for phase, kind, dtype, _ in records(4)[name].collectives}
         gathered = {("backward", "_allgather_base_", "bfloat16")} if name == "zero3_bf16 GradCache" else set()
         assert found == {*FEATURES, *COLLECTIVES[file], *gathered}, name
 
 
-def test_every_file_is_recorded() -> None:
+def test_every_file_is_recorded():
     assert {file for _, file in BUDGET} == set(FILES)

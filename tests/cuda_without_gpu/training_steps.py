@@ -81,7 +81,7 @@ def take(file: str, arch: str, *, ranks: int, micro: int | None, record: Record)
         gradient_check=None,
     )
     for trainer.state.step in range(2):
-        record.__init__()  # type: ignore[misc]
+        record.__init__()
         with recording(record):
             result = Trainer.train_step(trainer, batch, lr_scale=1.0)
         assert result.applied

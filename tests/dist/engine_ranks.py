@@ -122,11 +122,11 @@ def not_finite(step: TrainStep) -> None:
     """Take a step whose loss is NaN while its feature gradients are finite, and check that it is skipped."""
     rows = step.world.rows(BATCH // step.world.size)
     compute = step.objective.compute
-    step.objective.compute = lambda *a, **k: replace(compute(*a, **k), loss=torch.tensor(torch.nan))  # type: ignore[method-assign]
+    step.objective.compute = lambda *a, **k: replace(compute(*a, **k), loss=torch.tensor(torch.nan))
     image, text = data(0)
     result = step((image[rows], text[rows]), sample_ids=torch.arange(BATCH)[rows], step=0, lr_scale=1.0)
     assert (result.finite, result.applied) == (False, False)
-    step.objective.compute = compute  # type: ignore[method-assign]
+    step.objective.compute = compute
 
 
 def as_deepspeed_returns_it(engine: DeepSpeedEngine, saved: dict[str, Any]) -> bool:

@@ -35,5 +35,5 @@ def limited(rows: int) -> Callable[..., Any]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     if os.environ["RANK"] == "1":
-        Towers.forward = limited(2)  # type: ignore[method-assign]
+        Towers.forward = limited(2)
     leave(train(load_recipe(None, sys.argv[1:])))

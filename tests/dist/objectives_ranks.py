@@ -174,7 +174,7 @@ def against_open_clip(world: World) -> dict[str, dict[str, Tensor]]:
         loss = peer(image, text, *arguments)
         loss.backward()
         shared = {"loss": world.all_reduce(loss), "scale": world.all_reduce(scale.grad)}
-        pending = objective._pending  # type: ignore[attr-defined]
+        pending = objective._pending
         tau_gradient = pending[0] if name == "siglip" else pending.tau_gradient
         ours = {"loss": output.loss, "scale": -torch.exp(-scale.detach()) * tau_gradient}
         ours |= {"image": output.grad_image, "text": output.grad_text}
@@ -195,7 +195,7 @@ def drifting(world: World) -> dict[str, Any]:
         image, text, ids = local(world, step, dtype=torch.float32)
         objective.compute(image, text, sample_ids=ids)
         if world.rank == 1 and step in (3, 5, 7):
-            objective.temperature.log_scale.moment2.view(torch.int32).bitwise_xor_(1 << 12)  # type: ignore[attr-defined]
+            objective.temperature.log_scale.moment2.view(torch.int32).bitwise_xor_(1 << 12)
         try:
             objective.commit()
         except UserError as stop:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from tests.launch import run
 from tests.shards import write_shards
 
 
-def test_several_ranks_equal_one_rank_with_all_rows(tmp_path: Path) -> None:
+def test_several_ranks_equal_one_rank_with_all_rows(tmp_path):
     torch.set_num_threads(1)
     expected = results(net(), World())
     run("tests.dist.batchnorm_ranks", str(tmp_path / "found"), ranks=3)
@@ -30,7 +29,7 @@ def test_several_ranks_equal_one_rank_with_all_rows(tmp_path: Path) -> None:
         assert (found[name] - value).abs().max() <= 1e-5 * value.abs().max(), name
 
 
-def test_other_batch_norm_classes_are_rejected() -> None:
+def test_other_batch_norm_classes_are_rejected():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     use_fp32_batch_norms(model)
     with pytest.raises(UserError, match="1 is a BatchNorm1d"):
@@ -38,7 +37,7 @@ def test_other_batch_norm_classes_are_rejected() -> None:
 
 
 @pytest.mark.slow
-def test_a_resnet_trains_the_same_on_one_and_two_ranks(tmp_path: Path) -> None:
+def test_a_resnet_trains_the_same_on_one_and_two_ranks(tmp_path):
     write_shards(tmp_path / "shards", [20, 30, 15])
     vision = {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "head_width": 64}
     text = {"context_length": 8, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 1}

@@ -40,7 +40,7 @@ def joined(results: list[dict[str, Any]]) -> list[list[int]]:
     return [[i for part in step for i in part] for step in zip(*(r["ids"] for r in results), strict=True)]
 
 
-def test_two_ranks_get_the_batches_of_one_and_can_resume_as_one(out: Path) -> None:
+def test_two_ranks_get_the_batches_of_one_and_can_resume_as_one(out):
     two = results(out, "order")
     alone = make_loader(out / "order", World(), workers=0)
     assert joined(two) == steps(alone, 15)
@@ -52,7 +52,7 @@ def test_two_ranks_get_the_batches_of_one_and_can_resume_as_one(out: Path) -> No
     assert steps(resumed, 8) == joined(two)[7:]
 
 
-def test_ranks_stay_in_sync_when_a_shard_is_deleted(out: Path) -> None:
+def test_ranks_stay_in_sync_when_a_shard_is_deleted(out):
     two = results(out, "vanish")
     batches, report = joined(two), two[0]["report"]
     assert len(batches) == 17
@@ -62,7 +62,7 @@ def test_ranks_stay_in_sync_when_a_shard_is_deleted(out: Path) -> None:
     assert not {i for batch in batches[9:] for i in batch} & set(range(9)), "samples of a deleted shard"
 
 
-def test_the_corruption_limit_stops_both_ranks_at_the_same_step(out: Path) -> None:
+def test_the_corruption_limit_stops_both_ranks_at_the_same_step(out):
     one, other = results(out, "limit")
     assert one == other
     assert "00001.tar" in one["stopped"]
@@ -117,14 +117,14 @@ def nobody_left(child: subprocess.Popen[str]) -> bool:
     return not left
 
 
-def test_no_process_outlives_a_killed_trainer(tmp_path: Path) -> None:
+def test_no_process_outlives_a_killed_trainer(tmp_path):
     child = start(tmp_path, "abrupt")
     child.kill()
     child.wait()
     assert nobody_left(child)
 
 
-def test_after_signals_to_the_whole_group_the_trainer_still_gets_batches(tmp_path: Path) -> None:
+def test_after_signals_to_the_whole_group_the_trainer_still_gets_batches(tmp_path):
     """Ctrl-C, or a launcher stopping the run: a trainer that handles the signal still gets batches, then all exit."""
     child = start(tmp_path, "graceful")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):

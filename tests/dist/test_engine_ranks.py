@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,9 +59,7 @@ def far(a: list[float], b: list[float]) -> float:
     ],
     ids=lambda value: str(value) if isinstance(value, int) else f"{value[0]} to {value[-1]}",
 )
-def test_every_stage_equals_plain_torch_and_resumes_bit_identically(
-    ranks: int, names: list[str], arch: str, reference: list[float], tmp_path: Path
-) -> None:
+def test_every_stage_equals_plain_torch_and_resumes_bit_identically(ranks, names, arch, reference, tmp_path):
     out = tmp_path / "results.json"
     run("tests.dist.engine_ranks", arch, str(out), *names, ranks=ranks, timeout=600)
     results: dict[str, dict[str, Any]] = json.loads(out.read_text())

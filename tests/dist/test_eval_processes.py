@@ -28,7 +28,7 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_processes_of_accelerate_give_the_same_bytes_as_one(checkpoint: Path, suite: Path, tmp_path: Path) -> None:
+def test_processes_of_accelerate_give_the_same_bytes_as_one(checkpoint, suite, tmp_path):
     one, many = tmp_path / "one", tmp_path / "many"
     evaluate(str(checkpoint), suite=suite, output=one, config=EvaluationConfig(micro_batch=8, workers=0))
     launcher = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
@@ -40,7 +40,7 @@ def test_processes_of_accelerate_give_the_same_bytes_as_one(checkpoint: Path, su
 
 
 @pytest.mark.slow
-def test_an_error_on_one_process_fails_the_task_on_all_without_hanging(checkpoint: Path, tmp_path: Path) -> None:
+def test_an_error_on_one_process_fails_the_task_on_all_without_hanging(checkpoint, tmp_path):
     suite, output = tmp_path / "suite", tmp_path / "out"
     folder = write_classification(suite, TASKS["imagenet1k"])
     write_classification(suite, TASKS["imagenetv2"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from pipeline.distributed.world import World
@@ -17,7 +15,7 @@ PAUSE = 0.5
 
 
 @pytest.mark.slow
-def test_of_two_ranks_the_one_that_pauses_is_the_slowest(tmp_path: Path) -> None:
+def test_of_two_ranks_the_one_that_pauses_is_the_slowest(tmp_path):
     settings = settings_in(prepare(tmp_path, [16, 16]), "run", "samples=48", "model.text_batching=packed")
     run("tests.e2e.slow_run", f"forward={PAUSE}", *SMALL, *settings, ranks=2)
     records = metrics(tmp_path / "run", "train")
@@ -34,7 +32,7 @@ def test_of_two_ranks_the_one_that_pauses_is_the_slowest(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("waits", ["time_communication", "time_optimizer"])
-def test_the_time_in_which_a_rank_waits_for_others_is_not_its_own(waits: str) -> None:
+def test_the_time_in_which_a_rank_waits_for_others_is_not_its_own(waits):
     waiting, loading = [0.5, 0.0, 0.25], [0.0, 0.4, 0.1]
 
     def program(world: World) -> dict[str, float]:
@@ -47,7 +45,7 @@ def test_the_time_in_which_a_rank_waits_for_others_is_not_its_own(waits: str) ->
     assert slowest_rank(World(), {}, batch_size=8) == {}
 
 
-def test_ranks_are_listed_by_host_where_there_are_several(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_are_listed_by_host_where_there_are_several(monkeypatch):
     assert describe_hosts(World()) == ""
     assert on_ranks(2, describe_hosts) == ["", ""]
     hosts = iter(["a", "b", "a", "a"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import fsspec
 import torch
 
@@ -13,7 +11,7 @@ from pipeline.distributed.world import World
 from tests.thread_world import on_ranks
 
 
-def test_the_others_wait_for_the_work_of_rank_0_or_its_error() -> None:
+def test_the_others_wait_for_the_work_of_rank_0_or_its_error():
     """As the heartbeats see it, rank 0 is behind, so that it is named if it makes no progress."""
 
     def program(world: World) -> tuple[str | None, int, str]:
@@ -29,7 +27,7 @@ def test_the_others_wait_for_the_work_of_rank_0_or_its_error() -> None:
     assert on_ranks(2, program) == [("done", 0, "failed"), (None, 2, "")]
 
 
-def test_every_block_of_a_download_is_progress(tmp_path: Path) -> None:
+def test_every_block_of_a_download_is_progress(tmp_path):
     noted: list[float] = []
     mirror = Mirror("memory://progress", tmp_path / "run", progress=lambda: noted.append(0.0))
     files = fsspec.filesystem("memory")

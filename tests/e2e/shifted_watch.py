@@ -16,5 +16,5 @@ if __name__ == "__main__":
     seconds, date, shift = time.time, time.gmtime, 3600.0 * float(hours)
     time.time = lambda: seconds() + shift
     time.time_ns = lambda: int((seconds() + shift) * 1e9)
-    time.gmtime = lambda at=None: date(time.time() if at is None else at)  # type: ignore[assignment]
+    time.gmtime = lambda at=None: date(time.time() if at is None else at)
     run(command, arguments, prog_name="watch")

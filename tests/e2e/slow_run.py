@@ -44,7 +44,7 @@ if __name__ == "__main__":
             time.sleep(pause)
             return encode(model, *args)
 
-        EvaluationModel.encode_image = slow_encode  # type: ignore[method-assign]
+        EvaluationModel.encode_image = slow_encode
     elif seconds.startswith("forward="):
         delay = float(seconds.partition("=")[2]) if os.environ.get("RANK") == "1" else 0.0
         forward = DeepSpeedEngine.forward
@@ -53,9 +53,9 @@ if __name__ == "__main__":
             time.sleep(delay)
             return forward(engine, *args)
 
-        DeepSpeedEngine.forward = slow_forward  # type: ignore[method-assign]
+        DeepSpeedEngine.forward = slow_forward
     elif seconds == "mirror":
-        Uploads.submit = submit_and_wait  # type: ignore[method-assign]
+        Uploads.submit = submit_and_wait
     else:
-        DeepSpeedEngine.step = slow_step  # type: ignore[method-assign]
+        DeepSpeedEngine.step = slow_step
     run(command, arguments, prog_name="slow")

@@ -53,7 +53,7 @@ def orders(text: str) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_a_lost_node_is_survived_and_a_new_one_taken_up(base: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_a_lost_node_is_survived_and_a_new_one_taken_up(base, tmp_path):  # noqa: F811
     more = (f"samples={8 * STEPS}", "checkpoint.every=10", "engine.probe=false", "engine.timeout_minutes=1")
     arguments = [*settings(base, "elastic", *more), "--resume", "latest"]
     output, port = base / "elastic", free_port()

@@ -6,7 +6,6 @@ import json
 import re
 import signal
 import socket
-from pathlib import Path
 
 import pytest
 
@@ -30,7 +29,7 @@ CRASHES = [
 
 
 @pytest.mark.slow
-def test_a_run_with_four_crashes_is_bit_identical(base: Path, two_ranks: Path) -> None:  # noqa: F811
+def test_a_run_with_four_crashes_is_bit_identical(base, two_ranks):  # noqa: F811
     arguments = settings(base, "mortal", "checkpoint.every=1", "checkpoint.keep_last=2", "engine.probe=false")
     for place, count, rank in CRASHES:
         given = (place, str(count), rank, *arguments, "--resume", "latest")
@@ -41,7 +40,7 @@ def test_a_run_with_four_crashes_is_bit_identical(base: Path, two_ranks: Path) -
 
 
 @pytest.mark.slow
-def test_a_sleeping_rank_is_reported_with_its_step_and_phase(base: Path) -> None:  # noqa: F811
+def test_a_sleeping_rank_is_reported_with_its_step_and_phase(base):  # noqa: F811
     arguments = settings(base, "asleep", "engine.probe=false", "engine.timeout_minutes=0.1")
     done = run("tests.e2e.doomed_run", FORWARD, "3", "1:25", *arguments, ranks=2, check=False)
     assert done.returncode != 0
@@ -54,7 +53,7 @@ def test_a_sleeping_rank_is_reported_with_its_step_and_phase(base: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_reported_and_the_last_checkpoint_is_whole(base: Path) -> None:  # noqa: F811
+def test_a_killed_rank_is_reported_and_the_last_checkpoint_is_whole(base):  # noqa: F811
     arguments = settings(base, "gone", "engine.probe=false", "engine.timeout_minutes=0.1", "checkpoint.every=2")
     done = run("tests.e2e.doomed_run", FORWARD, "5", "1", *arguments, ranks=2, check=False)
     assert done.returncode == 76
@@ -67,7 +66,7 @@ def test_a_killed_rank_is_reported_and_the_last_checkpoint_is_whole(base: Path) 
     assert not damage(last)
 
 
-def test_the_launcher_has_the_exit_code_of_a_killed_rank() -> None:
+def test_the_launcher_has_the_exit_code_of_a_killed_rank():
     """As of one that the kernel kills for its memory; `timeit` runs what it is given."""
     ranks = "launch('timeit', ['import os; os.kill(os.getpid(), 9)'], ranks=2)"
     program = f"import sys; from pipeline.distributed.launch import launch; sys.exit({ranks})"
@@ -75,7 +74,7 @@ def test_the_launcher_has_the_exit_code_of_a_killed_rank() -> None:
 
 
 @pytest.mark.slow
-def test_a_long_evaluation_is_no_hang(base: Path) -> None:  # noqa: F811
+def test_a_long_evaluation_is_no_hang(base):  # noqa: F811
     """Regression test: healthy ranks ended with 76 when an evaluation took longer than `engine.timeout_minutes`."""
     suite, validated = base / "suite", base / "held-out"
     write_classification(suite, TASKS["mnist"], samples=384)  # six micro-batches, three of them of rank 0

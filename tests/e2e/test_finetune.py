@@ -59,7 +59,7 @@ def first_tau(base: Path, output: str) -> float:
     return float(metrics(base / output, "train")[0]["tau"])
 
 
-def test_a_run_starts_from_another_with_its_temperature_at_other_sizes(base: Path) -> None:
+def test_a_run_starts_from_another_with_its_temperature_at_other_sizes(base):
     learned = math.exp(-float(weights(base, "first")["logit_scale"]))
     assert abs(learned - 0.2) > 1e-4
     printed = train(base, "second", "model.arch=pretrained", f"model.pretrained={base}/first", "model.image_size=32",
@@ -82,7 +82,7 @@ def test_a_run_starts_from_another_with_its_temperature_at_other_sizes(base: Pat
     assert checkpoint(base, "second", 6).is_dir()
 
 
-def test_the_initial_temperature_of_the_objective_can_be_used(base: Path) -> None:
+def test_the_initial_temperature_of_the_objective_can_be_used(base):
     file = checkpoint(base, "first") / "open_clip_model.safetensors"
     printed = train(base, "own-tau", f"model.arch={base}/small.json", f"model.pretrained={file}",
                     "objective.name=openclip", "model.pretrained_temperature=false", "objective.tau_init=0.07",
@@ -92,7 +92,7 @@ def test_the_initial_temperature_of_the_objective_can_be_used(base: Path) -> Non
 
 
 @pytest.mark.parametrize("precision", ["zero1_bf16", "zero0_fp32"])
-def test_a_locked_image_tower_stays_bit_identical_and_the_rest_is_trained(base: Path, precision: str) -> None:
+def test_a_locked_image_tower_stays_bit_identical_and_the_rest_is_trained(base, precision):
     folder = checkpoint(base, "first")
     train(base, f"lit-{precision}", "model.arch=pretrained", f"model.pretrained={folder}", "model.lock_image=true",
           "model.unlocked_image_blocks=1", f"engine.deepspeed={precision}", "objective.name=openclip")  # fmt: skip
@@ -102,7 +102,7 @@ def test_a_locked_image_tower_stays_bit_identical_and_the_rest_is_trained(base: 
     assert {"token_embedding.weight", "text_projection"} <= moved
 
 
-def test_a_locked_text_tower(base: Path) -> None:
+def test_a_locked_text_tower(base):
     run("jobs.train", *SMALL, *fixed(base, "text"), "model.arch=pretrained", f"model.pretrained={base}/first",
         "model.lock_text=true", ranks=2)  # fmt: skip
     before, after = weights(base, "first"), weights(base, "text")
@@ -112,7 +112,7 @@ def test_a_locked_text_tower(base: Path) -> None:
 
 
 @pytest.mark.parametrize("precision", ["zero2_fp32", "zero0_fp32"])
-def test_layer_decay_changes_the_first_layers_least(base: Path, precision: str) -> None:
+def test_layer_decay_changes_the_first_layers_least(base, precision):
     """Adam's first updates equal the learning rate in size, so the ratio of changes is the ratio of learning rates."""
     common = ["model.arch=pretrained", f"model.pretrained={base}/first", "optimizer.weight_decay=0",
               "objective.name=openclip", "samples=8",
@@ -130,7 +130,7 @@ def test_layer_decay_changes_the_first_layers_least(base: Path, precision: str) 
     assert change("visual.conv1.weight") == pytest.approx(1.25e-4, rel=0.05)
 
 
-def test_incompatible_settings_are_rejected_before_the_run_starts(base: Path) -> None:
+def test_incompatible_settings_are_rejected_before_the_run_starts(base):
     cases = [
         (["model.arch=pretrained"], "must then be a model folder, a run or hf-hub:OWNER/NAME; it is None"),
         (["model.arch=ViT-B-32", f"model.pretrained={base}/first"], "holds another architecture"),
@@ -145,7 +145,7 @@ def test_incompatible_settings_are_rejected_before_the_run_starts(base: Path) ->
         assert message in str(result.exception), result.output
 
 
-def test_adapters_are_trained_merged_saved_alone_and_resumed_to_the_bit(base: Path) -> None:
+def test_adapters_are_trained_merged_saved_alone_and_resumed_to_the_bit(base):
     peft = pytest.importorskip("peft")
     given = ["model.arch=pretrained", f"model.pretrained={base}/first", "model.lora.rank=2",
              "engine.micro_batch=4", "checkpoint.every=2", "checkpoint.keep_last=9"]  # fmt: skip
@@ -203,13 +203,13 @@ def test_adapters_are_trained_merged_saved_alone_and_resumed_to_the_bit(base: Pa
         (["model.lock_text=true", "model.unlocked_text_blocks=1"], "whole towers locked or none"),
     ],
 )
-def test_what_adapters_do_not_work_with_is_refused_in_one_message(given: list[str], words: str) -> None:
+def test_what_adapters_do_not_work_with_is_refused_in_one_message(given, words):
     common = ["output=x", "data.sources=x", "samples=32", "batch_size=8", "data.streams=4", "schedule.warmup_steps=1"]
     with pytest.raises(UserError, match=words):
         load_recipe(None, [*common, "model.lora.rank=2", "model.pretrained=x", *given])
 
 
-def test_targets_that_do_not_exist_are_refused_with_the_names_that_do(base: Path) -> None:
+def test_targets_that_do_not_exist_are_refused_with_the_names_that_do(base):
     for lora, words in (
         (LoraConfig(rank=2, targets=("c_fc", "foo")), r"no such layer as \['foo'\].* not locked: c_fc, c_proj\."),
         (LoraConfig(rank=2, targets=("out_proj",)), r"no such layer as \['out_proj'\]"),

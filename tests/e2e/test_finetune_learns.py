@@ -16,7 +16,7 @@ RECIPE = Path(__file__).parents[2] / "jobs" / "recipes" / "finetune.yaml"
 
 
 @pytest.mark.parametrize("pairs", [60, 700])
-def test_the_printed_fine_tune_learns(tmp_path: Path, pairs: int) -> None:
+def test_the_printed_fine_tune_learns(tmp_path, pairs):
     folder = prepare(tmp_path, (pairs,))
     train_here(*settings_in(folder, "start", "samples=160", "optimizer.lr=1e-3"))
     printed = small_batch(pairs).split()

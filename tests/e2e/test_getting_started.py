@@ -58,7 +58,7 @@ def outside(installed: Path, cwd: Path, *words: str) -> subprocess.CompletedProc
     return subprocess.run(words, cwd=cwd, env=where, text=True, capture_output=True, timeout=600)
 
 
-def test_the_wheel_has_every_file_that_is_not_python(wheel: Path) -> None:
+def test_the_wheel_has_every_file_that_is_not_python(wheel):
     held = set(zipfile.ZipFile(wheel).namelist())
     expected = {
         path.relative_to(ROOT).as_posix()
@@ -104,7 +104,7 @@ def steps(run: Path) -> list[int]:
 
 
 @pytest.mark.slow
-def test_every_command_does_what_the_page_says(tmp_path: Path, installed: Path, shadowed: Path) -> None:
+def test_every_command_does_what_the_page_says(tmp_path, installed, shadowed):
     tiny = write_tiny(tmp_path)
     outputs: dict[str, str] = {}
     server: subprocess.Popen[str] | None = None
@@ -141,7 +141,7 @@ def test_every_command_does_what_the_page_says(tmp_path: Path, installed: Path, 
     for snippet in blocks("python", PAGE):
         scope: dict[str, object] = {}
         exec(snippet.replace("hub/", f"{tmp_path}/hub/"), scope)
-        assert scope["features"].shape[0] == 1  # type: ignore[attr-defined]
+        assert scope["features"].shape[0] == 1
 
 
 def check_files(tmp: Path) -> None:
@@ -202,12 +202,12 @@ def shadowed(tmp_path: Path) -> Path:
     return folder
 
 
-def test_python_m_runs_beside_a_pipeline_module(installed: Path, shadowed: Path) -> None:
+def test_python_m_runs_beside_a_pipeline_module(installed, shadowed):
     listed = outside(installed, shadowed, sys.executable, "-m", "jobs.settings", "data.streams")
     assert "data.streams" in listed.stdout, listed.stderr
 
 
-def test_the_import_names_a_module_that_shadows_the_package(installed: Path, tmp_path: Path) -> None:
+def test_the_import_names_a_module_that_shadows_the_package(installed, tmp_path):
     program = "import neuclip; print(neuclip.__file__, neuclip.__version__, callable(neuclip.build_objective))"
     found = outside(installed, tmp_path, sys.executable, "-c", program)
     assert found.stdout.split()[0] == str(installed / "neuclip.py"), found.stderr

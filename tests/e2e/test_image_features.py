@@ -83,9 +83,7 @@ def plain(base: Path) -> str:
     return "plain"
 
 
-def test_the_training_is_the_same_and_no_image_is_decoded(
-    base: Path, plain: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_training_is_the_same_and_no_image_is_decoded(base, plain, monkeypatch):
     records = np.load(base / "stored" / "features.npy")
     assert np.flatnonzero(records["crc32"] == 0).tolist() == [7], "the corrupt image has no features"
     assert records["values"].shape == (48, 16)
@@ -111,7 +109,7 @@ def test_the_training_is_the_same_and_no_image_is_decoded(
     assert equal(weights(base / "whole"), uninterrupted)
 
 
-def test_stored_crops_are_those_that_a_teachers_run_shows(base: Path) -> None:
+def test_stored_crops_are_those_that_a_teachers_run_shows(base):
     options = ("--augmentations", "3", "--crop-scale", "0.3", "0.9")
     store(base, "crops", *options)
     given = [str(base / "first"), "--data", str(base / "shards"), "--output", str(base / "taught"), *options]
@@ -122,7 +120,7 @@ def test_stored_crops_are_those_that_a_teachers_run_shows(base: Path) -> None:
     assert_same(base, "shown", "read")
 
 
-def test_what_does_not_fit_the_run_is_refused(base: Path) -> None:
+def test_what_does_not_fit_the_run_is_refused(base):
     write_shards(base / "others", [48], first=100)
     train_here(f"output={base / 'second'}", f"data.sources={base / 'shards'}", "samples=8", "seed=1",
                f"model.arch={base / 'small.json'}")  # fmt: skip
@@ -151,9 +149,7 @@ def test_what_does_not_fit_the_run_is_refused(base: Path) -> None:
     assert "--caption has no effect with --images-only" in str(result.exception)
 
 
-def test_features_that_are_missing_end_the_run_before_any_work_is_lost(
-    base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_features_that_are_missing_end_the_run_before_any_work_is_lost(base, monkeypatch):
     monkeypatch.setattr("pipeline.data.loading.stored_features.LOOKED_AT", 1)  # as in a large dataset
     folder = shutil.copytree(base / "stored", base / "torn")
     records = np.load(folder / "features.npy")
@@ -167,15 +163,15 @@ def test_features_that_are_missing_end_the_run_before_any_work_is_lost(
     assert (folder / "features.npy").read_bytes() == (base / "stored" / "features.npy").read_bytes()
 
 
-def test_towers_of_other_families() -> None:
+def test_towers_of_other_families():
     for arch in ("RN50", "ViT-B-32", "convnext_base"):
         towers = build_towers(ModelConfig(arch=arch, lock_image=True), seed=0, device="meta")[0]
         trained = pytest.raises(UserError, match=r"such as visual\.head") if arch == "convnext_base" else nullcontext()
         with trained:
-            check_constant_image_tower(towers.clip.visual)  # type: ignore[arg-type]
+            check_constant_image_tower(towers.clip.visual)
 
 
-def test_the_plan_counts_no_pass_of_the_tower(base: Path) -> None:
+def test_the_plan_counts_no_pass_of_the_tower(base):
     found = [plan_run(load_recipe(None, [*SMALL, *settings(base, "x", stored=name)]), gpus=1) for name in (None, "y")]
     towers, samples = found[0].towers, 8 * EPOCH * EPOCHS
     assert towers.trained == (False, True)
@@ -186,7 +182,7 @@ def test_the_plan_counts_no_pass_of_the_tower(base: Path) -> None:
     assert engine.moments == 8 * towers.trained_parameters < 8 * towers.parameters
 
 
-def test_the_fixed_crop_is_the_central_square() -> None:
+def test_the_fixed_crop_is_the_central_square():
     crop = CropConfig(scale=(1.0, 1.0), ratio=(1.0, 1.0))
     for height, width in ((20, 24), (24, 20), (30, 31), (31, 30), (7, 7), (10, 900)):
         side = min(height, width)

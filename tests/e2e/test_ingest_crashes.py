@@ -61,11 +61,11 @@ class Place:
 
     def _answer(self, handler: object, k: int) -> None:
         if k % 5 == 4:
-            send(handler, 404, b"")  # type: ignore[arg-type]
+            send(handler, 404, b"")
         elif self.is_busy and k % 3 == 0:
-            send(handler, 503, b"")  # type: ignore[arg-type]
+            send(handler, 503, b"")
         else:
-            send(handler, 200, jpeg(side=30 + k))  # type: ignore[arg-type]
+            send(handler, 200, jpeg(side=30 + k))
 
     def download(self) -> None:
         ingest.download(self.config)
@@ -97,7 +97,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def fetch(config: DownloadConfig, shards: tuple[int, ...], *, mode: str = "fetch", **_: object) -> None:
         folder = Folder(Path(config.output), config.fetch.worker)
         Monitor(folder, shards)  # removes what a killed worker has left
-        downloader = ShardDownloader(Job(config, folder, load_plan(folder), mode))  # type: ignore[arg-type]
+        downloader = ShardDownloader(Job(config, folder, load_plan(folder), mode))
         for shard in shards:
             done, _row = downloader((shard, str(folder.staging / f"{shard}.arrow")))
             if not done:
@@ -207,7 +207,7 @@ STEPS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", STEPS)
-def test_a_command_killed_at_any_step_can_be_repeated(place: Place, tmp_path: Path, command: str) -> None:
+def test_a_command_killed_at_any_step_can_be_repeated(place, tmp_path, command):
     begin(place, command)
     before = tmp_path / "before"
     if place.root.exists():
@@ -230,7 +230,7 @@ def test_a_command_killed_at_any_step_can_be_repeated(place: Place, tmp_path: Pa
         assert verify(place.root) == [], (action, step)
 
 
-def test_two_workers_on_one_folder_produce_the_same_dataset(place: Place) -> None:
+def test_two_workers_on_one_folder_produce_the_same_dataset(place):
     place.download()
     expected = (place.root / "manifest.json").read_bytes()
     shutil.rmtree(place.root)
@@ -244,7 +244,7 @@ def test_two_workers_on_one_folder_produce_the_same_dataset(place: Place) -> Non
 
 
 @pytest.mark.parametrize("command", ["download", "retry"])
-def test_damaged_shards_are_fetched_again_to_the_same_bytes(place: Place, command: str) -> None:
+def test_damaged_shards_are_fetched_again_to_the_same_bytes(place, command):
     place.download()
     expected = place.contents()
     shutil.rmtree(place.root)
@@ -260,7 +260,7 @@ def test_damaged_shards_are_fetched_again_to_the_same_bytes(place: Place, comman
     assert verify(place.root) == []
 
 
-def test_retry_requests_only_transient_failures_and_ends_as_if_they_had_not_occurred(place: Place) -> None:
+def test_retry_requests_only_transient_failures_and_ends_as_if_they_had_not_occurred(place):
     place.download()
     expected = place.contents()
     shutil.rmtree(place.root)
@@ -275,7 +275,7 @@ def test_retry_requests_only_transient_failures_and_ends_as_if_they_had_not_occu
 
 
 @pytest.mark.slow
-def test_a_retry_of_a_damaged_shard_ends_at_the_first_start(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_retry_of_a_damaged_shard_ends_at_the_first_start(place, monkeypatch):
     """Regression test: the engine was started four times, and the message was about the engine."""
     begin(place, "retry")
     tar = Folder(place.root).tar(0)
@@ -286,7 +286,7 @@ def test_a_retry_of_a_damaged_shard_ends_at_the_first_start(place: Place, monkey
         ingest.download(place.config, retry_failed=True)
 
 
-def test_the_next_download_completes_a_killed_removal(place: Place, tmp_path: Path) -> None:
+def test_the_next_download_completes_a_killed_removal(place, tmp_path):
     """Also one of several workers, and if it is killed meanwhile."""
     place.download()
     shutil.copytree(place.root, tmp_path / "before")
@@ -308,7 +308,7 @@ def test_the_next_download_completes_a_killed_removal(place: Place, tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
-def test_a_permanently_full_disk_ends_with_a_message_and_damages_nothing(place: Place, tmp_path: Path) -> None:
+def test_a_permanently_full_disk_ends_with_a_message_and_damages_nothing(place, tmp_path):
     place.download()
     expected = place.contents()
     shutil.rmtree(place.root)
@@ -328,7 +328,7 @@ def test_a_permanently_full_disk_ends_with_a_message_and_damages_nothing(place: 
         subprocess.run(["umount", str(place.root)], check=True)
 
 
-def test_settings_can_change_only_before_the_first_shard_is_written(place: Place) -> None:
+def test_settings_can_change_only_before_the_first_shard_is_written(place):
     smaller = replace(place.config, image=replace(place.config.image, size=64))
     ingest.prepare(place.config)
     ingest.prepare(smaller)
@@ -347,7 +347,7 @@ def test_settings_can_change_only_before_the_first_shard_is_written(place: Place
     assert (place.root / "manifest.json").read_bytes() == manifest, "politeness settings do not affect the samples"
 
 
-def test_a_changed_table_is_detected_and_a_missing_one_is_not_needed(place: Place) -> None:
+def test_a_changed_table_is_detected_and_a_missing_one_is_not_needed(place):
     place.download()
     manifest = (place.root / "manifest.json").read_bytes()
     table = Path(str(place.config.source.table))

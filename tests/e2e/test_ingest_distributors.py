@@ -76,7 +76,7 @@ def slow_404(handler: BaseHTTPRequestHandler) -> None:
 
 @pytest.mark.daily
 @pytest.mark.slow
-def test_every_distributor_gives_the_same_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_distributor_gives_the_same_manifest(tmp_path, monkeypatch):
     has_java = bool(shutil.which("java") or os.environ.get("JAVA_HOME"))  # Spark needs one, 17 or later
     others = [name for name in ("pyspark", "ray") if importlib.util.find_spec(name) and (name == "ray" or has_java)]
     if not others:

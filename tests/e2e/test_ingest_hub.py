@@ -58,7 +58,7 @@ def settings_of(hub: Hub, folder: Path) -> dict[str, str]:
     return {"HF_ENDPOINT": hub.base, "HF_HOME": str(folder / "hf"), "HF_HUB_DISABLE_TELEMETRY": "1"}
 
 
-def test_metadata_is_streamed_at_a_pinned_commit(hub: Hub, tmp_path: Path) -> None:
+def test_metadata_is_streamed_at_a_pinned_commit(hub, tmp_path):
     ended = plan_only(hub, tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert "60 of 60 rows in 3 shards" in ended.stdout
@@ -77,7 +77,7 @@ def test_metadata_is_streamed_at_a_pinned_commit(hub: Hub, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_offline_mode_reads_the_cache_and_reports_when_it_is_empty(hub: Hub, tmp_path: Path) -> None:
+def test_offline_mode_reads_the_cache_and_reports_when_it_is_empty(hub, tmp_path):
     missing = plan_only(hub, tmp_path, offline=True)
     assert missing.returncode == 2
     assert "A local copy is read with" in " ".join(missing.stderr.split())
@@ -91,7 +91,7 @@ def test_offline_mode_reads_the_cache_and_reports_when_it_is_empty(hub: Hub, tmp
     assert hub.asked == []
 
 
-def test_pages_of_pairs_on_the_hub_are_compared_with_their_checksums(hub: Hub, tmp_path: Path) -> None:
+def test_pages_of_pairs_on_the_hub_are_compared_with_their_checksums(hub, tmp_path):
     """Regression test: a changed byte in a column became another caption."""
     columns = {"image": [jpeg(side=40 + k) for k in range(4)], "caption": [f"a cat {k}" for k in range(4)]}
     table, buffer = pa.table(columns), io.BytesIO()

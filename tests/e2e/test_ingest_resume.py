@@ -74,9 +74,7 @@ def settings(output: Path, table: Path, *, monitor: dict | None = None, **fetch:
 
 
 @pytest.mark.slow
-def test_a_run_whose_worker_and_then_itself_is_killed_ends_with_the_same_manifest(
-    site: Site, table: Path, undisturbed: Manifest, tmp_path: Path
-) -> None:
+def test_a_run_whose_worker_and_then_itself_is_killed_ends_with_the_same_manifest(site, table, undisturbed, tmp_path):
     command, log = command_of(settings(tmp_path / "killed", table)), tmp_path / "log"
     with log.open("wb") as file:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=file)
@@ -114,8 +112,8 @@ def test_a_run_whose_worker_and_then_itself_is_killed_ends_with_the_same_manifes
 
 
 def test_a_collapse_of_the_success_rate_pauses_the_run_without_using_up_the_list(
-    site: Site, table: Path, undisturbed: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    site, table, undisturbed, tmp_path, monkeypatch
+):
     monkeypatch.setattr("data_prep.fetching.monitor.WINDOW", 12)
     down = [False]
     good = dict(site.answers)
@@ -146,7 +144,7 @@ def test_a_collapse_of_the_success_rate_pauses_the_run_without_using_up_the_list
     assert [outcome.split(":")[0] for outcome in outcomes(folder)] == ["Paused", "finished"]
 
 
-def test_concurrent_runs_in_one_folder_and_other_settings_are_rejected(table: Path, tmp_path: Path) -> None:
+def test_concurrent_runs_in_one_folder_and_other_settings_are_rejected(table, tmp_path):
     config, plan = prepare(settings(tmp_path / "out", table))
     assert (plan.rows, plan.shards) == (ROWS, ROWS // SHARD)
     with pytest.raises(UserError, match="shard_size was 20 and is now 30"):

@@ -80,7 +80,7 @@ def steps(run: Path) -> list[int]:
 
 
 @pytest.mark.slow
-def test_two_nodes_with_deepspeed(base: Path, tmp_path: Path) -> None:
+def test_two_nodes_with_deepspeed(base, tmp_path):
     hostfile = tmp_path / "hostfile"
     hostfile.write_text("node-a slots=1\nnode-b slots=1\n")
     launcher = str(Path(sys.executable).parent / "deepspeed")
@@ -109,7 +109,7 @@ def test_two_nodes_with_deepspeed(base: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_slurm_requeues_after_a_signal_and_a_checkpoint(base: Path, slurm: dict[str, str], tmp_path: Path) -> None:
+def test_slurm_requeues_after_a_signal_and_a_checkpoint(base, slurm, tmp_path):
     run = tmp_path / "run"
     long = f"samples={4000 * BATCH}"
     job = ["bash", str(SBATCH), str(base / "recipe.yaml"), f"output={run}", "telemetry.progress=lines"]
@@ -126,9 +126,7 @@ def test_slurm_requeues_after_a_signal_and_a_checkpoint(base: Path, slurm: dict[
 
 @pytest.mark.parametrize(("code", "checkpoint", "requeued"), [(75, False, True), (1, False, False), (1, True, True),
                                                                (2, True, False), (0, True, False)])  # fmt: skip
-def test_which_exit_codes_are_requeued(
-    code: int, checkpoint: bool, requeued: bool, base: Path, slurm: dict[str, str], tmp_path: Path
-) -> None:
+def test_which_exit_codes_are_requeued(code, checkpoint, requeued, base, slurm, tmp_path):
     """Tests only the template's decision: srun is replaced by a script with a given exit code."""
     write = f"mkdir -p {tmp_path}/run/checkpoints; echo step-00000005 > {tmp_path}/run/checkpoints/latest"
     (tmp_path / "srun").write_text(f"#!/bin/bash\n{write if checkpoint else ':'}\nexit {code}\n")
@@ -138,7 +136,7 @@ def test_which_exit_codes_are_requeued(
     assert (tmp_path / "requeued").exists() == requeued, done.stdout
 
 
-def test_the_template_is_valid_and_supports_dry_runs(base: Path) -> None:
+def test_the_template_is_valid_and_supports_dry_runs(base):
     subprocess.run(["bash", "-n", str(SBATCH)], check=True)
     settings = ["output=/shared/a b", "optimizer.lr=1e-3"]
     for bind, bound in ((None, []), ("/shared", ["--bind", "/shared"])):
@@ -158,7 +156,7 @@ def test_the_template_is_valid_and_supports_dry_runs(base: Path) -> None:
     assert (missing.returncode, missing.stderr) == (2, "There is no recipe r.yaml.\n")
 
 
-def test_the_container_file_copies_existing_and_all_required_files() -> None:
+def test_the_container_file_copies_existing_and_all_required_files():
     text = (CLUSTER / "Dockerfile").read_text()
     copied = {name for line in re.findall(r"^COPY (.*) \S+$", text, flags=re.MULTILINE) for name in line.split()}
     assert all((ROOT / name).exists() for name in copied)
@@ -166,7 +164,7 @@ def test_the_container_file_copies_existing_and_all_required_files() -> None:
     assert text.count("--constraint constraints.txt") == text.count("pip install")
 
 
-def test_deepspeed_can_read_the_example_hostfile() -> None:
+def test_deepspeed_can_read_the_example_hostfile():
     from deepspeed.launcher.runner import fetch_hostfile
 
     assert dict(fetch_hostfile(str(CLUSTER / "train-hostfile"))) == {"node-a": 8, "node-b": 8}

@@ -29,7 +29,7 @@ FOLDERS = ("pipeline", "data_prep", "jobs", "tests", "docs", "ds_configs")
 
 
 @pytest.mark.slow
-def test_one_file_adds_a_method(tmp_path: Path) -> None:
+def test_one_file_adds_a_method(tmp_path):
     for name in FOLDERS:
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     for path in ROOT.iterdir():

@@ -43,7 +43,7 @@ def saved_steps(folder: Path) -> list[int]:
 
 
 @pytest.mark.slow
-def test_a_run_without_batches_ends_with_a_checkpoint_and_loses_nothing(base: Path) -> None:
+def test_a_run_without_batches_ends_with_a_checkpoint_and_loses_nothing(base):
     """Regression test: it waited for `data.timeout_minutes`, ended with 76, and lost the steps since the checkpoint.
 
     One run, continued each time: both ranks get signals, then one does, while the other one's loading worker does not
@@ -85,7 +85,7 @@ def test_a_run_without_batches_ends_with_a_checkpoint_and_loses_nothing(base: Pa
 
 
 @pytest.mark.slow
-def test_a_signal_that_reaches_one_rank_between_two_stages_stops_all(base: Path) -> None:
+def test_a_signal_that_reaches_one_rank_between_two_stages_stops_all(base):
     """Regression test: that rank left at once with 75, and the other ended with 76."""
     arguments = settings(
         base, "border", "schedule.stages=[{until: 0.5, image_size: 16}]", "engine.probe=false", f"samples={12 * BATCH}"

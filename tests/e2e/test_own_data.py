@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-from pathlib import Path
 
 import open_clip
 import pytest
@@ -17,7 +16,7 @@ PAGE = ROOT / "docs" / "own-data.md"
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_page_lead_from_images_to_an_exported_model(tmp_path: Path) -> None:
+def test_the_commands_of_the_page_lead_from_images_to_an_exported_model(tmp_path):
     (tmp_path / "photos").mkdir()
     rows = [(f"{number:02d}.jpg", f"picture number {number}") for number in range(65)]
     for number, (name, _) in enumerate(rows[:64]):

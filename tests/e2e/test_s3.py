@@ -48,7 +48,7 @@ def kill_while_uploading(arguments: list[str], folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_continues_on_a_fresh_machine_with_the_same_bits(base: Path, s3: None) -> None:  # noqa: F811
+def test_a_run_continues_on_a_fresh_machine_with_the_same_bits(base, s3):  # noqa: F811
     often = ("checkpoint.every=1", "checkpoint.keep_last=2")
     run("jobs.train", *settings(base, "undisturbed", *often))
     folder, arguments = base / "spot", settings(base, "spot", *often, f"checkpoint.mirror={MIRROR}")
@@ -63,7 +63,7 @@ def test_a_run_continues_on_a_fresh_machine_with_the_same_bits(base: Path, s3: N
 
 
 @pytest.mark.slow
-def test_training_goes_on_without_the_server(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_training_goes_on_without_the_server(base, monkeypatch):  # noqa: F811
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     folder, arguments = base / "alone", settings(base, "alone", "checkpoint.every=3", f"checkpoint.mirror={MIRROR}")
     with s3_server(base / "server.log") as (server, _):
@@ -79,7 +79,7 @@ def test_training_goes_on_without_the_server(base: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-def test_shards_in_a_bucket_train_and_validate_like_local_ones(base: Path, s3: None) -> None:  # noqa: F811
+def test_shards_in_a_bucket_train_and_validate_like_local_ones(base, s3):  # noqa: F811
     write_shards(base / "held-out", [9, 7], first=1000)
     for name, last in (("shards", 2), ("held-out", 1)):
         for shard in (base / name).glob("*.tar"):

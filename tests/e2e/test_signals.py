@@ -66,9 +66,7 @@ def wait_until(moment: str, run: Path, process: subprocess.Popen[str] | Program,
         ("torchrun", "launcher", [signal.SIGKILL], "checkpoint", -signal.SIGKILL),
     ],
 )
-def test_a_signal_ends_a_run_with_a_checkpoint(
-    tmp_path: Path, launcher: str, whom: str, numbers: list[signal.Signals], moment: str, code: int
-) -> None:
+def test_a_signal_ends_a_run_with_a_checkpoint(tmp_path, launcher, whom, numbers, moment, code):
     run, more = tmp_path / "run", ["checkpoint.every=2"] if moment == "checkpoint" else []
     process = subprocess.Popen(
         launch(launcher, [*settings(tmp_path), *more]),

@@ -51,7 +51,7 @@ def order_hashes(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_image_and_text_sizes_grow_and_the_order_is_unchanged(whole: Path, base: Path) -> None:
+def test_image_and_text_sizes_grow_and_the_order_is_unchanged(whole, base):
     rows = records(whole)
     assert sorted(rows) == list(range(1, STEPS + 1))
     flops = {step: row["mfu"] / row["samples_per_second"] for step, row in rows.items()}
@@ -69,7 +69,7 @@ def test_image_and_text_sizes_grow_and_the_order_is_unchanged(whole: Path, base:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stop", [FIRST - 2, FIRST, FIRST + 2])
-def test_interrupted_runs_end_with_the_same_weights(stop: int, whole: Path, base: Path) -> None:
+def test_interrupted_runs_end_with_the_same_weights(stop, whole, base):
     name = f"stopped-{stop}"
     shutil.copytree(whole, base / name)
     folder = base / name / "checkpoints"
@@ -85,7 +85,7 @@ def test_interrupted_runs_end_with_the_same_weights(stop: int, whole: Path, base
 
 
 @pytest.mark.slow
-def test_a_compiled_run_with_every_saving_equals_one_without_compilation_and_resumes(base: Path) -> None:
+def test_a_compiled_run_with_every_saving_equals_one_without_compilation_and_resumes(base):
     """Towers and normalizer network; stages, patch dropout, checkpointed activations, GradCache, gradient probe."""
     savings = ("model.patch_dropout=0.25", "model.grad_checkpointing=true", "engine.micro_batch=4")
     staged(base, "eager", *savings)
@@ -107,7 +107,7 @@ def test_a_compiled_run_with_every_saving_equals_one_without_compilation_and_res
     assert equal(weights(base / "compiled"), once)
 
 
-def test_an_architecture_that_cannot_be_resized_is_rejected(base: Path) -> None:
+def test_an_architecture_that_cannot_be_resized_is_rejected(base):
     vision = {"timm_model_name": "vit_tiny_patch16_224", "timm_model_pretrained": False, "timm_pool": "",
               "image_size": 224}  # fmt: skip
     (base / "timm.json").write_text(json.dumps({**TINY, "vision_cfg": vision}))

@@ -23,7 +23,7 @@ def study(*words: str, size: str = "smoke", place: Path) -> subprocess.Completed
 
 
 @pytest.mark.slow
-def test_a_study_runs_renders_and_repeats_no_finished_run(place: Path) -> None:
+def test_a_study_runs_renders_and_repeats_no_finished_run(place):
     """One that needs all that a study can need: several ranks, measured normalizers."""
     done = study("scaling", place=place)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -45,14 +45,14 @@ def test_a_study_runs_renders_and_repeats_no_finished_run(place: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_failed_run_is_reported_and_the_rest_is_rendered(place: Path) -> None:
+def test_a_failed_run_is_reported_and_the_rest_is_rendered(place):
     done = study("gamma", "--launcher", "false", place=place)  # a program that exits with 1
     assert done.returncode == 1
     assert "FAILED: gamma/many-epochs/sogclr/seed0 (exit code 1)" in done.stderr
     assert (place / "gamma" / "results.md").exists()
 
 
-def test_missing_data_is_reported_before_any_run(tmp_path: Path) -> None:
+def test_missing_data_is_reported_before_any_run(tmp_path):
     done = study("npn", "data.sources=none/cc3m", size="paper", place=tmp_path)
     assert done.returncode == 2
     assert "The runs need none/cc3m, which this machine does not have" in done.stderr

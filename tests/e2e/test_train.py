@@ -58,7 +58,7 @@ def one_rank(base: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_one_rank_equals_two(one_rank: Path, two_ranks: Path) -> None:
+def test_one_rank_equals_two(one_rank, two_ranks):
     alone, together = records(one_rank), records(two_ranks)
     assert list(alone) == list(together) == list(range(1, STEPS + 1))
     for step, record in alone.items():
@@ -69,7 +69,7 @@ def test_one_rank_equals_two(one_rank: Path, two_ranks: Path) -> None:
 
 
 @pytest.mark.slow
-def test_resuming_on_the_same_layout_is_bit_identical(base: Path, two_ranks: Path) -> None:
+def test_resuming_on_the_same_layout_is_bit_identical(base, two_ranks):
     resumed = base / "two-resumed"
     shutil.copytree(two_ranks, resumed)
     shutil.rmtree(resumed / "checkpoints" / f"step-{STEPS:08d}")
@@ -86,9 +86,7 @@ def test_resuming_on_the_same_layout_is_bit_identical(base: Path, two_ranks: Pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "ranks"), [("zero2_fp32", 0), ("zero3_fp32", 2)])
-def test_resuming_on_another_stage_and_number_of_ranks(
-    base: Path, two_ranks: Path, one_rank: Path, stage: str, ranks: int
-) -> None:
+def test_resuming_on_another_stage_and_number_of_ranks(base, two_ranks, one_rank, stage, ranks):
     """From ZeRO-1 x 2 to one rank, and from ZeRO-1 x 1 to two."""
     resumed = base / f"other-{stage}-{ranks}"
     shutil.copytree(one_rank if ranks else two_ranks, resumed)
@@ -99,7 +97,7 @@ def test_resuming_on_another_stage_and_number_of_ranks(
 
 
 @pytest.mark.slow
-def test_invalid_starts_are_rejected_before_any_work(base: Path, two_ranks: Path) -> None:
+def test_invalid_starts_are_rejected_before_any_work(base, two_ranks):
     again = run("jobs.train", *settings(base, two_ranks.name), check=False)
     assert again.returncode == 2
     assert "--resume latest" in again.stderr
@@ -113,7 +111,7 @@ def test_invalid_starts_are_rejected_before_any_work(base: Path, two_ranks: Path
 
 
 @pytest.mark.slow
-def test_every_objective_trains_and_resumes_bit_identically(base: Path) -> None:
+def test_every_objective_trains_and_resumes_bit_identically(base):
     kept = [
         s
         for s in settings(base, "unused", "samples=48", "checkpoint.every=3")
@@ -127,7 +125,7 @@ def test_every_objective_trains_and_resumes_bit_identically(base: Path) -> None:
 
 
 @pytest.mark.slow
-def test_activation_checkpointing_is_bit_identical(base: Path) -> None:
+def test_activation_checkpointing_is_bit_identical(base):
     common = ("engine.deepspeed=zero1_bf16", "model.patch_dropout=0.5", "engine.micro_batch=4")
     for name, wanted in (("kept", "false"), ("again", "true")):
         run("jobs.train", *settings(base, name, *common, f"model.grad_checkpointing={wanted}"))
@@ -135,9 +133,7 @@ def test_activation_checkpointing_is_bit_identical(base: Path) -> None:
 
 
 @pytest.mark.slow
-def test_images_histograms_utilization_and_a_profile_can_be_read_back(
-    base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_images_histograms_utilization_and_a_profile_can_be_read_back(base, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     monkeypatch.setattr(observer, "PICTURES_EVERY", 6)
@@ -175,7 +171,7 @@ def test_images_histograms_utilization_and_a_profile_can_be_read_back(
 
 
 @pytest.mark.slow
-def test_a_run_rolls_back_and_continues_after_the_poisoned_batches(base: Path) -> None:
+def test_a_run_rolls_back_and_continues_after_the_poisoned_batches(base):
     out = base / "back"
     write_shards(out / "shards", [100, 100])  # one epoch: no sample is repeated
     more = ("engine.deepspeed=zero2_bf16", f"data.sources={out / 'shards'}")
@@ -199,7 +195,7 @@ def test_a_run_rolls_back_and_continues_after_the_poisoned_batches(base: Path) -
 
 
 @pytest.mark.slow
-def test_evaluation_during_training_gives_the_scores_of_the_checkpoint(base: Path) -> None:
+def test_evaluation_during_training_gives_the_scores_of_the_checkpoint(base):
     from data_prep.scenes.scene import ScenesConfig
     from data_prep.scenes.scene_suite import write_suite
     from pipeline.evaluation import evaluate

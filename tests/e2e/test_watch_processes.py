@@ -34,7 +34,7 @@ def done_in(ledger: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_after_kill_9_nothing_is_lost_or_repeated_whatever_the_clocks_say(tmp_path: Path) -> None:
+def test_after_kill_9_nothing_is_lost_or_repeated_whatever_the_clocks_say(tmp_path):
     run, suite = tmp_path / "run", tmp_path / "mini"
     for key in ("cifar10", "wilds/fmow"):
         write_classification(suite, TASKS[key], samples=300)

@@ -59,7 +59,7 @@ ENCODINGS: dict[str, Any] = {
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("size", [(160, 120), (97, 300), (50, 40)])
-def test_exact_mode_matches_open_clip(encoding: str, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_mode_matches_open_clip(encoding, size, monkeypatch):
     from open_clip.transform import image_transform
 
     data = ENCODINGS[encoding](picture(1, size=size))
@@ -75,9 +75,7 @@ def test_exact_mode_matches_open_clip(encoding: str, size: tuple[int, int], monk
 @pytest.mark.parametrize(
     ("strengths", "grey"), [((0.32, 0.32, 0.32, 0.08), 0.0), ((1.5, 0.4, 0.0, 0.5), 0.0), ((0.4, 0.4, 0.4, 0.1), 1.0)]
 )
-def test_colours_change_as_in_open_clip(
-    strengths: tuple[float, float, float, float], grey: float, order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_colours_change_as_in_open_clip(strengths, grey, order, monkeypatch):
     from open_clip.transform import AugmentationCfg, image_transform
     from torchvision.transforms import ColorJitter
 
@@ -86,11 +84,11 @@ def test_colours_change_as_in_open_clip(
 
     shares = (0.9, 0.2, 0.7, 0.35)
     data, given = encoded(picture(1, size=(160, 120)), "PNG"), {"color_jitter": strengths, "color_jitter_prob": 1.0}
-    ours = decoder("exact", augment=AugmentConfig(**given, gray_scale_prob=grey))  # type: ignore[arg-type]
+    ours = decoder("exact", augment=AugmentConfig(**given, gray_scale_prob=grey))
     box = crop_box(120, 160, crop=ours.crop, state=7)
     monkeypatch.setattr(RandomResizedCrop, "get_params", staticmethod(lambda *_: box))
     monkeypatch.setattr(ColorJitter, "get_params", staticmethod(drawn))
-    config = AugmentationCfg(**given, gray_scale_prob=grey)  # type: ignore[arg-type]
+    config = AugmentationCfg(**given, gray_scale_prob=grey)
     expected = image_transform(SIZE, is_train=True, mean=MEAN, std=STD, aug_cfg=config)(Image.open(io.BytesIO(data)))
     monkeypatch.setattr(decode, "crop_box", lambda *_, **__: box)
     monkeypatch.setattr(decode, "uniform", lambda _, counter: (0.5, 0.5, *shares)[counter])
@@ -98,7 +96,7 @@ def test_colours_change_as_in_open_clip(
     assert torch.equal(normalize(ours(data, state=7)[None], mean=MEAN, std=STD)[0], expected)
 
 
-def test_colours_change_in_the_given_share_of_samples() -> None:
+def test_colours_change_in_the_given_share_of_samples():
     image = torch.arange(12, dtype=torch.uint8).view(3, 2, 2) * 20
     augment = AugmentConfig(color_jitter=(0.4, 0.4, 0.4, 0.1), color_jitter_prob=0.7, gray_scale_prob=0.25)
     found = [decode.augmented(image, augment=augment, state=draw(1, i)) for i in range(1000)]
@@ -112,7 +110,7 @@ def test_colours_change_in_the_given_share_of_samples() -> None:
 @pytest.mark.parametrize(
     ("size", "limits"), [((400, 250), SAME_ORDER), ((50, 40), SAME_ORDER), ((260, 400), OTHER_ORDER)]
 )
-def test_fast_mode_is_close_to_exact(encoding: str, size: tuple[int, int], limits: tuple[float, float]) -> None:
+def test_fast_mode_is_close_to_exact(encoding, size, limits):
     crop = CropConfig(scale=(0.6, 1.0), ratio=(0.9, 1.1)) if size[0] > size[1] else CropConfig()
     for number in range(5):
         data = ENCODINGS[encoding](picture(number, size=size))
@@ -125,7 +123,7 @@ def test_fast_mode_is_close_to_exact(encoding: str, size: tuple[int, int], limit
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("size", [(400, 260), (1603, 1207)])
-def test_scaled_mode_shows_the_same_crop(encoding: str, size: tuple[int, int]) -> None:
+def test_scaled_mode_shows_the_same_crop(encoding, size):
     """Averages over 8 x 8 pixels agree with the exact mode's: the crop moves by less than half a pixel."""
     smooth = picture(3, size=(8, 6)).resize(size, Image.Resampling.BICUBIC)
     data = ENCODINGS[encoding](smooth)
@@ -137,17 +135,17 @@ def test_scaled_mode_shows_the_same_crop(encoding: str, size: tuple[int, int]) -
         assert difference.mean() < 1.2
 
 
-def test_scaled_mode_equals_fast_mode_on_images_below_twice_the_size() -> None:
+def test_scaled_mode_equals_fast_mode_on_images_below_twice_the_size():
     data = ENCODINGS["jpeg"](picture(1, size=(2 * SIZE - 1, 2 * SIZE - 1)))
     assert torch.equal(decoder("scaled")(data, state=4), decoder("fast")(data, state=4))
 
 
 @pytest.mark.parametrize(("side", "shrink"), [(100, 1), (447, 1), (448, 2), (895, 2), (896, 4), (1792, 8), (9000, 8)])
-def test_images_are_scaled_down_only_while_the_crop_has_enough_pixels(side: int, shrink: int) -> None:
+def test_images_are_scaled_down_only_while_the_crop_has_enough_pixels(side, shrink):
     assert shrink_for((3, 5, side, side + 50), size=224) == shrink_for((3, 5, side + 50, side), size=224) == shrink
 
 
-def test_scaled_crops_stay_inside_the_scaled_image() -> None:
+def test_scaled_crops_stay_inside_the_scaled_image():
     crop = CropConfig(scale=(0.2, 1.0))
     for i in range(500):
         height, width = 448 + draw(5, i) % 3000, 448 + draw(6, i) % 3000
@@ -172,13 +170,13 @@ def damaged() -> Iterator[bytes]:
         yield bytes(data)
 
 
-def test_all_modes_agree_on_what_is_corrupt() -> None:
+def test_all_modes_agree_on_what_is_corrupt():
     verdicts = []
     for data in damaged():
         found = []
         for mode in ("fast", "scaled", "exact"):
             try:
-                decoder(mode, size=20)(data, state=1)  # type: ignore[arg-type]
+                decoder(mode, size=20)(data, state=1)
                 found.append("")
             except CorruptSample as error:
                 found.append(str(error))
@@ -188,19 +186,19 @@ def test_all_modes_agree_on_what_is_corrupt() -> None:
     assert 200 < sum(found[0] != "" for found in verdicts) < 800
 
 
-def test_images_above_max_pixels_are_corrupt_in_both_modes() -> None:
+def test_images_above_max_pixels_are_corrupt_in_both_modes():
     data = ENCODINGS["jpeg"](picture(1, size=(160, 120)))
     for mode in ("fast", "exact"):
-        decoder(mode, max_pixels=160 * 120)(data, state=1)  # type: ignore[arg-type]
+        decoder(mode, max_pixels=160 * 120)(data, state=1)
         with pytest.raises(CorruptSample, match="too many pixels"):
-            decoder(mode, max_pixels=160 * 120 - 1)(data, state=1)  # type: ignore[arg-type]
+            decoder(mode, max_pixels=160 * 120 - 1)(data, state=1)
     bomb = b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR" + (60000).to_bytes(4, "big") * 2 + b"\x08\x02\x00\x00\x00"
     bomb += zlib.crc32(bomb[12:]).to_bytes(4, "big") + b"\0\0\0\0IDAT" + zlib.crc32(b"IDAT").to_bytes(4, "big")
     with pytest.raises(CorruptSample, match="too many pixels"):
         decoder("fast")(bomb, state=1)
 
 
-def test_crop_distribution_matches_torchvision() -> None:
+def test_crop_distribution_matches_torchvision():
     """Mean and spread of area, aspect ratio and position of 4,000 crops agree within four standard errors."""
     height, width, n = 300, 400, 4000
     crop = CropConfig(scale=(0.2, 0.6), ratio=(3 / 4, 4 / 3))
@@ -221,14 +219,14 @@ def test_crop_distribution_matches_torchvision() -> None:
 
 
 @pytest.mark.parametrize(("height", "width"), [(100, 150), (100, 300), (300, 100), (1, 9)])
-def test_elongated_images_get_the_central_crop_of_torchvision(height: int, width: int) -> None:
+def test_elongated_images_get_the_central_crop_of_torchvision(height, width):
     crop = CropConfig()
     torch.manual_seed(0)
     expected = RandomResizedCrop.get_params(torch.zeros(3, height, width), list(crop.scale), list(crop.ratio))
     assert {crop_box(height, width, crop=crop, state=i) for i in range(20)} == {tuple(expected)}
 
 
-def test_normalize_matches_torchvision() -> None:
+def test_normalize_matches_torchvision():
     image = torch.randint(0, 256, (2, 3, 5, 7), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     expected = (image.float() / 255 - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1)
     assert torch.equal(normalize(image, mean=MEAN, std=STD), expected)
@@ -236,9 +234,7 @@ def test_normalize_matches_torchvision() -> None:
 
 @pytest.mark.parametrize("statistics", [(MEAN, STD), ((0.5,) * 3, (0.5,) * 3), ((0.485, 0.456, 0.406), (0.229,) * 3)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_one_pass_in_low_precision_has_the_bits_of_the_rounded_fp32_result(
-    statistics: tuple[tuple[float, ...], tuple[float, ...]], dtype: torch.dtype
-) -> None:
+def test_one_pass_in_low_precision_has_the_bits_of_the_rounded_fp32_result(statistics, dtype):
     every_value = torch.arange(256, dtype=torch.uint8).view(1, 16, 16, 1).expand(2, 16, 16, 3).permute(0, 3, 1, 2)
     mean, std = statistics
     found = normalize(every_value, mean=mean, std=std, dtype=dtype)
@@ -249,13 +245,13 @@ def test_one_pass_in_low_precision_has_the_bits_of_the_rounded_fp32_result(
 @pytest.mark.parametrize(
     ("caption", "reason"), [(None, "missing"), (b"", "empty"), (b" \n\t", "empty"), (b"caf\xe9", "not UTF-8")]
 )
-def test_unusable_captions_are_corrupt(caption: bytes | None, reason: str) -> None:
+def test_unusable_captions_are_corrupt(caption, reason):
     with pytest.raises(CorruptSample, match=reason):
         CaptionField().read(TarRecord(caption=caption))
     assert CaptionField().read(TarRecord(caption="café".encode())) == "café"
 
 
-def test_crop_box_stays_inside_the_image() -> None:
+def test_crop_box_stays_inside_the_image():
     crop = CropConfig(scale=(0.01, 1.0), ratio=(0.1, 10.0))
     for i in range(500):
         height, width = 1 + draw(3, i) % 50, 1 + draw(4, i) % 50

@@ -30,7 +30,7 @@ def pair() -> tuple[Any, CachedTokenizer]:
     return reference, fast_tokenizer(reference)
 
 
-def test_awkward_captions(pair: tuple[Any, CachedTokenizer]) -> None:
+def test_awkward_captions(pair):
     reference, fast = pair
     rng = random.Random(0)
     captions = [
@@ -42,20 +42,20 @@ def test_awkward_captions(pair: tuple[Any, CachedTokenizer]) -> None:
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(caption=st.text(max_size=60))
-def test_any_text(pair: tuple[Any, CachedTokenizer], caption: str) -> None:
+def test_any_text(pair, caption):
     reference, fast = pair
     assert torch.equal(reference([caption]), fast([caption]))
 
 
 @given(caption=st.text(st.characters(codec="ascii"), max_size=60))
 @settings(max_examples=300, deadline=None, derandomize=True)
-def test_any_ascii(pair: tuple[Any, CachedTokenizer], caption: str) -> None:
+def test_any_ascii(pair, caption):
     reference, fast = pair
     assert torch.equal(reference([caption]), fast([caption]))
 
 
 @pytest.mark.parametrize("context_length", [2, 3, 8, 16])
-def test_other_context_lengths(context_length: int) -> None:
+def test_other_context_lengths(context_length):
     from open_clip.tokenizer import SimpleTokenizer
 
     reference = SimpleTokenizer(context_length=context_length)
@@ -66,9 +66,7 @@ def test_other_context_lengths(context_length: int) -> None:
     assert torch.equal(reference(captions), built(captions))
 
 
-def test_the_cache_is_bounded_and_not_pickled(
-    pair: tuple[Any, CachedTokenizer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_is_bounded_and_not_pickled(pair, monkeypatch):
     reference, fast = pair
     monkeypatch.setattr("pipeline.data.loading.tokenize.CACHED_WORDS", 10)
     captions = [f"word{i} and {i}" for i in range(100)]
@@ -79,7 +77,7 @@ def test_the_cache_is_bounded_and_not_pickled(
     assert len(copy._cache) <= 10
 
 
-def test_unknown_tokenizers_are_returned_unchanged() -> None:
+def test_unknown_tokenizers_are_returned_unchanged():
     from open_clip.tokenizer import SimpleTokenizer
 
     for other in (SimpleTokenizer(clean="whitespace"), SimpleTokenizer(reduction_mask="simple")):

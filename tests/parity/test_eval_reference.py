@@ -111,7 +111,7 @@ def worst(right: np.ndarray, group: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("key", [key for key, task in TASKS.items() if task.protocol == "classification"])
-def test_classification_task(key: str, model: EvaluationModel, suite: Path, evaluation: Evaluation) -> None:
+def test_classification_task(key, model, suite, evaluation):
     folder = suite / f"wds_{key.replace('fairness/', '').replace('/', '-')}_test"
     found = classification(Reference(model), folder)
     y, order = found["y"], found["order"]
@@ -159,7 +159,7 @@ def retrieval_images_and_captions(folder: Path) -> tuple[list[Any], list[list[st
 
 
 @pytest.mark.parametrize("key", [key for key, task in TASKS.items() if task.protocol == "retrieval"])
-def test_retrieval_task(key: str, model: EvaluationModel, suite: Path, evaluation: Evaluation) -> None:
+def test_retrieval_task(key, model, suite, evaluation):
     reference = Reference(model)
     images, captions = retrieval_images_and_captions(suite / key.split("/")[1])
     features = np.array([reference.image(image) for image in images])
@@ -179,7 +179,7 @@ def test_retrieval_task(key: str, model: EvaluationModel, suite: Path, evaluatio
         assert max(map(len, captions)) == 6  # captions beyond an image's fifth count as well
 
 
-def test_association_task(model: EvaluationModel, suite: Path, evaluation: Evaluation) -> None:
+def test_association_task(model, suite, evaluation):
     reference = Reference(model)
     frame = pd.read_csv(suite / "winogavil/test.csv", keep_default_na=False)
     archive = zipfile.ZipFile(suite / "winogavil/images.zip")
@@ -202,7 +202,7 @@ def test_association_task(model: EvaluationModel, suite: Path, evaluation: Evalu
     assert result.metrics["avg_jaccard_score"] == pytest.approx(np.mean(everything), abs=TOLERANCE)
 
 
-def test_all_38_tasks_and_every_aggregate(evaluation: Evaluation) -> None:
+def test_all_38_tasks_and_every_aggregate(evaluation):
     assert not evaluation.failures
     assert len(evaluation.results) == 38
     aggregates = aggregate(evaluation.results)

@@ -106,7 +106,7 @@ def small(family: str, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_family_trains_saves_and_loads_again(family: str, tmp_path: Path, tokenizer: Path) -> None:
+def test_family_trains_saves_and_loads_again(family, tmp_path, tokenizer):
     arch = small(family, tmp_path)
     reads_it = "hf_tokenizer_name" in json.loads(Path(arch).read_text())["text_cfg"]
     config = ModelConfig(arch=arch, tokenizer=str(tokenizer) if reads_it else None)
@@ -148,9 +148,7 @@ def test_family_trains_saves_and_loads_again(family: str, tmp_path: Path, tokeni
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_images_in_the_fastest_layout_give_the_same_features_and_gradients(
-    family: str, tmp_path: Path, tokenizer: Path
-) -> None:
+def test_images_in_the_fastest_layout_give_the_same_features_and_gradients(family, tmp_path, tokenizer):
     towers, architecture = build_towers(ModelConfig(arch=small(family, tmp_path), tokenizer=str(tokenizer)), seed=0)
     convolutional = family in ("ResNet", "ConvNeXt (timm)")
     assert towers.image_format == (torch.channels_last if convolutional else torch.contiguous_format)
@@ -189,7 +187,7 @@ assert all(p.grad.isfinite().all() for p in towers.clip.visual.parameters())
 """
 
 
-def test_towers_with_strided_pointwise_convolutions_train_on_cpus() -> None:
+def test_towers_with_strided_pointwise_convolutions_train_on_cpus():
     """Regression test: torch's backward pass of these, with images in channels last, ended the process (SIGSEGV).
 
     At 256 pixels it always did, at 64 rarely.
@@ -198,19 +196,19 @@ def test_towers_with_strided_pointwise_convolutions_train_on_cpus() -> None:
     assert done.returncode == 0
 
 
-def test_missing_tokenizer_is_refused_with_a_remedy(tmp_path: Path) -> None:
+def test_missing_tokenizer_is_refused_with_a_remedy(tmp_path):
     config = open_clip.get_model_config("ViT-B-16-SigLIP")
     with pytest.raises(UserError, match=r"has no tokenizer .*needs that of timm/ViT-B-16-SigLIP"):
         build_tokenizer(config, name="ViT-B-16-SigLIP", folder=tmp_path)
 
 
 @pytest.mark.parametrize("name", [name for name in open_clip.list_models() if "coca" in name])
-def test_coca_models_are_refused_with_a_reason(name: str) -> None:
+def test_coca_models_are_refused_with_a_reason(name):
     with pytest.raises(UserError, match="captioning decoder"):
         find_start(name, None)
 
 
-def test_every_other_architecture_is_known() -> None:
+def test_every_other_architecture_is_known():
     refused = {name for name in open_clip.list_models() if "multimodal_cfg" in open_clip.get_model_config(name)}
     for name in set(open_clip.list_models()) - refused:
         assert find_start(name, None).name == name

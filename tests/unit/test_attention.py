@@ -97,7 +97,7 @@ def packed_in(module: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_features_and_gradients_match_open_clip(kind: str, tmp_path: Path) -> None:
+def test_features_and_gradients_match_open_clip(kind, tmp_path):
     plain, packed = both(write_kind(tmp_path, kind))
     assert packed_in(packed) == 4
     assert packed_in(plain) == 0
@@ -105,18 +105,18 @@ def test_features_and_gradients_match_open_clip(kind: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("settings", [{"patch_dropout": 0.5}, {"grad_checkpointing": True}], ids=str)
-def test_with_patch_dropout_and_checkpointing(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_with_patch_dropout_and_checkpointing(settings, tmp_path):
     assert_same(*both(write_kind(tmp_path, "CLIP"), **settings), batch())
 
 
 @pytest.mark.parametrize("backend", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], ids=lambda b: b.name)
-def test_all_sdpa_kernels_agree(backend: SDPBackend, tmp_path: Path) -> None:
+def test_all_sdpa_kernels_agree(backend, tmp_path):
     plain, packed = both(write_kind(tmp_path, "CLIP"))
     with sdpa_kernel(backend):
         assert_same(plain, packed, batch())
 
 
-def test_state_dict_is_unchanged(tmp_path: Path) -> None:
+def test_state_dict_is_unchanged(tmp_path):
     plain, packed = both(write_kind(tmp_path, "custom_text"))
     before, after = plain.state_dict(), packed.state_dict()
     assert list(before) == list(after)
@@ -124,7 +124,7 @@ def test_state_dict_is_unchanged(tmp_path: Path) -> None:
     assert [name for name, _ in plain.named_modules()] == [name for name, _ in packed.named_modules()]
 
 
-def test_all_open_clip_transformers_are_packed() -> None:
+def test_all_open_clip_transformers_are_packed():
     """In every architecture, all attention of open_clip's own vision and text transformers is packed."""
     left, packed = {}, 0
     for name in open_clip.list_models():
@@ -149,7 +149,7 @@ def test_all_open_clip_transformers_are_packed() -> None:
     assert not left
 
 
-def test_only_text_towers_with_a_purely_causal_mask_are_causal(tmp_path: Path) -> None:
+def test_only_text_towers_with_a_purely_causal_mask_are_causal(tmp_path):
     causal = {}
     for kind in KINDS:
         packed = both(write_kind(tmp_path, kind))[1]
@@ -159,7 +159,7 @@ def test_only_text_towers_with_a_purely_causal_mask_are_causal(tmp_path: Path) -
     assert {kind for kind, yes in causal.items() if not yes} == {"bidirectional", "class_token"}
 
 
-def test_patch_dropout_matches_open_clip_on_cpu() -> None:
+def test_patch_dropout_matches_open_clip_on_cpu():
     x = torch.randn(4, 17, 8)
     found = []
     for module in (OpenClipPatchDropout(0.4), PatchDropout(0.4)):
@@ -174,7 +174,7 @@ def test_patch_dropout_matches_open_clip_on_cpu() -> None:
     assert torch.equal(found[0][1], found[1][1])
 
 
-def test_a_packed_model_exports(tmp_path: Path) -> None:
+def test_a_packed_model_exports(tmp_path):
     _, packed = both(write_kind(tmp_path, "CLIP"))
     image, text = batch()
     packed.eval()

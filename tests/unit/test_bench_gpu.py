@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from jobs.bench.device_trace import summary
 from tests.launch import lives, run, wait_for
 
 
-def test_failures_and_what_there_was_no_time_for_are_recorded(tmp_path: Path) -> None:
+def test_failures_and_what_there_was_no_time_for_are_recorded(tmp_path):
     output = tmp_path / "gpu.json"
     results = gpu_results.Results(output, tiny=True, seconds=30.0)
     assert results.measure("a", "good", lambda: {"rate": 2.0}, seconds=5) == {"rate": 2.0}
@@ -38,7 +37,7 @@ def test_failures_and_what_there_was_no_time_for_are_recorded(tmp_path: Path) ->
     assert written["machine"]["versions"]["torch"]
 
 
-def test_a_command_leaves_no_process_behind_and_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_leaves_no_process_behind_and_is_no_rank(monkeypatch):
     """Processes would hold memory of the GPU; variables of a launcher would let a run wait for other ranks."""
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -51,7 +50,7 @@ def test_a_command_leaves_no_process_behind_and_is_no_rank(monkeypatch: pytest.M
         gpu.program("-c", "print('why'); raise SystemExit(3)", tiny=True)
 
 
-def test_an_interrupted_program_ends_its_command_and_keeps_its_results(tmp_path: Path) -> None:
+def test_an_interrupted_program_ends_its_command_and_keeps_its_results(tmp_path):
     output, started = tmp_path / "gpu.json", tmp_path / "pid"
     code = (
         "import sys; from jobs.bench import gpu; gpu.cuda_tests = lambda results, part: "
@@ -82,9 +81,7 @@ def test_an_interrupted_program_ends_its_command_and_keeps_its_results(tmp_path:
                      marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")),
     ],
 )  # fmt: skip
-def test_what_cannot_be_measured_is_refused(
-    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_measured_is_refused(words, message, tmp_path, capsys):
     (tmp_path / "file").touch()
     with pytest.raises(SystemExit) as refused:
         gpu.main([word.replace("{folder}", str(tmp_path)) for word in words])
@@ -92,13 +89,13 @@ def test_what_cannot_be_measured_is_refused(
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_missing_packages_are_named_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_named_before_anything_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "NEEDED", ("json", "no_such_package"))
     with pytest.raises(SystemExit, match=r"missing here: no_such_package\. docs/benchmarks\.md"):
         gpu.main(["--tiny", "--output", str(tmp_path / "gpu.json")])
 
 
-def test_figures_are_those_of_the_second_half() -> None:
+def test_figures_are_those_of_the_second_half():
     steps: list[dict[str, Any]] = [
         {"kind": "train", "loss": 1.0, "samples_per_second": rate, "lr": 1.0, "time_npn": 0.1}
         for rate in (1, 2, 30, 40, 50)
@@ -109,7 +106,7 @@ def test_figures_are_those_of_the_second_half() -> None:
     assert gpu.figures([]) == dict.fromkeys(counts, 0.0)
 
 
-def test_a_trace_is_summed_up_by_kind_of_kernel_with_its_gaps() -> None:
+def test_a_trace_is_summed_up_by_kind_of_kernel_with_its_gaps():
     kernels = [
         (0, 10, "kernel", "nvjet_hsh_128x256_64x4_tst"),
         (12, 10, "kernel", "sm90_xmma_wgrad_implicit_gemm_indexed"),
@@ -131,7 +128,7 @@ def test_a_trace_is_summed_up_by_kind_of_kernel_with_its_gaps() -> None:
 
 @pytest.mark.daily
 @pytest.mark.slow
-def test_the_parts_run_in_their_tiny_form(tmp_path: Path) -> None:
+def test_the_parts_run_in_their_tiny_form(tmp_path):
     """`b32` is `b16` with another model, and `tests` one more command."""
     output = tmp_path / "gpu.json"
     run("jobs.bench.gpu", "--tiny", "--only", "b16", "run", "network", "--output", str(output))

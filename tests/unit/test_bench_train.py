@@ -28,15 +28,13 @@ NO_DATA: Any = None
          [THEIRS, "ours, openclip", "ours, neuclip", "ours, openclip, a=1, b=2"]),
     ],
 )  # fmt: skip
-def test_open_clip_is_compiled_on_gpus_and_where_it_is_asked_for(
-    device: str, words: list[str], expected: list[str]
-) -> None:
+def test_open_clip_is_compiled_on_gpus_and_where_it_is_asked_for(device, words, expected):
     args = train.options().parse_args(words)
     with ExitStack() as stack:
         assert list(train.contenders(args, NO_DATA, world=World(device=torch.device(device)), stack=stack)) == expected
 
 
-def test_texts_have_the_lengths_of_web_captions_or_the_full_one() -> None:
+def test_texts_have_the_lengths_of_web_captions_or_the_full_one():
     for name, (low, high) in {"cc12m": (25, 31), "cc3m": (14, 17), "full": (77, 77)}.items():
         words = ["--arch", "ViT-B-32", "--image-size", "32", "--batch", "512", "--captions", name]
         batches = train.make_data(train.options().parse_args(words)).batches
@@ -47,7 +45,7 @@ def test_texts_have_the_lengths_of_web_captions_or_the_full_one() -> None:
 
 @pytest.mark.daily
 @pytest.mark.slow
-def test_our_steps_are_compared_with_open_clips() -> None:
+def test_our_steps_are_compared_with_open_clips():
     done = run("jobs.bench.train", *SMALL, "--steps", "1", "--variant", "model.text_batching=packed")
     rows = [line for line in done.stdout.splitlines() if " 1 threads" not in line][2:]
     names = [THEIRS, "ours, openclip", "ours, neuclip", "ours, openclip, model.text_batching=packed"]
@@ -58,7 +56,7 @@ def test_our_steps_are_compared_with_open_clips() -> None:
 @pytest.mark.daily
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", ["whole", "gathered"])
-def test_overhead_of_neuclip_is_measured(setting: str) -> None:
+def test_overhead_of_neuclip_is_measured(setting):
     small = ("--ranks", "4", "--accumulate", "2", "--setting", setting)
     done = run("jobs.bench.neuclip_overhead", *SMALL, *small)
     rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines() if "%" in line}

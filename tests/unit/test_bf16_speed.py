@@ -28,7 +28,7 @@ def slowdown(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return float(request.param)
 
 
-def test_the_doctor_notes_a_cpu_that_is_slow_in_bf16(slowdown: float) -> None:
+def test_the_doctor_notes_a_cpu_that_is_slow_in_bf16(slowdown):
     found = [finding for finding in node_checks.check_gpus() if finding.subject == "bf16"]
     assert [(f.status, f.found, f.remedy) for f in found] == (
         [("note", SLOW[:-1], "use engine.deepspeed=zero1_fp32")] if slowdown > 3 else []
@@ -36,7 +36,7 @@ def test_the_doctor_notes_a_cpu_that_is_slow_in_bf16(slowdown: float) -> None:
 
 
 @pytest.mark.parametrize("deepspeed", ["zero1_bf16", "zero1_fp32"])
-def test_a_run_in_bf16_warns_there(slowdown: float, deepspeed: str, tmp_path: Path) -> None:
+def test_a_run_in_bf16_warns_there(slowdown, deepspeed, tmp_path):
     prepare(tmp_path, [16])
     train_here(*settings_in(tmp_path, "run", f"engine.deepspeed={deepspeed}", "samples=8", "data.streams=1"))
     records = [record for record in metrics(tmp_path / "run", "event") if "in bf16" in record["message"]]
@@ -45,7 +45,7 @@ def test_a_run_in_bf16_warns_there(slowdown: float, deepspeed: str, tmp_path: Pa
     assert warnings == (expected if slowdown > 3 and deepspeed == "zero1_bf16" else [])
 
 
-def test_the_advice_names_a_file_that_exists() -> None:
+def test_the_advice_names_a_file_that_exists():
     assert in_fp32(EngineConfig(deepspeed="zero2_bf16")) == "zero2_fp32"
     assert in_fp32(EngineConfig(deepspeed="/home/me/own_bf16.json")) == "zero1_fp32"
 
@@ -54,24 +54,24 @@ def demo(*overrides: str, output: Path) -> RunConfig:
     return in_faster_precision(load_recipe(RECIPE, [f"output={output}", *overrides]), overrides)
 
 
-def test_the_demo_trains_in_fp32_there(slowdown: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_trains_in_fp32_there(slowdown, tmp_path, capsys):
     assert demo(output=tmp_path).engine.deepspeed == ("zero1_fp32" if slowdown > 3 else "zero1_bf16")
     assert capsys.readouterr().out.startswith(SLOW) == (slowdown > 3)
 
 
-def test_the_demo_takes_the_precision_that_the_user_names(slowdown: float, tmp_path: Path) -> None:
+def test_the_demo_takes_the_precision_that_the_user_names(slowdown, tmp_path):
     assert slowdown
     assert demo("engine.deepspeed=zero2_bf16", output=tmp_path).engine.deepspeed == "zero2_bf16"
 
 
 @pytest.mark.parametrize("deepspeed", ["zero1_bf16", "zero1_fp32"])
-def test_a_demo_that_is_continued_keeps_its_precision(slowdown: float, deepspeed: str, tmp_path: Path) -> None:
+def test_a_demo_that_is_continued_keeps_its_precision(slowdown, deepspeed, tmp_path):
     assert slowdown
     (tmp_path / RUN_CONFIG_NAME).write_text(dump(load_recipe(RECIPE, [f"engine.deepspeed={deepspeed}"])))
     assert demo(output=tmp_path).engine.deepspeed == deepspeed
 
 
-def test_convolutions_on_a_gpu_do_not_use_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_convolutions_on_a_gpu_do_not_use_tf32(monkeypatch):
     """Regression test: fp32 training and scores had TF32 in the patches' convolution."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     keep_fp32(torch.device("cpu"))

@@ -19,7 +19,7 @@ def fill(blocks: Blocks, number: int) -> None:
 
 @pytest.mark.parametrize("kept", [0, 1, 2, 5])
 @pytest.mark.parametrize("ahead", [0, 1, 3])
-def test_a_block_is_written_again_when_its_batch_is_gone(ahead: int, kept: int) -> None:
+def test_a_block_is_written_again_when_its_batch_is_gone(ahead, kept):
     """The step's own batch and the one fetched ahead are not copied; if more are kept, they are."""
     blocks, batches, places = Blocks(4, 2, ahead=ahead, pin=False), [], set()
     for number in range(ahead):
@@ -51,9 +51,7 @@ class Driver:
 
 
 @pytest.mark.parametrize("error", [0, 801])
-def test_memory_is_page_locked_once_and_freed_after_its_last_batch(
-    error: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_memory_is_page_locked_once_and_freed_after_its_last_batch(error, monkeypatch, caplog):
     driver, empty, pinned = Driver(error), torch.empty, []
 
     def fake(*shape: object, pin_memory: bool = False, **options: object) -> torch.Tensor:

@@ -36,10 +36,10 @@ from pipeline.training import saving
 from pipeline.versions import versions
 from tests.launch import python, run
 from tests.thread_world import on_ranks
-from tests.written_checkpoints import Towers, failing, latest, save_again, snapshot, write, writer_of
+from tests.written_checkpoints import failing, latest, save_again, snapshot, write, writer_of
 
 
-def test_round_trip_and_open_clip_reads_the_folder(tmp_path: Path, towers: Towers) -> None:
+def test_round_trip_and_open_clip_reads_the_folder(tmp_path, towers):
     write(tmp_path, towers, [7])
     found = latest(tmp_path)
     assert (found.step, found.meta["samples"]) == (7, 56)
@@ -55,7 +55,7 @@ def test_round_trip_and_open_clip_reads_the_folder(tmp_path: Path, towers: Tower
     assert load_for_evaluation(str(tmp_path)).digest == weights_digest(towers[0])
 
 
-def test_rows_of_several_ranks_are_joined(tmp_path: Path, towers: Towers) -> None:
+def test_rows_of_several_ranks_are_joined(tmp_path, towers):
     write(tmp_path, towers, [1])
     path = tmp_path / "checkpoints" / "step-00000001"
     save_file({"u/10": torch.arange(10.0, 15.0)}, path / "rows-00001-00000.safetensors")
@@ -65,9 +65,7 @@ def test_rows_of_several_ranks_are_joined(tmp_path: Path, towers: Towers) -> Non
 
 
 @pytest.mark.parametrize("broken", [None, "moments.safetensors", "open_clip_model.safetensors"])
-def test_ranks_share_the_hashing_and_agree(
-    tmp_path: Path, towers: Towers, monkeypatch: pytest.MonkeyPatch, broken: str | None
-) -> None:
+def test_ranks_share_the_hashing_and_agree(tmp_path, towers, monkeypatch, broken):
     write(tmp_path, towers, [1, 2])
     newest = tmp_path / "checkpoints" / "step-00000002"
     files = len(json.loads((newest / "checkpoint.json").read_text())["files"])
@@ -89,13 +87,13 @@ def test_ranks_share_the_hashing_and_agree(
     assert sum(path.parent == newest for path in hashed) <= files, "every file is hashed by one rank"
 
 
-def test_old_checkpoints_are_deleted_except_those_to_keep(tmp_path: Path, towers: Towers) -> None:
+def test_old_checkpoints_are_deleted_except_those_to_keep(tmp_path, towers):
     write(tmp_path, towers, [1, 2, 3, 4, 5, 6], keep_last=2, keep_every=3)
     assert [step_of(path) for path in finished_checkpoints(tmp_path)] == [3, 5, 6]
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step-00000006\n"
 
 
-def test_evaluation_state_of_abandoned_steps_is_deleted(tmp_path: Path, towers: Towers) -> None:
+def test_evaluation_state_of_abandoned_steps_is_deleted(tmp_path, towers):
     write(tmp_path, towers, [1, 2, 3], keep_last=3)
     folders = ("checkpoints", "evaluation", "evaluation-ledger/suite-1")
     for name in folders[1:]:
@@ -108,7 +106,7 @@ def test_evaluation_state_of_abandoned_steps_is_deleted(tmp_path: Path, towers: 
 
 
 @pytest.mark.parametrize("how", ["truncate", "flip", "delete", "meta"])
-def test_damaged_checkpoint_is_reported_and_skipped(tmp_path: Path, towers: Towers, how: str) -> None:
+def test_damaged_checkpoint_is_reported_and_skipped(tmp_path, towers, how):
     write(tmp_path, towers, [1, 2])
     newest = tmp_path / "checkpoints" / "step-00000002"
     victim = newest / ("checkpoint.json" if how == "meta" else "open_clip_model.safetensors")
@@ -131,7 +129,7 @@ def test_damaged_checkpoint_is_reported_and_skipped(tmp_path: Path, towers: Towe
         latest(tmp_path)
 
 
-def test_full_disk_loses_only_one_checkpoint(tmp_path: Path, towers: Towers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_loses_only_one_checkpoint(tmp_path, towers, monkeypatch):
     write(tmp_path, towers, [1])
 
     def full(*_: object, **__: object) -> None:
@@ -169,7 +167,7 @@ for work in works:
 """
 
 
-def test_exhausted_addresses_are_an_error_and_no_abort(tmp_path: Path, towers: Towers) -> None:
+def test_exhausted_addresses_are_an_error_and_no_abort(tmp_path, towers):
     """Regression test: safetensors aborted the process (SIGABRT), or the weights were called damaged."""
     write(tmp_path, towers, [1])
     done = python("-c", WITHOUT_ADDRESSES, str(tmp_path / "checkpoints" / name_of(1)))
@@ -181,9 +179,7 @@ def test_exhausted_addresses_are_an_error_and_no_abort(tmp_path: Path, towers: T
         assert line.endswith("MiB more are needed): raise it.")
 
 
-def test_a_checkpoint_is_written_without_a_thread(
-    tmp_path: Path, towers: Towers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_is_written_without_a_thread(tmp_path, towers, monkeypatch):
     """Regression test: a run whose threads were used up (`ulimit -u` or `-v`) ended with 70, "probably a bug"."""
 
     def none_left(thread: threading.Thread) -> None:
@@ -201,7 +197,7 @@ class OneOfTwo(World):
         pass
 
 
-def test_first_rank_reports_failures_of_other_ranks(tmp_path: Path, towers: Towers) -> None:
+def test_first_rank_reports_failures_of_other_ranks(tmp_path, towers):
     def full() -> Iterator[torch.Tensor]:
         yield torch.arange(4.0)
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -219,12 +215,12 @@ def test_first_rank_reports_failures_of_other_ranks(tmp_path: Path, towers: Towe
 
 
 @pytest.mark.slow
-def test_writing_a_table_needs_only_a_few_blocks_of_memory() -> None:
+def test_writing_a_table_needs_only_a_few_blocks_of_memory():
     assert float(run("tests.table_memory", "--clone").stdout) > 0.9
     assert float(run("tests.table_memory").stdout) < 0.6
 
 
-def test_leftovers_of_a_killed_write_are_deleted(tmp_path: Path, towers: Towers) -> None:
+def test_leftovers_of_a_killed_write_are_deleted(tmp_path, towers):
     leftover = tmp_path / "checkpoints" / ".step-00000009"
     leftover.mkdir(parents=True)
     (leftover / "half").write_bytes(b"x")
@@ -236,7 +232,7 @@ def test_leftovers_of_a_killed_write_are_deleted(tmp_path: Path, towers: Towers)
     }
 
 
-def test_file_permissions_follow_the_umask(tmp_path: Path, towers: Towers) -> None:
+def test_file_permissions_follow_the_umask(tmp_path, towers):
     before = os.umask(0o027)
     try:
         write(tmp_path, towers, [1])
@@ -250,8 +246,8 @@ def test_file_permissions_follow_the_umask(tmp_path: Path, towers: Towers) -> No
 
 @pytest.mark.parametrize(("failures", "fallback", "saved"), [(2, False, True), (99, False, False), (2, True, True)])
 def test_last_checkpoint_is_retried_then_written_to_the_fallback(
-    tmp_path: Path, towers: Towers, monkeypatch: pytest.MonkeyPatch, failures: int, fallback: bool, saved: bool
-) -> None:
+    tmp_path, towers, monkeypatch, failures, fallback, saved
+):
     run, events = tmp_path / "run", list[str]()
     writer = writer_of(run, towers, on_event=events.append)
     monkeypatch.setattr(writer_module, "save_tensors", failing(failures))
@@ -282,9 +278,7 @@ def not_below(run: Path) -> Callable[[Path, str], None]:
 
 
 @pytest.mark.parametrize("how", ["removed", "never written", "unwritable"])
-def test_the_fallback_needs_no_id_in_the_run_folder(
-    tmp_path: Path, towers: Towers, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
+def test_the_fallback_needs_no_id_in_the_run_folder(tmp_path, towers, monkeypatch, how):
     run, spare, events = tmp_path / "run", str(tmp_path / "spare"), list[str]()
     writer = writer_of(run, towers, on_event=events.append)
     monkeypatch.setattr(writer_module, "save_tensors", failing(2))
@@ -311,7 +305,7 @@ def test_the_fallback_needs_no_id_in_the_run_folder(
     assert found.path == folder / name_of(5)
 
 
-def test_copies_beside_checkpoints_are_left_alone(tmp_path: Path, towers: Towers) -> None:
+def test_copies_beside_checkpoints_are_left_alone(tmp_path, towers):
     write(tmp_path, towers, [1, 2])
     folder = tmp_path / "checkpoints"
     shutil.copytree(folder / name_of(1), folder / "step-00000001.bak")
@@ -322,7 +316,7 @@ def test_copies_beside_checkpoints_are_left_alone(tmp_path: Path, towers: Towers
     assert sorted(path.name for path in folder.glob("step-*")) == ["step-00000001.bak", name_of(3)]
 
 
-def test_versions_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_are_read_once(monkeypatch):
     """A checkpoint states them, and must be written also by a process that cannot open more files."""
     before = versions()
     monkeypatch.setattr("importlib.metadata.version", failing(99))
@@ -330,9 +324,7 @@ def test_versions_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("renames", [1, 2])
-def test_a_kill_while_a_checkpoint_is_written_again_leaves_one_of_them(
-    tmp_path: Path, towers: Towers, monkeypatch: pytest.MonkeyPatch, renames: int
-) -> None:
+def test_a_kill_while_a_checkpoint_is_written_again_leaves_one_of_them(tmp_path, towers, monkeypatch, renames):
     """Regression test: the first one was removed before the second had its name, although it was the only one."""
     write(tmp_path, towers, [4], keep_last=1)
     plain, calls = os.replace, list[str]()

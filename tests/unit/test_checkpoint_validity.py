@@ -28,7 +28,7 @@ from pipeline.run_files import (
     read_run_id,
     step_of,
 )
-from tests.written_checkpoints import Towers, failing, latest, save_again, snapshot, write, writer_of
+from tests.written_checkpoints import failing, latest, save_again, snapshot, write, writer_of
 
 
 def change_meta(run: Path, step: int, change: Callable[[dict[str, Any]], object]) -> Path:
@@ -41,7 +41,7 @@ def change_meta(run: Path, step: int, change: Callable[[dict[str, Any]], object]
     return path.parent
 
 
-def test_an_altered_list_of_files_is_damage(tmp_path: Path, towers: Towers) -> None:
+def test_an_altered_list_of_files_is_damage(tmp_path, towers):
     write(tmp_path, towers, [1])
     path = tmp_path / "checkpoints" / name_of(1) / "checkpoint.json"
     whole = json.loads(path.read_text())
@@ -82,7 +82,7 @@ WRONG: dict[str, Callable[[dict[str, Any]], object]] = {
 }
 
 
-def test_a_checkpoint_json_that_cannot_be_continued_is_skipped(tmp_path: Path, towers: Towers) -> None:
+def test_a_checkpoint_json_that_cannot_be_continued_is_skipped(tmp_path, towers):
     write(tmp_path, towers, [1, 2])
     whole = (tmp_path / "checkpoints" / name_of(2) / "checkpoint.json").read_bytes()
     for case, change in WRONG.items():
@@ -93,7 +93,7 @@ def test_a_checkpoint_json_that_cannot_be_continued_is_skipped(tmp_path: Path, t
     assert latest(tmp_path).step == 2
 
 
-def test_a_renamed_folder_is_damage(tmp_path: Path, towers: Towers) -> None:
+def test_a_renamed_folder_is_damage(tmp_path, towers):
     write(tmp_path, towers, [3, 4])
     (tmp_path / "checkpoints" / name_of(4)).rename(tmp_path / "checkpoints" / name_of(9))
     assert latest(tmp_path).step == 3
@@ -101,7 +101,7 @@ def test_a_renamed_folder_is_damage(tmp_path: Path, towers: Towers) -> None:
     assert open_checkpoint(tmp_path / "elsewhere").step == 4
 
 
-def test_a_checkpoint_of_another_run_is_skipped(tmp_path: Path, towers: Towers) -> None:
+def test_a_checkpoint_of_another_run_is_skipped(tmp_path, towers):
     one, two, events = tmp_path / "one", tmp_path / "two", list[str]()
     write(one, towers, [1])
     write(two, towers, [5])
@@ -119,7 +119,7 @@ def test_a_checkpoint_of_another_run_is_skipped(tmp_path: Path, towers: Towers) 
     assert found is not None, "a checkpoint that is named may be of any run"
 
 
-def test_a_foreign_checkpoint_of_the_same_step_is_kept(tmp_path: Path, towers: Towers) -> None:
+def test_a_foreign_checkpoint_of_the_same_step_is_kept(tmp_path, towers):
     one, two = tmp_path / "one", tmp_path / "two"
     write(one, towers, [1])
     write(two, towers, [2])
@@ -133,7 +133,7 @@ def test_a_foreign_checkpoint_of_the_same_step_is_kept(tmp_path: Path, towers: T
         shutil.rmtree(folder / name_of(2))
 
 
-def test_new_checkpoints_stay_beside_damaged_and_later_ones(tmp_path: Path, towers: Towers) -> None:
+def test_new_checkpoints_stay_beside_damaged_and_later_ones(tmp_path, towers):
     write(tmp_path, towers, [10, 20, 35])
     damaged = tmp_path / "checkpoints" / name_of(35) / MOMENTS
     damaged.write_bytes(damaged.read_bytes()[:-1])
@@ -149,9 +149,7 @@ def test_new_checkpoints_stay_beside_damaged_and_later_ones(tmp_path: Path, towe
 
 
 @pytest.mark.parametrize("name", ["latest", "best"])
-def test_a_full_disk_at_a_pointer_loses_no_checkpoint(
-    tmp_path: Path, towers: Towers, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_full_disk_at_a_pointer_loses_no_checkpoint(tmp_path, towers, monkeypatch, name):
     original = writer_module.write_text
 
     def full(path: Path, text: str, **how: Any) -> Path:
@@ -171,9 +169,7 @@ def test_a_full_disk_at_a_pointer_loses_no_checkpoint(
     assert latest(tmp_path)
 
 
-def test_runs_with_one_name_do_not_share_the_fallback(
-    tmp_path: Path, towers: Towers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_with_one_name_do_not_share_the_fallback(tmp_path, towers, monkeypatch):
     spare, first, second = str(tmp_path / "spare"), tmp_path / "one" / "run", tmp_path / "two" / "run"
     for folder, step in ((first, 5), (second, 3)):
         assert agreed_checkpoint(folder, "latest", world=World(), on_event=print, fallback=spare) is None
@@ -185,7 +181,7 @@ def test_runs_with_one_name_do_not_share_the_fallback(
     assert len(list((tmp_path / "spare").iterdir())) == 2
 
 
-def test_a_folder_with_later_checkpoints_is_refused(tmp_path: Path, towers: Towers) -> None:
+def test_a_folder_with_later_checkpoints_is_refused(tmp_path, towers):
     run = tmp_path / "run"
     write(run, towers, [1, 2])
     old = str(run / "checkpoints" / name_of(1))
@@ -198,9 +194,7 @@ def test_a_folder_with_later_checkpoints_is_refused(tmp_path: Path, towers: Towe
 
 
 @pytest.mark.parametrize("target", ["/dev/zero", "pipe"])
-def test_a_foreign_folder_with_devices_and_pipes_is_refused_at_once(
-    tmp_path: Path, towers: Towers, target: str
-) -> None:
+def test_a_foreign_folder_with_devices_and_pipes_is_refused_at_once(tmp_path, towers, target):
     """A link to an endless device was read until the memory was full, and a pipe without a writer for ever."""
     write(tmp_path, towers, [1])
     checkpoint = tmp_path / "checkpoints" / name_of(1)

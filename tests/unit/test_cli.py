@@ -7,7 +7,6 @@ import importlib
 import json
 import os
 import shlex
-from pathlib import Path
 
 import pytest
 import torch
@@ -56,7 +55,7 @@ for arguments in json.loads(sys.argv[1]):
 """
 
 
-def test_no_tensors_are_imported_where_none_are_needed() -> None:
+def test_no_tensors_are_imported_where_none_are_needed():
     done = python("-c", MAIN, json.dumps([arguments for arguments, _ in WITHOUT_TENSORS]))
     assert done.returncode == 0, done.stderr
     for (arguments, words), line in zip(WITHOUT_TENSORS, done.stdout.splitlines(), strict=True):
@@ -106,25 +105,25 @@ ANSWERED = [
 ]
 
 
-def test_what_people_write_is_answered_by_what_is_meant(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_people_write_is_answered_by_what_is_meant(capsys):
     for line, answer in ANSWERED:
         assert exit_code(*shlex.split(line)) == 2, line
         assert answer in " ".join(capsys.readouterr().err.split()), line
 
 
-def test_help_lists_every_command_in_its_group(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_command_in_its_group(capsys):
     assert exit_code("--help") == 0
     printed = capsys.readouterr().out
     assert [title for title in cli.GROUPS if f"\n{title}:\n" in printed] == list(cli.GROUPS)
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
-def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_has_help(name, capsys):
     assert exit_code(name, "--help") == 0
     assert "Usage: neuclip" in capsys.readouterr().out
 
 
-def test_user_error_is_one_paragraph_without_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+def test_user_error_is_one_paragraph_without_traceback(capsys):
     assert exit_code("train", "--recipe", "cc3m", "optimizer.lrr=3") == 2
     printed = " ".join(capsys.readouterr().err.split())
     assert "optimizer.lrr" in printed
@@ -156,9 +155,7 @@ def test_user_error_is_one_paragraph_without_traceback(capsys: pytest.CaptureFix
         (ImportError("libtorch_cpu.so: failed to map segment from shared object"), 2, "got no more memory (libtorch"),
     ],
 )
-def test_exit_codes(
-    error: BaseException, code: int, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_exit_codes(error, code, text, monkeypatch, capsys):
     def fail(*_: object, **__: object) -> None:
         raise error
 
@@ -167,7 +164,7 @@ def test_exit_codes(
     assert text in " ".join(capsys.readouterr().err.split())
 
 
-def test_an_interrupt_during_imports_is_no_bug() -> None:
+def test_an_interrupt_during_imports_is_no_bug():
     """Regression test: a module written in C turns the KeyboardInterrupt into an error of its own.
 
     In a process of its own: commands that another test has called may handle signals in this one.
@@ -193,7 +190,7 @@ cli.main(["settings"])
     assert "Interrupted." in done.stderr
 
 
-def test_recipe_is_a_path_or_the_name_of_a_bundled_recipe(tmp_path: Path) -> None:
+def test_recipe_is_a_path_or_the_name_of_a_bundled_recipe(tmp_path):
     recipe = RecipePath(TRAINING)
     assert recipe.convert("cc12m", None, None) == str(TRAINING / "cc12m.yaml")
     (tmp_path / "mine.yaml").write_text("")
@@ -203,7 +200,7 @@ def test_recipe_is_a_path_or_the_name_of_a_bundled_recipe(tmp_path: Path) -> Non
         recipe.convert("cc12.yaml", None, None)
 
 
-def test_dry_run_finds_errors_that_would_end_the_run() -> None:
+def test_dry_run_finds_errors_that_would_end_the_run():
     for wrong, words in (
         ("model.arch=ViT-B32", "'ViT-B32' is not known. The nearest is ViT-B-32"),
         ("engine.deepspeed=zero2_bf16 optimizer.name=lamb", "does not work with ZeRO stage 2"),
@@ -215,9 +212,7 @@ def test_dry_run_finds_errors_that_would_end_the_run() -> None:
 
 
 @pytest.mark.parametrize("name", [None, *sorted(cli.ALLOCATOR_SETTINGS)])
-def test_the_allocator_grows_its_segments_where_there_is_a_gpu_and_the_user_says_nothing(
-    name: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_allocator_grows_its_segments_where_there_is_a_gpu_and_the_user_says_nothing(name, tmp_path, monkeypatch):
     given = {name: "max_split_size_mb:64"} if name else {}
     environment = dict(given)
     monkeypatch.setattr(os, "environ", environment)

@@ -26,7 +26,7 @@ def refused(*overrides: str) -> str:
     return str(caught.value)
 
 
-def test_overrides_win_over_the_recipe_and_the_defaults(tmp_path: Path) -> None:
+def test_overrides_win_over_the_recipe_and_the_defaults(tmp_path):
     recipe = tmp_path / "r.yaml"
     recipe.write_text("output: y\nsamples: 10\nbatch_size: 2\ndata: {sources: a}\noptimizer: {lr: 1e-3, eps: 1e-6}\n")
     run = load_recipe(recipe, ["optimizer.lr=3e-4", "schedule.warmup_steps=0"])
@@ -73,13 +73,13 @@ def test_overrides_win_over_the_recipe_and_the_defaults(tmp_path: Path) -> None:
         ("optimizer.lr=.inf", ["optimizer.lr = inf", "finite number"]),
     ],
 )
-def test_error_messages_name_key_value_and_remedy(override: str, parts: list[str]) -> None:
+def test_error_messages_name_key_value_and_remedy(override, parts):
     message = refused(override)
     for part in parts:
         assert part in message
 
 
-def test_batch_that_the_ranks_do_not_divide_is_refused() -> None:
+def test_batch_that_the_ranks_do_not_divide_is_refused():
     run = load_recipe(None, BASE)  # batch 100
     check_run(run, world_size=5)
     for ranks, better in ((8, "batch_size=96 data.streams=48"), (4, "batch_size=100 data.streams=100")):
@@ -88,12 +88,12 @@ def test_batch_that_the_ranks_do_not_divide_is_refused() -> None:
             check_run(run, world_size=ranks)
 
 
-def test_required_keys_are_named() -> None:
+def test_required_keys_are_named():
     with pytest.raises(UserError, match=r"batch_size is required.*output is required|output is required.*batch_size"):
         parse_recipe({"samples": 3})
 
 
-def test_values_are_parsed_as_users_expect(tmp_path: Path) -> None:
+def test_values_are_parsed_as_users_expect(tmp_path):
     assert cfg.parse_overrides(["a=1e6", "b=-2.5E-3", "c=2024-11-01", "d=1e", "e=1_000"]) == {
         "a": 1e6, "b": -2.5e-3, "c": "2024-11-01", "d": "1e", "e": 1000}  # fmt: skip
     run = load_recipe(None, [*BASE, "output=20241101"])
@@ -107,12 +107,12 @@ def test_values_are_parsed_as_users_expect(tmp_path: Path) -> None:
         load_recipe(twice, BASE)
 
 
-def test_dump_round_trips() -> None:
+def test_dump_round_trips():
     run = load_recipe(None, BASE)
     assert parse_recipe(yaml.safe_load(cfg.dump(run))) == run
 
 
-def test_deepspeed_files_are_filled_from_the_recipe(tmp_path: Path) -> None:
+def test_deepspeed_files_are_filled_from_the_recipe(tmp_path):
     settings = deepspeed_settings(EngineConfig(gradient_clipping=1.0), global_batch=64, world_size=4)
     assert (settings["train_batch_size"], settings["train_micro_batch_size_per_gpu"]) == (64, 16)
     assert settings["gradient_clipping"] == 1.0
@@ -132,7 +132,7 @@ def test_deepspeed_files_are_filled_from_the_recipe(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("optimizer", "ranks", "stage"), [
     ("adamw", 1, 0), ("adamw", 2, 1), ("muon", 1, 0), ("muon", 2, 0), ("lamb", 2, 0),
 ])  # fmt: skip
-def test_auto_takes_a_stage_at_which_the_optimizer_works(optimizer: str, ranks: int, stage: int) -> None:
+def test_auto_takes_a_stage_at_which_the_optimizer_works(optimizer, ranks, stage):
     run = load_recipe(None, [*BASE, f"optimizer.name={optimizer}"])
     check_run(run, world_size=ranks)
     facts = ENGINES["deepspeed"].facts(
@@ -143,7 +143,7 @@ def test_auto_takes_a_stage_at_which_the_optimizer_works(optimizer: str, ranks: 
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_every_shipped_recipe_parses(path: Path) -> None:
+def test_every_shipped_recipe_parses(path):
     assert isinstance(load_recipe(path, dataset_size=20_000), RunConfig)
 
 
@@ -151,7 +151,7 @@ def test_every_shipped_recipe_parses(path: Path) -> None:
     ("text", "reason"),
     [("samples: !!timestamp 9", "not what its tag"), ("samples: !!bool x", "not what its tag")],
 )
-def test_values_that_are_not_of_their_tag_are_refused(text: str, reason: str, tmp_path: Path) -> None:
+def test_values_that_are_not_of_their_tag_are_refused(text, reason, tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(text)
     for load in (lambda: read_yaml(path), lambda: parse_overrides([f"data={text}"])):
@@ -159,7 +159,7 @@ def test_values_that_are_not_of_their_tag_are_refused(text: str, reason: str, tm
             load()
 
 
-def test_keys_of_recipes_are_suggested() -> None:
+def test_keys_of_recipes_are_suggested():
     common = ["output=x", "batch_size=8", "data.sources=y", "samples=80", "schedule.warmup_steps=1"]
     for wrong, meant in (("epoch=3", "epochs"), ("refrence_batch=8", "reference_batch"), ("method={}", "methods")):
         with pytest.raises(UserError, match=f"The nearest valid key is {meant}"):
@@ -167,9 +167,7 @@ def test_keys_of_recipes_are_suggested() -> None:
     assert load_recipe(None, [*common, "epochs=null"]).samples == 80
 
 
-def test_what_has_left_says_what_to_use_instead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_has_left_says_what_to_use_instead(tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(departed.SETTINGS, "gone.", "Use what stays.")
     monkeypatch.setitem(departed.SETTINGS, "optimizer.gone", "It is automatic.")
     monkeypatch.setitem(departed.COMMANDS, "gone", "Use neuclip plan.")

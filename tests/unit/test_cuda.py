@@ -54,24 +54,24 @@ SYNC_FREE = {
 
 
 @pytest.mark.parametrize("settings", SYNC_FREE.values(), ids=SYNC_FREE)
-def test_steps_do_not_synchronize_with_the_device(settings: dict[str, object]) -> None:
+def test_steps_do_not_synchronize_with_the_device(settings):
     run(settings, "cuda", strict=True)
 
 
 @pytest.mark.parametrize("name", ["openclip", "siglip", "fastclip_v3", "amorlip", "neuclip"])
-def test_gpu_matches_cpu(name: str) -> None:
+def test_gpu_matches_cpu(name):
     settings = {**NEUCLIP, "npn_precision": "fp32"} if name == "neuclip" else {"name": name}
     for here, there in zip(run(settings, "cpu"), run(settings, "cuda"), strict=True):
         assert relative_error(there, here) < (NEUCLIP_TOLERANCE if name == "neuclip" else 1e-4)
 
 
-def test_compiled_passes_make_the_same_updates() -> None:
+def test_compiled_passes_make_the_same_updates():
     plain = {**NEUCLIP, "npn_precision": "fp32"}
     for fused, compiled in zip(run(plain, "cuda"), run({**plain, "npn_compile": True}, "cuda"), strict=True):
         assert relative_error(compiled, fused) < NEUCLIP_TOLERANCE
 
 
-def test_compiled_passes_in_bf16_are_as_close_to_fp32_as_the_others() -> None:
+def test_compiled_passes_in_bf16_are_as_close_to_fp32_as_the_others():
     exact, plain, compiled = (
         run({**NEUCLIP, "npn_precision": precision, "npn_compile": compile_}, "cuda")
         for precision, compile_ in (("fp32", False), ("bf16", False), ("bf16", True))
@@ -80,14 +80,14 @@ def test_compiled_passes_in_bf16_are_as_close_to_fp32_as_the_others() -> None:
     assert errors[1] < 1.5 * errors[0], errors
 
 
-def test_anchor_block_size_does_not_change_results(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_anchor_block_size_does_not_change_results(monkeypatch):
     whole = run(NEUCLIP, "cuda")
     monkeypatch.setattr(prototypes, "_GPU_BLOCK", BATCH * 40)  # 40 anchors at a time
     for all_at_once, in_blocks in zip(whole, run(NEUCLIP, "cuda"), strict=True):
         assert relative_error(in_blocks, all_at_once) < 1e-2
 
 
-def test_step_leaves_only_state_in_device_memory() -> None:
+def test_step_leaves_only_state_in_device_memory():
     run(NEUCLIP, "cuda")
     facts = {"world": World(device=torch.device("cuda")), "device": torch.device("cuda"), "dtype": torch.float32}
     objective = build_objective(NEUCLIP, context=context(BATCH, DIM, **facts))

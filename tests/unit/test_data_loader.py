@@ -61,7 +61,7 @@ def run(ranks: list[Loader], steps: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("ranks", "workers"), [(2, 0), (4, 0), (1, 3), (2, 2)])
-def test_global_batches_are_the_same_on_every_layout(folder: Path, ranks: int, workers: int) -> None:
+def test_global_batches_are_the_same_on_every_layout(folder, ranks, workers):
     expected = run(loaders(folder), 14)
     group = loaders(folder, ranks=ranks, workers=workers)
     try:
@@ -75,7 +75,7 @@ def test_global_batches_are_the_same_on_every_layout(folder: Path, ranks: int, w
 
 @pytest.mark.parametrize("stop", [1, 5, 6, 9])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_resume_continues_exactly_on_another_layout(folder: Path, stop: int, ranks: int) -> None:
+def test_resume_continues_exactly_on_another_layout(folder, stop, ranks):
     expected = run(loaders(folder), 15)
     (writer,) = loaders(folder)
     run([writer], stop)
@@ -91,7 +91,7 @@ def test_resume_continues_exactly_on_another_layout(folder: Path, stop: int, ran
     assert f"{hashes:016x}" == writer.state_dict()["order_hash"]
 
 
-def test_changed_colours_resume_exactly_and_are_recorded(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_changed_colours_resume_exactly_and_are_recorded(folder, caplog):
     (plain,), (writer,), (reader,) = loaders(folder), loaders(folder, augment=COLOURS), loaders(folder, augment=COLOURS)
     (ids, images), (same_ids, colours) = run([plain], 9), run([writer], 9)
     assert torch.equal(ids, same_ids)
@@ -112,7 +112,7 @@ def test_changed_colours_resume_exactly_and_are_recorded(folder: Path, caplog: p
     assert "data.augment was off, now [" in caplog.text
 
 
-def test_what_does_not_fit_is_refused_before_the_first_step(folder: Path, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused_before_the_first_step(folder, tmp_path):
     for settings, ranks, message in [
         ({"streams": 3}, 1, "global batch of 8 is not divisible by data.streams = 3.*2 or 4"),
         ({"streams": 4}, 3, "data.streams = 4 is not divisible by 3 ranks"),
@@ -130,13 +130,13 @@ def test_what_does_not_fit_is_refused_before_the_first_step(folder: Path, tmp_pa
         loaders(tmp_path / "longer")
 
 
-def test_a_rank_uses_at_most_one_worker_for_each_stream(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rank_uses_at_most_one_worker_for_each_stream(folder, caplog):
     expected = run(loaders(folder), 3)
     group = loaders(folder, ranks=2, workers=3)
     assert "data.workers = 3, but a rank has 2 streams and uses one worker for each" in caplog.text
     try:
         found = run(group, 3)
-        assert all(len(loader._source._parts._workers) == 2 for loader in group)  # type: ignore[union-attr]
+        assert all(len(loader._source._parts._workers) == 2 for loader in group)
     finally:
         for loader in group:
             loader.close()
@@ -152,7 +152,7 @@ def second(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("settings", [{}, {"replacement": True}, {"weights": (0.5, 1.5)}])
-def test_mixtures_resume_exactly_on_another_layout(folder: Path, second: Path, settings: dict[str, Any]) -> None:
+def test_mixtures_resume_exactly_on_another_layout(folder, second, settings):
     options = dict(settings)
     weights = options.pop("weights", (1.0, 1.0))
     options["sources"] = [
@@ -172,7 +172,7 @@ def test_mixtures_resume_exactly_on_another_layout(folder: Path, second: Path, s
     assert torch.equal(run(group, 9)[0], expected[11:])
 
 
-def test_resume_with_another_order_is_refused(folder: Path, second: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_resume_with_another_order_is_refused(folder, second, caplog):
     halved = [{"manifest": str(folder)}, {"manifest": str(second), "weight": 0.5}]
     for before, after, change, message in [
         ({}, {"streams": 2}, {}, r"data.streams was 4, now 2"),
@@ -194,7 +194,7 @@ def test_resume_with_another_order_is_refused(folder: Path, second: Path, caplog
     assert "data.decoding was fast, now exact" in caplog.text, "another decoder is allowed"
 
 
-def test_shards_behind_pipes_give_the_same_batches(folder: Path, tmp_path: Path) -> None:
+def test_shards_behind_pipes_give_the_same_batches(folder, tmp_path):
     local = load_manifest(folder)
     rows = [(f"pipe:cat {folder / s.name}", s.samples, s.bytes, s.sha256) for s in local.shards]
     make_manifest(rows).save(tmp_path)
@@ -208,7 +208,7 @@ def test_shards_behind_pipes_give_the_same_batches(folder: Path, tmp_path: Path)
     moved.load_state_dict(piped.state_dict())
 
 
-def test_loader_can_be_closed_and_continued(folder: Path) -> None:
+def test_loader_can_be_closed_and_continued(folder):
     expected, _ = run(loaders(folder), 8)
     (loader,) = loaders(folder, workers=2)
     with loader:
@@ -218,7 +218,7 @@ def test_loader_can_be_closed_and_continued(folder: Path) -> None:
     assert torch.equal(torch.cat([first, second]), expected)
 
 
-def test_an_altered_shard_stops_the_run_or_its_remaining_samples_are_replaced_and_counted(tmp_path: Path) -> None:
+def test_an_altered_shard_stops_the_run_or_its_remaining_samples_are_replaced_and_counted(tmp_path):
     """In a worker process. The shard is altered so that every sample can still be read."""
     write_shards(tmp_path, [12, 12, 12, 12])
     path = tmp_path / "00002.tar"
@@ -239,7 +239,7 @@ def test_an_altered_shard_stops_the_run_or_its_remaining_samples_are_replaced_an
     assert shown == 12 - report.replaced
 
 
-def test_unreadable_data_ends_the_run_with_a_message(tmp_path: Path) -> None:
+def test_unreadable_data_ends_the_run_with_a_message(tmp_path):
     """This also holds in a worker process, and the message has no worker traceback."""
     write_shards(tmp_path, [20, 20], replace={i: {"txt": b"no image"} for i in range(40)})
     (loader,) = loaders(tmp_path, workers=2, corrupt_limit=1.0)
@@ -254,7 +254,7 @@ def test_unreadable_data_ends_the_run_with_a_message(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
-def test_batches_that_are_kept_are_not_written_again(folder: Path, workers: int) -> None:
+def test_batches_that_are_kept_are_not_written_again(folder, workers):
     """More batches than the loader has memory for are kept, and some of them only as a view of their images."""
     (loader,) = loaders(folder, workers=workers)
     (other,) = loaders(folder)
@@ -266,7 +266,7 @@ def test_batches_that_are_kept_are_not_written_again(folder: Path, workers: int)
         assert all(torch.equal(*pair) for pair in zip(kept, expected, strict=True))
 
 
-def test_resume_does_not_decode_skipped_samples(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_does_not_decode_skipped_samples(folder, monkeypatch):
     (writer,) = loaders(folder)
     run([writer], 4)
     decoded: list[int] = []
@@ -280,7 +280,7 @@ def test_resume_does_not_decode_skipped_samples(folder: Path, monkeypatch: pytes
     assert len(decoded) == BATCH
 
 
-def test_every_stream_reads_its_shards_once_and_in_order(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_stream_reads_its_shards_once_and_in_order(folder, monkeypatch):
     opened: list[str] = []
 
     def recorded(url: str, **options: Any) -> Any:
@@ -293,7 +293,7 @@ def test_every_stream_reads_its_shards_once_and_in_order(folder: Path, monkeypat
     assert len(opened) <= len(SIZES) + loader.layout.streams - 1, "shards are opened again only at stream boundaries"
 
 
-def test_only_killed_workers_are_reported_as_killed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_killed_workers_are_reported_as_killed(folder, monkeypatch):
     monkeypatch.setattr("pipeline.distributed.workers._import_error", lambda modules: "")  # slow; the next test has it
     for error, died in [
         (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "), True),
@@ -310,11 +310,11 @@ def test_only_killed_workers_are_reported_as_killed(folder: Path, monkeypatch: p
             next(loader)
 
 
-def test_killing_a_real_worker_is_reported(folder: Path) -> None:
+def test_killing_a_real_worker_is_reported(folder):
     (loader,) = loaders(folder, workers=2)
     with loader:
         next(loader)
-        for worker in loader._source._parts._workers:  # type: ignore[union-attr]
+        for worker in loader._source._parts._workers:
             worker.kill()
         died = r"RuntimeError: DataLoader worker \(pid|ConnectionResetError: |BrokenPipeError: |EOFError: "
         with pytest.raises(UserError, match=rf"A worker of the loader was killed \(({died}).*out of memory"):

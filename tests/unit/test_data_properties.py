@@ -6,7 +6,6 @@ import itertools
 import json
 import statistics
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -57,7 +56,7 @@ def ids_of(group: list[Loader], steps: int) -> list[list[int]]:
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(case=cases())
-def test_order_resume_and_counts(case: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_order_resume_and_counts(case, tmp_path_factory):
     folder = tmp_path_factory.mktemp("case")
     write_shards(folder, case["sizes"], replace={i: BROKEN[reason] for i, reason in case["broken"].items()})
     options, batch = case["options"], case["batch"]
@@ -106,7 +105,7 @@ def _check_counts(batches: list[list[int]], whole: Loader, broken: dict[int, str
     assert report.dropped == whole.n - len(planned)
 
 
-def test_substitutes_are_never_from_the_same_batch(tmp_path: Path) -> None:
+def test_substitutes_are_never_from_the_same_batch(tmp_path):
     sizes = [50] * 12
     broken = dict.fromkeys(range(0, 600, 5), BROKEN["image cannot be decoded"])
     write_shards(tmp_path, sizes, replace=broken)
@@ -122,7 +121,7 @@ def test_substitutes_are_never_from_the_same_batch(tmp_path: Path) -> None:
     assert statistics.median(repeats) <= 8, "substitutes must come from nearby batches"
 
 
-def test_every_time_that_a_sample_is_shown_it_gets_another_crop(tmp_path: Path) -> None:
+def test_every_time_that_a_sample_is_shown_it_gets_another_crop(tmp_path):
     write_shards(tmp_path, [8])
     source = [{"manifest": str(tmp_path), "weight": 2}]
     one = open_loader(tmp_path, batch=16, streams=1, crop={"scale": [0.2, 1.0]}, sources=source)
@@ -136,7 +135,7 @@ def test_every_time_that_a_sample_is_shown_it_gets_another_crop(tmp_path: Path) 
         assert (a != b).flatten(1).any(dim=1).all()
 
 
-def test_captions_of_a_json_list_are_redrawn_every_epoch(tmp_path: Path) -> None:
+def test_captions_of_a_json_list_are_redrawn_every_epoch(tmp_path):
     """The first token of `count_tokens` is the caption's number."""
     body = json.dumps({"all": ["caption 1", "caption 2", "caption 3", "", 7], "one": "caption 4"}).encode()
     write_shards(tmp_path, [24], replace={i: {"jpg": jpeg(i), "json": body} for i in range(24)})
@@ -158,7 +157,7 @@ def test_captions_of_a_json_list_are_redrawn_every_epoch(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_sources_may_store_captions_differently(tmp_path: Path, workers: int) -> None:
+def test_sources_may_store_captions_differently(tmp_path, workers):
     """Sample i has caption i in the first source (text file) and caption 100 + i in the second (JSON field)."""
     write_shards(tmp_path / "a", [8])
     bodies = {i: {"jpg": jpeg(i), "json": json.dumps({"title": f"caption {108 + i}"}).encode()} for i in range(8)}
@@ -173,7 +172,7 @@ def test_sources_may_store_captions_differently(tmp_path: Path, workers: int) ->
 
 
 @given(st.lists(st.dictionaries(st.sampled_from("abcdefgh"), st.integers(1, 9), max_size=4), max_size=60))
-def test_tally_counts_like_a_counter_and_earlier_tallies_stay_valid(batches: list[dict[str, int]]) -> None:
+def test_tally_counts_like_a_counter_and_earlier_tallies_stay_valid(batches):
     plain, states = Counter[tuple[str, str]](), [Tally()]
     for batch in batches:
         plain.update(fresh := Counter({(reason, "shard"): count for reason, count in batch.items()}))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import shutil
 import tarfile
-from pathlib import Path
 
 import pytest
 import webdataset
@@ -30,7 +29,7 @@ DIALECTS = [tarfile.USTAR_FORMAT, tarfile.PAX_FORMAT, tarfile.GNU_FORMAT]
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("skip", [0, 1, 6])
 @pytest.mark.parametrize("sample_bytes", [0, 10**6])
-def test_records_match_tarfile(tmp_path: Path, dialect: int, skip: int, sample_bytes: int) -> None:
+def test_records_match_tarfile(tmp_path, dialect, skip, sample_bytes):
     samples = [sample(i) for i in range(7)]
     write_tar(tmp_path / "a.tar", samples, format=dialect)
     with open_records(str(tmp_path / "a.tar"), skip=skip, sample_bytes=sample_bytes) as records:
@@ -41,7 +40,7 @@ def test_records_match_tarfile(tmp_path: Path, dialect: int, skip: int, sample_b
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_records_match_webdataset(tmp_path: Path, dialect: int) -> None:
+def test_records_match_webdataset(tmp_path, dialect):
     import webdataset
 
     samples = [sample(i) for i in range(5)]
@@ -53,7 +52,7 @@ def test_records_match_webdataset(tmp_path: Path, dialect: int) -> None:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_long_names_directories_and_extended_headers(tmp_path: Path, dialect: int) -> None:
+def test_long_names_directories_and_extended_headers(tmp_path, dialect):
     names = ["d/" + "x" * 90 + ".jpg", "d/" + "x" * 90 + ".txt", "é" * 20 + ".txt", "last.seg.TXT", "last.jpg"]
     if dialect != tarfile.USTAR_FORMAT:
         names[:2] = ["d/" + "y" * 300 + ".jpg", "d/" + "y" * 300 + ".txt"]
@@ -74,7 +73,7 @@ def test_long_names_directories_and_extended_headers(tmp_path: Path, dialect: in
         assert [(r.image, r.caption) for r in records] == [(r.image, r.caption) for r in found]
 
 
-def test_the_image_of_a_sample_is_its_first(tmp_path: Path) -> None:
+def test_the_image_of_a_sample_is_its_first(tmp_path):
     samples = [{"jpg": b"photo", "png": b"mask", "txt": b"a cup"}, {"png": b"photo", "txt": b"a cat"}]
     write_tar(tmp_path / "a.tar", samples)
     with open_records(str(tmp_path / "a.tar")) as records:
@@ -84,11 +83,11 @@ def test_the_image_of_a_sample_is_its_first(tmp_path: Path) -> None:
     assert [source.read(row) for row in source.rows] == [b"photo", b"photo"]
 
 
-def test_names_split_at_the_first_dot_of_the_file_name() -> None:
+def test_names_split_at_the_first_dot_of_the_file_name():
     assert split_name("a.b/c.d.JPG") == ("a.b/c", "d.jpg")
 
 
-def test_reading_continues_across_shards_from_any_position(tmp_path: Path) -> None:
+def test_reading_continues_across_shards_from_any_position(tmp_path):
     manifest = write_shards(tmp_path, [3, 1, 4])
     for position in range(8):
         captions = [r.caption for r in reader(manifest).read(position)]
@@ -96,7 +95,7 @@ def test_reading_continues_across_shards_from_any_position(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("cut", [100, 600, 3000])
-def test_a_truncated_shard_loses_only_its_end(tmp_path: Path, cut: int) -> None:
+def test_a_truncated_shard_loses_only_its_end(tmp_path, cut):
     """The shard is cut in the first header, the image or the caption of sample 3."""
     manifest = write_shards(tmp_path, [5, 3])
     path = tmp_path / "00000.tar"
@@ -109,7 +108,7 @@ def test_a_truncated_shard_loses_only_its_end(tmp_path: Path, cut: int) -> None:
     assert [r.caption for r in records if not r.problem] == [f"caption {i}".encode() for i in (0, 1, 2, 5, 6, 7)]
 
 
-def test_a_damaged_header_ends_a_shard_without_an_index(tmp_path: Path) -> None:
+def test_a_damaged_header_ends_a_shard_without_an_index(tmp_path):
     manifest = write_shards(tmp_path, [4])
     path = tmp_path / "00000.tar"
     begin = starts(path)[2]
@@ -124,7 +123,7 @@ def test_a_damaged_header_ends_a_shard_without_an_index(tmp_path: Path) -> None:
         assert [r.problem for r in records] == ["", "", TRUNCATED, TRUNCATED]
 
 
-def test_missing_shard_is_retried_and_then_given_up(tmp_path: Path) -> None:
+def test_missing_shard_is_retried_and_then_given_up(tmp_path):
     manifest = write_shards(tmp_path, [3, 2])
     (tmp_path / "00001.tar").unlink()
     one = reader(manifest, retries=2)
@@ -135,7 +134,7 @@ def test_missing_shard_is_retried_and_then_given_up(tmp_path: Path) -> None:
     assert len(one.pause.__self__) == 2, "a lost shard is not retried again"
 
 
-def test_a_temporary_failure_loses_nothing(tmp_path: Path) -> None:
+def test_a_temporary_failure_loses_nothing(tmp_path):
     manifest = write_shards(tmp_path, [6])
     whole, path = (tmp_path / "00000.tar").read_bytes(), tmp_path / "00000.tar"
     path.write_bytes(whole[: len(whole) // 2])
@@ -144,7 +143,7 @@ def test_a_temporary_failure_loses_nothing(tmp_path: Path) -> None:
     assert [r.caption for r in one.read(0)] == [f"caption {i}".encode() for i in range(6)]
 
 
-def test_files_that_webdataset_ignores_are_not_samples(tmp_path: Path) -> None:
+def test_files_that_webdataset_ignores_are_not_samples(tmp_path):
     members = {"README": b"x", "0.jpg": jpeg(0), "._0.jpg": b"mac", "0.txt": b"a", "._0.txt": b"mac"}
     write_members(tmp_path / "a.tar", members.items())
     with open(tmp_path / "a.tar", "rb") as file:
@@ -157,7 +156,7 @@ def test_files_that_webdataset_ignores_are_not_samples(tmp_path: Path) -> None:
     assert (seen["jpg"], seen["txt"]) == (record.image, record.caption)
 
 
-def test_shards_that_differ_from_the_manifest_are_refused(tmp_path: Path) -> None:
+def test_shards_that_differ_from_the_manifest_are_refused(tmp_path):
     manifest = write_shards(tmp_path, [5, 3, 4])
     assert check_shards(manifest, World()) == 3
     assert sum(check_shards(manifest, World(rank=k, size=2)) for k in range(2)) == 3
@@ -175,7 +174,7 @@ def kept_bytes(stream: StreamReader) -> int:
 
 
 @pytest.mark.parametrize("turn", [0, 137])
-def test_stream_memory_is_bounded_by_its_buffer(tmp_path: Path, turn: int) -> None:
+def test_stream_memory_is_bounded_by_its_buffer(tmp_path, turn):
     """This also holds after a resume, when samples that were already emitted are read again."""
     write_shards(tmp_path, [60, 70, 70])
     order = stream_order(seed=0, epoch=0, stream=0, length=200, buffer=20)
@@ -190,7 +189,7 @@ def test_stream_memory_is_bounded_by_its_buffer(tmp_path: Path, turn: int) -> No
     assert kept[-1] == 0
 
 
-def test_peek_rereads_a_sample_that_was_already_taken(tmp_path: Path) -> None:
+def test_peek_rereads_a_sample_that_was_already_taken(tmp_path):
     write_shards(tmp_path, [30])
     order = stream_order(seed=0, epoch=0, stream=0, length=30, buffer=4)
     stream = StreamReader(reader(load_manifest(tmp_path)), order=order, first=0, turn=0)

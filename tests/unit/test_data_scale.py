@@ -7,7 +7,6 @@ import json
 import os
 import pickle
 from dataclasses import asdict
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -75,9 +74,7 @@ def listed_ids(order: Order, *, epoch: int) -> list[list[int]]:
     epoch=st.integers(0, 3),
     buffer=st.integers(1, 30),
 )
-def test_order_matches_the_list_reference(
-    sizes: list[list[int]], weights: list[float], streams: int, seed: int, epoch: int, buffer: int
-) -> None:
+def test_order_matches_the_list_reference(sizes, weights, streams, seed, epoch, buffer):
     sources = [make_manifest(rows(part, name=str(number))) for number, part in enumerate(sizes)]
     mixture = make_mixture(sources, weights=weights[: len(sources)])
     if mixture.epoch_samples < streams:
@@ -91,7 +88,7 @@ def test_order_matches_the_list_reference(
     assert part == [batch[half.start :] for batch in expected]
 
 
-def test_a_manifest_that_was_written_is_read(tmp_path: Path) -> None:
+def test_a_manifest_that_was_written_is_read(tmp_path):
     facts = {"source": "[] x", "n": 3}
     written = make_manifest(rows([3, 1, 4]), root=tmp_path, failures={"dns": 2}, facts=facts)
     written.save(tmp_path)
@@ -105,7 +102,7 @@ def test_a_manifest_that_was_written_is_read(tmp_path: Path) -> None:
     assert (stored.failures, stored.facts) == ({"dns": 2}, facts)
 
 
-def test_joined_sources_have_absolute_names(tmp_path: Path) -> None:
+def test_joined_sources_have_absolute_names(tmp_path):
     for name, sizes in (("one", [3, 1, 4]), ("two", [2, 2])):
         (tmp_path / name).mkdir()
         make_manifest(rows(sizes)).save(tmp_path / name)
@@ -117,9 +114,7 @@ def test_joined_sources_have_absolute_names(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("block", [1, 3, 10**6])
 @pytest.mark.parametrize("count", [1, 5])
-def test_manifests_are_written_like_json_and_read_in_any_order_of_keys(
-    block: int, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_manifests_are_written_like_json_and_read_in_any_order_of_keys(block, count, tmp_path, monkeypatch):
     monkeypatch.setattr(shard_table, "_BLOCK", block)
     facts = {"a": {"b": [1, 2.5, None], "c": '[] é "quoted"'}, "empty": {}, "offset": 3}
     manifest = make_manifest([*rows([3] * count), ("b", 2, 5, "")], root=tmp_path, facts=facts)
@@ -133,7 +128,7 @@ def test_manifests_are_written_like_json_and_read_in_any_order_of_keys(
     assert path.read_text() == json.dumps(json.loads(path.read_text()), indent=1) + "\n"
 
 
-def test_what_is_no_manifest_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_manifest_is_refused(tmp_path):
     path = make_manifest(rows([3, 1])).save(tmp_path)
     text = path.read_text()
     changed = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,7 +33,7 @@ def ids_of(mixture: Mixture, segments: Segments) -> list[int]:
     return ids
 
 
-def test_draws_are_splitmix64() -> None:
+def test_draws_are_splitmix64():
     """The first outputs of the reference generator with seed 1234567."""
     expected = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
     assert draws(1234567, np.arange(4)).tolist() == expected
@@ -42,7 +41,7 @@ def test_draws_are_splitmix64() -> None:
     assert mix(0) == 0
 
 
-def test_keys_depend_on_every_part_and_their_order() -> None:
+def test_keys_depend_on_every_part_and_their_order():
     assert len({key(1, 2), key(2, 1), key(1), key(1, 2, 0), key(0, 1, 2), key(-1), key(1, 3)}) == 7
     assert sorted(permutation(key(3), 1000).tolist()) == list(range(1000))
 
@@ -51,9 +50,7 @@ def test_keys_depend_on_every_part_and_their_order() -> None:
 @given(
     length=st.integers(1, 400), buffer=st.integers(1, 500), state=st.integers(0, 2**64 - 1), block=st.integers(1, 200)
 )
-def test_stream_emits_each_position_once_and_moves_it_less_than_its_buffer(
-    length: int, buffer: int, state: int, block: int
-) -> None:
+def test_stream_emits_each_position_once_and_moves_it_less_than_its_buffer(length, buffer, state, block):
     order = StreamOrder(state=state, length=length, buffer=buffer)
     whole = order.places(0, length)
     assert sorted(whole.tolist()) == list(range(length))
@@ -69,7 +66,7 @@ def test_stream_emits_each_position_once_and_moves_it_less_than_its_buffer(
     assert small.resume(length) == (length, set())
 
 
-def test_reader_holds_about_half_a_buffer() -> None:
+def test_reader_holds_about_half_a_buffer():
     order = stream_order(seed=0, epoch=0, stream=0, length=20000, buffer=1000)
     whole = order.places(0, 20000)
     read = np.maximum.accumulate(whole) + 1
@@ -78,7 +75,7 @@ def test_reader_holds_about_half_a_buffer() -> None:
     assert kept.max() <= 1000
 
 
-def test_layout_counts() -> None:
+def test_layout_counts():
     layout = make_layout(samples=103, global_batch=12, streams=4, ranks=2)
     assert (layout.rows, layout.stream_length, layout.steps, layout.dropped) == (3, 25, 8, 7)
     with pytest.raises(UserError, match="An epoch has 11 samples, fewer than the global batch of 12"):
@@ -87,7 +84,7 @@ def test_layout_counts() -> None:
         make_layout(samples=1 << 33, global_batch=12, streams=2)
 
 
-def test_order_matches_recorded_values() -> None:
+def test_order_matches_recorded_values():
     """A run that an earlier version started must continue in the same order."""
     mixture = make_mixture([manifest([5, 9, 4, 6])])
     layout = make_layout(samples=24, global_batch=8, streams=2)
@@ -96,7 +93,7 @@ def test_order_matches_recorded_values() -> None:
 
 
 @pytest.mark.parametrize(("weight", "epochs", "times"), [(0.5, 2, 1), (0.25, 4, 1), (2.0, 1, 2), (1.5, 2, 3)])
-def test_weight_is_the_number_of_passes_over_a_source(weight: float, epochs: int, times: int) -> None:
+def test_weight_is_the_number_of_passes_over_a_source(weight, epochs, times):
     """Over enough epochs, samples of the weighted source are seen equally often, other samples once per epoch."""
     mixture = make_mixture([manifest([8, 4, 8], "a"), manifest([7, 5], "b")], weights=[weight, 1.0])
     assert mixture.quotas == (int(20 * weight), 12)
@@ -112,14 +109,14 @@ def test_weight_is_the_number_of_passes_over_a_source(weight: float, epochs: int
     assert {seen[i] for i in range(20, 32)} == {epochs}
 
 
-def test_sources_are_mixed_in_every_part_of_the_epoch() -> None:
+def test_sources_are_mixed_in_every_part_of_the_epoch():
     mixture = make_mixture([manifest([10] * 30, "a"), manifest([10] * 30, "b")], weights=[1.0, 0.5])
     ids = np.array(ids_of(mixture, plan_epoch(mixture, seed=0, epoch=0)))
     shares = [(part < 300).mean() for part in np.array_split(ids, 3)]
     assert all(0.45 < share < 0.85 for share in shares)
 
 
-def test_replacement_draws_shards_uniformly() -> None:
+def test_replacement_draws_shards_uniformly():
     mixture = make_mixture([manifest([10] * 20)], replacement=True)
     seen: Counter[int] = Counter()
     for epoch in range(200):
@@ -131,7 +128,7 @@ def test_replacement_draws_shards_uniformly() -> None:
     assert 0.55 * 200 < min(seen.values()) <= max(seen.values()) < 0.75 * 200
 
 
-def test_config_accepts_paths_and_refuses_invalid_values() -> None:
+def test_config_accepts_paths_and_refuses_invalid_values():
     one = parse(DataConfig, {"sources": "x"})
     assert [(s.manifest, s.weight) for s in one.sources] == [("x", 1.0)]
     two = parse(DataConfig, {"sources": ["x", {"manifest": "y", "weight": 0.5}]})
@@ -188,7 +185,7 @@ IDEAL = SHARDS * (1 - (1 - 1 / SHARDS) ** BATCH), 1 / SHARDS
 """Of a global shuffle."""
 
 
-def test_canonical_streams_are_shuffled_well() -> None:
+def test_canonical_streams_are_shuffled_well():
     """A broken shuffle (one stream, or a buffer of one sample) misses the limits by far."""
     ids = epoch(order())
     shards, same = quality(ids)
@@ -199,13 +196,13 @@ def test_canonical_streams_are_shuffled_well() -> None:
         assert neighbour_distance(epoch(broken)) < limit
 
 
-def test_more_streams_mix_more_shards() -> None:
+def test_more_streams_mix_more_shards():
     found = [quality(epoch(order(streams=c)))[0] for c in (1, 4, 16, 64)]
     assert found == sorted(found)
     assert found[-1] > 10 * found[0]
 
 
-def test_batches_of_two_epochs_overlap_only_by_chance() -> None:
+def test_batches_of_two_epochs_overlap_only_by_chance():
     first, second = epoch(order(), 0), epoch(order(), 1)
     partners = [{frozenset((a, b)) for row in ids // SAMPLES for a in set(row) for b in set(row) if a < b}
                 for ids in (first[:3], second[:3])]  # fmt: skip
@@ -215,7 +212,7 @@ def test_batches_of_two_epochs_overlap_only_by_chance() -> None:
     assert np.mean(overlap) < 2 * expected
 
 
-def test_plan_counts_match_the_manifest(tmp_path: Path) -> None:
+def test_plan_counts_match_the_manifest(tmp_path):
     manifest = write_shards(tmp_path, [20, 12, 16, 24])
     config = parse(DataConfig, {"sources": str(tmp_path), "streams": 4, "shuffle_buffer": 6, "workers": 2})
     plan = plan_data(config, ranks=2, global_batch=8, image_size=10)

@@ -47,7 +47,7 @@ def expected(folder: Path, batches: int) -> list[tuple[Tensor, Tensor]]:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("through", ["itself", "DataLoader", "DataPipeline"])
-def test_every_loop_sees_what_the_trainer_sees(folder: Path, ranks: int, through: str) -> None:
+def test_every_loop_sees_what_the_trainer_sees(folder, ranks, through):
     trained = expected(folder, STEPS)
     ways: dict[str, Any] = {
         "itself": lambda data: data,
@@ -61,7 +61,7 @@ def test_every_loop_sees_what_the_trainer_sees(folder: Path, ranks: int, through
         assert torch.equal(torch.cat([rows[step][0] for rows in found]), image)
 
 
-def test_a_state_continues_on_another_number_of_ranks_and_workers(folder: Path) -> None:
+def test_a_state_continues_on_another_number_of_ranks_and_workers(folder):
     trained = expected(folder, 2 * STEPS)
     one = make(folder)
     seen = [rows[2] for rows in itertools.islice(one, 4)]
@@ -78,7 +78,7 @@ def test_a_state_continues_on_another_number_of_ranks_and_workers(folder: Path) 
     assert torch.equal(torch.stack(seen), torch.stack([ids for _, ids in trained]))
 
 
-def test_what_does_not_fit_is_refused(folder: Path) -> None:
+def test_what_does_not_fit_is_refused(folder):
     for number in (1, 2):  # one would show the same epoch again and again
         with pytest.raises(UserError, match=rf"num_workers={number} .* `workers` of neuclip.dataset"):
             list(DataLoader(make(folder, workers=1), batch_size=None, num_workers=number))
@@ -121,7 +121,7 @@ def test_what_does_not_fit_is_refused(folder: Path) -> None:
         make(folder, seed=4).load_state_dict(one.state_dict())
 
 
-def test_data_that_is_missing_or_does_not_fit_is_an_error_at_once(folder: Path) -> None:
+def test_data_that_is_missing_or_does_not_fit_is_an_error_at_once(folder):
     """Regression test: it was one at the first batch, after the model had been built."""
     with pytest.raises(UserError, match="There is no manifest at"):
         make(folder / "nowhere")
@@ -129,7 +129,7 @@ def test_data_that_is_missing_or_does_not_fit_is_an_error_at_once(folder: Path) 
         make(folder, batch_size=4000)
 
 
-def test_a_list_of_folders_is_a_mixture(folder: Path) -> None:
+def test_a_list_of_folders_is_a_mixture(folder):
     options: dict[str, Any] = {"batch_size": BATCH, "image_size": 16, "tokenize": count_tokens, **SETTINGS}
     assert len(neuclip.dataset(folder, **options)) == STEPS
     assert len(neuclip.dataset([{"manifest": str(folder), "weight": 2}], **options)) == 2 * STEPS
@@ -179,7 +179,7 @@ def open_clips_training(data: OrderedDataset, state: Any = None, kill_after: int
     return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
 
 
-def test_open_clips_own_trainer_killed_and_resumed_ends_with_the_same_bits(folder: Path) -> None:
+def test_open_clips_own_trainer_killed_and_resumed_ends_with_the_same_bits(folder):
     tokens: Any = SimpleTexts()
     whole = open_clips_training(make(folder, tokenize=tokens, normalization=MEAN_STD))
     first = make(folder, tokenize=tokens, normalization=MEAN_STD)

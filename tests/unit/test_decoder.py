@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +18,7 @@ from data_prep.fetching.decoder import Decoder, ImageConverter
 from data_prep.settings.download_config import FetchConfig, ImageConfig
 from tests.ingested import fetch_here, own_opener, prepared, site  # noqa: F401
 from tests.launch import lives, python, wait_for
-from tests.web import Site, jpeg
+from tests.web import jpeg
 
 # A decoder that ends or sleeps as the end of the image's file says; the marker file makes it happen only once.
 DOOMED = """
@@ -54,20 +53,20 @@ def decoder() -> Iterator[Decoder]:
     decoder.close()
 
 
-def test_outcomes_are_those_of_the_converter(decoder: Decoder) -> None:
+def test_outcomes_are_those_of_the_converter(decoder):
     plain = ImageConverter(ImageConfig(), max_pixels=10**6)
     for body in (jpeg(side=300), jpeg(side=20), jpeg()[:300], jpeg(side=1001)):
         assert decoder(io.BytesIO(body)) == plain(io.BytesIO(body))
 
 
-def test_an_image_that_crashes_its_decoder_twice_is_refused(decoder: Decoder, tmp_path: Path) -> None:
+def test_an_image_that_crashes_its_decoder_twice_is_refused(decoder, tmp_path):
     assert decoder(io.BytesIO(jpeg() + b"DOOM die"))[5] == "quarantined: its decoder died"
     assert decoder(io.BytesIO(jpeg()))[5] is None
     once = f"DOOM die {tmp_path / 'once'}".encode()
     assert decoder(io.BytesIO(jpeg() + once))[0] == decoder(io.BytesIO(jpeg()))[0], "perhaps it lacked memory"
 
 
-def test_an_image_that_takes_too_long_twice_is_refused(decoder: Decoder) -> None:
+def test_an_image_that_takes_too_long_twice_is_refused(decoder):
     decoder(io.BytesIO(jpeg()))
     decoder._seconds = 0.5
     assert decoder(io.BytesIO(jpeg() + b"DOOM sleep"))[5] == "too slow to decode: not decoded in 0.5 s"
@@ -82,9 +81,7 @@ def test_an_image_that_takes_too_long_twice_is_refused(decoder: Decoder) -> None
         ("pass", "internal error: no decoder could be started"),
     ],
 )
-def test_the_start_of_a_decoder_is_not_the_fault_of_the_image(
-    program: str, error: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_start_of_a_decoder_is_not_the_fault_of_the_image(program, error, monkeypatch):
     """Regression test: on a busy machine, images were lost as too slow to decode."""
     monkeypatch.setattr(Decoder, "command", (sys.executable, "-c", f"import sys, time; {program}"))
     monkeypatch.setattr(decoder_module, "SECONDS", 2)
@@ -95,7 +92,7 @@ def test_the_start_of_a_decoder_is_not_the_fault_of_the_image(
         decoder.close()
 
 
-def test_a_decoder_ends_with_its_worker() -> None:
+def test_a_decoder_ends_with_its_worker():
     """Also when the worker is killed, so that nothing is left to clean up."""
     program = (
         "import io, os\n"
@@ -111,7 +108,7 @@ def test_a_decoder_ends_with_its_worker() -> None:
     wait_for(lambda: not lives(int(ended.stdout)), "the decoder ends with its worker")
 
 
-def test_a_fork_has_a_decoder_of_its_own(decoder: Decoder) -> None:
+def test_a_fork_has_a_decoder_of_its_own(decoder):
     decoder(io.BytesIO(jpeg()))
     child = os.fork()
     if child == 0:
@@ -120,7 +117,7 @@ def test_a_fork_has_a_decoder_of_its_own(decoder: Decoder) -> None:
     assert decoder(io.BytesIO(jpeg(side=50)))[5] is None
 
 
-def test_a_shard_with_such_images_is_finished(site: Site, tmp_path: Path) -> None:
+def test_a_shard_with_such_images_is_finished(site, tmp_path):
     """Regression test: an image that could not be decoded in time stopped its shard at every start."""
     bodies = [jpeg(side=30), jpeg(side=31) + b"DOOM die", jpeg(side=32)]
     urls = [site.image(f"/doomed-{k}", body) for k, body in enumerate(bodies)]

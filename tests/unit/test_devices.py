@@ -32,7 +32,7 @@ GPU = RankDevice(rank=0, host="node1", backend="nccl", device="H100", gpu="GPU-a
 CPU = replace(GPU, rank=1, host="node2", backend="gloo", device="CPU", gpu="", driver="")
 
 
-def test_processes_of_an_evaluation_share_cores_as_ranks_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_of_an_evaluation_share_cores_as_ranks_do(monkeypatch):
     """Regression test: they divided by the number of processes what a scheduler had divided already."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setattr(session, "cpu_quota", lambda: None)
@@ -53,7 +53,7 @@ def pretend_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> list[int]:
     return current
 
 
-def test_a_rank_takes_its_own_gpu_and_is_refused_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_takes_its_own_gpu_and_is_refused_without_one(monkeypatch):
     # The last: srun --gpus-per-task=1 shows every task its own GPU as number 0.
     for count, local_rank, expected in ((8, 3, 3), (1, 0, 0), (1, 3, 0)):
         current = pretend_gpus(monkeypatch, count)
@@ -64,7 +64,7 @@ def test_a_rank_takes_its_own_gpu_and_is_refused_without_one(monkeypatch: pytest
         choose_device("auto", local_rank=4, ranks=8)
 
 
-def test_a_gpu_that_cannot_be_used_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_cannot_be_used_is_named(monkeypatch):
     """Regression test: CUDA's error ended this rank as a bug, and the others waited ten minutes for it."""
 
     def busy(*_: object) -> None:
@@ -81,7 +81,7 @@ def test_a_gpu_that_cannot_be_used_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     assert "busy or unavailable" in findings[0].found
 
 
-def test_a_driver_that_torch_cannot_use_is_an_error_under_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_torch_cannot_use_is_an_error_under_a_launcher(monkeypatch):
     pretend_gpus(monkeypatch, 0)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(devices.shutil, "which", lambda name: f"/usr/bin/{name}")
@@ -100,7 +100,7 @@ def test_a_driver_that_torch_cannot_use_is_an_error_under_a_launcher(monkeypatch
         choose_device("cuda", local_rank=0, ranks=1)
 
 
-def test_contradictions_name_the_odd_ranks() -> None:
+def test_contradictions_name_the_odd_ranks():
     others = [replace(GPU, rank=rank, gpu=f"GPU-{rank}") for rank in (0, 2, 3)]
     text = contradiction([*others, CPU])
     assert "The odd ones: rank 1 on node2 (CPU, gloo, no NVIDIA driver)" in text
@@ -126,13 +126,13 @@ def meet_all(ranks: Sequence[RankDevice], *, size: int, limit: float = 20.0) -> 
         return list(pool.map(result, ranks))
 
 
-def test_every_rank_raises_the_same_message() -> None:
+def test_every_rank_raises_the_same_message():
     errors = meet_all([GPU, CPU], size=2)
     assert len({str(error) for error in errors}) == 1
     assert "rank 1 on node2" in str(errors[0])
 
 
-def test_a_rank_without_a_device_says_why_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_without_a_device_says_why_to_all(monkeypatch):
     """Regression test: it ended alone, and the others waited for it, for 46 minutes if it was rank 0."""
     broken = replace(CPU, problem="node2 has /dev/nvidia0, but torch sees no usable GPU there.")
     errors = meet_all([GPU, broken], size=2)
@@ -155,7 +155,7 @@ def test_a_rank_without_a_device_says_why_to_all(monkeypatch: pytest.MonkeyPatch
         pass
 
 
-def test_ranks_learn_their_share_of_cores() -> None:
+def test_ranks_learn_their_share_of_cores():
     own = [replace(CPU, rank=r, cores=list(range(8 * r, 8 * r + 8))) for r in range(2)]  # srun --cpus-per-task=8
     assert meet_all(own, size=2) == [8, 8]
     shared = [replace(CPU, rank=r, cores=list(range(64))) for r in range(4)]  # torchrun
@@ -163,7 +163,7 @@ def test_ranks_learn_their_share_of_cores() -> None:
     assert meet_all([*shared[:3], replace(shared[3], host="node9")], size=4) == [21, 21, 21, 64]
 
 
-def test_missing_ranks_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_ranks_are_named(monkeypatch, capsys):
     monkeypatch.setattr(devices, "MEETING_SECONDS", 0.2)
     (error,) = meet_all([GPU], size=3, limit=1.0)
     assert "1 of 3 ranks have come" in str(error)
@@ -173,7 +173,7 @@ def test_missing_ranks_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert all("The odd ones: rank 1 on node2" in str(e) for e in meet_all([GPU, CPU], size=3, limit=60.0))
 
 
-def test_missing_ranks_are_named_where_rank_0_keeps_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ranks_are_named_where_rank_0_keeps_the_store(monkeypatch):
     """As under srun and deepspeed: rank 0 must not wait for the others before it can tell which one is missing."""
     monkeypatch.setattr(start, "START_LIMIT", timedelta(seconds=2))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -191,7 +191,7 @@ def test_missing_ranks_are_named_where_rank_0_keeps_the_store(monkeypatch: pytes
             assert "missing: 2." in found
 
 
-def test_the_process_group_is_bound_to_the_rank_s_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_process_group_is_bound_to_the_rank_s_gpu(monkeypatch):
     made: dict[str, Any] = {}
     monkeypatch.setattr(start, "_store", lambda *_: dist.HashStore())
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **given: made.update(given, backend=backend))
@@ -210,7 +210,7 @@ def test_the_process_group_is_bound_to_the_rank_s_gpu(monkeypatch: pytest.Monkey
         start._join(0, 2, gpu, timedelta(minutes=1))
 
 
-def test_cores_are_divided_among_those_who_share_them() -> None:
+def test_cores_are_divided_among_those_who_share_them():
     for own, others, quota, expected in (
         (range(8), [range(8, 16)], None, 8),
         (range(64), [range(64)] * 7, None, 8),
@@ -221,7 +221,7 @@ def test_cores_are_divided_among_those_who_share_them() -> None:
         assert cores_of_rank(own, others=others, quota=quota) == expected
 
 
-def test_quotas_of_containers_are_read(tmp_path: Path) -> None:
+def test_quotas_of_containers_are_read(tmp_path):
     for number, (files, expected) in enumerate((
         ({}, None),
         ({"cpu.max": "max 100000"}, None),
@@ -235,7 +235,7 @@ def test_quotas_of_containers_are_read(tmp_path: Path) -> None:
         assert cpu_quota(tmp_path / str(number)) == expected
 
 
-def test_workers_leave_a_core_to_the_trainer() -> None:
+def test_workers_leave_a_core_to_the_trainer():
     for cores, workers in ((2, 1), (1, 1), (8, 7), (16, 12), (24, 12)):
         assert default_workers(cores) == workers
     assert DataConfig(sources="x", workers="auto").workers is None
@@ -243,7 +243,7 @@ def test_workers_leave_a_core_to_the_trainer() -> None:
         assert "workers: auto" in (ROOT / f"jobs/recipes/{name}.yaml").read_text(), name
 
 
-def test_a_measured_rank_has_the_cores_that_it_will_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_measured_rank_has_the_cores_that_it_will_have(monkeypatch):
     monkeypatch.setattr(measure, "usable_cores", lambda: 64)
     monkeypatch.setattr(measure.os, "cpu_count", lambda: 64)
     for gpus, ranks, expected in ((8, 8, 8), (0, 8, 8), (0, 1, 64), (4, 8, 16), (1, 8, 8)):
@@ -254,14 +254,14 @@ def test_a_measured_rank_has_the_cores_that_it_will_have(monkeypatch: pytest.Mon
     assert measure.cores_of_one(8) == 64
 
 
-def test_fewer_cores_are_for_this_block_only() -> None:
+def test_fewer_cores_are_for_this_block_only():
     before = usable_cores()
     with only_cores(1):
         assert usable_cores() == 1
     assert usable_cores() == before
 
 
-def test_the_measured_memory_is_that_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_measured_memory_is_that_of_the_steps(monkeypatch):
     """The meter's readings reset the peak: what is allocated at the end has no activations."""
     memory = {"now": 5 * 2**30, "peak": 5 * 2**30}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

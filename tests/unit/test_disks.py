@@ -76,9 +76,7 @@ def steps_of(run: Path) -> list[str]:
     return [path.name for path in finished_checkpoints(run)]
 
 
-def test_a_full_disk_ends_a_run_with_74_and_it_continues_when_there_is_space(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_ends_a_run_with_74_and_it_continues_when_there_is_space(base, tmp_path, monkeypatch, capfd):
     with small_disk(tmp_path / "disk", megabytes=64) as disk:
         before_step(4, lambda: fill(disk), monkeypatch)
         run = disk / "run"
@@ -94,7 +92,7 @@ def test_a_full_disk_ends_a_run_with_74_and_it_continues_when_there_is_space(
         assert continues(base, run)
 
 
-def test_a_full_disk_with_a_fallback_loses_nothing(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_with_a_fallback_loses_nothing(base, tmp_path, monkeypatch):
     with small_disk(tmp_path / "disk", megabytes=64) as disk:
         before_step(4, lambda: fill(disk), monkeypatch)
         spare = f"checkpoint.fallback={tmp_path / 'spare'}"
@@ -103,9 +101,7 @@ def test_a_full_disk_with_a_fallback_loses_nothing(base: Path, tmp_path: Path, m
         assert steps_of(other) == [name_of(STEPS)]
 
 
-def test_a_run_continues_from_the_fallback_with_the_same_bits(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_continues_from_the_fallback_with_the_same_bits(base, tmp_path, monkeypatch):
     spare = tmp_path / "spare"
     with small_disk(tmp_path / "disk", megabytes=64) as disk:
 
@@ -126,8 +122,8 @@ def test_a_run_continues_from_the_fallback_with_the_same_bits(
 
 @pytest.mark.parametrize("fallback", [False, True])
 def test_a_disk_that_becomes_read_only_ends_a_run_with_74_unless_there_is_a_fallback(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], fallback: bool
-) -> None:
+    base, tmp_path, monkeypatch, capfd, fallback
+):
     disk = JournalledDisk(tmp_path / "disk", megabytes=64)
     try:
         before_step(4, disk.fail, monkeypatch)

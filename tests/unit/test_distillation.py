@@ -77,7 +77,7 @@ def computed(name: str, weight: float) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("name", SOFTMAX)
-def test_loss_and_gradients_of_every_method_gain_those_of_the_reference(name: str) -> None:
+def test_loss_and_gradients_of_every_method_gain_those_of_the_reference(name):
     (plain, (slope, taus)), (found, (new_slope, _)) = computed(name, 0.0), computed(name, WEIGHT)
     image, text = (x.requires_grad_() for x in unit_features(BATCH))
     taus = tuple(tau.detach().clone().requires_grad_() for tau in taus)
@@ -95,7 +95,7 @@ def test_loss_and_gradients_of_every_method_gain_those_of_the_reference(name: st
         assert float(new_slope - slope) == pytest.approx(float(taus[0].grad.sum() + taus[1].grad.sum()), rel=1e-9)
 
 
-def test_it_is_the_loss_of_open_clip() -> None:
+def test_it_is_the_loss_of_open_clip():
     """Its gradients, by the temperature as well; its cross-entropy differs by a constant."""
     output, (slope, taus) = computed("openclip", 1.0)
     image, text = (x.requires_grad_() for x in unit_features(BATCH))
@@ -108,7 +108,7 @@ def test_it_is_the_loss_of_open_clip() -> None:
     assert float(-slope * taus[0][0] ** 2) == pytest.approx(float(scale.grad), rel=1e-9)
 
 
-def test_several_teachers_are_averaged() -> None:
+def test_several_teachers_are_averaged():
     first, second = teacher_of(BATCH), Teacher(*unit_features(BATCH, 7, seed=10), 0.05)
     image, text = (x.requires_grad_() for x in unit_features(BATCH))
     _, (_, taus) = computed("openclip", 0.0)
@@ -124,7 +124,7 @@ def test_several_teachers_are_averaged() -> None:
     assert relative_error(found.grad_text - without.grad_text, text.grad) < 1e-10
 
 
-def test_a_loop_of_your_own_and_large_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_of_your_own_and_large_batches(monkeypatch):
     """Blocks of two rows give the same result; `loss` has the gradient of `compute`."""
     expected, _ = computed("openclip", WEIGHT)
     monkeypatch.setattr("pipeline.objectives.pairwise.LEAST_ROWS", 2)
@@ -136,7 +136,7 @@ def test_a_loop_of_your_own_and_large_batches(monkeypatch: pytest.MonkeyPatch) -
     assert relative_error(text.grad, expected.grad_text) < 1e-12
 
 
-def test_a_teacher_and_its_weight_need_each_other_and_a_softmax() -> None:
+def test_a_teacher_and_its_weight_need_each_other_and_a_softmax():
     image, text = unit_features(BATCH)
     with pytest.raises(UserError, match="siglip has no softmax"):
         build_objective({"name": "siglip", "distill": 1.0}, context=context(BATCH))
@@ -193,9 +193,7 @@ def values(base: Path, run: str, key: str = "loss") -> list[float]:
     return [record[key] for record in metrics(base / run, "train")]
 
 
-def test_features_are_those_of_the_model_and_what_is_missing_is_counted_and_added(
-    base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_features_are_those_of_the_model_and_what_is_missing_is_counted_and_added(base, monkeypatch):
     stored = np.load(base / "features" / "features.npy")
     assert np.flatnonzero(stored["crc32"] == 0).tolist() == [7]
     tree = json.loads((base / "features" / "features.json").read_text())
@@ -217,7 +215,7 @@ def test_features_are_those_of_the_model_and_what_is_missing_is_counted_and_adde
     assert file.read_bytes() == (base / "features" / "features.npy").read_bytes()
 
 
-def test_features_of_something_else_are_refused(base: Path) -> None:
+def test_features_of_something_else_are_refused(base):
     crops = ("--crop-scale", "1", "1", "--crop-ratio", "1", "1")
     for given, message in [
         (("--caption", "json:captoins"), "--caption = 'json:captoins' is in none of the first samples"),
@@ -246,7 +244,7 @@ def test_features_of_something_else_are_refused(base: Path) -> None:
     assert not (base / "refused").exists()
 
 
-def test_a_damaged_record_ends_the_run_with_the_samples_number(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_record_ends_the_run_with_the_samples_number(base, monkeypatch):
     shutil.copytree(base / "features", base / "torn")
     body = damage(base / "torn" / "features.npy")
     with pytest.raises(UserError, match=r"2 of the 48 features checked are .* \(that of sample 47, .* 1 of all 48"):
@@ -272,9 +270,7 @@ def test_a_damaged_record_ends_the_run_with_the_samples_number(base: Path, monke
     assert any("1 of 48 samples have no features: the run ends if it reaches one" in message for message in logged)
 
 
-def test_a_file_that_cannot_be_written_or_read_ends_the_command_with_its_name(
-    base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_cannot_be_written_or_read_ends_the_command_with_its_name(base, monkeypatch):
     write = os.pwrite
 
     def full(descriptor: int, data: bytes, offset: int) -> int:
@@ -311,7 +307,7 @@ def other_features(base: Path) -> Path:
     return base / "features-2"
 
 
-def test_features_and_facts_of_two_models_are_refused_and_written_again(base: Path, other_features: Path) -> None:
+def test_features_and_facts_of_two_models_are_refused_and_written_again(base, other_features):
     mixed = shutil.copytree(base / "features", base / "mixed")
     shutil.copy(other_features / "features.npy", mixed)
     with pytest.raises(UserError, match=r"48 of the 48 features checked are missing, damaged or of another model"):
@@ -324,7 +320,7 @@ def test_features_and_facts_of_two_models_are_refused_and_written_again(base: Pa
         train_here(*settings(base, "refused", stored="mixed"))
 
 
-def test_shards_that_are_away_or_altered_give_no_features_and_lose_none(base: Path) -> None:
+def test_shards_that_are_away_or_altered_give_no_features_and_lose_none(base):
     """Regression test: another dataset's shard gave features, which stayed when the shard was restored; of a shard that
     was away, -26 samples were lost, because the disk was full."""
     shutil.copytree(base / "shards", base / "altered")
@@ -348,7 +344,7 @@ def test_shards_that_are_away_or_altered_give_no_features_and_lose_none(base: Pa
     assert "2 samples are in shards that cannot be read" in found
 
 
-def test_facts_that_are_impossible_or_of_other_records_are_refused(base: Path, of_crops: Path, tmp_path: Path) -> None:
+def test_facts_that_are_impossible_or_of_other_records_are_refused(base, of_crops, tmp_path):
     wrong = {"tau": math.nan, "bias": math.inf, "dim": 2.5, "data": "x", "crops": 3}
     refused: list[tuple[Path, dict[str, Any], str]] = [
         (base / "features", {"facts": {name: value}}, rf"\(in features\.json, {name} is wrong: ")
@@ -365,7 +361,7 @@ def test_facts_that_are_impossible_or_of_other_records_are_refused(base: Path, o
             StoredFeatures(changed(stored, tmp_path / str(number), **given), setting=TEACHER)
 
 
-def test_a_run_goes_on_with_the_teacher_with_which_it_began(base: Path, other_features: Path) -> None:
+def test_a_run_goes_on_with_the_teacher_with_which_it_began(base, other_features):
     began = settings(base, "taught", "checkpoint.every=3")
     train_here(*began)
     shutil.rmtree(max((base / "taught" / "checkpoints").glob("step-*")))
@@ -400,9 +396,7 @@ def of_crops(base: Path) -> Path:
 CROPS = ("data.crop.scale=[0.3,0.9]", "checkpoint.every=3")
 
 
-def test_the_teacher_sees_the_crop_that_the_student_is_shown(
-    base: Path, of_crops: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_teacher_sees_the_crop_that_the_student_is_shown(base, of_crops, monkeypatch):
     """The features of a batch are those of its own images, in every epoch and for any number of workers."""
     teacher = load_for_evaluation(str(base / "teacher"))
     mean, std = teacher.architecture.mean, teacher.architecture.std
@@ -429,7 +423,7 @@ def test_the_teacher_sees_the_crop_that_the_student_is_shown(
     assert values(base, "crops-0") == values(base, "crops-2")
 
 
-def test_a_run_with_stored_crops_resumes_to_the_same_bits(base: Path, of_crops: Path) -> None:
+def test_a_run_with_stored_crops_resumes_to_the_same_bits(base, of_crops):
     folders = f"[{of_crops},{base / 'features'}]"
     more = (*CROPS, f"data.teacher_features={folders}")
     train_here(*settings(base, "crops-whole", *more))
@@ -442,7 +436,7 @@ def test_a_run_with_stored_crops_resumes_to_the_same_bits(base: Path, of_crops: 
     assert any(", 3 crops of each image" in message for message in told)
 
 
-def test_features_of_other_crops_are_refused(base: Path, of_crops: Path) -> None:
+def test_features_of_other_crops_are_refused(base, of_crops):
     def refused(message: str, *more: str, stored: str = "of-crops", resume: str | None = None) -> None:
         with pytest.raises(UserError, match=message):
             train_here(*settings(base, "crops-refused", *more, stored=stored), resume=resume)
@@ -463,7 +457,7 @@ def test_features_of_other_crops_are_refused(base: Path, of_crops: Path) -> None
     assert "holds features with another crops" in str(features(base, *given, output="of-crops").exception)
 
 
-def test_other_crops_are_computed_though_the_facts_were_lost(base: Path, of_crops: Path) -> None:
+def test_other_crops_are_computed_though_the_facts_were_lost(base, of_crops):
     """Regression test: the features of the former crops stayed, and the facts said that they were the new ones."""
     crops = ("--augmentations", "3", "--crop-scale", "0.3", "0.9")
     shutil.copytree(of_crops, base / "lost-facts")
@@ -473,9 +467,7 @@ def test_other_crops_are_computed_though_the_facts_were_lost(base: Path, of_crop
         assert (base / "lost-facts" / name).read_bytes() == (base / "other-crops" / name).read_bytes()
 
 
-def test_normalizers_are_measured_on_the_stored_crops(
-    base: Path, of_crops: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_normalizers_are_measured_on_the_stored_crops(base, of_crops, monkeypatch):
     train_here(*settings(base, "measured", *CROPS, stored="of-crops"))
     shown: list[StoredCrops] = []
     monkeypatch.setattr(Loader, "use_crops", lambda loader, crops: shown.append(crops))
@@ -483,7 +475,7 @@ def test_normalizers_are_measured_on_the_stored_crops(
     assert [(crops.count, crops.seed) for crops in shown] == 2 * [(3, 8)], "of both checkpoints"
 
 
-def test_features_that_are_not_finite_are_refused(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features_that_are_not_finite_are_refused(base, monkeypatch):
     teacher = StoredFeatures(base / "features", setting=TEACHER)
     nan = b"\x00\x7e" * (len(teacher._store.read(4)) // 2)
     monkeypatch.setattr(teacher._store, "read", lambda sample_id: nan)
@@ -491,7 +483,7 @@ def test_features_that_are_not_finite_are_refused(base: Path, monkeypatch: pytes
         teacher.read(torch.tensor([5]), epoch=0)
 
 
-def test_a_step_without_a_batch_needs_no_features(base: Path) -> None:
+def test_a_step_without_a_batch_needs_no_features(base):
     """The ids of the batch that stands in may be those of samples without features, such as 7."""
     run = load_recipe(None, [*SMALL, *settings(base, "standing-in")])
     Path(run.output).mkdir()
@@ -503,7 +495,7 @@ def test_a_step_without_a_batch_needs_no_features(base: Path) -> None:
 
 
 @pytest.mark.slow
-def test_runs_distill_the_same_with_micro_batches_and_on_two_ranks(base: Path) -> None:
+def test_runs_distill_the_same_with_micro_batches_and_on_two_ranks(base):
     train_here(*settings(base, "whole"))
     distilled = values(base, "whole", "distillation_loss")
     assert np.mean(distilled[-2:]) < np.mean(distilled[:2])

@@ -47,7 +47,7 @@ def served(site: Site) -> dict[str, list]:
     }
 
 
-def test_good_table_passes_without_notes(tmp_path: Path) -> None:
+def test_good_table_passes_without_notes(tmp_path):
     assert source_checks.check_source(config_for(tmp_path, good(), hash="sha256", rows=20)) == []
 
 
@@ -63,13 +63,13 @@ def test_good_table_passes_without_notes(tmp_path: Path) -> None:
         ({"sha256": {"other.parquet": "0" * 64}}, "names other.parquet, which is not among urls.parquet"),
     ],
 )
-def test_wrong_settings_are_refused_with_the_remedy(tmp_path: Path, source: dict[str, object], words: str) -> None:
+def test_wrong_settings_are_refused_with_the_remedy(tmp_path, source, words):
     with pytest.raises(UserError) as caught:
         source_checks.check_source(config_for(tmp_path, good(), **source))
     assert words in str(caught.value)
 
 
-def test_some_empty_captions_are_noted(tmp_path: Path) -> None:
+def test_some_empty_captions_are_noted(tmp_path):
     texts = ["", None] * 5 + ["a cat"] * 90
     lists = [None, [], ["", None], [" "], []] * 2 + [["", "a cat"]] * 90
     for captions in (texts, lists):
@@ -77,7 +77,7 @@ def test_some_empty_captions_are_noted(tmp_path: Path) -> None:
         assert source_checks.check_source(config) == ["10% of the first 100 captions are empty."]
 
 
-def test_a_column_of_other_hashes_is_refused(tmp_path: Path, site: Site) -> None:
+def test_a_column_of_other_hashes_is_refused(tmp_path, site):
     columns = served(site)
     columns["digest"] = [hashlib.sha256(url.encode()).hexdigest() for url in columns["url"]]
     config = config_for(tmp_path, columns, hash="digest")
@@ -86,7 +86,7 @@ def test_a_column_of_other_hashes_is_refused(tmp_path: Path, site: Site) -> None
         source_checks.check_hashes(config)
 
 
-def test_correct_hash_passes_and_changed_images_are_noted(tmp_path: Path, site: Site) -> None:
+def test_correct_hash_passes_and_changed_images_are_noted(tmp_path, site):
     columns = served(site)
     assert source_checks.check_hashes(config_for(tmp_path, columns, hash="digest")) == []
     refused = replace(config_for(tmp_path, columns, hash="digest"), guard=GuardConfig())
@@ -98,14 +98,14 @@ def test_correct_hash_passes_and_changed_images_are_noted(tmp_path: Path, site: 
     assert notes == ["25% of 12 probed images have changed since their hash was taken."]
 
 
-def test_probed_rows_without_a_url_give_no_image(tmp_path: Path, site: Site) -> None:
+def test_probed_rows_without_a_url_give_no_image(tmp_path, site):
     """Regression test: they used to end the download with an AttributeError."""
     columns = served(site)
     columns["url"][3] = None
     assert source_checks.check_hashes(config_for(tmp_path, columns, hash="digest")) == []
 
 
-def test_unavailable_distributor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_distributor_is_refused(monkeypatch):
     monkeypatch.setattr(source_checks.importlib.util, "find_spec", lambda name: None)
     source_checks.check_distributor(FetchConfig())
     for name in ("pyspark", "ray"):

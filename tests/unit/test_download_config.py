@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import httpx
 import pytest
 import yaml
@@ -37,13 +35,13 @@ from pipeline.errors import UserError
         ({"guard": {"contact": "a)\r\nX: y"}}, "guard.contact"),
     ],
 )
-def test_invalid_settings_are_refused(tree: dict[str, object], words: str) -> None:
+def test_invalid_settings_are_refused(tree, words):
     with pytest.raises(UserError, match="configuration is not valid") as caught:
         parse(DownloadConfig, {"output": "x", **tree})
     assert words in str(caught.value)
 
 
-def test_single_value_becomes_a_list() -> None:
+def test_single_value_becomes_a_list():
     words = ["output=x", "guard.allow_addresses=127.0.0.1", "guard.opt_outs=noai", "source.keep=NSFW"]
     config = parse(DownloadConfig, parse_overrides(words))
     assert config.guard.allow_addresses == ("127.0.0.1",)
@@ -51,18 +49,18 @@ def test_single_value_becomes_a_list() -> None:
     assert config.source.keep == ("NSFW",)
 
 
-def test_an_unquoted_no_is_the_resize_mode_not_false() -> None:
+def test_an_unquoted_no_is_the_resize_mode_not_false():
     config = parse(DownloadConfig, parse_overrides(["output=x", "image.resize_mode=no"]))
     assert config.image.resize_mode == "no"
     assert parse(DownloadConfig, yaml.safe_load(dump(config))) == config
 
 
-def test_output_is_required() -> None:
+def test_output_is_required():
     with pytest.raises(UserError, match="output is required"):
         parse(DownloadConfig, {})
 
 
-def test_explicit_settings_override_the_named_source() -> None:
+def test_explicit_settings_override_the_named_source():
     found = resolve(SourceConfig(name="cc3m", table="x.tsv", caption="text", header=("text", "url")))
     assert (found.caption, found.url, found.format, found.rows) == ("text", "url", "tsv", 3_318_333)
 
@@ -78,7 +76,7 @@ def test_explicit_settings_override_the_named_source() -> None:
         ("source.format=auto", "format", "auto"),
     ],
 )
-def test_a_setting_that_equals_the_default_wins_over_the_named_source(word: str, name: str, value: object) -> None:
+def test_a_setting_that_equals_the_default_wins_over_the_named_source(word, name, value):
     below = {"output": "x", "source": {"name": "datacomp-small"}}
     named = resolve(parse(DownloadConfig, below).source)
     assert (named.caption, named.hash, named.blur, named.files) == ("text", "sha256", "face_bboxes", "small/*.parquet")
@@ -87,7 +85,7 @@ def test_a_setting_that_equals_the_default_wins_over_the_named_source(word: str,
     assert getattr(parse(DownloadConfig, to_tree(config)).source, name) == value, "the value must survive a round trip"
 
 
-def test_faces_are_not_stored_unblurred(tmp_path: Path) -> None:
+def test_faces_are_not_stored_unblurred(tmp_path):
     tree = {
         "output": str(tmp_path),
         "source": {"name": "datacomp-small", "table": "x"},
@@ -98,7 +96,7 @@ def test_faces_are_not_stored_unblurred(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [httpx.ConnectError("no route\nto host"), httpx.ReadTimeout(""), RuntimeError()])
-def test_unreachable_hub_is_reported(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_unreachable_hub_is_reported(monkeypatch, error):
     def fail(*_: object, **__: object) -> None:
         raise error
 
@@ -108,17 +106,17 @@ def test_unreachable_hub_is_reported(monkeypatch: pytest.MonkeyPatch, error: Exc
         pin(SourceConfig(name="datacomp-small"))
 
 
-def test_unknown_source_suggests_the_nearest() -> None:
+def test_unknown_source_suggests_the_nearest():
     with pytest.raises(UserError, match="The nearest is cc12m"):
         resolve(SourceConfig(name="cc12"))
 
 
-def test_source_without_a_table_is_refused() -> None:
+def test_source_without_a_table_is_refused():
     with pytest.raises(UserError, match=r"needs source\.table"):
         resolve(SourceConfig(name="cc3m"))
 
 
-def test_downloads_of_earlier_versions_can_be_continued() -> None:
+def test_downloads_of_earlier_versions_can_be_continued():
     """Their plans and records have these rules, or a digest of them."""
     config = parse(DownloadConfig, {"output": "x", "image": {"background": "green"}})
     image = {"size": 256, "resize_mode": "keep_ratio", "skip_reencode": False, "encode_format": "jpg",

@@ -9,7 +9,6 @@ import shutil
 import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -43,7 +42,7 @@ TINY = {
 }
 
 
-def test_every_task_has_a_hub_repository() -> None:
+def test_every_task_has_a_hub_repository():
     assert tuple(HUB_SETS) == tuple(TASKS)
     assert all(hub_set.folder in folder_names(hub_set.task) for hub_set in HUB_SETS.values())
     assert len({hub_set.repo for hub_set in HUB_SETS.values()}) == 38
@@ -98,7 +97,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         yield Hub(site, FILES)
 
 
-def test_sets_come_from_the_hub_verified_and_pinned(hub: Hub, tmp_path: Path) -> None:
+def test_sets_come_from_the_hub_verified_and_pinned(hub, tmp_path):
     outcome = fetch_evalsets(tmp_path, endpoint=hub.base)
     assert outcome.problems == {}
     assert outcome.good == {"cifar10": 5, "retrieval/flickr": 3, "misc/winogavil": 2}
@@ -121,7 +120,7 @@ def test_sets_come_from_the_hub_verified_and_pinned(hub: Hub, tmp_path: Path) ->
 @pytest.mark.parametrize(
     "text", ["{", "[1]", '{"cifar10": 3}', '{"cifar10": {"files": {}}}', '{"cifar10": null}', "\0"]
 )
-def test_a_damaged_record_is_named(hub: Hub, tmp_path: Path, text: str) -> None:
+def test_a_damaged_record_is_named(hub, tmp_path, text):
     """Regression test: it was reported as a fault of the program."""
     (tmp_path / "evalsets.json").write_text(text)
     for work in (lambda: fetch_evalsets(tmp_path, endpoint=hub.base), lambda: check_evalsets(tmp_path)):
@@ -131,7 +130,7 @@ def test_a_damaged_record_is_named(hub: Hub, tmp_path: Path, text: str) -> None:
     assert fetch_evalsets(tmp_path, endpoint=hub.base).problems == {}
 
 
-def test_sets_that_another_process_fetches_meanwhile_stay_recorded(hub: Hub, tmp_path: Path) -> None:
+def test_sets_that_another_process_fetches_meanwhile_stay_recorded(hub, tmp_path):
     other = ("misc/winogavil",)
 
     def start_another(note: str) -> None:
@@ -143,7 +142,7 @@ def test_sets_that_another_process_fetches_meanwhile_stay_recorded(hub: Hub, tmp
     assert check_evalsets(tmp_path).problems == {}
 
 
-def test_wrong_bytes_missing_shards_and_missing_sets_are_reported(hub: Hub, tmp_path: Path) -> None:
+def test_wrong_bytes_missing_shards_and_missing_sets_are_reported(hub, tmp_path):
     hub.files["djghosh/wds_cifar10_test"]["test/0.tar"] = tar_of(range(1, 4))
     hub.stated["nlphuji/flickr"] = hub.files["nlphuji/flickr"] = {"TEST/test/0000.parquet": parquet_of(2)}
     del hub.files["nlphuji/winogavil"]
@@ -154,7 +153,7 @@ def test_wrong_bytes_missing_shards_and_missing_sets_are_reported(hub: Hub, tmp_
     assert "nlphuji/winogavil cannot be fetched" in outcome.problems["misc/winogavil"]
 
 
-def test_unreachable_hub_is_reported_for_every_set(hub: Hub, tmp_path: Path) -> None:
+def test_unreachable_hub_is_reported_for_every_set(hub, tmp_path):
     noted: list[str] = []
     outcome = fetch_evalsets(tmp_path, endpoint="http://127.0.0.1:9", on_note=noted.append)
     assert set(outcome.problems) == set(TINY)
@@ -162,14 +161,14 @@ def test_unreachable_hub_is_reported_for_every_set(hub: Hub, tmp_path: Path) -> 
     assert len(noted) == len(TINY)
 
 
-def test_wrong_number_of_classes_is_reported(hub: Hub, tmp_path: Path) -> None:
+def test_wrong_number_of_classes_is_reported(hub, tmp_path):
     repo = "djghosh/wds_cifar10_test"
     hub.files[repo]["classnames.txt"] = hub.stated[repo]["classnames.txt"] = b"cat\n"
     outcome = fetch_evalsets(tmp_path, ["cifar10"], endpoint=hub.base)
     assert "has 1 classes, but 2 are expected" in outcome.problems["cifar10"]
 
 
-def test_fetched_folder_can_serve_as_a_mirror(hub: Hub, tmp_path: Path) -> None:
+def test_fetched_folder_can_serve_as_a_mirror(hub, tmp_path):
     fetch_evalsets(tmp_path / "one", endpoint=hub.base)
     hub.asked.clear()
     words = [str(tmp_path / "two"), "--mirror", str(tmp_path / "one")]
@@ -189,14 +188,14 @@ def test_fetched_folder_can_serve_as_a_mirror(hub: Hub, tmp_path: Path) -> None:
     assert result.return_value == 0
 
 
-def test_unknown_names_are_refused(tmp_path: Path) -> None:
+def test_unknown_names_are_refused(tmp_path):
     with pytest.raises(UserError, match="The nearest is vtab/pets"):
         fetch_evalsets(tmp_path, ["vtab/pet"])
     with pytest.raises(UserError, match="is not a folder"):
         fetch_evalsets(tmp_path, mirror=tmp_path / "none")
 
 
-def test_datacomp_download_can_serve_as_a_mirror(tmp_path: Path) -> None:
+def test_datacomp_download_can_serve_as_a_mirror(tmp_path):
     """`download_evalsets.py` leaves `hf_cache/` with arrow files that name their images by absolute paths."""
     root = tmp_path / "datacomp"
     (root / "wds_cifar10_test/test").mkdir(parents=True)
@@ -214,7 +213,7 @@ def test_datacomp_download_can_serve_as_a_mirror(tmp_path: Path) -> None:
         assert "differ from what was fetched" in check_evalsets(tmp_path / "suite").problems["misc/winogavil"]
 
 
-def test_locking_a_custom_suite(tmp_path: Path) -> None:
+def test_locking_a_custom_suite(tmp_path):
     """`--lock` records the data of a suite; data that was recorded before must be unchanged."""
     folder = write_classification(tmp_path, replace(TASKS["cifar10"], key="mine"), samples=8)
     result = CliRunner().invoke(command, [str(tmp_path), "--lock"], standalone_mode=False)

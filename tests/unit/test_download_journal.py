@@ -41,7 +41,7 @@ def work(folder: Folder, clock: list[float], seconds: float, error: BaseExceptio
         raise error
 
 
-def test_killed_stopped_and_finished_sessions_each_have_one_line(folder: Folder, clock: list[float]) -> None:
+def test_killed_stopped_and_finished_sessions_each_have_one_line(folder, clock):
     killed = Journal(folder, FetchConfig())
     killed.__enter__()
     for _ in range(30):  # killed here, without leaving the context

@@ -7,11 +7,9 @@ import fcntl
 import json
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import IO
 
 import pytest
@@ -26,12 +24,11 @@ from data_prep.dataset.verification import delete_damaged
 from data_prep.fetching import shard_writer
 from data_prep.fetching.monitor import Monitor
 from data_prep.ingest import download, prepare
-from data_prep.settings.download_config import DownloadConfig
 from pipeline.errors import UserError
 from tests.ingested import ROWS, SHARD, copied, fetch_here, made, own_opener, site  # noqa: F401
 
 
-def test_a_changed_byte_of_the_list_gives_no_other_rows(copied: Path) -> None:
+def test_a_changed_byte_of_the_list_gives_no_other_rows(copied):
     """Regression test: a resumed download took the changed URL or caption for the planned one."""
     folder = Folder(copied)
     path, rows = folder.plan_part(0), [read_shard(folder, shard) for shard in range(ROWS // SHARD)]
@@ -50,7 +47,7 @@ def test_a_changed_byte_of_the_list_gives_no_other_rows(copied: Path) -> None:
     assert found > (len(body) - footer) / 11 / 2
 
 
-def test_publishing_a_shard_is_progress(made: DownloadConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_publishing_a_shard_is_progress(made, tmp_path, monkeypatch):
     """Regression test: an engine that needed five minutes to store a large shard was ended, each time."""
     config = replace(made, output=str(tmp_path / "data"))
     config, plan = prepare(config)
@@ -70,7 +67,7 @@ def test_publishing_a_shard_is_progress(made: DownloadConfig, tmp_path: Path, mo
     assert activities == {(6, 1), (6, 2)}
 
 
-def test_leftovers_of_killed_commands_are_removed_and_other_files_are_not(copied: Path) -> None:
+def test_leftovers_of_killed_commands_are_removed_and_other_files_are_not(copied):
     folder, token = Folder(copied), "0" * 32
     of_folder = [copied / f".datasheet.md.{token}.tmp", copied / f"plan/.plan.json.{token}.tmp"]
     of_shards = [copied / f"shards/.00001.tar.{token}.tmp", copied / f"meta/.00001.json.{token}.tmp", folder.commit(1)]
@@ -93,7 +90,7 @@ def test_leftovers_of_killed_commands_are_removed_and_other_files_are_not(copied
     assert all(path.exists() for path in mine)
 
 
-def test_downloads_that_divide_the_shards_differently_cannot_run_together(copied: Path) -> None:
+def test_downloads_that_divide_the_shards_differently_cannot_run_together(copied):
     folder = Folder(copied)
     with shared_lock(folder, 2), shared_lock(folder, 2):
         with pytest.raises(UserError, match="Another process is working"), shared_lock(folder, 3):
@@ -104,7 +101,7 @@ def test_downloads_that_divide_the_shards_differently_cannot_run_together(copied
         pass
 
 
-def test_workers_that_start_together_do_not_refuse_each_other(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_that_start_together_do_not_refuse_each_other(copied, monkeypatch):
     """Regression test: both tried the lock that a run with another number of workers had left behind."""
     folder, flock, begin = Folder(copied), fcntl.flock, threading.Barrier(4, timeout=10)
 
@@ -125,7 +122,7 @@ def test_workers_that_start_together_do_not_refuse_each_other(copied: Path, monk
         list(pool.map(work, range(4), timeout=30))
 
 
-def test_settings_of_samples_cannot_change_while_a_download_works(made: DownloadConfig, tmp_path: Path) -> None:
+def test_settings_of_samples_cannot_change_while_a_download_works(made, tmp_path):
     """Regression test: before its first shard they could, and its shards were refused at the end."""
     first = replace(made, output=str(tmp_path / "new"))
     other = replace(first, image=replace(first.image, size=99))
@@ -138,9 +135,7 @@ def test_settings_of_samples_cannot_change_while_a_download_works(made: Download
     assert prepare(other)[1].rules["image"]["size"] == 99
 
 
-def test_removals_and_deletions_are_refused_while_another_process_uses_the_folder(
-    made: DownloadConfig, copied: Path
-) -> None:
+def test_removals_and_deletions_are_refused_while_another_process_uses_the_folder(made, copied):
     folder = Folder(copied)
     with shared_lock(folder), shared_lock(folder), part_lock(folder, 0):
         for work in (lambda: remove(copied, {"x"}), lambda: delete_damaged(copied, [])):
@@ -153,9 +148,7 @@ def test_removals_and_deletions_are_refused_while_another_process_uses_the_folde
 
 
 @pytest.mark.parametrize("lock", [exclusive_lock, worker_lock])
-def test_a_command_waits_for_the_engine_of_a_killed_one(
-    copied: Path, monkeypatch: pytest.MonkeyPatch, lock: Callable[[Folder], AbstractContextManager[None]]
-) -> None:
+def test_a_command_waits_for_the_engine_of_a_killed_one(copied, monkeypatch, lock):
     """Regression test: both finished the same commit, and the new command failed because a file was gone."""
     folder = Folder(copied, worker=3)
     with ExitStack() as engine:

@@ -25,7 +25,7 @@ def outcomes(samples: int, **failures: int) -> Outcomes:
     return Outcomes({SUCCESS: samples, **failures})
 
 
-def test_collapse_is_detected_within_one_window(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collapse_is_detected_within_one_window(monkeypatch):
     monkeypatch.setattr(monitor_module, "WINDOW", 100)
     window = SuccessWindow(MonitorConfig(min_success=0.2))
     for done in range(0, 1_000, 50):
@@ -37,7 +37,7 @@ def test_collapse_is_detected_within_one_window(monkeypatch: pytest.MonkeyPatch)
     assert window.suspect_from <= 850, "one window before the bad one began"
 
 
-def test_constant_low_success_and_a_disabled_limit_are_no_collapse(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_constant_low_success_and_a_disabled_limit_are_no_collapse(monkeypatch):
     monkeypatch.setattr(monitor_module, "WINDOW", 100)
     low = SuccessWindow(MonitorConfig(min_success=0.2))
     for done in range(100, 2_000, 100):
@@ -60,7 +60,7 @@ def live(folder: Folder, shard: int, *, pid: int = os.getpid(), published: bool 
     return path
 
 
-def test_monitor_counts_each_shard_once(folder: Folder) -> None:
+def test_monitor_counts_each_shard_once(folder):
     """In progress, published, published by a worker that died before it said so, and reported again."""
     live(folder, 3, success=5)
     monitor = Monitor(folder, (0, 1, 2))
@@ -79,7 +79,7 @@ def test_monitor_counts_each_shard_once(folder: Folder) -> None:
     assert (left.exists(), monitor.is_working) == (False, False)
 
 
-def test_a_record_from_before_a_retry_does_not_end_it(folder: Folder) -> None:
+def test_a_record_from_before_a_retry_does_not_end_it(folder):
     folder.record(0).write_text(ShardRecord(0, "p", 10, 6, 1, "", {"timeout": 4}).text())
     monitor = Monitor(folder, (0,))
     monitor.end(had_records=True)
@@ -89,7 +89,7 @@ def test_a_record_from_before_a_retry_does_not_end_it(folder: Folder) -> None:
     assert (monitor.waiting, monitor.now) == (set(), {"success": 1, "timeout": 3})
 
 
-def test_monitor_notices_a_dead_worker(folder: Folder) -> None:
+def test_monitor_notices_a_dead_worker(folder):
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     monitor = Monitor(folder, (0, 1))
@@ -100,7 +100,7 @@ def test_monitor_notices_a_dead_worker(folder: Folder) -> None:
 
 
 @pytest.mark.parametrize("begins", [False, True])
-def test_a_cluster_may_take_longer_to_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begins: bool) -> None:
+def test_a_cluster_may_take_longer_to_begin(tmp_path, monkeypatch, begins):
     """Regression test: Spark on a busy machine, or waiting in a queue, was restarted until the download gave up."""
     tree = {"output": str(tmp_path), "fetch": {"distributor": "ray"}}
     folder = Folder(tmp_path)
@@ -127,9 +127,7 @@ def test_a_cluster_may_take_longer_to_begin(tmp_path: Path, monkeypatch: pytest.
         ("echo boom; exit 3", 60, "ended with exit status 3"),
     ],
 )
-def test_hanging_or_dying_engine_is_restarted_and_then_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, stall: float, problem: str
-) -> None:
+def test_hanging_or_dying_engine_is_restarted_and_then_given_up(tmp_path, monkeypatch, body, stall, problem):
     config = parse(DownloadConfig, {"output": str(tmp_path)})
     Folder(tmp_path).make()
     started = []
@@ -137,7 +135,7 @@ def test_hanging_or_dying_engine_is_restarted_and_then_given_up(
 
     def stand_in(command: list[str], **options: object) -> subprocess.Popen[bytes]:
         started.append(command)
-        return popen(["sh", "-c", body], **options)  # type: ignore[call-overload]
+        return popen(["sh", "-c", body], **options)
 
     monkeypatch.setattr(supervisor.subprocess, "Popen", stand_in)
     monkeypatch.setattr(supervisor, "STALL", stall)

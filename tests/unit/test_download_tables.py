@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -28,7 +27,7 @@ def rows_of(source: SourceConfig) -> list[dict[str, str]]:
     return [row for batch in read(source) for row in batch.to_pylist()]
 
 
-def test_parquet_folder_is_read_in_name_order(tmp_path: Path) -> None:
+def test_parquet_folder_is_read_in_name_order(tmp_path):
     for k in (1, 0):
         pq.write_table(pa.Table.from_pylist(ROWS[2 * k : 2 * k + 2]), tmp_path / f"part-{k}.parquet")
     source = SourceConfig(table=str(tmp_path))
@@ -36,7 +35,7 @@ def test_parquet_folder_is_read_in_name_order(tmp_path: Path) -> None:
     assert count_known(source) == 4
 
 
-def test_local_copy_may_be_one_folder_or_the_whole_repository(tmp_path: Path) -> None:
+def test_local_copy_may_be_one_folder_or_the_whole_repository(tmp_path):
     for scale in ("medium", "small"):
         (tmp_path / scale).mkdir()
         pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / scale / "a.parquet")
@@ -47,7 +46,7 @@ def test_local_copy_may_be_one_folder_or_the_whole_repository(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["cc3m", "cc12m"])
-def test_conceptual_captions_tsv_without_header_or_quoting(tmp_path: Path, name: str) -> None:
+def test_conceptual_captions_tsv_without_header_or_quoting(tmp_path, name):
     from data_prep.settings.source_config import SOURCES, resolve
 
     header = SOURCES[name].settings["header"]
@@ -59,7 +58,7 @@ def test_conceptual_captions_tsv_without_header_or_quoting(tmp_path: Path, name:
 
 
 @pytest.mark.parametrize("kind", ["tsv", "csv"])
-def test_lines_with_a_wrong_number_of_fields_are_skipped_and_counted(tmp_path: Path, kind: str) -> None:
+def test_lines_with_a_wrong_number_of_fields_are_skipped_and_counted(tmp_path, kind):
     mark = {"tsv": "\t", "csv": ","}[kind]
     lines = [f"a cat {k}{mark}http://example.org/{k}.jpg" for k in range(40)]
     lines[7], lines[20] = f"one{mark}two{mark}three", "alone"
@@ -78,7 +77,7 @@ def test_lines_with_a_wrong_number_of_fields_are_skipped_and_counted(tmp_path: P
         rows_of(SourceConfig(table=str(tmp_path / f"list.{kind}"), header=("caption", "url")))
 
 
-def test_gzipped_tsv_and_jsonl(tmp_path: Path) -> None:
+def test_gzipped_tsv_and_jsonl(tmp_path):
     tsv = "url\tcaption\n" + "".join(f"{row['url']}\t{row['caption']}\n" for row in ROWS)
     (tmp_path / "list.tsv.gz").write_bytes(gzip.compress(tsv.encode()))
     assert rows_of(SourceConfig(table=str(tmp_path / "list.tsv.gz"))) == ROWS
@@ -87,7 +86,7 @@ def test_gzipped_tsv_and_jsonl(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", [(), ("likes",)])
-def test_unused_jsonl_fields_may_hold_anything(tmp_path: Path, keep: tuple[str, ...]) -> None:
+def test_unused_jsonl_fields_may_hold_anything(tmp_path, keep):
     odd = [1, "many", None, {"a": 1}]
     rows = [{**row, "score": odd[k], "likes": None if k == 0 else k / 2} for k, row in enumerate(ROWS)]
     (tmp_path / "list.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -95,7 +94,7 @@ def test_unused_jsonl_fields_may_hold_anything(tmp_path: Path, keep: tuple[str, 
     assert found == [{name: row[name] for name in ("url", "caption", *keep)} for row in rows]
 
 
-def test_jsonl_boxes_and_missing_or_broken_parts(tmp_path: Path) -> None:
+def test_jsonl_boxes_and_missing_or_broken_parts(tmp_path):
     path = tmp_path / "list.jsonl.gz"
     boxes = [[], None, [[0, 0, 1, 0.5]], [[0.1, 0.1, 0.2, 0.2]]]
     lines = [json.dumps({**row, "faces": boxes[k], "x": k or "none"}) + "\n" for k, row in enumerate(ROWS)]
@@ -110,13 +109,13 @@ def test_jsonl_boxes_and_missing_or_broken_parts(tmp_path: Path) -> None:
             rows_of(SourceConfig(table=str(tmp_path / "list.jsonl")))
 
 
-def test_missing_column_error_lists_the_existing_columns(tmp_path: Path) -> None:
+def test_missing_column_error_lists_the_existing_columns(tmp_path):
     pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "a.parquet")
     with pytest.raises(UserError, match=r"no column 'TEXT'\. Its columns are 'url', 'caption'"):
         rows_of(SourceConfig(table=str(tmp_path), caption="TEXT"))
 
 
-def test_damaged_and_missing_files_are_refused(tmp_path: Path) -> None:
+def test_damaged_and_missing_files_are_refused(tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"PAR1 not really")
     with pytest.raises(UserError, match=r"is not a complete parquet file.*a web page"):
         rows_of(SourceConfig(table=str(tmp_path)))
@@ -126,7 +125,7 @@ def test_damaged_and_missing_files_are_refused(tmp_path: Path) -> None:
         files_of(SourceConfig(table=str(tmp_path), format="csv"))
 
 
-def test_json_lists_mappings_and_columns_give_the_same_rows(tmp_path: Path) -> None:
+def test_json_lists_mappings_and_columns_give_the_same_rows(tmp_path):
     """Their captions may be lists, as those of Karpathy's splits and SBU."""
     urls = [row["url"] for row in ROWS]
     lists = [[caption, "second"] for caption in CAPTIONS]
@@ -159,13 +158,13 @@ def test_json_lists_mappings_and_columns_give_the_same_rows(tmp_path: Path) -> N
         ("[" * 100_000, "cannot be read as jsonl"),
     ],
 )
-def test_other_json_is_refused(tmp_path: Path, text: str, words: str) -> None:
+def test_other_json_is_refused(tmp_path, text, words):
     (tmp_path / "list.json").write_text(text)
     with pytest.raises(UserError, match=words):
         rows_of(SourceConfig(table=str(tmp_path / "list.json")))
 
 
-def test_caption_lists_and_texts_do_not_mix(tmp_path: Path) -> None:
+def test_caption_lists_and_texts_do_not_mix(tmp_path):
     for name, caption in (("a", ["x"]), ("b", "y")):
         pq.write_table(
             pa.table({"url": ["http://a.org"], "caption": [caption], "captions": [2]}), tmp_path / f"{name}.parquet"

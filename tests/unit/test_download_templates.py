@@ -20,14 +20,14 @@ TEMPLATES = sorted(JOBS.glob("cluster/download-*.sh"))
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_recipe_parses_and_its_source_resolves(recipe: Path) -> None:
+def test_recipe_parses_and_its_source_resolves(recipe):
     tree = merge(read_yaml(recipe), {"source": {"table": "urls.parquet"}})
     config = parse(DownloadConfig, tree)
     assert resolve(config.source).name in SOURCES
     assert config.output
 
 
-def test_dfn_subsets_are_nested_with_the_stated_fractions() -> None:
+def test_dfn_subsets_are_nested_with_the_stated_fractions():
     found = {p.stem: parse(DownloadConfig, read_yaml(p)).subset for p in RECIPES if p.stem.startswith("dfn")}
     names = ("dfn-1.37m", "dfn-14m", "dfn-192m", "dfn-1b")
     fractions = [found[name].fraction for name in names]
@@ -37,7 +37,7 @@ def test_dfn_subsets_are_nested_with_the_stated_fractions() -> None:
 
 
 @pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.stem)
-def test_template_dry_runs(template: Path, tmp_path: Path) -> None:
+def test_template_dry_runs(template, tmp_path):
     environment = {
         **os.environ,
         "DRY_RUN": "1",
@@ -55,7 +55,7 @@ def test_template_dry_runs(template: Path, tmp_path: Path) -> None:
     assert subprocess.run(["bash", "-n", str(template)], check=True).returncode == 0
 
 
-def test_slurm_template_runs_with_a_fake_sbatch(tmp_path: Path) -> None:
+def test_slurm_template_runs_with_a_fake_sbatch(tmp_path):
     """The fake records the command of each step, with the array variable filled in."""
     bin_folder = tmp_path / "bin"
     bin_folder.mkdir()
@@ -92,7 +92,7 @@ def test_slurm_template_runs_with_a_fake_sbatch(tmp_path: Path) -> None:
     assert [config.fetch.worker for config in configs] == [0, 0, 0, 3]
 
 
-def test_command_lines_in_recipes_name_their_file() -> None:
+def test_command_lines_in_recipes_name_their_file():
     for recipe in RECIPES:
         for line in recipe.read_text().splitlines():
             if "--recipe" in line:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,7 +64,7 @@ def written(objective: Any, image: Tensor, text: Tensor, tau: tuple[Tensor, Tens
 
 
 @pytest.mark.parametrize("name", objective_names())
-def test_every_method_equals_its_masked_formula(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_method_equals_its_masked_formula(name, monkeypatch):
     """In blocks of three rows; loss, feature gradients and the temperature's."""
     monkeypatch.setattr(pairwise, "LEAST_ROWS", 3)
     monkeypatch.setattr(pairwise, "CPU_BLOCK", 1)
@@ -89,7 +88,7 @@ def test_every_method_equals_its_masked_formula(name: str, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("name", objective_names())
-def test_a_batch_of_equal_pairs_has_no_negatives(name: str) -> None:
+def test_a_batch_of_equal_pairs_has_no_negatives(name):
     """Nothing is pushed apart, and nothing is inf or NaN, also in the next step."""
     objective = make(name)
     image, text = unit_features(BATCH)
@@ -105,7 +104,7 @@ def test_a_batch_of_equal_pairs_has_no_negatives(name: str) -> None:
     assert all(torch.isfinite(x).all() for x in objective.state_dict().values())
 
 
-def test_keys_are_those_of_tokens_pixels_and_ids() -> None:
+def test_keys_are_those_of_tokens_pixels_and_ids():
     generator = torch.Generator().manual_seed(1)
     text = torch.randint(0, 49408, (6, 77), generator=generator)
     pixels = torch.randint(0, 256, (6, 3, 8, 8), generator=generator, dtype=torch.uint8)
@@ -120,7 +119,7 @@ def test_keys_are_those_of_tokens_pixels_and_ids() -> None:
     assert batch_keys(text, torch.arange(6), None).shape == (6, 2)
 
 
-def test_keys_and_the_setting_need_each_other() -> None:
+def test_keys_and_the_setting_need_each_other():
     image, text = unit_features(BATCH)
     with pytest.raises(UserError, match=r"mask_equal = true, and compute.. was given no keys"):
         make("openclip").loss(image, text)
@@ -135,7 +134,7 @@ class Own(AutogradObjective):
         return -(image * text).sum(1).mean() / tau
 
 
-def test_runs_mask_the_pairs_that_they_read_and_advise_it(tmp_path: Path) -> None:
+def test_runs_mask_the_pairs_that_they_read_and_advise_it(tmp_path):
     """With GradCache as without; texts that are cut and equal captions are reported at the first step."""
     caption = b"one two three four five six seven eight nine"
     prepare(tmp_path)

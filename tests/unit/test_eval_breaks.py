@@ -90,7 +90,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
     return Whole(checkpoint, suite, results, set(summary["scores"]))
 
 
-def test_damage_is_refused_when_a_task_is_opened(tmp_path: Path) -> None:
+def test_damage_is_refused_when_a_task_is_opened(tmp_path):
     whole = write_tasks(tmp_path / "whole")
     for number, (key, damage, message) in enumerate(BREAKS):
         folder = tmp_path / str(number)
@@ -113,7 +113,7 @@ def check_scores(found: Result, results: Path, broken: set[str], keys: set[str])
     assert not any(mean["complete"] or mean["score"] is not None for mean in over_them)
 
 
-def test_damaged_tasks_are_not_scored_and_failures_are_bit_identical(whole: Whole, tmp_path: Path) -> None:
+def test_damaged_tasks_are_not_scored_and_failures_are_bit_identical(whole, tmp_path):
     """Stale scores are there: those of the whole suite. Images are decoded last."""
     suite, seen = tmp_path / "suite", []
     shutil.copytree(whole.suite, suite)
@@ -133,7 +133,7 @@ def test_damaged_tasks_are_not_scored_and_failures_are_bit_identical(whole: Whol
 
 
 @pytest.mark.parametrize("number", range(len(LOCKED)))
-def test_data_other_than_the_locks_is_not_scored(number: int, whole: Whole, tmp_path: Path) -> None:
+def test_data_other_than_the_locks_is_not_scored(number, whole, tmp_path):
     key, damage, message = LOCKED[number]
     suite, results = tmp_path / "suite", tmp_path / "results"
     shutil.copytree(whole.suite, suite)
@@ -149,7 +149,7 @@ def compare(entry: Entry, files: dict[str, str]) -> None:
     check_digests(entry.task.key, files, entry.expected["sha256"], folder=entry.folder, written="was recorded")
 
 
-def test_data_is_checked_against_counts_and_digests_of_the_suite(tmp_path: Path) -> None:
+def test_data_is_checked_against_counts_and_digests_of_the_suite(tmp_path):
     folder = write_classification(tmp_path, TASKS["cifar10"])
     digest = hashlib.sha256((folder / "test/0.tar").read_bytes()).hexdigest()
     facts = {"samples": 22, "classes": 6, "sha256": {"test/0.tar": digest}}
@@ -177,7 +177,7 @@ def test_data_is_checked_against_counts_and_digests_of_the_suite(tmp_path: Path)
         open_suite(tmp_path)
 
 
-def test_data_is_checked_against_the_record_of_the_fetch(tmp_path: Path) -> None:
+def test_data_is_checked_against_the_record_of_the_fetch(tmp_path):
     """The record is `evalsets.json`, as written when the evaluation sets are fetched."""
     folder = write_classification(tmp_path, TASKS["cifar10"])
     names = ("test/0.tar", "test/1.tar", "classnames.txt")
@@ -196,7 +196,7 @@ def test_data_is_checked_against_the_record_of_the_fetch(tmp_path: Path) -> None
         open_task(open_suite(tmp_path).entries[0])
 
 
-def test_partial_or_ambiguous_cache_is_refused(tmp_path: Path) -> None:
+def test_partial_or_ambiguous_cache_is_refused(tmp_path):
     version = write_cache(tmp_path)
     info = json.loads((version / "dataset_info.json").read_text())
     info["splits"]["test"]["num_examples"] = 12
@@ -212,14 +212,14 @@ def test_partial_or_ambiguous_cache_is_refused(tmp_path: Path) -> None:
         open_task(open_suite(tmp_path).entries[0])
 
 
-def test_keys_that_map_to_the_same_file_are_refused(tmp_path: Path) -> None:
+def test_keys_that_map_to_the_same_file_are_refused(tmp_path):
     (tmp_path / "tasks.yaml").write_text("a/b: {csv: x.csv, label: y}\na--b: {csv: x.csv, label: y}\n")
     with pytest.raises(TaskError, match="would write their results to the same file"):
         open_task(open_suite(tmp_path).entries[0])
     assert (Task("scenes/count", "").stem, Task("scenes-count", "").stem) == ("scenes--count", "scenes-count")
 
 
-def test_a_byte_order_mark_is_not_part_of_the_first_name(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_not_part_of_the_first_name(tmp_path):
     names = write_classification(tmp_path, TASKS["cifar10"], samples=4) / "classnames.txt"
     (entry,) = open_suite(tmp_path).entries
     plain = open_task(entry).classnames

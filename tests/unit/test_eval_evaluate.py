@@ -28,7 +28,7 @@ from pipeline.evaluation.datasets.webdataset import open_webdataset
 from pipeline.evaluation.protocols import association, classification, retrieval
 from pipeline.evaluation.protocols.texts import encode_texts
 from pipeline.evaluation.run.session import EvaluationConfig
-from pipeline.evaluation.run.summary import Evaluation, aggregate, describe
+from pipeline.evaluation.run.summary import aggregate, describe
 from pipeline.model.evaluation_model import EvaluationModel, for_evaluation
 from pipeline.model.towers import ModelConfig, build_towers
 from tests.checkpoints import QUICK, contents, make_model, save_checkpoint
@@ -36,18 +36,14 @@ from tests.evaluation_suite import write_classification
 
 
 @pytest.mark.parametrize("settings", [{"batch_size": 5, "workers": 2}, {"batch_size": 1000}, {"batch_size": 1}])
-def test_performance_settings_do_not_change_results(
-    model: EvaluationModel, suite: Path, expected: dict[str, bytes], tmp_path: Path, settings: dict[str, int]
-) -> None:
+def test_performance_settings_do_not_change_results(model, suite, expected, tmp_path, settings):
     threads = torch.get_num_threads()
     evaluate(model, suite=suite, output=tmp_path, config=dataclasses.replace(QUICK, **settings))
     assert contents(tmp_path) == expected
     assert torch.get_num_threads() == threads
 
 
-def test_several_checkpoints_in_one_pass_match_separate_passes(
-    model: EvaluationModel, suite: Path, expected: dict[str, bytes], tmp_path: Path
-) -> None:
+def test_several_checkpoints_in_one_pass_match_separate_passes(model, suite, expected, tmp_path):
     others = [make_model(1), make_model(2, image_size=48)]  # one of them with different preprocessing
     found = evaluate([others[0], model, others[1]], suite=suite, output=tmp_path, config=QUICK)
     assert contents(tmp_path / "model-0") == expected
@@ -58,7 +54,7 @@ def test_several_checkpoints_in_one_pass_match_separate_passes(
     assert contents(alone) != expected
 
 
-def test_unchanged_results_are_not_recomputed(model: EvaluationModel, suite: Path, tmp_path: Path) -> None:
+def test_unchanged_results_are_not_recomputed(model, suite, tmp_path):
     first = evaluate(model, suite=suite, output=tmp_path, config=QUICK)[0]
     written = {path: path.stat().st_ino for path in tmp_path.glob("*.json") if path.name not in ("summary.json",)}
     second = evaluate(model, suite=suite, output=tmp_path, config=QUICK)[0]
@@ -71,7 +67,7 @@ def test_unchanged_results_are_not_recomputed(model: EvaluationModel, suite: Pat
     assert not other.reused
 
 
-def test_changed_data_prompts_or_settings_are_recomputed(model: EvaluationModel, tmp_path: Path) -> None:
+def test_changed_data_prompts_or_settings_are_recomputed(model, tmp_path):
     suite, output = tmp_path / "suite", tmp_path / "out"
     folder = write_classification(suite, TASKS["vtab/clevr_closest_object_distance"])
 
@@ -90,7 +86,7 @@ def test_changed_data_prompts_or_settings_are_recomputed(model: EvaluationModel,
     assert not reused(dataclasses.replace(QUICK, blank_class="drop"))
 
 
-def test_results_from_before_a_crash_are_kept(model: EvaluationModel, suite: Path, tmp_path: Path) -> None:
+def test_results_from_before_a_crash_are_kept(model, suite, tmp_path):
     def crash(key: str, evaluations: Sequence[object]) -> None:
         raise KeyboardInterrupt
 
@@ -110,7 +106,7 @@ def corrupt_one_image(folder: Path) -> str:
     return member.name.split(".")[0]
 
 
-def test_failed_task_is_reported_and_the_others_are_scored(model: EvaluationModel, tmp_path: Path) -> None:
+def test_failed_task_is_reported_and_the_others_are_scored(model, tmp_path):
     suite, output = tmp_path / "suite", tmp_path / "out"
     folders = [write_classification(suite, TASKS[key]) for key in ("imagenet1k", "imagenetv2", "imagenet-a")]
     whole = evaluate(model, suite=suite, output=output, config=QUICK)[0]
@@ -134,9 +130,7 @@ def test_failed_task_is_reported_and_the_others_are_scored(model: EvaluationMode
     assert "and 30 more" in describe(aggregate(found.results)["DataComp Average"]).partition("without")[2]
 
 
-def test_non_finite_features_fail_only_their_checkpoint(
-    model: EvaluationModel, suite: Path, expected: dict[str, bytes], tmp_path: Path
-) -> None:
+def test_non_finite_features_fail_only_their_checkpoint(model, suite, expected, tmp_path):
     class Broken(EvaluationModel):
         def encode_image(self, image: Tensor) -> Tensor:
             features = super().encode_image(image)
@@ -153,7 +147,7 @@ def test_non_finite_features_fail_only_their_checkpoint(
     assert contents(tmp_path / "model-0") == expected
 
 
-def test_results_of_other_tasks_stay_in_the_summary(model: EvaluationModel, suite: Path, tmp_path: Path) -> None:
+def test_results_of_other_tasks_stay_in_the_summary(model, suite, tmp_path):
     opened = open_suite(suite)
     for key in ("imagenet1k", "misc/winogavil"):
         evaluate(model, suite=opened.only([key]), output=tmp_path, config=QUICK)
@@ -162,7 +156,7 @@ def test_results_of_other_tasks_stay_in_the_summary(model: EvaluationModel, suit
     assert set(json.loads((tmp_path / "timings.json").read_text())["tasks"]) == {"imagenet1k", "misc/winogavil"}
 
 
-def test_outcomes_reproduce_the_metrics(evaluated: tuple[Path, Evaluation]) -> None:
+def test_outcomes_reproduce_the_metrics(evaluated):
     for key, result in evaluated[1].results.items():
         assert result.inputs["micro_batch"] == QUICK.micro_batch, "it may change the last bits"
         outcomes = dict(np.load(evaluated[0] / f"{TASKS[key].stem}.outcomes.npz", allow_pickle=False))
@@ -174,7 +168,7 @@ def test_outcomes_reproduce_the_metrics(evaluated: tuple[Path, Evaluation]) -> N
             assert module.metrics(outcomes) == result.metrics
 
 
-def test_examples_show_the_best_images(evaluated: tuple[Path, Evaluation]) -> None:
+def test_examples_show_the_best_images(evaluated):
     folder = next(evaluated[0].glob("*.examples"))
     examples = json.loads((folder / "examples.json").read_text())
     assert len(examples) == retrieval.EXAMPLES
@@ -187,14 +181,14 @@ def test_examples_show_the_best_images(evaluated: tuple[Path, Evaluation]) -> No
         assert (folder / f"{example['right']}.jpg").is_file()
 
 
-def test_compute_keeps_the_order_and_propagates_errors() -> None:
+def test_compute_keeps_the_order_and_propagates_errors():
     with Compute(torch.device("cpu"), threads=3) as compute:
         assert list(compute.map(lambda k: k * k, ((k,) for k in range(50)))) == [k * k for k in range(50)]
         with pytest.raises(ZeroDivisionError):
             list(compute.map(lambda k: 1 // k, [(1,), (0,)]))
 
 
-def test_every_micro_batch_of_texts_is_progress(model: EvaluationModel) -> None:
+def test_every_micro_batch_of_texts_is_progress(model):
     """A unit of texts may take longer than a rank may be silent."""
     seen: list[None] = []
     with Compute(torch.device("cpu"), threads=2, on_result=lambda: seen.append(None)) as compute:
@@ -202,7 +196,7 @@ def test_every_micro_batch_of_texts_is_progress(model: EvaluationModel) -> None:
     assert len(seen) == 3
 
 
-def test_every_form_of_checkpoint_is_accepted(suite: Path, tmp_path: Path, expected: dict[str, bytes]) -> None:
+def test_every_form_of_checkpoint_is_accepted(suite, tmp_path, expected):
     """Our checkpoint, a run, a hub folder and ARCH:FILE with the same weights give the same results."""
     folder = save_checkpoint(tmp_path / "run/checkpoints/step-00000500", 0)
     hub = tmp_path / "hub"
@@ -221,7 +215,7 @@ def test_every_form_of_checkpoint_is_accepted(suite: Path, tmp_path: Path, expec
     assert (tmp_path / "run/evaluation/step-00000500/imagenet1k.json").read_bytes() == expected["imagenet1k.json"]
 
 
-def test_damaged_and_mismatched_checkpoints_are_refused(suite: Path, tmp_path: Path) -> None:
+def test_damaged_and_mismatched_checkpoints_are_refused(suite, tmp_path):
     folder = save_checkpoint(tmp_path / "step-00000001", 0)
     with pytest.raises(UserError, match="another architecture"):
         evaluate(f"ViT-B-32:{folder / 'open_clip_model.safetensors'}", suite=suite)
@@ -241,7 +235,7 @@ def test_damaged_and_mismatched_checkpoints_are_refused(suite: Path, tmp_path: P
         evaluate(str(tmp_path / "nothing"), suite=suite)
 
 
-def test_command_line(suite: Path, tmp_path: Path) -> None:
+def test_command_line(suite, tmp_path):
     folder = save_checkpoint(tmp_path / "step-00000001", 0)
     arguments = [str(folder), "--suite", str(suite), "--output", str(tmp_path / "out"), "--device", "cpu", "workers=0"]
     done = CliRunner().invoke(command, [*arguments, "--task", "imagenet1k"], standalone_mode=False)
@@ -262,12 +256,12 @@ def test_command_line(suite: Path, tmp_path: Path) -> None:
     assert "batch_size" in str(refused.exception)
 
 
-def test_two_checkpoints_that_would_share_a_folder_are_refused(suite: Path) -> None:
+def test_two_checkpoints_that_would_share_a_folder_are_refused(suite):
     with pytest.raises(UserError, match="Several checkpoints would write to"):
         evaluate([make_model(1), make_model(1)], suite=suite, config=QUICK)
 
 
-def test_tar_members_are_read_by_position(tmp_path: Path) -> None:
+def test_tar_members_are_read_by_position(tmp_path):
     """Images are read at their offset in the tar, in any order and in another process, too."""
     folder = write_classification(tmp_path, TASKS["cifar10"])
     images = pickle.loads(pickle.dumps(open_webdataset(folder).images))

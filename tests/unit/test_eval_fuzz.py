@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -85,9 +85,7 @@ def cached(root: Path) -> Path:
 
 
 @pytest.mark.parametrize(("write", "rounds"), [(saved, 100), (cached, 30)])
-def test_damaged_data_raises_only_documented_errors_and_loses_no_sample(
-    write: Callable[[Path], Path], rounds: int, tmp_path: Path
-) -> None:
+def test_damaged_data_raises_only_documented_errors_and_loses_no_sample(write, rounds, tmp_path):
     suite = write(tmp_path / "suite")
     whole = read_all(open_suite(suite))
     assert all(isinstance(counts, dict) for counts in whole.values()), whole
@@ -112,7 +110,7 @@ def test_damaged_data_raises_only_documented_errors_and_loses_no_sample(
     assert read_all(open_suite(suite)) == whole
 
 
-def test_damaged_records_and_results_raise_only_documented_errors(tmp_path: Path) -> None:
+def test_damaged_records_and_results_raise_only_documented_errors(tmp_path):
     """`suite.json`, the lock, results, outcomes and the summary, read by evaluations, watchers and reports."""
     suite, run = tmp_path / "suite", tmp_path / "run"
     write_classification(suite, TASKS["mnist"], samples=4)
@@ -139,7 +137,7 @@ def test_damaged_records_and_results_raise_only_documented_errors(tmp_path: Path
         path.write_bytes(body)
 
 
-def test_a_result_without_whole_outcomes_is_not_reused(tmp_path: Path) -> None:
+def test_a_result_without_whole_outcomes_is_not_reused(tmp_path):
     suite, output = tmp_path / "suite", tmp_path / "out"
     write_classification(suite, TASKS["mnist"], samples=8)
     model = make_model(0)
@@ -175,7 +173,7 @@ def damaged(path: Path) -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_damaged_array_is_missing_or_right(tmp_path: Path) -> None:
+def test_a_damaged_array_is_missing_or_right(tmp_path):
     cache = PixelCache(tmp_path, data="digest", micro_batch=1)
     cache.store("224", 0, ARRAY)
     (path,), missing = tmp_path.rglob("*.npz"), 0
@@ -189,7 +187,7 @@ def test_a_damaged_array_is_missing_or_right(tmp_path: Path) -> None:
     assert cache.load("224", 1) is None, "the file of another micro-batch"
 
 
-def test_pixels_on_a_full_disk_name_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_pixels_on_a_full_disk_name_the_reason(monkeypatch, tmp_path):
     monkeypatch.setattr(images, "replacing", lambda path: nullcontext(Path("/dev/full")))
     with pytest.raises(TaskError, match=r"The cache .* cannot be written \(No space left on device\)"):
         PixelCache(tmp_path, data="digest", micro_batch=1).store("224", 0, np.zeros((1, 300, 300, 3), np.uint8))

@@ -37,7 +37,7 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_a_copy_of_the_repository_that_is_not_installed_can_evaluate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_of_the_repository_that_is_not_installed_can_evaluate(monkeypatch):
     """Regression test: on a GPU machine whose PYTHONPATH named the folder, every evaluation was "probably a bug"."""
 
     def absent(package: str) -> str:
@@ -51,7 +51,7 @@ def test_a_copy_of_the_repository_that_is_not_installed_can_evaluate(monkeypatch
         version_of.cache_clear()
 
 
-def test_the_codes_digest_covers_every_module_that_an_evaluation_imports(tmp_path: Path) -> None:
+def test_the_codes_digest_covers_every_module_that_an_evaluation_imports(tmp_path):
     shutil.copytree(ROOT / "pipeline", tmp_path / "pipeline", ignore=shutil.ignore_patterns("__pycache__"))
     whole = code_digest(tmp_path)
     assert whole == code_digest(ROOT)
@@ -66,7 +66,7 @@ def test_the_codes_digest_covers_every_module_that_an_evaluation_imports(tmp_pat
         path.write_bytes(body)
 
 
-def test_the_key_of_cached_images_covers_what_decodes_them() -> None:
+def test_the_key_of_cached_images_covers_what_decodes_them():
     """Regression test: a module was moved, and the list named its old place."""
     files = [sorted(ROOT.glob(pattern)) for pattern in images.DECODERS]
     assert all(files)
@@ -83,9 +83,7 @@ def evaluated(model: EvaluationModel, suite: Path, output: Path, *keys: str, **s
     return tree
 
 
-def test_a_result_in_another_tasks_place_is_not_counted_and_computed_again(
-    model: EvaluationModel, suite: Path, tmp_path: Path
-) -> None:
+def test_a_result_in_another_tasks_place_is_not_counted_and_computed_again(model, suite, tmp_path):
     tmp_path /= "out"
     evaluated(model, suite, tmp_path, "cifar10", "mnist")
     whole = contents(tmp_path)
@@ -106,7 +104,7 @@ def quick_gelu(model: EvaluationModel) -> EvaluationModel:
     return dataclasses.replace(model, architecture=dataclasses.replace(model.architecture, model_cfg=config))
 
 
-def test_a_summary_has_results_of_one_identity_only(model: EvaluationModel, suite: Path, tmp_path: Path) -> None:
+def test_a_summary_has_results_of_one_identity_only(model, suite, tmp_path):
     """Regression test: results of the same weights with QuickGELU were counted with those without."""
     evaluated(model, suite, tmp_path, "cifar10")
     summary = evaluated(quick_gelu(model), suite, tmp_path, "mnist")
@@ -117,7 +115,7 @@ def test_a_summary_has_results_of_one_identity_only(model: EvaluationModel, suit
 @pytest.mark.parametrize(
     "change", ["metric: mean_per_class_recall", "templates: ['the {c}']", "classnames: {mug: cup}"]
 )
-def test_other_prompts_or_another_metric_are_another_score(model: EvaluationModel, tmp_path: Path, change: str) -> None:
+def test_other_prompts_or_another_metric_are_another_score(model, tmp_path, change):
     write_class_folders(tmp_path / "suite")
     yaml = tmp_path / "suite/tasks.yaml"
     yaml.write_text("one: {folder: photos}\ntwo: {folder: photos}\n")
@@ -152,9 +150,7 @@ def replaced_meanwhile(
 
 
 @pytest.mark.parametrize("replaced_meanwhile", [False, True], ids=["changed", "broken"], indirect=True)
-def test_data_replaced_during_an_evaluation_gets_no_score(
-    model: EvaluationModel, suite: Path, replaced_meanwhile: Path, tmp_path: Path
-) -> None:
+def test_data_replaced_during_an_evaluation_gets_no_score(model, suite, replaced_meanwhile, tmp_path):
     output, cache = tmp_path / "out", tmp_path / "cache"
     summary = evaluated(model, replaced_meanwhile, output, "cifar10", "mnist", cache=str(cache), micro_batch=4)
     assert "1.tar was changed while it was evaluated" in summary["failures"]["cifar10"]
@@ -169,9 +165,7 @@ def test_data_replaced_during_an_evaluation_gets_no_score(
     assert score == json.loads((tmp_path / "expected/cifar10.json").read_text())["metrics"]
 
 
-def test_an_image_elsewhere_that_is_replaced_after_it_was_hashed_gets_no_score(
-    model: EvaluationModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_image_elsewhere_that_is_replaced_after_it_was_hashed_gets_no_score(model, tmp_path, monkeypatch):
     """Regression test: files outside the task's folder were noted only after they had been hashed."""
     write_csv(tmp_path / "other", "kind")
     rows = (
@@ -201,7 +195,7 @@ def run(*arguments: object) -> Result:
     return CliRunner().invoke(command, [*map(str, arguments), "--device", "cpu", "workers=0"], standalone_mode=False)
 
 
-def test_a_misspelt_place_in_a_second_file_touches_no_result(tmp_path: Path) -> None:
+def test_a_misspelt_place_in_a_second_file_touches_no_result(tmp_path):
     """Regression test: the results of the first file's task were renamed to .stale."""
     checkpoint = save_checkpoint(tmp_path / "step-00000001", 0)
     write_class_folders(tmp_path)

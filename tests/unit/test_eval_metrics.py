@@ -38,7 +38,7 @@ def draw(seed: int, *, classes: int = 9, samples: int = 200) -> tuple[np.ndarray
 
 @given(SEEDS)
 @settings(max_examples=40, deadline=None)
-def test_classification_metrics_match_scikit_learn(seed: int) -> None:
+def test_classification_metrics_match_scikit_learn(seed):
     target, logits = draw(seed)
     found = {"target": target, **classification.keep(logits, labels=torch.from_numpy(target))}
     prediction = logits.argmax(1).numpy()
@@ -57,13 +57,13 @@ def test_classification_metrics_match_scikit_learn(seed: int) -> None:
     )
 
 
-def test_fewer_than_five_classes_have_no_acc5() -> None:
+def test_fewer_than_five_classes_have_no_acc5():
     found = {"target": np.array([0, 1]), "prediction": np.array([0, 0]), "rank": np.array([0, 1])}
     assert "acc5" not in classification.metrics(Task("t", "t"), found, classes=4)
     assert "acc5" in classification.metrics(Task("t", "t"), found, classes=5)
 
 
-def test_repeated_class_names_tie_and_the_lower_index_wins() -> None:
+def test_repeated_class_names_tie_and_the_lower_index_wins():
     side = TextSide(["crane", "dog", "crane"], templates=["a {c}."])
     assert side.units == [["crane", "dog"]]
     generator = torch.Generator().manual_seed(0)
@@ -76,7 +76,7 @@ def test_repeated_class_names_tie_and_the_lower_index_wins() -> None:
     assert (kept["rank"][crane] == 1).all()
 
 
-def test_a_class_whose_name_was_dropped_is_never_predicted() -> None:
+def test_a_class_whose_name_was_dropped_is_never_predicted():
     logits = torch.tensor([[0.0, 1.0, 2.0, 3.0, 4.0], [9.0, 1.0, 2.0, 3.0, 4.0]])
     kept = classification.keep(logits, labels=torch.tensor([5, 0]))
     assert kept["rank"].tolist() == [5, 0]  # rank 5 is not among the best five either
@@ -88,7 +88,7 @@ def test_a_class_whose_name_was_dropped_is_never_predicted() -> None:
     ("key", "expected"),
     [("wilds/fmow", 0.25), ("fairness/geode", 0.25), ("fairness/dollar_street", 0.5), ("wilds/camelyon17", 0.5)],
 )
-def test_worst_group_ignores_empty_groups(key: str, expected: float) -> None:
+def test_worst_group_ignores_empty_groups(key, expected):
     task = TASKS[key]
     group = np.array([0, 0, 0, 0, 5, 5, 7, 7])  # groups 1 to 4 and 6 have no samples
     rank = np.array([0, 1, 4, 9, 0, 0, 0, 6])
@@ -106,7 +106,7 @@ def brute_force_recall(images: torch.Tensor, captions: torch.Tensor, owner: np.n
 
 @given(SEEDS)
 @settings(max_examples=30, deadline=None)
-def test_retrieval_matches_brute_force_including_ties(seed: int) -> None:
+def test_retrieval_matches_brute_force_including_ties(seed):
     rng = np.random.default_rng(seed)
     counts = rng.integers(1, 8, 21)
     owner = np.repeat(np.arange(21), counts)
@@ -121,7 +121,7 @@ def test_retrieval_matches_brute_force_including_ties(seed: int) -> None:
         assert values[f"text_retrieval_recall@{k}"] == pytest.approx(by_image, abs=1e-12)
 
 
-def test_retrieval_block_size_does_not_change_results(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retrieval_block_size_does_not_change_results(monkeypatch):
     generator = torch.Generator().manual_seed(1)
     images, texts = torch.randn(50, 16, generator=generator), torch.randn(100, 16, generator=generator)
     side, owner = TextSide([str(k) for k in range(100)]), np.repeat(np.arange(50), 2)
@@ -132,7 +132,7 @@ def test_retrieval_block_size_does_not_change_results(monkeypatch: pytest.Monkey
 
 @given(SEEDS)
 @settings(max_examples=40, deadline=None)
-def test_jaccard_matches_scikit_learn(seed: int) -> None:
+def test_jaccard_matches_scikit_learn(seed):
     rng = np.random.default_rng(seed)
     scores, truth = rng.permutation(12).astype(float), np.zeros(12, bool)
     truth[rng.permutation(12)[: rng.integers(1, 7)]] = True
@@ -140,7 +140,7 @@ def test_jaccard_matches_scikit_learn(seed: int) -> None:
     assert association.jaccard(scores, truth) == pytest.approx(jaccard_score(truth, picked), abs=1e-12)
 
 
-def test_association_pools_the_instances_with_many_candidates() -> None:
+def test_association_pools_the_instances_with_many_candidates():
     found = {"jaccard": np.array([1.0, 0.0, 1.0, 0.0, 0.0]), "candidates": np.array([5, 6, 10, 12, 12])}
     values = association.metrics(found)
     assert values["jaccard_score_10-12"] == pytest.approx(1 / 3)  # not 1/2, the mean of the means by size
@@ -151,11 +151,11 @@ def test_association_pools_the_instances_with_many_candidates() -> None:
 @pytest.mark.parametrize(
     ("cue", "text"), [("Orchard", "An orchard"), ("bank", "A bank"), ("Uncle", "An uncle"), ("hour", "A hour")]
 )
-def test_cue_prompts(cue: str, text: str) -> None:
+def test_cue_prompts(cue, text):
     assert association.prompt(cue) == text
 
 
-def test_association_chance_matches_random_picks() -> None:
+def test_association_chance_matches_random_picks():
     instance = Instance("cue", tuple(range(10)), (True,) * 3 + (False,) * 7)
     data = TaskData(folder=None, layout="", images=FileImages([]), files=(), instances=(instance,))
     rng = np.random.default_rng(0)
@@ -164,14 +164,14 @@ def test_association_chance_matches_random_picks() -> None:
     assert association.Association(Task("t", "t"), data).chance() == pytest.approx(drawn, abs=0.005)
 
 
-def test_association_without_large_instances_is_an_error() -> None:
+def test_association_without_large_instances_is_an_error():
     instance = Instance("cue", (0, 1), (True, False))
     data = TaskData(folder=None, layout="", images=FileImages([]), files=(), instances=(instance,))
     with pytest.raises(TaskError, match="10 or more candidates"):
         association.Association(Task("t", "t"), data)
 
 
-def test_task_table_matches_the_benchmark() -> None:
+def test_task_table_matches_the_benchmark():
     protocols = [task.protocol for task in TASKS.values()]
     assert [protocols.count(name) for name in ("classification", "retrieval", "association")] == [35, 2, 1]
     assert {name: len(keys) for name, keys in AGGREGATES.items()} == {
@@ -192,7 +192,7 @@ def test_task_table_matches_the_benchmark() -> None:
     assert len({folder_names(task)[0] for task in TASKS.values()}) == 38
 
 
-def test_custom_tasks_are_in_no_aggregate() -> None:
+def test_custom_tasks_are_in_no_aggregate():
     """Each aggregate lists its task keys, so adding a custom task changes none of them."""
     before = dict(AGGREGATES)
     table = TASKS | {"vtab/mine": Task("vtab/mine", "Mine"), "retrieval/mine": Task("retrieval/mine", "Mine too")}
@@ -209,7 +209,7 @@ def test_custom_tasks_are_in_no_aggregate() -> None:
 
 
 @pytest.mark.parametrize("module", ["datacomp", "suite"])
-def test_table_and_readers_do_not_import_torch(module: str) -> None:
+def test_table_and_readers_do_not_import_torch(module):
     """`data_prep` uses them, too, and must start without importing torch."""
     code = f"import sys, pipeline.evaluation.datasets.{module}; print('torch' in sys.modules)"
     assert python("-c", code).stdout == "False\n"

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,16 +24,14 @@ from pipeline.evaluation.datasets.task_data import FileImages, TaskData, TaskErr
 from pipeline.evaluation.protocols.classification import class_details
 from pipeline.evaluation.protocols.retrieval import write_examples
 from pipeline.evaluation.run import images
-from pipeline.evaluation.run.evaluator import Evaluation
 from pipeline.evaluation.run.session import attempt
 from pipeline.files import replacing
-from pipeline.model.evaluation_model import EvaluationModel
 from pipeline.training.periodic_tests import InTrainingConfig, PeriodicEvaluation
 from tests.checkpoints import QUICK, contents, make_model, save_checkpoint
 from tests.evaluation_suite import image_bytes, write_classification
 
 
-def test_changed_data_is_refused_until_it_is_accepted(model: EvaluationModel, tmp_path: Path) -> None:
+def test_changed_data_is_refused_until_it_is_accepted(model, tmp_path):
     """All checkpoints of a run share one lock: a second checkpoint is not scored on other data than the first."""
     suite, run = tmp_path / "suite", tmp_path / "run/evaluation"
     write_classification(suite, TASKS["mnist"])
@@ -60,7 +57,7 @@ def test_changed_data_is_refused_until_it_is_accepted(model: EvaluationModel, tm
         evaluate(model, suite=suite, output=run / "step-00000100", config=QUICK)
 
 
-def test_summary_covers_one_suite_and_one_configuration(model: EvaluationModel, tmp_path: Path) -> None:
+def test_summary_covers_one_suite_and_one_configuration(model, tmp_path):
     """Results computed with other settings, or for another suite, are kept but not included in the averages."""
     suite, output = tmp_path / "suite", tmp_path / "out"
     shifts = AGGREGATES["ImageNet dist. shifts"]
@@ -91,7 +88,7 @@ def test_summary_covers_one_suite_and_one_configuration(model: EvaluationModel, 
     assert [path.name for path in output.glob("imagenet*.json")] != [], "their results must be kept"
 
 
-def test_formats_for_other_tools(evaluated: tuple[Path, Evaluation]) -> None:
+def test_formats_for_other_tools(evaluated):
     folder, found = evaluated
     lines = [json.loads(line) for line in (folder / "eval_results.jsonl").read_text().splitlines()]
     assert [line["key"] for line in lines] == list(found.results)
@@ -121,9 +118,7 @@ def test_formats_for_other_tools(evaluated: tuple[Path, Evaluation]) -> None:
 
 
 @pytest.mark.parametrize(("count", "workers"), [(1, 0), (1, 1), (2, 0)])
-def test_image_cache_does_not_change_results(
-    model: EvaluationModel, suite: Path, expected: dict[str, bytes], tmp_path: Path, count: int, workers: int
-) -> None:
+def test_image_cache_does_not_change_results(model, suite, expected, tmp_path, count, workers):
     """The second evaluation of a suite decodes nothing; images in damaged cache files are decoded again."""
     models = [model, make_model(2, image_size=48)][:count]
     cached = dataclasses.replace(QUICK, cache=str(tmp_path / "cache"))
@@ -149,7 +144,7 @@ def test_image_cache_does_not_change_results(
         assert contents(tmp_path / name if count == 1 else tmp_path / name / "model-0") == expected
 
 
-def test_bf16_is_recorded_in_the_results(model: EvaluationModel, suite: Path, tmp_path: Path) -> None:
+def test_bf16_is_recorded_in_the_results(model, suite, tmp_path):
     bf16 = dataclasses.replace(QUICK, precision="bf16")
     try:
         check_bf16(torch.device("cpu"))
@@ -166,9 +161,7 @@ def test_bf16_is_recorded_in_the_results(model: EvaluationModel, suite: Path, tm
         assert result.score == pytest.approx(found.results[key].score, abs=0.35), "only 37 samples, with ties"
 
 
-def test_failure_messages_are_clear_and_contain_no_addresses(
-    model: EvaluationModel, suite: Path, tmp_path: Path
-) -> None:
+def test_failure_messages_are_clear_and_contain_no_addresses(model, suite, tmp_path):
     with pytest.raises(TaskError) as raised:
         decode(b"no image", name="s1 in 0.tar")
     assert "0x" not in str(raised.value)
@@ -188,7 +181,7 @@ def test_failure_messages_are_clear_and_contain_no_addresses(
     assert "cannot be read or written: File name too long" in message
 
 
-def test_weights_of_another_image_size_are_noted(suite: Path, tmp_path: Path) -> None:
+def test_weights_of_another_image_size_are_noted(suite, tmp_path):
     folder = save_checkpoint(tmp_path / "step-00000001", 0)
     config = json.loads((folder / "open_clip_config.json").read_text())
     config["model_cfg"]["vision_cfg"]["image_size"] = 96
@@ -205,17 +198,13 @@ def full_disk(*_: Any, **__: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "out/summary.json")
 
 
-def test_full_disk_ends_every_process_with_the_same_message(
-    model: EvaluationModel, suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_ends_every_process_with_the_same_message(model, suite, tmp_path, monkeypatch):
     monkeypatch.setattr("pipeline.evaluation.run.summary.write_text", full_disk)
     with pytest.raises(UserError, match=r"out/summary.json cannot be read or written: No space left"):
         evaluate(model, suite=suite, output=tmp_path / "out", config=QUICK)
 
 
-def test_training_survives_an_evaluation_that_cannot_be_written(
-    model: EvaluationModel, suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_survives_an_evaluation_that_cannot_be_written(model, suite, tmp_path, monkeypatch):
     monkeypatch.setattr("pipeline.evaluation.run.summary.write_text", full_disk)
     periodic = PeriodicEvaluation(InTrainingConfig(suite=str(suite), workers=0), run=tmp_path, world=World())
     scores, failures = periodic(model, step=3)
@@ -225,23 +214,19 @@ def test_training_survives_an_evaluation_that_cannot_be_written(
     assert "(step 3)" in periodic.unscored()
 
 
-def test_errors_on_a_full_disk_name_the_file(tmp_path: Path) -> None:
+def test_errors_on_a_full_disk_name_the_file(tmp_path):
     with pytest.raises(OSError, match="No space left") as caught, replacing(tmp_path / "scores.json"):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert caught.value.filename == str(tmp_path / "scores.json")
 
 
-def test_read_only_output_is_refused_before_any_work(
-    model: EvaluationModel, suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_read_only_output_is_refused_before_any_work(model, suite, tmp_path, monkeypatch):
     monkeypatch.setattr("os.access", lambda path, mode: False)
     with pytest.raises(UserError, match=r"cannot be written to .*out: it is read-only"):
         evaluate(model, suite=suite, output=tmp_path / "out", config=QUICK)
 
 
-def test_two_evaluations_may_write_the_same_examples_at_once(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_two_evaluations_may_write_the_same_examples_at_once(tmp_path, tmp_path_factory):
     paths = [tmp_path_factory.mktemp("images") / f"image {k}" for k in range(6)]
     for k, path in enumerate(paths):
         path.write_bytes(image_bytes(np.random.default_rng(k), k)[1])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,12 +14,11 @@ from pipeline.errors import UserError
 from pipeline.evaluation import evaluate
 from pipeline.evaluation.datasets.suite import open_suite, open_task
 from pipeline.evaluation.datasets.task_data import TaskError
-from pipeline.model.evaluation_model import EvaluationModel
 from tests.checkpoints import QUICK
 from tests.own_tasks import CLASSES, bodies, labelled, one_task, opened, write_class_folders, write_csv, write_parquet
 
 
-def test_mistakes_in_the_yaml_are_reported(tmp_path: Path) -> None:
+def test_mistakes_in_the_yaml_are_reported(tmp_path):
     for text, message in (
         ("a: {}", "needs exactly one of folder, csv and dataset, but has none"),
         ("a: {folder: x, csv: y}", "but has folder and csv"),
@@ -43,7 +41,7 @@ def test_mistakes_in_the_yaml_are_reported(tmp_path: Path) -> None:
             open_suite(tmp_path)
 
 
-def test_data_that_does_not_match_the_yaml_is_reported(tmp_path: Path) -> None:
+def test_data_that_does_not_match_the_yaml_is_reported(tmp_path):
     write_csv(tmp_path, "kind")
     for text, message in (
         ("a: {folder: nowhere}", "There is no folder"),
@@ -62,7 +60,7 @@ def test_data_that_does_not_match_the_yaml_is_reported(tmp_path: Path) -> None:
             opened(tmp_path, text)
 
 
-def test_non_image_files_and_missing_images_are_reported(tmp_path: Path, model: EvaluationModel) -> None:
+def test_non_image_files_and_missing_images_are_reported(tmp_path, model):
     write_class_folders(tmp_path)
     (tmp_path / "photos/mug/notes.txt").write_text("stray")
     with pytest.raises(TaskError, match=r"holds notes\.txt, which is not an image"):
@@ -75,7 +73,7 @@ def test_non_image_files_and_missing_images_are_reported(tmp_path: Path, model: 
     assert "Cannot read" in found.failures["kinds"]
 
 
-def test_csvs_that_would_lose_or_shift_data_are_refused(tmp_path: Path) -> None:
+def test_csvs_that_would_lose_or_shift_data_are_refused(tmp_path):
     for number, (lines, message) in enumerate(
         (
             (["file,kind", "0.jpg,mug,1", "1.jpg,plate,2"], "more cells than the header"),
@@ -101,7 +99,7 @@ def test_csvs_that_would_lose_or_shift_data_are_refused(tmp_path: Path) -> None:
             opened(tmp_path / str(number), text)
 
 
-def test_images_that_would_be_skipped_in_class_folders_are_refused(tmp_path: Path) -> None:
+def test_images_that_would_be_skipped_in_class_folders_are_refused(tmp_path):
     write_class_folders(tmp_path)
     text = "mine: {folder: photos}"
     loose = tmp_path / "photos/loose.jpg"
@@ -114,7 +112,7 @@ def test_images_that_would_be_skipped_in_class_folders_are_refused(tmp_path: Pat
         opened(tmp_path, text)
 
 
-def test_files_elsewhere_are_read_only_with_consent(tmp_path: Path) -> None:
+def test_files_elsewhere_are_read_only_with_consent(tmp_path):
     """Names and links in the data of strangers could have any file of the user's read, and shown in a report."""
     private, root = tmp_path / "private", tmp_path / "suite"
     write_class_folders(private)
@@ -157,7 +155,7 @@ def test_files_elsewhere_are_read_only_with_consent(tmp_path: Path) -> None:
         opened(root, "mine: {folder: photos}")
 
 
-def test_parquet_of_other_splits_is_refused_and_numbers_may_have_any_form(tmp_path: Path) -> None:
+def test_parquet_of_other_splits_is_refused_and_numbers_may_have_any_form(tmp_path):
     text = "mine: {dataset: ds, label: label}"
     write_parquet(tmp_path / "a/ds/train.parquet", label=[0, 1])
     with pytest.raises(TaskError, match=r"no files of the split test, but of others \(train.parquet\): set split"):
@@ -170,7 +168,7 @@ def test_parquet_of_other_splits_is_refused_and_numbers_may_have_any_form(tmp_pa
     assert (padded.labels.tolist(), padded.classnames) == ([0, 2], ("0", "1", "2")), "numbers may begin with zeros"
 
 
-def test_cells_that_are_no_text_are_not_scored_as_text(tmp_path: Path) -> None:
+def test_cells_that_are_no_text_are_not_scored_as_text(tmp_path):
     """Regression test: a column of bytes was scored as numbers (captions) or as "b'cat'" (class names)."""
     cases: tuple[tuple[dict[str, list[Any]], str], ...] = (
         ({"caption": [1, 2]}, "row 0 of .* holds 1, which is not text"),
@@ -191,7 +189,7 @@ def test_cells_that_are_no_text_are_not_scored_as_text(tmp_path: Path) -> None:
             opened(tmp_path, f"mine: {{dataset: ds, {column}: {column}}}")
 
 
-def test_bytes_and_decimals_are_read_as_text_and_numbers(tmp_path: Path) -> None:
+def test_bytes_and_decimals_are_read_as_text_and_numbers(tmp_path):
     columns = {"kind": [b"cat", b"dog"], "number": [Decimal("1.00"), Decimal("0.00")]}
     write_parquet(tmp_path / "ds/test.parquet", caption=[b"one", b"two"], **columns)
     assert opened(tmp_path, "mine: {dataset: ds, caption: caption}").captions == (("one",), ("two",))
@@ -199,7 +197,7 @@ def test_bytes_and_decimals_are_read_as_text_and_numbers(tmp_path: Path) -> None
     assert opened(tmp_path, "mine: {dataset: ds, label: number}").classnames == ("0", "1")
 
 
-def test_a_task_with_one_class_has_no_score(tmp_path: Path, model: EvaluationModel) -> None:
+def test_a_task_with_one_class_has_no_score(tmp_path, model):
     write_class_folders(tmp_path)
     for name in CLASSES[1:]:
         shutil.rmtree(tmp_path / "photos" / name)
@@ -208,7 +206,7 @@ def test_a_task_with_one_class_has_no_score(tmp_path: Path, model: EvaluationMod
     assert "needs at least two" in found.failures["mine"]
 
 
-def test_a_task_does_not_take_the_place_of_the_summary(tmp_path: Path, model: EvaluationModel) -> None:
+def test_a_task_does_not_take_the_place_of_the_summary(tmp_path, model):
     write_class_folders(tmp_path)
     (tmp_path / "tasks.yaml").write_text(
         "Summary: {folder: photos}\nsuite.lock: {folder: photos}\nmine: {folder: photos}"

@@ -31,7 +31,7 @@ from tests.own_tasks import CLASSES, bodies, one_task, opened, write_class_folde
 from tests.web import serve
 
 
-def test_class_folders_with_custom_names_templates_and_metric(tmp_path: Path, model: EvaluationModel) -> None:
+def test_class_folders_with_custom_names_templates_and_metric(tmp_path, model):
     write_class_folders(tmp_path)
     Image.new("P", (8, 8)).save(tmp_path / "photos/mug/12.gif", transparency=0)
     text = """
@@ -58,7 +58,7 @@ products:
     assert other.results["products"].score == other.results["products"].metrics["F1-macro_all"]
 
 
-def test_every_class_may_have_prompts_of_its_own(tmp_path: Path, model: EvaluationModel) -> None:
+def test_every_class_may_have_prompts_of_its_own(tmp_path, model):
     write_class_folders(tmp_path)
     scores = []
     for given in (
@@ -83,7 +83,7 @@ def class_features(model: EvaluationModel, suite: Path) -> torch.Tensor:
     return torch.cat([texts.encode(model, unit, compute=compute, micro_batch=4) for unit in range(len(texts.units))])
 
 
-def test_transparent_pictures_are_on_white_in_own_tasks_only(tmp_path: Path) -> None:
+def test_transparent_pictures_are_on_white_in_own_tasks_only(tmp_path):
     picture = Image.new("RGBA", (8, 8), (10, 200, 30, 0))
     for name in ("a", "b"):
         (tmp_path / "photos" / name).mkdir(parents=True)
@@ -97,7 +97,7 @@ def test_transparent_pictures_are_on_white_in_own_tasks_only(tmp_path: Path) -> 
     assert not TaskData(tmp_path, "webdataset", data.images, ()).on_background, "official tasks drop alpha"
 
 
-def test_a_csv_of_labels_and_a_csv_of_captions(tmp_path: Path, model: EvaluationModel) -> None:
+def test_a_csv_of_labels_and_a_csv_of_captions(tmp_path, model):
     write_csv(tmp_path / "labels", "kind")
     data = opened(tmp_path / "labels", "kinds: {csv: items.csv, images: pictures, image: file, label: kind}")
     assert data.classnames == ("mug", "plate", "t shirt")
@@ -127,7 +127,7 @@ def saved_dataset(root: Path, *, parquet: bool) -> None:
 
 
 @pytest.mark.parametrize("parquet", [True, False])
-def test_hugging_face_dataset(tmp_path: Path, model: EvaluationModel, parquet: bool) -> None:
+def test_hugging_face_dataset(tmp_path, model, parquet):
     saved_dataset(tmp_path, parquet=parquet)
     data = opened(tmp_path, "birds: {dataset: birds, label: species, metric: acc1}")
     assert data.classnames == CLASSES, "the dataset's own label names"
@@ -135,7 +135,7 @@ def test_hugging_face_dataset(tmp_path: Path, model: EvaluationModel, parquet: b
     assert opened(tmp_path, "birds: {dataset: birds, label: species, classnames: [a, b, c]}").classnames == tuple("abc")
 
 
-def test_hub_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_dataset(tmp_path, monkeypatch):
     saved_dataset(tmp_path / "made", parquet=True)
     body = next((tmp_path / "made").rglob("*.parquet")).read_bytes()
     entry = one_task(tmp_path, "birds: {dataset: someone/birds, label: species}")
@@ -159,7 +159,7 @@ def test_hub_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert not hub.asked, "the dataset must be fetched only once"
 
 
-def test_command_accepts_a_yaml_file_with_or_without_benchmark_tasks(tmp_path: Path) -> None:
+def test_command_accepts_a_yaml_file_with_or_without_benchmark_tasks(tmp_path):
     write_class_folders(tmp_path)
     write_classification(tmp_path, replace(TASKS["mnist"], key="other"))
     (tmp_path / "tasks.yaml").write_text("products: {folder: photos}")
@@ -172,7 +172,7 @@ def test_command_accepts_a_yaml_file_with_or_without_benchmark_tasks(tmp_path: P
         assert set(json.loads((output / "summary.json").read_text())["scores"]) == keys
 
 
-def test_one_image_under_two_spellings_is_one_image(tmp_path: Path) -> None:
+def test_one_image_under_two_spellings_is_one_image(tmp_path):
     names = [path.name for path in sorted((write_csv(tmp_path, "kind"), tmp_path / "pictures")[1].iterdir())]
     (tmp_path / "pictures/link").symlink_to(names[0])
     lines = ["file,kind", f"{names[0]},one", f"./{names[0]},two", f"{names[1]},three", "link,four"]
@@ -186,7 +186,7 @@ def test_one_image_under_two_spellings_is_one_image(tmp_path: Path) -> None:
     assert data.captions == (("one", "three"), ("two",)), "rows with the same bytes"
 
 
-def test_another_content_of_the_copy_in_the_cache_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_content_of_the_copy_in_the_cache_is_noticed(tmp_path, monkeypatch):
     """Regression test: it was scored, and the result recorded the digest of the original."""
     import datasets
 
@@ -214,7 +214,7 @@ def write_columns(root: Path) -> None:
 
 
 @pytest.mark.parametrize("changed", ["label: label2", "label: label, image: other", "caption: text2"])
-def test_other_columns_of_the_same_files_are_other_data(tmp_path: Path, model: EvaluationModel, changed: str) -> None:
+def test_other_columns_of_the_same_files_are_other_data(tmp_path, model, changed):
     write_columns(tmp_path)
     config = replace(QUICK, cache=str(tmp_path / "cache"))
     first = "caption: text" if "caption" in changed else "label: label"
@@ -231,7 +231,7 @@ def test_other_columns_of_the_same_files_are_other_data(tmp_path: Path, model: E
     assert all(np.array_equal(outcomes[0][key], outcomes[1][key]) for key in outcomes[1].files)
 
 
-def test_numbers_of_classes_may_be_written_as_floats(tmp_path: Path) -> None:
+def test_numbers_of_classes_may_be_written_as_floats(tmp_path):
     for number, (suffix, body) in enumerate(bodies(12)):
         (tmp_path / f"{number}.{suffix}").write_bytes(body)
     names = [f"{number}.{suffix}" for number, (suffix, _) in enumerate(bodies(12))]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,7 +29,7 @@ WINOGAVIL = TASKS["misc/winogavil"]
 
 
 @pytest.mark.parametrize("layout", ["webdataset", "save_to_disk", "parquet", "csv+zip"])
-def test_retrieval_is_the_same_in_every_layout(tmp_path: Path, layout: str) -> None:
+def test_retrieval_is_the_same_in_every_layout(tmp_path, layout):
     write_retrieval(tmp_path, FLICKR, layout=layout)
     suite = open_suite(tmp_path)
     assert [entry.task.key for entry in suite.entries] == [FLICKR.key]
@@ -42,7 +41,7 @@ def test_retrieval_is_the_same_in_every_layout(tmp_path: Path, layout: str) -> N
 
 
 @pytest.mark.parametrize("layout", ["save_to_disk", "parquet", "csv+zip"])
-def test_winogavil_is_the_same_in_every_layout_and_images_are_read_once(tmp_path: Path, layout: str) -> None:
+def test_winogavil_is_the_same_in_every_layout_and_images_are_read_once(tmp_path, layout):
     write_association(tmp_path, layout=layout)
     data = open_task(open_suite(tmp_path).entries[0])
     rows = association_rows()
@@ -55,7 +54,7 @@ def test_winogavil_is_the_same_in_every_layout_and_images_are_read_once(tmp_path
     assert data.samples == len(rows)
 
 
-def test_a_blank_class_is_kept_or_dropped(tmp_path: Path) -> None:
+def test_a_blank_class_is_kept_or_dropped(tmp_path):
     folder = write_classification(tmp_path, CLEVR)
     kept, dropped = open_webdataset(folder), open_webdataset(folder, blank_class="drop")
     assert len(kept.classnames) == 6
@@ -64,7 +63,7 @@ def test_a_blank_class_is_kept_or_dropped(tmp_path: Path) -> None:
     assert dropped.classnames[3] == kept.classnames[4]
 
 
-def test_extra_metadata_column_is_allowed_and_a_missing_one_is_refused(tmp_path: Path) -> None:
+def test_extra_metadata_column_is_allowed_and_a_missing_one_is_refused(tmp_path):
     folder = write_classification(tmp_path, FMOW)
     data = open_task(Entry(FMOW, folder))
     assert data.metadata.shape == (22, 4)
@@ -72,7 +71,7 @@ def test_extra_metadata_column_is_allowed_and_a_missing_one_is_refused(tmp_path:
         open_webdataset(folder, columns=5)
 
 
-def test_official_suite_has_38_tasks_with_expected_counts(tmp_path: Path) -> None:
+def test_official_suite_has_38_tasks_with_expected_counts(tmp_path):
     write_classification(tmp_path / "datacomp", TASKS["cifar10"])
     suite = open_suite("datacomp", data=tmp_path)
     assert len(suite.entries) == 38
@@ -83,7 +82,7 @@ def test_official_suite_has_38_tasks_with_expected_counts(tmp_path: Path) -> Non
         open_task(mnist)
 
 
-def test_suites_are_found_and_mistakes_are_reported(tmp_path: Path) -> None:
+def test_suites_are_found_and_mistakes_are_reported(tmp_path):
     (tmp_path / "empty").mkdir()
     own = write_classification(tmp_path, TASKS["cifar10"])
     shutil.move(own, tmp_path / "wds_my-own_test")
@@ -100,7 +99,7 @@ def test_suites_are_found_and_mistakes_are_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ['["a", "b c"]', "['a', 'b c']", ["a", "b c"], np.array(["a", "b c"])])
-def test_lists_are_read_in_every_stored_form(text: object) -> None:
+def test_lists_are_read_in_every_stored_form(text):
     assert as_list(text, where="row 1") == ["a", "b c"]
     assert as_list("[new] mug", where="row 1") == ["[new] mug"]
 
@@ -109,13 +108,13 @@ def test_lists_are_read_in_every_stored_form(text: object) -> None:
     "name",
     ["winogavil", "misc/winogavil", "misc-winogavil", "wds_misc-winogavil_test", "nlphuji___winogavil", "a/winogavil"],
 )
-def test_folders_are_found_under_common_names(tmp_path: Path, name: str) -> None:
+def test_folders_are_found_under_common_names(tmp_path, name):
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     shutil.move(write_association(tmp_path / "made", layout="parquet"), tmp_path / name)
     assert [entry.task.key for entry in open_suite(tmp_path).entries] == ["misc/winogavil"]
 
 
-def test_a_csv_may_name_its_images_in_a_column(tmp_path: Path) -> None:
+def test_a_csv_may_name_its_images_in_a_column(tmp_path):
     folder = write_retrieval(tmp_path, FLICKR, layout="csv+zip")
     text = (folder / "test.csv").read_text().replace("raw,filename", "caption,image", 1)
     (folder / "test.csv").write_text(text)
@@ -123,7 +122,7 @@ def test_a_csv_may_name_its_images_in_a_column(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("embedded", [True, False])
-def test_datacomp_cache_is_read_directly(tmp_path: Path, embedded: bool) -> None:
+def test_datacomp_cache_is_read_directly(tmp_path, embedded):
     """`hf_cache/nlphuji___winogavil/.../winogavil-test.arrow` is read even after the whole folder was moved."""
     write_cache(tmp_path / "there", embedded=embedded)
     shutil.move(tmp_path / "there", tmp_path / "here")
@@ -139,7 +138,7 @@ def test_datacomp_cache_is_read_directly(tmp_path: Path, embedded: bool) -> None
     )
 
 
-def test_a_memory_mapped_table_that_is_overwritten_is_refused(tmp_path: Path) -> None:
+def test_a_memory_mapped_table_that_is_overwritten_is_refused(tmp_path):
     """Regression test: the process ended with a segmentation fault."""
     folder = write_retrieval(tmp_path, FLICKR, layout="save_to_disk")
     data, table = open_task(Entry(FLICKR, folder)), find_table(folder, needs=())

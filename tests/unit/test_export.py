@@ -74,7 +74,7 @@ def exported(source: Path, output: Path, *options: str) -> str:
     return result.output
 
 
-def test_open_clip_reproduces_features_and_logits(run: Path, tmp_path: Path) -> None:
+def test_open_clip_reproduces_features_and_logits(run, tmp_path):
     assert "Step 10 exported" in exported(run, tmp_path / "out")
     trained = load_for_evaluation(str(run))
     image, text = example_inputs(trained)
@@ -92,7 +92,7 @@ def test_open_clip_reproduces_features_and_logits(run: Path, tmp_path: Path) -> 
         assert scale.item() == pytest.approx(torch.tensor(SCALE).exp().item())
 
 
-def test_siglip_bias_is_in_the_logits_of_open_clip(siglip: Path, tmp_path: Path) -> None:
+def test_siglip_bias_is_in_the_logits_of_open_clip(siglip, tmp_path):
     exported(siglip, tmp_path / "out")
     trained = load_for_evaluation(str(siglip))
     image, text = example_inputs(trained)
@@ -107,12 +107,12 @@ def test_siglip_bias_is_in_the_logits_of_open_clip(siglip: Path, tmp_path: Path)
     assert logit_parameters(tmp_path / "out")[1] == BIAS
 
 
-def test_the_card_loads_bare_weights_with_a_bias_only_where_the_model_has_one() -> None:
+def test_the_card_loads_bare_weights_with_a_bias_only_where_the_model_has_one():
     for bias in (BIAS, None):
         assert ("init_logit_bias=0.0" in usage("ViT-B-32", bias=bias, config={})) == (bias is not None)
 
 
-def test_programs_accept_any_batch_size_without_open_clip(run: Path, tmp_path: Path) -> None:
+def test_programs_accept_any_batch_size_without_open_clip(run, tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime")
     output = tmp_path / "out"
     exported(run, output, "--torch", "--onnx")
@@ -129,7 +129,7 @@ def test_programs_accept_any_batch_size_without_open_clip(run: Path, tmp_path: P
         torch.testing.assert_close(torch.from_numpy(found), features, rtol=0, atol=1e-5)
 
 
-def test_model_card_describes_the_run(run: Path, tmp_path: Path) -> None:
+def test_model_card_describes_the_run(run, tmp_path):
     exported(run / "checkpoints" / "step-00000010", tmp_path / "out")
     card = (tmp_path / "out" / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: open_clip\n")
@@ -139,7 +139,7 @@ def test_model_card_describes_the_run(run: Path, tmp_path: Path) -> None:
     assert "objective:" in (tmp_path / "out" / "config.yaml").read_text()
 
 
-def test_invalid_sources_and_outputs_are_refused(run: Path, tmp_path: Path) -> None:
+def test_invalid_sources_and_outputs_are_refused(run, tmp_path):
     with pytest.raises(UserError, match="neither a checkpoint"):
         choose_checkpoint(tmp_path)
     chosen = choose_checkpoint(run)
@@ -153,9 +153,7 @@ def test_invalid_sources_and_outputs_are_refused(run: Path, tmp_path: Path) -> N
     assert "lacks settings of a run that the model card needs (KeyError('objective'))" in str(result.exception)
 
 
-def test_the_current_folder_and_a_link_to_a_folder_can_be_exported_to(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_current_folder_and_a_link_to_a_folder_can_be_exported_to(run, tmp_path, monkeypatch):
     """Regression tests: both were refused, one as a bug."""
     for name in ("here", "there"):
         (tmp_path / name).mkdir()
@@ -170,13 +168,13 @@ def test_the_current_folder_and_a_link_to_a_folder_can_be_exported_to(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "link", "there"]
 
 
-def test_options_that_mean_nothing_are_refused(run: Path, tmp_path: Path) -> None:
+def test_options_that_mean_nothing_are_refused(run, tmp_path):
     for options, message in ((["--private"], "is for --push"), (["--license", "mit\nx: y"], "not the identifier of")):
         result = CliRunner().invoke(command, [str(run), "--output", str(tmp_path / "out"), *options])
         assert message in str(result.exception)
 
 
-def test_the_best_weights_of_a_run_that_validates_their_average(run: Path, tmp_path: Path) -> None:
+def test_the_best_weights_of_a_run_that_validates_their_average(run, tmp_path):
     """Regression test: the trained weights were exported, whose loss nobody knows, without a word."""
     folder = tmp_path / "run"
     shutil.copytree(run, folder)
@@ -194,9 +192,7 @@ def test_the_best_weights_of_a_run_that_validates_their_average(run: Path, tmp_p
     assert "(EMA)" not in exported(folder, tmp_path / "three", "--best", "--ema")
 
 
-def test_an_export_touches_nothing_of_others_and_two_do_not_mix(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_export_touches_nothing_of_others_and_two_do_not_mix(run, tmp_path, monkeypatch):
     """Regression test: what others had in a folder, or behind a link, named `.out.partial` was deleted."""
     chosen, output, foreign = choose_checkpoint(run), tmp_path / "out", tmp_path / "foreign"
     foreign.mkdir()
@@ -219,7 +215,7 @@ def test_an_export_touches_nothing_of_others_and_two_do_not_mix(
     assert {path.name for path in tmp_path.iterdir()} == {"out", "second", "foreign", ".out.partial"}
 
 
-def test_an_export_that_differs_is_refused(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_that_differs_is_refused(run, tmp_path, monkeypatch):
     """Also where only texts differ, by NaN."""
     monkeypatch.setattr(EvaluationModel, "encode_text", lambda self, text: torch.full((len(text), self.dim), torch.nan))
     with pytest.raises(UserError, match="differs from the trained model"):

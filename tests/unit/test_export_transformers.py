@@ -51,7 +51,7 @@ def snippet(output: Path) -> str:
     return printed.getvalue()
 
 
-def test_transformers_reproduces_features_logits_and_tokens(run: Path, tmp_path: Path) -> None:
+def test_transformers_reproduces_features_logits_and_tokens(run, tmp_path):
     transformers = pytest.importorskip("transformers")
     output = tmp_path / "out"
     assert "largest difference from the trained model" in export(run, output, "--format", "transformers")
@@ -79,7 +79,7 @@ def test_transformers_reproduces_features_logits_and_tokens(run: Path, tmp_path:
     assert "red" in snippet(output)
 
 
-def test_architectures_that_convert_to_transformers() -> None:
+def test_architectures_that_convert_to_transformers():
     for name, reason in {
         "ViT-B-32": "", "ViT-L-14-quickgelu": "", "ViT-H-14": "", "RN50": "ResNet", "ViT-B-16-SigLIP": "vit_base",
         "ViT-L-14-CLIPA": "CLIPModel has", "EVA02-B-16": "eva02", "xlm-roberta-base-ViT-B-32": "hf_model_name",
@@ -88,7 +88,7 @@ def test_architectures_that_convert_to_transformers() -> None:
         assert (reason in found) if reason else found == "", (name, found)
 
 
-def test_open_clip_card_runs_and_has_each_tag_once(run: Path, tmp_path: Path) -> None:
+def test_open_clip_card_runs_and_has_each_tag_once(run, tmp_path):
     export(run, tmp_path / "out", "--license", "apache-2.0")
     card = (tmp_path / "out" / "README.md").read_text()
     front = card.split("---")[1]
@@ -151,7 +151,7 @@ def local_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
     server.shutdown()
 
 
-def test_push_uploads_every_file_in_one_commit(run: Path, tmp_path: Path, local_hub: type[Hub]) -> None:
+def test_push_uploads_every_file_in_one_commit(run, tmp_path, local_hub):
     printed = export(run, tmp_path / "out", "--push", "me/mine", "--private")
     assert "Uploaded: http://127.0.0.1" in printed
     created = json.loads(next(body for path, body in local_hub.log if path == "/api/repos/create"))
@@ -163,7 +163,7 @@ def test_push_uploads_every_file_in_one_commit(run: Path, tmp_path: Path, local_
     assert sent == {path.name for path in (tmp_path / "out").iterdir()}
 
 
-def test_a_refused_push_keeps_the_export(run: Path, tmp_path: Path, local_hub: type[Hub]) -> None:
+def test_a_refused_push_keeps_the_export(run, tmp_path, local_hub):
     local_hub.refuse = True
     folder = tmp_path / "out"
     export(run, folder)
@@ -182,7 +182,7 @@ def vit_small_for_siglip_tests(pretrained: bool = False, **kwargs: Any) -> Any:
 
 
 @pytest.mark.parametrize("tanh", [False, True])
-def test_siglip_model_reproduces_features_logits_and_tokens(tmp_path: Path, tanh: bool) -> None:
+def test_siglip_model_reproduces_features_logits_and_tokens(tmp_path, tanh):
     transformers = pytest.importorskip("transformers")
     from tests.unit.test_architecture_families import write_tokenizer
 
@@ -216,7 +216,7 @@ def test_siglip_model_reproduces_features_logits_and_tokens(tmp_path: Path, tanh
     assert "red" in snippet(output)
 
 
-def test_siglip_architectures_that_cannot_be_converted_are_refused() -> None:
+def test_siglip_architectures_that_cannot_be_converted_are_refused():
     config = open_clip.get_model_config("ViT-B-16-SigLIP")
     assert is_siglip(config)
     assert not is_siglip(open_clip.get_model_config("ViT-B-32"))
@@ -231,7 +231,7 @@ def test_siglip_architectures_that_cannot_be_converted_are_refused() -> None:
     assert "its image tower has cls_token" in why_not_siglip(clip, config)
 
 
-def test_the_code_of_the_page_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_code_of_the_page_runs(tmp_path, capsys):
     pytest.importorskip("transformers")
     run = write_run(tmp_path / "run", bias=None)
     for name, form in (("mine", "open_clip"), ("mine-transformers", "transformers")):

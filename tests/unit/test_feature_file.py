@@ -30,7 +30,7 @@ def values(ids: range | list[int]) -> Tensor:
     return torch.stack([torch.randn(DIM, generator=torch.Generator().manual_seed(i)) for i in ids])
 
 
-def test_values_come_back_bit_for_bit_and_numpy_reads_the_file(tmp_path: Path) -> None:
+def test_values_come_back_bit_for_bit_and_numpy_reads_the_file(tmp_path):
     for dtype in ("<f4", "<f2"):
         store, ids = make(tmp_path / dtype, dtype), [0, 7, N - 1]
         assert all(store.read(i) is None for i in range(N))
@@ -44,7 +44,7 @@ def test_values_come_back_bit_for_bit_and_numpy_reads_the_file(tmp_path: Path) -
         assert np.flatnonzero(plain["crc32"]).tolist() == ids
 
 
-def test_every_damage_of_a_record_is_noticed(tmp_path: Path) -> None:
+def test_every_damage_of_a_record_is_noticed(tmp_path):
     store = make(tmp_path)
     store.write(range(N), values(range(N)))
     path, size = store.file.path, store.file.record_bytes
@@ -67,7 +67,7 @@ def fill(file: FeatureFile, first: int) -> None:
     FeatureStore(file, writable=True).write(ids, values(ids))
 
 
-def test_processes_create_and_fill_a_file_together(tmp_path: Path) -> None:
+def test_processes_create_and_fill_a_file_together(tmp_path):
     file = FeatureFile(tmp_path / "new" / "features.npy", samples=N, dim=DIM, dtype="<f4")
     processes = [get_context("fork").Process(target=fill, args=(file, first)) for first in (0, 1, 1)]
     for process in processes:
@@ -79,16 +79,14 @@ def test_processes_create_and_fill_a_file_together(tmp_path: Path) -> None:
     assert [store.read(i) for i in range(N)] == [row.numpy().tobytes() for row in values(range(N))]
 
 
-def test_values_that_are_not_finite_are_not_kept(tmp_path: Path) -> None:
+def test_values_that_are_not_finite_are_not_kept(tmp_path):
     store, bad = make(tmp_path), values(range(3))
     bad[1, 2] = float("nan")
     store.write(range(3), bad)
     assert [store.read(i) is None for i in range(3)] == [False, True, False]
 
 
-def test_what_a_full_disk_tears_is_an_error_and_counts_as_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_full_disk_tears_is_an_error_and_counts_as_missing(tmp_path, monkeypatch):
     store, write = make(tmp_path), os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda descriptor, data, offset: write(descriptor, data[:10], offset))
     with pytest.raises(OSError, match="is full"):
@@ -96,9 +94,7 @@ def test_what_a_full_disk_tears_is_an_error_and_counts_as_missing(
     assert all(store.read(i) is None for i in range(6))
 
 
-def test_too_little_space_foreign_files_and_failing_disks_are_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_space_foreign_files_and_failing_disks_are_reported(tmp_path, monkeypatch):
     path = tmp_path / "features.npy"
     file = FeatureFile(path, samples=10**6, dim=512, dtype="<f2")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10**9))

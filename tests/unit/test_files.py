@@ -6,7 +6,6 @@ import os
 import socket
 import threading
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
@@ -28,7 +27,7 @@ from pipeline.files import (
 )
 
 
-def test_a_file_is_created_with_its_folders_and_replaced(tmp_path: Path) -> None:
+def test_a_file_is_created_with_its_folders_and_replaced(tmp_path):
     path = tmp_path / "new" / "folder" / "a.txt"
     assert write_text(path, "one") == path
     write_text(path, "zwei\u00e4")
@@ -38,7 +37,7 @@ def test_a_file_is_created_with_its_folders_and_replaced(tmp_path: Path) -> None
     assert os.listdir(path.parent) == ["a.txt"]
 
 
-def test_error_leaves_only_the_old_file(tmp_path: Path) -> None:
+def test_error_leaves_only_the_old_file(tmp_path):
     path = write_text(tmp_path / "a", "old")
 
     def fail_half_way() -> None:
@@ -54,7 +53,7 @@ def test_error_leaves_only_the_old_file(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["a"]
 
 
-def test_temporary_names_cannot_be_guessed(tmp_path: Path) -> None:
+def test_temporary_names_cannot_be_guessed(tmp_path):
     names = set()
     for _ in range(2):
         with replacing(tmp_path / "a") as file, new_folder(tmp_path / "b") as folder:
@@ -70,7 +69,7 @@ def test_temporary_names_cannot_be_guessed(tmp_path: Path) -> None:
     assert (tmp_path / "b").stat().st_mode & 0o777 == 0o777 & ~UMASK
 
 
-def test_what_does_not_end_is_not_read(tmp_path: Path) -> None:
+def test_what_does_not_end_is_not_read(tmp_path):
     """Regression test: a link to /dev/zero in place of a checkpoint.json was read without end."""
     path = tmp_path / "checkpoint.json"
     for make in (lambda: path.symlink_to("/dev/zero"), lambda: os.mkfifo(path), path.touch):
@@ -83,7 +82,7 @@ def test_what_does_not_end_is_not_read(tmp_path: Path) -> None:
         path.unlink()
 
 
-def test_durable_files_are_flushed_before_they_are_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_durable_files_are_flushed_before_they_are_renamed(tmp_path, monkeypatch):
     flushed = []
     fsync = os.fsync
 
@@ -104,7 +103,7 @@ OUTSIDE = [
 ]  # fmt: skip
 
 
-def test_names_from_outside_stay_within_their_folder(tmp_path: Path) -> None:
+def test_names_from_outside_stay_within_their_folder(tmp_path):
     for name in OUTSIDE:
         with pytest.raises(UserError, match=r"The mirror's file.* only plain names"):
             path_below(tmp_path, name, what="The mirror's file")
@@ -115,7 +114,7 @@ def test_names_from_outside_stay_within_their_folder(tmp_path: Path) -> None:
         plain_name("ema/a.json", what="It")
 
 
-def test_a_lock_has_one_holder_or_several_that_share_it(tmp_path: Path) -> None:
+def test_a_lock_has_one_holder_or_several_that_share_it(tmp_path):
     path = tmp_path / "new" / ".lock"
     assert not lock_holder(path)
     for held, wanted in ((False, False), (False, True), (True, False)):

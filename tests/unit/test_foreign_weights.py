@@ -51,9 +51,7 @@ def features(model: EvaluationModel) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_weights_in_the_form_of_a_trainer_give_the_same_features(
-    tiny: tuple[str, State], tmp_path: Path, form: str
-) -> None:
+def test_weights_in_the_form_of_a_trainer_give_the_same_features(tiny, tmp_path, form):
     arch, state = tiny
     torch.save(FORMS["plain"](state), tmp_path / "plain.pt")
     torch.save(FORMS[form](state), tmp_path / "weights.pt")
@@ -68,7 +66,7 @@ class Program(nn.Module):
         return x + 1
 
 
-def test_what_is_no_state_dict_is_named(tiny: tuple[str, State], tmp_path: Path) -> None:
+def test_what_is_no_state_dict_is_named(tiny, tmp_path):
     arch, state = tiny
     zero3 = {name: torch.empty(0) for name in state}
     for contents, message in (
@@ -104,9 +102,7 @@ def transformers_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin"])
-def test_a_clip_model_of_transformers_is_evaluated_and_starts_a_run(
-    transformers_folder: Path, tmp_path: Path, weights: str
-) -> None:
+def test_a_clip_model_of_transformers_is_evaluated_and_starts_a_run(transformers_folder, tmp_path, weights):
     transformers = pytest.importorskip("transformers")
     theirs = transformers.CLIPModel.from_pretrained(transformers_folder).eval()
     folder = transformers_folder
@@ -133,7 +129,7 @@ def test_a_clip_model_of_transformers_is_evaluated_and_starts_a_run(
         assert torch.equal(clip.visual.proj, ours.towers.clip.visual.proj)
 
 
-def test_a_folder_of_another_kind_is_refused(transformers_folder: Path, tmp_path: Path) -> None:
+def test_a_folder_of_another_kind_is_refused(transformers_folder, tmp_path):
     config = json.loads((transformers_folder / "config.json").read_text())
     for change, message in (
         ({"model_type": "siglip"}, "of the type 'siglip'"),
@@ -147,7 +143,7 @@ def test_a_folder_of_another_kind_is_refused(transformers_folder: Path, tmp_path
                 load(tmp_path)
 
 
-def test_an_architecture_with_a_folder_is_that_folder(tiny: tuple[str, State], tmp_path: Path) -> None:
+def test_an_architecture_with_a_folder_is_that_folder(tiny, tmp_path):
     arch, _ = tiny
     open_clip.add_model_config(arch)
     model = load_for_evaluation(f"{arch}:{write_folder(tmp_path, tiny)}")
@@ -162,9 +158,7 @@ def write_folder(folder: Path, tiny: tuple[str, State]) -> Path:
     return folder
 
 
-def test_an_open_clip_checkpoint_becomes_a_transformers_model_and_comes_back(
-    tiny: tuple[str, State], tmp_path: Path
-) -> None:
+def test_an_open_clip_checkpoint_becomes_a_transformers_model_and_comes_back(tiny, tmp_path):
     transformers = pytest.importorskip("transformers")
     arch, state = tiny
     torch.save({"state_dict": state}, tmp_path / "epoch_3.pt")
@@ -193,7 +187,7 @@ def test_an_open_clip_checkpoint_becomes_a_transformers_model_and_comes_back(
     "config",
     [{"text_config": [1]}, {"vision_config": {"hidden_act": ["gelu"]}}, {"vision_config": {"num_attention_heads": 0}}],
 )
-def test_damaged_descriptions_are_refused(config: dict[str, Any], tmp_path: Path) -> None:
+def test_damaged_descriptions_are_refused(config, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "clip", **config}))
     with pytest.raises(UserError, match="is damaged"):
         stored_description(tmp_path)
@@ -203,7 +197,7 @@ def test_damaged_descriptions_are_refused(config: dict[str, Any], tmp_path: Path
         stored_description(tmp_path)
 
 
-def test_forged_weights_are_refused(tmp_path: Path) -> None:
+def test_forged_weights_are_refused(tmp_path):
     """Regression test: a dict that holds itself was unwrapped, and a pipe was waited for, without an end."""
     cycle: dict[str, Any] = {}
     cycle["state_dict"] = cycle

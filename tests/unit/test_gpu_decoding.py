@@ -70,7 +70,7 @@ NOT_ORDINARY = {
 }  # fmt: skip
 
 
-def test_ordinary_jpegs_are_left_to_the_gpu_and_all_else_to_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ordinary_jpegs_are_left_to_the_gpu_and_all_else_to_the_worker(monkeypatch):
     for subsampling in (0, 1, 2):
         data = encoded(subsampling=subsampling)
         found = ON_GPU.for_gpu(data, state=3)
@@ -93,7 +93,7 @@ def test_ordinary_jpegs_are_left_to_the_gpu_and_all_else_to_the_worker(monkeypat
 
 
 @pytest.mark.parametrize("chunk", [1, 20_000, 1 << 26], ids=["one at a time", "some", "all together"])
-def test_pixels_are_those_of_the_worker_but_for_rounding(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pixels_are_those_of_the_worker_but_for_rounding(chunk, monkeypatch):
     monkeypatch.setattr(gpu_decode, "GPU_CHUNK_PIXELS", chunk)
     files = [jpeg(i, size=(40 + 13 * i, 120 - 7 * i)) for i in range(8)] + [lettering()] * 4
     images = [ON_GPU.for_gpu(data, state=i) for i, data in enumerate(files)]
@@ -117,9 +117,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
     monkeypatch.setattr(torchvision.io, "decode_jpeg", picky)
 
 
-def test_what_the_gpu_refuses_is_decoded_on_the_cpu(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_the_gpu_refuses_is_decoded_on_the_cpu(monkeypatch, caplog):
     files = [jpeg(i, size=(60, 50)) for i in range(5)]
     refuse(monkeypatch, files[2])
     images = [image for i, data in enumerate(files) if (image := ON_GPU.for_gpu(data, state=i))]
@@ -131,7 +129,7 @@ def test_what_the_gpu_refuses_is_decoded_on_the_cpu(
     ]
 
 
-def test_an_exhausted_gpu_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exhausted_gpu_ends_the_run(monkeypatch):
     def full(files: Any, **options: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -172,7 +170,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
 @pytest.mark.usefixtures("gpu")
-def test_batches_are_those_of_the_workers(folder: Path, workers: int) -> None:
+def test_batches_are_those_of_the_workers(folder, workers):
     expected = batches(opened(folder, "fast"))
     for own, other in zip(batches(opened(folder, "gpu", workers=workers)), expected, strict=True):
         assert torch.equal(own.sample_id, other.sample_id)
@@ -186,9 +184,7 @@ def test_batches_are_those_of_the_workers(folder: Path, workers: int) -> None:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_a_sample_that_nothing_decodes_ends_the_run_and_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sample_that_nothing_decodes_ends_the_run_and_is_named(tmp_path, monkeypatch):
     bad = pixels_end_early()
     assert ON_GPU.for_gpu(bad, state=0) is not None
     write_shards(tmp_path / "bad", [20, 28], replace={33: {"jpg": bad, "txt": b"caption 33"}})
@@ -203,14 +199,14 @@ def test_a_sample_that_nothing_decodes_ends_the_run_and_is_named(
     assert sum(batch.replaced for batch in batches(opened(tmp_path / "bad", "fast", corrupt_limit=1), 6)) == 1
 
 
-def test_without_a_gpu_the_workers_decode(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_gpu_the_workers_decode(folder, caplog):
     own = batches(opened(folder, "gpu"))
     assert "data.decoding=gpu: this rank computes on the CPU, so images are decoded as with `fast`." in caplog.text
     for batch, other in zip(own, batches(opened(folder, "fast")), strict=True):
         assert torch.equal(batch.image, other.image)
 
 
-def test_a_gpu_without_nvjpeg_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_gpu_without_nvjpeg_is_named(monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
     world, real = World(device=torch.device("cuda")), torchvision.io.decode_jpeg
     monkeypatch.setattr(torchvision.io, "decode_jpeg", lambda data, device: real(data))
@@ -228,7 +224,7 @@ def test_a_gpu_without_nvjpeg_is_named(monkeypatch: pytest.MonkeyPatch, caplog: 
 @pytest.mark.parametrize("decoding", ["fast", "exact", "gpu"])
 @pytest.mark.parametrize("mode", ["L", "RGB"])
 @pytest.mark.usefixtures("gpu")
-def test_a_chroma_subsampling_without_a_name_costs_one_row_at_most(tmp_path: Path, decoding: str, mode: str) -> None:
+def test_a_chroma_subsampling_without_a_name_costs_one_row_at_most(tmp_path, decoding, mode):
     """simplejpeg raises a KeyError at 4:4:1."""
     odd = patched(11, 0x14, mode=mode, size=(16, 64))
     write_shards(tmp_path / "sh", [20, 28], replace={7: {"jpg": odd, "txt": b"caption 7"}})

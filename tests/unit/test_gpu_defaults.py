@@ -33,7 +33,7 @@ GPU = torch.device("cuda", 0)
     [("cuda", 1, "adamw", 1), ("cuda", 8, "adamw", 1), ("cuda", 1, "muon", 0), ("cpu", 1, "adamw", 0),
      ("auto", 1, "adamw", 0), ("cpu", 2, "adamw", 1)],
 )  # fmt: skip
-def test_bf16_weights_where_the_optimizer_allows_them(device: str, ranks: int, optimizer: str, stage: int) -> None:
+def test_bf16_weights_where_the_optimizer_allows_them(device, ranks, optimizer, stage):
     config: Any = EngineConfig(device=device)
     facts = DeepSpeedEngine.facts(
         config, optimizer=OptimizerConfig(name=optimizer, lr=1e-3), global_batch=8, world_size=ranks
@@ -41,7 +41,7 @@ def test_bf16_weights_where_the_optimizer_allows_them(device: str, ranks: int, o
     assert (facts.stage, facts.dtype) == (stage, torch.bfloat16 if stage else torch.float32)
 
 
-def test_towers_are_compiled_on_gpus_in_runs_that_are_long_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_towers_are_compiled_on_gpus_in_runs_that_are_long_enough(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     shared = {"output": "run", "data": {"sources": "shards"}, "batch_size": 1024, "samples": 10**9}
     run = parse_recipe({**shared, "optimizer": {"lr": 1e-3}, "objective": {"name": "openclip"}})
@@ -60,7 +60,7 @@ def test_towers_are_compiled_on_gpus_in_runs_that_are_long_enough(monkeypatch: p
         assert compiled_towers(replace(run, model=model), facts, world=world, steps=steps) == expected
 
 
-def test_towers_that_cannot_be_compiled_train_uncompiled(caplog: pytest.LogCaptureFixture) -> None:
+def test_towers_that_cannot_be_compiled_train_uncompiled(caplog):
     """With the same random draws, and one warning; an error that has nothing to do with compiling comes again."""
     engine = DeepSpeedEngine.__new__(DeepSpeedEngine)
     engine.world, engine.dtype, engine.module = World(), torch.float32, nn.Module()
@@ -90,9 +90,7 @@ def test_towers_that_cannot_be_compiled_train_uncompiled(caplog: pytest.LogCaptu
 @pytest.mark.parametrize(
     ("steps", "works", "expected"), [(2000, True, True), (1999, True, False), (2000, False, False)]
 )
-def test_the_network_is_compiled_where_that_works(
-    steps: int, works: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_network_is_compiled_where_that_works(steps, works, expected, monkeypatch):
     monkeypatch.setattr(prototype_network, "why_not_compiled", lambda device: "" if works else "no compiler")
     context = ObjectiveContext(
         dim=8, batch_size=8, dataset_size=100, steps_per_epoch=9, total_steps=steps, world=World(), device=GPU
@@ -106,14 +104,14 @@ def test_the_network_is_compiled_where_that_works(
 @pytest.mark.parametrize(
     ("arch", "replaced"), [("ViT-B-32", 1), ("PE-Core-T-16-384", 1), ("RN50", 0), ("convnext_base", 0)]
 )
-def test_only_patch_embeddings_are_computed_as_products(arch: str, replaced: int) -> None:
+def test_only_patch_embeddings_are_computed_as_products(arch, replaced):
     towers, _ = build_towers(ModelConfig(arch=arch), seed=0, device="meta")
     assert sum(isinstance(module, PatchProduct) for module in towers.modules()) == replaced
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("size", [(16, 24), (19, 25)])  # the second has pixels that fill no whole patch
-def test_the_patch_embedding_as_a_product_equals_the_convolution(bias: bool, size: tuple[int, int]) -> None:
+def test_the_patch_embedding_as_a_product_equals_the_convolution(bias, size):
     torch.manual_seed(0)
     convolution = nn.Conv2d(3, 5, 8, 8, bias=bias, dtype=torch.float64)
     product = copy.deepcopy(convolution)
@@ -129,7 +127,7 @@ def test_the_patch_embedding_as_a_product_equals_the_convolution(bias: bool, siz
         assert (expected.grad - found.grad).abs().max() < 1e-13
 
 
-def test_layer_norms_under_autocast_equal_those_of_bf16_weights() -> None:
+def test_layer_norms_under_autocast_equal_those_of_bf16_weights():
     torch.manual_seed(0)
     plain = nn.LayerNorm(24)
     nn.init.normal_(plain.weight)
@@ -145,7 +143,7 @@ def test_layer_norms_under_autocast_equal_those_of_bf16_weights() -> None:
     assert torch.equal(kept(x.float()), plain(x.float()))
 
 
-def test_fused_bookkeeping_of_gradients_equals_deepspeeds_own() -> None:
+def test_fused_bookkeeping_of_gradients_equals_deepspeeds_own():
     """Accumulated over micro-batches and without a gradient for some parameter, to the bit; the norm up to rounding."""
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 from http.server import BaseHTTPRequestHandler
-from pathlib import Path
 
 import pytest
 
@@ -20,7 +19,7 @@ from data_prep.fetching.opener import ascii_url
 from data_prep.reasons import FetchError
 from tests.documents import ROOT
 from tests.guarded import opener, refusal, site  # noqa: F401
-from tests.web import Site, jpeg, send
+from tests.web import jpeg, send
 
 SPECIAL = (
     "127.0.0.1", "127.8.8.8", "10.1.2.3", "172.16.0.1", "192.168.1.1", "0.0.0.0", "224.0.0.1", "240.0.0.1",
@@ -33,7 +32,7 @@ SPECIAL = (
 )  # fmt: skip
 
 
-def test_special_addresses_are_refused_unless_allowed() -> None:
+def test_special_addresses_are_refused_unless_allowed():
     for address in SPECIAL:
         with pytest.raises(FetchError, match="refused address"):
             AddressFilter(()).check(address)
@@ -44,16 +43,14 @@ def test_special_addresses_are_refused_unless_allowed() -> None:
         AddressFilter(("10.1.0.0/16",)).check("10.2.0.1")
 
 
-def test_loopback_is_refused_by_address_and_by_name(site: Site) -> None:
+def test_loopback_is_refused_by_address_and_by_name(site):
     url = site.image("/a.jpg", jpeg())
     assert refusal(opener(allow_addresses=()), url) == reasons.REFUSED_ADDRESS
     assert refusal(opener(allow_addresses=()), url.replace("127.0.0.1", "localhost")) == reasons.REFUSED_ADDRESS
     assert site.agents == [], "nothing may be sent to a refused address"
 
 
-def test_a_name_is_resolved_once_and_only_its_permitted_addresses_are_used(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_is_resolved_once_and_only_its_permitted_addresses_are_used(site, monkeypatch):
     """Otherwise a name that resolves to another address the second time (DNS rebinding) would reach any."""
     port, asked = int(site.base.rpartition(":")[2]), []
     url = site.image("/a", jpeg()).replace("127.0.0.1", "rebinding.example")
@@ -69,7 +66,7 @@ def test_a_name_is_resolved_once_and_only_its_permitted_addresses_are_used(
     assert refusal(opener(), url) == reasons.REFUSED_ADDRESS
 
 
-def test_redirects_that_are_not_followed(site: Site) -> None:
+def test_redirects_that_are_not_followed(site):
     for target in ("file:///etc/passwd", "ftp://127.0.0.1/a", "gopher://127.0.0.1/"):
         assert refusal(opener(), target) == reasons.REFUSED_SCHEME
         assert refusal(opener(), site.redirect("/a", target)) == reasons.REFUSED_SCHEME
@@ -85,7 +82,7 @@ def test_redirects_that_are_not_followed(site: Site) -> None:
         assert len(site.agents) == 1, "the target is not asked"
 
 
-def test_redirects_are_followed_and_bounded(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_redirects_are_followed_and_bounded(site, monkeypatch):
     body = jpeg()
     site.image("/3", body)
     site.redirect("/2", site.base + "/3")
@@ -99,7 +96,7 @@ def test_redirects_are_followed_and_bounded(site: Site, monkeypatch: pytest.Monk
         assert refusal(opener(), site.base + "/nowhere") == f"http {status}"
 
 
-def test_opt_out_is_detected_before_the_body_is_read(site: Site) -> None:
+def test_opt_out_is_detected_before_the_body_is_read(site):
     def noai(handler: BaseHTTPRequestHandler) -> None:
         handler.send_response(200)
         handler.send_header("X-Robots-Tag", "noai")
@@ -110,13 +107,13 @@ def test_opt_out_is_detected_before_the_body_is_read(site: Site) -> None:
     assert refusal(opener(), site.base + "/a") == reasons.OPTED_OUT
 
 
-def test_user_agent_names_the_contact(site: Site) -> None:
+def test_user_agent_names_the_contact(site):
     url = site.image("/a", jpeg())
     opener(user_agent="lab", contact="https://example.org/crawler").open(url)
     assert site.agents == ["Mozilla/5.0 (compatible; lab; +https://example.org/crawler)"]
 
 
-def test_removed_urls_are_never_requested(site: Site) -> None:
+def test_removed_urls_are_never_requested(site):
     url = site.image("/a", jpeg())
     given = opener()
     given.begin({url: reasons.REMOVED})
@@ -134,16 +131,16 @@ def test_removed_urls_are_never_requested(site: Site) -> None:
         ("http://[2001:db8::1]:8080/ü", "http://[2001:db8::1]:8080/%C3%BC"),
     ],
 )
-def test_urls_are_converted_to_ascii(url: str, wire: str) -> None:
+def test_urls_are_converted_to_ascii(url, wire):
     assert ascii_url(url) == wire
 
 
-def test_urls_with_non_ascii_characters_are_fetched(site: Site) -> None:
+def test_urls_with_non_ascii_characters_are_fetched(site):
     site.image("/k%C3%A4se%20b", jpeg())
     assert opener().open(site.base + "/käse b").read() == jpeg()
 
 
-def test_proxies_of_the_environment_are_ignored_unless_trusted(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proxies_of_the_environment_are_ignored_unless_trusted(site, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
     url = site.image("/a", jpeg())
@@ -168,7 +165,7 @@ def test_proxies_of_the_environment_are_ignored_unless_trusted(site: Site, monke
         ("", "bad url: unknown url type"),
     ],
 )
-def test_invalid_urls_are_reported_as_bad_urls(url: str, words: str) -> None:
+def test_invalid_urls_are_reported_as_bad_urls(url, words):
     with pytest.raises(FetchError, match=words):
         opener().open(url)
 
@@ -180,7 +177,7 @@ def test_invalid_urls_are_reported_as_bad_urls(url: str, words: str) -> None:
      b"A: " + bytes([65]) * 70_000 + b"\r\n"],
 )  # fmt: skip
 @pytest.mark.parametrize("status", [200, 302])
-def test_headers_that_cannot_be_parsed_give_no_sample(site: Site, lines: bytes, status: int) -> None:
+def test_headers_that_cannot_be_parsed_give_no_sample(site, lines, status):
     """Regression test: http.client stops at such a line, and an opt-out after it was not seen."""
 
     def answer(handler: BaseHTTPRequestHandler) -> None:
@@ -195,7 +192,7 @@ def test_headers_that_cannot_be_parsed_give_no_sample(site: Site, lines: bytes, 
 
 
 @pytest.mark.parametrize("kind", ["multipart/x-mixed-replace", "multipart/form-data; boundary=x", "message/rfc822"])
-def test_any_content_type_is_a_readable_header(site: Site, kind: str) -> None:
+def test_any_content_type_is_a_readable_header(site, kind):
     """Regression test: the parser looks for the parts of a message of such a type, and a missing part is a defect."""
     assert opener().open(site.image("/a", jpeg(), Content_Type=kind)).read() == jpeg()
     url = site.image("/b", jpeg(), Content_Type=kind, X_Robots_Tag="noai")
@@ -205,7 +202,7 @@ def test_any_content_type_is_a_readable_header(site: Site, kind: str) -> None:
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
-def test_spaces_after_a_location_are_no_part_of_it(site: Site, status: int) -> None:
+def test_spaces_after_a_location_are_no_part_of_it(site, status):
     site.image("/b", jpeg())
     site.answers["/a"] = lambda handler: send(handler, status, b"", Location="/b \t")
     assert opener().open(site.base + "/a").read() == jpeg()
@@ -220,7 +217,7 @@ def no_cats(url, headers, guard):
 """
 
 
-def test_a_rule_is_one_function_and_a_reason(site: Site, tmp_path: Path) -> None:
+def test_a_rule_is_one_function_and_a_reason(site, tmp_path):
     """The files are those that CONTRIBUTING names."""
     row = next(line for line in (ROOT / "CONTRIBUTING.md").read_text().splitlines() if "a rule for what may" in line)
     assert "`data_prep/fetching/guard.py`" in row

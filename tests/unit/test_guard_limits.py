@@ -17,10 +17,10 @@ from data_prep.fetching import opener as opener_module
 from data_prep.fetching.opener import retry_after
 from data_prep.reasons import FetchError
 from tests.guarded import opener, refusal, site  # noqa: F401
-from tests.web import Site, jpeg, send
+from tests.web import jpeg, send
 
 
-def test_the_body_of_a_redirect_is_not_read(site: Site) -> None:
+def test_the_body_of_a_redirect_is_not_read(site):
     sent = []
 
     def endless(handler: BaseHTTPRequestHandler) -> None:
@@ -38,7 +38,7 @@ def test_the_body_of_a_redirect_is_not_read(site: Site) -> None:
     assert len(sent) < 100, "the connection must be closed instead"
 
 
-def test_sizes_are_bounded(site: Site) -> None:
+def test_sizes_are_bounded(site):
     body = jpeg(side=64)
     url = site.image("/a", body)
     assert refusal(opener(max_bytes=len(body) - 1), url) == reasons.TOO_MANY_BYTES
@@ -97,7 +97,7 @@ SLOW = {
 }
 
 
-def test_slow_answers_time_out(site: Site) -> None:
+def test_slow_answers_time_out(site):
     site.answers.update({f"/{name}": answer for name, answer in SLOW.items()})
     for name in ("headers", "body", "after", "interim", "redirects"):
         assert refusal(opener(total=0.4), f"{site.base}/{name}") == reasons.TIMEOUT, name
@@ -120,7 +120,7 @@ def with_interim_answers(handler: BaseHTTPRequestHandler) -> None:
     send(handler, 404 if handler.path == "/gone" else 200, jpeg())
 
 
-def test_unusual_answers_are_understood(site: Site) -> None:
+def test_unusual_answers_are_understood(site):
     for answer in (chunked, of_an_odd_length, with_interim_answers):
         site.answers["/a"] = answer
         assert opener().open(site.base + "/a").read() == jpeg(), answer
@@ -131,7 +131,7 @@ def test_unusual_answers_are_understood(site: Site) -> None:
         assert refusal(opener(), f"{site.base}/{name}") == reason
 
 
-def test_endless_tls_handshake_times_out() -> None:
+def test_endless_tls_handshake_times_out():
     """The server sends a long TLS record byte by byte, so that no single read times out."""
     ended = threading.Event()
 
@@ -150,7 +150,7 @@ def test_endless_tls_handshake_times_out() -> None:
         assert not ended.is_set()
 
 
-def test_connections_to_one_host_are_limited(site: Site) -> None:
+def test_connections_to_one_host_are_limited(site):
     body, lock, busy, seen = jpeg(), threading.Lock(), [0], [0]
 
     def slow(handler: BaseHTTPRequestHandler) -> None:
@@ -173,7 +173,7 @@ def test_connections_to_one_host_are_limited(site: Site) -> None:
     assert max(seen) == 3
 
 
-def test_busy_host_is_retried_with_backoff(site: Site) -> None:
+def test_busy_host_is_retried_with_backoff(site):
     body, asked = jpeg(), []
 
     def busy(handler: BaseHTTPRequestHandler) -> None:
@@ -190,7 +190,7 @@ def test_busy_host_is_retried_with_backoff(site: Site) -> None:
     assert second >= 0.2, "the pause doubles"
 
 
-def test_retry_after_is_honoured_up_to_the_limit(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retry_after_is_honoured_up_to_the_limit(site, monkeypatch):
     monkeypatch.setattr(opener_module, "MAX_BACKOFF", 0.3)
     asked = []
 
@@ -204,7 +204,7 @@ def test_retry_after_is_honoured_up_to_the_limit(site: Site, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("zone", ["UTC", "Asia/Tokyo", "America/New_York"])
-def test_retry_after_dates_without_a_zone_are_utc(monkeypatch: pytest.MonkeyPatch, zone: str) -> None:
+def test_retry_after_dates_without_a_zone_are_utc(monkeypatch, zone):
     monkeypatch.setenv("TZ", zone)
     time.tzset()
     try:
@@ -214,7 +214,7 @@ def test_retry_after_dates_without_a_zone_are_utc(monkeypatch: pytest.MonkeyPatc
         time.tzset()
 
 
-def test_permanent_failures_are_not_retried(site: Site) -> None:
+def test_permanent_failures_are_not_retried(site):
     asked = []
 
     def gone(handler: BaseHTTPRequestHandler) -> None:
@@ -226,7 +226,7 @@ def test_permanent_failures_are_not_retried(site: Site) -> None:
     assert asked == [1]
 
 
-def test_closed_opener_sends_no_requests_until_the_next_shard(site: Site) -> None:
+def test_closed_opener_sends_no_requests_until_the_next_shard(site):
     url = site.image("/a", jpeg())
     given = opener()
     given.close()
@@ -236,7 +236,7 @@ def test_closed_opener_sends_no_requests_until_the_next_shard(site: Site) -> Non
     assert given.open(url).read() == jpeg()
 
 
-def test_a_failure_closes_its_connection_at_once(site: Site) -> None:
+def test_a_failure_closes_its_connection_at_once(site):
     """Regression test: the connection of a 404 used to stay open as long as its exception."""
     given, errors = opener(), []
     before = len(os.listdir("/proc/self/fd"))

@@ -40,7 +40,7 @@ def end(folder: Path, rank: int, code: int, *, reason: str = "") -> None:
     (folder / f"exit-{rank:05d}.json").write_text(text)
 
 
-def test_the_diagnosis_names_the_rank_that_the_others_wait_for() -> None:
+def test_the_diagnosis_names_the_rank_that_the_others_wait_for():
     for beats, gone, said, remarks in (
         ([BEAT, LATE, BEAT], (), "The others wait for rank 1.", ["1 (a, process 1): step 7, data, for 90 s; BEHIND"]),
         ([BEAT, BEAT], (), "All ranks wait at the same place", []),
@@ -53,7 +53,7 @@ def test_the_diagnosis_names_the_rank_that_the_others_wait_for() -> None:
         assert text.count(";") == len(remarks)
 
 
-def test_heartbeats_are_written_and_removed_after_a_clean_exit(tmp_path: Path) -> None:
+def test_heartbeats_are_written_and_removed_after_a_clean_exit(tmp_path):
     path, phases = tmp_path / "new" / "rank-00001.json", Phases(torch.device("cpu"))
     world = World(rank=1, size=2, phases=phases)
     with Heartbeat(tmp_path / "old", world=world, lost_after=45.0, limit=100.0) as heart:
@@ -73,7 +73,7 @@ def test_heartbeats_are_written_and_removed_after_a_clean_exit(tmp_path: Path) -
         assert read_beat(tmp_path / "rank-00000.json") is not None
 
 
-def test_which_errors_mean_lost_contact() -> None:
+def test_which_errors_mean_lost_contact():
     assert lost_contact(RuntimeError("[gloo/transport/tcp/pair.cc:533] Connection closed by peer [127.0.0.1]:29"))
     assert not lost_contact(RuntimeError("CUDA out of memory"))
     assert not lost_contact(DistBackendError("NCCL error: unhandled cuda error. Cuda failure 2 'out of memory'"))
@@ -81,7 +81,7 @@ def test_which_errors_mean_lost_contact() -> None:
     assert not lost_contact(ValueError("NCCL"))
 
 
-def test_no_rank_ends_while_one_makes_progress(tmp_path: Path) -> None:
+def test_no_rank_ends_while_one_makes_progress(tmp_path):
     heart = heartbeat(tmp_path)
     phases = heart.world.phases
     assert phases is not None
@@ -96,7 +96,7 @@ def test_no_rank_ends_while_one_makes_progress(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("code", "counts"), [(0, False), (75, False), (74, False), (2, True), (70, True), (134, True)])
-def test_the_end_of_another_rank_counts_from_the_second_look_on(code: int, counts: bool, tmp_path: Path) -> None:
+def test_the_end_of_another_rank_counts_from_the_second_look_on(code, counts, tmp_path):
     heart = heartbeat(tmp_path, size=4)
     assert heart._lost() == ""
     end(tmp_path, 3, code, reason="a shard is damaged")
@@ -104,7 +104,7 @@ def test_the_end_of_another_rank_counts_from_the_second_look_on(code: int, count
     assert heart._lost() == (f"rank 3 (node3, process 7) ended with {code}: a shard is damaged" if counts else "")
 
 
-def test_the_first_cause_is_passed_on(tmp_path: Path) -> None:
+def test_the_first_cause_is_passed_on(tmp_path):
     heart = heartbeat(tmp_path, size=4)
     end(tmp_path, 2, 76, reason="rank 3 (node3, process 7) ended with 2: damaged.")
     assert heart._lost() == ""
@@ -120,7 +120,7 @@ def first_found(heart: Heartbeat, before: Callable[[int], object] = lambda look:
     return ""
 
 
-def test_the_next_rank_is_dead_when_its_heartbeat_stops(tmp_path: Path) -> None:
+def test_the_next_rank_is_dead_when_its_heartbeat_stops(tmp_path):
     none, stops, ended, moved = (tmp_path / name for name in ("none", "stops", "ended", "moved"))
     for folder in (none, stops, ended):
         folder.mkdir()
@@ -158,7 +158,7 @@ SAID = {"error": "a shard is damaged", "abort": "SIGABRT; the stacks are in", "k
         ("start", 2, "killed", 1),
     ],
 )
-def test_all_ranks_end_when_one_is_lost(place: str, ranks: int, how: str, victim: int, tmp_path: Path) -> None:
+def test_all_ranks_end_when_one_is_lost(place, ranks, how, victim, tmp_path):
     """Regression test: they waited in NCCL until its time limit."""
     done = run("tests.dist.lost_rank", place, str(tmp_path), how, str(victim), ranks=ranks, check=False, timeout=120)
     for rank in set(range(ranks)) - {victim}:

@@ -39,7 +39,7 @@ def columns(count: int, **more: object) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("kind", [pa.int64(), pa.large_string(), pa.binary(), pa.dictionary(pa.int32(), pa.string())])
-def test_uids_of_any_type_are_read_as_text(tmp_path: Path, kind: pa.DataType) -> None:
+def test_uids_of_any_type_are_read_as_text(tmp_path, kind):
     uids = [10**12 + k for k in range(4)]
     values = pa.array(uids) if kind == pa.int64() else pa.array([str(uid) for uid in uids])
     values = values.dictionary_encode() if pa.types.is_dictionary(kind) else values.cast(kind)
@@ -60,9 +60,7 @@ def test_uids_of_any_type_are_read_as_text(tmp_path: Path, kind: pa.DataType) ->
         ({"k": pa.array([[b"\xff"]] * 3).cast(pa.list_(pa.binary()))}, {"keep": ["k"]}, "Column 'k'.*Invalid UTF8"),
     ],
 )
-def test_a_column_without_readable_text_is_named(
-    tmp_path: Path, more: dict[str, object], settings: dict[str, object], words: str
-) -> None:
+def test_a_column_without_readable_text_is_named(tmp_path, more, settings, words):
     table = pa.table(columns(3, **more))
     if "k" in more:  # files may declare bytes to be text, which pyarrow does not check
         text = pa.Array.from_buffers(pa.string(), 3, pa.array([b"\xff"] * 3).buffers())
@@ -74,7 +72,7 @@ def test_a_column_without_readable_text_is_named(
     assert not (tmp_path / "out").exists()
 
 
-def test_hidden_copies_of_a_table_are_not_read(tmp_path: Path) -> None:
+def test_hidden_copies_of_a_table_are_not_read(tmp_path):
     for name in ("part.parquet", ".ipynb_checkpoints/part.parquet", ".part.parquet"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         pq.write_table(pa.table(columns(2)), tmp_path / name)
@@ -132,15 +130,13 @@ READ: dict[str, tuple[str, bytes, dict[str, str], str, list[Any]]] = {
 
 
 @pytest.mark.parametrize(("name", "body", "settings", "column", "expected"), READ.values(), ids=list(READ))
-def test_unusual_tables_are_read(
-    tmp_path: Path, name: str, body: bytes, settings: dict[str, str], column: str, expected: list[Any]
-) -> None:
+def test_unusual_tables_are_read(tmp_path, name, body, settings, column, expected):
     (tmp_path / name).write_bytes(body)
     rows = rows_of(SourceConfig(table=str(tmp_path / name), **settings))
     assert [row[column] if column else row for row in rows] == expected
 
 
-def test_jsonl_with_a_byte_order_mark_and_an_early_bad_line(tmp_path: Path) -> None:
+def test_jsonl_with_a_byte_order_mark_and_an_early_bad_line(tmp_path):
     line, skipped = jsonl(PLAIN[0]), []
     (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + line + line.replace(b"cat", b"\xff") + line)
     assert len(rows_of(SourceConfig(table=str(tmp_path / "a.jsonl")), skipped)) == 2
@@ -174,7 +170,7 @@ SWALLOWS = [LINES[0], LINES[1], f'{url(1)},"a quote that is not closed', LINES[3
         ("bad.jsonl", jsonl(PLAIN[0]) + b'{"url": "http://a.o', "bad.jsonl"),
     ],
 )  # fmt: skip
-def test_the_error_names_the_damaged_table(tmp_path: Path, name: str, body: bytes, words: str) -> None:
+def test_the_error_names_the_damaged_table(tmp_path, name, body, words):
     (tmp_path / name).write_bytes(body)
     source = SourceConfig(table=str(tmp_path / name), uid="id" if "'id'" in words else None)
     with pytest.raises(UserError, match=words):
@@ -182,7 +178,7 @@ def test_the_error_names_the_damaged_table(tmp_path: Path, name: str, body: byte
 
 
 @pytest.mark.parametrize("kind", ["parquet", "csv", "tsv"])
-def test_rows_that_are_not_utf8_are_skipped_and_counted(tmp_path: Path, kind: str) -> None:
+def test_rows_that_are_not_utf8_are_skipped_and_counted(tmp_path, kind):
     captions = [f"a cat {k}".encode() for k in range(200)]
     captions[150] = b"caf\xe9"
     path = tmp_path / f"a.{kind}"
@@ -211,7 +207,7 @@ def test_rows_that_are_not_utf8_are_skipped_and_counted(tmp_path: Path, kind: st
 
 @pytest.mark.parametrize("where", ["caption", "url", "ignored"])
 @pytest.mark.parametrize("closed_by", [None, 40])
-def test_an_unclosed_quote_is_rejected(tmp_path: Path, where: str, closed_by: int | None) -> None:
+def test_an_unclosed_quote_is_rejected(tmp_path, where, closed_by):
     names = ["ignored", "caption", "url"]
     rows = [{"ignored": "x", "caption": f"a cat {k}", "url": url(k)} for k in range(60)]
     rows[8][where] = '"' + rows[8][where]
@@ -223,7 +219,7 @@ def test_an_unclosed_quote_is_rejected(tmp_path: Path, where: str, closed_by: in
         rows_of(SourceConfig(table=str(tmp_path / "a.csv")))
 
 
-def test_parts_with_different_column_types_are_unified(tmp_path: Path) -> None:
+def test_parts_with_different_column_types_are_unified(tmp_path):
     """As in LAION's parts: floats of two widths, and a column that is null in one part and integer in another."""
     parts = [
         columns(3, similarity=pa.array([0.5, None, 0.25], pa.float32()), NSFW=pa.array([None] * 3, pa.null())),
@@ -241,7 +237,7 @@ def test_parts_with_different_column_types_are_unified(tmp_path: Path) -> None:
     ] * 3
 
 
-def test_the_error_names_the_part_with_an_incompatible_type(tmp_path: Path) -> None:
+def test_the_error_names_the_part_with_an_incompatible_type(tmp_path):
     pq.write_table(pa.table(columns(2, score=[1.5, 2.5])), tmp_path / "0.parquet")
     pq.write_table(pa.table(columns(2, score=[[1], [2]])), tmp_path / "1.parquet")
     with pytest.raises(UserError, match=r"Column 'score' is of type list<.*1.parquet and of type double in the files"):
@@ -257,16 +253,14 @@ def test_the_error_names_the_part_with_an_incompatible_type(tmp_path: Path) -> N
         ("a" * 64, None, r"because they are empty"),
     ],
 )
-def test_the_error_quotes_an_invalid_hash(tmp_path: Path, good: str, bad: str | None, words: str) -> None:
+def test_the_error_quotes_an_invalid_hash(tmp_path, good, bad, words):
     pq.write_table(pa.table(columns(10, digest=[good] * 5 + [bad] * 5)), tmp_path / "a.parquet")
     tree = {"output": "x", "source": {"table": str(tmp_path / "a.parquet"), "hash": "digest"}}
     with pytest.raises(UserError, match=words):
         source_checks.check_source(parse(DownloadConfig, tree))
 
 
-def test_a_table_without_read_permission_is_not_taken_for_a_damaged_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_table_without_read_permission_is_not_taken_for_a_damaged_one(tmp_path, monkeypatch):
     def refuse(path: Path, **options: object) -> None:
         raise PermissionError(13, "Failed to open local file")  # as pyarrow does; root may read everything
 

@@ -49,7 +49,7 @@ def seen(image: Image.Image) -> np.ndarray:
 
 
 @pytest.mark.parametrize("mode", ["L", "RGB", "RGBA"])
-def test_16_bit_images_become_8_bit(mode: str) -> None:
+def test_16_bit_images_become_8_bit(mode):
     image = see_through(photograph()) if mode == "RGBA" else photograph().convert(mode)
     assert np.abs(stored(sixteen_bits(image)).astype(int) - seen(image)).max() <= 1
     if mode == "L":
@@ -57,7 +57,7 @@ def test_16_bit_images_become_8_bit(mode: str) -> None:
         assert np.abs(stored(tiff).astype(int) - seen(image)).max() <= 1
 
 
-def test_10_bit_images_in_16_bit_arrays_become_8_bit() -> None:
+def test_10_bit_images_in_16_bit_arrays_become_8_bit():
     array = np.asarray(photograph())[..., ::-1].astype(np.uint16) * 4
     done, body = cv2.imencode(".avif", array, [cv2.IMWRITE_AVIF_DEPTH, 10, cv2.IMWRITE_AVIF_QUALITY, 95])
     assert done
@@ -65,7 +65,7 @@ def test_10_bit_images_in_16_bit_arrays_become_8_bit() -> None:
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000"])
-def test_damaged_images_are_judged_as_by_pairs(kind: str) -> None:
+def test_damaged_images_are_judged_as_by_pairs(kind):
     """Regression test: `neuclip pairs` took damaged GIF, PNG and AVIF that `neuclip download` refused."""
     whole, draw = encoded(photograph(), kind), np.random.default_rng(0)
 
@@ -85,7 +85,7 @@ def test_damaged_images_are_judged_as_by_pairs(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["jpg", "png", "webp", "ppm"])
 @pytest.mark.parametrize("size", [(1, 1), (1, 900), (900, 2), (7, 9), (161, 147)])
-def test_thin_and_dithered_images_are_stored_in_every_format(kind: str, size: tuple[int, int]) -> None:
+def test_thin_and_dithered_images_are_stored_in_every_format(kind, size):
     image = photograph(*size).convert("1")
     options = ImageConfig(resize_mode="no", encode_format=kind, encode_quality=3 if kind == "png" else 100)
     outcome = ImageConverter(options, max_pixels=PIXELS)(io.BytesIO(encoded(image, "PNG")))
@@ -96,7 +96,7 @@ def test_thin_and_dithered_images_are_stored_in_every_format(kind: str, size: tu
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4, 8, 16])
-def test_the_transparent_level_of_a_grey_png_becomes_white(bits: int) -> None:
+def test_the_transparent_level_of_a_grey_png_becomes_white(bits):
     body = grey_png(bits)
     for found in (stored(body), np.asarray(read_rgb(body))):
         assert (found[:, :8] == 255).all(), "the level declared transparent"
@@ -116,7 +116,7 @@ SIZES = [(80, 60), (61, 203), (300, 299), (32, 32), (333, 100), (64, 64)]
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_ordinary_images_are_stored_and_blurred_as_by_img2dataset(mode: str) -> None:
+def test_ordinary_images_are_stored_and_blurred_as_by_img2dataset(mode):
     boxes = [[0.1, 0.2, 0.4, 0.6]]
     theirs = Resizer(64, mode, True, max_image_area=PIXELS, blurrer=BoundingBoxBlurrer())
     ours = ImageConverter(ImageConfig(size=64, resize_mode=mode), max_pixels=PIXELS, blurrer=BoundingBoxBlurrer())
@@ -130,14 +130,14 @@ def test_ordinary_images_are_stored_and_blurred_as_by_img2dataset(mode: str) -> 
                 assert ours(io.BytesIO(body), blurred) == theirs(io.BytesIO(body), blurred), (mode, size)
 
 
-def test_bytes_that_need_no_change_are_kept() -> None:
+def test_bytes_that_need_no_change_are_kept():
     keeps = ImageConverter(ImageConfig(size=64, skip_reencode=True), max_pixels=PIXELS)
     for size, kept in (((50, 40), True), ((300, 200), False)):
         body = encoded(photograph(*size), "JPEG")
         assert (keeps(io.BytesIO(body))[0] == body) == kept
 
 
-def test_alpha_is_blended_exactly() -> None:
+def test_alpha_is_blended_exactly():
     alpha, colour = np.meshgrid(np.arange(256), np.arange(256))
     array = np.stack([colour] * 3 + [alpha], axis=-1).astype(np.uint8)
     for background, at in (("white", 255), ("#102030", 16)):
@@ -157,7 +157,7 @@ def test_alpha_is_blended_exactly() -> None:
         (encoded(photograph(), "PNG")[:900] + b"x" * 200 + encoded(photograph(), "PNG")[1100:], {}, None),
     ],
 )
-def test_images_that_cannot_be_stored_have_a_reason(body: bytes, image: dict[str, object], reason: str | None) -> None:
+def test_images_that_cannot_be_stored_have_a_reason(body, image, reason):
     outcome = ImageConverter(ImageConfig(**image), max_pixels=PIXELS)(io.BytesIO(body))
     if reason is None:  # a damaged file: any result of the decoder is accepted, as long as it does not crash
         assert outcome[0] is not None or reasons.of_message(outcome[-1] or "") == reasons.UNDECODABLE
@@ -166,7 +166,7 @@ def test_images_that_cannot_be_stored_have_a_reason(body: bytes, image: dict[str
     assert reasons.of_message(outcome[-1] or "") == reason
 
 
-def test_an_image_that_exceeds_available_memory_fails_with_a_transient_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_that_exceeds_available_memory_fails_with_a_transient_reason(monkeypatch):
     body = encoded(Image.new("RGBA", (4000, 3000)), "PNG")
     monkeypatch.setattr(decoding, "memory_at_hand", lambda: 400_000_000)
     assert decode(body, processes=2).array.shape == (3000, 4000, 3)
@@ -175,7 +175,7 @@ def test_an_image_that_exceeds_available_memory_fails_with_a_transient_reason(mo
     assert reasons.is_transient(reasons.TOO_LITTLE_MEMORY)
 
 
-def test_available_memory_is_the_minimum_of_machine_and_container(tmp_path) -> None:
+def test_available_memory_is_the_minimum_of_machine_and_container(tmp_path):
     assert 0 < decoding.memory_at_hand() < 1 << 50
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.current").write_text("700000\n")
@@ -187,7 +187,7 @@ def test_available_memory_is_the_minimum_of_machine_and_container(tmp_path) -> N
 
 
 @pytest.mark.parametrize("size", [(2, 1), (1, 3), (9, 7), (17, 3), (65, 65)])
-def test_contrasts_at_the_edge_of_a_small_image_are_no_difference(size: tuple[int, int]) -> None:
+def test_contrasts_at_the_edge_of_a_small_image_are_no_difference(size):
     """JPEG repeats the last column to fill its blocks, and a reduced decode averages it with the rest."""
     array = np.zeros((*size, 3), np.uint8)
     array[-1, :] = array[:, -1] = 255
@@ -196,7 +196,7 @@ def test_contrasts_at_the_edge_of_a_small_image_are_no_difference(size: tuple[in
         check_resemblance(array, cv2.imencode(".jpg", 255 - array)[1])
 
 
-def test_an_encoded_image_that_differs_from_its_source_is_detected() -> None:
+def test_an_encoded_image_that_differs_from_its_source_is_detected():
     array = np.asarray(photograph())
     for quality in (0, 5, 95):
         check_resemblance(array, cv2.imencode(".jpg", array, [cv2.IMWRITE_JPEG_QUALITY, quality])[1])

@@ -87,7 +87,7 @@ def expected_on_white(name: str) -> np.ndarray:
 
 @pytest.mark.filterwarnings("ignore:Palette images with Transparency")
 @pytest.mark.parametrize("name", IMAGES)
-def test_all_readers_see_the_pixels_of_training(name: str, tmp_path: Path) -> None:
+def test_all_readers_see_the_pixels_of_training(name, tmp_path):
     body, pixels = IMAGES[name], expected_on_white(name)
     np.testing.assert_array_equal(np.asarray(decode(body, name="x")), expected(name), err_msg="official tasks")
     slack = int(not np.array_equal(pixels, expected(name)))  # Pillow's rounding
@@ -116,7 +116,7 @@ def test_all_readers_see_the_pixels_of_training(name: str, tmp_path: Path) -> No
 
 @pytest.mark.filterwarnings("ignore:Palette images with Transparency")
 @pytest.mark.parametrize("name", IMAGES)
-def test_imported_images_keep_their_pixels(name: str) -> None:
+def test_imported_images_keep_their_pixels(name):
     body = IMAGES[name]
     whole = convert(body, ImageOptions())
     assert whole.transparent == (expected(name) != np.rint(expected_on_white(name))).any()
@@ -126,7 +126,7 @@ def test_imported_images_keep_their_pixels(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_transparent_images_are_put_on_a_background_and_counted() -> None:
+def test_transparent_images_are_put_on_a_background_and_counted():
     clear = Image.new("RGBA", (8, 8), (255, 0, 0, 0))
     whole = Image.new("RGBA", (8, 8), (255, 0, 0, 255))
     palette = Image.new("P", (8, 8), 1)
@@ -148,7 +148,7 @@ def test_transparent_images_are_put_on_a_background_and_counted() -> None:
 
 
 @pytest.mark.parametrize("mode", ["fast", "scaled", "exact"])
-def test_crops_of_raw_images_and_damaged_ones(mode: Any) -> None:
+def test_crops_of_raw_images_and_damaged_ones(mode):
     image = picture().convert("RGB").resize((61, 47))
     body, data = encoded(image, "PPM"), np.asarray(image).tobytes()
     decoder = ImageDecoder(size=16, crop=CropConfig(scale=(0.3, 0.8)), mode=mode, max_pixels=61 * 47)
@@ -175,7 +175,7 @@ def in_card(line: str) -> str:
 
 @pytest.mark.filterwarnings("ignore:Palette images with Transparency")
 @pytest.mark.parametrize("name", [name for name in IMAGES if name != "16 bits"])
-def test_what_model_cards_advise_gives_the_pixels_of_training(name: str) -> None:
+def test_what_model_cards_advise_gives_the_pixels_of_training(name):
     """Without it, open_clip resizes a palette's numbers and drops transparency."""
     transformers = pytest.importorskip("transformers")
     in_card('Image.open(...).convert("RGBA")')
@@ -198,7 +198,7 @@ def test_what_model_cards_advise_gives_the_pixels_of_training(name: str) -> None
         assert error(preprocess(Image.open(io.BytesIO(IMAGES[name])))) > 30
 
 
-def test_one_setting_puts_transparent_pictures_on_another_colour(tmp_path: Path) -> None:
+def test_one_setting_puts_transparent_pictures_on_another_colour(tmp_path):
     """`data.background` is stored with the model, whose exports and readers use it; official tasks do not."""
     green = (0, 128, 0)
     body = encoded(Image.new("RGBA", (SIDE, SIDE), (200, 0, 0, 0)), "PNG")

@@ -133,12 +133,12 @@ def broken_rules(name: str, imports: set[str]) -> Iterator[str]:
             yield from (f"{name} must not import {i}" for i in imports if any(below(i, lib) for lib in libraries))
 
 
-def test_imports_follow_the_rules() -> None:
+def test_imports_follow_the_rules():
     broken = [problem for path in MODULES for problem in broken_rules(name_of(path), imports_of(path))]
     assert not broken, "\n".join(broken)
 
 
-def test_there_are_no_circular_imports() -> None:
+def test_there_are_no_circular_imports():
     """Neither the allowed imports between folders nor the actual imports between modules form a cycle."""
     TopologicalSorter(PIPELINE).prepare()
     TopologicalSorter(DATA_PREP).prepare()
@@ -146,7 +146,7 @@ def test_there_are_no_circular_imports() -> None:
     TopologicalSorter(graph).prepare()
 
 
-def test_every_folder_is_listed() -> None:
+def test_every_folder_is_listed():
     found = {path.parent.name for path in (ROOT / "pipeline").glob("*/__init__.py")}
     assert found == set(PIPELINE)
     loose = {path.stem for path in (ROOT / "pipeline").glob("*.py")} - {"__init__"}
@@ -157,13 +157,13 @@ def test_every_folder_is_listed() -> None:
     assert below_data_prep | folders == {*DATA_PREP, "reasons"}
 
 
-def test_module_names_are_unique() -> None:
+def test_module_names_are_unique():
     """Benchmarks are exempt: `jobs.bench.NAME` is named after what it measures."""
     count = collections.Counter(path.stem for path in MODULES if path.parent != ROOT / "jobs" / "bench")
     assert not [name for name, times in count.items() if times > 1 and not name.startswith("__")]
 
 
-def test_public_class_names_are_unique() -> None:
+def test_public_class_names_are_unique():
     trees = (ast.parse(path.read_text(encoding="utf-8")) for path in MODULES)
     classes = (node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef))
     count = collections.Counter(name for name in classes if not name.startswith("_"))
@@ -181,11 +181,11 @@ def test_public_class_names_are_unique() -> None:
         ("data_prep.reasons", "data_prep.dataset.locks"),
     ],
 )
-def test_a_forbidden_import_is_detected(name: str, other: str) -> None:
+def test_a_forbidden_import_is_detected(name, other):
     assert not may_import(name, other)
 
 
-def test_the_trainer_does_not_name_any_objective() -> None:
+def test_the_trainer_does_not_name_any_objective():
     from pipeline.objectives import objective_names
 
     training = ROOT / "pipeline" / "training"

@@ -52,7 +52,7 @@ def shards(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_training_reads_exactly_the_indexed_samples(shards: Path) -> None:
+def test_training_reads_exactly_the_indexed_samples(shards):
     result = CliRunner().invoke(command, [str(shards)], catch_exceptions=False)
     assert "2 shards, 7 samples" in result.output
     assert "1 samples (14.3%): image is missing" in result.output
@@ -76,7 +76,7 @@ def test_training_reads_exactly_the_indexed_samples(shards: Path) -> None:
     assert not (shards / JOURNAL).exists()
 
 
-def test_an_interrupted_scan_continues_where_it_stopped(shards: Path) -> None:
+def test_an_interrupted_scan_continues_where_it_stopped(shards):
     def interrupt(done: int, total: int) -> None:
         raise KeyboardInterrupt
 
@@ -91,7 +91,7 @@ def test_an_interrupted_scan_continues_where_it_stopped(shards: Path) -> None:
     assert load_manifest(shards).n == 7
 
 
-def test_a_shard_that_has_changed_is_read_again(shards: Path) -> None:
+def test_a_shard_that_has_changed_is_read_again(shards):
     entry = {"name": "a/00000.tar", "samples": 99, "bytes": 1, "sha256": "", "unusable": {}, "problem": ""}
     (shards / JOURNAL).write_text(json.dumps(entry) + "\n")
     assert index_shards(shards).manifest.n == 7
@@ -107,7 +107,7 @@ def test_a_shard_that_has_changed_is_read_again(shards: Path) -> None:
     assert verify(shards, decode=0) == []
 
 
-def test_damaged_and_empty_shards_are_rejected_or_skipped(shards: Path) -> None:
+def test_damaged_and_empty_shards_are_rejected_or_skipped(shards):
     whole = write(shards / "c.tar", [good(7), good(8)]).read_bytes()
     (shards / "c.tar").write_bytes(whole[:3000])
     write(shards / "d.tar", [])
@@ -121,7 +121,7 @@ def test_damaged_and_empty_shards_are_rejected_or_skipped(shards: Path) -> None:
         index_shards(shards, replace=True)
 
 
-def test_links_in_a_tar_are_refused_and_training_passes_over_them(tmp_path: Path) -> None:
+def test_links_in_a_tar_are_refused_and_training_passes_over_them(tmp_path):
     """Regression test: nothing said that their samples are missing. Webdataset passes over them, too."""
     for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE):
         path = write(tmp_path / "l.tar", [good(1)])
@@ -136,7 +136,7 @@ def test_links_in_a_tar_are_refused_and_training_passes_over_them(tmp_path: Path
             assert len(list(read_records(file))) == 1
 
 
-def test_what_is_odd_about_shards_is_counted(tmp_path: Path) -> None:
+def test_what_is_odd_about_shards_is_counted(tmp_path):
     """Regression tests: a tar that was cut between two files, repeated names and files apart were passed in silence."""
     whole = write(tmp_path / "0.tar", [good(k) for k in range(8)]).read_bytes()
     place = starts(tmp_path / "0.tar")[4]
@@ -166,14 +166,14 @@ def test_what_is_odd_about_shards_is_counted(tmp_path: Path) -> None:
         index_shards(tmp_path, [f"{tmp_path}/{{8..8}}.tar", "0.tar"], replace=True)
 
 
-def test_patterns_can_name_shards_in_other_folders(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_patterns_can_name_shards_in_other_folders(shards, tmp_path_factory):
     home = tmp_path_factory.mktemp("home")
     indexed = index_shards(home, [f"pipe:cat {shards}/{{a,b}}/00000.tar"])
     assert [s.name for s in indexed.manifest.shards] == [f"pipe:cat {shards}/{d}/00000.tar" for d in "ab"]
     assert load_manifest(home, allow_commands=True).n == 7
 
 
-def test_mistakes_are_reported_before_any_work(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_are_reported_before_any_work(shards, tmp_path, monkeypatch):
     for name in ("latin", "empty"):
         (tmp_path / name).mkdir()
     (tmp_path / "latin" / os.fsdecode(b"caf\xe9.tar")).touch()
@@ -208,7 +208,7 @@ def test_mistakes_are_reported_before_any_work(shards: Path, tmp_path: Path, mon
         index_shards(shards, replace=True)
 
 
-def test_captions_in_json_are_not_reported_as_damage(tmp_path: Path) -> None:
+def test_captions_in_json_are_not_reported_as_damage(tmp_path):
     write(tmp_path / "00000.tar", [{"jpg": jpeg(side=20), "json": {"caption": "a"}}])
     with pytest.raises(
         UserError, match=r"None of the first 1 samples .*'caption is missing': 1.* starts with 00000/000.jpg"
@@ -220,7 +220,7 @@ def test_captions_in_json_are_not_reported_as_damage(tmp_path: Path) -> None:
     assert load_manifest(tmp_path).facts["unusable"] == {}
 
 
-def test_unreadable_shards_are_never_skipped(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_shards_are_never_skipped(shards, monkeypatch):
     whole = scan_shards.open_shard
 
     def reset(url: str) -> Any:
@@ -238,16 +238,14 @@ def test_unreadable_shards_are_never_skipped(shards: Path, monkeypatch: pytest.M
     assert index_shards(shards).manifest.n == 7
 
 
-def test_links_to_folders_are_followed_without_endless_loops(
-    shards: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_links_to_folders_are_followed_without_endless_loops(shards, tmp_path_factory):
     home = tmp_path_factory.mktemp("home")
     (home / "disk").symlink_to(shards)
     (shards / "back").symlink_to(home)
     assert [s.name for s in index_shards(home).manifest.shards] == ["disk/a/00000.tar", "disk/b/00000.tar"]
 
 
-def test_an_interruption_does_not_wait_for_the_shards_in_flight(shards: Path) -> None:
+def test_an_interruption_does_not_wait_for_the_shards_in_flight(shards):
     """One of two shards is read very slowly: the interrupted scan ends as soon as the other one is done."""
     quick = f"pipe:sleep 1; cat {shards}/b/00000.tar"
     slow = f"pipe:cat {shards}/a/00000.tar; for i in $(seq 600); do head -c 1100000 /dev/zero; sleep 0.1; done"
@@ -261,7 +259,7 @@ def test_an_interruption_does_not_wait_for_the_shards_in_flight(shards: Path) ->
     assert time.monotonic() - began < 30
 
 
-def test_a_wrong_caption_setting_is_reported_after_the_first_shards(tmp_path: Path) -> None:
+def test_a_wrong_caption_setting_is_reported_after_the_first_shards(tmp_path):
     for number in range(6):
         write(tmp_path / f"{number}.tar", [{"jpg": jpeg(side=20), "json": {"text": "a"}}])
     seen: list[int] = []
@@ -270,7 +268,7 @@ def test_a_wrong_caption_setting_is_reported_after_the_first_shards(tmp_path: Pa
     assert seen == [1, 2, 3]
 
 
-def test_invalid_caption_settings_are_refused_here_and_in_training(shards: Path) -> None:
+def test_invalid_caption_settings_are_refused_here_and_in_training(shards):
     for text in ("", "json:", "txt:foo", "caption.json:x", ".txt", "jpg", "a/b"):
         result = CliRunner().invoke(command, [str(shards), "--caption", text])
         assert isinstance(result.exception, UserError)

@@ -26,7 +26,7 @@ from tests.browser import browser, opened, problems_everywhere
 from tests.images import encoded
 from tests.ingested import ROWS, copied, fetch_here, made, own_opener, prepared, site  # noqa: F401
 from tests.pair_files import make, write_csv, write_images
-from tests.web import Site, jpeg
+from tests.web import jpeg
 
 
 def page_of(folder: Path, *options: str) -> str:
@@ -34,7 +34,7 @@ def page_of(folder: Path, *options: str) -> str:
     return Path(result.output.strip()).read_text()
 
 
-def test_converted_pairs_have_a_page(tmp_path: Path) -> None:
+def test_converted_pairs_have_a_page(tmp_path):
     names = write_images(tmp_path / "photos", 10)
     shutil.copy(tmp_path / "photos" / names[1], tmp_path / "photos" / names[7])
     (tmp_path / "photos" / names[4]).write_bytes(b"no picture")
@@ -49,7 +49,7 @@ def test_converted_pairs_have_a_page(tmp_path: Path) -> None:
     assert not (tmp_path / "data" / "datasheet.md").exists()
 
 
-def test_transparent_images_and_lists_of_captions_of_a_download(site: Site, tmp_path: Path) -> None:
+def test_transparent_images_and_lists_of_captions_of_a_download(site, tmp_path):
     clear = Image.new("RGBA", (20, 20), (255, 0, 0, 0))
     bodies = [jpeg(), encoded(clear, "PNG"), encoded(clear.convert("RGB").convert("RGBA"), "PNG"), jpeg(30)]
     lists = [["a cat", "", "a tabby"], ["a red square"], [" ", "another"], []]
@@ -70,7 +70,7 @@ def test_transparent_images_and_lists_of_captions_of_a_download(site: Site, tmp_
     assert verify(config.output) == []
 
 
-def test_reasons_and_their_meanings_fit_a_phone_screen(tmp_path: Path) -> None:
+def test_reasons_and_their_meanings_fit_a_phone_screen(tmp_path):
     """Regression test: the meanings were cut off at the edge, one word a line."""
     names = write_images(tmp_path / "photos", 4)
     (tmp_path / "photos" / names[0]).write_bytes(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic")
@@ -83,7 +83,7 @@ def test_reasons_and_their_meanings_fit_a_phone_screen(tmp_path: Path) -> None:
         assert tab.evaluate("(e => e.scrollWidth - e.clientWidth)(document.querySelector('.scroll'))") <= 0
 
 
-def test_shards_from_elsewhere_have_a_page_in_another_folder(copied: Path, tmp_path: Path) -> None:
+def test_shards_from_elsewhere_have_a_page_in_another_folder(copied, tmp_path):
     members = [("1.jpg", (copied / "shards/00000.tar").read_bytes()[:2_000]), ("1.json", b'{"text": "a"}')]
     shutil.copytree(copied / "shards", tmp_path / "theirs")
     canonical_tar.write(tmp_path / "theirs" / "odd.tar", members)
@@ -97,7 +97,7 @@ def test_shards_from_elsewhere_have_a_page_in_another_folder(copied: Path, tmp_p
     assert "a sample</td>" not in page_of(tmp_path / "theirs", "--caption", "json:caption")
 
 
-def test_a_page_elsewhere_changes_nothing_in_a_download(copied: Path, tmp_path: Path) -> None:
+def test_a_page_elsewhere_changes_nothing_in_a_download(copied, tmp_path):
     """Regression test: a lock was taken in the data set, which may be read-only."""
     shutil.rmtree(copied / "staging")
     before = sorted(copied.rglob("*"))
@@ -105,7 +105,7 @@ def test_a_page_elsewhere_changes_nothing_in_a_download(copied: Path, tmp_path: 
     assert sorted(copied.rglob("*")) == before
 
 
-def test_pages_of_data_sets_are_written_one_by_one(copied: Path, tmp_path: Path) -> None:
+def test_pages_of_data_sets_are_written_one_by_one(copied, tmp_path):
     with pytest.raises(UserError, match="is a data set, not a run: report on data sets one by one"):
         page_of(copied, str(tmp_path))
     with pytest.raises(UserError, match=r"Nor is it a data set with a manifest\.json; `neuclip manifest"):
@@ -115,7 +115,7 @@ def test_pages_of_data_sets_are_written_one_by_one(copied: Path, tmp_path: Path)
         page_of(copied)
 
 
-def test_the_report_is_accessible_and_fits_a_phone_screen(copied: Path) -> None:
+def test_the_report_is_accessible_and_fits_a_phone_screen(copied):
     named = copied.rename(copied.with_name("a-data-set-with-rather-a-long-name-and-no-blank-in-it"))
     page = write_report(named)
     assert 'alt=""' not in page.read_text()
@@ -124,14 +124,14 @@ def test_the_report_is_accessible_and_fits_a_phone_screen(copied: Path) -> None:
         assert problems_everywhere(started, page) == []
 
 
-def test_a_caption_that_no_sample_has_is_refused(copied: Path, tmp_path: Path) -> None:
+def test_a_caption_that_no_sample_has_is_refused(copied, tmp_path):
     done = CliRunner().invoke(command, [str(copied), "--output", str(tmp_path / "pages"), "--caption", "json:captoin"])
     assert "--caption = 'json:captoin' is in none of the first samples" in str(done.exception)
     assert "The nearest is json:caption. Allowed: " in str(done.exception)
     assert not (tmp_path / "pages").exists()
 
 
-def test_many_reasons_are_counted_and_not_all_listed() -> None:
+def test_many_reasons_are_counted_and_not_all_listed():
     manifest = SimpleNamespace(failures={f"reason {k}": 1 + (k < 3) for k in range(300_000)}, attempted=300_003)
     rows = _reasons(manifest, is_download=True)
     assert [row["name"] for row in rows[:4]] == ["reason 0", "reason 1", "reason 2", "reason 10"]

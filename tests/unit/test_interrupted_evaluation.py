@@ -82,7 +82,7 @@ def evaluated(run: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("step", [2, 4], ids=["within the run", "at its end"])
-def test_it_is_done_when_the_run_resumes(base: Path, whole: Path, kill_at: list[int], step: int) -> None:
+def test_it_is_done_when_the_run_resumes(base, whole, kill_at, step):
     kill_at.append(step)
     name = f"killed-{step}"
     with pytest.raises(Killed):
@@ -104,7 +104,7 @@ def test_it_is_done_when_the_run_resumes(base: Path, whole: Path, kill_at: list[
     ]
 
 
-def test_scores_that_were_not_logged_are_logged(base: Path, whole: Path) -> None:
+def test_scores_that_were_not_logged_are_logged(base, whole):
     shutil.copytree(whole, base / "unlogged")
     path = base / "unlogged" / METRICS_NAME
     lines = path.read_text().splitlines(keepends=True)
@@ -114,7 +114,7 @@ def test_scores_that_were_not_logged_are_logged(base: Path, whole: Path) -> None
     assert evaluated(base / "unlogged") == [2, 4]
 
 
-def test_a_whole_evaluation_is_not_repeated(base: Path, whole: Path) -> None:
+def test_a_whole_evaluation_is_not_repeated(base, whole):
     shutil.copytree(whole, base / "done")
     train(base, "done")
     assert evaluated(base / "done") == [2, 4]
@@ -125,7 +125,7 @@ def test_a_whole_evaluation_is_not_repeated(base: Path, whole: Path) -> None:
     assert evaluated(base / "done") == [2, 4]
 
 
-def test_at_the_boundary_of_stages_it_is_done_before_the_weights_are_resized(base: Path, kill_at: list[int]) -> None:
+def test_at_the_boundary_of_stages_it_is_done_before_the_weights_are_resized(base, kill_at):
     more = (f"model.arch={base / 'larger.json'}", STAGES)
     train(base, "staged-whole", *more)
     kill_at.append(2)
@@ -138,9 +138,7 @@ def test_at_the_boundary_of_stages_it_is_done_before_the_weights_are_resized(bas
 
 
 @pytest.mark.parametrize("stages", [(), (STAGES,)], ids=["within a stage", "at its end"])
-def test_a_validation_that_a_signal_prevented_is_done(
-    base: Path, monkeypatch: pytest.MonkeyPatch, stages: tuple[str, ...]
-) -> None:
+def test_a_validation_that_a_signal_prevented_is_done(base, monkeypatch, stages):
     more = (
         f"model.arch={base / 'larger.json'}",
         f"validation.sources={base / 'held-out'}",

@@ -39,7 +39,7 @@ def shortened_in(towers: Towers) -> int:
     return sum(isinstance(module, ClassTokenBlock) for module in towers.modules())
 
 
-def test_the_products_of_patches_in_the_last_block_are_left_out() -> None:
+def test_the_products_of_patches_in_the_last_block_are_left_out():
     """ViT-B/32: 12 blocks of width 768 and 50 tokens; left out are queries, output and MLP of the 49 patches."""
     whole, shortened = (
         build_towers(ModelConfig(arch="ViT-B-32", packed_attention=packed), seed=0, device="meta")[0]
@@ -52,7 +52,7 @@ def test_the_products_of_patches_in_the_last_block_are_left_out() -> None:
     assert saved == products + attention
 
 
-def test_towers_that_read_other_tokens_keep_them(tmp_path: Path) -> None:
+def test_towers_that_read_other_tokens_keep_them(tmp_path):
     """What a shortened block computes is compared in test_attention.py."""
     for kind in KINDS:
         whole, shortened = map(shortened_in, pair(tmp_path, kind))
@@ -63,7 +63,7 @@ def test_towers_that_read_other_tokens_keep_them(tmp_path: Path) -> None:
     assert shortened_in(build_towers(ModelConfig(arch=str(tmp_path / "no-blocks.json")), seed=0)[0]) == 0
 
 
-def test_average_pooling_timm_resnets_and_coca_are_left_alone() -> None:
+def test_average_pooling_timm_resnets_and_coca_are_left_alone():
     def reason(kind: Any, name: str, **changes: Any) -> str:
         config = {k: v for k, v in open_clip.get_model_config(name).items() if k != "custom_text"}
         config["vision_cfg"] = {**config["vision_cfg"], **changes}
@@ -76,7 +76,7 @@ def test_average_pooling_timm_resnets_and_coca_are_left_alone() -> None:
     assert "not a vision transformer of open_clip's own" in reason(open_clip.CustomTextCLIP, "ViT-B-16-SigLIP")
 
 
-def test_patches_that_are_not_computed_are_refused_instead_of_returned_empty(tmp_path: Path) -> None:
+def test_patches_that_are_not_computed_are_refused_instead_of_returned_empty(tmp_path):
     whole, shortened = pair(tmp_path, "CLIP")
     image, _ = batch()
     assert whole.clip.visual.forward_intermediates(image)["image_intermediates"]
@@ -87,13 +87,13 @@ def test_patches_that_are_not_computed_are_refused_instead_of_returned_empty(tmp
         shortened.clip.visual(image)
 
 
-def test_a_locked_tower_has_the_same_features(tmp_path: Path) -> None:
+def test_a_locked_tower_has_the_same_features(tmp_path):
     whole, shortened = pair(tmp_path, "CLIP", lock_image=True, unlocked_image_blocks=2)
     assert_same(whole, shortened, batch())
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_attention_in_bf16_on_a_cpu_is_that_of_fp32_rounded_once(causal: bool) -> None:
+def test_attention_in_bf16_on_a_cpu_is_that_of_fp32_rounded_once(causal):
     """Also under autocast, which would round the logits' factors again."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 9, 32, generator=generator).bfloat16() for _ in range(3))
@@ -104,13 +104,13 @@ def test_attention_in_bf16_on_a_cpu_is_that_of_fp32_rounded_once(causal: bool) -
     assert torch.equal(found, expected)
 
 
-def test_bf16_attention_takes_a_mask() -> None:
+def test_bf16_attention_takes_a_mask():
     q = torch.randn(2, 4, 8).bfloat16()
     mask = torch.zeros(4, 4, dtype=torch.bfloat16).masked_fill(torch.ones(4, 4).triu(1).bool(), float("-inf"))
     assert torch.equal(attend(q, q, q, heads=2, mask=mask), attend(q, q, q, heads=2, causal=True))
 
 
-def test_attention_in_float64_stays_in_float64() -> None:
+def test_attention_in_float64_stays_in_float64():
     q = torch.randn(1, 3, 8, dtype=torch.float64)
     heads = q.view(1, 3, 2, 4).transpose(1, 2)
     weights = (heads @ heads.mT / 2).softmax(-1)
@@ -129,7 +129,7 @@ def norms() -> tuple[nn.BatchNorm2d, nn.BatchNorm2d]:
     return plain, ours[0]
 
 
-def test_a_module_with_two_names_is_replaced_under_both() -> None:
+def test_a_module_with_two_names_is_replaced_under_both():
     norm = nn.BatchNorm2d(5)
     model = nn.Sequential(norm, nn.ReLU(), norm)
     use_fp32_batch_norms(model)
@@ -138,7 +138,7 @@ def test_a_module_with_two_names_is_replaced_under_both() -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_fp32_output_equals_torch(training: bool) -> None:
+def test_fp32_output_equals_torch(training):
     plain, ours = norms()
     x = torch.randn(6, 5, 3, 3)
     for norm in (plain, ours):
@@ -149,7 +149,7 @@ def test_fp32_output_equals_torch(training: bool) -> None:
     assert equal(plain.state_dict(), ours.state_dict())
 
 
-def test_bf16_weights_keep_fp32_statistics_and_get_gradients() -> None:
+def test_bf16_weights_keep_fp32_statistics_and_get_gradients():
     plain, ours = norms()
     ours.weight.data, ours.bias.data = ours.weight.data.bfloat16(), ours.bias.data.bfloat16()
     x = torch.randn(6, 5, 3, 3)
@@ -162,7 +162,7 @@ def test_bf16_weights_keep_fp32_statistics_and_get_gradients() -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_timms_batch_norm_with_an_activation_trains_in_bf16(training: bool) -> None:
+def test_timms_batch_norm_with_an_activation_trains_in_bf16(training):
     """Regression test: it was left as it is, and MobileCLIP could not be trained in bf16."""
     torch.manual_seed(0)
     plain = BatchNormAct2d(5)
@@ -178,7 +178,7 @@ def test_timms_batch_norm_with_an_activation_trains_in_bf16(training: bool) -> N
     torch.testing.assert_close(ours(x.bfloat16()).float(), plain(x), atol=0.05, rtol=0.05)
 
 
-def test_frozen_statistics_normalise_by_the_batch_and_keep_the_state() -> None:
+def test_frozen_statistics_normalise_by_the_batch_and_keep_the_state():
     _, ours = norms()
     x = torch.randn(6, 5, 3, 3)
     before = {name: value.clone() for name, value in ours.state_dict().items()}
@@ -194,7 +194,7 @@ REPEATS = 1408
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("padding", [None, 1])
-def test_gradient_of_a_token_that_occurs_often(dtype: torch.dtype, padding: int | None) -> None:
+def test_gradient_of_a_token_that_occurs_often(dtype, padding):
     table = Fp32SumEmbedding(6, 4, padding_idx=padding).to(dtype)
     ids = torch.tensor([0] * REPEATS + [1, 1, 2, 5]).reshape(2, -1)
     out = table(ids)
@@ -205,7 +205,7 @@ def test_gradient_of_a_token_that_occurs_often(dtype: torch.dtype, padding: int 
     assert table.weight.grad[:, 0].tolist() == expected
 
 
-def test_the_gradient_of_a_text_tower_with_much_padding(tmp_path: Path) -> None:
+def test_the_gradient_of_a_text_tower_with_much_padding(tmp_path):
     config = copy.deepcopy(open_clip.get_model_config("ViT-B-16-SigLIP"))
     config["embed_dim"] = 192
     config["vision_cfg"] |= {"timm_model_name": "vit_tiny_patch16_224", "image_size": 224}
@@ -226,7 +226,7 @@ def test_the_gradient_of_a_text_tower_with_much_padding(tmp_path: Path) -> None:
     assert float((gradients[1] - gradients[0]).norm() / gradients[0].norm()) < 0.05
 
 
-def test_the_gradient_check_names_the_layer_with_the_largest_difference() -> None:
+def test_the_gradient_check_names_the_layer_with_the_largest_difference():
     expected = {"a": torch.ones(4), "b": torch.ones(4)}
     assert compare_gradients({"a": torch.ones(4), "b": torch.ones(4)}, expected, tolerance=0.1) == 0
     applied = {"a": torch.ones(4), "b": torch.full((4,), 0.5)}

@@ -25,14 +25,14 @@ test $(wc -l < {calls}) -gt {failures}
 """
 
 
-def test_pre_commit_uses_the_same_ruff_version_as_the_tests() -> None:
+def test_pre_commit_uses_the_same_ruff_version_as_the_tests():
     pinned = re.findall(r"^ruff==(\S+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
     hooks = re.findall(r"ruff==([\d.]+)", (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
     assert len(pinned) == 1
     assert hooks == pinned * 2
 
 
-def test_no_folder_of_tests_is_left_out(pytestconfig: pytest.Config) -> None:
+def test_no_folder_of_tests_is_left_out(pytestconfig):
     """pytest passes over folders of some names, such as `dist`, without a word."""
     ignored = pytestconfig.getini("norecursedirs")
     folders = {part for file in (ROOT / "tests").rglob("test_*.py") for part in file.relative_to(ROOT).parts[:-1]}
@@ -40,7 +40,7 @@ def test_no_folder_of_tests_is_left_out(pytestconfig: pytest.Config) -> None:
     assert [name for name in folders if any(fnmatch.fnmatch(name, pattern) for pattern in ignored)] == []
 
 
-def test_constraints_pin_every_requirement() -> None:
+def test_constraints_pin_every_requirement():
     """Also those of the build: the setuptools of a new virtual environment may be too old for pyproject.toml."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").split()
@@ -52,7 +52,7 @@ def test_constraints_pin_every_requirement() -> None:
         assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), requirement
 
 
-def test_what_is_pinned_accepts_the_oldest_python() -> None:
+def test_what_is_pinned_accepts_the_oldest_python():
     """Regression test: `make test` could not be installed on Debian 12, whose Python is 3.11.2."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     oldest = re.findall(r">=([\d.]+)", settings["project"]["requires-python"])[0]
@@ -65,7 +65,7 @@ def test_what_is_pinned_accepts_the_oldest_python() -> None:
     assert not newer, f"pinned releases that need a newer Python than {oldest}.0"
 
 
-def test_the_changelog_starts_with_the_current_version() -> None:
+def test_the_changelog_starts_with_the_current_version():
     """After what is not released yet."""
     version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     headings = re.findall(r"^## \[(\S+)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
@@ -74,7 +74,7 @@ def test_the_changelog_starts_with_the_current_version() -> None:
 
 
 @pytest.mark.parametrize("failures", [0, 2, 3])
-def test_a_failed_installation_is_retried(tmp_path: Path, failures: int) -> None:
+def test_a_failed_installation_is_retried(tmp_path, failures):
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
     calls, python = tmp_path / "calls", tmp_path / "env/bin/python"

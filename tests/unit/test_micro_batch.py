@@ -46,9 +46,7 @@ def untouched(state: RunState, *args: Any, **kwargs: Any) -> str:
     return text
 
 
-def test_auto_computes_what_the_number_does_and_resumes_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_computes_what_the_number_does_and_resumes_with_it(tmp_path, monkeypatch):
     base = prepare(tmp_path)
     auto = settings_in(base, "auto", *SETTINGS, "engine.micro_batch=auto")
     train_here(*settings_in(base, "number", *SETTINGS, "engine.micro_batch=2"))
@@ -73,7 +71,7 @@ def test_auto_computes_what_the_number_does_and_resumes_with_it(
         train_here(*settings_in(base, "none", *SETTINGS, "engine.micro_batch=auto"))
 
 
-def test_all_ranks_take_the_number_of_the_one_with_the_least_memory(tmp_path: Path) -> None:
+def test_all_ranks_take_the_number_of_the_one_with_the_least_memory(tmp_path):
     base = prepare(tmp_path)
     for name, micro_batch in (("auto", "auto"), ("number", "2")):
         settings = settings_in(base, name, *SMALL, *SETTINGS, f"engine.micro_batch={micro_batch}")
@@ -82,7 +80,7 @@ def test_all_ranks_take_the_number_of_the_one_with_the_least_memory(tmp_path: Pa
     assert equal(weights(base / "auto"), weights(base / "number"))
 
 
-def test_auto_is_refused_where_ranks_compute_together() -> None:
+def test_auto_is_refused_where_ranks_compute_together():
     def check(*more: str, ranks: int) -> None:
         given = ["output=y", "samples=64", "data.sources=x", "schedule.warmup_steps=1", "engine.micro_batch=auto"]
         check_run(load_recipe(None, [*given, "batch_size=16", *more]), world_size=ranks)

@@ -28,7 +28,7 @@ from pipeline.training.recipe import load_recipe
 from pipeline.training.run import setup
 from tests.mirrors import begin, fetch, fetched, steps_in, write, writer_of
 from tests.training import SMALL, prepare, settings_in, train_here
-from tests.written_checkpoints import Towers, failing, save_again, snapshot
+from tests.written_checkpoints import failing, save_again, snapshot
 from tests.written_checkpoints import writer_of as plain_writer
 
 SETTINGS = [*SMALL, "samples=80", "data.sources=nowhere"]
@@ -44,7 +44,7 @@ def change_meta(mirror: Mirror, step: int, change: Callable[[dict[str, Any]], ob
     mirror._files.pipe_file(f"{name_of(step)}/{META_NAME}", json.dumps(meta).encode())
 
 
-def test_a_fresh_machine_resumes_from_the_mirror(tmp_path: Path, url: str, towers: Towers) -> None:
+def test_a_fresh_machine_resumes_from_the_mirror(tmp_path, url, towers):
     run = tmp_path / "run"
     writer = writer_of(run, url, towers, keep_last=2)
     writer.save(replace(snapshot(towers, 1), best=True))
@@ -72,9 +72,7 @@ def test_a_fresh_machine_resumes_from_the_mirror(tmp_path: Path, url: str, tower
         assert fetched(run, url)[0].step == 5
 
 
-def test_what_is_damaged_or_half_uploaded_is_never_taken_for_whole(
-    tmp_path: Path, url: str, towers: Towers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_damaged_or_half_uploaded_is_never_taken_for_whole(tmp_path, url, towers, monkeypatch):
     run, mirror = tmp_path / "run", Mirror(url, tmp_path / "run")
     write(run, url, towers, [1])
     original, size, files = Mirror._make_folder, type(mirror._files).size, list[str]()
@@ -116,7 +114,7 @@ def test_what_is_damaged_or_half_uploaded_is_never_taken_for_whole(
         assert not list((run / "checkpoints").glob(".*"))
 
 
-def test_a_download_that_fails_ends_the_start(tmp_path: Path, towers: Towers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_download_that_fails_ends_the_start(tmp_path, towers, monkeypatch):
     """Regression test: an older checkpoint was taken when the network failed during the download of the newest."""
     run, url = tmp_path / "run", f"file://{tmp_path}/store"
     write(run, url, towers, [1, 2])
@@ -126,7 +124,7 @@ def test_a_download_that_fails_ends_the_start(tmp_path: Path, towers: Towers, mo
         fetch(run, url)
 
 
-def test_the_mirror_of_another_run_is_refused(tmp_path: Path, towers: Towers) -> None:
+def test_the_mirror_of_another_run_is_refused(tmp_path, towers):
     url, first, other = f"file://{tmp_path}/store", tmp_path / "one" / "run", tmp_path / "other" / "run"
     write(first, url, towers, [1, 2])
     own = rf"belongs to run {read_run_id(first)}, and .*"
@@ -155,7 +153,7 @@ def test_the_mirror_of_another_run_is_refused(tmp_path: Path, towers: Towers) ->
         fetch(tmp_path / "third" / "run", url)
 
 
-def test_another_runs_checkpoint_of_the_same_step_is_kept(tmp_path: Path, towers: Towers) -> None:
+def test_another_runs_checkpoint_of_the_same_step_is_kept(tmp_path, towers):
     url, run, other = f"file://{tmp_path}/store", tmp_path / "run", tmp_path / "other" / "run"
     write(run, url, towers, [1, 3])
     write_run_id(other, OTHER)
@@ -170,7 +168,7 @@ def test_another_runs_checkpoint_of_the_same_step_is_kept(tmp_path: Path, towers
     assert (run / "checkpoints" / f"step-00000003.run-{OTHER}" / META_NAME).is_file()
 
 
-def test_a_mirror_cannot_name_what_is_outside_the_run(tmp_path: Path, towers: Towers) -> None:
+def test_a_mirror_cannot_name_what_is_outside_the_run(tmp_path, towers):
     run, url, precious = tmp_path / "deep" / "run", f"file://{tmp_path}/store", tmp_path / "precious"
     precious.mkdir()
     (precious / "thesis").write_text("ten years")
@@ -202,9 +200,7 @@ def test_a_mirror_cannot_name_what_is_outside_the_run(tmp_path: Path, towers: To
         write(run, url, towers, [1])
 
 
-def test_a_rollback_removes_later_checkpoints_from_the_mirror(
-    tmp_path: Path, towers: Towers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rollback_removes_later_checkpoints_from_the_mirror(tmp_path, towers, monkeypatch):
     run, url, released = tmp_path / "run", f"file://{tmp_path}/store", threading.Event()
     write(run, url, towers, [1, 2])
     original = Mirror.upload
@@ -218,9 +214,7 @@ def test_a_rollback_removes_later_checkpoints_from_the_mirror(
     assert steps_in(Mirror(url, run)) == [1]
 
 
-def test_a_checkpoint_in_the_fallback_folder_is_uploaded_beside_the_best_one(
-    tmp_path: Path, towers: Towers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_in_the_fallback_folder_is_uploaded_beside_the_best_one(tmp_path, towers, monkeypatch):
     run, url = tmp_path / "run", f"file://{tmp_path}/store"
     mirror = Mirror(url, run)
     writer = writer_of(run, url, towers, keep_last=1)
@@ -235,9 +229,7 @@ def test_a_checkpoint_in_the_fallback_folder_is_uploaded_beside_the_best_one(
     assert (steps_in(mirror), mirror.read("best")) == ([1, 2], name_of(1))
 
 
-def test_the_end_of_a_run_waits_for_the_mirror_only_once(
-    tmp_path: Path, towers: Towers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_end_of_a_run_waits_for_the_mirror_only_once(tmp_path, towers, monkeypatch):
     released, events = threading.Event(), list[str]()
     monkeypatch.setattr(Mirror, "upload", lambda self, path: released.wait(30))
     writer = writer_of(tmp_path / "run", f"file://{tmp_path}/store", towers, events.append, mirror_minutes=0.001)
@@ -249,7 +241,7 @@ def test_the_end_of_a_run_waits_for_the_mirror_only_once(
     assert sum("was not finished in 0.001 minutes" in event for event in events) == 1
 
 
-def test_a_second_ctrl_c_does_not_wait_for_the_mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_ctrl_c_does_not_wait_for_the_mirror(tmp_path, monkeypatch):
     released, begun = threading.Event(), list[float]()
 
     def hang(mirror: Mirror, path: Path) -> None:
@@ -286,7 +278,7 @@ def test_a_second_ctrl_c_does_not_wait_for_the_mirror(tmp_path: Path, monkeypatc
         ("nowhere://x", "run", "checkpoint.mirror = 'nowhere://x' cannot be used"),
     ],
 )
-def test_a_mirror_that_would_be_another_place_is_refused(tmp_path: Path, mirror: str, run: str, message: str) -> None:
+def test_a_mirror_that_would_be_another_place_is_refused(tmp_path, mirror, run, message):
     """Regression test: with a bracket no checkpoint was found, and a misspelt URL was a folder of this machine."""
     mirror = mirror.format(tmp_path)
     with pytest.raises(UserError, match=message):

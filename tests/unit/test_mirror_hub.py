@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,6 @@ from tests.mirrors import begin, steps_in, write
 from tests.training import prepare, settings_in, train_here
 from tests.unit.test_mirror import test_a_fresh_machine_resumes_from_the_mirror  # noqa: F401 (with this file's `url`)
 from tests.web import serve
-from tests.written_checkpoints import Towers
 
 REPOSITORY = "ada/runs"
 
@@ -40,9 +38,7 @@ def url(hub: ModelHub) -> str:
     return f"hf://{REPOSITORY}/deep"
 
 
-def test_a_checkpoint_is_one_commit_and_a_refusal_does_not_end_the_run(
-    tmp_path: Path, hub: ModelHub, url: str, towers: Towers
-) -> None:
+def test_a_checkpoint_is_one_commit_and_a_refusal_does_not_end_the_run(tmp_path, hub, url, towers):
     run = tmp_path / "run"
     write(run, url, towers, [1])
     assert hub.commits == ["Checkpoint run/step-00000001"]
@@ -58,7 +54,7 @@ def test_a_checkpoint_is_one_commit_and_a_refusal_does_not_end_the_run(
     assert steps_in(Mirror(url, run)) == [1, 3]
 
 
-def test_a_run_pushes_while_it_trains_and_another_machine_continues_it(tmp_path: Path, hub: ModelHub, url: str) -> None:
+def test_a_run_pushes_while_it_trains_and_another_machine_continues_it(tmp_path, hub, url):
     settings = settings_in(prepare(tmp_path), "run", "checkpoint.every=2", f"checkpoint.mirror={url}")
     train_here(*settings, "samples=32")
     shutil.rmtree(tmp_path / "run")
@@ -67,9 +63,7 @@ def test_a_run_pushes_while_it_trains_and_another_machine_continues_it(tmp_path:
     assert "Checkpoint run/step-00000006" in hub.commits
 
 
-def test_a_missing_token_or_repository_is_said_before_any_work(
-    tmp_path: Path, hub: ModelHub, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_token_or_repository_is_said_before_any_work(tmp_path, hub, url, monkeypatch):
     for address, token in (("hf://ada/none", TOKEN), (url, "hf_wrong")):
         monkeypatch.setenv("HF_TOKEN", token)
         with pytest.raises(UserError, match=rf"(?s){address}/run.* cannot be used .*not found.*the right to write"):

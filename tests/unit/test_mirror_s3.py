@@ -57,7 +57,7 @@ def large_checkpoint(run: Path, step: int, *, size: int) -> Path:
     return folder
 
 
-def test_a_bucket_that_is_missing_is_refused_and_not_created(tmp_path: Path, port: int) -> None:
+def test_a_bucket_that_is_missing_is_refused_and_not_created(tmp_path, port):
     for start in (begin, fetch):
         with pytest.raises(UserError, match=r"s3://buckte/runs/.* cannot be used .*bucket does not exist.* address"):
             start(tmp_path / "run", "s3://buckte/runs")
@@ -69,9 +69,7 @@ def test_a_bucket_that_is_missing_is_refused_and_not_created(tmp_path: Path, por
 
 
 @pytest.mark.parametrize("known", [False, True])
-def test_credentials_that_are_missing_or_wrong_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool
-) -> None:
+def test_credentials_that_are_missing_or_wrong_are_refused(tmp_path, monkeypatch, known):
     with s3_server(tmp_path / "log", INITIAL_NO_AUTH_ACTION_COUNT="0"):
         if not known:
             monkeypatch.delenv("AWS_ACCESS_KEY_ID")
@@ -81,7 +79,7 @@ def test_credentials_that_are_missing_or_wrong_are_refused(
             begin(tmp_path / "run", "s3://bucket/runs")
 
 
-def test_an_upload_in_parts_that_is_killed_never_looks_complete(tmp_path: Path, port: int) -> None:
+def test_an_upload_in_parts_that_is_killed_never_looks_complete(tmp_path, port):
     run, store = tmp_path / "run", client()
     older, newer = large_checkpoint(run, 1, size=100), large_checkpoint(run, 2, size=PARTS)
     mirror = Mirror("s3://bucket/runs", run)
@@ -102,7 +100,7 @@ def test_an_upload_in_parts_that_is_killed_never_looks_complete(tmp_path: Path, 
     assert steps_in(mirror) == [1, 2]
 
 
-def test_the_endpoint_comes_from_the_environment(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_endpoint_comes_from_the_environment(port, monkeypatch):
     """docs/cluster.md names two variables; the server would not be found without one of them."""
     script = "import fsspec; print(fsspec.filesystem('s3').ls(''))"
     settings = client_settings(port)

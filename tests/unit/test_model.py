@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,14 +20,14 @@ from tests.training import prepare, settings_in, train_here
 
 
 @pytest.mark.parametrize(("arch", "tag"), [("ViT-B-32", "openai"), ("ViT-B-16", "dfn2b"), ("RN50", "cc12m")])
-def test_published_weights_require_their_own_activation(arch: str, tag: str) -> None:
+def test_published_weights_require_their_own_activation(arch, tag):
     with pytest.raises(UserError, match=f"take {arch}-quickgelu:{tag}"):
         load_for_evaluation(f"{arch}:{tag}")
     with pytest.raises(UserError, match=f"take {arch}-quickgelu:{tag}"):
         build_towers(ModelConfig(arch=arch, pretrained=tag), seed=0)
 
 
-def test_a_pretrained_folder_must_have_the_recipes_architecture(tmp_path: Path) -> None:
+def test_a_pretrained_folder_must_have_the_recipes_architecture(tmp_path):
     folder = save_checkpoint(tmp_path / "start", seed=1)
     towers, _ = build_towers(ModelConfig(arch="scenes-vit-tiny", pretrained=str(folder)), seed=2)
     assert torch.equal(towers.clip.visual.proj, load_for_evaluation(str(folder)).towers.clip.visual.proj)
@@ -50,7 +49,7 @@ def test_a_pretrained_folder_must_have_the_recipes_architecture(tmp_path: Path) 
         ("not finite", r"weights\.safetensors have values that are not finite .*visual\.proj"),
     ],
 )
-def test_a_file_of_weights_that_cannot_be_used(tmp_path: Path, broken: str, message: str) -> None:
+def test_a_file_of_weights_that_cannot_be_used(tmp_path, broken, message):
     arch, weights = tmp_path / "tiny.json", tmp_path / "weights.safetensors"
     arch.write_text(json.dumps(TINY))
     state = build_towers(ModelConfig(arch=str(arch)), seed=0)[0].clip.state_dict()
@@ -69,7 +68,7 @@ def test_a_file_of_weights_that_cannot_be_used(tmp_path: Path, broken: str, mess
     assert len(str(error.value)) < 1_500
 
 
-def test_a_hugging_face_tokenizer_that_cannot_be_loaded_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hugging_face_tokenizer_that_cannot_be_loaded_is_reported(monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # the variable was read when another test imported it
@@ -77,7 +76,7 @@ def test_a_hugging_face_tokenizer_that_cannot_be_loaded_is_reported(monkeypatch:
         build_towers(ModelConfig(arch="ViT-B-16-SigLIP"), seed=0, device="meta")
 
 
-def test_the_logit_bias_does_not_change_the_digests_of_an_evaluated_model(tmp_path: Path) -> None:
+def test_the_logit_bias_does_not_change_the_digests_of_an_evaluated_model(tmp_path):
     arch = tmp_path / "tiny.json"
     arch.write_text(json.dumps(TINY))
     towers, architecture = build_towers(ModelConfig(arch=str(arch)), seed=0)
@@ -90,9 +89,7 @@ def test_the_logit_bias_does_not_change_the_digests_of_an_evaluated_model(tmp_pa
     assert (model_config_digest(saved), saved.digest) == (model_config_digest(in_training), in_training.digest)
 
 
-def test_an_architecture_is_one_json_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_architecture_is_one_json_file(tmp_path, monkeypatch, capsys):
     """What CONTRIBUTING says to add: the file, in the folder of our configs; the commands know its name then."""
     monkeypatch.setattr("pipeline.model.architectures.OUR_CONFIGS", tmp_path)
     (tmp_path / "toy-of-a-test.json").write_text(json.dumps(TINY))
@@ -112,7 +109,7 @@ def test_an_architecture_is_one_json_file(
         check_model(ModelConfig(arch="toy-of-a-tets"))
 
 
-def test_a_tokenizer_that_would_not_be_read_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_that_would_not_be_read_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"model\.tokenizer = .* would have no effect: scenes-vit-micro"):
         check_model(ModelConfig(arch="scenes-vit-micro", tokenizer=str(tmp_path)))
     given = settings_in(prepare(tmp_path, [16]), "run", "samples=16", f"model.tokenizer={tmp_path}")
@@ -120,7 +117,7 @@ def test_a_tokenizer_that_would_not_be_read_is_refused(tmp_path: Path) -> None:
         train_here(*given, "model.arch=scenes-vit-micro")
 
 
-def test_a_size_that_the_timm_model_does_not_take_is_refused(tmp_path: Path) -> None:
+def test_a_size_that_the_timm_model_does_not_take_is_refused(tmp_path):
     path = tmp_path / "own-timm.json"
     vision = {"timm_model_name": "vit_tiny_patch16_224", "timm_pool": "", "timm_proj": "linear", "image_size": 64}
     text = {"context_length": 16, "width": 32, "heads": 2, "layers": 1}
@@ -142,7 +139,7 @@ def test_a_size_that_the_timm_model_does_not_take_is_refused(tmp_path: Path) -> 
         (None, "there is no such file"),
     ],
 )
-def test_a_file_that_describes_no_architecture_is_refused(tmp_path: Path, content: bytes | None, message: str) -> None:
+def test_a_file_that_describes_no_architecture_is_refused(tmp_path, content, message):
     path = tmp_path / "own.json"
     if content is not None:
         path.write_bytes(content)
@@ -150,7 +147,7 @@ def test_a_file_that_describes_no_architecture_is_refused(tmp_path: Path, conten
         check_model(ModelConfig(arch=str(path)))
 
 
-def test_a_file_that_holds_no_weights_is_refused_without_torch_s_advice(tmp_path: Path) -> None:
+def test_a_file_that_holds_no_weights_is_refused_without_torch_s_advice(tmp_path):
     (tmp_path / "weights.pt").write_bytes(b"\xff\xfe no weights")
     with pytest.raises(UserError, match="neither safetensors nor a PyTorch file of tensors alone") as caught:
         build_towers(ModelConfig(arch="scenes-vit-micro", pretrained=str(tmp_path / "weights.pt")), seed=0)

@@ -33,7 +33,7 @@ def normalizers(
 
 
 @pytest.mark.parametrize(("cap", "power"), [(0, 1.0), (2.0, 1.0), (0, 0.25), (2.0, 0.75)])
-def test_losses_and_gradients_equal_the_equations(cap: float, power: float) -> None:
+def test_losses_and_gradients_equal_the_equations(cap, power):
     settings = {"name": "neuclip_plus", "prototypes": PROTOTYPES, "eps": EPS, "ratio_cap": cap, "ratio_power": power}
     objective = build_objective({**settings, "tau_lr": 0.0, "rho": 1.5, "tau_init": 0.2}, context=context(BATCH))
     history: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -66,7 +66,7 @@ def test_losses_and_gradients_equal_the_equations(cap: float, power: float) -> N
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["ids", "no ids"])
-def test_a_first_step_has_the_batch_s_own_normalizers(given: bool) -> None:
+def test_a_first_step_has_the_batch_s_own_normalizers(given):
     objective = build_objective({"name": "neuclip_plus", "prototypes": 64}, context=context(BATCH, dataset_size=400))
     batch_gcl = build_objective({"name": "neuclip", "npn": "queue", "tau_init": 0.07}, context=context(BATCH))
     image, text = unit_features(BATCH)
@@ -77,7 +77,7 @@ def test_a_first_step_has_the_batch_s_own_normalizers(given: bool) -> None:
     assert float(found) == pytest.approx(tau * (expected + 2 * (2.5 - 1)), rel=1e-12)
 
 
-def test_without_ids_only_the_batch_itself_is_known(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_ids_only_the_batch_itself_is_known(caplog):
     """Unknown samples are all different, also over steps: nothing is excluded by mistake."""
     objective = build_objective({"name": "neuclip_plus", "prototypes": 18}, context=context(BATCH, dataset_size=36))
     for step in range(4):
@@ -104,7 +104,7 @@ def advance(objective: Objective, steps: range) -> torch.Tensor:
     return loss
 
 
-def test_a_resumed_run_excludes_the_same_samples() -> None:
+def test_a_resumed_run_excludes_the_same_samples():
     uninterrupted, resumed = (
         trained(4),
         build_objective({"name": "neuclip_plus", "prototypes": PROTOTYPES}, context=context(BATCH)),
@@ -117,16 +117,14 @@ def test_a_resumed_run_excludes_the_same_samples() -> None:
 
 
 @pytest.mark.parametrize(("samples", "warns"), [(31, True), (32, False), (0, False)])
-def test_a_queue_of_more_than_half_of_the_dataset_is_reported(
-    samples: int, warns: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_queue_of_more_than_half_of_the_dataset_is_reported(samples, warns, caplog):
     build_objective(
         {"name": "neuclip_plus", "prototypes": 16, "rho": 1.0}, context=context(BATCH, dataset_size=samples)
     )
     assert [("more than half of the dataset" in record.getMessage()) for record in caplog.records] == [True] * warns
 
 
-def test_settings_without_meaning_are_refused() -> None:
+def test_settings_without_meaning_are_refused():
     for wrong in ({"npn": "mlp"}, {"stop_gradient": False}):
         with pytest.raises(UserError, match=next(iter(wrong))):
             build_objective({"name": "neuclip_plus", **wrong}, context=context(BATCH))

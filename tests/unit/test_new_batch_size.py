@@ -30,7 +30,7 @@ def loader(base: Path, batch: int, streams: int = 4) -> Loader:
 @pytest.mark.parametrize(
     ("before", "steps", "after", "skipped"), [(16, 2, 8, 0), (8, 3, 16, 8), (8, 2, 32, 16), (16, 4, 8, 0)]
 )
-def test_no_sample_of_the_epoch_is_repeated(base: Path, before: int, steps: int, after: int, skipped: int) -> None:
+def test_no_sample_of_the_epoch_is_repeated(base, before, steps, after, skipped):
     first, second = loader(base, before), loader(base, after)
     seen = torch.cat([next(first).sample_id for _ in range(steps)]).tolist()
     assert second.load_state_dict(first.state_dict(), new_batch_size=True) == skipped
@@ -43,7 +43,7 @@ def test_no_sample_of_the_epoch_is_repeated(base: Path, before: int, steps: int,
     assert torch.equal(next(again).sample_id, next(second).sample_id)
 
 
-def test_another_number_of_streams_is_still_refused(base: Path) -> None:
+def test_another_number_of_streams_is_still_refused(base):
     first, second = loader(base, 8), loader(base, 16, streams=8)
     next(first)
     with pytest.raises(UserError, match=r"continued: data\.streams was 4, now 8\. Restore"):  # the size is no reason
@@ -52,7 +52,7 @@ def test_another_number_of_streams_is_still_refused(base: Path) -> None:
         loader(base, 16).load_state_dict(first.state_dict())
 
 
-def test_a_run_continues_with_another_batch_size_in_a_new_folder(base: Path) -> None:
+def test_a_run_continues_with_another_batch_size_in_a_new_folder(base):
     given = settings_in(base, "first", "samples=128")
     train_here(*given, "checkpoint.every=4", "checkpoint.keep_last=9")
     checkpoint = str(base / "first" / "checkpoints" / "step-00000004")
@@ -89,7 +89,7 @@ def test_a_run_continues_with_another_batch_size_in_a_new_folder(base: Path) -> 
         train_here(*new, "samples=256", resume=str(base / "nothing"), new_batch_size=True)
 
 
-def test_a_fork_whose_disk_is_lost_continues_from_its_mirror(base: Path) -> None:
+def test_a_fork_whose_disk_is_lost_continues_from_its_mirror(base):
     train_here(*settings_in(base, "origin", "samples=32", "checkpoint.every=2"))
     start = str(base / "origin" / "checkpoints" / "step-00000002")
     fork = settings_in(base, "fork", f"checkpoint.mirror=file://{base / 'mirror'}")
@@ -107,7 +107,7 @@ def test_a_fork_whose_disk_is_lost_continues_from_its_mirror(base: Path) -> None
 
 
 @pytest.mark.parametrize(("before", "after"), [(8, 16), (16, 8)])
-def test_a_batch_may_reach_the_number_of_prototypes(base: Path, before: int, after: int) -> None:
+def test_a_batch_may_reach_the_number_of_prototypes(base, before, after):
     """Regression test: the queue of features, which only smaller batches need, made the start be refused."""
     of = ("objective.name=neuclip", "objective.prototypes=16", "objective.restart_every=3", "samples=128")
     train_here(

@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Iterable
 from importlib import metadata
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -22,7 +21,7 @@ def of(findings: Iterable[node_checks.DoctorFinding], subject: str) -> node_chec
     return next(finding for finding in findings if finding.subject == subject)
 
 
-def test_installed_versions_are_compared_with_the_tested_ones(tmp_path: Path) -> None:
+def test_installed_versions_are_compared_with_the_tested_ones(tmp_path):
     constraints = tmp_path / "constraints.txt"
     constraints.write_text(f"torch=={metadata.version('torch')}\nnot-installed-here==1.0\n")
     findings = list(node_checks.check_packages(constraints))
@@ -34,7 +33,7 @@ def test_installed_versions_are_compared_with_the_tested_ones(tmp_path: Path) ->
     assert "(tested 0.0.1)" in version.found
 
 
-def test_a_wrong_recipe_is_refused_before_the_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_recipe_is_refused_before_the_checks(tmp_path, monkeypatch):
     monkeypatch.setattr(node_checks, "check_packages", lambda _: pytest.fail("a check ran before"))
     (tmp_path / "wrong.yaml").write_text("samples: [\n")
     for given, message in ((tmp_path / "wrong.yaml", "is not valid YAML"), (tmp_path, "is a folder. Give a YAML file")):
@@ -42,7 +41,7 @@ def test_a_wrong_recipe_is_refused_before_the_checks(tmp_path: Path, monkeypatch
             CliRunner().invoke(command, ["--recipe", str(given)], catch_exceptions=False)
 
 
-def test_a_missing_or_outdated_requirement_is_reported_as_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_or_outdated_requirement_is_reported_as_broken(monkeypatch):
     monkeypatch.setattr(
         node_checks.metadata, "requires", lambda _: ["no-such-package>=1", "torch>=99", "x; extra == 'dev'"]
     )
@@ -53,9 +52,7 @@ def test_a_missing_or_outdated_requirement_is_reported_as_broken(monkeypatch: py
     assert "x absent" not in finding.found
 
 
-def test_a_package_that_runs_from_a_folder_is_compared_with_its_project_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_package_that_runs_from_a_folder_is_compared_with_its_project_file(tmp_path, monkeypatch):
     """Without an installation, as on a GPU machine without network, whose PYTHONPATH names the folder."""
 
     def absent(name: str) -> list[str]:
@@ -71,7 +68,7 @@ def test_a_package_that_runs_from_a_folder_is_compared_with_its_project_file(
     assert "is not installed" in finding.found
 
 
-def test_loading_is_measured_on_generated_images_and_on_those_of_a_shard(tmp_path: Path) -> None:
+def test_loading_is_measured_on_generated_images_and_on_those_of_a_shard(tmp_path):
     write_shards(tmp_path, [20])
     for manifests, what in (([], "generated, 384 px"), ([str(tmp_path)], f"of {tmp_path}")):
         finding = check_loading(manifests, ranks=1)
@@ -80,7 +77,7 @@ def test_loading_is_measured_on_generated_images_and_on_those_of_a_shard(tmp_pat
         assert int(re.findall(r"decodes ([\d,]+) images/s", finding.found)[0].replace(",", "")) > 10
 
 
-def test_slow_loading_is_noted_with_settings_that_help(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_loading_is_noted_with_settings_that_help(monkeypatch):
     monkeypatch.setattr(measured_checks, "_rate", lambda _: 150.0)
     for cores, ranks, remedy in ((32, 1, "data.workers=17 data.streams=17"), (16, 8, "more cores per rank")):
         monkeypatch.setattr(measured_checks, "usable_cores", lambda cores=cores: cores)
@@ -97,21 +94,21 @@ def test_slow_loading_is_noted_with_settings_that_help(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_processes_exchange_numbers(ranks: int) -> None:
+def test_processes_exchange_numbers(ranks):
     """Regression test: with one process, as on a machine with one GPU, the check ended with "SystemExit: 0"."""
     finding = check_collectives("cpu", ranks=ranks)
     assert finding.status == "good", finding
     assert f"{ranks} processes agree" in finding.found
 
 
-def test_processes_that_cannot_connect_are_reported_as_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_cannot_connect_are_reported_as_broken(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
     finding = check_collectives("cpu", ranks=2)
     assert finding.status == "broken"
     assert "GLOO_SOCKET_IFNAME" in finding.remedy
 
 
-def test_tcp_between_nodes_with_infiniband_is_broken(tmp_path: Path) -> None:
+def test_tcp_between_nodes_with_infiniband_is_broken(tmp_path):
     log = "node1:7:9 [0] NCCL INFO NET/IB : No device found.\nnode1:7:9 [0] NCCL INFO Using network {}\n"
     for names, network, status in (
         (["mlx5_0"], "Socket", "broken"),
@@ -134,14 +131,14 @@ def test_tcp_between_nodes_with_infiniband_is_broken(tmp_path: Path) -> None:
         assert ("50 GB/s together" in finding.found) == (network == "IB")
 
 
-def test_the_image_has_the_libraries_of_infiniband() -> None:
+def test_the_image_has_the_libraries_of_infiniband():
     """NCCL opens them by name at run time: nothing else would miss them."""
     text = (node_checks.ROOT / "jobs/cluster/Dockerfile").read_text()
     installed = re.findall(r"apt-get install[^&]*", text)[0].split()
     assert {"libibverbs1", "ibverbs-providers", "librdmacm1"} <= set(installed)
 
 
-def test_disk_space_and_write_access(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_space_and_write_access(tmp_path, monkeypatch):
     findings = list(node_checks.check_disk(tmp_path / "not" / "yet" / "there", needed_gib=0.001))
     assert [finding.subject for finding in findings] == ["disk space", "disk writing"]
     assert all(finding.status != "broken" for finding in findings)
@@ -158,7 +155,7 @@ def test_disk_space_and_write_access(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not list(tmp_path.iterdir())
 
 
-def test_data_is_opened_and_read(tmp_path: Path) -> None:
+def test_data_is_opened_and_read(tmp_path):
     write_shards(tmp_path, [5, 5])
     (finding,) = node_checks.check_data(str(tmp_path))
     assert finding.status == "good"
@@ -175,7 +172,7 @@ def test_data_is_opened_and_read(tmp_path: Path) -> None:
     assert finding.status == "broken"
 
 
-def test_a_small_shared_memory_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_shared_memory_is_reported(tmp_path, monkeypatch):
     small = os.statvfs_result((4096, 4096, 16384, 16384, 16384, 0, 0, 0, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda _: small)
     finding = of(node_checks.check_memory(tmp_path), "shared memory")
@@ -183,7 +180,7 @@ def test_a_small_shared_memory_is_reported(tmp_path: Path, monkeypatch: pytest.M
     assert "--shm-size" in finding.remedy
 
 
-def test_the_command_exits_with_1_when_something_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_exits_with_1_when_something_is_broken(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "pipeline.planning.measured_checks.check_collectives",
         lambda *_, **__: node_checks.DoctorFinding("gloo", "good", "agree"),

@@ -31,7 +31,7 @@ def brute_force(anchors: torch.Tensor, others: torch.Tensor, tau: torch.Tensor) 
 
 
 @pytest.mark.parametrize("columns", [1, 64, 10_000])
-def test_exact_log_normalizers_equal_brute_force(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_log_normalizers_equal_brute_force(columns, monkeypatch):
     generator = torch.Generator().manual_seed(0)
     image, text = (
         torch.nn.functional.normalize(torch.randn(700, 8, generator=generator, dtype=torch.float64), dim=1)
@@ -63,7 +63,7 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def test_a_checkpoint_is_measured_over_its_dataset(finished_run: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_is_measured_over_its_dataset(finished_run, tmp_path):
     checkpoints = checkpoints_of(finished_run, on_damage=pytest.fail)
     assert [checkpoint.step for checkpoint in checkpoints] == [2, 4]
     run = run_of(checkpoints[-1])
@@ -83,7 +83,7 @@ def test_a_checkpoint_is_measured_over_its_dataset(finished_run: Path, tmp_path:
         assert np.array_equal(saved["text_exact"], rows.exact[1].numpy())
 
 
-def test_the_exact_values_use_the_eps_of_the_method(finished_run: Path) -> None:
+def test_the_exact_values_use_the_eps_of_the_method(finished_run):
     """With an eps so large that g is negligible, every estimate and every exact value is log eps."""
     checkpoint = checkpoints_of(finished_run, on_damage=pytest.fail)[-1]
     run = run_of(checkpoint, changes={"objective": {"eps": 1e6}})
@@ -93,7 +93,7 @@ def test_the_exact_values_use_the_eps_of_the_method(finished_run: Path) -> None:
     assert measurement.in_use.mse < 0.01
 
 
-def test_with_few_anchors_the_sums_still_include_all_pairs(finished_run: Path) -> None:
+def test_with_few_anchors_the_sums_still_include_all_pairs(finished_run):
     checkpoint = checkpoints_of(finished_run, on_damage=pytest.fail)[-1]
     whole, all_rows = measure(run_of(checkpoint), checkpoint, world=World())
     part, rows = measure(run_of(checkpoint), checkpoint, world=World(), limit=10)
@@ -101,7 +101,7 @@ def test_with_few_anchors_the_sums_still_include_all_pairs(finished_run: Path) -
     assert torch.equal(rows.exact[0], all_rows.exact[0][:16])
 
 
-def test_damaged_checkpoints_are_reported_and_siglip_is_rejected(finished_run: Path, tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_reported_and_siglip_is_rejected(finished_run, tmp_path):
     with pytest.raises(UserError, match="no good checkpoints"):
         checkpoints_of(tmp_path, on_damage=lambda message: None)
     checkpoint = checkpoints_of(finished_run, on_damage=pytest.fail)[-1]
@@ -119,7 +119,7 @@ def test_damaged_checkpoints_are_reported_and_siglip_is_rejected(finished_run: P
     assert "objective.safetensors" in messages[0]
 
 
-def test_a_run_that_cannot_be_written_is_refused_before_it_is_measured(finished_run: Path, tmp_path: Path) -> None:
+def test_a_run_that_cannot_be_written_is_refused_before_it_is_measured(finished_run, tmp_path):
     copy = shutil.copytree(finished_run, tmp_path / "run")
     (copy / "normalizers.jsonl").unlink(missing_ok=True)
     (copy / "normalizers.jsonl").mkdir()
@@ -128,7 +128,7 @@ def test_a_run_that_cannot_be_written_is_refused_before_it_is_measured(finished_
     assert "normalizers.jsonl cannot be written (Is a directory)" in str(done.exception)
 
 
-def test_the_command_writes_the_values_that_it_prints(finished_run: Path) -> None:
+def test_the_command_writes_the_values_that_it_prints(finished_run):
     shown = launch("jobs.normalizers", str(finished_run), ranks=2).stdout
     records = [json.loads(line) for line in (finished_run / "normalizers.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [2, 4]
@@ -138,7 +138,7 @@ def test_the_command_writes_the_values_that_it_prints(finished_run: Path) -> Non
     assert "8 of the dataset" in shown
 
 
-def test_settings_that_do_not_fit_the_checkpoint(finished_run: Path) -> None:
+def test_settings_that_do_not_fit_the_checkpoint(finished_run):
     """Regression tests: another batch size counted other samples; towers of another size were called a bug."""
     checkpoint = checkpoints_of(finished_run, on_damage=pytest.fail)[-1]
     measurement, _ = measure(run_of(checkpoint, changes={"batch_size": 8}), checkpoint, world=World())

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
-from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -16,13 +15,13 @@ from data_prep.dataset.ingest_report import write_report
 from data_prep.dataset.verification import verify
 from data_prep.ingest import prepare
 from data_prep.reasons import is_transient
-from data_prep.settings.download_config import DownloadConfig, GuardConfig
+from data_prep.settings.download_config import GuardConfig
 from pipeline.errors import UserError
 from tests.ingested import fetch_here, made, own_opener, prepared, site  # noqa: F401
-from tests.web import Site, jpeg
+from tests.web import jpeg
 
 
-def test_removing_one_of_two_rows_with_the_same_url_keeps_the_other(site: Site, tmp_path: Path) -> None:
+def test_removing_one_of_two_rows_with_the_same_url_keeps_the_other(site, tmp_path):
     url = site.image("/twice.jpg", jpeg(side=33))
     columns = {"url": [url, url], "caption": ["first", "second"], "uid": ["a", "b"]}
     config, plan = prepared(tmp_path, columns, uid="uid")
@@ -32,7 +31,7 @@ def test_removing_one_of_two_rows_with_the_same_url_keeps_the_other(site: Site, 
     assert [key for key, _ in canonical_tar.samples(folder.tar(0))] == ["0000000000"]
 
 
-def test_a_blank_caption_is_a_failure_with_a_reason(site: Site, tmp_path: Path) -> None:
+def test_a_blank_caption_is_a_failure_with_a_reason(site, tmp_path):
     captions = ["a cat", "", None, " \t"]
     urls = [site.image(f"/blank-{k}", jpeg(side=30 + k)) for k in range(4)]
     manifest = fetch_here(*prepared(tmp_path, {"url": urls, "caption": captions}), [0])
@@ -41,7 +40,7 @@ def test_a_blank_caption_is_a_failure_with_a_reason(site: Site, tmp_path: Path) 
     assert verify(tmp_path / "data") == []
 
 
-def test_unreadable_lines_are_counted_in_the_manifest_and_the_datasheet(site: Site, tmp_path: Path) -> None:
+def test_unreadable_lines_are_counted_in_the_manifest_and_the_datasheet(site, tmp_path):
     urls = [site.image(f"/line-{k}", jpeg(side=30 + k)) for k in range(20)]
     lines = ["caption\turl", *(f"a cat {k}\t{url}" for k, url in enumerate(urls)), "a stray line"]
     (tmp_path / "urls.tsv").write_text("\n".join(lines) + "\n")
@@ -53,7 +52,7 @@ def test_unreadable_lines_are_counted_in_the_manifest_and_the_datasheet(site: Si
     assert "| rows read | 21 |\n| of them unreadable | 1 |\n| rows taken | 20 " in sheet
 
 
-def test_uppercase_hashes_are_verified(site: Site, tmp_path: Path) -> None:
+def test_uppercase_hashes_are_verified(site, tmp_path):
     bodies = [jpeg(side=30 + k) for k in range(3)]
     columns = {
         "url": [site.image(f"/capital-{k}", body) for k, body in enumerate(bodies)],
@@ -65,7 +64,7 @@ def test_uppercase_hashes_are_verified(site: Site, tmp_path: Path) -> None:
     assert (manifest.n, manifest.failures) == (2, {"hash mismatch": 1})
 
 
-def test_rows_without_a_hash_are_counted_as_such_and_not_requested(site: Site, tmp_path: Path) -> None:
+def test_rows_without_a_hash_are_counted_as_such_and_not_requested(site, tmp_path):
     """Regression test: they were fetched, and counted as mismatches."""
     bodies = [jpeg(side=30 + k) for k in range(300)]
     hashes = [hashlib.sha256(body).hexdigest() for body in bodies]
@@ -81,7 +80,7 @@ def test_rows_without_a_hash_are_counted_as_such_and_not_requested(site: Site, t
     assert len(site.agents) - asked == 298
 
 
-def test_a_dataset_without_samples_is_rejected_with_the_reason(made: DownloadConfig, tmp_path: Path) -> None:
+def test_a_dataset_without_samples_is_rejected_with_the_reason(made, tmp_path):
     config = replace(
         made, output=str(tmp_path / "none"), guard=GuardConfig(), source=replace(made.source, name="table")
     )
@@ -92,7 +91,7 @@ def test_a_dataset_without_samples_is_rejected_with_the_reason(made: DownloadCon
         fetch_here(config, plan, range(plan.shards))
 
 
-def test_exact_duplicates_with_another_kind_of_hash(site: Site, tmp_path: Path) -> None:
+def test_exact_duplicates_with_another_kind_of_hash(site, tmp_path):
     bodies = [jpeg(side=30), jpeg(side=31), jpeg(side=30)]
     columns = {
         "url": [site.image(f"/md5-{k}", body) for k, body in enumerate(bodies)],

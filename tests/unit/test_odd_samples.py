@@ -104,7 +104,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("decoding", ["fast", "scaled", "exact"])
-def test_odd_samples_are_used_or_counted_by_reason(folder: Path, decoding: str) -> None:
+def test_odd_samples_are_used_or_counted_by_reason(folder, decoding):
     assert len(IMAGES) + len(CAPTIONS) == 30
     settings = {"streams": 1, "shuffle_buffer": 1, "corrupt_limit": 1.0, "decoding": decoding}
     with open_loader(folder, tokenize=count_bytes, **settings) as loader:
@@ -124,7 +124,7 @@ def last_weights(run: Path) -> bytes:
     return (run / "checkpoints/step-00000008/open_clip_model.safetensors").read_bytes()
 
 
-def test_a_run_with_corrupt_samples_resumes_to_the_same_bits(tmp_path: Path) -> None:
+def test_a_run_with_corrupt_samples_resumes_to_the_same_bits(tmp_path):
     """Their counts are in every checkpoint that follows."""
     odd = {3: {"txt": b"caption 3"}, 20: {"jpg": b"?", "txt": b"caption 20"}}
     write_shards(tmp_path / "shards", [16, 16], replace=odd)
@@ -143,7 +143,7 @@ def test_a_run_with_corrupt_samples_resumes_to_the_same_bits(tmp_path: Path) -> 
     assert after[4:] != before[4:]
 
 
-def test_too_many_corrupt_samples_end_a_run_with_a_checkpoint(tmp_path: Path) -> None:
+def test_too_many_corrupt_samples_end_a_run_with_a_checkpoint(tmp_path):
     """Regression test: the steps since the last checkpoint were lost."""
     write_shards(tmp_path / "shards", [32], replace={20: {"jpg": b"?", "txt": b"caption 20"}})
     write_tiny(tmp_path)
@@ -164,7 +164,7 @@ def test_too_many_corrupt_samples_end_a_run_with_a_checkpoint(tmp_path: Path) ->
     assert last_weights(tmp_path / "cut") == last_weights(tmp_path / "epoch") == last_weights(tmp_path / "whole")
 
 
-def test_a_run_continues_when_its_data_was_mended_and_stops_again_when_it_was_not(tmp_path: Path) -> None:
+def test_a_run_continues_when_its_data_was_mended_and_stops_again_when_it_was_not(tmp_path):
     """Regression test: the counts in the checkpoint ended every further start after one step."""
     write_shards(tmp_path / "shards", [32])
     write_tiny(tmp_path)

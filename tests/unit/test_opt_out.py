@@ -48,20 +48,20 @@ OTHERS: list[str | tuple[str, ...]] = [
 ]  # fmt: skip
 
 
-def test_which_headers_opt_out() -> None:
+def test_which_headers_opt_out():
     for rows, expected in ((OPT_OUTS, True), (OTHERS, False)):
         for lines in rows:
             assert opted_out(*([lines] if isinstance(lines, str) else lines)) == expected, lines
 
 
-def test_only_configured_directives_are_honored() -> None:
+def test_only_configured_directives_are_honored():
     assert not opted_out("noindex", opt_outs=("noai",))
     assert not opted_out("noai, none", opt_outs=())
     assert opted_out("mybot: noai", user_agent="MyBot")
 
 
 @pytest.mark.parametrize("name", ["X_Robots_Tag", "x-robots_tag", "Robots-Tag", "ROBOTS", "X-Robots", "X-RobotsTag"])
-def test_misspelt_names_of_the_header_opt_out(name: str) -> None:
+def test_misspelt_names_of_the_header_opt_out(name):
     assert opted_out("nofollow, noai", name=name)
     assert not opted_out("otherbot: noai", name=name)
     with pytest.raises(FetchError, match="opted out"):
@@ -72,7 +72,7 @@ def test_misspelt_names_of_the_header_opt_out(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["X-Robots-Tagged-By", "Robot", "X-Frame-Options", "Tag", "ETag"])
-def test_other_headers_do_not_opt_out(name: str) -> None:
+def test_other_headers_do_not_opt_out(name):
     assert not opted_out("noai", name=name)
     check_response("http://x.org", header(name, "noai"), GuardConfig())
 

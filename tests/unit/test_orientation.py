@@ -80,15 +80,13 @@ def assert_all(body: bytes, folder: Path, wanted: Image.Image) -> None:
     (4, Image.Transpose.FLIP_TOP_BOTTOM), (5, Image.Transpose.TRANSPOSE), (6, Image.Transpose.ROTATE_270),
     (7, Image.Transpose.TRANSVERSE), (8, Image.Transpose.ROTATE_90),
 ])  # fmt: skip
-def test_pictures_are_turned_as_exif_says(
-    kind: str, orientation: int, turn: Image.Transpose | None, tmp_path: Path
-) -> None:
+def test_pictures_are_turned_as_exif_says(kind, orientation, turn, tmp_path):
     wanted = picture() if turn is None else picture().transpose(turn)
     assert_all(encoded(kind, orientation=orientation), tmp_path, wanted)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_orientation_in_xmp_is_ignored_as_by_browsers(kind: str, tmp_path: Path) -> None:
+def test_an_orientation_in_xmp_is_ignored_as_by_browsers(kind, tmp_path):
     """Regression test: `pairs` and the playground followed it, `download` did not."""
     body = encoded(kind, orientation=None, xmp=XMP)
     assert XMP in body
@@ -101,7 +99,7 @@ def test_an_orientation_in_xmp_is_ignored_as_by_browsers(kind: str, tmp_path: Pa
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("orientation", [0, 9, 77])
-def test_an_invalid_orientation_is_ignored(kind: str, orientation: int, tmp_path: Path) -> None:
+def test_an_invalid_orientation_is_ignored(kind, orientation, tmp_path):
     if kind == "AVIF":  # which has no such values
         return
     body = encoded(kind, orientation=orientation)
@@ -110,12 +108,12 @@ def test_an_invalid_orientation_is_ignored(kind: str, orientation: int, tmp_path
         assert convert(body, ImageOptions()).body == body
 
 
-def test_exif_data_after_the_pixels_count(tmp_path: Path) -> None:
+def test_exif_data_after_the_pixels_count(tmp_path):
     png = images.encoded(picture(), "PNG")
     body = chunk_added(png, b"eXIf", exif_data(6)[6:], place=len(png) - 12)
     assert_all(body, tmp_path, picture().transpose(Image.Transpose.ROTATE_270))
 
 
 @pytest.mark.parametrize("data", [b"Exif\0\0", b"Exif\0\0II*\0", b"Exif\0\0" + b"\xff" * 40, b"\0" * 9])
-def test_damaged_exif_data_count_as_none(data: bytes, tmp_path: Path) -> None:
+def test_damaged_exif_data_count_as_none(data, tmp_path):
     assert_all(images.encoded(picture(), "JPEG", quality=98, exif=data), tmp_path, picture())

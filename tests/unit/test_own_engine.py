@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,12 +99,12 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
     return found
 
 
-def test_a_registered_engine_trains_like_deepspeed(losses: dict[str, list[float]]) -> None:
+def test_a_registered_engine_trains_like_deepspeed(losses):
     assert len(losses["plain"]) == 4
     assert losses["plain"] == pytest.approx(losses["deepspeed"], rel=1e-5)
 
 
-def test_it_is_planned_and_refused_by_its_own_facts() -> None:
+def test_it_is_planned_and_refused_by_its_own_facts():
     facts = ENGINES["plain"].facts(EngineConfig(), optimizer=OptimizerConfig(), global_batch=8, world_size=1)
     assert facts.stage == 0
     with pytest.raises(UserError, match="trains on one rank"):
@@ -121,7 +120,7 @@ def facts(deepspeed: str = "auto", *, ranks: int = 1, **given: Any) -> EngineFac
     return ENGINES["deepspeed"].facts(config, optimizer=OptimizerConfig(), global_batch=64, world_size=ranks)
 
 
-def test_stage_2_does_not_reduce_gradients_for_every_micro_batch() -> None:
+def test_stage_2_does_not_reduce_gradients_for_every_micro_batch():
     with pytest.raises(UserError, match=r"once for every micro-batch.*engine.deepspeed=zero1_bf16"):
         facts("zero2_bf16", ranks=2, micro_batch=16)
     assert facts("zero2_bf16", ranks=2, micro_batch=32).stage == 2, "one micro-batch"
@@ -146,7 +145,7 @@ def test_stage_2_does_not_reduce_gradients_for_every_micro_batch() -> None:
         ("{", "not a readable JSON file"),
     ],
 )
-def test_a_deepspeed_file_may_only_set_what_is_known(given: Any, message: str, tmp_path: Path) -> None:
+def test_a_deepspeed_file_may_only_set_what_is_known(given, message, tmp_path):
     file = tmp_path / "own.json"
     text = {"managed_gradient_accumulation": False, **given} if isinstance(given, dict) else given
     file.write_text(text if isinstance(text, str) else json.dumps(text))
@@ -154,7 +153,7 @@ def test_a_deepspeed_file_may_only_set_what_is_known(given: Any, message: str, t
         deepspeed_settings(EngineConfig(deepspeed=str(file)), global_batch=8, world_size=1)
 
 
-def test_gradients_of_nan_are_found_with_a_file_that_does_not_ask_for_it(tmp_path: Path) -> None:
+def test_gradients_of_nan_are_found_with_a_file_that_does_not_ask_for_it(tmp_path):
     """Regression test: DeepSpeed's default for bf16 is to apply them."""
     file = tmp_path / "own.json"
     own = json.loads((DS_CONFIGS / "zero1_bf16.json").read_text())
@@ -164,7 +163,7 @@ def test_gradients_of_nan_are_found_with_a_file_that_does_not_ask_for_it(tmp_pat
     assert found["bf16"] == {"enabled": True, "check_grad_overflow": True}
 
 
-def test_batch_norms_and_deepspeed_do_not_communicate_at_the_same_time() -> None:
+def test_batch_norms_and_deepspeed_do_not_communicate_at_the_same_time():
     def check(stage: int, ranks: int) -> None:
         given = ["model.arch=RN50", "model.sync_batchnorm=true", "samples=64", "batch_size=16", "data.sources=x"]
         given += ["output=y", "schedule.warmup_steps=1", f"engine.deepspeed=zero{stage}_bf16"]
@@ -178,7 +177,7 @@ def test_batch_norms_and_deepspeed_do_not_communicate_at_the_same_time() -> None
     check(2, ranks=1)
 
 
-def test_values_that_deepspeed_refuses_are_a_user_error(tmp_path: Path) -> None:
+def test_values_that_deepspeed_refuses_are_a_user_error(tmp_path):
     file = tmp_path / "own.json"
     settings = json.loads((DS_CONFIGS / "zero1_fp32.json").read_text())
     settings["zero_optimization"]["reduce_bucket_size"] = -5

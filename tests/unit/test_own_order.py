@@ -27,7 +27,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("plugin")
-def test_an_order_of_ones_own_is_read_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_order_of_ones_own_is_read_and_resumed(tmp_path, monkeypatch):
     write_shards(tmp_path / "shards", [7, 13, 5, 11])
 
     def loader(order: str, workers: int) -> Loader:

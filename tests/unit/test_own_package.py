@@ -41,7 +41,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_the_commands_use_what_a_package_adds(tmp_path: Path) -> None:
+def test_the_commands_use_what_a_package_adds(tmp_path):
     site = tmp_path / "site"
     groups = "".join(f"[neuclip.{group}]\nmine = mine_{group}\n" for group in PARTS if group != "charts")
     modules = {f"mine_{group}": text for group, text in PARTS.items()}

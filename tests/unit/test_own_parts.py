@@ -61,7 +61,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def test_a_tracker(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tracker(tmp_path, capsys):
     (tmp_path / "run").mkdir()
     config = TelemetryConfig(trackers=("toy",), tensorboard=False, progress="quiet")
     telemetry = Telemetry(tmp_path / "run", config=config, total_steps=2, first_step=0, is_main=True)
@@ -76,7 +76,7 @@ def test_a_tracker(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         Telemetry(tmp_path, config=TelemetryConfig(trackers=("tpy",)), total_steps=2, first_step=0, is_main=True)
 
 
-def test_a_source_of_urls(tmp_path: Path) -> None:
+def test_a_source_of_urls(tmp_path):
     pq.write_table(pa.table({"address": ["http://a.example/1.jpg"], "words": ["a cat"]}), tmp_path / "urls.parquet")
     given = [f"output={tmp_path / 'data'}", f"source.table={tmp_path / 'urls.parquet'}", "source.name=toy"]
     given += ["guard.contact=x@example.org", "--plan-only"]
@@ -84,7 +84,7 @@ def test_a_source_of_urls(tmp_path: Path) -> None:
     assert "1 of 1 rows in 1 shards" in done.output
 
 
-def test_a_chart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_chart(tmp_path, caplog):
     run = make_run(tmp_path / "run")
     CliRunner().invoke(report.command, [str(run), "--no-tensorboard"], catch_exceptions=False)
     assert "Twice the loss" in (run / "report.html").read_text()

@@ -32,11 +32,11 @@ def pages(started: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
 
 
 @pytest.mark.parametrize("name", ["run", "comparison"])
-def test_pages_are_accessible_and_fit_the_screen(started: Any, pages: dict[str, Path], name: str) -> None:
+def test_pages_are_accessible_and_fit_the_screen(started, pages, name):
     assert problems_everywhere(started, pages[name]) == []
 
 
-def test_known_faults_are_detected(started: Any, tmp_path: Path) -> None:
+def test_known_faults_are_detected(started, tmp_path):
     page = tmp_path / "bad.html"
     page.write_text('<img src="data:,"><p style="color: #bbb; font-size: 8px; width: 900px">faint and small</p>')
     found = " ".join(problems_everywhere(started, page))
@@ -44,7 +44,7 @@ def test_known_faults_are_detected(started: Any, tmp_path: Path) -> None:
         assert fault in found, fault
 
 
-def test_curves_show_their_values_under_the_pointer(started: Any, pages: dict[str, Path]) -> None:
+def test_curves_show_their_values_under_the_pointer(started, pages):
     with opened(started, pages["run"], width=1400) as tab:
         plot = tab.locator("figure", has_text="Normalizer gap").first.locator(".plot")
         plot.hover()
@@ -55,7 +55,7 @@ def test_curves_show_their_values_under_the_pointer(started: Any, pages: dict[st
 
 
 @pytest.mark.parametrize("width", [1300, 800, 390])
-def test_plots_fill_their_cards(started: Any, pages: dict[str, Path], width: int) -> None:
+def test_plots_fill_their_cards(started, pages, width):
     with opened(started, pages["run"], width=width) as tab:
         sizes = tab.evaluate("""() => [...document.querySelectorAll(".plot")].map(plot => {
             const style = getComputedStyle(plot.parentElement), card = plot.parentElement.clientWidth;
@@ -65,7 +65,7 @@ def test_plots_fill_their_cards(started: Any, pages: dict[str, Path], width: int
     assert all(drawn == pytest.approx(room, abs=1) for drawn, room in sizes)
 
 
-def test_pages_make_no_requests(started: Any, pages: dict[str, Path]) -> None:
+def test_pages_make_no_requests(started, pages):
     requests: list[str] = []
     with opened(started, pages["run"], width=1400) as tab:
         tab.on("request", lambda request: requests.append(request.url))

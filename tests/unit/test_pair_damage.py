@@ -23,7 +23,7 @@ from tests.pair_files import dropped, make, picture, stored, table, texts, write
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32"])
 @pytest.mark.parametrize("name", ["t.csv", "t.tsv", "t.jsonl"])
-def test_tables_in_utf_16_are_refused_with_what_is_allowed(name: str, encoding: str, tmp_path: Path) -> None:
+def test_tables_in_utf_16_are_refused_with_what_is_allowed(name, encoding, tmp_path):
     path = tmp_path / name
     path.write_bytes('{"image": "a.jpg", "caption": "a dog"}\n'.encode(encoding))
     with pytest.raises(UserError, match=r"is not UTF-8, which it must be, but looks like UTF-16 .*iconv"):
@@ -35,7 +35,7 @@ def test_tables_in_utf_16_are_refused_with_what_is_allowed(name: str, encoding: 
             next(read(SourceConfig(table=str(file))))
 
 
-def test_names_of_devices_pipes_and_huge_files_are_not_read(table: Path, tmp_path: Path) -> None:
+def test_names_of_devices_pipes_and_huge_files_are_not_read(table, tmp_path):
     """Regression test: `/dev/zero` in a table took all memory of the machine, and a pipe waited for ever."""
     os.mkfifo(tmp_path / "pipe.jpg")
     with (tmp_path / "huge.jpg").open("wb") as file:
@@ -48,7 +48,7 @@ def test_names_of_devices_pipes_and_huge_files_are_not_read(table: Path, tmp_pat
         "not a regular file", "not a regular file", "2,147,483,649 bytes, more than an image has"]  # fmt: skip
 
 
-def test_one_odd_row_costs_no_other(table: Path, tmp_path: Path) -> None:
+def test_one_odd_row_costs_no_other(table, tmp_path):
     """Regression test: each of these ended the conversion as a bug."""
     first = f"{table.parent}/images/000.jpg"
     names = [first, "y" * 5000, f"{'z' * 5000}.jpg#1", "a\0b.jpg"]
@@ -80,7 +80,7 @@ def is_plan(body: bytes) -> bool:
     ]
 
 
-def test_damage_to_the_plan_is_named_and_never_used(table: Path, tmp_path: Path) -> None:
+def test_damage_to_the_plan_is_named_and_never_used(table, tmp_path):
     """Regression test: it was reported as a bug, or other rows were converted."""
     make(table.parent, tmp_path / "out")
     path = tmp_path / "out/plan/pairs.json"
@@ -104,9 +104,7 @@ def test_damage_to_the_plan_is_named_and_never_used(table: Path, tmp_path: Path)
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 @pytest.mark.parametrize("name", ["odd.csv", "odd.tsv"])
-def test_an_unclosed_quote_is_an_error_instead_of_a_long_caption(
-    table: Path, tmp_path: Path, name: str, order: tuple[int, int]
-) -> None:
+def test_an_unclosed_quote_is_an_error_instead_of_a_long_caption(table, tmp_path, name, order):
     """Regression test: the following rows used to become part of the caption, and none of them was counted."""
     rows = [("image", "text"), *((f"images/{n:03d}.jpg", f"{chr(34) * (n == 6)}picture {n}") for n in range(10))]
     lines = [("\t" if name.endswith("tsv") else ",").join(row[i] for i in order) for row in rows]
@@ -121,7 +119,7 @@ def test_an_unclosed_quote_is_an_error_instead_of_a_long_caption(
         make(path, tmp_path / "out")
 
 
-def test_a_bad_caption_costs_no_other_of_its_image(table: Path, tmp_path: Path) -> None:
+def test_a_bad_caption_costs_no_other_of_its_image(table, tmp_path):
     """Regression test: one caption that was not UTF-8 used to drop all captions of the image, counted as one."""
     path = table.parent / "several.csv"
     path.write_bytes(b"image,caption\nimages/000.jpg,good\nimages/000.jpg,caf\xe9\nimages/000.jpg,fine\n")
@@ -131,7 +129,7 @@ def test_a_bad_caption_costs_no_other_of_its_image(table: Path, tmp_path: Path) 
     assert [place for place, _, _ in dropped(tmp_path / "out")] == ["several.csv:3"]
 
 
-def test_what_is_ambiguous_in_tables_and_tars(tmp_path: Path) -> None:
+def test_what_is_ambiguous_in_tables_and_tars(tmp_path):
     names = write_images(tmp_path, 3)
     twice = write_csv(tmp_path / "twice.csv", [("image", "caption", "caption"), (names[0], "a", "b")])
     with pytest.raises(UserError, match="several columns called 'caption'"):
@@ -164,7 +162,7 @@ def test_what_is_ambiguous_in_tables_and_tars(tmp_path: Path) -> None:
             make(tmp_path / f"{name}.tar", tmp_path / name)
 
 
-def test_texts_that_are_not_utf8_cost_their_own_row_only(tmp_path: Path) -> None:
+def test_texts_that_are_not_utf8_cost_their_own_row_only(tmp_path):
     bodies = [picture(k) for k in range(4)]
     raw = pa.array([b"one", b"caf\xe9", b"three", b"four"], pa.binary())
     text = pa.Array.from_buffers(pa.string(), 4, raw.buffers())
@@ -195,7 +193,7 @@ def test_texts_that_are_not_utf8_cost_their_own_row_only(tmp_path: Path) -> None
     assert detail == "the surrogate U+D83D, which is half of a character: the program that wrote it cut one"
 
 
-def test_a_parquet_page_with_a_wrong_checksum_is_refused(tmp_path: Path) -> None:
+def test_a_parquet_page_with_a_wrong_checksum_is_refused(tmp_path):
     """Regression test: its pixels or captions were taken as they were."""
     table = pa.table({"image": pa.array([b"x" * 99] * 4, pa.binary()), "caption": [f"a cat {k}" for k in range(4)]})
     path = tmp_path / "t.parquet"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +16,7 @@ from tests.shards import write_tar
 from tests.unit.test_pair_forms import parquet, run, tree
 
 
-def test_folders_that_are_links_are_read(tmp_path: Path) -> None:
+def test_folders_that_are_links_are_read(tmp_path):
     """Regression test: tars and parquet files below them were passed over."""
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "in").mkdir()
@@ -27,7 +26,7 @@ def test_folders_that_are_links_are_read(tmp_path: Path) -> None:
     assert len(stored(tmp_path / "out")) == 3
 
 
-def test_a_file_is_one_sample_by_all_of_its_names(tmp_path: Path) -> None:
+def test_a_file_is_one_sample_by_all_of_its_names(tmp_path):
     """Regression test: an image was its own negative when a link to its folder was beside it."""
     for name in write_images(tmp_path / "in/real", 2):
         (tmp_path / "in/real" / name).with_suffix(".txt").write_text(f"of {name}")
@@ -39,7 +38,7 @@ def test_a_file_is_one_sample_by_all_of_its_names(tmp_path: Path) -> None:
     assert [about["captions"] for _, _, about in stored(tmp_path / "table")] == [["a", "b"], ["c"]]
 
 
-def test_split_is_refused_where_nothing_has_splits(tmp_path: Path) -> None:
+def test_split_is_refused_where_nothing_has_splits(tmp_path):
     for number, name in enumerate(write_images(tmp_path / "loose", 2)):
         (tmp_path / "loose" / name).with_suffix(".txt").write_text(str(number))
     coco = {"images": [{"id": 1, "file_name": "000.jpg"}], "annotations": [{"image_id": 1, "caption": "x"}]}
@@ -52,7 +51,7 @@ def test_split_is_refused_where_nothing_has_splits(tmp_path: Path) -> None:
             run(tmp_path / source, tmp_path / "out", "--split", "train", *options)
 
 
-def test_templates_need_classes(tmp_path: Path) -> None:
+def test_templates_need_classes(tmp_path):
     write_images(tmp_path / "in", 1)
     table = write_csv(tmp_path / "t.csv", [("image", "caption"), ("in/000.jpg", "x")])
     for source, template, message in (
@@ -79,7 +78,7 @@ def test_templates_need_classes(tmp_path: Path) -> None:
     assert "in no caption: the folders above, 1 (cat); {parent} in a template takes their names" in said
 
 
-def test_captions_of_another_kind_are_named(tmp_path: Path) -> None:
+def test_captions_of_another_kind_are_named(tmp_path):
     for number, name in enumerate(write_images(tmp_path / "in", 5)):
         beside = (tmp_path / "in" / name).with_suffix(".txt" if number < 3 else ".json")
         beside.write_text("a cup" if number < 3 else '{"caption": "a mug", "other": "x"}')
@@ -87,7 +86,7 @@ def test_captions_of_another_kind_are_named(tmp_path: Path) -> None:
     assert "captions: txt (3 of 5 samples looked at have both; 2 others have json:caption;" in said
 
 
-def test_heic_needs_a_package_which_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heic_needs_a_package_which_is_named(tmp_path, monkeypatch):
     folder = tmp_path / "in"
     folder.mkdir()
     (folder / "0.heic").write_bytes(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(99))

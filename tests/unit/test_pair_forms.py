@@ -139,7 +139,7 @@ FORMS: dict[str, tuple[Callable[[Path], Files], dict[str, Any], list[list[str]]]
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_forms_of_other_tools_work_as_they_are(name: str, tmp_path: Path) -> None:
+def test_forms_of_other_tools_work_as_they_are(name, tmp_path):
     files, options, texts = FORMS[name]
     folder = tmp_path / "in"
     for path, body in files(tmp_path).items():
@@ -153,7 +153,7 @@ def test_forms_of_other_tools_work_as_they_are(name: str, tmp_path: Path) -> Non
     assert dropped(tmp_path / "out") == [lost] * (name == "img2dataset's parquet")
 
 
-def test_every_cut_of_a_tar_is_noticed(tmp_path: Path) -> None:
+def test_every_cut_of_a_tar_is_noticed(tmp_path):
     """Regression test: 19 of 40 samples were lost in no count, since seeking past the end of a file is no error."""
     write_tar(tmp_path / "w.tar", [{"jpg": picture(k), "txt": b"x"} for k in range(8)])
     body = (tmp_path / "w.tar").read_bytes()
@@ -165,7 +165,7 @@ def test_every_cut_of_a_tar_is_noticed(tmp_path: Path) -> None:
             open_tars(tmp_path, [path], SourceOptions(), tmp_path)
 
 
-def test_the_room_that_a_download_has_not_filled_is_noticed(tmp_path: Path) -> None:
+def test_the_room_that_a_download_has_not_filled_is_noticed(tmp_path):
     """Regression test: programs that reserve a file's size first leave zeros, which were taken for a tar's end."""
     write_tar(tmp_path / "a.tar", [{"jpg": picture(k), "txt": b"x"} for k in range(2)])
     os.truncate(tmp_path / "a.tar", 1 << 16)
@@ -175,7 +175,7 @@ def test_the_room_that_a_download_has_not_filled_is_noticed(tmp_path: Path) -> N
         index_shards(tmp_path)
 
 
-def test_captions_without_an_end_cost_their_sample_only(tmp_path: Path) -> None:
+def test_captions_without_an_end_cost_their_sample_only(tmp_path):
     """Regression test: a pipe beside an image was waited for without an end."""
     folder = tmp_path / "in"
     folder.mkdir()
@@ -192,7 +192,7 @@ def test_captions_without_an_end_cost_their_sample_only(tmp_path: Path) -> None:
         run(folder, tmp_path / "other")
 
 
-def test_many_samples_decide_which_members_are_used(tmp_path: Path) -> None:
+def test_many_samples_decide_which_members_are_used(tmp_path):
     """Regression test: if the first sample alone had no .txt, all captions came from the JSON."""
     members = [("README.md", b"hello"), ("orphan.json", b"{}")]
     for k in range(20):
@@ -211,7 +211,7 @@ def test_many_samples_decide_which_members_are_used(tmp_path: Path) -> None:
         run(tmp_path / "a.tar", tmp_path / "x", "--caption", "nope")
 
 
-def test_a_repeated_command_notices_what_has_changed(tmp_path: Path) -> None:
+def test_a_repeated_command_notices_what_has_changed(tmp_path):
     """Regression test: it reported the old result again."""
     for name in write_images(tmp_path / "in", 4):
         (tmp_path / "in" / name).with_suffix(".txt").write_text("a cat")
@@ -235,7 +235,7 @@ def test_a_repeated_command_notices_what_has_changed(tmp_path: Path) -> None:
     assert contents() == before
 
 
-def test_rows_of_an_image_are_one_sample_wherever_they_are(tmp_path: Path) -> None:
+def test_rows_of_an_image_are_one_sample_wherever_they_are(tmp_path):
     """Regression test: 24 images with five shuffled captions became 119 samples, each other's negatives."""
     names = write_images(tmp_path, 24)
     rows = [(name, f"{name} {k}") for k in range(5) for name in names]
@@ -250,7 +250,7 @@ def test_rows_of_an_image_are_one_sample_wherever_they_are(tmp_path: Path) -> No
     assert dropped(tmp_path / "out") == [["t.csv:122", "no caption", ""]]
 
 
-def test_long_and_equal_captions_and_odd_images_are_counted(tmp_path: Path) -> None:
+def test_long_and_equal_captions_and_odd_images_are_counted(tmp_path):
     folder = tmp_path / "in"
     for k, text in enumerate(("word " * 120, "一个男人在海边跑步" * 6, "word " * 75, "short", "short")):
         folder.mkdir(exist_ok=True)
@@ -279,7 +279,7 @@ def test_long_and_equal_captions_and_odd_images_are_counted(tmp_path: Path) -> N
         assert re.search(rf">{words} among 1 that were read</\w+>\s*<[^>]+>1<", page), words
 
 
-def test_what_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_what_is_refused_before_anything_is_written(tmp_path):
     folder = tmp_path / "in"
     write_images(folder, 2)
     (tmp_path / "secret.jpg").write_bytes(picture(3))
@@ -328,7 +328,7 @@ def test_what_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     assert "numbers are missing among the tars, from 0 to 2: 1" in run(tmp_path / "tars", tmp_path / "gap")
 
 
-def test_what_else_a_folder_has_is_named(tmp_path: Path) -> None:
+def test_what_else_a_folder_has_is_named(tmp_path):
     """Regression test: one of these sources was taken, and the others were passed over without a word."""
     table = {**PICTURES, "t.csv": b"image,caption\n000.jpg,a\n", "b/0.tar": b"", "b/1.zip": b"", ".x/2.tar": b""}
     tars = {"0.tar": tar(tmp_path, [("a.jpg", picture(1)), ("a.txt", b"x")]), "b/1.jpg": picture(2), "1.tar.xz": b""}
@@ -342,7 +342,7 @@ def test_what_else_a_folder_has_is_named(tmp_path: Path) -> None:
         assert f"\nnot read, besides: {note}; to convert" in run(tmp_path / name, tmp_path / f"{name} out")
 
 
-def test_sparse_members_and_links_cost_their_sample_only(tmp_path: Path) -> None:
+def test_sparse_members_and_links_cost_their_sample_only(tmp_path):
     """Regression test: a tar of 20 KB took 7 GB of memory, and gave a sample of 3 GB."""
     for name in ("big", "link", "good"):
         (tmp_path / f"{name}.txt").write_text(name)
@@ -359,7 +359,7 @@ def test_sparse_members_and_links_cost_their_sample_only(tmp_path: Path) -> None
     ]  # fmt: skip
 
 
-def test_captions_of_dropped_rows_are_not_counted(tmp_path: Path) -> None:
+def test_captions_of_dropped_rows_are_not_counted(tmp_path):
     names = write_images(tmp_path, 2)
     (tmp_path / "bad.jpg").write_bytes(b"no image")
     rows = [

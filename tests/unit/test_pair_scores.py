@@ -62,7 +62,7 @@ def table(output: Path) -> dict[str, list]:
     return pq.read_table(output / "scores.parquet").to_pydict()
 
 
-def test_sampled_normalizers_equal_the_definition_and_leave_out_the_own_pair() -> None:
+def test_sampled_normalizers_equal_the_definition_and_leave_out_the_own_pair():
     generator = torch.Generator().manual_seed(0)
     image, text = (torch.nn.functional.normalize(torch.randn(9, 4, generator=generator), dim=1) for _ in range(2))
     found = SampledNormalizers(image[:6], text[:6], torch.arange(6), tau=0.1)(image, text, torch.arange(9))
@@ -75,7 +75,7 @@ def test_sampled_normalizers_equal_the_definition_and_leave_out_the_own_pair() -
         assert [float(side[i]) for side in found] == pytest.approx(expected, rel=1e-4)
 
 
-def test_the_networks_normalizers_have_no_limit() -> None:
+def test_the_networks_normalizers_have_no_limit():
     """Regression test: with the method's eps in them, no score was above 32.2, and the best pairs tied."""
     settings = {"name": "neuclip", "prototypes": 8, "tau_init": 0.01, "restart_every": 0, "inner_steps": 0}
     objective = build_objective(settings, dim=64, batch_size=8, dataset_size=64, total_steps=8)
@@ -91,7 +91,7 @@ def test_the_networks_normalizers_have_no_limit() -> None:
         assert side.tolist() == pytest.approx(expected.tolist(), rel=1e-4)
 
 
-def test_every_pair_has_the_score_of_its_definition(base: Path, tmp_path: Path) -> None:
+def test_every_pair_has_the_score_of_its_definition(base, tmp_path):
     result = score(base, tmp_path / "out", "--normalizers", "sample", "--reference", "40", "--batch-size", "7")
     assert result.exit_code == 0, result.output
     assert "40 of 40 pairs have scores" in result.output
@@ -111,7 +111,7 @@ def test_every_pair_has_the_score_of_its_definition(base: Path, tmp_path: Path) 
     assert rows["score"] == pytest.approx(score_of, abs=1e-4)
 
 
-def test_the_network_predicts_as_the_objective_in_training(base: Path, tmp_path: Path) -> None:
+def test_the_network_predicts_as_the_objective_in_training(base, tmp_path):
     result = score(base, tmp_path / "out")
     assert result.exit_code == 0, result.output
     assert "network normalizers" in result.output
@@ -130,7 +130,7 @@ def test_the_network_predicts_as_the_objective_in_training(base: Path, tmp_path:
         assert rows[f"log_normalizer_{side}"][:20] == pytest.approx(expected.tolist(), abs=1e-3)
 
 
-def test_model_and_network_are_of_one_checkpoint(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_and_network_are_of_one_checkpoint(base, tmp_path, monkeypatch):
     """A run that still trains writes a checkpoint while the model is loaded, which is damaged here to be noticed."""
     shutil.copytree(base / "run", tmp_path / "run")
     chosen = model_folder_in(tmp_path / "run")
@@ -148,7 +148,7 @@ def test_model_and_network_are_of_one_checkpoint(base: Path, tmp_path: Path, mon
     assert facts.model == load_for_evaluation(str(chosen)).digest
 
 
-def test_a_stopped_job_continues_and_other_settings_are_refused(base: Path, tmp_path: Path) -> None:
+def test_a_stopped_job_continues_and_other_settings_are_refused(base, tmp_path):
     output = tmp_path / "out"
     assert score(base, output).exit_code == 0
     before, kept = table(output), part_of(output, 0).stat().st_mtime_ns
@@ -175,7 +175,7 @@ def test_a_stopped_job_continues_and_other_settings_are_refused(base: Path, tmp_
     assert table(output) == before
 
 
-def test_unreadable_samples_are_listed_with_their_reason(base: Path, tmp_path: Path) -> None:
+def test_unreadable_samples_are_listed_with_their_reason(base, tmp_path):
     folder = base / "damaged"
     folder.mkdir()
     manifest = load_manifest(base / "data")
@@ -194,21 +194,21 @@ def test_unreadable_samples_are_listed_with_their_reason(base: Path, tmp_path: P
     assert f"{40 - len(bad)} of 40 pairs have scores" in result.output
 
 
-def test_a_mistyped_caption_is_refused_before_anything_is_scored(base: Path, tmp_path: Path) -> None:
+def test_a_mistyped_caption_is_refused_before_anything_is_scored(base, tmp_path):
     result = score(base, tmp_path / "out", "--caption", "json:captoins")
     assert isinstance(result.exception, UserError)
     assert "--caption = 'json:captoins' is in none of the first samples" in str(result.exception)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_share_that_is_no_number_is_refused_before_anything_is_scored(base: Path, tmp_path: Path) -> None:
+def test_a_share_that_is_no_number_is_refused_before_anything_is_scored(base, tmp_path):
     result = score(base, tmp_path / "out", "--list-worst", "nan", str(tmp_path / "list"))
     assert result.exit_code == 2
     assert "'nan' is not a number from 0 to 1." in result.output
     assert not (tmp_path / "out").exists()
 
 
-def test_lists_of_the_worst_and_best_pairs(tmp_path: Path, base: Path) -> None:
+def test_lists_of_the_worst_and_best_pairs(tmp_path, base):
     uids = [f"{(index * 0x9E3779B97F4A7C15F39CC0605CEDC834) % 2**128:032x}" for index in range(1, 41)]
     named = {
         i: {**sample(i), "json": json.dumps({"key": f"{i:09d}", "uid": uids[i]}).encode()} for i in range(len(uids))
@@ -236,7 +236,7 @@ def test_lists_of_the_worst_and_best_pairs(tmp_path: Path, base: Path) -> None:
     assert f"neuclip verify {base / 'named'} --remove {worst}" in result.output
 
 
-def test_scored_shards_from_elsewhere_can_be_curated(tmp_path: Path, base: Path) -> None:
+def test_scored_shards_from_elsewhere_can_be_curated(tmp_path, base):
     """Without JSON, and with the same keys in all shards."""
     folder = tmp_path / "foreign"
     for shard, first in (("a", 0), ("b", 20)):
@@ -271,7 +271,7 @@ def test_scored_shards_from_elsewhere_can_be_curated(tmp_path: Path, base: Path)
     assert "everything matches" in result.output
 
 
-def test_a_model_with_damaged_weights_gives_no_scores(base: Path, tmp_path: Path) -> None:
+def test_a_model_with_damaged_weights_gives_no_scores(base, tmp_path):
     """Regression test: every score was NaN, and counted as one."""
     folder = tmp_path / "model"
     shutil.copytree(finished_checkpoints(base / "run")[-1], folder)
@@ -286,7 +286,7 @@ def test_a_model_with_damaged_weights_gives_no_scores(base: Path, tmp_path: Path
     assert not (tmp_path / "out" / "scores.parquet").exists()
 
 
-def test_a_run_is_its_newest_checkpoint_and_not_a_copy_beside_it(base: Path, tmp_path: Path) -> None:
+def test_a_run_is_its_newest_checkpoint_and_not_a_copy_beside_it(base, tmp_path):
     """Regression test: a backup, another run's checkpoint that was put aside or an unfinished copy was the newest."""
     run = tmp_path / "run"
     shutil.copytree(base / "run", run)
@@ -299,7 +299,7 @@ def test_a_run_is_its_newest_checkpoint_and_not_a_copy_beside_it(base: Path, tmp
 
 
 @pytest.mark.parametrize("part", ["", "ema"])
-def test_damaged_weights_of_a_checkpoint_are_refused_by_name(base: Path, tmp_path: Path, part: str) -> None:
+def test_damaged_weights_of_a_checkpoint_are_refused_by_name(base, tmp_path, part):
     """Regression test: features, scores and fine-tuning took them without a word."""
     folder = tmp_path / "step-00000004"
     shutil.copytree(finished_checkpoints(base / "run")[-1], folder)
@@ -324,7 +324,7 @@ def test_damaged_weights_of_a_checkpoint_are_refused_by_name(base: Path, tmp_pat
             load(str(folder / part))
 
 
-def test_a_share_of_pairs_is_exact() -> None:
+def test_a_share_of_pairs_is_exact():
     """Regression test: 0.29 of 100 pairs were 28."""
     assert [share_of(100, share) for share in (0.29, 0.57, 0.58, 1.0, 0.009)] == [29, 57, 58, 100, 0]
     assert share_of(1_400_000, 0.07) == 98_000

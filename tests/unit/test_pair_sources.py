@@ -7,7 +7,6 @@ import gzip
 import json
 import shutil
 import tarfile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,7 +41,7 @@ TABLES: list[tuple[str, str, tuple[str, ...] | None, dict[str, Any]]] = [
 ]
 
 
-def test_tables_of_every_kind(table: Path, tmp_path: Path) -> None:
+def test_tables_of_every_kind(table, tmp_path):
     outcome = convert_all(table.parent, tmp_path / "out")
     check_ten(tmp_path / "out", outcome)
     assert [shard.samples for shard in outcome.manifest.shards] == [4, 4, 2]
@@ -70,7 +69,7 @@ LISTS = {
 }
 
 
-def test_a_list_in_a_cell_is_several_captions(tmp_path: Path) -> None:
+def test_a_list_in_a_cell_is_several_captions(tmp_path):
     for text, captions in LISTS.items():
         assert captions_of_list(text) == captions
     cell = '["a dog", "a dog", "a cat"]'
@@ -81,7 +80,7 @@ def test_a_list_in_a_cell_is_several_captions(tmp_path: Path) -> None:
         assert texts(tmp_path / name) == [wanted]
 
 
-def test_a_link_to_its_own_folder_repeats_nothing(tmp_path: Path) -> None:
+def test_a_link_to_its_own_folder_repeats_nothing(tmp_path):
     """Regression test: every image was taken forty times."""
     names = write_images(tmp_path / "photos", 2)
     for name in names:
@@ -94,7 +93,7 @@ def test_a_link_to_its_own_folder_repeats_nothing(tmp_path: Path) -> None:
     assert convert_all(tmp_path / "photos", tmp_path / "out").manifest.n == 2
 
 
-def test_jsonl_with_several_captions(table: Path, tmp_path: Path) -> None:
+def test_jsonl_with_several_captions(table, tmp_path):
     path = table.parent / "pairs.jsonl"
     lines = [json.dumps({"image": f"images/{n:03d}.jpg", "captions": [f"picture {n}", f"no. {n}"]}) for n in range(10)]
     path.write_text("\n".join([*lines, "{broken", "[1]", '{"image": 3, "captions": "x"}']))
@@ -106,7 +105,7 @@ def test_jsonl_with_several_captions(table: Path, tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_text_files_next_to_the_images(tmp_path: Path) -> None:
+def test_text_files_next_to_the_images(tmp_path):
     for number, name in enumerate(write_images(tmp_path / "in" / "sub", 10)):
         (tmp_path / "in" / "sub" / name).with_suffix(".txt").write_text(f" picture   {number}\n\n")
     (tmp_path / "in" / "alone.png").write_bytes(picture(0, kind="PNG"))
@@ -116,7 +115,7 @@ def test_text_files_next_to_the_images(tmp_path: Path) -> None:
     assert stored(tmp_path / "out")[4][1] == "picture 4"
 
 
-def test_coco(tmp_path: Path) -> None:
+def test_coco(tmp_path):
     names = write_images(tmp_path / "coco" / "train2017", 10)
     images = [{"id": 100 + n, "file_name": name} for n, name in enumerate(names)]
     notes = [{"image_id": 100 + n, "caption": f"{word} {n}\n"} for word in ("picture", "other") for n in range(9)]
@@ -136,7 +135,7 @@ def test_coco(tmp_path: Path) -> None:
         convert_all(tmp_path / "coco", tmp_path / "other")
 
 
-def test_parquet_and_datasets(tmp_path: Path) -> None:
+def test_parquet_and_datasets(tmp_path):
     import datasets
 
     images, captions = [picture(n) for n in range(10)], [f"picture {n}" for n in range(10)]
@@ -165,7 +164,7 @@ def test_parquet_and_datasets(tmp_path: Path) -> None:
     assert convert_all(tmp_path / "not utf-8", tmp_path / "g").manifest.failures == {NOT_UTF8: 1}
 
 
-def test_a_folder_of_parquet_files_with_lists_of_captions(tmp_path: Path) -> None:
+def test_a_folder_of_parquet_files_with_lists_of_captions(tmp_path):
     (tmp_path / "in").mkdir()
     for part, numbers in (("a", range(6)), ("b", range(6, 10))):
         columns = {"jpg": [picture(n) for n in numbers], "texts": [[f"picture {n}", "", "more"] for n in numbers]}
@@ -179,7 +178,7 @@ def test_a_folder_of_parquet_files_with_lists_of_captions(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("member", ["txt", "json"])
-def test_webdataset_tars(tmp_path: Path, member: str) -> None:
+def test_webdataset_tars(tmp_path, member):
     (tmp_path / "in").mkdir()
     for part, numbers in enumerate((range(7), range(7, 10))):
         members = []
@@ -198,9 +197,7 @@ def test_webdataset_tars(tmp_path: Path, member: str) -> None:
         convert_all(tmp_path / "in", tmp_path / "again")
 
 
-def test_invalid_sources_and_options_are_rejected_with_what_to_do(
-    table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_invalid_sources_and_options_are_rejected_with_what_to_do(table, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path.parent)
     out = tmp_path / "out"
     twice = pa.Table.from_arrays(
@@ -243,7 +240,7 @@ def test_invalid_sources_and_options_are_rejected_with_what_to_do(
         make(table, out)
 
 
-def test_training_on_a_source_names_the_command(table: Path, tmp_path: Path) -> None:
+def test_training_on_a_source_names_the_command(table, tmp_path):
     (tmp_path / "coco.json").write_text('{"images": []}')
     for source in (table, table.parent, table.parent / "images", tmp_path / "coco.json"):
         with pytest.raises(UserError, match=rf"`neuclip pairs {source} --output FOLDER`") as error:
@@ -258,14 +255,14 @@ def test_training_on_a_source_names_the_command(table: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_captions_may_have_several_lines(table: Path, tmp_path: Path, order: tuple[int, int]) -> None:
+def test_captions_may_have_several_lines(table, tmp_path, order):
     rows = [("image", "text"), *((f"images/{n:03d}.jpg", f'picture\n"{n}",\nno. {n}') for n in range(10))]
     path = write_csv(table.parent / "lines.csv", [[row[i] for i in order] for row in rows])
     make(path, tmp_path / "out")
     assert [text for _, text, _ in stored(tmp_path / "out")] == [f'picture "{n}", no. {n}' for n in range(10)]
 
 
-def test_a_compressed_tar_is_unpacked(tmp_path: Path) -> None:
+def test_a_compressed_tar_is_unpacked(tmp_path):
     write_tar(tmp_path / "a.tar", [{"jpg": picture(n), "txt": f"picture {n}".encode()} for n in range(10)])
     body = gzip.compress((tmp_path / "a.tar").read_bytes())
     for name in ("a.tgz", "b.tar.gz", "c.tar"):
@@ -279,7 +276,7 @@ def test_a_compressed_tar_is_unpacked(tmp_path: Path) -> None:
     assert not (tmp_path / "bad").exists()
 
 
-def test_lines_of_a_text_file_and_text_files_without_an_image(tmp_path: Path) -> None:
+def test_lines_of_a_text_file_and_text_files_without_an_image(tmp_path):
     folder = tmp_path / "in"
     write_images(folder, 2)
     (folder / "000.txt").write_text("a dog\n\na brown dog\n")
@@ -292,7 +289,7 @@ def test_lines_of_a_text_file_and_text_files_without_an_image(tmp_path: Path) ->
     assert texts(tmp_path / "one")[0] == ["a dog a brown dog"]
 
 
-def test_the_captions_of_flickr8k_are_numbered(tmp_path: Path) -> None:
+def test_the_captions_of_flickr8k_are_numbered(tmp_path):
     write_images(tmp_path / "Images", 3)
     rows = [(f"{k:03d}.jpg#{n}", f"caption {n} of {k}") for k in range(2) for n in range(5)]
     (tmp_path / "Images" / "002.jpg").rename(tmp_path / "Images" / "odd.jpg#1")
@@ -301,7 +298,7 @@ def test_the_captions_of_flickr8k_are_numbered(tmp_path: Path) -> None:
     assert texts(tmp_path / "out") == [[f"caption {n} of {k}" for n in range(5)] for k in range(2)] + [["as named"]]
 
 
-def test_a_text_file_with_usual_columns_is_a_folder_s_table(tmp_path: Path) -> None:
+def test_a_text_file_with_usual_columns_is_a_folder_s_table(tmp_path):
     """Flickr8k as Kaggle offers it: captions.txt, with a line of names, beside or above the images."""
     names = write_images(tmp_path / "beside", 2)
     rows = [("image", "caption"), *((name, f"{name}, {n}") for name in names for n in range(2))]

@@ -40,7 +40,7 @@ from tests.shards import count_tokens
 ROOT = Path(__file__).parents[2]
 
 
-def test_every_dropped_row_is_recorded_with_position_and_reason(tmp_path: Path) -> None:
+def test_every_dropped_row_is_recorded_with_position_and_reason(tmp_path):
     folder = tmp_path / "in"
     write_images(folder, 3)
     (folder / "empty.jpg").touch()
@@ -49,7 +49,7 @@ def test_every_dropped_row_is_recorded_with_position_and_reason(tmp_path: Path) 
     (folder / "noise.png").write_bytes(picture(2, kind="PNG")[:60] + bytes(200) + b"IEND")
     rows = [("000.jpg", "fine"), ("lost.jpg", "x"), ("empty.jpg", "x"), ("cut.jpg", "x"), ("page.jpg", "x"),
             ("noise.png", "x"), ("001.jpg", "  "), ("002.jpg", "three", "fields")]  # fmt: skip
-    path = write_csv(folder / "pairs.csv", [("image", "caption"), *rows])  # type: ignore[list-item]
+    path = write_csv(folder / "pairs.csv", [("image", "caption"), *rows])
     with path.open("ab") as file:
         file.write(b"001.jpg,caf\xe9\r\n")
     outcome = make(path, tmp_path / "out")
@@ -63,7 +63,7 @@ def test_every_dropped_row_is_recorded_with_position_and_reason(tmp_path: Path) 
     assert outcome.manifest.attempted == 9
 
 
-def test_images_are_rotated_upright_downscaled_and_converted() -> None:
+def test_images_are_rotated_upright_downscaled_and_converted():
     exif = Image.Exif()
     exif[0x0112] = 6  # to be rotated by 90 degrees
     turned = convert(picture(0, size=(80, 40), exif=exif), ImageOptions())
@@ -77,7 +77,7 @@ def test_images_are_rotated_upright_downscaled_and_converted() -> None:
     assert convert(picture(0, kind="WEBP"), ImageOptions()).suffix == "webp"
 
 
-def test_shards_of_decoded_pixels_train_like_the_images(table: Path, tmp_path: Path) -> None:
+def test_shards_of_decoded_pixels_train_like_the_images(table, tmp_path):
     for name, option in (("encoded", ()), ("raw", ("--raw",))):
         done = CliRunner().invoke(command, [str(table), "--output", str(tmp_path / name), "--processes", "1", *option])
         assert done.exit_code == 0, done.output
@@ -96,7 +96,7 @@ def test_shards_of_decoded_pixels_train_like_the_images(table: Path, tmp_path: P
         assert torch.equal(stored.text, raw.text)
 
 
-def test_several_processes_and_a_resumed_run_write_the_same_bytes(tmp_path: Path) -> None:
+def test_several_processes_and_a_resumed_run_write_the_same_bytes(tmp_path):
     folder = tmp_path / "in"
     names = write_images(folder, 60)
     (folder / names[33]).unlink()
@@ -119,7 +119,7 @@ def test_several_processes_and_a_resumed_run_write_the_same_bytes(tmp_path: Path
     assert digests(tmp_path / "killed") == digests(tmp_path / "whole")
 
 
-def test_a_changed_byte_in_a_meta_file_is_found(table: Path, tmp_path: Path) -> None:
+def test_a_changed_byte_in_a_meta_file_is_found(table, tmp_path):
     """Regression test: the file had no checksums, so that another place was listed for a dropped row."""
     convert_all(table, tmp_path / "data")
     meta = tmp_path / "data" / "meta" / "00000.parquet"
@@ -134,7 +134,7 @@ def test_a_changed_byte_in_a_meta_file_is_found(table: Path, tmp_path: Path) -> 
     convert_all(table, tmp_path / "data")
 
 
-def test_a_damaged_tar_is_named_when_the_command_is_repeated(table: Path, tmp_path: Path) -> None:
+def test_a_damaged_tar_is_named_when_the_command_is_repeated(table, tmp_path):
     """Regression test: the manifest was written again as if nothing had happened."""
     convert_all(table, tmp_path / "data")
     tar = tmp_path / "data/shards/00001.tar"
@@ -148,7 +148,7 @@ def test_a_damaged_tar_is_named_when_the_command_is_repeated(table: Path, tmp_pa
     assert tar.read_bytes() == whole
 
 
-def test_a_conversion_goes_on_from_another_folder(table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversion_goes_on_from_another_folder(table, tmp_path, monkeypatch):
     """Regression test: images of a source with a relative name were missing for the run that continued."""
     real = make_shards.write_shard
 
@@ -183,7 +183,7 @@ command(sys.argv[1:])
 """
 
 
-def test_no_manifest_is_written_without_usable_rows(tmp_path: Path) -> None:
+def test_no_manifest_is_written_without_usable_rows(tmp_path):
     write_images(tmp_path / "in", 1)
     path = write_csv(tmp_path / "in" / "p.csv", [("image", "caption"), ("000.jpg", ""), ("lost.jpg", "x")])
     with pytest.raises(UserError, match=r"None of the 2 rows .* gave a sample: .*1 row: no caption \(first: p.csv:2\)"):
@@ -192,7 +192,7 @@ def test_no_manifest_is_written_without_usable_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("before", [None, [], ["lock-of-another"]])
-def test_a_refused_source_leaves_what_was_there(table: Path, tmp_path: Path, before: list[str] | None) -> None:
+def test_a_refused_source_leaves_what_was_there(table, tmp_path, before):
     output = tmp_path / "new" / "out"
     for name in before or ():
         (output / "staging").mkdir(parents=True)
@@ -206,7 +206,7 @@ def test_a_refused_source_leaves_what_was_there(table: Path, tmp_path: Path, bef
     assert all((output / "staging" / name).is_file() for name in before or ())
 
 
-def test_the_command_reports_the_result_and_how_to_train(table: Path, tmp_path: Path) -> None:
+def test_the_command_reports_the_result_and_how_to_train(table, tmp_path):
     (table.parent / "images" / "004.jpg").unlink()
     done = CliRunner().invoke(command, [str(table), "--output", str(tmp_path / "out"), "--processes", "1"])
     assert done.exit_code == 0, done.output
@@ -219,7 +219,7 @@ def test_the_command_reports_the_result_and_how_to_train(table: Path, tmp_path: 
     assert "Fewer than 100,000 pairs teach little from scratch, which is --recipe own." in done.output
 
 
-def test_printed_commands_work_for_a_folder_with_a_space(table: Path, tmp_path: Path) -> None:
+def test_printed_commands_work_for_a_folder_with_a_space(table, tmp_path):
     folder = tmp_path / "my pairs"
     done = CliRunner().invoke(command, [str(table), "--output", str(folder), "--processes", "1"])
     printed = [shlex.split(line.partition("neuclip ")[2]) for line in done.output.splitlines() if "neuclip " in line]
@@ -232,16 +232,14 @@ def test_printed_commands_work_for_a_folder_with_a_space(table: Path, tmp_path: 
 
 
 @pytest.mark.parametrize(("samples", "batch", "epochs"), [(1, 2, 200), (80, 8, 20), (500, 64, 29), (1_535, 128, 19)])
-def test_the_suggested_batch_fits_into_an_epoch(samples: int, batch: int, epochs: int) -> None:
+def test_the_suggested_batch_fits_into_an_epoch(samples, batch, epochs):
     assert pairs.small_batch(samples) == f" batch_size={batch} epochs={epochs}"
     assert pairs.small_batch(6 * pairs.RECIPES_BATCH) == ""
     recipes = [read_recipe(TRAINING / f"{name}.yaml") for name in ("own", "finetune")]
     assert [recipe["batch_size"] for recipe in recipes] == [pairs.RECIPES_BATCH] * 2
 
 
-def test_training_from_scratch_is_suggested_for_many_pairs(
-    table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_from_scratch_is_suggested_for_many_pairs(table, tmp_path, monkeypatch):
     monkeypatch.setattr(pairs, "FROM_SCRATCH", 10)
     done = CliRunner().invoke(command, [str(table), "--output", str(tmp_path / "out"), "--processes", "1"])
     assert (
@@ -251,9 +249,7 @@ def test_training_from_scratch_is_suggested_for_many_pairs(
     assert "from scratch" not in done.output
 
 
-def test_a_note_is_written_after_everything_that_it_refers_to_is_on_the_disk(
-    table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_note_is_written_after_everything_that_it_refers_to_is_on_the_disk(table, tmp_path, monkeypatch):
     synced: list[str] = []
     sync, out = os.fsync, tmp_path / "out"
 

@@ -9,7 +9,6 @@ import time
 import zlib
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -134,7 +133,7 @@ def grey_levels(image: Any) -> np.ndarray:
 
 @pytest.mark.filterwarnings("ignore:Palette images with Transparency")
 @pytest.mark.parametrize("name", GOOD)
-def test_every_mode_and_format_is_read(name: str, tmp_path: Path) -> None:
+def test_every_mode_and_format_is_read(name, tmp_path):
     body = GOOD[name]
     (tmp_path / "file").write_bytes(body)
     as_stored = convert(body, ImageOptions())
@@ -164,7 +163,7 @@ def test_every_mode_and_format_is_read(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_cannot_be_read_has_a_reason_everywhere(name: str, tmp_path: Path) -> None:
+def test_what_cannot_be_read_has_a_reason_everywhere(name, tmp_path):
     body, reason = BAD[name]
     with pytest.raises(ImageError) as caught:
         read_rgb(body)
@@ -198,7 +197,7 @@ def trained(mode: Any) -> ImageDecoder:
 
 @pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "RGBA", "CMYK", "YCbCr", "LAB", "HSV", "LA", "PA", "RGBX",
                                   "RGBa", "La", "I;16", "I;16L", "I;16B", "I;16N", "I", "F"])  # fmt: skip
-def test_every_mode_of_an_image_in_memory(mode: str) -> None:
+def test_every_mode_of_an_image_in_memory(mode):
     if mode in ("I", "F"):
         with pytest.raises(ImageError, match=f"undecodable: pixels of mode {mode} have no agreed range"):
             pixels.to_rgb(Image.new(mode, (2, 2)))
@@ -234,7 +233,7 @@ def many_scans(count: int, *, progressive: bool = True, side: int = 2000) -> byt
 
 
 @pytest.mark.parametrize("progressive", [True, False])
-def test_a_jpeg_with_too_many_scans_is_refused_before_it_is_decoded(progressive: bool) -> None:
+def test_a_jpeg_with_too_many_scans_is_refused_before_it_is_decoded(progressive):
     body = many_scans(12_000, progressive=progressive, side=512)
     started = time.monotonic()
     readers: list[Callable[[], object]] = [
@@ -252,7 +251,7 @@ def test_a_jpeg_with_too_many_scans_is_refused_before_it_is_decoded(progressive:
     assert time.monotonic() - started < 60, "minutes to hours, if one of them decodes it"
 
 
-def test_scans_of_ordinary_jpegs_are_counted_exactly() -> None:
+def test_scans_of_ordinary_jpegs_are_counted_exactly():
     thumbnail = encoded(RGB, "JPEG", progressive=True)
     exif = b"Exif\0\0" + thumbnail * 20
     for body, scans in (
@@ -270,7 +269,7 @@ def test_scans_of_ordinary_jpegs_are_counted_exactly() -> None:
 
 
 @pytest.mark.parametrize(("side", "allowed"), [(64, 100), (4000, 100), (9400, 24), (13_000, 12), (60_000, 12)])
-def test_large_jpegs_may_have_fewer_scans(side: int, allowed: int) -> None:
+def test_large_jpegs_may_have_fewer_scans(side, allowed):
     """Regression test: 100 scans of 88 million pixels, which take 40 s, were allowed."""
     for count in (allowed, allowed + 1):
         body = bytearray(many_scans(count - 10, side=64))
@@ -286,7 +285,7 @@ def test_large_jpegs_may_have_fewer_scans(side: int, allowed: int) -> None:
 @pytest.mark.parametrize("progressive", [False, True])
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.88])
-def test_a_jpeg_whose_data_end_before_its_end_marker_is_refused(share: float, mode: str, progressive: bool) -> None:
+def test_a_jpeg_whose_data_end_before_its_end_marker_is_refused(share, mode, progressive):
     """Decoders make the rest grey and report nothing, so it used to count as good."""
     noise = np.random.default_rng(0).integers(0, 256, (64, 80, 3), dtype=np.uint8)
     body = encoded(Image.fromarray(noise).convert(mode), "JPEG", progressive=progressive)
@@ -304,14 +303,14 @@ def test_a_jpeg_whose_data_end_before_its_end_marker_is_refused(share: float, mo
             trained(decoder)(cut, state=0)
 
 
-def test_grey_corners_of_whole_jpegs_are_no_damage() -> None:
+def test_grey_corners_of_whole_jpegs_are_no_damage():
     read_rgb(encoded(Image.new("RGB", (33, 17), (128, 128, 128)), "JPEG"))
     read_rgb(encoded(Image.new("L", (33, 17), 128), "JPEG", progressive=True))
     body = encoded(RGB, "JPEG", quality=95)
     read_rgb(body[:-2] + b"\0\x01\x02" + body[-2:])  # a few bytes too many, which some cameras write
 
 
-def test_no_other_module_opens_images() -> None:
+def test_no_other_module_opens_images():
     """Also not through the libraries that open them themselves."""
     for path in MODULES:
         tree = ast.parse(path.read_text(encoding="utf-8"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import open_clip
 import pytest
@@ -37,7 +36,7 @@ def settings(arch: str, *more: str) -> list[str]:
             "data.sources=nowhere", "data.streams=4", "data.workers=0", *more]  # fmt: skip
 
 
-def test_published_figures_of_vit_b_32() -> None:
+def test_published_figures_of_vit_b_32():
     """open_clip publishes 151.28M parameters and 14.78 GFLOP for this model."""
     config = ModelConfig(arch="ViT-B-32", packed_attention=False)
     towers, architecture = build_towers(config, seed=0, device="meta")
@@ -46,7 +45,7 @@ def test_published_figures_of_vit_b_32() -> None:
     assert costs.forward_flops == pytest.approx(14.78e9, rel=1e-3)
 
 
-def test_saved_bytes_equal_what_autograd_saves(arch: str) -> None:
+def test_saved_bytes_equal_what_autograd_saves(arch):
     """Compared with real tensors on the CPU."""
     meta, architecture = build_towers(ModelConfig(arch=arch), seed=0, device="meta")
     estimated = measure_towers(meta, image_size=architecture.image_size, context_length=8).saved_bytes
@@ -66,21 +65,21 @@ def test_saved_bytes_equal_what_autograd_saves(arch: str) -> None:
 
 
 @pytest.mark.parametrize("unfit", ["model.text_tokens=8", "model.text_batching=packed"])
-def test_what_training_refuses_is_refused(arch: str, unfit: str) -> None:
+def test_what_training_refuses_is_refused(arch, unfit):
     """Regression test: `plan` gave numbers for it, or ended as a bug."""
     given = settings("ViT-B-32", "model.packed_attention=false", unfit)
     with pytest.raises(UserError, match="It needs packed attention"):
         plan_run(load_recipe(None, given), gpus=1, assume=ASSUME)
 
 
-def test_flops_of_towers_that_pool_by_attention_are_counted() -> None:
+def test_flops_of_towers_that_pool_by_attention_are_counted():
     """Regression test: training SigLIP's towers ended as a bug where the GPU's peak is known, and `plan` everywhere."""
     towers, architecture = build_towers(ModelConfig(arch="PE-Core-T-16-384"), seed=0, device="meta")
     assert measure_towers(towers, image_size=architecture.image_size, context_length=8).image_flops > 1e9
     assert measure_flops(towers, image_size=architecture.image_size, context_length=8) > 1e9
 
 
-def test_checkpointing_saves_memory(arch: str) -> None:
+def test_checkpointing_saves_memory(arch):
     full, less = (
         plan_run(load_recipe(None, settings("ViT-B-32", *more)), gpus=1, assume=ASSUME)
         for more in ((), ("model.grad_checkpointing=true",))
@@ -89,7 +88,7 @@ def test_checkpointing_saves_memory(arch: str) -> None:
     assert less.cost.flops == pytest.approx(full.cost.flops * 4 / 3)
 
 
-def test_memory_of_the_zero_stages() -> None:
+def test_memory_of_the_zero_stages():
     found = {stage: engine_memory(P, stage=stage, bf16=True, ranks=4, bucket=10**9) for stage in range(4)}
     share = -(-P // 4)
     assert (found[0].weights, found[0].gradients, found[0].masters, found[0].moments) == (4 * P, 4 * P, 0, 8 * P)
@@ -100,7 +99,7 @@ def test_memory_of_the_zero_stages() -> None:
     assert [found[stage].total for stage in (1, 2, 3)] == sorted((found[s].total for s in (1, 2, 3)), reverse=True)
 
 
-def test_cost_equals_a_calculation_by_hand() -> None:
+def test_cost_equals_a_calculation_by_hand():
     costs = TowerCosts(parameters=P, trained_parameters=P, image_flops=6e8, text_flops=4e8, saved_bytes=1.0,
                        context_length=10, trained=(True, True))  # fmt: skip
     assume = Assumptions(peak_tflops=100, mfu=0.5, sample_bytes=7)
@@ -110,7 +109,7 @@ def test_cost_equals_a_calculation_by_hand() -> None:
     assert cost.gpu_hours == pytest.approx(2e13 / 5e13 / 3600)
 
 
-def test_without_data_a_size_is_required(arch: str) -> None:
+def test_without_data_a_size_is_required(arch):
     with pytest.raises(UserError, match=r"give --dataset-size SAMPLES"):
         plan_run(load_recipe(None, settings(arch)), gpus=1)
     plan = plan_run(load_recipe(None, settings(arch, "objective.name=fastclip_v3")), gpus=4, assume=ASSUME)
@@ -119,7 +118,7 @@ def test_without_data_a_size_is_required(arch: str) -> None:
         plan_run(load_recipe(None, settings(arch)), gpus=3, assume=ASSUME)
 
 
-def test_a_measurement_uploads_nothing(tmp_path: Path) -> None:
+def test_a_measurement_uploads_nothing(tmp_path):
     given = ["checkpoint.mirror=s3://bucket/runs", "telemetry.trackers=[wandb]", "telemetry.tensorboard=true"]
     trial = measure._trial(load_recipe("jobs/recipes/demo.yaml", given), ranks=2, folder=tmp_path)
     assert trial.checkpoint.mirror is None
@@ -127,7 +126,7 @@ def test_a_measurement_uploads_nothing(tmp_path: Path) -> None:
     assert not trial.telemetry.tensorboard
 
 
-def test_the_command_prints_the_plan_and_the_data(arch: str, tmp_path: Path) -> None:
+def test_the_command_prints_the_plan_and_the_data(arch, tmp_path):
     write_shards(tmp_path / "shards", [60, 60])
     arguments = settings(arch, f"data.sources={tmp_path / 'shards'}", "engine.micro_batch=10")
     result = CliRunner().invoke(command, [*arguments, "--ranks", "2"])
@@ -160,7 +159,7 @@ def test_the_command_prints_the_plan_and_the_data(arch: str, tmp_path: Path) -> 
     assert " 0 GPU hours" not in absent.output
 
 
-def test_numbers_of_a_tiny_model_can_be_read(arch: str) -> None:
+def test_numbers_of_a_tiny_model_can_be_read(arch):
     given = [*settings(arch, "data.workers=1", "model.image_size=33"), "--dataset-size=400"]
     result = CliRunner().invoke(command, given)
     assert result.exit_code == 0, result.output
@@ -171,7 +170,7 @@ def test_numbers_of_a_tiny_model_can_be_read(arch: str) -> None:
     assert "note             Images of 33 px hold" in result.output
 
 
-def test_captions_are_decoded_from_the_tokens() -> None:
+def test_captions_are_decoded_from_the_tokens():
     tokenizer = open_clip.get_tokenizer("ViT-B-32")
     tokens = tokenizer(["A red dog; 2 cats", "", "word " * 100])
     texts = captions_of(tokens, tokenizer)
@@ -180,7 +179,7 @@ def test_captions_are_decoded_from_the_tokens() -> None:
     assert captions_of(tokens, object()) == ["", "", ""]
 
 
-def test_a_grid_shows_every_image_with_its_caption() -> None:
+def test_a_grid_shows_every_image_with_its_caption():
     colours = torch.tensor([[250, 0, 0], [0, 250, 0], [0, 0, 250], [200, 200, 0], [0, 200, 200]], dtype=torch.uint8)
     images = colours[:, :, None, None].expand(5, 3, 16, 16)
     grid = captioned_grid(images, ["", "one two", "", "", "a caption of many words " * 9])
@@ -208,11 +207,11 @@ def test_a_grid_shows_every_image_with_its_caption() -> None:
         ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", None),
     ],
 )
-def test_peaks_are_looked_up_and_never_guessed(name: str, peak: float | None) -> None:
+def test_peaks_are_looked_up_and_never_guessed(name, peak):
     assert known_peak(name) == peak
 
 
-def test_utilization_is_the_flop_count_over_the_peak(tmp_path: Path) -> None:
+def test_utilization_is_the_flop_count_over_the_peak(tmp_path):
     model = ModelConfig(arch=write_tiny(tmp_path), packed_attention=False)
     vision, text = TINY["vision_cfg"], TINY["text_cfg"]
 

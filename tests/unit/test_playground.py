@@ -119,16 +119,14 @@ def ask(address: tuple[str, int], path: str, body: object = None, **headers: str
         ("/api/search", {"text": "fox"}, {"Origin": "http://{host}"}, 200, ""),
     ],
 )  # fmt: skip
-def test_requests_of_other_pages_and_too_many_prompts_are_refused(
-    address: tuple[str, int], path: str, body: object, headers: dict[str, str], status: int, message: str
-) -> None:
+def test_requests_of_other_pages_and_too_many_prompts_are_refused(address, path, body, headers, status, message):
     headers = {name: value.replace("{host}", f"{address[0]}:{address[1]}") for name, value in headers.items()}
     found, answer = ask(address, path, body, **headers)
     assert found == status
     assert message in answer.get("error", "")
 
 
-def test_a_computation_ends_when_its_client_is_gone(explorer: Explorer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_computation_ends_when_its_client_is_gone(explorer, monkeypatch):
     gone, calls = threading.Event(), []
     original = class_vectors
 
@@ -142,7 +140,7 @@ def test_a_computation_ends_when_its_client_is_gone(explorer: Explorer, monkeypa
     assert len(calls) == 1
 
 
-def test_galleries_are_read_from_folders_shards_and_text_files(tmp_path: Path) -> None:
+def test_galleries_are_read_from_folders_shards_and_text_files(tmp_path):
     samples, dropped = read(write_photos(tmp_path / "photos", count=4))
     assert [sample.name for sample in samples][:2] == ["a/01.png", "a/03.png"]
     assert not dropped.lines()
@@ -167,7 +165,7 @@ def test_galleries_are_read_from_folders_shards_and_text_files(tmp_path: Path) -
             read(source)
 
 
-def test_what_a_gallery_leaves_out_is_said(tmp_path: Path) -> None:
+def test_what_a_gallery_leaves_out_is_said(tmp_path):
     """Regression test: images beside shards, and all beyond the limit, were left out without a word."""
     write_photos(tmp_path / "photos", count=4)
     assert read(tmp_path / "photos", limit=5)[1].notes == []
@@ -185,9 +183,7 @@ def test_what_a_gallery_leaves_out_is_said(tmp_path: Path) -> None:
     assert dropped.lines() == ["2 skipped: image is missing (first: line 1)"]
 
 
-def test_a_client_that_leaves_and_a_picture_that_is_dropped_again(
-    address: tuple[str, int], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_that_leaves_and_a_picture_that_is_dropped_again(address, caplog, monkeypatch):
     """Regression tests: the former printed a traceback; the latter was forgotten as if it were the oldest."""
     monkeypatch.setattr(logging.getLogger("uvicorn.error"), "handlers", [caplog.handler])
     with socket.create_connection(address) as client:
@@ -203,7 +199,7 @@ def test_a_client_that_leaves_and_a_picture_that_is_dropped_again(
     assert caplog.records == []
 
 
-def test_a_slow_client_loses_its_connection(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_client_loses_its_connection(address, monkeypatch):
     monkeypatch.setattr(http_api, "MOST_SECONDS", 0.2)
     with socket.create_connection(address, timeout=30) as client:
         kind = "Content-Type: application/json\r\nContent-Length: 1000"
@@ -215,7 +211,7 @@ def test_a_slow_client_loses_its_connection(address: tuple[str, int], monkeypatc
     assert b"did not arrive within 0.2 s" in reply
 
 
-def test_names_in_another_encoding_and_other_formats_are_shown(tmp_path: Path) -> None:
+def test_names_in_another_encoding_and_other_formats_are_shown(tmp_path):
     """Regression test: one such name failed every search, and a GIF was left out without a word."""
     body = encoded(Image.new("RGB", (8, 8)), "GIF")
     (tmp_path / "b.gif").write_bytes(body)
@@ -228,7 +224,7 @@ def test_names_in_another_encoding_and_other_formats_are_shown(tmp_path: Path) -
     assert line.endswith("/c\ufffd.png: No such file or directory)")
 
 
-def test_results_are_those_of_the_model(explorer: Explorer) -> None:
+def test_results_are_those_of_the_model(explorer):
     model = explorer.model
     assert (len(explorer.names), len(explorer.captions)) == (14, 4)
     found = explorer.search("a red fox", count=14)
@@ -254,7 +250,7 @@ def test_results_are_those_of_the_model(explorer: Explorer) -> None:
     assert explorer.nearest_captions("gallery:3", count=2)[0]["caption"] in CAPTIONS
 
 
-def test_bad_requests_get_a_clear_answer(address: tuple[str, int], explorer: Explorer) -> None:
+def test_bad_requests_get_a_clear_answer(address, explorer):
     def error(path: str, body: object) -> tuple[int, str]:
         status, found = ask(address, path, body)
         return status, found["error"]
@@ -295,7 +291,7 @@ def test_bad_requests_get_a_clear_answer(address: tuple[str, int], explorer: Exp
     assert ask(address, "/../../etc/passwd")[0] == 404
 
 
-def test_only_this_machine_is_served_by_default(address: tuple[str, int]) -> None:
+def test_only_this_machine_is_served_by_default(address):
     """Other pages cannot reach the server by a name of theirs that resolves to it; nothing is loaded from elsewhere."""
     assert ask(address, "/api/info", Host="attacker.example")[0] == 400
     assert ask(address, "/api/info", Host=f"localhost:{address[1]}")[0] == 200
@@ -303,7 +299,7 @@ def test_only_this_machine_is_served_by_default(address: tuple[str, int]) -> Non
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
 
 
-def test_the_command_reports_mistakes_before_loading_anything(tmp_path: Path) -> None:
+def test_the_command_reports_mistakes_before_loading_anything(tmp_path):
     def fails(*arguments: str) -> str:
         done = CliRunner().invoke(job.command, list(arguments), standalone_mode=False)
         assert isinstance(done.exception, UserError), done.output
@@ -331,7 +327,7 @@ def test_the_command_reports_mistakes_before_loading_anything(tmp_path: Path) ->
     assert "has no image that can be used. 1 skipped" in fails(checkpoint, "--images", str(bad), "--port", "0")
 
 
-def test_the_command_offers_the_classes_of_a_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_offers_the_classes_of_a_suite(tmp_path, monkeypatch):
     photos = tmp_path / "photos"
     for number, name in enumerate(("mug", "t_shirt")):
         (photos / name).mkdir(parents=True)
@@ -355,7 +351,7 @@ def test_the_command_offers_the_classes_of_a_suite(tmp_path: Path, monkeypatch: 
     assert "Only this machine can reach it." in done.output
 
 
-def test_the_page_in_a_browser(address: tuple[str, int], tmp_path: Path) -> None:
+def test_the_page_in_a_browser(address, tmp_path):
     """Search, a click on a result, a dropped file and a bad one; accessible, and fit for a phone."""
     url = f"http://{address[0]}:{address[1]}/"
     good, bad = tmp_path / "good.png", tmp_path / "bad.png"

@@ -29,7 +29,7 @@ from pipeline.run_files import read_run_id, write_run_id
 from pipeline.training.run_start import Origin
 from pipeline.training.validation import ValidationHistory
 from tests.launch import ROOT
-from tests.written_checkpoints import Towers, write
+from tests.written_checkpoints import write
 
 CONFIG = """
 output: {run}
@@ -189,7 +189,7 @@ CASES: dict[str, tuple[list[int], Callable[[Path], object], int, list[str], str]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_how_a_run_ended_and_how_it_goes_on(run: Path, towers: Towers, case: str) -> None:
+def test_how_a_run_ended_and_how_it_goes_on(run, towers, case):
     steps, happen, expected, said, last = CASES[case]
     if steps:
         write(run, towers, steps)
@@ -203,7 +203,7 @@ def test_how_a_run_ended_and_how_it_goes_on(run: Path, towers: Towers, case: str
     assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*")}, "the doctor changed the folder"
 
 
-def test_a_crash_that_would_come_again_is_not_resumed(run: Path, towers: Towers) -> None:
+def test_a_crash_that_would_come_again_is_not_resumed(run, towers):
     """Regression test: `--resume latest` was advised for a step that crashes every process that takes it."""
     write(run, towers, [7])
     beat(run)
@@ -221,7 +221,7 @@ def test_a_crash_that_would_come_again_is_not_resumed(run: Path, towers: Towers)
     assert "would crash again" not in output
 
 
-def test_never_started_and_moved(run: Path, towers: Towers, tmp_path: Path) -> None:
+def test_never_started_and_moved(run, towers, tmp_path):
     new = tmp_path / "new"
     new.mkdir()
     (new / "config.yaml").write_text(CONFIG.format(run=new, fallback="null"))
@@ -235,9 +235,7 @@ def test_never_started_and_moved(run: Path, towers: Towers, tmp_path: Path) -> N
     assert [len(read_evidence(moved, verify=verify).intact) for verify in (True, False)] == [0, 1]
 
 
-def test_a_checkpoint_that_a_running_run_removes_meanwhile_is_skipped(
-    run: Path, towers: Towers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_that_a_running_run_removes_meanwhile_is_skipped(run, towers, monkeypatch):
     write(run, towers, [3, 6])
 
     def prunes(path: Path, **how: bool) -> str | None:
@@ -249,7 +247,7 @@ def test_a_checkpoint_that_a_running_run_removes_meanwhile_is_skipped(
     assert [path.name for path in read_evidence(run).intact] == ["step-00000006"]
 
 
-def test_still_running(run: Path) -> None:
+def test_still_running(run):
     beat(run)
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDS, str(run / ".lock")], stdout=subprocess.PIPE, text=True, cwd=ROOT
@@ -267,7 +265,7 @@ def test_still_running(run: Path) -> None:
     assert "killed from outside" in examine(run)[0]
 
 
-def test_a_process_that_holds_no_run_records_nothing(tmp_path: Path) -> None:
+def test_a_process_that_holds_no_run_records_nothing(tmp_path):
     record_exit(70, "an error elsewhere")
     start_recording(tmp_path / "refused", rank=0)
     record_exit(2, "a refused start, whose folder was removed")
@@ -276,7 +274,7 @@ def test_a_process_that_holds_no_run_records_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_the_record_of_an_exit_fits_on_a_full_disk(run: Path) -> None:
+def test_the_record_of_an_exit_fits_on_a_full_disk(run):
     start_recording(run / "heartbeats", rank=0)
     before = (run / "heartbeats" / "reserved-00000.json").stat()
     assert not read_evidence(run).exits
@@ -289,7 +287,7 @@ def test_the_record_of_an_exit_fits_on_a_full_disk(run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_small_file_that_is_cut_off_or_something_else_is_no_bug(run: Path, towers: Towers) -> None:
+def test_a_small_file_that_is_cut_off_or_something_else_is_no_bug(run, towers):
     write(run, towers, [3])
     write_run_id(run, "0123456789abcdef")
     end(run, 70, "a reason", rank=1)

@@ -6,7 +6,6 @@ import gc
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -86,7 +85,7 @@ def batch(name: str) -> Any:
 
 @pytest.mark.usefixtures("streams")
 @pytest.mark.parametrize("ahead", [[True] * 3, [False] * 3, [True, False, True]])
-def test_batches_keep_their_order_with_and_without_prefetching(ahead: list[bool]) -> None:
+def test_batches_keep_their_order_with_and_without_prefetching(ahead):
     source = map(batch, "abcde")
     batches, taken = prefetched(source), []
     for step, fetch in enumerate(ahead):
@@ -99,7 +98,7 @@ def test_batches_keep_their_order_with_and_without_prefetching(ahead: list[bool]
 
 
 @pytest.mark.usefixtures("streams")
-def test_nothing_is_prefetched_past_the_last_step_or_on_a_cpu() -> None:
+def test_nothing_is_prefetched_past_the_last_step_or_on_a_cpu():
     source = map(batch, "abc")
     batches = prefetched(source, steps=2)
     batches.next()
@@ -113,7 +112,7 @@ def test_nothing_is_prefetched_past_the_last_step_or_on_a_cpu() -> None:
 
 
 @pytest.mark.usefixtures("streams")
-def test_an_error_while_prefetching_is_raised_when_that_batch_is_due() -> None:
+def test_an_error_while_prefetching_is_raised_when_that_batch_is_due():
     def source() -> Iterator[Any]:
         yield batch("a")
         raise ValueError("the second")
@@ -127,7 +126,7 @@ def test_an_error_while_prefetching_is_raised_when_that_batch_is_due() -> None:
 
 
 @pytest.mark.usefixtures("streams")
-def test_waiting_time_is_counted_with_and_without_prefetching() -> None:
+def test_waiting_time_is_counted_with_and_without_prefetching():
     go_on, meter = threading.Event(), Meter(1, Phases(CPU))
 
     def source() -> Iterator[Any]:
@@ -160,7 +159,7 @@ class FakePinned:
         self.calls.append(f"memory in use by {stream.name}")
 
 
-def test_batches_are_copied_ahead_on_a_stream_of_their_own(streams: list[str]) -> None:
+def test_batches_are_copied_ahead_on_a_stream_of_their_own(streams):
     """Images, texts and ids."""
 
     def source() -> Iterator[Any]:
@@ -192,7 +191,7 @@ def test_batches_are_copied_ahead_on_a_stream_of_their_own(streams: list[str]) -
 
 
 @pytest.mark.usefixtures("streams")
-def test_a_step_waits_nowhere_for_the_next_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_waits_nowhere_for_the_next_batch(tmp_path, monkeypatch):
     """It is fetched from before the forward pass until after the update, and the weights are the same."""
     prepare(tmp_path, image_size=32)
 
@@ -236,7 +235,7 @@ def test_a_step_waits_nowhere_for_the_next_batch(tmp_path: Path, monkeypatch: py
     assert gc.get_freeze_count() == 0
 
 
-def test_objects_that_compiling_leaves_are_looked_at_once() -> None:
+def test_objects_that_compiling_leaves_are_looked_at_once():
     """Regression test: torch.compile leaves so many objects that the collection of every record took 0.09 s."""
     try:
         gc.freeze()

@@ -25,14 +25,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(tmp_path_factory.mktemp("public") / "run", bias=0.0)
 
 
-def test_every_public_name_can_be_used() -> None:
+def test_every_public_name_can_be_used():
     assert all(getattr(neuclip, name) is not None for name in neuclip.__all__)
     assert neuclip.build_objective("openclip", dim=8, batch_size=4).config.name == "openclip"
     with pytest.raises(AttributeError, match=r"no attribute 'scores'; it has .*score"):
         _ = neuclip.scores
 
 
-def test_score_equals_open_clips_cosines_for_any_batch_size(run: Path, tmp_path: Path) -> None:
+def test_score_equals_open_clips_cosines_for_any_batch_size(run, tmp_path):
     paths = [tmp_path / f"{number}.jpg" for number in range(3)]
     for number, path in enumerate(paths):
         path.write_bytes(jpeg(number))
@@ -55,7 +55,7 @@ def test_score_equals_open_clips_cosines_for_any_batch_size(run: Path, tmp_path:
     assert neuclip.score(model, opened[0], TEXTS, matrix=True).shape == (1, 3)
 
 
-def test_models_are_named_by_paths_and_mistakes_are_user_errors(run: Path, tmp_path: Path) -> None:
+def test_models_are_named_by_paths_and_mistakes_are_user_errors(run, tmp_path):
     """Regression tests: they ended with errors of other types."""
     assert neuclip.load(run).source == neuclip.load(str(run)).source
     Image.open(io.BytesIO(jpeg(3))).save(tmp_path / "a.png")
@@ -70,9 +70,7 @@ def test_models_are_named_by_paths_and_mistakes_are_user_errors(run: Path, tmp_p
             call()
 
 
-def test_score_rejects_unequal_numbers_and_unreadable_images(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_score_rejects_unequal_numbers_and_unreadable_images(run, tmp_path, monkeypatch):
     (tmp_path / "no.jpg").write_text("no image")
     with pytest.raises(UserError, match="1 images and 3 texts were given"):
         neuclip.score(str(run), [tmp_path / "no.jpg"], TEXTS)
@@ -115,7 +113,7 @@ def features(rows: int = B, dim: int = D) -> torch.Tensor:
         (features(), features(), None, "keeps state per sample"),
     ],
 )
-def test_wrong_inputs_are_refused(image: torch.Tensor, text: torch.Tensor, ids: torch.Tensor, message: str) -> None:
+def test_wrong_inputs_are_refused(image, text, ids, message):
     objective = neuclip.build_objective("sogclr", dim=D, batch_size=B, dataset_size=10)
     with pytest.raises(neuclip.UserError, match=message):
         objective.loss(image, text, sample_ids=ids)
@@ -132,12 +130,12 @@ def test_wrong_inputs_are_refused(image: torch.Tensor, text: torch.Tensor, ids: 
         ({"tau_init": 0.05}, r'does not know tau_init\. .*\{"name": "neuclip", "tau_init": 0.05\}'),
     ],
 )
-def test_wrong_facts_are_refused(facts: dict[str, object], message: str) -> None:
+def test_wrong_facts_are_refused(facts, message):
     with pytest.raises(neuclip.UserError, match=message):
         neuclip.build_objective("openclip", **{"dim": D, "batch_size": B, **facts})
 
 
-def test_features_that_are_not_normalized_are_reported_once() -> None:
+def test_features_that_are_not_normalized_are_reported_once():
     objective = neuclip.build_objective("openclip", dim=D, batch_size=B)
     with pytest.warns(UserWarning, match="length 1, and those of the first batch differ by up to 9"):
         objective.loss(10 * features(), features())
@@ -150,7 +148,7 @@ def test_features_that_are_not_normalized_are_reported_once() -> None:
         neuclip.build_objective("openclip", dim=D, batch_size=B).loss(features().bfloat16(), features().bfloat16())
 
 
-def test_the_temperature_is_copied_into_the_model() -> None:
+def test_the_temperature_is_copied_into_the_model():
     image = {"layers": 1, "width": 16, "head_width": 8, "patch_size": 8, "image_size": 16}
     text = {"layers": 1, "width": 16, "heads": 2, "context_length": 4, "vocab_size": 16}
     model = open_clip.model.CLIP(D, image, text)

@@ -29,7 +29,7 @@ def inline(page: Path) -> list[str]:
     return re.findall(r"`([^`\n]+)`", BLOCK.sub("", page.read_text(encoding="utf-8")))
 
 
-def test_the_pages_contain_commands() -> None:
+def test_the_pages_contain_commands():
     words = {" ".join(line.words) for line in lines()}
     assert {"make demo", "make test"} <= words
     assert {"train", "download", "evaluate", "watch", "plan", "verify"} <= {
@@ -40,7 +40,7 @@ def test_the_pages_contain_commands() -> None:
 
 @pytest.mark.filterwarnings("ignore:objective.npn_lr")
 @pytest.mark.parametrize("line", lines(), ids=lambda line: str(line)[:70])
-def test_every_command_parses(line: Line) -> None:
+def test_every_command_parses(line):
     check(line)
 
 
@@ -57,12 +57,12 @@ def test_every_command_parses(line: Line) -> None:
         "make demmo",
     ],
 )
-def test_a_wrong_command_is_detected(words: str) -> None:
+def test_a_wrong_command_is_detected(words):
     with pytest.raises((Exception, SystemExit)):
         check(Line("a test", {}, tuple(words.split())))
 
 
-def test_commands_in_inline_code_exist() -> None:
+def test_commands_in_inline_code_exist():
     for page in PAGES:
         for text in inline(page):
             words = text.split()
@@ -85,7 +85,7 @@ def known_keys() -> frozenset[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_key_exists(page: Path) -> None:
+def test_every_key_exists(page):
     sections = {key.partition(".")[0] for key in known_keys() if "." in key}
     for text in inline(page):
         match = re.fullmatch(r"(([a-z_]+)\.[a-z_0-9.]+)(=.*)?", text.strip("'"))
@@ -101,7 +101,7 @@ def constants() -> str:
     return "\n".join(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
 
 
-def test_quoted_messages_exist_in_the_code() -> None:
+def test_quoted_messages_exist_in_the_code():
     """Messages quoted in the first column of the troubleshooting tables occur somewhere in the code."""
     rows = [line for line in TROUBLES.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
     quoted = [text for row in rows for text in re.findall(r"`([^`]+)`", row.split(" | ")[0]) if " " in text]
@@ -111,7 +111,7 @@ def test_quoted_messages_exist_in_the_code() -> None:
             assert piece in constants(), f"no message contains {piece!r} (of {text!r})"
 
 
-def test_links_and_folders_exist() -> None:
+def test_links_and_folders_exist():
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         for target, anchor in re.findall(r"\]\((?!http)([^)#]*)(#[^)]*)?\)", text):
@@ -131,7 +131,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_the_methods_page_describes_every_key_of_its_objectives() -> None:
+def test_the_methods_page_describes_every_key_of_its_objectives():
     """An objective missing from the page is not an error: documenting a method is up to its author."""
     text = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
     described = [name for name in objective_names() if f"`{name}`" in text]
@@ -142,7 +142,7 @@ def test_the_methods_page_describes_every_key_of_its_objectives() -> None:
             assert key == "name" or found, f"{name}: {key} is not described"
 
 
-def test_the_evaluation_page_lists_every_task_with_its_metric() -> None:
+def test_the_evaluation_page_lists_every_task_with_its_metric():
     from pipeline.evaluation.datasets.datacomp import AGGREGATES, TASKS
 
     text = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
@@ -153,7 +153,7 @@ def test_the_evaluation_page_lists_every_task_with_its_metric() -> None:
         assert f"| {name} |" in text
 
 
-def test_the_library_snippet_runs() -> None:
+def test_the_library_snippet_runs():
     """The README's training loop with any objective, on towers that are two linear layers."""
     import torch
 
@@ -176,13 +176,13 @@ def test_the_library_snippet_runs() -> None:
     assert sum(scope["losses"][-2:]) < sum(scope["losses"][:2])
 
 
-def test_the_snippet_of_the_methods_page_runs() -> None:
+def test_the_snippet_of_the_methods_page_runs():
     scope: dict[str, object] = {}
     exec(blocks("python", ROOT / "docs" / "methods.md")[0], scope)
     assert scope["objective"].config.name == "fastclip_v3"
 
 
-def test_the_badges_are_correct() -> None:
+def test_the_badges_are_correct():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     badges = {path.stem.partition("-")[2]: path.read_text() for path in (ROOT / "docs/figures").glob("badge-*.svg")}
     assert f"version: {project['version']}" in badges["version"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import yaml
@@ -69,7 +68,7 @@ def assumed(name: str) -> Assumptions:
     return Assumptions(dataset_size=int(command[1]), mfu=float(command[2]))
 
 
-def test_streams_that_are_not_given_divide_the_batch() -> None:
+def test_streams_that_are_not_given_divide_the_batch():
     for batch, streams in STREAMS:
         assert load("own", f"batch_size={batch}").data.streams == streams, batch
         assert load("own", f"batch_size={batch}", "data.streams=auto").data.streams == streams, batch
@@ -78,7 +77,7 @@ def test_streams_that_are_not_given_divide_the_batch() -> None:
 
 
 @pytest.mark.parametrize("name", PAPERS)
-def test_every_method_can_be_planned_and_read_back(name: str) -> None:
+def test_every_method_can_be_planned_and_read_back(name):
     recipe = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
     assert PUBLISHED <= set(recipe["methods"]) <= set(objective_names())
     for method in recipe["methods"]:
@@ -93,7 +92,7 @@ def test_every_method_can_be_planned_and_read_back(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["own", "finetune", "demo"])
-def test_recipes_of_ones_own_data_train_our_methods_too(name: str) -> None:
+def test_recipes_of_ones_own_data_train_our_methods_too(name):
     methods = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())["methods"]
     assert {*PUBLISHED, "neuclip_literal", "neuclip_plus"} <= set(methods)
     assert name == "demo" or load(name, "samples=100000").objective.name == "openclip", "docs/which-method.md"
@@ -103,7 +102,7 @@ def test_recipes_of_ones_own_data_train_our_methods_too(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PAPERS)
-def test_encoder_settings_have_the_values_of_the_papers(name: str) -> None:
+def test_encoder_settings_have_the_values_of_the_papers(name):
     run = load(name)
     found = (run.samples, run.batch_size, run.model.arch, run.optimizer.lr, run.optimizer.weight_decay,
              run.schedule.warmup_steps)  # fmt: skip
@@ -111,7 +110,7 @@ def test_encoder_settings_have_the_values_of_the_papers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NEUCLIP)
-def test_neuclip_has_the_values_of_the_paper_and_our_reading_of_it(name: str) -> None:
+def test_neuclip_has_the_values_of_the_paper_and_our_reading_of_it(name):
     ours, literal = load(name).objective, load(name, "objective.name=neuclip_literal").objective
     assert ours.name == "neuclip"
     for reading in (literal, ours):
@@ -122,7 +121,7 @@ def test_neuclip_has_the_values_of_the_paper_and_our_reading_of_it(name: str) ->
 
 
 @pytest.mark.parametrize("name", PAPERS)
-def test_temperatures_use_the_optimizer_settings_of_the_encoders(name: str) -> None:
+def test_temperatures_use_the_optimizer_settings_of_the_encoders(name):
     methods = set(yaml.safe_load((FOLDER / f"{name}.yaml").read_text())["methods"])
     for method in methods - {"sogclr", "fastclip_v1"}:  # their temperature is constant
         run = load(name, f"objective.name={method}")
@@ -148,20 +147,20 @@ def test_temperatures_use_the_optimizer_settings_of_the_encoders(name: str) -> N
         ("cc3m", "sogclr", {"tau": 0.03, "gamma": 0.6, "eps": 1e-14}),
     ],
 )  # fmt: skip
-def test_values_of_the_fastclip_tables(name: str, method: str, expected: dict[str, object]) -> None:
+def test_values_of_the_fastclip_tables(name, method, expected):
     objective = load(name, f"objective.name={method}").objective
     assert {key: getattr(objective, key) for key in expected} == expected
 
 
 @pytest.mark.parametrize("name", PAPERS)
-def test_rho_and_rates_of_the_papers_are_used_as_in_the_code_they_were_tuned_with(name: str) -> None:
+def test_rho_and_rates_of_the_papers_are_used_as_in_the_code_they_were_tuned_with(name):
     assert load(name, "objective.name=fastclip_v3").objective.tau_gradient == "published_code"
     for method in ("isogclr", "fastclip_v2"):
         assert load(name, f"objective.name={method}").objective.tau_optimizer == "published_code"
 
 
 @pytest.mark.parametrize("name", PAPERS)
-def test_headers_state_source_command_and_gpu_hours(name: str) -> None:
+def test_headers_state_source_command_and_gpu_hours(name):
     header = (FOLDER / f"{name}.yaml").read_text().split("\noutput:")[0]
     for word in ("Reproduces", "Expected", "Command", "NOT VALIDATED"):
         assert word in header
@@ -170,7 +169,7 @@ def test_headers_state_source_command_and_gpu_hours(name: str) -> None:
     assert float(hours[1]) == pytest.approx(plan_run(load(name), gpus=8, assume=assumed(name)).cost.gpu_hours, rel=0.01)
 
 
-def test_learning_rates_scale_with_the_batch_size_unless_given() -> None:
+def test_learning_rates_scale_with_the_batch_size_unless_given():
     half = load("cc3m", "batch_size=512", "objective.name=openclip")
     assert (half.optimizer.lr, half.objective.tau_lr) == (5e-4, 5e-4)
     assert load("cc3m", "batch_size=4096", "objective.name=neuclip").objective.npn_lr == 0.01
@@ -179,9 +178,7 @@ def test_learning_rates_scale_with_the_batch_size_unless_given() -> None:
     assert given.objective.tau_lr == 1.25e-4 / 2
 
 
-def test_a_method_without_settings_in_the_recipe_has_its_defaults(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_method_without_settings_in_the_recipe_has_its_defaults(tmp_path, caplog):
     recipe = tmp_path / "r.yaml"
     recipe.write_text("output: x\nsamples: 100\nbatch_size: 10\ndata: {sources: a}\nmethods: {openclip: {}}\n")
     run = load_recipe(recipe, ["objective.name=fastclip_v3", "schedule.warmup_steps=0"])
@@ -197,7 +194,7 @@ def test_a_method_without_settings_in_the_recipe_has_its_defaults(
         load_recipe(recipe, ["objective.name=openclip", "reference_batch=10", "batch_size=10.5"])
 
 
-def test_the_command_line_changes_what_only_a_recipe_resolves() -> None:
+def test_the_command_line_changes_what_only_a_recipe_resolves():
     neuclip = ["objective.name=neuclip", "methods.neuclip.objective.rho=1.5"]
     assert load("own", *neuclip, "epochs=null", "samples=5120").objective.rho == 1.5
     chosen = ["objective.name=siglip", "methods.siglip.objective.tau_lr=0.5", "reference_batch=null"]
@@ -215,12 +212,12 @@ def test_the_command_line_changes_what_only_a_recipe_resolves() -> None:
             load("own", "objective.name=neuclip", override)
 
 
-def test_reading_a_recipe_does_not_import_open_clip() -> None:
+def test_reading_a_recipe_does_not_import_open_clip():
     code = "import sys, pipeline.training.recipe; sys.exit('open_clip' in sys.modules)"
     assert python("-c", code).returncode == 0
 
 
-def test_training_recipes_read_what_download_recipes_write() -> None:
+def test_training_recipes_read_what_download_recipes_write():
     written = {read_yaml(path).get("output") for path in (FOLDER / "download").glob("*.yaml")}
     for path in PAPERS:
         assert load(path).data.sources[0].manifest in written, path
@@ -231,13 +228,13 @@ def test_training_recipes_read_what_download_recipes_write() -> None:
     [("optimizer.lrr=3", r"Unknown key optimizer\.lrr"), ("selection.ratio=0.5", "Joint selection of examples"),
      ("seed=1", "There is no manifest at")],
 )  # fmt: skip
-def test_a_wrong_key_is_reported_before_missing_data(override: str, message: str) -> None:
+def test_a_wrong_key_is_reported_before_missing_data(override, message):
     with pytest.raises(UserError, match=message):
         load_recipe(FOLDER / "own.yaml", ["data.sources=/nothing/here", "output=run", override])
 
 
 @pytest.mark.parametrize(("batch", "streams"), [(8, 4), (16, 16), (10, 1)])
-def test_epochs_match_the_loader(tmp_path: Path, batch: int, streams: int) -> None:
+def test_epochs_match_the_loader(tmp_path, batch, streams):
     write_shards(tmp_path, [30, 27])
     data = {"sources": str(tmp_path), "streams": streams}
     tree = resolve_budget({"epochs": 3, "batch_size": batch, "data": data}, {})
@@ -246,13 +243,13 @@ def test_epochs_match_the_loader(tmp_path: Path, batch: int, streams: int) -> No
     assert "epochs" not in tree
 
 
-def test_source_weights_change_the_epoch_length(tmp_path: Path) -> None:
+def test_source_weights_change_the_epoch_length(tmp_path):
     write_shards(tmp_path, [32])
     data = {"sources": [{"manifest": str(tmp_path), "weight": 2}], "streams": 4}
     assert resolve_budget({"epochs": 0.5, "batch_size": 8, "data": data}, {})["samples"] == 32
 
 
-def test_warmup_is_a_share_of_the_run(tmp_path: Path) -> None:
+def test_warmup_is_a_share_of_the_run(tmp_path):
     write_shards(tmp_path, [64])
     common = [f"output={tmp_path}", "batch_size=8", f"data.sources={tmp_path}", "data.streams=4"]
     run = load_recipe(None, [*common, "epochs=5", "schedule.warmup_share=0.1"])
@@ -260,7 +257,7 @@ def test_warmup_is_a_share_of_the_run(tmp_path: Path) -> None:
     assert load_recipe(None, [*common, "samples=800", "schedule.warmup_share=0.25"]).schedule.warmup_steps == 25
 
 
-def test_override_replaces_the_equivalent_recipe_setting() -> None:
+def test_override_replaces_the_equivalent_recipe_setting():
     recipe = {"epochs": 3, "batch_size": 4, "schedule": {"warmup_share": 0.1}, "data": {"sources": "nowhere"}}
     tree = resolve_budget(recipe, {"samples": 400, "schedule": {"warmup_steps": 7}})
     assert (tree["samples"], tree["schedule"]) == (400, {"warmup_steps": 7})
@@ -283,6 +280,6 @@ def test_override_replaces_the_equivalent_recipe_setting() -> None:
         ({"samples": 8, "batch_size": 8, "schedule": {"warmup_share": 2}}, "warmup_share = 2 must be a number"),
     ],
 )  # fmt: skip
-def test_contradictory_settings_are_refused(tree: dict[str, Any], message: str) -> None:
+def test_contradictory_settings_are_refused(tree, message):
     with pytest.raises(UserError, match=message):
         resolve_budget(tree, {}, dataset_size=None if "the size" in message else 9)

@@ -30,7 +30,7 @@ COMMON = ["samples=100000", "data.sources=data/x"]
 
 
 @pytest.mark.parametrize(("ranks", "more"), [(3, []), (7, []), (6, ["engine.micro_batch=10", "batch_size=300"])])
-def test_the_advice_for_a_number_of_ranks_is_accepted(ranks: int, more: list[str]) -> None:
+def test_the_advice_for_a_number_of_ranks_is_accepted(ranks, more):
     given = ["output=x", "batch_size=1024", "schedule.warmup_steps=1", *COMMON]
     run = load_recipe(None, [*given, *(word for word in more if word.startswith("batch"))])
     with pytest.raises(UserError, match=f"do not fit {ranks} ranks") as caught:
@@ -48,7 +48,7 @@ def test_the_advice_for_a_number_of_ranks_is_accepted(ranks: int, more: list[str
     [("learning_rate", "optimizer.lr"), ("weight_decay", "optimizer.weight_decay"), ("num_workers", "data.workers"),
      ("modle", "model"), ("architecture", "model.arch")],
 )  # fmt: skip
-def test_the_suggested_setting_is_the_intended_one(key: str, meant: str) -> None:
+def test_the_suggested_setting_is_the_intended_one(key, meant):
     with pytest.raises(UserError, match=rf"Unknown key {key} .* The nearest valid key is {re.escape(meant)}\."):
         parse(RunConfig, {key: 1})
 
@@ -56,9 +56,7 @@ def test_the_suggested_setting_is_the_intended_one(key: str, meant: str) -> None
 @pytest.mark.parametrize(
     "arguments", [["train"], ["train", "--dry-run"], ["plan"], ["train", "validation"], ["train", "epochs=1"]]
 )
-def test_a_mistyped_caption_field_is_refused_with_the_fields_of_the_samples(
-    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistyped_caption_field_is_refused_with_the_fields_of_the_samples(arguments, tmp_path, capsys):
     members = {"jpg": jpeg(1), "json": b'{"captions": ["a", "b"], "width": 3}', "txt": b"a"}
     write_shards(tmp_path / "own", [4], replace=dict.fromkeys(range(4), members))
     write_shards(tmp_path / "other", [4])
@@ -88,7 +86,7 @@ def test_a_mistyped_caption_field_is_refused_with_the_fields_of_the_samples(
     assert not (tmp_path / "run").exists()
 
 
-def test_the_folder_of_a_run_is_not_taken_for_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_folder_of_a_run_is_not_taken_for_data(tmp_path, capsys):
     (tmp_path / "config.yaml").write_text("output: x")
     with pytest.raises(SystemExit):
         run_command(cli, ["verify", str(tmp_path)], prog_name="neuclip")
@@ -110,7 +108,7 @@ def start(run: RunConfig) -> Iterator[None]:
         yield
 
 
-def test_an_invalid_output_folder_is_a_user_error(tmp_path: Path) -> None:
+def test_an_invalid_output_folder_is_a_user_error(tmp_path):
     (tmp_path / "file").touch()
     for output in (tmp_path / "file", tmp_path / "file" / "below"):
         with (
@@ -120,7 +118,7 @@ def test_an_invalid_output_folder_is_a_user_error(tmp_path: Path) -> None:
             pass
 
 
-def test_a_refused_start_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_refused_start_leaves_nothing_behind(tmp_path):
     run = config(tmp_path / "run")
     with pytest.raises(UserError, match="no"), start(run):
         raise UserError("no")
@@ -130,7 +128,7 @@ def test_a_refused_start_leaves_nothing_behind(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "config.yaml").exists()
 
 
-def test_a_refused_start_removes_nothing_of_others(tmp_path: Path) -> None:
+def test_a_refused_start_removes_nothing_of_others(tmp_path):
     """Regression test: the whole folder was removed, with what others had put there meanwhile."""
     run, note = config(tmp_path / "run"), tmp_path / "run" / "heartbeats" / "note"
 
@@ -144,7 +142,7 @@ def test_a_refused_start_removes_nothing_of_others(tmp_path: Path) -> None:
     assert [path for path in (tmp_path / "run").rglob("*") if path.is_file()] == [note]
 
 
-def test_a_run_that_could_write_no_checkpoint_does_not_start(tmp_path: Path) -> None:
+def test_a_run_that_could_write_no_checkpoint_does_not_start(tmp_path):
     """Regression test: it trained to its end, and tried for ten minutes to write the last one."""
     prepare(tmp_path)
     (tmp_path / "run").mkdir()
@@ -169,9 +167,7 @@ def test_a_run_that_could_write_no_checkpoint_does_not_start(tmp_path: Path) -> 
         ("optimizer.name=lion", "was written with optimizer.name = 'adamw', and this run has 'lion'"),
     ],
 )
-def test_a_refused_start_changes_nothing_in_the_folder_of_a_run(
-    run_that_crashed: Path, wrong: str, why: str | None
-) -> None:
+def test_a_refused_start_changes_nothing_in_the_folder_of_a_run(run_that_crashed, wrong, why):
     def contents() -> dict[str, bytes]:
         files = (path for path in sorted(run_that_crashed.rglob("*")) if path.is_file() and path.name != LOCK_NAME)
         return {str(path): path.read_bytes() for path in files}
@@ -183,7 +179,7 @@ def test_a_refused_start_changes_nothing_in_the_folder_of_a_run(
     assert contents() == before
 
 
-def test_a_new_run_asks_its_mirror_before_it_starts(run_that_crashed: Path, tmp_path: Path) -> None:
+def test_a_new_run_asks_its_mirror_before_it_starts(run_that_crashed, tmp_path):
     """Regression test: only runs that continued asked it; a new one trained for days beside a mirror of another run."""
     (tmp_path / "file").touch()
     shutil.copytree(run_that_crashed / "checkpoints", tmp_path / "mirror" / "new" / "checkpoints")
@@ -210,7 +206,7 @@ def run_that_crashed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def test_an_occupied_port_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_occupied_port_is_a_user_error(monkeypatch):
     import socket
 
     with socket.socket() as other:
@@ -224,7 +220,7 @@ def test_an_occupied_port_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> No
             pass
 
 
-def test_too_many_open_files_are_no_network_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_open_files_are_no_network_error(monkeypatch):
     def fail(*_: object, **__: object) -> None:
         raise torch.distributed.DistNetworkError("Failed to init uv loop")
 
@@ -237,11 +233,11 @@ def test_too_many_open_files_are_no_network_error(monkeypatch: pytest.MonkeyPatc
         pass
 
 
-def test_settings_and_recipes_are_completed() -> None:
+def test_settings_and_recipes_are_completed():
     assert {"optimizer.lr", "objective.tau_init", "objective.name", "epochs", "data.streams"} <= set(run_settings())
     assert "optimizer" not in run_settings()
     completer = ShellComplete(cli, {}, "neuclip", "_NEUCLIP_COMPLETE")
     found = [item.value for item in completer.get_completions(["train"], "optimizer.l")]
     assert found == ["optimizer.layer_decay=", "optimizer.lr="]
     assert "cc3m" in [item.value for item in completer.get_completions(["train", "--recipe"], "cc")]
-    assert complete_settings(None, None, "optimizer.lr=") == []  # type: ignore[arg-type]
+    assert complete_settings(None, None, "optimizer.lr=") == []

@@ -117,7 +117,7 @@ def check_indexes(root: Path) -> None:
 
 
 @KINDS
-def test_a_removal_and_what_follows(build: Path, tmp_path: Path) -> None:
+def test_a_removal_and_what_follows(build, tmp_path):
     root = build / "data"
     check_indexes(root)
     before, bodies = load_manifest(root), dict(canonical_tar.samples(root / "shards/00000.tar"))
@@ -182,7 +182,7 @@ def in_a_fork(work: Callable[[], object], action: str, at: int) -> int:
 
 @KINDS
 @pytest.mark.parametrize("action", ["kill", "full"])
-def test_a_removal_that_is_interrupted_anywhere_can_be_repeated(build: Path, action: str, tmp_path: Path) -> None:
+def test_a_removal_that_is_interrupted_anywhere_can_be_repeated(build, action, tmp_path):
     root, place = tmp_path / "place/data", tmp_path / "place"
     expected: dict[str, bytes] = {}
     for at in itertools.count(0):
@@ -208,7 +208,7 @@ def test_a_removal_that_is_interrupted_anywhere_can_be_repeated(build: Path, act
     assert at > 15
 
 
-def test_what_is_still_there_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_still_there_is_an_error(tmp_path, monkeypatch):
     """New shards are read again before they take effect, and so are other tars of the folder."""
     root, name = tmp_path / "data", "0000000001"
     behind_links(root)
@@ -275,9 +275,7 @@ REFUSED: dict[str, tuple[str, Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize(("build", "change", "message"), REFUSED.values(), ids=REFUSED, indirect=["build"])
-def test_what_differs_is_refused_and_nothing_is_changed(
-    build: Path, change: Callable[[Path], Any], message: str
-) -> None:
+def test_what_differs_is_refused_and_nothing_is_changed(build, change, message):
     root = build / "data"
     (build / "x").write_text("outside")
     change(root)
@@ -287,7 +285,7 @@ def test_what_differs_is_refused_and_nothing_is_changed(
     assert contents(build) == before
 
 
-def test_damaged_shards_of_pairs_are_deleted_with_their_records_and_made_again(tmp_path: Path) -> None:
+def test_damaged_shards_of_pairs_are_deleted_with_their_records_and_made_again(tmp_path):
     root = tmp_path / "data"
     of_pairs(root)
     before = contents(root)
@@ -299,7 +297,7 @@ def test_damaged_shards_of_pairs_are_deleted_with_their_records_and_made_again(t
     assert contents(root) == before
 
 
-def test_a_name_of_any_length_is_kept(tmp_path: Path) -> None:
+def test_a_name_of_any_length_is_kept(tmp_path):
     """Regression test: a shard with a name over 100 characters could not be written again."""
     (tmp_path / "shards").mkdir()
     names = ["short", "x" * 120, "é" * 90, "d/" + "y" * 150]
@@ -313,7 +311,7 @@ def test_a_name_of_any_length_is_kept(tmp_path: Path) -> None:
         assert [record.key for record in read_records(file)] == names[1:]
 
 
-def test_an_unfinished_download_keeps_its_removals(copied: Path) -> None:
+def test_an_unfinished_download_keeps_its_removals(copied):
     folder = Folder(copied)
     for shard in (1, 2, 3):
         withdraw(folder, shard)

@@ -53,7 +53,7 @@ def run(tmp_path: Path) -> Path:
     return make_run(tmp_path / "run")
 
 
-def test_ends_of_epochs_do_not_hide_other_events(run: Path) -> None:
+def test_ends_of_epochs_do_not_hide_other_events(run):
     rows = [{"kind": "event", "time": 1, "message": "A step was skipped"}]
     for k in range(104):
         facts = {"epoch": k, "samples": 288, "dropped": 11, "replaced": int(k == 50), "order_hash": "0"}
@@ -66,7 +66,7 @@ def test_ends_of_epochs_do_not_hide_other_events(run: Path) -> None:
     assert shown == ["started", "A step was skipped", "Epoch 50 done"]
 
 
-def test_the_validation_loss_is_drawn_over_samples_seen(run: Path) -> None:
+def test_the_validation_loss_is_drawn_over_samples_seen(run):
     assert "Validation loss" not in write_report([run]).read_text()
     steps = [row["step"] for row in read_run(run).rows]
     with (run / "metrics.jsonl").open("a") as file:  # the last line of a step counts, as after a resume
@@ -81,7 +81,7 @@ def test_the_validation_loss_is_drawn_over_samples_seen(run: Path) -> None:
     assert "Validation R@1" not in html
 
 
-def test_a_run_that_was_only_validated_shows_its_result(run: Path) -> None:
+def test_a_run_that_was_only_validated_shows_its_result(run):
     """Fine-tuning: no evaluation, no stages. Nothing is missing, so no box says so."""
     shutil.rmtree(run / "evaluation")
     (run / "stages.json").unlink()
@@ -109,7 +109,7 @@ def test_a_run_that_was_only_validated_shows_its_result(run: Path) -> None:
         ([0.4, 0.94], {"percent": True, "size": SMALL}, "0 50% 100%"),  # not 120%
     ],
 )
-def test_axes_begin_at_0_and_enclose_the_curves(values: list[float], options: dict, labels: str) -> None:
+def test_axes_begin_at_0_and_enclose_the_curves(values, options, labels):
     x = np.linspace(0.0, 219_904.0, len(values)) if len(values) > 1 else np.array([219_904.0])
     svg, hover = line_chart([Line(x, np.array(values, float))], **options)
     found = re.findall(r">([^<>]+)</text>", svg.replace("\u2212", "-"))
@@ -119,7 +119,7 @@ def test_axes_begin_at_0_and_enclose_the_curves(values: list[float], options: di
     assert hover["y"][0] <= min(0, *values) <= max(values) <= hover["y"][1]
 
 
-def test_the_page_ends_with_the_next_commands(run: Path) -> None:
+def test_the_page_ends_with_the_next_commands(run):
     end, shards = write_report([run]).read_text().split("<footer>")[1], read_run(run).manifests[0].root
     assert f"Next: <code>neuclip playground {run} --images {shards}</code>" in end
     assert f"<code>neuclip export {run} --output hub/run</code>" in end
@@ -129,7 +129,7 @@ def test_the_page_ends_with_the_next_commands(run: Path) -> None:
     assert f"Next: <code>neuclip evaluate {run} --suite FOLDER</code>" in write_report([run]).read_text()
 
 
-def test_the_architecture_has_its_name_where_a_checkpoint_has_it(run: Path) -> None:
+def test_the_architecture_has_its_name_where_a_checkpoint_has_it(run):
     assert read_run(run).architecture == "tiny"
     folder = run / "checkpoints" / "step-00000100"
     folder.mkdir(parents=True)
@@ -138,7 +138,7 @@ def test_the_architecture_has_its_name_where_a_checkpoint_has_it(run: Path) -> N
     assert "ViT-B-32" in write_report([run]).read_text()
 
 
-def test_page_is_self_contained_and_escaped(run: Path) -> None:
+def test_page_is_self_contained_and_escaped(run):
     html = write_report([run]).read_text()
     checker = _Checker()
     checker.feed(html)
@@ -152,7 +152,7 @@ def test_page_is_self_contained_and_escaped(run: Path) -> None:
     assert "| &lt;b>odd&lt;/b> | 3 |" in (run / "report.md").read_text()
 
 
-def test_page_reports_the_results_of_the_run(run: Path) -> None:
+def test_page_reports_the_results_of_the_run(run):
     html = write_report([run]).read_text()
     assert "60.0%" in html
     assert "× chance" not in html
@@ -180,7 +180,7 @@ def test_page_reports_the_results_of_the_run(run: Path) -> None:
 
 
 @pytest.mark.parametrize(("facts", "counted"), [({"made by": "neuclip pairs"}, "rows"), ({}, "samples")])
-def test_data_that_were_not_downloaded_have_no_urls(tmp_path: Path, facts: dict[str, str], counted: str) -> None:
+def test_data_that_were_not_downloaded_have_no_urls(tmp_path, facts, counted):
     run = make_run(tmp_path / "run")
     failures = {"image file missing": 10} if counted == "rows" else {}
     make_manifest([("0.tar", 90, 1_000, "0" * 64)], failures=failures, facts=facts).save(run / "shards")
@@ -195,12 +195,12 @@ def test_data_that_were_not_downloaded_have_no_urls(tmp_path: Path, facts: dict[
     assert "URL" not in markdown
 
 
-def test_the_same_run_gives_the_same_bytes(run: Path, tmp_path: Path) -> None:
+def test_the_same_run_gives_the_same_bytes(run, tmp_path):
     first, second = (write_report([run], output=tmp_path / name) for name in "ab")
     assert first.read_bytes() == second.read_bytes()
 
 
-def test_missing_inputs_are_listed_and_not_invented(tmp_path: Path) -> None:
+def test_missing_inputs_are_listed_and_not_invented(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "metrics.jsonl").write_text(
@@ -218,15 +218,13 @@ def test_missing_inputs_are_listed_and_not_invented(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["samples: !!bool x", "\0"])
-def test_a_damaged_configuration_is_a_note(tmp_path: Path, text: str) -> None:
+def test_a_damaged_configuration_is_a_note(tmp_path, text):
     (tmp_path / "config.yaml").write_text(text)
     (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "samples": 8, "loss": 2.0}\n')
     assert "No configuration: config.yaml cannot be read" in " ".join(read_run(tmp_path).notes)
 
 
-def test_relative_paths_are_relative_to_where_the_run_was_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_relative_paths_are_relative_to_where_the_run_was_started(tmp_path, monkeypatch):
     folder = make_run(tmp_path / "runs" / "one")
     config = {"output": "runs/one", "data": {"sources": [{"manifest": "runs/one/shards"}]}}
     (folder / "config.yaml").write_text(json.dumps(config))
@@ -234,7 +232,7 @@ def test_relative_paths_are_relative_to_where_the_run_was_started(
     assert sum(manifest.n for manifest in read_run(folder).manifests) == 90
 
 
-def test_scores_of_other_weights_are_skipped_and_listed(run: Path) -> None:
+def test_scores_of_other_weights_are_skipped_and_listed(run):
     folder = max((run / "evaluation").iterdir())
     for name, weights in (("summary.json", "new"), ("scenes-colour.json", "old"), ("scenes-retrieval.json", "new")):
         tree = json.loads((folder / name).read_text())
@@ -246,7 +244,7 @@ def test_scores_of_other_weights_are_skipped_and_listed(run: Path) -> None:
     assert any("scenes-colour.json scores other weights" in note for note in read.notes)
 
 
-def test_damaged_results_are_skipped_and_listed(run: Path) -> None:
+def test_damaged_results_are_skipped_and_listed(run):
     folder, secret = run / "evaluation" / "step-00000100", run.parent / "secret"
     secret.write_text("of the reader")
     (folder / "scenes-shape.json").write_text('{"task": "scenes/sh')
@@ -260,7 +258,7 @@ def test_damaged_results_are_skipped_and_listed(run: Path) -> None:
     assert [score.task for score in read.latest.scores] == ["scenes/colour", "scenes/retrieval"]
 
 
-def test_the_curves_and_evaluations_of_a_run(run: Path) -> None:
+def test_the_curves_and_evaluations_of_a_run(run):
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"kind": "train", "step": 50, "samples": 400, "loss": 123.0, "ratio_max": 1.0}) + "\n")
     found = read_run(run)
@@ -272,7 +270,7 @@ def test_the_curves_and_evaluations_of_a_run(run: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [False, True])
-def test_a_folder_that_is_not_a_run_is_rejected(tmp_path: Path, make: bool) -> None:
+def test_a_folder_that_is_not_a_run_is_rejected(tmp_path, make):
     folder = tmp_path / "nothing"
     if make:
         folder.mkdir()
@@ -280,7 +278,7 @@ def test_a_folder_that_is_not_a_run_is_rejected(tmp_path: Path, make: bool) -> N
         read_run(folder)
 
 
-def test_scores_as_tensorboard_scalars(run: Path) -> None:
+def test_scores_as_tensorboard_scalars(run):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     (run / "tensorboard").mkdir()
@@ -293,7 +291,7 @@ def test_scores_as_tensorboard_scalars(run: Path) -> None:
     assert found == [(50, 0.3), (100, 0.6)]
 
 
-def test_curves_of_trained_and_averaged_weights_are_noted(tmp_path: Path) -> None:
+def test_curves_of_trained_and_averaged_weights_are_noted(tmp_path):
     run = make_run(tmp_path / "run")
     for step, source in ((50, "run/checkpoints/step-00000050/ema"), (100, "run/checkpoints/step-00000100")):
         timings = {"source": source, "tasks": {}}
@@ -307,7 +305,7 @@ def test_curves_of_trained_and_averaged_weights_are_noted(tmp_path: Path) -> Non
     assert not any("average" in note for note in notes)
 
 
-def test_learned_temperatures_are_read_from_the_table_of_a_run(tmp_path: Path) -> None:
+def test_learned_temperatures_are_read_from_the_table_of_a_run(tmp_path):
     run = make_run(tmp_path / "run", name="isogclr")
     facts = {"dim": 8, "batch_size": 4, "dataset_size": 90, "steps_per_epoch": 20, "total_steps": 40}
     objective = build_objective({"name": "isogclr", "rho": 2.5}, **facts)
@@ -336,7 +334,7 @@ def test_learned_temperatures_are_read_from_the_table_of_a_run(tmp_path: Path) -
     assert "Learned temperatures" not in write_report([make_run(tmp_path / "other")]).read_text()
 
 
-def test_pooling_and_smoothing_preserve_means_and_lines() -> None:
+def test_pooling_and_smoothing_preserve_means_and_lines():
     x = np.arange(1_000.0)
     px, py = pooled(x, 2 * x, limit=100)
     assert len(px) == 100

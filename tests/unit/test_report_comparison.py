@@ -35,7 +35,7 @@ def pair(tmp_path: Path) -> list[Path]:
     return [make_run(tmp_path / "a"), make_run(tmp_path / "b", name="openclip", right=90)]
 
 
-def test_differences_and_their_intervals(pair: list[Path]) -> None:
+def test_differences_and_their_intervals(pair):
     comparison = compare([read_run(path) for path in pair])
     assert comparison.labels == ("a", "b")
     row = next(row for row in comparison.tasks if row.name == "colour")
@@ -50,7 +50,7 @@ def test_differences_and_their_intervals(pair: list[Path]) -> None:
     assert {row.name: row.scores for row in comparison.aggregates} == {"Zero-shot": (0.6, 0.9), "Retrieval": (0.6, 0.9)}
 
 
-def test_paired_differences_of_equal_runs_are_exactly_zero(tmp_path: Path) -> None:
+def test_paired_differences_of_equal_runs_are_exactly_zero(tmp_path):
     runs = [read_run(make_run(tmp_path / name)) for name in "ab"]
     for row in compare(runs).tasks:
         delta = row.differences[1]
@@ -58,7 +58,7 @@ def test_paired_differences_of_equal_runs_are_exactly_zero(tmp_path: Path) -> No
         assert not delta.is_clear
 
 
-def test_bootstrap_agrees_with_the_standard_error(tmp_path: Path) -> None:
+def test_bootstrap_agrees_with_the_standard_error(tmp_path):
     rng = np.random.default_rng(0)
     ranks = [(rng.random(2_000) > p).astype(int) for p in (0.5, 0.6)]
     scores = [make_score(tmp_path / str(k), "acc1", {"rank": rank}) for k, rank in enumerate(ranks)]
@@ -70,7 +70,7 @@ def test_bootstrap_agrees_with_the_standard_error(tmp_path: Path) -> None:
     np.testing.assert_array_equal(values, resample(scores, resamples=2_000))
 
 
-def test_no_interval_for_other_data_or_without_outcomes(tmp_path: Path) -> None:
+def test_no_interval_for_other_data_or_without_outcomes(tmp_path):
     one = make_score(tmp_path / "1", "acc1", {"rank": np.zeros(5)})
     shorter = make_score(tmp_path / "2", "acc1", {"rank": np.zeros(4)})
     other = replace(one, inputs={"task_data": "another set"})
@@ -81,7 +81,7 @@ def test_no_interval_for_other_data_or_without_outcomes(tmp_path: Path) -> None:
     assert difference(0.1, None, None).interval is None
 
 
-def test_statistics_equal_the_metrics_of_the_evaluation(tmp_path: Path) -> None:
+def test_statistics_equal_the_metrics_of_the_evaluation(tmp_path):
     """On the original samples, every statistic must equal the metric that the evaluation computes."""
     from pipeline.evaluation.datasets.datacomp import TASKS
     from pipeline.evaluation.protocols import association, classification, retrieval
@@ -111,7 +111,7 @@ def test_statistics_equal_the_metrics_of_the_evaluation(tmp_path: Path) -> None:
     assert compute(np.arange(units)) == pytest.approx(association.metrics(found)["jaccard_score_10-12"], abs=1e-12)
 
 
-def test_seeds_of_one_method_are_averaged(tmp_path: Path) -> None:
+def test_seeds_of_one_method_are_averaged(tmp_path):
     runs = []
     for name, right in (("a", 60), ("b", 70), ("c", 80)):
         folder = make_run(tmp_path / name, right=right)
@@ -124,12 +124,12 @@ def test_seeds_of_one_method_are_averaged(tmp_path: Path) -> None:
     assert (mean, spread) == (pytest.approx(0.7), pytest.approx(0.1))
 
 
-def test_an_incomplete_aggregate_is_not_given_its_official_name(pair: list[Path]) -> None:
+def test_an_incomplete_aggregate_is_not_given_its_official_name(pair):
     evaluations = [read_run(path).latest for path in pair]
     assert not any("DataComp" in name or "ImageNet" in name for name in groups_of(evaluations))
 
 
-def test_written_files(pair: list[Path], tmp_path: Path) -> None:
+def test_written_files(pair, tmp_path):
     page = write_report(pair, output=tmp_path / "out")
     html = page.read_text()
     assert "+30.00 [+2" in html
@@ -147,13 +147,13 @@ def test_written_files(pair: list[Path], tmp_path: Path) -> None:
     assert r"neuclip & 60.00 & 60.00 \\" in latex
 
 
-def test_labels_are_unique(tmp_path: Path) -> None:
+def test_labels_are_unique(tmp_path):
     runs = [read_run(make_run(tmp_path / name / "run")) for name in ("x", "y")]
     assert labels(runs) == ["x/run", "y/run"]
     assert labels([runs[0], runs[0]]) == ["run (1)", "run (2)"]
 
 
-def test_runs_that_were_evaluated_differently_are_compared_only_on_request(pair: list[Path]) -> None:
+def test_runs_that_were_evaluated_differently_are_compared_only_on_request(pair):
     for path in (pair[1] / "evaluation").glob("*/*.json"):
         tree = json.loads(path.read_text())
         if "inputs" in tree:
@@ -170,7 +170,7 @@ def test_runs_that_were_evaluated_differently_are_compared_only_on_request(pair:
     assert any("different precision" in note for note in compare(runs, mixed=True).notes)
 
 
-def test_an_aggregate_over_unofficial_data_is_marked(tmp_path: Path) -> None:
+def test_an_aggregate_over_unofficial_data_is_marked(tmp_path):
     from pipeline.evaluation.datasets.datacomp import AGGREGATES
 
     def evaluated(official: bool) -> StoredEvaluation:

@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-def test_what_cannot_be_decoded_has_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_decoded_has_a_message(monkeypatch):
     whole_image = jpeg(0, size=(30, 20))
     assert rgb_image(whole_image, max_pixels=600).size == (30, 20)
     for body in (OTHER_FORMAT, b"", b"text", jpeg(1)[:-200]):
@@ -71,14 +71,14 @@ def test_what_cannot_be_decoded_has_a_message(monkeypatch: pytest.MonkeyPatch) -
         rgb_image(whole_image)
 
 
-def test_scored_pairs_are_decoded_as_in_training(folder: Path) -> None:
+def test_scored_pairs_are_decoded_as_in_training(folder):
     (first, _) = read(load_manifest(folder / "held"), workers=2)
     assert first.rows == [0, 1, 3]
     assert first.problems == [(2, "image cannot be decoded")]
     np.testing.assert_array_equal(first.image[1].numpy(), EXPECTED)
 
 
-def test_held_out_pairs_are_decoded_as_in_training(folder: Path) -> None:
+def test_held_out_pairs_are_decoded_as_in_training(folder):
     seen: dict[str, Any] = {}
     model = SimpleNamespace(
         towers=nn.Linear(1, 1),
@@ -96,7 +96,7 @@ def test_held_out_pairs_are_decoded_as_in_training(folder: Path) -> None:
     np.testing.assert_array_equal(seen["image"][1].numpy(), EXPECTED)
 
 
-def test_the_reports_samples_are_decoded_as_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reports_samples_are_decoded_as_in_training(tmp_path, monkeypatch):
     grey, other = {"png": GREY_16, "txt": b"grey"}, {"jpg": OTHER_FORMAT, "txt": b"other"}
     manifest = write_shards(tmp_path, [1, 1, 1], replace={0: grey, 1: other})
     run = Run(tmp_path, manifests=(manifest,))
@@ -126,7 +126,7 @@ def read(manifest: Manifest, *, workers: int, preprocess: Any = as_tensor, batch
     return list(pairs.read(range(len(manifest.shards))))
 
 
-def test_pairs_are_the_same_for_any_number_of_workers(tmp_path: Path) -> None:
+def test_pairs_are_the_same_for_any_number_of_workers(tmp_path):
     manifest = write_shards(tmp_path, [9, 5, 6], replace={4: {**sample(4), "jpg": b"no"}})
     one, many = (read(manifest, workers=workers, batch_size=4) for workers in (0, 3))
     assert [batch.sample_ids for batch in one] == [[0, 1, 2, 3], [5, 6, 7, 8], [9, 10, 11, 12], [13], [14, 15, 16, 17],
@@ -138,7 +138,7 @@ def test_pairs_are_the_same_for_any_number_of_workers(tmp_path: Path) -> None:
         assert torch.equal(a.image, b.image)
 
 
-def test_no_more_than_a_few_batches_are_decoded_ahead(tmp_path: Path) -> None:
+def test_no_more_than_a_few_batches_are_decoded_ahead(tmp_path):
     """A shard of 10,000 images of 224 pixels takes 6 GB when it is preprocessed."""
     manifest = write_shards(tmp_path, [60, 60])
     count = tmp_path / "count"

@@ -71,21 +71,21 @@ def rollbacks(run: Path) -> list[tuple[int, str]]:
     return [(r["step"], r["checkpoint"]) for r in metrics(run, "event") if "checkpoint" in r]
 
 
-def test_the_good_checkpoint_survives_bad_steps_with_one_kept(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_good_checkpoint_survives_bad_steps_with_one_kept(base, monkeypatch):
     spoil(monkeypatch, (7, 8, 9))
     run = train(base, "one kept", "checkpoint.keep_last=1")
     assert rollbacks(run) == [(10, "step-00000004")]
     assert [record["step"] for record in metrics(run, "train")] == list(range(1, STEPS + 1))
 
 
-def test_a_run_leaves_a_ruined_checkpoint_behind(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_leaves_a_ruined_checkpoint_behind(base, monkeypatch):
     ruin(monkeypatch, 6)  # no checkpoint is written after it, at step 7
     run = train(base, "ruined", "checkpoint.keep_last=9")
     assert rollbacks(run) == [(10, "step-00000004")]
     assert all(math.isfinite(record["loss"]) for record in metrics(run, "train"))
 
 
-def test_weights_that_are_not_finite_are_not_published(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_are_not_finite_are_not_published(base, monkeypatch):
     ruin(monkeypatch, STEPS - 3)
     with pytest.raises(UserError, match=r"is not finite after step 14: the run has diverged.*smaller optimizer\.lr"):
         train(base, "at the end", "max_rollbacks=0", "checkpoint.keep_last=9")
@@ -94,14 +94,14 @@ def test_weights_that_are_not_finite_are_not_published(base: Path, monkeypatch: 
     assert [message.partition(" is ")[2][:23] for message in warned] == ["not finite after step 1"]
 
 
-def test_a_run_that_ends_with_skipped_steps_says_so(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_ends_with_skipped_steps_says_so(base, monkeypatch):
     spoil(monkeypatch, (STEPS - 2, STEPS - 1))
     run = train(base, "skipped", "max_rollbacks=0")
     (warned,) = (r["message"] for r in metrics(run, "event") if r.get("level") == WARNING)
     assert warned.startswith("The last 2 steps were skipped: the weights are those of step 12, and the run may have")
 
 
-def test_a_rollback_into_an_earlier_stage_trains_at_its_size(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rollback_into_an_earlier_stage_trains_at_its_size(base, monkeypatch):
     spoil(monkeypatch, (6, 7, 8))
     run = train(base, "stages", "checkpoint.keep_last=20", STAGES)
     assert rollbacks(run) == [(9, "step-00000003")]
@@ -132,9 +132,7 @@ def test_a_rollback_into_an_earlier_stage_trains_at_its_size(base: Path, monkeyp
         ((11, 12), 13, 3, None, None),
     ],
 )
-def test_the_chosen_checkpoint(
-    saved: tuple[int, ...], step: int, in_a_row: int, before: int | None, expected: int | None
-) -> None:
+def test_the_chosen_checkpoint(saved, step, in_a_row, before, expected):
     skipped = SkippedSteps(in_a_row=in_a_row, rolled_back_to=before)
 
     def newest(not_after: int) -> Checkpoint | None:

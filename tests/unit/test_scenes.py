@@ -35,7 +35,7 @@ CONFIG = ScenesConfig(pairs=200, image_size=48, faults=EVEN, slow_seconds=0.05, 
 NO_FAULTS = FaultRates(**dict.fromkeys(FaultRates.__dataclass_fields__, 0.0))
 
 
-def test_another_process_draws_the_same_bytes() -> None:
+def test_another_process_draws_the_same_bytes():
     """String hashes are randomized per process; the corpus must not depend on them."""
     code = (
         "import hashlib; from data_prep.scenes.scene import ScenesConfig; from data_prep.scenes.render import jpeg;"
@@ -46,7 +46,7 @@ def test_another_process_draws_the_same_bytes() -> None:
     assert first == second != ""
 
 
-def test_frequencies_have_a_head_and_a_tail() -> None:
+def test_frequencies_have_a_head_and_a_tail():
     scenes = [describe(CONFIG, i) for i in range(4_000)]
     colours = Counter(scene.item.colour for scene in scenes)
     assert colours["red"] > 2.5 * colours["grey"] > 0
@@ -57,7 +57,7 @@ def test_frequencies_have_a_head_and_a_tail() -> None:
     assert all((scene.relation is None) == (scene.other is None) for scene in scenes)
 
 
-def test_every_fault_occurs_at_its_rate() -> None:
+def test_every_fault_occurs_at_its_rate():
     counts = Counter(fault_of(CONFIG, index) for index in range(14_000))
     assert set(counts) == set(Fault)
     assert all(abs(count - 1_000) < 150 for count in counts.values())
@@ -78,7 +78,7 @@ def base() -> str:
         yield address
 
 
-def test_every_fault_is_served(base: str) -> None:
+def test_every_fault_is_served(base):
     first = {fault: next(k for k in range(10_000) if fault_of(CONFIG, k) is fault) for fault in Fault}
 
     def served(fault: Fault, timeout: float = 2.0) -> tuple[int, bytes, str]:
@@ -104,7 +104,7 @@ def test_every_fault_is_served(base: str) -> None:
             served(fault, timeout=0.5 if fault is Fault.STALL else 2.0)
 
 
-def test_server_stops_when_its_parent_is_killed() -> None:
+def test_server_stops_when_its_parent_is_killed():
     code = (
         "import sys\nfrom data_prep.scenes.scene import ScenesConfig\n"
         "from data_prep.scenes.server import serve_scenes\n"
@@ -125,13 +125,13 @@ def test_server_stops_when_its_parent_is_killed() -> None:
     wait_for(gone, "the server ends with its parent", seconds=10)
 
 
-def test_the_error_names_an_occupied_port(base: str) -> None:
+def test_the_error_names_an_occupied_port(base):
     port = int(base.rpartition(":")[2])
     with pytest.raises(UserError, match=f"{port}: Address already in use"), serve_scenes(CONFIG, port=port):
         pass
 
 
-def test_url_table(tmp_path, base: str) -> None:
+def test_url_table(tmp_path, base):
     write_url_table(CONFIG, base, tmp_path / "one.parquet")
     table = pq.read_table(tmp_path / "one.parquet")
     assert table.num_rows == CONFIG.pairs
@@ -153,7 +153,7 @@ def test_url_table(tmp_path, base: str) -> None:
     assert wrong == counts[Fault.WRONG_HASH] + counts[Fault.HTML] > 0
 
 
-def test_the_corpus_can_be_served_from_the_command_line(tmp_path: Path) -> None:
+def test_the_corpus_can_be_served_from_the_command_line(tmp_path):
     table = tmp_path / "urls.parquet"
     command = [sys.executable, "-u", "-m", "data_prep.scenes", "--table", str(table), "--pairs", "20"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -189,7 +189,7 @@ def members_of(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", list(ATTRIBUTES))
-def test_zero_shot_sets(suite: Path, name: str) -> None:
+def test_zero_shot_sets(suite, name):
     folder = suite / f"wds_scenes-{name}_test"
     classes = (folder / "classnames.txt").read_text().splitlines()
     templates = (folder / "zeroshot_classification_templates.txt").read_text().splitlines()
@@ -204,7 +204,7 @@ def test_zero_shot_sets(suite: Path, name: str) -> None:
     assert Image.open(io.BytesIO(members["s0000000.jpg"])).size == (32, 32)
 
 
-def test_labels_match_the_images(suite: Path) -> None:
+def test_labels_match_the_images(suite):
     """Look up each image's index by its bytes, and check the label against the description."""
     members = members_of(suite / "wds_scenes-colour_test")
     by_bytes = {jpeg(SUITE_CONFIG, index): index for index in range(HELD_OUT_START, HELD_OUT_START + 400)}
@@ -218,7 +218,7 @@ def test_labels_match_the_images(suite: Path) -> None:
     assert found > 60
 
 
-def test_held_out_descriptions_do_not_occur_in_training(suite: Path) -> None:
+def test_held_out_descriptions_do_not_occur_in_training(suite):
     training = {describe(SUITE_CONFIG, index) for index in range(SUITE_CONFIG.pairs)}
     by_bytes = {jpeg(SUITE_CONFIG, index): index for index in range(HELD_OUT_START, HELD_OUT_START + 1_600)}
     images = [body for key, body in members_of(suite / "wds_scenes-retrieval_test").items() if key.endswith(".jpg")]
@@ -233,7 +233,7 @@ def test_held_out_descriptions_do_not_occur_in_training(suite: Path) -> None:
     assert facts["scenes/colour"]["sha256"] == {"test/0.tar": hashlib.sha256(shard.read_bytes()).hexdigest()}
 
 
-def test_retrieval_set(suite: Path) -> None:
+def test_retrieval_set(suite):
     folder = suite / "wds_scenes-retrieval_test"
     assert (folder / "dataset_type.txt").read_text().strip() == "retrieval"
     members = members_of(folder)
@@ -260,7 +260,7 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
     return data, run
 
 
-def test_the_same_corpus_is_kept(folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_corpus_is_kept(folders, capsys):
     data, run = folders
     before = {path: path.stat().st_mtime_ns for path in data.rglob("*")}
     keep_or_clear(SCENES, data, run)
@@ -269,9 +269,7 @@ def test_the_same_corpus_is_kept(folders: tuple[Path, Path], capsys: pytest.Capt
     assert capsys.readouterr().out == ""
 
 
-def test_other_settings_or_a_missing_digest_rebuild_the_corpus(
-    folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_settings_or_a_missing_digest_rebuild_the_corpus(folders, capsys):
     data, run = folders
     keep_or_clear(dataclasses.replace(SCENES, pairs=2000), data, run)
     assert [path.name for path in data.iterdir()] == ["corpus.sha256"]
@@ -286,7 +284,7 @@ def test_other_settings_or_a_missing_digest_rebuild_the_corpus(
     assert [path.name for path in data.iterdir()] == ["corpus.sha256"]
 
 
-def test_interrupted_cleanup_is_completed_by_the_next_run(folders: tuple[Path, Path]) -> None:
+def test_interrupted_cleanup_is_completed_by_the_next_run(folders):
     data, run = folders
     other = dataclasses.replace(SCENES, seed=1)
     (data / "suite").rmdir()  # as if the removal had been interrupted
@@ -295,7 +293,7 @@ def test_interrupted_cleanup_is_completed_by_the_next_run(folders: tuple[Path, P
     assert not (data / "shards").exists()
 
 
-def test_code_is_part_of_the_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_is_part_of_the_version(tmp_path, monkeypatch):
     before = corpus_digest(SCENES)
     package = tmp_path / "scenes"
     package.mkdir()

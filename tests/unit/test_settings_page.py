@@ -31,7 +31,7 @@ def sections() -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("module", "name"), sections(), ids=lambda value: value)
-def test_every_setting_is_documented(module: str, name: str) -> None:
+def test_every_setting_is_documented(module, name):
     """Subsections need no docstring under their field: their class has one."""
     cls = getattr(importlib.import_module(module), name)
     own = [setting for setting in settings_of(cls) if "." not in setting.key]
@@ -39,7 +39,7 @@ def test_every_setting_is_documented(module: str, name: str) -> None:
     assert not missing, f"{module}.{name} needs a docstring under each of: {', '.join(missing)}"
 
 
-def test_the_page_is_up_to_date() -> None:
+def test_the_page_is_up_to_date():
     """For the methods that the page has: a new one is added to the page by `make settings`, when its author likes."""
     text = PAGE.read_text(encoding="utf-8")
     listed = re.search(r"`objective.name` selects the method: (.+?)\.", text)
@@ -60,7 +60,7 @@ def keys_in(tree: object, prefix: str = "") -> Iterator[str]:
             yield from keys_in(value, prefix)
 
 
-def test_every_setting_is_in_a_recipe_a_study_or_a_page() -> None:
+def test_every_setting_is_in_a_recipe_a_study_or_a_page():
     """A setting that is in none of them has no known use: it leaves, or a page says when to change it."""
     recipes = {key for path in ROOT.glob("jobs/recipes/**/*.yaml") for key in keys_in(read_yaml(path))}
     pages = [path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *ROOT.glob("docs/*.md")) if path != PAGE]
@@ -74,7 +74,7 @@ def test_every_setting_is_in_a_recipe_a_study_or_a_page() -> None:
     assert not lost, f"in no recipe, study or page: {', '.join(lost)}"
 
 
-def test_settings_in_the_terminal() -> None:
+def test_settings_in_the_terminal():
     done = CliRunner().invoke(command, ["data.streams"])
     assert "data.streams  (default 64; integer in [1, 65,536])" in done.output
     assert "tau_lr" not in done.output
@@ -84,7 +84,7 @@ def test_settings_in_the_terminal() -> None:
             CliRunner().invoke(command, [wrong], catch_exceptions=False)
 
 
-def test_expert_settings_are_shown_to_those_who_ask() -> None:
+def test_expert_settings_are_shown_to_those_who_ask():
     def shown(*arguments: str) -> str:
         return CliRunner().invoke(command, list(arguments), catch_exceptions=False).output
 
@@ -95,7 +95,7 @@ def test_expert_settings_are_shown_to_those_who_ask() -> None:
     assert "`engine.probe`" not in PAGE.read_text(encoding="utf-8")
 
 
-def test_every_key_of_training_is_listed_with_its_default() -> None:
+def test_every_key_of_training_is_listed_with_its_default():
     found = {setting.key: setting for setting in settings_of(RunConfig)}
     assert found["samples"].default == "required"
     assert found["optimizer.betas"].default == "[0.9, 0.98]"

@@ -32,9 +32,7 @@ MEMBERS = [
 
 @pytest.mark.parametrize("form", ["{}", "file://{}", "pipe:cat {}"])
 @pytest.mark.parametrize("dialect", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
-def test_records_are_those_of_the_parser(
-    form: str, dialect: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_records_are_those_of_the_parser(form, dialect, tmp_path, monkeypatch):
     path = tmp_path / "a.tar"
     write_members(path, MEMBERS, format=dialect)
     index, url = scan_members(path), form.format(path)
@@ -59,7 +57,7 @@ def test_records_are_those_of_the_parser(
         assert [(record.image, record.caption) for record in records] == expected["a-long-suffix"]
 
 
-def test_an_index_that_is_not_whole_is_not_used(tmp_path: Path) -> None:
+def test_an_index_that_is_not_whole_is_not_used(tmp_path):
     manifest = write_shards(tmp_path, [5])
     shard = manifest.shards[0]
     index = index_path(tmp_path, shard.sha256)
@@ -78,7 +76,7 @@ def test_an_index_that_is_not_whole_is_not_used(tmp_path: Path) -> None:
     assert index.read_bytes() == whole
 
 
-def test_the_index_of_other_samples_is_not_used(tmp_path: Path) -> None:
+def test_the_index_of_other_samples_is_not_used(tmp_path):
     manifest = write_shards(tmp_path, [5])
     shard = manifest.shards[0]
     assert load_index(tmp_path, sha256=shard.sha256, samples=5) is not None
@@ -100,7 +98,7 @@ def test_the_index_of_other_samples_is_not_used(tmp_path: Path) -> None:
         assert load_index(tmp_path, sha256=shard.sha256, samples=5) is None
 
 
-def test_what_is_no_index_is_neither_waited_for_nor_followed(tmp_path: Path) -> None:
+def test_what_is_no_index_is_neither_waited_for_nor_followed(tmp_path):
     manifest = write_shards(tmp_path / "data", [5])
     shard = manifest.shards[0]
     index = index_path(tmp_path / "data", shard.sha256)
@@ -126,7 +124,7 @@ def test_what_is_no_index_is_neither_waited_for_nor_followed(tmp_path: Path) -> 
     assert sorted(path.name for path in tmp_path.rglob("*.members")) == [f"{'1' * 64}.members"]
 
 
-def test_only_indexes_of_other_shards_are_deleted(tmp_path: Path) -> None:
+def test_only_indexes_of_other_shards_are_deleted(tmp_path):
     manifest = write_shards(tmp_path, [5])
     (index,) = (tmp_path / "index").iterdir()
     names = ["notes.members", "x.txt", f"{'0' * 64}.members", f".{'0' * 64}.members.{'0' * 32}.tmp"]
@@ -141,7 +139,7 @@ def test_only_indexes_of_other_shards_are_deleted(tmp_path: Path) -> None:
     assert index.parent.read_text() == "a file of the user's"
 
 
-def test_changes_since_the_index_was_written_are_noticed(tmp_path: Path) -> None:
+def test_changes_since_the_index_was_written_are_noticed(tmp_path):
     manifest = write_shards(tmp_path, [5])
     path = tmp_path / "00000.tar"
     whole = path.read_bytes()
@@ -156,7 +154,7 @@ def test_changes_since_the_index_was_written_are_noticed(tmp_path: Path) -> None
         assert problems == [""] * 3 + [TRUNCATED] * 2
 
 
-def test_the_indexes_of_joined_sources_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_indexes_of_joined_sources_are_used(tmp_path, monkeypatch):
     """The joined manifest has absolute names and no folder."""
     for name, first in (("a", 0), ("b", 40)):
         write_shards(tmp_path / name, [20, 20], first=first)

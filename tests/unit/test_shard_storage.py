@@ -32,7 +32,7 @@ def alter(path: Path) -> None:
     path.write_bytes(data[:place] + b"C" + data[place + 1 :])
 
 
-def test_an_altered_shard_ends_the_run_and_names_its_ids(tmp_path: Path) -> None:
+def test_an_altered_shard_ends_the_run_and_names_its_ids(tmp_path):
     manifest = write_shards(tmp_path, [3, 4, 3])
     alter(tmp_path / "00000.tar")
     records = reader(manifest, altered_shards="stop").read(0)
@@ -43,7 +43,7 @@ def test_an_altered_shard_ends_the_run_and_names_its_ids(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("position", [0, 1, 2])
-def test_an_altered_shard_can_be_skipped(tmp_path: Path, position: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_altered_shard_can_be_skipped(tmp_path, position, caplog):
     """What was passed on before the end of the shard cannot be taken back; also if reading starts in the middle."""
     manifest = write_shards(tmp_path, [3, 2])
     alter(tmp_path / "00000.tar")
@@ -54,7 +54,7 @@ def test_an_altered_shard_can_be_skipped(tmp_path: Path, position: int, caplog: 
     assert caplog.text.count("ids 0 to 2") == 1
 
 
-def test_an_altered_shard_is_not_hashed_where_it_is_not_checked(tmp_path: Path) -> None:
+def test_an_altered_shard_is_not_hashed_where_it_is_not_checked(tmp_path):
     manifest = write_shards(tmp_path, [3, 2])
     alter(tmp_path / "00000.tar")
     assert [record.problem for record in reader(manifest, altered_shards="ignore").read(0)] == [""] * 5
@@ -64,7 +64,7 @@ def test_an_altered_shard_is_not_hashed_where_it_is_not_checked(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("form", ["pipe:cat {}", "file://{}"])
-def test_pipes_and_urls_give_the_same_records_and_are_hashed_too(tmp_path: Path, form: str) -> None:
+def test_pipes_and_urls_give_the_same_records_and_are_hashed_too(tmp_path, form):
     manifest = write_shards(tmp_path, [5, 4])
     rows = [(form.format(tmp_path / s.name), s.samples, s.bytes, s.sha256) for s in manifest.shards]
     remote = make_manifest(rows)
@@ -106,7 +106,7 @@ class Dropping(io.BytesIO):
         return data
 
 
-def test_a_server_is_read_ahead_while_samples_are_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_is_read_ahead_while_samples_are_decoded(tmp_path, monkeypatch):
     manifest, remote = in_flaky_store(tmp_path, monkeypatch, samples=40)
     monkeypatch.setattr(storage, "BUFFER", 2048)
     ahead, fetched = threading.Event(), list[tuple[int, int]]()
@@ -145,7 +145,7 @@ class Streamed(io.BytesIO):
         return offset
 
 
-def test_a_server_that_sends_no_ranges_is_read_from_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_sends_no_ranges_is_read_from_the_start(tmp_path, monkeypatch):
     in_flaky_store(tmp_path, monkeypatch, samples=5)
     monkeypatch.setattr(Flaky, "_open", lambda self, path, mode="rb", **_: Streamed(self.whole))
     for index in (None, scan_members(tmp_path / "00000.tar")):
@@ -161,9 +161,7 @@ def in_flaky_store(folder: Path, monkeypatch: pytest.MonkeyPatch, *, samples: in
     return manifest, make_manifest([("flaky://bucket/00000.tar", samples, manifest.shards[0].bytes, "")])
 
 
-def test_a_connection_that_drops_repeatedly_loses_nothing_while_samples_arrive(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_connection_that_drops_repeatedly_loses_nothing_while_samples_arrive(tmp_path, monkeypatch):
     manifest, remote = in_flaky_store(tmp_path, monkeypatch, samples=40)
     # Each time, all earlier bytes are read again, so the connection must last longer each time.
     budgets = iter([manifest.shards[0].bytes * part // 8 for part in (2, 4, 6, 16)])
@@ -173,9 +171,7 @@ def test_a_connection_that_drops_repeatedly_loses_nothing_while_samples_arrive(
     assert one.pause.__self__ == [1.0, 1.0, 1.0], "three failures, each the first at its position"
 
 
-def test_running_out_of_file_descriptors_does_not_count_as_a_broken_shard(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_running_out_of_file_descriptors_does_not_count_as_a_broken_shard(tmp_path, monkeypatch):
     manifest = write_shards(tmp_path, [3])
 
     def exhausted(url: str, **options: Any) -> Any:
@@ -186,7 +182,7 @@ def test_running_out_of_file_descriptors_does_not_count_as_a_broken_shard(
         list(reader(manifest).read(0))
 
 
-def test_a_failing_command_is_not_mistaken_for_a_short_tar(tmp_path: Path) -> None:
+def test_a_failing_command_is_not_mistaken_for_a_short_tar(tmp_path):
     write_shards(tmp_path, [5])
     command = f"pipe:head -c 9000 {tmp_path}/00000.tar; echo no such bucket >&2; exit 3"
     with open_shard(command) as file, pytest.raises(OSError, match="status 3: no such bucket"):
@@ -217,7 +213,7 @@ class Store:
         return io.BytesIO(self.content)
 
 
-def test_every_answer_of_a_store_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_answer_of_a_store_is_reported(tmp_path, monkeypatch):
     def refuse(path: str, mode: str, **options: object) -> io.BytesIO:
         raise TypeError("unexpected keyword argument 'block_size'")
 

@@ -50,7 +50,7 @@ def sent(plan: RunPlan, what: str) -> int:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", RECIPES)
-def test_recipes_are_laid_out_on_simulated_clusters(name: str, size: int) -> None:
+def test_recipes_are_laid_out_on_simulated_clusters(name, size):
     run = load_recipe(str(Path("jobs/recipes") / f"{name}.yaml"), (), dataset_size=SAMPLES)
     if name not in LARGE and (run.batch_size % size or run.data.streams % size):
         with pytest.raises(UserError, match=f"{size} ranks"):
@@ -98,7 +98,7 @@ def by_hand(name: str, ranks: int) -> int:
 
 @pytest.mark.parametrize("ranks", SIZES, indirect=True)
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_bytes_of_collectives_are_those_of_the_real_ones(name: str, ranks: int) -> None:
+def test_bytes_of_collectives_are_those_of_the_real_ones(name, ranks):
     """The plan's simulated ranks, torch's own collectives in a fake process group, and a calculation by hand agree."""
     _, traffic = simulate_objective(OBJECTIVES[name], dim=DIM, batch_size=BATCH, ranks=ranks, **FACTS)
     world = World(size=ranks, device=META)
@@ -115,7 +115,7 @@ def test_bytes_of_collectives_are_those_of_the_real_ones(name: str, ranks: int) 
         assert total == by_hand(name, ranks)
 
 
-def test_comparisons_of_the_ranks_state_do_not_stop_the_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comparisons_of_the_ranks_state_do_not_stop_the_simulation(monkeypatch):
     _, without = simulate_objective(OBJECTIVES["prototypes"], dim=DIM, batch_size=BATCH, ranks=8, **FACTS)
     for every in (1, 2):
         monkeypatch.setattr(parts, "DRIFT_CHECK_EVERY", every)
@@ -123,7 +123,7 @@ def test_comparisons_of_the_ranks_state_do_not_stop_the_simulation(monkeypatch: 
         assert found == without
 
 
-def test_a_rank_keeps_its_share_of_the_prototypes_and_of_the_rows() -> None:
+def test_a_rank_keeps_its_share_of_the_prototypes_and_of_the_rows():
     def memory(ranks: int, settings: dict[str, object]) -> tuple[int, float]:
         found, _ = simulate_objective(settings, dim=DIM, batch_size=BATCH, ranks=ranks, **FACTS)
         return found.replicated, found.per_sample

@@ -58,7 +58,7 @@ def lines(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_user_defined_tracker_receives_the_same_records(tmp_path: Path, diaries: list[Diary]) -> None:
+def test_a_user_defined_tracker_receives_the_same_records(tmp_path, diaries):
     telemetry = opened(tmp_path, first_step=3, trackers=("diary",))
     telemetry.train(step=4, scalars={"loss": 1 / 3})
     telemetry.evaluation(step=4, scores={"a": 0.5})
@@ -78,7 +78,7 @@ def test_a_user_defined_tracker_receives_the_same_records(tmp_path: Path, diarie
     ]
 
 
-def test_nothing_is_written_before_the_run_begins_or_after_its_end(tmp_path: Path) -> None:
+def test_nothing_is_written_before_the_run_begins_or_after_its_end(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"kind": "train", "step": 7, "loss": 1.0}\n')
     config = TelemetryConfig(progress="quiet")
@@ -93,13 +93,13 @@ def test_nothing_is_written_before_the_run_begins_or_after_its_end(tmp_path: Pat
     assert [line.get("message") for line in lines(tmp_path)] == ["A note."]
 
 
-def test_an_unknown_tracker_is_rejected_with_a_list_of_known_ones() -> None:
+def test_an_unknown_tracker_is_rejected_with_a_list_of_known_ones():
     with pytest.raises(UserError, match=r"there is no sink 'wand'.*jsonl"):
         sink_names(TelemetryConfig(trackers=("wand",)))
     assert sink_names(TelemetryConfig(trackers=("jsonl",))) == ["jsonl", "tensorboard", "progress"]
 
 
-def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+def test_other_ranks_write_nothing(tmp_path):
     telemetry = opened(tmp_path, is_main=False)
     telemetry.train(step=1, scalars={"loss": 1.0})
     telemetry.distributions(step=1, values={"x": torch.ones(3)})
@@ -108,7 +108,7 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_resumed_run_replaces_the_records_of_later_steps(tmp_path: Path) -> None:
+def test_a_resumed_run_replaces_the_records_of_later_steps(tmp_path):
     telemetry = opened(tmp_path)
     for step in (1, 2, 3):
         telemetry.train(step=step, scalars={"loss": float(step)})
@@ -124,7 +124,7 @@ def test_a_resumed_run_replaces_the_records_of_later_steps(tmp_path: Path) -> No
     ]  # fmt: skip
 
 
-def test_resuming_never_costs_the_records_of_earlier_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resuming_never_costs_the_records_of_earlier_steps(tmp_path, monkeypatch):
     path = tmp_path / "metrics.jsonl"
     lines = [json.dumps({"kind": "train", "step": step, "loss": 1.0}) for step in (1, 2)]
     path.write_text("\n".join([*lines, "5", "{}", '{"kind": "train"}', "\0\0", '{"kind": "tr']))
@@ -142,7 +142,7 @@ def test_resuming_never_costs_the_records_of_earlier_steps(tmp_path: Path, monke
     assert path.read_text().splitlines() == [lines[0], "{}"]
 
 
-def test_distributions_contain_only_finite_values(tmp_path: Path) -> None:
+def test_distributions_contain_only_finite_values(tmp_path):
     telemetry = opened(tmp_path)
     values = torch.tensor([[1.0, 2.0], [3.0, torch.nan]])
     telemetry.distributions(step=5, values={"x": values, "none": torch.tensor([torch.inf])})
@@ -153,7 +153,7 @@ def test_distributions_contain_only_finite_values(tmp_path: Path) -> None:
     assert line["quantiles"] == [0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0]
 
 
-def test_progress_lines_show_the_most_important_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_lines_show_the_most_important_metrics(tmp_path, capsys):
     config = TelemetryConfig(progress="lines", tensorboard=False)
     telemetry = Telemetry(tmp_path, config=config, total_steps=9, first_step=0, is_main=True)
     telemetry.begin()
@@ -169,16 +169,14 @@ def test_progress_lines_show_the_most_important_metrics(tmp_path: Path, capsys: 
     assert headline({"loss": 1.0, **slow, "slowest_rank_ms": 115.0}) == "loss 1.0000"
 
 
-def test_a_profile_whose_last_step_is_before_its_first_is_refused() -> None:
+def test_a_profile_whose_last_step_is_before_its_first_is_refused():
     for steps in ((5, 2), (-1, 2)):
         with pytest.raises(ValueError, match="the first step, counted from 0, and the last, which is not before it"):
             TelemetryConfig(profile=steps)
     assert TelemetryConfig(profile=(3, 3)).profile == (3, 3)
 
 
-def test_lines_that_a_full_disk_refuses_are_written_when_it_has_room(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lines_that_a_full_disk_refuses_are_written_when_it_has_room(tmp_path, capsys):
     """Regression test: they were missing."""
     telemetry = opened(tmp_path)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -197,9 +195,7 @@ def test_lines_that_a_full_disk_refuses_are_written_when_it_has_room(
     )
 
 
-def test_threads_report_one_after_the_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_threads_report_one_after_the_other(tmp_path, monkeypatch, capsys):
     """Regression test: an upload reported beside a step's metrics raised BufferError, and a record was lost."""
     inside: list[int] = []
 

@@ -30,7 +30,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_the_site_builds_without_warnings_and_makes_no_requests(site: Path) -> None:
+def test_the_site_builds_without_warnings_and_makes_no_requests(site):
     pages = sorted(site.rglob("*.html"))
     assert len(pages) > 30
     for page in pages:
@@ -48,7 +48,7 @@ def test_the_site_builds_without_warnings_and_makes_no_requests(site: Path) -> N
 
 
 @pytest.mark.slow
-def test_every_page_fits_a_phone_screen(site: Path) -> None:
+def test_every_page_fits_a_phone_screen(site):
     from tests.browser import browser, opened
 
     with browser() as started:

@@ -43,7 +43,7 @@ def recipe(*stages: str, arch: str = "scenes-vit-tiny", more: tuple[str, ...] = 
     return load_recipe(None, [*DATA, f"model.arch={arch}", f"schedule.stages=[{', '.join(stages)}]", *more])
 
 
-def test_position_embeddings_are_resized_as_in_open_clip(tmp_path: Path) -> None:
+def test_position_embeddings_are_resized_as_in_open_clip(tmp_path):
     small, _ = build_towers(ModelConfig(arch=write_kind(tmp_path, "CLIP"), image_size=16), seed=0)
     large, _ = build_towers(ModelConfig(arch=write_kind(tmp_path, "CLIP"), image_size=48), seed=0)
     expected = dict(small.clip.state_dict())
@@ -55,7 +55,7 @@ def test_position_embeddings_are_resized_as_in_open_clip(tmp_path: Path) -> None
     large.clip.load_state_dict(found)
 
 
-def test_second_moments_stay_positive() -> None:
+def test_second_moments_stay_positive():
     name = "visual.positional_embedding"
     value = torch.zeros(1 + 25, 3)
     value[1 + 12] = 1.0
@@ -75,12 +75,12 @@ def test_second_moments_stay_positive() -> None:
         ("visual.proj", (17, 8), (26, 8)),
     ],
 )
-def test_other_parameters_cannot_change_shape(name: str, old: tuple[int, ...], new: tuple[int, ...]) -> None:
+def test_other_parameters_cannot_change_shape(name, old, new):
     with pytest.raises(UserError, match=f"The parameter {name} is"):
         resized(name, torch.zeros(old), shape=torch.Size(new))
 
 
-def test_stage_settings_override_the_model_settings() -> None:
+def test_stage_settings_override_the_model_settings():
     run = recipe("{until: 0.25, image_size: 16, text_tokens: 8}", "{until: 0.5, patch_dropout: 0.0, lr_scale: 0.5}",
                  more=("model.patch_dropout=0.3",))  # fmt: skip
     assert [(stage.first, stage.end, stage.run) for stage in stages_of(recipe())] == [(0, 100, recipe())]
@@ -91,17 +91,17 @@ def test_stage_settings_override_the_model_settings() -> None:
 
 
 @pytest.mark.parametrize("until", [(0.5, 0.5), (0.5, 0.2), (0.001,), (0.999,)], ids=str)
-def test_stages_without_steps_are_rejected(until: tuple[float, ...]) -> None:
+def test_stages_without_steps_are_rejected(until):
     with pytest.raises(UserError, match="every stage needs a step"):
         recipe(*(f"{{until: {share}}}" for share in until))
 
 
-def test_stages_unsupported_by_the_architecture_are_rejected(tmp_path: Path) -> None:
+def test_stages_unsupported_by_the_architecture_are_rejected(tmp_path):
     with pytest.raises(UserError, match=r"model\.text_tokens=4: The text tower is not"):
         check_stages(recipe("{until: 0.5, text_tokens: 4}", arch=write_kind(tmp_path, "bidirectional")))
 
 
-def test_long_texts_keep_their_end_token() -> None:
+def test_long_texts_keep_their_end_token():
     text = torch.tensor([[5, 1, 2, 3, 4, 9, 0, 0], [5, 1, 9, 0, 0, 0, 0, 0], [5, 1, 2, 9, 0, 0, 0, 0]])
     expected = [[5, 1, 2, 9, 0, 0, 0, 0], [5, 1, 9, 0, 0, 0, 0, 0], [5, 1, 2, 9, 0, 0, 0, 0]]
     for eos_id in (None, 9):
@@ -113,7 +113,7 @@ def test_long_texts_keep_their_end_token() -> None:
     assert TextTrimming(9, longest=8).cut(text)[0] is text
 
 
-def test_a_plan_sums_over_its_stages() -> None:
+def test_a_plan_sums_over_its_stages():
     whole = plan_run(recipe(), gpus=1, assume=ASSUME)
     staged = plan_run(recipe("{until: 0.4, image_size: 32, text_tokens: 8}"), gpus=1, assume=ASSUME)
     assert len(staged.stages) == 2
@@ -126,7 +126,7 @@ def test_a_plan_sums_over_its_stages() -> None:
 
 
 @pytest.mark.parametrize("name", ["cc12m", "dfn192m", "dfn1b"])
-def test_fast_recipes_are_their_base_recipe_with_stages(name: str) -> None:
+def test_fast_recipes_are_their_base_recipe_with_stages(name):
     base, fast = (load_recipe(RECIPES / f"{n}.yaml", ["output=x"]) for n in (name, f"{name}-fast"))
     assert fast.schedule.stages
     assert load_recipe(RECIPES / f"{name}-fast.yaml", ["output=x", "schedule.stages=[]"]) == base
@@ -135,7 +135,7 @@ def test_fast_recipes_are_their_base_recipe_with_stages(name: str) -> None:
     assert f"{ratio:.1f} times less" in (RECIPES / f"{name}-fast.yaml").read_text()
 
 
-def test_recipes_that_extend_each_other_are_rejected(tmp_path: Path) -> None:
+def test_recipes_that_extend_each_other_are_rejected(tmp_path):
     for one, other in (("a", "b"), ("b", "a")):
         (tmp_path / f"{one}.yaml").write_text(f"extends: {other}\n")
     with pytest.raises(UserError, match="extends itself"):
@@ -177,9 +177,7 @@ def whole(base: Path) -> Path:
         (run_module, "check_stages"),  # of the next stage
     ],
 )
-def test_a_signal_after_the_last_step_of_a_stage_stops_the_run(
-    owner: Any, name: str, base: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_after_the_last_step_of_a_stage_stops_the_run(owner, name, base, whole, monkeypatch):
     output = f"stopped-{owner.__name__}-{name}"
 
     plain, sent = getattr(owner, name), []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
 
 import pytest
 
@@ -43,7 +42,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_a_worker_that_stays_stopped_is_reported_and_no_process_is_left_running(tmp_path: Path) -> None:
+def test_a_worker_that_stays_stopped_is_reported_and_no_process_is_left_running(tmp_path):
     write_shards(tmp_path / "shards", [20, 30, 15])
     script = tmp_path / "hangs.py"
     script.write_text(HANGS)
@@ -58,7 +57,7 @@ def test_a_worker_that_stays_stopped_is_reported_and_no_process_is_left_running(
     wait_for(lambda: not any(lives(int(pid)) for pid in pids), "the workers end with the run", seconds=20)
 
 
-def test_a_worker_is_described_with_its_state_and_shards(tmp_path: Path) -> None:
+def test_a_worker_is_described_with_its_state_and_shards(tmp_path):
     write_shards(tmp_path, [2])
     with (tmp_path / "00000.tar").open("rb"):
         own, gone = describe_workers([os.getpid(), 2**22 + 1])
@@ -67,9 +66,7 @@ def test_a_worker_is_described_with_its_state_and_shards(tmp_path: Path) -> None
     assert gone == f"Worker 1 (process {2**22 + 1}) is gone."
 
 
-def test_a_too_low_open_file_limit_is_rejected_before_a_worker_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_too_low_open_file_limit_is_rejected_before_a_worker_starts(tmp_path, monkeypatch):
     write_shards(tmp_path, [20])
     monkeypatch.setattr(worker_processes, "allow_open_files", lambda: 40)
     config = DataConfig(sources=str(tmp_path), streams=4, workers=2)

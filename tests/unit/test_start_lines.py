@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from pipeline.training.recipe import load_recipe
 from tests.towers import write_tiny
 
 
-def test_the_block_says_what_will_be_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_block_says_what_will_be_trained(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(start_lines, "usable_cores", lambda: 2)
     recipe = tmp_path / "r.yaml"
@@ -52,9 +51,7 @@ def test_the_block_says_what_will_be_trained(tmp_path: Path, monkeypatch: pytest
     ],
 )
 @pytest.mark.parametrize("offline", [False, True])
-def test_what_is_not_here_without_a_network_is_said_at_once(
-    arch: str, pretrained: str | None, missing: str, offline: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_here_without_a_network_is_said_at_once(arch, pretrained, missing, offline, tmp_path, monkeypatch):
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         monkeypatch.setattr(constants, name, str(tmp_path), raising=False)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
@@ -67,7 +64,7 @@ def test_what_is_not_here_without_a_network_is_said_at_once(
     assert offline == constants.HF_HUB_OFFLINE
 
 
-def test_a_tracker_may_be_a_string_and_needs_a_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_may_be_a_string_and_needs_a_login(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     assert TelemetryConfig(trackers="wandb, trackio").trackers == ("wandb", "trackio")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
@@ -84,7 +81,7 @@ def test_a_tracker_may_be_a_string_and_needs_a_login(tmp_path: Path, monkeypatch
         wandb.teardown()
 
 
-def test_a_setting_that_the_checkpoint_does_not_have_is_reported_also_if_it_is_null() -> None:
+def test_a_setting_that_the_checkpoint_does_not_have_is_reported_also_if_it_is_null():
     before = {"output": "a", "samples": 10, "model": {"arch": "x"}}
     now = {"output": "b", "samples": 20, "model": {"arch": "x", "lock_text": False}}
     assert changed_settings(before, now) == ["samples 10 -> 20", "model.lock_text absent -> False"]
@@ -95,7 +92,7 @@ def test_a_setting_that_the_checkpoint_does_not_have_is_reported_also_if_it_is_n
     assert changed_settings({**used, **now}, now) == ["selection.ratio 0.5 -> absent"]
 
 
-def test_the_full_collections_of_a_start_do_not_look_at_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_full_collections_of_a_start_do_not_look_at_imports(monkeypatch):
     """With DeepSpeed they are about ten, of a quarter of a second each."""
     frozen = []
 

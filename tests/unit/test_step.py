@@ -83,7 +83,7 @@ def state_of(step: TrainStep, engine: Any) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in (model | step.objective.state_dict() | rows).items()}
 
 
-def test_both_passes_of_a_micro_batch_use_the_same_dropout_mask() -> None:
+def test_both_passes_of_a_micro_batch_use_the_same_dropout_mask():
     step, engine = make(micro_batch=2)
     take(step, 0)
     first, second = torch.cat(engine.given[:4]), torch.cat(engine.given[4:])
@@ -91,7 +91,7 @@ def test_both_passes_of_a_micro_batch_use_the_same_dropout_mask() -> None:
     assert torch.equal(first, second)
 
 
-def test_dropout_masks_differ_between_steps_and_the_random_state_is_restored() -> None:
+def test_dropout_masks_differ_between_steps_and_the_random_state_is_restored():
     step, engine = make()
     state = torch.get_rng_state()
     for number in (0, 1, 0):
@@ -101,7 +101,7 @@ def test_dropout_masks_differ_between_steps_and_the_random_state_is_restored() -
     assert torch.equal(engine.given[0], engine.given[2])
 
 
-def test_every_rank_and_micro_batch_draws_its_own_dropout_mask() -> None:
+def test_every_rank_and_micro_batch_draws_its_own_dropout_mask():
     drawn = set()
     for name in ((0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1), (0, 0, 0, 0)):
         with seeded(*name):
@@ -109,7 +109,7 @@ def test_every_rank_and_micro_batch_draws_its_own_dropout_mask() -> None:
     assert len(drawn) == 5
 
 
-def test_a_step_skipped_by_the_engine_does_not_change_the_objective() -> None:
+def test_a_step_skipped_by_the_engine_does_not_change_the_objective():
     step, engine = make()
     before = step.objective.state_dict()
     engine.applies = False
@@ -121,7 +121,7 @@ def test_a_step_skipped_by_the_engine_does_not_change_the_objective() -> None:
 
 
 @pytest.mark.parametrize("why", ["no batch", "not finite", "overflow"])
-def test_a_step_that_is_not_taken_leaves_everything_as_it_was(why: str) -> None:
+def test_a_step_that_is_not_taken_leaves_everything_as_it_was(why):
     """Regression test: one batch with an infinite activation left NaN in the running statistics of batch norms."""
     step, engine = make()
     take(step, 0, lr_scale=1.0)
@@ -135,9 +135,7 @@ def test_a_step_that_is_not_taken_leaves_everything_as_it_was(why: str) -> None:
 
 @pytest.mark.parametrize("micro_batch", [None, 2])
 @pytest.mark.parametrize("part", ["loss", "grad_image", "grad_text"])
-def test_a_non_finite_batch_changes_neither_weights_nor_objective(
-    part: str, micro_batch: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_non_finite_batch_changes_neither_weights_nor_objective(part, micro_batch, monkeypatch):
     step, engine = make(micro_batch=micro_batch)
     compute, before = step.objective.compute, state_of(step, engine)
     bad = {part: torch.tensor(torch.nan) if part == "loss" else torch.full((BATCH, 8), torch.inf)}
@@ -150,7 +148,7 @@ def test_a_non_finite_batch_changes_neither_weights_nor_objective(
     assert (result.finite, result.applied, result.stop, step.objective.steps) == (True, True, False, 1)
 
 
-def test_an_engine_that_applies_a_gradient_of_nan_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_applies_a_gradient_of_nan_is_stopped(monkeypatch):
     step, engine = make()
     compute, nan = step.objective.compute, torch.tensor(torch.nan)
     monkeypatch.setattr(step.objective, "compute", lambda *a, **k: dataclasses.replace(compute(*a, **k), loss=nan))
@@ -163,7 +161,7 @@ def test_an_engine_that_applies_a_gradient_of_nan_is_stopped(monkeypatch: pytest
 
 @pytest.mark.parametrize("micro_batch", [None, 2])
 @pytest.mark.parametrize("objective", ["openclip", "neuclip", "isogclr"])
-def test_a_rehearsal_of_the_widest_texts_changes_nothing(objective: str, micro_batch: int | None) -> None:
+def test_a_rehearsal_of_the_widest_texts_changes_nothing(objective, micro_batch):
     """Weights, running statistics, random state and the objective's state are the same bits as without it."""
     states, lengths = [], torch.tensor([3, 8, 1, 5, 2, 2, 4, 6])
     for width in (None, 20):
@@ -191,7 +189,7 @@ def test_a_rehearsal_of_the_widest_texts_changes_nothing(objective: str, micro_b
     assert equal(*states)
 
 
-def test_running_statistics_are_updated_once_per_step_by_the_first_micro_batch() -> None:
+def test_running_statistics_are_updated_once_per_step_by_the_first_micro_batch():
     whole, cached = make()[1], make(micro_batch=2)
     take(cached[0], 0)
     norm = cached[1].image[1]
@@ -202,14 +200,14 @@ def test_running_statistics_are_updated_once_per_step_by_the_first_micro_batch()
 
 
 @pytest.mark.parametrize(("lr_scale", "moves"), [(0.0, False), (0.5, True)])
-def test_the_schedule_applies_to_the_temperature(lr_scale: float, moves: bool) -> None:
+def test_the_schedule_applies_to_the_temperature(lr_scale, moves):
     step, _ = make()
     before = step.objective.logit_parameters()[0]
     take(step, 0, lr_scale=lr_scale)
     assert abs(step.objective.logit_parameters()[0] - before) == pytest.approx(0.05 if moves else 0.0, rel=1e-3)
 
 
-def test_micro_batches_divide_the_local_batch() -> None:
+def test_micro_batches_divide_the_local_batch():
     schedule, data = {"warmup_steps": 0}, {"sources": "shards", "streams": 8}
     settings = {"output": "run", "samples": 8, "batch_size": 8, "data": data, "schedule": schedule}
     parse_recipe({**settings, "engine": {"micro_batch": 4}})

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -67,19 +66,19 @@ def ended_by(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_before_the_first_step_ends_the_run_immediately(number: signal.Signals) -> None:
+def test_a_signal_before_the_first_step_ends_the_run_immediately(number):
     code, _, errors = ended_by(number, "-c", STARTING)
     assert code == 75
     assert f"Stopped by {number.name} while starting" in errors
 
 
-def test_sigint_works_when_the_shell_ignores_it() -> None:
+def test_sigint_works_when_the_shell_ignores_it():
     code, _, _ = ended_by(signal.SIGINT, "-c", STARTING, before=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
     assert code == 75
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_during_training_is_recorded(number: signal.Signals) -> None:
+def test_a_signal_during_training_is_recorded(number):
     assert ended_by(number, "-c", TRAINING.format(meanwhile="")) == (0, "saved\n", "")
 
 
@@ -92,7 +91,7 @@ def test_a_signal_during_training_is_recorded(number: signal.Signals) -> None:
         (signal.SIGTERM, signal.SIGINT, False),
     ],
 )
-def test_only_a_second_ctrl_c_does_not_wait(first: signal.Signals, second: signal.Signals, saved: bool) -> None:
+def test_only_a_second_ctrl_c_does_not_wait(first, second, saved):
     meanwhile = f"os.kill(os.getpid(), {int(second)}); time.sleep(0.01)"
     code, output, errors = ended_by(first, "-c", TRAINING.format(meanwhile=meanwhile))
     assert (code == 0, "saved" in output, "KeyboardInterrupt" in errors) == (saved, saved, not saved)
@@ -101,11 +100,11 @@ def test_only_a_second_ctrl_c_does_not_wait(first: signal.Signals, second: signa
 @pytest.mark.parametrize(
     "start", [("-m", "jobs.cli", "train"), ("-m", "jobs.cli", "--debug", "train"), ("-m", "jobs.train")]
 )
-def test_signals_are_handled_before_torch_is_imported(tmp_path: Path, start: tuple[str, ...]) -> None:
+def test_signals_are_handled_before_torch_is_imported(tmp_path, start):
     (tmp_path / "torch.py").write_text(SLOW_IMPORT)
     assert ended_by(signal.SIGTERM, *start, "--recipe", "cc3m", path=f"{tmp_path}:{ROOT}")[0] == 75
 
 
-def test_a_signal_after_the_run_has_ended_changes_nothing() -> None:
+def test_a_signal_after_the_run_has_ended_changes_nothing():
     code, output, errors = ended_by(signal.SIGTERM, "-c", ENDED)
     assert (code, output, errors) == (0, "ended\n", "")

@@ -36,7 +36,7 @@ units_of = functools.cache(declare.units_of)
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", study_names())
-def test_every_study_gives_distinct_runs_at_every_size(name: str, size: str) -> None:
+def test_every_study_gives_distinct_runs_at_every_size(name, size):
     study, units = load_study(name), units_of(name, size=size)
     assert len({unit.key for unit in units}) == len(units), "two arms of a study give the same run"
     assert len({unit.label for unit in units}) == len(units)
@@ -50,7 +50,7 @@ def test_every_study_gives_distinct_runs_at_every_size(name: str, size: str) -> 
         assert {unit.arm for unit in units} <= set(drawn), "an arm is in no group, and therefore in no figure"
 
 
-def test_all_ablations_of_the_paper_are_included() -> None:
+def test_all_ablations_of_the_paper_are_included():
     """NeuCLIP Tables 17 to 21: the values of T_r, T_u and m."""
     runs = [unit.run.objective for unit in units_of("npn", size="paper") if unit.setting == "dfn14m" and not unit.seed]
     assert {run.restart_every for run in runs if run.npn == "prototypes"} == {20, 100, 500, 2500, 0}
@@ -61,7 +61,7 @@ def test_all_ablations_of_the_paper_are_included() -> None:
     assert len(varied) >= 13
 
 
-def test_the_equal_compute_arm_compensates_for_the_cost_of_the_network() -> None:
+def test_the_equal_compute_arm_compensates_for_the_cost_of_the_network():
     """NeuCLIP Table 13, with the time shares of Table 5."""
     units = {(unit.setting, unit.arm): unit.run.samples for unit in units_of("methods", size="paper") if not unit.seed}
     for setting, share in {
@@ -75,7 +75,7 @@ def test_the_equal_compute_arm_compensates_for_the_cost_of_the_network() -> None
         assert less == pytest.approx(1 - share, rel=1e-6)
 
 
-def test_errors_are_compared_at_equal_samples_between_restarts() -> None:
+def test_errors_are_compared_at_equal_samples_between_restarts():
     """NeuCLIP, section 5.2 and appendix B.6: five checkpoints per run, after the same numbers of samples."""
     seen: dict[str, set[tuple[int, ...]]] = {}
     for unit in units_of("normalizers", size="paper"):
@@ -90,7 +90,7 @@ def test_errors_are_compared_at_equal_samples_between_restarts() -> None:
     assert {name: len(found) for name, found in seen.items()} == {"cc3m": 1, "dfn14m": 1}
 
 
-def test_studies_share_identical_runs() -> None:
+def test_studies_share_identical_runs():
     methods = {unit.arm: unit.key for unit in units_of("methods", size="desk") if unit.setting == "many-epochs"}
     gamma = {unit.arm: unit.key for unit in units_of("gamma", size="desk")}
     assert gamma["fastclip_v3"] == methods["fastclip_v3"]
@@ -99,23 +99,21 @@ def test_studies_share_identical_runs() -> None:
     assert len(distinct(units)) == len(units_of("methods", size="desk"))
 
 
-def test_a_key_depends_on_the_run_and_not_on_its_folder(tmp_path: Path) -> None:
+def test_a_key_depends_on_the_run_and_not_on_its_folder(tmp_path):
     here = units_of("gamma", size="smoke")[0]
     there = units_of("gamma", size="smoke", overrides=(f"output={tmp_path}",))[0]
     other = units_of("gamma", size="smoke", overrides=("optimizer.lr=1e-4",))[0]
     assert here.key == there.key != other.key
 
 
-def test_wrong_names_and_settings_are_rejected() -> None:
+def test_wrong_names_and_settings_are_rejected():
     with pytest.raises(UserError, match="nearest is methods"):
         load_study("method")
     with pytest.raises(UserError, match=r"methods, many-epochs, openclip: .*optimizer\.lr"):
         units_of("methods", size="desk", overrides=("optimizer.lrr=1",))
 
 
-def test_the_arms_of_cheap_with_a_teacher_wait_for_its_features(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_arms_of_cheap_with_a_teacher_wait_for_its_features(tmp_path, monkeypatch, capsys):
     units = {unit.arm: unit for unit in units_of("cheap", size="desk") if unit.seed == 0}
     assert units["packed_texts"].run.model.text_batching == "packed"
     assert {units[arm].run.objective.distill for arm in ("distilled", "distilled_self", "together_distilled")} == {1.0}
@@ -128,7 +126,7 @@ def test_the_arms_of_cheap_with_a_teacher_wait_for_its_features(
     assert "Skipped: cheap/wide/distilled/seed0 needs data/cheap-teacher;" in printed
 
 
-def test_comparisons_have_intervals_and_are_corrected_for_their_number() -> None:
+def test_comparisons_have_intervals_and_are_corrected_for_their_number():
     """Two arms with three seeds against the third, in two measures: differences, t and p by scipy, and Holm's step."""
     gains = {"neuclip": (0.10, 0.11, 0.12), "siglip": (0.01, -0.01, 0.02)}
     outcomes = [outcome("openclip", seed, 0.3) for seed in range(3)]
@@ -147,7 +145,7 @@ def test_comparisons_have_intervals_and_are_corrected_for_their_number() -> None
     assert f"| {len(rows)} comparisons, " in page
 
 
-def test_each_rank_of_a_run_gets_a_gpu_that_the_study_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_of_a_run_gets_a_gpu_that_the_study_may_use(tmp_path, monkeypatch):
     """Regression tests: all ranks of a run shared one GPU, and CUDA_VISIBLE_DEVICES of the study was not heeded."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
@@ -188,7 +186,7 @@ def test_each_rank_of_a_run_gets_a_gpu_that_the_study_may_use(tmp_path: Path, mo
     assert schedule.run_all(list(zip(units, folders, strict=True)), **{**given, "launcher": "srun -n {ranks}"}) == {}
 
 
-def test_a_unit_is_started_as_declared(tmp_path: Path) -> None:
+def test_a_unit_is_started_as_declared(tmp_path):
     units = units_of("scaling", size="desk")
     one, four = (next(unit for unit in units if unit.ranks == ranks) for ranks in (1, 4))
     folder = write_spec(four, tmp_path, facts=load_size("desk"), study=load_study("scaling"), places=["data.sources=x"])
@@ -202,7 +200,7 @@ def test_a_unit_is_started_as_declared(tmp_path: Path) -> None:
     assert words == ["deepspeed", "--num_gpus", "4", "--module", "jobs.studies.unit", str(folder)]
 
 
-def test_the_job_array_has_one_task_per_unit() -> None:
+def test_the_job_array_has_one_task_per_unit():
     script = sbatch("methods", size="paper", output="/data/runs", count=7, overrides=["evaluation.suite=/data/s x"])
     assert "#SBATCH --array=0-6" in script
     assert "--unit \"$SLURM_ARRAY_TASK_ID\" 'evaluation.suite=/data/s x' &" in script
@@ -224,9 +222,7 @@ def outcome(arm: str, seed: int, score: float, *, mse: float = 0.1) -> Outcome:
     return Outcome("many-epochs", arm, seed, f"{arm}{seed}", result)
 
 
-def test_tasks_of_a_job_array_do_not_make_the_same_corpus_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tasks_of_a_job_array_do_not_make_the_same_corpus_at_once(tmp_path, monkeypatch):
     """Regression test: the second of two ended with "Address already in use", because the table names the port."""
     running: list[str] = []
 
@@ -242,7 +238,7 @@ def test_tasks_of_a_job_array_do_not_make_the_same_corpus_at_once(
     assert running == ["begin", "end"] * 2
 
 
-def test_means_spreads_and_paired_differences() -> None:
+def test_means_spreads_and_paired_differences():
     outcomes = [outcome("a", 0, 0.1), outcome("b", 0, 0.2), outcome("a", 1, 0.3), outcome("b", 1, 0.5)]
     found = spread(outcomes, "many-epochs", "a", "average")
     assert found.values == pytest.approx((20.0, 40.0))
@@ -257,7 +253,7 @@ def test_means_spreads_and_paired_differences() -> None:
     assert spread(outcomes, "elsewhere", "a", "average") is None
 
 
-def test_savings_are_ratios_of_cpu_time() -> None:
+def test_savings_are_ratios_of_cpu_time():
     outcomes = [outcome("a", 0, 0.1), outcome("b", 0, 0.2)]
     for each, seconds in zip(outcomes, (30.0, 12.0), strict=True):
         each.result["cost"] = {"cpu_seconds": seconds, "training_flops": 5e12}
@@ -267,7 +263,7 @@ def test_savings_are_ratios_of_cpu_time() -> None:
     assert paired([outcome("a", 0, 0.1)], "many-epochs", "a", kind="saving", baseline="a") is None
 
 
-def test_costs_are_medians_of_each_stage_times_its_steps() -> None:
+def test_costs_are_medians_of_each_stage_times_its_steps():
     run = load_recipe(
         None,
         ["output=x", "data.sources=x", "samples=600", "batch_size=10", "data.streams=10", "schedule.warmup_steps=0",
@@ -288,7 +284,7 @@ PUBLISHED = sorted((ROOT / "docs" / "studies").glob("*/results.json"))
 
 
 @pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.parent.name)
-def test_published_pages_match_their_data(path: Path, tmp_path: Path) -> None:
+def test_published_pages_match_their_data(path, tmp_path):
     (tmp_path / path.name).write_bytes(path.read_bytes())
     render(tmp_path)
     for name in ("results.csv", "results.md"):
@@ -297,12 +293,12 @@ def test_published_pages_match_their_data(path: Path, tmp_path: Path) -> None:
     assert pages == {f.name for f in path.parent.iterdir()} - {"plan.md"}  # plans are written by hand
 
 
-def test_holm_s_correction_on_a_worked_example() -> None:
+def test_holm_s_correction_on_a_worked_example():
     found = holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.005})  # Wikipedia's: 0.02, 0.03, 0.06, 0.06
     assert found == pytest.approx({"d": 0.02, "a": 0.03, "c": 0.06, "b": 0.06})
     assert holm({"x": 0.7, "y": 0.6}) == {"y": 1.0, "x": 1.0}
 
 
-def test_a_seed_that_diverged_makes_a_comparison_insignificant() -> None:
+def test_a_seed_that_diverged_makes_a_comparison_insignificant():
     """Regression test: a p of NaN could hide all others in the correction."""
     assert Spread((1.0, math.nan, 1.0)).p == 1.0

@@ -31,26 +31,26 @@ def members(names: list[str], fraction: float, seed: int = 0) -> set[str]:
 @given(
     small=st.floats(1e-6, 1.0), large=st.floats(1e-6, 1.0), seed=st.integers(0, 2**63 - 1), start=st.integers(0, 19_000)
 )
-def test_a_larger_subset_contains_a_smaller_one(small: float, large: float, seed: int, start: int) -> None:
+def test_a_larger_subset_contains_a_smaller_one(small, large, seed, start):
     small, large = sorted((small, large))
     names = NAMES[start : start + 300]
     assert members(names, small, seed) <= members(names, large, seed)
 
 
 @given(names=st.lists(st.text(max_size=30), unique=True, max_size=60), seed=st.integers(0, 2**63 - 1))
-def test_membership_depends_only_on_seed_and_name(names: list[str], seed: int) -> None:
+def test_membership_depends_only_on_seed_and_name(names, seed):
     together = members(names, 0.5, seed)
     assert together == {name for name in names if members([name], 0.5, seed)}
     assert together == members(names[::-1], 0.5, seed)
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.5])
-def test_subset_size_matches_the_fraction(fraction: float) -> None:
+def test_subset_size_matches_the_fraction(fraction):
     expected, spread = fraction * len(NAMES), (fraction * (1 - fraction) * len(NAMES)) ** 0.5
     assert abs(len(members(NAMES, fraction)) - expected) < 5 * spread
 
 
-def test_hash_values_are_those_of_xxh3() -> None:
+def test_hash_values_are_those_of_xxh3():
     """XXH3-64 values that any implementation gives: a subset is the same in ten years and in other languages."""
     assert hashes(["", "a", "http://example.org/cat.jpg"], seed=0).tolist() == HASHES_SEED_0
     assert hashes(["a"], seed=1).tolist() != hashes(["a"], seed=0).tolist()
@@ -59,7 +59,7 @@ def test_hash_values_are_those_of_xxh3() -> None:
 HASHES_SEED_0 = [3244421341483603138, 16629034431890738719, 15909306776136436135]
 
 
-def test_uid_index_selects_its_members(tmp_path: Path) -> None:
+def test_uid_index_selects_its_members(tmp_path):
     chosen = sorted(NAMES[::7])
     halves = [(int(name[:16], 16), int(name[16:], 16)) for name in chosen]
     np.save(tmp_path / "index.npy", np.array(halves, np.dtype("u8,u8")))
@@ -108,7 +108,7 @@ def source_in(folder: Path, rows: int = 1_000) -> SourceConfig:
     return SourceConfig(table=str(folder / "urls.parquet"), url="URL", caption="TEXT", uid="uid", keep=("score",))
 
 
-def test_the_plan_contains_exactly_the_members(tmp_path: Path) -> None:
+def test_the_plan_contains_exactly_the_members(tmp_path):
     source = source_in(tmp_path)
     folder = Folder(tmp_path / "out")
     folder.make()
@@ -123,7 +123,7 @@ def test_the_plan_contains_exactly_the_members(tmp_path: Path) -> None:
     assert load_plan(folder) == make_plan(folder, source, subset, shard_size=30) == plan
 
 
-def test_a_changed_index_is_refused_and_a_missing_one_is_not_needed(tmp_path: Path) -> None:
+def test_a_changed_index_is_refused_and_a_missing_one_is_not_needed(tmp_path):
     """Regression test: the folder kept the members of the former one without a word."""
     source, folder, index = source_in(tmp_path), Folder(tmp_path / "out"), tmp_path / "index.npy"
     folder.make()
@@ -139,7 +139,7 @@ def test_a_changed_index_is_refused_and_a_missing_one_is_not_needed(tmp_path: Pa
     assert make_plan(folder, source, subset, shard_size=4) == plan
 
 
-def test_the_digest_of_the_list_does_not_depend_on_how_it_was_read(tmp_path: Path) -> None:
+def test_the_digest_of_the_list_does_not_depend_on_how_it_was_read(tmp_path):
     digests = set()
     for name, size in (("one", 64), ("two", 1_000)):
         folder = Folder(tmp_path / name)
@@ -151,7 +151,7 @@ def test_the_digest_of_the_list_does_not_depend_on_how_it_was_read(tmp_path: Pat
     assert len(digests) == 1
 
 
-def test_tables_with_several_parts(tmp_path: Path) -> None:
+def test_tables_with_several_parts(tmp_path):
     folder = Folder(tmp_path / "out")
     folder.make()
     plan = make_plan(folder, source_in(tmp_path), SubsetConfig(), shard_size=7)
@@ -161,7 +161,7 @@ def test_tables_with_several_parts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["urls.csv", "urls.jsonl", "urls.parquet"])
-def test_row_counts_are_compared_with_the_published_count_for_every_format(tmp_path: Path, name: str) -> None:
+def test_row_counts_are_compared_with_the_published_count_for_every_format(tmp_path, name):
     table = pa.table({"url": [f"http://example.org/{k}.jpg" for k in range(50)], "caption": ["a cat"] * 50})
     path = tmp_path / name
     if name.endswith("csv"):
@@ -180,7 +180,7 @@ def test_row_counts_are_compared_with_the_published_count_for_every_format(tmp_p
     assert plan.rows < plan.seen == 50, "rows counts the table, not the subset"
 
 
-def test_an_empty_subset_is_rejected(tmp_path: Path) -> None:
+def test_an_empty_subset_is_rejected(tmp_path):
     folder = Folder(tmp_path / "out")
     folder.make()
     with pytest.raises(UserError, match="No row is left of the 1,000"):

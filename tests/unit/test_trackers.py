@@ -81,9 +81,7 @@ def wandb_records(run: Path) -> tuple[list[dict[str, Any]], set[str], dict[str, 
 
 
 @pytest.mark.slow
-def test_wandb_offline_has_metrics_scores_pictures_and_settings(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_offline_has_metrics_scores_pictures_and_settings(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -105,7 +103,7 @@ def test_wandb_offline_has_metrics_scores_pictures_and_settings(
 
 
 @pytest.mark.slow
-def test_trackio_has_metrics_and_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trackio_has_metrics_and_scores(tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when trackio is imported
     pytest.importorskip("trackio")
     report(tmp_path / "mine", "trackio")
@@ -118,7 +116,7 @@ def test_trackio_has_metrics_and_scores(tmp_path: Path, monkeypatch: pytest.Monk
     assert [(step, row["evaluation/imagenet"]) for _, step, row in rows if "evaluation/imagenet" in row] == [(3, 0.25)]
 
 
-def test_a_resumed_run_goes_on_in_the_same_run_of_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_goes_on_in_the_same_run_of_mlflow(tmp_path, monkeypatch):
     calls: list[tuple[str, Any]] = []
 
     def start_run(*, run_id: str | None, run_name: str, **_: Any) -> SimpleNamespace:
@@ -151,7 +149,7 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_mlflow(tmp_path: Path, monkeyp
     ]  # fmt: skip
 
 
-def test_dvclive_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dvclive_removes_nothing(tmp_path, monkeypatch):
     """`Live()` empties ./dvclive unless `resume` is true."""
     calls: list[dict[str, Any]] = []
 
@@ -165,9 +163,7 @@ def test_dvclive_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert calls == [folder, {"samples": 80, "optimizer.lr": 0.001}]
 
 
-def test_a_tracker_that_is_missing_or_fails_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tracker_that_is_missing_or_fails_is_reported(tmp_path, monkeypatch, capsys):
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("no network")
 

@@ -35,7 +35,7 @@ def towers_of(folder: Path, kind: str, **settings: object) -> Towers:
 
 
 @pytest.mark.parametrize("kind", sorted(TRIMMABLE))
-def test_trimming_does_not_change_features_and_gradients(kind: str, tmp_path: Path) -> None:
+def test_trimming_does_not_change_features_and_gradients(kind, tmp_path):
     towers = towers_of(tmp_path, kind)
     trimming = text_trimming(towers.clip)
     image, text = batch(length=12)
@@ -61,9 +61,7 @@ def test_trimming_does_not_change_features_and_gradients(kind: str, tmp_path: Pa
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", sorted(TRIMMABLE))
-def test_packed_texts_give_the_features_and_gradients_of_one_text_at_a_time(
-    kind: str, dtype: torch.dtype, checkpointing: bool, tmp_path: Path
-) -> None:
+def test_packed_texts_give_the_features_and_gradients_of_one_text_at_a_time(kind, dtype, checkpointing, tmp_path):
     towers = towers_of(tmp_path, kind, grad_checkpointing=checkpointing).to(dtype)
     trimming = text_trimming(towers.clip)
     text = torch.cat([batch(length=12)[1] for _ in range(4)])[:17]
@@ -88,7 +86,7 @@ def test_packed_texts_give_the_features_and_gradients_of_one_text_at_a_time(
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 64])
-def test_packed_attention_computes_little_padding(count: int) -> None:
+def test_packed_attention_computes_little_padding(count):
     lengths = torch.randint(3, 78, (count,), generator=torch.Generator().manual_seed(count))
     layout = pack(torch.ones(count, 77, dtype=torch.int64), lengths, device=CPU).layout
     assert sum(texts for texts, _ in layout.groups) == count
@@ -98,7 +96,7 @@ def test_packed_attention_computes_little_padding(count: int) -> None:
         assert len(layout.places) < 1.3 * int(lengths.sum())
 
 
-def test_packing_is_refused_where_padding_matters(tmp_path: Path) -> None:
+def test_packing_is_refused_where_padding_matters(tmp_path):
     packed = ModelConfig(text_batching="packed")
     causal, bidirectional = (towers_of(tmp_path, kind).clip for kind in ("CLIP", "bidirectional"))
     for clip, config, reason in (
@@ -112,7 +110,7 @@ def test_packing_is_refused_where_padding_matters(tmp_path: Path) -> None:
     assert text_batching(causal, replace(packed, compile=True), by_kernel=True)[1]
 
 
-def test_texts_are_whole_where_the_padding_matters_and_where_that_is_wanted(tmp_path: Path) -> None:
+def test_texts_are_whole_where_the_padding_matters_and_where_that_is_wanted(tmp_path):
     for kind in sorted(set(KINDS) - TRIMMABLE):
         clip = towers_of(tmp_path, kind).clip
         assert "depend on the padding" in str(why_not_trimmed(clip))
@@ -130,7 +128,7 @@ def test_texts_are_whole_where_the_padding_matters_and_where_that_is_wanted(tmp_
 
 
 @pytest.mark.parametrize(("longest", "width"), [(1, 8), (8, 8), (9, 16), (72, 72), (73, 77), (77, 77)])
-def test_widths_are_multiples_of_eight_up_to_the_context(longest: int, width: int) -> None:
+def test_widths_are_multiples_of_eight_up_to_the_context(longest, width):
     assert trimmed_width(torch.tensor([1, longest]), context_length=77) == width
 
 
@@ -138,7 +136,7 @@ def chunks_of(lengths: Tensor | None) -> TextChunks:
     return TextChunks(torch.arange(6 * 20).view(6, 20), [slice(0, 2), slice(2, 4), slice(4, 6)], lengths=lengths)
 
 
-def test_micro_batches_are_sorted_by_length_and_trimmed_individually() -> None:
+def test_micro_batches_are_sorted_by_length_and_trimmed_individually():
     chunks = chunks_of(torch.tensor([18, 3, 9, 3, 17, 8]))
     tokens = [chunks.tokens(i) for i in range(3)]
     assert [t.shape[1] for t in tokens] == [8, 16, 20]
@@ -170,7 +168,7 @@ class PlainEngine:
 
 
 @pytest.mark.parametrize("micro_batch", [None, 2])
-def test_a_step_on_trimmed_texts_has_the_same_loss_and_gradient(micro_batch: int | None, tmp_path: Path) -> None:
+def test_a_step_on_trimmed_texts_has_the_same_loss_and_gradient(micro_batch, tmp_path):
     """With patch dropout, which is drawn for the image micro-batches; these are not sorted."""
     image, text = batch(length=12)
     image, text = image[:4], text[:4]
@@ -201,7 +199,7 @@ def test_a_step_on_trimmed_texts_has_the_same_loss_and_gradient(micro_batch: int
         assert (packed_gradients[name] - gradient).abs().max() < 1e-5 * size, name
 
 
-def test_flops_count_only_the_computed_tokens(tmp_path: Path) -> None:
+def test_flops_count_only_the_computed_tokens(tmp_path):
     model = ModelConfig(arch=write_kind(tmp_path, "CLIP"))
     towers, architecture = build_towers(model, seed=0, device="meta")
     for tokens in (4, 8, 12):
@@ -213,7 +211,7 @@ def test_flops_count_only_the_computed_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("micro_batch", ["null", "4"])
-def test_a_resumed_run_on_packed_texts_is_bit_identical(micro_batch: str, tmp_path: Path) -> None:
+def test_a_resumed_run_on_packed_texts_is_bit_identical(micro_batch, tmp_path):
     longer = {i: {**sample(i), "txt": b"a photo of a cat on a mat"[: 7 + i % 12]} for i in range(0, 40, 3)}
     write_shards(tmp_path / "shards", [20, 20], replace=longer)
     write_tiny(tmp_path)
@@ -225,9 +223,7 @@ def test_a_resumed_run_on_packed_texts_is_bit_identical(micro_batch: str, tmp_pa
 
 
 @pytest.mark.parametrize("micro_batch", ["null", "4"])
-def test_a_run_that_rehearses_its_widest_texts_is_bit_identical(
-    micro_batch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_that_rehearses_its_widest_texts_is_bit_identical(micro_batch, tmp_path, monkeypatch, caplog):
     """Weights, moments and the objective's state; and it is rehearsed once for each process, also after a resume."""
     widths, tokens = list[int](), TextChunks.tokens
 

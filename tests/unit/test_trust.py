@@ -55,7 +55,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize(("name", "kind"), PLACES.items())
-def test_places_that_need_consent(name: str, kind: str, tmp_path: Path) -> None:
+def test_places_that_need_consent(name, kind, tmp_path):
     assert kind_of_place(name) == kind
     rows = [("0.tar", 1, 1, ""), (name, 1, 1, ""), ("1.tar", 1, 1, "")]
     found = shard_table(rows).places
@@ -90,9 +90,7 @@ RUNS_NOTHING = {
 
 
 @pytest.mark.parametrize("command", RUNS_NOTHING)
-def test_commands_of_a_manifest_are_not_run(
-    command: str, stranger: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_of_a_manifest_are_not_run(command, stranger, tmp_path, capsys, monkeypatch):
     quick = DoctorFinding("collectives", "good", "not tested")
     monkeypatch.setattr("pipeline.planning.measured_checks.check_collectives", lambda *_, **__: quick)
     with pytest.raises(SystemExit) as ended:
@@ -103,7 +101,7 @@ def test_commands_of_a_manifest_are_not_run(
     assert not (tmp_path / "ran").exists()
 
 
-def test_the_user_can_allow_commands(stranger: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_user_can_allow_commands(stranger, caplog):
     config = {"sources": str(stranger), "allow_commands": True}
     mixture = load_mixture(parse(DataConfig, config))
     assert mixture.epoch_samples == 4
@@ -120,9 +118,7 @@ def consents(run: RunConfig) -> list[bool]:
 
 
 @pytest.mark.parametrize("extra", [CONSENTS, {"methods": {"neuclip": CONSENTS}}])
-def test_a_run_of_a_stranger_does_not_consent_for_the_user(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, extra: dict[str, Any]
-) -> None:
+def test_a_run_of_a_stranger_does_not_consent_for_the_user(tmp_path, caplog, extra):
     stored = merge({"output": "x", "samples": 80, "batch_size": 8, "data": {"sources": "y"}}, extra)
     own, strange = tmp_path / "own.yaml", tmp_path / "config.yaml"
     for path in (own, strange):
@@ -194,7 +190,7 @@ def write_model(folder: Path, **text_cfg: Any) -> None:
         ({"cache_dir": "elsewhere"}, r"has the tokenizer options cache_dir"),
     ],
 )
-def test_a_model_folder_runs_no_code(model: Path, tmp_path: Path, options: dict[str, Any], why: str) -> None:
+def test_a_model_folder_runs_no_code(model, tmp_path, options, why):
     write_model(model, tokenizer_kwargs=options)
     with pytest.raises(UserError, match=why + r".*model\.trust_remote_code=true .*NEUCLIP_TRUST_REMOTE_CODE=1"):
         check_model(ModelConfig(arch="pretrained", pretrained=str(model)))
@@ -203,9 +199,7 @@ def test_a_model_folder_runs_no_code(model: Path, tmp_path: Path, options: dict[
     assert not (tmp_path / "ran").exists()
 
 
-def test_the_user_can_allow_the_code_of_a_tokenizer(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_user_can_allow_the_code_of_a_tokenizer(model, tmp_path, monkeypatch):
     write_model(model, tokenizer_kwargs={"trust_remote_code": True})
     check_model(ModelConfig(arch="pretrained", pretrained=str(model), trust_remote_code=True))
     assert (tmp_path / "ran").exists()
@@ -224,7 +218,7 @@ def test_the_user_can_allow_the_code_of_a_tokenizer(
         ),
     ],
 )
-def test_allowed_code_that_does_not_work_is_no_bug_of_ours(model: Path, body: str, why: str) -> None:
+def test_allowed_code_that_does_not_work_is_no_bug_of_ours(model, body, why):
     code = CODE.format(marker=str(model / "ran")).replace("    pass\n", f"    {body}\n")
     (model / "own.py").write_text(f"import torch\n{code}")
     write_model(model)
@@ -232,9 +226,7 @@ def test_allowed_code_that_does_not_work_is_no_bug_of_ours(model: Path, body: st
         check_model(ModelConfig(arch="pretrained", pretrained=str(model), trust_remote_code=True))
 
 
-def test_a_text_tower_with_code_of_its_own_is_refused_without_a_question(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_tower_with_code_of_its_own_is_refused_without_a_question(tmp_path, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a run with several ranks cannot answer"))
     tower = Path(write_text_model(tmp_path / "tower", "xlm-roberta"))
     (tower / "own.py").write_text(CODE.format(marker=str(tmp_path / "ran")))

@@ -61,7 +61,7 @@ def pairs(base: Path, world, **changes) -> HeldOutPairs:
     return HeldOutPairs(config, DataConfig(sources=(Source(manifest=str(base / "train")),)), world)
 
 
-def test_the_loss_is_open_clips_and_independent_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loss_is_open_clips_and_independent_of_blocks(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     image, text = (F.normalize(torch.randn(30, 8, generator=generator), dim=1) for _ in range(2))
     expected = float(ClipLoss()(image, text, torch.tensor(1 / 0.05)))
@@ -84,7 +84,7 @@ def test_the_loss_is_open_clips_and_independent_of_blocks(monkeypatch: pytest.Mo
         assert on_ranks(size, scores) == [blockwise] * size
 
 
-def test_features_are_bit_identical_on_any_number_of_ranks(base: Path) -> None:
+def test_features_are_bit_identical_on_any_number_of_ranks(base):
     model = load_for_evaluation(str(base / "plain"))
     runs = [on_ranks(size, lambda world: pairs(base, world).features(model)) for size in (1, 2, 3)]
     image, text = runs[0][0]
@@ -93,7 +93,7 @@ def test_features_are_bit_identical_on_any_number_of_ranks(base: Path) -> None:
         assert all(torch.equal(a, image) and torch.equal(b, text) for a, b in ranks)
 
 
-def test_chosen_pairs_are_the_first_of_each_shard_and_unusable_ones_are_counted(base: Path) -> None:
+def test_chosen_pairs_are_the_first_of_each_shard_and_unusable_ones_are_counted(base):
     def found(world):
         held = pairs(base, world, samples=20)
         model = load_for_evaluation(str(base / "plain"))
@@ -108,7 +108,7 @@ def test_chosen_pairs_are_the_first_of_each_shard_and_unusable_ones_are_counted(
     assert parts[0][1] == parts[1][1] == dropped
 
 
-def test_unusable_settings_are_rejected(base: Path) -> None:
+def test_unusable_settings_are_rejected(base):
     with pytest.raises(UserError, match="has shards that are trained on"):
         train_here(*settings(base), f"validation.sources={base / 'train'}", f"output={base / 'no'}")
     with pytest.raises(UserError, match=r"validation\.patience needs held-out pairs"):
@@ -118,20 +118,20 @@ def test_unusable_settings_are_rejected(base: Path) -> None:
                            "output=x"])  # fmt: skip
 
 
-def test_pairs_that_are_all_unusable_are_rejected(base: Path) -> None:
+def test_pairs_that_are_all_unusable_are_rejected(base):
     write_shards(base / "broken", [3], first=200, replace={i: {**sample(200 + i), "jpg": b"no"} for i in range(3)})
     with pytest.raises(UserError, match="have 0 usable pairs, 3 dropped: image cannot be decoded"):
         train_here(*settings(base), f"validation.sources={base / 'broken'}", f"output={base / 'no-pairs'}")
 
 
-def test_a_validation_does_not_hash_the_weights(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_validation_does_not_hash_the_weights(base, monkeypatch):
     monkeypatch.setattr(evaluation_model, "weights_digest", lambda state: pytest.fail("the weights were hashed"))
     model = load_for_evaluation(str(base / "plain"))
     ((image, _),) = on_ranks(1, lambda world: pairs(base, world, samples=4).features(model))
     assert image.shape == (3, 16), "one of the four cannot be used"
 
 
-def test_a_run_logs_the_loss_of_its_weights_and_keeps_the_best_checkpoint(base: Path) -> None:
+def test_a_run_logs_the_loss_of_its_weights_and_keeps_the_best_checkpoint(base):
     logged = metrics(base / "plain", "validation")
     assert [record["step"] for record in logged] == [2, 4, 6]
     assert logged[-1]["pairs"] == 38
@@ -143,7 +143,7 @@ def test_a_run_logs_the_loss_of_its_weights_and_keeps_the_best_checkpoint(base: 
     assert validation_scores(image, text, tau=0.07)["loss"] == pytest.approx(logged[-1]["loss"], rel=1e-8)
 
 
-def test_patience_ends_the_run_and_survives_a_resume(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patience_ends_the_run_and_survives_a_resume(base, monkeypatch):
     scores = validation_scores
     monkeypatch.setattr(validation, "validation_scores", lambda *given, **how: {**scores(*given, **how), "loss": 3.0})
     run = base / "patient"
@@ -170,7 +170,7 @@ def test_patience_ends_the_run_and_survives_a_resume(base: Path, monkeypatch: py
         ((math.nan,), ValidationHistory(since_best=1)),
     ],
 )
-def test_history_counts_validations_since_the_best(losses: tuple[float, ...], expected: ValidationHistory) -> None:
+def test_history_counts_validations_since_the_best(losses, expected):
     history, again = ValidationHistory(), ValidationHistory()
     for step, loss in enumerate(losses):
         history.add(loss, step=step)
@@ -182,7 +182,7 @@ def test_history_counts_validations_since_the_best(losses: tuple[float, ...], ex
     assert f"{expected.since_best} validations in a row without {wanted}" in again.describe_end()
 
 
-def test_the_average_is_saved_resumed_to_the_same_bits_validated_and_exported(base: Path) -> None:
+def test_the_average_is_saved_resumed_to_the_same_bits_validated_and_exported(base):
     given = [*settings(base), "ema.decay=0.9"]
     train_here(*given, f"output={base / 'ema'}", "checkpoint.every=3")
     train_here(*given, f"output={base / 'half'}", resume=str(base / "ema" / "checkpoints" / "step-00000003"))

@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -39,21 +38,21 @@ from pipeline.errors import UserError
 from pipeline.files import sha256_of
 from tests.images import encoded
 from tests.ingested import ROWS, SHARD, copied, fetch_here, in_process, made, own_opener, site  # noqa: F401
-from tests.web import Site, jpeg, picture
+from tests.web import jpeg, picture
 
 
 def kinds(root: Path) -> list[tuple[str, str]]:
     return [(problem.shard, problem.kind) for problem in verify(root)]
 
 
-def test_an_intact_dataset_has_no_problems(copied: Path) -> None:
+def test_an_intact_dataset_has_no_problems(copied):
     assert verify(copied, decode=SHARD) == []
     result = CliRunner().invoke(command, [str(copied)], standalone_mode=False)
     assert "4 shards, 24 samples" in result.output
     assert result.return_value == 0
 
 
-def test_every_kind_of_damage_is_reported(copied: Path) -> None:
+def test_every_kind_of_damage_is_reported(copied):
     def shard(number: int) -> Path:
         return copied / f"shards/{number:05d}.tar"
 
@@ -145,7 +144,7 @@ DAMAGES: list[tuple[str, str, Callable[[Path], object], int]] = [
 
 
 @pytest.mark.parametrize("number", range(len(DAMAGES)))
-def test_damage_is_reported_deleted_and_fetched_again(made: Any, copied: Path, site: Site, number: int) -> None:
+def test_damage_is_reported_deleted_and_fetched_again(made, copied, site, number):
     path, reported, damage, lost = DAMAGES[number]
     before = contents(copied)
     damage(copied / path)
@@ -159,7 +158,7 @@ def test_damage_is_reported_deleted_and_fetched_again(made: Any, copied: Path, s
     assert verify(copied) == []
 
 
-def test_a_list_that_cannot_be_made_again_is_refused(made: Any, copied: Path, tmp_path: Path) -> None:
+def test_a_list_that_cannot_be_made_again_is_refused(made, copied, tmp_path):
     """Neither another table nor other settings take the place of those that the shards were made with."""
     (copied / PLAN).write_text("[]")
     CliRunner().invoke(command, [str(copied), "--delete-damaged"], standalone_mode=False)
@@ -177,7 +176,7 @@ def test_a_list_that_cannot_be_made_again_is_refused(made: Any, copied: Path, tm
     assert verify(copied) == []
 
 
-def test_what_is_in_the_way_or_unknown_is_left_to_the_user(copied: Path) -> None:
+def test_what_is_in_the_way_or_unknown_is_left_to_the_user(copied):
     shutil.copy(copied / "shards/00000.tar", copied / "shards/later.tar")
     (copied / "removed.txt").write_bytes(b"\xff")
     for name in ("meta/\u00b2.json", "meta/\u00b2.commit"):  # str.isdigit accepts digits that int() does not
@@ -192,7 +191,7 @@ def test_what_is_in_the_way_or_unknown_is_left_to_the_user(copied: Path) -> None
         CliRunner().invoke(command, [str(copied), "--delete-damaged"], catch_exceptions=False)
 
 
-def test_shards_of_others_are_listed_through_links_and_never_deleted(copied: Path, tmp_path: Path) -> None:
+def test_shards_of_others_are_listed_through_links_and_never_deleted(copied, tmp_path):
     """Regression test: tars in linked folders were not looked for."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/disk").symlink_to(copied / "shards")
@@ -205,9 +204,7 @@ def test_shards_of_others_are_listed_through_links_and_never_deleted(copied: Pat
         CliRunner().invoke(command, [str(tmp_path / "mine"), "--delete-damaged"], catch_exceptions=False)
 
 
-def test_a_repeated_download_reports_a_cut_tar_before_it_requests_anything(
-    made: Any, copied: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_repeated_download_reports_a_cut_tar_before_it_requests_anything(made, copied, monkeypatch):
     monkeypatch.setattr(ingest, "fetch", lambda *_, **__: pytest.fail("the engine was started"))
     sign(copied / RECORD, rows=SHARD + 1, failures={"timeout": 1})
     os.truncate(copied / TAR, 1000)
@@ -218,7 +215,7 @@ def test_a_repeated_download_reports_a_cut_tar_before_it_requests_anything(
     assert contents(copied) == before
 
 
-def test_an_unfinished_download_has_no_manifest_to_verify(copied: Path) -> None:
+def test_an_unfinished_download_has_no_manifest_to_verify(copied):
     (copied / "manifest.json").unlink()
     (copied / "meta/00003.json").unlink()
     with pytest.raises(UserError, match="The download is not finished: run the same `neuclip download` again"):
@@ -268,7 +265,7 @@ OTHER_MEMBERS: list[tuple[Callable[[Members], Members], str]] = [
 ]
 
 
-def test_wrong_members_are_found_even_if_all_digests_agree(made: Any, tmp_path: Path) -> None:
+def test_wrong_members_are_found_even_if_all_digests_agree(made, tmp_path):
     for number, (change, problem) in enumerate(OTHER_MEMBERS):
         folder = Folder(Path(shutil.copytree(made.output, tmp_path / str(number))))
         samples = canonical_tar.samples(folder.tar(1))
@@ -281,7 +278,7 @@ def test_wrong_members_are_found_even_if_all_digests_agree(made: Any, tmp_path: 
         assert any(each.startswith("shards/00001.tar: ") and problem in each for each in problems), (change, problems)
 
 
-def test_commands_that_read_all_shards_name_a_damaged_one(copied: Path) -> None:
+def test_commands_that_read_all_shards_name_a_damaged_one(copied):
     """Regression test: they reported a fault of the program."""
     for damage in (lambda path: path.write_bytes(b"x"), Path.unlink):
         damage(copied / TAR)
@@ -290,7 +287,7 @@ def test_commands_that_read_all_shards_name_a_damaged_one(copied: Path) -> None:
                 work(copied)
 
 
-def test_removal_updates_the_report_and_the_datasheet(copied: Path, tmp_path: Path) -> None:
+def test_removal_updates_the_report_and_the_datasheet(copied, tmp_path):
     write_report(copied)
     (tmp_path / "names").write_text("0000000003\n")
     result = CliRunner().invoke(command, [str(copied), "--remove", str(tmp_path / "names")], standalone_mode=False)
@@ -303,7 +300,7 @@ def test_removal_updates_the_report_and_the_datasheet(copied: Path, tmp_path: Pa
     assert [problem.kind for problem in verify(copied)] == ["stale"]
 
 
-def test_removal_changes_only_affected_shards_and_is_permanent(made: Any, copied: Path, site: Site) -> None:
+def test_removal_changes_only_affected_shards_and_is_permanent(made, copied, site):
     before = {path.name: path.read_bytes() for path in copied.glob("shards/*.tar")}
     uid, url, digest = f"{7:032x}", f"{site.base}/8.jpg", hashlib.sha256(jpeg(side=45)).hexdigest()
     done, manifest = remove(copied, {uid, url, digest, "0000000010", "unknown"})
@@ -326,7 +323,7 @@ def test_removal_changes_only_affected_shards_and_is_permanent(made: Any, copied
     assert (again.digest, again.failures) == (manifest.digest, {"removed": 4})
 
 
-def test_a_removal_list_is_read_as_people_write_it(copied: Path, site: Site, tmp_path: Path) -> None:
+def test_a_removal_list_is_read_as_people_write_it(copied, site, tmp_path):
     """Regression test: a mark of the encoding and capitals in hashes hid names, and U+2028 split one into others."""
     digest = hashlib.sha256(jpeg(side=45)).hexdigest()
     listed = tmp_path / "list.txt"
@@ -342,7 +339,7 @@ def test_a_removal_list_is_read_as_people_write_it(copied: Path, site: Site, tmp
     assert CliRunner().invoke(command, [str(copied), "--remove", str(listed)], standalone_mode=False).return_value == 0
 
 
-def test_duplicates_are_found_and_can_be_removed(copied: Path, tmp_path: Path) -> None:
+def test_duplicates_are_found_and_can_be_removed(copied, tmp_path):
     found = duplicates.find_duplicates(copied)
     assert found.exact == [["0000000002", "0000000009"]]
     assert found.near == {"0000000020": "0000000004"}, "the same image, resized and recompressed"
@@ -356,7 +353,7 @@ def test_duplicates_are_found_and_can_be_removed(copied: Path, tmp_path: Path) -
     assert duplicates.find_duplicates(copied) == duplicates.Duplicates([], {})
 
 
-def test_images_that_cannot_be_compared_are_reported(tmp_path: Path) -> None:
+def test_images_that_cannot_be_compared_are_reported(tmp_path):
     """Two 16-bit images are not duplicates, although clipped to white they were; a damaged one is named."""
     folder, ramp = tmp_path / "mine", np.tile(np.arange(20000, 60000, 400, dtype=np.uint16), (100, 1))
     members = [(f"s{k}.txt", b"a caption") for k in range(3)]
@@ -372,7 +369,7 @@ def test_images_that_cannot_be_compared_are_reported(tmp_path: Path) -> None:
     assert "1 images cannot be decoded and were not compared: s2" in result.output
 
 
-def test_identical_images_of_shards_from_elsewhere_are_exact_duplicates(tmp_path: Path) -> None:
+def test_identical_images_of_shards_from_elsewhere_are_exact_duplicates(tmp_path):
     """No record has their hashes; the stored bytes are compared, and the names are what --remove accepts."""
     folder, bodies = tmp_path / "mine", []
     for seed in range(3):
@@ -394,7 +391,7 @@ def test_identical_images_of_shards_from_elsewhere_are_exact_duplicates(tmp_path
     assert "1 samples removed from 1 shards" in result.output
 
 
-def test_names_of_any_bytes_are_found_and_removed(tmp_path: Path) -> None:
+def test_names_of_any_bytes_are_found_and_removed(tmp_path):
     """Regression tests: such a name ended the search (70), and a name with a blank was removed with the one without."""
     folder, odd = tmp_path / "mine", os.fsdecode(b"caf\xe9")
     folder.mkdir()
@@ -417,14 +414,14 @@ def test_names_of_any_bytes_are_found_and_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("option", [["--duplicates"], ["--overlap", "suite"]])
-def test_an_unwritable_list_is_rejected_before_the_search(copied: Path, option: list[str]) -> None:
+def test_an_unwritable_list_is_rejected_before_the_search(copied, option):
     arguments = [str(copied), *option, str(copied / "nowhere" / "list.txt")]
     with pytest.raises(UserError, match="its folder does not exist"):
         CliRunner().invoke(command, arguments, catch_exceptions=False)
 
 
 @pytest.mark.parametrize("option", [[], ["--delete-damaged"], ["--duplicates", "list"]])
-def test_shards_outside_the_folder_are_rejected_in_plain_words(copied: Path, option: list[str]) -> None:
+def test_shards_outside_the_folder_are_rejected_in_plain_words(copied, option):
     manifest = load_manifest(copied)
     rows = [(s.name, s.samples, s.bytes, s.sha256) for s in manifest.shards]
     rows[0] = ("s3://bucket/00000.tar", *rows[0][1:])
@@ -435,7 +432,7 @@ def test_shards_outside_the_folder_are_rejected_in_plain_words(copied: Path, opt
         verify("s3://bucket/data")
 
 
-def test_shards_elsewhere_are_compared_with_consent_only(copied: Path, tmp_path: Path) -> None:
+def test_shards_elsewhere_are_compared_with_consent_only(copied, tmp_path):
     (tmp_path / "list").mkdir()
     pattern = str(copied / "shards" / "{00000..00003}.tar")
     CliRunner().invoke(manifest_command, [str(tmp_path / "list"), "--shards", pattern], catch_exceptions=False)
@@ -447,7 +444,7 @@ def test_shards_elsewhere_are_compared_with_consent_only(copied: Path, tmp_path:
         assert (tmp_path / "found.txt").read_text()
 
 
-def test_samples_without_an_image_are_called_incomplete(tmp_path: Path) -> None:
+def test_samples_without_an_image_are_called_incomplete(tmp_path):
     pictures = [(f"{k}.jpg", jpeg()) for k in range(4)]
     members = sorted([*pictures, *((f"{k}.txt", b"a caption") for k in range(5))])
     canonical_tar.write(tmp_path / "a.tar", members)
@@ -455,7 +452,7 @@ def test_samples_without_an_image_are_called_incomplete(tmp_path: Path) -> None:
     assert [str(problem) for problem in verify(tmp_path)] == ["a.tar: incomplete: sample 4 has no image, only txt"]
 
 
-def test_overlap_with_evaluation_sets_is_found(copied: Path, tmp_path: Path) -> None:
+def test_overlap_with_evaluation_sets_is_found(copied, tmp_path):
     path = tmp_path / "suite/wds_pets_test/test/0.tar"
     path.parent.mkdir(parents=True)
     members = [("s0.cls", b"3"), ("s0.jpg", jpeg(side=53)), ("s1.cls", b"1"), ("s1.png", encoded(picture(90), "PNG"))]
@@ -469,7 +466,7 @@ def test_overlap_with_evaluation_sets_is_found(copied: Path, tmp_path: Path) -> 
         duplicates.find_overlap(copied, tmp_path / "none")
 
 
-def test_overlap_is_found_in_every_layout_of_a_suite(copied: Path, tmp_path: Path) -> None:
+def test_overlap_is_found_in_every_layout_of_a_suite(copied, tmp_path):
     """Regression test: sets outside of tars, such as Flickr30k's parquet, were passed over without a word."""
     suite = tmp_path / "suite"
     for kind, side in (("cup", 45), ("mug", 190)):
@@ -487,7 +484,7 @@ def test_overlap_is_found_in_every_layout_of_a_suite(copied: Path, tmp_path: Pat
         assert "gone is not compared: " in result.output
 
 
-def test_overlap_is_found_by_the_hash_of_what_was_served(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overlap_is_found_by_the_hash_of_what_was_served(copied, monkeypatch):
     """Regression test: a copy whose stored image looks a little different was missed."""
     number = itertools.count()
     monkeypatch.setattr(duplicates, "signature", lambda body: (next(number) * 0x9E3779B97F4A7C15 % 2**64, bytes(192)))
@@ -497,7 +494,7 @@ def test_overlap_is_found_by_the_hash_of_what_was_served(copied: Path, monkeypat
 
 
 @pytest.mark.parametrize("distance", [0, 1, 3])
-def test_near_duplicates_equal_those_of_an_all_pairs_search(distance: int) -> None:
+def test_near_duplicates_equal_those_of_an_all_pairs_search(distance):
     """Pairs, not chains: what resembles only a sample that is not kept is kept itself."""
     generator = np.random.default_rng(distance)
     base = generator.integers(0, 2**64, 60, dtype=np.uint64)
@@ -526,7 +523,7 @@ def signature(image: Image.Image, *, size: tuple[int, int] = (512, 384), quality
     return duplicates.stacked([duplicates.signature(encoded(image.resize(size), "JPEG", quality=quality))])
 
 
-def test_signatures_survive_scaling_and_compression_and_tell_colours_apart() -> None:
+def test_signatures_survive_scaling_and_compression_and_tell_colours_apart():
     image = picture(64).resize((512, 384), Image.Resampling.BICUBIC)
     one, other = signature(image), signature(image, size=(256, 192), quality=60)
     assert int(one.hashes[0] ^ other.hashes[0]).bit_count() <= 3

@@ -63,7 +63,7 @@ def evaluated(messages: list[str]) -> list[list[int]]:
     ]
 
 
-def test_the_newest_checkpoint_is_evaluated_alone_first_then_older_ones_in_groups(tmp_path: Path, suite: Suite) -> None:
+def test_the_newest_checkpoint_is_evaluated_alone_first_then_older_ones_in_groups(tmp_path, suite):
     for step in (100, 200, 300, 400):
         save_step(tmp_path, step)
     messages: list[str] = []
@@ -78,7 +78,7 @@ def test_the_newest_checkpoint_is_evaluated_alone_first_then_older_ones_in_group
     assert len(evaluated(messages)) == 4
 
 
-def test_step_selection(tmp_path: Path, suite: Suite) -> None:
+def test_step_selection(tmp_path, suite):
     for step in (100, 150, 200, 250):
         save_step(tmp_path, step)
     messages: list[str] = []
@@ -86,7 +86,7 @@ def test_step_selection(tmp_path: Path, suite: Suite) -> None:
     assert evaluated(messages) == [[200], [100]]
 
 
-def test_a_damaged_checkpoint_is_abandoned_and_does_not_block_others(tmp_path: Path, suite: Suite) -> None:
+def test_a_damaged_checkpoint_is_abandoned_and_does_not_block_others(tmp_path, suite):
     for step in (100, 200, 300):
         save_step(tmp_path, step)
     broken = tmp_path / "checkpoints/step-00000200/open_clip_model.safetensors"
@@ -106,7 +106,7 @@ def test_a_damaged_checkpoint_is_abandoned_and_does_not_block_others(tmp_path: P
     assert set(states(watcher).values()) == {DONE}
 
 
-def test_a_failed_task_is_retried_later_and_finished_results_are_kept(tmp_path: Path, suite: Suite) -> None:
+def test_a_failed_task_is_retried_later_and_finished_results_are_kept(tmp_path, suite):
     save_step(tmp_path / "run", 100)
     root = tmp_path / "suite"
     write_classification(root, TASKS["cifar10"], samples=8)
@@ -125,9 +125,7 @@ def test_a_failed_task_is_retried_later_and_finished_results_are_kept(tmp_path: 
     assert first.stat().st_ino == inode
 
 
-def test_a_checkpoint_that_is_removed_during_its_evaluation_is_not_called_abandoned(
-    tmp_path: Path, suite: Suite, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_that_is_removed_during_its_evaluation_is_not_called_abandoned(tmp_path, suite, monkeypatch):
     def removed(spec: str, **_: object) -> object:
         shutil.rmtree(spec)
         raise UserError("There is no model.")
@@ -149,7 +147,7 @@ def replace_checkpoint(run: Path, step: int, *, weights_of: int) -> None:
         os.utime(file, (dates.st_atime, dates.st_mtime))
 
 
-def test_a_replaced_checkpoint_is_evaluated_again(tmp_path: Path, suite: Suite) -> None:
+def test_a_replaced_checkpoint_is_evaluated_again(tmp_path, suite):
     """Regression test: a checkpoint that took another's name was never scored."""
     run, messages = tmp_path / "run", list[str]()
     save_step(run, 100)
@@ -166,9 +164,7 @@ def test_a_replaced_checkpoint_is_evaluated_again(tmp_path: Path, suite: Suite) 
     assert len(evaluated(messages)) == 2
 
 
-def test_a_read_only_run_is_refused_with_its_name(
-    tmp_path: Path, suite: Suite, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_only_run_is_refused_with_its_name(tmp_path, suite, monkeypatch):
     save_step(tmp_path, 100)
 
     def refuse(*_: object, **__: object) -> None:
@@ -179,9 +175,7 @@ def test_a_read_only_run_is_refused_with_its_name(
         make_watcher(tmp_path, suite, [])
 
 
-def test_an_interrupted_watcher_releases_its_lease(
-    tmp_path: Path, suite: Suite, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_watcher_releases_its_lease(tmp_path, suite, monkeypatch):
     save_step(tmp_path, 100)
     watcher = make_watcher(tmp_path, suite, [])
 
@@ -197,7 +191,7 @@ def test_an_interrupted_watcher_releases_its_lease(
     assert make_watcher(tmp_path, suite, []).step()  # immediately, without waiting for the lease to expire
 
 
-def test_command_line_errors_name_the_mistake(tmp_path: Path, suite: Suite) -> None:
+def test_command_line_errors_name_the_mistake(tmp_path, suite):
     from jobs.watch import command
 
     arguments = [str(tmp_path), "--suite", str(suite.folder), "--once"]
@@ -218,7 +212,7 @@ def calls(text: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("path", sorted(CLUSTER.glob("watch-*")), ids=lambda path: path.name)
-def test_templates_call_the_program_with_valid_arguments(path: Path) -> None:
+def test_templates_call_the_program_with_valid_arguments(path):
     from jobs.watch import command
 
     text = path.read_text()
@@ -233,7 +227,7 @@ def test_templates_call_the_program_with_valid_arguments(path: Path) -> None:
         subprocess.run(["bash", "-n", path], check=True)
 
 
-def test_a_subset_of_finished_tasks_does_not_count_as_finished(tmp_path: Path) -> None:
+def test_a_subset_of_finished_tasks_does_not_count_as_finished(tmp_path):
     save_step(tmp_path / "run", 100)
     root = tmp_path / "suite"
     for key in ("cifar10", "mnist"):
@@ -245,7 +239,7 @@ def test_a_subset_of_finished_tasks_does_not_count_as_finished(tmp_path: Path) -
     assert [line.partition(": ")[2] for line in messages if "done" in line] == ["1 tasks done.", "2 tasks done."]
 
 
-def test_result_files_take_precedence_over_the_ledger(tmp_path: Path, suite: Suite) -> None:
+def test_result_files_take_precedence_over_the_ledger(tmp_path, suite):
     for step in (100, 200, 300):
         save_step(tmp_path, step)
     messages: list[str] = []
@@ -265,7 +259,7 @@ def test_result_files_take_precedence_over_the_ledger(tmp_path: Path, suite: Sui
     assert again.step(), "the same watcher detects it, too"
 
 
-def test_a_checkpoint_that_is_being_copied_is_ignored(tmp_path: Path, suite: Suite) -> None:
+def test_a_checkpoint_that_is_being_copied_is_ignored(tmp_path, suite):
     whole, run = save_step(tmp_path / "other", 100), tmp_path / "run"
     names = ("open_clip_config.json", "open_clip_model.safetensors")
     files = {name: {"bytes": (whole / name).stat().st_size, "sha256": sha256_of(whole / name)} for name in names}
@@ -286,7 +280,7 @@ def test_a_checkpoint_that_is_being_copied_is_ignored(tmp_path: Path, suite: Sui
     assert [path.name for path in watcher.ledgers[run].folder.glob("*/lease-*.json")] == ["lease-0001.json"]
 
 
-def test_stray_files_do_not_stop_a_watcher(tmp_path: Path, suite: Suite) -> None:
+def test_stray_files_do_not_stop_a_watcher(tmp_path, suite):
     save_step(tmp_path, 100)
     for name in (
         "checkpoints/step-old",
@@ -311,7 +305,7 @@ def test_stray_files_do_not_stop_a_watcher(tmp_path: Path, suite: Suite) -> None
     assert (tmp_path / "evaluation/step-x").is_dir()
 
 
-def test_the_ledger_treats_other_data_or_settings_as_another_suite(tmp_path: Path) -> None:
+def test_the_ledger_treats_other_data_or_settings_as_another_suite(tmp_path):
     """The identity depends on contents: the folder's data matters, its name does not."""
     roots = [tmp_path / "a/mini", tmp_path / "b/mini", tmp_path / "c/mini"]
     for root, seed in zip(roots, (0, 0, 1), strict=True):
@@ -327,7 +321,7 @@ def test_the_ledger_treats_other_data_or_settings_as_another_suite(tmp_path: Pat
     assert same == suite_identity(open_suite(roots[1]), settings, known=known)
 
 
-def test_messages_about_many_failures_are_short() -> None:
+def test_messages_about_many_failures_are_short():
     text = brief({f"task{number}": "a reason " * 200 for number in range(38)})
     assert len(text) < 1200
     assert "and 35 more tasks failed" in text
@@ -344,7 +338,7 @@ def scalars(run: Path) -> dict[str, list[tuple[int, float]]]:
     }
 
 
-def test_scores_are_in_tensorboard_without_another_command(tmp_path: Path) -> None:
+def test_scores_are_in_tensorboard_without_another_command(tmp_path):
     """`neuclip watch` and `neuclip evaluate` write them at the checkpoint's step; nothing is left behind."""
     from jobs.evaluate import command as evaluate
     from jobs.watch import command as watch

@@ -41,7 +41,7 @@ def kill(lease: Lease) -> None:
     lease._end_heartbeat()
 
 
-def test_a_checkpoint_has_one_owner_and_then_one_outcome(tmp_path: Path) -> None:
+def test_a_checkpoint_has_one_owner_and_then_one_outcome(tmp_path):
     first, second = watcher(tmp_path), watcher(tmp_path)
     lease = claimed(first)
     assert second.claim(NAME) is None
@@ -54,7 +54,7 @@ def test_a_checkpoint_has_one_owner_and_then_one_outcome(tmp_path: Path) -> None
     again.end(RELEASED)
 
 
-def test_attempts_that_fail_or_kill_their_watchers_are_few_and_released_ones_do_not_count(tmp_path: Path) -> None:
+def test_attempts_that_fail_or_kill_their_watchers_are_few_and_released_ones_do_not_count(tmp_path):
     clock = Clock()
     ledger = watcher(tmp_path, clock=clock)
     for _ in range(5):
@@ -76,7 +76,7 @@ def test_attempts_that_fail_or_kill_their_watchers_are_few_and_released_ones_do_
     assert ledger.outcome(NAME)["how"] == DONE
 
 
-def test_dead_watchers_are_detected_by_the_clock_of_the_observer(tmp_path: Path) -> None:
+def test_dead_watchers_are_detected_by_the_clock_of_the_observer(tmp_path):
     clock = Clock()
     lease, observer = claimed(watcher(tmp_path)), watcher(tmp_path, clock=clock)
     kill(lease)
@@ -90,7 +90,7 @@ def test_dead_watchers_are_detected_by_the_clock_of_the_observer(tmp_path: Path)
     kill(successor)
 
 
-def test_heartbeats_keep_a_lease(tmp_path: Path) -> None:
+def test_heartbeats_keep_a_lease(tmp_path):
     clock = Clock()
     lease, observer = claimed(watcher(tmp_path)), watcher(tmp_path, clock=clock)
     kill(lease)  # stops only its thread; the test writes the heartbeats itself
@@ -103,9 +103,7 @@ def test_heartbeats_keep_a_lease(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("skew", [-1e9, 1e9])
-def test_clocks_of_other_machines_and_their_settings_do_not_matter(
-    skew: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clocks_of_other_machines_and_their_settings_do_not_matter(skew, tmp_path, monkeypatch):
     """Both clocks of the observer and all dates are decades away; it would beat more often than the owner does."""
     lease, clock = claimed(Ledger(tmp_path, ttl=600, clock=Clock())), Clock()
     kill(lease)
@@ -126,7 +124,7 @@ def test_clocks_of_other_machines_and_their_settings_do_not_matter(
     kill(successor)
 
 
-def test_only_one_watcher_takes_over_and_a_resumed_one_cannot_overwrite(tmp_path: Path) -> None:
+def test_only_one_watcher_takes_over_and_a_resumed_one_cannot_overwrite(tmp_path):
     clock = Clock()
     sleeper = claimed(watcher(tmp_path))
     kill(sleeper)
@@ -147,7 +145,7 @@ def _claim(folder: str, barrier: object, queue: object) -> None:
     queue.put(lease is not None)
 
 
-def test_only_one_of_several_concurrent_claims_gets_the_lease(tmp_path: Path) -> None:
+def test_only_one_of_several_concurrent_claims_gets_the_lease(tmp_path):
     context = multiprocessing.get_context("fork")
     for number in range(2):
         barrier, queue = context.Barrier(6), context.Queue()
@@ -161,7 +159,7 @@ def test_only_one_of_several_concurrent_claims_gets_the_lease(tmp_path: Path) ->
         assert sum(won) == 1
 
 
-def test_exclusive_creation_is_atomic_even_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exclusive_creation_is_atomic_even_without_hard_links(tmp_path, monkeypatch):
     assert create_once(tmp_path / "a", "first")
     assert not create_once(tmp_path / "a", "second")
     assert (tmp_path / "a").read_text() == "first"
@@ -176,9 +174,7 @@ def test_exclusive_creation_is_atomic_even_without_hard_links(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("answer", [OSError("stale answer"), FileExistsError("asked again")])
-def test_a_lost_server_reply_is_detected_by_the_link_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: OSError
-) -> None:
+def test_a_lost_server_reply_is_detected_by_the_link_count(tmp_path, monkeypatch, answer):
     link = module.os.link
 
     def lose(source: Path, target: Path) -> None:
@@ -190,9 +186,7 @@ def test_a_lost_server_reply_is_detected_by_the_link_count(
     assert (tmp_path / "a").read_text() == "mine"
 
 
-def test_heartbeats_run_in_the_background_and_survive_disk_errors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_heartbeats_run_in_the_background_and_survive_disk_errors(tmp_path, monkeypatch):
     lease = Ledger(tmp_path, ttl=0.06).claim(NAME)
     beat = tmp_path / NAME / "lease-0001.beat"
     waits = threading.Event()

@@ -51,7 +51,7 @@ class KillingImages(LockedImages):
         raise AssertionError
 
 
-def test_locks_that_are_held_when_workers_start_are_not_copied() -> None:
+def test_locks_that_are_held_when_workers_start_are_not_copied():
     images = ImagePass(LockedImages(), {"a": make_model(0).preprocess}, micro_batch=2, batch_size=1, workers=2)
     with LOCK:
         ((number, valid, tensors),) = images.run()
@@ -59,7 +59,7 @@ def test_locks_that_are_held_when_workers_start_are_not_copied() -> None:
     assert set(tensors) == {"a"}
 
 
-def test_workers_do_not_run_the_users_script_again(tmp_path: Path) -> None:
+def test_workers_do_not_run_the_users_script_again(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     done = subprocess.run(
         [sys.executable, tmp_path / "script.py"], cwd=Path(__file__).parents[2], capture_output=True, text=True,
@@ -68,7 +68,7 @@ def test_workers_do_not_run_the_users_script_again(tmp_path: Path) -> None:
     assert done.stdout.split("\n")[:2] == ["started", "[[0, 1], [2, 3]]"], done.stderr
 
 
-def test_a_worker_that_cannot_import_what_it_needs_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_cannot_import_what_it_needs_says_so(tmp_path, monkeypatch):
     source = "from tests.unit.test_workers import LockedImages\n\nclass Images(LockedImages): ...\n"
     (tmp_path / "replaced.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
@@ -80,7 +80,7 @@ def test_a_worker_that_cannot_import_what_it_needs_says_so(tmp_path: Path, monke
         next(images.run())
 
 
-def test_a_worker_that_is_killed_is_reported() -> None:
+def test_a_worker_that_is_killed_is_reported():
     images = ImagePass(KillingImages(), {"a": make_model(0).preprocess}, micro_batch=2, batch_size=1, workers=1)
     with pytest.raises(TaskError, match=r"was killed .*memory.*Lower `workers` or `batch_size`"):
         next(images.run())

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,7 +24,7 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     return group._get_backend(torch.device("cpu")).options._timeout
 
 
-def test_existing_process_groups_get_the_timeout_of_the_run() -> None:
+def test_existing_process_groups_get_the_timeout_of_the_run():
     with start_world(timeout_minutes=3.0):
         theirs = dist.new_group([0])
         assert timeout_of(theirs) != timedelta(minutes=7)
@@ -35,7 +34,7 @@ def test_existing_process_groups_get_the_timeout_of_the_run() -> None:
     assert not dist.is_initialized()
 
 
-def test_processes_started_by_srun_without_a_world_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_started_by_srun_without_a_world_are_rejected(monkeypatch):
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
@@ -46,7 +45,7 @@ def test_processes_started_by_srun_without_a_world_are_rejected(monkeypatch: pyt
         assert one.size == 1
 
 
-def test_a_process_without_launcher_leaves_its_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_without_launcher_leaves_its_environment_as_it_was(monkeypatch):
     """A port that stays in the environment was met again by every training run that this process started later."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")
     for name in names:
@@ -64,7 +63,7 @@ def test_a_process_without_launcher_leaves_its_environment_as_it_was(monkeypatch
     assert not os.environ.keys() & set(names)
 
 
-def test_a_run_folder_in_use_by_another_process_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_folder_in_use_by_another_process_is_rejected(tmp_path, monkeypatch):
     run = parse_recipe({"output": str(tmp_path), "samples": 8_000, "batch_size": 8, "data": {"sources": "nowhere"}})
     with hold_folder(run, world=World()):
         pass  # the lock is released on exit
@@ -83,7 +82,7 @@ def test_a_run_folder_in_use_by_another_process_is_rejected(tmp_path: Path, monk
         pass
 
 
-def test_a_process_group_is_kept_only_where_destroying_it_would_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_group_is_kept_only_where_destroying_it_would_block(monkeypatch):
     """This is NCCL with several ranks after an error; a single process cannot create it, so it is mocked."""
     destroyed = []
     monkeypatch.setattr(dist, "is_initialized", lambda: bool(joined) and not destroyed)
@@ -111,7 +110,7 @@ def test_a_process_group_is_kept_only_where_destroying_it_would_block(monkeypatc
         assert bool(destroyed) == expected, (device, size, fails)
 
 
-def test_a_process_with_a_process_group_exits_immediately_with_its_message_and_code() -> None:
+def test_a_process_with_a_process_group_exits_immediately_with_its_message_and_code():
     program = """
 import atexit, sys
 import torch.distributed as dist
@@ -130,7 +129,7 @@ _fail("one rank's trouble", 2)
 
 
 @pytest.mark.parametrize(("ranks", "code"), [(1, 3), (2, 3), (1, 130), (1, 2)])
-def test_one_of_several_ranks_exits_without_interpreter_shutdown(ranks: int, code: int) -> None:
+def test_one_of_several_ranks_exits_without_interpreter_shutdown(ranks, code):
     # gloo's threads may use the interpreter after its shutdown has begun; atexit handlers still run.
     program = """
 import atexit, os, sys, threading

@@ -30,7 +30,7 @@ EXPERT = frozenset(
     objective.tau_schedule objective.tau_lr_fall objective.gamma_decay_epochs objective.npn_objective
     objective.npn_schedule objective.npn_update objective.npn_precision objective.reset_accumulator
     objective.restart_with objective.stop_gradient source.hash_kind source.rows guard.max_pixels
-    guard.host_connections guard.backoff fetch.total_timeout monitor.probe blank_class relock ttl together
+    guard.host_connections guard.backoff fetch.total_timeout monitor.probe blank_class relock together
     """.split()  # noqa: SIM905
 )
 """Settings that hardly anybody changes: `neuclip settings` shows them when asked, docs/settings.md leaves them out."""
@@ -158,7 +158,7 @@ def programs() -> dict[str, list[tuple[str, Any, str]]]:
     """Programs with their sections (heading, class, dotted prefix), without the objective's section."""
     from data_prep.settings.download_config import DownloadConfig
     from pipeline.evaluation.run.session import EvaluationConfig
-    from pipeline.evaluation.watch.watcher import WatchConfig
+    from pipeline.evaluation.watcher import WatchConfig
     from pipeline.training.recipe import RunConfig
     from pipeline.training.recipe_file import RecipeKeys, ScheduleKeys
 

@@ -268,7 +268,7 @@ def _evaluate(recipe: Path | None, settings: list[str]) -> None:
 
 def _watch(recipe: Path | None, settings: list[str]) -> None:
     from pipeline.evaluation.run.session import EvaluationConfig
-    from pipeline.evaluation.watch.watcher import WatchConfig
+    from pipeline.evaluation.watcher import WatchConfig
 
     tree = parse_overrides(settings)
     parse(EvaluationConfig, tree.pop("evaluation", {}), prefix="evaluation")

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import UserError
 from pipeline.evaluation.datasets.suite import Entry, Suite, files_of
-from pipeline.evaluation.datasets.task_data import TaskData, file_facts, plain
+from pipeline.evaluation.datasets.task_data import TaskData, plain
 from pipeline.evaluation.protocol import PROTOCOLS
-from pipeline.files import read_tree, sha256_of, write_text
+from pipeline.files import sha256_of
 from pipeline.versions import version_of, versions
 
 if TYPE_CHECKING:
@@ -132,51 +132,27 @@ def _digest(facts: Any) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=list).encode()).hexdigest()
 
 
-def suite_identity(suite: Suite, config: EvaluationConfig, *, known: Path) -> str:
-    """The suite's name with a digest of its tasks, their files' contents and the settings that can change a score.
+def suite_identity(suite: Suite, config: EvaluationConfig) -> str:
+    """The suite's name with a digest of its tasks, their files and the settings that can change a score.
 
-    A renamed folder gives another name but the same digest; other data under the same name gives another digest. The
-    code is not part of it: after an update, watchers do not score again what has scores. A part of a suite has another
-    identity than the whole. `known` is the file of `Digests`; the evaluation itself always reads all files.
+    Of every file the size and the first 64 kB count: this is for watchers, which decide by it what has been done,
+    while an evaluation compares the whole contents with the lock. A renamed folder gives another name but the same
+    digest. The code is not part of it: after an update, watchers do not score again what has scores. A part of a
+    suite has another identity than the whole.
 
     Raises:
         UserError: A file of the suite cannot be read.
     """
-    digests = Digests(known)
     digest = hashlib.sha256(json.dumps([getattr(config, name) for name in SETTINGS]).encode())
     try:
         for entry in suite.entries:
             digest.update(f"{entry.task.key} {entry.task.main_metric} {entry.own}\n".encode())
             for name, path in files_of(entry):
-                digest.update(f"{digests.of(path)}  {name}\n".encode())
+                digest.update(f"{path.stat().st_size} {name}\n".encode())
+                with path.open("rb") as file:
+                    digest.update(file.read(2**16))
     except OSError as error:
         raise UserError(
             f"{plain(error.filename)} of the suite {suite.name} cannot be read: {error.strerror}."
         ) from error
-    digests.write()
     return f"{suite.name}-{digest.hexdigest()[:12]}"
-
-
-class Digests:
-    """SHA-256 of files, remembered by path, size, dates and inode in the file `known`, so that they are read once."""
-
-    def __init__(self, known: Path) -> None:
-        self._path, self._changed = known, False
-        self._known = read_tree(known)
-
-    def of(self, path: Path) -> str:
-        facts, key = [*file_facts(path)], str(path.resolve())
-        stored = self._known.get(key)
-        if isinstance(stored, list) and stored[:-1] == facts:
-            return str(stored[-1])
-        digest = sha256_of(path)
-        self._known[key], self._changed = [*facts, digest], True
-        return digest
-
-    def write(self) -> None:
-        if not self._changed:
-            return
-        try:
-            write_text(self._path, json.dumps(self._known) + "\n")
-        except OSError as error:
-            raise UserError(f"{error.filename or self._path} cannot be written: {error.strerror}.") from error

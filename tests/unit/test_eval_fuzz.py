@@ -21,7 +21,6 @@ from pipeline.evaluation.protocol import PROTOCOLS
 from pipeline.evaluation.run import images
 from pipeline.evaluation.run.images import PixelCache
 from pipeline.evaluation.run.results import SuiteLock, read_outcomes, read_result
-from pipeline.evaluation.watch.watcher import Candidates
 from pipeline.model.evaluation_model import load_for_evaluation
 from pipeline.report.stored_scores import read_evaluations
 from tests.checkpoints import QUICK, make_model, save_step
@@ -132,7 +131,6 @@ def test_damaged_records_and_results_raise_only_documented_errors(tmp_path):
             pass
         read_result(results / "mnist.json")
         read_outcomes(results / "mnist.json", "")
-        Candidates(run, every=1).has_results(checkpoint, opened)
         read_evaluations(results.parent, lambda step: step, [])
         path.write_bytes(body)
 

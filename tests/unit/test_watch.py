@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -18,12 +19,13 @@ from click.testing import CliRunner
 import jobs
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
+from pipeline.evaluation import ledger as ledgers
 from pipeline.evaluation.datasets.datacomp import TASKS
 from pipeline.evaluation.datasets.suite import Suite, open_suite
 from pipeline.evaluation.identity import suite_identity
+from pipeline.evaluation.ledger import ATTEMPTS, DONE, FAILED, LEDGER_FOLDER, RELEASED, Ledger, forget_after
 from pipeline.evaluation.run.session import EvaluationConfig
-from pipeline.evaluation.watch.ledger import DONE, FAILED, LEDGER_FOLDER, forget_after
-from pipeline.evaluation.watch.watcher import WatchConfig, Watcher, brief
+from pipeline.evaluation.watcher import WatchConfig, Watcher, brief
 from pipeline.files import sha256_of
 from tests.checkpoints import save_step
 from tests.evaluation_suite import write_classification
@@ -40,11 +42,11 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Suite:
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.evaluation.watch.watcher.RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("pipeline.evaluation.watcher.RETRY_SECONDS", 0.0)
 
 
 def make_watcher(run: Path, suite: Suite, messages: list[str], **settings: object) -> Watcher:
-    config = WatchConfig(**{"ttl": 30.0, "interval": 0.01, **settings})
+    config = WatchConfig(**{"interval": 0.01, **settings})
     processes = (World(), torch.device("cpu"))
     quick = EvaluationConfig(workers=0, micro_batch=8)
     return Watcher([run], suite=suite, config=config, evaluation=quick, processes=processes, say=messages.append)
@@ -96,7 +98,7 @@ def test_a_damaged_checkpoint_is_abandoned_and_does_not_block_others(tmp_path, s
     assert not watcher.run(threading.Event(), once=True)
     assert any("step-00000200 is abandoned after 3 attempts" in line for line in messages)
     assert states(watcher) == {"step-00000100": DONE, "step-00000200": FAILED, "step-00000300": DONE}
-    assert [name for name, _ in watcher.abandoned()] == ["step-00000200"]
+    assert [path.name for _, path in watcher.abandoned()] == ["step-00000200"]
     assert "step-00000200" in watcher.ledgers[tmp_path].outcome("step-00000200")["reason"]
     later: list[str] = []
     assert not make_watcher(tmp_path, suite, later).run(threading.Event(), once=True)
@@ -131,7 +133,7 @@ def test_a_checkpoint_that_is_removed_during_its_evaluation_is_not_called_abando
         raise UserError("There is no model.")
 
     save_step(tmp_path, 100)
-    monkeypatch.setattr("pipeline.evaluation.watch.watcher.load_checkpoint", removed)
+    monkeypatch.setattr("pipeline.evaluation.watcher.load_checkpoint", removed)
     messages: list[str] = []
     assert make_watcher(tmp_path, suite, messages).step()
     assert messages == ["step-00000100 failed, and is tried 3 times at most: There is no model."]
@@ -170,9 +172,9 @@ def test_a_read_only_run_is_refused_with_its_name(tmp_path, suite, monkeypatch):
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied", str(tmp_path / LEDGER_FOLDER))
 
-    monkeypatch.setattr("pipeline.evaluation.identity.write_text", refuse)
+    monkeypatch.setattr(ledgers, "file_lock", refuse)
     with pytest.raises(UserError, match=rf"{LEDGER_FOLDER}.* cannot be written: Permission denied"):
-        make_watcher(tmp_path, suite, [])
+        make_watcher(tmp_path, suite, []).step()
 
 
 def test_an_interrupted_watcher_releases_its_lease(tmp_path, suite, monkeypatch):
@@ -186,9 +188,8 @@ def test_an_interrupted_watcher_releases_its_lease(tmp_path, suite, monkeypatch)
         patch.setattr("pipeline.evaluation.evaluate", interrupt)
         with pytest.raises(KeyboardInterrupt):
             watcher.step()
-    end = json.loads((tmp_path / LEDGER_FOLDER / watcher.identity / "step-00000100/end-0001.json").read_text())
-    assert end["how"] == "released"
-    assert make_watcher(tmp_path, suite, []).step()  # immediately, without waiting for the lease to expire
+    assert states(watcher) == {"step-00000100": RELEASED}
+    assert make_watcher(tmp_path, suite, []).step()
 
 
 def test_command_line_errors_name_the_mistake(tmp_path, suite):
@@ -247,7 +248,7 @@ def test_result_files_take_precedence_over_the_ledger(tmp_path, suite):
     assert watcher.run(threading.Event(), once=True)
     shutil.rmtree(tmp_path / "evaluation/step-00000100")
     (tmp_path / "evaluation/step-00000200/cifar10.json").unlink()
-    (watcher.ledgers[tmp_path].folder / "step-00000300/end-0001.json").write_text("")
+    (watcher.ledgers[tmp_path].folder / "step-00000300/attempt.json").write_text("")
     later: list[str] = []
     again = make_watcher(tmp_path, suite, later)
     assert again.run(threading.Event(), once=True)
@@ -277,7 +278,7 @@ def test_a_checkpoint_that_is_being_copied_is_ignored(tmp_path, suite):
     assert watcher.run(threading.Event(), once=True)
     assert sum("is not complete yet" in line for line in messages) == 1
     assert "failed" not in " ".join(messages)
-    assert [path.name for path in watcher.ledgers[run].folder.glob("*/lease-*.json")] == ["lease-0001.json"]
+    assert watcher.ledgers[run].outcome("step-00000100")["attempts"] == 1
 
 
 def test_stray_files_do_not_stop_a_watcher(tmp_path, suite):
@@ -295,8 +296,7 @@ def test_stray_files_do_not_stop_a_watcher(tmp_path, suite):
     watcher = make_watcher(tmp_path, suite, messages)
     folder = watcher.ledgers[tmp_path].folder / "step-00000100"
     folder.mkdir(parents=True)
-    for name in ("lease-.json", "lease-abc.json", "end-x.json"):
-        (folder / name).write_text("[]")
+    (folder / "attempt.json").write_text("[]")
     (folder.parent / "notes.txt").write_text("stray")
     assert watcher.run(threading.Event(), once=True)
     assert evaluated(messages) == [[100]]
@@ -310,15 +310,53 @@ def test_the_ledger_treats_other_data_or_settings_as_another_suite(tmp_path):
     roots = [tmp_path / "a/mini", tmp_path / "b/mini", tmp_path / "c/mini"]
     for root, seed in zip(roots, (0, 0, 1), strict=True):
         write_classification(root, TASKS["cifar10"], samples=8, seed=seed)
-    known, settings = tmp_path / "digests.json", EvaluationConfig()
-    same, copied, other = (suite_identity(open_suite(root), settings, known=known) for root in roots)
+    settings = EvaluationConfig()
+    same, copied, other = (suite_identity(open_suite(root), settings) for root in roots)
     assert same == copied != other
     assert same.startswith("mini-")
-    assert same != suite_identity(open_suite(roots[0]), EvaluationConfig(blank_class="drop"), known=known)
+    assert same != suite_identity(open_suite(roots[0]), EvaluationConfig(blank_class="drop"))
     (roots[0] / "wds_cifar10_test/classnames.txt").write_text("edited\n")
-    assert same != suite_identity(open_suite(roots[0]), settings, known=known)
-    known.write_text("damaged")
-    assert same == suite_identity(open_suite(roots[1]), settings, known=known)
+    assert same != suite_identity(open_suite(roots[0]), settings)
+
+
+NAME = "step-00000100"
+
+
+def test_a_checkpoint_has_one_owner_and_then_one_outcome(tmp_path):
+    first, second = Ledger(tmp_path), Ledger(tmp_path)
+    lease = first.claim(NAME, weights="a")
+    assert second.claim(NAME, weights="a") is None
+    lease.end(DONE, scores={"a": 0.5})
+    assert second.claim(NAME, weights="a") is None
+    outcome = second.outcome(NAME)
+    assert (outcome["scores"], outcome["how"]) == ({"a": 0.5}, DONE)
+    second.claim(NAME, weights="a", again=True).end(RELEASED)
+
+
+def test_attempts_that_fail_or_kill_their_watchers_are_few_and_released_ones_do_not_count(tmp_path):
+    ledger = Ledger(tmp_path)
+    for _ in range(5):
+        ledger.claim(NAME, weights="a").end(RELEASED)
+    for number in range(ATTEMPTS):
+        lease = ledger.claim(NAME, weights="a")
+        assert not ledger.is_abandoned(NAME, weights="a"), "its watcher is alive"
+        if number:
+            lease.held.close()  # as a kill releases the lock
+        else:
+            lease.end(FAILED)
+    assert ledger.claim(NAME, weights="a") is None
+    assert ledger.is_abandoned(NAME, weights="a")
+    ledger.claim(NAME, weights="b").end(DONE)
+    assert ledger.outcome(NAME)["attempts"] == 1, "of another checkpoint of this name"
+
+
+def test_a_file_system_without_locks_is_used_without(tmp_path, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    Ledger(tmp_path).claim(NAME, weights="a").end(DONE)
+    assert Ledger(tmp_path).outcome(NAME)["how"] == DONE
 
 
 def test_messages_about_many_failures_are_short():

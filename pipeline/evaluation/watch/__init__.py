@@ -1,1 +1,0 @@
-"""Evaluating checkpoints as they appear, with any number of watchers."""

@@ -16,7 +16,7 @@ from pipeline.errors import UserError
 from pipeline.run_files import check_model
 
 if TYPE_CHECKING:
-    from pipeline.evaluation.run.summary import Evaluation
+    from pipeline.evaluation.run.results import Evaluation
 
 EXIT_SOME_FAILED = 1
 SHOWN_LEFT_OUT = 3
@@ -113,7 +113,7 @@ def _heading(sources: Sequence[str]) -> list[str]:
 
 def _report(evaluation: Evaluation) -> list[str]:
     """The summary: all tasks of this suite with these settings, evaluated now or earlier in the same folder."""
-    from pipeline.evaluation.run.summary import describe
+    from pipeline.evaluation.run.results import describe
 
     summary = evaluation.summary
     if summary is None:  # on all processes but the first
@@ -122,7 +122,7 @@ def _report(evaluation: Evaluation) -> list[str]:
     with_earlier = f" ({earlier} of them evaluated earlier)" if earlier else ""
     tasks = "1 task" if len(summary.results) == 1 else f"{len(summary.results)} tasks"
     counts = f"{tasks}{with_earlier}, {len(summary.failures)} failed"
-    lines = [*evaluation.notes, f"{evaluation.model.source}: {counts}"]
+    lines = [f"{evaluation.model.source}: {counts}"]
     lines += [f"FAILED {key}" for key in summary.failures if key not in evaluation.failures]
     lines += [f"Not counted: {key} ({reason})" for key, reason in list(summary.left_out.items())[:SHOWN_LEFT_OUT]]
     if len(summary.left_out) > SHOWN_LEFT_OUT:

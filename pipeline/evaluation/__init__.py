@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pipeline.distributed.world import World
     from pipeline.evaluation.datasets.suite import Suite
+    from pipeline.evaluation.run.results import Evaluation
     from pipeline.evaluation.run.session import EvaluationConfig
-    from pipeline.evaluation.run.summary import Evaluation
     from pipeline.model.evaluation_model import EvaluationModel
 
 
@@ -53,8 +53,8 @@ def evaluate(
     from pipeline.evaluation.datasets.suite import Suite, open_suite
     from pipeline.evaluation.run.checkpoint import load_checkpoint, prepare
     from pipeline.evaluation.run.evaluator import Evaluator
+    from pipeline.evaluation.run.results import write_summary
     from pipeline.evaluation.run.session import EvaluationConfig, Session
-    from pipeline.evaluation.run.summary import write_summary
     from pipeline.model.evaluation_model import EvaluationModel
 
     opened = suite if isinstance(suite, Suite) else open_suite(suite)

@@ -4,6 +4,12 @@ The identity of a result is a flat mapping that the result records. It has three
 architecture, settings, device, code and packages), the task (protocol, metric, groups, columns and prompts of a
 `tasks.yaml`), and the data (files and prompts). A stored result is reused, and an earlier one belongs to a summary,
 only if its identity is the one that an evaluation would have now.
+
+`suite.lock.json` beside the results holds digests of the data that was evaluated first. Later evaluations check them;
+one lock serves all checkpoints of a run, so that every point of a curve is a score over the same data:
+
+    {"suites": {"mini": ["cifar10", ...]},
+     "tasks": {"cifar10": {"data": "<digest>", "files": {"test/0.tar": "<sha256>", ...}}}}
 """
 
 from __future__ import annotations
@@ -13,21 +19,22 @@ import hashlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import UserError
 from pipeline.evaluation.datasets.suite import Entry, Suite, files_of
-from pipeline.evaluation.datasets.task_data import TaskData, plain
+from pipeline.evaluation.datasets.task_data import ACCEPT, TaskData, TaskError, check_digests, plain
 from pipeline.evaluation.protocol import PROTOCOLS
-from pipeline.files import sha256_of
+from pipeline.files import sha256_of, write_json
 from pipeline.versions import version_of, versions
 
 if TYPE_CHECKING:
     from pipeline.evaluation.run.session import EvaluationConfig, Session
     from pipeline.model.evaluation_model import EvaluationModel
 
+LOCK_NAME = "suite.lock.json"
 ROOT = Path(__file__).parents[2]
 _FOLDERS = ("", "checkpoint/", "distributed/", "pictures/", "model/**/", "evaluation/**/")
 SCORED_BY = tuple(f"pipeline/{folder}*.py" for folder in _FOLDERS)
@@ -130,6 +137,82 @@ def code_digest(root: Path, patterns: Sequence[str] = SCORED_BY) -> str:
 
 def _digest(facts: Any) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=list).encode()).hexdigest()
+
+
+@dataclass
+class SuiteLock:
+    """The lock in one file, as it was read when the evaluation started."""
+
+    path: Path
+    suites: dict[str, list[str]] = field(default_factory=dict)
+    """The tasks of every suite that was evaluated, by the suite's name."""
+    tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Digests of every task's files, and one of its data, by key."""
+
+    @classmethod
+    def read(cls, path: Path) -> SuiteLock:
+        """Read the lock from a file; it is empty if there is no file.
+
+        Raises:
+            UserError: The file is damaged.
+        """
+        try:
+            tree = json.loads(path.read_text(encoding="utf-8"))
+            return cls(path, tree["suites"], tree["tasks"])
+        except FileNotFoundError:
+            return cls(path)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{path} is damaged ({plain(repr(error), longest=200)}), so data cannot be compared "
+                "with what was evaluated first. Restore it, or remove it to write it anew."
+            ) from error
+
+    def lost(self, suite: Suite) -> list[str]:
+        """Tasks that the suite had when it was locked and that are now missing.
+
+        A suite that shares no task with the locked one of the same name is treated as another suite.
+        """
+        before = self.suites.get(suite.name, [])
+        return [key for key in before if key not in suite.keys] if set(before) & set(suite.keys) else []
+
+    def check(self, key: str, data: TaskData, files: Mapping[str, str]) -> None:
+        """Compare a task's data with what was evaluated first.
+
+        Raises:
+            TaskError: They differ.
+        """
+        locked = self.tasks.get(key)
+        if locked is None or locked["data"] == data_digest(files, data.columns):
+            return
+        written = f"when they were first evaluated, {self.path}"
+        try:
+            check_digests(key, files, locked["files"], folder=None, written=written)
+        except TaskError as error:
+            raise TaskError(f"{error} {ACCEPT}") from error
+        if locked["files"] == files:
+            what = f"the columns {' and '.join(data.columns)} are read, others"
+        else:
+            what = f"{data.folder} has {len(files):,} files, {len(locked['files']):,}"
+        raise TaskError(f"{key}: {what} when it was first evaluated ({self.path}). {ACCEPT}")
+
+    def add(self, key: str, data: TaskData, files: Mapping[str, str]) -> bool:
+        """Lock a task's data. Returns whether that changed the lock."""
+        facts = {"data": data_digest(files, data.columns), "files": dict(files)}
+        changed = self.tasks.get(key) != facts
+        self.tasks[key] = facts
+        return changed
+
+    def write(self, suite: Suite, *, replacing: bool) -> None:
+        """Write the lock, merged with what other processes have locked in the meantime.
+
+        With `replacing`, our entries take precedence over those in the file.
+        """
+        now = SuiteLock.read(self.path)
+        tasks = {**now.tasks, **self.tasks} if replacing else {**self.tasks, **now.tasks}
+        keys = suite.keys if replacing else tuple(dict.fromkeys([*now.suites.get(suite.name, ()), *suite.keys]))
+        suites = {**now.suites, suite.name: [key for key in keys if key in tasks]}
+        tree = {"suites": suites, "tasks": dict(sorted(tasks.items()))}
+        write_json(self.path, tree, durable=True)
 
 
 def suite_identity(suite: Suite, config: EvaluationConfig) -> str:

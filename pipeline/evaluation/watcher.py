@@ -21,8 +21,8 @@ from pipeline.evaluation.datasets.task_data import file_facts, plain
 from pipeline.evaluation.identity import suite_identity
 from pipeline.evaluation.ledger import ATTEMPTS, DONE, FAILED, LEDGER_FOLDER, RELEASED, Lease, Ledger
 from pipeline.evaluation.run.checkpoint import default_folder, load_checkpoint
+from pipeline.evaluation.run.results import SUMMARY_NAME
 from pipeline.evaluation.run.session import EvaluationConfig, attempt
-from pipeline.evaluation.run.summary import SUMMARY_NAME
 from pipeline.files import sha256_of
 from pipeline.model.model_folder import WEIGHTS_NAME, stated_files
 from pipeline.run_files import META_NAME, MODEL_CONFIG_NAME, finished_checkpoints, step_of

@@ -13,9 +13,9 @@ import numpy as np
 
 from pipeline.errors import UserError
 from pipeline.evaluation.datasets.datacomp import TASKS
+from pipeline.evaluation.identity import LOCK_NAME
 from pipeline.evaluation.run.results import (
     ANOTHER_SUITE,
-    LOCK_NAME,
     TaskResult,
     is_named_after,
     part_of,

@@ -13,8 +13,8 @@ from pipeline.errors import UserError
 from pipeline.evaluation import evaluate
 from pipeline.evaluation.datasets.suite import open_suite
 from pipeline.evaluation.datasets.task_data import plain
+from pipeline.evaluation.run.results import aggregate
 from pipeline.evaluation.run.session import EvaluationConfig
-from pipeline.evaluation.run.summary import aggregate
 from pipeline.evaluation.watcher import brief
 from pipeline.metrics.logger import Telemetry
 from pipeline.model.evaluation_model import EvaluationModel, copy_for_evaluation

@@ -19,8 +19,8 @@ from sklearn.metrics import balanced_accuracy_score, f1_score, jaccard_score, re
 
 from pipeline.evaluation import evaluate
 from pipeline.evaluation.datasets.datacomp import AGGREGATES, TASKS
+from pipeline.evaluation.run.results import Evaluation, aggregate
 from pipeline.evaluation.run.session import EvaluationConfig
-from pipeline.evaluation.run.summary import Evaluation, aggregate
 from pipeline.model.evaluation_model import EvaluationModel, for_evaluation
 from pipeline.model.towers import ModelConfig, build_towers
 from tests.evaluation_suite import association_rows, write_suite

@@ -27,8 +27,8 @@ from pipeline.evaluation.datasets.suite import open_suite
 from pipeline.evaluation.datasets.webdataset import open_webdataset
 from pipeline.evaluation.protocols import association, classification, retrieval
 from pipeline.evaluation.protocols.texts import encode_texts
+from pipeline.evaluation.run.results import aggregate, describe
 from pipeline.evaluation.run.session import EvaluationConfig
-from pipeline.evaluation.run.summary import aggregate, describe
 from pipeline.model.evaluation_model import EvaluationModel, for_evaluation
 from pipeline.model.towers import ModelConfig, build_towers
 from tests.checkpoints import QUICK, contents, make_model, save_checkpoint

@@ -17,10 +17,11 @@ from pipeline.evaluation import evaluate
 from pipeline.evaluation.datasets.datacomp import TASKS
 from pipeline.evaluation.datasets.suite import Suite, open_suite, open_task
 from pipeline.evaluation.datasets.task_data import TaskError, decode
+from pipeline.evaluation.identity import SuiteLock
 from pipeline.evaluation.protocol import PROTOCOLS
 from pipeline.evaluation.run import images
 from pipeline.evaluation.run.images import PixelCache
-from pipeline.evaluation.run.results import SuiteLock, read_outcomes, read_result
+from pipeline.evaluation.run.results import read_outcomes, read_result
 from pipeline.model.evaluation_model import load_for_evaluation
 from pipeline.report.stored_scores import read_evaluations
 from tests.checkpoints import QUICK, make_model, save_step

@@ -14,8 +14,7 @@ from pipeline.evaluation.datasets.task_data import FileImages, Instance, TaskDat
 from pipeline.evaluation.protocol import macro_f1, macro_recall
 from pipeline.evaluation.protocols import association, classification, retrieval
 from pipeline.evaluation.protocols.texts import TextSide
-from pipeline.evaluation.run.results import TaskResult
-from pipeline.evaluation.run.summary import aggregate
+from pipeline.evaluation.run.results import TaskResult, aggregate
 from tests.launch import python
 
 

@@ -27,7 +27,7 @@ from pipeline.evaluation.run import images
 from pipeline.evaluation.run.session import attempt
 from pipeline.files import replacing
 from pipeline.training.periodic_tests import InTrainingConfig, PeriodicEvaluation
-from tests.checkpoints import QUICK, contents, make_model, save_checkpoint
+from tests.checkpoints import QUICK, contents, make_model
 from tests.evaluation_suite import image_bytes, write_classification
 
 
@@ -168,7 +168,7 @@ def test_failure_messages_are_clear_and_contain_no_addresses(model, suite, tmp_p
     assert plain("<PIL.Image.Image at 0x7f12> and <x object at 0xab>") == "<PIL.Image.Image> and <x>"
     assert len(plain("word " * 5000)) <= 600
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="is a file: give a folder"):
+    with pytest.raises(UserError, match="cannot be a folder: it is a file"):
         evaluate(model, suite=suite, output=tmp_path / "file", config=QUICK)
     with pytest.raises(UserError, match="File name too long"):
         evaluate(model, suite=suite, output=tmp_path / ("x" * 300), config=QUICK)
@@ -181,31 +181,18 @@ def test_failure_messages_are_clear_and_contain_no_addresses(model, suite, tmp_p
     assert "cannot be read or written: File name too long" in message
 
 
-def test_weights_of_another_image_size_are_noted(suite, tmp_path):
-    folder = save_checkpoint(tmp_path / "step-00000001", 0)
-    config = json.loads((folder / "open_clip_config.json").read_text())
-    config["model_cfg"]["vision_cfg"]["image_size"] = 96
-    config["preprocess_cfg"]["size"] = 96
-    (folder / "open_clip_config.json").write_text(json.dumps(config))
-    opened = open_suite(suite).only(["imagenet1k"])
-    found = evaluate(str(folder), suite=opened, output=tmp_path / "out", config=QUICK)[0]
-    assert len(found.notes) == 1
-    assert "open_clip interpolated them" in found.notes[0]
-    assert json.loads((tmp_path / "out/summary.json").read_text())["notes"] == list(found.notes)
-
-
 def full_disk(*_: Any, **__: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "out/summary.json")
 
 
 def test_full_disk_ends_every_process_with_the_same_message(model, suite, tmp_path, monkeypatch):
-    monkeypatch.setattr("pipeline.evaluation.run.summary.write_text", full_disk)
+    monkeypatch.setattr("pipeline.evaluation.run.results.write_text", full_disk)
     with pytest.raises(UserError, match=r"out/summary.json cannot be read or written: No space left"):
         evaluate(model, suite=suite, output=tmp_path / "out", config=QUICK)
 
 
 def test_training_survives_an_evaluation_that_cannot_be_written(model, suite, tmp_path, monkeypatch):
-    monkeypatch.setattr("pipeline.evaluation.run.summary.write_text", full_disk)
+    monkeypatch.setattr("pipeline.evaluation.run.results.write_text", full_disk)
     periodic = PeriodicEvaluation(InTrainingConfig(suite=str(suite), workers=0), run=tmp_path, world=World())
     scores, failures = periodic(model, step=3)
     assert not scores

@@ -11,7 +11,7 @@ import pytest
 from jobs.studies.unit import curve_of
 from pipeline.errors import UserError
 from pipeline.evaluation import evaluate as whole_evaluation
-from pipeline.evaluation.run.summary import SUMMARY_NAME
+from pipeline.evaluation.run.results import SUMMARY_NAME
 from pipeline.report.run_data import read_run
 from pipeline.run_files import METRICS_NAME, finished_checkpoints, read_meta
 from pipeline.training import periodic_tests

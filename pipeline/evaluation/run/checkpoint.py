@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,16 +16,13 @@ import torch
 from pipeline.errors import UserError
 from pipeline.evaluation.datasets.suite import Suite
 from pipeline.evaluation.datasets.task_data import TaskError, plain
-from pipeline.evaluation.identity import conditions
-from pipeline.evaluation.run.results import LOCK_NAME, SuiteLock
+from pipeline.evaluation.identity import LOCK_NAME, SuiteLock, conditions
+from pipeline.evaluation.run.results import Evaluation
 from pipeline.evaluation.run.session import Session
-from pipeline.evaluation.run.summary import Evaluation
 from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
-from pipeline.model.foreign_weights import read_state
-from pipeline.model.model_folder import WEIGHTS_NAME
 from pipeline.run_files import EMA_NAME, FOLDER_NAME, PREFIX
 
-POSITIONS = "visual.positional_embedding"
+LONGEST_NAME = 80
 
 
 def load_checkpoint(spec: str, *, device: torch.device) -> EvaluationModel:
@@ -46,33 +42,6 @@ def load_checkpoint(spec: str, *, device: torch.device) -> EvaluationModel:
             f"{spec} cannot be loaded ({type(error).__name__}: {plain(error, longest=200)}): "
             "the weights are damaged, or those of another architecture."
         ) from error
-
-
-def notes_on(model: EvaluationModel) -> list[str]:
-    """What a user should know about a loaded model: that its weights were interpolated to another image size."""
-    stored = _stored_positions(model.source)
-    positions = model.towers.clip.state_dict().get(POSITIONS)
-    if stored is None or positions is None or stored == positions.shape[0]:
-        return []
-    sizes = [round((count - 1) ** 0.5) for count in (stored, positions.shape[0])]
-    note = (
-        f"The weights of {model.source} have position embeddings for {sizes[0]} x {sizes[0]} patches, but the model is "
-        f"configured for images of {model.image_size} pixels, {sizes[1]} x {sizes[1]} patches: open_clip interpolated "
-        "them. Scores are those of the interpolated model."
-    )
-    return [note]
-
-
-def _stored_positions(source: str) -> int | None:
-    """How many position embeddings the image tower has in the weights file; None if unknown."""
-    path = Path(source) / WEIGHTS_NAME if Path(source).is_dir() else Path(source.partition(":")[2])
-    try:
-        return int(read_state(path)[POSITIONS].shape[0])
-    except (UserError, OSError, LookupError):  # a tag, or another layout: this only adds a note
-        return None
-
-
-LONGEST_NAME = 80
 
 
 def prepare(
@@ -102,7 +71,7 @@ def prepare(
         suite = suite.with_lost(list(dict.fromkeys(key for lock in locks.values() for key in lock.lost(suite))))
     conditions_of = session.on_main(lambda: [conditions(model, session) for model in models])
     evaluations = [
-        Evaluation(model, folder, locks[path], conditions=same, notes=tuple(notes_on(model)))
+        Evaluation(model, folder, locks[path], conditions=same)
         for model, folder, path, same in zip(models, folders, paths, conditions_of, strict=True)
     ]
     return evaluations, suite
@@ -112,36 +81,39 @@ def output_folders(sources: Sequence[str], output: str | Path | None) -> list[Pa
     """One folder per checkpoint.
 
     Raises:
-        UserError: `output` cannot be a folder, or two checkpoints would share one.
+        UserError: Two checkpoints would share one.
     """
-    if output is not None:
-        check_output(Path(output))
-        if len(sources) == 1:
-            return [Path(output)]
-        return [Path(output) / name for name in _distinct(sources)]
-    folders = [default_folder(source) for source in sources]
+    if output is None:
+        folders = [default_folder(source) for source in sources]
+    elif len(sources) == 1:
+        folders = [Path(output)]
+    else:
+        names = [checkpoint_name(source) for source in sources]
+        folders = [
+            Path(output) / (name if names.count(name) == 1 else f"{name}-{_short_digest(source)}")
+            for name, source in zip(names, sources, strict=True)
+        ]
     twice = {folder for folder in folders if folders.count(folder) > 1}
     if twice:
         raise UserError(
-            f"Several checkpoints would write to {min(twice)}: evaluate them in calls of their own, "
-            "each with an --output of its own."
+            f"Several checkpoints would write to {min(twice)}: give each once, or evaluate them in calls of "
+            "their own, each with an --output of its own."
         )
     return folders
 
 
 def check_output(output: Path) -> None:
-    """Check that results can be written to this path.
+    """Check that results can be written to this folder, which is made if needed.
 
     Raises:
         UserError: They cannot.
     """
     try:
         output.mkdir(parents=True, exist_ok=True)
-    except FileExistsError as error:
-        raise UserError(f"--output {output} is a file: give a folder, new or existing.") from error
     except OSError as error:
         shown = plain(output, longest=200)
-        raise UserError(f"--output {shown} cannot be a folder: {error.strerror}. Give another.") from error
+        reason = "it is a file" if isinstance(error, FileExistsError) else str(error.strerror)
+        raise UserError(f"--output {shown} cannot be a folder: {reason}. Give another.") from error
     if not os.access(output, os.W_OK | os.X_OK):
         raise UserError(f"Results cannot be written to {output}: it is read-only. Give another --output.")
 
@@ -152,7 +124,8 @@ def checkpoint_name(source: str) -> str:
     if Path(source).is_dir() or not colon:
         name = Path(source).resolve().name
     else:
-        name = f"{Path(arch).stem if arch.endswith('.json') else arch}-{_stem(pretrained)}"
+        weights = Path(pretrained)
+        name = f"{Path(arch).name.removesuffix('.json')}-{weights.stem if weights.is_file() else weights.name}"
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")
     return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 9]}-{_short_digest(source)}"
 
@@ -176,23 +149,5 @@ def lock_path(folder: Path, *, several: bool) -> Path:
     return (folder.parent if shared else folder) / LOCK_NAME
 
 
-def _distinct(sources: Sequence[str]) -> list[str]:
-    """Short names of checkpoints; names that would be equal get a digest of their source."""
-    names = [checkpoint_name(source) for source in sources]
-    count = Counter(names)
-    distinct = [
-        name if count[name] == 1 else f"{name}-{_short_digest(str(Path(source).resolve()))}"
-        for name, source in zip(names, sources, strict=True)
-    ]
-    if len(set(distinct)) < len(distinct):
-        raise UserError(f"The checkpoint {sources[0]} was given twice: give every checkpoint once.")
-    return distinct
-
-
-def _stem(pretrained: str) -> str:
-    path = Path(pretrained)
-    return path.stem if path.is_file() or len(path.parts) > 1 else pretrained
-
-
-def _short_digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
+def _short_digest(source: str) -> str:
+    return hashlib.sha256(str(Path(source).resolve()).encode()).hexdigest()[:8]

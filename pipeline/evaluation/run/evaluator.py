@@ -15,9 +15,8 @@ from pipeline.evaluation.datasets.task_data import TaskData, TaskError, check_di
 from pipeline.evaluation.identity import definition, identity_of
 from pipeline.evaluation.protocol import PROTOCOLS, Outcomes
 from pipeline.evaluation.run.features import OpenedTask, image_pass, text_features
-from pipeline.evaluation.run.results import TaskResult, read_outcomes, read_result, write_result
+from pipeline.evaluation.run.results import Evaluation, TaskResult, read_outcomes, read_result, write_result
 from pipeline.evaluation.run.session import Session
-from pipeline.evaluation.run.summary import Evaluation
 
 
 class Evaluator:

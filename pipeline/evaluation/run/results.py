@@ -1,36 +1,37 @@
-"""One JSON per task and checkpoint: the score, what determines it, and nothing that changes between runs.
+"""What an evaluation stores: one JSON per task and checkpoint, and summaries for people and other tools.
 
-A result's `outcomes` is the digest of the file beside it. A result that is damaged or copied to another name is none.
-
-`suite.lock.json` beside the results holds digests of the data that was evaluated first. Later evaluations check them;
-one lock serves all checkpoints of a run, so that every point of a curve is a score over the same data:
-
-    {"suites": {"mini": ["cifar10", ...]},
-     "tasks": {"cifar10": {"data": "<digest>", "files": {"test/0.tar": "<sha256>", ...}}}}
-
-Imports no torch.
+A result holds the score, what determines it, and nothing that changes between runs; its `outcomes` is the digest of the
+file beside it. A result that is damaged or copied to another name is none. Imports no torch.
 """
 
 from __future__ import annotations
 
+import csv
+import hashlib
+import io
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.errors import UserError
-from pipeline.evaluation.datasets.datacomp import Task
-from pipeline.evaluation.datasets.suite import Suite
-from pipeline.evaluation.datasets.task_data import ACCEPT, TaskData, TaskError, check_digests, plain
-from pipeline.evaluation.identity import data_digest
+from pipeline.evaluation.datasets.datacomp import AGGREGATES, Task
+from pipeline.evaluation.datasets.suite import Entry, Suite
+from pipeline.evaluation.identity import SETTINGS, SuiteLock, misfit
 from pipeline.files import read_tree, replacing, sha256_of, write_json, write_text
 
+if TYPE_CHECKING:
+    from pipeline.model.evaluation_model import EvaluationModel
+
 OUTCOMES_SUFFIX = ".outcomes.npz"
-LOCK_NAME = "suite.lock.json"
+SUMMARY_NAME, TIMINGS_NAME = "summary.json", "timings.json"
+JSONL_NAME, CSV_NAME = "eval_results.jsonl", "scores.csv"
+COLUMNS = ("task", "name", "metric", "score", "chance", "samples", "official")
 ANOTHER_SUITE = "it is a task of another suite"
+SHOWN_MISSING = 6
 
 
 @dataclass(frozen=True)
@@ -101,81 +102,175 @@ def write_result(path: Path, result: TaskResult, outcomes: Mapping[str, np.ndarr
     return result
 
 
+@dataclass(frozen=True)
+class Aggregate:
+    """The mean of some tasks' main metrics."""
+
+    name: str
+    score: float | None
+    """None while tasks are missing."""
+    complete: bool
+    official: bool
+    """Whether all data has the official counts."""
+    tasks: int
+    expected: int
+    missing: tuple[str, ...]
+    partial_mean: float | None
+    """The mean over the available tasks; comparable only with a mean over the same tasks."""
+
+
+def aggregate(results: Mapping[str, TaskResult]) -> dict[str, Aggregate]:
+    """Every aggregate that at least one result belongs to, by name."""
+    means = {}
+    for name, keys in AGGREGATES.items():
+        there = [key for key in keys if key in results]
+        if not there:
+            continue
+        mean = math.fsum(results[key].score for key in there) / len(there)
+        complete = len(there) == len(keys)
+        means[name] = Aggregate(
+            name=name,
+            score=mean if complete else None,
+            complete=complete,
+            official=all(results[key].official for key in there),
+            tasks=len(there),
+            expected=len(keys),
+            missing=tuple(key for key in keys if key not in results),
+            partial_mean=None if complete else mean,
+        )
+    return means
+
+
+def describe(value: Aggregate) -> str:
+    """One line for the terminal: an incomplete aggregate is marked before its number."""
+    note = "" if value.official else " (not the official data)"
+    if value.complete:
+        return f"{value.name}: {value.score:.4f}{note}"
+    mean = f"their mean is {value.partial_mean:.4f}{note}"
+    more = f" and {len(value.missing) - SHOWN_MISSING} more" if len(value.missing) > SHOWN_MISSING else ""
+    without = f"without {', '.join(value.missing[:SHOWN_MISSING])}{more}"
+    return f"INCOMPLETE {value.name}: {value.tasks} of {value.expected} tasks, {without}; {mean}"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """All results of one checkpoint on one suite with the same settings, including earlier evaluations."""
+
+    results: Mapping[str, TaskResult]
+    failures: Mapping[str, str]
+    left_out: Mapping[str, str]
+    """Results in the same folder that do not belong to the summary, and why: another suite, data or settings."""
+    aggregates: Mapping[str, Aggregate]
+
+    @property
+    def identity(self) -> str:
+        """Digest of the tasks and their data: equal for scores over the same suite, whatever its folder is called."""
+        lines = [f"{key} {result.inputs.get('task_data')}" for key, result in sorted(self.results.items())]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
 @dataclass
-class SuiteLock:
-    """The lock in one file, as it was read when the evaluation started."""
+class Evaluation:
+    """The outcome for one checkpoint."""
 
-    path: Path
-    suites: dict[str, list[str]] = field(default_factory=dict)
-    """The tasks of every suite that was evaluated, by the suite's name."""
-    tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Digests of every task's files, and one of its data, by key."""
+    model: EvaluationModel
+    folder: Path
+    lock: SuiteLock
+    """What this checkpoint's run, or folder, was first evaluated on."""
+    conditions: Mapping[str, Any]
+    """What all of its results have in common (`identity.conditions`)."""
+    results: dict[str, TaskResult] = field(default_factory=dict)
+    """By task key."""
+    failures: dict[str, str] = field(default_factory=dict)
+    """What went wrong, by task key."""
+    timings: dict[str, dict[str, float]] = field(default_factory=dict)
+    reused: set[str] = field(default_factory=set)
+    """Keys of results that already existed with the same inputs."""
+    summary: Summary | None = None
+    """These results, combined with earlier ones of the same suite and settings; on the first process only."""
 
-    @classmethod
-    def read(cls, path: Path) -> SuiteLock:
-        """Read the lock from a file; it is empty if there is no file.
+    @property
+    def run(self) -> Path | None:
+        """The run that the results are stored in (RUN/evaluation/<checkpoint>); None elsewhere."""
+        folder = self.folder.absolute()
+        return folder.parent.parent if folder.parent.name == "evaluation" else None
 
-        Raises:
-            UserError: The file is damaged.
-        """
-        try:
-            tree = json.loads(path.read_text(encoding="utf-8"))
-            return cls(path, tree["suites"], tree["tasks"])
-        except FileNotFoundError:
-            return cls(path)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(
-                f"{path} is damaged ({plain(repr(error), longest=200)}), so data cannot be compared "
-                "with what was evaluated first. Restore it, or remove it to write it anew."
-            ) from error
+    def path(self, entry: Entry) -> Path:
+        """The file of a task's result."""
+        return self.folder / f"{entry.task.stem}.json"
 
-    def lost(self, suite: Suite) -> list[str]:
-        """Tasks that the suite had when it was locked and that are now missing.
 
-        A suite that shares no task with the locked one of the same name is treated as another suite.
-        """
-        before = self.suites.get(suite.name, [])
-        return [key for key in before if key not in suite.keys] if set(before) & set(suite.keys) else []
-
-    def check(self, key: str, data: TaskData, files: Mapping[str, str]) -> None:
-        """Compare a task's data with what was evaluated first.
-
-        Raises:
-            TaskError: They differ.
-        """
-        locked = self.tasks.get(key)
-        if locked is None or locked["data"] == data_digest(files, data.columns):
-            return
-        try:
-            check_digests(
-                key, files, locked["files"], folder=None, written=f"when they were first evaluated, {self.path}"
-            )
-        except TaskError as error:
-            raise TaskError(f"{error} {ACCEPT}") from error
-        if locked["files"] == files:
-            what = f"the columns {' and '.join(data.columns)} are read, others"
+def summarize(evaluation: Evaluation, suite: Suite) -> Summary:
+    """This evaluation's results, with those of the suite's other tasks from earlier evaluations that fit them."""
+    now = {entry.task.key for entry in suite.entries}
+    results, left_out = dict(evaluation.results), _strays(evaluation, suite)
+    locked = {key: task["data"] for key, task in evaluation.lock.tasks.items()}
+    for entry in suite.whole:
+        key, path = entry.task.key, evaluation.path(entry)
+        if key in now or not path.is_file():
+            continue
+        result = read_result(path)
+        if result is None:
+            left_out[key] = "its file is damaged"
+        elif reason := misfit(result.inputs, entry, conditions=evaluation.conditions, data=locked.get(key)):
+            left_out[key] = reason
         else:
-            what = f"{data.folder} has {len(files):,} files, {len(locked['files']):,}"
-        raise TaskError(f"{key}: {what} when it was first evaluated ({self.path}). {ACCEPT}")
-
-    def add(self, key: str, data: TaskData, files: Mapping[str, str]) -> bool:
-        """Lock a task's data. Returns whether that changed the lock."""
-        changed = self.tasks.get(key) != _facts(data, files)
-        self.tasks[key] = _facts(data, files)
-        return changed
-
-    def write(self, suite: Suite, *, replacing: bool) -> None:
-        """Write the lock, merged with what other processes have locked in the meantime.
-
-        With `replacing`, our entries take precedence over those in the file.
-        """
-        now = SuiteLock.read(self.path)
-        tasks = {**now.tasks, **self.tasks} if replacing else {**self.tasks, **now.tasks}
-        keys = suite.keys if replacing else tuple(dict.fromkeys([*now.suites.get(suite.name, ()), *suite.keys]))
-        suites = {**now.suites, suite.name: [key for key in keys if key in tasks]}
-        tree = {"suites": suites, "tasks": dict(sorted(tasks.items()))}
-        write_json(self.path, tree, durable=True)
+            results[key] = result
+    earlier = read_tree(evaluation.folder / SUMMARY_NAME)
+    checkpoint = evaluation.conditions["checkpoint"]
+    same = earlier.get("checkpoint") == checkpoint and part_of(earlier, "suite").get("name") == suite.name
+    failures = {key: str(text) for key, text in part_of(earlier, "failures").items()} if same else {}
+    failures = {k: text for k, text in failures.items() if k in suite.keys and k not in now and k not in results}
+    order = {key: position for position, key in enumerate(suite.keys)}
+    results = dict(sorted(results.items(), key=lambda item: order[item[0]]))
+    return Summary(results, failures | evaluation.failures, dict(sorted(left_out.items())), aggregate(results))
 
 
-def _facts(data: TaskData, files: Mapping[str, str]) -> dict[str, Any]:
-    return {"data": data_digest(files, data.columns), "files": dict(files)}
+def _strays(evaluation: Evaluation, suite: Suite) -> dict[str, str]:
+    """Results in the folder that are not of this suite, by task."""
+    own = {evaluation.path(entry) for entry in suite.whole}
+    results = (read_result(path) for path in sorted(evaluation.folder.glob("*.json")) if path not in own)
+    return {result.task: ANOTHER_SUITE for result in results if result is not None}
+
+
+def write_summary(evaluation: Evaluation, suite: Suite) -> Summary:
+    """Write `summary.json`, the tables that other tools read, and `timings.json` beside a checkpoint's results."""
+    summary = summarize(evaluation, suite)
+    tree = {
+        "checkpoint": evaluation.conditions["checkpoint"],
+        "suite": {"name": suite.name, "identity": summary.identity, "tasks": len(suite.keys)},
+        "settings": {name: evaluation.conditions[name] for name in (*SETTINGS, "code")},
+        "scores": {
+            key: {"name": r.name, "score": r.score, "chance": r.chance, "samples": r.samples}
+            for key, r in sorted(summary.results.items())
+        },
+        "failures": dict(sorted(summary.failures.items())),
+        "left_out": summary.left_out,
+        "aggregates": {name: asdict(value) for name, value in summary.aggregates.items()},
+    }
+    write_json(evaluation.folder / SUMMARY_NAME, tree, durable=True)
+    write_official(evaluation.folder, summary.results.values())
+    if evaluation.timings:
+        earlier = part_of(read_tree(evaluation.folder / TIMINGS_NAME), "tasks")
+        timings = {"source": evaluation.model.source, "tasks": earlier | evaluation.timings}
+        write_json(evaluation.folder / TIMINGS_NAME, timings, durable=True)
+    return summary
+
+
+def write_official(folder: Path, results: Iterable[TaskResult]) -> None:
+    """Write both files, one line per task, in the order given.
+
+    A line of the JSONL has the keys of the benchmark's own: `key`, `dataset` (the task's name) and `metrics`, in which
+    `main_metric` is the score.
+    """
+    lines, table = [], io.StringIO()
+    writer = csv.writer(table, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for result in results:
+        metrics = {**result.metrics, "main_metric": result.score}
+        lines.append(json.dumps({"key": result.task, "dataset": result.name, "metrics": metrics}) + "\n")
+        chance = "" if result.chance is None else repr(result.chance)
+        row = (result.task, result.name, result.main_metric, repr(result.score), chance, result.samples)
+        writer.writerow([*row, str(result.official).lower()])
+    write_text(folder / JSONL_NAME, "".join(lines))
+    write_text(folder / CSV_NAME, table.getvalue())

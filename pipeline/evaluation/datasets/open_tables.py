@@ -19,7 +19,8 @@ Needs = Sequence[tuple[str, ...]]
 SPLITS = ("train", "training", "validation", "valid", "val", "dev", "test")
 """Names of splits in use."""
 _PART = re.compile(r"^(?P<stem>.*?)(?P<number>\d+)-of-(?P<total>\d+)(?P<rest>\D.*)?$")
-_NUMBERED = re.compile(r"^\d+$")
+MOST_PARTS = 100_000
+"""Larger numbers are dates."""
 
 
 def find_table(folder: Path, *, needs: Needs, split: str = "test") -> Table:
@@ -50,11 +51,9 @@ def _open_parquet(files: Sequence[Path], folder: Path) -> Table:
     check_parts(files)
     for path in files:
         try:
-            rows = pq.read_metadata(path).num_rows
+            pq.read_metadata(path)
         except Exception as error:  # pyarrow raises its own exceptions
             raise TaskError(f"{path} is not a complete parquet file ({plain(error)}): fetch it again.") from error
-        if not rows:
-            raise TaskError(f"{path} holds no rows at all: fetch it again.")
     datasets.disable_progress_bars()
     # The cache's own key has only the seconds of the files' dates.
     key = hashlib.sha256(repr([(str(path), file_facts(path)) for path in files]).encode()).hexdigest()[:16]
@@ -64,7 +63,7 @@ def _open_parquet(files: Sequence[Path], folder: Path) -> Table:
     except Exception as error:
         cause = error.__cause__ or error
         raise TaskError(f"{folder} cannot be read ({plain(cause)}): are its parquet files of one data set?") from error
-    return Table(table, folder=folder, layout="parquet", files=files, originals=files)
+    return Table(table, folder=folder, layout="parquet", files=files)
 
 
 def _parquet_files(folder: Path, split: str) -> list[Path]:
@@ -92,31 +91,26 @@ def check_parts(files: Sequence[Path]) -> None:
     Raises:
         TaskError: One of them is not there.
     """
-    promised: dict[tuple[Path, str, str], dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
-    numbered: dict[Path, set[int]] = defaultdict(set)
+    groups: dict[tuple[Path, str, str], set[tuple[int, int]]] = defaultdict(set)
+    """(total, number) of the parts; the total is 0 where their names have none."""
     for path in files:
-        part = _PART.match(path.name)
-        if part:
-            group = promised[path.parent, part["stem"], part["rest"] or ""]
-            group[int(part["total"])].add(int(part["number"]))
-        elif _NUMBERED.match(path.stem):
-            numbered[path.parent].add(int(path.stem))
-    for (folder, stem, rest), totals in promised.items():
+        if part := _PART.match(path.name):
+            groups[path.parent, part["stem"], part["rest"] or ""].add((int(part["total"]), int(part["number"])))
+        elif path.stem.isdecimal() and int(path.stem) < MOST_PARTS:
+            groups[path.parent, "", path.suffix].add((0, int(path.stem)))
+    for (folder, stem, rest), parts in groups.items():
+        totals, numbers = {total for total, _ in parts}, {number for _, number in parts}
         if len(totals) > 1:
             counts = " and ".join(f"of {total}" for total in sorted(totals))
             raise TaskError(f"{folder}: files {stem}*{rest} are of different versions: their names say {counts} parts.")
-        total, there = next(iter(totals.items()))
-        missing = sorted(set(range(total)) - there)
+        total = totals.pop() or max(numbers) + 1
+        missing = sorted(set(range(total)) - numbers)
         if missing:
             raise TaskError(
-                f"{folder}: {len(missing)} of {total} parts {stem}*-of-*{rest} are missing (number "
+                f"{folder}: {len(missing)} of {total} parts {stem}*{rest} are missing (number "
                 f"{', '.join(map(str, missing[:5]))}). A score over partial data would not be this task's score: "
                 "fetch them."
             )
-    for folder, there in numbered.items():
-        missing = sorted(set(range(max(there) + 1)) - there)
-        if missing and max(there) < 100_000:
-            raise TaskError(f"{folder}: the numbered parts {', '.join(map(str, missing[:5]))} are missing: fetch them.")
 
 
 def _open_saved(folder: Path, split: str) -> Table:

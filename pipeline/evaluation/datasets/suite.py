@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections import Counter
@@ -15,13 +16,14 @@ from pipeline.errors import UserError
 from pipeline.evaluation.datasets.datacomp import DATACOMP, TASKS, Task, folder_names
 from pipeline.evaluation.datasets.own_tasks import HUB, TASKS_NAME, OwnTask, open_own, place_of, read_own_tasks, task_of
 from pipeline.evaluation.datasets.rows import open_rows
-from pipeline.evaluation.datasets.suite_facts import COUNTS, read_facts
 from pipeline.evaluation.datasets.task_data import (
     ACCEPT,
+    COUNTS,
+    FACTS_NAME,
     TaskData,
     TaskError,
-    Unchanged,
     check_inside,
+    file_facts,
     files_below,
     plain,
 )
@@ -72,6 +74,7 @@ def _normal(name: str) -> str:
 
 DATA_VARIABLE = "NEUCLIP_EVALUATION_DATA"
 OFFICIAL = "datacomp"
+FETCHED_NAME = "evalsets.json"
 OTHER_FILES = ("summary", "timings", "suite.lock")
 """The stems of the files beside the tasks' results."""
 Facts = Mapping[str, Mapping[str, Any]]
@@ -212,14 +215,13 @@ def open_task(entry: Entry, *, blank_class: BlankClass = "keep", allow_outside: 
         names = ", ".join(folder_names(entry.task)[:3])
         raise TaskError(f"There is no data for {entry.task.key}: none of the folders {names} exists.")
     try:
-        unchanged = Unchanged(path for _, path in files_of(entry))
+        facts = {path: file_facts(path) for _, path in files_of(entry)}
         data = _open(entry, entry.folder, blank_class)
         if not allow_outside:
             check_inside(data.files, _places(entry, data))
-        unchanged.check(data.files)  # notes those that are elsewhere, before any process hashes them
-        data = replace(data, unchanged=unchanged)
+        data = replace(data, facts={path: facts.get(path) or file_facts(path) for path in data.files})
     except OSError as error:
-        raise TaskError(f"{entry.task.key}: {entry.folder} cannot be read ({error.strerror}).") from error
+        raise TaskError(f"Cannot read {error.filename}: {error.strerror}. The task's data is incomplete.") from error
     for what in COUNTS:
         wanted, count = entry.expected.get(what), data.counts.get(what, 0)
         if wanted is not None and count != wanted:
@@ -260,6 +262,34 @@ def is_official(entry: Entry, data: TaskData) -> bool:
     """Whether the data has the official counts of a task in the table."""
     task = TASKS.get(entry.task.key)
     return task is not None and data.samples == task.samples and task.classes in (None, data.counts.get("classes"))
+
+
+def read_facts(folder: Path) -> dict[str, dict[str, Any]]:
+    """Counts (`samples`, `classes`, ...) and digests (`sha256`, by file) that a suite's tasks must have, by task.
+
+    They are in `suite.json`, and in `evalsets.json` of sets that were fetched.
+
+    Raises:
+        UserError: A file is damaged.
+    """
+    path = folder / FETCHED_NAME
+    try:
+        fetched = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        facts = {
+            key: {"samples": entry["samples"], "sha256": {name: f["sha256"] for name, f in entry["files"].items()}}
+            for key, entry in fetched.items()
+        }
+        path = folder / FACTS_NAME
+        own = dict(json.loads(path.read_text(encoding="utf-8"))["tasks"]) if path.is_file() else {}
+        for key, task in own.items():
+            wrong = [name for name in COUNTS if type(task.get(name, 0)) is not int]
+            if wrong or not all(isinstance(digest, str) for digest in task.get("sha256", {}).values()):
+                raise ValueError(f"{key}: allowed are {', '.join(COUNTS)} (whole numbers) and sha256")
+        return facts | own
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{path} is damaged ({plain(repr(error), longest=200)}): make or fetch the suite again."
+        ) from error
 
 
 def _official(folder: Path) -> list[Entry]:

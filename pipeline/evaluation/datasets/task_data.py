@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,11 +21,10 @@ from pipeline.pictures.pixels import Colour, read_file, read_rgb
 
 IMAGE_SUFFIXES = ("webp", "png", "jpg", "jpeg")
 LONGEST_MESSAGE = 600
-CLOCK_TICK = 0.02
-"""Seconds within which two changes of a file may get the same date: a file so new is not noted before they are over."""
-
 
 FACTS_NAME = "suite.json"
+COUNTS = ("samples", "images", "classes", "captions")
+"""What is counted in a task's data."""
 ACCEPT = "If the change is wanted, evaluate with relock=true, or into another --output."
 """In messages about data that is not what it was when it was first evaluated."""
 
@@ -55,38 +53,6 @@ def file_facts(path: Path) -> tuple[int, ...]:
     """What changes with every change of a file's content, whoever sets its modification time."""
     status = path.stat()
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
-
-
-class Unchanged:
-    """The files at `paths` as they are now; others are noted when they are first checked.
-
-    A task's data is read three times: what is not an image, all bytes for their digests, and the images. Size, inode
-    and dates of the files are noted before the first reading and compared after each of the three: the bytes that are
-    decoded are then the bytes that are hashed.
-    """
-
-    def __init__(self, paths: Iterable[Path] = ()) -> None:
-        self._noted = {path: file_facts(path) for path in paths}
-        age = time.time() - max((facts[2] for facts in self._noted.values()), default=0) / 1e9
-        if 0 <= age < CLOCK_TICK:
-            time.sleep(CLOCK_TICK - age)
-
-    def check(self, paths: Iterable[Path]) -> None:
-        """Compare files with what was noted.
-
-        Raises:
-            TaskError: One of them was changed, or is gone.
-        """
-        for path in paths:
-            try:
-                facts = file_facts(path)
-            except OSError as error:
-                raise TaskError(f"Cannot read {path}: {error.strerror}. The task's data is incomplete.") from error
-            if self._noted.setdefault(path, facts) != facts:
-                raise TaskError(
-                    f"{path} was changed while it was evaluated, so a score would be over mixed data. Evaluate again "
-                    "when the data is complete."
-                )
 
 
 @dataclass(frozen=True)
@@ -124,17 +90,34 @@ class TaskData:
     instances: tuple[Instance, ...] = ()
     on_background: bool = False
     """Transparent pictures are put on the model's background; the official tasks take the colours under the alpha."""
-    unchanged: Unchanged = field(default_factory=Unchanged)
-    """What the files were like before they were read."""
+    facts: Mapping[Path, tuple[int, ...]] = field(default_factory=dict)
+    """Size, dates and inode of the files before they were read."""
 
     @property
     def samples(self) -> int:
         """What the benchmark counts: instances where there are any, images otherwise."""
         return len(self.instances) or len(self.images)
 
+    def check_unchanged(self) -> None:
+        """Compare the files with what they were like: the bytes that are decoded must be those that were hashed.
+
+        Raises:
+            TaskError: One of them was changed, or is gone.
+        """
+        for path in self.files:
+            try:
+                changed = self.facts.get(path) != file_facts(path)
+            except OSError as error:
+                raise TaskError(f"Cannot read {path}: {error.strerror}. The task's data is incomplete.") from error
+            if changed:
+                raise TaskError(
+                    f"{path} was changed while it was evaluated, so a score would be over mixed data. Evaluate again "
+                    "when the data is complete."
+                )
+
     @property
     def counts(self) -> dict[str, int]:
-        """What is counted, as in `suite_facts.COUNTS`; what there is none of is left out."""
+        """What is counted, by the names in `COUNTS`; what there is none of is left out."""
         numbers = {
             "samples": self.samples,
             "images": len(self.images),

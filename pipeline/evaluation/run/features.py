@@ -115,12 +115,12 @@ def _my_images(
         workers=config.loader_workers(session.world.cores),
         cache=cache,
         background=background,
+        rank=session.world.rank,
+        size=session.world.size,
     )
 
     def work() -> Iterator[tuple[int, int, int, Tensor]]:
-        for number, valid, tensors in reading.run(
-            rank=session.world.rank, size=session.world.size, pin=device.type == "cuda"
-        ):
+        for number, valid, tensors in reading.run(pin=device.type == "cuda"):
             session.world.progress()
             moved = {key: tensor.to(device, non_blocking=True) for key, tensor in tensors.items()}
             yield from ((number, valid, index, moved[keys[index]]) for index in models)
@@ -137,7 +137,7 @@ def _my_images(
 
     def check_unchanged() -> None:
         try:
-            opened.data.unchanged.check(opened.data.files)
+            opened.data.check_unchanged()
         except TaskError:
             if cache is not None:
                 cache.remove(keys.values())

@@ -10,7 +10,6 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,8 +40,6 @@ WORKER_IMPORTS = ("pipeline.evaluation.run.images", "open_clip")
 """What the fork server imports, because new workers are started for every task."""
 DECODERS = ("pipeline/pictures/*.py", "pipeline/evaluation/datasets/task_data.py", "pipeline/evaluation/run/images.py")
 """What makes pixels of encoded images: its digest is part of a cached image's key."""
-Batch = tuple[int, np.ndarray]
-"""The number of a loader item, and the images in it."""
 
 
 def preprocessing_key(model: EvaluationModel) -> str:
@@ -51,27 +48,57 @@ def preprocessing_key(model: EvaluationModel) -> str:
     return json.dumps(described, sort_keys=True, default=list)
 
 
-class _Batches(Dataset[Any]):
-    """Item k: the stacked images of the k-th batch under every preprocessing, or the error for one of them.
+class ImagePass(Dataset[Any]):
+    """One process's micro-batches of a task's images: number = rank, rank + size, ...
 
-    With a cache of decoded images a batch is a micro-batch, and only uncached images are decoded.
+    Item k is the k-th batch of them for the loader: the stacked images under every preprocessing, or the error for one
+    of them. With a cache of decoded images a batch is a micro-batch, and only uncached images are decoded.
+
+    Args:
+        source: The images.
+        transforms: Preprocessing by key.
+        micro_batch: Images per micro-batch.
+        batch_size: Images per loader item.
+        workers: Processes that decode (0: this one).
+        cache: Of decoded images.
+        background: Behind what is transparent; None takes the colours under it.
+        rank: This process.
+        size: How many processes there are.
     """
 
-    def __init__(self, images: ImagePass, batches: list[Batch]) -> None:
-        self.source, self.cache, self.batches = images.source, images.cache, batches
-        self.transforms, self.background = dict(images.transforms), images.background
-        if self.cache is not None:
-            self.parts = {key: split_transform(transform) for key, transform in self.transforms.items()}
+    def __init__(
+        self,
+        source: ImageSource,
+        transforms: Mapping[str, Transform],
+        *,
+        micro_batch: int,
+        batch_size: int,
+        workers: int,
+        cache: PixelCache | None = None,
+        background: Colour | None = None,
+        rank: int = 0,
+        size: int = 1,
+    ) -> None:
+        self._source, self._transforms, self._cache, self._background = source, dict(transforms), cache, background
+        self._micro_batch, self._workers = micro_batch, workers
+        self._numbers = range(rank, -(-len(source) // micro_batch), size)
+        pieces = [np.arange(k * micro_batch, min((k + 1) * micro_batch, len(source))) for k in self._numbers]
+        if cache is not None:
+            self._parts = {key: split_transform(transform) for key, transform in transforms.items()}
+            self._batches = pieces
+        else:
+            mine = np.concatenate(pieces or [np.arange(0)])
+            self._batches = [mine[start : start + batch_size] for start in range(0, len(mine), batch_size)]
 
     def __len__(self) -> int:
-        return len(self.batches)
+        return len(self._batches)
 
     def __getitem__(self, index: int) -> tuple[Tensor, ...] | str:
-        number, images = self.batches[index]
+        images = self._batches[index]
         try:
-            if self.cache is not None:
-                return self._cached(self.cache, number, images)
-            return tuple(map(torch.stack, self._prepared(images, self.transforms.values())))
+            if self._cache is not None:
+                return self._cached(self._cache, self._numbers[index], images)
+            return tuple(map(torch.stack, self._prepared(images, self._transforms.values())))
         except TaskError as error:
             return str(error)  # an exception from a worker would be wrapped in its traceback
 
@@ -79,68 +106,39 @@ class _Batches(Dataset[Any]):
         """The images of a batch, decoded once, under every function."""
         functions, rows = list(functions), []
         for index in map(int, images):
-            image = decode(self.source.read(index), name=self.source.name(index), background=self.background)
+            image = decode(self._source.read(index), name=self._source.name(index), background=self._background)
             rows.append([function(image) for function in functions])
         return zip(*rows, strict=True)
 
     def _cached(self, cache: PixelCache, number: int, images: np.ndarray) -> tuple[Tensor, ...]:
-        loaded = {key: cache.load(key, number) for key in self.transforms}
-        cached = {key: pixels for key, pixels in loaded.items() if pixels is not None}
-        missing = [key for key in self.transforms if key not in cached]
+        loaded = {key: cache.load(key, number) for key in self._transforms}
+        missing = [key for key, pixels in loaded.items() if pixels is None]
         if missing:
-            columns = self._prepared(images, (self.parts[key][0] for key in missing))
+            columns = self._prepared(images, (self._parts[key][0] for key in missing))
             for key, column in zip(missing, columns, strict=True):
-                cached[key] = np.stack(column)
-                cache.store(key, number, cached[key])
-        return tuple(to_tensors(self.parts[key][1], cached[key]) for key in self.transforms)
+                loaded[key] = pixels = np.stack(column)
+                cache.store(key, number, pixels)
+        return tuple(to_tensors(self._parts[key][1], pixels) for key, pixels in loaded.items() if pixels is not None)
 
-
-@dataclass(frozen=True)
-class ImagePass:
-    """The images of one task, preprocessed for every distinct key, in this process's micro-batches."""
-
-    source: ImageSource
-    transforms: Mapping[str, Transform]
-    """Preprocessing by key."""
-    micro_batch: int
-    batch_size: int
-    """Images per loader item."""
-    workers: int
-    """Processes that decode (0: this one)."""
-    cache: PixelCache | None = None
-    background: Colour | None = None
-    """Behind what is transparent; None takes the colours under it."""
-
-    def run(self, *, rank: int = 0, size: int = 1, pin: bool = False) -> Iterator[tuple[int, int, dict[str, Tensor]]]:
-        """Yield `(number, valid, {key: [M, 3, H, W]})` for micro-batches number = rank, rank + size, ...
+    def run(self, *, pin: bool = False) -> Iterator[tuple[int, int, dict[str, Tensor]]]:
+        """Yield `(number, valid, {key: [M, 3, H, W]})`.
 
         Raises:
             TaskError: An image cannot be read, or a worker died.
         """
-        numbers = range(rank, -(-len(self.source) // self.micro_batch), size)
-        items = _Batches(self, self._batches(numbers))
-        workers = min(self.workers, len(items))
+        workers = min(self._workers, len(self))
         preload(*WORKER_IMPORTS)
         loader: DataLoader[Any] = DataLoader(
-            items,
+            self,
             batch_size=None,
             num_workers=workers,
             pin_memory=pin,
             multiprocessing_context=start_forkserver() if workers else None,
             worker_init_fn=_start_worker if workers else None,
         )
-        cut = microbatches(self._checked(loader), self.micro_batch)
-        for number, (valid, tensors) in zip(numbers, cut, strict=True):
-            yield number, valid, dict(zip(self.transforms, tensors, strict=True))
-
-    def _batches(self, numbers: range) -> list[Batch]:
-        m, n = self.micro_batch, len(self.source)
-        pieces = [np.arange(k * m, min((k + 1) * m, n)) for k in numbers]
-        if self.cache is not None:
-            return list(zip(numbers, pieces, strict=True))
-        mine = np.concatenate(pieces or [np.arange(0)])
-        starts = range(0, len(mine), self.batch_size)
-        return [(k, mine[start : start + self.batch_size]) for k, start in enumerate(starts)]
+        cut = microbatches(self._checked(loader), self._micro_batch)
+        for number, (valid, tensors) in zip(self._numbers, cut, strict=True):
+            yield number, valid, dict(zip(self._transforms, tensors, strict=True))
 
     def _checked(self, loader: DataLoader[Any]) -> Iterator[tuple[Tensor, ...]]:
         try:
@@ -151,7 +149,7 @@ class ImagePass:
         except (RuntimeError, OSError, EOFError) as error:
             if not (loader.num_workers and means_worker_died(error)):
                 raise
-            modules = [type(part).__module__ for part in (self.source, *self.transforms.values())]
+            modules = [type(part).__module__ for part in (self._source, *self._transforms.values())]
             memory = "Lower `workers` or `batch_size`."
             raise TaskError(worker_died_message(error, memory=memory, modules=modules)) from error
 

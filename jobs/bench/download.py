@@ -10,6 +10,7 @@ guards addresses, verifies that images are complete, sorts and hashes the shards
 from __future__ import annotations
 
 import asyncio
+import functools
 import io
 import multiprocessing
 import os
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -31,33 +32,6 @@ import pyarrow.parquet as pq
 
 from jobs.bench.harness import alternate, parser, ratios, show
 
-_IMAGES = 32
-_OURS = """
-import sys
-from data_prep.settings.download_config import DownloadConfig
-from data_prep.ingest import download
-from pipeline.config import parse
-table, output, shard, processes, threads = sys.argv[1:]
-download(parse(DownloadConfig, {
-    "output": output,
-    "source": {"table": table},
-    "guard": {"allow_addresses": ["127.0.0.1"], "contact": "bench@example.org"},
-    "fetch": {"shard_size": int(shard), "processes": int(processes), "threads": int(threads), "retries": 0},
-}))
-"""
-_DIRECT = """
-import sys
-from img2dataset import download
-table, output, shard, processes, threads = sys.argv[1:]
-if __name__ == "__main__":
-    download(
-        url_list=table, input_format="parquet", url_col="url", caption_col="caption", output_folder=output,
-        output_format="webdataset", image_size=256, resize_mode="keep_ratio", resize_only_if_bigger=True,
-        processes_count=int(processes), thread_count=int(threads), number_sample_per_shard=int(shard),
-        extract_exif=False, compute_hash="sha256", enable_wandb=False,
-    )
-"""
-
 
 def main() -> None:
     """Time both programs in turn."""
@@ -68,17 +42,25 @@ def main() -> None:
     given.add_argument("--connections", type=int, default=32, help="threads of each process")
     args = given.parse_args()
     with tempfile.TemporaryDirectory() as temporary, serve_photographs() as base:
-        folder = Path(temporary)
+        table, output = Path(temporary) / "urls.parquet", Path(temporary) / "out"
         urls = [f"{base}/{number}.jpg" for number in range(args.urls)]
         captions = [f"photograph number {number} of a place" for number in range(args.urls)]
-        pq.write_table(pa.table({"url": urls, "caption": captions}), folder / "urls.parquet")
-        words = [folder / "urls.parquet", folder / "out", args.shard_size, args.processes, args.connections]
-
-        def timed(name: str, program: str) -> Callable[[], tuple[float, float]]:
-            (folder / f"{name}.py").write_text(program)
-            return lambda: _time(folder / f"{name}.py", [str(word) for word in words])
-
-        seconds = alternate({"ours": timed("ours", _OURS), "img2dataset": timed("direct", _DIRECT)}, rounds=args.rounds)
+        pq.write_table(pa.table({"url": urls, "caption": captions}), table)
+        ours = [
+            "jobs.cli", "download", f"output={output}", f"source.table={table}", "guard.allow_addresses=[127.0.0.1]",
+            "guard.contact=bench@example.org", "fetch.retries=0", f"fetch.shard_size={args.shard_size}",
+            f"fetch.processes={args.processes}", f"fetch.threads={args.connections}",
+        ]  # fmt: skip
+        direct = [
+            "img2dataset.main", f"--url_list={table}", "--input_format=parquet", "--url_col=url",
+            "--caption_col=caption", f"--output_folder={output}", "--output_format=webdataset", "--image_size=256",
+            "--resize_mode=keep_ratio", "--resize_only_if_bigger=True", "--extract_exif=False",
+            "--compute_hash=sha256", "--enable_wandb=False", f"--number_sample_per_shard={args.shard_size}",
+            f"--processes_count={args.processes}", f"--thread_count={args.connections}",
+        ]  # fmt: skip
+        programs = {"ours": ours, "img2dataset": direct}
+        runs = {name: functools.partial(timed, words, output=output) for name, words in programs.items()}
+        seconds = alternate(runs, rounds=args.rounds)
     wall, busy = ({name: [one[k] for one in each] for name, each in seconds.items()} for k in (0, 1))
     rows = {
         name: (args.urls / median(wall[name]), *ratios(wall["img2dataset"], wall[name]), median(busy[name]),
@@ -90,18 +72,18 @@ def main() -> None:
     show(f"{args.urls} URLs, {args.processes} processes of {args.connections} threads", columns, rows, output=args.json)
 
 
-def _time(script: Path, words: list[str]) -> tuple[float, float]:
-    """Wall seconds and CPU seconds of a script with all its processes; CPU time is more reliable on a busy machine."""
-    environment = {**os.environ, "NO_ALBUMENTATIONS_UPDATE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
+def timed(words: list[str], *, output: Path) -> tuple[float, float]:
+    """Wall seconds and CPU seconds of a program with all its processes; CPU time is more reliable on a busy machine."""
+    environment = {**os.environ, "NO_ALBUMENTATIONS_UPDATE": "1", "OMP_NUM_THREADS": "1"}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     started = time.perf_counter()
-    ended = subprocess.run([sys.executable, str(script), *words], env=environment, capture_output=True, text=True)
-    seconds = time.perf_counter() - started
+    ended = subprocess.run([sys.executable, "-m", *words], env=environment, capture_output=True, text=True)
+    taken = time.perf_counter() - started
     if ended.returncode:
         raise SystemExit(ended.stderr[-2_000:])
-    shutil.rmtree(words[1])
+    shutil.rmtree(output)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return taken, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 @contextmanager
@@ -123,7 +105,7 @@ def _serve(port: Any) -> None:
     from PIL import Image
 
     answers = []
-    for seed in range(_IMAGES):
+    for seed in range(32):
         pixels = np.random.default_rng(seed).integers(0, 255, (24, 32, 3), dtype=np.uint8)
         buffer = io.BytesIO()
         Image.fromarray(pixels).resize((683, 512), Image.Resampling.BICUBIC).save(buffer, "JPEG", quality=90)
@@ -136,7 +118,7 @@ def _serve(port: Any) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         request = await reader.readuntil(b"\r\n\r\n")
         number = int(request.split(b" ", 2)[1].strip(b"/").removesuffix(b".jpg"))
-        writer.write(answers[number % _IMAGES])
+        writer.write(answers[number % 32])
         await writer.drain()
         writer.close()
 

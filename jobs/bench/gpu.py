@@ -21,42 +21,135 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
-import importlib.util
 import logging
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from jobs.bench.gpu_results import Results
+import torch
+
+from data_prep.scenes.scene import ScenesConfig
+from data_prep.scenes.scene_suite import write_suite
+from jobs.bench import train
+from jobs.bench.harness import trace_steps
+from jobs.bench.loader import make_shards
+from jobs.cli import use_expandable_segments
+from pipeline.cores import usable_cores
 from pipeline.distributed.launch import without_launcher
 from pipeline.distributed.start import start_world
 from pipeline.distributed.world import World
+from pipeline.files import write_json
 from pipeline.run_files import METRICS_NAME, read_records
+from pipeline.versions import source_commit, versions
 
 ROOT = Path(__file__).parents[2]
 FIGURES = ("loss", "samples_per_second", "mfu", "data_wait", "memory_gib", "cpu_ms", "time_")
 BUILD_SECONDS, MEASURE_SECONDS, RUN_SECONDS = 150.0, 120.0, 180.0
 """Limits: to build a contender and compile it, for rounds of steps or a trace, and for a command."""
-NEEDED = ("deepspeed", "open_clip", "open_clip_train", "webdataset", "simplejpeg", "pydantic", "pytest")
-"""What a machine with torch may lack."""
 TRACED_STEPS = 3
+NETWORK = (
+    "objective.npn_update=replicated", "objective.npn_update=prototypes",
+    "objective.npn_update=replicated objective.npn_compile=true",
+    "objective.npn_update=prototypes objective.npn_compile=true",
+)  # fmt: skip
+"""Every rank updates the whole network, or its own prototypes."""
 
 
-def against_open_clip(results: Results, part: str, words: Sequence[str], *, world: World) -> None:
-    """Steps of all contenders in turns, and a trace of ours."""
-    from jobs.bench import train
-    from jobs.bench.device_trace import trace_steps
+@dataclass
+class Results:
+    """The JSON file, written again after each measurement."""
 
-    args = train.options().parse_args(["--objectives", "openclip", *words])
+    path: Path
+    tiny: bool
+    seconds: float
+    """For all measurements."""
+    found: dict[str, Any] = field(default_factory=dict)
+    """By part and measurement."""
+    failed: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._start, self._facts = time.monotonic(), {"tiny": self.tiny, "machine": machine()}
+        self.write()
+
+    @property
+    def left(self) -> float:
+        return self.seconds - (time.monotonic() - self._start)
+
+    def measure(self, part: str, name: str, call: Callable[[], Any], *, seconds: float) -> Any:
+        """Record what `call` returns, or why there is nothing, and return it; it has as many seconds, or what is left.
+
+        What cannot be written as JSON (a contender) is not recorded.
+        """
+        begin, limit, value = time.monotonic(), min(seconds, self.left), None
+        outcome: dict[str, Any] = {"status": "done"}
+        if limit < 1:
+            outcome["status"] = "left out: no time was left"
+        else:
+            print(f"{part}, {name} ...", flush=True)
+            try:
+                with alarm(limit):
+                    value = call()
+            except (Exception, OutOfTime) as error:
+                outcome["status"] = f"failed: {type(error).__name__}: {error}"[:2000]
+                self.failed.append(f"{part}, {name}")
+        outcome["seconds"] = round(time.monotonic() - begin, 1)
+        if isinstance(value, dict):
+            outcome["result"] = value
+        self.found.setdefault(part, {})[name] = outcome
+        self.write()
+        print(f"{part}, {name}: {outcome['status']}, {outcome['seconds']} s", flush=True)
+        return value
+
+    def write(self) -> None:
+        write_json(self.path, {**self._facts, "parts": self.found})
+
+
+class OutOfTime(BaseException):
+    """A measurement takes too long. No handler of errors on the way takes it for one."""
+
+
+@contextmanager
+def alarm(seconds: float) -> Iterator[None]:
+    """Inside, OutOfTime is raised after so many seconds."""
+
+    def stop(*_: object) -> None:
+        raise OutOfTime(f"not done after {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def machine() -> dict[str, Any]:
+    """The machine and the package versions."""
+    facts: dict[str, Any] = {"cores": usable_cores(), "commit": source_commit(), "versions": versions()}
+    facts |= {"cpu": torch.backends.cpu.get_cpu_capability(), "cuda": torch.version.cuda}
+    if shutil.which("nvidia-smi"):
+        query = "name,memory.total,driver_version,power.limit,clocks.max.sm,clocks.max.memory"
+        done = subprocess.run(["nvidia-smi", f"--query-gpu={query}", "--format=csv"], capture_output=True, text=True)
+        facts["nvidia-smi"] = done.stdout.splitlines()
+    return facts
+
+
+def steps(results: Results, part: str, words: Sequence[str], *, world: World, traced: bool = True) -> None:
+    """Steps of all contenders of `jobs.bench.train` in turns, and a trace of ours."""
+    args = train.options().parse_args(words)
     with ExitStack() as stack:
         builders = train.contenders(args, train.make_data(args), world=world, stack=stack)
         built = {}
@@ -65,7 +158,7 @@ def against_open_clip(results: Results, part: str, words: Sequence[str], *, worl
                 built[name] = contender
         built = {name: built[name] for name in builders if name in built}
         results.measure(part, "steps", lambda: train.compare(args, built, world.device), seconds=MEASURE_SECONDS)
-        if ours := built.get("ours, openclip"):
+        if traced and (ours := built.get("ours, openclip")):
             path = results.path.with_name(f"{results.path.stem}-{part}.json.gz")
             trace = functools.partial(trace_steps, ours.run, TRACED_STEPS, path=path)
             results.measure(part, "trace", trace, seconds=MEASURE_SECONDS)
@@ -73,10 +166,6 @@ def against_open_clip(results: Results, part: str, words: Sequence[str], *, worl
 
 def whole_run(results: Results, part: str, settings: Sequence[str], *, batch: int) -> None:
     """A run as a user starts it, and its continuation after two thirds of the steps: figures of each."""
-    from data_prep.scenes.scene import ScenesConfig
-    from data_prep.scenes.scene_suite import write_suite
-    from jobs.bench.loader import make_shards
-
     samples, side, distinct, steps = (64, 40, 8, 6) if results.tiny else (4096, 256, 128, 150)
     with tempfile.TemporaryDirectory(prefix="neuclip-gpu-") as folder:
         work, shards, run = Path(folder), Path(folder) / "shards", Path(folder) / "run"
@@ -100,16 +189,6 @@ def whole_run(results: Results, part: str, settings: Sequence[str], *, batch: in
 
         train("start", steps * 2 // 3)
         train("resume", steps, "--resume", "latest")
-
-
-def network(results: Results, part: str, words: Sequence[str], *, world: World) -> None:
-    """NeuCLIP's extra time for a gathered batch, with the network as it is and compiled."""
-    from jobs.bench import neuclip_overhead
-
-    for compiled in (False,) if results.tiny else (False, True):
-        args = neuclip_overhead.options().parse_args([*words, *(["--npn-compile"] if compiled else [])])
-        take = functools.partial(neuclip_overhead.measure, args, whole=False, world=world)
-        results.measure(part, "compiled" if compiled else "eager", take, seconds=BUILD_SECONDS)
 
 
 def cuda_tests(results: Results, part: str) -> None:
@@ -159,8 +238,6 @@ def figures(records: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 def free_memory() -> None:
     """Of the GPU, for the next part: engines and compiled programs refer to each other."""
-    import torch
-
     torch.compiler.reset()
     gc.collect()
     torch.cuda.empty_cache()
@@ -168,22 +245,25 @@ def free_memory() -> None:
 
 def parts(results: Results, *, world: World) -> dict[str, Callable[[], None]]:
     """All measurements, most valuable first."""
-    rounds = ("--device", "cuda", "--rounds", "5", "--steps", "4")
-    b16 = ["--arch", "ViT-B-16", "--batch", "640", *rounds, "--variant", "model.text_batching=whole"]
-    b32 = ["--arch", "ViT-B-32", "--batch", "1024", *rounds]
-    overhead = ["--arch", "ViT-B-16", "--batch", "5120", *rounds]
+    rounds = ["--device", "cuda", "--rounds", "5", "--steps", "4"]
+    b16, b32 = ["--arch", "ViT-B-16", "--batch", "640"], ["--arch", "ViT-B-32", "--batch", "1024"]
+    gathered = ["--arch", "ViT-B-16", "--batch", "5120", "--ranks", "8", "--captions", "full"]
     run = ["model.arch=ViT-B-32", "engine.device=cuda", "data.workers=12", "objective.prototypes=1024"]
     if results.tiny:
-        tiny = ("--arch", "scenes-vit-micro", "--device", "cpu", "--rounds", "1", "--steps", "1", "--threads", "1")
-        b16 = b32 = [*tiny, "--batch", "8"]
-        overhead = [*tiny, "--batch", "16", "--ranks", "2"]
+        rounds = ["--device", "cpu", "--rounds", "1", "--steps", "1", "--threads", "1"]
+        b16 = b32 = ["--arch", "scenes-vit-micro", "--batch", "8"]
+        gathered = ["--arch", "scenes-vit-micro", "--batch", "16", "--ranks", "2"]
         run = ["model.arch=scenes-vit-micro", "engine.device=cpu", "data.streams=4", "data.workers=0"]
         run += ["objective.prototypes=16", "evaluation.workers=0"]
+    openclip = ["--objectives", "openclip", *rounds]
+    for variant in NETWORK[: 2 if results.tiny else None]:
+        gathered += ["--variant", f"objective.name=neuclip {variant}"]
+    whole = ["--variant", "model.text_batching=whole"]
     return {
-        "b16": lambda: against_open_clip(results, "b16", b16, world=world),
-        "b32": lambda: against_open_clip(results, "b32", b32, world=world),
+        "b16": lambda: steps(results, "b16", [*b16, *whole, *openclip], world=world),
+        "b32": lambda: steps(results, "b32", [*b32, *openclip], world=world),
         "run": lambda: whole_run(results, "run", run, batch=16 if results.tiny else 1024),
-        "network": lambda: network(results, "network", overhead, world=world),
+        "network": lambda: steps(results, "network", [*gathered, *openclip], world=world, traced=False),
         "tests": lambda: cuda_tests(results, "tests"),
     }
 
@@ -214,25 +294,14 @@ def main(argv: list[str] | None = None) -> int:
 
 def check_start(args: argparse.Namespace) -> None:
     """Refuse what cannot be measured, before anything is."""
-    import torch
-
-    from jobs.cli import use_expandable_segments
-
     if not args.tiny and not torch.cuda.is_available():
         raise SystemExit(
             f"torch {torch.__version__} sees no GPU on this machine, so nothing was measured. --tiny runs every part "
             "in a tiny form on the CPU, which tests the program and measures nothing."
         )
-    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
-        raise SystemExit(
-            f"Packages are missing here: {', '.join(missing)}. docs/benchmarks.md says how to bring them to a machine "
-            "without network."
-        )
-    if args.output.exists():
-        raise SystemExit(f"{args.output} exists already: give --output another name.")
     try:
         args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.touch()
+        args.output.touch(exist_ok=False)
     except OSError as error:
         raise SystemExit(f"{args.output} cannot be written ({error.strerror}): give --output another name.") from None
     use_expandable_segments()

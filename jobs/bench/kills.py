@@ -2,7 +2,7 @@
 
     python -m jobs.bench.kills --output kills.json           # 200 kills
     python -m jobs.bench.kills --kills 4 --same-layout 2 --fork 1 --tables 1 --epoch 10     # a short form
-    python -m jobs.bench.kills --output kills.json --work FOLDER    # 200 kills over several sessions
+    python -m jobs.bench.kills --kills 0 --same-layout 0 --fork 0   # only those of methods with tables
 
 Runs of the same settings on generated shards: one undisturbed (2 ranks, ZeRO stage 1), one killed with SIGKILL and
 resumed on 1, 2 or 4 ranks at a ZeRO stage from 0 to 3, and one killed and resumed on the undisturbed layout. They have
@@ -17,8 +17,7 @@ checkpoint of a stage and the first of the next, where every run is killed at le
 checkpoints on disk are removed, and the mirror's are used. A run that has reached its end is not killed again. The
 result, one JSON file, says whether every epoch had the same samples in the same order as in the undisturbed run, how
 far losses and weights differ, and whether weights, losses, scores and rollbacks are the same bits where the layout
-stayed. Exit code 1: something was lost. On a slow disk, TMPDIR=/dev/shm saves most of the time. With --work, runs and
-counts of kills stay in a folder, and the same command goes on where it was interrupted.
+stayed. Exit code 1: something was lost. On a slow disk, TMPDIR=/dev/shm saves most of the time.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -44,12 +44,21 @@ from torch import Tensor
 
 from data_prep.scenes.scene import ScenesConfig
 from data_prep.scenes.scene_suite import write_suite
-from jobs.bench.killed_runs import Result, compare, is_intact, outcome
 from jobs.bench.loader import make_shards
 from pipeline.distributed.world import World, free_port
 from pipeline.files import write_json
 from pipeline.objectives import ObjectiveOutput
-from pipeline.run_files import FOLDER_NAME, PREFIX, finished_checkpoints, name_of, step_of
+from pipeline.run_files import (
+    FOLDER_NAME,
+    META_NAME,
+    METRICS_NAME,
+    PREFIX,
+    finished_checkpoints,
+    name_of,
+    read_meta,
+    read_records,
+    step_of,
+)
 from pipeline.training.recipe import RunConfig, load_recipe
 from pipeline.versions import source_commit
 
@@ -78,6 +87,11 @@ NEUCLIP = ("objective.prototypes=48", "objective.restart_every=8", "objective.in
 """More prototypes than samples in a batch of any run, so that the state of a fork has the same shape."""
 KEPT = ("checkpoint.keep_every=4",)
 """Checkpoints of the undisturbed run that are not pruned: the fork begins at the first."""
+Result = dict[str, dict[str, Any]]
+TOLERANCE = 1e-4
+"""Largest relative difference of a loss between layouts: sums are rounded in another order."""
+NEAR_ZERO = 0.01
+"""Losses below this are compared as if they were this large: SogCLR's crosses zero, its terms of about 1 do not."""
 
 
 @dataclass(frozen=True)
@@ -224,13 +238,9 @@ def end(processes: list[ForkProcess], victims: list[ForkProcess]) -> list[int | 
 
 
 def killed_run(work: Path, case: Case, *, seed: int) -> dict[str, int]:
-    """Kill a run, each start on a random layout, and let the last start finish. Returns the counts.
-
-    They are kept in `work`: an interrupted case goes on with its next kill, and a finished one is not run again.
-    """
-    run, log, journal = work / case.name, work / f"{case.name}.log", work / f"{case.name}.json"
-    done, startup = Counter[str](json.loads(journal.read_text()) if journal.exists() else {}), 5.0
-    while not done["finished"]:
+    """Kill a run, each start on a random layout, and let the last start finish. Returns the counts."""
+    run, log, done, startup = work / case.name, work / f"{case.name}.log", Counter[str](), 5.0
+    while True:
         draw = random.Random(f"{seed}, {case.name}, {done['kills']}")
         ranks, stage = draw.choice(case.layouts)
         begin = time.monotonic()
@@ -248,43 +258,92 @@ def killed_run(work: Path, case: Case, *, seed: int) -> dict[str, int]:
                 if last_step(run) == case.border:
                     done.update(["before the first checkpoint of a stage"])
                 said = f"{case.name}: kill {done['kills']} ({moment}, {what} of {ranks}) at step {last_step(run)}"
-                if lose_the_disk(work, case, draw=draw):
+                if (work / "mirror" / case.name / FOLDER_NAME).is_dir() and draw.random() < DISK_LOST:
+                    shutil.rmtree(run / FOLDER_NAME)  # the mirror has others
                     said += ", and its checkpoints are lost"
                     done.update(["with the loss of the checkpoints on disk"])
                 print(said, flush=True)
-                done["seconds"] += round(time.monotonic() - begin)
-                write_json(journal, done)
                 continue
         for process in processes:
             process.join(SECONDS_PER_START)
-        codes = end(processes, [])
-        if any(codes):
+        if any(codes := end(processes, [])):
             printed = log.read_text(errors="replace")
             raise SystemExit(f"{printed[-5000:]}\n{case.name} ended with {codes} after {done['kills']} kills")
-        done.update({"finished": 1, "seconds": round(time.monotonic() - begin)})
-        write_json(journal, done)
-    del done["finished"]
-    return dict(sorted(done.items()))
+        return dict(sorted(done.items()))
 
 
-def lose_the_disk(work: Path, case: Case, *, draw: random.Random) -> bool:
-    """Now and then, remove the checkpoints of a run that has others in its mirror. Returns whether it did."""
-    lost = (work / "mirror" / case.name / FOLDER_NAME).is_dir() and draw.random() < DISK_LOST
-    if lost:
-        shutil.rmtree(work / case.name / FOLDER_NAME)
-    return lost
+def outcome(run: Path) -> dict[str, Any]:
+    """What a finished run has trained: its epochs, losses, and the hashes of its last checkpoint's files."""
+    records = read_records(run / METRICS_NAME)
+    events = [record["data"] for record in records if record["kind"] == "event" and "data" in record]
+    meta = read_meta(finished_checkpoints(run)[-1])
+    return {
+        "epochs": {report["epoch"]: report for report in events},  # an epoch's end may have been trained twice
+        "losses": {record["step"]: repr(record["loss"]) for record in records if record["kind"] == "train"},
+        "scores": {
+            record["step"]: {name: value for name, value in record.items() if name not in ("kind", "step", "time")}
+            for record in records
+            if record["kind"] == "evaluation"
+        },
+        "rollbacks": [record["rollbacks"] for record in records if record["kind"] == "train"][-1],
+        "data": meta["data"],
+        "files": {name: entry["sha256"] for name, entry in meta["files"].items() if name != META_NAME},
+        "path": finished_checkpoints(run)[-1],
+    }
+
+
+def largest_difference(one: Path, other: Path) -> float:
+    """The largest absolute difference of two checkpoints' weights."""
+    from safetensors.torch import load_file
+
+    left, right = (load_file(path / "open_clip_model.safetensors") for path in (one, other))
+    return max(float((left[name] - right[name]).abs().max()) for name in left)
+
+
+def relative_difference(loss: float, expected: float) -> float:
+    """|loss - expected| / |expected|, near zero / NEAR_ZERO; infinite if only one of them is a number."""
+    if math.isnan(loss) or math.isnan(expected):
+        return 0.0 if math.isnan(loss) and math.isnan(expected) else math.inf
+    return abs(loss - expected) / max(abs(expected), NEAR_ZERO)
+
+
+def compare(run: Path, reference: dict[str, Any]) -> dict[str, Any]:
+    """How a killed run differs from the undisturbed one."""
+    ended = outcome(run)
+    losses = [(float(ended["losses"].get(step, "inf")), float(loss)) for step, loss in reference["losses"].items()]
+    return {
+        "epochs": len(reference["epochs"]),
+        "same_samples_in_the_same_order": ended["epochs"] == reference["epochs"] and ended["data"] == reference["data"],
+        "same_steps": ended["losses"].keys() == reference["losses"].keys(),
+        "evaluations": len(reference["scores"]),
+        "same_evaluations": ended["scores"].keys() == reference["scores"].keys(),
+        "rollbacks": reference["rollbacks"],
+        "same_rollbacks": ended["rollbacks"] == reference["rollbacks"],
+        "largest_relative_difference_of_a_loss": max(relative_difference(*pair) for pair in losses),
+        "largest_difference_of_a_weight": largest_difference(ended["path"], reference["path"]),
+        "same_bits": all(ended[key] == reference[key] for key in ("files", "losses", "scores", "rollbacks")),
+    }
+
+
+def is_intact(result: Result) -> bool:
+    """Whether nothing was lost in any case, and every case was evaluated and rolled back (the fork skips too few)."""
+    same = ("same_samples_in_the_same_order", "same_steps", "same_evaluations", "same_rollbacks")
+    cases = {name: case for name, case in result.items() if name != "run"}
+    return all(
+        all(case[key] for key in same)
+        and case["evaluations"] > 0
+        and (case["rollbacks"] > 0 or name == "new-batch-size")
+        and (case["same_bits"] or name not in ("same-layout", "new-batch-size"))
+        and case["largest_relative_difference_of_a_loss"] <= TOLERANCE
+        for name, case in cases.items()
+    )
 
 
 def measure(work: Path, options: argparse.Namespace, *, report: Callable[[Result], object]) -> Result:
-    """Run all cases in `work`, a folder that is empty or holds an interrupted measurement, with the options of `main`.
-
-    `report` gets each result so far.
+    """Run all cases in an empty folder with the options of `main`; `report` gets each result so far.
 
     Returns:
         Counts of kills and how the killed run differs from the undisturbed one, by the case's name.
-
-    Raises:
-        SystemExit: The folder holds a measurement with other options or of another commit.
     """
     import pipeline.training.run  # noqa: F401 (the ranks are forked with it)
 
@@ -305,17 +364,12 @@ def measure(work: Path, options: argparse.Namespace, *, report: Callable[[Result
         calm = Case(f"undisturbed-{method}", 0, whole_epochs(options.tables), more=(f"objective.name={method}",))
         pairs.append((calm, replace(calm, name=method, kills=options.tables, layouts=every)))
 
-    run = {"commit": source_commit(), "steps": plain.steps, "batch": BATCH, "pairs": BATCH * epoch, "seed": seed}
-    begun, plan = work / "plan.json", {**run, "kills": [case.kills for _, case in pairs]}
-    if begun.exists() and (other := json.loads(begun.read_text())) != plan:
-        raise SystemExit(f"{work} holds a measurement of {other}, not of {plan}. Name another folder with --work.")
-    if not begun.exists():
-        (work / "shards").mkdir()
-        make_shards(work / "shards", shards=8, samples=BATCH * epoch // 8, shorter=40)
-        write_suite(ScenesConfig(pairs=50, held_out=12, retrieval_pairs=8, image_size=32), work / "suite")
-        write_json(begun, plan)
+    (work / "shards").mkdir()
+    make_shards(work / "shards", shards=8, samples=BATCH * epoch // 8, shorter=40)
+    write_suite(ScenesConfig(pairs=50, held_out=12, retrieval_pairs=8, image_size=32), work / "suite")
     choose_poison(load_recipe(None, settings(work, plain, stage=SAME[1])))
     poison_objective()
+    run = {"commit": source_commit(), "steps": plain.steps, "batch": BATCH, "pairs": BATCH * epoch, "seed": seed}
     result: Result = {"run": run}
     for calm, case in pairs:
         if not case.kills:
@@ -340,18 +394,13 @@ def main() -> None:
     parser.add_argument("--epoch", type=int, default=30, metavar="STEPS", help="steps of an epoch")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="write the result there, too, after each run")
-    parser.add_argument("--work", type=Path, metavar="FOLDER", help="keep the runs there; go on if interrupted")
     options = parser.parse_args()
     output = options.output
-    if options.work:
-        options.work.mkdir(parents=True, exist_ok=True)
-    # A TemporaryDirectory would be removed at the end of every forked rank.
-    work = options.work or Path(tempfile.mkdtemp())
+    work = Path(tempfile.mkdtemp())  # a TemporaryDirectory would be removed at the end of every forked rank
     try:
-        result = measure(work.absolute(), options, report=lambda so_far: output and write_json(output, so_far))
+        result = measure(work, options, report=lambda so_far: output and write_json(output, so_far))
     finally:
-        if not options.work:
-            shutil.rmtree(work)
+        shutil.rmtree(work)
     print(json.dumps(result, indent=1))
     if not is_intact(result):
         raise SystemExit(1)

@@ -1,14 +1,12 @@
 """Images per second and core of our data loader against open_clip's, alternating on the same shards.
 
     python -m jobs.bench.loader --shorter 256 --shorter 512
-    python -m jobs.bench.loader --images /data/photographs          resized to each shorter side, as ingestion does
     python -m jobs.bench.loader --shorter 256 --raw                 and from shards of decoded pixels
-    python -m jobs.bench.loader --hashing --rounds 30               only what hashing the shards costs
 
 Both loaders read, shuffle, decode, crop to 224 pixels and tokenize the whole dataset once per round, in this process
 with one thread. CPU time is reported, which other load on the machine hardly changes. Our loader leaves normalization
 to the device, as in training; the line "and normalized here" includes it. `--raw` also reads the
-same images from shards of decoded pixels (`neuclip pairs --raw`). The last line is what `data.altered_shards` costs:
+same images from shards of decoded pixels (`neuclip pairs --raw`). The last column is what `data.altered_shards` costs:
 the SHA-256 of every shard, computed from the bytes as they are read.
 """
 
@@ -29,7 +27,6 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from PIL.Image import Resampling
 
 from jobs.bench.harness import alternate, parser, ratios, seconds, show
 from pipeline.config import parse
@@ -40,7 +37,6 @@ from pipeline.data.loading.tokenize import fast_tokenizer
 from pipeline.data.loading.worker import Tokenize
 from pipeline.data.shards.manifest_format import make_manifest
 from pipeline.distributed.world import World
-from pipeline.pictures.pixels import read_rgb
 
 BATCH, PIXELS = 64, 224
 QUALITY = 90
@@ -68,32 +64,14 @@ def photo(rng: np.random.Generator, *, shorter: int) -> Image.Image:
     return Image.fromarray(np.clip(128 + 55 * channels / channels.std(), 0, 255).astype(np.uint8))
 
 
-def photographs(folder: Path, *, shorter: int) -> list[Image.Image]:
-    """The folder's images of at least this size, resized to this shorter side."""
-    photos = []
-    for path in sorted(path for path in folder.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg", ".png", ".webp")):
-        image = read_rgb(path.read_bytes())
-        if min(image.size) >= shorter:
-            scale = shorter / min(image.size)
-            photos.append(image.resize((round(image.width * scale), round(image.height * scale)), Resampling.LANCZOS))
-    if not photos:
-        raise SystemExit(f"{folder} has no image whose shorter side is at least {shorter} pixels.")
-    return photos
-
-
-def make_shards(
-    folder: Path, *, shards: int, samples: int, shorter: int, images: Path | None = None, raw: bool = False,
-    distinct: int | None = None,
-) -> Path:  # fmt: skip
-    """Write shards with captions and metadata in img2dataset's layout, of generated images or of those in `images`.
+def make_shards(folder: Path, *, shards: int, samples: int, shorter: int, raw: bool = False, distinct: int = 0) -> Path:
+    """Write shards of generated images with captions and metadata in img2dataset's layout.
 
     `raw`: images as binary PPM (a header, then 8-bit RGB) instead of JPEG. `distinct`: generate so many only.
     """
     rng = np.random.default_rng(0)
     rows = []
-    given = (
-        photographs(images, shorter=shorter) if images else [photo(rng, shorter=shorter) for _ in range(distinct or 0)]
-    )
+    given = [photo(rng, shorter=shorter) for _ in range(distinct)]
     for s in range(shards):
         path = folder / f"{s:05d}.tar"
         with tarfile.open(path, "w") as tar:
@@ -150,12 +128,12 @@ def run_open_clip(folder: Path, *, samples: int, tokenizer: Any) -> None:
 
 
 def compare(shorter: int, options: argparse.Namespace) -> None:
-    """Print a table for images stored with this shorter side; `--hashing`: only of our loader's two forms."""
+    """Print a table for images stored with this shorter side."""
     import open_clip
 
     tokenizer, samples = open_clip.get_tokenizer("ViT-B-32"), options.samples
     ours = functools.partial(run_ours, samples=samples, tokenize=fast_tokenizer(tokenizer))
-    make = functools.partial(make_shards, shards=4, samples=samples // 4, shorter=shorter, images=options.images)
+    make = functools.partial(make_shards, shards=4, samples=samples // 4, shorter=shorter)
     with tempfile.TemporaryDirectory() as name:
         folder = make(Path(name))
         size = f"{_bytes_per_sample(folder, samples) / 1000:.0f} kB a sample"
@@ -176,18 +154,14 @@ def compare(shorter: int, options: argparse.Namespace) -> None:
             size += f", raw {_bytes_per_sample(decoded, samples) / 1000:.0f} kB"
             runs["raw"] = functools.partial(ours, decoded)
             runs["raw, not hashed"] = functools.partial(ours, decoded, altered_shards="ignore")
-        if options.hashing:
-            runs = {label: runs[label] for label in ("ours, not hashed", "ours")}
         timed = {label: functools.partial(seconds, run) for label, run in runs.items()}
         times = alternate(timed, rounds=options.rounds)
     rates = {label: [samples / taken for taken in durations] for label, durations in times.items()}
-    first = next(iter(rates))
-    unhashed = rates["ours, not hashed"]
     rows = {
-        label: (median(speeds), *ratios(speeds, rates[first]), ratios(speeds, unhashed)[0])
+        label: (median(speeds), *ratios(speeds, rates["open_clip"]), ratios(speeds, rates["ours, not hashed"])[0])
         for label, speeds in rates.items()
     }
-    columns = {"images/s/core": ".0f", f"/ {first}": ".2f", "lowest": ".2f", "highest": ".2f", "/ not hashed": ".2f"}
+    columns = {"images/s/core": ".0f", "/ open_clip": ".2f", "lowest": ".2f", "highest": ".2f", "/ not hashed": ".2f"}
     head = f"shorter side {shorter}, {size}, {samples} samples, {options.rounds} rounds"
     show(head, columns, rows, output=options.json)
 
@@ -199,10 +173,7 @@ def _bytes_per_sample(folder: Path, samples: int) -> float:
 def main() -> None:
     given = parser(__doc__, rounds=5)
     given.add_argument("--shorter", type=int, action="append", help="shorter side of the stored images, in pixels")
-    given.add_argument("--images", type=Path, help="folder of photographs to use instead of generated images")
-    forms = given.add_mutually_exclusive_group()
-    forms.add_argument("--raw", action="store_true", help="also read shards of decoded pixels")
-    forms.add_argument("--hashing", action="store_true", help="compare our loader with and without hashing only")
+    given.add_argument("--raw", action="store_true", help="also read shards of decoded pixels")
     given.add_argument("--samples", type=int, default=768)
     given.set_defaults(threads=1)
     options = given.parse_args()

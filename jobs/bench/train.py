@@ -3,6 +3,7 @@
     python -m jobs.bench.train --arch ViT-B-32 --batch 32 --threads 1                         on a CPU
     python -m jobs.bench.train --arch ViT-B-16 --batch 640                                    on a GPU
     python -m jobs.bench.train --arch ViT-B-16 --batch 5120 --accumulate 8 --captions full
+    python -m jobs.bench.train --arch ViT-B-16 --batch 5120 --ranks 8 --captions full
     python -m jobs.bench.train --variant model.text_batching=padded --variant model.text_batching=whole
 
 The reference is `train_one_epoch` of the installed package, set up as in its own `main` (AdamW with two parameter
@@ -13,6 +14,10 @@ settings of each --variant. Data loading is excluded; batches have random pixels
 captions. The contenders alternate in rounds of a few steps within one process with one rank, so that other load on the
 machine affects all of them; the ratios within a round are compared. On a GPU we measure wall time, on a CPU the CPU
 time of the process.
+
+With --ranks, as in NeuCLIP's setting (local batch 640 of a gathered 5,120), one rank of so many runs the towers on its
+own pairs and the objective on all; the first of ours is the reference. The features of the other ranks are random
+tensors on the device, so communication is not measured.
 """
 
 from __future__ import annotations
@@ -47,6 +52,7 @@ from pipeline.engine.optim import OptimizerConfig
 from pipeline.metrics.mfu import Utilization
 from pipeline.model.architectures import Architecture
 from pipeline.model.towers import ModelConfig, build_towers
+from pipeline.objectives import build_objective
 from pipeline.training.loop import Trainer
 from pipeline.training.recipe import load_recipe
 from pipeline.training.run import setup
@@ -69,23 +75,18 @@ TOKENS_PER_WORD = 1.3
 """Assumed for CLIP's tokenizer, which adds a start and an end token."""
 
 
-def step_parser(about: str | None, *, arch: str, batch: int, rounds: int, steps: int) -> argparse.ArgumentParser:
-    """A parser with the options of every benchmark of training steps."""
-    given = parser(about, rounds=rounds)
-    given.add_argument("--arch", default=arch)
+def options() -> argparse.ArgumentParser:
+    given = parser(__doc__, rounds=5)
+    given.add_argument("--arch", default="ViT-B-32")
     given.add_argument("--image-size", type=int, help="pixels, for a smaller test of the same architecture")
-    given.add_argument("--batch", type=int, default=batch, help="global batch")
+    given.add_argument("--batch", type=int, default=32, help="global batch")
+    given.add_argument("--ranks", type=int, default=1, help="of which one is measured")
     given.add_argument("--accumulate", type=int, default=1, help="micro-batches per step (both sides use GradCache)")
     given.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
     given.add_argument("--captions", choices=CAPTIONS, default="cc12m", help="lengths (from memory) [cc12m]")
-    given.add_argument("--steps", type=int, default=steps, help="steps per contender and round")
+    given.add_argument("--steps", type=int, default=2, help="steps per contender and round")
     given.add_argument("--prototypes", type=int, help="of neuclip's network [4096, or the batch size if smaller]")
     given.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    return given
-
-
-def options() -> argparse.ArgumentParser:
-    given = step_parser(__doc__, arch="ViT-B-32", batch=32, rounds=5, steps=2)
     given.add_argument("--objectives", nargs="+", default=["openclip", "neuclip"])
     given.add_argument("--variant", action="append", default=[], metavar="SETTINGS", help="also with these settings")
     given.add_argument("--torchcompile", action=argparse.BooleanOptionalAction, help=f"{COMPILED} [on a GPU]")
@@ -94,30 +95,34 @@ def options() -> argparse.ArgumentParser:
 
 @dataclass(frozen=True)
 class Data:
-    """Batches on the host, and the towers that they are for."""
+    """Batches of one rank on the host, and the towers that they are for."""
 
     batches: Sequence[Batch]
     architecture: Architecture
 
+    @property
+    def rows(self) -> int:
+        return len(self.batches[0].sample_id)
+
 
 def make_data(args: argparse.Namespace) -> Data:
     """Random pixels, the same in every batch, and captions as long as `args` says, from a fixed seed."""
-    if args.batch % args.accumulate:
-        raise SystemExit(f"--accumulate {args.accumulate} does not divide --batch {args.batch}.")
-    config = ModelConfig(arch=args.arch, image_size=args.image_size)
+    if args.batch % (args.ranks * args.accumulate):
+        raise SystemExit(f"--ranks {args.ranks} and --accumulate {args.accumulate} do not divide --batch {args.batch}.")
+    config, rows = ModelConfig(arch=args.arch, image_size=args.image_size), args.batch // args.ranks
     architecture = build_towers(config, seed=0, device="meta")[1]
     generator, size = torch.Generator().manual_seed(0), architecture.image_size
-    pixels = torch.randint(0, 256, (args.batch, 3, size, size), generator=generator, dtype=torch.uint8)
-    pixels, ids = pinned(pixels.contiguous(memory_format=torch.channels_last)), torch.arange(args.batch)
-    texts = [pinned(architecture.tokenize(captions(args, generator=generator))) for _ in range(BATCHES)]
+    pixels = torch.randint(0, 256, (rows, 3, size, size), generator=generator, dtype=torch.uint8)
+    pixels, ids = pinned(pixels.contiguous(memory_format=torch.channels_last)), torch.arange(rows)
+    texts = [pinned(architecture.tokenize(captions(args.captions, rows, generator))) for _ in range(BATCHES)]
     return Data([Batch(pixels, text, ids, Position(), replaced=0) for text in texts], architecture)
 
 
-def captions(args: argparse.Namespace, *, generator: torch.Generator) -> list[str]:
+def captions(kind: str, rows: int, generator: torch.Generator) -> list[str]:
     """Random words. Lengths in tokens are log-normal, as those of web captions are."""
-    mean, deviation = (TOKENS_PER_WORD * value for value in CAPTIONS[args.captions])
+    mean, deviation = (TOKENS_PER_WORD * value for value in CAPTIONS[kind])
     spread = math.sqrt(math.log1p((deviation / (2 + mean)) ** 2))
-    normal = torch.randn(args.batch, generator=generator)
+    normal = torch.randn(rows, generator=generator)
     lengths = torch.exp(math.log(2 + mean) - spread**2 / 2 + spread * normal).round().clamp(3, 100).int().tolist()
     known = WORDS.split()
     words = [torch.randint(0, len(known), (length - 2,), generator=generator).tolist() for length in lengths]
@@ -157,32 +162,57 @@ class Contender:
         return torch.cuda.memory_allocated() if self._device.type == "cuda" else 0
 
 
+@dataclass(frozen=True)
+class OneOfMany(World):
+    """A world whose other ranks are simulated: gathers return random features and copies of this rank's scalars."""
+
+    def all_gather(self, x_b: Tensor) -> Tensor:
+        x_b = x_b.detach()
+        if x_b.dim() < 2 or x_b.shape[1] < 16:  # per-anchor scalars
+            return x_b.repeat(self.size, *[1] * (x_b.dim() - 1))
+        others = random_features(x_b.shape[0] * (self.size - 1), x_b.shape[1], str(x_b.device))
+        return torch.cat([x_b, others.to(x_b.dtype)])
+
+    def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
+        return x.detach().clone()
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
+    def barrier(self) -> None:
+        pass
+
+
+@functools.cache
+def random_features(rows: int, dim: int, device: str) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.nn.functional.normalize(torch.randn(rows, dim, generator=generator), dim=1).to(device)
+
+
 def ours(
     args: argparse.Namespace, data: Data, *, world: World, stack: ExitStack, settings: Sequence[str]
 ) -> tuple[Callable[[int], None], Utilization]:
-    """Our training step, with the defaults of a recipe and these settings, until the end of `stack`."""
-    trainer = stack.enter_context(bench_trainer(args, data, world=world, settings=settings))
-    return (lambda steps: take_steps(trainer, steps)), trainer.utilization
-
-
-@contextlib.contextmanager
-def bench_trainer(args: argparse.Namespace, data: Data, *, world: World, settings: Sequence[str]) -> Iterator[Trainer]:
-    """A trainer that is shown these batches again and again."""
-    with tempfile.TemporaryDirectory(prefix="neuclip-bench-") as folder:
-        (shards := Path(folder) / "shards").mkdir()
-        make_shards(shards, shards=1, samples=args.batch, shorter=8, distinct=1)  # a run needs some; they are not read
-        micro = args.batch // args.accumulate if args.accumulate > 1 else "null"
-        run = load_recipe(None, [
-            f"output={folder}", f"data.sources={shards}", "data.streams=1", "data.workers=0",
-            f"model.arch={args.arch}", f"model.image_size={args.image_size or 'null'}",
-            f"batch_size={args.batch}", f"samples={args.batch * 10**6}", f"engine.micro_batch={micro}",
-            f"engine.device={world.device.type}", "engine.probe=false",
-            f"engine.deepspeed={'auto' if args.precision == 'bf16' else 'zero0_fp32'}",
-            "telemetry.tensorboard=false", "telemetry.progress=quiet", *settings,
-        ])  # fmt: skip
-        with setup(run, world=world, resume=None) as trainer:
-            trainer.batches._loader = itertools.cycle(data.batches)
-            yield trainer
+    """Our training step on these batches, with the defaults of a recipe and these settings, until `stack` ends."""
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="neuclip-bench-"))
+    (shards := Path(folder) / "shards").mkdir()
+    make_shards(shards, shards=1, samples=data.rows, shorter=8, distinct=1)  # a run needs some; they are not read
+    run = load_recipe(None, [
+        f"output={folder}", f"data.sources={shards}", "data.streams=1", "data.workers=0",
+        f"model.arch={args.arch}", f"model.image_size={args.image_size or 'null'}",
+        f"batch_size={data.rows}", f"samples={data.rows * 10**6}",
+        f"engine.micro_batch={data.rows // args.accumulate if args.accumulate > 1 else 'null'}",
+        f"engine.device={world.device.type}", "engine.probe=false",
+        f"engine.deepspeed={'auto' if args.precision == 'bf16' else 'zero0_fp32'}",
+        "telemetry.tensorboard=false", "telemetry.progress=quiet", *settings,
+    ])  # fmt: skip
+    trainer = stack.enter_context(setup(run, world=world, resume=None))
+    trainer.batches._loader = itertools.cycle(data.batches)
+    if args.ranks > 1:
+        trainer.take_step.objective = build_objective(
+            run.objective, dim=data.architecture.dim, batch_size=args.batch, dataset_size=1_000_000,
+            total_steps=run.total_steps, world=OneOfMany(size=args.ranks, device=world.device), device=world.device,
+        )  # fmt: skip
+    return functools.partial(take_steps, trainer), trainer.utilization
 
 
 def take_steps(trainer: Trainer, steps: int) -> None:
@@ -265,12 +295,16 @@ def contenders(
     def built(make: Callable[..., Any], **given: Any) -> Callable[[], Contender]:
         return lambda: Contender(functools.partial(make, args, data, **given), device=world.device)
 
-    builders = {THEIRS: built(open_clip_train, device=world.device)}
-    if world.device.type == "cuda" if args.torchcompile is None else args.torchcompile:
-        builders[COMPILED] = built(open_clip_train, device=world.device, compiled=True)
+    builders = {}
+    if args.ranks == 1:
+        builders[THEIRS] = built(open_clip_train, device=world.device)
+        if world.device.type == "cuda" if args.torchcompile is None else args.torchcompile:
+            builders[COMPILED] = built(open_clip_train, device=world.device, compiled=True)
     network = f"objective.prototypes={args.prototypes or min(4096, args.batch)}"
     for name, variant in [(name, "") for name in args.objectives] + [(args.objectives[0], v) for v in args.variant]:
-        settings = [f"objective.name={name}", *([network] if name == "neuclip" else ()), *variant.split()]
+        settings = [f"objective.name={name}", *variant.split()]
+        if [word for word in settings if word.startswith("objective.name=")][-1] == "objective.name=neuclip":
+            settings.insert(0, network)
         full_name = ", ".join(["ours", name, *variant.split()])
         builders[full_name] = built(ours, world=world, stack=stack, settings=settings)
     return builders
@@ -279,25 +313,23 @@ def contenders(
 def head(args: argparse.Namespace, device: torch.device) -> str:
     """What is measured, and where."""
     size = f" at {args.image_size} px" if args.image_size else ""
-    batch = f"batch {args.batch}" + (f" in {args.accumulate}" if args.accumulate > 1 else "")
+    batch = f"batch {args.batch}" + (f" of which {args.batch // args.ranks} here" if args.ranks > 1 else "")
+    batch += f" in {args.accumulate}" if args.accumulate > 1 else ""
     return f"{args.arch}{size}, {batch}, {args.precision}, texts {args.captions}, {place(device, args.threads)}"
 
 
 def compare(args: argparse.Namespace, built: Mapping[str, Contender], device: torch.device) -> dict[str, Any]:
     """Let the contenders take turns, and print medians over rounds; ratios are medians of the per-round ratios."""
-
-    def timed(contender: Contender) -> Callable[[], tuple[float, float]]:
-        return lambda: contender.take(args.steps, threads=args.threads)
-
-    costs = alternate({name: timed(contender) for name, contender in built.items()}, rounds=args.rounds)
+    takes = {name: functools.partial(one.take, args.steps, threads=args.threads) for name, one in built.items()}
+    costs = alternate(takes, rounds=args.rounds)
     times = {name: [taken for taken, _ in rounds] for name, rounds in costs.items()}
     columns = {"ms/step": ".1f", "samples/s": ".1f"}
-    others = [name for name in (THEIRS, COMPILED) if name in times]
+    others = [name for name in (THEIRS, COMPILED) if name in times] or list(times)[:1]
     for name, spread in zip(others, (("lowest", "highest"), ("least", "most")), strict=False):
         columns |= dict.fromkeys((f"/ {name.split()[-1]}", *spread), ".3f")
     rows = dict[str, tuple[Value, ...]]()
     for name, contender in built.items():
-        rate, peak = args.batch / median(times[name]), max(peak for _, peak in costs[name])
+        rate, peak = args.batch / args.ranks / median(times[name]), max(peak for _, peak in costs[name])
         compared = [ratio for other in others for ratio in ratios(times[other], times[name])]
         mfu = contender.utilization.scalars(rate).get("mfu")
         rows[name] = (1e3 * median(times[name]), rate, *compared, mfu, peak or None)

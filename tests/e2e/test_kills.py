@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from jobs.bench.killed_runs import TOLERANCE, is_intact, relative_difference
+from jobs.bench.kills import TOLERANCE, is_intact, relative_difference
 from tests.launch import Program
 
 

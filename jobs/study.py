@@ -2,17 +2,51 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from jobs.studies import check_name, study_names
+from pipeline.config import suggest
+from pipeline.departed import COMMANDS
 from pipeline.errors import UserError
-from pipeline.files import file_lock
+from pipeline.files import file_lock, write_json
 
 if TYPE_CHECKING:
     from jobs.studies.declare import Study, Unit
+
+SBATCH = """#!/bin/bash
+#SBATCH --job-name=study-{name}
+#SBATCH --array=0-{last}
+#SBATCH --nodes=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=64
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@120
+#SBATCH --output=study-{name}-%a.log
+# One task runs one unit; a task that is started again continues it. Then: neuclip study {name} --size {size} --render
+trap 'kill -USR1 "$child"; wait "$child"; [ $? -eq 130 ] && scontrol requeue "$SLURM_JOB_ID"' USR1
+neuclip study {name} --size {size} --output {output} --unit "$SLURM_ARRAY_TASK_ID" {overrides} &
+child=$!
+wait "$child"
+"""
+
+
+def study_names() -> tuple[str, ...]:
+    """The studies that have a declaration."""
+    files = (Path(__file__).parent / "studies").glob("*.yaml")
+    return tuple(sorted(path.stem for path in files if path.stem != "sizes"))
+
+
+def check_name(name: str) -> None:
+    """Check the name of a study.
+
+    Raises:
+        UserError: There is no such study, or no longer.
+    """
+    if name not in study_names():
+        raise UserError(COMMANDS.get(f"study {name}") or f"There is no study {name!r}. {suggest(name, study_names())}")
 
 
 @click.command(name="study")
@@ -60,9 +94,8 @@ def command(
         show(units, place)
         return 0
     if slurm:
-        from jobs.studies.schedule import sbatch
-
-        click.echo(sbatch(name, size=size, output=str(place), count=len(units), overrides=overrides), nl=False)
+        facts = {"name": name, "size": size, "output": shlex.quote(str(place)), "last": len(units) - 1}
+        click.echo(SBATCH.format(**facts, overrides=shlex.join(overrides)), nl=False)
         return 0
     if unit is not None and unit >= len(units):
         raise click.BadParameter(f"{unit}: {name} has {len(units)} runs at this size, 0 to {len(units) - 1}.")
@@ -83,27 +116,25 @@ def run_units(
     study: Study, units: list[Unit], *, size: str, place: Path, parallel: int | None, launcher: str | None
 ) -> dict[str, int]:
     """Run the units that are not finished. Returns the exit codes of failed runs by label."""
-    from jobs.studies.declare import distinct, load_size
-    from jobs.studies.schedule import is_done, run_all, write_spec
+    from jobs.studies.declare import SPEC_NAME, load_size
+    from jobs.studies.schedule import run_all
 
-    left = [each for each in distinct(units) if not is_done(each, place)]
+    left = [each for each in {unit.key: unit for unit in units}.values() if not each.is_done(place)]
     click.echo(f"{len(units)} runs, {len(units) - len(left)} of them done or shared.")
     left = without_missing_teachers(left)
     if not left:
         return {}
     check_data(left)
-    facts = load_size(size)
     data = prepare_corpora({each.corpus for each in left if each.corpus}, size=size, place=place)
-    prepared = []
     for each in left:
-        places = []
+        overrides = [*each.overrides, f"output={each.folder(place)}"]
         if each.corpus:
-            places.append(f"data.sources={data[each.corpus] / 'shards'}")
+            overrides.append(f"data.sources={data[each.corpus] / 'shards'}")
             if study.measure != "none":  # timing runs are not evaluated
-                places.append(f"evaluation.suite={data[each.corpus] / 'suite'}")
-        prepared.append((each, write_spec(each, place, facts=facts, study=study, places=places)))
-    at_once = 1 if study.alone else parallel
-    return run_all(prepared, parallel=at_once, launcher=launcher, tell=click.echo)
+                overrides.append(f"evaluation.suite={data[each.corpus] / 'suite'}")
+        spec = {"label": each.label, "recipe": str(each.recipe), "overrides": overrides, "measure": study.measure}
+        write_json(each.folder(place) / SPEC_NAME, {**spec, "anchors": load_size(size).anchors})
+    return run_all(left, place, parallel=1 if study.alone else parallel, launcher=launcher)
 
 
 def without_missing_teachers(units: list[Unit]) -> list[Unit]:
@@ -169,11 +200,9 @@ def render(name: str, *, size: str, units: list[Unit], place: Path, publish: str
 
 def show(units: list[Unit], place: Path) -> None:
     """Print the runs with their numbers for `--unit`."""
-    from jobs.studies.schedule import folder_of, is_done
-
     for number, each in enumerate(units):
-        state, samples = "done" if is_done(each, place) else "-", f"{each.run.samples:>13,} samples"
-        click.echo(f"{number:>4}  {state:<5} {each.label:<56} {samples}  {folder_of(each, place)}")
+        state, samples = "done" if each.is_done(place) else "-", f"{each.run.samples:>13,} samples"
+        click.echo(f"{number:>4}  {state:<5} {each.label:<56} {samples}  {each.folder(place)}")
 
 
 if __name__ == "__main__":

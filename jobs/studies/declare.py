@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from jobs.studies import check_name
+from jobs.study import check_name
 from pipeline import config as cfg
 from pipeline.config import section
 from pipeline.errors import UserError
@@ -26,15 +26,11 @@ from pipeline.training.recipe import RunConfig, load_recipe
 FOLDER = Path(__file__).parent
 RECIPES = FOLDER.parent / "recipes"
 SIZES = ("desk", "smoke", "paper")
-# Settings that affect file locations or logging, but not what a run computes.
-NOT_IDENTITY = (
-    "output",
-    "data.sources",
-    "evaluation.suite",
-    "evaluation.workers",
-    "telemetry.progress",
-    "telemetry.tensorboard",
+SPEC_NAME, RESULT_NAME = "unit.json", "result.json"
+NOT_IDENTITY = frozenset(
+    {"output", "data.sources", "evaluation.suite", "evaluation.workers", "telemetry.progress", "telemetry.tensorboard"}
 )
+"""Settings that affect file locations or logging, but not what a run computes."""
 
 
 @section
@@ -163,6 +159,13 @@ class Unit:
     def label(self) -> str:
         return f"{self.study}/{self.setting}/{self.arm}/seed{self.seed}"
 
+    def folder(self, output: Path) -> Path:
+        """OUTPUT/runs/KEY, shared by identical runs of different studies."""
+        return output / "runs" / self.key
+
+    def is_done(self, output: Path) -> bool:
+        return (self.folder(output) / RESULT_NAME).is_file()
+
 
 def load_study(name: str) -> Study:
     """Load the declaration of a study.
@@ -219,26 +222,10 @@ def units_of(name: str, *, size: str, overrides: tuple[str, ...] = ()) -> list[U
     return units
 
 
-def distinct(units: list[Unit]) -> list[Unit]:
-    """One unit per key, because identical runs are shared."""
-    by_settings: dict[str, Unit] = {}
-    for unit in units:
-        by_settings.setdefault(unit.key, unit)
-    return list(by_settings.values())
-
-
 def _key(run: RunConfig, *, corpus: Corpus | None, ranks: int, measure: str) -> str:
     flat = cfg.flatten(cfg.to_tree(run))
     settings = {key: value for key, value in flat.items() if key not in NOT_IDENTITY}
     facts: dict[str, Any] = {"settings": settings, "ranks": ranks, "measure": measure}
-    facts["corpus"] = _corpus_identity(corpus) if corpus else flat["data.sources"]
+    facts["corpus"] = cfg.to_tree(corpus) if corpus else flat["data.sources"]
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     return f"{run.objective.name}-seed{run.seed}-{digest[:10]}"
-
-
-def _corpus_identity(corpus: Corpus) -> dict[str, Any]:
-    """The corpus's settings; the default image size is left out, so that keys of earlier results stay valid."""
-    tree = cfg.to_tree(corpus)
-    if corpus.image_size == Corpus.__dataclass_fields__["image_size"].default:
-        del tree["image_size"]
-    return tree

@@ -6,7 +6,6 @@ Differences have their t, p-values of Student's distribution and Holm's correcti
 from __future__ import annotations
 
 import functools
-import json
 import math
 import statistics
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -16,10 +15,9 @@ from typing import Any, TypeVar
 
 import scipy.stats
 
-from jobs.studies.declare import Unit
-from jobs.studies.schedule import folder_of
-from jobs.studies.unit import RESULT_NAME
+from jobs.studies.declare import RESULT_NAME, Unit
 from pipeline.evaluation.datasets.datacomp import AGGREGATES
+from pipeline.files import read_tree
 
 Name = TypeVar("Name", bound=Hashable)
 LEVEL = 0.05
@@ -28,11 +26,7 @@ LEVEL = 0.05
 
 @dataclass(frozen=True)
 class Spread:
-    """Values over seeds, or paired differences of them; what needs two seeds is None for one.
-
-    Their mean, sample standard deviation, the mean's standard error, its t (None if all are equal) and two-sided p (1
-    if one is not finite).
-    """
+    """Values over seeds, or paired differences of them; what needs two seeds, and values that differ, is None else."""
 
     values: tuple[float, ...]
 
@@ -48,31 +42,28 @@ class Spread:
 
     @property
     def sd(self) -> float | None:
+        """Of the sample; 0 for equal values."""
         if len(self.values) < 2:
             return None
         return statistics.stdev(self.values) if all(map(math.isfinite, self.values)) else math.nan
 
     @property
-    def standard_error(self) -> float | None:
-        return None if self.sd is None else self.sd / math.sqrt(len(self.values))
-
-    @property
     def t(self) -> float | None:
-        error = self.standard_error
-        return self.mean / error if error else None
+        """The mean in standard errors."""
+        return self.mean / (self.sd / math.sqrt(len(self.values))) if self.sd else None
 
     @property
     def p(self) -> float | None:
-        """Two-sided, of Student's distribution."""
+        """Two-sided, of Student's distribution; 1 if a value is not finite."""
         if self.t is None:
             return None
         return 1.0 if math.isnan(self.t) else float(2 * scipy.stats.t.sf(abs(self.t), len(self.values) - 1))
 
     @property
-    def half_width(self) -> float | None:
+    def half_width(self) -> float:
         """Half of the 95% interval of the mean."""
-        error = self.standard_error
-        return None if error is None else error * float(scipy.stats.t.isf(LEVEL / 2, len(self.values) - 1))
+        n = len(self.values)
+        return (self.sd or 0.0) / math.sqrt(n) * float(scipy.stats.t.isf(LEVEL / 2, n - 1))
 
 
 def holm(p_values: Mapping[Name, float]) -> dict[Name, float]:
@@ -85,13 +76,6 @@ def holm(p_values: Mapping[Name, float]) -> dict[Name, float]:
         largest = max(largest, min(1.0, p * (len(p_values) - rank)))
         adjusted[name] = largest
     return adjusted
-
-
-def shown(value: Spread | None, form: str, unit: str = "") -> str:
-    """`12.3 ± 0.4`, mean and standard deviation, or `–` if there is no value."""
-    if value is None:
-        return "–"
-    return f"{value.mean:{form}}{unit}" + (f" ± {value.sd:{form.replace('+', '')}}" if value.sd is not None else "")
 
 
 Result = Mapping[str, Any]
@@ -205,18 +189,22 @@ PAIRED = {
 
 def read_outcomes(units: Sequence[Unit], output: Path) -> list[Outcome]:
     """The finished runs among `units`."""
-    outcomes = []
-    for unit in units:
-        path = folder_of(unit, output) / RESULT_NAME
-        if path.is_file():
-            result = json.loads(path.read_text(encoding="utf-8"))
-            outcomes.append(Outcome(unit.setting, unit.arm, unit.seed, unit.key, result))
-    return outcomes
+    return [
+        Outcome(unit.setting, unit.arm, unit.seed, unit.key, read_tree(unit.folder(output) / RESULT_NAME))
+        for unit in units
+        if unit.is_done(output)
+    ]
+
+
+def by_seed(outcomes: Sequence[Outcome], setting: str, arm: str, column: str) -> dict[int, float]:
+    """A column's values of the runs that have the metric."""
+    values = {o.seed: COLUMNS[column].value(o.result) for o in _of(outcomes, setting, arm)}
+    return {seed: value for seed, value in values.items() if value is not None}
 
 
 def spread(outcomes: Sequence[Outcome], setting: str, arm: str, column: str) -> Spread | None:
     """A column's values over the seeds of one arm in one setting; None if no run has the metric."""
-    return Spread.of(COLUMNS[column].scale * value for value in _by_seed(outcomes, setting, arm, column).values())
+    return Spread.of(COLUMNS[column].scale * value for value in by_seed(outcomes, setting, arm, column).values())
 
 
 def paired(outcomes: Sequence[Outcome], setting: str, arm: str, *, kind: str, baseline: str) -> Spread | None:
@@ -226,14 +214,14 @@ def paired(outcomes: Sequence[Outcome], setting: str, arm: str, *, kind: str, ba
     as a percentage of the baseline's step time.
     """
     column = PAIRED[kind][0] if kind in PAIRED else kind
-    own, other = (_by_seed(outcomes, setting, name, column) for name in (arm, baseline))
-    seeds = [seed for seed in own if seed in other]
+    arms, others = (by_seed(outcomes, setting, name, column) for name in (arm, baseline))
+    seeds = [seed for seed in arms if seed in others]
     if kind == "saving":
-        return Spread.of(other[seed] / own[seed] for seed in seeds)
+        return Spread.of(others[seed] / arms[seed] for seed in seeds)
     if kind == "extra_time":
-        whole = _by_seed(outcomes, setting, baseline, "step_ms")
-        return Spread.of(100 * (own[seed] - other[seed]) / whole[seed] for seed in seeds if seed in whole)
-    return Spread.of(COLUMNS[column].scale * (own[seed] - other[seed]) for seed in seeds)
+        whole = by_seed(outcomes, setting, baseline, "step_ms")
+        return Spread.of(100 * (arms[seed] - others[seed]) / whole[seed] for seed in seeds if seed in whole)
+    return Spread.of(COLUMNS[column].scale * (arms[seed] - others[seed]) for seed in seeds)
 
 
 def curve(outcomes: Sequence[Outcome], setting: str, arm: str, column: str) -> list[tuple[float, list[float]]]:
@@ -252,12 +240,6 @@ def _along(result: Result, column: str) -> list[tuple[float, float]]:
         return [(samples, 100 * value) for samples, value in pairs if value is not None]
     quantity, where = column.split("_", 1)
     return [(m["samples"], m[where][quantity]) for m in result["normalizers"]]
-
-
-def _by_seed(outcomes: Sequence[Outcome], setting: str, arm: str, column: str) -> dict[int, float]:
-    """A column's values of the runs that have the metric."""
-    values = {o.seed: COLUMNS[column].value(o.result) for o in _of(outcomes, setting, arm)}
-    return {seed: value for seed, value in values.items() if value is not None}
 
 
 def _of(outcomes: Sequence[Outcome], setting: str, arm: str) -> list[Outcome]:

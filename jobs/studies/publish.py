@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from jobs.studies import study_figures
-from jobs.studies.declare import Study, Unit, Variant, load_study, size_of
-from jobs.studies.outcomes import COLUMNS, LEVEL, PAIRED, Outcome, Spread, holm, paired, shown, spread
+from jobs.studies.declare import Study, Unit, load_study, size_of
+from jobs.studies.outcomes import COLUMNS, LEVEL, PAIRED, Outcome, Spread, holm, paired, spread
 from pipeline.cores import usable_cores
 from pipeline.versions import source_commit
 
@@ -26,14 +26,13 @@ COMPARED_NOTE = (
     " The last table has every paired difference in a score with its 95% interval; p is corrected for the number of "
     "comparisons on the page by Holm's method, and significant at 5%."
 )
-LEFT_OUT = ("label", "config", "versions")
-"""Entries of a run's result that `results.json` does not repeat for every run."""
 
 
 def publish(
     name: str, *, size: str, units: Sequence[Unit], outcomes: Sequence[Outcome], folder: Path, command: str
 ) -> list[Path]:
     """Write all files of a study to `folder`. Returns their paths."""
+    left_out = ("label", "config", "versions")  # not repeated for every run
     data = {
         "study": name,
         "size": size,
@@ -44,7 +43,10 @@ def publish(
         "versions": outcomes[-1].result["versions"] if outcomes else {},
         "units": len(units),
         "overrides": {unit.key: list(unit.overrides) for unit in units},
-        "runs": [_compact(outcome) for outcome in outcomes],
+        "runs": [
+            {**asdict(one), "result": {key: value for key, value in one.result.items() if key not in left_out}}
+            for one in outcomes
+        ],
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / DATA_NAME).write_text(json.dumps(data, separators=(",", ":")) + "\n", encoding="utf-8")
@@ -108,13 +110,27 @@ def _how(study: Study, data: Mapping[str, Any], outcomes: Sequence[Outcome]) -> 
 
 
 def _tables(study: Study, size: str, outcomes: Sequence[Outcome]) -> Iterator[tuple[str, list[list[str]]]]:
-    """(title, table) of every setting that has runs."""
+    """(title, table) of every setting that has runs, then the comparisons.
+
+    A table is its header and rows: arms in order of declaration under group headings, which are rows with one cell.
+    """
     at_size = size_of(study, size)
     for setting, variant in at_size.settings.items():
-        finished = {outcome.arm for outcome in outcomes if outcome.setting == setting}
-        if there := {arm: it for arm, it in at_size.arms.items() if arm in finished}:
-            rows = table(study, outcomes, setting=setting, arms=there, baseline=at_size.baseline)
-            yield variant.title or setting, rows
+        here = [outcome for outcome in outcomes if outcome.setting == setting]
+        left = [arm for arm in at_size.arms if any(outcome.arm == arm for outcome in here)]
+        if not left:
+            continue
+        rows = [["", "seeds", *(_title(column, at_size.baseline) for column in study.columns)]]
+        for heading, names in [*study.groups.items(), ("", tuple(left))]:
+            arms = [name for name in names if name in left]  # an arm is in the first group that lists it
+            left = [name for name in left if name not in arms]
+            rows += [[f"**{heading}**"]] if heading and arms else []
+            for arm in arms:
+                seeds = len({outcome.seed for outcome in here if outcome.arm == arm})
+                label = f"`{arm}` {at_size.arms[arm].title}".rstrip()
+                cells = (_cell(here, setting, arm, column, at_size.baseline) for column in study.columns)
+                rows.append([label, str(seeds), *cells])
+        yield variant.title or setting, rows
     if rows := _comparisons(study, size, outcomes):
         yield f"Comparisons with {at_size.baseline}", rows
 
@@ -138,39 +154,11 @@ def _comparisons(study: Study, size: str, outcomes: Sequence[Outcome]) -> list[l
         heading = [f"**{at_size.settings[setting].title or setting}**"]
         if heading not in rows:
             rows.append(heading)
-        base, form, half = float(column == "saving"), COMPARED[column], one.half_width or 0.0
+        base, form, half = float(column == "saving"), COMPARED[column], one.half_width
         ends = " to ".join(f"{base + one.mean + sign * half:{form}}" for sign in (-1, 1))
         tests = (f"{one.t:+.1f}", f"{one.p:.2g}", f"{adjusted[setting, column, arm]:.2g}")
         rows.append([f"{_title(column, baseline)}: `{arm}`", f"{base + one.mean:{form}}", ends, *tests])
     return rows if compared else []
-
-
-def table(
-    study: Study, outcomes: Sequence[Outcome], *, setting: str, arms: Mapping[str, Variant], baseline: str
-) -> list[list[str]]:
-    """The header and rows of one setting: arms in order of declaration under group headings (rows with one cell)."""
-    rows = [["", "seeds", *(_title(column, baseline) for column in study.columns)]]
-    for heading, names in _grouped(study, list(arms)):
-        if heading:
-            rows.append([f"**{heading}**"])
-        for arm in names:
-            seeds = len({o.seed for o in outcomes if o.setting == setting and o.arm == arm})
-            label = f"`{arm}`" + (f" {arms[arm].title}" if arms[arm].title else "")
-            rows.append([label, str(seeds), *(_cell(outcomes, setting, arm, c, baseline) for c in study.columns)])
-    return rows
-
-
-def _grouped(study: Study, arms: list[str]) -> Iterator[tuple[str, list[str]]]:
-    """(heading, arms) per group; each arm appears once, in the first group that lists it."""
-    left = dict.fromkeys(arms)
-    for heading, names in study.groups.items():
-        here = [name for name in names if name in left]
-        for name in here:
-            left.pop(name)
-        if here:
-            yield heading, here
-    if left:
-        yield "", list(left)
 
 
 def _title(column: str, baseline: str) -> str:
@@ -178,17 +166,15 @@ def _title(column: str, baseline: str) -> str:
 
 
 def _cell(outcomes: Sequence[Outcome], setting: str, arm: str, column: str, baseline: str) -> str:
-    if column not in PAIRED:
-        return shown(spread(outcomes, setting, arm, column), COLUMNS[column].form)
-    if arm == baseline:
+    """`12.3 ± 0.4`, mean and standard deviation, or `–` if there is no value."""
+    if column in PAIRED:
+        value = None if arm == baseline else paired(outcomes, setting, arm, kind=column, baseline=baseline)
+        form, unit = ".2f" if column == "saving" else "+.1f", "%" if column == "extra_time" else ""
+    else:
+        value, form, unit = spread(outcomes, setting, arm, column), COLUMNS[column].form, ""
+    if value is None:
         return "–"
-    difference = paired(outcomes, setting, arm, kind=column, baseline=baseline)
-    return shown(difference, ".2f" if column == "saving" else "+.1f", unit="%" if column == "extra_time" else "")
-
-
-def _compact(outcome: Outcome) -> dict[str, Any]:
-    kept = {key: value for key, value in outcome.result.items() if key not in LEFT_OUT}
-    return {**asdict(outcome), "result": kept}
+    return f"{value.mean:{form}}{unit}" + (f" ± {value.sd:{form.replace('+', '')}}" if value.sd is not None else "")
 
 
 def cpu_name() -> str:

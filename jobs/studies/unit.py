@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jobs.studies.declare import RESULT_NAME, SPEC_NAME
 from pipeline.analysis.normalizer_error import checkpoints_of, measure
 from pipeline.config import to_tree
 from pipeline.distributed.world import World, leave
@@ -34,9 +35,6 @@ from pipeline.training.run import ranks_of, train
 from pipeline.training.stages import stages_of
 from pipeline.versions import source_commit, versions
 
-SPEC_NAME, RESULT_NAME = "unit.json", "result.json"
-NOT_FIGURES = ("kind", "step", "time")
-
 
 def main(folder: Path) -> int:
     """Run the unit in `folder`. Returns the exit code of training."""
@@ -52,46 +50,41 @@ def main(folder: Path) -> int:
     with ranks_of(run) as world:
         if code := train(run, resume="latest", world=world, on_trainer=watch):
             return code
-        if step_of(finished_checkpoints(folder)[-1]) == run.total_steps:
-            normalizers = []
-            if has_normalizers and spec["measure"] == "normalizers":
-                normalizers = _normalizers(run, world, anchors=spec["anchors"])
-            _write_result(folder, spec, run, world, normalizers, traffic=_traffic(traffic, steps=steps))
+        if step_of(finished_checkpoints(folder)[-1]) != run.total_steps:
+            return 0
+        normalizers = []
+        if has_normalizers and spec["measure"] == "normalizers":
+            checkpoints = checkpoints_of(Path(run.output), on_damage=refuse)
+            normalizers = [measure(run, one, world=world, limit=spec["anchors"])[0].record() for one in checkpoints]
+        if world.is_main:
+            spent = {name.removesuffix(".bytes"): n / steps for name, n in traffic.items() if name.endswith(".bytes")}
+            measured = {"traffic_bytes_per_step": spent if steps else None, "normalizers": normalizers}
+            result = {"label": spec["label"], "ranks": world.size, **result_of(run, read_run(folder)), **measured}
+            write_json(folder / RESULT_NAME, result)
+            for path in finished_checkpoints(folder)[:-1]:  # those of hundreds of small runs would fill the disk
+                shutil.rmtree(path)
+        world.barrier()
     return 0
 
 
-def _write_result(
-    folder: Path,
-    spec: Mapping[str, Any],
-    run: RunConfig,
-    world: World,
-    normalizers: Sequence[Mapping[str, Any]],
-    *,
-    traffic: Mapping[str, float] | None,
-) -> None:
-    """Write the result of a finished run. Collective."""
-    if world.is_main:
-        record = read_run(folder)
-        last = record.rows[-1]
-        result = {
-            "label": spec["label"],
-            "batch_size": run.batch_size,
-            "config": to_tree(run),
-            "ranks": world.size,
-            "versions": versions(),
-            "commit": source_commit(),
-            "curve": curve_of(record, suite=run.evaluation.suite),
-            "last": {key: value for key, value in last.items() if key not in NOT_FIGURES},
-            "step_ms": step_times(record.rows, batch_size=run.batch_size),
-            "peak_memory_mib": 1024 * last["memory_gib" if "memory_gib" in last else "host_memory_gib"],
-            "traffic_bytes_per_step": traffic,
-            "cost": cost_of(run, record.rows),
-            "normalizers": normalizers,
-        }
-        write_json(folder / RESULT_NAME, result)
-        for path in finished_checkpoints(folder)[:-1]:  # those of hundreds of small runs would fill the disk
-            shutil.rmtree(path)
-    world.barrier()
+def refuse(message: str) -> None:
+    raise UserError(message)
+
+
+def result_of(run: RunConfig, record: Run) -> dict[str, Any]:
+    """What a finished run's own records say of it."""
+    last = record.rows[-1]
+    return {
+        "batch_size": run.batch_size,
+        "config": to_tree(run),
+        "versions": versions(),
+        "commit": source_commit(),
+        "curve": curve_of(record, suite=run.evaluation.suite),
+        "last": {key: value for key, value in last.items() if key not in ("kind", "step", "time")},
+        "step_ms": step_times(record.rows, batch_size=run.batch_size),
+        "peak_memory_mib": 1024 * last["memory_gib" if "memory_gib" in last else "host_memory_gib"],
+        "cost": cost_of(run, record.rows),
+    }
 
 
 def metered(objective: Objective, world: World) -> Counter[str]:
@@ -131,33 +124,14 @@ def curve_of(run: Run, *, suite: str | None) -> list[dict[str, Any]]:
 
 def step_times(rows: Sequence[Mapping[str, Any]], *, batch_size: int) -> dict[str, float]:
     """Milliseconds of a step and its phases: medians over all records but the first, which includes the warm-up."""
-    trained = rows[1:]
-    if not trained:
-        return {}
-    whole = [1e3 * batch_size / row["samples_per_second"] for row in trained]
-    phases = sorted({key for row in trained for key in row if key.startswith("time_")} | {"data_wait"})
-    parts = {
-        key.removeprefix("time_"): [ms * row.get(key, 0.0) for ms, row in zip(whole, trained, strict=True)]
-        for key in phases
-    }
-    return {"whole": statistics.median(whole), **{key: statistics.median(values) for key, values in parts.items()}}
-
-
-def _normalizers(run: RunConfig, world: World, *, anchors: int | None) -> list[dict[str, Any]]:
-    """One measurement per kept checkpoint. Collective."""
-
-    def refuse(message: str) -> None:
-        raise UserError(message)
-
-    checkpoints = checkpoints_of(Path(run.output), on_damage=refuse)
-    return [measure(run, checkpoint, world=world, limit=anchors)[0].record() for checkpoint in checkpoints]
-
-
-def _traffic(traffic: Mapping[str, int], *, steps: int) -> dict[str, float] | None:
-    """Payload bytes per rank and step of each collective of the objective; None if this process took no steps."""
-    if not steps:
-        return None
-    return {key.removesuffix(".bytes"): value / steps for key, value in traffic.items() if key.endswith(".bytes")}
+    times: dict[str, list[float]] = {}
+    phases = sorted({key for row in rows[1:] for key in row if key.startswith("time_")} | {"data_wait"})
+    for row in rows[1:]:
+        whole = 1e3 * batch_size / row["samples_per_second"]
+        times.setdefault("whole", []).append(whole)
+        for key in phases:
+            times.setdefault(key.removeprefix("time_"), []).append(whole * row.get(key, 0.0))
+    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def cost_of(run: RunConfig, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from jobs.studies.declare import units_of
-from jobs.studies.schedule import folder_of
 from tests.launch import run as launch
 
 
@@ -38,7 +37,7 @@ def test_a_study_runs_renders_and_repeats_no_finished_run(place):
     # [b, d] features of both sides and five numbers per anchor, in fp32
     assert (result["ranks"], result["batch_size"]) == (2, 64)
     assert result["traffic_bytes_per_step"]["all_gather"] == 4 * 32 * (2 * 64 + 5)
-    file = folder_of(unit, place) / "result.json"
+    file = unit.folder(place) / "result.json"
     before = file.stat().st_mtime_ns
     assert "1 of them done" in study("scaling", place=place).stdout
     assert file.stat().st_mtime_ns == before

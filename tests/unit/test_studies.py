@@ -16,14 +16,15 @@ from typing import Any
 import pytest
 import scipy.stats
 import torch
+from click.testing import CliRunner
 
-from jobs.studies import declare, schedule, study_names
-from jobs.studies.declare import SIZES, distinct, load_size, load_study
+from jobs.studies import declare, schedule
+from jobs.studies.declare import SIZES, load_study
 from jobs.studies.outcomes import COLUMNS, PAIRED, Outcome, Spread, curve, holm, paired, spread
 from jobs.studies.publish import as_markdown, render
-from jobs.studies.schedule import command_of, folder_of, sbatch, write_spec
+from jobs.studies.schedule import command_of
 from jobs.studies.unit import cost_of
-from jobs.study import prepare_corpora, without_missing_teachers
+from jobs.study import command, prepare_corpora, run_units, study_names, without_missing_teachers
 from pipeline.errors import UserError
 from pipeline.metrics.mfu import training_flops
 from pipeline.training.recipe import load_recipe
@@ -95,8 +96,9 @@ def test_studies_share_identical_runs():
     gamma = {unit.arm: unit.key for unit in units_of("gamma", size="desk")}
     assert gamma["fastclip_v3"] == methods["fastclip_v3"]
     assert gamma["v3_constant"] not in methods.values()
-    units = units_of("methods", size="desk") + units_of("temperature", size="desk")
-    assert len(distinct(units)) == len(units_of("methods", size="desk"))
+    assert {unit.key for unit in units_of("temperature", size="desk")} < {
+        unit.key for unit in units_of("methods", size="desk")
+    }
 
 
 def test_a_key_depends_on_the_run_and_not_on_its_folder(tmp_path):
@@ -172,28 +174,31 @@ def test_each_rank_of_a_run_gets_a_gpu_that_the_study_may_use(tmp_path, monkeypa
 
     monkeypatch.setattr(schedule.subprocess, "Popen", popen)
     monkeypatch.setattr(schedule.signal, "signal", lambda *_: None)
-    folders = [tmp_path / str(number) for number in range(len(units))]
-    for folder in folders:
-        folder.mkdir()
-    given: Any = {"parallel": None, "launcher": None, "tell": lambda line: None}
-    assert schedule.run_all(list(zip(units, folders, strict=True)), **given) == {}
+    for unit in units:
+        unit.folder(tmp_path).mkdir(parents=True)
+    given: Any = {"parallel": None, "launcher": None}
+    assert schedule.run_all(units, tmp_path, **given) == {}
     assert sorted(ranks for ranks, _ in seen) == sorted(unit.ranks for unit in units)
     assert all(len(set(mine)) == ranks and set(mine) <= {"4", "GPU-a", "6", "7"} for ranks, mine in seen)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(UserError, match="needs 4 GPUs, but 2 are visible here"):
-        schedule.run_all(list(zip(units, folders, strict=True)), **given)
-    assert schedule.run_all(list(zip(units, folders, strict=True)), **{**given, "launcher": "srun -n {ranks}"}) == {}
+        schedule.run_all(units, tmp_path, **given)
+    assert schedule.run_all(units, tmp_path, **{**given, "launcher": "srun -n {ranks}"}) == {}
 
 
-def test_a_unit_is_started_as_declared(tmp_path):
+def test_a_unit_is_started_as_declared(tmp_path, monkeypatch):
     units = units_of("scaling", size="desk")
     one, four = (next(unit for unit in units if unit.ranks == ranks) for ranks in (1, 4))
-    folder = write_spec(four, tmp_path, facts=load_size("desk"), study=load_study("scaling"), places=["data.sources=x"])
+    monkeypatch.setattr("jobs.study.prepare_corpora", lambda names, **_: {name: Path(name) for name in names})
+    monkeypatch.setattr(schedule, "run_all", lambda units, place, **_: {})
+    study = load_study("scaling")
+    assert run_units(study, [four, one, four], size="desk", place=tmp_path, parallel=None, launcher=None) == {}
+    folder = four.folder(tmp_path)
     spec = json.loads((folder / "unit.json").read_text())
     run = load_recipe(spec["recipe"], spec["overrides"])
-    assert (run.batch_size, run.output, run.data.sources[0].manifest) == (256, str(folder), "x")
-    assert folder == folder_of(four, tmp_path)
+    shards = f"{four.corpus}/shards"
+    assert (run.batch_size, run.output, run.data.sources[0].manifest) == (256, str(folder), shards)
     assert "--nproc-per-node 4" in " ".join(command_of(four, folder, launcher=None))
     assert "torch.distributed.run" not in command_of(one, folder, launcher=None)
     words = command_of(four, folder, launcher="deepspeed --num_gpus {ranks} --module")
@@ -201,9 +206,10 @@ def test_a_unit_is_started_as_declared(tmp_path):
 
 
 def test_the_job_array_has_one_task_per_unit():
-    script = sbatch("methods", size="paper", output="/data/runs", count=7, overrides=["evaluation.suite=/data/s x"])
-    assert "#SBATCH --array=0-6" in script
-    assert "--unit \"$SLURM_ARRAY_TASK_ID\" 'evaluation.suite=/data/s x' &" in script
+    words = ["methods", "--size", "paper", "--output", "/data/my runs", "--slurm", "evaluation.suite=/data/s x"]
+    script = CliRunner().invoke(command, words, catch_exceptions=False).output
+    assert f"#SBATCH --array=0-{len(units_of('methods', size='paper')) - 1}\n" in script
+    assert "--output '/data/my runs' --unit \"$SLURM_ARRAY_TASK_ID\" 'evaluation.suite=/data/s x' &" in script
 
 
 def outcome(arm: str, seed: int, score: float, *, mse: float = 0.1) -> Outcome:

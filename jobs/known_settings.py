@@ -1,18 +1,30 @@
-"""Recipes and settings of a run on the command line: their names, completion, and loading."""
+"""Every setting with its default, allowed values and meaning; settings and recipes on the command line.
+
+A setting is documented in one place, a string literal under its field of a `@section` class.
+"""
 
 from __future__ import annotations
 
+import inspect
+import json
 import math
-from collections.abc import Sequence
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+import annotated_types
 import click
+import yaml
 from click.shell_completion import CompletionItem
+from pydantic.fields import FieldInfo
 
-from pipeline.config import SYNONYMS, flatten, parse_overrides, suggest
+from pipeline.config import SYNONYMS, flatten, parse_overrides, section_in, suggest
 from pipeline.departed import COMMANDS
 from pipeline.errors import UserError
+from pipeline.registries import Registry
 
 if TYPE_CHECKING:
     from pipeline.training.recipe import RunConfig
@@ -21,19 +33,202 @@ TRAINING = Path(__file__).parent / "recipes"
 DOWNLOAD = TRAINING / "download"
 REQUIRED_KEYS = (("output",), ("data.sources", "data"), ("samples", "epochs"), ("batch_size",))
 """What a run must be given, each with what can be given instead."""
+TRAINING_TITLE = "Training (`neuclip train`, `neuclip plan`)"
+OBJECTIVE_TITLE = "Objectives"
+DECIDES = "The method. It decides which settings follow."
+OBJECTIVES = """\
+`objective.name` selects the method: {methods}. It decides
+which other settings the section has; equations are in [Methods](methods.md). Where methods have different defaults,
+the default column names them."""
+EXPERT = frozenset(
+    """
+    max_skipped_steps data.replacement data.timeout_minutes data.retries data.altered_shards model.packed_attention
+    optimizer.eps engine.probe engine.timeout_minutes engine.lost_rank_seconds telemetry.peak_tflops objective.eps
+    objective.tau_schedule objective.tau_lr_fall objective.gamma_decay_epochs objective.npn_objective
+    objective.npn_schedule objective.npn_update objective.npn_precision objective.reset_accumulator
+    objective.restart_with objective.stop_gradient source.hash_kind source.rows guard.max_pixels
+    guard.host_connections guard.backoff fetch.total_timeout monitor.probe blank_class relock together
+    """.split()  # noqa: SIM905
+)
+"""Settings that hardly anybody changes: `neuclip settings` shows them when asked, docs/settings.md leaves them out."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The documentation of one setting, in markdown."""
+
+    key: str
+    default: str
+    """As YAML, or `required`, or `computed` on the machine."""
+    allowed: str
+    """Kind of value and its range, in words."""
+    meaning: str
+    """The attribute docstring."""
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """Settings that are listed together."""
+
+    program: str
+    heading: str
+    about: str
+    settings: Sequence[Setting]
+
+    @property
+    def title(self) -> str:
+        """For the terminal."""
+        of_methods = self.program == OBJECTIVE_TITLE and self.heading
+        return f"{self.program}: {self.heading.replace('`', '')}" if of_methods else self.program
+
+
+def chapters(methods: Sequence[str]) -> Iterator[Chapter]:
+    """All settings by program and section, those of these objectives last."""
+    from data_prep.settings.download_config import DownloadConfig
+    from pipeline.evaluation.run.session import EvaluationConfig
+    from pipeline.evaluation.watcher import WatchConfig
+    from pipeline.training.recipe import RunConfig
+    from pipeline.training.recipe_file import DEFAULT_OBJECTIVE, RecipeKeys, ScheduleKeys
+
+    watching = "Watching (`neuclip watch`; those of evaluation as `evaluation.KEY`)"
+    for program, heading, cls, prefix in (
+        *_sections(TRAINING_TITLE, "The run", RunConfig),
+        (TRAINING_TITLE, "Keys of recipes", RecipeKeys, ""),
+        (TRAINING_TITLE, "", ScheduleKeys, "schedule."),
+        *_sections("Ingestion (`neuclip download`)", "The dataset", DownloadConfig),
+        ("Evaluation (`neuclip evaluate`)", "", EvaluationConfig, ""),
+        (watching, "", WatchConfig, ""),
+    ):
+        # Of a whole program, those outside its sections; entries of validation.sources are those of data.sources.
+        settings = [s for s in settings_of(cls, prefix=prefix) if prefix or "." not in s.key]
+        settings = [s for s in settings if not s.key.startswith("validation.sources[]")]
+        yield Chapter(program, heading, inspect.cleandoc(cls.__doc__ or "").strip(), settings)
+    about = OBJECTIVES.format(methods=_names(methods))
+    name = Setting(
+        "objective.name", f"`{DEFAULT_OBJECTIVE}`", _names(methods), "The method. It decides which settings follow."
+    )
+    yield Chapter(OBJECTIVE_TITLE, "", about, [name])
+    for group, settings in _objective_groups(methods):
+        yield Chapter(OBJECTIVE_TITLE, "All methods" if group == tuple(methods) else _names(group), "", settings)
+
+
+def _sections(program: str, whole: str, cls: Any) -> Iterator[tuple[str, str, Any, str]]:
+    yield program, whole, cls, ""
+    for name, field in cls.__pydantic_fields__.items():
+        if hasattr(field.annotation, "__pydantic_fields__") and name != "objective":
+            yield program, f"`{name}`", field.annotation, f"{name}."
+
+
+def _objective_groups(methods: Sequence[str]) -> list[tuple[tuple[str, ...], list[Setting]]]:
+    """Groups of methods that share settings, the largest first; where defaults differ, they name their methods."""
+    from pipeline.objectives import parse_objective
+
+    rows: dict[tuple[str, str, str], dict[str, str]] = {}
+    for name in methods:
+        for setting in settings_of(type(parse_objective({"name": name})), prefix="objective."):
+            if setting.key != "objective.name":
+                rows.setdefault((setting.key, setting.allowed, setting.meaning), {})[name] = setting.default
+    groups: dict[tuple[str, ...], list[Setting]] = {}
+    for (key, allowed, meaning), defaults in rows.items():
+        methods_of: dict[str, list[str]] = {}
+        for name, value in defaults.items():
+            methods_of.setdefault(value, []).append(name)
+        usual, *others = sorted(methods_of, key=lambda value: -len(methods_of[value]))
+        default = "; ".join([usual, *(f"{_names(methods_of[value])}: {value}" for value in others)])
+        groups.setdefault(tuple(defaults), []).append(Setting(key, default, allowed, meaning))
+    return sorted(groups.items(), key=lambda item: -len(item[0]))
+
+
+def _names(methods: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in methods)
+
+
+def settings_of(cls: Any, *, prefix: str = "") -> Iterator[Setting]:
+    """Every key of a section class and its subsections, in order of declaration.
+
+    Args:
+        cls: A class made by `pipeline.config.section`.
+        prefix: Dotted path of the section, with a trailing dot.
+    """
+    for name, field in cls.__pydantic_fields__.items():
+        if (inner := section_in(field.annotation)) is not None:
+            yield from settings_of(inner, prefix=f"{prefix}{name}.")
+            continue
+        fields = (vars(base).get("__pydantic_fields__", {}).get(name) for base in cls.__mro__)
+        meanings = (declared.description for declared in fields if declared)  # the class that declares it has one
+        meaning = " ".join(next(filter(None, meanings), "").split())
+        yield Setting(prefix + name, _default(field), _allowed(field), meaning)
+        if typing.get_origin(field.annotation) in (tuple, list):
+            element = section_in(typing.get_args(field.annotation)[0])
+            yield from settings_of(element, prefix=f"{prefix}{name}[].") if element else ()
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    if getattr(field.default_factory, "__name__", "") == "<lambda>":  # depends on the machine, so it is not printed
+        return "computed"
+    plain = json.loads(json.dumps(field.get_default(call_default_factory=True), default=list))
+    text = str(yaml.safe_dump(plain, default_flow_style=True, width=10_000)).strip()
+    return f"`{text.removesuffix('...').strip()}`"
+
+
+def _allowed(field: FieldInfo) -> str:
+    """The kind of value and its range, for example `integer ≥ 1`, `number in [0, 1)` or "`cosine` or `constant`"."""
+    low = high = None
+    for item in field.metadata:
+        registry = getattr(getattr(item, "func", None), "__self__", None)
+        if isinstance(registry, Registry):
+            return _either([f"`{name}`" for name in registry.names()])
+        match item:
+            case annotated_types.Gt(bound):
+                low = f"({_figure(bound)}", f" > {_figure(bound)}"
+            case annotated_types.Ge(bound):
+                low = f"[{_figure(bound)}", f" ≥ {_figure(bound)}"
+            case annotated_types.Lt(bound):
+                high = f"{_figure(bound)})", f" < {_figure(bound)}"
+            case annotated_types.Le(bound):
+                high = f"{_figure(bound)}]", f" ≤ {_figure(bound)}"
+    limits = f" in {low[0]}, {high[0]}" if low and high else (low or high or ("", ""))[1]
+    kind = _kind(field.annotation)
+    return kind.replace(" or null", f"{limits} or null") if " or null" in kind else kind + limits
+
+
+def _figure(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+
+
+def _kind(hint: Any) -> str:
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        return _kind(inner[0])
+    if origin is Literal:
+        return _either([f"`{value}`" for value in inner])
+    if origin in (typing.Union, types.UnionType):
+        return _either([_kind(part) for part in inner if part is not type(None)] + ["null"] * (type(None) in inner))
+    if origin in (tuple, list):
+        many = len(inner) == 1 or inner[1] is Ellipsis
+        return f"list of {_kind(inner[0])}" if many else f"{len(inner)} × {_kind(inner[0])}"
+    if origin is dict:
+        return "mapping"
+    if is_dataclass(hint):
+        return f"path or `{{{', '.join(hint.__pydantic_fields__)}}}`"  # type: ignore[union-attr]
+    return {str: "string", bool: "`true` or `false`", int: "integer", float: "number"}.get(hint, str(hint))
+
+
+def _either(parts: list[str]) -> str:
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} or {parts[-1]}"
 
 
 def run_settings() -> list[str]:
     """Every dotted setting of a run."""
-    from jobs.settings_table import OBJECTIVE_TITLE, TRAINING_TITLE
-
     return _settings(TRAINING_TITLE, OBJECTIVE_TITLE)
 
 
-def _settings(*titles: str) -> list[str]:
-    from jobs.settings_table import listing
+def _settings(*programs: str) -> list[str]:
+    from pipeline.objectives import objective_names
 
-    chosen = (settings for title, settings in listing() if any(part in title for part in titles))
+    chosen = (one.settings for one in chapters(objective_names()) if any(name in one.program for name in programs))
     return sorted({setting.key for settings in chosen for setting in settings if "[]" not in setting.key})
 
 
@@ -42,8 +237,7 @@ def settings_named(word: str, *, command: str) -> list[str]:
     name = SYNONYMS.get(word, word)
     of_a_run = command in ("train", "plan", "demo", "study", "normalizers")
     known = [*run_settings(), "epochs"] if of_a_run else _settings(f"`neuclip {command}`")
-    named = [key for key in known if key.rpartition(".")[2] == name]
-    return [name] if name in named else named
+    return [name] if name in known else [key for key in known if key.rpartition(".")[2] == name]
 
 
 def complete_settings(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:

@@ -1,25 +1,17 @@
-"""`neuclip settings`: every setting with its default, allowed values and meaning, as in docs/settings.md."""
+"""`neuclip settings`: every setting with its default, allowed values and meaning, as in docs/settings.md.
+
+Settings are documented in one place, a string literal under the field of the `@section` class.
+"""
 
 from __future__ import annotations
 
-import inspect
 import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import click
 
-from jobs.settings_table import (
-    COMPUTED,
-    EXPERT,
-    REQUIRED,
-    Setting,
-    listing,
-    names,
-    objective_groups,
-    own_settings,
-    programs,
-)
+from jobs.known_settings import EXPERT, Setting, chapters
 from pipeline.config import suggest
 from pipeline.errors import UserError
 
@@ -35,14 +27,6 @@ A recipe is a tree of these settings in YAML, and the command line overrides it:
 `null` means none or automatic.
 
 """
-OBJECTIVES = """\
-## Objectives
-
-`objective.name` selects the method: {methods}. It decides
-which other settings the section has; equations are in [Methods](methods.md). Where methods have different defaults,
-the default column names them.
-
-"""
 
 
 @click.command(name="settings")
@@ -55,29 +39,28 @@ def command(everything: bool, markdown: bool, words: tuple[str, ...]) -> None:
     WORD selects the settings whose name contains it, or whose description has it: `neuclip settings data.` or
     `neuclip settings temperature`. Expert settings are left out if others match, unless --all is given.
     """
-    if markdown:
-        from pipeline.objectives import objective_names
+    from pipeline.objectives import objective_names
 
+    if markdown:
         click.echo(page(objective_names()), nl=False)
         return
-    table = [
-        (title, [setting for setting in settings if all(_has(setting, word) for word in words)])
-        for title, settings in listing()
-    ]
-    keys = {setting.key for _, settings in table for setting in settings}
-    if not keys:
-        every = [setting.key for _, settings in listing() for setting in settings]
-        known = tuple(sorted({*every, *(part for key in every for part in key.split("."))}))
+    listed = [(chapter.title, setting) for chapter in chapters(objective_names()) for setting in chapter.settings]
+    chosen = [(title, setting) for title, setting in listed if all(_has(setting, word) for word in words)]
+    if not chosen:
+        known = tuple(sorted({part for _, setting in listed for part in (setting.key, *setting.key.split("."))}))
         raise UserError(f"No setting contains {' and '.join(map(repr, words))}. {suggest(words[0], known)}")
+    keys = {setting.key for _, setting in chosen}
     hidden = frozenset() if everything or keys <= EXPERT else keys & EXPERT
-    for title, settings in table:
-        shown = [setting for setting in settings if setting.key not in hidden]
-        if shown:
-            click.secho(title, bold=True)
-        for setting in shown:
-            default = REQUIRED if setting.default == REQUIRED else f"default {setting.default}"
-            click.echo(f"  {setting.key}  ({_plain(default)}; {_plain(setting.allowed)})")
-            click.echo(textwrap.fill(_plain(setting.meaning), 110, initial_indent=" " * 6, subsequent_indent=" " * 6))
+    printed = ""
+    for title, setting in chosen:
+        if setting.key in hidden:
+            continue
+        if title != printed:
+            click.secho(printed := title, bold=True)
+        default = setting.default if setting.default == "required" else f"default {setting.default}"
+        click.echo(_plain(f"  {setting.key}  ({default}; {_cell(setting.allowed)})"))
+        meaning = _plain(_cell(setting.meaning))
+        click.echo(textwrap.fill(meaning, 110, initial_indent=" " * 6, subsequent_indent=" " * 6))
     if hidden:
         click.echo(f"\n{len(hidden)} expert settings are left out; --all has them.")
 
@@ -89,44 +72,32 @@ def _has(setting: Setting, word: str) -> bool:
 
 def page(methods: Sequence[str]) -> str:
     """The text of docs/settings.md with these objectives."""
-    parts = [INTRODUCTION.format(expert=len(EXPERT))]
-    for title, sections in programs().items():
-        parts.append(f"## {title}\n\n")
-        for heading, cls, prefix in sections:
-            parts.append(f"### {heading}\n\n" if heading else "")
-            about = inspect.cleandoc(cls.__doc__ or "").strip()
-            parts.append(f"{about}\n\n" if about else "")
-            parts.append(_table((setting.key, _default(setting), setting) for setting in own_settings(cls, prefix)))
-    parts.append(OBJECTIVES.format(methods=names(methods)))
-    for group, settings in objective_groups(methods):
-        if any(setting.key not in EXPERT for setting in settings):
-            parts.append(f"### {'All methods' if group == tuple(methods) else names(group)}\n\n")
-            parts.append(_table((setting.key, setting.default, setting) for setting in settings))
-    return "".join(parts).rstrip() + "\n"
-
-
-def _table(rows: Iterable[tuple[str, str, Setting]]) -> str:
-    text = "| key | default | allowed | meaning |\n|---|---|---|---|\n"
-    for key, default, setting in rows:
-        if setting.key in EXPERT:
+    text, program = INTRODUCTION.format(expert=len(EXPERT)), ""
+    for chapter in chapters(methods):
+        rows = [setting for setting in chapter.settings if setting.key not in EXPERT | {"objective.name"}]
+        if chapter.program != program:
+            text += f"## {chapter.program}\n\n"
+            program = chapter.program
+        elif not rows:
             continue
-        text += f"| `{key}` | {default} | {_cell(setting.allowed)} | {_cell(setting.meaning)} |\n"
-    return text + "\n"
-
-
-def _default(setting: Setting) -> str:
-    return setting.default if setting.default in (REQUIRED, COMPUTED) else f"`{setting.default}`"
+        text += f"### {chapter.heading}\n\n" if chapter.heading else ""
+        text += f"{chapter.about}\n\n" if chapter.about else ""
+        if rows:
+            text += "| key | default | allowed | meaning |\n|---|---|---|---|\n"
+            cells = ([f"`{s.key}`", s.default, _cell(s.allowed), _cell(s.meaning)] for s in rows)
+            text += "".join(f"| {' | '.join(row)} |\n" for row in cells) + "\n"
+    return text.rstrip() + "\n"
 
 
 def _cell(text: str) -> str:
     """Replace None, True and False by their YAML names, and escape pipes, which would end the table cell."""
-    for python, yaml in (("None", "`null`"), ("True", "`true`"), ("False", "`false`")):
-        text = re.sub(rf"`?\b{python}\b`?", yaml, text)
+    for python, name in (("None", "`null`"), ("True", "`true`"), ("False", "`false`")):
+        text = re.sub(rf"`?\b{python}\b`?", name, text)
     return text.replace("|", "\\|")
 
 
 def _plain(text: str) -> str:
-    return _cell(text).replace("`", "")
+    return text.replace("`", "")
 
 
 if __name__ == "__main__":

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipeline.config import suggest
-from pipeline.departed import COMMANDS
+from jobs.studies import check_name, study_names
 from pipeline.errors import UserError
 from pipeline.files import file_lock, write_json
 
@@ -31,22 +30,6 @@ neuclip study {name} --size {size} --output {output} --unit "$SLURM_ARRAY_TASK_I
 child=$!
 wait "$child"
 """
-
-
-def study_names() -> tuple[str, ...]:
-    """The studies that have a declaration."""
-    files = (Path(__file__).parent / "studies").glob("*.yaml")
-    return tuple(sorted(path.stem for path in files if path.stem != "sizes"))
-
-
-def check_name(name: str) -> None:
-    """Check the name of a study.
-
-    Raises:
-        UserError: There is no such study, or no longer.
-    """
-    if name not in study_names():
-        raise UserError(COMMANDS.get(f"study {name}") or f"There is no study {name!r}. {suggest(name, study_names())}")
 
 
 @click.command(name="study")

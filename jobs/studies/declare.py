@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from jobs.study import check_name
+from jobs.studies import check_name
 from pipeline import config as cfg
 from pipeline.config import section
 from pipeline.errors import UserError

@@ -12,10 +12,11 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
+from jobs.known_settings import EXPERT, chapters, settings_of
 from jobs.settings import command, page
-from jobs.settings_table import EXPERT, listing, settings_of
 from pipeline.config import read_yaml
 from pipeline.errors import UserError
+from pipeline.objectives import objective_names
 from pipeline.training.recipe import RunConfig
 
 ROOT = Path(__file__).parents[2]
@@ -69,7 +70,7 @@ def test_every_setting_is_in_a_recipe_a_study_or_a_page():
     text = "\n".join([*code, *(path.read_text(encoding="utf-8") for path in ROOT.glob("jobs/studies/*.yaml"))])
     named = recipes | {key for block in blocks for key in keys_in(block)}
     named |= set(re.findall(r"[\w.]*\w", text))
-    keys = {setting.key for _, settings in listing() for setting in settings}
+    keys = {setting.key for chapter in chapters(objective_names()) for setting in chapter.settings}
     lost = [key for key in sorted(keys - named) if not ("[]" in key and key.rpartition(".")[2] in named)]
     assert not lost, f"in no recipe, study or page: {', '.join(lost)}"
 
@@ -88,7 +89,7 @@ def test_expert_settings_are_shown_to_those_who_ask():
     def shown(*arguments: str) -> str:
         return CliRunner().invoke(command, list(arguments), catch_exceptions=False).output
 
-    keys = {setting.key for _, settings in listing() for setting in settings}
+    keys = {setting.key for chapter in chapters(objective_names()) for setting in chapter.settings}
     assert keys >= EXPERT, f"no settings: {sorted(EXPERT - keys)}"
     for arguments, there in (((), False), (("--all",), True), (("engine.",), False), (("engine.probe",), True)):
         assert ("  engine.probe  (" in shown(*arguments)) == there, arguments
@@ -98,7 +99,7 @@ def test_expert_settings_are_shown_to_those_who_ask():
 def test_every_key_of_training_is_listed_with_its_default():
     found = {setting.key: setting for setting in settings_of(RunConfig)}
     assert found["samples"].default == "required"
-    assert found["optimizer.betas"].default == "[0.9, 0.98]"
+    assert found["optimizer.betas"].default == "`[0.9, 0.98]`"
     assert found["optimizer.name"].allowed == "`adamw`, `lamb`, `lion`, `sgd` or `muon`"
     assert found["model.patch_dropout"].allowed == "number in [0, 1) or null"
-    assert found["data.sources[].weight"].default == "1.0"
+    assert found["data.sources[].weight"].default == "`1.0`"

@@ -18,13 +18,13 @@ import scipy.stats
 import torch
 from click.testing import CliRunner
 
-from jobs.studies import declare, schedule
+from jobs.studies import declare, schedule, study_names
 from jobs.studies.declare import SIZES, load_study
 from jobs.studies.outcomes import COLUMNS, PAIRED, Outcome, Spread, curve, holm, paired, spread
 from jobs.studies.publish import as_markdown, render
 from jobs.studies.schedule import command_of
 from jobs.studies.unit import cost_of
-from jobs.study import command, prepare_corpora, run_units, study_names, without_missing_teachers
+from jobs.study import command, prepare_corpora, run_units, without_missing_teachers
 from pipeline.errors import UserError
 from pipeline.metrics.mfu import training_flops
 from pipeline.training.recipe import load_recipe

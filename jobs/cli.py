@@ -6,7 +6,6 @@ import gc
 import importlib
 import itertools
 import os
-import shlex
 import signal
 import sys
 import textwrap
@@ -157,12 +156,9 @@ def run(command: click.Command, argv: Sequence[str] | None = None, *, prog_name:
             hint = _hint(error, arguments)
             message = error.message if hint else error.format_message()  # with click's guesses, which look like it
             error = click.UsageError(f"{message}{hint}", error.ctx)
-        elif isinstance(error, click.BadOptionUsage):
-            error = click.UsageError(f"{error.format_message()} {_help_of(error.option_name, command, arguments)}")
         elif isinstance(error, click.MissingParameter) and error.ctx:
             meaning = getattr(error.param, "help", None) or error.ctx.command.get_short_help_str(limit=300)
-            surplus = _surplus_as_option(error.ctx, error.param, arguments)
-            error = click.UsageError(f"{error.format_message()} {meaning}{surplus}", error.ctx)
+            error = click.UsageError(f"{error.format_message()} {meaning}", error.ctx)
         error.show()
         sys.exit(error.exit_code)
     except UserError as error:
@@ -210,20 +206,6 @@ def _hint(error: click.NoSuchOption, arguments: Sequence[str]) -> str:
     if key in OTHER_VALUES:
         return f" Here it is the setting {named[0]}, whose values are others: `neuclip settings {named[0]}`."
     return f" Settings are written without dashes: {f'={value} or '.join(named)}={value}"
-
-
-def _help_of(option: str, command: click.Command, arguments: Sequence[str]) -> str:
-    """What an option of the command, or of the subcommand that the arguments name, is for."""
-    named = command.get_command(click.Context(command), arguments[0]) if isinstance(command, click.Group) else command
-    options = [each for each in named.params if isinstance(each, click.Option)] if named else []
-    return next((each.help or "" for each in options if option in each.opts), "")
-
-
-def _surplus_as_option(ctx: click.Context, missing: click.Parameter | None, arguments: Sequence[str]) -> str:
-    """How to give the missing option of `pairs photos data/mine`, whose last word no argument takes."""
-    words = arguments[arguments.index(str(ctx.info_name)) + 1 :] if ctx.parent else arguments
-    _, surplus, _ = ctx.command.make_parser(ctx).parse_args(list(words))
-    return f" Give {missing.opts[0]} {shlex.quote(surplus[0])}." if missing and len(surplus) == 1 else ""
 
 
 def _as_parameter(command: click.Command, name: str, value: str) -> str:

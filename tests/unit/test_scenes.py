@@ -26,7 +26,7 @@ from data_prep.scenes.render import jpeg
 from data_prep.scenes.scene import HELD_OUT_START, FaultRates, ScenesConfig, describe
 from data_prep.scenes.scene_suite import ATTRIBUTES, write_suite
 from data_prep.scenes.server import serve_scenes
-from jobs.demo import keep_or_clear
+from jobs.demo import check_corpus
 from pipeline.errors import UserError
 from tests.launch import python, wait_for
 
@@ -246,51 +246,20 @@ def test_retrieval_set(suite):
 SCENES = ScenesConfig(pairs=1000)
 
 
-@pytest.fixture
-def folders(tmp_path: Path) -> tuple[Path, Path]:
-    """The data and run folders of a finished demo."""
+def test_a_demo_refuses_the_data_of_another_corpus(tmp_path):
     data, run = tmp_path / "demo-data", tmp_path / "demo"
-    keep_or_clear(SCENES, data, run)
-    for name in ("shards", "suite"):
-        (data / name).mkdir()
-    for name in ("urls.parquet", "port"):
-        (data / name).write_text("1234")
-    run.mkdir()
-    (run / "metrics.jsonl").write_text("{}")
-    return data, run
-
-
-def test_the_same_corpus_is_kept(folders, capsys):
-    data, run = folders
-    before = {path: path.stat().st_mtime_ns for path in data.rglob("*")}
-    keep_or_clear(SCENES, data, run)
-    assert {path: path.stat().st_mtime_ns for path in data.rglob("*")} == before
-    assert (run / "metrics.jsonl").exists()
-    assert capsys.readouterr().out == ""
-
-
-def test_other_settings_or_a_missing_digest_rebuild_the_corpus(folders, capsys):
-    data, run = folders
-    keep_or_clear(dataclasses.replace(SCENES, pairs=2000), data, run)
-    assert [path.name for path in data.iterdir()] == ["corpus.sha256"]
-    assert not run.exists()
-    (aside,) = run.parent.glob("demo-corpus-*")
-    assert (aside / "metrics.jsonl").exists(), "the trained run was lost"
-    assert "generating it again" in capsys.readouterr().out
-
+    check_corpus(SCENES, data, run)
+    (data / "suite").mkdir()
+    check_corpus(SCENES, data, run)
+    mark = (data / "corpus.sha256").read_text()
+    assert mark.strip() != corpus_digest(SCENES)  # the digest covers the recipe, too
+    for other in ({"pairs": 2000}, {"seed": 1}):
+        with pytest.raises(UserError, match=f"{data} holds a corpus of other settings.*output=FOLDER"):
+            check_corpus(dataclasses.replace(SCENES, **other), data, run)
+    assert (data / "corpus.sha256").read_text() == mark
     (data / "corpus.sha256").unlink()
-    (data / "port").write_text("1234")
-    keep_or_clear(SCENES, data, run)
-    assert [path.name for path in data.iterdir()] == ["corpus.sha256"]
-
-
-def test_interrupted_cleanup_is_completed_by_the_next_run(folders):
-    data, run = folders
-    other = dataclasses.replace(SCENES, seed=1)
-    (data / "suite").rmdir()  # as if the removal had been interrupted
-    keep_or_clear(other, data, run)
-    assert (data / "corpus.sha256").read_text().strip() != corpus_digest(other)  # the digest covers the recipe, too
-    assert not (data / "shards").exists()
+    with pytest.raises(UserError, match="other settings"):
+        check_corpus(SCENES, data, run)
 
 
 def test_code_is_part_of_the_version(tmp_path, monkeypatch):

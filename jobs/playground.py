@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -28,17 +28,8 @@ if TYPE_CHECKING:
 @click.option("--open", "open_page", is_flag=True, help="Open the page in a browser.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 def command(
-    model: str,
-    images: Path | None,
-    captions: Path | None,
-    suite: str | None,
-    caption: str | None,
-    limit: int,
-    host: str,
-    port: int,
-    open_page: bool,
-    device: str,
-) -> int:
+    model: str, images: Path | None, captions: Path | None, caption: str | None, host: str, **options: Any
+) -> None:
     """Serve a page on this machine: find images for a text, classify an image, find captions for an image.
 
     RUN_OR_EXPORT is what `neuclip evaluate` takes: a run, a checkpoint, an export, or ARCH:PRETRAINED. Without --images
@@ -63,22 +54,19 @@ def command(
             check_caption(str(shards[0]), caption, name="--caption")
     if caption is not None and not any(path and shards_in(path) for path in (images, captions)):
         raise UserError(f"--caption {caption}: neither --images nor --captions has shards with captions.")
-    with listen(host, port) as listening, start_processes(device) as (_, where):
-        class_sets = _class_sets(suite)
+    with listen(host, options["port"]) as listening, start_processes(options["device"]) as (_, where):
+        class_sets = _class_sets(options["suite"])
         loaded = load_checkpoint(model, device=where)
         explorer = Explorer(loaded, class_sets=class_sets)
         app = make_app(explorer, title=_title(loaded.source), local=host in LOOPBACK)
-        _fill(explorer, images, captions, field=field, limit=limit)
+        _fill(explorer, images, captions, field=field, limit=options["limit"])
         address = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}/"
         click.echo(f"{len(explorer.names):,} images, {len(explorer.captions):,} captions. Playground: {address}")
-        if host not in LOOPBACK:
-            click.echo("Everyone who can reach this address can use it, and see the images. Ctrl-C ends it.")
-        else:
-            click.echo("Only this machine can reach it. Ctrl-C ends it.")
-        if open_page:
+        everyone = "Everyone who can reach this address can use it, and see the images."
+        click.echo(f"{'Only this machine can reach it.' if host in LOOPBACK else everyone} Ctrl-C ends it.")
+        if options["open_page"]:
             click.launch(address)
         serve(app, listening)
-    return 0
 
 
 def _title(source: str) -> str:

@@ -9,10 +9,9 @@ import hashlib
 import itertools
 import math
 import random
-import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +43,7 @@ class ClassSet:
 class Explorer:
     """A model, the features of a gallery and of captions, and the images that were dropped onto the page.
 
-    Safe to call from several threads: one of them computes at a time.
+    One thread at a time may call it.
     """
 
     def __init__(self, model: EvaluationModel, *, class_sets: Sequence[ClassSet] = ()) -> None:
@@ -58,8 +57,8 @@ class Explorer:
         self._compute = Compute(self._device)
         self._images = self._captions = torch.empty(0, model.dim)
         self._uploads: OrderedDict[str, Tensor] = OrderedDict()
-        self._classifiers: OrderedDict[tuple[tuple[str, ...], tuple[str, ...]], Tensor] = OrderedDict()
-        self._lock = threading.Lock()
+        self._classifier: tuple[Any, Tensor] = (None, torch.empty(0))
+        """The latest class names and templates, and their vectors, [C, d]."""
 
     @property
     def scale(self) -> float:
@@ -68,49 +67,42 @@ class Explorer:
         return 100.0 if logit is None else math.exp(logit[0])
 
     def add_images(self, samples: Iterable[Sample], *, dropped: Dropped, progress: Callable[[int], None]) -> None:
-        """Encode the images of samples as the gallery; those that cannot be decoded are counted in `dropped`."""
+        """Encode the images of samples as the gallery; those that cannot be used are counted in `dropped`."""
 
-        def prepare(sample: Sample) -> tuple[Sample, Tensor, bytes] | str:
+        def prepare(sample: Sample) -> tuple[Sample, Tensor | str, bytes]:
             try:
-                image = open_image(sample.image or b"", name=sample.name, background=self.model.architecture.background)
-                return sample, self.model.preprocess(image), thumbnail(image)
+                image = self._open(sample.image, name=sample.name) if sample.image is not None else None
             except UserError as error:
-                return str(error)
-
-        def with_image() -> Iterator[Sample]:
-            for sample in samples:
-                if sample.image is None:
-                    dropped.add("image is missing", sample.name)
-                else:
-                    yield sample
-
-        def usable(pool: Executor) -> Iterator[tuple[Sample, Tensor, bytes]]:
-            for ready in thread_map(pool, prepare, with_image(), ahead=2 * BATCH):
-                if isinstance(ready, str):
-                    dropped.add("the image cannot be decoded", ready)
-                else:
-                    yield ready
+                return sample, str(error), b""
+            return (sample, "", b"") if image is None else (sample, self.model.preprocess(image), thumbnail(image))
 
         features = [self._images]
         with ThreadPoolExecutor(4) as pool:
-            images = usable(pool)
-            while batch := list(itertools.islice(images, BATCH)):
-                features.append(self._encode(torch.stack([pixels for _, pixels, _ in batch])))
-                for sample, _, small in batch:
+            prepared = thread_map(pool, prepare, samples, ahead=2 * BATCH)
+            while some := list(itertools.islice(prepared, BATCH)):
+                pixels = []
+                for sample, image, small in some:
+                    if isinstance(image, str):
+                        reason = "the image cannot be decoded" if image else "image is missing"
+                        dropped.add(reason, image or sample.name)
+                        continue
+                    pixels.append(image)
                     self.names.append(sample.name)
                     self.image_captions.append(sample.caption)
                     self.thumbnails.append(small)
+                if pixels:
+                    features.append(self._encode(torch.stack(pixels)))
                 progress(len(self.names))
         self._images = torch.cat(features)
 
     def add_captions(self, captions: Sequence[str], *, progress: Callable[[int], None]) -> None:
         """Encode captions; repeated ones are kept once."""
-        unique = list(dict.fromkeys(captions))
-        features = [self._captions]
-        for start in range(0, len(unique), 8 * BATCH):
-            features.append(self._texts(unique[start : start + 8 * BATCH]))
-            progress(min(start + 8 * BATCH, len(unique)))
-        self.captions, self._captions = unique, torch.cat(features)
+        self.captions, features = list(dict.fromkeys(captions)), [self._captions]
+        for start in range(0, len(self.captions), 8 * BATCH):
+            some = self.captions[start : start + 8 * BATCH]
+            features.append(self._texts(some))
+            progress(start + len(some))
+        self._captions = torch.cat(features)
 
     def search(self, text: str, *, count: int) -> list[dict[str, Any]]:
         """The gallery images that are most similar to a text: number, name, caption and cosine.
@@ -136,40 +128,46 @@ class Explorer:
             UserError: It is not an image, damaged, or too large.
         """
         name = hashlib.sha256(body).hexdigest()[:24]
-        known = self._uploads.get(name)
-        if known is None:
-            image = open_image(body, name="The file", background=self.model.architecture.background)
-            known = self._encode(self.model.preprocess(image)[None])[0]
-        self._remember(self._uploads, name, known)
+        if name not in self._uploads:
+            self._uploads[name] = self._encode(self.model.preprocess(self._open(body, name="The file"))[None])[0]
+        self._uploads.move_to_end(name)
+        if len(self._uploads) > KEPT_UPLOADS:
+            self._uploads.popitem(last=False)
         return name
 
     def classify(
-        self, image: str, classes: Sequence[str], templates: Sequence[str], *, gone: threading.Event | None = None
+        self,
+        image: str,
+        classes: Sequence[str],
+        templates: Sequence[str],
+        *,
+        is_gone: Callable[[], bool] = lambda: False,
     ) -> list[dict[str, Any]]:
         """Zero-shot probabilities, highest first: softmax over the classes at the model's own temperature.
 
         Raises:
-            UserError: The image is unknown, classes or templates cannot be used, or `gone` was set meanwhile.
+            UserError: The image is unknown, classes or templates cannot be used, or meanwhile the client `is_gone`.
         """
-        names, prompts = _checked_classes(classes), _checked_templates(templates)
+        names = _checked_lines(classes, "different classes", "a class name", least=2, most=MOST_CLASSES)
+        prompts = _checked_lines(templates, "templates", "a template", least=1, most=MOST_TEMPLATES)
+        if wrong := [template for template in prompts if "{c}" not in template]:
+            raise UserError(f"The template {wrong[0]!r} needs {{c}} where the class name goes.")
         if (count := len(names) * len(prompts)) > MOST_PROMPTS:
             raise UserError(
                 f"{len(names):,} classes with {len(prompts)} templates are {count:,} prompts, and {MOST_PROMPTS:,} are "
                 "allowed: give fewer templates or classes."
             )
         features = self._features_of(image)
-        key = (names, prompts)
-        if key not in self._classifiers:
+        if self._classifier[0] != (names, prompts):
             size, vectors = max(1, 8 * BATCH // len(prompts)), []
             for start in range(0, len(names), size):
-                if gone is not None and gone.is_set():
+                if is_gone():
                     raise UserError("The client is gone.")
                 some = names[start : start + size]
                 batch = min(2 * BATCH, len(some) * len(prompts))
-                with self._lock:
-                    vectors.append(class_vectors(self.model, some, prompts, compute=self._compute, micro_batch=batch))
-            self._remember(self._classifiers, key, torch.cat(vectors))
-        cosines = self._classifiers[key] @ features
+                vectors.append(class_vectors(self.model, some, prompts, compute=self._compute, micro_batch=batch))
+            self._classifier = (names, prompts), torch.cat(vectors)
+        cosines = self._classifier[1] @ features
         probabilities = torch.softmax(self.scale * cosines, dim=0)
         order = torch.sort(probabilities, descending=True, stable=True).indices.tolist()
         return [{"name": names[k], "probability": float(probabilities[k]), "score": float(cosines[k])} for k in order]
@@ -190,32 +188,27 @@ class Explorer:
 
     def _features_of(self, image: str) -> Tensor:
         """[d] of an upload, or of the gallery image `gallery:NUMBER`."""
+        if image in self._uploads:
+            return self._uploads[image]
         kind, _, number = image.partition(":")
-        if kind == "gallery" and (in_gallery := self.gallery_number(number)) is not None:
-            return self._images[in_gallery]
-        if image not in self._uploads:
+        in_gallery = self.gallery_number(number) if kind == "gallery" else None
+        if in_gallery is None:
             raise UserError("This image is not known any more: drop it again.")
-        return self._uploads[image]
+        return self._images[in_gallery]
+
+    def _open(self, body: bytes, *, name: str) -> Any:
+        return open_image(body, name=name, background=self.model.architecture.background)
 
     def _encode(self, pixels: Tensor) -> Tensor:
-        with self._lock:
-            return self.model.encode_image(pixels.to(self._device)).float().cpu()
+        return self.model.encode_image(pixels.to(self._device)).float().cpu()
 
     def _texts(self, texts: Sequence[str]) -> Tensor:
-        with self._lock:
-            return encode_texts(self.model, texts, compute=self._compute, micro_batch=min(8 * BATCH, len(texts)))
-
-    def _remember(self, cache: OrderedDict[Any, Tensor], key: Any, value: Tensor) -> None:
-        with self._lock:
-            cache[key] = value
-            cache.move_to_end(key)
-            while len(cache) > KEPT_UPLOADS:
-                cache.popitem(last=False)
+        return encode_texts(self.model, texts, compute=self._compute, micro_batch=min(8 * BATCH, len(texts)))
 
 
 def _best(scores: Tensor, count: int) -> list[tuple[int, float]]:
     """Numbers and values of the highest scores; equal ones in their order."""
-    order = torch.sort(scores, descending=True, stable=True).indices[: max(0, count)].tolist()
+    order = torch.sort(scores, descending=True, stable=True).indices[:count].tolist()
     return [(k, round(float(scores[k]), 4)) for k in order]
 
 
@@ -227,18 +220,8 @@ def _checked_text(text: object, what: str) -> str:
     return text.strip()
 
 
-def _checked_classes(classes: Sequence[str]) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(_checked_text(name, "a class name") for name in classes))
-    if not 2 <= len(names) <= MOST_CLASSES:
-        raise UserError(f"Give 2 to {MOST_CLASSES:,} different classes, one a line; these are {len(names):,}.")
-    return names
-
-
-def _checked_templates(templates: Sequence[str]) -> tuple[str, ...]:
-    checked = tuple(dict.fromkeys(_checked_text(template, "a template") for template in templates))
-    wrong = next((template for template in checked if "{c}" not in template), None)
-    if wrong is not None:
-        raise UserError(f"The template {wrong!r} needs {{c}} where the class name goes.")
-    if not 1 <= len(checked) <= MOST_TEMPLATES:
-        raise UserError(f"Give 1 to {MOST_TEMPLATES} templates, one a line; these are {len(checked)}.")
-    return checked
+def _checked_lines(given: Sequence[str], what: str, one: str, *, least: int, most: int) -> tuple[str, ...]:
+    lines = tuple(dict.fromkeys(_checked_text(line, one) for line in given))
+    if not least <= len(lines) <= most:
+        raise UserError(f"Give {least} to {most:,} {what}, one a line; these are {len(lines):,}.")
+    return lines

@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -70,41 +71,52 @@ def read_samples(source: Path, *, caption: CaptionField, limit: int, dropped: Dr
                 f"{source} is not a UTF-8 text file with a caption a line: give such a file, or a folder of images or "
                 "shards."
             ) from error
-        _note_limit(dropped, source, "captions", len(lines), limit=limit)
-        yield from (Sample(f"line {number}", caption=line) for number, line in lines[:limit])
-        return
-    if not source.is_dir():
+        samples = iter([Sample(f"line {number}", caption=line) for number, line in lines])
+        what = f"{len(lines):,} captions in {_shown(source)}"
+    elif not source.is_dir():
         raise UserError(
             f"There is no {source}: give a folder of images or shards, or a text file with a caption a line."
         )
-    paths = sorted(
-        path
-        for path in source.rglob("*")
-        if path.suffix.lower().removeprefix(".") in FORMAT_SUFFIXES and not path.name.startswith(".")
-    )
-    if shards := shards_in(source):
-        if paths:
+    else:
+        paths = sorted(
+            path
+            for path in source.rglob("*")
+            if path.suffix.lower().removeprefix(".") in FORMAT_SUFFIXES and not path.name.startswith(".")
+        )
+        shards = shards_in(source)
+        if not paths and not shards:
+            raise UserError(f"{source} holds no images ({', '.join(FORMAT_SUFFIXES)}) and no shards (*.tar).")
+        if paths and shards:
             dropped.notes.append(f"{len(paths):,} images beside the shards of {_shown(source)} are not used.")
-        yield from _from_shards(shards, caption=caption, limit=limit, dropped=dropped)
-        return
-    if not paths:
-        raise UserError(f"{source} holds no images ({', '.join(FORMAT_SUFFIXES)}) and no shards (*.tar).")
-    _note_limit(dropped, source, "images", len(paths), limit=limit)
-    for path in paths[:limit]:
+        samples = _from_shards(shards, caption, dropped) if shards else _from_files(paths, source, dropped)
+        what = "samples of the shards" if shards else f"{len(paths):,} images in {_shown(source)}"
+    yield from islice(samples, limit)
+    if next(samples, None) is not None:
+        first = f"{limit:,} {what}" if what.startswith("samples") else f"{limit:,} of the {what}"
+        dropped.notes.append(f"Only the first {first} are used: --limit.")
+
+
+def _from_files(paths: list[Path], root: Path, dropped: Dropped) -> Iterator[Sample]:
+    for path in paths:
         try:
-            yield Sample(_shown(path.relative_to(source)), image=read_file(path))
+            yield Sample(_shown(path.relative_to(root)), image=read_file(path))
         except OSError as error:
             dropped.add("the file cannot be read", f"{_shown(path)}: {error.strerror}")
 
 
-def _note_limit(dropped: Dropped, source: Path, what: str, count: int, *, limit: int) -> None:
-    if count > limit:
-        dropped.notes.append(f"Only the first {limit:,} of the {count:,} {what} in {_shown(source)} are used: --limit.")
-
-
-def _shown(path: Path) -> str:
-    """A path as text; bytes that are no UTF-8 become replacement characters."""
-    return os.fsencode(path).decode(errors="replace")
+def _from_shards(shards: list[Path], caption: CaptionField, dropped: Dropped) -> Iterator[Sample]:
+    for shard in shards:
+        try:
+            with open_records(str(shard), skip=0, caption_suffix=caption.suffix) as records:
+                for row, record in enumerate(records):
+                    name, text = f"{_shown(Path(shard.name))}, sample {row}", None
+                    try:
+                        text = caption.read(record)
+                    except CorruptSample as error:
+                        dropped.add(str(error), name)
+                    yield Sample(name, image=record.image, caption=text)
+        except (DamagedTar, OSError) as error:
+            dropped.add("the shard is damaged", f"{_shown(shard)}: {error}")
 
 
 def shards_in(folder: Path) -> list[Path]:
@@ -112,25 +124,9 @@ def shards_in(folder: Path) -> list[Path]:
     return [folder / name for name in list_shards(folder) if not Path(name).name.startswith(".")]
 
 
-def _from_shards(shards: list[Path], *, caption: CaptionField, limit: int, dropped: Dropped) -> Iterator[Sample]:
-    count = 0
-    for shard in shards:
-        try:
-            with open_records(str(shard), skip=0, caption_suffix=caption.suffix) as records:
-                for row, record in enumerate(records):
-                    if count == limit:
-                        dropped.notes.append(f"Only the first {limit:,} samples of the shards are used: --limit.")
-                        return
-                    name = f"{_shown(Path(shard.name))}, sample {row}"
-                    try:
-                        text = caption.read(record)
-                    except CorruptSample as error:
-                        text = None
-                        dropped.add(str(error), name)
-                    count += 1
-                    yield Sample(name, image=record.image, caption=text)
-        except (DamagedTar, OSError) as error:
-            dropped.add("the shard is damaged", f"{_shown(shard)}: {error}")
+def _shown(path: Path) -> str:
+    """A path as text; bytes that are no UTF-8 become replacement characters."""
+    return os.fsencode(path).decode(errors="replace")
 
 
 def open_image(body: bytes, *, name: str, background: Colour = WHITE) -> Any:

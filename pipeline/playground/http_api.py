@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,8 @@ MOST_CLIENTS = 32
 """Connections at a time."""
 MOST_SECONDS = 60.0
 """To receive a request: a client that is slower would keep its connection from others."""
+IMAGES, JSON, ANY = ("image/", "application/octet-stream"), ("application/json",), ("",)
+"""Beginnings of the content types of requests."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; img-src 'self' blob: data:; connect-src 'self'; style-src "
@@ -51,6 +52,7 @@ def make_app(explorer: Explorer, *, title: str, local: bool) -> Any:
         UserError: Starlette is not installed.
     """
     try:
+        from anyio import from_thread
         from starlette.applications import Starlette
         from starlette.concurrency import run_in_threadpool
         from starlette.middleware import Middleware
@@ -66,64 +68,44 @@ def make_app(explorer: Explorer, *, title: str, local: bool) -> Any:
 
     one_at_a_time = asyncio.Lock()
 
-    def answered(
-        action: Callable[[bytes, threading.Event], Any], limit: int, kinds: tuple[str, ...] = ()
-    ) -> Callable[[Request], Awaitable[Response]]:
-        """A route that runs `action` on the request's body in a thread; the event is set when the client is gone."""
+    async def compute(request: Request) -> Response:
+        action = ACTIONS[request.url.path]
+        limit, kinds = (LARGEST_UPLOAD, IMAGES) if action is _upload else (LARGEST_REQUEST, JSON)
+        _check_sender(request.headers, kinds)
+        body = await _body(request, limit)
+        asked = body if action is _upload else _json(body)
+        async with one_at_a_time:
+            if await request.is_disconnected():
+                raise ClientDisconnect
+            is_gone = partial(from_thread.run, request.is_disconnected)
+            return JSONResponse(await run_in_threadpool(action, explorer, asked, is_gone), headers=HEADERS)
 
-        async def route(request: Request) -> Response:
-            gone = threading.Event()
-
-            async def watch() -> None:
-                while (await request.receive())["type"] != "http.disconnect":
-                    pass
-                gone.set()
-
-            try:
-                _check_sender(request.headers, kinds)
-                async with asyncio.timeout(MOST_SECONDS):
-                    body = await _body(request, limit)
-                watching = asyncio.create_task(watch())
-                try:
-                    async with one_at_a_time:
-                        answer = await run_in_threadpool(action, body, gone)
-                finally:
-                    watching.cancel()
-                return JSONResponse(answer, headers=HEADERS)
-            except UserError as error:
-                status = error.status if isinstance(error, Refused) else 400
-                return JSONResponse({"error": str(error)}, status_code=status, headers=HEADERS)
-            except TimeoutError:
-                message = f"The request did not arrive within {MOST_SECONDS:g} s."
-                return JSONResponse({"error": message}, status_code=408, headers={**HEADERS, "Connection": "close"})
-            except ClientDisconnect:
-                return Response(status_code=400)  # nobody reads it
-
-        return route
+    async def refuse(request: Request, error: Exception) -> Response:
+        status = error.status if isinstance(error, Refused) else 400
+        late = {"Connection": "close"} if status == 408 else {}  # else what comes of its body is read, and not kept
+        return JSONResponse({"error": str(error)}, status_code=status, headers=HEADERS | late)
 
     async def page(request: Request) -> Response:
         return Response(PAGE.read_bytes(), media_type="text/html; charset=utf-8", headers=HEADERS)
 
+    async def info(request: Request) -> Response:
+        _check_sender(request.headers, ANY)
+        return JSONResponse(_info(explorer, title), headers=HEADERS)
+
     async def thumbnail(request: Request) -> Response:
         number = explorer.gallery_number(request.path_params["number"])
         if number is None:
-            return JSONResponse({"error": "There is no such image."}, status_code=404, headers=HEADERS)
+            raise Refused(404, "There is no such image.")
         cached = {**HEADERS, "Cache-Control": "private, max-age=3600"}
         return Response(explorer.thumbnails[number], media_type="image/jpeg", headers=cached)
 
-    actions = {
-        "/api/search": (partial(_search, explorer), LARGEST_REQUEST),
-        "/api/image": (partial(_upload, explorer), LARGEST_UPLOAD),
-        "/api/classify": (partial(_classify, explorer), LARGEST_REQUEST),
-        "/api/captions": (partial(_captions, explorer), LARGEST_REQUEST),
-    }
-    routes = [Route("/", page), Route("/image/{number}", thumbnail)]
-    routes.append(Route("/api/info", answered(lambda body, gone: _info(explorer, title), LARGEST_REQUEST)))
-    for path, (action, limit) in actions.items():
-        kinds = ("image/", "application/octet-stream") if path == "/api/image" else ("application/json",)
-        routes.append(Route(path, answered(action, limit, kinds), methods=["POST"]))
+    routes = [Route("/", page), Route("/api/info", info), Route("/image/{number}", thumbnail)]
+    routes += [Route(path, compute, methods=["POST"]) for path in ACTIONS]
     hosts = [*LOOPBACK, "[::1]"] if local else ["*"]
-    return Starlette(routes=routes, middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts)])
+    trusted = Middleware(TrustedHostMiddleware, allowed_hosts=hosts)
+    return Starlette(
+        routes=routes, middleware=[trusted], exception_handlers={UserError: refuse, ClientDisconnect: refuse}
+    )
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -161,21 +143,27 @@ def _check_sender(headers: Any, kinds: tuple[str, ...]) -> None:
     origin, kind = headers.get("origin"), headers.get("content-type", "").partition(";")[0].strip().lower()
     if origin is not None and origin.lower().partition("://")[2] != headers.get("host", "").lower():
         raise Refused(403, f"Requests of other web pages are refused (Origin: {origin[:100]}).")
-    if kinds and not kind.startswith(kinds):
+    if not kind.startswith(kinds):
         raise Refused(415, f"The content type is {kind[:100] or 'missing'}: send {' or '.join(kinds)}.")
 
 
 async def _body(request: Any, limit: int) -> bytes:
-    """The request's body; reading stops as soon as it is too large."""
-    message = f"The file has more than {limit >> 20} MiB: make it smaller."
-    if int(request.headers.get("content-length") or 0) > limit:
-        raise Refused(413, message)
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > limit:
-            raise Refused(413, message)
-    return bytes(body)
+    """The request's body; reading stops as soon as it is too large or takes too long.
+
+    Raises:
+        Refused: It is or does.
+    """
+    body, length = bytearray(), int(request.headers.get("content-length") or 0)
+    try:
+        async with asyncio.timeout(MOST_SECONDS):
+            stream = request.stream()
+            while max(length, len(body)) <= limit:
+                body += await anext(stream)
+            raise Refused(413, f"The file has more than {limit >> 20} MiB: make it smaller.")
+    except StopAsyncIteration:
+        return bytes(body)
+    except TimeoutError as error:
+        raise Refused(408, f"The request did not arrive within {MOST_SECONDS:g} s.") from error
 
 
 def _info(explorer: Explorer, title: str) -> dict[str, Any]:
@@ -192,36 +180,38 @@ def _info(explorer: Explorer, title: str) -> dict[str, Any]:
     }
 
 
-def _search(explorer: Explorer, body: bytes, gone: threading.Event) -> Any:
+def _search(explorer: Explorer, asked: dict[str, Any], is_gone: Callable[[], bool]) -> Any:
     if not explorer.names:
         raise UserError("There are no images to search: start with --images FOLDER.")
-    asked = _json(body)
-    if asked.get("text", "") is None:
-        return {"results": explorer.some_images(count=_count(asked))}
-    return {"results": explorer.search(asked.get("text", ""), count=_count(asked))}
+    text, count = asked.get("text", ""), _count(asked)
+    return {"results": explorer.some_images(count=count) if text is None else explorer.search(text, count=count)}
 
 
-def _upload(explorer: Explorer, body: bytes, gone: threading.Event) -> Any:
+def _upload(explorer: Explorer, body: bytes, is_gone: Callable[[], bool]) -> Any:
     if not body:
         raise UserError("The file is empty.")
-    if gone.is_set():
-        raise UserError("The client is gone.")
     return {"image": explorer.add_upload(body)}
 
 
-def _classify(explorer: Explorer, body: bytes, gone: threading.Event) -> Any:
-    asked = _json(body)
+def _classify(explorer: Explorer, asked: dict[str, Any], is_gone: Callable[[], bool]) -> Any:
     classes, templates = asked.get("classes"), asked.get("templates")
     if not isinstance(classes, list) or not isinstance(templates, list):
         raise UserError("classes and templates must be lists of texts.")
-    return {"results": explorer.classify(str(asked.get("image", "")), classes, templates, gone=gone)}
+    return {"results": explorer.classify(str(asked.get("image", "")), classes, templates, is_gone=is_gone)}
 
 
-def _captions(explorer: Explorer, body: bytes, gone: threading.Event) -> Any:
+def _captions(explorer: Explorer, asked: dict[str, Any], is_gone: Callable[[], bool]) -> Any:
     if not explorer.captions:
         raise UserError("There are no captions: start with --captions FILE, or --images with a folder of shards.")
-    asked = _json(body)
     return {"results": explorer.nearest_captions(str(asked.get("image", "")), count=_count(asked))}
+
+
+ACTIONS: dict[str, Callable[[Explorer, Any, Callable[[], bool]], Any]] = {
+    "/api/search": _search,
+    "/api/image": _upload,
+    "/api/classify": _classify,
+    "/api/captions": _captions,
+}
 
 
 def _json(body: bytes) -> dict[str, Any]:

@@ -6,20 +6,21 @@ Unknown logged quantities are shown under their own names.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from pipeline.registries import load_entry_points
-from pipeline.report.figures import SERIES, SMALL, Line, line_chart, short
-from pipeline.report.page import Bar, duration, percent
+from pipeline.report.figures import SERIES, SMALL, Line, line_chart
+from pipeline.report.page import Bar, Bars, duration, percent, rounded, short
 from pipeline.report.run_data import RECALLS, Run
 from pipeline.report.stored_scores import Score
 
-MAIN = ("loss", "tau", "samples_per_second", "data_wait", "lr", "gradient_norm")
-COLD = "normalizer_gap_cold"
+MAIN = ("samples_per_second", "data_wait", "lr", "gradient_norm")
+GAP, COLD = "normalizer_gap", "normalizer_gap_cold"
+FIRST = ("loss", "tau", GAP, COLD, *MAIN)
 log = logging.getLogger(__name__)
 
 
@@ -31,15 +32,14 @@ class Quantity:
     """Title, with the unit if there is one."""
     note: str = ""
     """One sentence on how to read it."""
-    kind: Literal["number", "share"] = "number"
-    """A "share" is shown in percent."""
+    share: bool = False
+    """It is shown in percent."""
     smooth: bool = True
     """A moving average is drawn over the values."""
 
 
 def _share(what: str, *, part_of: str = "") -> Quantity:
-    note = f"A part of {part_of}." if part_of else ""
-    return Quantity(f"Time in {what}, share of a step", note, kind="share")
+    return Quantity(f"Time in {what}, share of a step", f"A part of {part_of}." if part_of else "", share=True)
 
 
 KNOWN: dict[str, Quantity] = {
@@ -59,7 +59,7 @@ KNOWN: dict[str, Quantity] = {
     "gamma": Quantity("Weight γ of new values in the moving average", smooth=False),
     "samples_per_second": Quantity("Throughput, samples per second"),
     "cpu_ms": Quantity("CPU time of a step, ms", "All threads of rank 0, without its loading workers."),
-    "data_wait": Quantity("Waiting for data, share of a step", "Near zero: loading is not the limit.", "share"),
+    "data_wait": Quantity("Waiting for data, share of a step", "Near zero: loading is not the limit.", share=True),
     "slowest_rank": Quantity(
         "Slowest rank", "The others wait for it; far from random: look at its node.", smooth=False
     ),
@@ -68,7 +68,7 @@ KNOWN: dict[str, Quantity] = {
     ),
     "median_rank_ms": Quantity("Step time of the median rank, ms", "As for the slowest rank."),
     "slowest_rank_data_wait": Quantity(
-        "The slowest rank's wait for data", "Share of a step. High: its loading is why it is slow.", "share"
+        "The slowest rank's wait for data", "Share of a step. High: its loading is why it is slow.", share=True
     ),
     "ratio_max": Quantity(
         "Largest ratio of normalizers", "Batch's normalizer over the predicted one, after the cap; near 1 is good."
@@ -83,7 +83,7 @@ KNOWN: dict[str, Quantity] = {
     "time_communication": _share("the objective's collectives", part_of="the objective's time"),
     "host_memory_gib": Quantity("Host memory, GiB", "Peak of rank 0's process.", smooth=False),
     "memory_gib": Quantity("GPU memory, GiB", "Peak allocated by rank 0.", smooth=False),
-    "mfu": Quantity("Model FLOPs utilization", "Share of the device's peak.", "share"),
+    "mfu": Quantity("Model FLOPs utilization", "Share of the device's peak.", share=True),
     "skipped_steps": Quantity("Steps skipped", smooth=False),
     "rollbacks": Quantity("Roll-backs to a checkpoint", smooth=False),
     "corrupt_samples": Quantity("Corrupt samples in this epoch", smooth=False),
@@ -94,11 +94,6 @@ KNOWN: dict[str, Quantity] = {
 def quantity(key: str) -> Quantity:
     """How `key` is displayed; an unknown key has its own name as the title."""
     return KNOWN.get(key) or Quantity(key.replace("_", " ")[:1].upper() + key.replace("_", " ")[1:])
-
-
-def rounded(value: float) -> str:
-    """At most three significant digits: 1.79951 -> 1.8, 0.00002231 -> 2.23e-05, 123456 -> 123,456."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 @dataclass(frozen=True)
@@ -112,14 +107,34 @@ class Chart:
     summary: str = ""
 
 
-@dataclass(frozen=True)
-class Bars:
-    """Horizontal bars, the first at the top; `limit` is the value of a full-width bar."""
+def chart(title: str, lines: Sequence[Line], *, note: str = "", percent: bool = False, **options: Any) -> Chart:
+    """Curves as a chart with a summary in words.
 
-    title: str
-    bars: tuple[Bar, ...]
-    limit: float
-    note: str = ""
+    Args:
+        title: The title.
+        lines: The curves.
+        note: How to read them.
+        percent: The values are fractions, shown in percent.
+        options: Passed to `line_chart`.
+    """
+    svg, hover = line_chart(lines, percent=percent, **options)
+    last = [f"{100 * line.y[-1]:.1f}%" if percent else rounded(float(line.y[-1])) for line in lines]
+    ends = ", ".join(f"{line.label} {end}".strip() for line, end in zip(lines, last, strict=True))
+    reach = f"{short(lines[0].x[0])} to {short(lines[0].x[-1])}"
+    return Chart(title, svg, note, hover, f"Over {reach} samples seen; at the end {ends}.")
+
+
+def curves(title: str, lines: Iterable[Line], **options: Any) -> list[Chart]:
+    """A chart of the curves that have points, as a list of one; empty if none has."""
+    drawn = [line for line in lines if len(line.x)]
+    return [chart(title, drawn, **options)] if drawn else []
+
+
+def quantity_chart(key: str, runs: Iterable[tuple[str, Run, str]], *, title: str = "") -> list[Chart]:
+    """A logged quantity of runs, each with its label before it and its colour behind it."""
+    shown = quantity(key)
+    lines = [Line(*run.curve(key), label=label, colour=colour, smooth=shown.smooth) for label, run, colour in runs]
+    return curves(title or shown.title, lines, note=shown.note, percent=shown.share)
 
 
 CHARTS: list[Callable[[Run], Chart | None]] = []
@@ -138,34 +153,36 @@ def register_chart(make: C) -> C:
 def training_charts(run: Run) -> list[Chart]:
     """Curves of all logged values that change, the most useful ones first, and registered charts."""
     load_entry_points("neuclip.charts", what="chart")
-    both = {"normalizer_gap": "in use", COLD: "cold"} if len(run.curve(COLD)[0]) else None
-    gap = _curves(run, "normalizer_gap", both)
-    first = [_curves(run, MAIN[0]), *_validation(run), _curves(run, MAIN[1])]
-    rest = [_curves(run, key) for key in MAIN[2:]]
-    shown = {*MAIN, "normalizer_gap", COLD}
-    others = [_curves(run, key) for key in _varying(run) if key not in shown]
-    own = (_registered(make, run) for make in CHARTS)
-    return [chart for chart in (*first, gap, *rest, *others, *own) if chart is not None]
 
+    def of(*keys: str) -> list[Chart]:
+        return [drawn for key in keys for drawn in quantity_chart(key, [("", run, SERIES[0])])]
 
-def _registered(make: Callable[[Run], Chart | None], run: Run) -> Chart | None:
-    """A registered chart; one that fails is left out of the page, with a warning."""
-    try:
-        return make(run)
-    except Exception as error:  # a chart of a user's own may raise anything
-        log.warning("The chart %s.%s is left out: %r.", make.__module__, make.__qualname__, error)
-        return None
+    gap = quantity(GAP)
+    both = ("in use", "cold") if len(run.curve(COLD)[0]) else ("", "")
+    lines = [
+        Line(*run.curve(key), label=label, colour=colour, smooth=True)
+        for key, label, colour in zip((GAP, COLD), both, SERIES, strict=False)
+    ]
+    others = [key for key in _varying(run) if key not in FIRST]
+    charts = [*of("loss"), *_validation(run), *of("tau"), *curves(gap.title, lines, note=gap.note), *of(*MAIN, *others)]
+    for make in CHARTS:
+        try:
+            drawn = make(run)
+        except Exception as error:  # a chart of a user's own may raise anything
+            log.warning("The chart %s.%s is left out: %r.", make.__module__, make.__qualname__, error)
+        else:
+            charts += [drawn] if drawn is not None else []
+    return charts
 
 
 def _validation(run: Run) -> list[Chart]:
     loss = Line(*run.validation("loss"), marked=True)
-    labels = ("image → text", "text → image")
+    note = "The contrastive loss of held-out pairs against each other, at a fixed temperature."
+    charts = curves("Validation loss", [loss], note=note)
     recalls = [
         Line(*run.validation(key), label=label, colour=colour, marked=True)
-        for key, label, colour in zip(RECALLS, labels, SERIES, strict=False)
+        for key, label, colour in zip(RECALLS, ("image → text", "text → image"), SERIES, strict=False)
     ]
-    note = "The contrastive loss of held-out pairs against each other, at a fixed temperature."
-    charts = [chart("Validation loss", [loss], note=note)] if len(loss.x) else []
     if all(len(line.x) for line in recalls):
         note = "The share of held-out pairs whose other half ranks first."
         charts.append(chart("Validation R@1", recalls, note=note, percent=True))
@@ -174,7 +191,7 @@ def _validation(run: Run) -> list[Chart]:
 
 def constants(run: Run) -> list[tuple[str, str]]:
     """(title, value) of logged values that never changed; they are listed instead of plotted."""
-    drawn = {*_varying(run), *MAIN, "normalizer_gap", COLD}
+    drawn = {*_varying(run), *FIRST}
     others = [key for key in run.scalars() if key not in drawn]
     return [(quantity(key).title, rounded(float(run.curve(key)[1][0]))) for key in others]
 
@@ -183,37 +200,24 @@ def _varying(run: Run) -> list[str]:
     return [key for key in run.scalars() if np.ptp(run.curve(key)[1]) > 0]
 
 
-def _curves(run: Run, key: str, labels: Mapping[str, str] | None = None) -> Chart | None:
-    """The chart of one quantity, or of several under one title."""
-    shown = quantity(key)
-    lines = []
-    for colour, (name, label) in zip(SERIES, (labels or {key: ""}).items(), strict=False):
-        x, y = run.curve(name)
-        if len(x):
-            lines.append(Line(x, y, label=label, colour=colour, smooth=shown.smooth))
-    if not lines:
-        return None
-    return chart(shown.title, lines, note=shown.note, percent=shown.kind == "share")
-
-
-def chart(title: str, lines: Sequence[Line], *, note: str = "", percent: bool = False, **options: Any) -> Chart:
-    """Curves as a chart with a summary in words.
-
-    Args:
-        title: The title.
-        lines: The curves.
-        note: How to read them.
-        percent: The values are fractions, shown in percent.
-        options: Passed to `line_chart`.
-    """
-    svg, hover = line_chart(lines, percent=percent, **options)
-    ends = [f"{line.label + ' ' if line.label else ''}{_value(line.y[-1], percent)}" for line in lines]
-    reach = f"{short(lines[0].x[0])} to {short(lines[0].x[-1])}"
-    return Chart(title, svg, note, hover, f"Over {reach} samples seen; at the end {', '.join(ends)}.")
-
-
-def _value(value: float, percent: bool) -> str:
-    return f"{100 * value:.1f}%" if percent else rounded(float(value))
+def progress_charts(run: Run) -> list[Chart]:
+    """Small multiples: every task over samples seen, aggregates first; empty for fewer than two checkpoints."""
+    evaluated = [e for e in run.evaluations if e.samples is not None]
+    if len(evaluated) < 2:
+        return []
+    names = [n for n in evaluated[-1].aggregates if all(e.aggregates.get(n, {}).get("complete") for e in evaluated)]
+    series: list[tuple[str, list[Any], float | None]] = [
+        (name, [(e.samples, e.aggregates[name]["score"]) for e in evaluated], None) for name in names
+    ]
+    for last in evaluated[-1].scores:
+        points = [(e.samples, score.score) for e in evaluated if (score := e.score(last.task)) is not None]
+        series.append((last.label, points, last.chance))
+    made = []
+    for title, points, chance in series:
+        x, y = np.array(points, dtype=np.float64).reshape(-1, 2).T
+        line = Line(x, y, marked=len(x) < 30, colour="series-1" if chance is not None else "series-4")
+        made.append(chart(title, [line], percent=True, level=chance, size=SMALL))
+    return made
 
 
 def score_chart(scores: Sequence[Score]) -> Bars:
@@ -221,25 +225,6 @@ def score_chart(scores: Sequence[Score]) -> Bars:
     best = sorted(scores, key=lambda s: (-s.score, s.task))
     bars = [Bar(s.label, s.score, f"{100 * s.score:.1f}%", mark=s.chance) for s in best]
     return Bars("Zero-shot accuracy", tuple(bars), 1.0, "The tick marks chance: what guessing would score.")
-
-
-def progress_charts(run: Run) -> list[Chart]:
-    """Small multiples: every task over samples seen, aggregates first; empty for fewer than two checkpoints."""
-    evaluated = [e for e in run.evaluations if e.samples is not None]
-    if len(evaluated) < 2:
-        return []
-    names = [n for n in evaluated[-1].aggregates if all(e.aggregates.get(n, {}).get("complete") for e in evaluated)]
-    made = [_progress(name, [(e.samples, e.aggregates[name]["score"]) for e in evaluated], None) for name in names]
-    for last in evaluated[-1].scores:
-        points = [(e.samples, e.score(last.task)) for e in evaluated]
-        made.append(_progress(last.label, [(samples, s.score) for samples, s in points if s is not None], last.chance))
-    return made
-
-
-def _progress(title: str, points: list, chance: float | None) -> Chart:
-    x, y = np.array(points, dtype=np.float64).reshape(-1, 2).T
-    line = Line(x, y, marked=len(x) < 30, colour="series-1" if chance is not None else "series-4")
-    return chart(title, [line], percent=True, level=chance, size=SMALL)
 
 
 def retrieval_chart(score: Score, *, named: bool = False) -> Bars:
@@ -269,11 +254,9 @@ def failure_chart(run: Run) -> Bars | None:
 
 def stage_chart(run: Run) -> Bars | None:
     """Duration of every stage, the longest first."""
-    if not run.stages:
+    stages = sorted(run.stages.items(), key=lambda stage: -stage[1])
+    if not stages:
         return None
     total = sum(run.stages.values()) or 1.0
-    bars = [
-        Bar(name, seconds, duration(seconds), remark=f"{100 * seconds / total:.0f}%")
-        for name, seconds in sorted(run.stages.items(), key=lambda stage: -stage[1])
-    ]
-    return Bars("Time by stage", tuple(bars), max(run.stages.values()) or 1.0, f"Together {duration(total)}.")
+    bars = [Bar(name, seconds, duration(seconds), remark=f"{seconds / total:.0%}") for name, seconds in stages]
+    return Bars("Time by stage", tuple(bars), stages[0][1] or 1.0, f"Together {duration(total)}.")

@@ -10,15 +10,14 @@ import hashlib
 import json
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from pipeline.config import flatten
 from pipeline.errors import UserError
-from pipeline.evaluation.datasets.datacomp import AGGREGATES
+from pipeline.evaluation.datasets.datacomp import AGGREGATES, TASKS
 from pipeline.report.run_data import Run
 from pipeline.report.stored_scores import Score, StoredEvaluation
 
@@ -87,26 +86,30 @@ def compare(runs: Sequence[Run], *, mixed: bool = False) -> Comparison:
         UserError: A task was evaluated with different settings or on different data, and `mixed` is not given.
     """
     latest = [run.latest for run in runs]
-    different = _different_settings(runs, latest)
+    by_task = {score.task: score for e in latest if e is not None for score in e.scores}
+    scores = {key: [evaluation.score(key) if evaluation else None for evaluation in latest] for key in by_task}
+    different = [text for key in by_task for text in _different_inputs(key, labels(runs), scores[key])]
     if different and not mixed:
         raise UserError(
             f"{different[0]} Evaluate the runs with equal settings on equal data, or compare them with --mixed."
         )
-    by_task = {score.task: score for e in latest if e is not None for score in e.scores}
-    drawn: dict[str, np.ndarray | None] = {}
-    tasks = []
-    for key, sample in by_task.items():
-        scores = [evaluation.score(key) if evaluation else None for evaluation in latest]
-        drawn[key] = _per_run(scores)
-        tasks.append(_row(sample.label, [s.score if s else None for s in scores], drawn[key], chance=sample.chance))
-    aggregates = [_aggregate(name, keys, latest, drawn) for name, keys in groups_of(latest).items()]
+    drawn = {key: _per_run(of) for key, of in scores.items()}
+    tasks = [
+        _row(sample.label, [s.score if s else None for s in scores[key]], drawn[key], chance=sample.chance)
+        for key, sample in by_task.items()
+    ]
+    aggregates = []
+    for name, keys in groups_of(latest).items():
+        known = [part for key in keys if (part := drawn.get(key)) is not None]
+        values = np.mean(known, axis=0) if len(known) == len(keys) else None
+        aggregates.append(_row(name, [mean_score(e, keys) for e in latest], values))
     return Comparison(
         runs=tuple(runs),
         labels=tuple(labels(runs)),
         aggregates=tuple(aggregates),
         tasks=tuple(tasks),
         methods=tuple(_methods(runs, aggregates)),
-        notes=(*different, *_notes(runs, latest)),
+        notes=(*different, *_notes(runs)),
     )
 
 
@@ -121,39 +124,37 @@ def labels(runs: Sequence[Run]) -> list[str]:
 
 
 def groups_of(evaluations: Sequence[StoredEvaluation | None]) -> dict[str, tuple[str, ...]]:
-    """The aggregates to show: official ones for which some run has all tasks, else means over the shared tasks."""
-    have = [{score.task for score in e.scores} if e else set() for e in evaluations]
-    official = {name: keys for name, keys in AGGREGATES.items() if any(set(keys) <= tasks for tasks in have)}
-    if official:
-        return {_noted(name, keys, evaluations): keys for name, keys in official.items()}
-    shared = set.intersection(*have) if have else set()
+    """The aggregates to show: official ones for which some run has all tasks, else means over the shared tasks.
+
+    The name of an official one says if some of the data is not the official data.
+    """
+    done = [{score.task: score for score in e.scores} if e else {} for e in evaluations]
     groups: dict[str, tuple[str, ...]] = {}
+    for name, keys in AGGREGATES.items():
+        if any(set(keys) <= set(scores) for scores in done):
+            official = all(scores[key].official for scores in done for key in keys if key in scores)
+            groups[name if official else f"{name} ({NOT_OFFICIAL})"] = keys
+    if groups or not done:
+        return groups
+    shared = [score for score in done[0].values() if all(score.task in scores for scores in done)]
     for protocol, name in (("classification", "Zero-shot"), ("retrieval", "Retrieval")):
-        keys = tuple(s.task for e in evaluations[:1] if e for s in e.of(protocol) if s.task in shared)
-        if keys:
+        if keys := tuple(score.task for score in shared if score.protocol == protocol):
             groups[f"{name} (mean of {len(keys)} shared tasks)" if len(keys) > 1 else name] = keys
     return groups
 
 
-def _noted(name: str, keys: Sequence[str], evaluations: Sequence[StoredEvaluation | None]) -> str:
-    """An official aggregate's name, with a note if some of the data is not the official data."""
-    scores = [e.score(key) for e in evaluations if e for key in keys]
-    return name if all(score.official for score in scores if score is not None) else f"{name} ({NOT_OFFICIAL})"
-
-
-def _different_settings(runs: Sequence[Run], latest: Sequence[StoredEvaluation | None]) -> list[str]:
+def _different_inputs(task: str, names: Sequence[str], scores: Sequence[Score | None]) -> Iterator[str]:
     """One sentence per difference in how the runs evaluated a task."""
-    differences = []
-    for key in dict.fromkeys(score.task for e in latest if e for score in e.scores):
-        scores = {name: e.score(key) for name, e in zip(labels(runs), latest, strict=True) if e is not None}
-        inputs = {name: score.inputs for name, score in scores.items() if score is not None}
-        for setting in SETTINGS:
-            values = {name: str(own[setting])[:12] for name, own in inputs.items() if setting in own}
-            if len(set(values.values())) > 1:
-                shown = ", ".join(f"{name}: {value}" for name, value in values.items())
-                what = "on different data" if setting == "task_data" else f"with different {setting}"
-                differences.append(f"{key} was evaluated {what} ({shown}).")
-    return differences
+    for setting in SETTINGS:
+        values = {
+            name: str(score.inputs[setting])[:12]
+            for name, score in zip(names, scores, strict=True)
+            if score is not None and setting in score.inputs
+        }
+        if len(set(values.values())) > 1:
+            shown = ", ".join(f"{name}: {value}" for name, value in values.items())
+            what = "on different data" if setting == "task_data" else f"with different {setting}"
+            yield f"{task} was evaluated {what} ({shown})."
 
 
 def mean_score(evaluation: StoredEvaluation | None, keys: Sequence[str]) -> float | None:
@@ -173,24 +174,12 @@ def _per_run(scores: Sequence[Score | None]) -> np.ndarray | None:
     return full
 
 
-def _aggregate(
-    name: str, keys: Sequence[str], latest: Sequence[StoredEvaluation | None], drawn: Mapping[str, np.ndarray | None]
-) -> Row:
-    parts = [drawn.get(key) for key in keys]
-    known = [part for part in parts if part is not None]
-    values = np.mean(known, axis=0) if len(known) == len(parts) else None
-    return _row(name, [mean_score(e, keys) for e in latest], values)
-
-
-def _row(name: str, scores: list[float | None], values: np.ndarray | None, *, chance: float | None = None) -> Row:
+def _row(name: str, scores: Sequence[float | None], values: np.ndarray | None, *, chance: float | None = None) -> Row:
     differences: list[Difference | None] = [None]
-    for k in range(1, len(scores)):
-        mine, first = scores[k], scores[0]
-        if mine is None or first is None:
-            differences.append(None)
-        else:
-            pair = (values[0], values[k]) if values is not None else (None, None)
-            differences.append(difference(mine - first, *pair))
+    for k, score in enumerate(scores[1:], 1):
+        both = (values[0], values[k]) if values is not None else (None, None)
+        known = score is not None and scores[0] is not None
+        differences.append(difference(score - scores[0], *both) if known else None)  # type: ignore[operator]
     return Row(name, tuple(scores), tuple(differences), chance=chance)
 
 
@@ -199,35 +188,27 @@ def _methods(runs: Sequence[Run], aggregates: Sequence[Row]) -> list[Method]:
     for k, run in enumerate(runs):
         identity = {key: value for key, value in run.config.items() if key not in SEED_KEYS}
         members.setdefault(json.dumps(flatten(identity) or k, sort_keys=True, default=str), []).append(k)
+    objectives = [str(run.setting("objective.name", "")) for run in runs]
     methods = []
     for group in members.values():
         values: list[tuple[float, float | None] | None] = []
         for row in aggregates:
-            scores = [row.scores[k] for k in group]
-            full = [score for score in scores if score is not None]
+            full = [score for k in group if (score := row.scores[k]) is not None]
             spread = statistics.stdev(full) if len(full) > 1 else None
             values.append((statistics.fmean(full), spread) if len(full) == len(group) else None)
-        methods.append(Method(method_name(runs, group), len(group), tuple(values)))
+        mine, others = objectives[group[0]], [name for k, name in enumerate(objectives) if k not in group]
+        name = mine if mine and mine not in others else ", ".join(labels(runs)[k] for k in group)
+        methods.append(Method(name, len(group), tuple(values)))
     return methods
 
 
-def method_name(runs: Sequence[Run], group: Sequence[int]) -> str:
-    """The objective's name if no other group uses it, else the labels of the runs."""
-    names = [str(run.setting("objective.name", "")) for run in runs]
-    mine = names[group[0]]
-    others = [name for k, name in enumerate(names) if k not in group]
-    return mine if mine and mine not in others else ", ".join(labels(runs)[k] for k in group)
-
-
-def _notes(runs: Sequence[Run], latest: Sequence[StoredEvaluation | None]) -> list[str]:
-    names = labels(runs)
-    notes = [f"{name}: {note}" for name, run in zip(names, runs, strict=True) for note in run.notes]
-    for name, evaluation in zip(names, latest, strict=True):
-        for task, reason in (evaluation.failures if evaluation else {}).items():
-            notes.append(f"{name}: {task} could not be scored: {reason}")
-    seen: dict[str, Any] = {name: e.samples for name, e in zip(names, latest, strict=True) if e is not None}
-    if len(set(seen.values())) > 1:
-        shown = ", ".join(f"{name} {samples:,}" if samples else f"{name} ?" for name, samples in seen.items())
+def _notes(runs: Sequence[Run]) -> list[str]:
+    notes = [f"{name}: {note}" for name, run in zip(labels(runs), runs, strict=True) for note in run.notes]
+    latest = {name: run.latest for name, run in zip(labels(runs), runs, strict=True) if run.latest is not None}
+    for name, evaluation in latest.items():
+        notes += [f"{name}: {task} could not be scored: {reason}" for task, reason in evaluation.failures.items()]
+    if len({evaluation.samples for evaluation in latest.values()}) > 1:
+        shown = ", ".join(f"{name} {e.samples:,}" if e.samples else f"{name} ?" for name, e in latest.items())
         notes.append(f"The latest evaluations are not at the same number of samples seen: {shown}.")
     return notes
 
@@ -265,17 +246,27 @@ def difference(value: float, baseline: np.ndarray | None, other: np.ndarray | No
 
 def statistic(score: Score, outcomes: Outcomes) -> tuple[int, Statistic] | None:
     """The number of samples of a task, and its main metric as a function of the samples drawn."""
-    if score.protocol == "retrieval" and score.main_metric == "mean_recall@1":
+    metric = score.main_metric
+    if score.protocol == "retrieval" and metric == "mean_recall@1":
         return _recall(outcomes)
     if score.protocol == "association":
-        counted = outcomes["candidates"] >= 10 if score.main_metric.endswith("10-12") else outcomes["candidates"] > 0
-        return _ratio(outcomes["jaccard"] * counted, counted.astype(np.float64))
+        counted = (outcomes["candidates"] >= (10 if metric.endswith("10-12") else 1)).astype(np.float64)
+        values = outcomes["jaccard"] * counted
+        return len(values), lambda drawn: float(values[drawn].sum() / max(1.0, counted[drawn].sum()))
     if score.protocol != "classification":
         return None
-    if score.main_metric in ("acc1", "acc5"):
-        right = outcomes["rank"] < (1 if score.main_metric == "acc1" else 5)
+    if metric in ("acc1", "acc5"):
+        right = outcomes["rank"] < (1 if metric == "acc1" else 5)
         return len(right), lambda drawn: float(right[drawn].mean())
-    return _other_classification(score, outcomes)
+    # Metrics over classes and groups are computed by the evaluation's own functions.
+    from pipeline.evaluation.protocol import group_metrics, macro_recall
+
+    rows, task = len(outcomes["target"]), TASKS.get(score.task)
+    if metric == "mean_per_class_recall":
+        return rows, lambda drawn: macro_recall(outcomes["target"][drawn], outcomes["prediction"][drawn])
+    if task is None or not task.fields:
+        return None
+    return rows, lambda drawn: group_metrics(task, {k: v[drawn] for k, v in outcomes.items()})[task.main_metric]
 
 
 def _recall(outcomes: Outcomes) -> tuple[int, Statistic]:
@@ -289,21 +280,3 @@ def _recall(outcomes: Outcomes) -> tuple[int, Statistic]:
         return float(0.5 * (image[drawn].mean() + hits[drawn].sum() / captions[drawn].sum()))
 
     return len(image), compute
-
-
-def _ratio(values: np.ndarray, weights: np.ndarray) -> tuple[int, Statistic]:
-    return len(values), lambda drawn: float(values[drawn].sum() / max(1.0, weights[drawn].sum()))
-
-
-def _other_classification(score: Score, outcomes: Outcomes) -> tuple[int, Statistic] | None:
-    """Metrics over classes and groups, computed by the evaluation's own functions."""
-    from pipeline.evaluation.datasets.datacomp import TASKS
-    from pipeline.evaluation.protocol import group_metrics, macro_recall
-
-    rows = len(outcomes["target"])
-    if score.main_metric == "mean_per_class_recall":
-        return rows, lambda drawn: macro_recall(outcomes["target"][drawn], outcomes["prediction"][drawn])
-    task = TASKS.get(score.task)
-    if task is None or not task.fields:
-        return None
-    return rows, lambda drawn: group_metrics(task, {k: v[drawn] for k, v in outcomes.items()})[task.main_metric]

@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 
 from pipeline.files import write_text
-from pipeline.report.charts import Chart, chart, quantity
+from pipeline.report.charts import COLD, GAP, Chart, curves, quantity, quantity_chart
 from pipeline.report.comparison import Comparison, Difference, compare, groups_of, mean_score
-from pipeline.report.figures import SERIES, Line, short
-from pipeline.report.headlines import flat
-from pipeline.report.page import render
-from pipeline.report.run_data import Run
+from pipeline.report.figures import SERIES, Line
+from pipeline.report.page import render, short
+from pipeline.report.run_data import Run, flat
 
 Named = Sequence[tuple[str, Run, str]]
 """Runs, each with its label before it and its colour behind it."""
@@ -34,7 +33,11 @@ def write_comparison(runs: Sequence[Run], output: Path, *, mixed: bool = False) 
         "settings": different_settings(comparison),
         "curves": _performance_curves(named),
         "differences": _difference_charts(comparison),
-        "training": _training_curves(named),
+        "training": [
+            *(drawn for key in ("loss", "tau", GAP) for drawn in quantity_chart(key, named)),
+            *quantity_chart(COLD, named, title=f"{quantity(GAP).title}, cold"),
+            *quantity_chart("samples_per_second", named),
+        ],
         "percent": percent,
         "change": change,
         "colours": SERIES,
@@ -135,40 +138,33 @@ def _performance_curves(named: Named) -> list[Chart]:
         for label, run, colour in named:
             scores = [(e.samples, mean_score(e, keys)) for e in run.evaluations if e.samples is not None]
             points = np.array([p for p in scores if p[1] is not None], dtype=np.float64).reshape(-1, 2)
-            if len(points):
-                lines.append(Line(points[:, 0], points[:, 1], label=label, colour=colour, marked=True))
-        if lines:
-            made.append(chart(name, lines, percent=True))
+            lines.append(Line(points[:, 0], points[:, 1], label=label, colour=colour, marked=True))
+        made += curves(name, lines, percent=True)
     return made
 
 
 def _difference_charts(comparison: Comparison) -> list[dict[str, Any]]:
-    """Per run, the difference of every task from the first run; coloured if the interval excludes zero."""
+    """Per run, the difference of every task from the first run, the largest first, in points; coloured if the interval
+    excludes zero. Positions are on a common axis, in percent of its width."""
     made = []
     for k, label in enumerate(comparison.labels[1:], 1):
-        deltas = [(row.name, row.differences[k]) for row in comparison.tasks]
-        known = [(name, delta) for name, delta in deltas if delta is not None]
-        if known:
-            made.append(_intervals(f"{label} against {comparison.labels[0]}, points", known))
+        deltas = [(row.name, delta) for row in comparison.tasks if (delta := row.differences[k]) is not None]
+        ends = [0.0, *(end for _, delta in deltas for end in (delta.value, *(delta.interval or ())))]
+        least, span = min(ends), (max(ends) - min(ends)) or 1.0
+
+        def place(value: float, *, least: float = least, span: float = span) -> float:
+            return 3 + 94 * (value - least) / span
+
+        rows = []
+        for name, delta in sorted(deltas, key=lambda pair: -pair[1].value):
+            low, high = delta.interval or (delta.value, delta.value)
+            colour = ("good" if delta.value > 0 else "bad") if delta.is_clear else "muted"
+            places = {"at": place(delta.value), "low": place(low), "high": place(high)}
+            rows.append({"label": name, "text": change(delta), **places, "colour": colour})
+        if rows:
+            title = f"{label} against {comparison.labels[0]}, points"
+            made.append({"title": title, "rows": rows, "zero": place(0.0)})
     return made
-
-
-def _intervals(title: str, deltas: Sequence[tuple[str, Difference]]) -> dict[str, Any]:
-    """Differences in points, the largest first, with their positions on a common axis in percent of its width."""
-    ends = [end for _, delta in deltas for end in (delta.value, *(delta.interval or ()))]
-    least, most = min(0.0, *ends), max(0.0, *ends)
-    span = (most - least) or 1.0
-
-    def place(value: float) -> float:
-        return 3 + 94 * (value - least) / span
-
-    rows = []
-    for name, delta in sorted(deltas, key=lambda pair: -pair[1].value):
-        low, high = delta.interval or (delta.value, delta.value)
-        colour = ("good" if delta.value > 0 else "bad") if delta.is_clear else "muted"
-        places = {"at": place(delta.value), "low": place(low), "high": place(high)}
-        rows.append({"label": name, "text": change(delta), **places, "colour": colour})
-    return {"title": title, "rows": rows, "zero": place(0.0)}
 
 
 def different_settings(comparison: Comparison) -> list[tuple[str, list[str]]]:
@@ -177,18 +173,3 @@ def different_settings(comparison: Comparison) -> list[tuple[str, list[str]]]:
     keys = dict.fromkeys(key for tree in trees for key in tree)
     rows = [(key, [tree.get(key, "–") for tree in trees]) for key in keys]
     return [(key, values) for key, values in rows if len(set(values)) > 1 and key != "output"]
-
-
-def _training_curves(named: Named) -> list[Chart]:
-    made = []
-    for key in ("loss", "tau", "normalizer_gap", "normalizer_gap_cold", "samples_per_second"):
-        lines = []
-        for label, run, colour in named:
-            x, y = run.curve(key)
-            if len(x):
-                lines.append(Line(x, y, label=label, colour=colour, smooth=quantity(key).smooth))
-        if lines:
-            shown = quantity(key)
-            title = f"{quantity('normalizer_gap').title}, cold" if key.endswith("cold") else shown.title
-            made.append(chart(title, lines, note=shown.note))
-    return made

@@ -8,11 +8,13 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from pipeline.report.page import UNITS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,7 +48,6 @@ STYLE: dict[Any, Any] = {
 }
 """Of matplotlib."""
 MAX_POINTS = 300
-UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 SIZE, SMALL = (326, 190), (216, 118)
 """Width and height of a chart and of a small multiple, in units of the SVG."""
 
@@ -81,7 +82,7 @@ def line_chart(
     import matplotlib
     from matplotlib.figure import Figure
 
-    buffer = io.StringIO()
+    buffer, small = io.StringIO(), size[0] < SIZE[0]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(size[0] / 72, size[1] / 72), layout="constrained")
         axes = figure.add_subplot()
@@ -89,18 +90,31 @@ def line_chart(
         if level is not None:
             axes.axhline(level, color=COLOURS["muted"], linewidth=1, linestyle=(0, (4, 3)))
         last = max((float(x.max()) for x, _ in drawn if len(x)), default=1.0)
-        small = size[0] < SIZE[0]
         _style(axes.xaxis, axes.set_xlim, 0.0, last, ticks=2 if small else 4, end=last)
-        heights = axes.dataLim.intervaly if axes.has_data() else (0.0, 1.0)
-        _style(axes.yaxis, axes.set_ylim, *map(float, heights), ticks=3 if small else 5, percent=percent)
+        low, high = map(float, axes.dataLim.intervaly if axes.has_data() else (0.0, 1.0))
+        _style(axes.yaxis, axes.set_ylim, low, high, ticks=3 if small else 5, percent=percent)
         axes.grid(axis="y", color=COLOURS["grid"], linewidth=1)
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.tick_params(axis="y", length=0)
-        labels = [line.label for line in lines if line.label]
-        if labels:
+        if labels := [line.label for line in lines if line.label]:
             _legend_above(axes, labels, width=size[0])
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    return _for_page(buffer.getvalue()), {**_box(axes, size), "percent": percent, "lines": _points(lines, drawn)}
+    place = axes.get_position()
+    hover: dict[str, Any] = {
+        "box": _numbers([place.x0 * size[0], (1 - place.y1) * size[1], place.x1 * size[0], (1 - place.y0) * size[1]]),
+        "x": _numbers(axes.get_xlim()),
+        "y": _numbers(axes.get_ylim()),
+        "percent": percent,
+        "lines": [
+            {"label": line.label, "colour": line.colour, "x": _numbers(x), "y": _numbers(y, digits=4)}
+            for line, (x, y) in zip(lines, drawn, strict=True)
+        ],
+    }
+    return _for_page(buffer.getvalue()), hover
+
+
+def _numbers(values: Iterable[float], *, digits: int = 6) -> list[float]:
+    return [float(f"{value:.{digits}g}") for value in values]
 
 
 def _style(
@@ -132,15 +146,11 @@ def _draw_line(axes: Axes, line: Line) -> tuple[np.ndarray, np.ndarray]:
     if line.smooth and len(x) > 20:
         axes.plot(x, y, color=colour, linewidth=1, alpha=0.3, clip_on=False)
         y = smoothed(y)
+    # For matplotlib, $ starts math mode, and a leading underscore hides a label from the legend.
+    label = ("\u200b" if line.label.startswith("_") else "") + line.label.replace("$", r"\$")
     marker = "o" if line.marked or len(x) == 1 else None
-    style: dict[str, Any] = {"linewidth": 2, "marker": marker, "markersize": 4.5, "clip_on": False}
-    axes.plot(x, y, color=colour, label=plain(line.label) or None, **style)
+    axes.plot(x, y, color=colour, label=label or None, linewidth=2, marker=marker, markersize=4.5, clip_on=False)
     return x, y
-
-
-def plain(text: str) -> str:
-    """Escape a label for matplotlib: $ starts math mode, and a leading underscore hides it from the legend."""
-    return ("\u200b" if text.startswith("_") else "") + text.replace("$", r"\$")
 
 
 def pooled(x: np.ndarray, y: np.ndarray, limit: int = MAX_POINTS) -> tuple[np.ndarray, np.ndarray]:
@@ -160,14 +170,6 @@ def smoothed(y: np.ndarray) -> np.ndarray:
     return (total[high] - total[low]) / (high - low)
 
 
-def short(value: float) -> str:
-    """A number in short form: 1234567 -> 1.23M."""
-    for size, suffix in UNITS:
-        if abs(value) >= size:
-            return f"{value / size:.3g}{suffix}"
-    return f"{value:.3g}"
-
-
 def tick_labels(values: Sequence[float], *, percent: bool = False) -> list[str]:
     """Labels of ticks at equal distances, with one unit and equal digits: 1.015, 1.02 -> "1.015", "1.020"."""
     largest = max(map(abs, values))
@@ -177,26 +179,6 @@ def tick_labels(values: Sequence[float], *, percent: bool = False) -> list[str]:
     if digits > 4 and not percent:
         return [f"{value:.1e}".replace("e-0", "e-") if value else "0" for value in values]
     return [f"{value / scale:.{digits}f}{suffix}" if value else "0" for value in values]
-
-
-def _box(axes: Axes, size: tuple[int, int]) -> dict[str, Any]:
-    """Where the axes are in the SVG (left, top, right, bottom), and their limits."""
-    place = axes.get_position()
-    box = [place.x0 * size[0], (1 - place.y1) * size[1], place.x1 * size[0], (1 - place.y0) * size[1]]
-    numbers = {"box": box, "x": list(axes.get_xlim()), "y": list(axes.get_ylim())}
-    return {key: [float(f"{value:.6g}") for value in values] for key, values in numbers.items()}
-
-
-def _points(lines: Sequence[Line], drawn: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[dict[str, Any]]:
-    return [
-        {
-            "label": line.label,
-            "colour": line.colour,
-            "x": [float(f"{value:.6g}") for value in x],
-            "y": [float(f"{value:.4g}") for value in y],
-        }
-        for line, (x, y) in zip(lines, drawn, strict=True)
-    ]
 
 
 def _for_page(svg: str) -> str:

@@ -1,4 +1,4 @@
-"""Renders the pages of runs, comparisons and data sets, which have one design: `base.html`."""
+"""Renders the pages of runs, comparisons and data sets, which have one design (`base.html`), and formats numbers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,16 @@ class Bar:
     mark: float | None = None
     """A tick on the same scale, for example chance level."""
     colour: str = "series-1"
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Horizontal bars, the first at the top; `limit` is the value of a full-width bar."""
+
+    title: str
+    bars: tuple[Bar, ...]
+    limit: float
+    note: str = ""
 
 
 def render(template: str, context: Mapping[str, Any], *, folder: Path | None = None) -> str:
@@ -51,6 +63,17 @@ def in_markdown(value: Any) -> Any:
 def percent(value: float) -> str:
     """A share in percent: 0.5 -> 50.0%."""
     return f"{value:.1%}" if value >= 0.0005 or not value else "<0.1%"
+
+
+def short(value: float) -> str:
+    """A number in short form: 1234567 -> 1.23M."""
+    scale, suffix = next(((scale, suffix) for scale, suffix in UNITS if abs(value) >= scale), (1, ""))
+    return f"{value / scale:.3g}{suffix}"
+
+
+def rounded(value: float) -> str:
+    """At most three significant digits: 1.79951 -> 1.8, 0.00002231 -> 2.23e-05, 123456 -> 123,456."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def size(value: float) -> str:

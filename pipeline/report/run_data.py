@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ import numpy as np
 from pipeline.config import flatten, parse_yaml
 from pipeline.data.shards.manifest_format import Manifest, load_manifest
 from pipeline.errors import UserError
-from pipeline.files import read_bounded, read_tree
-from pipeline.report.stored_scores import StoredEvaluation, read_evaluations
+from pipeline.files import read_tree
+from pipeline.report.stored_scores import StoredEvaluation, read_evaluations, stored
 from pipeline.run_files import METRICS_NAME, MOST_RECORDS, RUN_CONFIG_NAME, record_of
 
 Row = dict[str, Any]
@@ -107,8 +107,13 @@ def read_run(folder: str | Path) -> Run:
             f"manifest.json; `neuclip manifest {shlex.quote(str(folder))}` writes one for webdataset shards."
         )
     notes: list[str] = []
-    config = _read_config(folder / RUN_CONFIG_NAME, notes)
-    rows, validations, events = _read_metrics(folder / METRICS_NAME, notes)
+    read = partial(stored, notes=notes)
+    config = read(folder / RUN_CONFIG_NAME, _mapping, what="No configuration", default={})
+    lines = read(folder / METRICS_NAME, _lines, what="No training metrics", default=[], most=MOST_RECORDS)
+    stages = {}
+    if (folder / "stages.json").exists():
+        stages = read(folder / "stages.json", _stages, what="No timings of the stages", default={})
+    rows, validations, events = _parse_metrics(lines, notes)
     seen = samples_at(rows)
     return Run(
         folder=folder,
@@ -116,7 +121,7 @@ def read_run(folder: str | Path) -> Run:
         rows=tuple(rows),
         validations=tuple({**row, "samples": samples} for row in validations if (samples := seen(row["step"]))),
         events=tuple(events),
-        stages=_read_stages(folder / "stages.json", notes),
+        stages=stages,
         manifests=_read_manifests(folder, config, notes),
         evaluations=read_evaluations(folder / "evaluation", seen, notes),
         notes=tuple(notes),  # to which the lines above have added
@@ -138,52 +143,37 @@ def samples_at(rows: list[Row]) -> Any:
     return samples
 
 
-def _read_config(path: Path, notes: list[str]) -> Mapping[str, Any]:
-    try:
-        tree = parse_yaml(read_bounded(path).decode())
-    except (OSError, ValueError) as error:
-        notes.append(f"No configuration: {_reason(error, path)}.")
-        return {}
+def _mapping(text: bytes) -> dict[str, Any]:
+    tree = parse_yaml(text.decode())
     return tree if isinstance(tree, dict) else {}
 
 
-def _read_metrics(path: Path, notes: list[str]) -> tuple[list[Row], list[Row], list[Row]]:
+def _lines(text: bytes) -> list[str]:
+    return text.decode(errors="replace").splitlines()
+
+
+def _stages(text: bytes) -> dict[str, float]:
+    return {str(name): float(seconds) for name, seconds in json.loads(text).items()}
+
+
+def _parse_metrics(lines: list[str], notes: list[str]) -> tuple[list[Row], list[Row], list[Row]]:
     """Training lines and validations, in order of steps, and lines with a message."""
-    try:
-        lines = read_bounded(path, most=MOST_RECORDS).decode(errors="replace").splitlines()
-    except (OSError, ValueError) as error:
-        notes.append(f"No training metrics: {_reason(error, path)}.")
-        return [], [], []
-    train: dict[int, Row] = {}
-    validations: dict[int, Row] = {}
+    steps: dict[str, dict[int, Row]] = {"train": {}, "validation": {}}
     events, damaged = [], 0
     for line in lines:
         row: Any = record_of(line)
         try:
-            if row["kind"] == "train":
-                step, samples = int(row["step"]), int(row["samples"])
-                train[step] = {**row, "step": step, "samples": samples}
-            elif row["kind"] == "validation":
-                step = int(row["step"])
-                validations[step] = {**row, "step": step}
+            if (kind := row["kind"]) in steps:
+                whole = {key: int(row[key]) for key in ("step", "samples")[: 1 + (kind == "train")]}
+                steps[kind][whole["step"]] = {**row, **whole}
             elif "message" in row:
                 events.append(row)
         except (ValueError, KeyError, TypeError, OverflowError):
             damaged += 1
     if damaged:
-        notes.append(f"{damaged} of {len(lines)} lines of {path.name} could not be read and are left out.")
-    return [train[step] for step in sorted(train)], [validations[step] for step in sorted(validations)], events
-
-
-def _read_stages(path: Path, notes: list[str]) -> dict[str, float]:
-    try:
-        tree = json.loads(read_bounded(path))
-        return {str(name): float(seconds) for name, seconds in tree.items()}
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        notes.append(f"No timings of the stages: {_reason(error, path)}.")
-        return {}
+        notes.append(f"{damaged} of {len(lines)} lines of {METRICS_NAME} could not be read and are left out.")
+    train, validations = ([of_kind[step] for step in sorted(of_kind)] for of_kind in steps.values())
+    return train, validations, events
 
 
 def _read_manifests(folder: Path, config: Mapping[str, Any], notes: list[str]) -> tuple[Manifest, ...]:
@@ -224,7 +214,6 @@ def is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and bool(np.isfinite(value))
 
 
-def _reason(error: Exception, path: Path) -> str:
-    if isinstance(error, FileNotFoundError):
-        return f"{path.name} is not there"
-    return re.sub(r"\s+", " ", f"{path.name} cannot be read ({error})")
+def flat(tree: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """A tree of plain values as (dotted key, text), in the order of the tree."""
+    return [(key, "–" if value is None else str(value)) for key, value in flatten(tree).items()]

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from pipeline.data.shards.manifest_format import Manifest
+from pipeline.data.shards.storage import is_local, open_records
+from pipeline.data.shards.tar_reader import CaptionField
 from pipeline.files import write_text
 from pipeline.report import charts
-from pipeline.report.headlines import flat, score_rows, tiles
-from pipeline.report.page import duration, render
-from pipeline.report.run_data import Run
-from pipeline.report.stored_scores import Classes
-from pipeline.report.temperatures import temperatures
+from pipeline.report.page import Bar, Bars, duration, percent, render, short
+from pipeline.report.run_data import RECALLS, Run, flat, is_finite
+from pipeline.report.stored_scores import StoredEvaluation
+from pipeline.run_files import finished_checkpoints
 
 HTML_NAME, MARKDOWN_NAME = "report.html", "report.md"
-WHOLE_MATRIX, CONFUSIONS = 16, 15
-"""Up to how many classes a confusion matrix is shown in full, and how many confusions are listed otherwise."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A headline figure: its name, its value, and a reference to compare it with."""
+
+    label: str
+    value: str
+    detail: str = ""
 
 
 def write_page(run: Run, output: Path) -> Path:
@@ -28,9 +41,8 @@ def write_page(run: Run, output: Path) -> Path:
 
 
 def _context(run: Run) -> dict[str, Any]:
-    latest = run.latest
-    zero_shot = latest.of("classification") if latest else []
-    retrieval = latest.of("retrieval") if latest else []
+    latest = run.latest or StoredEvaluation("", None, None, ())
+    zero_shot, retrieval = latest.of("classification"), latest.of("retrieval")
     return {
         "run": run,
         "title": run.name,
@@ -39,10 +51,7 @@ def _context(run: Run) -> dict[str, Any]:
         "zero_shot_chart": charts.score_chart(zero_shot) if zero_shot else None,
         "retrieval_charts": [charts.retrieval_chart(score, named=len(retrieval) > 1) for score in retrieval],
         "progress": charts.progress_charts(run),
-        "confusions": [_confusions(classes) for classes in latest.classes] if latest else [],
-        "score_rows": score_rows(run),
-        "examples": latest.examples if latest else (),
-        "described": latest.described if latest else (),
+        "latest": latest,
         "temperatures": temperatures(run),
         "training_charts": charts.training_charts(run),
         "constants": charts.constants(run),
@@ -50,28 +59,94 @@ def _context(run: Run) -> dict[str, Any]:
         "stage_chart": charts.stage_chart(run),
         "data_facts": _data_facts(run),
         "data_provenance": [pair for manifest in run.manifests for pair in flat(manifest.facts)],
-        "provenance": _provenance(run),
+        "provenance": _provenance(latest),
         "settings": flat(run.config),
         "next": _next_commands(run),
-        "events": [(_elapsed(event, run.events[0]), event["message"]) for event in shown_events(run.events)],
+        "events": _news(run.events),
     }
 
 
-def shown_events(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The events without the ends of epochs, of which metrics.jsonl has each; those with corrupt samples stay."""
-    return [event for event in events if _is_news(event.get("data") or {})]
+def _subtitle(run: Run) -> Iterable[str]:
+    for value in (run.setting("objective.name"), run.architecture, run.setting("engine.deepspeed")):
+        if value is not None and value != "auto":
+            yield str(value)
+    if run.setting("batch_size") is not None:
+        yield f"global batch {run.setting('batch_size')}"
+    if run.latest is not None:
+        yield f"evaluated at {run.latest.checkpoint}"
 
 
-def _is_news(facts: Mapping[str, Any]) -> bool:
-    return "order_hash" not in facts or bool(facts.get("replaced"))
+def tiles(run: Run) -> list[Tile]:
+    """The headline figures whose inputs are available."""
+    every = [*(_scores(run.latest) if run.latest else ()), *_validation(run)]
+    if run.rows:
+        last, speed, wait = run.rows[-1], run.curve("samples_per_second")[1], run.curve("data_wait")[1]
+        epochs = f"{last['epoch']:.1f} epochs, " if isinstance(last.get("epoch"), int | float) else ""
+        every.append(Tile("Samples seen", short(last["samples"]), f"{epochs}{last['step']:,} steps"))
+        if len(speed):
+            detail = f"{100 * float(wait.mean()):.1f}% waiting for data" if len(wait) else "median"
+            every.append(Tile("Throughput", f"{short(float(np.median(speed)))} /s", detail))
+    if run.manifests:
+        n, tried = sum(m.n for m in run.manifests), sum(m.attempted for m in run.manifests)
+        every.append(Tile("Pairs ingested", f"{n:,}", f"{100 * n / tried:.1f}% of {tried:,} {run.counted}"))
+    if run.stages:
+        every.append(Tile("Wall time", duration(sum(run.stages.values())), f"{len(run.stages)} stages"))
+    return every
 
 
-def _elapsed(event: Mapping[str, Any], first: Mapping[str, Any]) -> str:
-    """The time from the first event to this one; empty if a record has none."""
-    times = [record.get("time") for record in (event, first)]
-    if not all(isinstance(time, int | float) for time in times):
-        return ""
-    return duration(max(0.0, times[0] - times[1]))  # type: ignore[operator]
+def _scores(latest: StoredEvaluation) -> list[Tile]:
+    def mean_of(tasks: int) -> str:
+        return f"mean of {tasks} tasks" if tasks > 1 else "one task"
+
+    made = []
+    for name, aggregate in latest.aggregates.items():
+        if aggregate.get("complete"):
+            note = "" if aggregate.get("official") else ", not the official data"
+            made.append(Tile(name, f"{100 * aggregate['score']:.1f}%", f"{mean_of(aggregate['tasks'])}{note}"))
+    zero_shot, retrieval = latest.of("classification"), latest.of("retrieval")
+    if zero_shot and not made:
+        mean = math.fsum(s.score for s in zero_shot) / len(zero_shot)
+        chances = [s.chance for s in zero_shot if s.chance is not None]
+        against = f", chance {percent(math.fsum(chances) / len(chances))}" if len(chances) == len(zero_shot) else ""
+        made.append(Tile("Zero-shot accuracy", f"{100 * mean:.1f}%", f"{mean_of(len(zero_shot))}{against}"))
+    for score in retrieval[:1]:
+        of = f"{score.label}: " if len(retrieval) > 1 else ""
+        for label, side in ((f"{of}image → text R@1", "text"), (f"{of}text → image R@1", "image")):
+            value = score.metrics.get(f"{side}_retrieval_recall@1")
+            if value is not None:
+                among = f"among {score.samples:,} pairs, chance {percent(1 / score.samples)}"
+                made.append(Tile(label[:1].upper() + label[1:], f"{100 * value:.1f}%", among))
+    return made
+
+
+def _validation(run: Run) -> list[Tile]:
+    """The lowest loss on held-out pairs, and the retrieval of that step."""
+    finite = [row for row in run.validations if is_finite(row.get("loss"))]
+    if not finite:
+        return []
+    best, last = min(finite, key=lambda row: row["loss"]), finite[-1]
+    where = f"at step {best['step']:,}, the lowest of {len(finite)}"
+    end = "" if best is last else f"; {last['loss']:.3f} at step {last['step']:,}"
+    made = [Tile("Validation loss", f"{best['loss']:.3f}", where + end)]
+    recalls = [float(best[key]) for key in RECALLS if is_finite(best.get(key))]
+    if len(recalls) == len(RECALLS):
+        pairs = f"{best['pairs']:,.0f} held-out pairs" if is_finite(best.get("pairs")) else "held-out pairs"
+        both = " and ".join(f"{100 * value:.1f}%" for value in recalls)
+        made.append(Tile("Validation R@1", f"{50 * sum(recalls):.1f}%", f"mean of {both} among {pairs}"))
+    return made
+
+
+def _news(events: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """The time since the first event (empty if unknown) and the message of events, without the ends of epochs, of which
+    metrics.jsonl has each; those with corrupt samples stay."""
+    news = []
+    for event in events:
+        facts, times = event.get("data") or {}, (events[0].get("time"), event.get("time"))
+        if "order_hash" in facts and not facts.get("replaced"):
+            continue
+        known = all(isinstance(time, int | float) for time in times)
+        news.append((duration(max(0.0, times[1] - times[0])) if known else "", event["message"]))  # type: ignore[operator]
+    return news
 
 
 def _next_commands(run: Run) -> list[tuple[str, str]]:
@@ -84,35 +159,6 @@ def _next_commands(run: Run) -> list[tuple[str, str]]:
         (f"neuclip export {folder} --output {name}", "writes what open_clip loads"),
     ]
     return commands if run.latest is None else commands[1:]
-
-
-def _confusions(classes: Classes) -> dict[str, Any]:
-    """A small matrix in full, or the most frequent confusions of a larger one."""
-    whole = classes.matrix is not None and len(classes.names) <= WHOLE_MATRIX
-    matrix = [[cell / max(1, sum(row)) for cell in row] for row in classes.matrix or ()] if whole else None
-    known = [accuracy for accuracy in classes.accuracy if accuracy is not None]
-    lowest = min(known, default=0.0)
-    worst = classes.names[classes.accuracy.index(lowest)] if known else ""
-    return {
-        "label": classes.task,
-        "summary": f"{len(classes.names):,} classes, lowest “{worst}” with {100 * lowest:.0f}%",
-        "names": classes.names,
-        "matrix": matrix,
-        "pairs": [
-            {"true": true, "predicted": predicted, "count": f"{count:,}"}
-            for true, predicted, count in ([] if whole else classes.confusions[:CONFUSIONS])
-        ],
-    }
-
-
-def _subtitle(run: Run) -> Iterable[str]:
-    for value in (run.setting("objective.name"), run.architecture, run.setting("engine.deepspeed")):
-        if value is not None and value != "auto":
-            yield str(value)
-    if run.setting("batch_size") is not None:
-        yield f"global batch {run.setting('batch_size')}"
-    if run.latest is not None:
-        yield f"evaluated at {run.latest.checkpoint}"
 
 
 def _data_facts(run: Run) -> list[tuple[str, str]]:
@@ -129,15 +175,92 @@ def _data_facts(run: Run) -> list[tuple[str, str]]:
     return rows
 
 
-def _provenance(run: Run) -> list[tuple[str, str]]:
+def _provenance(latest: StoredEvaluation) -> list[tuple[str, str]]:
     """The settings that all of the latest scores were computed with."""
-    if run.latest is None or not run.latest.scores:
+    inputs = [score.inputs for score in latest.scores]
+    if not inputs:
         return []
-    inputs = [score.inputs for score in run.latest.scores]
-    rows = [("checkpoint", run.latest.checkpoint)]
+    rows = [("checkpoint", latest.checkpoint)]
     for key in ("checkpoint", "architecture", "device", "precision", "micro_batch", "code"):
         values = {str(one[key])[:40] for one in inputs if key in one}
         if values:
             rows.append((f"{key} digest" if key == "checkpoint" else key, " and ".join(sorted(values))))
-    packages = inputs[0].get("packages", {})
-    return [*rows, *((name, version) for name, version in packages.items())]
+    return [*rows, *inputs[0].get("packages", {}).items()]
+
+
+METHODS = ("isogclr", "fastclip_v2")
+TAU, MOMENT, END = 2, 4, 6
+"""First columns of a row of these methods' table: after two of log u, tau and its first moment have two each."""
+BINS, SHOWN, SIDE = 12, 6, 160
+"""Of a distribution; samples of the lowest and of the highest temperature; pixels of their images."""
+
+
+def temperatures(run: Run) -> dict[str, Any]:
+    """The learned temperatures of samples in the newest checkpoint (iSogCLR, figures 8 to 11); empty without.
+
+    Two distributions, and the samples whose images have the lowest and the highest temperature.
+    """
+    if run.setting("objective.name") not in METHODS or not (folders := finished_checkpoints(run.folder)):
+        return {}
+    ids, taus = _rows(folders[-1])
+    if not len(ids):
+        return {}
+    distributions = []
+    for side, of_side in zip(("images", "captions"), taus.T, strict=True):
+        counts, edges = np.histogram(of_side, BINS)
+        bars = [
+            Bar(f"{low:.4f} to {high:.4f}", count, percent(count / len(ids)))
+            for low, high, count in zip(edges[:-1], edges[1:], counts.tolist(), strict=True)
+        ]
+        title, note = f"Temperatures of {side}", f"Mean {of_side.mean():.4f}."
+        distributions.append(Bars(title, tuple(bars), float(counts.max()), note))
+    order = np.argsort(taus[:, 0], kind="stable")
+    ends = {"lowest": order[:SHOWN], "highest": order[::-1][:SHOWN]}
+    return {
+        "charts": distributions,
+        "samples": {end: [_sample(run, int(ids[k]), tau=taus[k, 0]) for k in chosen] for end, chosen in ends.items()},
+        "seen": f"{len(ids):,} samples of {folders[-1].name}",
+    }
+
+
+def _rows(checkpoint: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and both temperatures of the samples that have been trained on: the moment of any other is 0."""
+    from safetensors.numpy import load_file
+
+    ids, taus = [np.empty(0, np.int64)], [np.empty((0, 2), np.float32)]
+    for path in sorted(checkpoint.glob("rows-*.safetensors")):
+        for name, values in load_file(path).items():
+            seen = np.flatnonzero(values[:, MOMENT:END].any(1))
+            ids.append(int(name.rpartition("/")[2]) + seen)
+            taus.append(values[seen, TAU:MOMENT])
+    return np.concatenate(ids), np.concatenate(taus)
+
+
+def _sample(run: Run, number: int, *, tau: float) -> dict[str, Any]:
+    """A sample's temperature, with its caption and image where its shard is in a local data set."""
+    from pipeline.data.shards.rgb_image import rgb_image, thumbnail_url
+
+    shown: dict[str, Any] = {"tau": f"{tau:.4f}", "caption": f"sample {number:,}", "image": None}
+    place = _shard_of(run.manifests, number)
+    if place is not None:
+        try:
+            field = CaptionField.parse(str(run.setting("data.caption", "txt")))
+            with open_records(str(place[0]), skip=place[1], caption_suffix=field.suffix) as records:
+                record = next(iter(records))
+            image = thumbnail_url(rgb_image(record.image or b""), (SIDE, SIDE))
+            shown |= {"caption": field.read(record), "image": image}
+        except (OSError, ValueError, StopIteration):
+            pass  # its number is shown
+    return shown
+
+
+def _shard_of(manifests: tuple[Manifest, ...], number: int) -> tuple[Path, int] | None:
+    """The shard of a sample and its row there; None unless it is a file in the folder of its manifest."""
+    for manifest in manifests:
+        if number < manifest.n:
+            shard, row = manifest.locate(number)
+            url = manifest.url(shard)
+            inside = is_local(url) and Path(url).resolve().is_relative_to(Path(manifest.root).resolve())
+            return (Path(url), row) if inside and Path(url).is_file() else None
+        number -= manifest.n
+    return None

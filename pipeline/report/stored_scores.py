@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,11 +23,13 @@ from pipeline.evaluation.run.results import (
     read_outcomes,
     read_result,
 )
-from pipeline.files import path_below, read_bounded, read_tree
+from pipeline.files import MOST_TEXT, path_below, read_bounded, read_tree
 from pipeline.run_files import EMA_NAME
 
 T = TypeVar("T")
 SUMMARY, TIMINGS = "summary.json", "timings.json"
+WHOLE_MATRIX, CONFUSIONS = 16, 15
+"""Up to how many classes a confusion matrix is shown in full, and how many confusions are listed otherwise."""
 
 
 @dataclass(frozen=True)
@@ -43,19 +46,6 @@ class Score(TaskResult):
     def read_outcomes(self) -> dict[str, np.ndarray] | None:
         """Per-sample outcomes, from which every metric can be recomputed; None if missing or changed."""
         return read_outcomes(self.path, self.outcomes)
-
-
-@dataclass(frozen=True)
-class Classes:
-    """The confusions of a classification task."""
-
-    task: str
-    names: tuple[str, ...]
-    accuracy: tuple[float | None, ...]
-    matrix: tuple[tuple[int, ...], ...] | None
-    """Rows are true classes, columns predictions; None if there are many classes."""
-    confusions: tuple[tuple[str, str, int], ...]
-    """(true class, predicted class, count), the most frequent first."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +66,9 @@ class StoredEvaluation:
     described: tuple[Mapping[str, Any], ...] = ()
     """Images, each with the `rank` of its best own caption (0 is first), its `own` captions as one text, and the best
     `captions`, one of them `right` if an own one is `found`."""
-    classes: tuple[Classes, ...] = ()
+    confusions: tuple[Mapping[str, Any], ...] = ()
+    """Per classification task a `label`, a `summary`, class `names`, and the whole `matrix` (shares of the true class,
+    [C, C]) or, of many classes, the most frequent confusions: `pairs` of a `true` and a `predicted` class."""
 
     def score(self, task: str) -> Score | None:
         return next((score for score in self.scores if score.task == task), None)
@@ -130,7 +122,19 @@ def _read_checkpoint(folder: Path, step: int | None, samples: int | None, notes:
         notes.append(f"{folder.name}: the evaluation is not finished, tasks are missing.")
     table = {key: position for position, key in enumerate(TASKS)}
     scores.sort(key=lambda score: table.get(score.task, len(table)))
-    retrieved = sorted(folder.glob("*.examples"))
+
+    def retrieved(name: str, parse: Callable[[Path, Any], dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        for path in sorted(folder.glob("*.examples")):
+            what = f"The retrieved pairs in {path.name} cannot be shown"
+            entries = partial(_each, partial(parse, path))
+            yield from stored(path / name, entries, what=what, default=[], notes=notes)
+
+    confusions = []
+    for score in scores:
+        if (path := folder / "classes" / score.path.name).is_file():
+            what = f"The classes of {score.task} cannot be shown"
+            parsed = stored(path, partial(_confusions, score.label), what=what, default={}, notes=notes)
+            confusions += [parsed] if parsed else []
     return StoredEvaluation(
         checkpoint=folder.name,
         step=step,
@@ -139,19 +143,23 @@ def _read_checkpoint(folder: Path, step: int | None, samples: int | None, notes:
         failures=part_of(summary, "failures"),
         aggregates=part_of(summary, "aggregates"),
         average=Path(str(read_tree(folder / TIMINGS).get("source", ""))).name == EMA_NAME,
-        examples=tuple(example for path in retrieved for example in _examples(path, notes)),
-        described=tuple(one for path in retrieved for one in _described(path, notes)),
-        classes=tuple(classes_of for score in scores if (classes_of := _classes(folder, score, notes)) is not None),
+        examples=tuple(retrieved("examples.json", _example)),
+        described=tuple(retrieved("images.json", _described)),
+        confusions=tuple(confusions),
     )
 
 
-def _stored(path: Path, parse: Callable[[Any], T], *, what: str, notes: list[str]) -> T | None:
-    """What `parse` makes of a JSON file beside the scores; None, with a note, if it is damaged."""
+def stored(
+    path: Path, parse: Callable[[bytes], T], *, what: str, default: T, notes: list[str], most: int = MOST_TEXT
+) -> T:
+    """What `parse` makes of a file of at most `most` bytes; `default`, with a note, if it is missing or damaged."""
     try:
-        return parse(json.loads(read_bounded(path)))
-    except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
-        notes.append(f"{what} cannot be read ({error!r}).")
-        return None
+        return parse(read_bounded(path, most=most))
+    except FileNotFoundError:
+        notes.append(f"{what}: {path.name} is not there.")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        notes.append(re.sub(r"\s+", " ", f"{what}: {path.name} cannot be read ({error})."))
+    return default
 
 
 def _image(folder: Path, name: object) -> Path:
@@ -166,49 +174,45 @@ def _image(folder: Path, name: object) -> Path:
     return path
 
 
-def _examples(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
-    def parse(entry: Mapping[str, Any]) -> dict[str, Any]:
-        images = [
-            {"file": _image(folder, image["file"]), "score": image.get("score"), "right": bool(image["right"])}
-            for image in entry["images"]
-        ]
-        return {
-            "caption": entry["caption"],
-            "rank": int(entry["rank"]),
-            "images": images,
-            "own": _image(folder, f"{entry['right']}.jpg"),
-            "found": any(image["right"] for image in images),
-        }
-
-    what, path = f"The retrieval examples in {folder.name}", folder / "examples.json"
-    return _stored(path, lambda entries: [*map(parse, entries)], what=what, notes=notes) or []
+def _each(parse: Callable[[Any], dict[str, Any]], text: bytes) -> list[dict[str, Any]]:
+    return [parse(entry) for entry in json.loads(text)]
 
 
-def _described(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
-    def parse(entry: Mapping[str, Any]) -> dict[str, Any]:
-        captions = [(one["caption"], bool(one["right"])) for one in entry["captions"]]
-        return {
-            "image": _image(folder, entry["file"]),
-            "rank": int(entry["rank"]),
-            "captions": captions,
-            "own": " / ".join(entry["own"]),
-            "found": any(right for _, right in captions),
-        }
-
-    what, path = f"The captions retrieved for images in {folder.name}", folder / "images.json"
-    return _stored(path, lambda entries: [*map(parse, entries)], what=what, notes=notes) or []
+def _example(folder: Path, entry: Mapping[str, Any]) -> dict[str, Any]:
+    images = [
+        {"file": _image(folder, image["file"]), "score": image.get("score"), "right": bool(image["right"])}
+        for image in entry["images"]
+    ]
+    own, is_found = _image(folder, f"{entry['right']}.jpg"), any(image["right"] for image in images)
+    return {"caption": entry["caption"], "rank": int(entry["rank"]), "images": images, "own": own, "found": is_found}
 
 
-def _classes(folder: Path, score: Score, notes: list[str]) -> Classes | None:
-    def parse(tree: Mapping[str, Any]) -> Classes:
-        names = tuple(one["name"] or "(blank)" for one in tree["classes"])
-        return Classes(
-            task=score.label,
-            names=names,
-            accuracy=tuple(one["accuracy"] for one in tree["classes"]),
-            matrix=tuple(map(tuple, tree["matrix"])) if tree["matrix"] else None,
-            confusions=tuple((names[c["true"]], names[c["predicted"]], int(c["count"])) for c in tree["confusions"]),
-        )
+def _described(folder: Path, entry: Mapping[str, Any]) -> dict[str, Any]:
+    captions = [(one["caption"], bool(one["right"])) for one in entry["captions"]]
+    return {
+        "image": _image(folder, entry["file"]),
+        "rank": int(entry["rank"]),
+        "captions": captions,
+        "own": " / ".join(entry["own"]),
+        "found": any(right for _, right in captions),
+    }
 
-    path = folder / "classes" / score.path.name
-    return _stored(path, parse, what=f"The classes of {score.task}", notes=notes) if path.is_file() else None
+
+def _confusions(label: str, text: bytes) -> dict[str, Any]:
+    """A small matrix in full, or the most frequent confusions of a larger one."""
+    tree = json.loads(text)
+    classes = [(one["name"] or "(blank)", one["accuracy"]) for one in tree["classes"]]
+    known = [one for one in classes if one[1] is not None]
+    worst, lowest = min(known, key=lambda one: one[1], default=("", 0.0))
+    matrix = [[cell / max(1, sum(row)) for cell in row] for row in tree["matrix"] or ()]
+    whole = bool(matrix) and len(classes) <= WHOLE_MATRIX
+    return {
+        "label": label,
+        "summary": f"{len(classes):,} classes, lowest “{worst}” with {100 * lowest:.0f}%",
+        "names": [name for name, _ in classes],
+        "matrix": matrix if whole else None,
+        "pairs": [
+            {"true": classes[c["true"]][0], "predicted": classes[c["predicted"]][0], "count": f"{c['count']:,}"}
+            for c in ([] if whole else tree["confusions"][:CONFUSIONS])
+        ],
+    }

@@ -21,8 +21,8 @@ from pipeline.objectives import build_objective
 from pipeline.report import write_report
 from pipeline.report.figures import SMALL, Line, line_chart, pooled, smoothed
 from pipeline.report.run_data import read_run
+from pipeline.report.run_page import temperatures
 from pipeline.report.stored_scores import read_evaluations
-from pipeline.report.temperatures import temperatures
 from tests.report_runs import make_run
 
 

@@ -25,7 +25,7 @@ from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.playground.gallery import open_image
 from pipeline.report.run_data import Run
-from pipeline.report.temperatures import _sample
+from pipeline.report.run_page import _sample
 from pipeline.training.recipe import ValidationConfig
 from pipeline.training.validation import HeldOutPairs
 from tests.images import encoded

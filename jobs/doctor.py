@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -46,19 +46,7 @@ MARKS = {"good": ("ok", "green"), "note": ("note", "yellow"), "broken": ("BROKEN
     help="Tested versions [constraints.txt, if it exists].",
 )
 @click.option("--ranks", type=click.IntRange(min=2), default=2, show_default=True, help="Processes of the gloo test.")
-def command(
-    run: Path | None,
-    quick: bool,
-    output: Path,
-    needs_gib: float,
-    recipe: str | None,
-    mfu: float,
-    manifests: tuple[str, ...],
-    allow_commands: bool,
-    allow_outside: bool,
-    constraints: Path | None,
-    ranks: int,
-) -> int:
+def command(run: Path | None, quick: bool, **options: Any) -> int:
     """Check this node, or say what happened to a RUN.
 
     Without RUN: check versions, GPUs, collectives, disk, shared memory, compiler, data and loading, and report
@@ -68,30 +56,17 @@ def command(
     changed.
     """
     if run is not None:
-        from pipeline.postmortem.diagnosis import diagnose
+        from pipeline.planning.diagnosis import diagnose
 
         return EXIT_BROKEN if show(diagnose(run, verify=not quick)) else 0
-    if constraints is None and Path("constraints.txt").is_file():
-        constraints = Path("constraints.txt")
-    allowed = {"allow_commands": allow_commands, "allow_outside": allow_outside}
-    findings = examine(
-        output,
-        needs_gib=needs_gib,
-        recipe=recipe,
-        mfu=mfu,
-        manifests=manifests,
-        constraints=constraints,
-        ranks=ranks,
-        **allowed,
-    )
-    count = show(findings)
+    count = show(examine(**options))
     click.echo("\nA run can start here." if not count else f"\n{count} broken: fix this before starting a run.")
     return EXIT_BROKEN if count else 0
 
 
 def examine(
-    output: Path,
     *,
+    output: Path,
     needs_gib: float,
     recipe: str | None,
     mfu: float,
@@ -106,7 +81,8 @@ def examine(
 
     # An error in the recipe comes before the checks, which take minutes.
     run = None if recipe is None else load_run(recipe, (), dataset_size=ANY_SIZE)
-    yield from node_checks.check_packages(constraints)
+    tested = Path("constraints.txt")
+    yield from node_checks.check_packages(constraints or (tested if tested.is_file() else None))
     yield node_checks.check_compiler()
     yield from node_checks.check_memory()
     yield from node_checks.check_disk(output, needed_gib=needs_gib)
@@ -117,7 +93,6 @@ def examine(
         from pipeline.planning.measured_checks import check_loading
 
         yield gloo.result()
-
     gpus, needed = max(1, torch.cuda.device_count()), None
     if run is not None:
         from pipeline.planning.run_costs import Assumptions
@@ -125,7 +100,7 @@ def examine(
 
         needed = plan_run(run, gpus=1, assume=Assumptions(dataset_size=ANY_SIZE, mfu=mfu)).pairs_per_second
     for manifest in manifests:
-        yield from node_checks.check_data(manifest, needed=None if needed is None else gpus * needed, **allowed)
+        yield node_checks.check_data(manifest, needed=None if needed is None else gpus * needed, **allowed)
     yield check_loading(manifests, ranks=gpus, needed=needed, **allowed)
     if torch.cuda.is_available():  # before this process allocates GPU memory itself
         yield check_collectives("cuda", ranks=torch.cuda.device_count())

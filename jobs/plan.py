@@ -12,7 +12,6 @@ from jobs.known_settings import TRAINING, FiniteRange, RecipePath, complete_sett
 
 if TYPE_CHECKING:
     from pipeline.planning.run_plan import RunPlan
-    from pipeline.training.recipe import RunConfig
 
 GIB = 2**30
 MOST_CORES = 32
@@ -88,42 +87,12 @@ def command(
     lines.append(("loading", describe_loading(plan, images_per_core=images_per_core)))
     _print_lines([*lines, *(("note", note) for note in plan.notes)])
     if measure:
-        _print_lines(describe_measurement(run, ranks=ranks, gpus_per_node=gpus_per_node, seconds=seconds).items())
+        import logging
 
+        from pipeline.planning.measure import measure as measure_run
 
-def describe_measurement(run: RunConfig, *, ranks: int, gpus_per_node: int, seconds: float) -> dict[str, str]:
-    """Measure one rank's share on this machine; figures and forecast as texts by label."""
-    import logging
-
-    from pipeline.planning.measure import forecast, measure
-
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    measured = measure(run, ranks=ranks, gpus_per_node=gpus_per_node, seconds=seconds)
-    expected = forecast(measured, run)
-    total = sum(measured.phases.values())
-    phases = ", ".join(f"{name} {part / total:.0%}" for name, part in measured.phases.items())
-    memory = f"host {measured.host_gib:.2f} GiB without its workers"
-    if measured.device_gib is not None:
-        memory = f"GPU {measured.device_gib:.2f} GiB, {memory}"
-    others = "" if ranks == 1 else f"; {ranks} times one rank's, without communication and the larger gathered batch"
-    return {
-        "MEASURED": (
-            f"one rank, {measured.local_batch} pairs a step, {measured.cores} cores, {measured.workers} workers"
-        ),
-        "loader alone": f"{measured.loader:,.1f} samples/s",
-        "steps alone": f"{measured.step:,.1f} samples/s ({phases})",
-        "together": (
-            f"{measured.training:,.1f} samples/s ({measured.slowest:,.1f} to {measured.fastest:,.1f} in quarters of "
-            f"the time), {measured.data_wait:.0%} waiting for data"
-        ),
-        "checkpoint": (
-            f"training stops for {measured.snapshot_seconds:.2f} s; written after {measured.write_seconds:.2f} s"
-        ),
-        "evaluation": f"{measured.evaluation:,.1f} samples/s through the towers",
-        "peak memory": memory,
-        "FORECAST": f"{expected.samples_per_second:,.1f} samples/s, {expected.hours:,.2f} h{others}",
-        "bottleneck": expected.bottleneck,
-    }
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        _print_lines(measure_run(run, ranks=ranks, gpus_per_node=gpus_per_node, seconds=seconds).items())
 
 
 def describe_cost(plan: RunPlan, *, mfu: float, peak_tflops: float) -> list[tuple[str, str]]:

@@ -27,6 +27,9 @@ from pipeline.training.run import setup
 SHARES = {"loader": 0.15, "step": 0.25, "evaluation": 0.05}
 """Parts of the time for the loader alone, the step alone and an evaluation's forward pass; the rest is for training."""
 TRAINING_SHARE = 1 - sum(SHARES.values())
+PARTS = 4
+"""Of the training, because the spread among them says how far to trust the figure."""
+PHASES = ("forward", "objective", "backward", "optimizer")
 WARM_UP = 2
 """Steps before any that count."""
 WAITING = 0.1
@@ -35,10 +38,8 @@ WAITING = 0.1
 
 @dataclass(frozen=True)
 class RunMeasurement:
-    """Figures of one rank on this machine; rates are samples per second, times seconds."""
+    """Figures of one rank, which has its share of the batch, on this machine; rates are samples per second."""
 
-    ranks: int
-    """Ranks that the recipe was planned for; one was measured, with its share of the batch."""
     local_batch: int
     cores: int
     """That the rank had: its share of the node's."""
@@ -49,43 +50,34 @@ class RunMeasurement:
     """Rate of the steps alone, on a batch that is there already."""
     phases: dict[str, float]
     """Seconds of a step alone by phase."""
-    training: float
-    """Rate of training, loader and steps together."""
-    slowest: float
-    fastest: float
-    """Lowest and highest rate of training among the parts of the measurement."""
+    rates: list[float]
+    """Of training, loader and steps together, in each part of the time."""
     data_wait: float
     """Share of the training time that waited for data."""
-    snapshot_seconds: float
-    """How long training stops for a checkpoint."""
-    write_seconds: float
-    """How long a checkpoint's files take in the background."""
+    checkpoint: tuple[float, float]
+    """Seconds that training stops for a checkpoint, and until its files are written in the background."""
     evaluation: float
     """Rate of an evaluation's forward pass."""
     device_gib: float | None
     """Peak memory of the GPU."""
-    host_gib: float
-    """Peak memory of the training process, without its workers."""
+
+    @property
+    def training(self) -> float:
+        """Rate of training over the whole time."""
+        return len(self.rates) / sum(1 / rate for rate in self.rates)
 
 
-@dataclass(frozen=True)
-class Forecast:
-    """What a measurement means for the whole run. Communication between ranks is not in it."""
-
-    samples_per_second: float
-    """Of all ranks."""
-    hours: float
-    bottleneck: str
-
-
-def measure(run: RunConfig, *, ranks: int, gpus_per_node: int = 8, seconds: float = 60.0) -> RunMeasurement:
-    """Measure one rank's part of a recipe, with the recipe's model, data, workers and engine.
+def measure(run: RunConfig, *, ranks: int, gpus_per_node: int = 8, seconds: float = 60.0) -> dict[str, str]:
+    """Measure one rank's part of a recipe, with the recipe's model, data, workers and engine, and forecast the run.
 
     Args:
         run: the recipe. Its data must be there.
         ranks: of the run that is planned; the one that is measured has its share of batch and streams.
         gpus_per_node: ranks that share the cores of a node.
         seconds: for everything that is repeated; building the model and one checkpoint come on top.
+
+    Returns:
+        Figures and forecast as texts by label. Communication between ranks is not in the forecast.
 
     Raises:
         UserError: the recipe cannot be trained here, or there is no manifest.
@@ -98,7 +90,7 @@ def measure(run: RunConfig, *, ranks: int, gpus_per_node: int = 8, seconds: floa
             start_world(device=run.engine.device) as world,
             setup(trial, world=world, resume=None) as trainer,
         ):
-            return _measure(trainer, ranks=ranks, seconds=seconds)
+            return describe(_measure(trainer, seconds=seconds), run, ranks=ranks)
 
 
 def cores_of_one(ranks: int) -> int:
@@ -112,11 +104,31 @@ def cores_of_one(ranks: int) -> int:
     return max(1, usable_cores() // (min(ranks, gpus) if gpus > 1 else ranks))
 
 
-def forecast(measured: RunMeasurement, run: RunConfig) -> Forecast:
-    """The rate, time and bottleneck of a run."""
-    per_step = measured.local_batch / measured.training + measured.snapshot_seconds / run.checkpoint.every
-    rate = measured.local_batch / per_step * measured.ranks
-    return Forecast(rate, run.samples / rate / 3600, _bottleneck(measured))
+def describe(measured: RunMeasurement, run: RunConfig, *, ranks: int) -> dict[str, str]:
+    """The measured figures and the forecast of the whole run, as texts by label."""
+    total, (stopped, written) = sum(measured.phases.values()), measured.checkpoint
+    phases = ", ".join(f"{name} {part / total:.0%}" for name, part in measured.phases.items())
+    memory = f"host {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB without its workers"
+    if measured.device_gib is not None:
+        memory = f"GPU {measured.device_gib:.2f} GiB, {memory}"
+    rate = measured.local_batch / (measured.local_batch / measured.training + stopped / run.checkpoint.every) * ranks
+    others = "" if ranks == 1 else f"; {ranks} times one rank's, without communication and the larger gathered batch"
+    return {
+        "MEASURED": (
+            f"one rank, {measured.local_batch} pairs a step, {measured.cores} cores, {measured.workers} workers"
+        ),
+        "loader alone": f"{measured.loader:,.1f} samples/s",
+        "steps alone": f"{measured.step:,.1f} samples/s ({phases})",
+        "together": (
+            f"{measured.training:,.1f} samples/s ({min(measured.rates):,.1f} to {max(measured.rates):,.1f} in quarters "
+            f"of the time), {measured.data_wait:.0%} waiting for data"
+        ),
+        "checkpoint": f"training stops for {stopped:.2f} s; written after {written:.2f} s",
+        "evaluation": f"{measured.evaluation:,.1f} samples/s through the towers",
+        "peak memory": memory,
+        "FORECAST": f"{rate:,.1f} samples/s, {run.samples / rate / 3600:,.2f} h{others}",
+        "bottleneck": _bottleneck(measured),
+    }
 
 
 def _bottleneck(measured: RunMeasurement) -> str:
@@ -157,7 +169,7 @@ def _trial(run: RunConfig, *, ranks: int, folder: Path) -> RunConfig:
     )
 
 
-def _measure(trainer: Trainer, *, ranks: int, seconds: float) -> RunMeasurement:
+def _measure(trainer: Trainer, *, seconds: float) -> RunMeasurement:
     run, world = trainer.run, trainer.world
     for _ in range(WARM_UP):
         batch = _train(trainer)
@@ -165,35 +177,28 @@ def _measure(trainer: Trainer, *, ranks: int, seconds: float) -> RunMeasurement:
     loader = run.batch_size / _mean_seconds(lambda: next(trainer.state.loader), SHARES["loader"] * seconds, world)
     alone, phases = _steps_alone(trainer, batch, seconds=SHARES["step"] * seconds)
     evaluation = run.batch_size / _mean_seconds(lambda: _encode(trainer, batch), SHARES["evaluation"] * seconds, world)
-    rates, waits, parts = [], [], 4
+    rates, waits = [], []
     peaks = [phases.get("memory_gib", 0.0)]  # since the reading before
-    for _ in range(parts):  # in parts, because the spread among them says how far to trust the figure
+    for _ in range(PARTS):
         trainer.meter.start()
-        _mean_seconds(lambda: _train(trainer), TRAINING_SHARE / parts * seconds, world)
+        _mean_seconds(lambda: _train(trainer), TRAINING_SHARE / PARTS * seconds, world)
         read = trainer.meter.read()
         rates.append(read["samples_per_second"])
         waits.append(read["data_wait"])
         peaks.append(read.get("memory_gib", 0.0))
-    snapshot, write = _checkpoint(trainer, batch)
     return RunMeasurement(
-        ranks=ranks,
         local_batch=run.batch_size,
         cores=world.cores,
         workers=trainer.state.loader.workers,
         loader=loader,
         step=run.batch_size / alone,
-        phases={name.removeprefix("time_"): share * alone for name, share in phases.items()
-                if name in ("time_forward", "time_objective", "time_backward", "time_optimizer")},
-        training=parts / sum(1 / rate for rate in rates),
-        slowest=min(rates),
-        fastest=max(rates),
-        data_wait=sum(waits) / parts,
-        snapshot_seconds=snapshot,
-        write_seconds=write,
+        phases={name: share * alone for name in PHASES if (share := phases.get(f"time_{name}")) is not None},
+        rates=rates,
+        data_wait=sum(waits) / PARTS,
+        checkpoint=_checkpoint(trainer, batch),
         evaluation=evaluation,
         device_gib=max(*peaks, torch.cuda.max_memory_allocated() / 2**30) if world.device.type == "cuda" else None,
-        host_gib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-    )  # fmt: skip
+    )
 
 
 def _mean_seconds(call: Callable[[], object], seconds: float, world: World) -> float:

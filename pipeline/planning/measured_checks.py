@@ -29,14 +29,14 @@ ROUND_TRIP_SECONDS = 180
 
 def check_collectives(device: Literal["cpu", "cuda"], *, ranks: int) -> DoctorFinding:
     """Let two or more processes exchange numbers: by gloo on the CPU, by NCCL on GPUs."""
-    backend = "NCCL" if device == "cuda" else "gloo"
+    backend, on_gpus = ("NCCL", True) if device == "cuda" else ("gloo", False)
     command = [sys.executable, "-m", "pipeline.distributed.collective_check", device, str(ranks)]
     hint = "check that 127.0.0.1 is reachable and that GLOO_SOCKET_IFNAME names an interface that exists"
-    if device == "cuda":
+    if on_gpus:
         hint = "run again with NCCL_DEBUG=INFO; check the driver, NCCL_SOCKET_IFNAME, NCCL_IB_DISABLE and /dev/shm"
     environment = without_launcher(os.environ) | {"OMP_NUM_THREADS": "1"}
     environment.pop("NCCL_DEBUG_FILE", None)  # what NCCL says is read below
-    environment |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"} if device == "cuda" else {}
+    environment |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"} if on_gpus else {}
     try:
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=ROUND_TRIP_SECONDS, cwd=ROOT
@@ -48,10 +48,10 @@ def check_collectives(device: Literal["cpu", "cuda"], *, ranks: int) -> DoctorFi
     if done.returncode or reported is None:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         return DoctorFinding(backend, "broken", f"{ranks} processes failed: {last[:200]}", hint)
-    if device == "cuda":
-        figures = reported[1] if ranks > 1 else "one GPU, which exchanges nothing within the node"
-        return check_transport(done.stdout + done.stderr, figures, network=adapters())
-    return DoctorFinding(backend, "good", reported[1])
+    if not on_gpus:
+        return DoctorFinding(backend, "good", reported[1])
+    figures = reported[1] if ranks > 1 else "one GPU, which exchanges nothing within the node"
+    return check_transport(done.stdout + done.stderr, figures, network=adapters())
 
 
 def check_transport(log: str, figures: str, *, network: Mapping[str, float]) -> DoctorFinding:
@@ -63,23 +63,21 @@ def check_transport(log: str, figures: str, *, network: Mapping[str, float]) -> 
         network: Gbit/s of the InfiniBand and RoCE adapters.
     """
     chosen = re.search(r"Using network (\S+)", log)
-    transport, speed = chosen[1] if chosen else "unknown", sum(network.values())
-    names = ", ".join(network)
-    outcome = f"{figures}; between nodes NCCL would use NET/{transport}" if chosen or network else figures
+    transport, speed, names = chosen[1] if chosen else "unknown", sum(network.values()), ", ".join(network)
+    found = f"{figures}; between nodes NCCL would use NET/{transport}" if chosen or network else figures
     if network and not speed:
         remedy = "see `ibstat` or `rdma link`; nodes exchange data by TCP until a port is up"
-        return DoctorFinding("NCCL", "note", f"{outcome}; no port of {names} is active", remedy)
-    if network and transport == "unknown":
+        return DoctorFinding("NCCL", "note", f"{found}; no port of {names} is active", remedy)
+    if network and not chosen:
         remedy = "run the second check of 'Before you rent 64 GPUs' (docs/cluster.md), whose log shows it"
-        return DoctorFinding("NCCL", "note", f"{outcome}: it has not said which; this node has {names}", remedy)
+        return DoctorFinding("NCCL", "note", f"{found}: it has not said which; this node has {names}", remedy)
     if network and transport == "Socket":
         remedy = (
             "install libibverbs1 ibverbs-providers librdmacm1; a container needs --device=/dev/infiniband --ulimit "
             "memlock=-1; unset NCCL_IB_DISABLE"
         )
-        return DoctorFinding("NCCL", "broken", f"{outcome} (TCP), although this node has {names}", remedy)
-    outcome += f" ({names}: {speed / 8:,.0f} GB/s together)" if network else ""
-    return DoctorFinding("NCCL", "good", outcome)
+        return DoctorFinding("NCCL", "broken", f"{found} (TCP), although this node has {names}", remedy)
+    return DoctorFinding("NCCL", "good", found + (f" ({names}: {speed / 8:,.0f} GB/s together)" if network else ""))
 
 
 def adapters(folder: Path = Path("/sys/class/infiniband")) -> Mapping[str, float]:
@@ -117,25 +115,22 @@ def check_loading(
         images, what = _images(manifests, **allowed)
     except (UserError, OSError) as error:
         return DoctorFinding("loading", "note", f"not measured: {error}", "check the folder given by --data")
-    workers = default_workers(cores // ranks)
-    rate = _rate(images)
-    outcome = (
+    workers, rate = default_workers(cores // ranks), _rate(images)
+    found = (
         f"one process decodes {rate:,.0f} images/s ({what}); with the default data.workers, "
         f"{workers} per rank ({ranks} on {cores} cores), up to {workers * rate:,.0f} images/s per rank"
     )
     if needed is not None:
-        outcome += f"; the recipe's steps take {needed:,.0f}"
+        found += f"; the recipe's steps take {needed:,.0f}"
     needed = ENOUGH if needed is None else LEAST_LOADING * needed
-    streams = f"data.streams of at least {workers * ranks} lets all of them work (by default at most 64)"
-    if workers * rate < needed and cores // ranks - 1 > workers:
+    if workers * rate >= needed:
+        streams = f"data.streams of at least {workers * ranks} lets all of them work (by default at most 64)"
+        return DoctorFinding("loading", "good", f"{found}; {streams}")
+    remedy = "more cores per rank, images stored at about 256 px, or data.decoding=scaled for those of 448 px and more"
+    if cores // ranks - 1 > workers:
         more = min(cores // ranks - 1, math.ceil(needed / max(1.0, rate)))
-        return DoctorFinding("loading", "note", outcome, f"data.workers={more} data.streams={more * ranks} or more")
-    if workers * rate < needed:
-        remedy = (
-            "more cores per rank, images stored at about 256 px, or data.decoding=scaled for those of 448 px and more"
-        )
-        return DoctorFinding("loading", "note", outcome, remedy)
-    return DoctorFinding("loading", "good", f"{outcome}; {streams}")
+        remedy = f"data.workers={more} data.streams={more * ranks} or more"
+    return DoctorFinding("loading", "note", found, remedy)
 
 
 def _rate(images: Sequence[bytes]) -> float:
@@ -145,20 +140,18 @@ def _rate(images: Sequence[bytes]) -> float:
     from pipeline.data.loading.decode import ImageDecoder
 
     decoder = ImageDecoder(size=SIDE, crop=CropConfig(), mode="fast", max_pixels=178_956_970)
-    threads = torch.get_num_threads()
+    threads, count, spent = torch.get_num_threads(), 0, 0.0
     torch.set_num_threads(1)  # as in a worker
     try:
         for image in images[:2]:
             decoder(image, state=0)
         start, until = time.process_time(), time.monotonic() + 5
-        for count, image in enumerate(itertools.cycle(images), start=1):
-            decoder(image, state=count)
-            spent = time.process_time() - start
-            if spent > 1 or time.monotonic() > until:
-                return count / spent
+        while spent <= 1 and time.monotonic() <= until:
+            decoder(images[count % len(images)], state=count)
+            count, spent = count + 1, time.process_time() - start
+        return count / spent
     finally:
         torch.set_num_threads(threads)
-    raise AssertionError("there are images")
 
 
 def _images(manifests: Sequence[str], **allowed: bool) -> tuple[list[bytes], str]:

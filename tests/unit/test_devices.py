@@ -285,4 +285,4 @@ def test_the_measured_memory_is_that_of_the_steps(monkeypatch):
         state=SimpleNamespace(step=0, loader=SimpleNamespace(workers=2)),
     )
     monkeypatch.setattr(measure, "next", lambda _: 0, raising=False)
-    assert measure._measure(trainer, ranks=1, seconds=0.1).device_gib == 50
+    assert measure._measure(trainer, seconds=0.1).device_gib == 50

@@ -17,7 +17,7 @@ from pipeline.distributed.exit_record import ExitRecord, read_ends
 from pipeline.distributed.heartbeat import Beat, Heartbeat, diagnosis, read_beat
 from pipeline.distributed.timing import Phases
 from pipeline.distributed.world import World, lost_contact
-from pipeline.postmortem.diagnosis import diagnose
+from pipeline.planning.diagnosis import diagnose
 from tests.launch import run
 
 BEAT = Beat(rank=0, host="a", pid=1, step=7, phase="objective", marks=40, seconds=61.0, number=9)

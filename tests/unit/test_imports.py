@@ -32,8 +32,7 @@ PIPELINE = {
     "playground": {"data", "evaluation", "model"},
     "export": {"checkpoint", "model", "report"},
     "training": {"checkpoint", "data", "distributed", "engine", "evaluation", "metrics", "model", "objectives"},
-    "planning": {"data", "distributed", "engine", "metrics", "model", "objectives", "training"},
-    "postmortem": {"checkpoint", "distributed", "planning", "training"},
+    "planning": {"checkpoint", "data", "distributed", "engine", "metrics", "model", "objectives", "training"},
     "analysis": {"checkpoint", "data", "distributed", "model", "objectives", "report", "training"},
 }
 # The same for the folders and top-level modules of `data_prep/`; all of them may import `reasons`.

@@ -157,18 +157,18 @@ def test_disk_space_and_write_access(tmp_path, monkeypatch):
 
 def test_data_is_opened_and_read(tmp_path):
     write_shards(tmp_path, [5, 5])
-    (finding,) = node_checks.check_data(str(tmp_path))
+    finding = node_checks.check_data(str(tmp_path))
     assert finding.status == "good"
     assert "10 samples" in finding.found
     for needed, status in ((1.0, "good"), (1e12, "note")):
-        (finding,) = node_checks.check_data(str(tmp_path), needed=needed)
+        finding = node_checks.check_data(str(tmp_path), needed=needed)
         assert finding.status == status
         assert f"{needed:,.0f} samples/s on this node" in finding.found
     (tmp_path / "00001.tar").unlink()
-    (finding,) = node_checks.check_data(str(tmp_path))
+    finding = node_checks.check_data(str(tmp_path))
     assert finding.status == "broken"
     assert "00001.tar" in finding.found
-    (finding,) = node_checks.check_data(str(tmp_path / "nowhere"))
+    finding = node_checks.check_data(str(tmp_path / "nowhere"))
     assert finding.status == "broken"
 
 

@@ -23,8 +23,8 @@ from pipeline.distributed.timing import Phases
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.metrics.sinks import JsonLines, SinkContext
-from pipeline.postmortem import diagnosis
-from pipeline.postmortem.diagnosis import read_evidence
+from pipeline.planning import diagnosis
+from pipeline.planning.diagnosis import read_evidence
 from pipeline.run_files import read_run_id, write_run_id
 from pipeline.training.run_start import Origin
 from pipeline.training.validation import ValidationHistory

@@ -93,26 +93,22 @@ class Evidence:
     @property
     def cause(self) -> ExitRecord | None:
         """The exit that says most about the cause."""
-        order = list(CODES)
-        known = [record for record in self.exits if record.code in order]
-        return min(known, key=lambda r: (order.index(r.code), r.time), default=next(iter(self.exits), None))
+        order = [*CODES, *(record.code for record in self.exits)]
+        return min(self.exits, key=lambda r: (order.index(r.code), r.time), default=None)
 
     @property
     def killed(self) -> list[int]:
         """Ranks with a heartbeat and no record of their end: killed from outside, or their machine is gone."""
-        ended = {record.rank for record in self.exits}
-        return [beat.rank for beat in self.beats if beat.rank not in ended]
+        return [beat.rank for beat in self.beats if beat.rank not in {record.rank for record in self.exits}]
 
     @property
-    def early_end(self) -> str:
-        """The message with which `validation.patience` ended the last start; empty if it did not."""
-        return next((event for event in self.events if event.startswith(STOPPED_EARLY)), "")
-
-    @property
-    def is_finished(self) -> bool:
+    def end(self) -> str:
+        """How the run finished; empty if it did not."""
         if self.cause is None or self.cause.code != EXIT_DONE or self.killed or not self.intact:
-            return False
-        return bool(self.early_end) or 0 < self.total_steps <= self.saved
+            return ""
+        early = next((event for event in self.events if event.startswith(STOPPED_EARLY)), "")
+        in_full = f"{self.total_steps:,} steps, its last checkpoint is intact"
+        return early or (in_full if 0 < self.total_steps <= self.saved else "")
 
 
 def diagnose(run: Path, *, verify: bool = True) -> list[DoctorFinding]:
@@ -124,10 +120,16 @@ def diagnose(run: Path, *, verify: bool = True) -> list[DoctorFinding]:
         UserError: It is not the folder of a run.
     """
     evidence = read_evidence(run, verify=verify)
+    codes = {record.rank: f"exit code {record.code}" for record in evidence.exits}
+    total = f" of {evidence.total_steps:,}" if evidence.total_steps else ""
+    last = f"; last message: {evidence.events[-1]}" if evidence.events else ""
     return [
         _outcome(evidence),
-        *_ranks(evidence),
-        _progress(evidence),
+        *(
+            DoctorFinding(f"rank {b.rank}", "note", f"last heartbeat: {b}; {codes.get(b.rank, 'no record of its end')}")
+            for b in evidence.beats
+        ),
+        DoctorFinding("steps", "good" if evidence.steps else "note", f"{evidence.steps:,}{total} logged{last}"),
         *_checkpoints(evidence),
         _command(evidence),
     ]
@@ -170,9 +172,8 @@ def _outcome(evidence: Evidence) -> DoctorFinding:
     cause, killed = evidence.cause, evidence.killed
     if evidence.holder:
         return DoctorFinding("run", "good", f"is running ({evidence.holder})")
-    if evidence.is_finished:
-        how = evidence.early_end or f"{evidence.total_steps:,} steps, its last checkpoint is intact"
-        return DoctorFinding("run", "good", f"finished: {how}")
+    if evidence.end:
+        return DoctorFinding("run", "good", f"finished: {evidence.end}")
     if killed and (cause is None or cause.code in (EXIT_STALLED, EXIT_PREEMPTED, EXIT_DONE)):
         ranks = ("rank " if len(killed) == 1 else "ranks ") + ", ".join(map(str, killed))
         others = "; the other ranks noticed and ended" if evidence.exits else ""
@@ -194,20 +195,6 @@ def _outcome(evidence: Evidence) -> DoctorFinding:
     return DoctorFinding("run", "note" if cause.code in HARMLESS else "broken", text, remedy)
 
 
-def _ranks(evidence: Evidence) -> Iterator[DoctorFinding]:
-    """Where each rank was at its last heartbeat."""
-    codes = {record.rank: record.code for record in evidence.exits}
-    for beat in evidence.beats:
-        end = f"exit code {codes[beat.rank]}" if beat.rank in codes else "no record of its end"
-        yield DoctorFinding(f"rank {beat.rank}", "note", f"last heartbeat: {beat}; {end}")
-
-
-def _progress(evidence: Evidence) -> DoctorFinding:
-    total = f" of {evidence.total_steps:,}" if evidence.total_steps else ""
-    last = f"; last message: {evidence.events[-1]}" if evidence.events else ""
-    return DoctorFinding("steps", "good" if evidence.steps else "note", f"{evidence.steps:,}{total} logged{last}")
-
-
 def _checkpoints(evidence: Evidence) -> Iterator[DoctorFinding]:
     for path, problem in evidence.damaged.items():
         yield DoctorFinding(path.name, "broken", problem, "it is skipped by --resume latest; delete it")
@@ -221,20 +208,14 @@ def _checkpoints(evidence: Evidence) -> Iterator[DoctorFinding]:
     yield DoctorFinding("checkpoints", "good", f"intact: {names}{loss}{place}")
 
 
-def _would_crash_again(evidence: Evidence) -> bool:
-    """Whether a rank has crashed in native code before it got beyond the newest checkpoint."""
-    if evidence.cause is None or evidence.cause.code not in CRASHES:
-        return False
-    return all(beat.step <= evidence.saved for beat in evidence.beats) and evidence.steps <= evidence.saved
-
-
 def _command(evidence: Evidence) -> DoctorFinding:
     run = shlex.quote(str(evidence.run))
     if evidence.holder:
         return DoctorFinding("next", "good", "wait for it")
-    if evidence.is_finished:
+    if evidence.end:
         return DoctorFinding("next", "good", f"neuclip report {run}")
-    if _would_crash_again(evidence):
+    crashed = evidence.cause is not None and evidence.cause.code in CRASHES
+    if crashed and max([evidence.steps, *(beat.step for beat in evidence.beats)]) <= evidence.saved:
         return DoctorFinding(
             "next",
             "broken",
@@ -245,7 +226,11 @@ def _command(evidence: Evidence) -> DoctorFinding:
     hosts = {beat.host for beat in evidence.beats} | {record.host for record in evidence.exits}
     if not evidence.config or len(hosts) > 1:
         return DoctorFinding("next", "good", "the command that started the run, with --resume latest")
-    count = _rank_count(evidence)
+    written = 1
+    with suppress(OSError, ValueError, TypeError, LookupError, OverflowError):
+        written = int(read_meta(evidence.intact[-1])["world_size"])
+    last = [beat.rank for beat in evidence.beats] + [record.rank for record in evidence.exits]
+    count = max(written, 1 + max(last, default=0))  # as far as it is known
     ranks = f" --ranks {count}" if count > 1 else ""
     start, origin = f"neuclip train --recipe {shlex.quote(str(evidence.run / RUN_CONFIG_NAME))}{ranks}", ""
     if (begun := read_origin(evidence.run)) is not None:
@@ -254,17 +239,8 @@ def _command(evidence: Evidence) -> DoctorFinding:
     if evidence.damaged and not evidence.intact:
         again = shlex.quote(f"{evidence.run}-again")
         return DoctorFinding("next", "broken", f"no checkpoint is intact: {start}{origin} output={again}")
-    resume = " --resume latest" if evidence.intact or not origin else origin
+    command = f"{start}{origin if origin and not evidence.intact else ' --resume latest'} output={run}"
     if given := consents_in(evidence.config):  # not printed into a command that is copied without reading
         remedy = f"the run had {' '.join(given)}: add that only if you trust the run and its data"
-        return DoctorFinding("next", "note", f"{start}{resume} output={run}", remedy)
-    return DoctorFinding("next", "good", f"{start}{resume} output={run}")
-
-
-def _rank_count(evidence: Evidence) -> int:
-    """Ranks of the last start, as far as it is known."""
-    written = 1
-    with suppress(OSError, ValueError, TypeError, LookupError, OverflowError):
-        written = int(read_meta(evidence.intact[-1])["world_size"])
-    last = [beat.rank for beat in evidence.beats] + [record.rank for record in evidence.exits]
-    return max(written, 1 + max(last, default=0))
+        return DoctorFinding("next", "note", command, remedy)
+    return DoctorFinding("next", "good", command)

@@ -6,7 +6,9 @@ import shlex
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -47,15 +49,12 @@ def command(
     folder: str,
     output: str,
     caption: str,
-    normalizers: str,
-    reference: int,
-    batch_size: int,
-    workers: int,
     device: str,
-    allow_commands: bool,
-    allow_outside: bool,
     list_worst: tuple[float, str] | None,
     index_best: tuple[float, str] | None,
+    allow_commands: bool,
+    allow_outside: bool,
+    **how: Any,
 ) -> None:
     """Score every pair of a dataset: how much better it fits than chance over the whole dataset, under a trained model.
 
@@ -73,20 +72,11 @@ def command(
     # After what refuses a wrong path: these imports take seconds.
     import numpy as np
 
-    from pipeline.analysis.contact_sheet import write_contact_sheet
-    from pipeline.analysis.pair_scores import (
-        FACTS_NAME,
-        TABLE_NAME,
-        best_uids,
-        check_uids,
-        join_parts,
-        score_shards,
-        start_output,
-    )
-    from pipeline.analysis.scorer import make_scorer
+    from pipeline.analysis import score_table
+    from pipeline.analysis.pair_scores import make_scorer, score_shards, start_output
     from pipeline.data.shards.check_shards import check_caption
     from pipeline.distributed.start import start_world
-    from pipeline.files import check_writable, replacing
+    from pipeline.files import check_writable, replacing, write_text
     from pipeline.pictures.pixels import colour_name
 
     field = CaptionField.parse(caption, option="--caption")
@@ -98,55 +88,40 @@ def command(
     if list_worst:
         check_keys(manifest, manifest.shards)
     if index_best:
-        check_uids(manifest)
+        score_table.check_uids(manifest)
+    table, page = place / score_table.TABLE_NAME, place / PAGE_NAME
     with start_world(device=device) as world:
         tell = click.echo if world.is_main else (lambda message: None)
-        scorer, facts = make_scorer(
-            model,
-            manifest,
-            caption=field,
-            normalizers=normalizers,
-            reference=reference,
-            batch_size=batch_size,
-            workers=workers,
-            world=world,
-        )
+        scorer, facts = make_scorer(model, manifest, caption=field, world=world, **how)
         tell(f"Scoring {manifest.n:,} pairs with {facts.normalizers} normalizers at tau = {facts.tau:.4f}.")
-        start_output(place / FACTS_NAME, facts, what="scores")
+        start_output(place / score_table.FACTS_NAME, facts, what="scores")
         world.barrier()
         score_shards(scorer, output=place, world=world, on_shard=shard_progress(tell))
         world.barrier()
-        if world.is_main:
-            counts = join_parts(manifest, place, facts)
-            tell(f"{counts['scored']:,} of {counts['pairs']:,} pairs have scores: {place / TABLE_NAME}")
-            for problem, number in sorted(counts["problems"].items(), key=lambda item: -item[1]):
-                tell(f"  {number:,} without a score: {problem}")
-            if counts["transparent"]:
-                colour = colour_name(scorer.model.architecture.background)
-                tell(f"  {counts['transparent']:,} have pictures with transparency, which were scored on {colour}.")
-            if counts["single_colour"]:
-                tell(f"  {counts['single_colour']:,} have pictures of a single colour.")
-            share = list_worst[0] if list_worst else SHOWN_CUT
-            write_contact_sheet(place / PAGE_NAME, place / TABLE_NAME, manifest, caption=field, share=share)
-            tell(f"Look at the worst pairs, and those around the cut at {share:.0%}: {place / PAGE_NAME}")
-            if list_worst:
-                _list_worst(place / TABLE_NAME, *list_worst, folder=folder)
-            if index_best:
-                uids = best_uids(place / TABLE_NAME, index_best[0])
-                with replacing(index_best[1]) as temporary, temporary.open("wb") as file:
-                    np.save(file, uids)
-                tell(f"{len(uids):,} uids are in {index_best[1]}, for `neuclip download` with subset.index.")
-
-
-def _list_worst(table: Path, share: float, output: str, *, folder: str) -> None:
-    """Write the names of the worst pairs, and print the command that removes them."""
-    from pipeline.analysis.pair_scores import worst_keys
-    from pipeline.files import write_text
-
-    worst = worst_keys(table, share)
-    write_text(output, "".join(f"{key}\n" for key in worst))
-    click.echo(f"{len(worst):,} names are in {output}; to remove these samples from the shards:")
-    click.echo(f"  neuclip verify {shlex.quote(str(folder))} --remove {shlex.quote(str(output))}")
+        if not world.is_main:
+            return
+        counts = score_table.join_parts(manifest, place, asdict(facts))
+        tell(f"{counts['scored']:,} of {counts['pairs']:,} pairs have scores: {table}")
+        for problem, number in sorted(counts["problems"].items(), key=lambda item: -item[1]):
+            tell(f"  {number:,} without a score: {problem}")
+        if counts["transparent"]:
+            colour = colour_name(scorer.model.architecture.background)
+            tell(f"  {counts['transparent']:,} have pictures with transparency, which were scored on {colour}.")
+        if counts["single_colour"]:
+            tell(f"  {counts['single_colour']:,} have pictures of a single colour.")
+        share = list_worst[0] if list_worst else SHOWN_CUT
+        score_table.write_contact_sheet(page, table, manifest, caption=field, share=share)
+        tell(f"Look at the worst pairs, and those around the cut at {share:.0%}: {page}")
+        if list_worst:
+            worst = score_table.worst_keys(table, share)
+            write_text(list_worst[1], "".join(f"{key}\n" for key in worst))
+            tell(f"{len(worst):,} names are in {list_worst[1]}; to remove these samples from the shards:")
+            tell(f"  neuclip verify {shlex.quote(str(folder))} --remove {shlex.quote(str(list_worst[1]))}")
+        if index_best:
+            uids = score_table.best_uids(table, index_best[0])
+            with replacing(index_best[1]) as temporary, temporary.open("wb") as file:
+                np.save(file, uids)
+            tell(f"{len(uids):,} uids are in {index_best[1]}, for `neuclip download` with subset.index.")
 
 
 def shard_progress(tell: Callable[[str], None]) -> Callable[[int, int], None]:

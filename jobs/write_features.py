@@ -70,8 +70,7 @@ def command(
     check_model(model)  # before imports that take seconds
     from pipeline import config as cfg
     from pipeline.analysis.feature_writer import write_features
-    from pipeline.analysis.pair_scores import start_output
-    from pipeline.analysis.scorer import temperature_of
+    from pipeline.analysis.pair_scores import start_output, temperature_of
     from pipeline.data.data_config import CropConfig
     from pipeline.data.loading.decode import StoredCrops
     from pipeline.data.loading.stored_features import FACTS, FeatureFacts

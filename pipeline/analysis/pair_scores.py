@@ -11,51 +11,39 @@ Shards are scored one by one, each into a table of its own, so that a stopped jo
 
 from __future__ import annotations
 
-import itertools
 import json
-import re
+import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from pipeline.analysis.shard_pairs import PairBatch, PairReader, facts_in, uid_of
+from pipeline.analysis.normalizer_error import run_of
+from pipeline.analysis.score_table import SCHEMA, part_of
+from pipeline.analysis.shard_pairs import PairBatch, PairReader, facts_in, whole
+from pipeline.checkpoint.reader import open_checkpoint
 from pipeline.data.order.hashing import draw
 from pipeline.data.shards.manifest_format import Manifest
-from pipeline.data.shards.storage import open_records
+from pipeline.data.shards.tar_reader import CaptionField
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.files import read_tree, replacing, write_json
-from pipeline.model.evaluation_model import EvaluationModel
+from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
 from pipeline.model.trimming import text_trimming, without_padding
-
-TABLE_NAME, FACTS_NAME = "scores.parquet", "scores.json"
-SCHEMA = pa.schema(
-    [
-        ("sample_id", pa.int64()),
-        ("shard", pa.dictionary(pa.int32(), pa.string())),
-        ("row", pa.int32()),
-        ("key", pa.string()),
-        ("uid", pa.string()),
-        ("cosine", pa.float32()),
-        ("log_normalizer_image", pa.float32()),
-        ("log_normalizer_text", pa.float32()),
-        ("score", pa.float32()),
-        ("problem", pa.string()),
-        ("transparent", pa.bool_()),
-        ("single_colour", pa.bool_()),
-    ]
-)
-
+from pipeline.objectives import build_objective
+from pipeline.objectives.npn.neuclip import NeuClip
+from pipeline.objectives.npn.prototypes import Anchors
+from pipeline.run_files import META_NAME, model_folder_in
 
 Normalizers = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """[b, d] unit-norm image and text features and [b] sample ids -> log mean_j exp(s_ij / tau) of both sides, two [b]."""
+NUMBERS = ("cosine", "log_normalizer_image", "log_normalizer_text", "score")
 
 
 @dataclass(frozen=True)
@@ -86,29 +74,25 @@ class Scorer:
             UserError: A score is not finite.
         """
         shard = self.pairs.manifest.shards[batch.shard]
-        fixed = {"shard": shard.name}
         if batch.captions:
             image, text = encode(self.model, batch)
             cosine = (image * text).sum(1)
             first, second = self.normalizers(image, text, torch.tensor(batch.sample_ids, device=image.device))
-            values = {
-                "cosine": cosine,
-                "log_normalizer_image": first,
-                "log_normalizer_text": second,
-                "score": cosine / self.tau - (first + second) / 2,
-            }
-            columns = {name: value.cpu().numpy() for name, value in values.items()}
-            if not all(np.isfinite(column).all() for column in columns.values()):
+            score = cosine / self.tau - (first + second) / 2
+            values = torch.stack([cosine, first, second, score], 1)
+            if not values.isfinite().all():
                 raise UserError(
                     f"Scores of {shard.name} are not finite: the weights of {self.model.source} are damaged."
                 )
             pixels = batch.image.flatten(-2)
             plain = (pixels.amin(-1) == pixels.amax(-1)).all(1).tolist()
-            for at, row in enumerate(batch.rows):
-                numbers = {name: float(column[at]) for name, column in columns.items()}
-                yield fixed | {"sample_id": shard.offset + row, "row": row, "single_colour": plain[at], **numbers}
+            for row, sample_id, numbers, single in zip(
+                batch.rows, batch.sample_ids, values.tolist(), plain, strict=True
+            ):
+                place = {"sample_id": sample_id, "shard": shard.name, "row": row, "single_colour": single}
+                yield place | dict(zip(NUMBERS, numbers, strict=True))
         for row, problem in batch.problems:
-            yield fixed | {"sample_id": shard.offset + row, "row": row, "problem": problem}
+            yield {"sample_id": shard.offset + row, "shard": shard.name, "row": row, "problem": problem}
 
 
 def encode(model: EvaluationModel, batch: PairBatch) -> tuple[Tensor, Tensor]:
@@ -162,11 +146,6 @@ def score_shards(scorer: Scorer, *, output: Path, world: World, on_shard: Callab
             on_shard(done, len(mine))
 
 
-def part_of(output: Path, shard: int) -> Path:
-    """The table of one shard."""
-    return output / "parts" / f"{shard:06d}.parquet"
-
-
 def start_output(path: Path, facts: Any, *, what: str, apart: Collection[str] = ()) -> None:
     """Create a folder for results (`what`) by its file of facts, or check that it holds those of the same facts.
 
@@ -188,101 +167,120 @@ def start_output(path: Path, facts: Any, *, what: str, apart: Collection[str] = 
     write_json(path, {"facts": asdict(facts)})
 
 
-def join_parts(manifest: Manifest, output: Path, facts: ScoringFacts) -> dict[str, Any]:
-    """Write `scores.parquet` from the tables of all shards, and the counts, which are returned, to `scores.json`.
+class NetworkNormalizers:
+    """The prediction of the network of a trained `neuclip` objective."""
 
-    Raises:
-        UserError: Tables are missing.
-    """
-    paths = [part_of(output, index) for index in range(len(manifest.shards))]
-    if missing := [path.name for path in paths if not path.is_file()]:
-        raise UserError(f"{len(missing)} tables are missing in {output / 'parts'} ({missing[0]}, ...): run it again.")
-    problems, flags = dict[str, int](), dict.fromkeys(("transparent", "single_colour"), 0)
-    with (
-        replacing(output / TABLE_NAME) as temporary,
-        pq.ParquetWriter(temporary, SCHEMA, write_page_checksum=True) as writer,
-    ):
-        for path in paths:
-            table = read_scores(path, schema=SCHEMA)
-            for problem in table["problem"].drop_null().to_pylist():
-                problems[problem] = problems.get(problem, 0) + 1
-            for name in flags:
-                flags[name] += table[name].to_pylist().count(True)
-            writer.write_table(table)
-    scored = manifest.n - sum(problems.values())
-    counts = {"pairs": manifest.n, "scored": scored, "problems": problems, **flags}
-    write_json(output / FACTS_NAME, {"facts": asdict(facts), **counts})
-    return counts
+    def __init__(self, objective: NeuClip) -> None:
+        self._npn = objective.npn
+        self.tau = math.exp(-objective.logit_parameters()[0])
+
+    def __call__(self, image: Tensor, text: Tensor, sample_ids: Tensor) -> tuple[Tensor, Tensor]:
+        positive = (image * text).sum(1)
+        tau, unused = positive.new_tensor(self.tau), torch.zeros_like(positive)
+        # Without the method's eps: in it, all pairs that fit much better than chance would have the score -log(eps).
+        sides = [Anchors(side, positive, unused, tau, -math.inf) for side in (image, text)]
+        first, second = self._npn.predict((sides[0], sides[1]))
+        return first + positive / tau, second + positive / tau
 
 
-def read_scores(path: Path, **options: Any) -> pa.Table:
-    """A table of scores, or some of its columns.
+@dataclass(frozen=True)
+class SampledNormalizers:
+    """Means over a sample of the dataset's pairs, [m, d] unit-norm features; a pair is left out of its own mean."""
 
-    Raises:
-        UserError: It is damaged.
-    """
-    try:
-        return pq.read_table(path, page_checksum_verification=True, **options)
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{path} is damaged ({error}): delete it, and run the same command again.") from error
+    image: Tensor
+    text: Tensor
+    sample_ids: Tensor
+    tau: float
 
-
-def worst_keys(table: Path, share: float) -> list[str]:
-    """Names of the pairs with the lowest scores, worst first; pairs that could not be scored are not among them.
-
-    A name is the sample's key, or SHARD:KEY in a dataset where several shards have the same keys.
-    """
-    columns = read_scores(table, columns=["shard", "key", "score"])
-    order = by_score(columns)
-    keys, shards = columns["key"].to_pylist(), columns["shard"].to_pylist()
-    known = [key for key in keys if key is not None]
-    qualified = len(set(known)) < len(known)
-    return [f"{shards[i]}:{keys[i]}" if qualified else keys[i] for i in order[: share_of(len(order), share)]]
-
-
-def share_of(count: int, share: float) -> int:
-    """`share` of a number of pairs, rounded down: 29 for 0.29 of 100, which is 28.999... in floating point."""
-    return int(share * count + 1e-6)
-
-
-def by_score(table: pa.Table) -> np.ndarray:
-    """Rows of a table of scores in increasing order of the score, without those that have none."""
-    score = table["score"].to_numpy(zero_copy_only=False)
-    order = np.argsort(score, kind="stable")  # nan, of pairs without a score, comes last
-    return order[: int(np.isfinite(score).sum())]
-
-
-def check_uids(manifest: Manifest) -> None:
-    """Check that the first samples of a dataset have uids, which `best_uids` needs, before it is scored.
-
-    Raises:
-        UserError: One has none of 32 hexadecimal digits.
-    """
-    shard = manifest.shards[0]
-    with open_records(manifest.url(shard), skip=0, caption_suffix="json") as records:
-        uids = [uid_of(record.caption or b"") for record in itertools.islice(records, 10)]
-    if not all(re.fullmatch(r"[0-9a-fA-F]{32}", uid or "") for uid in uids):
-        raise UserError(
-            f"The samples of {shard.name} have no uids of 32 hexadecimal digits, which --index-best selects by: use "
-            "--list-worst with the rest of the share, and `neuclip verify --remove`."
+    def __call__(self, image: Tensor, text: Tensor, sample_ids: Tensor) -> tuple[Tensor, Tensor]:
+        own = sample_ids[:, None] == self.sample_ids
+        counted = (len(self.sample_ids) - own.sum(1)).log()
+        first, second = (
+            (side @ others.T / self.tau).masked_fill(own, -math.inf).logsumexp(1) - counted
+            for side, others in ((image, self.text), (text, self.image))
         )
+        return first, second
 
 
-def best_uids(table: Path, share: float) -> np.ndarray:
-    """uids of the pairs with the highest scores, in the form that `subset.index` reads: sorted pairs of uint64.
+def make_scorer(
+    spec: str,
+    manifest: Manifest,
+    *,
+    caption: CaptionField,
+    normalizers: str,
+    reference: int,
+    batch_size: int,
+    workers: int,
+    world: World,
+) -> tuple[Scorer, ScoringFacts]:
+    """The scorer, and the facts that its scores depend on.
+
+    It is the same on every rank without communication: each one encodes the whole sample itself.
+
+    Args:
+        spec: The model: a checkpoint, a run, or what else `load_for_evaluation` takes.
+        manifest: The dataset.
+        caption: Where captions are.
+        normalizers: "network", "sample", or "auto": the network where the checkpoint has one.
+        reference: Pairs of the sample.
+        batch_size: Pairs that are encoded at a time.
+        workers: Decoding threads.
+        world: The ranks.
 
     Raises:
-        UserError: The samples have no uids of 32 hexadecimal digits.
+        UserError: There is no model, it has no temperature, or no network where that was chosen.
     """
-    columns = read_scores(table, columns=["uid", "score"])
-    score = columns["score"].to_numpy(zero_copy_only=False)
-    uids = columns["uid"].to_pylist()
-    scored = np.flatnonzero(np.isfinite(score))
-    chosen = scored[np.argsort(-score[scored], kind="stable")][: share_of(len(scored), share)]
+    # Chosen once, on one rank: a run that is still training may write another checkpoint while models are loaded.
+    spec = world.gather_objects(str(model_folder_in(Path(spec)) or spec))[0]
+    model = load_for_evaluation(spec, device=world.device)
+    image_of = whole(model.preprocess, model.architecture.background)
+    pairs = PairReader(manifest, caption, image_of, batch_size=batch_size, workers=workers)
+    facts = partial(ScoringFacts, model.digest, manifest.digest, str(caption))
+    network = None if normalizers == "sample" else load_network(spec, device=world.device)
+    if network is not None:
+        return Scorer(model, pairs, network, network.tau), facts("network", 0, network.tau)
+    if normalizers == "network":
+        raise UserError(f"{spec} is not a checkpoint of a run with NeuCLIP's prototypes: use --normalizers sample.")
+    tau = temperature_of(model, spec)
+    sampled = SampledNormalizers(*reference_pairs(model, pairs, count=reference), tau)
+    return Scorer(model, pairs, sampled, tau), facts("sample", reference, tau)
+
+
+def load_network(spec: str, *, device: torch.device) -> NetworkNormalizers | None:
+    """The network of the checkpoint at `spec`, a folder of one step or a run; None where there is none.
+
+    Raises:
+        UserError: The checkpoint is damaged.
+    """
+    folder = model_folder_in(Path(spec))
+    if folder is None or not (folder / META_NAME).is_file():
+        return None
     try:
-        halves = [(int(uids[i][:16], 16), int(uids[i][16:], 16)) for i in chosen if len(uids[i]) == 32]
-    except (TypeError, ValueError) as error:
-        raise UserError(f"Not all samples have uids of 32 hexadecimal digits ({error}).") from error
-    if len(halves) < len(chosen):
-        raise UserError("Not all samples have uids of 32 hexadecimal digits.")
-    return np.sort(np.array(halves, dtype="u8,u8"))
+        checkpoint = open_checkpoint(folder)
+    except UserError as error:
+        raise UserError(f"{folder} is damaged: {error}") from error
+    run, state = run_of(checkpoint), checkpoint.objective()
+    if "npn.weight" not in state:
+        return None
+    objective = build_objective(
+        run.objective,
+        dim=state["npn.weight"].shape[-1],
+        batch_size=run.batch_size,
+        dataset_size=max(run.samples, 2),  # which the prediction does not depend on
+        total_steps=run.total_steps,
+        world=World(),  # each rank predicts for its own pairs
+        device=device,
+    )
+    objective.load_state_dict(state)
+    return NetworkNormalizers(objective) if isinstance(objective, NeuClip) else None
+
+
+def temperature_of(model: EvaluationModel, spec: str) -> float:
+    """The temperature that is stored with a model's weights.
+
+    Raises:
+        UserError: There is none.
+    """
+    if model.towers.logit is None:
+        raise UserError(f"{spec} has no logit scale, and so no temperature.")
+    return math.exp(-model.towers.logit[0])

@@ -21,8 +21,8 @@ from data_prep.sources.subset import _contained
 from jobs.manifest import command as manifest_command
 from jobs.score import command
 from jobs.verify import command as verify_command
-from pipeline.analysis.pair_scores import encode, part_of, share_of
-from pipeline.analysis.scorer import NetworkNormalizers, SampledNormalizers, load_network, make_scorer
+from pipeline.analysis.pair_scores import NetworkNormalizers, SampledNormalizers, encode, load_network, make_scorer
+from pipeline.analysis.score_table import part_of, share_of
 from pipeline.analysis.shard_pairs import PairReader, whole
 from pipeline.checkpoint.layout import write_meta
 from pipeline.checkpoint.reader import open_checkpoint
@@ -142,7 +142,7 @@ def test_model_and_network_are_of_one_checkpoint(base, tmp_path, monkeypatch):
         (newer / META_NAME).write_text("{")
         return model
 
-    monkeypatch.setattr("pipeline.analysis.scorer.load_for_evaluation", load)
+    monkeypatch.setattr("pipeline.analysis.pair_scores.load_for_evaluation", load)
     _, facts = make_scorer(str(tmp_path / "run"), load_manifest(base / "data"), caption=CaptionField(),
                            normalizers="network", reference=2, batch_size=8, workers=0, world=World())  # fmt: skip
     assert facts.model == load_for_evaluation(str(chosen)).digest

@@ -140,47 +140,44 @@ def test_a_computation_ends_when_its_client_is_gone(explorer, monkeypatch):
     assert len(calls) == 1
 
 
-def test_galleries_are_read_from_folders_shards_and_text_files(tmp_path):
-    samples, dropped = read(write_photos(tmp_path / "photos", count=4))
+def test_galleries_are_read_and_what_they_leave_out_is_said(tmp_path):
+    """Regression tests: images beside shards, and all beyond the limit, were left out without a word."""
+    photos, shards, texts = tmp_path / "photos", tmp_path / "shards", tmp_path / "captions.txt"
+    samples, dropped = read(write_photos(photos, count=4))
     assert [sample.name for sample in samples][:2] == ["a/01.png", "a/03.png"]
-    assert not dropped.lines()
-    assert len(read(tmp_path / "photos", limit=2)[0]) == 2
-    shards = write_shard(tmp_path / "shards", ("one", " ", "three"))
-    samples, dropped = read(shards)
-    assert [(sample.name, sample.caption) for sample in samples] == [
-        ("00000.tar, sample 0", "one"),
-        ("00000.tar, sample 1", None),
-        ("00000.tar, sample 2", "three"),
-    ]
+    assert not read(photos, limit=5)[1].lines()
+    samples, dropped = read(photos, limit=3)
+    assert len(samples) == 3
+    assert dropped.lines() == [f"Only the first 3 of the 5 images in {photos} are used: --limit."]
+    samples, dropped = read(write_shard(shards, ("one", " ", "three")))
+    names = [f"00000.tar, sample {row}" for row in range(3)]
+    assert [(s.name, s.caption) for s in samples] == list(zip(names, ("one", None, "three"), strict=True))
     assert samples[0].image == bodies(3)[0][1]
     assert dropped.lines() == ["1 skipped: caption is empty (first: 00000.tar, sample 1)"]
+    write_shard(photos / "shards", ("one", "two", "three"))
+    beside = f"5 images beside the shards of {photos} are not used."
+    assert read(photos, limit=3)[1].lines() == [beside]
+    samples, dropped = read(photos, limit=2)
+    assert len(samples) == 2
+    assert dropped.lines() == [beside, "Only the first 2 samples of the shards are used: --limit."]
     shard = shards / "00000.tar"
     shard.write_bytes(shard.read_bytes()[:3000])
     assert "the shard is damaged" in read(shards)[1].lines()[-1]
-    (tmp_path / "captions.txt").write_text("first\n\nsecond\n")
-    assert [sample.caption for sample in read(tmp_path / "captions.txt")[0]] == ["first", "second"]
-    (tmp_path / "empty").mkdir()
-    for source, message in ((tmp_path / "empty", "holds no images"), (tmp_path / "gone", "There is no")):
-        with pytest.raises(UserError, match=message):
-            read(source)
-
-
-def test_what_a_gallery_leaves_out_is_said(tmp_path):
-    """Regression test: images beside shards, and all beyond the limit, were left out without a word."""
-    write_photos(tmp_path / "photos", count=4)
-    assert read(tmp_path / "photos", limit=5)[1].notes == []
-    (said,) = read(tmp_path / "photos", limit=3)[1].lines()
-    assert said == f"Only the first 3 of the 5 images in {tmp_path / 'photos'} are used: --limit."
-    write_shard(tmp_path / "photos" / "shards", ("one", "two", "three"))
-    beside = f"5 images beside the shards of {tmp_path / 'photos'} are not used."
-    assert read(tmp_path / "photos", limit=3)[1].lines() == [beside]
-    samples, dropped = read(tmp_path / "photos", limit=2)
-    assert (len(samples), dropped.lines()[1:]) == (2, ["Only the first 2 samples of the shards are used: --limit."])
-    (tmp_path / "captions.txt").write_text("first\n\nsecond\n")
-    assert "first 1 of the 2 captions in" in read(tmp_path / "captions.txt", limit=1)[1].lines()[0]
-    captions, dropped = read(tmp_path / "captions.txt")
+    texts.write_text("first\n\nsecond\n")
+    assert "first 1 of the 2 captions in" in read(texts, limit=1)[1].lines()[0]
+    captions, dropped = read(texts)
+    assert [sample.caption for sample in captions] == ["first", "second"]
     Explorer(make_model(0)).add_images(captions, dropped=dropped, progress=lambda count: None)
     assert dropped.lines() == ["2 skipped: image is missing (first: line 1)"]
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "picture.jpg").write_bytes(b"\xff\xd8")
+    for name, message in (
+        ("empty", "holds no images"),
+        ("gone", "There is no"),
+        ("picture.jpg", "is not a UTF-8 text"),
+    ):
+        with pytest.raises(UserError, match=message):
+            read(tmp_path / name)
 
 
 def test_a_client_that_leaves_and_a_picture_that_is_dropped_again(address, caplog, monkeypatch):
@@ -251,44 +248,46 @@ def test_results_are_those_of_the_model(explorer):
 
 
 def test_bad_requests_get_a_clear_answer(address, explorer):
-    def error(path: str, body: object) -> tuple[int, str]:
-        status, found = ask(address, path, body)
-        return status, found["error"]
-
-    huge = encoded(Image.new("1", (9000, 9000)), "PNG")
-    assert error("/api/image", b"") == (400, "The file is empty.")
-    assert error("/api/image", b"text")[1].startswith("The file is not an image that can be read")
-    assert error("/api/image", bodies(4)[3][1][:150])[0] == 400
-    assert "has 9000 x 9000, more than the 64,000,000 pixels allowed" in error("/api/image", huge)[1]
-    vast = png(60_000, 60_000, data=b"", bits=8)
-    assert "has 3600000000 pixels, more than the 64,000,000 pixels allowed" in error("/api/image", vast)[1]
-    assert error("/api/image", bytes(http_api.LARGEST_UPLOAD + 1)) == (
-        413,
-        "The file has more than 20 MiB: make it smaller.",
-    )
-    assert error("/api/search", {"text": " "}) == (400, "Type the text first.")
-    assert "1,000 are allowed" in error("/api/search", {"text": "x" * 1001})[1]
-    for count in (10_000, True, 1.0, "3"):
-        assert error("/api/search", {"text": "a", "count": count}) == (400, "count must be a number from 1 to 60.")
-    assert error("/api/search", b"[") == (400, "The request is not JSON.")
-    assert error("/api/search", b"[" * 100_000) == (400, "The request is not JSON.")
-    assert error("/api/search", rb'{"text": "\udfff"}') == (400, "The request has text that is not Unicode.")
-    assert error("/api/search", [1]) == (400, "The request must be a JSON object.")
     image = explorer.add_upload(bodies(1)[0][1])
+    huge, vast = encoded(Image.new("1", (9000, 9000)), "PNG"), png(60_000, 60_000, data=b"", bits=8)
+    size, most = "more than the 64,000,000 pixels allowed: make it smaller.", http_api.LARGEST_UPLOAD
 
-    def classes(classes: object, templates: object = TEMPLATES, image: str = image) -> str:
-        return error("/api/classify", {"image": image, "classes": classes, "templates": templates})[1]
+    def classify(classes: object = CLASSES, templates: object = TEMPLATES, image: str = image) -> dict[str, object]:
+        return {"image": image, "classes": classes, "templates": templates}
 
-    assert classes(["cat", "cat "]) == "Give 2 to 1,000 different classes, one a line; these are 1."
-    assert classes("cat") == "classes and templates must be lists of texts."
-    assert classes(CLASSES, ["a photo"]) == "The template 'a photo' needs {c} where the class name goes."
-    assert classes(CLASSES, []) == "Give 1 to 100 templates, one a line; these are 0."
-    assert classes(CLASSES, image="0" * 24) == "This image is not known any more: drop it again."
-    for number in ("99", "9" * 5000, "\u00b2"):
-        assert classes(CLASSES, image=f"gallery:{number}") == "This image is not known any more: drop it again."
-    assert ask(address, "/image/99")[0] == ask(address, "/image/" + "9" * 5000)[0] == ask(address, "/image/x")[0] == 404
+    uploads: list[tuple[bytes, int, str]] = [
+        (b"", 400, "The file is empty."),
+        (b"text", 400, "The file is not an image that can be read (PNG, JPEG, WebP and others)."),
+        (bodies(4)[3][1][:150], 400, "The file is damaged: it cannot be decoded to its end."),
+        (huge, 400, f"The file has 9000 x 9000, {size}"),
+        (vast, 400, f"The file has 3600000000 pixels, {size}"),
+        (bytes(most + 1), 413, "The file has more than 20 MiB: make it smaller."),
+    ]
+    searches: list[tuple[object, str]] = [
+        ({"text": " "}, "Type the text first."),
+        ({"text": "x" * 1001}, "The text has 1,001 characters; 1,000 are allowed."),
+        *(({"text": "a", "count": n}, "count must be a number from 1 to 60.") for n in (10_000, True, 1.0, "3")),
+        *((body, "The request is not JSON.") for body in (b"[", b"[" * 100_000)),
+        (rb'{"text": "\udfff"}', "The request has text that is not Unicode."),
+        ([1], "The request must be a JSON object."),
+    ]
+    unknown = "This image is not known any more: drop it again."
+    classes: list[tuple[object, str]] = [
+        (classify(["cat", "cat "]), "Give 2 to 1,000 different classes, one a line; these are 1."),
+        (classify("cat"), "classes and templates must be lists of texts."),
+        (classify(templates=["a photo"]), "The template 'a photo' needs {c} where the class name goes."),
+        (classify(templates=[]), "Give 1 to 100 templates, one a line; these are 0."),
+        *((classify(image=f"gallery:{number}"), unknown) for number in ("99", "9" * 5000, "\u00b2")),
+        (classify(image="0" * 24), unknown),
+    ]
+    for body, status, message in uploads:
+        assert ask(address, "/api/image", body) == (status, {"error": message})
+    for path, cases in (("/api/search", searches), ("/api/classify", classes)):
+        for asked, message in cases:
+            assert ask(address, path, asked) == (400, {"error": message})
+    for path in ("/image/99", "/image/" + "9" * 5000, "/image/x", "/../../etc/passwd"):
+        assert ask(address, path)[0] == 404
     assert ask(address, "/image/0")[0] == 200
-    assert ask(address, "/../../etc/passwd")[0] == 404
 
 
 def test_only_this_machine_is_served_by_default(address):
@@ -310,9 +309,6 @@ def test_the_command_reports_mistakes_before_loading_anything(tmp_path):
     assert fails(checkpoint, "--images", str(gone)) == f"--images {gone}: there is no such file or folder."
     assert "nor json:FIELD" in fails(checkpoint, "--caption", "jpg")
     assert "neither --images nor --captions has shards" in fails(checkpoint, "--caption", "json:caption")
-    (tmp_path / "picture.jpg").write_bytes(b"\xff\xd8")
-    with pytest.raises(UserError, match=r"picture.jpg is not a UTF-8 text file with a caption a line"):
-        read(tmp_path / "picture.jpg")
     write_shard(tmp_path / "captioned", CAPTIONS)
     message = fails(checkpoint, "--images", str(tmp_path / "captioned"), "--caption", "json:captoins")
     assert "--caption = 'json:captoins' is in none of the first samples" in message

@@ -64,7 +64,7 @@ def command(
     run = load_run(recipe, overrides, scaled=scaled)
     from pipeline.config import dump
     from pipeline.data.order.mixture import load_mixture
-    from pipeline.planning.start_lines import start_lines
+    from pipeline.planning.run_plan import start_lines
     from pipeline.training.recipe import check_captions_of, check_run
 
     if ranks is not None:

@@ -56,7 +56,10 @@ class Distribution:
 
 
 class Sink:
-    """A destination of metrics. Only rank 0 has sinks. All steps count the steps that have been taken."""
+    """A destination of metrics, which ignores what it has no method for.
+
+    Only rank 0 has sinks. All steps count the steps that have been taken.
+    """
 
     def scalars(self, kind: str, *, step: int, values: Mapping[str, float]) -> None:
         """Metrics of kind "train", or scores of kind "evaluation" or "validation"."""
@@ -73,18 +76,16 @@ class Sink:
     def close(self) -> None: ...
 
 
+QuietSink = Sink
+"""The name under which packages of users have the base class."""
 SINKS: Registry[Callable[[SinkContext], Sink]] = Registry(
     "tracker", setting="telemetry.trackers", package="pipeline.metrics", group="neuclip.trackers"
 )
 register_sink = SINKS.register
 
 
-class QuietSink(Sink):
-    """Ignores all records: the base class of sinks that handle only some of them."""
-
-
 @register_sink("jsonl")
-class JsonLines(QuietSink):
+class JsonLines(Sink):
     """RUN/metrics.jsonl: one JSON object per line, read by reports and plots."""
 
     not_written = "its lines are kept in memory until they can be"
@@ -144,12 +145,12 @@ def _remains(line: str, first_step: int) -> bool:
 def progress(context: SinkContext) -> Sink:
     """The terminal: a progress bar on a terminal, else plain lines, as set by `telemetry.progress`."""
     if context.progress == "quiet":
-        return QuietSink()
+        return Sink()
     bar = context.progress == "bar" or (context.progress in ("auto", "brief") and sys.stdout.isatty())
     return ProgressBarSink(context) if bar else ProgressLines(context)
 
 
-class ProgressBarSink(QuietSink):
+class ProgressBarSink(Sink):
     """A progress bar with the most important metrics; a brief one is cleared at the end."""
 
     def __init__(self, context: SinkContext) -> None:
@@ -185,7 +186,7 @@ class ProgressBarSink(QuietSink):
         self._bar.console.print(message, highlight=False)
 
 
-class ProgressLines(QuietSink):
+class ProgressLines(Sink):
     """One plain line per record, at most one every few seconds: for log files."""
 
     def __init__(self, context: SinkContext) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from pipeline.config import flatten
 from pipeline.errors import UserError, in_a_line
 from pipeline.files import write_text
-from pipeline.metrics.sinks import Distribution, QuietSink, SinkContext, register_sink
+from pipeline.metrics.sinks import Distribution, Sink, SinkContext, register_sink
 
 PACKAGES = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "trackio", "wandb")
 """Names of accelerate's trackers that need a package of the same name."""
@@ -42,7 +42,7 @@ def check_trackers(names: Sequence[str]) -> None:
                 ) from error
 
 
-class TrackerSink(QuietSink):
+class TrackerSink(Sink):
     """One of accelerate's trackers, for metrics. Steps that are repeated after a resume or a rollback are logged again.
 
     The run in the tracker is named like the run's folder, except in comet_ml and dvclive. In W&B, trackio and MLflow a

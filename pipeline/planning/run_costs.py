@@ -42,14 +42,13 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Bytes on one GPU that do not depend on the batch."""
+    """Bytes on one GPU that do not depend on the batch; `buffers` are those of the engine's communication."""
 
     weights: int
     gradients: int
     masters: int
     moments: int
     buffers: int
-    """Of the engine's communication."""
 
     @property
     def total(self) -> int:
@@ -91,14 +90,8 @@ def engine_memory(
     Stage 3 also partitions the weights; the layers that it gathers at a time are counted as buffers. An average of the
     weights (EMA) is counted with the masters.
 
-    Args:
-        parameters: of the towers.
-        stage: ZeRO stage.
-        bf16: whether weights are bf16 (stage 0: autocast).
-        ranks: that share the state.
-        bucket: elements that are reduced at once.
-        average: whether an average of the weights is kept.
-        trained: of the parameters; None: all. Locked ones have no gradients, masters or moments.
+    Of the towers' `parameters`, those that are not `trained` (None: all are) have no gradients, masters or moments.
+    `bucket` is the number of elements that are reduced at once.
     """
     compute = 2 if bf16 and stage > 0 else 4
     trained = parameters if trained is None else trained
@@ -121,15 +114,9 @@ def run_cost(
     passes: tuple[float, float],
     assume: Assumptions,
 ) -> Cost:
-    """Arithmetic and time of a budget.
+    """Arithmetic and time of a budget of optimizer steps, of `batch_size` pairs each over all ranks.
 
-    Args:
-        costs: of the towers.
-        steps: optimizer steps.
-        batch_size: pairs per step, over all ranks.
-        dataset_size: pairs of an epoch.
-        passes: forward passes of each pair through image and text tower; a backward pass counts as two.
-        assume: about machine and data.
+    `passes` are the forward passes of each pair through image and text tower; a backward pass counts as two.
     """
     samples = steps * batch_size
     flops = (passes[0] * costs.image_flops + passes[1] * costs.text_flops) * samples
@@ -166,12 +153,7 @@ def simulate_objective(
 ) -> tuple[ObjectiveMemory, dict[str, int]]:
     """Take two steps of an objective without values: the memory of one rank's part, and the traffic of the second step.
 
-    Args:
-        config: The objective's section.
-        dim: Of the features.
-        batch_size: Over all ranks.
-        ranks: Their number.
-        facts: dataset_size, steps_per_epoch and total_steps, as for `build_objective`.
+    `batch_size` is over all ranks; `facts` are dataset_size, steps_per_epoch and total_steps, as for `build_objective`.
 
     Returns:
         Bytes, and calls of each collective and bytes that this rank contributes, see `World.traffic`.
@@ -209,13 +191,7 @@ class DataPlan:
 
 
 def plan_data(config: DataConfig, *, ranks: int, global_batch: int, image_size: int) -> DataPlan:
-    """Read the manifests of a run's data.
-
-    Args:
-        config: The `data` section.
-        ranks: Of the run.
-        global_batch: Samples of a batch over all ranks.
-        image_size: Side of the decoded images, in pixels.
+    """Read the manifests of a run's data, of which the steps take `global_batch` samples over all ranks.
 
     Raises:
         UserError: Data, batch size, streams, ranks and workers do not fit together.

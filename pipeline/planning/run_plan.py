@@ -1,13 +1,19 @@
-"""The plan of a recipe: memory, time and data, from its model on the meta device and the data's manifest."""
+"""The plan of a recipe (memory, time and data, without computing), and what a run says before its first step."""
 
 from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterator
+import os
+import shlex
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
+import torch
+
+from pipeline.cores import usable_cores
 from pipeline.data.data_config import MOST_WORKERS
 from pipeline.data.loading.caption_notes import caption_notes, first_captions
 from pipeline.data.loading.stored_features import common_crops, how_to_write, open_features
@@ -32,6 +38,10 @@ from pipeline.training.recipe import RunConfig, check_captions_of, check_run
 from pipeline.training.stages import check_stages, stages_of
 
 UNKNOWN_DATA = Assumptions()
+CORE_GFLOPS = 50.0
+"""What a CPU core reaches in fp32, roughly."""
+LONG_STEP = 60.0
+"""Seconds of a step from which on a CPU is hardly what was meant."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +52,6 @@ class RunPlan:
     gpus: int
     local_batch: int
     micro_batch: int
-    bf16: bool
     stage: int
     """ZeRO stage of the recipe."""
     towers: TowerCosts
@@ -116,29 +125,27 @@ def plan_run(run: RunConfig, *, gpus: int, assume: Assumptions = UNKNOWN_DATA) -
         total_steps=run.total_steps,
     )
     costs = stage_costs(run, dataset_size=dataset_size, accumulation=micro < local, assume=assume)
-    largest = max(
-        (measured_towers(stage.run.model)[0] for stage in stages_of(run)), key=lambda towers: towers.saved_bytes
+    every = [measured_towers(stage.run.model) for stage in stages_of(run)]
+    largest = max((measured for measured, _, _ in every), key=lambda measured: measured.saved_bytes)
+    notes = [note for *_, notes in every for note in notes]
+    notes += [*_stored_features(run, data), *_caption_notes(run, architecture)]
+    memory = partial(
+        engine_memory,
+        towers.parameters,
+        bf16=engine.bf16,
+        ranks=gpus,
+        bucket=engine.bucket,
+        average=run.ema.decay is not None,
+        trained=towers.trained_parameters,
     )
     return RunPlan(
         architecture=architecture.name,
         gpus=gpus,
         local_batch=local,
         micro_batch=micro,
-        bf16=engine.bf16,
         stage=engine.stage,
         towers=towers,
-        engine={
-            stage: engine_memory(
-                towers.parameters,
-                stage=stage,
-                bf16=engine.bf16,
-                ranks=gpus,
-                bucket=engine.bucket,
-                average=run.ema.decay is not None,
-                trained=towers.trained_parameters,
-            )
-            for stage in range(4)
-        },
+        engine={stage: memory(stage=stage) for stage in range(4)},
         activations={
             stage: activation_bytes(largest, micro_batch=micro, bf16=engine.bf16, autocast=stage == 0)
             for stage in range(4)
@@ -152,9 +159,7 @@ def plan_run(run: RunConfig, *, gpus: int, assume: Assumptions = UNKNOWN_DATA) -
         data_missing=missing,
         workers=min(MOST_WORKERS if run.data.workers is None else run.data.workers, run.data.streams // gpus),
         sample_bytes=data.bytes / data.samples if data else assume.sample_bytes,
-        notes=tuple(dict.fromkeys(note for stage in stages_of(run) for note in measured_towers(stage.run.model)[2]))
-        + tuple(_stored_features(run, data))
-        + tuple(_caption_notes(run, architecture)),
+        notes=tuple(dict.fromkeys(notes)),
     )
 
 
@@ -189,20 +194,13 @@ def stage_costs(
     costs = []
     for stage in stages_of(run):
         towers, architecture, _ = measured_towers(stage.run.model)
-        steps = stage.end - stage.first
         # GradCache computes features twice, checkpointing activations; a locked tower has no backward pass.
         trained, locked = 3 + accumulation + run.model.grad_checkpointing, 1 + accumulation
         image, text = (float(trained if learns else locked) for learns in towers.trained)
         if run.data.image_features is not None:
             image = 0.0
-        cost = run_cost(
-            towers,
-            steps=steps,
-            batch_size=run.batch_size,
-            dataset_size=dataset_size,
-            passes=(image, text),
-            assume=assume,
-        )
+        budget = {"steps": stage.end - stage.first, "batch_size": run.batch_size, "dataset_size": dataset_size}
+        cost = run_cost(towers, **budget, passes=(image, text), assume=assume)
         costs.append((stage.describe(image_size=architecture.image_size), cost))
     return costs
 
@@ -216,3 +214,62 @@ def measured_towers(model: ModelConfig) -> tuple[TowerCosts, Architecture, tuple
     length = min(model.text_tokens or architecture.context_length, architecture.context_length)
     costs = measure_towers(towers, image_size=architecture.image_size, context_length=length)
     return costs, architecture, towers.notes
+
+
+def start_lines(run: RunConfig, *, pairs: int | None, ranks: int, scaled: Mapping[str, str]) -> list[str]:
+    """What a run says before its first step, and a warning where the device cannot be meant.
+
+    `pairs` are those in the data (None: it is not there yet), and `scaled` the rates that `reference_batch` has
+    changed, as `scale_rates` gives them.
+
+    Raises:
+        UserError: There is no such architecture.
+    """
+    towers, architecture, _ = measured_towers(run.model)
+    facts = ENGINES[run.engine.name].facts(
+        run.engine, optimizer=run.optimizer, global_batch=run.batch_size, world_size=ranks
+    )
+    on_cpu = run.engine.device == "cpu" or not torch.cuda.is_available()
+    device = "CPU" if on_cpu else torch.cuda.get_device_name()
+    trained = towers.trained_parameters
+    some = f", {trained / 1e6:,.1f}M of them trained" if trained < towers.parameters else ""
+    was = f" = {scaled['optimizer.lr']}" if "optimizer.lr" in scaled else ""
+    steps, output = run.total_steps, shlex.quote(run.output)
+    board = f", or tensorboard --logdir {output}" if run.telemetry.tensorboard else ""
+    lines = {
+        "model": f"{architecture.name}, {towers.parameters / 1e6:,.1f}M parameters{some}; method {run.objective.name}",
+        "data": f"{pairs:,} pairs" if pairs else "not there yet",
+        "budget": (
+            f"{_count(steps, 'step')} of batch_size={run.batch_size}"
+            + (f" ({steps * run.batch_size / pairs:,.2f} times the data)" if pairs else "")
+        ),
+        "device": f"{device}, {_count(ranks, 'rank')}, {'bf16' if facts.bf16 else 'fp32'}",
+        "learning rate": f"{run.optimizer.lr:g}{was}",
+        "output": f"{run.output}; to look at it: neuclip report {output}{board}",
+    }
+    rows = [f"{label:<14} {text}" for label, text in lines.items()]
+    if on_cpu:
+        costs = stage_costs(run, dataset_size=pairs or run.samples, accumulation=False, assume=UNKNOWN_DATA)
+        rows += _unlikely(step=sum(cost.flops for _, cost in costs) / steps, ranks=ranks)
+    return rows
+
+
+def _unlikely(*, step: float, ranks: int) -> list[str]:
+    """Warnings about a run on a CPU; `step` in FLOP."""
+    cores, here = usable_cores(), int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    warnings = []
+    if (seconds := step * here / ranks / (1e9 * CORE_GFLOPS * cores)) > LONG_STEP:
+        warnings.append(
+            f"WARNING: torch uses no GPU here: a step is {step / 1e12:,.1f} TFLOP, which takes {_count(cores, 'core')} "
+            f"about {seconds / 60:,.0f} min. `neuclip doctor` says why a GPU is not seen."
+        )
+    if here > cores:
+        warnings.append(
+            f"WARNING: {here} ranks share {_count(cores, 'core')}, without a GPU: they only wait for each other. "
+            f"Use --ranks {cores} at most."
+        )
+    return warnings
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"

@@ -28,7 +28,9 @@ def _departed(_: click.Context, __: click.Parameter, given: bool) -> None:
 @click.command(name="verify")
 @click.argument("folder", type=click.Path(file_okay=False))
 @click.option("--decode", default=16, show_default=True, type=click.IntRange(min=0), help="Images to decode per shard.")
-@click.option("--allow-outside", is_flag=True, help="Read shards that the manifest names outside of FOLDER, too.")
+@click.option(
+    "--allow-outside", is_flag=True, help="Read shards outside of FOLDER, too; with --remove, follow links out of it."
+)
 @click.option(
     "--delete-damaged",
     is_flag=True,
@@ -66,7 +68,7 @@ def command(
     from pipeline.files import check_writable
 
     if remove:
-        return _remove(folder, Path(remove))
+        return _remove(folder, Path(remove), allow_outside=allow_outside)
     if duplicates:
         _duplicates(folder, check_writable(duplicates), allow_outside=allow_outside)
         return 0
@@ -168,7 +170,7 @@ def _report_undecodable(names: list[str]) -> None:
         click.echo(f"{len(names):,} images cannot be decoded and were not compared: {', '.join(names[:5])}")
 
 
-def _remove(folder: str, names: Path) -> int:
+def _remove(folder: str, names: Path, *, allow_outside: bool) -> int:
     from data_prep.dataset.dataset_folder import Folder, read_lines
     from data_prep.dataset.ingest_report import REPORT_NAME, write_report
     from data_prep.dataset.manifest_writer import local_manifest
@@ -183,7 +185,7 @@ def _remove(folder: str, names: Path) -> int:
     before = None
     with suppress(UserError):  # it is missing or damaged: the removal says so, or writes it
         before = local_manifest(folder).digest
-    done, manifest = remove(folder, listed)  # also finishes one that was interrupted
+    done, manifest = remove(folder, listed, allow_outside=allow_outside)  # also finishes one that was interrupted
     if not listed:
         click.echo(f"{names} names nothing: nothing was removed.")
         return 0

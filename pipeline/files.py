@@ -98,11 +98,12 @@ def file_lock(path: Path, *, shared: bool = False, seconds: float = math.inf) ->
 
     Raises:
         BlockingIOError: Another process holds the lock.
-        OSError: The file cannot be made, or its file system has no locks.
+        OSError: The file cannot be made, is a link, or its file system has no locks.
     """
     kind, deadline = fcntl.LOCK_SH if shared else fcntl.LOCK_EX, time.monotonic() + seconds
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+", encoding="utf-8") as file:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+    with open(descriptor, "a+", encoding="utf-8") as file:
         while True:
             try:
                 fcntl.flock(file, kind | (0 if seconds == math.inf else fcntl.LOCK_NB))

@@ -5,7 +5,8 @@
 3. They are renamed to their final names in order, and files without a successor are deleted; the note comes last.
 
 Before step 2 nothing has changed; after it, `recover` repeats step 3, which can fail only in a rename. All commands
-publish, replace and delete shards in this way.
+publish, replace and delete shards in this way. Notes and links may be another person's: a link that leads out of the
+data set's folder is followed with `allow_outside` only.
 """
 
 from __future__ import annotations
@@ -28,29 +29,31 @@ _TOKEN = re.compile(r"[0-9a-f]{32}")
 class Commit:
     """A change of several files below `root`, noted in the file `note`; without `finish`, it is undone."""
 
-    def __init__(self, root: Path, note: Path) -> None:
-        self._root, self._note, self._token = root, note, uuid.uuid4().hex
+    def __init__(self, root: Path, note: Path, *, allow_outside: bool = False) -> None:
+        self._root, self._note, self._token, self._allow_outside = root, note, uuid.uuid4().hex, allow_outside
         self._files: dict[str, bool] = {}
+        self._new: dict[str, Path] = {}
 
     def __enter__(self) -> Commit:
         return self
 
     def __exit__(self, *error: object) -> None:
         if not self._note.exists():  # else it is valid, and `recover` needs the files
-            for name in self._files:
+            for path in self._new.values():
                 with suppress(OSError):
-                    _beside(self._root / name, self._token).unlink()
+                    path.unlink()
 
     def new(self, path: Path) -> Path:
         """Where the caller writes the new version of a file.
 
         Raises:
-            UserError: A part of its name is not a `plain_name`.
+            UserError: A part of its name is not a `plain_name`, or it leads out of the folder.
         """
         name = os.path.relpath(path, self._root)
         path_below(self._root, name, what="A file to be replaced")
         self._files[name] = True
-        return _beside(path, self._token)
+        self._new[name] = _beside(real_path(self._root, path, allow_outside=self._allow_outside), self._token)
+        return self._new[name]
 
     def delete(self, path: Path) -> None:
         """Delete a file, and what it leads to if it is a link, instead of replacing it."""
@@ -59,35 +62,49 @@ class Commit:
 
     def finish(self) -> None:
         """Make the new files valid, and put them in their places."""
-        new = [_beside(self._root / name, self._token) for name, is_new in self._files.items() if is_new]
+        new = [self._new[name] for name, is_new in self._files.items() if is_new]
         for path in [*new, *{path.parent for path in new}]:
             flush(path)
         write_text(self._note, json.dumps({"token": self._token, "files": self._files}), durable=True)
         flush(self._note.parent)
-        _put_in_place(self._root, self._note)
+        _put_in_place(self._root, self._note, allow_outside=self._allow_outside)
 
 
-def recover(folder: Folder, shards: Collection[int] | None = None) -> None:
+def real_path(root: Path, path: Path, *, allow_outside: bool = False) -> Path:
+    """Where a path below `root` leads.
+
+    Raises:
+        UserError: It leads out of the folder, and `allow_outside` is false.
+    """
+    real = Path(os.path.realpath(path))
+    if allow_outside or real.is_relative_to(os.path.realpath(root)):
+        return real
+    raise UserError(
+        f"{path} leads to {real}, outside of {root}, and nothing was changed there: somebody else's data set may have "
+        "links to any of your files. If this one is yours, move the file into the folder, or let `neuclip verify "
+        "--remove FILE --allow-outside` follow it."
+    )
+
+
+def recover(folder: Folder, shards: Collection[int] | None = None, *, allow_outside: bool = False) -> None:
     """Finish what killed commands have committed, and delete what else they have left.
 
     The caller holds the lock of the folder or, with `shards`, is the only one that changes these.
 
     Raises:
-        UserError: The note of a removal is damaged.
+        UserError: The note of a removal is damaged, or a link leads out of the folder.
     """
     if shards is None and folder.pending_removal.exists():
-        _put_in_place(folder.root, folder.pending_removal)
+        _put_in_place(folder.root, folder.pending_removal, allow_outside=allow_outside)
     for shard in folder.numbered(".commit"):
         if shards is None or shard in shards:
             try:
-                _put_in_place(folder.root, folder.commit(shard))
-            except UserError:  # damaged: the older record, if any, remains in effect
+                _put_in_place(folder.root, folder.commit(shard), allow_outside=allow_outside)
+            except UserError:  # damaged, or not ours: the older record, if any, remains in effect
                 folder.commit(shard).unlink()
-    places = folder.root / "shards", folder.root / "meta"
-    if shards is None:
-        delete_leftovers((folder.root, folder.plan, *places))
-    else:
-        delete_leftovers(places, {f"{shard:05d}" for shard in shards})
+    stems = None if shards is None else {f"{shard:05d}" for shard in shards}
+    places = [folder.root / "shards", folder.root / "meta", *([folder.root, folder.plan] if shards is None else [])]
+    delete_leftovers((real_path(folder.root, place, allow_outside=allow_outside) for place in places), stems)
 
 
 def delete_leftovers(folders: Iterable[Path], stems: Collection[str] | None = None) -> None:
@@ -97,11 +114,11 @@ def delete_leftovers(folders: Iterable[Path], stems: Collection[str] | None = No
             path.unlink(missing_ok=True)
 
 
-def _put_in_place(root: Path, note: Path) -> None:
+def _put_in_place(root: Path, note: Path, *, allow_outside: bool) -> None:
     """Put the files of a note in their places, which may be repeated after a kill at any point.
 
     Raises:
-        UserError: The note is damaged.
+        UserError: The note is damaged, or a file leads out of the folder.
     """
     try:
         tree = json.loads(note.read_bytes())
@@ -114,18 +131,18 @@ def _put_in_place(root: Path, note: Path) -> None:
             f"{note}, which says how to finish a change that was interrupted, is damaged ({error}): delete it, and let "
             f"`neuclip verify` find what does not match."
         ) from error
-    for path, is_new in paths.items():
+    places = [(path, real_path(root, path, allow_outside=allow_outside), is_new) for path, is_new in paths.items()]
+    for path, real, is_new in places:
         if not is_new:
-            Path(os.path.realpath(path)).unlink(missing_ok=True)
+            real.unlink(missing_ok=True)
             path.unlink(missing_ok=True)
-        elif (new := _beside(path, token)).exists():
-            new.replace(os.path.realpath(path))
-    for folder in {os.path.dirname(os.path.realpath(path)) for path in paths}:
+        elif (new := _beside(real, token)).exists():
+            new.replace(real)
+    for folder in {real.parent for _, real, _ in places}:
         flush(folder)
     note.unlink()
     flush(note.parent)
 
 
-def _beside(path: Path, token: str) -> Path:
-    real = Path(os.path.realpath(path))
+def _beside(real: Path, token: str) -> Path:
     return real.with_name(f".{real.name}.{token}.tmp")

@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from data_prep.dataset.commit import recover
 from data_prep.dataset.dataset_folder import Folder
 from pipeline.errors import UserError
-from pipeline.files import file_lock
+from pipeline.files import file_lock, write_text
 
 REPORT = "report"
 """The part of the work that writes the report and the datasheet."""
@@ -73,7 +73,7 @@ def shared_lock(folder: Folder, workers: int = 1) -> Iterator[None]:
         with part_lock(folder, "entry"):
             try:
                 with exclusive_lock(folder):
-                    number.write_text(str(workers))
+                    write_text(number, str(workers))
             except UserError:
                 if folder.pending_removal.exists():
                     raise
@@ -84,16 +84,16 @@ def shared_lock(folder: Folder, workers: int = 1) -> Iterator[None]:
 
 
 @contextmanager
-def exclusive_lock(folder: Folder) -> Iterator[None]:
+def exclusive_lock(folder: Folder, *, allow_outside: bool = False) -> Iterator[None]:
     """Hold the folder's exclusive lock, once what was interrupted in it is finished.
 
     Raises:
-        UserError: A download or a removal is running.
+        UserError: A download or a removal is running, or `recover` refuses a link.
     """
     with part_lock(folder, _WHOLE, seconds=0):
         _wait_for_engines(folder, "*")
         with part_lock(folder, REPORT):  # written after the other locks are released
-            recover(folder)
+            recover(folder, allow_outside=allow_outside)
         yield
 
 

@@ -9,7 +9,6 @@ the shards that change.
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ import pyarrow as pa
 
 from data_prep import reasons
 from data_prep.dataset import canonical_tar
-from data_prep.dataset.commit import Commit, delete_leftovers
+from data_prep.dataset.commit import Commit, delete_leftovers, real_path
 from data_prep.dataset.dataset_folder import Folder, as_stored, names_of, read_meta
 from data_prep.dataset.locks import exclusive_lock
 from data_prep.dataset.manifest_writer import local_manifest, manifest_of_records
@@ -50,11 +49,12 @@ class Removal:
     """Shards rewritten."""
 
 
-def remove(root: str | Path, names: set[str]) -> tuple[Removal, Manifest | None]:
+def remove(root: str | Path, names: set[str], *, allow_outside: bool = False) -> tuple[Removal, Manifest | None]:
     """Remove every sample whose uid, URL, hash, key or SHARD:KEY is in `names`; other shards are not changed.
 
     The names are stored in `removed.txt`, so that no later resume, retry or conversion restores the samples. After a
-    kill, the same call finishes the removal; so do `neuclip download` and `neuclip pairs`.
+    kill, the same call finishes the removal; so do `neuclip download` and `neuclip pairs`. Links out of the folder are
+    followed with `allow_outside` only.
 
     Returns:
         The result, in which names that an earlier removal has found are not missing, and the new manifest, which is
@@ -66,7 +66,7 @@ def remove(root: str | Path, names: set[str]) -> tuple[Removal, Manifest | None]
             are still there, because other files of the folder have them as well.
     """
     folder, names = Folder(Path(root)), as_stored(names)
-    with exclusive_lock(folder):
+    with exclusive_lock(folder, allow_outside=allow_outside):
         if folder.is_download:
             before, hits, found, is_whole = _in_download(folder, names)
         else:
@@ -74,11 +74,15 @@ def remove(root: str | Path, names: set[str]) -> tuple[Removal, Manifest | None]
             hits, found = _in_tars(before, names)
         changing = [shard for shard in before.shards if shard.name in hits]
         _check(folder, before, changing, hits, is_whole=is_whole)
-        delete_leftovers({Path(os.path.realpath(before.url(shard))).parent for shard in before.shards})
+        places = (real_path(folder.root, Path(before.url(shard)), allow_outside=allow_outside) for shard in changing)
+        delete_leftovers({place.parent for place in places})
         known = folder.removed_names()
         manifest = local_manifest(folder.root) if (folder.root / MANIFEST_NAME).is_file() else None
         kept = known | (names if folder.is_download else found)
-        manifest = _commit(folder, manifest, changing, hits, kept) if hits or kept != known else manifest
+        if hits or kept != known:
+            with Commit(folder.root, folder.pending_removal, allow_outside=allow_outside) as commit:
+                manifest = _stage(folder, commit, manifest, changing, hits, kept)
+                commit.finish()
         if manifest is not None:
             manifest.update_indexes()
         _check_others(folder, names)
@@ -127,17 +131,15 @@ def _check(folder: Folder, manifest: Manifest, changing: list[Shard], hits: Hits
             check_tar(folder, Path(manifest.url(shard)), shard.sha256)
 
 
-def _commit(
-    folder: Folder, manifest: Manifest | None, changing: list[Shard], hits: Hits, names: Set[str]
+def _stage(
+    folder: Folder, commit: Commit, manifest: Manifest | None, changing: list[Shard], hits: Hits, names: Set[str]
 ) -> Manifest | None:
-    """Put new shards in the place of the old ones, and return the new manifest if there was one."""
-    with Commit(folder.root, folder.pending_removal) as commit:
-        changed = {shard.name: _rewrite(folder, commit, shard, hits[shard.name]) for shard in changing}
-        commit.new(folder.removed).write_text("".join(f"{name}\n" for name in sorted(names)), encoding="utf-8")
-        if manifest is not None:
-            manifest = _changed_manifest(manifest, changed)
-            manifest.write_to(commit.new(folder.root / MANIFEST_NAME))
-        commit.finish()
+    """Write new shards and the list of removed names, and return the new manifest if there was one."""
+    changed = {shard.name: _rewrite(folder, commit, shard, hits[shard.name]) for shard in changing}
+    commit.new(folder.removed).write_text("".join(f"{name}\n" for name in sorted(names)), encoding="utf-8")
+    if manifest is not None:
+        manifest = _changed_manifest(manifest, changed)
+        manifest.write_to(commit.new(folder.root / MANIFEST_NAME))
     return manifest
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from data_prep.dataset import canonical_tar
+from data_prep.dataset.commit import real_path
 from data_prep.dataset.dataset_folder import Folder, ShardRecord, read_lines, read_meta
 from data_prep.dataset.ingest_report import REPORT_NAME
 from data_prep.dataset.locks import exclusive_lock
@@ -117,11 +118,11 @@ def delete_damaged(root: str | Path, problems: Iterable[Problem]) -> list[str]:
             withdraw(folder, number)
         if is_plan := folder.is_download and f"plan/{PLAN_NAME}" in at_fault:
             for path in (folder.plan / PLAN_NAME, *folder.plan.glob("part-*.parquet")):
-                path.unlink(missing_ok=True)
+                real_path(folder.root, path).unlink(missing_ok=True)
         for path in map(folder.root.joinpath, indexes):
             if path.is_dir():
                 raise UserError(f"{path} is a folder in the place of a file: move it away by hand.")
-            path.unlink(missing_ok=True)
+            real_path(folder.root, path).unlink(missing_ok=True)
     names = [folder.tar(number).relative_to(folder.root).as_posix() for number in numbers]
     return [*names, *indexes, *([f"plan/{PLAN_NAME}"] if is_plan else [])]
 

@@ -18,9 +18,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from data_prep.dataset import canonical_tar, commit
+from data_prep.dataset import canonical_tar, commit, removal
 from data_prep.dataset.dataset_folder import Folder
-from data_prep.dataset.removal import remove
 from data_prep.dataset.shard_files import withdraw
 from data_prep.dataset.verification import verify
 from jobs.manifest import command as manifest_command
@@ -86,6 +85,10 @@ def build(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
         return Path(request.getfixturevalue("copied")).parent
     globals()[request.param](tmp_path / "data")
     return tmp_path
+
+
+def remove(root: Path, names: set[str]) -> Any:
+    return removal.remove(root, names, allow_outside=True)  # `behind_links` needs it, and the others do not mind
 
 
 KINDS = pytest.mark.parametrize("build", ["download", "of_pairs", "foreign", "behind_links"], indirect=True)
@@ -319,3 +322,43 @@ def test_an_unfinished_download_keeps_its_removals(copied):
     assert folder.removed_names() == {"0000000001", "0000000020"}
     done, manifest = remove(copied, {f"{k:010d}" for k in range(SHARD)})
     assert (done.samples, manifest) == (SHARD - 1, None), "what is left is fetched later"
+
+
+def note_of_a_deletion(root: Path, target: Path) -> None:
+    (root / "x").symlink_to(target)
+    (root / "removal.pending").write_text(json.dumps({"token": "0" * 32, "files": {"x": False}}))
+
+
+def note_of_a_replacement(root: Path, target: Path) -> None:
+    (root / "sub").symlink_to(target.parent)
+    (target.parent / f".{target.name}.{'0' * 32}.tmp").write_text("theirs")
+    (root / "removal.pending").write_text(json.dumps({"token": "0" * 32, "files": {f"sub/{target.name}": True}}))
+
+
+def linked_shard(root: Path, target: Path) -> None:
+    (root / "shards/00000.tar").rename(target)
+    (root / "shards/00000.tar").symlink_to(target)
+
+
+def linked(name: str) -> Callable[[Path, Path], None]:
+    return lambda root, target: (root / name).symlink_to(target)
+
+
+PLANTED = {"a deletion": note_of_a_deletion, "a replacement": note_of_a_replacement, "a shard": linked_shard,
+           "the list": linked("removed.txt"), "a lock": linked("staging/lock-folder")}  # fmt: skip
+
+
+@pytest.mark.parametrize("plant", PLANTED.values(), ids=PLANTED)
+def test_links_out_of_a_data_set_are_not_followed_without_consent(tmp_path, plant):
+    root, target = tmp_path / "data", tmp_path / "home/precious"
+    foreign(root)
+    (root / "staging").mkdir()
+    target.parent.mkdir()
+    target.write_text("mine")
+    plant(root, target)
+    before = contents(target.parent)
+    with pytest.raises(
+        (UserError, OSError), match=r"leads to .*precious, outside of|Too many levels of symbolic links"
+    ):
+        removal.remove(root, {"0000000001"})
+    assert contents(target.parent) == before

@@ -93,7 +93,7 @@ def check_corpus(scenes: Any, data: Path, run: Path) -> None:
     Raises:
         UserError: They are of another.
     """
-    from data_prep.scenes.published import corpus_digest
+    from data_prep.scenes.server import corpus_digest
 
     mark, digest = data / "corpus.sha256", corpus_digest(scenes, INGESTION)
     has_data = any((data / name).exists() for name in ("shards", "suite", "urls.parquet"))
@@ -113,8 +113,7 @@ def ingest(scenes: Any, data: Path) -> str:
     """
     from data_prep.dataset.ingest_report import write_report as write_ingestion_report
     from data_prep.ingest import download
-    from data_prep.scenes.published import write_url_table
-    from data_prep.scenes.server import serve_scenes
+    from data_prep.scenes.server import serve_scenes, write_url_table
     from data_prep.settings.download_config import DownloadConfig
     from jobs.download import progress_bar
     from pipeline.config import merge, parse, read_yaml

@@ -31,7 +31,7 @@ def command(
     """
     if lock:
         return _lock(Path(folder), others=bool(only or mirror or endpoint or check))
-    from data_prep.evalsets.fetch_sets import check_evalsets, fetch_evalsets
+    from data_prep.evaluation_sets import check_evalsets, fetch_evalsets
 
     if check:
         outcome = check_evalsets(folder, only)
@@ -46,7 +46,7 @@ def command(
 
 
 def _lock(folder: Path, *, others: bool) -> int:
-    from data_prep.evalsets.fetch_sets import record_suite
+    from data_prep.evaluation_sets import record_suite
     from pipeline.errors import UserError
 
     if others:

@@ -18,9 +18,8 @@ from pathlib import Path
 
 import click
 
-from data_prep.scenes.published import write_url_table
 from data_prep.scenes.scene import FaultRates, ScenesConfig
-from data_prep.scenes.server import HOST, SERVE_STDIN, SceneServer, serve_scenes
+from data_prep.scenes.server import HOST, SERVE_STDIN, SceneServer, serve_scenes, write_url_table
 from pipeline.errors import UserError
 
 

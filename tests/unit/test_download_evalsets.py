@@ -15,9 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 
-from data_prep.evalsets import fetch_sets
-from data_prep.evalsets.fetch_sets import check_evalsets, fetch_evalsets
-from data_prep.evalsets.set_sources import HUB_SETS, HubSet
+from data_prep import evaluation_sets
+from data_prep.evaluation_sets import HUB_SETS, HubSet, check_evalsets, fetch_evalsets
 from jobs.evalsets import command
 from pipeline.errors import UserError
 from pipeline.evaluation.datasets.datacomp import TASKS, Task, folder_names
@@ -91,7 +90,7 @@ FILES = {
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    monkeypatch.setattr(fetch_sets, "HUB_SETS", TINY)
+    monkeypatch.setattr(evaluation_sets, "HUB_SETS", TINY)
     monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
     with serve() as site:
         yield Hub(site, FILES)
@@ -203,7 +202,7 @@ def test_datacomp_download_can_serve_as_a_mirror(tmp_path):
         (root / "wds_cifar10_test" / name).write_bytes(body)
     write_cache(root, samples=2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fetch_sets, "HUB_SETS", TINY)
+        patch.setattr(evaluation_sets, "HUB_SETS", TINY)
         outcome = fetch_evalsets(tmp_path / "suite", ["cifar10", "misc/winogavil"], mirror=root)
         assert outcome.problems == {}
         assert outcome.good == {"cifar10": 5, "misc/winogavil": 2}

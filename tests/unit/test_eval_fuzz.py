@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_prep.evalsets.fetch_sets import record_suite
+from data_prep.evaluation_sets import record_suite
 from pipeline.errors import UserError
 from pipeline.evaluation import evaluate
 from pipeline.evaluation.datasets.datacomp import TASKS

@@ -38,10 +38,10 @@ PIPELINE = {
 # The same for the folders and top-level modules of `data_prep/`; all of them may import `reasons`.
 DATA_PREP = {
     "settings": set(),
-    "scenes": {"evalsets"},
+    "scenes": {"dataset"},
     "sources": {"settings"},
     "dataset": {"settings", "sources"},
-    "evalsets": {"dataset", "sources"},
+    "evaluation_sets": set(),
     "fetching": {"dataset", "settings", "sources"},
     "ingest": {"dataset", "fetching", "settings", "sources"},
     "pairs": {"dataset", "fetching", "sources"},

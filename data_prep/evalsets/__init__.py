@@ -1,1 +1,0 @@
-"""The evaluation sets: where they are published, and verified copies of them."""

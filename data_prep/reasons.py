@@ -61,7 +61,7 @@ MEANINGS = {
     "no hash": "the table has no hash for it, so it cannot be verified",
     "hash mismatch": "no longer the file that was published",
     "undecodable": "the image decoder failed",
-    "not encoded": "the image could not be stored without changing it",
+    "not encoded": "the image could not be encoded",
     "too little memory": "decoding it needs more memory than the machine had left",
     "quarantined": "decoding it killed its process twice",
     "too slow to decode": "decoding it took longer than 30 seconds, twice",

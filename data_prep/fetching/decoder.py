@@ -35,11 +35,6 @@ _QUALITY = {
     "png": cv2.IMWRITE_PNG_COMPRESSION,
     "webp": cv2.IMWRITE_WEBP_QUALITY,
 }
-# Mean difference of grey thumbnails, of 255, beyond which the encoded image no longer matches the decoded one. The
-# lowest JPEG quality stays below 20.
-_MOST_DIFFERENT = 32.0
-# Pixels; in narrower images, the blocks at the edges are a large share.
-_NARROW = 128
 
 
 @dataclass
@@ -107,7 +102,6 @@ class ImageConverter:
         done, encoded = cv2.imencode(f".{kind}", array, quality)
         if not done:
             raise FetchError(reasons.NOT_ENCODED, f"{array.shape[1]} x {array.shape[0]} as {kind}")
-        check_resemblance(array, encoded, kind=kind)
         return encoded.tobytes()
 
 
@@ -141,33 +135,6 @@ def frame(array: np.ndarray, image: ImageConfig) -> np.ndarray:
         return array
     top, left = (height - size) // 2, (width - size) // 2
     return np.ascontiguousarray(array[top : top + size, left : left + size])
-
-
-def check_resemblance(array: np.ndarray, encoded: np.ndarray, *, kind: str = "jpg") -> None:
-    """Compare an image with its decoded encoding, using small grey thumbnails.
-
-    Args:
-        array: The image.
-        encoded: Its encoding.
-        kind: The format. OpenCV averages blocks of pixels when it decodes a JPEG at a smaller size, which include the
-            padding beyond the edges, so narrow images are decoded whole; of other formats it only takes every eighth
-            pixel, so they are, too.
-
-    Raises:
-        FetchError: not encoded.
-    """
-    is_reduced = kind == "jpg" and min(array.shape[:2]) >= _NARROW
-    small = cv2.imdecode(encoded, cv2.IMREAD_REDUCED_GRAYSCALE_8 if is_reduced else cv2.IMREAD_GRAYSCALE)
-    if small is None:
-        raise FetchError(reasons.NOT_ENCODED, "what was encoded cannot be decoded")
-    if not is_reduced:
-        size = (-(-small.shape[1] // 8), -(-small.shape[0] // 8))
-        small = cv2.resize(small, size, interpolation=cv2.INTER_AREA)
-    grey = cv2.cvtColor(array, cv2.COLOR_BGR2GRAY) if array.ndim == 3 else array
-    wanted = cv2.resize(grey, (small.shape[1], small.shape[0]), interpolation=cv2.INTER_AREA)
-    difference = float(cv2.norm(small, wanted, cv2.NORM_L1)) / small.size
-    if difference > _MOST_DIFFERENT:
-        raise FetchError(reasons.NOT_ENCODED, f"the encoded image differs by {difference:.0f} of 255 on average")
 
 
 _START_SECONDS, _READY = 300.0, "ready"
@@ -251,7 +218,11 @@ def main(descriptor: int) -> None:
     """Answer every image on the connection, whose first message has the settings."""
     with Connection(descriptor) as connection:
         settings, has_boxes = connection.recv()
-        convert = ImageConverter(**settings, blurrer=_blurrer() if has_boxes else None)
+        if has_boxes:
+            from img2dataset.blurrer import BoundingBoxBlurrer  # here, because importing it takes seconds
+
+            settings["blurrer"] = BoundingBoxBlurrer()
+        convert = ImageConverter(**settings)
         connection.send(_READY)
         while True:
             try:
@@ -260,13 +231,6 @@ def main(descriptor: int) -> None:
                 return
             outcome = convert(io.BytesIO(body), boxes)
             connection.send((outcome, convert.is_transparent))
-
-
-def _blurrer() -> Callable[..., Any]:
-    from img2dataset.blurrer import BoundingBoxBlurrer  # here, because importing it takes seconds
-
-    blurrer: Callable[..., Any] = BoundingBoxBlurrer()
-    return blurrer
 
 
 if __name__ == "__main__":

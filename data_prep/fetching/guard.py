@@ -1,4 +1,4 @@
-"""What may be fetched: the addresses that may be connected to, and the rules for responses, such as opt-outs.
+"""What may be fetched: URLs, the addresses that may be connected to, and rules for responses, such as opt-outs.
 
 Of a name, the address that was checked is used, whatever the name resolves to then. A rule is a function with `@rule`,
 which raises a FetchError with a reason from `data_prep/reasons.py`. It sees the URL and the headers of every response
@@ -17,6 +17,7 @@ import functools
 import ipaddress
 import re
 import unicodedata
+import urllib.parse
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from email import errors
@@ -29,20 +30,18 @@ from data_prep.settings.download_config import GuardConfig
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 # Special addresses that Python 3.11 considers global.
-_SPECIAL = tuple(
-    map(
-        ipaddress.ip_network,
-        (
-            "168.63.129.16/32",  # a cloud's metadata service
-            "192.0.0.0/24",  # protocol assignments, metadata services among them
-            "192.88.99.0/24",  # 6to4 relays, deprecated (RFC 7526)
-            "64:ff9b:1::/48",  # NAT64 of a network's own (RFC 8215): the address does not say where it leads
-            "100:0:0:1::/64",  # dummy prefix (RFC 9780)
-            "3fff::/20",  # documentation (RFC 9637)
-            "5f00::/16",  # segment routing (RFC 9602)
-        ),
+_SPECIAL = [
+    ipaddress.ip_network(text)
+    for text in (
+        "168.63.129.16/32",  # a cloud's metadata service
+        "192.0.0.0/24",  # protocol assignments, metadata services among them
+        "192.88.99.0/24",  # 6to4 relays, deprecated (RFC 7526)
+        "64:ff9b:1::/48",  # NAT64 of a network's own (RFC 8215): the address does not say where it leads
+        "100:0:0:1::/64",  # dummy prefix (RFC 9780)
+        "3fff::/20",  # documentation (RFC 9637)
+        "5f00::/16",  # segment routing (RFC 9602)
     )
-)
+]
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 
@@ -92,6 +91,45 @@ def _kind(address: Address) -> str:
     kinds = ("unspecified", "loopback", "link_local", "site_local", "multicast", "private", "reserved")
     found = next((kind for kind in kinds if getattr(address, f"is_{kind}", False)), "not a public address")
     return found.replace("_", "-")
+
+
+def checked_url(url: str, *, what: str = "") -> urllib.parse.SplitResult:
+    """The parts of a URL as it is sent.
+
+    Credentials found on the web are not used.
+
+    Raises:
+        FetchError: It is not a URL that can be requested (bad url, refused scheme).
+    """
+    try:
+        parts = urllib.parse.urlsplit(ascii_url(url))
+        if not parts.scheme:
+            raise ValueError(f"unknown url type: {url!r:.80}")
+        if parts.scheme not in ("http", "https"):
+            raise FetchError(reasons.REFUSED_SCHEME, f"{what}{parts.scheme}")
+        if "@" in parts.netloc:
+            raise ValueError("a user name before the host")
+        if not parts.hostname or parts.port == 0:
+            raise ValueError("no host, or port 0")
+    except ValueError as error:
+        raise FetchError(reasons.BAD_URL, str(error)) from error
+    return parts
+
+
+def ascii_url(url: str) -> str:
+    """The URL as it is sent: international host names in IDNA, other characters percent-encoded.
+
+    Raises:
+        UnicodeError: The host is not a valid name.
+    """
+    if url.isascii() and " " not in url:
+        return url
+    parts = urllib.parse.urlsplit(url)
+    host, colon, port = parts.netloc.partition(":")
+    if not parts.netloc.isascii():  # so it is no IPv6 address, whose colons do not separate a port
+        host = host.encode("idna").decode()
+    quoted = (urllib.parse.quote(part, safe="%/:=&?~#+!$,;'@()*[]|") for part in (parts.path, parts.query))
+    return urllib.parse.urlunsplit((parts.scheme, host + colon + port, *quoted, ""))
 
 
 Rule = Callable[[str, Message, GuardConfig], None]
@@ -201,16 +239,18 @@ def _directives(line: str, user_agent: str) -> Iterator[str]:
 
 def _is_past(text: str) -> bool:
     """Whether a text is a date in the past, in any of the forms that servers send."""
-    date = next(_readings(text), None)
-    return date is not None and (date if date.tzinfo else date.replace(tzinfo=UTC)) < datetime.now(UTC)
-
-
-def _readings(text: str) -> Iterator[datetime]:
     plain = _ZONE.sub("", text)
-    tries = [(parsedate_to_datetime, text), (datetime.fromisoformat, text), (datetime.fromisoformat, plain)]
-    for parse, given in tries:
+    for parse, given in (
+        (parsedate_to_datetime, text),
+        (datetime.fromisoformat, text),
+        (datetime.fromisoformat, plain),
+        *((functools.partial(_date_in, form), plain) for form in _DATES),
+    ):
         with contextlib.suppress(TypeError, ValueError, IndexError):
-            yield parse(given)
-    for form in _DATES:
-        with contextlib.suppress(ValueError):
-            yield datetime.strptime(plain, form)
+            date = parse(given)
+            return (date if date.tzinfo else date.replace(tzinfo=UTC)) < datetime.now(UTC)
+    return False
+
+
+def _date_in(form: str, text: str) -> datetime:
+    return datetime.strptime(text, form)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from data_prep import reasons
 from data_prep.reasons import FetchError
@@ -133,44 +134,24 @@ def extension(body: bytes, default: str) -> str:
     return default
 
 
-# Share that decoders may use, because other processes also grow.
+# Share of the memory that decoders may use, because other processes also grow.
 _SHARE = 0.6
 _PLENTY = 1 << 62
 
 
 def memory_at_hand() -> int:
     """Bytes that all worker processes of this machine together may use for decoding."""
-    free = min(_available(Path("/proc/meminfo")), _left_in_group(Path("/sys/fs/cgroup")))
-    return int(free * _SHARE)
-
-
-def _available(path: Path) -> int:
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:  # not Linux: no limit
-        return _PLENTY
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), _PLENTY)
+    return int(_SHARE * min(psutil.virtual_memory().available, _left_in_group(Path("/sys/fs/cgroup"))))
 
 
 def _left_in_group(root: Path) -> int:
-    """Memory left in the control group (version 2, otherwise 1); the page cache counts as free."""
-    names = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
-    for limit, usage in names:
-        try:
-            most, used = (root / limit).read_text().strip(), int((root / usage).read_text())
-            cached = _inactive_files(root / limit)
-        except (OSError, ValueError):
-            continue
-        return _PLENTY if most == "max" else max(0, int(most) - used + cached)
-    return _PLENTY
-
-
-def _inactive_files(limit: Path) -> int:
-    for line in (limit.parent / "memory.stat").read_text().splitlines():
-        name, _, value = line.partition(" ")
-        if name in ("inactive_file", "total_inactive_file"):
-            return int(value)
-    return 0
+    """Memory left in the control group; the page cache counts as free."""
+    try:
+        most, used = (root / "memory.max").read_text().strip(), int((root / "memory.current").read_text())
+        facts = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
+        return _PLENTY if most == "max" else max(0, int(most) - used + int(facts["inactive_file"]))
+    except (OSError, ValueError, KeyError):
+        return _PLENTY
 
 
 _BYTES_PER_PIXEL = 16

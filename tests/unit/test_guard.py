@@ -14,8 +14,7 @@ import pytest
 
 from data_prep import reasons
 from data_prep.fetching import opener as opener_module
-from data_prep.fetching.guard import AddressFilter
-from data_prep.fetching.opener import ascii_url
+from data_prep.fetching.guard import AddressFilter, ascii_url
 from data_prep.reasons import FetchError
 from tests.documents import ROOT
 from tests.guarded import opener, refusal, site  # noqa: F401

@@ -84,7 +84,7 @@ def progress_bar() -> Iterator[Callable[[Progress], None]]:
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
-    from data_prep.fetching.monitor import SUCCESS
+    from data_prep.fetching.shard_writer import SUCCESS
 
     console, printed = Console(stderr=True), 0.0
     plain = not console.is_terminal

@@ -19,19 +19,21 @@ from data_prep.dataset.dataset_folder import Folder, ShardRecord, key_of, names_
 from data_prep.dataset.manifest_writer import tool_versions
 from data_prep.dataset.shard_files import STORED_HASH, TRANSPARENT, facts_text, publish
 from data_prep.dataset.shard_plan import Plan
-from data_prep.fetching.monitor import SUCCESS, Outcomes
 from data_prep.fetching.served_image import extension
 from data_prep.settings.source_config import HASH_KINDS
 from pipeline.files import write_json
 
 _HEARTBEAT_SECONDS = 0.5
+SUCCESS = "success"
+Outcomes = Counter[str]
+"""Numbers of URLs: of samples under `SUCCESS`, of failures under their reasons."""
 
 
 class ShardWriter:
     """img2dataset's sample writer interface (`write`, `close`) for one shard.
 
     Payloads go to a spool file in the order they arrive, so that memory holds only the index; `close` writes them
-    sorted. A live file beside it reports the progress to the monitor, also that the shard is published.
+    sorted. A live file beside it reports the progress to the supervisor, also that the shard is published.
 
     img2dataset swallows exceptions of `write`. The first one is therefore stored, stops fetching, and is raised by
     `close`: a shard is published completely or not at all. `on_failure` is called at the first exception.

@@ -28,8 +28,8 @@ from data_prep.sources.text_columns import URL, columns_of
 from pipeline.errors import UserError
 
 CHECKED_ROWS = 1_000
-_HEX_LENGTH = {"md5": 32, "sha1": 40, "sha256": 64, "sha512": 128}
-_HEX = re.compile(r"^[0-9a-f]+$", re.IGNORECASE)
+_HEX_LENGTH = {"md5": 32, "sha256": 64, "sha512": 128}
+_HEX = re.compile(r"[0-9a-f]{32}|[0-9a-f]{40}|[0-9a-f]{64}|[0-9a-f]{128}", re.IGNORECASE)
 
 
 def check_source(config: DownloadConfig) -> list[str]:
@@ -50,10 +50,21 @@ def check_source(config: DownloadConfig) -> list[str]:
     unreadable: list[int] = []
     rows = first_rows(source, on_skipped=unreadable.append)
     if not rows:
-        raise UserError(f"source.table = {source.table!r} {_why_no_rows(sum(unreadable), source)}")
+        why = f"has {sum(unreadable):,} rows, none of which can be read" if unreadable else "has no rows"
+        named = ", ".join(columns_of(source))
+        raise UserError(
+            f"source.table = {source.table!r} {why}: each must have the right number of fields, and UTF-8 text in the "
+            f"columns {named}."
+        )
     notes = [*_check_urls(rows, source), *_check_captions(rows, source)]
     _check_stated_hashes(rows, source)
-    return [*notes, *_notes(config)]
+    if not config.guard.contact:
+        notes.append(
+            "No guard.contact is set: the owners of servers cannot reach you. Give a page or an e-mail address."
+        )
+    if source.hub and source.revision:
+        notes.append(f"{source.hub} is read at revision {source.revision}.")
+    return notes
 
 
 def check_blur(config: DownloadConfig) -> None:
@@ -95,22 +106,16 @@ def first_rows(source: SourceConfig, *, on_skipped: Callable[[int], None] = lamb
     return list(itertools.islice(itertools.chain.from_iterable(batch.to_pylist() for batch in batches), CHECKED_ROWS))
 
 
-def _why_no_rows(unreadable: int, source: SourceConfig) -> str:
-    if not unreadable:
-        return "has no rows."
-    return (
-        f"has {unreadable:,} rows, none of which can be read: each has a wrong number of fields, or bytes that are not "
-        f"UTF-8 text in one of the columns {', '.join(columns_of(source))}. Name other columns, or store text in them."
-    )
-
-
 def _check_urls(rows: list[dict[str, Any]], source: SourceConfig) -> Iterator[str]:
-    share = _share(rows, source.url, _is_url)
+    def share_of(name: str) -> float:
+        return sum(_is_url(row[name]) for row in rows) / len(rows)
+
+    share = share_of(source.url)
     if share >= 0.5:
         if share < 0.99:
             yield f"{1 - share:.0%} of the first {len(rows):,} values in column {source.url!r} are not URLs."
         return
-    better = next((name for name in rows[0] if _share(rows, name, _is_url) >= 0.5), None)
+    better = next((name for name in rows[0] if share_of(name) >= 0.5), None)
     hint = f"Column {better!r} does: set source.url={better}." if better else "None of the columns read does."
     raise UserError(
         f"Column {source.url!r} does not hold URLs: {share:.0%} of its first {len(rows):,} values look like one, for "
@@ -119,12 +124,13 @@ def _check_urls(rows: list[dict[str, Any]], source: SourceConfig) -> Iterator[st
 
 
 def _check_captions(rows: list[dict[str, Any]], source: SourceConfig) -> Iterator[str]:
-    def used(value: Any) -> Any:
-        return next((text for text in value if text and text.strip()), None) if isinstance(value, list) else value
+    def used(value: Any) -> str:
+        texts = value if isinstance(value, list) else [value]
+        return next((str(text).strip() for text in texts if text is not None and str(text).strip()), "")
 
-    rows = [{**row, source.caption: used(row[source.caption])} for row in rows]
-    empty = 1 - _share(rows, source.caption, lambda value: bool(str(value).strip()))
-    odd = _share(rows, source.caption, lambda value: _is_url(value) or _is_hash(value) or _is_number(value))
+    captions = [used(row[source.caption]) for row in rows]
+    empty = captions.count("") / len(rows)
+    odd = sum(_is_url(c) or _is_hash(c) or c.replace(".", "", 1).isdigit() for c in captions) / len(rows)
     if empty > 0.9 or odd > 0.9:
         what = "is empty" if empty > 0.9 else "holds URLs, hashes or numbers"
         raise UserError(
@@ -138,43 +144,18 @@ def _check_captions(rows: list[dict[str, Any]], source: SourceConfig) -> Iterato
 def _check_stated_hashes(rows: list[dict[str, Any]], source: SourceConfig) -> None:
     if source.hash is None:
         return
-    wanted = _HEX_LENGTH[source.hash_kind]
-
-    def is_right(value: Any) -> bool:
-        return _is_hash(value) and len(str(value)) == wanted
-
-    share = _share(rows, source.hash, is_right)
-    if share < 0.99:
-        example = next((row[source.hash] for row in rows if row[source.hash] and not is_right(row[source.hash])), None)
-        raise UserError(
-            f"Column {source.hash!r} should hold {source.hash_kind} in hex ({wanted} digits), but {1 - share:.0%} of "
-            f"the first {len(rows):,} values are not, {_what_instead(example)}"
-        )
-
-
-def _what_instead(example: Any) -> str:
-    """What a value that is no hash of the right kind seems to be, and what to do about it."""
-    if example is None:
-        return "because they are empty. Name the right column, or set source.hash=null."
-    text = str(example)
-    kind = next((kind for kind, length in _HEX_LENGTH.items() if length == len(text) and _is_hash(text)), None)
-    shown = f"for example {text[:80]!r} of length {len(text)}."
-    if kind is None:
-        return f"{shown} It is not a hash of a known kind: name the right column, or set source.hash=null."
-    if kind not in HASH_KINDS:
-        return f"{shown} It looks like {kind}, which cannot be verified here: set source.hash=null."
-    return f"{shown} It looks like {kind}: set source.hash_kind={kind}."
-
-
-def _notes(config: DownloadConfig) -> Iterator[str]:
-    if not config.guard.contact:
-        yield "No guard.contact is set: the owners of servers cannot reach you. Give a page or an e-mail address."
-    if config.source.hub and config.source.revision:
-        yield f"{config.source.hub} is read at revision {config.source.revision}."
-
-
-def _share(rows: list[dict[str, Any]], name: str, test: Any) -> float:
-    return sum(row[name] is not None and test(row[name]) for row in rows) / len(rows)
+    length = _HEX_LENGTH[source.hash_kind]
+    wrong = [row[source.hash] for row in rows if not (_is_hash(row[source.hash]) and len(row[source.hash]) == length)]
+    if len(wrong) <= 0.01 * len(rows):
+        return
+    example = str(next((value for value in wrong if value), ""))
+    kind = next((kind for kind in HASH_KINDS if _is_hash(example) and _HEX_LENGTH[kind] == len(example)), None)
+    hint = f"It looks like {kind}: set source.hash_kind={kind}." if kind else ""
+    raise UserError(
+        f"Column {source.hash!r} should hold {source.hash_kind} in hex ({length} digits), but "
+        f"{len(wrong) / len(rows):.0%} of the first {len(rows):,} values are not, for example {example[:80]!r}. "
+        f"{hint or 'Name the right column, or set source.hash=null.'}"
+    )
 
 
 def _is_url(value: Any) -> bool:
@@ -182,11 +163,7 @@ def _is_url(value: Any) -> bool:
 
 
 def _is_hash(value: Any) -> bool:
-    return len(str(value)) in _HEX_LENGTH.values() and bool(_HEX.match(str(value)))
-
-
-def _is_number(value: Any) -> bool:
-    return str(value).replace(".", "", 1).isdigit()
+    return bool(_HEX.fullmatch(str(value)))
 
 
 _ENOUGH = 8
@@ -223,26 +200,17 @@ def check_hashes(config: DownloadConfig) -> list[str]:
     with ThreadPool(min(config.fetch.threads, len(rows))) as pool:
         answers = pool.map(fetch, rows)
     came = [(row, body) for row, body in zip(rows, answers, strict=True) if isinstance(body, bytes)]
-    differ = [pair for pair in came if _digest(source.hash_kind, pair[1]) != _stated(pair[0], source)]
+    differ = sum(hashlib.new(source.hash_kind, body).hexdigest() != str(row[source.hash]).lower() for row, body in came)
     if len(came) < min(_ENOUGH, len(rows)):
         why = Counter(answer for answer in answers if isinstance(answer, str)).most_common(1)[0][0]
         few = f"Only {len(came)} of {len(rows)} probed URLs gave an image (mostly {why!r})"
         return [f"{few}, too few to check column {source.hash!r}."]
-    if len(differ) > 0.9 * len(came):
+    if differ > 0.9 * len(came):
         raise UserError(
-            f"Column {source.hash!r} does not hold the {source.hash_kind} of the bytes as served: {len(differ)} of "
+            f"Column {source.hash!r} does not hold the {source.hash_kind} of the bytes as served: {differ} of "
             f"{len(came)} probed images differ. Hashes of something else, such as the pixels or the URL, cannot verify "
             "a download: name the right column, or set source.hash=null."
         )
     if differ:
-        share = len(differ) / len(came)
-        return [f"{share:.0%} of {len(came)} probed images have changed since their hash was taken."]
+        return [f"{differ / len(came):.0%} of {len(came)} probed images have changed since their hash was taken."]
     return []
-
-
-def _stated(row: dict[str, Any], source: SourceConfig) -> str:
-    return str(row[source.hash or ""]).lower()
-
-
-def _digest(algorithm: str, content: bytes) -> str:
-    return hashlib.new(algorithm, content).hexdigest()

@@ -1,30 +1,41 @@
-"""One fetching session: starts and monitors the engine, restarts it when it hangs, pauses when success collapses."""
+"""One fetching session: starts and monitors the engine, restarts it when it hangs, pauses when success collapses.
+
+While a worker works on a shard, it reports in a file in the staging folder (`ShardWriter`), on any machine.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import psutil
+
+from data_prep import reasons
+from data_prep.dataset.commit import recover
 from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.shard_files import withdraw
-from data_prep.fetching.monitor import Monitor, Outcomes, SuccessWindow
+from data_prep.fetching.shard_writer import SUCCESS, Outcomes
 from data_prep.settings.download_config import DownloadConfig
 from pipeline.config import to_tree
 from pipeline.errors import UserError
-from pipeline.files import write_text
+from pipeline.files import LEFTOVERS, read_tree, write_text
 
 _POLL_SECONDS = 0.25
 _GRACE_SECONDS = 10.0
 _PROBE_BYTES = 1 << 20
+WINDOW = 1_000
+"""URLs over which success is measured."""
 RESTARTS = 3
 """In a row, without a finished shard, before the run pauses."""
 STALL = 300.0
@@ -75,16 +86,16 @@ def fetch(
     """
     folder, is_retry = Folder(Path(config.output), config.fetch.worker), mode == "retry"
     # A retry requests rows that failed before: low success does not indicate a collapse.
-    limits = dataclasses.replace(config.monitor, min_success=0.0) if is_retry else config.monitor
+    window = SuccessWindow(0.0 if is_retry else config.monitor.min_success)
     to_begin = STALL if config.fetch.distributor == "multiprocessing" else max(STALL, _CLUSTER_SECONDS)
-    monitor, window = Monitor(folder, shards), SuccessWindow(limits)
+    monitor, log = Monitor(folder, shards), folder.staging / "engine.log"
     started, fruitless = time.monotonic(), 0
 
     def show() -> None:
         on_progress(Progress(total, monitor.now, time.monotonic() - started))
 
     while monitor.waiting:
-        finished, log = len(monitor.finished), folder.staging / "engine.log"
+        finished = len(monitor.finished)
         with _engine(config, folder, shards=sorted(monitor.waiting), mode=mode, log=log) as engine:
             problem, collapse = _watch(engine, monitor, window, to_begin=to_begin, show=show)
         monitor.end(had_records=is_retry)
@@ -102,6 +113,33 @@ def fetch(
                 f"The end of its log ({log}): {' | '.join(filter(None, map(str.strip, lines))) or 'nothing'}"
             )
         on_note(f"The engine is restarted: {problem}. What was not published is fetched again.")
+
+
+@contextmanager
+def _engine(
+    config: DownloadConfig, folder: Folder, *, shards: list[int], mode: str, log: Path
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Start the engine in a process group of its own; at the end of the block, all of the group's processes stop."""
+    job = write_text(
+        folder.staging / "job.json", json.dumps({"config": to_tree(config), "shards": shards, "mode": mode})
+    )
+    log.unlink(missing_ok=True)
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _ENGINE, str(job)],
+            stdin=subprocess.PIPE,  # closed when this process is gone, however it ends
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    with process:
+        try:
+            yield process
+        finally:
+            for how, patience in ((signal.SIGTERM, _GRACE_SECONDS), (signal.SIGKILL, None)):
+                with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                    os.killpg(process.pid, how)
+                    process.wait(patience)
 
 
 def _watch(
@@ -129,7 +167,7 @@ def _watch(
             return f"it ended with exit status {ended}", ""
         if collapse := window.collapse(monitor.now):
             return "", collapse
-        if monitor.activity != activity or (monitor.is_working and limit != STALL):
+        if monitor.activity != activity or (monitor.live and limit != STALL):
             moved, activity, limit = time.monotonic(), monitor.activity, STALL
         if time.monotonic() - moved > limit:
             return f"no progress for {limit:g} s", ""
@@ -144,9 +182,8 @@ def _check_disk(folder: Folder) -> None:
     Raises:
         Paused: It cannot.
     """
-    path = folder.staging / "probe"
     try:
-        write_text(path, "x" * _PROBE_BYTES, durable=True).unlink()
+        write_text(folder.staging / "probe", "x" * _PROBE_BYTES, durable=True).unlink()
     except OSError as error:
         raise Paused(
             f"Cannot write to {folder.root}: {error.strerror}. Free some space; then the same command continues."
@@ -170,27 +207,106 @@ def _withdraw(folder: Folder, monitor: Monitor, collapse: str, *, suspect_from: 
     )
 
 
-@contextmanager
-def _engine(
-    config: DownloadConfig, folder: Folder, *, shards: list[int], mode: str, log: Path
-) -> Iterator[subprocess.Popen[bytes]]:
-    """Start the engine in a process group of its own; at the end of the block, all of the group's processes stop."""
-    job = write_text(
-        folder.staging / "job.json", json.dumps({"config": to_tree(config), "shards": shards, "mode": mode})
-    )
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-c", _ENGINE, str(job)],
-            stdin=subprocess.PIPE,  # closed when this process is gone, however it ends
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+class Monitor:
+    """Follows some shards until they are published."""
+
+    def __init__(self, folder: Folder, shards: tuple[int, ...]) -> None:
+        self._folder = folder
+        self.waiting = set(shards)
+        # Published shards in order, with the number of URLs done at the time this was noticed.
+        self.finished: list[tuple[int, int]] = []
+        self.live: list[dict[str, Any]] = []
+        """The reports of workers that are at work on a shard."""
+        self._done = Outcomes()
+        self._clear()
+
+    def poll(self) -> None:
+        """Read the reports.
+
+        Raises:
+            UserError: A worker has refused a shard.
+        """
+        self.live, published = [], {}
+        for path in self._folder.staging.glob("*.live"):
+            state = read_tree(path)  # empty if it is gone meanwhile
+            if refusal := state.get("refusal"):
+                raise UserError(refusal)
+            if state.get("is_published"):
+                published[int(path.stem)] = Outcomes(state["outcomes"])
+                path.unlink()
+            elif state:
+                self.live.append(state)
+        self._add(published)
+
+    def end(self, *, had_records: bool) -> None:
+        """Finish and count what an engine that has ended has committed, and remove what else it has left.
+
+        Args:
+            had_records: Whether the shards had records before, which do not show that they were published now.
+        """
+        recover(self._folder, self.waiting)
+        self.poll()
+        self._clear()
+        published = () if had_records else self.waiting.intersection(self._folder.finished())  # without saying so
+        records = map(self._folder.read_record, published)
+        self._add({record.shard: Outcomes({SUCCESS: record.samples, **record.failures}) for record in records})
+
+    def _add(self, published: Mapping[int, Outcomes]) -> None:
+        new = self.waiting.intersection(published)
+        self.waiting -= new
+        self._done = sum((published[shard] for shard in new), self._done)
+        self.finished += [(shard, self.now.total()) for shard in sorted(new)]
+
+    def _clear(self) -> None:
+        self.live = []
+        for pattern in ("*.live", "*.spool", "*.arrow", "*_stats.json", LEFTOVERS):
+            for path in self._folder.staging.glob(pattern):
+                path.unlink(missing_ok=True)
+
+    @property
+    def now(self) -> Outcomes:
+        """Of published shards and those in progress."""
+        return sum((Outcomes(state["outcomes"]) for state in self.live), self._done)
+
+    @property
+    def activity(self) -> tuple[int, int]:
+        """URLs done, and samples that are being stored: an engine in which neither changes makes no progress."""
+        return self.now.total(), sum(state["stored"] for state in self.live)
+
+    def dead_workers(self) -> list[int]:
+        """Process ids on this machine that died while processing a shard."""
+        here = socket.gethostname()
+        return sorted({s["pid"] for s in self.live if s["host"] == here and not psutil.pid_exists(s["pid"])})
+
+
+class SuccessWindow:
+    """Detects that fewer than `min_success` of the latest URLs give a sample: no network, or we were banned."""
+
+    def __init__(self, min_success: float) -> None:
+        self._min_success = min_success
+        self._history = deque([Outcomes()])
+        # Shards that were finished after this many URLs may have been hit: one window before the bad one began.
+        self.suspect_from = 0
+
+    def collapse(self, now: Outcomes) -> str:
+        """A sentence that describes the collapse; empty if there is none."""
+        if now.total() > self._history[-1].total():
+            self._history.append(now)
+        start = self._before(now.total() - WINDOW)
+        self.suspect_from = self._before(start.total() - WINDOW).total()
+        while len(self._history) > 2 and self._history[1].total() <= self.suspect_from:
+            self._history.popleft()
+        latest = now - start
+        attempted, samples = latest.total(), latest.pop(SUCCESS, 0)
+        if attempted < WINDOW or samples >= self._min_success * attempted:
+            return ""
+        shares = ", ".join(f"{reason} {count / attempted:.0%}" for reason, count in latest.most_common(3))
+        return (
+            f"of the last {attempted:,} URLs only {samples / attempted:.1%} gave a sample "
+            f"(monitor.min_success = {self._min_success:g}); reasons: {shares}"
+            + (f" ({reasons.ALLOW_HINT})" if shares.startswith(reasons.REFUSED_ADDRESS) else "")
         )
-    with process:
-        try:
-            yield process
-        finally:
-            for how, patience in ((signal.SIGTERM, _GRACE_SECONDS), (signal.SIGKILL, None)):
-                with suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                    os.killpg(process.pid, how)
-                    process.wait(patience)
+
+    def _before(self, attempted: int) -> Outcomes:
+        """The latest snapshot with at most that many URLs, or the first one."""
+        return next((each for each in reversed(self._history) if each.total() <= attempted), self._history[0])

@@ -33,7 +33,7 @@ from data_prep.fetching import downloader as downloader_module
 from data_prep.fetching import supervisor
 from data_prep.fetching.decoder import ImageConverter
 from data_prep.fetching.downloader import Job, ShardDownloader
-from data_prep.fetching.monitor import Monitor
+from data_prep.fetching.supervisor import Monitor
 from data_prep.settings.download_config import DownloadConfig, ImageConfig
 from pipeline.data.shards.manifest_format import load_manifest
 from pipeline.errors import UserError

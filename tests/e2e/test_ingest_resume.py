@@ -114,7 +114,7 @@ def test_a_run_whose_worker_and_then_itself_is_killed_ends_with_the_same_manifes
 def test_a_collapse_of_the_success_rate_pauses_the_run_without_using_up_the_list(
     site, table, undisturbed, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("data_prep.fetching.monitor.WINDOW", 12)
+    monkeypatch.setattr("data_prep.fetching.supervisor.WINDOW", 12)
     down = [False]
     good = dict(site.answers)
 

@@ -22,7 +22,7 @@ from data_prep.dataset.removal import remove
 from data_prep.dataset.shard_plan import load_plan, read_shard
 from data_prep.dataset.verification import delete_damaged
 from data_prep.fetching import shard_writer
-from data_prep.fetching.monitor import Monitor
+from data_prep.fetching.supervisor import Monitor
 from data_prep.ingest import download, prepare
 from pipeline.errors import UserError
 from tests.ingested import ROWS, SHARD, copied, fetch_here, made, own_opener, site  # noqa: F401

@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 
 from data_prep.dataset.dataset_folder import Folder, ShardRecord
-from data_prep.fetching import monitor as monitor_module
 from data_prep.fetching import supervisor
-from data_prep.fetching.monitor import SUCCESS, Monitor, Outcomes, SuccessWindow
-from data_prep.fetching.supervisor import Paused
-from data_prep.settings.download_config import DownloadConfig, MonitorConfig
+from data_prep.fetching.shard_writer import SUCCESS, Outcomes
+from data_prep.fetching.supervisor import Monitor, Paused, SuccessWindow
+from data_prep.settings.download_config import DownloadConfig
 from pipeline.config import parse
 
 
@@ -26,8 +25,8 @@ def outcomes(samples: int, **failures: int) -> Outcomes:
 
 
 def test_collapse_is_detected_within_one_window(monkeypatch):
-    monkeypatch.setattr(monitor_module, "WINDOW", 100)
-    window = SuccessWindow(MonitorConfig(min_success=0.2))
+    monkeypatch.setattr(supervisor, "WINDOW", 100)
+    window = SuccessWindow(0.2)
     for done in range(0, 1_000, 50):
         assert not window.collapse(outcomes(done))
     assert not window.collapse(outcomes(950, dns=60)), "too few to judge"
@@ -38,11 +37,11 @@ def test_collapse_is_detected_within_one_window(monkeypatch):
 
 
 def test_constant_low_success_and_a_disabled_limit_are_no_collapse(monkeypatch):
-    monkeypatch.setattr(monitor_module, "WINDOW", 100)
-    low = SuccessWindow(MonitorConfig(min_success=0.2))
+    monkeypatch.setattr(supervisor, "WINDOW", 100)
+    low = SuccessWindow(0.2)
     for done in range(100, 2_000, 100):
         assert not low.collapse(outcomes(done // 4, **{"http 404": done - done // 4}))
-    off = SuccessWindow(MonitorConfig(min_success=0))
+    off = SuccessWindow(0)
     assert not off.collapse(outcomes(0, dns=1_000))
 
 
@@ -68,7 +67,7 @@ def test_monitor_counts_each_shard_once(folder):
     live(folder, 1, success=3, dns=1)
     monitor.poll()
     assert monitor.now == {"success": 11, "timeout": 2, "dns": 1}
-    assert (monitor.waiting, monitor.finished, monitor.is_working) == ({1, 2}, [(0, 14)], True)
+    assert (monitor.waiting, monitor.finished, bool(monitor.live)) == ({1, 2}, [(0, 14)], True)
     assert monitor.dead_workers() == []
     live(folder, 0, published=True, success=8, timeout=2)
     folder.record(1).write_text(ShardRecord(1, "p", 10, 6, 1, "", {"dns": 4}).text())
@@ -76,7 +75,7 @@ def test_monitor_counts_each_shard_once(folder):
     monitor.end(had_records=False)
     assert (monitor.waiting, monitor.finished) == ({2}, [(0, 14), (1, 20)])
     assert monitor.now == {"success": 14, "timeout": 2, "dns": 4}
-    assert (left.exists(), monitor.is_working) == (False, False)
+    assert (left.exists(), bool(monitor.live)) == (False, False)
 
 
 def test_a_record_from_before_a_retry_does_not_end_it(folder):

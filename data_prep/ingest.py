@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from data_prep.dataset.commit import recover
-from data_prep.dataset.dataset_folder import Folder, ShardRecord
-from data_prep.dataset.journal import Journal
+from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.locks import exclusive_lock, part_lock, shared_lock, worker_lock
 from data_prep.dataset.manifest_writer import changes, rules_of, write_manifest
 from data_prep.dataset.shard_plan import Plan, load_plan, make_plan, write_plan
 from data_prep.fetching import source_checks
 from data_prep.fetching.supervisor import Progress, fetch
 from data_prep.reasons import is_transient
-from data_prep.settings.download_config import DownloadConfig
+from data_prep.settings.download_config import DownloadConfig, FetchConfig
 from data_prep.settings.source_config import SourceConfig, resolve
 from data_prep.sources.hub import pin
 from data_prep.sources.metadata_tables import check_unchanged
 from pipeline.config import dump
 from pipeline.data.shards.manifest_format import Manifest
 from pipeline.errors import UserError
-from pipeline.files import write_text
+from pipeline.files import read_tree, write_json, write_text
+
+_BEAT_SECONDS = 5.0
 
 
 class PartDone(UserError):
@@ -61,37 +68,32 @@ def download(
     with (
         shared_lock(folder, config.fetch.workers),
         worker_lock(folder),
-        Journal(folder, config.fetch) as journal,
+        journal(folder, config.fetch) as beat,
     ):
 
         def show(progress: Progress) -> None:
-            journal.beat()
+            beat()
             on_progress(progress)
 
         if pending:
             on_note("A removal that had been interrupted was finished first.")
         recover(folder, own_shards)
         write_text(folder.config, dump(config), durable=True)
-        folder.check_tars(set(folder.finished()).intersection(own_shards))
-        if retry_failed:
-            _retry(config, folder, own_shards, on_progress=show, on_note=on_note)
-        finished = set(folder.finished())
-        missing = tuple(shard for shard in own_shards if shard not in finished)
-        if missing:
-            total = sum(plan.rows_of(shard) for shard in missing)
-            fetch(config, missing, total=total, on_progress=show, on_note=on_note)
-        return _completed(config, folder, plan)
-
-
-def _completed(config: DownloadConfig, folder: Folder, plan: Plan) -> Manifest:
-    left = plan.shards - len(folder.finished())
-    if left:
-        raise PartDone(
-            f"This worker's part is done, but {left:,} of {plan.shards:,} shards are unfinished, those of the other "
-            f"{config.fetch.workers - 1}. The last worker to finish writes the manifest."
-        )
-    with part_lock(folder, "manifest"):
-        return write_manifest(folder, plan)
+        finished = [shard for shard in folder.finished() if shard in own_shards]
+        folder.check_tars(finished)
+        failures = {shard: _transient_failures(folder, shard) for shard in finished} if retry_failed else {}
+        if retried := {shard: count for shard, count in failures.items() if count}:
+            total = sum(retried.values())
+            fetch(config, tuple(retried), total=total, mode="retry", on_progress=show, on_note=on_note)
+        if missing := tuple(shard for shard in own_shards if shard not in finished):
+            fetch(config, missing, total=sum(map(plan.rows_of, missing)), on_progress=show, on_note=on_note)
+        if left := plan.shards - len(folder.finished()):
+            raise PartDone(
+                f"This worker's part is done, but {left:,} of {plan.shards:,} shards are unfinished, those of the "
+                f"other {config.fetch.workers - 1}. The last worker to finish writes the manifest."
+            )
+        with part_lock(folder, "manifest"):
+            return write_manifest(folder, plan)
 
 
 def prepare(
@@ -135,16 +137,16 @@ def _with_rules(folder: Folder, plan: Plan, rules: dict[str, Any]) -> Plan:
     Nor may they change while a download works with the former ones: its shards would be refused at the end.
     """
     differences = changes(plan.rules, rules)
-    is_begun = bool(folder.finished() or folder.numbered(".commit"))
-    if differences and is_begun:
+    if not differences:
+        return plan
+    if folder.finished() or folder.numbered(".commit"):
         raise UserError(
             f"{folder.root} holds shards that were made with other settings ({'; '.join(differences)}). "
             "Use another output folder, or the old settings to continue."
         )
-    if differences:
-        plan = replace(plan, rules=rules)
-        with exclusive_lock(folder):
-            write_plan(folder, plan)
+    plan = replace(plan, rules=rules)
+    with exclusive_lock(folder):
+        write_plan(folder, plan)
     return plan
 
 
@@ -157,12 +159,53 @@ def _as_planned(source: SourceConfig, plan: Plan) -> SourceConfig:
     return source
 
 
-def _retry(config: DownloadConfig, folder: Folder, own_shards: range, **callbacks: Any) -> None:
-    records = [folder.read_record(shard) for shard in folder.finished() if shard in own_shards]
-    retried = {record.shard: count for record in records if (count := _transient_failures(record))}
-    if retried:
-        fetch(config, tuple(retried), total=sum(retried.values()), mode="retry", **callbacks)
+def _transient_failures(folder: Folder, shard: int) -> int:
+    return sum(count for reason, count in folder.read_record(shard).failures.items() if is_transient(reason))
 
 
-def _transient_failures(record: ShardRecord) -> int:
-    return sum(count for reason, count in record.failures.items() if is_transient(reason))
+@contextmanager
+def journal(folder: Folder, fetch: FetchConfig) -> Iterator[Callable[[], None]]:
+    """Write a line about one session to `sessions.jsonl` at its end, however it ends.
+
+    Until then the line is in the worker's staging folder, and the next session appends that of a killed one. The caller
+    holds the worker's lock. A disk too full for the journal does not stop the download.
+
+    Yields:
+        What the caller calls often, so that the duration of a killed session is known.
+    """
+    state, began, last = folder.staging / "session.json", time.monotonic(), -math.inf
+    line = {"started": datetime.now(UTC).isoformat(timespec="seconds"), "host": socket.gethostname(),
+            "worker": fetch.worker, "distributor": fetch.distributor}  # fmt: skip
+
+    def ended(outcome: str) -> dict[str, Any]:
+        return {**line, "seconds": round(time.monotonic() - began, 1), "outcome": outcome}
+
+    def beat() -> None:
+        nonlocal last
+        if time.monotonic() - last >= _BEAT_SECONDS:
+            last = time.monotonic()
+            with suppress(OSError):
+                write_json(state, ended("killed"))
+
+    if state.exists():
+        _append(folder, read_tree(state))
+    beat()
+    outcome = "finished"
+    try:
+        yield beat
+    except BaseException as error:
+        outcome = str(error) if isinstance(error, UserError) else f"{type(error).__name__} {error}".strip()
+        raise
+    finally:
+        with suppress(OSError):  # the state is kept, and the next session writes its line
+            _append(folder, ended(outcome))
+            state.unlink(missing_ok=True)
+
+
+def _append(folder: Folder, line: dict[str, Any]) -> None:
+    """Append a line; a truncated line before it (after a kill or a full disk) is terminated first."""
+    with folder.sessions.open("a+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(0, end - 1))
+        is_cut = file.read(1) not in (b"", b"\n")
+        file.write((b"\n" if is_cut else b"") + json.dumps(line).encode() + b"\n")

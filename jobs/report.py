@@ -36,7 +36,7 @@ def command(
     are added there.
 
     A data set is a folder with a manifest.json, of `neuclip download`, `pairs` or `manifest`. Its page shows samples,
-    what was left out and why, sizes, captions, languages and near duplicates.
+    what was left out and why, sizes, captions and near duplicates.
     """
     from pipeline.errors import UserError
     from pipeline.report import update_scores, write_report

@@ -198,7 +198,7 @@ STEPS = {
         MANIFEST,
         REPORT,
         SHEET,
-        Step("data_prep.dataset.journal:Journal._append"),
+        Step("data_prep.ingest:_append"),
     ],
     "retry": [SETTINGS, Step(SPOOL, "6"), *PUBLISHING, MANIFEST, REPORT],
     "remove": [PENDING, *REPLACED, REPORT],  # each step in tests/unit/test_removal.py

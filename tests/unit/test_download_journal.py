@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from data_prep.dataset import journal
+from data_prep import ingest
 from data_prep.dataset.dataset_folder import Folder
-from data_prep.dataset.journal import Journal
+from data_prep.ingest import journal
 from data_prep.settings.download_config import FetchConfig
 from pipeline.errors import UserError
 
@@ -22,9 +22,9 @@ def lines(folder: Folder) -> list[dict]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The clock that `journal` reads, in seconds."""
+    """The clock that the journal reads, in seconds."""
     now = [1000.0]
-    monkeypatch.setattr(journal, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep))
+    monkeypatch.setattr(ingest, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep))
     return now
 
 
@@ -36,23 +36,23 @@ def folder(tmp_path: Path) -> Folder:
 
 
 def work(folder: Folder, clock: list[float], seconds: float, error: BaseException) -> None:
-    with Journal(folder, FetchConfig()):
+    with journal(folder, FetchConfig()):
         clock[0] += seconds
         raise error
 
 
 def test_killed_stopped_and_finished_sessions_each_have_one_line(folder, clock):
-    killed = Journal(folder, FetchConfig())
-    killed.__enter__()
+    killed = journal(folder, FetchConfig())
+    beat = killed.__enter__()
     for _ in range(30):  # killed here, without leaving the context
         clock[0] += 1
-        killed.beat()
+        beat()
     assert not folder.sessions.exists()
 
     for error, seconds in ((KeyboardInterrupt(), 2), (UserError("Paused: no network."), 0)):
         with pytest.raises(type(error)):
             work(folder, clock, seconds, error)
-    with Journal(folder, FetchConfig(distributor="ray")):
+    with journal(folder, FetchConfig(distributor="ray")):
         clock[0] += 7
     assert [(line["outcome"], line["seconds"]) for line in lines(folder)] == [
         ("killed", 30.0),

@@ -231,7 +231,7 @@ def _fetch_from_hub(chosen: HubSet, target: Path, endpoint: str | None, known: d
             path = path_below(target, name, what=f"A file of {chosen.repo}")
             if path.exists() and not _is_published(path, published[name]):
                 path.unlink()
-        where = {"repo_type": "dataset", "revision": commit, "local_dir": target, "endpoint": endpoint}
+        where: dict[str, Any] = {"repo_type": "dataset", "revision": commit, "local_dir": target, "endpoint": endpoint}
         snapshot_download(chosen.repo, allow_patterns=names, **where)
     except UserError:
         raise

@@ -69,18 +69,6 @@ class ShardRecord:
 _RECORD = pydantic.TypeAdapter(ShardRecord)
 
 
-def record_of(text: bytes) -> ShardRecord:
-    """The record that was stored as `text`.
-
-    Raises:
-        ValueError: It is damaged.
-    """
-    record = _RECORD.validate_json(text, strict=True)
-    if record.rows != record.samples + sum(record.failures.values()):
-        raise ValueError("its numbers do not add up")
-    return record
-
-
 def stored_text(tree: Mapping[str, Any]) -> str:
     """The text of a JSON file with this content."""
     return json.dumps(tree, indent=1) + "\n"
@@ -174,9 +162,9 @@ class Folder:
         path = self.record(shard)
         text = read_bounded(path)
         try:
-            record = record_of(text)
-            if record.shard != shard:
-                raise ValueError(f"it is the record of shard {record.shard}")
+            record = _RECORD.validate_json(text, strict=True)
+            if record.shard != shard or record.rows != record.samples + sum(record.failures.values()):
+                raise ValueError("its numbers do not add up, or it is that of another shard")
         except ValueError as error:
             raise UserError(f"{path} is damaged ({error}). {self.repair_hint}") from error
         return record
@@ -189,24 +177,17 @@ class Folder:
         """
         for record in map(self.read_record, shards):
             path = self.tar(record.shard)
-            found = path.stat().st_size if path.is_file() else None
-            if record.samples and found != record.bytes:
-                what = "is missing" if found is None else f"has {found:,} bytes instead of {record.bytes:,}"
-                root = shlex.quote(str(self.root))
-                raise UserError(f"{path} {what}: `neuclip verify {root}` lists all damage. {self.repair_hint}")
+            size = path.stat().st_size if path.is_file() else 0
+            if record.samples and size != record.bytes:
+                raise UserError(f"{path} has {size:,} bytes instead of {record.bytes:,}: {self.repair_hint}")
 
     @property
     def repair_hint(self) -> str:
         """Advice on how to repair damaged files, for messages."""
-        if self.is_download:
+        if self.is_download or self.is_converted:
             return (
                 f"`neuclip verify {shlex.quote(str(self.root))} --delete-damaged` deletes what is damaged; the same "
-                "`neuclip download` then fetches it again."
-            )
-        if self.is_converted:
-            return (
-                f"`neuclip verify {shlex.quote(str(self.root))} --delete-damaged` deletes what is damaged; the command "
-                "that made this folder then makes it again."
+                f"`neuclip {'download' if self.is_download else 'pairs'}` then makes it again."
             )
         return "Copy it again from its source; if its contents change, run `neuclip manifest --replace`."
 
@@ -274,15 +255,11 @@ def names_of(row: Mapping[str, Any]) -> set[str]:
     return as_stored(filter(None, names))
 
 
-def changed(old: Mapping[str, Any], new: Mapping[str, Any], *, prefix: str = "") -> list[str]:
+def changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """The settings in `new` that `old` has another value for, in words."""
-    differ = {key: value for key, value in new.items() if old.get(key) != value}
-    return [f"{prefix}{key} was {old.get(key)!r} and is now {value!r}" for key, value in differ.items()]
+    return [f"{key} was {old.get(key)!r} and is now {value!r}" for key, value in new.items() if old.get(key) != value]
 
 
 def total_failures(records: list[ShardRecord]) -> Counter[str]:
     """Failures by reason over all records."""
-    total: Counter[str] = Counter()
-    for record in records:
-        total.update(record.failures)
-    return total
+    return sum((Counter(record.failures) for record in records), Counter[str]())

@@ -37,7 +37,7 @@ def part_lock(folder: Folder, part: int | str, *, shared: bool = False, seconds:
         try:
             held.enter_context(file_lock(folder.locks / f"lock-{part}", shared=shared, seconds=seconds))
         except BlockingIOError as error:
-            raise _busy(folder) from error
+            raise UserError(f"Another process is working in {folder.root}: wait for it, or stop it.") from error
         yield
 
 
@@ -79,7 +79,7 @@ def shared_lock(folder: Folder, workers: int = 1) -> Iterator[None]:
                     raise
             held.enter_context(part_lock(folder, _WHOLE, shared=True, seconds=0))
             if number.read_text() != str(workers):
-                raise _busy(folder)
+                raise UserError(f"Another process is working in {folder.root} with another number of workers.")
         yield
 
 
@@ -101,7 +101,3 @@ def _wait_for_engines(folder: Folder, worker: int | str) -> None:
     for path in folder.locks.glob(f"lock-{_ENGINE}{worker}"):
         with part_lock(folder, path.name.removeprefix("lock-"), seconds=_PATIENCE):
             pass
-
-
-def _busy(folder: Folder) -> UserError:
-    return UserError(f"Another process is working in {folder.root}: wait for it, or stop it.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +38,11 @@ def rules_of(config: DownloadConfig) -> dict[str, dict[str, Any]]:
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Describe the differences between two trees of sections."""
-    found = []
-    for section in sorted({*old, *new}):
-        before, after = old.get(section, {}), new.get(section, {})
-        every = {key: after.get(key) for key in sorted({*before, *after})}
-        found += changed(before, every, prefix=f"{section}.")
-    return found
+    flat = [
+        {f"{section}.{key}": value for section in sorted(tree) for key, value in sorted(tree[section].items())}
+        for tree in (old, new)
+    ]
+    return changed(flat[0], {**dict.fromkeys(flat[0]), **flat[1]})
 
 
 def tool_versions() -> dict[str, str]:
@@ -51,13 +50,11 @@ def tool_versions() -> dict[str, str]:
     return {name: version_of(name) for name in _TOOLS}
 
 
-def versions_used(records: Iterable[ShardRecord]) -> dict[str, str]:
+def _versions_used(records: list[ShardRecord]) -> dict[str, str]:
     """The versions that the shards of a set were made with; several of one package are joined by commas."""
-    used: dict[str, set[str]] = {name: set() for name in _TOOLS}
-    for record in records:
-        for name, version in record.tools.items():
-            used.setdefault(name, set()).add(version)
-    return {name: ", ".join(sorted(versions)) for name, versions in used.items() if versions}
+    names = [*_TOOLS, *sorted({name for record in records for name in record.tools} - set(_TOOLS))]
+    used = {name: sorted({record.tools[name] for record in records if name in record.tools}) for name in names}
+    return {name: ", ".join(versions) for name, versions in used.items() if versions}
 
 
 def write_manifest(folder: Folder, plan: Plan) -> Manifest:
@@ -85,7 +82,15 @@ def expected_manifest(folder: Folder, plan: Plan) -> Manifest:
             f"{missing[0]}: run the same `neuclip download` again first."
         )
     records = [folder.read_record(shard) for shard in finished]
-    _check_alike(records, folder, plan)
+    for other, what in (
+        ([record.shard for record in records if record.plan != plan.digest], "from another URL list"),
+        (
+            [record.shard for record in records if record.rules != plan.rules_digest],
+            "with other image or guard settings",
+        ),
+    ):
+        if other:
+            raise UserError(f"Shards {other[:5]} in {folder.root} were made {what}. {folder.repair_hint}")
     failures = total_failures(records)
     rows = entries_of(records)
     if not rows:
@@ -109,21 +114,6 @@ def entries_of(records: list[ShardRecord]) -> list[tuple[str, int, int, str]]:
     return [(tar_name(r.shard), r.samples, r.bytes, r.sha256) for r in records if r.samples]
 
 
-def _check_alike(records: list[ShardRecord], folder: Folder, plan: Plan) -> None:
-    foreign = [record.shard for record in records if record.plan != plan.digest]
-    if foreign:
-        raise UserError(
-            f"Shards {foreign[:5]} in {folder.root} were made from another URL list: move their files away from "
-            f"shards/ and meta/, and run the same `neuclip download` again. {folder.repair_hint}"
-        )
-    other = [record.shard for record in records if record.rules != plan.rules_digest]
-    if other:
-        raise UserError(
-            f"Shards {other[:5]} in {folder.root} were made with other image or guard settings than the rest. "
-            f"{folder.repair_hint}"
-        )
-
-
 def _facts(plan: Plan, records: list[ShardRecord]) -> dict[str, Any]:
     """The origin of the shards, without dates, durations or machine names: the same inputs give the same manifest."""
     source = {k: v for k, v in plan.settings["source"].items() if v not in (None, [], {})}
@@ -136,7 +126,7 @@ def _facts(plan: Plan, records: list[ShardRecord]) -> dict[str, Any]:
         "urls": plan.rows,
         "urls_digest": plan.digest,
         **plan.rules,
-        "tools": versions_used(records),
+        "tools": _versions_used(records),
         **({"counts": {"transparent": transparent}} if (transparent := sum(r.transparent for r in records)) else {}),
     }
 

@@ -37,16 +37,13 @@ Hits = dict[str, set[str]]
 
 @dataclass(frozen=True)
 class Removal:
-    """Result of a removal."""
+    """Result of a removal: numbers of names on the list, of samples removed and of shards written anew."""
 
     asked: int
-    """Names on the list."""
+    samples: int
+    shards: int
     missing: tuple[str, ...]
     """Names that match no row of the data set."""
-    samples: int
-    """Samples removed."""
-    shards: int
-    """Shards rewritten."""
 
 
 def remove(root: str | Path, names: set[str], *, allow_outside: bool = False) -> tuple[Removal, Manifest | None]:
@@ -87,7 +84,7 @@ def remove(root: str | Path, names: set[str], *, allow_outside: bool = False) ->
             manifest.update_indexes()
         _check_others(folder, names)
         missing = tuple(sorted(names - found - (set() if folder.is_download else known)))
-        return Removal(len(names), missing, sum(map(len, hits.values())), len(hits)), manifest if is_whole else None
+        return Removal(len(names), sum(map(len, hits.values())), len(hits), missing), manifest if is_whole else None
 
 
 def _in_download(folder: Folder, names: Set[str]) -> tuple[Manifest, Hits, set[str], bool]:
@@ -137,9 +134,15 @@ def _stage(
     """Write new shards and the list of removed names, and return the new manifest if there was one."""
     changed = {shard.name: _rewrite(folder, commit, shard, hits[shard.name]) for shard in changing}
     commit.new(folder.removed).write_text("".join(f"{name}\n" for name in sorted(names)), encoding="utf-8")
-    if manifest is not None:
-        manifest = _changed_manifest(manifest, changed)
-        manifest.write_to(commit.new(folder.root / MANIFEST_NAME))
+    if manifest is None:
+        return None
+    shards = [changed.get(shard.name, shard) for shard in manifest.shards]
+    failures = Counter(manifest.failures) + Counter(
+        {reasons.REMOVED: manifest.n - sum(shard.samples for shard in shards)}
+    )
+    entries = [(shard.name, shard.samples, shard.bytes, shard.sha256) for shard in shards if shard.samples]
+    manifest = make_manifest(entries, root=manifest.root, failures=failures, facts=manifest.facts)
+    manifest.write_to(commit.new(folder.root / MANIFEST_NAME))
     return manifest
 
 
@@ -176,16 +179,6 @@ def _rewrite(folder: Folder, commit: Commit, shard: Shard, keys: Set[str]) -> Sh
     if not left:
         commit.delete(path)
     return new
-
-
-def _changed_manifest(before: Manifest, changed: Mapping[str, Shard]) -> Manifest:
-    entries, failures = [], Counter(before.failures)
-    for shard in before.shards:
-        new = changed.get(shard.name, shard)
-        failures[reasons.REMOVED] += shard.samples - new.samples
-        if new.samples:
-            entries.append((new.name, new.samples, new.bytes, new.sha256))
-    return make_manifest(entries, root=before.root, failures=+failures, facts=before.facts)
 
 
 def _check_others(folder: Folder, names: Set[str]) -> None:

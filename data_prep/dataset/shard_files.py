@@ -134,39 +134,26 @@ def difference(row: Mapping[str, Any], suffix: str, payload: bytes) -> str:
     """How one part of a sample differs from what its row in the meta file says; empty if they agree."""
     if suffix == "txt":
         return "" if payload == str(row["caption"]).encode() else "the caption differs from the stored one"
-    if suffix == "json":
-        return _different_facts(row, payload)
-    return (
-        "" if hashlib.sha256(payload).hexdigest() == row.get(STORED_HASH) else "the image differs from the stored one"
-    )
+    if suffix != "json":
+        is_same = hashlib.sha256(payload).hexdigest() == row.get(STORED_HASH)
+        return "" if is_same else "the image differs from the stored one"
+    wanted = facts_text(row)
+    if payload == wanted.encode():
+        return ""
+    try:
+        facts, expected = json.loads(payload), json.loads(wanted)
+        names = sorted(name for name in {*facts, *expected} if repr(facts.get(name)) != repr(expected.get(name)))
+    except (ValueError, TypeError):
+        return "the facts cannot be read"
+    # Dates and other values that JSON does not have are written as text, which parquet may have changed in form.
+    names = [name for name in names if isinstance(row.get(name), str | int | float | list | dict | None)]
+    return f"{', '.join(names)} in the JSON differ from the meta file" if names else ""
 
 
 def facts_text(row: Mapping[str, Any]) -> str:
     """A sample's JSON, from its row in the meta file."""
     facts = {name: value for name, value in row.items() if value is not None and name not in _NOT_IN_JSON}
     return json.dumps(facts, ensure_ascii=False, sort_keys=True, default=str)
-
-
-def _different_facts(row: Mapping[str, Any], payload: bytes) -> str:
-    """How a sample's JSON differs from its row."""
-    if payload == facts_text(row).encode():
-        return ""
-    try:
-        facts, wanted = json.loads(payload), json.loads(facts_text(row))
-        different = sorted(name for name in {*facts, *wanted} if repr(facts.get(name)) != repr(wanted.get(name)))
-    except (ValueError, TypeError):
-        return "the facts cannot be read"
-    # Dates and other values that JSON does not have are written as text, which parquet may have changed in form.
-    different = [name for name in different if not _is_no_json(row.get(name))]
-    return f"{', '.join(different)} in the JSON differ from the meta file" if different else ""
-
-
-def _is_no_json(value: Any) -> bool:
-    try:
-        json.dumps(value)
-    except TypeError:
-        return True
-    return False
 
 
 def _meta_table(rows: list[dict[str, Any]]) -> pa.Table:

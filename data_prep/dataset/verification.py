@@ -19,12 +19,7 @@ from data_prep.dataset.commit import real_path
 from data_prep.dataset.dataset_folder import Folder, ShardRecord, read_lines, read_meta
 from data_prep.dataset.ingest_report import REPORT_NAME
 from data_prep.dataset.locks import exclusive_lock
-from data_prep.dataset.manifest_writer import (
-    check_local,
-    expected_manifest,
-    local_manifest,
-    manifest_of_records,
-)
+from data_prep.dataset.manifest_writer import check_local, expected_manifest, local_manifest, manifest_of_records
 from data_prep.dataset.shard_files import difference, withdraw
 from data_prep.dataset.shard_plan import PLAN_NAME, Plan, check_list, load_plan
 from pipeline.data.shards.manifest_format import MANIFEST_NAME, Manifest, Shard, load_manifest
@@ -52,7 +47,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What `verify` found. `manifest` is None if it cannot be read."""
+    """What `inspect` found. `manifest` is None if it cannot be read."""
 
     problems: list[Problem]
     manifest: Manifest | None
@@ -79,7 +74,7 @@ def inspect(root: str | Path, *, decode: int = 16, allow_outside: bool = False) 
     is_own = "://" not in str(root) and folder.is_download
     problems = list[Problem]()
     if is_own:
-        manifest, problems = _check_download(folder)
+        manifest = _check_download(folder, problems)
         stated = manifest_of_records(folder)
         check_local(manifest or stated)
     else:
@@ -87,7 +82,7 @@ def inspect(root: str | Path, *, decode: int = 16, allow_outside: bool = False) 
         problems += _check_records(folder, None) if folder.is_converted else []
     for shard in stated.shards:
         problems += _check_shard(stated, shard, folder if is_own else None, decode=decode)
-    listed = {shard.name for shard in (manifest or stated).shards} | {shard.name for shard in stated.shards}
+    listed = {shard.name for shard in (*stated.shards, *(manifest or stated).shards)}
     others = (name for name in list_shards(folder.root) if name not in listed)
     problems.extend(Problem(name, UNLISTED, "it is not in the manifest") for name in others)
     return Verdict(problems, manifest)
@@ -103,7 +98,7 @@ def delete_damaged(root: str | Path, problems: Iterable[Problem]) -> list[str]:
 
     Raises:
         UserError: The shards are neither those of `neuclip download` nor of `neuclip pairs`, another process works in
-            the folder, or there is a folder in the place of a file.
+            the folder, or a file is a folder or a link out of the data set.
     """
     folder = Folder(Path(root))
     if not (folder.is_download or folder.is_converted):
@@ -111,29 +106,29 @@ def delete_damaged(root: str | Path, problems: Iterable[Problem]) -> list[str]:
             f"No command of this program has made {root}, so that nothing was deleted. {folder.repair_hint}"
         )
     at_fault = [problem.shard for problem in problems if problem.kind != UNLISTED]
-    indexes = [problem.shard for problem in problems if problem.kind == INDEX]
     numbers = sorted({number for name in at_fault if (number := folder.number_of(name)) is not None})
+    others = [problem.shard for problem in problems if problem.kind == INDEX]
+    parts: list[Path] = []
+    if folder.is_download and f"plan/{PLAN_NAME}" in at_fault:
+        others.append(f"plan/{PLAN_NAME}")
+        parts = list(folder.plan.glob("part-*.parquet"))
     with exclusive_lock(folder):
         for number in numbers:
             withdraw(folder, number)
-        if is_plan := folder.is_download and f"plan/{PLAN_NAME}" in at_fault:
-            for path in (folder.plan / PLAN_NAME, *folder.plan.glob("part-*.parquet")):
-                real_path(folder.root, path).unlink(missing_ok=True)
-        for path in map(folder.root.joinpath, indexes):
+        for path in (*map(folder.root.joinpath, others), *parts):
             if path.is_dir():
                 raise UserError(f"{path} is a folder in the place of a file: move it away by hand.")
             real_path(folder.root, path).unlink(missing_ok=True)
-    names = [folder.tar(number).relative_to(folder.root).as_posix() for number in numbers]
-    return [*names, *indexes, *([f"plan/{PLAN_NAME}"] if is_plan else [])]
+    return [*(folder.tar(number).relative_to(folder.root).as_posix() for number in numbers), *others]
 
 
-def _check_download(folder: Folder) -> tuple[Manifest | None, list[Problem]]:
-    """The manifest of a download if it can be read, and the problems of the files besides the shards.
+def _check_download(folder: Folder, problems: list[Problem]) -> Manifest | None:
+    """The manifest of a download if it can be read; adds the problems of the files besides the shards.
 
     Raises:
         UserError: There is no manifest, because the download is not finished.
     """
-    problems, plan, manifest = list[Problem](), None, None
+    plan = manifest = None
     try:
         plan = load_plan(folder)
         check_list(folder, plan)
@@ -149,24 +144,28 @@ def _check_download(folder: Folder) -> tuple[Manifest | None, list[Problem]]:
         problems.append(Problem(MANIFEST_NAME, "damaged" if is_there else "missing", detail))
     if folder.pending_removal.exists():
         problems.append(Problem(folder.pending_removal.name, "unfinished", "a removal was interrupted"))
-    for shard in folder.numbered(".commit"):
-        problems.append(Problem(f"meta/{folder.commit(shard).name}", "unfinished", "publishing was interrupted"))
     try:
         read_lines(folder.removed)
     except UserError as error:
         problems.append(Problem(folder.removed.name, "damaged", str(error)))
-    found = list(_check_records(folder, plan))
-    if plan is not None and manifest is not None and not found:
+    of_records = list(_check_records(folder, plan))
+    problems += of_records
+    if plan is not None and manifest is not None and not of_records:
         problems += _check_manifest(folder, plan, manifest)
-    return manifest, problems + found
+    return manifest
 
 
 def _check_records(folder: Folder, plan: Plan | None) -> Iterator[Problem]:
     """Problems of records and meta files; without a plan, of those that exist."""
-    records = {shard: _read_record(folder, shard) for shard in folder.finished()}
+    records: dict[int, ShardRecord | UserError] = {}
+    for shard in folder.finished():
+        try:
+            records[shard] = folder.read_record(shard)
+        except UserError as error:
+            records[shard] = error
     origin = None if plan is None else (plan.digest, plan.rules_digest)
-    others = [isinstance(record, ShardRecord) and (record.plan, record.rules) != origin for record in records.values()]
-    if plan is not None and others and all(others):
+    others = {k for k, r in records.items() if isinstance(r, ShardRecord) and (r.plan, r.rules) != origin}
+    if plan is not None and records and len(others) == len(records):
         yield Problem(f"plan/{PLAN_NAME}", "contradicts", "no shard was made from this list with these settings")
         plan = None
     for shard in records if plan is None else range(plan.shards):
@@ -174,21 +173,13 @@ def _check_records(folder: Folder, plan: Plan | None) -> Iterator[Problem]:
         record = records.get(shard)
         if record is None:
             yield Problem(name, "missing", "its shard is not finished; the same `neuclip download` fetches it")
-            continue
-        if isinstance(record, UserError):
+        elif isinstance(record, UserError):
             yield Problem(name, "damaged", str(record))
-            continue
-        if plan is not None and (record.plan, record.rules) != origin:
-            yield Problem(name, "contradicts", "it was made from another URL list, or with other settings")
-        if problem := _check_meta(folder, plan, record):
-            yield Problem(f"meta/{folder.meta(shard).name}", "damaged", problem)
-
-
-def _read_record(folder: Folder, shard: int) -> ShardRecord | UserError:
-    try:
-        return folder.read_record(shard)
-    except UserError as error:
-        return error
+        else:
+            if plan is not None and shard in others:
+                yield Problem(name, "contradicts", "it was made from another URL list, or with other settings")
+            if problem := _check_meta(folder, plan, record):
+                yield Problem(f"meta/{folder.meta(shard).name}", "damaged", problem)
 
 
 def _check_meta(folder: Folder, plan: Plan | None, record: ShardRecord) -> str:
@@ -224,30 +215,25 @@ def _check_manifest(folder: Folder, plan: Plan, manifest: Manifest) -> Iterator[
 
 def _check_shard(manifest: Manifest, shard: Shard, own: Folder | None, *, decode: int) -> Iterator[Problem]:
     path = Path(manifest.url(shard))
-    if not path.exists():
-        yield Problem(shard.name, "missing", "there is no such file")
-        return
     if not path.is_file():
-        yield Problem(shard.name, "no file", "there is a folder in its place")
+        yield Problem(
+            shard.name, "missing", "there is a folder in its place" if path.exists() else "there is no such file"
+        )
         return
-    size = path.stat().st_size
+    size, digest = path.stat().st_size, sha256_of(path)
     if size != shard.bytes:
         yield Problem(shard.name, "size", f"{size:,} bytes instead of {shard.bytes:,}")
-    digest, rows = sha256_of(path), dict[str, dict[str, Any]]()
     if digest != shard.sha256:
         yield Problem(shard.name, "sha256", f"{digest[:16]}... instead of {shard.sha256[:16]}...")
-        decode = 0
-    elif own and (number := own.number_of(shard.name)) is not None:
+        yield from _check_samples(path, shard, {}, decode=0)
+        return
+    rows = dict[str, dict[str, Any]]()
+    if own and (number := own.number_of(shard.name)) is not None:
         # The bytes are those that were published, so only the published content can still be wrong. A meta file that
         # cannot be read is reported elsewhere.
         with suppress(UserError, KeyError, UnicodeDecodeError):
             rows = {row["key"]: row for row in read_meta(own, number).to_pylist()}
     yield from _check_samples(path, shard, rows, decode=decode)
-    if digest == shard.sha256:
-        yield from _check_index(manifest, path, shard)
-
-
-def _check_index(manifest: Manifest, path: Path, shard: Shard) -> Iterator[Problem]:
     index = index_path(manifest.root, shard.sha256)
     with suppress(DamagedTar):
         members = load_index(manifest.root, sha256=shard.sha256, samples=shard.samples)
@@ -259,7 +245,7 @@ def _check_index(manifest: Manifest, path: Path, shard: Shard) -> Iterator[Probl
 def _check_samples(
     path: Path, shard: Shard, rows: Mapping[str, Mapping[str, Any]], *, decode: int
 ) -> Iterator[Problem]:
-    """Compare each sample with its row in the meta file, decode a few with PIL, and check the count."""
+    """Compare each sample with its row in the meta file, decode a few, and check the count."""
     chosen = set(random.Random(f"0/{shard.name}").sample(range(shard.samples), min(decode, shard.samples)))
     count = 0
     try:

@@ -74,7 +74,7 @@ class _Reader(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int | None:
         self._connection.settimeout(self._deadline.seconds())
-        return self._raw.readinto(buffer)  # type: ignore[attr-defined, no-any-return]
+        return self._raw.readinto(buffer)
 
     def close(self) -> None:
         self._raw.close()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import signal
+import sys
 from pathlib import Path
 
 import click
@@ -44,6 +46,7 @@ def command(
     SiglipModel instead.
     All exported models are compared with the trained model.
     """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # removes temporary folders
     check_new_folder(output)  # before imports that take seconds
     check_model(model)
     if private and not push:
@@ -51,7 +54,7 @@ def command(
     if licence and not re.fullmatch(r"[\w.+-]+", licence):
         raise UserError(f"--license {licence!r} is not the identifier of a licence, such as apache-2.0 or mit.")
     from pipeline.checkpoint.layout import validated_model
-    from pipeline.export.exporter import choose_checkpoint, export, export_transformers, logit_parameters, model_of
+    from pipeline.export.exporter import choose_checkpoint, export, logit_parameters, model_of
     from pipeline.export.model_card import foreign_card, model_card
     from pipeline.model.evaluation_model import load_for_evaluation
 
@@ -75,10 +78,7 @@ def command(
     else:
         architecture = load_for_evaluation(model).architecture
         card = foreign_card(model, architecture=architecture, form=form, licence=licence)
-    if form == "transformers":
-        exported = export_transformers(chosen or model, output, card=card, average=average)
-    else:
-        exported = export(chosen or model, output, card=card, programs=programs, average=average)
+    exported = export(chosen or model, output, card=card, form=form, programs=programs, average=average)
     for path in exported.files:
         click.echo(f"{path.stat().st_size:>14,} B  {path}")
     what, other = (f"Step {chosen.step:,}", "trained") if chosen else (model, "given")

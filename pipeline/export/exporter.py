@@ -17,7 +17,7 @@ import math
 import os
 import shlex
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from pipeline.checkpoint.layout import ADAPTERS_NAME, best_checkpoint
 from pipeline.checkpoint.reader import Checkpoint, open_checkpoint
 from pipeline.config import dump
 from pipeline.errors import UserError, in_a_line
-from pipeline.export.tower_programs import export_onnx, export_torch, require_onnx, sides
+from pipeline.export.tower_programs import SIDES, export_onnx, export_torch, require_onnx
 from pipeline.export.transformers_model import transformers_preprocessing, write_transformers
 from pipeline.files import check_new_folder, new_folder
 from pipeline.model.architectures import save_tokenizer
@@ -96,83 +96,67 @@ def model_of(checkpoint: Checkpoint, *, average: bool) -> Path:
 
 
 def export(
-    source: Checkpoint | str, output: Path, *, card: str, programs: Iterable[str] = (), average: bool = False
+    source: Checkpoint | str,
+    output: Path,
+    *,
+    card: str,
+    form: str = "open_clip",
+    programs: Collection[str] = (),
+    average: bool = False,
 ) -> Exported:
-    """Write an open_clip folder and compare everything in it with the trained towers.
+    """Write a folder and compare everything in it with the trained towers.
 
     Args:
         source: A checkpoint, or what `load_for_evaluation` takes.
         output: A folder that does not exist or is empty.
         card: Text of README.md.
-        programs: Any of "torch" and "onnx".
+        form: What loads the folder: open_clip, or transformers as a `CLIPModel` or `SiglipModel`.
+        programs: Any of "torch" and "onnx", with open_clip's form.
         average: Export the average of the weights (EMA).
 
     Raises:
-        UserError: `output` is not empty, ONNX's packages are missing, or a result differs by more than 1e-5.
+        UserError: `output` is not empty, packages are missing, transformers' models cannot hold the architecture, or a
+            result differs by more than 1e-5.
     """
-    programs = tuple(programs)
     if "onnx" in programs:
         require_onnx()
+    given = model_of(source, average=average) if isinstance(source, Checkpoint) else source
 
     def write(folder: Path) -> tuple[float, str]:
         (folder / "README.md").write_text(card, encoding="utf-8")
+        model = load_for_evaluation(given)
+        examples, logit = example_inputs(model), model.towers.logit or (DEFAULT_LOGIT, None)
+        if form == "transformers":
+            scale, bias = logit
+            worst = write_transformers(model, folder, examples=examples, logit_scale=scale, logit_bias=bias or 0.0)
+            return worst, transparency_note(model, transformers_preprocessing(folder), program=form)
         if isinstance(source, Checkpoint):
-            model = _copy_checkpoint(source, folder, average=average)
+            _copy_files(source, Path(given), folder)
+            save_tokenizer(model.tokenize, folder)
         else:
-            model = load_for_evaluation(source)
-            logit = model.towers.logit or (DEFAULT_LOGIT, None)
             state = model.towers.clip.state_dict()
             save_open_clip(folder, state=state, architecture=model.architecture, logit=logit)
-        examples = example_inputs(model)
         differences = [_check_open_clip(folder, model, examples)]
         for name, export_one in (("torch", export_torch), ("onnx", export_onnx)):
             if name in programs:
-                differences += [export_one(folder, side, tower, x) for side, tower, x in sides(model, examples)]
-        note = transparency_note(model, open_clip_preprocessing(folder), program="open_clip")
+                differences += [
+                    export_one(folder, side, model.towers, x) for side, x in zip(SIDES, examples, strict=True)
+                ]
+        note = transparency_note(model, open_clip_preprocessing(folder), program=form)
         return float(torch.tensor(differences).max()), note  # NaN if any is
 
     return write_checked(output, write)
 
 
-def _copy_checkpoint(checkpoint: Checkpoint, folder: Path, *, average: bool) -> EvaluationModel:
-    """Copy model, configuration, adapters and tokenizer of a checkpoint; return the trained model."""
-    source = model_of(checkpoint, average=average)
+def _copy_files(checkpoint: Checkpoint, model: Path, folder: Path) -> None:
+    """Copy the configuration of a checkpoint, and its model with its adapters."""
     (folder / RUN_CONFIG_NAME).write_text(dump(checkpoint.meta["config"]), encoding="utf-8")
     for name in (MODEL_CONFIG_NAME, WEIGHTS_NAME):
-        shutil.copyfile(source / name, folder / name)
-    if (source / ADAPTERS_NAME).is_dir():
+        shutil.copyfile(model / name, folder / name)
+    if (model / ADAPTERS_NAME).is_dir():
         (folder / ADAPTERS_NAME).mkdir()
         for name in ADAPTER_FILES:
-            shutil.copyfile(source / ADAPTERS_NAME / name, folder / ADAPTERS_NAME / name)
-    model = load_for_evaluation(str(source))
-    save_tokenizer(model.tokenize, folder)
-    return model
-
-
-def export_transformers(source: Checkpoint | str, output: Path, *, card: str, average: bool = False) -> Exported:
-    """Write a folder that `transformers.CLIPModel` or `SiglipModel` loads, with equal features.
-
-    Args:
-        source: A checkpoint, or what `load_for_evaluation` takes.
-        output: A folder that does not exist or is empty.
-        card: Text of README.md.
-        average: Export the average of the weights (EMA).
-
-    Raises:
-        UserError: As `export`, or neither can hold the architecture.
-    """
-
-    def write(folder: Path) -> tuple[float, str]:
-        (folder / "README.md").write_text(card, encoding="utf-8")
-        weights = model_of(source, average=average) if isinstance(source, Checkpoint) else source
-        model = load_for_evaluation(weights)
-        logit, bias = model.towers.logit or (DEFAULT_LOGIT, None)
-        worst = write_transformers(
-            model, folder, examples=example_inputs(model), logit_scale=math.exp(logit), logit_bias=bias or 0.0
-        )
-        return worst, transparency_note(model, transformers_preprocessing(folder), program="transformers")
-
-    return write_checked(output, write)
+            shutil.copyfile(model / ADAPTERS_NAME / name, folder / ADAPTERS_NAME / name)
 
 
 def write_checked(output: Path, write: Callable[[Path], tuple[float, str]]) -> Exported:

@@ -10,7 +10,7 @@ from typing import Any
 from pipeline.checkpoint.layout import ADAPTERS_NAME
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.config import flatten
-from pipeline.export.siglip_model import is_siglip
+from pipeline.export.transformers_model import is_siglip
 from pipeline.files import read_bounded
 from pipeline.model.architectures import Architecture, load_open_clip
 from pipeline.model.model_folder import WEIGHTS_NAME, weights_digest
@@ -48,9 +48,9 @@ def model_card(
     config = checkpoint.meta["config"]
     model = json.loads(read_bounded(checkpoint.path / MODEL_CONFIG_NAME))
     method, arch = config["objective"]["name"], model["architecture"]
-    snippet = usage(arch, bias=bias, config=config["model"])
-    if form == "transformers":
-        snippet = _USAGE_SIGLIP if is_siglip(model["model_cfg"]) else _USAGE_CLIP
+    snippet = _transformers_usage(model["model_cfg"])
+    if form == "open_clip":
+        snippet = usage(arch, bias=bias, config=config["model"])
     snippet = snippet.replace('"white"', f'"{config["data"].get("background", "white")}"')
     parts = [
         _front_matter(form=form, method=method, licence=licence, base=_base_model(arch, config["model"])),
@@ -91,9 +91,7 @@ def model_card(
 
 def foreign_card(spec: str, *, architecture: Architecture, form: str, licence: str | None) -> str:
     """README.md of a model that is no checkpoint of a run: where it is from, and how it is used."""
-    snippet = _USAGE_OPEN_CLIP
-    if form == "transformers":
-        snippet = _USAGE_SIGLIP if is_siglip(architecture.model_cfg) else _USAGE_CLIP
+    snippet = _transformers_usage(architecture.model_cfg) if form == "transformers" else _USAGE_OPEN_CLIP
     snippet = snippet.replace('"white"', f'"{colour_name(architecture.background)}"')
     stated = licence or "not stated; that of the model it was made from applies"
     parts = (
@@ -137,6 +135,10 @@ def usage(arch: str, *, bias: float | None, config: Mapping[str, Any]) -> str:
     )
 
 
+def _transformers_usage(model_cfg: Mapping[str, Any]) -> str:
+    return _USAGE_TRANSFORMERS.format(**(_OF_SIGLIP if is_siglip(model_cfg) else _OF_CLIP))
+
+
 _USAGE_OPEN_CLIP = """```python
 import open_clip
 import torch
@@ -156,43 +158,31 @@ with torch.no_grad():
 print(dict(zip(classes, logits[0].softmax(0).tolist())))
 ```"""
 
-_USAGE_CLIP = """```python
+_USAGE_TRANSFORMERS = """```python
 import torch
 from PIL import Image
-from transformers import CLIPImageProcessor, CLIPModel, CLIPTokenizer
-
-FOLDER = "."  # this folder, or a hub repository: "OWNER/NAME"
-model = CLIPModel.from_pretrained(FOLDER).eval()
-tokenizer, processor = CLIPTokenizer.from_pretrained(FOLDER), CLIPImageProcessor.from_pretrained(FOLDER)
-picture = Image.new("RGBA", (640, 480), "red")  # yours: Image.open(...).convert("RGBA")
-image = Image.new("RGB", picture.size, "white")  # as in training
-image.paste(picture, mask=picture)
-classes = ["red", "green", "blue"]
-prompts = [f"a photo of something {name}" for name in classes]
-texts = tokenizer(prompts, padding=True, truncation=True, return_tensors="pt")
-with torch.no_grad():
-    logits = model(**texts, **processor(image, return_tensors="pt")).logits_per_image
-print(dict(zip(classes, logits[0].softmax(0).tolist())))
-```"""
-
-_USAGE_SIGLIP = """```python
-import torch
-from PIL import Image
-from transformers import AutoModel, AutoTokenizer, SiglipImageProcessor
+from transformers import AutoImageProcessor, AutoModel, {tokenizer}
 
 FOLDER = "."  # this folder, or a hub repository: "OWNER/NAME"
 model = AutoModel.from_pretrained(FOLDER).eval()
-tokenizer, processor = AutoTokenizer.from_pretrained(FOLDER), SiglipImageProcessor.from_pretrained(FOLDER)
+tokenizer, processor = {tokenizer}.from_pretrained(FOLDER), AutoImageProcessor.from_pretrained(FOLDER)
 picture = Image.new("RGBA", (640, 480), "red")  # yours: Image.open(...).convert("RGBA")
 image = Image.new("RGB", picture.size, "white")  # as in training
 image.paste(picture, mask=picture)
 classes = ["red", "green", "blue"]
-prompts = [f"a photo of something {name}" for name in classes]  # lower case, no punctuation, as in training
-texts = tokenizer(prompts, padding="max_length", truncation=True, return_tensors="pt")
+prompts = [f"a photo of something {{name}}" for name in classes]{lower}
+texts = tokenizer(prompts, padding={padding}, truncation=True, return_tensors="pt")
 with torch.no_grad():
     logits = model(input_ids=texts["input_ids"], **processor(image, return_tensors="pt")).logits_per_image
-print(dict(zip(classes, logits[0].sigmoid().tolist())))
+print(dict(zip(classes, logits[0].{activation}.tolist())))
 ```"""
+_OF_CLIP = {"tokenizer": "CLIPTokenizer", "lower": "", "padding": "True", "activation": "softmax(0)"}
+_OF_SIGLIP = {
+    "tokenizer": "AutoTokenizer",
+    "lower": "  # lower case, no punctuation, as in training",
+    "padding": '"max_length"',
+    "activation": "sigmoid()",
+}
 
 
 def _facts(checkpoint: Checkpoint, *, scale: float, bias: float | None) -> list[tuple[str, str]]:

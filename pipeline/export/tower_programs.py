@@ -13,36 +13,20 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import UserError
-from pipeline.model.evaluation_model import EvaluationModel
 from pipeline.model.towers import Towers
 
+SIDES = ("image", "text")
 
-class ImageTower(nn.Module):
-    """[B, 3, H, W] normalised images -> [B, d] unit-norm features."""
 
-    def __init__(self, towers: Towers) -> None:
+class Tower(nn.Module):
+    """[B, 3, H, W] normalised images, or [B, L] tokens -> [B, d] unit-norm features."""
+
+    def __init__(self, towers: Towers, side: str) -> None:
         super().__init__()
-        self.towers = towers
+        self.towers, self.side = towers, side
 
-    def forward(self, image: Tensor) -> Tensor:
-        return self.towers.encode_image(image)
-
-
-class TextTower(nn.Module):
-    """[B, L] tokens -> [B, d] unit-norm features."""
-
-    def __init__(self, towers: Towers) -> None:
-        super().__init__()
-        self.towers = towers
-
-    def forward(self, text: Tensor) -> Tensor:
-        return self.towers.encode_text(text)
-
-
-def sides(model: EvaluationModel, examples: tuple[Tensor, Tensor]) -> Iterator[tuple[str, nn.Module, Tensor]]:
-    """Both towers as (name, module, example inputs)."""
-    yield "image", ImageTower(model.towers).eval(), examples[0]
-    yield "text", TextTower(model.towers).eval(), examples[1]
+    def forward(self, x: Tensor) -> Tensor:
+        return self.towers.encode_image(x) if self.side == "image" else self.towers.encode_text(x)
 
 
 @contextmanager
@@ -57,21 +41,21 @@ def _traceable() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-def export_torch(folder: Path, side: str, tower: nn.Module, example: Tensor) -> float:
+def export_torch(folder: Path, side: str, towers: Towers, example: Tensor) -> float:
     """Write `SIDE.pt2`. Returns the largest difference of its features from the tower's."""
-    path = folder / f"{side}.pt2"
+    path, tower = folder / f"{side}.pt2", Tower(towers, side).eval()
     with _traceable():
         program = torch.export.export(tower, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},))
         torch.export.save(program, path)
         return _difference(torch.export.load(path).module(), tower, example)
 
 
-def export_onnx(folder: Path, side: str, tower: nn.Module, example: Tensor) -> float:
+def export_onnx(folder: Path, side: str, towers: Towers, example: Tensor) -> float:
     """Write `SIDE.onnx`. Returns the largest difference of its features, by onnxruntime, from the tower's."""
     import onnxruntime
 
     logging.getLogger("onnxscript").setLevel(logging.ERROR)  # it logs every constant that it does not fold
-    path = folder / f"{side}.onnx"
+    path, tower = folder / f"{side}.onnx", Tower(towers, side).eval()
     shapes: Any = ({0: torch.export.Dim("batch")},)
     with _traceable():
         torch.onnx.export(

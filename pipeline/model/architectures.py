@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from pipeline.config import flatten, suggest
 from pipeline.errors import UserError, in_a_line
 from pipeline.files import read_bounded
-from pipeline.model.foreign_weights import stored_description
+from pipeline.model.foreign_weights import stored_description, wrong_type
 from pipeline.model.hub_access import TOKENIZER_FILES
 from pipeline.pictures.pixels import WHITE, Colour
 
@@ -112,13 +112,10 @@ def _check_description(path: Path) -> None:
         tree = json.loads(read_bounded(path).decode())
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"model.arch = {path} cannot be read as JSON: {error}.") from error
-    parts = {"embed_dim": int, "vision_cfg": dict, "text_cfg": dict}
-    wrong = [key for key, kind in parts.items() if not isinstance(tree, dict) or not isinstance(tree.get(key), kind)]
-    if wrong:
+    if problem := wrong_type({"model_cfg": tree}, file=str(path)):
         raise UserError(
-            f"model.arch = {path} is not an architecture in open_clip's format: {', '.join(wrong)} missing or "
-            "of another type. It has embed_dim (a whole number), vision_cfg and text_cfg (objects), as the files in "
-            "pipeline/model/model_configs/ do."
+            f"model.arch = {path} is not an architecture in open_clip's format: {problem}. It has embed_dim (a whole "
+            "number), vision_cfg and text_cfg (objects), as the files in pipeline/model/model_configs/ do."
         )
 
 

@@ -15,11 +15,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pydantic
 import torch
 from torch import Tensor
 
+from pipeline.config import first_problem
 from pipeline.errors import UserError, in_a_line, need_addresses
 from pipeline.files import read_bounded
+from pipeline.pictures.pixels import WHITE
 from pipeline.run_files import MODEL_CONFIG_NAME, TRANSFORMERS_CONFIG_NAME
 
 TRANSFORMERS_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
@@ -38,7 +41,7 @@ _TEXT_DEFAULTS = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_lay
                   "vocab_size": 49408, "max_position_embeddings": 77}  # fmt: skip
 _IMAGE_DEFAULTS = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
                    "image_size": 224, "patch_size": 32}  # fmt: skip
-_NAMES = {
+NAMES = {
     "logit_scale": "logit_scale",
     "text_projection.weight": "text_projection",
     "visual_projection.weight": "visual.proj",
@@ -61,16 +64,49 @@ def stored_description(folder: Path) -> dict[str, Any]:
     """The contents of a folder's `open_clip_config.json`, or what it would be for a `CLIPModel` of transformers.
 
     Raises:
-        UserError: A file is damaged, or it is another model of transformers.
+        UserError: A file is damaged or has values of other types, or it is another model of transformers.
     """
-    if (folder / MODEL_CONFIG_NAME).is_file():
-        return _json(folder / MODEL_CONFIG_NAME)
+    path = folder / MODEL_CONFIG_NAME
+    if path.is_file():
+        tree = _json(path)
+    else:
+        path = folder / TRANSFORMERS_CONFIG_NAME
+        try:
+            tree = {"model_cfg": _clip_cfg(folder), "preprocess_cfg": _preprocessing(folder)}
+        except UserError:
+            raise
+        except (AttributeError, TypeError, ValueError, ZeroDivisionError) as error:
+            raise UserError(f"The description of the model in {folder} is damaged: {in_a_line(error)}.") from error
+    if problem := wrong_type(tree, file=str(path)):
+        raise UserError(f"The description of the model in {folder} is damaged: {problem}.")
+    return tree
+
+
+def wrong_type(description: Mapping[str, Any], *, file: str) -> str:
+    """Which value of a model's description is missing or has another type than open_clip's; empty if all are right."""
+    from open_clip.model import CLIPTextCfg, CLIPVisionCfg
+    from open_clip.transform import PreprocessCfg
+
+    towers = {"embed_dim": (int, ...), "vision_cfg": (CLIPVisionCfg, ...), "text_cfg": (CLIPTextCfg, ...)}
+    fields: dict[str, Any] = {
+        "model_cfg": (pydantic.create_model("Towers", **towers), ...),  # type: ignore[call-overload]
+        "preprocess_cfg": (PreprocessCfg, PreprocessCfg()),
+        "architecture": (str, ""),
+        "background": (tuple[int, int, int], WHITE),
+    }
     try:
-        return {"model_cfg": _clip_cfg(folder), "preprocess_cfg": _preprocessing(folder)}
-    except UserError:
-        raise
-    except (AttributeError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise UserError(f"The description of the model in {folder} is damaged: {in_a_line(error)}.") from error
+        written = json.dumps(_without_none(description))
+        pydantic.create_model("Description", **fields).model_validate_json(written, strict=True)
+    except pydantic.ValidationError as error:
+        return first_problem(error, file=file)
+    return ""
+
+
+def _without_none(tree: Any) -> Any:
+    """open_clip's own files have null where its types allow none."""
+    if not isinstance(tree, dict):
+        return tree
+    return {key: _without_none(value) for key, value in tree.items() if value is not None}
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -214,8 +250,8 @@ def from_transformers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         block = re.fullmatch(r"(text|vision)_model\.encoder\.layers\.(\d+)\.(.+)\.(weight|bias)", name)
         if name.endswith("position_ids"):
             continue
-        if name in _NAMES:
-            weights[_NAMES[name]] = value.T if name.endswith("_projection.weight") else value
+        if name in NAMES:
+            weights[NAMES[name]] = value.T if name.endswith("_projection.weight") else value
         elif block:
             tower, number, part, kind = block.groups()
             place = f"{'visual.' if tower == 'vision' else ''}transformer.resblocks.{number}"

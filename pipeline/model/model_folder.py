@@ -211,8 +211,6 @@ def create_clip(name: str, **kwargs: Any) -> nn.Module:
         usual = isinstance(error, RuntimeError | ValueError | OSError)
         if explain_memory_error(error):
             raise
-        if not required and not usual:
-            raise
         # Files of weights fail in many ways: pickle's, safetensors' and assertions of open_clip.
         hint = "" if usual else ". The weights are damaged, or those of another architecture."
         lines = [textwrap.shorten(line, 240, placeholder=" ...") for line in str(error).strip().splitlines()[:4]]

@@ -116,10 +116,7 @@ def resolve(arch: str, pretrained: str | None) -> Start:
 def start_in(folder: Path, *, load: bool = True) -> Start:
     """The model in a folder."""
     stored = stored_description(folder)
-    try:
-        red, green, blue = map(int, stored.get("background") or WHITE)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"The description of the model in {folder} has a background that is no colour.") from error
+    red, green, blue = stored.get("background") or WHITE
     name = stored.get("architecture") or folder.name
     return Start(name, stored["model_cfg"], folder=folder, background=(red, green, blue), load=load)
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +217,17 @@ def test_an_export_touches_nothing_of_others_and_two_do_not_mix(run, tmp_path, m
     export(chosen, tmp_path / "second", card="")
     assert (foreign / "thesis").read_text() == "ten years"
     assert {path.name for path in tmp_path.iterdir()} == {"out", "second", "foreign", ".out.partial"}
+
+
+def test_a_terminated_export_leaves_nothing(run, tmp_path):
+    """Regression test: its temporary folder stayed."""
+    arguments = [sys.executable, "-m", "jobs.export", str(run), "--output", str(tmp_path / "out"), "--onnx"]
+    process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL)
+    while process.poll() is None and not list(tmp_path.glob(".out.*/open_clip_model.safetensors")):
+        time.sleep(0.02)
+    process.terminate()
+    assert process.wait(timeout=60) == 128 + signal.SIGTERM
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_export_that_differs_is_refused(run, tmp_path, monkeypatch):

@@ -22,8 +22,7 @@ from timm.models import VisionTransformer, register_model
 from jobs.export import command
 from pipeline.errors import UserError
 from pipeline.export import exporter
-from pipeline.export.siglip_model import is_siglip, why_not_siglip
-from pipeline.export.transformers_model import why_not_clip
+from pipeline.export.transformers_model import is_siglip, why_not_clip, why_not_siglip
 from pipeline.model.evaluation_model import load_for_evaluation
 from tests.documents import ROOT, blocks
 from tests.unit.test_export import write_run

@@ -20,6 +20,7 @@ from pipeline.errors import UserError
 from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
 from pipeline.model.foreign_weights import read_state, stored_description
 from pipeline.model.towers import ModelConfig, build_towers
+from pipeline.model.towers import check_model as check_towers
 from pipeline.run_files import check_model
 from tests.towers import TINY, write_tiny
 
@@ -184,9 +185,37 @@ def test_an_open_clip_checkpoint_becomes_a_transformers_model_and_comes_back(tin
 
 
 @pytest.mark.parametrize(
-    "config",
-    [{"text_config": [1]}, {"vision_config": {"hidden_act": ["gelu"]}}, {"vision_config": {"num_attention_heads": 0}}],
+    ("change", "wrong"),
+    [
+        ({"model_cfg": 5}, "model_cfg is wrong"),
+        ({"model_cfg": {**TINY, "embed_dim": "24"}}, "model_cfg.embed_dim"),
+        ({"model_cfg": {**TINY, "vision_cfg": [1]}}, "model_cfg.vision_cfg"),
+        ({"model_cfg": {**TINY, "text_cfg": {**TINY["text_cfg"], "width": "wide"}}}, "model_cfg.text_cfg.width"),
+        ({"preprocess_cfg": {"mean": 0.5}}, "preprocess_cfg.mean"),
+        ({"architecture": 3}, "architecture"),
+        ({"background": [1, "red", 3]}, "background.1"),
+    ],
 )
+def test_a_description_with_values_of_other_types_is_refused(tiny, tmp_path, change, wrong):
+    """Regression test: export and training ended in a stack."""
+    write_folder(tmp_path, tiny)
+    stored = {"model_cfg": TINY, "preprocess_cfg": {}, **change}
+    (tmp_path / "open_clip_config.json").write_text(json.dumps(stored))
+    arguments = [str(tmp_path), "--output", str(tmp_path / "out")]
+    for load in (
+        lambda: export.main(arguments, standalone_mode=False),
+        lambda: check_towers(ModelConfig(arch="pretrained", pretrained=str(tmp_path))),
+        lambda: check_towers(ModelConfig(arch=tiny[0], pretrained=str(tmp_path))),
+    ):
+        with pytest.raises(UserError, match=f"open_clip_config.json, {wrong}"):
+            load()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"text_config": [1]}, {"vision_config": {"hidden_act": ["gelu"]}}, {"vision_config": {"num_attention_heads": 0}},
+     {"text_config": {"hidden_size": "wide", "intermediate_size": 4}}, {"projection_dim": None, "text_config": "x"}],
+)  # fmt: skip
 def test_damaged_descriptions_are_refused(config, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "clip", **config}))
     with pytest.raises(UserError, match="is damaged"):

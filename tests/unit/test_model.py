@@ -132,8 +132,11 @@ def test_a_size_that_the_timm_model_does_not_take_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"[]", "embed_dim, vision_cfg, text_cfg missing"),
-        (b'{"embed_dim": "x", "vision_cfg": {}, "text_cfg": {}}', "format: embed_dim missing or of another type"),
+        (b"[]", "model_cfg is wrong: Input should be an object"),
+        (
+            b'{"embed_dim": "x", "vision_cfg": {}, "text_cfg": {}}',
+            "model_cfg.embed_dim is wrong: Input",
+        ),
         (b"{", "cannot be read as JSON"),
         (b"\xe9", "cannot be read as JSON"),
         (None, "there is no such file"),

@@ -21,9 +21,9 @@ from pipeline.config import flatten, suggest
 from pipeline.errors import UserError, in_a_line
 from pipeline.files import read_bounded
 from pipeline.model.foreign_weights import stored_description, wrong_type
-from pipeline.model.hub_access import TOKENIZER_FILES
 from pipeline.pictures.pixels import WHITE, Colour
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.txt")
 OUR_CONFIGS = Path(__file__).parent / "model_configs"
 
 

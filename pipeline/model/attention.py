@@ -18,6 +18,7 @@ Shape legend: B rows or texts, L tokens of the context, T tokens of all texts to
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -27,9 +28,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.distributed.devices import to_device
-from pipeline.model.replacing import replace_modules
 
 GROUPS = 4
+
+
+def replace_modules(model: nn.Module, classes: Mapping[nn.Module, type[nn.Module]]) -> None:
+    """Replace modules of a model by ones of other classes that have the same parameters, submodules and attributes.
+
+    State dicts, names and hooks stay as they are. `classes` maps modules, without the model itself, to subclasses of
+    their classes.
+    """
+    new: dict[nn.Module, nn.Module] = {}
+    for old, kind in classes.items():
+        new[old] = kind.__new__(kind)
+        new[old].__dict__.update(old.__dict__)
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if module in new:
+            model.set_submodule(name, new[module])
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from torch import Tensor
 from pipeline.errors import UserError, in_a_line
 from pipeline.model.architectures import Architecture, describe
 from pipeline.model.finetuning import LoraConfig
-from pipeline.model.model_folder import weights_digest
-from pipeline.model.starting_weights import create_from, logit_of, start_of
+from pipeline.model.model_folder import create_from, weights_digest
+from pipeline.model.starting_weights import logit_of, start_of
 from pipeline.model.towers import ModelConfig, Towers, build_towers, without_weights
 from pipeline.pictures.pixels import Colour, orientation, read_file, read_rgb, to_rgb, upright
 

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from pipeline.distributed.world import World, joined_world
 from pipeline.errors import UserError
-from pipeline.model.attention import PackedAttention, attend
-from pipeline.model.replacing import replace_modules
+from pipeline.model.attention import PackedAttention, attend, replace_modules
 
 NO_PATCHES = "the last block computes the class token only. Build the towers with model.packed_attention=false."
 

@@ -1,7 +1,7 @@
 """A saved model: a folder that open_clip itself can load (`local-dir:`).
 
 It holds `open_clip_config.json` and `open_clip_model.safetensors`. Our checkpoints are such folders with the training
-state beside these two files.
+state beside these two files. Weights and the optimizer's moments can be resized for another image size.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import textwrap
 import threading
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.errors import UserError, explain_file_error, explain_memory_error, need_addresses
@@ -27,8 +29,9 @@ from pipeline.model.architectures import (
     refuse_hidden_code,
     save_tokenizer,
 )
-from pipeline.model.foreign_weights import for_open_clip, stored_description
-from pipeline.run_files import EMA_NAME, META_NAME, MODEL_CONFIG_NAME, digest_of, model_folder_in, parse_meta
+from pipeline.model.foreign_weights import for_open_clip
+from pipeline.model.starting_weights import Start
+from pipeline.run_files import EMA_NAME, META_NAME, MODEL_CONFIG_NAME, digest_of, parse_meta
 
 WEIGHTS_NAME = "open_clip_model.safetensors"
 LOCAL = "local-dir:"
@@ -123,17 +126,60 @@ def allow_by_umask(*paths: Path) -> None:
         path.chmod(0o666 & ~UMASK)
 
 
-def load_folder(folder: Path, **kwargs: Any) -> nn.Module:
-    """open_clip's model from a folder; `kwargs` are `create_clip`'s. In a checkpoint, its files are verified.
+def create_from(start: Start, **options: Any) -> nn.Module:
+    """open_clip's model, with options of `open_clip.create_model` and without its messages to the root logger.
+
+    In a checkpoint, the files are verified. Where image size or context length differ from the weights', position
+    embeddings are interpolated (bicubic for images, linear for text).
 
     Raises:
-        UserError: The folder holds no model, open_clip cannot load it, or it is a checkpoint and damaged.
+        UserError: The weights cannot be read, are damaged or not finite, or open_clip failed, with the first lines of
+            its message.
     """
-    if model_folder_in(folder) != folder:
-        raise UserError(f"{folder} has no {MODEL_CONFIG_NAME}: it is not a model folder.")
-    model = create_clip(f"{LOCAL}{folder}", **kwargs)
-    if kwargs.get("load_weights", True):
-        _verify(folder)
+
+    def of_other_threads(record: logging.LogRecord, thread: int = threading.get_ident()) -> bool:
+        return record.thread != thread
+
+    refuse_hidden_code(start.model_cfg.get("text_cfg") or {})
+    name, required = start.name, start.has_weights
+    if required and start.folder is not None and (file := start.folder / WEIGHTS_NAME).is_file():
+        need_addresses(2 * file.stat().st_size)
+    logging.root.addFilter(of_other_threads)  # applies to what is logged on the root logger itself
+    try:
+        open_clip = load_open_clip()
+        with ExitStack() as stack:
+            if start.folder is not None:
+                name = f"{LOCAL}{stack.enter_context(for_open_clip(start.folder, weights=start.load))}"
+                options["load_weights"] = start.load
+            else:
+                weights = start.weights
+                if weights is not None and Path(weights).is_file():
+                    weights = str(stack.enter_context(for_open_clip(Path(weights), weights=True)))
+                # Without weights both towers start from scratch: no weights of the text tower's base model.
+                options |= {"pretrained": weights, "pretrained_text": False}
+            model: nn.Module = open_clip.create_model(name, require_pretrained=required, **options)
+    except UserError:
+        raise
+    except Exception as error:
+        if explain_memory_error(error):
+            raise
+        # Files of weights fail in many ways: pickle's, safetensors' and assertions of open_clip.
+        usual = isinstance(error, RuntimeError | ValueError | OSError)
+        hint = "" if usual else ". The weights are damaged, or those of another architecture."
+        lines = [textwrap.shorten(line, 240, placeholder=" ...") for line in str(error).strip().splitlines()[:4]]
+        raise UserError(
+            f"open_clip cannot load {start.folder or start.name} {start.weights or ''}: "
+            f"{' '.join(lines) or type(error).__name__}{hint}"
+        ) from error
+    finally:
+        logging.root.removeFilter(of_other_threads)
+    if required:
+        if start.folder is not None:
+            _verify(start.folder)
+        for key, value in model.named_parameters():
+            if not value.is_meta and not bool(value.isfinite().all()):
+                where = start.weights or start.folder
+                raise UserError(f"The weights {where} have values that are not finite (NaN or infinite), as in {key}.")
     return model
 
 
@@ -173,51 +219,52 @@ def stated_files(folder: Path) -> dict[str, Mapping[str, Any]]:
     return {name: files[prefix + name] for name in (MODEL_CONFIG_NAME, WEIGHTS_NAME) if prefix + name in files}
 
 
-def _model_cfg(name: str) -> Mapping[str, Any]:
-    if not name.startswith(LOCAL):
-        return dict(load_open_clip().get_model_config(name) or {})
-    return dict(stored_description(Path(name.removeprefix(LOCAL)))["model_cfg"])
+RESIZABLE = "positional_embedding"
+"""How open_clip names position embeddings of a class token and a square grid of patches (ViT) or pixels (ResNet)."""
 
 
-def create_clip(name: str, **kwargs: Any) -> nn.Module:
-    """Call `open_clip.create_model` without its messages to the root logger; `foreign_weights` says what is read.
+def resized(name: str, value: Tensor, *, shape: torch.Size, nonnegative: bool = False) -> Tensor:
+    """A parameter, or a moment of it, in the shape that it has at another image size.
+
+    Args:
+        name: The parameter's name in open_clip's state dict.
+        value: [1 + g * g, D], or any tensor of `shape`, which is returned as it is.
+        shape: The shape at the new size, [1 + G * G, D].
+        nonnegative: Interpolate linearly, which keeps the sign, as second moments need; else by open_clip's
+            bicubic rule.
 
     Raises:
-        UserError: The weights cannot be read, or open_clip failed, with the first lines of its message.
+        UserError: Only position embeddings of square grids can change their shape.
     """
-    has_weights = name.startswith(LOCAL) or kwargs.get("pretrained") is not None
-    required = has_weights and kwargs.get("load_weights", True)
-
-    def of_other_threads(record: logging.LogRecord, thread: int = threading.get_ident()) -> bool:
-        return record.thread != thread
-
-    logging.root.addFilter(of_other_threads)  # applies to what is logged on the root logger itself
-    model_cfg = _model_cfg(name)
-    refuse_hidden_code(model_cfg.get("text_cfg") or {})
-    if required and (weights := Path(name.removeprefix(LOCAL), WEIGHTS_NAME)).is_file():
-        need_addresses(2 * weights.stat().st_size)
-    try:
-        open_clip = load_open_clip()
-        with ExitStack() as stack:
-            given, options = name, dict(kwargs)
-            if name.startswith(LOCAL):
-                given = LOCAL + str(stack.enter_context(for_open_clip(Path(name[len(LOCAL) :]), weights=required)))
-            elif required and (file := Path(kwargs["pretrained"])).is_file():
-                options["pretrained"] = str(stack.enter_context(for_open_clip(file, weights=True)))
-            model: nn.Module = open_clip.create_model(given, require_pretrained=required, **options)
-    except UserError:
-        raise
-    except Exception as error:
-        usual = isinstance(error, RuntimeError | ValueError | OSError)
-        if explain_memory_error(error):
-            raise
-        # Files of weights fail in many ways: pickle's, safetensors' and assertions of open_clip.
-        hint = "" if usual else ". The weights are damaged, or those of another architecture."
-        lines = [textwrap.shorten(line, 240, placeholder=" ...") for line in str(error).strip().splitlines()[:4]]
+    if value.shape == shape:
+        return value
+    old, new = (math.isqrt(s[0] - 1) if len(s) == 2 else 0 for s in (value.shape, shape))
+    square = len(shape) == 2 and old**2 + 1 == len(value) and new**2 + 1 == shape[0] and value.shape[1] == shape[1]
+    if not (name.startswith("visual.") and name.endswith(RESIZABLE) and square):
         raise UserError(
-            f"open_clip cannot load {name} {kwargs.get('pretrained') or ''}: "
-            f"{' '.join(lines) or type(error).__name__}{hint}"
-        ) from error
-    finally:
-        logging.root.removeFilter(of_other_threads)
-    return model
+            f"The parameter {name} is {tuple(value.shape)} at one image size and {tuple(shape)} at the other. Only "
+            "position embeddings of open_clip's own vision towers can change with the image size: keep one size for "
+            "this architecture."
+        )
+    token, grid = value[:1].float(), value[1:].float()
+    grid = grid.reshape(1, old, old, -1).permute(0, 3, 1, 2)
+    mode = "bilinear" if nonnegative else "bicubic"
+    grid = F.interpolate(grid, size=(new, new), mode=mode, antialias=True, align_corners=False)
+    if nonnegative:
+        grid = grid.clamp_min(0.0)  # rounding
+    return torch.cat([token, grid.permute(0, 2, 3, 1).reshape(new * new, -1)]).to(value.dtype)
+
+
+def resized_state(values: Mapping[str, Tensor], *, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    """Weights by open_clip's names in the shapes of a model of another image size."""
+    return {name: resized(name, value, shape=shapes.get(name, value.shape)) for name, value in values.items()}
+
+
+def resized_moments(
+    moments: Mapping[tuple[str, str], Tensor], *, shapes: Mapping[str, torch.Size]
+) -> dict[tuple[str, str], Tensor]:
+    """Optimizer state by (parameter, key) in the shapes of a model of another image size."""
+    return {
+        (name, key): resized(name, value, shape=shapes.get(name, value.shape), nonnegative=key == "exp_avg_sq")
+        for (name, key), value in moments.items()
+    }

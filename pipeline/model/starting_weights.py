@@ -1,31 +1,30 @@
-"""What a model starts from: an architecture by name, and weights of any published or local form.
+"""What a model starts from: an architecture by name, and weights of any published or local form; nothing is loaded.
 
 `model.pretrained` is one of: an open_clip tag; a weights file; a model folder (ours, any with `open_clip_config.json`,
-or a `CLIPModel` of transformers); a run's folder, of which the latest checkpoint is taken; `hf-hub:OWNER/NAME`. Weights
-and the optimizer's moments can be resized for another image size.
+or a `CLIPModel` of transformers); a run's folder, of which the latest checkpoint is taken; `hf-hub:OWNER/NAME`. What is
+needed from the hub is found missing before anything is loaded, in one line.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.errors import UserError, in_a_line
-from pipeline.model.architectures import check_same_towers, check_tag, load_open_clip, register
+from pipeline.model.architectures import TOKENIZER_FILES, check_same_towers, check_tag, load_open_clip, register
 from pipeline.model.foreign_weights import stored_description
-from pipeline.model.hub_access import check_cached, hub_or_cache, why_offline
-from pipeline.model.model_folder import create_clip, load_folder
 from pipeline.pictures.pixels import WHITE, Colour
 from pipeline.run_files import MODEL_CONFIG_NAME, model_folder_in, no_model
 
 HUB = "hf-hub:"
+SECONDS = 10.0
+"""How long the hub may take to answer."""
 FROM_WEIGHTS = "pretrained"
 """As `model.arch`: the architecture that is stored with the weights."""
 HUB_FILES = ("open_clip_*", "*.json", "*.model", "*.txt", "merges.txt")
@@ -156,6 +155,76 @@ def _download(name: str) -> Path:
     return folder
 
 
+def why_offline() -> str:
+    """Why the hub cannot be asked; empty if it can."""
+    from huggingface_hub import constants
+
+    return "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _unreachable(constants.ENDPOINT)
+
+
+@functools.cache
+def _unreachable(endpoint: str) -> str:
+    from huggingface_hub import get_session
+
+    try:
+        get_session().head(endpoint, timeout=SECONDS)
+    except Exception as error:  # of whichever HTTP library the client has
+        return f"{endpoint} cannot be reached ({type(error).__name__})"
+    return ""
+
+
+@contextmanager
+def hub_or_cache(what: str, *, instead: str) -> Iterator[None]:
+    """Inside, the hub's client takes files from its cache at once where the hub cannot be asked; it would try for long.
+
+    Raises:
+        UserError: They are not in the cache either. `what` is missing, `instead` says what to give.
+    """
+    from huggingface_hub import constants
+
+    why, before = why_offline(), constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = before or bool(why)
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if not why:
+            raise
+        raise missing(what, why=why, instead=instead) from error
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def missing(what: str, *, why: str, instead: str) -> UserError:
+    """The error for what is in no cache while the hub cannot be asked."""
+    return UserError(f"{what} is not in this machine's cache, and {why}. {instead}")
+
+
+def check_cached(model_cfg: Mapping[str, Any], *, tokenizer: bool) -> None:
+    """Check what towers fetch from the hub beside weights: descriptions of towers, and a tokenizer.
+
+    Raises:
+        UserError: It is not in the cache, and the hub cannot be asked.
+    """
+    from huggingface_hub import try_to_load_from_cache
+
+    text, vision = model_cfg.get("text_cfg") or {}, model_cfg.get("vision_cfg") or {}
+    timm = str(vision.get("timm_model_name") or "").replace("hf_hub:", "hf-hub:")
+    needed = {
+        "text tower": (text.get("hf_model_name"), ("config.json",)),
+        "vision tower": (timm.removeprefix("hf-hub:") if timm.startswith("hf-hub:") else None, ("config.json",)),
+        "tokenizer": (text.get("hf_tokenizer_name") if tokenizer else None, TOKENIZER_FILES),
+    }
+    for what, (repository, names) in needed.items():
+        if not repository or Path(repository).is_dir():
+            continue
+        cached = any(isinstance(try_to_load_from_cache(repository, name), str) for name in names)
+        if not cached and (why := why_offline()):
+            instead = "Give its folder as model.tokenizer." if what == "tokenizer" else "Choose another model.arch."
+            raise missing(f"The {what} {repository}", why=why, instead=instead)
+
+
 def check_fetched(arch: str, pretrained: str | None, *, tokenizer: str | None) -> None:
     """Check, before anything is loaded, that what a start needs from the hub can be had.
 
@@ -172,29 +241,6 @@ def check_fetched(arch: str, pretrained: str | None, *, tokenizer: str | None) -
             f"model.pretrained = {start.weights} of {start.name}", instead="Give a local file or folder."
         ):
             download_pretrained(config)  # offline, it looks into its caches
-
-
-def create_from(start: Start, **options: Any) -> nn.Module:
-    """Build the towers with options of `open_clip.create_model`; where image size or context length differ from the
-    weights', position embeddings are interpolated (bicubic for images, linear for text); see `interpolated`.
-
-    Raises:
-        UserError: open_clip cannot load the weights, or they are not finite.
-    """
-    if start.folder is not None:
-        clip = load_folder(start.folder, load_weights=start.load, **options)
-    else:
-        # Without weights both towers start from scratch: no weights of the text tower's base model.
-        clip = create_clip(start.name, pretrained=start.weights, pretrained_text=False, **options)
-    if start.has_weights:
-        _check_finite(clip, start.weights or start.folder)
-    return clip
-
-
-def _check_finite(clip: nn.Module, weights: str | Path | None) -> None:
-    for name, value in clip.named_parameters():
-        if not value.is_meta and not bool(value.isfinite().all()):
-            raise UserError(f"The weights {weights} have values that are not finite (NaN or infinite), as in {name}.")
 
 
 def interpolated(start: Start, *, image_size: int | None, context_length: int | None) -> list[str]:
@@ -226,54 +272,3 @@ def logit_of(clip: nn.Module) -> tuple[float, float | None] | None:
     if not isinstance(scale, Tensor) or scale.device.type == "meta":
         return None
     return float(scale.detach()), None if bias is None else float(bias.detach())
-
-
-RESIZABLE = "positional_embedding"
-"""How open_clip names position embeddings of a class token and a square grid of patches (ViT) or pixels (ResNet)."""
-
-
-def resized(name: str, value: Tensor, *, shape: torch.Size, nonnegative: bool = False) -> Tensor:
-    """A parameter, or a moment of it, in the shape that it has at another image size.
-
-    Args:
-        name: The parameter's name in open_clip's state dict.
-        value: [1 + g * g, D], or any tensor of `shape`, which is returned as it is.
-        shape: The shape at the new size, [1 + G * G, D].
-        nonnegative: Interpolate linearly, which keeps the sign, as second moments need; else by open_clip's
-            bicubic rule.
-
-    Raises:
-        UserError: Only position embeddings of square grids can change their shape.
-    """
-    if value.shape == shape:
-        return value
-    old, new = (math.isqrt(s[0] - 1) if len(s) == 2 else 0 for s in (value.shape, shape))
-    square = len(shape) == 2 and old**2 + 1 == len(value) and new**2 + 1 == shape[0] and value.shape[1] == shape[1]
-    if not (name.startswith("visual.") and name.endswith(RESIZABLE) and square):
-        raise UserError(
-            f"The parameter {name} is {tuple(value.shape)} at one image size and {tuple(shape)} at the other. Only "
-            "position embeddings of open_clip's own vision towers can change with the image size: keep one size for "
-            "this architecture."
-        )
-    token, grid = value[:1].float(), value[1:].float()
-    grid = grid.reshape(1, old, old, -1).permute(0, 3, 1, 2)
-    mode = "bilinear" if nonnegative else "bicubic"
-    grid = F.interpolate(grid, size=(new, new), mode=mode, antialias=True, align_corners=False)
-    if nonnegative:
-        grid = grid.clamp_min(0.0)  # rounding
-    return torch.cat([token, grid.permute(0, 2, 3, 1).reshape(new * new, -1)]).to(value.dtype)
-
-
-def resized_state(values: Mapping[str, Tensor], *, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    """Weights by open_clip's names in the shapes of a model of another image size."""
-    return {name: resized(name, value, shape=shapes.get(name, value.shape)) for name, value in values.items()}
-
-
-def resized_moments(
-    moments: Mapping[tuple[str, str], Tensor], *, shapes: Mapping[str, torch.Size]
-) -> dict[tuple[str, str], Tensor]:
-    """Optimizer state by (parameter, key) in the shapes of a model of another image size."""
-    return {
-        (name, key): resized(name, value, shape=shapes.get(name, value.shape), nonnegative=key == "exp_avg_sq")
-        for (name, key), value in moments.items()
-    }

@@ -22,10 +22,9 @@ from pipeline.errors import UserError
 from pipeline.model.architectures import Architecture, describe, needs_files
 from pipeline.model.attention import PackedText, use_fp32_embedding_sums, use_packed_attention
 from pipeline.model.finetuning import LoraConfig, add_adapters, lock_towers
-from pipeline.model.model_folder import LOGIT_KEYS
+from pipeline.model.model_folder import LOGIT_KEYS, create_from
 from pipeline.model.starting_weights import (
     FROM_WEIGHTS,
-    create_from,
     find_start,
     folder_of,
     interpolated,

@@ -131,6 +131,3 @@ class ISogClr(SoftmaxObjective):
         assert pending.tau_gradient is not None
         tau_rows = self.temperature.updated(rows, pending.tau_gradient, lr_scale=lr_scale)
         self.averages.commit(torch.cat([log_u, tau_rows], 1))
-
-    def cold_normalizers(self, batch: AnchorBatch) -> Tensor:
-        return self.averages.cold_normalizers(batch)

@@ -4,20 +4,22 @@ Shape legend: B global batch, b rows of this rank, d feature dimension. Rows are
 columns are the whole global batch of the other side; `first` is the column of row 0's partner. The code runs once per
 side. Memory is O(block x B): similarities are recomputed for the gradient rather than kept.
 
+Pairs that are equal to each other are no negatives: two pairs of a batch are equal if they have the same key in some
+column of [B, k] int64 keys.
+
 exp(h) is never computed by itself: at tau = 0.01 it leaves the range of fp32. Similarities need true fp32 products
 (`pipeline.distributed.precision`).
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-
-from pipeline.objectives.equal_pairs import equal_pairs
 
 
 @dataclass
@@ -86,8 +88,8 @@ def anchor_statistics(
         positive_b: s_ii.
         tau_b: Temperature of each anchor.
         first: Column of the first anchor's partner.
-        keys_Bk: Of `equal_pairs`: the terms of equal pairs are 0 in both means. For an anchor that has no other pairs,
-            log_g is -inf and mean_h is 0.
+        keys_Bk: Keys of equal pairs, whose terms are 0 in both means. For an anchor that has no other pairs, log_g is
+            -inf and mean_h is 0.
     """
     log_g, mean_h, space = torch.empty_like(positive_b), torch.empty_like(positive_b), Workspace()
     for rows, z in similarities(anchors_bd / tau_b[:, None], others_Bd):
@@ -135,7 +137,7 @@ def softmax_gradient(
         shift: Likewise z_i such that anchor i adds exp(slope_i s_ij + z_i) to dL/ds_ij for j != i.
         pull: -dL/ds_ii of both sides together, [B].
         first: Column of row 0's partner.
-        keys_Bk: Of `equal_pairs`, whose dL/ds_ij are 0.
+        keys_Bk: Keys of equal pairs, whose dL/ds_ij are 0.
     """
     gradient, space = torch.empty_like(own_bd), Workspace()
     local = slice(first, first + own_bd.shape[0])
@@ -149,3 +151,46 @@ def softmax_gradient(
         a.diagonal(first + rows.start).copy_(-own_pull[rows])
         torch.mm(a, others_Bd, out=gradient[rows])
     return gradient
+
+
+HASH_BLOCK = 2**24
+"""Numbers that are hashed at once; each needs 16 bytes."""
+
+
+def row_hashes(rows: Tensor) -> Tensor:
+    """A 64-bit hash of each row of whole numbers, [b, ...] -> int64 [b], the same on every device and rank.
+
+    It is multilinear with random multipliers: different rows have equal hashes with a probability of about 2^-63.
+    """
+    flat = rows.flatten(1)
+    multipliers = _multipliers(flat.shape[1], flat.device)
+    blocks = flat.split(max(1, HASH_BLOCK // max(1, flat.shape[1])))
+    return torch.cat([(block.to(torch.int64) * multipliers).sum(1) for block in blocks])
+
+
+def batch_keys(text: Tensor, sample_ids: Tensor, pixels: Tensor | None) -> Tensor:
+    """The keys of a rank's pairs, int64 [b, k], on the device of `sample_ids`.
+
+    Args:
+        text: Token ids, [b, L], whole: texts are equal if all their ids are.
+        sample_ids: int64 [b]; a sample that is in the batch twice is equal to itself.
+        pixels: uint8 images [b, 3, H, W] as the model sees them; images are equal if all their pixels are. None: they
+            are not compared.
+    """
+    columns = [row_hashes(text), sample_ids, *([] if pixels is None else [row_hashes(pixels)])]
+    return torch.stack([column.to(sample_ids.device, non_blocking=True) for column in columns], 1)
+
+
+def equal_pairs(keys_Bk: Tensor, *, rows: slice) -> Tensor:
+    """Which of all pairs are equal to those of `rows`, bool [rows, B]; no pair is to itself."""
+    equal = keys_Bk.new_zeros((rows.stop - rows.start, len(keys_Bk)), dtype=torch.bool)
+    for key_B in keys_Bk.T:
+        equal |= key_B[rows, None] == key_B
+    equal.diagonal(rows.start).fill_(False)
+    return equal
+
+
+@functools.lru_cache(maxsize=8)
+def _multipliers(count: int, device: torch.device) -> Tensor:
+    bounds = (-(2**63), 2**63 - 1)
+    return torch.randint(*bounds, (count,), generator=torch.Generator().manual_seed(0)).bitwise_or(1).to(device)

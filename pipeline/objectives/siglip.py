@@ -10,8 +10,8 @@ from torch import Tensor
 from pipeline.config import section
 from pipeline.objectives import pairwise
 from pipeline.objectives.base import Objective
-from pipeline.objectives.equal_pairs import equal_pairs
 from pipeline.objectives.facts import ObjectiveContext, ObjectiveOutput
+from pipeline.objectives.pairwise import equal_pairs
 from pipeline.objectives.registry import register
 from pipeline.objectives.temperature import LearnedScalar, LearnedTemperature, TemperatureConfig, tau_lr_at
 

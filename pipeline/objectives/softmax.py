@@ -124,8 +124,8 @@ class SoftmaxObjective(Objective):
         """Loss, log-normalizers and pending update of this batch; must not change lasting state."""
 
     def cold_normalizers(self, batch: AnchorBatch) -> Tensor:
-        """log-normalizers of the anchors from lasting state alone, [2, B]; here the batch's own value."""
-        return batch.log_g
+        """log-normalizers of the anchors from lasting state alone, [2, B]."""
+        return self._estimator.cold_normalizers(batch)
 
     def normalizers_in_use(self, batch: AnchorBatch) -> Tensor:
         """log-normalizers by which a step on this batch would weigh its gradients, [2, B]."""

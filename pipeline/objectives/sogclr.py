@@ -10,6 +10,7 @@ u.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Literal
 
@@ -143,30 +144,59 @@ class FastClipV1Config(SogClrConfig):
     gamma_schedule: Literal["constant", "cosine"] = "cosine"
 
 
-@register("sogclr", SogClrConfig)
-@register("fastclip_v1", FastClipV1Config)
-class SogClr(SoftmaxObjective):
-    """GCL: tau mean_i [ log(eps + g1_i) + log(eps + g2_i) ], g estimated by moving averages u."""
+GlobalTemperature = ConstantTemperature | LearnedTemperature
 
-    config: SogClrConfig
 
-    def __init__(self, config: SogClrConfig, context: ObjectiveContext) -> None:
+class MovingAverageObjective(SoftmaxObjective):
+    """The global contrastive loss with g estimated by moving averages u; a method implements `scaled`."""
+
+    temperature: ConstantTemperature | LearnedTemperature
+
+    def __init__(
+        self,
+        config: EstimatorConfig,
+        context: ObjectiveContext,
+        *,
+        temperature: ConstantTemperature | LearnedTemperature,
+    ) -> None:
         self.averages = MovingAverages(config, context)
-        tau = ConstantTemperature(config.tau, context)
-        super().__init__(config, context, temperature=tau, estimator=self.averages, eps=config.eps)
+        super().__init__(config, context, temperature=temperature, estimator=self.averages, eps=config.eps)
 
     def anchor_weights(self, batch: AnchorBatch) -> AnchorWeights:
         log_u, log_normalizer = self.averages.estimate(batch)
-        tau = batch.positive.new_full((), self.config.tau)
+        slopes = temperature_slopes(batch, log_normalizer)
+        tau = self.temperature.value()
+        loss, tau_gradient, log_scale = self.scaled(tau, log_normalizer.sum(0).mean(), slopes.sum(0).mean())
         return AnchorWeights(
-            loss=self.config.tau * log_normalizer.sum(0).mean(),
+            loss=loss,
             log_normalizer=log_normalizer,
+            log_scale=log_scale,
+            tau_gradient=tau_gradient,
             metrics={"tau": tau, **self.averages.metrics(batch, log_normalizer)},
             update=log_u.T.contiguous(),
         )
 
-    def cold_normalizers(self, batch: AnchorBatch) -> Tensor:
-        return self.averages.cold_normalizers(batch)
+    @abstractmethod
+    def scaled(self, tau: Tensor, total: Tensor, slope: Tensor) -> tuple[Tensor, Tensor | None, Tensor | float]:
+        """Loss, dL/dtau (None: tau is constant) and log c, scalars.
+
+        Args:
+            tau: The temperature.
+            total: mean_i [ log(eps + u1_i) + log(eps + u2_i) ].
+            slope: Its derivative by tau with u in the denominators constant.
+        """
+
+
+@register("sogclr", SogClrConfig)
+@register("fastclip_v1", FastClipV1Config)
+class SogClr(MovingAverageObjective):
+    """GCL: tau mean_i [ log(eps + g1_i) + log(eps + g2_i) ]."""
+
+    def __init__(self, config: SogClrConfig, context: ObjectiveContext) -> None:
+        super().__init__(config, context, temperature=ConstantTemperature(config.tau, context))
+
+    def scaled(self, tau: Tensor, total: Tensor, slope: Tensor) -> tuple[Tensor, Tensor | None, Tensor | float]:
+        return tau * total, None, 0.0
 
 
 @section
@@ -194,56 +224,27 @@ class FastClipV3Config(TemperatureConfig, EstimatorConfig):
 
 
 @register("fastclip_v0", FastClipV0Config)
-class FastClipV0(SoftmaxObjective):
-    """Unscaled GCL: mean_i [ log(eps + g1_i) + log(eps + g2_i) ], g estimated by moving averages u."""
+class FastClipV0(MovingAverageObjective):
+    """Unscaled GCL: mean_i [ log(eps + g1_i) + log(eps + g2_i) ]."""
 
-    temperature: LearnedTemperature
-    config: FastClipV0Config | FastClipV3Config
+    def __init__(self, config: FastClipV0Config, context: ObjectiveContext) -> None:
+        super().__init__(config, context, temperature=LearnedTemperature(config, context))
 
-    def __init__(self, config: FastClipV0Config | FastClipV3Config, context: ObjectiveContext) -> None:
-        self.averages = MovingAverages(config, context)
-        tau = LearnedTemperature(config, context)
-        super().__init__(config, context, temperature=tau, estimator=self.averages, eps=config.eps)
-
-    def anchor_weights(self, batch: AnchorBatch) -> AnchorWeights:
-        log_u, log_normalizer = self.averages.estimate(batch)
-        slopes = temperature_slopes(batch, log_normalizer)
-        tau = self.temperature.value()
-        loss, tau_gradient, log_scale = self.scaled(tau, log_normalizer.sum(0).mean(), slopes.sum(0).mean())
-        return AnchorWeights(
-            loss=loss,
-            log_normalizer=log_normalizer,
-            log_scale=log_scale,
-            tau_gradient=tau_gradient,
-            metrics={"tau": tau, **self.averages.metrics(batch, log_normalizer)},
-            update=log_u.T.contiguous(),
-        )
-
-    def scaled(self, tau: Tensor, total: Tensor, slope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss, dL/dtau and log c, scalars.
-
-        Args:
-            tau: The temperature.
-            total: mean_i [ log(eps + u1_i) + log(eps + u2_i) ].
-            slope: Its derivative by tau with u in the denominators constant.
-        """
+    def scaled(self, tau: Tensor, total: Tensor, slope: Tensor) -> tuple[Tensor, Tensor | None, Tensor | float]:
         return total, slope, -torch.log(tau)
-
-    def cold_normalizers(self, batch: AnchorBatch) -> Tensor:
-        return self.averages.cold_normalizers(batch)
 
 
 @register("fastclip_v3", FastClipV3Config)
-class FastClipV3(FastClipV0):
+class FastClipV3(MovingAverageObjective):
     """RGCL-g: tau mean_i [ log(eps + g1_i) + log(eps + g2_i) ] + 2 tau rho; tau's gradient is NeuCLIP's (13)."""
 
     config: FastClipV3Config
 
     def __init__(self, config: FastClipV3Config, context: ObjectiveContext) -> None:
-        super().__init__(config, context)
+        super().__init__(config, context, temperature=LearnedTemperature(config, context))
         warn_of_large_rho(config.rho, config, context)
 
-    def scaled(self, tau: Tensor, total: Tensor, slope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def scaled(self, tau: Tensor, total: Tensor, slope: Tensor) -> tuple[Tensor, Tensor | None, Tensor | float]:
         inside = total + 2 * self.config.rho
         weight = 2.0 if self.config.tau_gradient == "published_code" else 1.0
-        return tau * inside, inside + weight * tau * slope, torch.zeros_like(tau)
+        return tau * inside, inside + weight * tau * slope, 0.0

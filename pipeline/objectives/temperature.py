@@ -86,10 +86,14 @@ class ConstantTemperature(Temperature):
     """One temperature for all anchors that is not learned."""
 
     def __init__(self, tau: float, context: ObjectiveContext) -> None:
-        self.tau, self.context = tau, context
+        self.tau, self._tensor = tau, torch.full((), tau, dtype=context.dtype, device=context.device)
+
+    def value(self) -> Tensor:
+        """tau, a 0-dim tensor."""
+        return self._tensor
 
     def of_anchors(self, size: int, fetched: Tensor | None) -> Tensor:
-        return torch.full((2, size), self.tau, dtype=self.context.dtype, device=self.context.device)
+        return self._tensor.expand(2, size)
 
     def logit_scale(self) -> float:
         return -math.log(self.tau)

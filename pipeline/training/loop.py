@@ -25,7 +25,7 @@ from pipeline.metrics.logger import Telemetry
 from pipeline.metrics.mfu import Utilization
 from pipeline.metrics.sinks import NOTICE, clock
 from pipeline.model.architectures import Architecture
-from pipeline.objectives.equal_pairs import batch_keys
+from pipeline.objectives.pairwise import batch_keys
 from pipeline.run_files import new_run_id
 from pipeline.training.gradient_check import TOLERANCE, GradientCheck
 from pipeline.training.observer import StepProfiler

@@ -19,8 +19,7 @@ from pipeline.engine.engine_protocol import Engine
 from pipeline.engine.state import WeightAverage
 from pipeline.errors import UserError
 from pipeline.model.finetuning import Adapters, is_adapter, merged
-from pipeline.model.model_folder import weights_digest
-from pipeline.model.starting_weights import resized_moments, resized_state
+from pipeline.model.model_folder import resized_moments, resized_state, weights_digest
 from pipeline.objectives import Objective
 from pipeline.training.continuation import PREVIOUS
 from pipeline.training.recipe import RunConfig

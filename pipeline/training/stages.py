@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from pipeline.engine.optim import stage_steps
-from pipeline.model.starting_weights import resized_state
+from pipeline.model.model_folder import resized_state
 from pipeline.model.towers import build_towers, text_batching, without_weights
 from pipeline.training.recipe import RunConfig
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.model.attention import PackedAttention
+from pipeline.model.attention import PackedAttention, replace_modules
 from pipeline.objectives import build_objective
 from pipeline.objectives.npn import kernels
 from pipeline.planning.run_costs import SimulatedRanks
@@ -65,7 +65,7 @@ def block_step(*, rows: int, packed: bool) -> list[Kernel]:
     with fake_gpu("meta") as trace, torch.device("meta"), flash_attention():
         block: nn.Module = ResidualAttentionBlock(768, 12).bfloat16()
         if packed:
-            block.attn.__class__ = PackedAttention
+            replace_modules(block, {block.attn: PackedAttention})
         x = torch.empty(rows, 197, 768, dtype=torch.bfloat16, requires_grad=True)
         trace.kernels.clear()
         with torch.enable_grad():

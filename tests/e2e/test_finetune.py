@@ -15,7 +15,8 @@ from jobs.export import command as export
 from jobs.train import command
 from pipeline.errors import UserError
 from pipeline.model.finetuning import LoraConfig
-from pipeline.model.model_folder import load_folder
+from pipeline.model.model_folder import create_from
+from pipeline.model.starting_weights import start_in
 from pipeline.model.towers import ModelConfig, build_towers
 from pipeline.training.recipe import load_recipe
 from tests.launch import run
@@ -160,7 +161,7 @@ def test_adapters_are_trained_merged_saved_alone_and_resumed_to_the_bit(base):
     adapters = checkpoint(base, "lora") / "adapters"
     stored = load_file(adapters / "adapter_model.safetensors")
     assert sum(value.numel() for value in stored.values()) == 2 * 2 * 2 * ((32 + 64) + (16 + 64))
-    plain = load_folder(checkpoint(base, "first"), load_weights=True)
+    plain = create_from(start_in(checkpoint(base, "first")))
     by_peft = peft.PeftModel.from_pretrained(plain, adapters).merge_and_unload().state_dict()
     assert all(torch.allclose(by_peft[name], after[name], atol=1e-7) for name in changed)
 
@@ -168,7 +169,7 @@ def test_adapters_are_trained_merged_saved_alone_and_resumed_to_the_bit(base):
     exported = CliRunner().invoke(export, [str(base / "lora"), "--output", str(folder)], catch_exceptions=False)
     assert "adapters/adapter_model.safetensors" in exported.output
     by_peft = (
-        peft.PeftModel.from_pretrained(load_folder(checkpoint(base, "first"), load_weights=True), folder / "adapters")
+        peft.PeftModel.from_pretrained(create_from(start_in(checkpoint(base, "first"))), folder / "adapters")
         .merge_and_unload()
         .state_dict()
     )

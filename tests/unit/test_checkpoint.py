@@ -148,12 +148,13 @@ WITHOUT_ADDRESSES = """
 import os, resource, sys, torch
 from pathlib import Path
 from pipeline.errors import exit_code_of, explain_memory_error
-from pipeline.model.model_folder import create_clip, load_tensors, save_tensors
+from pipeline.model.model_folder import create_from, load_tensors, save_tensors
+from pipeline.model.starting_weights import start_in
 folder = Path(sys.argv[1])
 works = [
     lambda: save_tensors({"a": torch.zeros(4)}, folder / "new.safetensors"),
     lambda: load_tensors(folder / "open_clip_model.safetensors"),
-    lambda: create_clip(f"local-dir:{folder}"),
+    lambda: create_from(start_in(folder)),
 ]
 for work in works:
     work()

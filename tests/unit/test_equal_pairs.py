@@ -16,8 +16,8 @@ from jobs.plan import command as plan
 from pipeline.errors import UserError
 from pipeline.objectives import build_objective, objective_names, pairwise
 from pipeline.objectives.autograd import AutogradObjective
-from pipeline.objectives.equal_pairs import batch_keys, row_hashes
 from pipeline.objectives.npn import amorlip
+from pipeline.objectives.pairwise import batch_keys, row_hashes
 from pipeline.objectives.temperature import TemperatureConfig
 from tests.metrics import metrics
 from tests.shards import sample, write_shards

@@ -17,6 +17,7 @@ from pipeline.engine.deepspeed_engine import DeepSpeedEngine
 from pipeline.engine.engine_config import EngineConfig
 from pipeline.engine.fused_gradients import fuse_gradients
 from pipeline.engine.optim import OptimizerConfig
+from pipeline.model.attention import replace_modules
 from pipeline.model.image_tower import Bf16LayerNorm, PatchProduct
 from pipeline.model.towers import ModelConfig, build_towers
 from pipeline.objectives import ObjectiveContext
@@ -114,8 +115,9 @@ def test_only_patch_embeddings_are_computed_as_products(arch, replaced):
 def test_the_patch_embedding_as_a_product_equals_the_convolution(bias, size):
     torch.manual_seed(0)
     convolution = nn.Conv2d(3, 5, 8, 8, bias=bias, dtype=torch.float64)
-    product = copy.deepcopy(convolution)
-    product.__class__ = PatchProduct
+    tower = nn.Sequential(copy.deepcopy(convolution))
+    replace_modules(tower, {tower[0]: PatchProduct})
+    product = tower[0]
     assert product.state_dict().keys() == convolution.state_dict().keys()
     image = torch.randn(2, 3, *size, dtype=torch.float64).to(memory_format=torch.channels_last)
     outputs = convolution(image), product.product(image)

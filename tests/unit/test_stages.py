@@ -14,7 +14,7 @@ from open_clip.model import resize_pos_embed
 from pipeline.checkpoint.writer import CheckpointWriter
 from pipeline.distributed.signals import EXIT_PREEMPTED
 from pipeline.errors import UserError
-from pipeline.model.starting_weights import resized, resized_moments, resized_state
+from pipeline.model.model_folder import resized, resized_moments, resized_state
 from pipeline.model.towers import ModelConfig, build_towers
 from pipeline.model.trimming import TextTrimming
 from pipeline.planning.run_costs import Assumptions

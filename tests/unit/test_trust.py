@@ -22,7 +22,8 @@ from pipeline.data.shards.shard_table import shard_table
 from pipeline.data.shards.storage import COMMAND, OUTSIDE, kind_of_place
 from pipeline.errors import UserError
 from pipeline.model.evaluation_model import load_for_evaluation
-from pipeline.model.model_folder import create_clip
+from pipeline.model.model_folder import create_from
+from pipeline.model.starting_weights import find_start
 from pipeline.model.towers import ModelConfig, check_model
 from pipeline.planning.node_checks import DoctorFinding
 from pipeline.training.recipe import RunConfig, load_recipe
@@ -235,7 +236,6 @@ def test_a_text_tower_with_code_of_its_own_is_refused_without_a_question(tmp_pat
     (tower / "config.json").write_text(json.dumps(stated))
     config = description(hf_model_name=str(tower), hf_tokenizer_name="unused")
     (tmp_path / "small-with-tower.json").write_text(json.dumps(config))
-    open_clip.add_model_config(tmp_path / "small-with-tower.json")
     with pytest.raises(UserError, match="trust_remote_code"):
-        create_clip("small-with-tower", pretrained_text=False)
+        create_from(find_start(str(tmp_path / "small-with-tower.json"), None))
     assert not (tmp_path / "ran").exists()

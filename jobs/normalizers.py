@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pipeline.errors import UserError
+
 if TYPE_CHECKING:
     from pipeline.analysis.normalizer_error import Measurement
 
@@ -36,13 +38,7 @@ def command(run: str, overrides: tuple[str, ...], samples: int | None, save: boo
         tell = click.echo if world.is_main else (lambda message: None)
         checkpoints = checkpoints_of(Path(run), on_damage=tell)
         folder = checkpoints[0].path.parent.parent
-        problem = ""
-        if world.is_main:
-            try:
-                (folder / RESULT_NAME).open("a").close()  # before the work whose result is written there
-            except OSError as error:
-                problem = f"{folder / RESULT_NAME} cannot be written ({error.strerror}): copy the run, or mount it so."
-        world.raise_together(problem)
+        world.work_on_main(lambda: _check_result(folder / RESULT_NAME))
         measurements = []
         for checkpoint in checkpoints:
             config = run_of(checkpoint, changes=parse_overrides(overrides))
@@ -55,6 +51,14 @@ def command(run: str, overrides: tuple[str, ...], samples: int | None, save: boo
                     save_rows(folder / "normalizers" / f"{checkpoint.path.name}.npz", rows)
         if world.is_main:
             show(measurements, title=f"{config.objective.name}: error of log-normalizers")
+
+
+def _check_result(path: Path) -> None:
+    """Check before the work that its result can be written."""
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}): copy the run, or mount it so.") from error
 
 
 def show(measurements: list[Measurement], *, title: str) -> None:

@@ -251,19 +251,18 @@ def fetch_newest(mirror: Mirror, *, on_event: Callable[[str], None]) -> None:
 
 
 def at_start(work: Callable[[], None], mirror: Mirror, *, world: World) -> None:
-    """Do on rank 0 what needs the mirror, and raise its errors on every rank. Collective; see `World.work_on_main`."""
+    """Do on rank 0 what needs the mirror, and raise a `UserError` on every rank if that fails. Collective."""
 
-    def problem() -> str:
+    def checked() -> None:
         try:
             mirror.check_writable()
             work()
-        except UserError as error:
-            return str(error)
+        except UserError:
+            raise
         except Exception as error:  # of any client library
-            return (
+            raise UserError(
                 f"checkpoint.mirror {mirror.url} cannot be used ({type(error).__name__}: {error}): check the address, "
                 "the credentials and the right to write, or start with checkpoint.mirror=null."
-            )
-        return ""
+            ) from error
 
-    world.raise_together(world.work_on_main(problem) or "")
+    world.work_on_main(checked)

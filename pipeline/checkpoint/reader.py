@@ -214,12 +214,17 @@ def agreed_checkpoint(
         except UserError as error:
             hint = "" if is_name(Path(resume).name) else f" Give `latest`, or a folder RUN/{FOLDER_NAME}/{name_of(0)}."
             raise UserError(f"Cannot resume from {resume}: {error}{hint}") from error
-    step, run_id, problem = checkpoint.step if checkpoint else -1, run_id_of(run), ""
-    for folder in (run, *fallback_runs(fallback, run)) if world.is_main else ():  # others may see another state of it
-        paths = [path for path in checkpoint_folders(folder) if step_of(path) > step]
-        later = [path.name for path in paths if resume is None or not is_foreign(id_in(path), run_id)]
-        problem = problem or (taken_by(str(folder), later, resume) if later else "")
-    world.raise_together(problem)
+    step = checkpoint.step if checkpoint else -1
+
+    def check() -> None:
+        run_id = run_id_of(run)
+        for folder in (run, *fallback_runs(fallback, run)):
+            paths = [path for path in checkpoint_folders(folder) if step_of(path) > step]
+            later = [path.name for path in paths if resume is None or not is_foreign(id_in(path), run_id)]
+            if later:
+                raise UserError(taken_by(str(folder), later, resume))
+
+    world.work_on_main(check)  # others may see another state of the folder
     return checkpoint
 
 

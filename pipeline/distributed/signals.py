@@ -100,6 +100,12 @@ class StopSignals:
         self._before: dict[signal.Signals, Any] = {}
         self._action_before: Callable[[int], None] | None = None
 
+    def __enter__(self) -> StopSignals:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
     def begin(
         self, announce: Callable[[int], None] | None = None, *, share: Callable[[int], int] | None = None
     ) -> None:

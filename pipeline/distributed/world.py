@@ -109,35 +109,36 @@ class World:
         return int(distributed_c10d._get_default_store().add(name, amount)) if self.size > 1 else 0
 
     def work_on_main(self, work: Callable[[], T]) -> T | None:
-        """Do on rank 0 what may take longer than a collective may. Collective.
+        """Do on rank 0 what others need not do, or what may take longer than a collective may. Collective.
 
-        `work` calls `progress` now and then: without progress, the heartbeats end the run.
+        Long work calls `progress` now and then: without progress, the heartbeats end the run.
 
         Returns:
             What the work returns; None on other ranks, which wait until it is done.
+
+        Raises:
+            UserError: The work has raised it. On every rank.
         """
-        try:
-            if self.is_main:
-                return work()
-            if self.phases is not None:
-                self.phases.mark("wait for rank 0")
-            return None
-        finally:
-            self.wait_for_all()
+        result, failure = None, None
+        if self.is_main:
+            try:
+                result = work()
+            except Exception as error:
+                failure = error
+        elif self.phases is not None:
+            self.phases.mark("wait for rank 0")
+        self.wait_for_all()
+        problem = self.gather_objects(str(failure) if isinstance(failure, UserError) else "")[0]
+        if failure is not None:
+            raise failure
+        if problem:
+            raise UserError(problem)
+        return result
 
     def progress(self) -> None:
         """Note that the work of a long phase goes on, so that the heartbeat does not take it for a hang."""
         if self.phases is not None:
             self.phases.progress()
-
-    def raise_together(self, problem: str) -> None:
-        """Raise a problem of rank 0 on every rank; nothing happens if it is empty there. Collective.
-
-        Raises:
-            UserError: Rank 0 has a problem.
-        """
-        if problem := self.gather_objects(problem)[0]:
-            raise UserError(problem)
 
     def barrier(self) -> None:
         if self.size > 1:

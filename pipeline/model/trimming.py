@@ -105,10 +105,6 @@ class TextChunks:
     def __len__(self) -> int:
         return len(self.text)
 
-    def widest(self, width: int) -> TextChunks:
-        """The same texts, each as if it had `width` tokens."""
-        return TextChunks(self.text, self.chunks, lengths=torch.full((len(self),), width), device=self._device)
-
     def tokens(self, index: int) -> Tensor | PackedText:
         """[c, l] tokens of micro-batch `index`, or the packed ones."""
         return self._tokens[index]

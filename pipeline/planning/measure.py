@@ -227,7 +227,7 @@ def _steps_alone(trainer: Trainer, batch: Batch, *, seconds: float) -> tuple[flo
 
 def _train(trainer: Trainer) -> Batch:
     batch = trainer.batches.next()
-    trainer.train_step(batch)
+    trainer.state.average(batch, trainer.train_step(batch))
     trainer.state.step += 1
     return batch
 

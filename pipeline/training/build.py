@@ -9,9 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.checkpoint.writer import CheckpointWriter
 from pipeline.data.loading.decode import normalize
@@ -27,19 +24,17 @@ from pipeline.metrics.logger import Telemetry
 from pipeline.metrics.mfu import Utilization
 from pipeline.metrics.sinks import NOTICE
 from pipeline.model.architectures import Architecture
-from pipeline.model.towers import Towers, build_towers, check_start, text_batching, without_weights
-from pipeline.model.trimming import TextChunks, TextTrimming
+from pipeline.model.towers import Towers, build_towers, check_start, without_weights
 from pipeline.objectives import Objective, ObjectiveConfig, ObjectiveContext, build_objective
 from pipeline.objectives.temperature import TAU_MAX
 from pipeline.pictures.pixels import colour_of
 from pipeline.run_files import model_folder_in
-from pipeline.training.compiling import compiled_towers
+from pipeline.training.auto import choose_micro_batch, compiled_towers
 from pipeline.training.gradient_check import GradientCheck
+from pipeline.training.inputs import PrefetchedBatches, text_layout
 from pipeline.training.loop import Trainer
-from pipeline.training.micro_batch import choose_micro_batch
 from pipeline.training.observer import Observer, StepProfiler
 from pipeline.training.periodic_tests import PeriodicEvaluation, PeriodicTests
-from pipeline.training.prefetch import PrefetchedBatches
 from pipeline.training.recipe import RunConfig
 from pipeline.training.run_state import RunState, SkippedSteps
 from pipeline.training.saving import Saver
@@ -149,8 +144,32 @@ def build_trainer(stage: Stage, *, world: World, telemetry: Telemetry, resumed: 
             telemetry.event(choose_micro_batch(state, normalized, plain=plain, resumed=resumed), level=NOTICE)
         local = run.batch_size // world.size
         chunks = micro_batches(local, state.micro_batch or run.engine.rows(local))
-        check = GradientCheck(engine, plain, world=world, seed=run.seed, chunks=chunks) if plain is not None else None
-        batches, take_step = _build_step(state, architecture, end=end, chunks=chunks, meter=meter, check=check)
+        check = None
+        if plain is not None:
+            check = GradientCheck(
+                engine,
+                plain,
+                world=world,
+                seed=run.seed,
+                chunks=chunks,
+                clipping=run.engine.gradient_clipping,
+                report=telemetry.event,
+            )
+        batches = PrefetchedBatches(
+            state.loader,
+            texts=text_layout(engine, run.model, chunks, device=world.device),
+            steps=end,
+            meter=meter,
+            device=world.device,
+        )
+        take_step = TrainStep(
+            engine,
+            state.objective,
+            world=world,
+            seed=run.seed,
+            chunks=chunks,
+            on_gradients=check.reference if check else None,
+        )
         writer = CheckpointWriter(
             Path(run.output),
             config=run.checkpoint,
@@ -185,6 +204,7 @@ def build_trainer(stage: Stage, *, world: World, telemetry: Telemetry, resumed: 
         profiler = None
         if run.telemetry.profile is not None and world.is_main:
             profiler = StepProfiler(state, telemetry, run.telemetry.profile)
+        optional = [hook for hook in (check, profiler) if hook is not None]
         return Trainer(
             state=state,
             architecture=architecture,
@@ -200,7 +220,7 @@ def build_trainer(stage: Stage, *, world: World, telemetry: Telemetry, resumed: 
             profiler=profiler,
             tests=tests,
             saver=saver,
-            hooks=[*([profiler] if profiler else []), observer, tests.validate, saver, tests.evaluate],
+            hooks=[state.average, *optional, observer, tests.validate, saver, tests.evaluate],
             parts=parts.pop_all(),
         )
 
@@ -233,45 +253,6 @@ def _build_state(stage: Stage, *, world: World, parts: ExitStack) -> tuple[RunSt
         run=run, world=world, loader=loader, engine=engine, objective=objective, skipped=SkippedSteps(), ema=ema
     )
     return state, architecture
-
-
-def _build_step(
-    state: RunState,
-    architecture: Architecture,
-    *,
-    end: int,
-    chunks: list[slice],
-    meter: Meter,
-    check: GradientCheck | None,
-) -> tuple[PrefetchedBatches, TrainStep]:
-    """The batches and what trains on them, with the texts trimmed or packed."""
-    run, engine, device = state.run, state.engine, state.world.device
-    by_kernel = engine.bf16 and device.type == "cuda"
-    trimming, packed = text_batching(engine.module.clip, run.model, by_kernel=by_kernel)
-
-    def texts(tokens: Tensor) -> TextChunks:
-        whole, lengths = trimming.cut(tokens) if trimming else (tokens, None)
-        return TextChunks(whole, chunks, lengths=lengths, packed=packed, by_kernel=by_kernel, device=device)
-
-    batches = PrefetchedBatches(state.loader, texts=texts, steps=end, meter=meter, device=device)
-    take_step = TrainStep(
-        engine,
-        state.objective,
-        world=state.world,
-        seed=run.seed,
-        chunks=chunks,
-        on_gradients=check.reference if check else None,
-        rehearsed_width=None if packed else _rehearsed_width(architecture, trimming, device=device),
-    )
-    return batches, take_step
-
-
-def _rehearsed_width(architecture: Architecture, trimming: TextTrimming | None, *, device: torch.device) -> int | None:
-    """Tokens of the widest batch of texts, if it is to be rehearsed. A packed batch needs none: it is never as large,
-    since it never holds longest captions only."""
-    if device.type != "cuda" or trimming is None:
-        return None
-    return trimming.longest or architecture.context_length
 
 
 def _validation(state: RunState, *, telemetry: Telemetry) -> Validation | None:

@@ -8,32 +8,51 @@ moment, after scaling, reduction and clipping, so everything between loss and op
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from pipeline.data.loading.loader import Batch
 from pipeline.distributed.world import World
 from pipeline.engine.engine_protocol import Engine
 from pipeline.engine.optim import decay_in_gradient, gradient_in_moment
 from pipeline.errors import UserError
 from pipeline.model.towers import Towers
-from pipeline.training.step import batch_norms_of, frozen_statistics, seeded
+from pipeline.training.step import StepResult, batch_norms_of, frozen_statistics, seeded
 
 TOLERANCE = {False: 1e-3, True: 0.15}
 """Largest relative distance allowed, by `engine.bf16` (measured on random inputs: below 1e-6, and 1.1 to 1.6%)."""
 
 
 class GradientCheck:
-    """Checks one step: `begin` before it, `reference` between backward and update, `finish` after it.
+    """Checks the first step that is applied: `begin` before it, `reference` between backward and update, and a call, as
+    a hook, after every step.
 
     Args:
+        engine: The engine.
         plain: fp32 towers of the check's own; they take the engine's weights. Their backward pass should recompute
             activations: an fp32 copy of the model leaves little memory.
+        world: The ranks.
+        seed: Names the random streams, as in `TrainStep`.
+        chunks: The rows of each micro-batch.
+        clipping: `engine.gradient_clipping`.
+        report: Called with a sentence after the check.
     """
 
-    def __init__(self, engine: Engine, plain: Towers, *, world: World, seed: int, chunks: Sequence[slice]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        plain: Towers,
+        *,
+        world: World,
+        seed: int,
+        chunks: Sequence[slice],
+        clipping: float = 0.0,
+        report: Callable[[str], None] = lambda text: None,
+    ) -> None:
         self._engine, self._world, self._seed, self._chunks = engine, world, seed, chunks
+        self._clipping, self._report = clipping, report
         self._plain: Towers | None = plain
         self._before: dict[tuple[str, str], Tensor] = {}
         self._expected: dict[str, Tensor] = {}
@@ -65,7 +84,15 @@ class GradientCheck:
         named = [(name, p) for name, p in self._plain.clip.named_parameters() if p.requires_grad]
         self._expected = {name: self._world.all_reduce(p.grad).cpu() for name, p in named if p.grad is not None}
 
-    def finish(self, *, clipping: float) -> float:
+    def __call__(self, batch: Batch, result: StepResult) -> None:
+        """Check the first step that was applied, and report the difference. Collective."""
+        if self._plain is not None and result.applied:
+            allowed = TOLERANCE[self._engine.bf16]
+            self._report(
+                f"Gradient probe: engine and plain autograd differ by {self.finish():.1e} ({allowed:g} allowed)."
+            )
+
+    def finish(self) -> float:
         """Compare the gradient that was applied with the reference, and free the copy of the towers. Collective.
 
         Returns:
@@ -79,7 +106,7 @@ class GradientCheck:
         moments = gradient_in_moment(self._engine.optimizer_config)
         keys = {name: next(key for key in moments if (name, key) in after) for name in self._expected}
         norm = math.sqrt(sum(float(g.double().square().sum()) for g in self._expected.values()))
-        clip = min(1.0, clipping / norm) if clipping and norm else 1.0
+        clip = min(1.0, self._clipping / norm) if self._clipping and norm else 1.0
         applied = {}
         for name, key in keys.items():
             decay, scale = moments[key]

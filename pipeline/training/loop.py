@@ -27,16 +27,14 @@ from pipeline.metrics.sinks import NOTICE, clock
 from pipeline.model.architectures import Architecture
 from pipeline.objectives.pairwise import batch_keys
 from pipeline.run_files import new_run_id
-from pipeline.training.gradient_check import TOLERANCE, GradientCheck
+from pipeline.training.gradient_check import GradientCheck
+from pipeline.training.inputs import PrefetchedBatches, StepFeatures
 from pipeline.training.observer import StepProfiler
 from pipeline.training.periodic_tests import PeriodicTests
-from pipeline.training.prefetch import PrefetchedBatches
 from pipeline.training.recipe import RunConfig
-from pipeline.training.run_ends import EXIT_DONE, EXIT_NOT_SAVED, RunEnds
-from pipeline.training.run_state import RunState
+from pipeline.training.run_state import EXIT_NOT_SAVED, RunEnds, RunState
 from pipeline.training.saving import Saver
 from pipeline.training.step import StepResult, TrainStep
-from pipeline.training.step_features import StepFeatures
 
 
 @dataclass(kw_only=True)
@@ -59,7 +57,6 @@ class Trainer:
     utilization: Utilization
     writer: CheckpointWriter
     gradient_check: GradientCheck | None
-    """Checks the first step that is applied; None: no check."""
     profiler: StepProfiler | None
     tests: PeriodicTests
     saver: Saver
@@ -108,7 +105,6 @@ class Trainer:
                 self._end_early(stop=stop)
                 self.meter.start()
                 first, began = state.step, time.monotonic()
-                rehearses = self.take_step.rehearsed_width is not None  # in its second step
                 while state.step < self.end:
                     batch, problem = self._next_batch()
                     result = self.train_step(batch, stop=bool(received), problem=problem)
@@ -121,8 +117,8 @@ class Trainer:
                     for hook in self.hooks:
                         hook(batch, result)
                     self._end_early(stop=result.stop)
-                    if state.step <= first + 2 + rehearses:
-                        self._report_pace(time.monotonic() - began, number=state.step - first, last=2 + rehearses)
+                    if (number := state.step - first) <= 2:
+                        self._report_pace(time.monotonic() - began, number=number)
                         began = time.monotonic()
                 end = RunEnds(start="latest" if state.step < self.run.total_steps else None)
             except RunEnds as early:
@@ -158,7 +154,7 @@ class Trainer:
         Raises:
             RunEnds: A rank has no batch, or no stored features for it. The step has changed nothing.
         """
-        state, step, unread = self.state, self.state.step, problem is not None
+        step, unread = self.state.step, problem is not None
         if lr_scale is None:
             lr_scale = scheduled_scale(self.run.schedule, step=step, total_steps=self.run.total_steps)
         inputs = self.batches.inputs(batch)
@@ -185,15 +181,6 @@ class Trainer:
         )
         if result.missing:
             raise self._without_batch(problem, unread=unread)
-        if result.applied and state.ema is not None:
-            state.ema.update()
-        if result.applied and self.gradient_check is not None:
-            distance = self.gradient_check.finish(clipping=self.run.engine.gradient_clipping)
-            self.gradient_check = self.take_step.on_gradients = None
-            self.telemetry.event(
-                f"Gradient probe: engine and plain autograd differ by {distance:.1e} "
-                f"({TOLERANCE[state.engine.bf16]:g} allowed)."
-            )
         if not result.applied:
             self._report_skipped(batch, result)
         self.meter.steps += 1
@@ -226,7 +213,7 @@ class Trainer:
     def _end_early(self, *, stop: bool) -> None:
         """Raise `RunEnds` if the validation loss ends the run, or a signal before its last step."""
         if self.state.ended_early:
-            raise RunEnds(self.state.validation.describe_end(), code=EXIT_DONE)
+            raise RunEnds(self.state.validation.describe_end())
         if stop and self.state.step < self.run.total_steps:
             raise self._stopped()
 
@@ -246,15 +233,14 @@ class Trainer:
                     flush=True,
                 )
 
-    def _report_pace(self, seconds: float, *, number: int, last: int) -> None:
-        """Say what the first step of this start took, and after number `last` what the others will: the first one has
-        the start of the loading workers, the gradient probe and compiling in it."""
-        text = f"The {('first', 'second', 'third')[number - 1]} step took {seconds:.1f} s"
-        if number == 1:
-            self.telemetry.event(f"{text}.", level=NOTICE)
-        elif number == last:
+    def _report_pace(self, seconds: float, *, number: int) -> None:
+        """Say what the first step of this start took, and after the second what the others will: the first one has the
+        start of the loading workers, the gradient probe and compiling in it."""
+        text = f"The first step took {seconds:.1f} s."
+        if number == 2:
             left = clock((self.run.total_steps - self.state.step) * seconds)
-            self.telemetry.event(f"{text}: at that pace, the run takes {left} more.", level=NOTICE)
+            text = f"The second step took {seconds:.1f} s: at that pace, the run takes {left} more."
+        self.telemetry.event(text, level=NOTICE)
 
     def _report_skipped(self, batch: Batch, result: StepResult) -> None:
         ids = [i for rank in self.world.gather_objects(batch.sample_id.tolist()) for i in rank]

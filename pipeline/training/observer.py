@@ -21,8 +21,7 @@ from pipeline.engine.optim import lr_scale
 from pipeline.errors import EXIT_USER_ERROR, UserError
 from pipeline.metrics.logger import Telemetry
 from pipeline.metrics.mfu import Utilization
-from pipeline.training.run_ends import RunEnds
-from pipeline.training.run_state import RunState
+from pipeline.training.run_state import RunEnds, RunState
 from pipeline.training.step import StepResult
 
 CELL, LINES, COLUMNS = 160, 3, 4

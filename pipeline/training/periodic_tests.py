@@ -20,8 +20,8 @@ from pipeline.metrics.logger import Telemetry
 from pipeline.model.evaluation_model import EvaluationModel, copy_for_evaluation
 from pipeline.pictures.pixels import colour_of
 from pipeline.run_files import EMA_NAME, FOLDER_NAME, METRICS_NAME, name_of, read_records
-from pipeline.training.continuation import PREVIOUS
 from pipeline.training.recipe import InTrainingConfig, RunConfig
+from pipeline.training.resume import PREVIOUS
 from pipeline.training.run_state import RunState
 from pipeline.training.step import StepResult
 from pipeline.training.validation import Validation, ValidationHistory

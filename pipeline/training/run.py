@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
@@ -26,15 +26,15 @@ from pipeline.metrics.trackers import check_trackers
 from pipeline.model.starting_weights import check_fetched
 from pipeline.model.trimming import why_not_trimmed
 from pipeline.training.build import build_trainer, collectives_limit, describe_start
-from pipeline.training.continuation import changed_settings, check_features, describe
+from pipeline.training.inputs import open_step_features
 from pipeline.training.loop import Trainer
 from pipeline.training.observer import describe_hosts
 from pipeline.training.periodic_tests import missed_tests
 from pipeline.training.recipe import RunConfig, check_run
-from pipeline.training.run_ends import EXIT_NOT_SAVED
-from pipeline.training.run_start import STARTING, find_start, folder_of_a_start, hold_folder, prepare_folder
+from pipeline.training.resume import changed_settings, check_features, describe, find_start
+from pipeline.training.run_folder import STARTING, folder_of_a_start, hold_folder, prepare_folder
+from pipeline.training.run_state import EXIT_NOT_SAVED
 from pipeline.training.stages import check_stages, stage_at
-from pipeline.training.step_features import open_step_features
 
 
 def train(
@@ -63,23 +63,17 @@ def train(
     Raises:
         UserError: The run cannot start or go on.
     """
-    lost_after, limit, first, signals = run.engine.lost_rank_seconds, collectives_limit(run), True, StopSignals()
-    start: str | Checkpoint | None = resume
+    lost_after, limit, signals = run.engine.lost_rank_seconds, 60 * collectives_limit(run), StopSignals()
     with (
         _end_recorded(),
         ranks_of(run) if world is None else nullcontext(world) as world,
         hold_folder(run, world=world),
-        Heartbeat(Path(run.output, STARTING), world=world, lost_after=lost_after, limit=60 * limit) as heartbeat,
-        ExitStack() as whole,
+        Heartbeat(Path(run.output, STARTING), world=world, lost_after=lost_after, limit=limit) as heartbeat,
+        signals,
     ):
-        whole.callback(signals.end)
+        with folder_of_a_start(run, heartbeat=heartbeat, resume=resume, new_batch_size=new_batch_size):
+            trainer = setup(run, world=world, resume=resume, new_batch_size=new_batch_size)
         while True:
-            with (
-                folder_of_a_start(run, heartbeat=heartbeat, resume=resume, new_batch_size=new_batch_size)
-                if first
-                else nullcontext()
-            ):
-                trainer = setup(run, world=world, resume=start, new_batch_size=new_batch_size, first=first)
             with trainer:
                 trainer.signals = signals
                 on_trainer(trainer)
@@ -89,10 +83,10 @@ def train(
                     ignore_stop_signals()  # nothing follows
             if end.start is None:
                 break
-            start, first = end.start, False
             del trainer
             gc.collect()  # towers, engine and optimizer refer to each other
             torch.cuda.empty_cache()
+            trainer = setup(run, world=world, resume=end.start, first=False)
     problem = str(end) if end.code == EXIT_NOT_SAVED else ""
     if problem and run.telemetry.progress == "quiet":  # metrics.jsonl may be on the same disk
         print(f"The last checkpoint is not on disk: {problem}", file=sys.stderr, flush=True)
@@ -113,17 +107,16 @@ def _end_recorded() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        explained: BaseException = error
+        explained: UserError | None = None
         if isinstance(error, RuntimeError) and too_many_files(error):
             explained = UserError(too_many_files_message(error))
         elif isinstance(error, RuntimeError) and lost_contact(error):
             explained = LostRank(
                 f"Lost contact with another rank: it is gone; its own message, if there is one, says why ({error})."
             )
-        is_explained = explained is not error
-        record_exit(exit_code_of(explained), str(explained) if is_explained else f"{type(error).__name__}: {error}")
+        record_exit(exit_code_of(explained or error), str(explained or f"{type(error).__name__}: {error}"))
         stop_recording()
-        if is_explained:
+        if explained:
             raise explained from error
         raise
     finally:
@@ -152,20 +145,12 @@ def setup(
     check_run(run, world_size=world.size)
     notes: list[str] = []
     if first:
-        _check_services(run, world=world)
-        if world.is_main:
-            for folder in (Path(run.output), *fallback_runs(run.checkpoint.fallback, Path(run.output))):
-                restore_replaced(folder)
-    if isinstance(resume, Checkpoint):
-        checkpoint: Checkpoint | None = resume
-    else:
+        world.work_on_main(lambda: _check_services(run))
+    checkpoint = resume if isinstance(resume, Checkpoint) else None
+    if not isinstance(resume, Checkpoint):
+        mirror = run.checkpoint.mirror if first else None
         checkpoint = find_start(
-            run,
-            resume,
-            world=world,
-            new_batch_size=new_batch_size,
-            mirror=run.checkpoint.mirror if first else None,
-            on_event=notes.append,
+            run, resume, world=world, new_batch_size=new_batch_size, mirror=mirror, on_event=notes.append
         )
     check_stages(run)
     stage, missed = stage_at(run, checkpoint.step if checkpoint else 0), set[str]()
@@ -185,80 +170,58 @@ def setup(
     with ExitStack() as refused:
         refused.enter_context(trainer)  # closed by an error
         trainer.missed = missed
-        _restore(trainer, checkpoint, run=run, notes=notes, is_resumed=not isinstance(resume, Checkpoint))
+        _report_start(trainer, notes, checkpoint)
+        if checkpoint is not None:
+            _restore(trainer, checkpoint, is_resumed=not isinstance(resume, Checkpoint))
+        trainer.features = open_step_features(trainer.state, trainer.architecture, report=telemetry.event)
+        if checkpoint is not None:
+            check_features(checkpoint, trainer.state.features)
         if run.schedule.stages:
             telemetry.event(stage.describe(image_size=trainer.architecture.image_size))
         if trainer.gradient_check is not None:
             trainer.gradient_check.begin()
-        _begin(trainer, first=first)
+        world.barrier()  # every rank has passed all checks
+        world.work_on_main(telemetry.begin)
+        if not world.is_main:
+            telemetry.begin()
+        if first:
+            prepare_folder(run, world=world)
+        if world.is_main:
+            trainer.writer.begin()
         refused.pop_all()
     return trainer
 
 
-def _restore(
-    trainer: Trainer, checkpoint: Checkpoint | None, *, run: RunConfig, notes: list[str], is_resumed: bool
-) -> None:
-    """Restore a checkpoint, if there is one, open the stored features, and report how the run starts. Collective."""
-    state, telemetry = trainer.state, trainer.telemetry
-    if checkpoint is None:
-        begin = describe_start(run, state.engine.module.logit)
-        notes += [note for note in (begin, *state.engine.module.notes) if note]
-    _report_start(trainer, notes)
-    if checkpoint is not None:
-        skipped = state.restore(checkpoint)
-        if is_resumed:
-            telemetry.event(f"Resumed from {checkpoint.path.name} (step {state.step} of {run.total_steps}).")
-        if changed := describe(checkpoint, run, skipped=skipped):
-            telemetry.event(changed)
-        before = stage_at(run, checkpoint.step - 1).run  # as the checkpoint's stage would be with today's settings
-        if changes := changed_settings(checkpoint.meta["config"], to_tree(before)):
-            telemetry.event(f"Settings that differ from the checkpoint's: {'; '.join(changes)}.")
-    trainer.features = open_step_features(state, trainer.architecture, report=telemetry.event)
-    if checkpoint is not None:
-        check_features(checkpoint, state.features)
+def _check_services(run: RunConfig) -> None:
+    """Check that trackers have a login, and weights are here or can be fetched, and finish a killed renaming."""
+    check_trackers(run.telemetry.trackers)
+    check_fetched(run.model.arch, run.model.pretrained, tokenizer=run.model.tokenizer)
+    for folder in (Path(run.output), *fallback_runs(run.checkpoint.fallback, Path(run.output))):
+        restore_replaced(folder)
 
 
-def _check_services(run: RunConfig, *, world: World) -> None:
-    """Check on rank 0 that trackers have a login, and that weights are here or can be fetched. Collective.
-
-    Raises:
-        UserError: They do not, or cannot. On every rank.
-    """
-    problem = ""
-    if world.is_main:
-        try:
-            check_trackers(run.telemetry.trackers)
-            check_fetched(run.model.arch, run.model.pretrained, tokenizer=run.model.tokenizer)
-        except UserError as error:
-            problem = str(error)
-    world.raise_together(problem)
-
-
-def _report_start(trainer: Trainer, notes: Sequence[str]) -> None:
+def _report_start(trainer: Trainer, notes: list[str], checkpoint: Checkpoint | None) -> None:
     """Report hosts, what the start found, and what makes this run slower than it could be. Collective."""
     run, world, engine, telemetry = trainer.run, trainer.world, trainer.state.engine, trainer.telemetry
-    if hosts := describe_hosts(world):
-        telemetry.event(hosts)
+    if checkpoint is None:
+        notes = [*notes, describe_start(run, engine.module.logit), *engine.module.notes]
     if untrimmed := why_not_trimmed(engine.module.clip):
-        telemetry.event(f"Texts are not trimmed to their lengths. {untrimmed}")
-    for note in notes:
+        notes = [f"Texts are not trimmed to their lengths. {untrimmed}", *notes]
+    for note in filter(None, (describe_hosts(world), *notes)):
         telemetry.event(note)
     if engine.bf16 and world.is_main and (slow := why_bf16_is_slow(world.device)):
         file = in_fp32(run.engine, world_size=world.size, optimizer=run.optimizer)
         telemetry.warning(f"{slow} Training in fp32 is faster here: engine.deepspeed={file}.")
 
 
-def _begin(trainer: Trainer, *, first: bool) -> None:
-    """Write into the run's folder, where the trainer is the first one: every rank has passed all checks. Collective."""
-    world = trainer.world
-    world.barrier()
-    problem = ""
-    try:
-        trainer.telemetry.begin()
-    except UserError as error:
-        problem = str(error)
-    world.raise_together(problem)
-    if first:
-        prepare_folder(trainer.run, world=world)
-    if world.is_main:
-        trainer.writer.begin()
+def _restore(trainer: Trainer, checkpoint: Checkpoint, *, is_resumed: bool) -> None:
+    """Restore a checkpoint, and report what differs from the run that wrote it. Collective."""
+    run, event = trainer.run, trainer.telemetry.event
+    skipped = trainer.state.restore(checkpoint)
+    if is_resumed:
+        event(f"Resumed from {checkpoint.path.name} (step {checkpoint.step} of {run.total_steps}).")
+    if changed := describe(checkpoint, run, skipped=skipped):
+        event(changed)
+    before = stage_at(run, checkpoint.step - 1).run  # as the checkpoint's stage would be with today's settings
+    if changes := changed_settings(checkpoint.meta["config"], to_tree(before)):
+        event(f"Settings that differ from the checkpoint's: {'; '.join(changes)}.")

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.checkpoint.writer import Snapshot
 from pipeline.config import to_tree
-from pipeline.data.loading.loader import Loader
+from pipeline.data.loading.loader import Batch, Loader
 from pipeline.data.loading.position import Position
 from pipeline.distributed.world import World
 from pipeline.engine.engine_protocol import Engine
@@ -21,14 +21,39 @@ from pipeline.errors import UserError
 from pipeline.model.finetuning import Adapters, is_adapter, merged
 from pipeline.model.model_folder import resized_moments, resized_state, weights_digest
 from pipeline.objectives import Objective
-from pipeline.training.continuation import PREVIOUS
 from pipeline.training.recipe import RunConfig
-from pipeline.training.run_start import read_origin
+from pipeline.training.resume import PREVIOUS, read_origin
+from pipeline.training.step import StepResult
 from pipeline.training.validation import ValidationHistory
 from pipeline.versions import versions
 
+EXIT_DONE, EXIT_NOT_SAVED = 0, 74
+"""74 (EX_IOERR): the last checkpoint could not be written; make room, and start again with --resume latest."""
 FINITE_STEPS = 3
 """Applied steps after a checkpoint that show that its weights were not ruined already."""
+
+
+class RunEnds(Exception):
+    """The end of a trainer: raised on all ranks at once where that is before its last step.
+
+    Args:
+        reason: For the log; `Trainer.fit` raises it as a `UserError` if that is the exit code.
+        code: The exit code.
+        save: Write a checkpoint first, unless there is one of the last step.
+        start: From where another trainer continues: the end of this stage, or the checkpoint of a roll-back; None: the
+            process ends.
+    """
+
+    def __init__(
+        self,
+        reason: str = "",
+        *,
+        code: int = EXIT_DONE,
+        save: bool = False,
+        start: Checkpoint | Literal["latest"] | None = None,
+    ) -> None:
+        super().__init__(reason)
+        self.code, self.save, self.start = code, save, start
 
 
 @dataclass
@@ -120,6 +145,11 @@ class RunState:
     """What the stored features are of that the run trains with, by the setting that names them."""
     position: Position = field(default_factory=Position)
     """Position in the data after the last batch that was trained on."""
+
+    def average(self, batch: Batch, result: StepResult) -> None:
+        """Add the weights after a step to their average, if there is one."""
+        if self.ema is not None and result.applied:
+            self.ema.update()
 
     @property
     def ended_early(self) -> bool:

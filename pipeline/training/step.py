@@ -67,16 +67,12 @@ class TrainStep:
     chunks: Sequence[slice]
     """The rows of each micro-batch, from `micro_batches`."""
     on_gradients: OnGradients | None = None
-    """Called between backward and update; may be set to None at any time."""
-    rehearsed_width: int | None = None
-    """Before the step that follows the first one applied, compute one with texts of this width, and skip it: its memory
-    is needed sooner or later. None: do not, or no more."""
+    """Called between backward and update."""
 
     def __post_init__(self) -> None:
         self.cached = len(self.chunks) > 1
         self.phases = self.world.phases or Phases(self.world.device)
         self._batch_norms = batch_norms_of(self.engine.module)
-        self._applied = False
 
     def __call__(
         self,
@@ -89,7 +85,6 @@ class TrainStep:
         missing: bool = False,
         teacher: Sequence[Teacher] = (),
         keys: Tensor | None = None,
-        rehearsal: bool = False,
     ) -> StepResult:
         """Take one step. Collective.
 
@@ -102,27 +97,26 @@ class TrainStep:
             missing: This rank has no batch, and `inputs` stand in for it: no rank takes the step.
             teacher: Features of teachers of these samples, with `objective.distill`.
             keys: int64 [b, k] of equal pairs, with `objective.mask_equal`.
-            rehearsal: Compute everything, and change nothing that lasts.
         """
         image, texts = inputs
         if isinstance(texts, Tensor):
             texts = TextChunks(texts, self.chunks)
-        if self._applied and self.rehearsed_width is not None:
-            widest, self.rehearsed_width = texts.widest(self.rehearsed_width), None
-            facts: dict[str, Any] = {"sample_ids": sample_ids, "step": step, "lr_scale": lr_scale, "teacher": teacher}
-            self((image, widest), **facts, keys=keys, rehearsal=True)
         self.objective.prefetch(sample_ids)
         # Of batch norms, for a step that turns out to be skipped.
         statistics = [(x, x.clone()) for norm in self._batch_norms for x in norm.buffers(recurse=False)]
         with self.phases("forward"):
-            features = self._features(image, texts, step)
+            if self.cached:
+                features = self._cached_features(image, texts, step)
+            else:
+                with seeded(self.seed, step, self.world.rank, 0):
+                    features = self.engine.forward(image, texts.tokens(0))
         with self.phases("objective"):
             f_image, f_text = (f.detach() for f in features)
             given: dict[str, Any] = {"teacher": teacher} if teacher else {}  # most objectives know of none
             given |= {} if keys is None else {"keys": keys}
             output = self.objective.compute(f_image, f_text, sample_ids=sample_ids, **given)
             total = output.loss + output.grad_image.sum() + output.grad_text.sum()
-            flags = Flags(~torch.isfinite(total), stop, missing or rehearsal, world=self.world)
+            flags = Flags(~torch.isfinite(total), stop, missing, world=self.world)
             to_skip = flags.values[::2].any()
             gradients = (
                 output.grad_image.masked_fill(to_skip, torch.nan),
@@ -130,7 +124,7 @@ class TrainStep:
             )
         with self.phases("backward"):
             self._backward(features, gradients, (image, texts), step)
-        if self.on_gradients is not None and not rehearsal:
+        if self.on_gradients is not None:
             self.on_gradients((image, texts.text), gradients, step)
         with self.phases("optimizer"):
             applied = self.engine.step(lr_scale=lr_scale)
@@ -146,15 +140,11 @@ class TrainStep:
                 f"{type(self.engine).__name__}.step applied a gradient of NaN at step {step} instead of returning "
                 "False: the weights are lost, the last checkpoint is intact."
             )
-        self._applied = self._applied or applied
         tokens = texts.computed_tokens / len(texts)
         return StepResult(output, not bad, applied=applied, stop=stop, missing=skipped, text_tokens=tokens)
 
-    def _features(self, image: Tensor, texts: TextChunks, step: int) -> tuple[Tensor, Tensor]:
-        """[b, d] features of both sides: with a graph when there is one micro-batch, else without."""
-        if not self.cached:
-            with seeded(self.seed, step, self.world.rank, 0):
-                return self.engine.forward(image, texts.tokens(0))
+    def _cached_features(self, image: Tensor, texts: TextChunks, step: int) -> tuple[Tensor, Tensor]:
+        """[b, d] features of both sides, without a graph."""
         of_images, of_texts = [], []
         for index, rows in enumerate(self.chunks):
             # Running statistics move once per step, with the first micro-batch.

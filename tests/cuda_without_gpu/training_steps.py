@@ -28,10 +28,9 @@ from pipeline.engine.optim import OptimizerConfig
 from pipeline.model.towers import ModelConfig, build_towers
 from pipeline.model.trimming import TextChunks, text_trimming
 from pipeline.objectives import build_objective
+from pipeline.training.inputs import Inputs, StepFeatures
 from pipeline.training.loop import Trainer
-from pipeline.training.prefetch import Inputs
 from pipeline.training.step import TrainStep, micro_batches
-from pipeline.training.step_features import StepFeatures
 from tests.cuda_without_gpu.recorder import Record, RecordedPhases, pretend, recording
 from tests.towers import write_tiny
 
@@ -70,7 +69,7 @@ def take(file: str, arch: str, *, ranks: int, micro: int | None, record: Record)
     position = SimpleNamespace(epoch=0, batch=1)
     batch: Any = SimpleNamespace(image=image, text=text, sample_id=ids, position=position)
     trainer: Any = SimpleNamespace(
-        state=SimpleNamespace(step=0, ema=None),
+        state=SimpleNamespace(step=0),
         batches=SimpleNamespace(inputs=lambda _: inputs, fetch_ahead=lambda _: None),
         normalized=lambda image: image,
         take_step=step,
@@ -78,7 +77,6 @@ def take(file: str, arch: str, *, ranks: int, micro: int | None, record: Record)
         phases=phases,
         world=world,
         features=StepFeatures(torch.device("cpu")),
-        gradient_check=None,
     )
     for trainer.state.step in range(2):
         record.__init__()

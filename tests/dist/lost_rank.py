@@ -17,7 +17,7 @@ from pipeline.distributed.start import start_world
 from pipeline.distributed.world import leave
 from pipeline.errors import UserError
 from pipeline.training.recipe import load_recipe
-from pipeline.training.run_start import STARTING, folder_of_a_start
+from pipeline.training.run_folder import STARTING, folder_of_a_start
 
 LOST_AFTER = 3.0
 PATIENCE = 30.0

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from pipeline.engine.optim import build_optimizer, parameter_groups
 from pipeline.model.towers import ModelConfig, build_towers
 from pipeline.objectives import objective_names
-from tests.dist.engine_ranks import BATCH, EACH, EVERY_OBJECTIVE, OPTIMIZER, STEPS, data
+from tests.dist.engine_ranks import BATCH, EVERY_OBJECTIVE, OPTIMIZER, STEPS, data
 from tests.launch import run
 from tests.towers import write_tiny
 
@@ -77,6 +77,4 @@ def test_every_stage_equals_plain_torch_and_resumes_bit_identically(ranks, names
         for objective, difference in found["cached differences"].items():
             assert difference < band, f"{name}: cached accumulation differs for {objective}"
         assert found["after overflow"] == found["losses"][:3], f"{name}: a skipped step changed later losses"
-        assert found["rehearsed"] == found["losses"][:EACH], f"{name}: a rehearsal changed later losses"
-        assert found["cached and rehearsed"] == found["cached"][:EACH], f"{name}: a rehearsal changed later losses"
         assert found["probe"] < (0.1 if name.endswith("bf16") else 1e-5), name

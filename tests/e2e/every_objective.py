@@ -15,7 +15,7 @@ from pipeline.distributed.world import leave
 from pipeline.objectives import objective_names
 from pipeline.training.recipe import load_recipe
 from pipeline.training.run import setup
-from pipeline.training.run_start import prepare_folder
+from pipeline.training.run_folder import prepare_folder
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from pipeline.objectives import ObjectiveOutput, register
 from pipeline.objectives.openclip import OpenClip, OpenClipConfig
 from pipeline.training.recipe import RunConfig, load_recipe
 from pipeline.training.run import setup, train
-from pipeline.training.run_start import prepare_folder
+from pipeline.training.run_folder import prepare_folder
 
 POISON: set[int] = set()
 BAD_STEPS = (7, 8, 9)

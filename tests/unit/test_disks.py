@@ -17,7 +17,7 @@ from pipeline.run_files import METRICS_NAME, finished_checkpoints, name_of, read
 from pipeline.training import saving
 from pipeline.training.recipe import load_recipe
 from pipeline.training.run import train
-from pipeline.training.run_ends import EXIT_NOT_SAVED
+from pipeline.training.run_state import EXIT_NOT_SAVED
 from tests.metrics import equal, weights
 from tests.mounts import JournalledDisk, fill, small_disk
 from tests.training import SMALL, in_this_process, prepare, settings_in, train_here

@@ -33,7 +33,7 @@ from pipeline.objectives import build_objective, objective_names
 from pipeline.objectives.distill import Teacher
 from pipeline.training.recipe import load_recipe
 from pipeline.training.run import setup
-from pipeline.training.run_ends import RunEnds
+from pipeline.training.run_state import RunEnds
 from pipeline.training.step import TrainStep
 from tests.launch import run
 from tests.metrics import equal, metrics, weights

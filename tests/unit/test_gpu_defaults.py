@@ -23,7 +23,7 @@ from pipeline.model.towers import ModelConfig, build_towers
 from pipeline.objectives import ObjectiveContext
 from pipeline.objectives.npn import prototype_network
 from pipeline.objectives.npn.neuclip import NeuClipConfig
-from pipeline.training.compiling import compiled_towers
+from pipeline.training.auto import compiled_towers
 from pipeline.training.recipe import parse_recipe
 
 GPU = torch.device("cuda", 0)

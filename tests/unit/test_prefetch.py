@@ -16,8 +16,8 @@ from torch import Tensor
 from pipeline.distributed import timing
 from pipeline.distributed.timing import Meter, Phases, collect_garbage
 from pipeline.model.trimming import TextChunks
+from pipeline.training.inputs import PrefetchedBatches
 from pipeline.training.loop import Trainer
-from pipeline.training.prefetch import PrefetchedBatches
 from pipeline.training.step import TrainStep
 from tests.metrics import equal, weights
 from tests.training import prepare, settings_in, train_here

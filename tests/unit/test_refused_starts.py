@@ -22,7 +22,7 @@ from pipeline.distributed.start import start_world
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.training.recipe import RunConfig, check_run, load_recipe
-from pipeline.training.run_start import LOCK_NAME, STARTING, folder_of_a_start, hold_folder
+from pipeline.training.run_folder import LOCK_NAME, STARTING, folder_of_a_start, hold_folder
 from tests.shards import jpeg, write_shards
 from tests.training import prepare, settings_in, train_here
 

@@ -50,14 +50,12 @@ class PlainEngine:
         return applies
 
 
-def make(
-    *, micro_batch: int | None = None, objective: str = "openclip", rehearsed_width: int | None = None
-) -> tuple[TrainStep, Any]:
+def make(*, micro_batch: int | None = None, objective: str = "openclip") -> tuple[TrainStep, Any]:
     engine: Any = PlainEngine()
     given = {"name": objective, "tau_lr": 0.1}
     built = build_objective(given, dim=8, batch_size=BATCH, dataset_size=100, total_steps=9)
     chunks = micro_batches(BATCH, micro_batch)
-    step = TrainStep(engine, built, world=World(), seed=0, chunks=chunks, rehearsed_width=rehearsed_width)
+    step = TrainStep(engine, built, world=World(), seed=0, chunks=chunks)
     return step, engine
 
 
@@ -157,36 +155,6 @@ def test_an_engine_that_applies_a_gradient_of_nan_is_stopped(monkeypatch):
         RuntimeError, match=r"PlainEngine\.step applied a gradient of NaN at step 3 .* weights are lost"
     ):
         take(step, 3, lr_scale=1.0)
-
-
-@pytest.mark.parametrize("micro_batch", [None, 2])
-@pytest.mark.parametrize("objective", ["openclip", "neuclip", "isogclr"])
-def test_a_rehearsal_of_the_widest_texts_changes_nothing(objective, micro_batch):
-    """Weights, running statistics, random state and the objective's state are the same bits as without it."""
-    states, lengths = [], torch.tensor([3, 8, 1, 5, 2, 2, 4, 6])
-    for width in (None, 20):
-        torch.manual_seed(1)
-        step, engine = make(objective=objective, micro_batch=micro_batch, rehearsed_width=width)
-        widths: list[list[int]] = []
-        forward = engine.forward
-
-        def recorded(image: Tensor, text: Tensor, forward: Any = forward, widths: Any = widths) -> Any:
-            widths[-1].append(text.shape[1])
-            return forward(image, text)
-
-        engine.forward = recorded
-        given: list[Any] = []
-        step.on_gradients = lambda *a, given=given: given.append(a)
-        for number in range(4):
-            engine.applies = number != 0  # the first step that is applied is the second one
-            widths.append([])
-            take(step, number, lr_scale=1.0, lengths=lengths)
-        assert len(given) == 4, "a rehearsal is no step for the check of the gradient"
-        once = 4 * 2 if micro_batch else 1  # forward passes of a step
-        rehearsed = [20] * once if width else []
-        assert widths == [[8] * once, [8] * once, rehearsed + [8] * once, [8] * once]
-        states.append({**state_of(step, engine), "random": torch.get_rng_state()})
-    assert equal(*states)
 
 
 def test_running_statistics_are_updated_once_per_step_by_the_first_micro_batch():

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from pipeline.distributed.world import World
@@ -18,12 +17,11 @@ from pipeline.model.attention import PackedText, pack
 from pipeline.model.towers import ModelConfig, Towers, build_towers, text_batching
 from pipeline.model.trimming import TextChunks, text_trimming, trimmed_width, why_not_trimmed, without_padding
 from pipeline.objectives import build_objective
-from pipeline.training import build
 from pipeline.training.step import TrainStep, micro_batches
 from tests.metrics import equal, weights
 from tests.shards import sample, write_shards
 from tests.towers import write_tiny
-from tests.training import prepare, settings_in, train_here
+from tests.training import settings_in, train_here
 from tests.unit.test_attention import KINDS, batch, gradients, write_kind
 
 CPU = torch.device("cpu")
@@ -220,38 +218,3 @@ def test_a_resumed_run_on_packed_texts_is_bit_identical(micro_batch, tmp_path):
     train_here(*settings_in(tmp_path, "halves", *shared, "samples=16"))
     train_here(*settings_in(tmp_path, "halves", *shared, "samples=32"), resume="latest")
     assert equal(weights(tmp_path / "whole", 4), weights(tmp_path / "halves", 4))
-
-
-@pytest.mark.parametrize("micro_batch", ["null", "4"])
-def test_a_run_that_rehearses_its_widest_texts_is_bit_identical(micro_batch, tmp_path, monkeypatch, caplog):
-    """Weights, moments and the objective's state; and it is rehearsed once for each process, also after a resume."""
-    widths, tokens = list[int](), TextChunks.tokens
-
-    def recorded(chunks: TextChunks, index: int) -> Tensor | PackedText:
-        found = tokens(chunks, index)
-        assert isinstance(found, Tensor)
-        widths.append(found.shape[1])
-        return found
-
-    monkeypatch.setattr(TextChunks, "tokens", recorded)
-    arch = prepare(tmp_path, [20, 20]) / "tiny-towers.json"  # captions of a few tokens
-    arch.write_text(arch.read_text().replace('"context_length": 8', '"context_length": 20'))
-    shared = (f"engine.micro_batch={micro_batch}", "objective.name=neuclip", "objective.prototypes=8",
-              "checkpoint.every=2", "model.text_batching=padded")  # fmt: skip
-    train_here(*settings_in(tmp_path, "plain", *shared, "samples=32"))
-    assert set(widths) == {8}
-    widths.clear()
-    monkeypatch.setattr(build, "_rehearsed_width", lambda architecture, trimming, device: 20)  # as on a GPU
-    for samples, resume in ((16, None), (32, "latest")):
-        given = settings_in(tmp_path, "rehearsed", *shared, f"samples={samples}")
-        train_here(*given, resume=resume)
-    assert sum(width == 20 for width in widths) == 2 * (4 if micro_batch == "4" else 1)
-    assert "OVERFLOW" not in caplog.text, "a rehearsal is no fault"
-    files = [
-        {path.name: load_file(path) for path in (tmp_path / run / "checkpoints/step-00000004").glob("*.safetensors")}
-        for run in ("plain", "rehearsed")
-    ]
-    assert files[0].keys() == files[1].keys()
-    assert len(files[0]) >= 3
-    for name, tensors in files[0].items():
-        assert equal(tensors, files[1][name]), name

@@ -16,7 +16,7 @@ from pipeline.distributed.start import start_world
 from pipeline.distributed.world import World, limit_collectives
 from pipeline.errors import UserError
 from pipeline.training.recipe import parse_recipe
-from pipeline.training.run_start import hold_folder
+from pipeline.training.run_folder import hold_folder
 from tests.launch import python
 
 
@@ -71,7 +71,7 @@ def test_a_run_folder_in_use_by_another_process_is_rejected(tmp_path, monkeypatc
     command = [sys.executable, "-c", holder, str(tmp_path / ".lock")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "held\n"
-        monkeypatch.setattr("pipeline.training.run_start.LOCK_SECONDS", 1)
+        monkeypatch.setattr("pipeline.training.run_folder.LOCK_SECONDS", 1)
         with (
             pytest.raises(UserError, match=rf"training in .* \(.*, process {os.getpid()}\): stop it first"),
             hold_folder(run, world=World()),

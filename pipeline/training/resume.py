@@ -1,6 +1,4 @@
-"""How a run starts: it locks its folder, and finds the checkpoint from which it continues.
-
-That is its own newest checkpoint, another run's (a fork), or one with another batch size.
+"""From which checkpoint a run continues: its own newest one, another run's (a fork), or one with another batch size.
 
 A fork records its origin in RUN/origin.json. The command that began it can therefore be repeated unchanged, for example
 by a scheduler: once the fork has checkpoints of its own, it continues from them.
@@ -8,137 +6,26 @@ by a scheduler: once the fork has checkpoints of its own, it continues from them
 
 from __future__ import annotations
 
-import errno
 import json
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from pipeline.checkpoint.mirror import Mirror, at_start, fetch_newest, refuse_taken
 from pipeline.checkpoint.reader import Checkpoint, agreed_checkpoint
-from pipeline.config import dump
-from pipeline.distributed.exit_record import FOLDER_NAME as HEARTBEATS
-from pipeline.distributed.exit_record import read_ends, record_exit, remove_records, stop_recording
-from pipeline.distributed.heartbeat import Heartbeat
+from pipeline.config import Tree, departed, flatten, had_effect
+from pipeline.data.loading.position import differences
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.files import file_lock, lock_holder, write_text
-from pipeline.run_files import FOLDER_NAME, RUN_CONFIG_NAME, checkpoint_folders, parse_as, read_as, read_meta
-from pipeline.training.continuation import PREVIOUS, check_continuation
+from pipeline.files import write_text
+from pipeline.run_files import FOLDER_NAME, checkpoint_folders, parse_as, read_as, read_meta
 from pipeline.training.recipe import RunConfig
 
-LOCK_NAME = ".lock"
-STARTING = ".starting"
-"""Folder of the heartbeats until a start has passed all checks."""
-RECORD_SECONDS = 15.0
-"""In which all ranks have recorded that a start is refused, or have seen that one has."""
-LOCK_SECONDS = 100  # a file server may hold a dead machine's lock for 90
-NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)  # of a file system without locks
-
-
-@contextmanager
-def hold_folder(run: RunConfig, *, world: World) -> Iterator[None]:
-    """Create the run's folder and lock it against other runs, also on other machines if the file system has locks.
-
-    Raises:
-        UserError: Another run is training in the folder, or it cannot be made. On every rank.
-    """
-    folder, problem = Path(run.output), ""
-    with ExitStack() as stack:
-        if world.is_main:
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(_locked(folder / LOCK_NAME))
-                remove_records(folder / STARTING)
-            except BlockingIOError:
-                holder = lock_holder(folder / LOCK_NAME)
-                problem = f"Another run is training in {folder} ({holder}): stop it first, or choose another output."
-            except OSError as error:
-                problem = (
-                    f"output = {folder} cannot be the run's folder ({error.strerror}): name a folder that can be "
-                    "made and written."
-                )
-        world.raise_together(problem)
-        yield
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a run's folder, after waiting for a run that is ending or has died."""
-    if holder := lock_holder(path):
-        print(f"Waiting up to {LOCK_SECONDS} s for {holder} to leave {path.parent}.", file=sys.stderr, flush=True)
-    with ExitStack() as held:
-        try:
-            held.enter_context(file_lock(path, seconds=LOCK_SECONDS))
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
-        yield
-
-
-@contextmanager
-def folder_of_a_start(
-    run: RunConfig, *, heartbeat: Heartbeat, resume: str | None = None, new_batch_size: bool = False
-) -> Iterator[None]:
-    """A refused start removes a folder that had nothing in it, and changes nothing in one that had.
-
-    What `neuclip doctor` reads about the start before, and the run's settings, are replaced by `prepare_folder`, when
-    every check has passed; in a new folder now, so that a start that is killed leaves them, too. So is the origin.
-
-    Raises:
-        UserError: What the block raises.
-    """
-    folder, world = Path(run.output), heartbeat.world
-    fresh = world.is_main and {path.name for path in folder.iterdir()} <= {LOCK_NAME, STARTING}
-    fresh = world.gather_objects(fresh)[0]
-    if fresh:
-        heartbeat.move(folder / HEARTBEATS)
-        if world.is_main:
-            write_text(folder / RUN_CONFIG_NAME, dump(run))
-            record_origin(run, resume, new_batch_size=new_batch_size)
-    try:
-        yield
-    except UserError as error:
-        heartbeat.stop()
-        record_exit(error.exit_code, f"{type(error).__name__}: {error}")  # for the others, if they were not refused
-        stop_recording()
-        if world.is_main:
-            deadline = time.monotonic() + RECORD_SECONDS
-            while len(read_ends(heartbeat.folder)) < world.size and time.monotonic() < deadline:
-                time.sleep(0.05)
-            _remove_start(folder, fresh=fresh)
-        raise
-    heartbeat.move(folder / HEARTBEATS)
-    if world.is_main:
-        remove_records(folder / STARTING)
-        record_origin(run, resume, new_batch_size=new_batch_size)
-
-
-def _remove_start(folder: Path, *, fresh: bool) -> None:
-    """Remove what a refused start has written, and a new folder unless others have put files there."""
-    remove_records(folder / STARTING)
-    if fresh:
-        for name in (RUN_CONFIG_NAME, ORIGIN_NAME, LOCK_NAME):
-            (folder / name).unlink(missing_ok=True)
-        remove_records(folder / HEARTBEATS)
-        with suppress(OSError):  # not empty
-            folder.rmdir()
-
-
-def prepare_folder(run: RunConfig, *, world: World) -> None:
-    """Write the resolved configuration into the run's folder, and remove the traces of its previous start."""
-    folder = Path(run.output)
-    if world.is_main:
-        remove_records(folder / HEARTBEATS)  # maybe of more ranks
-        (folder / HEARTBEATS).mkdir(parents=True, exist_ok=True)
-        write_text(folder / RUN_CONFIG_NAME, dump(run))
-    world.barrier()
-
-
 ORIGIN_NAME = "origin.json"
+PREVIOUS = "previous_batch_size"
+"""Key of a checkpoint's meta that `in_new_steps` adds."""
 
 
 @dataclass(frozen=True)
@@ -243,21 +130,22 @@ def _has_begun(folder: Path, origin: Origin, *, world: World, copies: Mirror | N
     Raises:
         UserError: The folder has checkpoints of a run with another origin. On every rank.
     """
-    begun, problem = False, ""
-    if world.is_main and (folders := checkpoint_folders(folder)):
-        begun = origin.is_of(read_origin(folder))
-        if not begun:
+
+    def begun() -> bool:
+        if folders := checkpoint_folders(folder):
+            if origin.is_of(read_origin(folder)):
+                return True
             missing = "" if Path(origin.checkpoint).exists() else ", which does not exist"
-            problem = (
+            raise UserError(
                 f"{folder} has checkpoints ({folders[-1].name} and others) of a run that was not begun from "
                 f"{origin.checkpoint}{missing}: choose another output, or continue that run with --resume latest."
             )
-    elif world.is_main and copies:
         with suppress(Exception):  # of any client library; whoever uses the mirror next reports it
-            newest = [*copies.checkpoints(None).values()][-1]
-            begun = origin.is_of(parse_as(Origin, json.dumps(newest.get("origin"))))
-    world.raise_together(problem)
-    return bool(world.gather_objects(begun)[0])
+            newest = [*copies.checkpoints(None).values()][-1] if copies else {}
+            return origin.is_of(parse_as(Origin, json.dumps(newest.get("origin"))))
+        return False
+
+    return bool(world.gather_objects(world.work_on_main(begun))[0])
 
 
 def in_new_steps(checkpoint: Checkpoint, run: RunConfig, *, allowed: bool) -> Checkpoint:
@@ -286,3 +174,79 @@ def in_new_steps(checkpoint: Checkpoint, run: RunConfig, *, allowed: bool) -> Ch
         )
     step = max(1, round(checkpoint.step * before / run.batch_size))
     return replace(checkpoint, meta={**checkpoint.meta, "step": step, PREVIOUS: before})
+
+
+def check_continuation(checkpoint: Checkpoint, run: RunConfig) -> None:
+    """Check that a run's budget, objective and optimizer can continue a checkpoint.
+
+    Raises:
+        UserError: The checkpoint has trained more steps, or its state is another objective's or optimizer's.
+    """
+    name, steps = checkpoint.path.name, run.total_steps
+    if checkpoint.step > steps:
+        raise UserError(
+            f"samples = {run.samples} is {steps} step{'s' * (steps != 1)} of batch_size = {run.batch_size}, but {name} "
+            f"has trained {checkpoint.step} ({checkpoint.meta['samples']:,} samples). Give more samples, or another "
+            "output with --resume and the folder of an earlier checkpoint."
+        )
+    settings = flatten(checkpoint.meta["config"])
+    for key, now in (("objective.name", run.objective.name), ("optimizer.name", run.optimizer.name)):
+        if (before := settings.get(key, now)) != now:
+            raise UserError(
+                f"{name} was written with {key} = {before!r}, and this run has {now!r}, which cannot continue with its "
+                f"state. {_with_weights_of(checkpoint)}"
+            )
+
+
+def check_features(checkpoint: Checkpoint, features: Mapping[str, Mapping[str, Any]]) -> None:
+    """Check that a run goes on with the stored features with which it began; `features` as `RunState.features`.
+
+    Raises:
+        UserError: A setting names features of another model.
+    """
+    for setting, now in features.items():
+        before = checkpoint.meta.get("features", {}).get(setting, now)
+        if changed := differences(before, now):
+            raise UserError(
+                f"The run of {checkpoint.path.name} has used other features than {setting} names: "
+                f"{'; '.join(changed)}. {_with_weights_of(checkpoint)}"
+            )
+
+
+def _with_weights_of(checkpoint: Checkpoint) -> str:
+    """What to do where a run cannot continue from a checkpoint."""
+    return (
+        "Use the former, or begin a new run with the weights: another output, and "
+        f"model.arch=pretrained model.pretrained={checkpoint.path} instead of --resume."
+    )
+
+
+def describe(checkpoint: Checkpoint, run: RunConfig, *, skipped: int) -> str:
+    """What a changed batch size did, for the log; empty if it did not change.
+
+    `skipped` samples were left out so that new batches begin at multiples of their size.
+    """
+    if PREVIOUS not in checkpoint.meta:
+        return ""
+    return (
+        f"New batch size: {checkpoint.batch_size} -> {run.batch_size}. Steps count new batches: "
+        f"{checkpoint.path.name} is step {checkpoint.step} of {run.total_steps} now. Learning rate: the schedule "
+        f"continues at that step; warm-up has {run.schedule.warmup_steps} steps of the new size, and the peak is "
+        f"optimizer.lr = {run.optimizer.lr:g}. Data: the order of each stream is unchanged; {skipped:,} samples of "
+        "this epoch are skipped, and none is repeated. Optimizer state is kept."
+    )
+
+
+def changed_settings(before: Tree, now: Tree) -> list[str]:
+    """The settings that differ, without `output`: first those that both have.
+
+    One that only one of both has differs, too: the default of a new setting may compute in another way than the version
+    that did not have it. Not so one that has left and was at the value that is built in now.
+    """
+    old, new = flatten(before), flatten(now)
+    old = {key: value for key, value in old.items() if departed(key) is None or had_effect(key, value)}
+    return [
+        f"{key} {old.get(key, 'absent')} -> {new.get(key, 'absent')}"
+        for key in sorted(old.keys() | new.keys(), key=lambda key: (key not in old or key not in new, key))
+        if old.get(key, "absent") != new.get(key, "absent") and key != "output"
+    ]

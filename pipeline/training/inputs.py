@@ -1,0 +1,209 @@
+"""What a step reads, on its way to the device: batches, of which a thread fetches the next one for a GPU from the begin
+of a step on, and what is read by sample id beside them (a teacher's features, the outputs of a locked image tower)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pipeline.data.data_config import IMAGES, TEACHER
+from pipeline.data.loading.loader import Batch
+from pipeline.data.loading.stored_features import StoredFeatures, common_crops, open_features
+from pipeline.distributed.devices import to_device
+from pipeline.distributed.timing import Meter
+from pipeline.distributed.world import NEXT_BATCH
+from pipeline.engine.engine_protocol import Engine
+from pipeline.errors import UserError
+from pipeline.model.architectures import Architecture
+from pipeline.model.finetuning import check_constant_image_tower
+from pipeline.model.model_folder import image_tower_identity
+from pipeline.model.towers import ModelConfig, text_batching
+from pipeline.model.trimming import TextChunks
+from pipeline.objectives.distill import Teacher
+from pipeline.training.run_state import RunState
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a step reads of a batch, on the device."""
+
+    image: Tensor
+    """uint8 [b, 3, H, W]."""
+    texts: TextChunks
+    sample_ids: Tensor
+    """int64 [b]."""
+
+    @classmethod
+    def of(cls, batch: Batch, *, texts: Callable[[Tensor], TextChunks], device: torch.device) -> Inputs:
+        """Copy a batch to the device, without waiting for it if the batch is in page-locked memory."""
+        image, ids = (values.to(device, non_blocking=True) for values in (batch.image, batch.sample_id))
+        return cls(image, texts(batch.text), ids)
+
+
+def text_layout(
+    engine: Engine, config: ModelConfig, chunks: Sequence[slice], *, device: torch.device
+) -> Callable[[Tensor], TextChunks]:
+    """What lays out tokens [b, L] of a rank's batch on the device, trimmed or packed as the `model` section says."""
+    by_kernel = engine.bf16 and device.type == "cuda"
+    trimming, packed = text_batching(engine.module.clip, config, by_kernel=by_kernel)
+
+    def texts(tokens: Tensor) -> TextChunks:
+        whole, lengths = trimming.cut(tokens) if trimming else (tokens, None)
+        return TextChunks(whole, chunks, lengths=lengths, packed=packed, by_kernel=by_kernel, device=device)
+
+    return texts
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A batch on its way to the GPU."""
+
+    batch: Batch
+    inputs: Inputs
+    done: torch.cuda.Event
+
+
+class PrefetchedBatches:
+    """A loader's batches in their order. On a GPU, one is fetched ahead in a thread.
+
+    The thread joins and pins the batch, lays out its texts and copies all of it on a stream of its own, while the
+    training thread queues the step before: wherever that waits for the device, the next batch is being prepared. On a
+    CPU, where operators need the cores, batches are fetched when they are due.
+
+    An error while fetching ahead is raised by the call of `next` for that batch: the step before it, and its
+    checkpoint, are not affected.
+
+    Args:
+        texts: Tokens [b, L] of the host -> the texts of the batch's micro-batches, on the device.
+        steps: Steps of the run; nothing is fetched ahead of the last one.
+    """
+
+    def __init__(
+        self,
+        loader: Iterator[Batch],
+        *,
+        texts: Callable[[Tensor], TextChunks],
+        steps: int,
+        meter: Meter,
+        device: torch.device,
+    ) -> None:
+        self._loader, self._steps, self._meter, self._device = loader, steps, meter, device
+        self._texts = texts
+        self._ahead: Future[_Copy] | None = None
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copy: _Copy | None = None
+
+    def next(self) -> Batch:
+        """Return the next batch, prefetched or fetched now. Errors of the loader are raised here."""
+        if self._ahead is None:
+            with self._meter.waiting():
+                return next(self._loader)
+        ahead, self._ahead = self._ahead, None
+        with self._meter.waiting(hidden_by=self._device):
+            self._copy = ahead.result()
+        return self._copy.batch
+
+    def fetch_ahead(self, step: int) -> None:
+        """Start to fetch the batch that follows step number `step` (from 0), and to copy it."""
+        if self._copies is not None and self._ahead is None and step + 1 < self._steps:
+            self._ahead = Future()
+            threading.Thread(target=self._fetch, args=(self._ahead, self._copies), name=NEXT_BATCH, daemon=True).start()
+
+    def wait(self) -> None:
+        """Wait until the loader is not in use; the batch that was fetched ahead is still the next one."""
+        if self._ahead is not None:
+            self._ahead.exception()
+
+    def inputs(self, batch: Batch) -> Inputs:
+        """A batch on the device; the work queued there from now on waits for it, not the host."""
+        copy, self._copy = self._copy, None
+        if copy is None or copy.batch is not batch:
+            return Inputs.of(batch, texts=self._texts, device=self._device)
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_event(copy.done)
+        for values in (copy.inputs.image, copy.inputs.sample_ids, *copy.inputs.texts.tensors()):
+            values.record_stream(stream)  # its memory belongs to the other stream
+        return copy.inputs
+
+    def _fetch(self, ahead: Future[_Copy], copies: torch.cuda.Stream) -> None:
+        try:
+            with torch.cuda.stream(copies):  # and its device, which a new thread would not use for pinned memory
+                batch = next(self._loader)
+                inputs = Inputs.of(batch, texts=self._texts, device=self._device)
+                done = copies.record_event(torch.cuda.Event(blocking=True))
+            ahead.set_result(_Copy(batch, inputs, done))
+        except Exception as error:
+            ahead.set_exception(error)
+        else:
+            done.synchronize()  # the batch is kept here until then: workers may write its memory again
+
+
+@dataclass(frozen=True)
+class StepFeatures:
+    """The stored features of a run, made by `open_step_features`."""
+
+    device: torch.device
+    images: StoredFeatures | None = None
+    """Outputs of the image tower; None: the tower runs in every step."""
+    teachers: Sequence[StoredFeatures] = ()
+    """Whose similarities the run learns from, too."""
+
+    def of(self, batch: Batch, *, stand_in: bool = False) -> tuple[Tensor | None, list[Teacher]]:
+        """The image tower's outputs [b, d] of a batch, and the teachers' features; of a stand-in batch, zeros.
+
+        Raises:
+            UserError: Those of a sample are missing or damaged.
+        """
+
+        def values(stored: StoredFeatures) -> Tensor:
+            if stand_in:
+                return torch.zeros(stored.facts.sides, len(batch.text), stored.facts.dim, device=self.device)
+            return to_device(stored.read(batch.sample_id, epoch=batch.position.epoch), self.device).float()
+
+        teachers = [(F.normalize(values(stored), dim=2), stored.facts.tau) for stored in self.teachers]
+        image = None if self.images is None else values(self.images)[0]
+        return image, [Teacher(sides[0], sides[1], tau) for sides, tau in teachers]
+
+
+def open_step_features(state: RunState, architecture: Architecture, *, report: Callable[[str], None]) -> StepFeatures:
+    """Open the stored features of a run, and let the loader show their crops or decode no images. Collective.
+
+    Call it when the weights are those of the run, after a checkpoint was restored. `report` receives sentences.
+
+    Raises:
+        UserError: They do not fit the run.
+    """
+    run, loader, named = state.run, state.loader, state.run.data.stored_features
+    if not any(named.values()):
+        return StepFeatures(state.world.device)
+    opened = open_features(run.data, loader.mixture.digests, seed=run.seed, named=named)
+    for setting, group in opened.items():
+        for number, stored in enumerate(group):
+            state.features[f"{setting}[{number}]" if number else setting] = stored.facts.identity
+            report(f"{'Teacher' if setting == TEACHER else 'Image features'}: {stored.describe()}.")
+    if (crops := common_crops(opened)) is not None:
+        loader.use_crops(crops)
+    images = next(iter(opened[IMAGES]), None)
+    if images is not None:
+        _check_tower(images, state, architecture)
+        loader.use_features(images.file)
+    return StepFeatures(state.world.device, images, opened[TEACHER])
+
+
+def _check_tower(images: StoredFeatures, state: RunState, architecture: Architecture) -> None:
+    """Check that stored outputs are those of the run's image tower. Collective."""
+    engine, theirs = state.engine, images.facts.tower or {}
+    check_constant_image_tower(engine.module.clip.visual)  # type: ignore[arg-type]
+    own = image_tower_identity(dict(engine.state.weights()), architecture, decoding=state.run.data.decoding)
+    if other := [name for name, value in own.items() if theirs.get(name) != value]:
+        raise UserError(
+            f"{images.named} has the outputs of another image tower than this run locks (other {', other '.join(other)}"
+            "). Run `neuclip features MODEL --images-only` with the weights of model.pretrained as MODEL and another "
+            "--output, or set what differs as it is there (data.decoding=fast)."
+        )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pipeline.checkpoint.layout import (
@@ -25,8 +26,8 @@ from pipeline.checkpoint.layout import (
     run_id_of,
     wrong_meta,
 )
-from pipeline.distributed.world import World
-from pipeline.errors import UserError
+from pipeline.distributed.world import World, lost_contact
+from pipeline.errors import UserError, in_a_line, is_out_of_memory, too_many_files
 from pipeline.files import flush, sha256_of, write_text
 from pipeline.model.finetuning import read_adapters
 from pipeline.model.model_folder import LOGIT_KEYS, WEIGHTS_NAME, load_tensors
@@ -50,14 +51,29 @@ class Checkpoint:
     meta: Mapping[str, Any]
     """The contents of `checkpoint.json`."""
 
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Inside, contents that no run has written are a `UserError`: a stranger's files have right hashes, too."""
+        try:
+            yield
+        except UserError:
+            raise
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, SafetensorError) as error:
+            if lost_contact(error) or is_out_of_memory(error) or too_many_files(error):
+                raise
+            raise UserError(
+                f"{self.path} cannot be restored: a file in it is damaged, or not of a run with these settings "
+                f"({type(error).__name__}: {in_a_line(error)}). Resume from an earlier checkpoint, or start a new run."
+            ) from error
+
     @property
     def step(self) -> int:
         return int(self.meta["step"])
 
     @property
     def run_id(self) -> str:
-        """The run that wrote it; empty if that was a version that recorded no ids."""
-        return str(self.meta.get("run_id") or "")
+        """The run that wrote it."""
+        return str(self.meta["run_id"])
 
     @property
     def batch_size(self) -> int:

@@ -22,23 +22,6 @@ Our engine never takes more than the model has parameters."""
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 RECIPE_KEYS = (*BATCH_KEYS, "gradient_clipping")
 FORBIDDEN_KEYS = ("optimizer", "scheduler", "fp16")
-KNOWN_KEYS = (
-    *RECIPE_KEYS, "zero_optimization", "managed_gradient_accumulation", "zero_allow_untested_optimizer", "bf16",
-    "data_types", "communication_data_type", "torch_autocast", "prescale_gradients", "gradient_predivide_factor",
-    "zero_force_ds_cpu_optimizer", "disable_allgather", "steps_per_print", "wall_clock_breakdown", "timers",
-)  # fmt: skip
-"""What a DeepSpeed file may set. Other keys write files of their own (`tensorboard`, `csv_monitor`, `flops_profiler`),
-change the training (`curriculum_learning`, `compression_training`) or have no effect here."""
-KNOWN_ZERO_KEYS = (
-    "stage", "overlap_comm", "reduce_scatter", "reduce_bucket_size", "allgather_partitions", "allgather_bucket_size",
-    "contiguous_gradients", "round_robin_gradients", "ignore_unused_parameters", "sub_group_size", "offload_optimizer",
-    "offload_param", "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients",
-    "stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_prefetch_bucket_size",
-    "stage3_param_persistence_threshold", "stage3_model_persistence_threshold",
-    "stage3_gather_16bit_weights_on_model_save",
-)  # fmt: skip
-KNOWN_OFFLOAD_KEYS = ("device", "pin_memory", "ratio", "buffer_count", "fast_init")
-"""Without `nvme_path`: offloading to disks would write files outside the run's folder."""
 
 
 @section
@@ -134,29 +117,13 @@ def _read(path: Path) -> dict[str, Any]:
     return settings
 
 
-def _check_keys(settings: Mapping[str, Any], path: Path) -> None:
-    zero = settings.get("zero_optimization", {})
-    offload = [key for name in ("offload_optimizer", "offload_param") for key in zero.get(name, {})]
-    for keys, known, where in (
-        (settings, KNOWN_KEYS, ""),
-        (zero, KNOWN_ZERO_KEYS, "zero_optimization."),
-        (offload, KNOWN_OFFLOAD_KEYS, "zero_optimization.offload_*."),
-    ):
-        if unknown := [key for key in keys if key not in known]:
-            raise UserError(
-                f"{path} sets {where}{unknown[0]!r}, which is not among the settings of a DeepSpeed file that can be "
-                f"used here: {', '.join(known)}. Remove it; a run's own records are in the telemetry section."
-            )
-    stage = zero.get("stage", 0)
-    if type(stage) is not int or not 0 <= stage <= 3:
-        raise UserError(f"{path} sets zero_optimization.stage = {stage!r}: it must be 0, 1, 2 or 3.")
-
-
 def _check_settings(settings: Mapping[str, Any], filled: Mapping[str, Any], *, path: Path, world_size: int) -> None:
     for key in FORBIDDEN_KEYS:
         if key in settings:
             raise UserError(f"{path} sets {key!r}, which the recipe decides (see optimizer.*, schedule.*): remove it.")
-    _check_keys(settings, path)
+    stage = settings.get("zero_optimization", {}).get("stage", 0)
+    if type(stage) is not int or not 0 <= stage <= 3:
+        raise UserError(f"{path} sets zero_optimization.stage = {stage!r}: it must be 0, 1, 2 or 3.")
     for key in RECIPE_KEYS:
         if key in settings and settings[key] not in ("auto", filled[key]):
             raise UserError(

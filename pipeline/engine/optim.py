@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import torch
@@ -215,6 +215,18 @@ def gradient_in_moment(config: OptimizerConfig) -> dict[str, tuple[float, float]
     if config.name == "muon":
         shares["momentum_buffer"] = (config.momentum, 1.0 - config.momentum)
     return shares
+
+
+def moment_keys(config: OptimizerConfig, groups: Iterable[Mapping[str, Any]]) -> Callable[[Tensor], list[str]]:
+    """The entries of the optimizer's state for a parameter of `parameter_groups` that has its shape."""
+    hidden = {id(p) for group in groups if group.get("name") == "hidden" for p in group["params"]}
+
+    def keys(parameter: Tensor) -> list[str]:
+        if config.name == "sgd" or id(parameter) in hidden:
+            return ["momentum_buffer"] if config.momentum or config.name == "muon" else []
+        return ["exp_avg"] if config.name == "lion" else ["exp_avg", "exp_avg_sq"]
+
+    return keys
 
 
 def decay_in_gradient(config: OptimizerConfig, parameter: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from pipeline.config import section
 from pipeline.distributed.world import World
 from pipeline.engine.engine_protocol import EngineState
-from pipeline.engine.optim import step_counter
+from pipeline.engine.optim import OptimizerConfig, moment_keys, step_counter
 from pipeline.errors import UserError
 
 # The entry of torch's optimizer state that is one number per parameter rather than one per weight.
@@ -32,9 +32,17 @@ GATHERED_VALUES = 2**26
 class DeepSpeedState:
     """The `EngineState` of a DeepSpeed engine, independent of its stage and of the number of ranks."""
 
-    def __init__(self, engine: Any, *, stage: int, world: World, frozen: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        *,
+        stage: int,
+        world: World,
+        optimizer: OptimizerConfig,
+        frozen: Mapping[str, Tensor] | None = None,
+    ) -> None:
         """`frozen`: fp32 values of the parameters that are not trained; the engine may hold them in bf16."""
-        self._frozen = dict(frozen or {})
+        self._frozen, self._optimizer = dict(frozen or {}), optimizer
         self._engine = engine
         self._stage = stage
         self._world = world
@@ -94,14 +102,12 @@ class DeepSpeedState:
         return self._flat_masters() if self._stage > 0 else [p for _, p in self.named_parameters()]
 
     def load(self, *, weights: Mapping[str, Tensor], moments: Mapping[tuple[str, str], Tensor], counter: int) -> None:
-        expected = {name: tuple(shape) for name, shape in self.shapes().items()}
-        given = {name: tuple(value.shape) for name, value in weights.items()}
-        if given != expected:
-            wrong = sorted(n for n in expected.keys() | given.keys() if expected.get(n) != given.get(n))
-            raise UserError(
-                f"The checkpoint's weights do not fit this model: {len(wrong)} differ, for example {wrong[0]} "
-                f"(checkpoint {given.get(wrong[0])}, model {expected.get(wrong[0])}). Use the recipe it was made with."
-            )
+        expected = self.shapes()
+        _check_shapes("weights", weights, {**dict.fromkeys(weights), **expected})
+        if counter:
+            keys = moment_keys(self._optimizer, self._torch_optimizer.param_groups)
+            named = [(name, key) for name, p in self.named_parameters() for key in keys(p)]
+            _check_shapes("optimizer state", moments, {place: expected[place[0]] for place in named})
         trained = dict(self.named_parameters())
         with torch.no_grad():
             for name, value in self._state_dict_items():
@@ -212,6 +218,17 @@ class DeepSpeedState:
             for key in keys:
                 if key not in state:
                     state[key] = torch.zeros_like(master)
+
+
+def _check_shapes(what: str, given: Mapping[Any, Tensor], expected: Mapping[Any, torch.Size | None]) -> None:
+    """Check that the expected tensors have been given, and none of those for which None is expected."""
+    shapes = {place: value.shape for place, value in given.items()}
+    if wrong := sorted(place for place, shape in expected.items() if shapes.get(place) != shape):
+        here, there = (sizes.get(wrong[0]) for sizes in (expected, shapes))
+        raise UserError(
+            f"The checkpoint's {what} do not fit this model: {len(wrong)} differ, for example {wrong[0]} (checkpoint "
+            f"{there and tuple(there)}, model {here and tuple(here)}). Use the recipe it was made with."
+        )
 
 
 def in_buckets(tensors: Sequence[Tensor], values: int) -> Iterator[list[Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -153,7 +154,10 @@ def _lines(text: bytes) -> list[str]:
 
 
 def _stages(text: bytes) -> dict[str, float]:
-    return {str(name): float(seconds) for name, seconds in json.loads(text).items()}
+    stages = {str(name): float(seconds) for name, seconds in json.loads(text).items()}
+    if not all(map(math.isfinite, stages.values())):
+        raise ValueError("a time is not finite")
+    return stages
 
 
 def _parse_metrics(lines: list[str], notes: list[str]) -> tuple[list[Row], list[Row], list[Row]]:

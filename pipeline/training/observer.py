@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -234,24 +233,3 @@ def slowest_rank(world: World, rates: Mapping[str, float], *, batch_size: int) -
         "median_rank_ms": statistics.median_low(times),
         "slowest_rank_data_wait": gathered[slowest][1],
     }
-
-
-def describe_hosts(world: World) -> str:
-    """Which ranks run on which host; empty where all run on one. Collective."""
-    ranks: dict[str, list[int]] = {}
-    for rank, host in enumerate(world.gather_objects(socket.gethostname())):
-        ranks.setdefault(host, []).append(rank)
-    if len(ranks) == 1:
-        return ""
-    return "Ranks by host: " + "; ".join(f"{host} {_spans(numbers)}" for host, numbers in ranks.items()) + "."
-
-
-def _spans(numbers: list[int]) -> str:
-    """Ascending numbers in short: 0-3, 6."""
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)

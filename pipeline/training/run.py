@@ -28,7 +28,6 @@ from pipeline.model.trimming import why_not_trimmed
 from pipeline.training.build import build_trainer, collectives_limit, describe_start
 from pipeline.training.inputs import open_step_features
 from pipeline.training.loop import Trainer
-from pipeline.training.observer import describe_hosts
 from pipeline.training.periodic_tests import missed_tests
 from pipeline.training.recipe import RunConfig, check_run
 from pipeline.training.resume import changed_settings, check_features, describe, find_start
@@ -201,13 +200,13 @@ def _check_services(run: RunConfig) -> None:
 
 
 def _report_start(trainer: Trainer, notes: list[str], checkpoint: Checkpoint | None) -> None:
-    """Report hosts, what the start found, and what makes this run slower than it could be. Collective."""
+    """Report what the start found, and what makes this run slower than it could be. Collective."""
     run, world, engine, telemetry = trainer.run, trainer.world, trainer.state.engine, trainer.telemetry
     if checkpoint is None:
         notes = [*notes, describe_start(run, engine.module.logit), *engine.module.notes]
     if untrimmed := why_not_trimmed(engine.module.clip):
         notes = [f"Texts are not trimmed to their lengths. {untrimmed}", *notes]
-    for note in filter(None, (describe_hosts(world), *notes)):
+    for note in filter(None, notes):
         telemetry.event(note)
     if engine.bf16 and world.is_main and (slow := why_bf16_is_slow(world.device)):
         file = in_fp32(run.engine, world_size=world.size, optimizer=run.optimizer)
@@ -217,7 +216,8 @@ def _report_start(trainer: Trainer, notes: list[str], checkpoint: Checkpoint | N
 def _restore(trainer: Trainer, checkpoint: Checkpoint, *, is_resumed: bool) -> None:
     """Restore a checkpoint, and report what differs from the run that wrote it. Collective."""
     run, event = trainer.run, trainer.telemetry.event
-    skipped = trainer.state.restore(checkpoint)
+    with checkpoint.restored():
+        skipped = trainer.state.restore(checkpoint)
     if is_resumed:
         event(f"Resumed from {checkpoint.path.name} (step {checkpoint.step} of {run.total_steps}).")
     if changed := describe(checkpoint, run, skipped=skipped):

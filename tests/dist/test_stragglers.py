@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeline.distributed.world import World
-from pipeline.training.observer import describe_hosts, slowest_rank
+from pipeline.training.observer import slowest_rank
 from tests.launch import run
 from tests.metrics import metrics
 from tests.thread_world import on_ranks
@@ -43,12 +43,3 @@ def test_the_time_in_which_a_rank_waits_for_others_is_not_its_own(waits):
     for found in on_ranks(3, program):
         assert found == pytest.approx(expected)
     assert slowest_rank(World(), {}, batch_size=8) == {}
-
-
-def test_ranks_are_listed_by_host_where_there_are_several(monkeypatch):
-    assert describe_hosts(World()) == ""
-    assert on_ranks(2, describe_hosts) == ["", ""]
-    hosts = iter(["a", "b", "a", "a"])
-    world = World(size=4)
-    monkeypatch.setattr(World, "gather_objects", lambda world, value: list(hosts))
-    assert describe_hosts(world) == "Ranks by host: a 0, 2-3; b 1."

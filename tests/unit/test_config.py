@@ -112,21 +112,11 @@ def test_dump_round_trips():
     assert parse_recipe(yaml.safe_load(cfg.dump(run))) == run
 
 
-def test_deepspeed_files_are_filled_from_the_recipe(tmp_path):
+def test_deepspeed_files_are_filled_from_the_recipe():
     settings = deepspeed_settings(EngineConfig(gradient_clipping=1.0), global_batch=64, world_size=4)
     assert (settings["train_batch_size"], settings["train_micro_batch_size_per_gpu"]) == (64, 16)
     assert settings["gradient_clipping"] == 1.0
     assert settings["timers"]["throughput"]["enabled"] is False  # it would synchronize the device in every forward pass
-    contradiction = tmp_path / "mine.json"
-    contradiction.write_text('{"train_batch_size": 32, "managed_gradient_accumulation": false}')
-    with pytest.raises(UserError, match=r"train_batch_size = 32.*makes it 64"):
-        deepspeed_settings(EngineConfig(deepspeed=str(contradiction)), global_batch=64, world_size=4)
-    contradiction.write_text('{"optimizer": {"type": "Adam"}, "managed_gradient_accumulation": false}')
-    with pytest.raises(UserError, match="optimizer"):
-        deepspeed_settings(EngineConfig(deepspeed=str(contradiction)), global_batch=64, world_size=4)
-    contradiction.write_text('{"bf16": {"enabled": true}, "managed_gradient_accumulation": false}')
-    with pytest.raises(UserError, match=r"stage 0.*torch_autocast"):
-        deepspeed_settings(EngineConfig(deepspeed=str(contradiction)), global_batch=64, world_size=4)
 
 
 @pytest.mark.parametrize(("optimizer", "ranks", "stage"), [

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.distributed.world import World
-from pipeline.engine.deepspeed_engine import DeepSpeedEngine
+from pipeline.engine.deepspeed_engine import DeepSpeedEngine, fuse_gradients
 from pipeline.engine.engine_config import EngineConfig
-from pipeline.engine.fused_gradients import fuse_gradients
 from pipeline.engine.optim import OptimizerConfig
 from pipeline.model.attention import replace_modules
 from pipeline.model.image_tower import Bf16LayerNorm, PatchProduct

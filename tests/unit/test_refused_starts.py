@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from click.shell_completion import ShellComplete
+from safetensors.torch import load_file, save_file
 
 from jobs.cli import cli
 from jobs.cli import run as run_command
@@ -21,10 +22,12 @@ from pipeline.distributed.heartbeat import Heartbeat
 from pipeline.distributed.start import start_world
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
+from pipeline.files import sha256_of
 from pipeline.training.recipe import RunConfig, check_run, load_recipe
 from pipeline.training.run_folder import LOCK_NAME, STARTING, folder_of_a_start, hold_folder
 from tests.shards import jpeg, write_shards
 from tests.training import prepare, settings_in, train_here
+from tests.unit.test_checkpoint_validity import change_meta
 
 COMMON = ["samples=100000", "data.sources=data/x"]
 
@@ -177,6 +180,33 @@ def test_a_refused_start_changes_nothing_in_the_folder_of_a_run(run_that_crashed
     with pytest.raises(UserError, match=why):
         train_here(*settings_of_crash(run_that_crashed), wrong, *stage, resume="latest")
     assert contents() == before
+
+
+MOMENT = "exp_avg_sq/visual.proj"
+FORGED: dict[tuple[str, str], Callable[[dict[str, torch.Tensor]], object]] = {
+    ("moments", "without a moment"): lambda state: state.pop(MOMENT),
+    ("moments", "of another shape"): lambda state: state.update({MOMENT: torch.zeros(3)}),
+    ("moments", "without second moments"): lambda state: [state.pop(k) for k in [*state] if k.startswith("exp_avg_sq")],
+    ("moments", "of no parameter"): lambda state: [state.update({f"x{k}": state.pop(k)}) for k in [*state]],
+    ("objective", "without its state"): lambda state: [state.pop(k) for k in [*state]],
+    ("objective", "of another shape"): lambda state: state.update({k: torch.zeros(3, 2) for k in state}),
+    ("open_clip_model", "without a weight"): lambda state: state.pop("visual.proj"),
+}
+
+
+def test_a_checkpoint_with_right_hashes_and_wrong_contents_is_refused(run_that_crashed, tmp_path):
+    for (name, case), change in FORGED.items():
+        run = shutil.copytree(run_that_crashed, tmp_path / name / case / "run")
+        file = run / "checkpoints" / "step-00000002" / f"{name}.safetensors"
+        state = load_file(file)
+        change(state)
+        save_file(state, file)
+        entry = {"bytes": file.stat().st_size, "sha256": sha256_of(file)}
+        change_meta(run, 2, lambda meta, file=file, entry=entry: meta["files"].update({file.name: entry}))
+        settings = [*settings_of_crash(run_that_crashed), f"output={run}"]
+        for stage in (0, 1) if name == "moments" else (1,):
+            with pytest.raises(UserError, match="checkpoint"):
+                train_here(*settings, f"engine.deepspeed=zero{stage}_fp32", resume="latest")
 
 
 def test_a_new_run_asks_its_mirror_before_it_starts(run_that_crashed, tmp_path):

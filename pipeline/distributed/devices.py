@@ -45,16 +45,13 @@ class RankDevice:
     """The GPU's name, or "CPU"."""
     gpu: str = ""
     """The GPU's UUID; empty on a CPU."""
-    driver: str = ""
-    """Version of the host's NVIDIA driver; empty where there is none."""
     cores: list[int] = field(default_factory=list)
     """Cores of its affinity."""
     problem: str = ""
     """Why it has no device; empty if it has one."""
 
     def __str__(self) -> str:
-        driver = f", driver {self.driver}" if self.driver else ", no NVIDIA driver"
-        return f"rank {self.rank} on {self.host} ({self.device}, {self.backend}{driver})"
+        return f"rank {self.rank} on {self.host} ({self.device}, {self.backend})"
 
 
 def choose_device(name: str, *, local_rank: int, ranks: int) -> torch.device:
@@ -125,7 +122,6 @@ def describe_rank(rank: int, device: torch.device, *, problem: str = "") -> Rank
         backend="nccl" if device.type == "cuda" else "gloo",
         device=name,
         gpu=gpu,
-        driver=_driver_version(),
         cores=sorted(os.sched_getaffinity(0)),
         problem=problem,
     )
@@ -234,10 +230,3 @@ def share_of_cores(own: RankDevice, found: Sequence[RankDevice]) -> int:
 def _shortened(names: Sequence[str]) -> str:
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return ", ".join(names[:NAMED]) + more
-
-
-def _driver_version(path: Path = Path("/proc/driver/nvidia/version")) -> str:
-    with suppress(OSError, IndexError):
-        words = path.read_text(encoding="utf-8", errors="replace").splitlines()[0].split()
-        return next((word for word in words if word[0].isdigit() and "." in word), "")
-    return ""

@@ -11,11 +11,10 @@ import multiprocessing
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
 from types import ModuleType
@@ -71,30 +70,14 @@ def means_worker_died(error: Exception) -> bool:
     return "DataLoader worker (pid" in message or (isinstance(error, (OSError, EOFError)) and "Caught" not in message)
 
 
-def worker_died_message(error: Exception, *, memory: str, modules: Iterable[str] = ()) -> str:
-    """Why, and what to do about it: `memory` where memory ran out.
-
-    Besides the preloaded modules, workers import `modules`.
-    """
+def worker_died_message(error: Exception, *, memory: str) -> str:
+    """Why, and what to do about it: `memory` where memory ran out."""
     what = f"{type(error).__name__}: {error}".rstrip(".")
-    if "killed by signal" not in what and (cause := _import_error((*_preloaded, *modules))):
-        return f"A worker of the loader could not start, because it cannot import what it needs: {cause}"
     if "exit code" in what:
         return f"A worker of the loader ended by itself; it printed its error above ({what})."
     return (
         f"A worker of the loader was killed ({what}), which usually means that the machine ran out of memory. " + memory
     )
-
-
-def _import_error(modules: Iterable[str]) -> str:
-    """The error of importing the modules in a new process, and its place, in one line; empty if there is none."""
-    code = [f"import sys; sys.path[:] = {sys.path!r}", *(f"import {name}" for name in modules if name != "__main__")]
-    done = subprocess.run([sys.executable, "-c", "\n".join(code)], capture_output=True, text=True, check=False)
-    if not done.returncode:
-        return ""
-    lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-    place = next((line.strip() for line in reversed(lines) if line.startswith('  File "')), "")
-    return f"{lines[-1]}{f' ({place})' if place else ''}"
 
 
 def live_with_parent() -> None:

@@ -36,13 +36,9 @@ def compiled_towers(run: RunConfig, facts: EngineFacts, *, world: World, steps: 
         return setting
     if world.device.type != "cuda" or facts.stage == 3 or run.model.lora.rank is not None:
         return False
-    return "auto" if _seconds(run, world, steps=steps) * SAVED > COMPILING_SECONDS else False
-
-
-def _seconds(run: RunConfig, world: World, *, steps: int) -> float:
-    """An estimate of what the steps take on this rank's GPU."""
     peak = known_peak(torch.cuda.get_device_name(world.device)) or UNKNOWN_PEAK
-    return training_flops(run.model) * run.batch_size * steps / (world.size * USUAL_MFU * peak * 1e12)
+    seconds = training_flops(run.model) * run.batch_size * steps / (world.size * USUAL_MFU * peak * 1e12)
+    return "auto" if seconds * SAVED > COMPILING_SECONDS else False
 
 
 def choose_micro_batch(

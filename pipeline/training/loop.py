@@ -130,7 +130,6 @@ class Trainer:
             elif end.start is not None and any(self.world.gather_objects(bool(received))):
                 end = self._stopped()
         self.signals.announce = None  # this trainer's memory is freed
-        self.tests.report_end()
         if end.code != EXIT_NOT_SAVED:  # the saver has said more
             self._report_end(end)
         return end

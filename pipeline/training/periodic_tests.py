@@ -12,7 +12,6 @@ from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.evaluation import evaluate
 from pipeline.evaluation.datasets.suite import open_suite
-from pipeline.evaluation.datasets.task_data import plain
 from pipeline.evaluation.run.results import aggregate
 from pipeline.evaluation.run.session import EvaluationConfig
 from pipeline.evaluation.watcher import brief
@@ -41,7 +40,6 @@ class PeriodicEvaluation:
         self._settings = EvaluationConfig(
             workers=config.workers, cache=config.cache, allow_outside=config.allow_outside
         )
-        self._failed: dict[str, list[int]] = {}
 
     def __call__(self, model: EvaluationModel, *, step: int) -> tuple[dict[str, float], dict[str, str]]:
         """Evaluate the weights after `step` steps, which are on this rank's device. Collective.
@@ -61,19 +59,9 @@ class PeriodicEvaluation:
             results, failures = evaluation.results, dict(evaluation.failures)
         except UserError as error:  # a full disk, a damaged lock
             results, failures = {}, dict.fromkeys(self._suite.keys, str(error))
-        for task in failures:
-            self._failed.setdefault(task, []).append(step)
         scores = {task: result.score for task, result in results.items()}
         means = {name: mean.score for name, mean in aggregate(results).items() if mean.score is not None}
         return {**scores, **means}, failures
-
-    def unscored(self) -> str:
-        """One sentence on the tasks that failed since this process started; empty when none did."""
-        if not self._failed:
-            return ""
-        tasks = "; ".join(f"{task} (step {', '.join(map(str, steps))})" for task, steps in self._failed.items())
-        where = self._run / "evaluation"
-        return f"Tasks without a score: {plain(tasks, longest=600)}. The reasons are in {where}/step-*/summary.json."
 
 
 def scores_are_logged(run: Path, step: int, *, world: World) -> bool:
@@ -161,11 +149,6 @@ class PeriodicTests:
             self.evaluate()
         self._model = None
         return "validation" in missed
-
-    def report_end(self) -> None:
-        """Log which tasks have failed since this process started, if any."""
-        if self.evaluation is not None and (unscored := self.evaluation.unscored()):
-            self.telemetry.warning(unscored)
 
     def _stopped(self, result: StepResult | None) -> bool:
         """Whether a signal has ended the run before its last step."""

@@ -294,7 +294,6 @@ def test_every_stream_reads_its_shards_once_and_in_order(folder, monkeypatch):
 
 
 def test_only_killed_workers_are_reported_as_killed(folder, monkeypatch):
-    monkeypatch.setattr("pipeline.distributed.workers._import_error", lambda modules: "")  # slow; the next test has it
     for error, died in [
         (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "), True),
         (RuntimeError("DataLoader worker (pid(s) 7, 8) exited unexpectedly"), True),

@@ -81,6 +81,12 @@ def test_the_validation_loss_is_drawn_over_samples_seen(run):
     assert "Validation R@1" not in html
 
 
+def test_timings_that_are_no_numbers_are_left_out_with_a_note(run):
+    for text in ('{"train": NaN}', '{"train": [1]}', "[3]", '{"train": "x"}'):
+        (run / "stages.json").write_text(text)
+        assert "No timings of the stages" in write_report([run]).read_text(), text
+
+
 def test_a_run_that_was_only_validated_shows_its_result(run):
     """Fine-tuning: no evaluation, no stages. Nothing is missing, so no box says so."""
     shutil.rmtree(run / "evaluation")

@@ -68,18 +68,6 @@ def test_workers_do_not_run_the_users_script_again(tmp_path):
     assert done.stdout.split("\n")[:2] == ["started", "[[0, 1], [2, 3]]"], done.stderr
 
 
-def test_a_worker_that_cannot_import_what_it_needs_says_so(tmp_path, monkeypatch):
-    source = "from tests.unit.test_workers import LockedImages\n\nclass Images(LockedImages): ...\n"
-    (tmp_path / "replaced.py").write_text(source)
-    monkeypatch.syspath_prepend(tmp_path)
-    from replaced import Images
-
-    (tmp_path / "replaced.py").write_text("import a_package_that_is_gone\n")
-    images = ImagePass(Images(), {"a": make_model(0).preprocess}, micro_batch=2, batch_size=1, workers=1)
-    with pytest.raises(TaskError, match=r"cannot import what it needs: ModuleNotFoundError.*a_package_that_is_gone"):
-        next(images.run())
-
-
 def test_a_worker_that_is_killed_is_reported():
     images = ImagePass(KillingImages(), {"a": make_model(0).preprocess}, micro_batch=2, batch_size=1, workers=1)
     with pytest.raises(TaskError, match=r"was killed .*memory.*Lower `workers` or `batch_size`"):

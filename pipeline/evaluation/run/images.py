@@ -149,9 +149,7 @@ class ImagePass(Dataset[Any]):
         except (RuntimeError, OSError, EOFError) as error:
             if not (loader.num_workers and means_worker_died(error)):
                 raise
-            modules = [type(part).__module__ for part in (self._source, *self._transforms.values())]
-            memory = "Lower `workers` or `batch_size`."
-            raise TaskError(worker_died_message(error, memory=memory, modules=modules)) from error
+            raise TaskError(worker_died_message(error, memory="Lower `workers` or `batch_size`.")) from error
 
 
 def _start_worker(number: int) -> None:

@@ -21,7 +21,9 @@ Towers = tuple[dict[str, torch.Tensor], Architecture]
 
 CORRUPT = [["image is missing", "00000.tar", 2]]
 POSITION = {"epoch": 0, "batch": 1, "order_hash": "0f", "corrupt": CORRUPT, "proof": "0f", "order": {}, "pixels": {}}
-FACTS = {"config": {"batch_size": 8}, "data": POSITION}
+FAULTS = {"skipped": 0, "rollbacks": 0, "in_a_row": 0, "rolled_back_to": None}
+HISTORY = {"best_loss": None, "best_step": None, "since_best": 0, "step": 0}
+FACTS = {"config": {"batch_size": 8}, "data": POSITION, "faults": FAULTS, "validation": HISTORY, "features": {}}
 """What every checkpoint needs beside its step."""
 
 

@@ -76,7 +76,7 @@ def id_in(path: Path) -> str:
 
 
 def is_foreign(other_id: str, run_id: str) -> bool:
-    """Whether a checkpoint with the id `found` was written by another run than `run_id`."""
+    """Whether a checkpoint with the id `other_id` was written by another run than `run_id`."""
     return bool(other_id) and other_id != run_id
 
 
@@ -139,18 +139,18 @@ class _Config(_Strict):
     batch_size: Annotated[_Count, Field(ge=1)]
 
 
-class _Faults(_Strict):
+class _Faults(_Strict, extra="forbid"):
     skipped: _Count
     rollbacks: _Count
     in_a_row: _Count
-    rolled_back_to: _Count | None = None
+    rolled_back_to: _Count | None
 
 
-class _History(_Strict):
+class _History(_Strict, extra="forbid"):
     best_loss: float | None
     best_step: int | None
     since_best: int
-    step: int | None = None
+    step: int
 
 
 class _Meta(_Strict):
@@ -162,11 +162,11 @@ class _Meta(_Strict):
     files: dict[str, _File]
     data: _Position
     config: _Config
-    faults: _Faults | None = None
-    validation: _History | None = None
+    faults: _Faults
+    validation: _History
     ema_updates: _Count | None = None
     adapters_of: str | None = None
-    features: dict[str, dict[str, Any]] = {}
+    features: dict[str, dict[str, Any]]
     run_id: str = Field(pattern=f"^{RUN_ID}$")
 
 

@@ -172,7 +172,8 @@ def _damage_of_share(path: Path, *, rank: int, ranks: int, contents: bool) -> st
         return f"{META_NAME} cannot be read ({error})."
     if problem := wrong_meta(meta, path.name):
         return problem
-    for name, entry in _share(meta["files"], rank=rank, ranks=ranks).items():
+    by_size = sorted(meta["files"].items(), key=lambda item: (-item[1]["bytes"], item[0]))
+    for name, entry in by_size[rank::ranks]:
         file = path / name
         if not file.is_file():
             return f"{name} is missing."
@@ -181,18 +182,6 @@ def _damage_of_share(path: Path, *, rank: int, ranks: int, contents: bool) -> st
         if contents and sha256_of(file) != entry["sha256"]:
             return f"the contents of {name} do not match their SHA-256."
     return None
-
-
-def _share(files: Mapping[str, Any], *, rank: int, ranks: int) -> dict[str, Any]:
-    """One rank's files, so that all ranks have about as many bytes."""
-    loads = [0] * ranks
-    share = {}
-    for name, entry in sorted(files.items(), key=lambda item: (-item[1]["bytes"], item[0])):
-        least = min(range(ranks), key=loads.__getitem__)
-        loads[least] += entry["bytes"]
-        if least == rank:
-            share[name] = entry
-    return share
 
 
 def agreed_checkpoint(

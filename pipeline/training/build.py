@@ -264,7 +264,6 @@ def _validation(state: RunState, *, telemetry: Telemetry) -> Validation | None:
         config,
         pairs=HeldOutPairs(config, state.run.data, state.world),
         tau=config.tau or math.exp(-state.objective.logit_parameters()[0]),
-        history=state.validation,
         report=telemetry.event,
     )
 

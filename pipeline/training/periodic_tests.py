@@ -74,8 +74,7 @@ def scores_are_logged(run: Path, step: int, *, world: World) -> bool:
 def missed_tests(run: RunConfig, checkpoint: Checkpoint, *, world: World) -> set[str]:
     """Which of `validation` and `evaluation` were due at a checkpoint, but prevented (signal, kill). Collective."""
     step = checkpoint.step
-    history = ValidationHistory()
-    history.load_state_dict(checkpoint.meta.get("validation") or history.state_dict(), step=step)
+    history = ValidationHistory(**checkpoint.meta["validation"])
     validated = history.step == step or not run.validation.sources or PREVIOUS in checkpoint.meta
     ended = history.ends_run(run.validation.patience)
     evaluated = run.evaluation.suite is None or not evaluation_is_due(run, step=step, ended=ended)
@@ -116,7 +115,8 @@ class PeriodicTests:
         """Validate if that is due. Collective."""
         step = self.state.step
         if self.validation is not None and validation_is_due(self.state.run, step=step) and not self._stopped(result):
-            scores = self.validation(self._copy("validation"), step=step)
+            scores = self.validation(self._copy("validation"))
+            self.state.validation.add(scores["loss"], step=step)
             self.telemetry.validation(step=step, scores=scores)
 
     def evaluate(self, batch: Batch | None = None, result: StepResult | None = None) -> None:

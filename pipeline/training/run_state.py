@@ -67,13 +67,6 @@ class SkippedSteps:
     rolled_back_to: int | None = None
     """The step of the checkpoint to which the last roll-back returned."""
 
-    def state_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.skipped, self.rollbacks, self.in_a_row = (int(state[k]) for k in ("skipped", "rollbacks", "in_a_row"))
-        self.rolled_back_to = state.get("rolled_back_to")
-
     def count(self, *, applied: bool) -> None:
         """Count one more step."""
         self.skipped += not applied
@@ -213,8 +206,8 @@ class RunState:
             "samples": self.step * self.run.batch_size,
             "features": self.features,
             "data": self.loader.state_dict(self.position),
-            "faults": self.skipped.state_dict(),
-            "validation": self.validation.state_dict(),
+            "faults": asdict(self.skipped),
+            "validation": asdict(self.validation),
             **({} if self.ema is None else {"ema_updates": self.ema.updates}),
             "config": to_tree(self.run),
             **({} if (origin := read_origin(Path(self.run.output))) is None else {"origin": asdict(origin)}),
@@ -229,8 +222,8 @@ class RunState:
         Position embeddings of a stage with another image size are interpolated, and so is their optimizer state.
         """
         skipped = self.loader.load_state_dict(checkpoint.meta["data"], new_batch_size=PREVIOUS in checkpoint.meta)
-        self.skipped.load_state_dict(checkpoint.meta.get("faults", SkippedSteps().state_dict()))
-        self.features = dict(checkpoint.meta.get("features", {}))
+        self.skipped = SkippedSteps(**checkpoint.meta["faults"])
+        self.features = dict(checkpoint.meta["features"])
         self.position = self.loader.position
         shapes = self.engine.state.shapes() if self.run.schedule.stages else {}
         average = checkpoint.ema() if self.ema is not None else None
@@ -248,7 +241,7 @@ class RunState:
         self.objective.load_row_state_dict(checkpoint.read_rows)
         if self.ema is not None and average is None:  # the run had no average before
             self.ema.reset()
-        stored = checkpoint.meta.get("validation") if before is None else None
-        self.validation.load_state_dict(stored or ValidationHistory().state_dict(), step=checkpoint.step)
+        if before is None:
+            self.validation = ValidationHistory(**checkpoint.meta["validation"])
         self.step = checkpoint.step
         return skipped

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +115,7 @@ class Saver:
             rollbacks=skipped.rollbacks,
             checkpoint=checkpoint.path.name,
         )
-        now = {"data": state.loader.state_dict(state.position), "faults": skipped.state_dict()}
+        now = {"data": state.loader.state_dict(state.position), "faults": asdict(skipped)}
         return replace(checkpoint, meta={**checkpoint.meta, **now})
 
     def save_again(self, stopped: Callable[[], bool]) -> bool:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import KW_ONLY, asdict, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -167,14 +166,6 @@ class ValidationHistory:
             "train on: --resume latest validation.patience=null."
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def load_state_dict(self, state: Mapping[str, Any], *, step: int) -> None:
-        """Restore the history; older checkpoints do not hold the last step, and were written after it, at `step`."""
-        self.best_loss, self.best_step, self.since_best = (state[k] for k in ("best_loss", "best_step", "since_best"))
-        self.step = state.get("step", step)
-
 
 def validation_scores(image: Tensor, text: Tensor, *, tau: float, world: World | None = None) -> dict[str, float]:
     """The loss of all pairs against each other, and the share whose own partner is the nearest. Collective.
@@ -223,23 +214,19 @@ class Validation:
     pairs: HeldOutPairs
     tau: float
     """Temperature of the loss."""
-    history: ValidationHistory
-    """The best validation so far, which is updated."""
     report: Callable[..., None]
     """Called with messages, on rank 0."""
     _reported: bool = False
 
-    def __call__(self, model: EvaluationModel, *, step: int) -> dict[str, float]:
-        """Scores of the weights after `step` steps, which `history` gets. Collective; the same on all ranks.
+    def __call__(self, model: EvaluationModel) -> dict[str, float]:
+        """Scores of the weights. Collective; the same on all ranks.
 
         Raises:
             UserError: Fewer than two pairs can be used.
         """
         image, text = self.pairs.features(model)
         self._report_dropped(len(image))
-        scores = validation_scores(image, text, tau=self.tau, world=self.pairs.world)
-        self.history.add(scores["loss"], step=step)
-        return scores
+        return validation_scores(image, text, tau=self.tau, world=self.pairs.world)
 
     def _report_dropped(self, used: int) -> None:
         """Report once how many pairs are used and why others are not. Collective the first time.

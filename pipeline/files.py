@@ -12,7 +12,6 @@ import os
 import shutil
 import socket
 import stat
-import tarfile
 import tempfile
 import time
 import unicodedata
@@ -20,7 +19,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from pipeline.errors import UserError
 
@@ -28,8 +27,6 @@ LONGEST_NAME = 255
 """Bytes; what file systems allow."""
 MOST_TEXT = 2**28
 """Bytes of a description that is read at once: a checkpoint of 1,024 ranks lists some hundred thousand files."""
-PADDING = 2 * tarfile.RECORDSIZE
-"""Zero bytes that may follow the last member. Writers end with 1,024 and fill up a record of 10,240."""
 UMASK = os.umask(0)  # it can only be read by setting it
 os.umask(UMASK)
 
@@ -279,26 +276,3 @@ def path_below(folder: Path, name: object, *, what: str) -> Path:
     for part in name.split("/") if isinstance(name, str) else [name]:
         plain_name(part, what=f"{what} {name!r:.80}" if part != name else what)
     return folder / str(name)
-
-
-@contextmanager
-def tar_errors() -> Iterator[None]:
-    """Raise `tarfile.ReadError` for every other type that Python's tarfile raises for damaged headers."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (ValueError, OverflowError, EOFError, MemoryError, RecursionError, OSError) as error:
-        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # of seeking to where no file ends
-            raise
-        raise tarfile.ReadError(f"damaged header ({type(error).__name__}: {error})") from error
-
-
-def zeros_next(file: BinaryIO) -> tuple[int, bool]:
-    """The number of zero bytes that come next, and whether there is something else behind them."""
-    count = 0
-    while block := file.read(1 << 20):
-        if more := block.lstrip(b"\0"):
-            return count + len(block) - len(more), True
-        count += len(block)
-    return count, False

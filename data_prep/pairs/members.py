@@ -10,7 +10,6 @@ import itertools
 import json
 import os
 import shutil
-import tarfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +22,8 @@ from data_prep.pairs.pair import CAPTION_NAMES, MALFORMED_ROW, MISSING_FILE, Sou
 from data_prep.reasons import NO_CAPTION
 from pipeline.data.shards.tar_reader import FORMAT_SUFFIXES, split_name
 from pipeline.errors import UserError
-from pipeline.files import PADDING, read_bounded, tar_errors, text_lines, zeros_next
+from pipeline.files import read_bounded, text_lines
+from pipeline.tars import DamagedTar, headers, refuse_unended, skip_payload
 
 _LOOKED_AT, _TARS_LOOKED_AT = 1_000, 10
 """Samples, and tars, spread over the source, that decide which members are used."""
@@ -204,11 +204,10 @@ def _tar_samples(tar: Path, shown: str) -> list[PairFiles]:
     known: dict[str, PairFiles] = {}
     last = ""
     try:
-        with tar_errors(), tar.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as opened:
-            for member in opened:
-                opened.members = []  # type: ignore[attr-defined]  # which it would collect
-                name = member.name
-                if name.rpartition("/")[2].find(".") <= 0 or member.isdir():
+        with tar.open("rb") as file:
+            for name, size, offset, kind in headers(file, strict=True, on_unended=refuse_unended):
+                skip_payload(file, size)
+                if name.rpartition("/")[2].find(".") <= 0:
                     continue  # webdataset's rule, which ignores `README` and macOS's `._0.jpg`
                 key, suffix = split_name(name)
                 sample = known.get(key)
@@ -218,22 +217,13 @@ def _tar_samples(tar: Path, shown: str) -> list[PairFiles]:
                     samples.append(sample)
                 if suffix in sample.parts:
                     sample.problem = f"two members of its sample have the same suffix: {name}"
-                elif not member.isreg() or member.issparse() or member.size > LARGEST_IMAGE:
-                    kind = (
-                        "a link: store the file itself"
-                        if not member.isreg()
-                        else f"sparse or large: {member.size:,} bytes"
-                    )
-                    sample.problem = f"its member {name} is {kind}"
-                sample.parts[suffix] = (member.offset_data, member.size)
+                elif kind:
+                    sample.problem = f"its member {name} is {kind}: store the file itself"
+                elif size > LARGEST_IMAGE:
+                    sample.problem = f"its member {name} is large: {size:,} bytes"
+                sample.parts[suffix] = (offset, size)
                 last = key
-            file.seek(opened.offset)
-            first, (zeros, more) = file.read(512), zeros_next(file)
-            if first != bytes(512) or more:
-                raise tarfile.ReadError("no zeros end it, or more follows them: it was cut short, damaged, or joined")
-            if zeros > PADDING:
-                raise tarfile.ReadError("more zeros end it than any padding: was its download not finished?")
-    except (tarfile.TarError, OSError) as error:
+    except (DamagedTar, OSError) as error:
         raise UserError(
             f"{shown} is not a complete tar, after {len(samples):,} samples ({error}): fetch it again, or move it away."
         ) from error

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("pipeline", "data_prep", "jobs")
 MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
-BASE = {"config", "cores", "departed", "errors", "files", "pictures", "registries", "run_files", "versions"}
+BASE = {"config", "cores", "departed", "errors", "files", "pictures", "registries", "run_files", "tars", "versions"}
 """The top-level modules of `pipeline/`, and a folder: any folder may import them."""
 
 # What each folder of `pipeline/` may import in addition to BASE. Ordered: no folder imports one below it.

@@ -117,7 +117,7 @@ def test_damaged_and_empty_shards_are_rejected_or_skipped(shards):
     assert "left out: d.tar is empty" in result.output
     assert set(load_manifest(shards).facts["left out"]) == {"c.tar", "d.tar"}
     (shards / "d.tar").write_bytes(whole + whole)
-    with pytest.raises(UserError, match=r"d\.tar has zeros where a file should begin, and more behind them: .*joined"):
+    with pytest.raises(UserError, match=r"d\.tar has zeros where a member should begin, and more .*joined"):
         index_shards(shards, replace=True)
 
 

@@ -169,7 +169,7 @@ def test_the_room_that_a_download_has_not_filled_is_noticed(tmp_path):
     """Regression test: programs that reserve a file's size first leave zeros, which were taken for a tar's end."""
     write_tar(tmp_path / "a.tar", [{"jpg": picture(k), "txt": b"x"} for k in range(2)])
     os.truncate(tmp_path / "a.tar", 1 << 16)
-    with pytest.raises(UserError, match="more zeros end it"):
+    with pytest.raises(UserError, match="more than any padding"):
         open_tars(tmp_path, [tmp_path / "a.tar"], SourceOptions(), tmp_path)
     with pytest.raises(UserError, match="more than any padding"):
         index_shards(tmp_path)
@@ -355,7 +355,7 @@ def test_sparse_members_and_links_cost_their_sample_only(tmp_path):
     run(tmp_path / "a.tar", tmp_path / "out")
     assert [text for _, text, _ in stored(tmp_path / "out")] == ["good"]
     assert [(reason, detail[:25]) for _, reason, detail in dropped(tmp_path / "out")] == [
-        ("malformed row", "its member big.jpg is spa"), ("malformed row", "its member link.jpg is a "),
+        ("malformed row", "its member big.jpg is a s"), ("malformed row", "its member link.jpg is a "),
     ]  # fmt: skip
 
 

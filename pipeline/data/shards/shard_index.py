@@ -17,9 +17,9 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.shards.tar_format import read_exactly, skip
 from pipeline.data.shards.tar_reader import IMAGE_SUFFIXES, MemberPlace, TarRecord, read_records
 from pipeline.files import read_bounded, replacing
+from pipeline.tars import read_exactly, skip
 
 INDEX_FOLDER = "index"
 LONGEST_SUFFIX = 8

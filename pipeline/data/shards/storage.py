@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.shards import tar_format
+from pipeline import tars
 from pipeline.data.shards.shard_index import first_byte, indexed_records, sample_places
 from pipeline.data.shards.tar_reader import TarRecord, read_records
 from pipeline.errors import UserError
@@ -182,7 +182,7 @@ def open_shard(url: str, *, start: int = 0, buffering: int = BUFFER) -> Iterator
                 try:
                     file.seek(start)
                 except ValueError:  # a server that does not send ranges
-                    tar_format.skip(stream, start)
+                    tars.skip(stream, start)
             yield stream
     else:
         with open(url, "rb", buffering=buffering) as file:

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from pipeline.data.order.hashing import draw
-from pipeline.data.shards.tar_format import DamagedTar as DamagedTar
-from pipeline.data.shards.tar_format import headers, read_payload, skip_payload
 from pipeline.errors import UserError
 from pipeline.pictures.image_error import FORMAT_SUFFIXES as FORMAT_SUFFIXES
+from pipeline.tars import SPARSE, headers, read_payload, skip_payload
+from pipeline.tars import DamagedTar as DamagedTar
 
 IMAGE_SUFFIXES = frozenset({"jpg", "jpeg", "png", "webp", "ppm"})
 """Of the members that training reads."""
@@ -57,7 +57,7 @@ def read_records(
         file: The tar.
         skip: Number of the first sample.
         caption_suffix: Of the member with the caption.
-        strict: Refuse what readers would not see (`headers`), and count repeated members.
+        strict: Refuse what readers would not see, such as links, and count repeated members.
         on_unended: Called if the tar ends without the zeros that writers put there.
         index: Takes the place of every member, for `shard_index`.
 
@@ -68,7 +68,7 @@ def read_records(
     image: bytes | None = None
     caption: bytes | None = None
     try:
-        for name, size, offset in headers(file, strict=strict, on_unended=on_unended):
+        for name, size, offset in _parts(file, strict=strict, on_unended=on_unended):
             sample, suffix = split_name(name)
             if sample != current:
                 if number >= skip:
@@ -94,6 +94,30 @@ def read_records(
         yield TarRecord(image=image, caption=caption, key=current, repeated=repeated)
 
 
+def _parts(
+    file: BinaryIO, *, strict: bool = False, on_unended: Callable[[], None] = lambda: None
+) -> Iterator[tuple[str, int, int]]:
+    """`(name, size, first byte)` of each member that is part of a sample, as `headers`.
+
+    Raises:
+        DamagedTar: As `headers`; a file is sparse or, if the reading is `strict`, has no content of its own.
+    """
+    for name, size, offset, kind in headers(file, strict=strict, on_unended=on_unended):
+        # Webdataset's rule, which ignores `README` and macOS's `._0.jpg`.
+        is_part = name.rpartition("/")[2].find(".") > 0
+        if kind == SPARSE:
+            raise DamagedTar(f"holds {name!r:.99} as a sparse file: write the shard again without tar's --sparse")
+        if is_part and not kind:
+            yield name, size, offset
+        elif is_part and strict:
+            raise DamagedTar(
+                f"holds {name!r:.99} as {kind}, which readers of webdataset pass over: store the files "
+                "themselves (GNU tar: --dereference --hard-dereference)"
+            )
+        else:
+            skip_payload(file, size)
+
+
 def keys(file: BinaryIO) -> Iterator[str]:
     """The key of each sample; reads headers only.
 
@@ -112,7 +136,7 @@ def members(
     Raises:
         DamagedTar: The tar is truncated or damaged.
     """
-    for name, size, _ in headers(file, strict=strict):
+    for name, size, _ in _parts(file, strict=strict):
         payload = read_payload(file, size) if wanted(split_name(name)[1]) else b""
         if not payload:
             skip_payload(file, size)

@@ -9,65 +9,36 @@ from __future__ import annotations
 import io
 import os
 import re
-import tarfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from pipeline.evaluation.datasets.task_data import IMAGE_SUFFIXES, TaskData, TaskError, plain, read_lines
-from pipeline.files import PADDING, tar_errors, text_lines, zeros_next
+from pipeline.files import text_lines
+from pipeline.tars import DamagedTar, headers, refuse_unended, skip_payload
 
 
-def read_members(path: Path) -> Iterator[tarfile.TarInfo]:
-    """The regular files of a tar in order.
+def read_members(path: Path) -> Iterator[tuple[str, int, int]]:
+    """Name, first byte and size of the files of a tar in order.
 
     Raises:
         TaskError: The tar is damaged, cut short, followed by anything but zeros, holds links, or is not a tar at all.
     """
     try:
-        with tar_errors(), tarfile.open(path, "r:") as archive:
-            for member in archive:
-                if member.isdir():
-                    continue
-                if not member.isfile() or member.issparse():
+        with path.open("rb") as file:
+            for name, size, offset, kind in headers(file, strict=True, on_unended=refuse_unended):
+                if kind:
                     raise TaskError(
-                        f"The shard {path}: {member.name} is a link or a sparse file: its content is elsewhere. "
+                        f"The shard {path}: {name} is a link or a sparse file: its content is elsewhere. "
                         "Write the shard again with the files themselves."
                     )
-                yield member
-            end = archive.offset
-        with path.open("rb") as file:
-            _check_end(path, file, end)
-    except (tarfile.TarError, OSError) as error:
+                skip_payload(file, size)
+                yield name, offset, size
+    except (DamagedTar, OSError) as error:
         raise TaskError(f"The shard {path} is damaged or cut short ({plain(error)}): fetch it again.") from error
-
-
-def _check_end(path: Path, file: BinaryIO, end: int) -> None:
-    """Only zeros follow the last member, at least one block of them: otherwise some samples were not read.
-
-    Python's tarfile stops silently at the first block of zeros, at a damaged header and at the end of the file.
-    """
-    remaining = os.fstat(file.fileno()).st_size - end
-    if remaining < tarfile.BLOCKSIZE:
-        raise TaskError(f"The shard {path} has no end-of-archive mark: it was cut short. Fetch it again.")
-    file.seek(end)
-    if any(file.read(tarfile.BLOCKSIZE)):
-        raise TaskError(f"The shard {path} is damaged: there is no valid header at byte {end:,}. Fetch it again.")
-    zeros, more = zeros_next(file)
-    if more:
-        raise TaskError(
-            f"The shard {path} has zeros where a member should begin (byte {end:,}) and goes on at byte "
-            f"{end + tarfile.BLOCKSIZE + zeros:,}: a part of it was overwritten, or two archives were joined. Readers "
-            "stop at the zeros and miss what follows. Fetch it again, or write joined archives as separate shards."
-        )
-    if remaining > PADDING:
-        raise TaskError(
-            f"The shard {path} ends in {remaining:,} zero bytes, more than any padding: was its download not "
-            "finished, or its end overwritten? Fetch it again."
-        )
 
 
 SMALL_SUFFIXES = ("cls", "npy", "txt")
@@ -194,14 +165,14 @@ def _read_shard(shard: Path) -> list[Sample]:
 
     def members() -> Iterator[dict[str, Any]]:
         with shard.open("rb") as file:
-            for member in read_members(shard):
-                data: Any = (member.offset_data, member.size)
-                key, suffix = base_plus_ext(member.name)
+            for name, offset, size in read_members(shard):
+                data: Any = (offset, size)
+                key, suffix = base_plus_ext(name)
                 if key is None:  # it would be passed over
-                    raise TaskError(f"The shard {shard}: {member.name} is of no sample, its name has no suffix.")
+                    raise TaskError(f"The shard {shard}: {name} is of no sample, its name has no suffix.")
                 if suffix.lower() in SMALL_SUFFIXES:
-                    data = os.pread(file.fileno(), member.size, member.offset_data)
-                yield {"fname": member.name, "data": data, "__url__": str(shard)}
+                    data = os.pread(file.fileno(), size, offset)
+                yield {"fname": name, "data": data, "__url__": str(shard)}
 
     try:
         samples = list(group_by_keys(members()))

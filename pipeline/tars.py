@@ -1,7 +1,8 @@
-"""The format of tars: the headers of an archive in one pass, with what makes an archive unusable.
+"""The only reader of tars: the headers of an archive in one pass, with what makes an archive unusable.
 
 Supports USTAR, PAX and GNU long names, the formats that webdataset, img2dataset and our own ingestion write. About five
-times as fast per sample as Python's tarfile, which builds an object for each member.
+times as fast per sample as Python's tarfile, which builds an object for each member, and stops without an error at a
+damaged header or a block of zeros.
 """
 
 from __future__ import annotations
@@ -9,32 +10,45 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
-from pipeline.files import PADDING, zeros_next
-
 BLOCK = 512
+PADDING = 2 * 10_240
+"""Zero bytes that may follow the last member. Writers end with 1,024 and fill up a record of 10,240."""
 LARGEST = 2**53
 """Larger sizes are damage; seeking to some of them would raise OverflowError."""
 LARGEST_PAYLOAD, PIECE = 1 << 30, 1 << 24
 """Bytes of an image or caption, above which it is damage, and of a read: a file may be shorter than its header says."""
 LARGEST_EXTENSION = 1 << 20
 """Bytes of a PAX header or long name; larger ones are damage, and would take long to parse."""
-REGULAR, PAX, PAX_GLOBAL, GNU_LONG_NAME, SPARSE = b"0\x007", b"x", b"g", b"L", b"S"
-SPECIAL = {b"1": "a link", b"2": "a link", b"3": "a device", b"4": "a device", b"6": "a pipe", b"M": "a part of a file"}
-"""Members without content of their own, which readers of webdataset pass over."""
+PAX, PAX_GLOBAL, GNU_LONG_NAME, GNU_LONG_LINK, GNU_SPARSE, FOLDER = b"x", b"g", b"L", b"K", b"S", b"5"
+SPARSE = "a sparse file"
+KINDS = {
+    **dict.fromkeys((b"0", b"\0", b"7"), ""),
+    **dict.fromkeys((b"1", b"2"), "a link"),
+    **dict.fromkeys((b"3", b"4"), "a device"),
+    b"6": "a pipe",
+    b"M": "a part of a file",
+    GNU_SPARSE: SPARSE,
+}
+"""What a member is by its type, nothing for a file that is stored whole."""
 
 
 class DamagedTar(ValueError):
     """The tar is truncated or a header is invalid; the samples after that point cannot be read."""
 
 
+def refuse_unended() -> None:
+    """`on_unended` of readers that cannot do without any member."""
+    raise DamagedTar("has no end-of-archive mark: it was cut short")
+
+
 def headers(
     file: BinaryIO, *, strict: bool = False, on_unended: Callable[[], None] = lambda: None
-) -> Iterator[tuple[str, int, int]]:
-    """`(name, size, first byte of its payload)` of each regular member; the caller must read or skip the payload.
+) -> Iterator[tuple[str, int, int, str]]:
+    """`(name, size, first byte of its payload, kind)` of members but folders; the caller reads or skips the payload.
 
     Args:
         file: The tar, at its start.
-        strict: Refuse what readers would not see: links, and anything behind the zeros that end the tar.
+        strict: Refuse anything behind the zeros that end the tar, which readers would not see.
         on_unended: Called if the tar ends behind a whole member, without the zeros that writers put there: perhaps it
             was cut between two members, and nothing else says so.
 
@@ -47,7 +61,7 @@ def headers(
     while True:
         header = file.read(BLOCK)
         if header.count(0) == len(header):
-            if not header:
+            if len(header) < BLOCK:
                 on_unended()
             elif strict:
                 _check_end(file)
@@ -56,39 +70,36 @@ def headers(
         position += BLOCK
         if kind == PAX:
             override = _pax(_extension(file, size))
-        elif kind == PAX_GLOBAL:
+        elif kind in (PAX_GLOBAL, GNU_LONG_LINK):
             _extension(file, size)
         elif kind == GNU_LONG_NAME:
             override = {"path": _extension(file, size).rstrip(b"\0").decode("utf-8", "surrogateescape")}
         else:
             size = _parsed_size(override["size"]) if "size" in override else size
-            name = override.get("path", name)
+            name = override.get("GNU.sparse.name", override.get("path", name))
+            is_sparse = any(keyword.startswith("GNU.sparse.") for keyword in override)
+            goes_on = kind == GNU_SPARSE and header[482]
+            while goes_on:  # the list of its pieces
+                goes_on, position = read_exactly(file, BLOCK)[504], position + BLOCK
             if end is not None and position + size + -size % BLOCK > end:  # a seek would go there without an error
                 raise DamagedTar("ends inside a file")
-            if kind == SPARSE or any(keyword.startswith("GNU.sparse.") for keyword in override):
-                raise DamagedTar(f"holds {name!r:.99} as a sparse file: write the shard again without tar's --sparse")
             override = {}
-            # Webdataset's rule, which ignores `README` and macOS's `._0.jpg`.
-            is_part = name.rpartition("/")[2].find(".") > 0
-            if is_part and kind in REGULAR:
-                yield name, size, position
-            elif is_part and strict and kind in SPECIAL:
-                raise DamagedTar(
-                    f"holds {name!r:.99} as {SPECIAL[kind]}, which readers of webdataset pass over: store the files "
-                    "themselves (GNU tar: --dereference --hard-dereference)"
-                )
-            else:
+            if kind == FOLDER or name.endswith("/"):
                 skip_payload(file, size)
+            else:
+                yield name, size, position, SPARSE if is_sparse else KINDS.get(kind, "of an unknown kind")
         position += size + -size % BLOCK
 
 
 def _check_end(file: BinaryIO) -> None:
-    zeros, more = zeros_next(file)
-    if more:
-        raise DamagedTar(
-            "has zeros where a file should begin, and more behind them: a part of it was overwritten, or two "
-            "archives were joined, which have to be separate shards"
-        )
+    zeros = 0
+    while block := file.read(1 << 20):
+        if block.count(0) < len(block):
+            raise DamagedTar(
+                "has zeros where a member should begin, and more behind them: a part of it was overwritten, or two "
+                "archives were joined, which have to be separate shards"
+            )
+        zeros += len(block)
     if zeros > PADDING:
         raise DamagedTar(f"ends in {zeros:,} zero bytes, more than any padding: was its download not finished?")
 

@@ -149,12 +149,12 @@ class StopSignals:
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Processes that are started inside do not receive stop signals; this process gets them at the end of the block.
+    """Processes that are started inside receive none of these signals; this process gets them at the end of the block.
 
     Helpers such as multiprocessing's resource tracker and fork server belong to this process's group and would die of a
     signal to the group before the run has written its last checkpoint.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP_SIGNALS, signal.SIGHUP, signal.SIGUSR2})
     try:
         yield
     finally:

@@ -40,6 +40,7 @@ def start_forkserver() -> Any:
     context.set_forkserver_preload(list(_preloaded))
     with signals_blocked():
         resource_tracker.ensure_running()
+    with signals_blocked():  # again: starting the tracker has unblocked SIGINT and SIGTERM
         forkserver.ensure_running()
     return context
 

@@ -17,7 +17,6 @@ from pipeline.data.loading.blocks import Blocks
 from pipeline.data.loading.decode import ImageDecoder, StoredCrops
 from pipeline.data.loading.feature_file import FeatureFile
 from pipeline.data.loading.gpu_decode import gpu_that_decodes, whole_batch
-from pipeline.data.loading.part_source import PartSource
 from pipeline.data.loading.position import (
     DataReport,
     Position,
@@ -30,7 +29,7 @@ from pipeline.data.loading.position import (
     with_batch_size,
 )
 from pipeline.data.loading.worker import StreamDataset, Tokenize
-from pipeline.data.loading.worker_processes import prepare_workers
+from pipeline.data.loading.worker_processes import PartSource, prepare_workers
 from pipeline.data.order.canonical_order import make_order
 from pipeline.data.order.hashing import MASK
 from pipeline.data.shards.check_shards import check_shards

@@ -27,9 +27,8 @@ from data_prep.dataset.dataset_folder import Folder, read_meta
 from data_prep.dataset.manifest_writer import local_manifest
 from data_prep.settings.source_config import HASH_KINDS
 from pipeline.data.shards.manifest_format import Manifest
-from pipeline.data.shards.rgb_image import counted_errors
 from pipeline.data.shards.storage import list_shards
-from pipeline.data.shards.tar_reader import CorruptSample
+from pipeline.data.shards.tar_reader import CorruptSample, counted_errors
 from pipeline.errors import UserError
 from pipeline.files import as_text
 from pipeline.pictures.pixels import load, open_image, to_rgb

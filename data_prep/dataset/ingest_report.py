@@ -25,9 +25,16 @@ from data_prep.reasons import is_transient, meaning_of
 from data_prep.settings.source_config import SourceConfig
 from pipeline.config import to_tree
 from pipeline.data.shards.manifest_format import Manifest, load_manifest
-from pipeline.data.shards.rgb_image import counted_errors, rgb_image, thumbnail_url
 from pipeline.data.shards.storage import open_records
-from pipeline.data.shards.tar_reader import CaptionField, CorruptSample, DamagedTar, TarRecord
+from pipeline.data.shards.tar_reader import (
+    CaptionField,
+    CorruptSample,
+    DamagedTar,
+    TarRecord,
+    counted_errors,
+    rgb_image,
+    thumbnail_url,
+)
 from pipeline.errors import UserError
 from pipeline.files import write_text
 from pipeline.pictures.pixels import has_transparency, open_image

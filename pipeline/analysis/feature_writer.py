@@ -19,8 +19,7 @@ from pipeline.analysis.pair_scores import encode
 from pipeline.analysis.shard_pairs import UNREAD, ImageOf, PairBatch, PairReader, whole
 from pipeline.data.data_config import MAX_PIXELS, CropConfig
 from pipeline.data.loading.decode import ImageDecoder, normalize
-from pipeline.data.loading.feature_file import FeatureStore
-from pipeline.data.loading.stored_features import FACTS, FeatureFacts
+from pipeline.data.loading.stored_features import FACTS, FeatureFacts, FeatureStore
 from pipeline.data.order.mixture import Mixture
 from pipeline.data.shards.tar_reader import CaptionField
 from pipeline.distributed.world import World

@@ -15,9 +15,8 @@ import pyarrow.parquet as pq
 
 from pipeline.analysis.shard_pairs import uid_of
 from pipeline.data.shards.manifest_format import Manifest
-from pipeline.data.shards.rgb_image import rgb_image, thumbnail_url
 from pipeline.data.shards.storage import open_records
-from pipeline.data.shards.tar_reader import CaptionField, CorruptSample
+from pipeline.data.shards.tar_reader import CaptionField, CorruptSample, rgb_image, thumbnail_url
 from pipeline.errors import UserError
 from pipeline.files import replacing, write_json, write_text
 from pipeline.report.page import render

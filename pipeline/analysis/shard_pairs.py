@@ -14,9 +14,8 @@ from torch import Tensor
 
 from pipeline.cores import thread_map
 from pipeline.data.shards.manifest_format import Manifest, Shard
-from pipeline.data.shards.rgb_image import rgb_image
 from pipeline.data.shards.storage import is_local, open_records
-from pipeline.data.shards.tar_reader import CaptionField, CorruptSample, DamagedTar, TarRecord
+from pipeline.data.shards.tar_reader import CaptionField, CorruptSample, DamagedTar, TarRecord, rgb_image
 from pipeline.files import as_text, sha256_of
 from pipeline.pictures.pixels import WHITE, Colour, has_transparency
 from pipeline.run_files import record_of

@@ -15,9 +15,9 @@ import torch
 
 from pipeline.cores import usable_cores
 from pipeline.data.data_config import MOST_WORKERS
-from pipeline.data.loading.caption_notes import caption_notes, first_captions
 from pipeline.data.loading.stored_features import common_crops, how_to_write, open_features
 from pipeline.data.order.canonical_order import make_layout
+from pipeline.data.shards.check_shards import caption_notes, first_captions
 from pipeline.engine.engine_protocol import ENGINES
 from pipeline.errors import UserError
 from pipeline.metrics.mfu import TowerCosts, activation_bytes, measure_towers

@@ -238,7 +238,7 @@ def _rows(checkpoint: Path) -> tuple[np.ndarray, np.ndarray]:
 
 def _sample(run: Run, number: int, *, tau: float) -> dict[str, Any]:
     """A sample's temperature, with its caption and image where its shard is in a local data set."""
-    from pipeline.data.shards.rgb_image import rgb_image, thumbnail_url
+    from pipeline.data.shards.tar_reader import rgb_image, thumbnail_url
 
     shown: dict[str, Any] = {"tau": f"{tau:.4f}", "caption": f"sample {number:,}", "image": None}
     place = _shard_of(run.manifests, number)

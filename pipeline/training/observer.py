@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.data.loading.caption_notes import caption_notes
 from pipeline.data.loading.loader import Batch
+from pipeline.data.shards.check_shards import caption_notes
 from pipeline.distributed.timing import Meter, collect_garbage
 from pipeline.distributed.world import World
 from pipeline.engine.optim import lr_scale

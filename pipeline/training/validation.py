@@ -17,8 +17,7 @@ from torch.nn import functional as F
 from pipeline.data.data_config import DataConfig
 from pipeline.data.loading.stream_reader import SequentialReader
 from pipeline.data.order.mixture import Mixture, Segments, load_mixture
-from pipeline.data.shards.rgb_image import rgb_image
-from pipeline.data.shards.tar_reader import CaptionField, CorruptSample
+from pipeline.data.shards.tar_reader import CaptionField, CorruptSample, rgb_image
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.model.evaluation_model import EvaluationModel

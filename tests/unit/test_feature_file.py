@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.data.loading.feature_file import FeatureFile, FeatureStore
+from pipeline.data.loading.stored_features import FeatureFile, FeatureStore
 from pipeline.errors import UserError
 
 DIM, N = 6, 40

@@ -21,8 +21,7 @@ from pipeline.checkpoint.reader import open_checkpoint
 from pipeline.config import parse
 from pipeline.data.data_config import CropConfig, DataConfig
 from pipeline.data.loading.decode import ImageDecoder
-from pipeline.data.shards.rgb_image import rgb_image
-from pipeline.data.shards.tar_reader import CorruptSample
+from pipeline.data.shards.tar_reader import CorruptSample, rgb_image
 from pipeline.errors import UserError
 from pipeline.evaluation.datasets.task_data import TaskError, decode
 from pipeline.evaluation.run.features import background_of

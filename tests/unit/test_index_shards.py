@@ -20,7 +20,7 @@ from data_prep.dataset.verification import verify
 from jobs.manifest import command
 from pipeline.config import parse
 from pipeline.data.data_config import DataConfig
-from pipeline.data.shards import scan_shards
+from pipeline.data.shards import make_manifest
 from pipeline.data.shards.make_manifest import JOURNAL, index_shards
 from pipeline.data.shards.manifest_format import load_manifest
 from pipeline.data.shards.storage import open_records
@@ -221,20 +221,20 @@ def test_captions_in_json_are_not_reported_as_damage(tmp_path):
 
 
 def test_unreadable_shards_are_never_skipped(shards, monkeypatch):
-    whole = scan_shards.open_shard
+    whole = make_manifest.open_shard
 
     def reset(url: str) -> Any:
         if url.endswith("b/00000.tar"):
             raise ConnectionError("reset by peer")
         return whole(url)
 
-    monkeypatch.setattr(scan_shards, "open_shard", reset)
+    monkeypatch.setattr(make_manifest, "open_shard", reset)
     with pytest.raises(
         UserError, match=r"1 of 2 shards cannot be read: b/00000.tar \(ConnectionError: reset by peer\).*same command"
     ):
         index_shards(shards, leave_out=True)
     assert not (shards / "manifest.json").exists()
-    monkeypatch.setattr(scan_shards, "open_shard", whole)
+    monkeypatch.setattr(make_manifest, "open_shard", whole)
     assert index_shards(shards).manifest.n == 7
 
 

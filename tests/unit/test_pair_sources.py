@@ -245,7 +245,7 @@ def test_training_on_a_source_names_the_command(table, tmp_path):
     for source in (table, table.parent, table.parent / "images", tmp_path / "coco.json"):
         with pytest.raises(UserError, match=rf"`neuclip pairs {source} --output FOLDER`") as error:
             load_manifest(source)
-        assert str(error.value).count("FOLDER` turns") == 1
+        assert str(error.value).count("FOLDER` makes") == 1
     (tmp_path / "tars").mkdir()
     (tmp_path / "tars" / "0.tar").touch()
     with pytest.raises(UserError, match=r"`neuclip manifest .*tars`"):

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from pipeline.analysis.shard_pairs import PairBatch, PairReader, whole
 from pipeline.data.data_config import DataConfig, Source
 from pipeline.data.shards.manifest_format import Manifest, load_manifest
-from pipeline.data.shards.rgb_image import rgb_image
-from pipeline.data.shards.tar_reader import CaptionField, CorruptSample
+from pipeline.data.shards.tar_reader import CaptionField, CorruptSample, rgb_image
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.playground.gallery import open_image

@@ -25,8 +25,7 @@ from torch.nn import functional as F
 
 from pipeline.data.data_config import AugmentConfig, CropConfig
 from pipeline.data.order.hashing import Purpose, draw, key, permutation, uniform
-from pipeline.data.shards.rgb_image import rgb_image
-from pipeline.data.shards.tar_reader import CorruptSample
+from pipeline.data.shards.tar_reader import CorruptSample, rgb_image
 from pipeline.pictures import jpeg
 from pipeline.pictures.pixels import WHITE, Colour
 

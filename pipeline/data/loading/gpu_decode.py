@@ -20,8 +20,7 @@ from torch.nn import functional as F
 from pipeline.data.loading.decode import EncodedJpeg
 from pipeline.data.loading.worker import Part
 from pipeline.data.shards.manifest_format import Manifest
-from pipeline.data.shards.rgb_image import rgb_image
-from pipeline.data.shards.tar_reader import CorruptSample
+from pipeline.data.shards.tar_reader import CorruptSample, rgb_image
 from pipeline.distributed.devices import to_device
 from pipeline.distributed.world import World
 from pipeline.errors import UserError

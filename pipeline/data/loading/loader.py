@@ -15,7 +15,6 @@ from torch import Tensor
 from pipeline.data.data_config import MAX_PIXELS, PREFETCH, DataConfig, default_workers
 from pipeline.data.loading.blocks import Blocks
 from pipeline.data.loading.decode import ImageDecoder, StoredCrops
-from pipeline.data.loading.feature_file import FeatureFile
 from pipeline.data.loading.gpu_decode import gpu_that_decodes, whole_batch
 from pipeline.data.loading.position import (
     DataReport,
@@ -28,6 +27,7 @@ from pipeline.data.loading.position import (
     save_position,
     with_batch_size,
 )
+from pipeline.data.loading.stored_features import FeatureFile
 from pipeline.data.loading.worker import StreamDataset, Tokenize
 from pipeline.data.loading.worker_processes import PartSource, prepare_workers
 from pipeline.data.order.canonical_order import make_order

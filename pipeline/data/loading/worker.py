@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from pipeline.data.loading.blocks import Blocks
 from pipeline.data.loading.decode import EncodedJpeg, ImageDecoder, StoredCrops
-from pipeline.data.loading.feature_file import FeatureFile, FeatureStore, no_features
+from pipeline.data.loading.stored_features import FeatureFile, FeatureStore, no_features
 from pipeline.data.loading.stream_reader import ALTERED, SequentialReader, StreamReader, StreamSample
 from pipeline.data.order.canonical_order import Order
 from pipeline.data.order.hashing import Purpose, draw, key, order_hash

@@ -11,16 +11,17 @@ import functools
 import json
 import logging
 import os
+import shlex
 import textwrap
 from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from pipeline.data.shards.advice import advice
 from pipeline.data.shards.shard_index import index_path, is_index, write_index
 from pipeline.data.shards.shard_table import Shard as Shard
 from pipeline.data.shards.shard_table import ShardTable, shard_table
@@ -28,6 +29,7 @@ from pipeline.data.shards.storage import COMMAND, OUTSIDE, is_local
 from pipeline.data.shards.tar_reader import DamagedTar, keys
 from pipeline.errors import UserError
 from pipeline.files import read_bounded, replacing
+from pipeline.run_files import RUN_CONFIG_NAME
 
 log = logging.getLogger(__name__)
 
@@ -191,6 +193,30 @@ def load_manifest(path: str | Path, *, allow_commands: bool = False, allow_outsi
         raise UserError(f"There is no manifest at {path}. {advice(path)}") from error
     _check_places(table, path, allow_commands=allow_commands, allow_outside=allow_outside)
     return Manifest(shards=table, root=str(path.parent), failures=about["failures"], facts=about["facts"])
+
+
+def advice(path: Path) -> str:
+    """Which command makes training data of a folder or file, or in place of a manifest that is missing or damaged."""
+    folder = path.parent if path.name == MANIFEST_NAME else path
+    quoted = shlex.quote(str(folder))
+    if path.name == MANIFEST_NAME and path.is_file():
+        return "It is damaged: the same `neuclip download` writes it again, or `neuclip manifest --replace` does."
+    if (folder / "download.yaml").is_file():
+        return "The download is not finished: run the same `neuclip download` again, which continues."
+    if path.suffix == ".tar" and path.is_file():
+        return f"It is a shard: give its folder, after `neuclip manifest {shlex.quote(str(path.parent))}`."
+    if (folder / RUN_CONFIG_NAME).is_file():
+        return f"It is the folder of a run: `neuclip doctor {quoted}` checks a run. Give the folder of its data."
+    if any(name.suffix == ".tar" for name in islice(folder.rglob("*"), 10_000)):  # it may have millions of files
+        return (
+            f"`neuclip manifest {quoted}` writes one for the webdataset shards there, and they stay as they are; "
+            f"`neuclip pairs {quoted} --output FOLDER` makes new shards of them."
+        )
+    text, source = ("", quoted) if folder.exists() else ("There is no such file or folder. ", "SOURCE")
+    return (
+        f"{text}`neuclip pairs {source} --output FOLDER` makes shards of image-text pairs, `neuclip download` of a "
+        "table of URLs; then train with data.sources=FOLDER."
+    )
 
 
 def _check_places(table: ShardTable, path: Path, *, allow_commands: bool, allow_outside: bool) -> None:

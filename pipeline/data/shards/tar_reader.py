@@ -1,24 +1,37 @@
-"""Read the samples of webdataset tars in one pass; payloads are read only if they are needed.
+"""The samples of webdataset tars, read in one pass, with what their captions and images are.
 
-A sample's caption is a member of the tar, or in a field of its JSON member (`CaptionField`).
+Payloads are read only if they are needed. A sample's caption is a member of the tar, or in a field of its JSON member
+(`CaptionField`).
 """
 
 from __future__ import annotations
 
+import base64
+import io
 import itertools
 import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
+from PIL import Image
+
 from pipeline.data.order.hashing import draw
 from pipeline.errors import UserError
+from pipeline.pictures import image_error
 from pipeline.pictures.image_error import FORMAT_SUFFIXES as FORMAT_SUFFIXES
+from pipeline.pictures.image_error import ImageError
+from pipeline.pictures.pixels import WHITE, Colour, read_rgb
 from pipeline.tars import SPARSE, headers, read_payload, skip_payload
 from pipeline.tars import DamagedTar as DamagedTar
 
 IMAGE_SUFFIXES = frozenset({"jpg", "jpeg", "png", "webp", "ppm"})
 """Of the members that training reads."""
+_MESSAGES = {
+    image_error.TOO_MANY_PIXELS: "image has too many pixels",
+    image_error.TOO_MANY_SCANS: "image has too many scans",
+}
 MemberPlace = tuple[int, bytes, int, int]
 """Number of the sample, suffix, first byte and size of a member."""
 
@@ -205,3 +218,34 @@ def _choose(value: Any, state: int) -> str:
     if not texts:
         raise CorruptSample("caption is missing")
     return texts[draw(state, 0) % len(texts)]
+
+
+def rgb_image(data: bytes, *, max_pixels: int | None = None, background: Colour = WHITE) -> Image.Image:
+    """Decode an image to RGB as `pixels.read_rgb` does.
+
+    Raises:
+        CorruptSample: The image cannot be used; samples are counted under the message.
+    """
+    with counted_errors():
+        return read_rgb(data, max_pixels=max_pixels, background=background)
+
+
+def thumbnail_url(image: Image.Image, size: tuple[int, int]) -> str:
+    """A data URL of an image, reduced in place to fit into `size`."""
+    image.thumbnail(size)
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", quality=80)
+    return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+@contextmanager
+def counted_errors() -> Iterator[None]:
+    """Raise an ImageError of this block as the CorruptSample under which samples are counted.
+
+    Raises:
+        CorruptSample: With one of a few messages.
+    """
+    try:
+        yield
+    except ImageError as error:
+        raise CorruptSample(_MESSAGES.get(error.reason, "image cannot be decoded")) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import statistics
 from collections import Counter
@@ -15,7 +14,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeline.data.loading.loader import Loader
-from pipeline.data.loading.position import Tally
 from pipeline.data.order.canonical_order import planned_ids
 from pipeline.data.order.hashing import order_hash
 from pipeline.distributed.world import World
@@ -79,9 +77,7 @@ def test_order_resume_and_counts(case, tmp_path_factory):
     for one in group:
         one.load_state_dict(state)
     assert ids_of(group, total - stop) == expected[stop:]
-    merged = sum((one.position.corrupt.counts() for one in group), Counter())
-    assert merged == whole.position.corrupt.counts()
-    assert merged.total() == whole.position.corrupt.total
+    assert sum((one.position.corrupt for one in group), Counter()) == whole.position.corrupt
     assert sum(one.position.order_hash for one in group) % 2**64 == whole.position.order_hash
 
 
@@ -169,19 +165,3 @@ def test_sources_may_store_captions_differently(tmp_path, workers):
     assert dict(zip(batch.sample_id.tolist(), batch.text[:, 0].tolist(), strict=True)) == expected
     with pytest.raises(UserError, match="caption"):
         open_loader(tmp_path, batch=16, streams=2, sources=[{**sources[1], "caption": "json:"}])
-
-
-@given(st.lists(st.dictionaries(st.sampled_from("abcdefgh"), st.integers(1, 9), max_size=4), max_size=60))
-def test_tally_counts_like_a_counter_and_earlier_tallies_stay_valid(batches):
-    plain, states = Counter[tuple[str, str]](), [Tally()]
-    for batch in batches:
-        plain.update(fresh := Counter({(reason, "shard"): count for reason, count in batch.items()}))
-        states.append(states[-1].plus(fresh))
-        assert states[-1].counts() == plain
-        assert states[-1].total == plain.total()
-        sizes = [len(chunk) for chunk in states[-1].chunks]
-        assert all(a > 2 * b for a, b in itertools.pairwise(sizes))
-    running = Counter[tuple[str, str]]()
-    for state, batch in zip(states, [*batches, {}], strict=True):
-        assert state.counts() == running
-        running.update({(reason, "shard"): count for reason, count in batch.items()})

@@ -165,7 +165,7 @@ class Loader:
             epoch=at.epoch,
             batch=at.batch + 1,
             order_hash=(at.order_hash + sum(part.order_hash for part in parts)) & MASK,
-            corrupt=at.corrupt.plus(fresh) if fresh else at.corrupt,
+            corrupt=at.corrupt + fresh if fresh else at.corrupt,
             judged=at.judged,
         )
         image = self._blocks.take()  # type: ignore[union-attr]

@@ -27,26 +27,6 @@ LEAST_JUDGED = 10_000
 
 
 @dataclass(frozen=True)
-class Tally:
-    """An immutable sum of counters. Adding a batch's counts copies few of the earlier ones, not all."""
-
-    chunks: tuple[Counts, ...] = ()
-    """The summands, each more than twice as large as the next."""
-    total: int = 0
-
-    def plus(self, fresh: Counts) -> Tally:
-        """This tally and `fresh`; this one stays valid."""
-        chunks = [*self.chunks, fresh]
-        while len(chunks) > 1 and len(chunks[-2]) <= 2 * len(chunks[-1]):
-            chunks[-2:] = [chunks[-2] + chunks[-1]]
-        return Tally(tuple(chunks), self.total + fresh.total())
-
-    def counts(self) -> Counts:
-        """All counts as one counter."""
-        return sum(self.chunks, Counts())
-
-
-@dataclass(frozen=True)
 class Position:
     """The position after a batch: the next one is number `batch` of `epoch`, or the first of the next epoch."""
 
@@ -54,7 +34,7 @@ class Position:
     batch: int = 0
     order_hash: int = 0
     """This rank's summand of the hash of all batches of this epoch so far."""
-    corrupt: Tally = field(default_factory=Tally)
+    corrupt: Counts = field(default_factory=Counts)
     """Corrupt samples that this rank replaced in this epoch so far, by (reason, shard)."""
     judged: int = 0
     """Corrupt samples of all ranks in this epoch for which an earlier start has stopped: only further ones stop it."""
@@ -96,18 +76,18 @@ def replaced(position: Position, layout: Layout, world: World, *, limit: float) 
     Raises:
         UserError: Too many samples are corrupt; raised on every rank.
     """
-    total = sum(world.gather_objects(position.corrupt.total))
+    total = sum(world.gather_objects(position.corrupt.total()))
     samples, planned = position.batch * layout.global_batch, layout.steps * layout.global_batch
     if too_many(total - position.judged, samples=samples, planned=planned, limit=limit):
         report(position, layout, world, limit=limit)
     return total
 
 
-def merge(position: Position, world: World) -> tuple[int, Counter[tuple[str, str]]]:
+def _merged(position: Position, world: World) -> tuple[str, Counts]:
     """Order hash and corrupt samples of all ranks: a collective with the same result on every rank."""
-    everyone = world.gather_objects((position.order_hash, position.corrupt.counts()))
-    corrupt = sum((counts for _, counts in everyone), Counts())
-    return sum(hashed for hashed, _ in everyone) & MASK, corrupt
+    everyone = world.gather_objects((position.order_hash, position.corrupt))
+    hashed = sum(hashed for hashed, _ in everyone) & MASK
+    return f"{hashed:016x}", sum((counts for _, counts in everyone), Counts())
 
 
 def report(position: Position, layout: Layout, world: World, *, limit: float) -> DataReport:
@@ -116,9 +96,8 @@ def report(position: Position, layout: Layout, world: World, *, limit: float) ->
     Raises:
         UserError: More than `limit` of the samples so far are corrupt; the message names reasons and the worst shards.
     """
-    hashed, corrupt = merge(position, world)
-    reasons: Counter[str] = Counter()
-    shards: Counter[str] = Counter()
+    hashed, corrupt = _merged(position, world)
+    reasons, shards = Counter[str](), Counter[str]()
     for (reason, shard), count in corrupt.items():
         reasons[reason] += count
         shards[shard] += count
@@ -131,7 +110,7 @@ def report(position: Position, layout: Layout, world: World, *, limit: float) ->
         replaced=reasons.total(),
         corrupt_by_reason=dict(_ranked(reasons)),
         corrupt_by_shard=dict(_ranked(shards)[:NAMED_SHARDS]),
-        order_hash=f"{hashed:016x}",
+        order_hash=hashed,
     )
     new = result.replaced - position.judged
     if too_many(new, samples=result.samples, planned=result.planned_samples, limit=limit):
@@ -163,15 +142,11 @@ log = logging.getLogger(__name__)
 
 def save_position(position: Position, dataset: StreamDataset, *, world: World) -> dict[str, Any]:
     """A position as plain values: a collective whose result is the same on every rank and for any number of ranks."""
-    hashed, corrupt = merge(position, world)
-    proofs = world.gather_objects(_proof(dataset.order, position, dataset.streams))  # every rank has its own streams
+    hashed, corrupt = _merged(position, world)
     return {
-        "epoch": position.epoch,
-        "batch": position.batch,
-        "order_hash": f"{hashed:016x}",
+        **place_of(dataset.order, position),
+        "order_hash": hashed,
         "corrupt": [[reason, shard, count] for (reason, shard), count in sorted(corrupt.items())],
-        "proof": f"{sum(int(proof, 16) for proof in proofs) & MASK:016x}" if position.batch else "",
-        "order": dataset.order.identity,
         "pixels": _sample_identity(dataset),
     }
 
@@ -185,16 +160,14 @@ def restore_position(state: Mapping[str, Any], dataset: StreamDataset, *, world:
     Raises:
         UserError: This run's order differs from that of the state.
     """
-    corrupt = Counter({(reason, shard): count for reason, shard, count in state["corrupt"]})
-    check_place(state, dataset.order)
-    layout = dataset.order.layout
-    samples, planned = state["batch"] * layout.global_batch, layout.steps * layout.global_batch
+    corrupt = Counts({(reason, shard): count for reason, shard, count in state["corrupt"]})
+    position, layout = check_place(state, dataset.order), dataset.order.layout
+    samples, planned = position.batch * layout.global_batch, layout.steps * layout.global_batch
     stopped = too_many(corrupt.total(), samples=samples, planned=planned, limit=limit)
-    position = Position(
-        epoch=state["epoch"],
-        batch=state["batch"],
+    position = replace(
+        position,
         order_hash=int(state["order_hash"], 16) if world.is_main else 0,
-        corrupt=Tally().plus(corrupt) if world.is_main else Tally(),
+        corrupt=corrupt if world.is_main else Counts(),
         judged=corrupt.total() if stopped else 0,
     )
     if world.is_main and (changed := differences(state["pixels"], _sample_identity(dataset))):
@@ -204,7 +177,7 @@ def restore_position(state: Mapping[str, Any], dataset: StreamDataset, *, world:
 
 def place_of(order: Order, position: Position) -> dict[str, Any]:
     """A position as plain values without the counts of corrupt samples, which need no other rank."""
-    proof = _proof(order, position, range(order.layout.streams))
+    proof = _proof(order, position)
     return {"epoch": position.epoch, "batch": position.batch, "proof": proof, "order": order.identity}
 
 
@@ -221,7 +194,7 @@ def check_place(state: Mapping[str, Any], order: Order) -> Position:
         )
     position = Position(epoch=state["epoch"], batch=state["batch"])
     is_past = position.batch > order.layout.steps
-    if is_past or _proof(order, position, range(order.layout.streams)) != state["proof"]:
+    if is_past or _proof(order, position) != state["proof"]:
         raise UserError(ANOTHER_ORDER.format(batch=position.batch - 1, epoch=position.epoch))
     return position
 
@@ -236,31 +209,24 @@ def with_batch_size(state: Mapping[str, Any], dataset: StreamDataset) -> tuple[d
         The state for `restore_position`, and the number of samples skipped.
 
     Raises:
-        UserError: This program computes another order than the one that wrote the state.
+        UserError: Something else of the order differs from that of the state.
     """
-    layout, before = dataset.order.layout, int(state["order"]["global batch"])
-    order = {**state["order"], "global batch": layout.global_batch}
-    if before % layout.streams or order["data.streams"] != layout.streams:
-        return {**state, "order": order}, 0  # other streams: `restore_position` refuses the state with the reason
-    old = replace(dataset.order, layout=replace(layout, global_batch=before))
-    everywhere = range(layout.streams)
-    is_past = state["batch"] > old.layout.steps
-    if is_past or _proof(old, Position(epoch=state["epoch"], batch=state["batch"]), everywhere) != state["proof"]:
-        raise UserError(ANOTHER_ORDER.format(batch=state["batch"] - 1, epoch=state["epoch"]))
-    turn = state["batch"] * old.layout.rows
-    batch = min(-(-turn // layout.rows), layout.steps)
-    skipped = max(0, batch * layout.rows - turn) * layout.streams
-    proof = _proof(dataset.order, Position(epoch=state["epoch"], batch=batch), everywhere)
-    return {**state, "batch": batch, "proof": proof, "order": order}, skipped
+    order, before = dataset.order, int(state["order"]["global batch"])
+    old = replace(order, layout=replace(order.layout, global_batch=before))
+    at, rows = check_place(state, old), order.layout.rows
+    turn = at.batch * old.layout.rows
+    batch = min(-(-turn // rows), order.layout.steps)
+    skipped = max(0, batch * rows - turn) * order.layout.streams
+    return {**state, **place_of(order, replace(at, batch=batch))}, skipped
 
 
-def _proof(order: Order, position: Position, streams: range) -> str:
-    """The order hash of some streams' rows in the last batch before a position, computed without reading data."""
+def _proof(order: Order, position: Position) -> str:
+    """The order hash of the last batch before a position, computed without reading data."""
     if not position.batch:
         return ""
     epoch, batch = position.epoch, position.batch - 1
-    ids = planned_ids(order, epoch=epoch, first=batch, last=batch + 1, streams=streams)[0]
-    return f"{order_hash(ids, epoch=epoch, batch=batch, first_row=streams.start * order.layout.rows):016x}"
+    ids = planned_ids(order, epoch=epoch, first=batch, last=batch + 1)[0]
+    return f"{order_hash(ids, epoch=epoch, batch=batch, first_row=0):016x}"
 
 
 def _sample_identity(dataset: StreamDataset) -> dict[str, Any]:

@@ -43,8 +43,7 @@ class EmbeddedImages:
         number, index = row.at
         table = _arrow(self.files[number]).with_format("arrow")[index : index + 1].select([self.column])
         value = _checked(table, self.files[number][0])[self.column][0].as_py()
-        body = value["bytes"] if isinstance(value, Mapping) else value
-        return bytes(body)
+        return bytes(value["bytes"] if isinstance(value, Mapping) else value)
 
 
 @functools.lru_cache(maxsize=4)
@@ -69,40 +68,45 @@ def _checked(table: Any, name: str) -> Any:
     return table
 
 
-def _plain(batch: Any) -> Iterator[Any]:
-    """The rows of a batch; in place of one with a text that is not UTF-8, why."""
+def _row(table: Any, index: int) -> Mapping[str, Any] | str:
+    """A row; or why a text in it is not UTF-8."""
     try:
-        yield from batch.to_pylist()
-    except UnicodeDecodeError:
-        for number in range(len(batch)):
-            try:
-                yield batch.slice(number, 1).to_pylist()[0]
-            except UnicodeDecodeError as error:
-                yield not_utf8(error)
+        return table.slice(index, 1).to_pylist()[0]
+    except UnicodeDecodeError as error:
+        return not_utf8(error)
 
 
-def _rows(
-    sets: list[tuple[str, Path, Any]], image: str, captions: tuple[str, ...], options: SourceOptions
-) -> Iterator[PairRow]:
+def _source(
+    about: Mapping[str, Any], root: Path, sets: list[tuple[str, Path, Any]], columns: tuple[str, tuple[str, ...]],
+    options: SourceOptions,
+) -> PairSource:  # fmt: skip
     """The rows of data sets: each has a name for messages, and a folder that paths in it start from."""
-    for number, (shown, folder, data) in enumerate(sets):
-        for first in range(0, len(data), _BATCH):
-            table = _checked(data.with_format("arrow")[first : first + _BATCH], shown)
-            rows = (row for batch in table.to_batches() for row in _plain(batch))
-            for index, row in enumerate(rows, start=first):
-                place = f"{shown} row {index}"
-                if isinstance(row, str):
-                    yield PairRow(place, problem=NOT_UTF8, detail=row)
-                    continue
-                value, texts = row[image], captions_in_first(row, captions)
-                if isinstance(value, Mapping):
-                    value = value.get("bytes") or value.get("path")
-                if isinstance(value, bytes | bytearray):
-                    yield PairRow(place, hashlib.blake2b(value, digest_size=16).hexdigest(), texts, at=(number, index))
-                elif isinstance(value, str) and value:
-                    yield PairRow(place, path_of(folder, value, options, where=shown), texts)
-                else:
-                    yield PairRow(place, problem=MISSING_FILE, detail="no image in this row")
+    image, captions = columns
+
+    def rows() -> Iterator[PairRow]:
+        for number, (shown, folder, data) in enumerate(sets):
+            for first in range(0, len(data), _BATCH):
+                table = _checked(data.with_format("arrow")[first : first + _BATCH], shown)
+                for index in range(len(table)):
+                    place, row = f"{shown} row {first + index}", _row(table, index)
+                    if isinstance(row, str):
+                        yield PairRow(place, problem=NOT_UTF8, detail=row)
+                        continue
+                    value, texts = row[image], captions_in_first(row, captions)
+                    if isinstance(value, Mapping):
+                        value = value.get("bytes") or value.get("path")
+                    if isinstance(value, bytes | bytearray):
+                        digest = hashlib.blake2b(value, digest_size=16).hexdigest()
+                        yield PairRow(place, digest, texts, at=(number, first + index))
+                    elif isinstance(value, str) and value:
+                        yield PairRow(place, path_of(folder, value, options, where=shown), texts)
+                    else:
+                        yield PairRow(place, problem=MISSING_FILE, detail="no image in this row")
+
+    files = tuple(tuple(file["filename"] for file in data.cache_files) for _, _, data in sets)
+    notes = (f"images: {image}; captions: {', else '.join(captions)}",)
+    about = {**about, "image": image, "caption": list(captions)}
+    return PairSource(about, rows(), root, EmbeddedImages(files, image), notes=notes)
 
 
 def open_parquet(path: Path, files: list[Path], options: SourceOptions, cache: Path) -> PairSource:
@@ -116,35 +120,25 @@ def open_parquet(path: Path, files: list[Path], options: SourceOptions, cache: P
     disable_progress_bars()
     image, captions = columns_of(files[0], options)
     root, sets = path if path.is_dir() else path.parent, []
-    for file in files:
-        if missing := [name for name in (image, *captions) if name not in parquet_schema(file).names]:
+    for number, file in enumerate(files):
+        if missing := [name for name in (image, *captions) if name not in _opened(file).schema_arrow.names]:
             raise UserError(
                 f"{file} lacks columns of {files[0]}: {', '.join(missing)}. A folder must hold one data set; name one "
                 "file, or one split's subfolder."
             )
-        if not pq.read_metadata(file).num_rows:  # as Spark writes for empty parts; `datasets` would call it damaged
+        if not _opened(file).metadata.num_rows:  # as Spark writes for empty parts; `datasets` would call it damaged
             continue
-        checks, facts = ParquetFragmentScanOptions(page_checksum_verification=True), file.stat()
-        # A killed conversion leaves its copies to the next; by itself, `datasets` knows them by the seconds of dates.
-        copies = cache / f"{facts.st_size}-{facts.st_mtime_ns}-{facts.st_ctime_ns}-{facts.st_ino}"
         try:
             data = Dataset.from_parquet(
-                str(file), cache_dir=str(copies), columns=[image, *captions], fragment_scan_options=checks
+                str(file),
+                cache_dir=str(cache / str(number)),
+                columns=[image, *captions],
+                fragment_scan_options=ParquetFragmentScanOptions(page_checksum_verification=True),
             )
         except Exception as error:  # `datasets` wraps those of pyarrow
             raise UserError(f"{file} is damaged ({in_a_line(error.__cause__ or error)}): fetch it again.") from error
         sets.append((file.relative_to(root).as_posix(), file.parent, data))
-    about = {"kind": "parquet", "image": image, "caption": list(captions)}
-    return _source(about, root, sets, image, captions, options)
-
-
-def _source(
-    about: Mapping[str, Any], root: Path, sets: list[tuple[str, Path, Any]], image: str, captions: tuple[str, ...],
-    options: SourceOptions,
-) -> PairSource:  # fmt: skip
-    files = tuple(tuple(file["filename"] for file in data.cache_files) for _, _, data in sets)
-    notes = (f"images: {image}; captions: {', else '.join(captions)}",)
-    return PairSource(about, _rows(sets, image, captions, options), root, EmbeddedImages(files, image), notes=notes)
+    return _source({"kind": "parquet"}, root, sets, (image, captions), options)
 
 
 def columns_of(file: Path, options: SourceOptions) -> tuple[str, tuple[str, ...]]:
@@ -153,19 +147,14 @@ def columns_of(file: Path, options: SourceOptions) -> tuple[str, tuple[str, ...]
     Raises:
         UserError: It cannot be read, or they are not found.
     """
-    schema = parquet_schema(file)
+    schema = _opened(file).schema_arrow
     texts = [name for name, kind in zip(schema.names, schema.types, strict=True) if _is_text(kind)]
     return choose_columns(schema.names, options, where=str(file), texts=texts)
 
 
-def parquet_schema(file: Path) -> Any:
-    """The schema of a parquet file.
-
-    Raises:
-        UserError: It cannot be read.
-    """
+def _opened(file: Path) -> Any:
     try:
-        return pq.read_schema(file)
+        return pq.ParquetFile(file)
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{file} is not a parquet file that can be read ({error}): fetch it again.") from error
 
@@ -196,9 +185,10 @@ def open_dataset(name: str, options: SourceOptions) -> PairSource:
     image, captions = choose_columns(data.column_names, named, where=name, texts=texts)
     shown = Path(name).name if Path(name).exists() else name
     about = {"kind": "datasets", "name": shown, "split": options.split, "subset": options.subset,
-             "revision": options.revision, "image": image, "caption": list(captions)}  # fmt: skip
+             "revision": options.revision}  # fmt: skip
     sets = [(shown, Path(name), data.select_columns([image, *captions]))]
-    return _source({key: value for key, value in about.items() if value}, Path(name), sets, image, captions, options)
+    about = {key: value for key, value in about.items() if value}
+    return _source(about, Path(name), sets, (image, captions), options)
 
 
 def _load(name: str, options: SourceOptions) -> Any:

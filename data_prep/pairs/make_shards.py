@@ -42,7 +42,7 @@ from data_prep.pairs.pair import ImageOptions, SourceOptions, convert
 from data_prep.reasons import REMOVED, FetchError
 from pipeline.data.shards.manifest_format import Manifest, make_manifest
 from pipeline.errors import UserError
-from pipeline.files import replacing, write_text
+from pipeline.files import read_tree, replacing, write_text
 from pipeline.versions import version_of
 
 DROPPED_NAME = "dropped.tsv"
@@ -130,14 +130,13 @@ def make_shards(
 
 @contextmanager
 def _scratch(path: Path) -> Iterator[Path]:
-    """A folder for the list and for copies; an interrupted run leaves its copies to the next."""
-    path.mkdir(parents=True, exist_ok=True)
+    """A folder for the list and for copies, without those of an interrupted run."""
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
     try:
         yield path
-    except UserError:
+    finally:
         shutil.rmtree(path, ignore_errors=True)
-        raise
-    shutil.rmtree(path, ignore_errors=True)
 
 
 def _check_output(config: PairsConfig, folder: Folder) -> None:
@@ -174,7 +173,9 @@ def _check_plan(config: PairsConfig, folder: Folder, listing: Listing | None = N
             tree = {"settings": settings, "rows": listing.rows, "stamp": listing.stamp}
             write_text(path, stored_text(tree), durable=True)
         return
-    tree = _stored_plan(path)
+    tree = read_tree(path)
+    if tree.keys() != {"settings", "rows", "stamp"}:
+        raise UserError(f"{path} is damaged: delete {folder.root} and run the same command again.")
     if different := changed(tree["settings"], settings):
         raise UserError(
             f"{folder.root} holds the shards of another source or other settings ({'; '.join(different)}): name "
@@ -186,17 +187,6 @@ def _check_plan(config: PairsConfig, folder: Folder, listing: Listing | None = N
             f"{listing.rows:,}, or images or captions are others. Delete {folder.root} to convert it anew, or name "
             "another output folder."
         )
-
-
-def _stored_plan(path: Path) -> dict[str, Any]:
-    try:
-        match json.loads(path.read_bytes()):
-            case {"settings": dict(), "rows": int(), "stamp": str()} as tree:
-                return tree
-        raise ValueError("it lacks a field")
-    except (ValueError, RecursionError) as error:
-        folder = path.parent.parent
-        raise UserError(f"{path} is damaged ({error}): delete {folder} and run the same command again.") from error
 
 
 @dataclass(frozen=True)

@@ -195,20 +195,19 @@ def captions_of_list(text: str) -> tuple[str, ...]:
     """
     if not (text.startswith("[") and text.endswith("]")):
         return (text,)
-    for parse in (json.loads, ast.literal_eval):
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
         try:
-            found = parse(text)
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
-            continue
-        if isinstance(found, list) and all(isinstance(item, str) for item in found):
-            return captions_in(found if parse is json.loads else _literals(text))
-    return (text,)
-
-
-def _literals(text: str) -> list[str]:
-    """The string literals of a Python list; numpy writes no commas between them, which Python would join."""
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    return [ast.literal_eval(token.string) for token in tokens if token.type == tokenize.STRING]
+            tokens = [token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.string.strip()]
+            strings = [token.string for token in tokens if token.type == tokenize.STRING]
+            found = [ast.literal_eval(string) for string in strings] if strings else None
+            if any(token.string not in ("[", "]", ",", *strings) for token in tokens):
+                return (text,)
+        except (tokenize.TokenError, ValueError, SyntaxError, MemoryError):
+            return (text,)
+    is_list = isinstance(found, list) and all(isinstance(item, str) for item in found)
+    return captions_in(found) if is_list else (text,)
 
 
 def not_utf8(error: UnicodeEncodeError | UnicodeDecodeError) -> str:
@@ -261,24 +260,20 @@ def read_image(row: Any) -> bytes:
     Raises:
         FetchError: Its file is missing or unreadable.
     """
-    image = row.image
+    shown = row.image if len(row.image) <= 200 else f"...{row.image[-197:]}"
     try:
         if not row.at:
-            return read_file(image)
+            return read_file(row.image)
         offset, size = row.at
-        with open(image, "rb") as file:
+        with open(row.image, "rb") as file:
             file.seek(offset)
             return file.read(size)
     except FileNotFoundError as error:
-        raise FetchError(MISSING_FILE, _tail(image)) from error
+        raise FetchError(MISSING_FILE, shown) from error
     except OSError as error:
-        raise FetchError(MISSING_FILE, f"{_tail(image)}: {error.strerror}") from error
+        raise FetchError(MISSING_FILE, f"{shown}: {error.strerror}") from error
     except ValueError as error:  # a zero byte
-        raise FetchError(MISSING_FILE, f"{_tail(image)!r}: {error}") from error
-
-
-def _tail(path: str) -> str:
-    return path if len(path) <= 200 else f"...{path[-197:]}"
+        raise FetchError(MISSING_FILE, f"{shown!r}: {error}") from error
 
 
 def convert(body: bytes, options: ImageOptions) -> StoredImage:

@@ -1,4 +1,4 @@
-"""Tables of image files: CSV, TSV, JSONL, and JSON (`json_tables`)."""
+"""Tables of image files: CSV, TSV, JSONL, and JSON (lists, mappings, columns, COCO's captions, Karpathy's splits)."""
 
 from __future__ import annotations
 
@@ -6,24 +6,29 @@ import contextlib
 import csv
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_prep.pairs.json_tables import SPLITS, Read, tree_rows
-from data_prep.pairs.listing import PairRow
+from data_prep.pairs.listing import PairRow, PairSource
 from data_prep.pairs.pair import (
+    CAPTION_NAMES,
+    IMAGE_NAMES,
     MALFORMED_ROW,
+    MISSING_FILE,
     URL,
+    URL_NAMES,
     SourceOptions,
     captions_in_first,
     choose_columns,
     has_urls,
     path_of,
+    read_image,
+    refuse_split,
     shortened,
 )
-from data_prep.sources.text_rows import first_lines, json_lines, separated_values
+from data_prep.sources.text_rows import first_lines, json_items, json_lines, json_tree, separated_values
 from pipeline.errors import UserError
 
 TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson")
@@ -31,35 +36,14 @@ _DELIMITERS = ",\t;|"
 _HEAD, _NEAR = 100, 1_000
 """Rows that columns are found in, and folders that are tried for their images."""
 _NUMBERED = re.compile(r"(.+\.\w{3,5})#(\d+)$")
+_SPLITS = "splits"
+"""Field of a row of Karpathy's splits: the names of all."""
+
+Read = Iterator[tuple[str, Mapping[str, Any] | PairRow]]
+"""Place and row; an unreadable row is a `PairRow` with its problem."""
 
 
-@dataclass(frozen=True)
-class PairTable:
-    """A table on this machine, and where its image paths start."""
-
-    path: Path
-    options: SourceOptions
-    image: str
-    captions: tuple[str, ...]
-    folder: Path
-    note: str = ""
-    """What the user should know about how it is read."""
-
-    def rows(self) -> Iterator[PairRow]:
-        """Stream every row of the table."""
-        for place, row in _read(self.path, self.options, table=self):
-            if isinstance(row, PairRow):
-                yield row
-                continue
-            name = row.get(self.image)
-            if not isinstance(name, str) or not name.strip():
-                yield PairRow(place, problem=MALFORMED_ROW, detail=f"no image path in {self.image!r}")
-                continue
-            path = path_of(self.folder, _file_name(self.folder, name.strip()), self.options, where=place)
-            yield PairRow(place, path, captions_in_first(row, self.captions))
-
-
-def open_table(path: Path, options: SourceOptions) -> PairTable:
+def open_table(path: Path, options: SourceOptions) -> PairSource:
     """Read the head of a table to find its columns, and where its images are.
 
     Raises:
@@ -70,9 +54,22 @@ def open_table(path: Path, options: SourceOptions) -> PairTable:
     if names and sum(bool(URL.match(name)) for name in names) > len(names) / 2:
         raise UserError(has_urls(str(path), image))
     note = f"images: {image}; captions: {', else '.join(captions)}"
-    if splits := head[0].get(SPLITS):
+    if splits := head[0].get(_SPLITS):
         note += f"; split {options.split or 'train'} of {splits} (--split a,b chooses others)"
-    return PairTable(path, options, image, captions, _folder_of(path, names, image, options), note)
+    folder = _folder_of(path, names, image, options)
+
+    def rows() -> Iterator[PairRow]:
+        for place, row in _read(path, options, images=(image, folder)):
+            if isinstance(row, PairRow):
+                yield row
+            elif isinstance(name := row.get(image), str) and name.strip():
+                name = path_of(folder, _file_name(folder, name.strip()), options, where=place)
+                yield PairRow(place, name, captions_in_first(row, captions))
+            else:
+                yield PairRow(place, problem=MALFORMED_ROW, detail=f"no image path in {image!r}")
+
+    about = {"kind": "table", "image": image, "caption": list(captions)}
+    return PairSource(about, rows(), folder, read_image, notes=(note,))
 
 
 def find_columns(path: Path, options: SourceOptions) -> tuple[list[Mapping[str, Any]], str, tuple[str, ...]]:
@@ -126,27 +123,31 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-def _read(path: Path, options: SourceOptions, *, table: PairTable | None = None) -> Read:
-    """The rows of a table. With `table`, quotes are checked as well."""
-    suffix = path.suffix.lower()
+def _read(path: Path, options: SourceOptions, *, images: tuple[str, Path] | None = None) -> Read:
+    """The rows of a table. With the column of images and their folder, quotes are checked as well."""
+    suffix, mark = path.suffix.lower(), ":"
+    rows: Any
     if suffix == ".json":
-        yield from tree_rows(path, options)
-        return
-    if suffix in (".jsonl", ".ndjson"):
+        try:
+            tree = json_tree(path)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{path} is not valid JSON ({error}).") from error
+        rows, mark = (json_lines(path), ":") if tree is None else (_tree_rows(path, tree, options), " ")
+    elif suffix in (".jsonl", ".ndjson"):
         rows = json_lines(path)
     else:
         names, rows = separated_values(
             path,
             delimiter="\t" if suffix == ".tsv" else _delimiter(first_lines(path)),
             header=options.header,
-            identifies=None if table is None else (table.image, lambda name: _is_file(table.folder / name)),
+            identifies=images and (images[0], lambda name: _is_file(images[1] / name)),
         )
         if twice := sorted(name for name in set(names) if name and names.count(name) > 1):
             raise UserError(
                 f"{path} has several columns called {twice[0]!r}: rename all but one of them in its first line."
             )
     for number, row in rows:
-        place = f"{path.name}:{number}"
+        place = f"{path.name}{mark}{number}"
         yield place, PairRow(place, problem=MALFORMED_ROW, detail=row) if isinstance(row, str) else row
 
 
@@ -160,3 +161,64 @@ def _delimiter(lines: Sequence[str]) -> str:
         return (counts.count(counts[0]) if counts and counts[0] > 1 else 0, lines[0].count(delimiter) if lines else 0)
 
     return max(_DELIMITERS, key=agreement)
+
+
+def _tree_rows(path: Path, tree: Any, options: SourceOptions) -> Iterator[tuple[str, Any]]:
+    """The rows of a JSON value with their places in it; a text says what is wrong with its row.
+
+    Raises:
+        UserError: It is of no known form, or has no such split.
+    """
+    fields: Any = tree if isinstance(tree, dict) else {}
+    images, annotations = fields.get("images"), fields.get("annotations")
+    if _are_objects(images) and not _are_objects(annotations) and any("sentences" in item for item in images):
+        yield from _karpathy(path, images, options)
+        return
+    refuse_split(options, f"{path}, which names no splits")
+    if _are_objects(images) and _are_objects(annotations):
+        if not any("caption" in item for item in annotations):
+            raise UserError(f"The annotations in {path} have no captions: take captions_*.json, not instances_*.json.")
+        yield from _coco(path.name, images, annotations)
+        return
+    for name, row in json_items(path, tree, keys=(*IMAGE_NAMES, *URL_NAMES), values=CAPTION_NAMES):
+        yield f"[{shortened(name) if isinstance(name, str) else name}]", row
+
+
+def _are_objects(items: Any) -> bool:
+    return isinstance(items, list) and all(isinstance(item, dict) for item in items)
+
+
+def _karpathy(path: Path, images: list[dict[str, Any]], options: SourceOptions) -> Iterator[tuple[str, Any]]:
+    """Andrej Karpathy's splits of COCO and Flickr, of which training takes `train` unless others are named."""
+    splits = list(dict.fromkeys(str(image.get("split")) for image in images))
+    wanted = options.split.split(",") if options.split else ["train"] if "train" in splits else splits
+    if unknown := [name for name in wanted if name not in splits]:
+        raise UserError(f"{path} has no split {unknown[0]!r}: choose with --split. It has: {', '.join(splits)}.")
+    for number, image in enumerate(images):
+        if str(image.get("split")) in wanted:
+            file = "/".join(str(image[name]) for name in ("filepath", "filename") if image.get(name))
+            row = {"image": file, "caption": image.get("sentences"), _SPLITS: ", ".join(splits)}
+            yield f"images[{number}]", row
+
+
+def _coco(name: str, images: list[dict[str, Any]], annotations: list[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """The images of COCO's annotations, each with all of its captions; last, annotations without an image."""
+    ids = Counter(_id(image.get("id")) for image in images)
+    captions: dict[Any, list[Any]] = {key: [] for key in ids}
+    lost = []
+    for number, annotation in enumerate(annotations):
+        if (key := _id(annotation.get("image_id"))) in captions:
+            captions[key].append(annotation.get("caption"))
+        else:
+            lost.append((f"annotations[{number}]", f"no image has the id {shortened(str(annotation.get('image_id')))}"))
+    for number, image in enumerate(images):
+        key = _id(image.get("id"))
+        twice = f"{ids[key]:,} images have the id {shortened(str(key))}" if ids[key] > 1 else ""
+        yield f"images[{number}]", twice or {"file_name": image.get("file_name"), "caption": captions[key]}
+    for place, detail in lost:
+        yield place, PairRow(f"{name} {place}", problem=MISSING_FILE, detail=detail)
+
+
+def _id(value: Any) -> Any:
+    """An id as a key; one that is a list or a mapping, as text."""
+    return repr(value) if isinstance(value, list | dict) else value

@@ -14,9 +14,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from data_prep.settings.source_config import SourceConfig
-from data_prep.sources.text_rows import Rows, json_items, json_lines, open_text, separated_values
+from data_prep.sources.text_rows import Rows, json_items, json_lines, json_tree, separated_values
 from pipeline.errors import UserError
-from pipeline.files import distinct_names
 
 
 def normalized(batch: Any, source: SourceConfig, kinds: Mapping[str, Any], where: str) -> tuple[Any, int]:
@@ -139,8 +138,6 @@ BATCH_ROWS = 32_768
 _PEEKED_ROWS = 1_000
 # More unreadable rows than this share mean that the settings are wrong, or the file is damaged.
 _ODD_SHARE = 0.1
-# How a JSON file begins that is one list of objects, one mapping of URLs, or one mapping of names to lists.
-_ONE_VALUE = re.compile(r"""\s*(\[|\{\s*"[a-z][a-z0-9+.-]*:\\?/|\{\s*"[^"]*"\s*:\s*\[)""", re.IGNORECASE)
 
 
 def text_batches(path: Path, source: SourceConfig, kind: str, on_skipped: Callable[[int], None]) -> Iterator[Any]:
@@ -177,25 +174,14 @@ def _text_rows(path: Path, source: SourceConfig, kind: str) -> Rows:
         )
         need_columns(columns_of(source), names, str(path))
         return rows
-    if ".json" not in map(str.lower, path.suffixes):
+    if ".json" not in map(str.lower, path.suffixes) or (tree := json_tree(path)) is None:
         return json_lines(path)
-    with open_text(path) as file:
-        head = file.read(1 << 10)
-        if not _ONE_VALUE.match(head):
-            return json_lines(path)
-        try:
-            tree = json.loads(head + file.read(), object_pairs_hook=distinct_names)
-        except json.JSONDecodeError as error:
-            if error.msg == "Extra data":  # lines whose first field is a list
-                return json_lines(path)
-            raise
-    is_mapping = isinstance(tree, dict) and all(map(URL.match, tree))
-    if isinstance(tree, dict) and not is_mapping and not all(isinstance(value, list) for value in tree.values()):
+    if isinstance(tree, dict) and not {source.url, source.caption} <= tree.keys() and not all(map(URL.match, tree)):
         raise UserError(
             f"{path} cannot be read as json: it is neither an object a line, nor a list of objects, nor a mapping of "
             "URLs to captions or objects, nor one of names to lists."
         )
-    return json_items(path, tree, key=source.url, value=source.caption, is_columnar=not is_mapping)
+    return json_items(path, tree, keys=[source.url], values=[source.caption])
 
 
 def _batch(rows: list[dict[str, Any]], source: SourceConfig, path: Path) -> Any:

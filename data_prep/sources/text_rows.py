@@ -1,6 +1,7 @@
-"""Rows of tables that are text (CSV, TSV, JSON lines, one JSON value), for downloads and for `neuclip pairs`.
+"""Rows of tables that are text (CSV, TSV, JSON), for downloads and for `neuclip pairs`.
 
-They are parsed here and not by pyarrow or `datasets`, so that a malformed row has a number, and costs no other.
+They are parsed here because the readers of `datasets` and pyarrow fail for a whole file where a line has a field too
+many, is no JSON or is not UTF-8, change texts (`007` becomes 7, `NA` nothing), and know no numbers of lines.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import csv
 import io
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -34,46 +35,78 @@ def open_text(path: Path) -> TextIO:
     return io.TextIOWrapper(pa.input_stream(path), encoding="utf-8-sig", errors="surrogateescape", newline="")
 
 
+def first_lines(path: Path) -> list[str]:
+    """The first twenty lines of a text file."""
+    with open_text(path) as file:
+        return list(itertools.islice(file, 20))
+
+
 def json_lines(path: Path) -> Rows:
     """The objects of a file with one a line."""
     with open_text(path) as file:
         for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                yield number, _object(json.loads(line, object_pairs_hook=distinct_names))
-            except (ValueError, RecursionError) as error:
-                yield number, f"not JSON: {error}"
+            if line.strip():
+                try:
+                    yield number, _object(json.loads(line, object_pairs_hook=distinct_names))
+                except (ValueError, RecursionError) as error:
+                    yield number, f"not JSON: {error}"
 
 
 def _object(item: Any) -> dict[str, Any] | str:
     return item if isinstance(item, dict) else f"a {type(item).__name__}, not an object"
 
 
-def json_items(path: Path, tree: Any, *, key: str, value: str, is_columnar: bool) -> Rows:
-    """The rows of a list of objects, of a mapping of keys to values or objects, or of one of columns to lists.
+def json_tree(path: Path) -> Any:
+    """The value of a JSON file, read whole (118,000 images of COCO take 0.5 GB); None if it has one object a line.
+
+    Raises:
+        ValueError: It is not JSON, or an object has a name twice. Or RecursionError.
+    """
+    lines = [line for line in first_lines(path) if line.strip()]
+    if len(lines) > 1 and not lines[0].lstrip().startswith("[") and any(map(_is_object, lines)):
+        return None
+    with open_text(path) as file:
+        return json.load(file, object_pairs_hook=distinct_names)
+
+
+def _is_object(line: str) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def json_items(path: Path, tree: Any, *, keys: Collection[str], values: Collection[str]) -> Rows:
+    """The rows of a JSON value: a list of objects, columns by name, or keys with their values or objects.
 
     Args:
         path: The file, for messages.
-        tree: Its contents.
-        key: Column of the keys of a mapping.
-        value: Column of its values, where they are no objects.
-        is_columnar: Whether a mapping is one of columns.
+        tree: The value.
+        keys: Names of columns of keys (images, URLs), the first of which the keys of a mapping get.
+        values: Those of captions. A mapping with names of both kinds has columns: lists, or values by row as pandas
+            writes them.
 
     Raises:
-        UserError: It is neither, or the columns differ in length.
+        UserError: Columns differ in length.
     """
-    items: Any = enumerate(tree) if isinstance(tree, list) else ()
-    if isinstance(tree, dict) and is_columnar:
-        sizes = {name: len(column) for name, column in tree.items()}
-        if len(set(sizes.values())) > 1:
-            listed = ", ".join(f"{name[:60]} {size:,}" for name, size in list(sizes.items())[:10])
-            raise UserError(f"{path} has columns of different lengths, so that no row is certain: {listed}.")
-        items = enumerate(dict(zip(tree, row, strict=True)) for row in zip(*tree.values(), strict=True))
-    elif isinstance(tree, dict):
-        rows = ({key: name, **(item if isinstance(item, dict) else {value: item})} for name, item in tree.items())
-        items = zip(tree, rows, strict=True)
-    yield from ((place, _object(item)) for place, item in items)
+    if not isinstance(tree, dict):
+        yield from ((place, _object(item)) for place, item in enumerate(tree if isinstance(tree, list) else [tree]))
+        return
+    names = {name.lower() for name in tree}
+    if not (names & {name.lower() for name in keys} and names & {name.lower() for name in values}):
+        for key, item in tree.items():
+            yield key, {next(iter(keys)): key, **(item if isinstance(item, dict) else {next(iter(values)): item})}
+        return
+    columns = list(tree.values())
+    if all(isinstance(column, dict) and column.keys() == columns[0].keys() for column in columns):
+        columns = [[column[row] for row in columns[0]] for column in columns]
+    if not all(isinstance(column, list) for column in columns):
+        yield 0, tree
+        return
+    if len({len(column) for column in columns}) > 1:
+        sizes = ", ".join(f"{name[:60]} {len(column):,}" for name, column in itertools.islice(tree.items(), 10))
+        raise UserError(f"{path} has columns of different lengths, so that no row is certain: {sizes}.")
+    yield from enumerate(dict(zip(tree, row, strict=True)) for row in zip(*columns, strict=True))
 
 
 def separated_values(
@@ -82,7 +115,7 @@ def separated_values(
     delimiter: str,
     quotes: bool = True,
     header: Sequence[str] = (),
-    needed: Sequence[str] = (),
+    needed: Collection[str] = (),
     identifies: tuple[str, Callable[[str], bool]] | None = None,
 ) -> tuple[list[str], Rows]:
     """The names of the columns of a CSV or TSV file, and its rows.
@@ -101,72 +134,42 @@ def separated_values(
     first = [name.strip() for name in next(csv.reader(first_lines(path), **form), [])]
     has_names = not header or (bool(needed) and set(needed) <= set(first))
     names = first if has_names else list(header)
-    return names, _separated(path, form, names, has_names=has_names, identifies=identifies)
+
+    def rows() -> Rows:
+        lines: list[str] = []
+        with open_text(path) as file:
+            reader = csv.reader((lines.append(line) or line for line in file), **form)  # type: ignore[func-returns-value]
+            if has_names:
+                next(reader, None)
+            while True:
+                number, fields, problem = reader.line_num + 1, list[str](), ""
+                lines.clear()
+                try:
+                    fields = next(reader)
+                except StopIteration:
+                    return
+                except csv.Error as error:
+                    problem = str(error)
+                if identifies and len(lines) > 1 and _values_in(lines, names, delimiter, *identifies) > 1:
+                    raise UserError(
+                        f"{path}: a quote is not closed in the row that begins at line {number:,}, which would swallow "
+                        f"{len(lines) - 1:,} lines. Close it, double the quotes inside values, or give the table in a "
+                        "form that needs no quotes: JSONL or parquet."
+                    )
+                if fields and len(fields) != len(names):
+                    problem = f"{len(fields)} fields instead of {len(names)}"
+                if problem or fields:
+                    yield number, problem or dict(zip(names, fields, strict=True))
+
+    return names, rows()
 
 
-def _separated(
-    path: Path,
-    form: Any,
-    names: list[str],
-    *,
-    has_names: bool,
-    identifies: tuple[str, Callable[[str], bool]] | None,
-) -> Rows:
-    lines: list[str] = []
-
-    def remembered(file: TextIO) -> Iterator[str]:
-        for line in file:
-            lines.append(line)
-            yield line
-
-    with open_text(path) as file:
-        reader = csv.reader(remembered(file), **form)
-        if has_names:
-            next(reader, None)
-        while True:
-            number = reader.line_num + 1
-            lines.clear()
-            fields, problem = list[str](), ""
-            try:
-                fields = next(reader)
-            except StopIteration:
-                return
-            except csv.Error as error:
-                problem = str(error)
-            if identifies is not None and len(lines) > 1:
-                place = names.index(identifies[0])
-                # From both ends, because quotes are not regarded.
-                _check_quotes(path, lines, number, form["delimiter"], (place, place - len(names)), identifies[1])
-            if fields and len(fields) != len(names):
-                problem = f"{len(fields)} fields instead of {len(names)}"
-            if problem:
-                yield number, problem
-            elif fields:
-                yield number, dict(zip(names, fields, strict=True))
-
-
-def _check_quotes(
-    path: Path,
-    lines: Sequence[str],
-    number: int,
-    delimiter: str,
-    places: Sequence[int],
-    is_value: Callable[[str], bool],
-) -> None:
-    count = 0
+def _values_in(lines: list[str], names: list[str], delimiter: str, column: str, is_value: Callable[[str], bool]) -> int:
+    """How many lines would have a value in the column if quotes meant nothing, counted from either end."""
+    places, count = (names.index(column), names.index(column) - len(names)), 0
     for line in lines:
         fields = line.strip("\r\n").split(delimiter)
-        at = [i for i in places if -len(fields) <= i < len(fields)] if len(fields) > 1 else []
-        count += any(is_value(fields[i].strip().strip('"')) for i in at)  # a line of one field may be part of a text
-    if count > 1:
-        raise UserError(
-            f"{path}: a quote is not closed in the row that begins at line {number:,}, which would swallow "
-            f"{len(lines) - 1:,} lines. Close it, double the quotes inside values, or give the table in a form that "
-            "needs no quotes: JSONL or parquet."
-        )
-
-
-def first_lines(path: Path) -> list[str]:
-    """The first twenty lines of a text file."""
-    with open_text(path) as file:
-        return list(itertools.islice(file, 20))
+        some = [fields[i] for i in places if -len(fields) <= i < len(fields)]
+        # A line of one field may be part of a text.
+        count += len(fields) > 1 and any(is_value(field.strip().strip('"')) for field in some)
+    return count

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -67,22 +68,15 @@ RECIPES_BATCH = 256
 def command(
     source: str,
     output: Path,
-    image: str | None,
-    caption: tuple[str, ...],
-    caption_template: tuple[str, ...],
     captions: str,
-    images: Path | None,
     header: str | None,
-    split: str | None,
-    subset: str | None,
-    revision: str | None,
-    allow_outside: bool,
     background: str,
     size: int | None,
     quality: int,
     raw: bool,
     shard_size: int | None,
     processes: int | None,
+    **named: Any,
 ) -> None:
     """Convert SOURCE to shards with a manifest; then train with data.sources=OUTPUT.
 
@@ -98,18 +92,9 @@ def command(
     from pipeline.pictures.image_error import UNSUPPORTED
     from pipeline.pictures.pixels import colour_of
 
-    options = SourceOptions(
-        image=image,
-        caption=caption,
-        caption_template=caption_template,
-        captions="one" if captions == "one" else None,
-        images=images,
-        header=tuple(name.strip() for name in header.split(",")) if header else (),
-        split=split,
-        subset=subset,
-        revision=revision,
-        allow_outside=allow_outside,
-    )
+    columns = tuple(name.strip() for name in header.split(",")) if header else ()
+    # The other options have the names of its fields.
+    options = SourceOptions(captions="one" if captions == "one" else None, header=columns, **named)
     try:
         colour = colour_of(background)
     except ValueError as error:
@@ -142,9 +127,9 @@ def command(
     click.echo(f"  to look at them: neuclip report {shlex.quote(str(output))}")
     _show_counts(manifest.facts["counts"], manifest.n)
     field = ""
-    if outcome.several_captions:
+    if several := manifest.facts["counts"]["several_captions"]:
         field = " data.caption=json:captions"
-        click.echo(f"Samples with several captions: {outcome.several_captions:,}; one of them is drawn each time.")
+        click.echo(f"Samples with several captions: {several:,}; one of them is drawn each time.")
     recipe = "own" if manifest.n >= FROM_SCRATCH else "finetune"
     source = shlex.quote(f"data.sources={output}")
     click.echo(f"Train with: neuclip train --recipe {recipe} {source}{field}{small_batch(manifest.n)} output=runs/mine")

@@ -52,8 +52,10 @@ def convert_all(source: Path | str, output: Path, *, image: ImageOptions | None 
 
 
 def make(source: Path | str, output: Path, **options: Any) -> Conversion:
-    """Convert with `image` as the name of the image column."""
-    return make_shards(PairsConfig(str(source), output, options=options_of(**options), shard_size=4))
+    """Convert with `image` as the name of the image column; a list as `notes` gets the notes."""
+    notes = options.pop("notes", [])
+    config = PairsConfig(str(source), output, options=options_of(**options), shard_size=4)
+    return make_shards(config, on_note=notes.append)
 
 
 def stored(output: Path) -> list[tuple[bytes, str, dict[str, Any]]]:

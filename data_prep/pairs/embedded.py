@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,16 +13,8 @@ import pyarrow.parquet as pq
 from pyarrow.dataset import ParquetFragmentScanOptions
 
 from data_prep.pairs.listing import PairRow, PairSource
-from data_prep.pairs.pair import (
-    MISSING_FILE,
-    NOT_UTF8,
-    SourceOptions,
-    captions_in_first,
-    choose_columns,
-    not_utf8,
-    path_of,
-    read_image,
-)
+from data_prep.pairs.pair import NOT_UTF8, SourceOptions, choose_columns, not_utf8, read_image
+from data_prep.pairs.pair_tables import Columns
 from pipeline.errors import UserError, in_a_line
 
 _BATCH = 64  # rows with images in memory at a time
@@ -68,45 +59,24 @@ def _checked(table: Any, name: str) -> Any:
     return table
 
 
-def _row(table: Any, index: int) -> Mapping[str, Any] | str:
-    """A row; or why a text in it is not UTF-8."""
-    try:
-        return table.slice(index, 1).to_pylist()[0]
-    except UnicodeDecodeError as error:
-        return not_utf8(error)
-
-
-def _source(
-    about: Mapping[str, Any], root: Path, sets: list[tuple[str, Path, Any]], columns: tuple[str, tuple[str, ...]],
-    options: SourceOptions,
-) -> PairSource:  # fmt: skip
-    """The rows of data sets: each has a name for messages, and a folder that paths in it start from."""
-    image, captions = columns
+def _source(about: Mapping[str, Any], columns: Columns, sets: list[tuple[str, Path, Any]]) -> PairSource:
+    """The rows of data sets, each with a name for messages, and the folder that paths in it start from."""
 
     def rows() -> Iterator[PairRow]:
         for number, (shown, folder, data) in enumerate(sets):
+            here = replace(columns, folder=folder)
             for first in range(0, len(data), _BATCH):
                 table = _checked(data.with_format("arrow")[first : first + _BATCH], shown)
                 for index in range(len(table)):
-                    place, row = f"{shown} row {first + index}", _row(table, index)
-                    if isinstance(row, str):
-                        yield PairRow(place, problem=NOT_UTF8, detail=row)
-                        continue
-                    value, texts = row[image], captions_in_first(row, captions)
-                    if isinstance(value, Mapping):
-                        value = value.get("bytes") or value.get("path")
-                    if isinstance(value, bytes | bytearray):
-                        digest = hashlib.blake2b(value, digest_size=16).hexdigest()
-                        yield PairRow(place, digest, texts, at=(number, first + index))
-                    elif isinstance(value, str) and value:
-                        yield PairRow(place, path_of(folder, value, options, where=shown), texts)
-                    else:
-                        yield PairRow(place, problem=MISSING_FILE, detail="no image in this row")
+                    place, at = f"{shown} row {first + index}", (number, first + index)
+                    try:
+                        yield here.row(place, table.slice(index, 1).to_pylist()[0], at)
+                    except UnicodeDecodeError as error:
+                        yield PairRow(place, problem=NOT_UTF8, detail=not_utf8(error))
 
     files = tuple(tuple(file["filename"] for file in data.cache_files) for _, _, data in sets)
-    notes = (f"images: {image}; captions: {', else '.join(captions)}",)
-    about = {**about, "image": image, "caption": list(captions)}
-    return PairSource(about, rows(), root, EmbeddedImages(files, image), notes=notes)
+    about = {**about, "image": columns.image, "caption": list(columns.captions)}
+    return PairSource(about, rows(), columns.folder, EmbeddedImages(files, columns.image), notes=(columns.note,))
 
 
 def open_parquet(path: Path, files: list[Path], options: SourceOptions, cache: Path) -> PairSource:
@@ -138,7 +108,7 @@ def open_parquet(path: Path, files: list[Path], options: SourceOptions, cache: P
         except Exception as error:  # `datasets` wraps those of pyarrow
             raise UserError(f"{file} is damaged ({in_a_line(error.__cause__ or error)}): fetch it again.") from error
         sets.append((file.relative_to(root).as_posix(), file.parent, data))
-    return _source({"kind": "parquet"}, root, sets, (image, captions), options)
+    return _source({"kind": "parquet"}, Columns(image, captions, root, options), sets)
 
 
 def columns_of(file: Path, options: SourceOptions) -> tuple[str, tuple[str, ...]]:
@@ -186,9 +156,9 @@ def open_dataset(name: str, options: SourceOptions) -> PairSource:
     shown = Path(name).name if Path(name).exists() else name
     about = {"kind": "datasets", "name": shown, "split": options.split, "subset": options.subset,
              "revision": options.revision}  # fmt: skip
-    sets = [(shown, Path(name), data.select_columns([image, *captions]))]
+    columns = Columns(image, captions, Path(name), options)
     about = {key: value for key, value in about.items() if value}
-    return _source(about, Path(name), sets, (image, captions), options)
+    return _source(about, columns, [(shown, Path(name), data.select_columns([image, *captions]))])
 
 
 def _load(name: str, options: SourceOptions) -> Any:

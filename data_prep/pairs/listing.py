@@ -93,9 +93,9 @@ class Listing:
         distinct = len(np.unique(np.frombuffer(texts, np.int64))) if texts else 0
         return {"captions": len(texts), "distinct_captions": distinct, "long_captions": long}
 
-    def read(self, start: int, stop: int) -> Iterator[PairRow]:
-        """The rows `[start, stop)`."""
-        return _rows(_opened(self.path).select(range(start, stop)))
+    def read(self, numbers: range) -> Iterator[PairRow]:
+        """The rows with these numbers."""
+        return _rows(_opened(self.path).select(numbers))
 
 
 def write_listing(path: Path, source: PairSource, *, lists: bool) -> Listing:
@@ -143,11 +143,15 @@ def _store(path: Path, rows: Iterable[PairRow], *, group: bool) -> None:
 
 def _identity(row: PairRow) -> bytes:
     """What rows of the same image have in common: a file has one, whatever names and links lead to it."""
-    try:
-        about = None if row.at else os.stat(row.image)
-    except (OSError, ValueError):  # missing, or its name cannot be one
-        about = None
+    about = None if row.at else _stat(row.image)
     return b"%d %d" % (about.st_dev, about.st_ino) if about else os.fsencode(row.image)
+
+
+def _stat(image: str) -> os.stat_result | None:
+    try:
+        return os.stat(image)
+    except (OSError, ValueError):  # missing, too long, with a zero byte: counted when it is read
+        return None
 
 
 def _digest(text: bytes) -> int:
@@ -183,26 +187,19 @@ def _checked(row: PairRow, *, lists: bool) -> PairRow:
 
 def _listing(path: Path, root: Path, *, merged: int) -> Listing:
     digest, stamp = hashlib.sha256(), hashlib.sha256()
-    prefix, seen = os.path.join(root, ""), ("", "")
+    prefix, last, about = os.path.join(root, ""), "", None
     rows = _opened(path)
     for row in _rows(rows):
         image = row.image.removeprefix(prefix)
         if row.at and os.path.isabs(image):  # a tar that was unpacked into the output
             image = ""
         digest.update(repr((row.place, image, row.captions, row.problem, row.detail, row.at)).encode(errors="replace"))
-        if row.image != seen[0]:
-            seen = row.image, _stat(row.image)
-        stamp.update(seen[1].encode())
+        if row.image != last:
+            last, about = row.image, _stat(row.image)
+        if about:
+            stamp.update(b"%d %d " % (about.st_size, about.st_mtime_ns))
     stamp.update(digest.digest())
     return Listing(path, len(rows), digest.hexdigest(), stamp.hexdigest(), merged)
-
-
-def _stat(image: str) -> str:
-    try:
-        about = os.stat(image)
-    except (OSError, ValueError):  # missing, too long, with a zero byte: counted when it is read
-        return ""
-    return f"{about.st_size} {about.st_mtime_ns} "
 
 
 def is_long(text: str) -> bool:

@@ -75,10 +75,6 @@ class Conversion:
     """The result of a conversion."""
 
     manifest: Manifest
-    notes: tuple[str, ...]
-    """How the source was read."""
-    several_captions: int
-    """Samples with more than one caption."""
     dropped: tuple[tuple[str, str, str], ...]
     """Place, reason and detail of the first few rows of each reason that gave no sample."""
     converted: int
@@ -106,7 +102,6 @@ def make_shards(
     _check_output(config, folder)
     with folder.made(), exclusive_lock(folder), _scratch(folder.plan / "work") as work:
         folder.check_tars(folder.finished())
-        _check_plan(config, folder)
         source = open_source(config.source, config.options, work)
         for note in source.notes:
             on_note(note)
@@ -119,13 +114,13 @@ def make_shards(
         plan = hashlib.sha256(repr(about).encode()).hexdigest()
         missing = sorted(set(range(-(-listing.rows // shard_size))) - set(folder.finished()))
         job = _Job(source.read, listing, folder, plan, shard_size, config.image)
-        converted = sum(job.rows_of(shard) for shard in missing)
+        converted = sum(len(job.rows_of(shard)) for shard in missing)
         done = listing.rows - converted
         on_rows(done, listing.rows)
         for rows in _convert_all(job, missing, config.processes):
             done += rows
             on_rows(done, listing.rows)
-        return _finish(config, folder, source, listing, plan, converted)
+        return Conversion(*_finish(config, folder, source, listing), converted)
 
 
 @contextmanager
@@ -156,8 +151,8 @@ def _check_output(config: PairsConfig, folder: Folder) -> None:
             raise UserError(f"{root} is not empty and was not made by `neuclip pairs`: name another folder.")
 
 
-def _check_plan(config: PairsConfig, folder: Folder, listing: Listing | None = None) -> None:
-    """Compare settings and, once they are listed, rows with those that the folder was begun with, or note them.
+def _check_plan(config: PairsConfig, folder: Folder, listing: Listing) -> None:
+    """Compare settings and rows with those that the folder was begun with, or write them down.
 
     Raises:
         UserError: They differ, or there are no rows.
@@ -166,12 +161,11 @@ def _check_plan(config: PairsConfig, folder: Folder, listing: Listing | None = N
     where = config.source if is_hub(config.source) else str(Path(config.source).resolve())
     settings = json.loads(json.dumps({"source": where, **asdict(config.options), **asdict(config.image),
                                       "shard_size": config.shard_size}, default=str))  # fmt: skip
-    if listing is not None and not listing.rows:
+    if not listing.rows:
         raise UserError(f"{config.source} has no rows: there is nothing to convert.")
     if not path.is_file():
-        if listing is not None:
-            tree = {"settings": settings, "rows": listing.rows, "stamp": listing.stamp}
-            write_text(path, stored_text(tree), durable=True)
+        tree = {"settings": settings, "rows": listing.rows, "stamp": listing.stamp}
+        write_text(path, stored_text(tree), durable=True)
         return
     tree = read_tree(path)
     if tree.keys() != {"settings", "rows", "stamp"}:
@@ -181,7 +175,7 @@ def _check_plan(config: PairsConfig, folder: Folder, listing: Listing | None = N
             f"{folder.root} holds the shards of another source or other settings ({'; '.join(different)}): name "
             "another output folder, or give the former settings to continue."
         )
-    if listing is not None and tree["stamp"] != listing.stamp:
+    if tree["stamp"] != listing.stamp:
         raise UserError(
             f"{config.source} has changed since {folder.root} was begun: it had {tree['rows']:,} rows and has "
             f"{listing.rows:,}, or images or captions are others. Delete {folder.root} to convert it anew, or name "
@@ -200,16 +194,15 @@ class _Job:
     shard_size: int
     image: ImageOptions
 
-    def rows_of(self, shard: int) -> int:
-        """Number of rows of a shard."""
-        return min(self.shard_size, self.listing.rows - shard * self.shard_size)
+    def rows_of(self, shard: int) -> range:
+        """The rows of a shard."""
+        return range(self.listing.rows)[shard * self.shard_size :][: self.shard_size]
 
 
 def _convert_all(job: _Job, shards: list[int], processes: int) -> Iterator[int]:
     """Write the shards; yields the number of rows of each as it is finished."""
     if processes == 1 or len(shards) <= 1:
-        for shard in shards:
-            yield write_shard(job, shard)
+        yield from (write_shard(job, shard) for shard in shards)
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(processes, len(shards)), mp_context=context) as pool:
@@ -228,13 +221,13 @@ def write_shard(job: _Job, shard: int) -> int:
     """
     from webdataset import TarWriter  # which imports torch
 
-    folder, start = job.folder, shard * job.shard_size
+    folder, numbers = job.folder, job.rows_of(shard)
     rows: list[dict[str, Any]] = []
     removed = folder.removed_names()
     with engine_lock(folder), Commit(folder.root, folder.commit(shard)) as commit:
         with commit.new(folder.tar(shard)).open("wb") as file:
             with TarWriter(file, user="", group="", mode=0o644, mtime=0, encoder=False, compress=False) as tar:
-                for number, pair in enumerate(job.listing.read(start, start + job.rows_of(shard)), start=start):
+                for number, pair in zip(numbers, job.listing.read(numbers), strict=True):
                     row, parts = _sample(number, pair, job)
                     if removed and parts and names_of_sample(tar_name(shard), row["key"], parts) & removed:
                         row, parts = {**row, "status": "failed", "reason": REMOVED}, {}
@@ -273,30 +266,25 @@ def _sample(number: int, pair: PairRow, job: _Job) -> tuple[dict[str, Any], dict
 
 
 def _finish(
-    config: PairsConfig, folder: Folder, source: PairSource, listing: Listing, plan: str, converted: int
-) -> Conversion:
-    """Write the list of dropped rows and the manifest.
+    config: PairsConfig, folder: Folder, source: PairSource, listing: Listing
+) -> tuple[Manifest, tuple[tuple[str, str, str], ...]]:
+    """Write the list of dropped rows and the manifest; returns it, and the first few rows of each reason.
 
     Raises:
         UserError: No sample is left to train on.
     """
     records = [folder.read_record(shard) for shard in folder.finished()]
-    if foreign := [record.shard for record in records if record.plan != plan]:
-        raise UserError(
-            f"Shards {foreign[:5]} in {folder.root} were made from other rows: the source has changed since. Name "
-            "another output folder."
-        )
     shown: list[tuple[str, str, str]] = []
-    several, flags, lost = 0, Counter[str](), set[int]()
+    counts, lost = Counter[str](several_captions=0, **dict.fromkeys(_FLAGS, 0)), set[int]()
     path = folder.root / DROPPED_NAME
     with replacing(path) as temporary, temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
         file.write("place\treason\tdetail\n")
         for record in records:
             columns = ["row", "place", "reason", "error", "captions", *_FLAGS]
             for row in read_meta(folder, record.shard, columns).to_pylist():
-                several += (row["captions"] or 0) > 1
+                counts["several_captions"] += (row["captions"] or 0) > 1
                 if row["reason"] in (None, REMOVED):  # counts are those of the conversion, as after `remove`
-                    flags.update(name for name in _FLAGS if row[name])
+                    counts.update(name for name in _FLAGS if row[name])
                 else:
                     lost.add(row["row"])
                 if row["reason"]:
@@ -308,24 +296,17 @@ def _finish(
     failures = dict(total_failures(records))
     entries = entries_of(records)
     if not entries:
-        raise UserError(
-            f"None of the {listing.rows:,} rows of {config.source} gave a sample: {_most(failures, shown)}."
-        )
-    image = {key: value for key, value in asdict(config.image).items() if value is not None}
-    tools = {name: version_of(name) for name in _TOOLS}
-    counts = {**listing.counts(lost), "several_captions": several, **{name: flags[name] for name in _FLAGS}}
-    facts = {"made by": "neuclip pairs", "source": {**source.about, "digest": listing.digest}, "image": image,
-             "tools": tools, "counts": counts}  # fmt: skip
+        first = {reason: f"{place} {detail}".rstrip() for place, reason, detail in reversed(shown)}
+        why = (f"{count:,} row{'s' * (count != 1)}: {reason} (first: {first[reason]})"
+               for reason, count in sorted(failures.items()))  # fmt: skip
+        raise UserError(f"None of the {listing.rows:,} rows of {config.source} gave a sample: {'; '.join(why)}.")
+    facts = {
+        "made by": "neuclip pairs",
+        "source": {**source.about, "digest": listing.digest},
+        "image": {key: value for key, value in asdict(config.image).items() if value is not None},
+        "tools": {name: version_of(name) for name in _TOOLS},
+        "counts": {**listing.counts(lost), **counts},
+    }
     manifest = make_manifest(entries, root=folder.root, failures=failures, facts=facts)
     manifest.save(folder.root)
-    return Conversion(manifest, source.notes, several, tuple(shown), converted)
-
-
-def _most(failures: dict[str, int], shown: list[tuple[str, str, str]]) -> str:
-    parts = []
-    for reason, count in sorted(failures.items()):
-        place, detail = next(((place, detail) for place, name, detail in shown if name == reason), ("", ""))
-        parts.append(
-            f"{count:,} row{'' if count == 1 else 's'}: {reason} (first: {' '.join(filter(None, (place, detail)))})"
-        )
-    return "; ".join(parts)
+    return manifest, tuple(shown)

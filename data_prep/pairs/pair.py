@@ -25,19 +25,8 @@ from data_prep.fetching.served_image import check_image, extension
 from data_prep.reasons import FetchError
 from pipeline.config import suggest
 from pipeline.errors import UserError
+from pipeline.pictures import pixels
 from pipeline.pictures.image_error import ImageError
-from pipeline.pictures.pixels import (
-    WHITE,
-    Colour,
-    is_single_colour,
-    load,
-    open_image,
-    orientation,
-    read_file,
-    to_rgb,
-    transparent_layer,
-    upright,
-)
 
 IMAGE_NAMES = (
     "image", "image_path", "image_file", "image_name", "filepath", "file_path", "file_name", "filename", "path", "file",
@@ -234,7 +223,7 @@ class ImageOptions:
     """Quality of re-encoded JPEGs."""
     raw: bool = False
     """Store every image decoded, as a binary PPM."""
-    background: Colour = WHITE
+    background: pixels.Colour = pixels.WHITE
     """Colour behind transparent pixels."""
     max_pixels: int = 178_956_970
     """Larger images are dropped (decompression bombs)."""
@@ -263,7 +252,7 @@ def read_image(row: Any) -> bytes:
     shown = row.image if len(row.image) <= 200 else f"...{row.image[-197:]}"
     try:
         if not row.at:
-            return read_file(row.image)
+            return pixels.read_file(row.image)
         offset, size = row.at
         with open(row.image, "rb") as file:
             file.seek(offset)
@@ -287,7 +276,7 @@ def convert(body: bytes, options: ImageOptions) -> StoredImage:
     """
     check_image(body, content_type="", max_pixels=options.max_pixels)
     try:
-        with warnings.catch_warnings(action="ignore"), open_image(body) as image:
+        with warnings.catch_warnings(action="ignore"), pixels.open_image(body) as image:
             return _store(image, body, options)
     except ImageError as error:
         raise FetchError(error.reason, error.detail) from error
@@ -295,18 +284,18 @@ def convert(body: bytes, options: ImageOptions) -> StoredImage:
 
 def _store(image: Image.Image, body: bytes, options: ImageOptions) -> StoredImage:
     kind, size = image.format, options.size or min(image.size)
-    turned = orientation(image, body)
+    turned = pixels.orientation(image, body)
     shrinks = min(image.size) > size
-    load(image, body)
-    transparent = transparent_layer(image) is not None
+    pixels.load(image, body)
+    transparent = pixels.transparent_layer(image) is not None
     if not shrinks and turned == 1 and kind in _STORED and not options.raw and not transparent:
-        plain = is_single_colour(image)
+        plain = pixels.is_single_colour(image)
         return StoredImage(extension(body, str(kind).lower()), body, *image.size, plain=plain)
-    picture = upright(to_rgb(image, options.background), turned)
+    picture = pixels.upright(pixels.to_rgb(image, options.background), turned)
     if shrinks:
         scale = size / min(picture.size)
         width, height = (max(size, round(side * scale)) for side in picture.size)
         picture = picture.resize((width, height), Image.Resampling.BICUBIC, reducing_gap=3.0)
     buffer, suffix = io.BytesIO(), "ppm" if options.raw else "jpg"
     picture.save(buffer, "PPM" if options.raw else "JPEG", quality=options.quality)
-    return StoredImage(suffix, buffer.getvalue(), *picture.size, transparent, is_single_colour(picture))
+    return StoredImage(suffix, buffer.getvalue(), *picture.size, transparent, pixels.is_single_colour(picture))

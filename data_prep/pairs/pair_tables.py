@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import hashlib
 import itertools
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,39 @@ Read = Iterator[tuple[str, Mapping[str, Any] | PairRow]]
 """Place and row; an unreadable row is a `PairRow` with its problem."""
 
 
+@dataclass(frozen=True)
+class Columns:
+    """The columns of a table, and the folder that paths in it start from."""
+
+    image: str
+    captions: tuple[str, ...]
+    folder: Path
+    options: SourceOptions
+
+    @property
+    def note(self) -> str:
+        """How the table is read, for the user."""
+        return f"images: {self.image}; captions: {', else '.join(self.captions)}"
+
+    def row(self, place: str, values: Mapping[str, Any], at: tuple[int, ...] = ()) -> PairRow:
+        """A row as listed; `at` says where it is if it holds the image itself.
+
+        Raises:
+            UserError: It names an image outside of the folder, which is not allowed, or a URL.
+        """
+        value, texts = values.get(self.image), captions_in_first(values, self.captions)
+        if isinstance(value, Mapping):
+            value = value.get("bytes") or value.get("path")
+        if at and isinstance(value, bytes | bytearray):
+            return PairRow(place, hashlib.blake2b(value, digest_size=16).hexdigest(), texts, at=at)
+        if isinstance(value, str) and value.strip():
+            name = _file_name(self.folder, value.strip())
+            return PairRow(place, path_of(self.folder, name, self.options, where=place), texts)
+        if at:
+            return PairRow(place, problem=MISSING_FILE, detail="no image in this row")
+        return PairRow(place, problem=MALFORMED_ROW, detail=f"no image path in {self.image!r}")
+
+
 def open_table(path: Path, options: SourceOptions) -> PairSource:
     """Read the head of a table to find its columns, and where its images are.
 
@@ -53,23 +88,16 @@ def open_table(path: Path, options: SourceOptions) -> PairSource:
     names = [row[image].strip() for row in head if isinstance(row.get(image), str)]
     if names and sum(bool(URL.match(name)) for name in names) > len(names) / 2:
         raise UserError(has_urls(str(path), image))
-    note = f"images: {image}; captions: {', else '.join(captions)}"
+    columns = Columns(image, captions, _folder_of(path, names, image, options), options)
+    note = columns.note
     if splits := head[0].get(_SPLITS):
         note += f"; split {options.split or 'train'} of {splits} (--split a,b chooses others)"
-    folder = _folder_of(path, names, image, options)
-
-    def rows() -> Iterator[PairRow]:
-        for place, row in _read(path, options, images=(image, folder)):
-            if isinstance(row, PairRow):
-                yield row
-            elif isinstance(name := row.get(image), str) and name.strip():
-                name = path_of(folder, _file_name(folder, name.strip()), options, where=place)
-                yield PairRow(place, name, captions_in_first(row, captions))
-            else:
-                yield PairRow(place, problem=MALFORMED_ROW, detail=f"no image path in {image!r}")
-
+    rows = (
+        row if isinstance(row, PairRow) else columns.row(place, row)
+        for place, row in _read(path, options, images=(image, columns.folder))
+    )
     about = {"kind": "table", "image": image, "caption": list(captions)}
-    return PairSource(about, rows(), folder, read_image, notes=(note,))
+    return PairSource(about, rows, columns.folder, read_image, notes=(note,))
 
 
 def find_columns(path: Path, options: SourceOptions) -> tuple[list[Mapping[str, Any]], str, tuple[str, ...]]:

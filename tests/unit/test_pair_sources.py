@@ -98,7 +98,7 @@ def test_jsonl_with_several_captions(table, tmp_path):
     lines = [json.dumps({"image": f"images/{n:03d}.jpg", "captions": [f"picture {n}", f"no. {n}"]}) for n in range(10)]
     path.write_text("\n".join([*lines, "{broken", "[1]", '{"image": 3, "captions": "x"}']))
     outcome = make(path, tmp_path / "out")
-    assert (outcome.manifest.n, outcome.several_captions) == (10, 10)
+    assert (outcome.manifest.n, outcome.manifest.facts["counts"]["several_captions"]) == (10, 10)
     assert stored(tmp_path / "out")[7][2]["captions"] == ["picture 7", "no. 7"]
     assert [(place, reason) for place, reason, _ in dropped(tmp_path / "out")] == [
         ("pairs.jsonl:11", "malformed row"), ("pairs.jsonl:12", "malformed row"), ("pairs.jsonl:13", "malformed row"),
@@ -123,7 +123,7 @@ def test_coco(tmp_path):
     path = tmp_path / "coco" / "annotations" / "captions_train2017.json"
     path.write_text(json.dumps({"images": images, "annotations": [*notes, {"image_id": 7, "caption": "lost"}]}))
     outcome = convert_all(path, tmp_path / "out")
-    assert (outcome.manifest.n, outcome.several_captions) == (9, 9)
+    assert (outcome.manifest.n, outcome.manifest.facts["counts"]["several_captions"]) == (9, 9)
     assert dict(outcome.manifest.failures) == {"no caption": 1, "image file missing": 1}
     path.write_text(json.dumps({"images": [*images, {"id": 103, "file_name": names[9]}], "annotations": notes}))
     assert make(path, tmp_path / "twice").manifest.failures == {"no caption": 1, "malformed row": 2}
@@ -170,7 +170,7 @@ def test_a_folder_of_parquet_files_with_lists_of_captions(tmp_path):
         columns = {"jpg": [picture(n) for n in numbers], "texts": [[f"picture {n}", "", "more"] for n in numbers]}
         pq.write_table(pa.table(columns), tmp_path / "in" / f"{part}.parquet", row_group_size=4)
     outcome = convert_all(tmp_path / "in", tmp_path / "out", shard_size=3)
-    assert (outcome.manifest.n, outcome.several_captions) == (10, 10)
+    assert (outcome.manifest.n, outcome.manifest.facts["counts"]["several_captions"]) == (10, 10)
     assert [text for _, text, _ in stored(tmp_path / "out")] == [f"picture {n}" for n in range(10)]
     pq.write_table(pa.table({"other": [1]}), tmp_path / "in" / "c.parquet")
     with pytest.raises(UserError, match=r"c.parquet lacks columns of .*a.parquet: jpg, texts"):

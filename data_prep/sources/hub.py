@@ -10,6 +10,7 @@ from typing import Any
 from pyarrow.dataset import ParquetFragmentScanOptions
 
 from data_prep.settings.source_config import SourceConfig
+from data_prep.sources.text_columns import need_columns
 from pipeline.errors import UserError, in_a_line
 
 _COMMIT = re.compile(r"^[0-9a-f]{40}$")
@@ -40,10 +41,10 @@ def pin(source: SourceConfig) -> SourceConfig:
 
 
 def read(source: SourceConfig, columns: list[str], batch_rows: int) -> Iterator[Any]:
-    """Read the data set's rows in order as pyarrow Tables with at least these columns.
+    """Read the data set's rows in order as pyarrow Tables with these columns.
 
     Raises:
-        UserError: The data set cannot be read.
+        UserError: The data set cannot be read, or lacks a column.
     """
     import datasets
 
@@ -61,7 +62,11 @@ def read(source: SourceConfig, columns: list[str], batch_rows: int) -> Iterator[
             streaming=True,
             **options,
         )
-        yield from rows.with_format("arrow").iter(batch_size=batch_rows)
+        for table in rows.with_format("arrow").iter(batch_size=batch_rows):
+            need_columns(columns, table.column_names, str(source.hub))
+            yield table.select(columns)
+    except UserError:
+        raise
     except Exception as error:  # `datasets` and its dependencies raise many exception types
         raise _unreachable(source, error) from error
 

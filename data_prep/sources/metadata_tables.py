@@ -44,10 +44,11 @@ def files_of(source: SourceConfig) -> list[Path]:
     if not path.is_dir():
         raise UserError(f"source.table = {str(path)!r} is neither a file nor a folder. Give the table's path.")
     wanted = [s for kind, some in _SUFFIXES.items() if source.format in ("auto", kind) for s in some]
-    every = sorted(p for p in path.rglob("*") if p.is_file() and _suffix(p) in wanted and not _is_hidden(p, path))
-    found = [p for p in every if fnmatch(str(p.relative_to(path)), source.files or "*")]
+    every = {p: str(p.relative_to(path)) for p in sorted(path.rglob("*")) if p.is_file() and _suffix(p) in wanted}
+    every = {p: name for p, name in every.items() if not f"/{name}".count("/.")}  # `.ipynb_checkpoints`, `._a.parquet`
+    found = [p for p, name in every.items() if fnmatch(name, source.files or "*")]
     if not found and source.name in SOURCES and source.files == SOURCES[source.name].settings.get("files"):
-        found = every
+        found = list(every)
     if not found:
         named = f" and matches {source.files}" if source.files else ""
         raise UserError(f"source.table = {str(path)!r} holds no file that ends in {', '.join(wanted)}{named}.")
@@ -77,9 +78,10 @@ def read(source: SourceConfig, *, on_skipped: Callable[[int], None] = lambda row
     Raises:
         UserError: A column is missing or of an unfit type, or a file cannot be read as its format.
     """
-    kinds: dict[str, Any] = {}
     if source.table is None:
-        batches = _from_hub(source)
+        kinds: dict[str, Any] = {}
+        tables = hub.read(source, columns_of(source), BATCH_ROWS)
+        batches = ((str(source.hub), batch) for table in tables for batch in table.to_batches())
     else:
         files = files_of(source)
         kinds = _kept_kinds(files, source)
@@ -94,20 +96,13 @@ def read(source: SourceConfig, *, on_skipped: Callable[[int], None] = lambda row
         yield clean
 
 
-def _from_hub(source: SourceConfig) -> Iterator[tuple[str, Any]]:
-    for table in hub.read(source, columns_of(source), BATCH_ROWS):
-        need_columns(columns_of(source), table.schema.names, str(source.hub))
-        yield from ((str(source.hub), batch) for batch in table.select(columns_of(source)).to_batches())
-
-
 def count_known(source: SourceConfig) -> int | None:
     """The number of rows if it is known without reading the table (local parquet), else None."""
     if source.table is None:
         return None
     paths = files_of(source)
-    if any(format_of(path, source) != "parquet" for path in paths):
-        return None
-    return sum(_open_parquet(path).metadata.num_rows for path in paths)
+    is_known = all(format_of(path, source) == "parquet" for path in paths)
+    return sum(_open_parquet(path).metadata.num_rows for path in paths) if is_known else None
 
 
 def _open_parquet(path: Path) -> Any:
@@ -162,11 +157,6 @@ def check_files(source: SourceConfig) -> None:
             )
 
 
-def _is_hidden(path: Path, root: Path) -> bool:
-    """Whether a file is a tool's own copy, such as `.cache/...`, `.ipynb_checkpoints/...` or `._part.parquet`."""
-    return any(part.startswith(".") for part in path.relative_to(root).parts)
-
-
 def _suffix(path: Path) -> str:
     suffixes = [s for s in path.suffixes if s not in (".gz", ".zst")]
     return suffixes[-1].lower() if suffixes else ""
@@ -191,14 +181,27 @@ def _parquet(path: Path, source: SourceConfig) -> Iterator[Any]:
 
 def identity_of(source: SourceConfig) -> dict[str, dict[str, Any]]:
     """Size, date and SHA-256 of each of a local table's files, by path below the table; nothing for the hub's."""
-    if source.table is None:
-        return {}
     return {name: stamp(path) for name, path in _named(source).items()}
 
 
 def stamp(path: Path) -> dict[str, Any]:
     """Size, date and SHA-256 of a file."""
-    return {**_stat(path), "sha256": sha256_of(path)}
+    about = path.stat()
+    return {"bytes": about.st_size, "mtime_ns": about.st_mtime_ns, "sha256": sha256_of(path)}
+
+
+def is_same(path: Path, planned: Mapping[str, Any]) -> bool:
+    """Whether a file is as its `stamp` says; one of the same size and date is not read."""
+    about = path.stat()
+    is_dated = about.st_mtime_ns == planned["mtime_ns"]
+    return about.st_size == planned["bytes"] and (is_dated or sha256_of(path) == planned["sha256"])
+
+
+def _named(source: SourceConfig) -> dict[str, Path]:
+    if source.table is None:
+        return {}
+    root = Path(source.table)
+    return {path.name if root.is_file() else str(path.relative_to(root)): path for path in files_of(source)}
 
 
 def check_unchanged(source: SourceConfig, planned: Mapping[str, Mapping[str, Any]]) -> bool:
@@ -215,9 +218,8 @@ def check_unchanged(source: SourceConfig, planned: Mapping[str, Mapping[str, Any
     if not Path(source.table).exists():
         return False
     found = _named(source)
-    different = sorted(set(found) ^ set(planned)) or [
-        name for name, path in found.items() if not is_same(path, planned[name])
-    ]
+    different = sorted(set(found) ^ set(planned))
+    different = different or [name for name, path in found.items() if not is_same(path, planned[name])]
     if different:
         raise UserError(
             f"source.table = {source.table!r} has changed since its URL list was made ({', '.join(different[:5])}"
@@ -238,21 +240,3 @@ def check_rows(source: SourceConfig, found: int) -> None:
             f"The table has {found:,} rows, but {source.name} is published with {source.rows:,} (source.rows): it is "
             "incomplete or another version. Fetch it again, or set source.rows to what you mean to use."
         )
-
-
-def is_same(path: Path, planned: Mapping[str, Any]) -> bool:
-    """Whether a file is as its `stamp` says; one of the same size and date is not read."""
-    now = _stat(path)
-    if now["bytes"] != planned["bytes"]:
-        return False
-    return now["mtime_ns"] == planned["mtime_ns"] or sha256_of(path) == planned["sha256"]
-
-
-def _named(source: SourceConfig) -> dict[str, Path]:
-    root = Path(source.table or "")
-    return {path.name if root.is_file() else str(path.relative_to(root)): path for path in files_of(source)}
-
-
-def _stat(path: Path) -> dict[str, int]:
-    stat = path.stat()
-    return {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}

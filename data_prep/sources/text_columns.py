@@ -17,6 +17,12 @@ from data_prep.settings.source_config import SourceConfig
 from data_prep.sources.text_rows import Rows, json_items, json_lines, json_tree, separated_values
 from pipeline.errors import UserError
 
+URL = re.compile(r"^\s*[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+BATCH_ROWS = 32_768
+_PEEKED_ROWS = 1_000
+# More unreadable rows than this share mean that the settings are wrong, or the file is damaged.
+_ODD_SHARE = 0.1
+
 
 def normalized(batch: Any, source: SourceConfig, kinds: Mapping[str, Any], where: str) -> tuple[Any, int]:
     """A RecordBatch with its columns in fixed types, of the source and of `kinds`, by name; `where` is for messages.
@@ -117,27 +123,16 @@ def need_columns(columns: list[str], present: list[str], where: str) -> None:
     Raises:
         UserError: Some are missing, or there are several of one name.
     """
-    twice = sorted({name for name in columns if present.count(name) > 1})
-    if twice:
+    if twice := sorted({name for name in columns if present.count(name) > 1}):
         raise UserError(
             f"{where} has several columns named {', '.join(map(repr, twice))}: rename or remove all but one."
         )
-    missing = [name for name in columns if name not in present]
-    if missing:
+    if missing := [name for name in columns if name not in present]:
         raise UserError(
             f"{where} has no column {', '.join(map(repr, missing))}. Its columns are {', '.join(map(repr, present))}. "
             "Set source.url, source.caption, source.uid, source.hash or source.keep to these names, or source.header "
             "to the names of all columns if the first line is a row."
         )
-
-
-URL = re.compile(r"^\s*[a-z][a-z0-9+.-]*://", re.IGNORECASE)
-
-
-BATCH_ROWS = 32_768
-_PEEKED_ROWS = 1_000
-# More unreadable rows than this share mean that the settings are wrong, or the file is damaged.
-_ODD_SHARE = 0.1
 
 
 def text_batches(path: Path, source: SourceConfig, kind: str, on_skipped: Callable[[int], None]) -> Iterator[Any]:
@@ -184,14 +179,6 @@ def _text_rows(path: Path, source: SourceConfig, kind: str) -> Rows:
     return json_items(path, tree, keys=[source.url], values=[source.caption])
 
 
-def _batch(rows: list[dict[str, Any]], source: SourceConfig, path: Path) -> Any:
-    columns = {
-        name: _array([row.get(name) for row in rows], f"Field {name!r} of {path}", are_boxes=name == source.blur)
-        for name in columns_of(source)
-    }
-    return pa.RecordBatch.from_pydict(columns)
-
-
 def _is_utf8(value: Any) -> bool:
     try:
         (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)).encode()
@@ -200,14 +187,20 @@ def _is_utf8(value: Any) -> bool:
     return True
 
 
-def _array(values: list[Any], what: str, *, are_boxes: bool) -> Any:
-    """The pyarrow array of a field; text if it has no value.
+def _batch(rows: list[dict[str, Any]], source: SourceConfig, path: Path) -> Any:
+    """The source's columns of rows; text where a column has no value.
 
     Raises:
-        UserError: The values have no common type, or are numbers of more than 64 bits.
+        UserError: The values of a column have no common type, or are numbers of more than 64 bits.
     """
-    try:
-        array = pa.array(values, pa.list_(pa.list_(pa.float64())) if are_boxes else None)
-    except (pa.ArrowException, OverflowError) as error:
-        raise UserError(f"{what} has no single type ({error}). Store it as text in every line.") from error
-    return pa.nulls(len(values), pa.string()) if pa.types.is_null(array.type) else array
+    columns = {}
+    for name in columns_of(source):
+        kind = pa.list_(pa.list_(pa.float64())) if name == source.blur else None
+        try:
+            array = pa.array([row.get(name) for row in rows], kind)
+        except (pa.ArrowException, OverflowError) as error:
+            raise UserError(
+                f"Field {name!r} of {path} has no single type ({error}). Store it as text in every line."
+            ) from error
+        columns[name] = pa.nulls(len(rows), pa.string()) if pa.types.is_null(array.type) else array
+    return pa.RecordBatch.from_pydict(columns)

@@ -13,10 +13,7 @@ Importing this module is cheap: torch and open_clip are imported by the first us
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import sys
 from importlib import metadata
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -45,22 +42,6 @@ _PUBLIC = {
 }
 
 
-def _check_pipeline() -> None:
-    """Check that `pipeline` is this project's package.
-
-    Raises:
-        ImportError: Another module of that name, usually a file in the working folder, comes first.
-    """
-    ours = Path(__file__).resolve().parent / "pipeline" / "__init__.py"
-    loaded = sys.modules.get("pipeline")  # which need not have a spec
-    file = getattr(loaded or importlib.util.find_spec("pipeline"), "__file__" if loaded else "origin", None)
-    if file is None or Path(file).resolve() != ours:
-        raise ImportError(
-            f"neuclip needs its own package `pipeline` ({ours.parent}), but Python finds {file or 'none'} under that "
-            "name: rename your file or folder, or run your program from another folder."
-        )
-
-
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'neuclip' has no attribute {name!r}; it has {', '.join(__all__)}")
@@ -70,6 +51,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
-
-
-_check_pipeline()

@@ -18,7 +18,6 @@ from typing import Any, NoReturn
 
 import click
 
-from jobs import ROOT
 from pipeline.departed import COMMANDS as DEPARTED
 from pipeline.errors import (
     EXIT_BUG,
@@ -30,6 +29,7 @@ from pipeline.errors import (
     is_out_of_memory,
 )
 
+ROOT = Path(__file__).resolve().parents[1]
 # Group -> subcommand -> (module whose `command` it is, one line for `neuclip --help`).
 GROUPS = {
     "Data": {

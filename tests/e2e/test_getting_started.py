@@ -1,7 +1,4 @@
-"""The commands of docs/getting-started.md, run unchanged and in order, at a tiny size, and the wheel.
-
-The demo runs from the wheel, in a folder that has a `pipeline.py` of its own.
-"""
+"""The commands of docs/getting-started.md, run unchanged and in order, at a tiny size; the wheel runs the demo."""
 
 from __future__ import annotations
 
@@ -11,12 +8,13 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from tests.documents import BLOCK, ROOT, Line, blocks, lines
-from tests.launch import environment, run, wait_for
+from tests.launch import Program, environment, run, wait_for
 from tests.metrics import metrics
 from tests.towers import write_tiny
 
@@ -52,12 +50,6 @@ def installed(wheel: Path) -> Path:
     return target
 
 
-def outside(installed: Path, cwd: Path, *words: str) -> subprocess.CompletedProcess:
-    """Run a command in `cwd` with the installed wheel instead of the repository."""
-    where = {**environment(), "PYTHONPATH": str(installed)}
-    return subprocess.run(words, cwd=cwd, env=where, text=True, capture_output=True, timeout=600)
-
-
 def test_the_wheel_has_every_file_that_is_not_python(wheel):
     held = set(zipfile.ZipFile(wheel).namelist())
     expected = {
@@ -78,25 +70,26 @@ def here(word: str, tmp: Path) -> str:
     return re.sub(r"^((?:[a-z.]+=)?)(runs|hub|data/mine)(?=/|$)", rf"\1{tmp}/\2", word)
 
 
-def command(line: Line, tmp: Path, tiny: str) -> list[str]:
-    """Return the command to run for a line of the page."""
-    words = [here(word, tmp) for word in line.words]
-    program, arguments = words[0], words[1:]
-    if program == "neuclip":
-        start = [sys.executable, "-m", "jobs.cli"]
+def command(line: Line, tmp: Path, tiny: str) -> tuple[str, list[str], int]:
+    """Return what to run for a line of the page: the module, its arguments and the number of ranks."""
+    program, *arguments = (here(word, tmp) for word in line.words)
+    module, ranks = "jobs.cli", 0
+    if program == "torchrun":
+        option, count, flag, module, *arguments = arguments
+        assert (option, flag) == ("--nproc-per-node", "-m")
+        ranks = int(count)
     elif program == "python":
-        start = [sys.executable]
+        flag, module, *arguments = arguments
+        assert flag == "-m"
     else:
-        assert program == "torchrun", f"the test does not know how to run {program}"
-        start = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d"]
-        start += ["--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
+        assert program == "neuclip", f"the test does not know how to run {program}"
     if arguments[0] == "demo":
         arguments += SMALLER_DEMO
-    if arguments[0] in ("demo", "train") or program == "torchrun":
+    if arguments[0] in ("demo", "train") or ranks:
         arguments += [f"model.arch={tiny}", *SMALLER_RUN]
     if f"output={tmp}/data/mine" in arguments:
         arguments += ["guard.allow_addresses=[127.0.0.1]"]
-    return [*start, *arguments]
+    return module, arguments, ranks
 
 
 def steps(run: Path) -> list[int]:
@@ -104,35 +97,31 @@ def steps(run: Path) -> list[int]:
 
 
 @pytest.mark.slow
-def test_every_command_does_what_the_page_says(tmp_path, installed, shadowed):
+def test_every_command_does_what_the_page_says(tmp_path, installed):
     tiny = write_tiny(tmp_path)
     outputs: dict[str, str] = {}
-    server: subprocess.Popen[str] | None = None
-    try:
+    with ExitStack() as servers:
         for line in lines([PAGE]):
             text = " ".join(line.words)
             if line.words[0] in ("make", "source"):  # this test already runs in that environment
                 continue
-            call = command(line, tmp_path, tiny)
-            if "data_prep.scenes" in call:  # runs in the second terminal of the page
-                server = subprocess.Popen(call, cwd=ROOT, env=environment(), stdout=subprocess.PIPE,
-                                          stderr=subprocess.PIPE, text=True)  # fmt: skip
-                wait_for(Path(call[call.index("--table") + 1]).exists, "the table", process=server, seconds=120)
+            module, arguments, ranks = command(line, tmp_path, tiny)
+            if module == "data_prep.scenes":  # runs in the second terminal of the page
+                server = servers.enter_context(Program(module, *arguments))
+                table = Path(arguments[arguments.index("--table") + 1])
+                wait_for(table.exists, "the table", process=server, seconds=120)
                 continue
-            _, _, module, *arguments = call
             if arguments[0] == "demo":
-                done = outside(installed, shadowed, sys.executable, str(installed / "bin" / "neuclip"), *arguments)
+                call = [sys.executable, str(installed / "bin" / "neuclip"), *arguments]
+                where = {**environment(), "PYTHONPATH": str(installed)}  # instead of the repository
+                done = subprocess.run(call, cwd=tmp_path, env=where, text=True, capture_output=True, timeout=600)
                 outputs["again"] = run(module, *arguments).stdout
             else:
-                done = run(module, *arguments, timeout=500, check=False)
+                done = run(module, *arguments, ranks=ranks, timeout=500, check=False)
             # Whether this machine is suitable for large runs is not tested here.
             allowed = (0, 1) if line.words[1] == "doctor" else (0,)
             assert done.returncode in allowed, f"{text}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
             outputs[text] = done.stdout + done.stderr
-    finally:
-        if server is not None:
-            server.terminate()
-            server.communicate(timeout=30)
     check_files(tmp_path)
     check_outputs(outputs)
     check_demo(outputs, tmp_path / "runs" / "first")
@@ -192,26 +181,3 @@ def check_demo(outputs: dict[str, str], run: Path) -> None:
     for stage in ("Corpus and ingestion", "Training"):
         assert re.search(rf"✓ {stage} .* done already", outputs["again"])
     assert "All done" in outputs["again"]
-
-
-@pytest.fixture
-def shadowed(tmp_path: Path) -> Path:
-    """A working folder with a module that has the name of one of our packages."""
-    (folder := tmp_path / "shadowed").mkdir()
-    (folder / "pipeline.py").write_text("raise RuntimeError('the module of the working folder was imported')\n")
-    return folder
-
-
-def test_python_m_runs_beside_a_pipeline_module(installed, shadowed):
-    listed = outside(installed, shadowed, sys.executable, "-m", "jobs.settings", "data.streams")
-    assert "data.streams" in listed.stdout, listed.stderr
-
-
-def test_the_import_names_a_module_that_shadows_the_package(installed, tmp_path):
-    program = "import neuclip; print(neuclip.__file__, neuclip.__version__, callable(neuclip.build_objective))"
-    found = outside(installed, tmp_path, sys.executable, "-c", program)
-    assert found.stdout.split()[0] == str(installed / "neuclip.py"), found.stderr
-    assert found.stdout.split()[2] == "True"
-    (tmp_path / "pipeline.py").write_text("")
-    refused = outside(installed, tmp_path, sys.executable, "-c", program)
-    assert f"Python finds {tmp_path / 'pipeline.py'} under that name: rename your file" in refused.stderr

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import functools
 import itertools
 import os
 import re
@@ -17,11 +20,15 @@ from unittest import mock
 
 import click
 
+from data_prep.settings.download_config import DownloadConfig
+from data_prep.settings.source_config import resolve
 from jobs.cli import COMMANDS, cli
 from pipeline.config import merge, parse, parse_overrides, read_yaml
+from pipeline.evaluation.run.session import EvaluationConfig
 from pipeline.training.recipe import load_recipe
 
 ROOT = Path(__file__).parents[1]
+RECIPES = ROOT / "jobs" / "recipes"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
 ASSIGNMENT = re.compile(r"[A-Z_]+=")
@@ -85,19 +92,16 @@ def check_job(name: str, arguments: list[str]) -> None:
         return
     given = [word for word in arguments if word != "..."]
     with mock.patch.object(click.Path, "convert", lambda self, value, param, ctx: value):  # run folders need not exist
-        context = command.make_context(name, list(given), resilient_parsing=False)
-    assert name in SETTINGS or not any(SETTING.match(word) for word in given), f"{name} takes no settings"
+        recipe = command.make_context(name, list(given)).params.get("recipe")
+    settings = [word for word in given if SETTING.match(word)]
+    assert name in SETTINGS or not settings, f"{name} takes no settings"
+    assert recipe is None or (ROOT / recipe).is_file(), recipe
     if name in SETTINGS:
-        recipe = context.params.get("recipe")
-        if recipe is not None:
-            assert (ROOT / recipe).is_file(), recipe
-        settings = [word for word in given if SETTING.match(word)]
         SETTINGS[name](None if recipe is None else ROOT / recipe, settings)
 
 
 def _neuclip(arguments: list[str]) -> None:
-    if arguments[0] == "--debug":
-        arguments = arguments[1:]
+    arguments = [word for word in arguments if word != "--debug"]
     if arguments[0] not in ("--help", "--version"):
         check_job(arguments[0], arguments[1:])
 
@@ -108,9 +112,9 @@ def _python(arguments: list[str]) -> None:
 
 
 def _module(module: str, arguments: list[str]) -> None:
-    if module == "jobs.bench" or module.startswith(("jobs.bench.", "data_prep.")):
-        _own_parser(module, arguments)
-    else:
+    if module.startswith(("jobs.bench.", "data_prep.")):
+        _parsers_module(module, arguments)
+    elif module != "jobs.bench":  # which takes no arguments
         assert module.startswith("jobs."), module
         check_job(module.removeprefix("jobs."), arguments)
 
@@ -119,56 +123,39 @@ class _Parsed(Exception):
     """Raised when the parser has accepted the arguments, so that the command itself does not run."""
 
 
-def _own_parser(module: str, arguments: list[str]) -> None:
+def _parsers_module(module: str, arguments: list[str]) -> None:
     """Run a module until its argparse or click parser has accepted the arguments."""
-    import argparse
-
     real = argparse.ArgumentParser.parse_args
 
     def parse_only(self: Any, *args: Any, **kwargs: Any) -> None:
         real(self, *args, **kwargs)
         raise _Parsed
 
-    def stop(self: Any, context: Any) -> None:
-        raise _Parsed
-
     with (
         mock.patch.object(sys, "argv", [module, *arguments]),
         mock.patch.object(argparse.ArgumentParser, "parse_args", parse_only),
-        mock.patch.object(click.Command, "invoke", stop),
+        mock.patch.object(click.Command, "invoke", side_effect=_Parsed),
+        contextlib.suppress(_Parsed),
     ):
-        try:
-            runpy.run_module(f"{module}.__main__" if module == "jobs.bench" else module, run_name="__main__")
-        except _Parsed:
-            return
-    assert module == "jobs.bench", f"{module} has no parser that could accept {arguments}"
+        runpy.run_module(module, run_name="__main__")
+        raise AssertionError(f"{module} has no parser that could accept {arguments}")
 
 
-def _deepspeed(arguments: list[str]) -> None:
+def _launcher(program: str, arguments: list[str]) -> None:
+    """Check the options of a launcher, and of the module that it starts."""
+    from accelerate.commands.launch import launch_command_parser
     from deepspeed.launcher.runner import parse_args
-
-    options = parse_args(arguments)
-    assert options.module
-    if options.hostfile != "/job/hostfile":
-        assert (ROOT / options.hostfile).is_file()
-    _module(options.user_script, options.user_args)
-
-
-def _torchrun(arguments: list[str]) -> None:
     from torch.distributed.run import get_args_parser
 
-    options = get_args_parser().parse_args(arguments)
+    if program == "deepspeed":
+        options = parse_args(arguments)
+        assert options.hostfile == "/job/hostfile" or (ROOT / options.hostfile).is_file()
+        _module(options.user_script, options.user_args)
+    else:
+        parser = get_args_parser() if program == "torchrun" else launch_command_parser()
+        options = parser.parse_args(arguments if program == "torchrun" else arguments[1:])
+        _module(options.training_script, options.training_script_args)
     assert options.module
-    _module(options.training_script, options.training_script_args)
-
-
-def _accelerate(arguments: list[str]) -> None:
-    from accelerate.commands.launch import launch_command_parser
-
-    assert arguments[0] == "launch"
-    options = launch_command_parser().parse_args(arguments[1:])
-    assert options.module
-    _module(options.training_script, options.training_script_args)
 
 
 def _sbatch(arguments: list[str]) -> None:
@@ -217,26 +204,15 @@ def _container(arguments: list[str]) -> None:
         _neuclip(arguments[arguments.index("neuclip") + 1 :])
 
 
-def _foreign(arguments: list[str]) -> None:
-    """Check a program that is not ours and takes none of our settings."""
-
-
 PROGRAMS: dict[str, Callable[[list[str]], None]] = {
     "neuclip": _neuclip,
     "python": _python,
-    "deepspeed": _deepspeed,
-    "torchrun": _torchrun,
-    "accelerate": _accelerate,
+    **{name: functools.partial(_launcher, name) for name in ("deepspeed", "torchrun", "accelerate")},
     "sbatch": _sbatch,
     "make": _make,
     "docker": _container,
     "apptainer": _container,
-    "source": _foreign,
-    "git": _foreign,
-    "tensorboard": _foreign,
-    "pytest": _foreign,
-    "ruff": _foreign,
-    "mypy": _foreign,
+    **dict.fromkeys(("source", "git", "tensorboard", "pytest", "ruff", "mypy"), lambda arguments: None),
 }
 
 
@@ -244,30 +220,12 @@ def _training(recipe: Path | None, settings: list[str]) -> None:
     load_recipe(recipe, settings if recipe is not None else [*BARE, *settings], dataset_size=100_000)
 
 
-def _demo(recipe: Path | None, settings: list[str]) -> None:
-    _training(ROOT / "jobs" / "recipes" / "demo.yaml", settings)
-
-
-def _study(recipe: Path | None, settings: list[str]) -> None:
-    _training(ROOT / "jobs" / "recipes" / "desk.yaml", settings)
-
-
 def _download(recipe: Path | None, settings: list[str]) -> None:
-    from data_prep.settings.download_config import DownloadConfig
-    from data_prep.settings.source_config import resolve
-
     tree = read_yaml(recipe) if recipe is not None else {}
     resolve(parse(DownloadConfig, merge(tree, parse_overrides(settings))).source)
 
 
-def _evaluate(recipe: Path | None, settings: list[str]) -> None:
-    from pipeline.evaluation.run.session import EvaluationConfig
-
-    parse(EvaluationConfig, parse_overrides(settings))
-
-
 def _watch(recipe: Path | None, settings: list[str]) -> None:
-    from pipeline.evaluation.run.session import EvaluationConfig
     from pipeline.evaluation.watcher import WatchConfig
 
     tree = parse_overrides(settings)
@@ -275,13 +233,13 @@ def _watch(recipe: Path | None, settings: list[str]) -> None:
     parse(WatchConfig, tree)
 
 
-SETTINGS: dict[str, Callable[[Path | None, list[str]], None]] = {
+SETTINGS: dict[str, Callable[[Path | None, list[str]], object]] = {
     "train": _training,
     "plan": _training,
-    "normalizers": _demo,
-    "demo": _demo,
-    "study": _study,
+    "normalizers": lambda _, settings: _training(RECIPES / "demo.yaml", settings),
+    "demo": lambda _, settings: _training(RECIPES / "demo.yaml", settings),
+    "study": lambda _, settings: _training(RECIPES / "desk.yaml", settings),
     "download": _download,
-    "evaluate": _evaluate,
+    "evaluate": lambda _, settings: parse(EvaluationConfig, parse_overrides(settings)),
     "watch": _watch,
 }

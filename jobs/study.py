@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import os
+import queue
 import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from jobs.studies import check_name, study_names
-from pipeline.errors import UserError
+from pipeline.cores import usable_cores
+from pipeline.errors import EXIT_INTERRUPTED, UserError
 from pipeline.files import file_lock, write_json
 
 if TYPE_CHECKING:
     from jobs.studies.declare import Study, Unit
 
+TORCHRUN = "{python} -m torch.distributed.run --standalone --nproc-per-node {ranks} -m"
 SBATCH = """#!/bin/bash
 #SBATCH --job-name=study-{name}
 #SBATCH --array=0-{last}
@@ -100,7 +111,6 @@ def run_units(
 ) -> dict[str, int]:
     """Run the units that are not finished. Returns the exit codes of failed runs by label."""
     from jobs.studies.declare import SPEC_NAME, load_size
-    from jobs.studies.schedule import run_all
 
     left = [each for each in {unit.key: unit for unit in units}.values() if not each.is_done(place)]
     click.echo(f"{len(units)} runs, {len(units) - len(left)} of them done or shared.")
@@ -168,6 +178,88 @@ def prepare_corpora(names: set[str], *, size: str, place: Path) -> dict[str, Pat
             ingest(scenes, folder)
             make_suite(scenes, folder / "suite")
     return folders
+
+
+def command_of(unit: Unit, folder: Path, *, launcher: str | None) -> list[str]:
+    """The command that runs a unit, whose specification is in `folder`.
+
+    `launcher` is the launch command before the module name, in which {ranks} and {python} are substituted. None: plain
+    Python for one rank, torchrun for several.
+    """
+    template = launcher or (TORCHRUN if unit.ranks > 1 else "{python} -m")
+    words = shlex.split(template.format(ranks=unit.ranks, python=shlex.quote(sys.executable)))
+    return [*words, "jobs.studies.unit", str(folder)]
+
+
+def usable_gpus() -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [name.strip() for name in visible.split(",")][:count] if visible else [str(n) for n in range(count)]
+
+
+def run_all(units: Sequence[Unit], output: Path, *, parallel: int | None, launcher: str | None) -> dict[str, int]:
+    """Run units, each with its specification in its folder below `output`.
+
+    A failed unit does not stop the others. SIGINT, SIGTERM or SIGUSR1 terminates the running ones, which can be
+    continued later.
+
+    Returns:
+        The exit codes of failed units by label.
+
+    Raises:
+        KeyboardInterrupt: One of these signals was received.
+        UserError: A unit needs more GPUs than there are.
+    """
+    gpus = usable_gpus()
+    if gpus and launcher is None and (large := [unit for unit in units if unit.ranks > len(gpus)]):
+        needs = f"{large[0].label} needs {large[0].ranks} GPUs"
+        raise UserError(f"{needs}, but {len(gpus)} are visible here: see --slurm.")
+    count = max(1, min(parallel or len(gpus) or usable_cores(), len(units)))
+    processes, stopped, taking = list[subprocess.Popen](), threading.Event(), threading.Lock()
+    free = queue.SimpleQueue[str]()
+    shared = all(unit.ranks == 1 for unit in units)  # a GPU has several runs at a time only if each needs one
+    for number in range(max(count, len(gpus)) if gpus and shared else len(gpus)):
+        free.put(gpus[number % len(gpus)])
+
+    def one(number: int, unit: Unit) -> int:
+        folder, mine, environment = unit.folder(output), list[str](), dict(os.environ)
+        if count > 1 and gpus:  # a single run may use the whole machine
+            with taking:  # a launcher of the user's own may have more GPUs elsewhere
+                mine = sorted((free.get() for _ in range(min(unit.ranks, len(gpus)))), key=gpus.index)
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
+        elif count > 1:
+            environment |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+        try:
+            if stopped.is_set():
+                return EXIT_INTERRUPTED
+            began = time.monotonic()
+            with (folder / "log.txt").open("ab") as log:
+                words = command_of(unit, folder, launcher=launcher)
+                process = subprocess.Popen(words, env=environment, stdout=log, stderr=subprocess.STDOUT)
+            processes.append(process)
+            code = process.wait()
+        finally:
+            for gpu in mine:
+                free.put(gpu)
+        what = "done" if code == 0 else f"FAILED with exit code {code}, see {folder / 'log.txt'}"
+        click.echo(f"{number}/{len(units)} {unit.label}: {what} ({time.monotonic() - began:.0f} s)")
+        return code
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.default_int_handler)
+    with ThreadPoolExecutor(count) as pool:
+        try:
+            codes = {unit.label: pool.submit(one, number, unit) for number, unit in enumerate(units, 1)}
+            return {label: code for label, future in codes.items() if (code := future.result())}
+        except KeyboardInterrupt:
+            stopped.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in processes:
+                process.terminate()  # the run writes a checkpoint; leaving the pool waits for it
+            raise
 
 
 def render(name: str, *, size: str, units: list[Unit], place: Path, publish: str | None, command: str) -> None:

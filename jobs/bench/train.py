@@ -43,6 +43,7 @@ from torch import Tensor
 
 from jobs.bench.harness import Value, alternate, parser, place, ratios, seconds, show
 from jobs.bench.loader import make_shards
+from pipeline.config import parse_overrides
 from pipeline.data.loading.decode import normalize
 from pipeline.data.loading.loader import Batch
 from pipeline.data.loading.position import Position
@@ -302,10 +303,10 @@ def contenders(
             builders[COMPILED] = built(open_clip_train, device=world.device, compiled=True)
     network = f"objective.prototypes={args.prototypes or min(4096, args.batch)}"
     for name, variant in [(name, "") for name in args.objectives] + [(args.objectives[0], v) for v in args.variant]:
-        settings = [f"objective.name={name}", *variant.split()]
-        if [word for word in settings if word.startswith("objective.name=")][-1] == "objective.name=neuclip":
-            settings.insert(0, network)
-        full_name = ", ".join(["ours", name, *variant.split()])
+        chosen = parse_overrides(variant.split()).get("objective", {}).get("name", name)  # a variant may name its own
+        settings = [network] * (chosen == "neuclip") + [*variant.split(), f"objective.name={chosen}"]
+        rest = [word for word in variant.split() if not word.startswith("objective.name=")]
+        full_name = ", ".join(["ours", chosen, *rest])
         builders[full_name] = built(ours, world=world, stack=stack, settings=settings)
     return builders
 

@@ -2,7 +2,6 @@
 
 NAME.yaml     the declaration of a study (read by `declare.py`)
 unit.py       one run with its measurements and costs, in its own process
-schedule.py   runs units on the available devices
 outcomes.py   outcomes -> means, spreads, paired differences;  publish.py  -> markdown, CSV, figures
 """
 

@@ -26,7 +26,8 @@ NO_DATA: Any = None
         ("cuda", ["--objectives", "siglip"], [THEIRS, COMPILED, "ours, siglip"]),
         ("cuda", ["--no-torchcompile", "--variant", "a=1 b=2"],
          [THEIRS, "ours, openclip", "ours, neuclip", "ours, openclip, a=1, b=2"]),
-        ("cuda", ["--ranks", "2"], ["ours, openclip", "ours, neuclip"]),
+        ("cuda", ["--ranks", "2", "--objectives", "openclip", "--variant", "objective.name=neuclip objective.rho=3"],
+         ["ours, openclip", "ours, neuclip, objective.rho=3"]),
     ],
 )  # fmt: skip
 def test_open_clip_is_compiled_on_gpus_and_where_it_is_asked_for(device, words, expected):

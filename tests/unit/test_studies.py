@@ -18,13 +18,13 @@ import scipy.stats
 import torch
 from click.testing import CliRunner
 
-from jobs.studies import declare, schedule, study_names
+from jobs import study as job
+from jobs.studies import declare, study_names
 from jobs.studies.declare import SIZES, load_study
 from jobs.studies.outcomes import COLUMNS, PAIRED, Outcome, Spread, curve, holm, paired, spread
 from jobs.studies.publish import as_markdown, render
-from jobs.studies.schedule import command_of
 from jobs.studies.unit import cost_of
-from jobs.study import command, prepare_corpora, run_units, without_missing_teachers
+from jobs.study import command, command_of, prepare_corpora, run_units, without_missing_teachers
 from pipeline.errors import UserError
 from pipeline.metrics.mfu import training_flops
 from pipeline.training.recipe import load_recipe
@@ -172,26 +172,26 @@ def test_each_rank_of_a_run_gets_a_gpu_that_the_study_may_use(tmp_path, monkeypa
 
         return SimpleNamespace(wait=wait, terminate=lambda: None)
 
-    monkeypatch.setattr(schedule.subprocess, "Popen", popen)
-    monkeypatch.setattr(schedule.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(job.subprocess, "Popen", popen)
+    monkeypatch.setattr(job.signal, "signal", lambda *_: None)
     for unit in units:
         unit.folder(tmp_path).mkdir(parents=True)
     given: Any = {"parallel": None, "launcher": None}
-    assert schedule.run_all(units, tmp_path, **given) == {}
+    assert job.run_all(units, tmp_path, **given) == {}
     assert sorted(ranks for ranks, _ in seen) == sorted(unit.ranks for unit in units)
     assert all(len(set(mine)) == ranks and set(mine) <= {"4", "GPU-a", "6", "7"} for ranks, mine in seen)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(UserError, match="needs 4 GPUs, but 2 are visible here"):
-        schedule.run_all(units, tmp_path, **given)
-    assert schedule.run_all(units, tmp_path, **{**given, "launcher": "srun -n {ranks}"}) == {}
+        job.run_all(units, tmp_path, **given)
+    assert job.run_all(units, tmp_path, **{**given, "launcher": "srun -n {ranks}"}) == {}
 
 
 def test_a_unit_is_started_as_declared(tmp_path, monkeypatch):
     units = units_of("scaling", size="desk")
     one, four = (next(unit for unit in units if unit.ranks == ranks) for ranks in (1, 4))
     monkeypatch.setattr("jobs.study.prepare_corpora", lambda names, **_: {name: Path(name) for name in names})
-    monkeypatch.setattr(schedule, "run_all", lambda units, place, **_: {})
+    monkeypatch.setattr(job, "run_all", lambda units, place, **_: {})
     study = load_study("scaling")
     assert run_units(study, [four, one, four], size="desk", place=tmp_path, parallel=None, launcher=None) == {}
     folder = four.folder(tmp_path)

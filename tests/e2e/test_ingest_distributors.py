@@ -5,29 +5,31 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-import signal
 import threading
 import time
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_prep.ingest import download
+from data_prep import ingest
 from tests.downloads import download_config
+from tests.ingested import fetch_in_process, own_opener  # noqa: F401 (a fixture)
 from tests.web import jpeg, send, serve
 
 ROWS, SHARD = 60, 10
-WORKERS = {"pyspark": b"pyspark.daemon", "ray": b"ray::"}
+WORKERS = {"pyspark": "pyspark.daemon", "ray": "ray::"}
 """What the command lines of the workers contain."""
 
 
 class KilledWorker:
     """Kills one worker of the download into `output` once a shard is finished, before all are."""
 
-    def __init__(self, output: Path, name: bytes) -> None:
+    def __init__(self, output: Path, name: str) -> None:
         self._output, self._name, self.was_in_time = output, name, False
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch)
@@ -45,28 +47,18 @@ class KilledWorker:
             done = len(list(self._output.glob("meta/*.json")))
             workers = self._workers() if done else []
             if workers:
-                os.kill(workers[0], signal.SIGKILL)
+                workers[0].kill()
                 self.was_in_time = done < ROWS // SHARD
                 return
 
-    def _workers(self) -> list[int]:
+    def _workers(self) -> list[psutil.Process]:
         """Descendants of this process whose command line has the name, the youngest first."""
-        parents, named = {}, []
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-                if self._name in (folder / "cmdline").read_bytes():
-                    named.append(int(folder.name))
-            except (OSError, ValueError):
-                continue
-        return [pid for pid in sorted(named, reverse=True) if os.getpid() in ancestors(pid, parents)]
-
-
-def ancestors(pid: int, parents: dict[int, int]) -> set[int]:
-    found = set()
-    while pid := parents.get(pid, 0):
-        found.add(pid)
-    return found
+        named = []
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):
+                if self._name in " ".join(process.cmdline()):
+                    named.append(process)
+        return sorted(named, key=lambda process: -process.pid)
 
 
 def slow_404(handler: BaseHTTPRequestHandler) -> None:
@@ -95,10 +87,12 @@ def test_every_distributor_gives_the_same_manifest(tmp_path, monkeypatch):
             fetch = {"distributor": name, "shard_size": SHARD, "threads": 1, "processes": 2}
             config = download_config(tmp_path / name, tmp_path / "urls.parquet", fetch=fetch)
             if name == "multiprocessing":  # whose workers tests/e2e/test_ingest_resume.py kills
-                made[name] = download(config)
+                with monkeypatch.context() as patched:
+                    patched.setattr(ingest, "fetch", fetch_in_process)
+                    made[name] = ingest.download(config)
                 continue
             with KilledWorker(tmp_path / name, WORKERS[name]) as killed:
-                made[name] = download(config)
+                made[name] = ingest.download(config)
             assert killed.was_in_time, "nothing was left to do when it was killed"
     for name in made:
         assert made[name].digest == made["multiprocessing"].digest

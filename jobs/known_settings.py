@@ -35,7 +35,6 @@ REQUIRED_KEYS = (("output",), ("data.sources", "data"), ("samples", "epochs"), (
 """What a run must be given, each with what can be given instead."""
 TRAINING_TITLE = "Training (`neuclip train`, `neuclip plan`)"
 OBJECTIVE_TITLE = "Objectives"
-DECIDES = "The method. It decides which settings follow."
 OBJECTIVES = """\
 `objective.name` selects the method: {methods}. It decides
 which other settings the section has; equations are in [Methods](methods.md). Where methods have different defaults,
@@ -104,9 +103,8 @@ def chapters(methods: Sequence[str]) -> Iterator[Chapter]:
         settings = [s for s in settings if not s.key.startswith("validation.sources[]")]
         yield Chapter(program, heading, inspect.cleandoc(cls.__doc__ or "").strip(), settings)
     about = OBJECTIVES.format(methods=_names(methods))
-    name = Setting(
-        "objective.name", f"`{DEFAULT_OBJECTIVE}`", _names(methods), "The method. It decides which settings follow."
-    )
+    meaning = "The method. It decides which settings follow."
+    name = Setting("objective.name", f"`{DEFAULT_OBJECTIVE}`", _names(methods), meaning)
     yield Chapter(OBJECTIVE_TITLE, "", about, [name])
     for group, settings in _objective_groups(methods):
         yield Chapter(OBJECTIVE_TITLE, "All methods" if group == tuple(methods) else _names(group), "", settings)

@@ -246,26 +246,21 @@ def test_tasks_of_a_job_array_do_not_make_the_same_corpus_at_once(tmp_path, monk
 
 def test_means_spreads_and_paired_differences():
     outcomes = [outcome("a", 0, 0.1), outcome("b", 0, 0.2), outcome("a", 1, 0.3), outcome("b", 1, 0.5)]
-    found = spread(outcomes, "many-epochs", "a", "average")
-    assert found.values == pytest.approx((20.0, 40.0))
-    assert found.mean == pytest.approx(30.0)
-    assert found.sd == pytest.approx(statistics.stdev([20.0, 40.0]))
-    difference = paired(outcomes, "many-epochs", "b", kind="difference", baseline="a")
-    assert difference.values == pytest.approx((10.0, 20.0))
-    extra = paired(outcomes, "many-epochs", "b", kind="extra_time", baseline="a")
-    assert extra.values == pytest.approx((100 * 4 / 20, 100 * 4 / 21))
+    for each, seconds in zip(outcomes, (30.0, 12.0, 20.0, 10.0), strict=True):
+        each.result["cost"] = {"cpu_seconds": seconds, "training_flops": 5e12}
+    average = spread(outcomes, "many-epochs", "a", "average")
+    assert average.values == pytest.approx((20.0, 40.0))
+    assert (average.mean, average.sd) == pytest.approx((30.0, statistics.stdev([20.0, 40.0])))
+    for kind, values in {
+        "difference": (10.0, 20.0),
+        "extra_time": (100 * 4 / 20, 100 * 4 / 21),
+        "saving": (2.5, 2.0),
+    }.items():
+        assert paired(outcomes, "many-epochs", "b", kind=kind, baseline="a").values == pytest.approx(values), kind
     assert spread(outcomes, "many-epochs", "a", "traffic_kib") == Spread((2.0, 2.0))
+    assert spread(outcomes, "many-epochs", "b", "training_tflop") == Spread((5.0, 5.0))
     assert curve(outcomes, "many-epochs", "a", "mse_cold") == [(100, [0.1, 0.1])]
     assert spread(outcomes, "elsewhere", "a", "average") is None
-
-
-def test_savings_are_ratios_of_cpu_time():
-    outcomes = [outcome("a", 0, 0.1), outcome("b", 0, 0.2)]
-    for each, seconds in zip(outcomes, (30.0, 12.0), strict=True):
-        each.result["cost"] = {"cpu_seconds": seconds, "training_flops": 5e12}
-    found = paired(outcomes, "many-epochs", "b", kind="saving", baseline="a")
-    assert found == Spread((2.5,))
-    assert spread(outcomes, "many-epochs", "a", "training_tflop") == Spread((5.0,))
     assert paired([outcome("a", 0, 0.1)], "many-epochs", "a", kind="saving", baseline="a") is None
 
 
@@ -299,12 +294,8 @@ def test_published_pages_match_their_data(path, tmp_path):
     assert pages == {f.name for f in path.parent.iterdir()} - {"plan.md"}  # plans are written by hand
 
 
-def test_holm_s_correction_on_a_worked_example():
-    found = holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.005})  # Wikipedia's: 0.02, 0.03, 0.06, 0.06
-    assert found == pytest.approx({"d": 0.02, "a": 0.03, "c": 0.06, "b": 0.06})
+def test_p_values_are_corrected_for_their_number():
+    adjusted = holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.005})  # Wikipedia's: 0.02, 0.03, 0.06, 0.06
+    assert adjusted == pytest.approx({"d": 0.02, "a": 0.03, "c": 0.06, "b": 0.06})
     assert holm({"x": 0.7, "y": 0.6}) == {"y": 1.0, "x": 1.0}
-
-
-def test_a_seed_that_diverged_makes_a_comparison_insignificant():
-    """Regression test: a p of NaN could hide all others in the correction."""
-    assert Spread((1.0, math.nan, 1.0)).p == 1.0
+    assert Spread((1.0, math.nan, 1.0)).p == 1.0, "of a seed that diverged, which could hide all others"

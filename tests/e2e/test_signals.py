@@ -36,8 +36,7 @@ def wait_until(moment: str, run: Path, process: subprocess.Popen[str] | Program,
     """Wait for the moment of a signal, and return the process ids of the ranks that have begun to train.
 
     Args:
-        moment: "start": the ranks have started, and build their towers; "step": this step was taken; "checkpoint": one
-            is being written after it.
+        moment: "step": this step was taken; "checkpoint": one is being written after it.
         run: The run's folder.
         process: The launcher.
         step: Counted from the run's first start.
@@ -45,8 +44,6 @@ def wait_until(moment: str, run: Path, process: subprocess.Popen[str] | Program,
     metrics = run / "metrics.jsonl"
 
     def reached() -> bool:
-        if moment == "start":
-            return (run / "config.yaml").exists()
         steps = metrics.exists() and f'"step": {step},' in metrics.read_text()
         return steps and (moment == "step" or any((run / "checkpoints").glob(".step-*")))
 
@@ -61,7 +58,6 @@ def wait_until(moment: str, run: Path, process: subprocess.Popen[str] | Program,
         ("torchrun", "all", [signal.SIGINT], "step", 1),
         ("deepspeed", "rank", [signal.SIGUSR1], "checkpoint", 75),
         ("neuclip", "launcher", [signal.SIGTERM, signal.SIGTERM], "step", 75),
-        ("neuclip", "launcher", [signal.SIGTERM], "start", 75),
         # A launcher that cannot pass anything on: the ranks notice that it is gone.
         ("torchrun", "launcher", [signal.SIGKILL], "checkpoint", -signal.SIGKILL),
     ],
@@ -80,7 +76,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint(tmp_path, launcher, whom, numbers
     ranks: list[int] = []
     try:
         ranks = wait_until(moment, run, process)
-        assert len(ranks) == 2 or moment == "start"
+        assert len(ranks) == 2
         for number in numbers:
             if whom == "all":
                 os.killpg(process.pid, number)  # as a terminal does
@@ -100,9 +96,6 @@ def test_a_signal_ends_a_run_with_a_checkpoint(tmp_path, launcher, whom, numbers
     assert not list((run / "checkpoints").glob(".step-*"))
     written = len(list((run / "checkpoints").glob("step-*")))
     codes = [json.loads(path.read_text())["code"] for path in (run / "heartbeats").glob("exit-*.json")]
-    if moment == "start":
-        assert codes == [75, 75]
-    else:
-        assert written == 1 or moment == "checkpoint"
-        assert "by a signal; continue with --resume latest" in (run / "metrics.jsonl").read_text()
-        assert codes == [75, 75]
+    assert codes == [75, 75]
+    assert written == 1 or moment == "checkpoint"
+    assert "by a signal; continue with --resume latest" in (run / "metrics.jsonl").read_text()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-import numpy as np
+from pydantic import Field
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from pipeline.config import parse
+from pipeline.config import parse, section
 from pipeline.data.data_config import DataConfig
 from pipeline.data.loading.decode import normalize
 from pipeline.data.loading.loader import Loader, build_loader
@@ -23,6 +23,7 @@ from pipeline.distributed.world import World
 from pipeline.errors import UserError
 
 Rows = tuple[Tensor, Tensor, Tensor]
+Positive = Annotated[float, Field(gt=0)]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -109,6 +110,16 @@ class OrderedDataset(IterableDataset[Rows]):
         return self._loader
 
 
+@section
+class _Given:
+    batch_size: int = Field(ge=1)
+    image_size: int = Field(ge=1)
+    seed: int = Field(ge=0, lt=2**63)
+    normalization: tuple[tuple[float, float, float], tuple[Positive, Positive, Positive]] | None
+    rank: int = Field(ge=0)
+    ranks: int = Field(ge=1)
+
+
 def dataset(
     folder: str | os.PathLike[str] | Sequence[Any],
     *,
@@ -143,37 +154,25 @@ def dataset(
     """
     rank = int(os.environ.get("RANK", 0)) if rank is None else rank
     ranks = int(os.environ.get("WORLD_SIZE", 1)) if ranks is None else ranks
-    numbers = (("batch_size", batch_size, 1), ("image_size", image_size, 1), ("rank", rank, 0), ("ranks", ranks, 1))
-    for name, number, least in numbers:
-        if type(number) is not int or number < least:
-            raise UserError(f"{name} = {number!r} must be a whole number of at least {least}.")
-    if type(seed) is not int or not 0 <= seed < 2**63:
-        raise UserError(f"seed = {seed!r} must be a whole number from 0 to 2**63 - 1.")
-    if normalization is not None and not _is_normalization(normalization):
-        raise UserError(
-            f"normalization = {normalization!r} must be a mean and a standard deviation above 0 by channel."
-        )
     if not callable(tokenize):
         raise UserError(f"tokenize = {tokenize!r} must be callable, such as open_clip.get_tokenizer('ViT-B-32').")
-    if not 0 <= rank < ranks:
-        raise UserError(f"rank = {rank} must be at least 0 and below ranks = {ranks}.")
+    values = {"batch_size": batch_size, "image_size": image_size, "seed": seed, "normalization": normalization}
+    given = parse(_Given, {**values, "rank": rank, "ranks": ranks})
+    if given.rank >= given.ranks:
+        raise UserError(f"rank = {rank} must be below ranks = {ranks}.")
     if "sources" in settings:
         raise UserError("sources: give the folder, or a list of them, as the first argument.")
     sources = os.fspath(folder) if isinstance(folder, os.PathLike) else folder
     if settings.get("streams", "auto") == "auto":
-        settings["streams"] = default_streams(batch_size)
+        settings["streams"] = default_streams(given.batch_size)
     config = parse(DataConfig, {**settings, "sources": sources}, prefix="data")
     check_captions(config)
-    decoding = {"global_batch": batch_size, "image_size": image_size, "tokenize": tokenize}
-    world = World(rank=rank, size=ranks)
-    ordered = OrderedDataset(config=config, world=world, seed=seed, decoding=decoding, normalization=normalization)
+    ordered = OrderedDataset(
+        config=config,
+        world=World(rank=given.rank, size=given.ranks),
+        seed=given.seed,
+        decoding={"global_batch": given.batch_size, "image_size": given.image_size, "tokenize": tokenize},
+        normalization=given.normalization,
+    )
     len(ordered)  # reads the manifest, so that data which is missing or does not fit is an error here
     return ordered
-
-
-def _is_normalization(given: Any) -> bool:
-    try:
-        values = np.asarray(given, dtype=float)
-    except (TypeError, ValueError):
-        return False
-    return values.shape == (2, 3) and bool(np.isfinite(values).all() and (values[1] > 0).all())

@@ -82,20 +82,20 @@ def test_what_does_not_fit_is_refused(folder):
     for number in (1, 2):  # one would show the same epoch again and again
         with pytest.raises(UserError, match=rf"num_workers={number} .* `workers` of neuclip.dataset"):
             list(DataLoader(make(folder, workers=1), batch_size=None, num_workers=number))
-    with pytest.raises(UserError, match=r"rank = 2 must be .* below ranks = 2"):
+    with pytest.raises(UserError, match=r"rank = 2 must be below ranks = 2"):
         make(folder, rank=2, ranks=2)
     with pytest.raises(UserError, match=r"Unknown key data.streems.*nearest valid key is data.streams"):
         make(folder, streems=2)
     assert make(folder, streams="auto").state_dict() == make(folder, streams=default_streams(BATCH)).state_dict()
     for changes, words in (
-        ({"batch_size": 0}, "batch_size = 0 must be a whole number of at least 1"),
-        ({"image_size": -1}, "image_size = -1 must be a whole number of at least 1"),
-        ({"ranks": 2.0}, "ranks = 2.0 must be a whole number of at least 1"),
-        ({"seed": -1}, "seed = -1 must be a whole number from 0 to"),
-        ({"seed": 2**63}, rf"seed = {2**63} must be a whole number from 0 to"),
-        ({"normalization": ((1, 2), (1, 2, 3))}, "normalization = .* must be a mean and a standard deviation"),
-        ({"normalization": (0.5, 0.5)}, "normalization = .* must be a mean and a standard deviation"),
-        ({"normalization": ((0, 0, 0), (1, 0, 1))}, "normalization = .* must be a mean and a standard deviation"),
+        ({"batch_size": 0}, "batch_size = 0: should be greater than or equal to 1"),
+        ({"image_size": -1}, "image_size = -1: should be greater than or equal to 1"),
+        ({"ranks": 2.5}, "ranks = 2.5: should be a valid integer"),
+        ({"seed": -1}, "seed = -1: should be greater than or equal to 0"),
+        ({"seed": 2**63}, rf"seed = {2**63}: should be less than"),
+        ({"normalization": ((1, 2), (1, 2, 3))}, "normalization.0.2 is required"),
+        ({"normalization": (0.5, 0.5)}, "normalization.0 = 0.5: should be a valid tuple"),
+        ({"normalization": ((0, 0, 0), (1, 0, 1))}, "normalization.1.1 = 0: should be greater than 0"),
         ({"tokenize": None}, "tokenize = None must be callable"),
         (
             {"caption": "json:captoins"},

@@ -255,7 +255,7 @@ def make_order(config: DataConfig, *, ranks: int, global_batch: int, seed: int) 
     return chosen(mixture=mixture, layout=layout, seed=seed, shuffle_buffer=config.shuffle_buffer, name=config.order)
 
 
-def planned_ids(order: Order, *, epoch: int, first: int, last: int, streams: range | None = None) -> Int64:
+def planned_ids(order: Order, *, epoch: int, first: int, last: int) -> Int64:
     """Sample ids of the batches [first, last) if no sample is corrupt; reads no data.
 
     Args:
@@ -263,20 +263,18 @@ def planned_ids(order: Order, *, epoch: int, first: int, last: int, streams: ran
         epoch: Number of the epoch.
         first: The first batch.
         last: The batch after the last.
-        streams: Those whose rows are computed; all by default.
 
     Returns:
-        Ids in row order, [last - first, b len(streams)].
+        Ids in row order, [last - first, B].
     """
     layout = order.layout
-    streams = range(layout.streams) if streams is None else streams
     segments = order.epoch_segments(epoch)
     offsets = order.mixture.manifest.shards.offsets
     b, length = layout.rows, layout.stream_length
-    ids = np.empty((last - first, len(streams), b), dtype=np.int64)
-    for number, c in enumerate(streams):
+    ids = np.empty((last - first, layout.streams, b), dtype=np.int64)
+    for c in range(layout.streams):
         stream = order.stream(epoch=epoch, stream=c, block=max(LOOKED_UP, (last - first) * b))
         places = stream.places(first * b, last * b) + c * length
         shards, numbers = segments.locate(places)
-        ids[:, number] = (offsets[shards] + numbers).reshape(-1, b)
-    return ids.reshape(last - first, len(streams) * b)
+        ids[:, c] = (offsets[shards] + numbers).reshape(-1, b)
+    return ids.reshape(last - first, layout.global_batch)

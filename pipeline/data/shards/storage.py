@@ -20,7 +20,7 @@ from pipeline.data.shards.shard_index import first_byte, indexed_records, sample
 from pipeline.data.shards.tar_reader import TarRecord, read_records
 from pipeline.errors import UserError
 
-BUFFER, HEADER_BUFFER = 1 << 20, 1 << 12
+BUFFER = 1 << 20
 BLOCKS_KEPT = 3
 """Of four buffers each, that are in memory of a shard on a server: the last, the present and the next."""
 SEEKING_PAYS = 100_000
@@ -61,9 +61,8 @@ def open_records(
 ) -> Iterator[Iterator[TarRecord]]:
     """The samples of a shard, starting at number `skip`.
 
-    With an index and without a hash, reading starts at that sample, except through a `pipe:` command. Otherwise all
-    bytes before it are read once, in order, unless samples are large: then only the headers of the skipped members of a
-    local file are read, or nothing if there is an index.
+    With an index, reading starts at that sample, except through a `pipe:` command, or to compute the hash of small
+    samples. Otherwise all bytes before it are read once, in order.
 
     Args:
         url: The shard.
@@ -78,15 +77,17 @@ def open_records(
         DamagedTar: The tar is truncated or damaged.
     """
     places = None if index is None else sample_places(index, caption_suffix)
-    can_seek = is_local(url) or (places is not None and not url.startswith("pipe:"))
-    seeks = skip > 0 and can_seek and (stream_hash is None or sample_bytes > SEEKING_PAYS)
-    start = first_byte(places[skip:]) if places is not None and seeks else 0
-    with open_shard(url, start=start, buffering=HEADER_BUFFER if sample_bytes > SEEKING_PAYS else BUFFER) as file:
-        source = file if stream_hash is None or seeks else stream_hash.over(file)
-        if places is None:
+    if places is None:
+        with open_shard(url) as file:
+            source = file if stream_hash is None else stream_hash.over(file)
             yield read_records(source, skip=skip, caption_suffix=caption_suffix)
-        else:
-            yield indexed_records(source, places[skip:], position=start)
+        return
+    is_pipe, wanted = url.startswith("pipe:"), places[skip:]
+    seeks = skip > 0 and not is_pipe and (stream_hash is None or sample_bytes > SEEKING_PAYS)
+    start = first_byte(wanted) if seeks else 0
+    with open_shard(url, start=start) as file:
+        source = file if stream_hash is None or seeks else stream_hash.over(file)
+        yield indexed_records(source, wanted, position=start)
 
 
 class StreamHash(io.RawIOBase):
@@ -158,10 +159,10 @@ def is_local(url: str) -> bool:
 
 
 @contextmanager
-def open_shard(url: str, *, start: int = 0, buffering: int = BUFFER) -> Iterator[io.BufferedReader]:
+def open_shard(url: str, *, start: int = 0) -> Iterator[io.BufferedReader]:
     """The shard as a binary stream from byte `start` on, which is closed at the end.
 
-    A `pipe:` command can only be read from its start; `buffering` is the size of a local file's buffer.
+    A `pipe:` command can only be read from its start.
 
     Raises:
         OSError: The shard cannot be opened, or its `pipe:` command fails.
@@ -185,7 +186,7 @@ def open_shard(url: str, *, start: int = 0, buffering: int = BUFFER) -> Iterator
                     tars.skip(stream, start)
             yield stream
     else:
-        with open(url, "rb", buffering=buffering) as file:
+        with open(url, "rb", buffering=BUFFER) as file:
             file.seek(start)
             yield cast(io.BufferedReader, file)
 

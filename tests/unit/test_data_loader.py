@@ -7,7 +7,6 @@ import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -17,8 +16,8 @@ from pipeline.data.data_config import DataConfig
 from pipeline.data.loading.decode import ImageDecoder
 from pipeline.data.loading.loader import Loader, build_loader
 from pipeline.data.loading.stream_reader import ALTERED
-from pipeline.data.shards.manifest_format import load_manifest, make_manifest
 from pipeline.data.shards.storage import open_records
+from pipeline.distributed.workers import means_worker_died
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from tests.shards import count_tokens, write_shards
@@ -60,12 +59,15 @@ def run(ranks: list[Loader], steps: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.stack(ids), torch.stack(images)
 
 
-@pytest.mark.parametrize(("ranks", "workers"), [(2, 0), (4, 0), (1, 3), (2, 2)])
-def test_global_batches_are_the_same_on_every_layout(folder, ranks, workers):
+@pytest.mark.parametrize(("ranks", "workers"), [(4, 0), (1, 3), (2, 3)])
+def test_global_batches_are_the_same_on_every_layout(folder, ranks, workers, caplog):
     expected = run(loaders(folder), 14)
     group = loaders(folder, ranks=ranks, workers=workers)
     try:
         found = run(group, 14)
+        if (ranks, workers) == (2, 3):
+            assert all(len(loader._source._parts._workers) == 2 for loader in group)
+            assert "data.workers = 3, but a rank has 2 streams and uses one worker for each" in caplog.text
     finally:
         for loader in group:
             loader.close()
@@ -73,8 +75,7 @@ def test_global_batches_are_the_same_on_every_layout(folder, ranks, workers):
     assert torch.equal(found[1], expected[1])
 
 
-@pytest.mark.parametrize("stop", [1, 5, 6, 9])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("stop", "ranks"), [(1, 2), (6, 1), (9, 2)])
 def test_resume_continues_exactly_on_another_layout(folder, stop, ranks):
     expected = run(loaders(folder), 15)
     (writer,) = loaders(folder)
@@ -130,19 +131,6 @@ def test_what_does_not_fit_is_refused_before_the_first_step(folder, tmp_path):
         loaders(tmp_path / "longer")
 
 
-def test_a_rank_uses_at_most_one_worker_for_each_stream(folder, caplog):
-    expected = run(loaders(folder), 3)
-    group = loaders(folder, ranks=2, workers=3)
-    assert "data.workers = 3, but a rank has 2 streams and uses one worker for each" in caplog.text
-    try:
-        found = run(group, 3)
-        assert all(len(loader._source._parts._workers) == 2 for loader in group)
-    finally:
-        for loader in group:
-            loader.close()
-    assert torch.equal(found[0], expected[0])
-
-
 @pytest.fixture(scope="module")
 def second(folder: Path) -> Path:
     """A second source; its captions hold its sample ids, which follow those of the first source."""
@@ -192,20 +180,6 @@ def test_resume_with_another_order_is_refused(folder, second, caplog):
     (writer,) = loaders(folder)
     loaders(folder, decoding="exact")[0].load_state_dict(writer.state_dict())
     assert "data.decoding was fast, now exact" in caplog.text, "another decoder is allowed"
-
-
-def test_shards_behind_pipes_give_the_same_batches(folder, tmp_path):
-    local = load_manifest(folder)
-    rows = [(f"pipe:cat {folder / s.name}", s.samples, s.bytes, s.sha256) for s in local.shards]
-    make_manifest(rows).save(tmp_path)
-    expected = run(loaders(folder), 8)
-    (piped,) = loaders(tmp_path, workers=2, allow_commands=True)
-    with piped:
-        found = run([piped], 8)
-    assert torch.equal(found[0], expected[0])
-    assert torch.equal(found[1], expected[1])
-    (moved,) = loaders(folder)
-    moved.load_state_dict(piped.state_dict())
 
 
 def test_loader_can_be_closed_and_continued(folder):
@@ -293,7 +267,7 @@ def test_every_stream_reads_its_shards_once_and_in_order(folder, monkeypatch):
     assert len(opened) <= len(SIZES) + loader.layout.streams - 1, "shards are opened again only at stream boundaries"
 
 
-def test_only_killed_workers_are_reported_as_killed(folder, monkeypatch):
+def test_only_killed_workers_count_as_killed():
     for error, died in [
         (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "), True),
         (RuntimeError("DataLoader worker (pid(s) 7, 8) exited unexpectedly"), True),
@@ -301,12 +275,7 @@ def test_only_killed_workers_are_reported_as_killed(folder, monkeypatch):
         (RuntimeError("Caught RuntimeError in DataLoader worker process 0.\nOriginal Traceback ..."), False),
         (OSError("Caught OSError in DataLoader worker process 0.\nOriginal Traceback ..."), False),
     ]:
-        (loader,) = loaders(folder, workers=2)
-        source = loader._source
-        source._parts = MagicMock(__next__=MagicMock(side_effect=error), _workers=[])
-        monkeypatch.setattr(source, "start", lambda dataset: None)
-        with pytest.raises(UserError if died else type(error), match="out of memory" if died else "Caught"):
-            next(loader)
+        assert means_worker_died(error) == died
 
 
 def test_killing_a_real_worker_is_reported(folder):

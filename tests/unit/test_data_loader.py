@@ -66,7 +66,7 @@ def test_global_batches_are_the_same_on_every_layout(folder, ranks, workers, cap
     try:
         found = run(group, 14)
         if (ranks, workers) == (2, 3):
-            assert all(len(loader._source._parts._workers) == 2 for loader in group)
+            assert all(len(loader._parts._workers) == 2 for loader in group)
             assert "data.workers = 3, but a rank has 2 streams and uses one worker for each" in caplog.text
     finally:
         for loader in group:
@@ -282,7 +282,7 @@ def test_killing_a_real_worker_is_reported(folder):
     (loader,) = loaders(folder, workers=2)
     with loader:
         next(loader)
-        for worker in loader._source._parts._workers:
+        for worker in loader._parts._workers:
             worker.kill()
         died = r"RuntimeError: DataLoader worker \(pid|ConnectionResetError: |BrokenPipeError: |EOFError: "
         with pytest.raises(UserError, match=rf"A worker of the loader was killed \(({died}).*out of memory"):

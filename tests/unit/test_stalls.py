@@ -29,7 +29,7 @@ if __name__ == "__main__":
     common = dict(world=World(), global_batch=8, seed=0, image_size=16, tokenize=count_tokens)
     with build_loader(config, **common) as loader, build_loader(replace(config, workers=0), **common) as alone:
         assert next(loader).sample_id.tolist() == next(alone).sample_id.tolist()
-        pids = [worker.pid for worker in loader._source._parts._workers]
+        pids = [worker.pid for worker in loader._parts._workers]
         os.kill(pids[1], signal.SIGSTOP)
         Timer(1.5, os.kill, (pids[1], signal.SIGCONT)).start()  # longer than one wait for it
         for _ in range(6):

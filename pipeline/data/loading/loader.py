@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -28,16 +31,20 @@ from pipeline.data.loading.position import (
     with_batch_size,
 )
 from pipeline.data.loading.stored_features import FeatureFile
-from pipeline.data.loading.worker import StreamDataset, Tokenize
-from pipeline.data.loading.worker_processes import PartSource, prepare_workers
+from pipeline.data.loading.worker import Part, StreamDataset, Tokenize
+from pipeline.data.loading.worker_processes import NoBatch, prepare_workers, start_parts, state_of
 from pipeline.data.order.canonical_order import make_order
 from pipeline.data.order.hashing import MASK
 from pipeline.data.shards.check_shards import check_shards
 from pipeline.data.shards.tar_reader import CaptionField
+from pipeline.distributed.exit_record import EXIT_STALLED, record_exit
+from pipeline.distributed.workers import means_worker_died, worker_died_message
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.pictures.pixels import colour_of
 
+PATIENCE_SECONDS = 2.0
+"""After a stop signal, a batch that does not come within this time is given up: nothing is lost by that."""
 log = logging.getLogger(__name__)
 
 
@@ -126,14 +133,8 @@ class Loader:
         self._blocks: Blocks | None = None
         self.stopped: Callable[[], bool] = lambda: False
         """Whether the run is to stop, so that a batch which does not come soon is given up."""
-        self._source = PartSource(
-            self.workers,
-            minutes=config.timeout_minutes,
-            manifest=self.mixture.manifest,
-            rank=world.rank,
-            place=self._place,
-            stopped=lambda: self.stopped(),
-        )
+        self._parts: Iterator[Part | UserError] = iter(())
+        self._reading: Sequence[int] = []
 
     def __enter__(self) -> Loader:
         return self
@@ -154,7 +155,7 @@ class Loader:
         if self._blocks is None:
             self._start()
         try:
-            parts = self._source.next_parts()
+            parts = [self._next_part() for _ in range(max(1, self.workers))]
         except UserError:
             self.close()
             raise
@@ -193,7 +194,9 @@ class Loader:
     def close(self) -> None:
         """End the workers. Iterating again starts new ones after the last batch."""
         self._blocks = None
-        self._source.close()
+        parts, self._parts = self._parts, iter(())
+        if hasattr(parts, "_shutdown_workers"):
+            parts._shutdown_workers()
 
     def report(self, position: Position | None = None) -> DataReport:
         """The counts of the epoch up to a batch's `position` (default: the last batch that was returned).
@@ -269,10 +272,61 @@ class Loader:
         rows = 0 if data.features else len(data.streams) * self.layout.rows
         ahead, pin = PREFETCH if self.workers else 0, self._world.device.type == "cuda"
         self._blocks = Blocks(rows, data.decoder.size, ahead=ahead, pin=pin and data.decoder.gpu is None)
-        self._source.start(replace(data, epoch=self.position.epoch, batch=self.position.batch, blocks=self._blocks))
+        data = replace(data, epoch=self.position.epoch, batch=self.position.batch, blocks=self._blocks)
+        self._parts, self._reading = start_parts(data, workers=self.workers)
 
-    def _place(self) -> str:
-        return f"after batch {self.position.batch} of epoch {self.position.epoch}"
+    def _next_part(self) -> Part:
+        try:
+            part = self._wait()
+        except (RuntimeError, OSError, EOFError) as error:
+            if not (self.workers and means_worker_died(error)):
+                raise
+            memory = (
+                "Each worker keeps about half of data.shuffle_buffer encoded samples for each of its streams, and "
+                f"{PREFETCH} batches: lower data.shuffle_buffer or data.workers. `neuclip plan` estimates the memory."
+            )
+            raise UserError(worker_died_message(error, memory=memory)) from error
+        if isinstance(part, UserError):
+            raise part
+        return part
+
+    def _wait(self) -> Part | UserError:
+        """The next part. A wait for a worker that takes too long ends this process."""
+        began = time.monotonic()
+        while True:
+            try:
+                return next(self._parts)
+            except RuntimeError as error:  # after torch's time limit, the same part can be asked for again
+                if "DataLoader timed out" not in str(error):
+                    raise
+            waited = time.monotonic() - began
+            if waited > PATIENCE_SECONDS and self.stopped():
+                self._kill_workers()
+                raise NoBatch
+            if waited > 60 * self._config.timeout_minutes:
+                self._leave()
+
+    def _leave(self) -> NoReturn:
+        """Say what the workers are doing, and end them and this process, for which others may wait."""
+        lines, manifest = [], self.mixture.manifest
+        for number, worker in enumerate(getattr(self._parts, "_workers", [])):
+            sample = self._reading[number]
+            place = f" at sample {sample} of {manifest.url(manifest.locate(sample)[0])}" if sample >= 0 else ""
+            lines.append(f"Worker {number} (process {worker.pid}) {state_of(worker.pid)}{place}.")
+        self._kill_workers()
+        minutes, at = self._config.timeout_minutes, self.position
+        text = (
+            f"Rank {self._world.rank}: no batch came from the loading workers for {minutes:g} minutes "
+            f"(data.timeout_minutes), after batch {at.batch} of epoch {at.epoch}. {' '.join(lines)} Start again with "
+            "--resume latest when the cause is removed."
+        )
+        print(text, file=sys.stderr, flush=True)
+        record_exit(EXIT_STALLED, text)
+        os._exit(EXIT_STALLED)
+
+    def _kill_workers(self) -> None:
+        for worker in getattr(self._parts, "_workers", []):
+            worker.kill()  # a stopped process ignores everything else, and would outlive this one
 
     def _pinned(self, values: np.ndarray) -> Tensor:
         """In page-locked memory if it goes to a GPU: only from there is the copy asynchronous."""

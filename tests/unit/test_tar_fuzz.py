@@ -6,6 +6,7 @@ import contextlib
 import io
 import random
 import shutil
+import subprocess
 import tarfile
 import time
 from pathlib import Path
@@ -24,6 +25,7 @@ from pipeline.data.shards.tar_reader import DamagedTar, keys, members, read_reco
 from pipeline.errors import UserError
 from pipeline.evaluation.datasets.task_data import TaskError
 from pipeline.evaluation.datasets.webdataset import read_members
+from pipeline.tars import SPARSE, headers, refuse_unended, skip_payload
 from tests.shards import reader as reader_of
 from tests.shards import sample, write_shards, write_tar
 
@@ -176,6 +178,23 @@ def test_sparse_files_are_refused_before_they_are_read(kind):
     for read in (read_records, keys, members):
         with pytest.raises(DamagedTar, match="as a sparse file: write the shard again without tar's --sparse"):
             list(read(io.BytesIO(data)))
+
+
+@pytest.mark.parametrize("form", ["gnu", "posix"])
+def test_what_follows_a_sparse_file_of_many_pieces_is_read(form, tmp_path):
+    with (tmp_path / "0.jpg").open("wb") as file:
+        for piece in range(9):
+            file.seek(piece << 20)
+            file.write(b"x" * 4096)
+    (tmp_path / "1.jpg").write_bytes(b"whole")
+    command = ["tar", f"--format={form}", "--sparse", "-cf", "a.tar", "0.jpg", "1.jpg"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    members = []
+    with (tmp_path / "a.tar").open("rb") as file:
+        for name, size, _, kind in headers(file, strict=True, on_unended=refuse_unended):
+            skip_payload(file, size)
+            members.append((name, kind))
+    assert members == [("0.jpg", SPARSE), ("1.jpg", "")]
 
 
 @pytest.mark.parametrize("exponent", [25, 29, 33, 50, 53])

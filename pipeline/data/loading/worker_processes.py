@@ -16,11 +16,7 @@ from torch.utils.data import DataLoader
 
 from pipeline.data.data_config import PREFETCH, DataConfig
 from pipeline.data.loading.worker import Part, StreamDataset, Tokenize, allow_open_files
-from pipeline.distributed.workers import (
-    preload,
-    start_forkserver,
-    start_workers,
-)
+from pipeline.distributed.workers import preload, start_forkserver, start_workers
 from pipeline.errors import UserError
 
 WORKER_IMPORTS = ("pipeline.data.loading.worker", "pipeline.data.loading.tokenize")

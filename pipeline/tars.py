@@ -78,16 +78,16 @@ def headers(
             size = _parsed_size(override["size"]) if "size" in override else size
             name = override.get("GNU.sparse.name", override.get("path", name))
             is_sparse = any(keyword.startswith("GNU.sparse.") for keyword in override)
-            goes_on = kind == GNU_SPARSE and header[482]
-            while goes_on:  # the list of its pieces
-                goes_on, position = read_exactly(file, BLOCK)[504], position + BLOCK
+            more = kind == GNU_SPARSE and header[482]
+            while more:  # the list of its pieces
+                more, position = read_exactly(file, BLOCK)[504], position + BLOCK
             if end is not None and position + size + -size % BLOCK > end:  # a seek would go there without an error
                 raise DamagedTar("ends inside a file")
             override = {}
             if kind == FOLDER or name.endswith("/"):
                 skip_payload(file, size)
             else:
-                yield name, size, position, SPARSE if is_sparse else KINDS.get(kind, "of an unknown kind")
+                yield name, size, position, SPARSE if is_sparse else KINDS.get(kind, "an unknown kind of member")
         position += size + -size % BLOCK
 
 

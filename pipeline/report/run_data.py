@@ -8,7 +8,6 @@ import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,12 +107,11 @@ def read_run(folder: str | Path) -> Run:
             f"manifest.json; `neuclip manifest {shlex.quote(str(folder))}` writes one for webdataset shards."
         )
     notes: list[str] = []
-    read = partial(stored, notes=notes)
-    config = read(folder / RUN_CONFIG_NAME, _mapping, what="No configuration", default={})
-    lines = read(folder / METRICS_NAME, _lines, what="No training metrics", default=[], most=MOST_RECORDS)
-    stages = {}
-    if (folder / "stages.json").exists():
-        stages = read(folder / "stages.json", _stages, what="No timings of the stages", default={})
+    config = stored(folder / RUN_CONFIG_NAME, _mapping, what="No configuration", notes=notes) or {}
+    path = folder / METRICS_NAME
+    lines = stored(path, _lines, what="No training metrics", notes=notes, most=MOST_RECORDS) or []
+    path = folder / "stages.json"
+    stages = stored(path, _stages, what="No timings of the stages", notes=notes) if path.exists() else None
     rows, validations, events = _parse_metrics(lines, notes)
     seen = samples_at(rows)
     return Run(
@@ -122,7 +120,7 @@ def read_run(folder: str | Path) -> Run:
         rows=tuple(rows),
         validations=tuple({**row, "samples": samples} for row in validations if (samples := seen(row["step"]))),
         events=tuple(events),
-        stages=stages,
+        stages=stages or {},
         manifests=_read_manifests(folder, config, notes),
         evaluations=read_evaluations(folder / "evaluation", seen, notes),
         notes=tuple(notes),  # to which the lines above have added

@@ -127,13 +127,13 @@ def _read_checkpoint(folder: Path, step: int | None, samples: int | None, notes:
         for path in sorted(folder.glob("*.examples")):
             what = f"The retrieved pairs in {path.name} cannot be shown"
             entries = partial(_each, partial(parse, path))
-            yield from stored(path / name, entries, what=what, default=[], notes=notes)
+            yield from stored(path / name, entries, what=what, notes=notes) or ()
 
     confusions = []
     for score in scores:
         if (path := folder / "classes" / score.path.name).is_file():
             what = f"The classes of {score.task} cannot be shown"
-            parsed = stored(path, partial(_confusions, score.label), what=what, default={}, notes=notes)
+            parsed = stored(path, partial(_confusions, score.label), what=what, notes=notes)
             confusions += [parsed] if parsed else []
     return StoredEvaluation(
         checkpoint=folder.name,
@@ -149,17 +149,15 @@ def _read_checkpoint(folder: Path, step: int | None, samples: int | None, notes:
     )
 
 
-def stored(
-    path: Path, parse: Callable[[bytes], T], *, what: str, default: T, notes: list[str], most: int = MOST_TEXT
-) -> T:
-    """What `parse` makes of a file of at most `most` bytes; `default`, with a note, if it is missing or damaged."""
+def stored(path: Path, parse: Callable[[bytes], T], *, what: str, notes: list[str], most: int = MOST_TEXT) -> T | None:
+    """What `parse` makes of a file of at most `most` bytes; None, with a note, if it is missing or damaged."""
     try:
         return parse(read_bounded(path, most=most))
     except FileNotFoundError:
         notes.append(f"{what}: {path.name} is not there.")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         notes.append(re.sub(r"\s+", " ", f"{what}: {path.name} cannot be read ({error})."))
-    return default
+    return None
 
 
 def _image(folder: Path, name: object) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
@@ -26,26 +25,9 @@ from pipeline.report.stored_scores import read_evaluations
 from tests.report_runs import make_run
 
 
-class _Checker(HTMLParser):
-    """Collects the resources that a page would load, and whether its tags are balanced."""
-
-    VOID = frozenset({"meta", "link", "br", "img", "hr", "input", "path", "use"})
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.loaded: list[str] = []
-        self.open: list[str] = []
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.loaded += [value or "" for key, value in attributes if key in ("src", "href", "xlink:href")]
-        if tag in ("iframe", "link"):
-            self.loaded.append(tag)
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag not in self.VOID:
-            assert self.open.pop() == tag
+def append(run: Path, *records: dict) -> None:
+    with (run / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
 
 
 @pytest.fixture
@@ -54,25 +36,22 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_ends_of_epochs_do_not_hide_other_events(run):
-    rows = [{"kind": "event", "time": 1, "message": "A step was skipped"}]
-    for k in range(104):
-        facts = {"epoch": k, "samples": 288, "dropped": 11, "replaced": int(k == 50), "order_hash": "0"}
-        rows.append({"kind": "event", "time": 10 * k, "message": f"Epoch {k} done", "data": facts})
-    with (run / "metrics.jsonl").open("a") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+    ends = [
+        {"epoch": k, "samples": 288, "dropped": 11, "replaced": int(k == 50), "order_hash": "0"} for k in range(104)
+    ]
+    append(run, {"kind": "event", "time": 1, "message": "A step was skipped"})
+    append(run, *({"kind": "event", "time": 9, "message": f"Epoch {e['epoch']} done", "data": e} for e in ends))
     page = write_report([run]).read_text()
     table = page[page.index('aria-label="Events"') :].split("</table>")[0]
-    shown = re.findall(r"<td>(.*?)</td>", table)
-    assert shown == ["started", "A step was skipped", "Epoch 50 done"]
+    assert re.findall(r"<td>(.*?)</td>", table) == ["started", "A step was skipped", "Epoch 50 done"]
 
 
 def test_the_validation_loss_is_drawn_over_samples_seen(run):
     assert "Validation loss" not in write_report([run]).read_text()
     steps = [row["step"] for row in read_run(run).rows]
-    with (run / "metrics.jsonl").open("a") as file:  # the last line of a step counts, as after a resume
-        for step, loss in ((steps[0], 9.0), (steps[0], 4.0), (steps[-1], 3.25), (steps[-1] + 1, float("nan"))):
-            file.write(json.dumps({"kind": "validation", "step": step, "loss": loss}) + "\n")
-    x, y = read_run(run).validation("loss")
+    losses = ((steps[0], 9.0), (steps[0], 4.0), (steps[-1], 3.25), (steps[-1] + 1, float("nan")))
+    append(run, *({"kind": "validation", "step": step, "loss": loss} for step, loss in losses))
+    x, y = read_run(run).validation("loss")  # the last line of a step counts, as after a resume
     assert (x.tolist(), y.tolist()) == ([8 * steps[0], 8 * steps[-1]], [4.0, 3.25])
     html = write_report([run]).read_text()
     assert html.index("<h3>Loss</h3>") < html.index("<h3>Validation loss</h3>") < html.index("<h3>Temperature")
@@ -91,18 +70,20 @@ def test_a_run_that_was_only_validated_shows_its_result(run):
     """Fine-tuning: no evaluation, no stages. Nothing is missing, so no box says so."""
     shutil.rmtree(run / "evaluation")
     (run / "stages.json").unlink()
-    rows = [(50, 1.5, 0.25, 0.35), (100, 1.0, 0.5, 0.7), (150, 2.0, 0.4, 0.4)]
-    with (run / "metrics.jsonl").open("a") as file:
-        for step, loss, text, image in rows:
-            scores = {"loss": loss, "image_to_text_r1": text, "text_to_image_r1": image, "pairs": 100.0}
-            file.write(json.dumps({"kind": "validation", "step": step, **scores}) + "\n")
+    for step, loss, text, image in ((50, 1.5, 0.25, 0.35), (100, 1.0, 0.5, 0.7), (150, 2.0, 0.4, 0.4)):
+        scores = {"loss": loss, "image_to_text_r1": text, "text_to_image_r1": image, "pairs": 100.0}
+        append(run, {"kind": "validation", "step": step, **scores})
     html = write_report([run]).read_text()
     assert 'role="note"' not in html
-    assert "60.0%" in html
-    assert "mean of 50.0% and 70.0% among 100 held-out pairs" in html
-    assert "at step 100, the lowest of 3; 2.000 at step 150" in html
-    assert "<h3>Validation R@1</h3>" in html
-    assert f"<code>neuclip evaluate {run} --suite FOLDER</code>" in html
+    for part in (
+        "60.0%",
+        "mean of 50.0% and 70.0% among 100 held-out pairs",
+        "at step 100, the lowest of 3; 2.000 at step 150",
+        "<h3>Validation R@1</h3>",
+        f"<code>neuclip evaluate {run} --suite FOLDER</code>",
+        f"Next: <code>neuclip evaluate {run} --suite FOLDER</code>",
+    ):
+        assert part in html
 
 
 @pytest.mark.parametrize(
@@ -131,26 +112,16 @@ def test_the_page_ends_with_the_next_commands(run):
     assert f"<code>neuclip export {run} --output hub/run</code>" in end
     assert "neuclip evaluate" not in end
     assert f"Next: `neuclip playground {run} --images {shards}` lets you try it" in (run / "report.md").read_text()
-    shutil.rmtree(run / "evaluation")
-    assert f"Next: <code>neuclip evaluate {run} --suite FOLDER</code>" in write_report([run]).read_text()
-
-
-def test_the_architecture_has_its_name_where_a_checkpoint_has_it(run):
-    assert read_run(run).architecture == "tiny"
-    folder = run / "checkpoints" / "step-00000100"
-    folder.mkdir(parents=True)
-    (folder / "open_clip_config.json").write_text('{"architecture": "ViT-B-32"}')
-    assert read_run(run).architecture == "ViT-B-32"
-    assert "ViT-B-32" in write_report([run]).read_text()
 
 
 def test_page_is_self_contained_and_escaped(run):
     html = write_report([run]).read_text()
-    checker = _Checker()
-    checker.feed(html)
-    assert not checker.open
-    assert all(item.startswith(("#", "data:image/jpeg;base64,")) for item in checker.loaded), checker.loaded
-    assert "url(" not in re.sub(r"url\(#", "", html)
+    loaded = re.findall(r"""\s(?:src|href|xlink:href)\s*=\s*["']?([^"'\s>]*)""", html)
+    assert loaded
+    assert all(item.startswith(("#", "data:image/jpeg;base64,")) for item in loaded), loaded
+    assert not re.search(r"<(iframe|link)\b|url\((?!#)", html)
+    for name in ("html", "body", "main", "div", "dl", "figure", "table", "details", "svg", "g"):
+        assert len(re.findall(rf"<{name}[\s>]", html)) == html.count(f"</{name}>"), name
     assert "&lt;script&gt;" in html
     assert "<script>alert" not in html
     assert "<b>odd</b>" not in html
@@ -159,30 +130,35 @@ def test_page_is_self_contained_and_escaped(run):
 
 
 def test_page_reports_the_results_of_the_run(run):
+    folder = run / "checkpoints" / "step-00000100"
+    assert read_run(run).architecture == "tiny"
+    folder.mkdir(parents=True)
+    (folder / "open_clip_config.json").write_text('{"architecture": "ViT-B-32"}')  # else it has a file's path
     html = write_report([run]).read_text()
-    assert "60.0%" in html
-    assert "× chance" not in html
     assert html.index(">http 404<") < html.index("&lt;b&gt;odd")
-    assert "rank 42" in html
     assert html.count('class="thumb own"') == 1, "the correct image is shown although it was not retrieved"
     assert html.count("data:image/jpeg") == 4
-    assert "90.0% of 100 URLs" in html
-    assert "Why URLs gave no sample" in html
-    assert "the data is cut short" in html
-    assert "1 min 15 s" in html
-    assert "Constant throughout: Corrupt samples in this epoch 0." in html
     titles = ["Loss", "Normalizer gap", "Temperature τ", "Learning rate of the encoders"]
     titles += ["Throughput, samples per second", "Waiting for data, share of a step", "Largest ratio of normalizers"]
-    for title in titles:
-        assert f"<h3>{title}</h3>" in html
-    assert "colour: 2 classes, lowest “red” with 60%" in html
+    for part in (
+        *(f"<h3>{title}</h3>" for title in titles),
+        "ViT-B-32",
+        "60.0%",
+        "rank 42",
+        "90.0% of 100 URLs",
+        "Why URLs gave no sample",
+        "the data is cut short",
+        "1 min 15 s",
+        "Constant throughout: Corrupt samples in this epoch 0.",
+        "colour: 2 classes, lowest “red” with 60%",
+    ):
+        assert part in html
     assert re.search(r'<th scope="row">red</th><td[^>]*>60</td><td[^>]*>40</td>', html), "a row of the confusion matrix"
     part = html[html.index("Every task over samples seen") : html.index("Every score of")]
     assert re.findall(r"<h3>([^<]+)</h3>", part) == ["colour", "retrieval"]
     text = (run / "report.md").read_text()
-    assert "| colour | acc1 | 60.0% | 10.0% | 100 |" in text
-    assert "| http 404 | 7 |" in text
-    assert "scenes/size could not be scored: the data is cut short" in text
+    for part in ("| colour | acc1 | 60.0% | 10.0% | 100 |", "| http 404 | 7 |", "scenes/size could not be scored: the"):
+        assert part in text
 
 
 @pytest.mark.parametrize(("facts", "counted"), [({"made by": "neuclip pairs"}, "rows"), ({}, "samples")])
@@ -221,13 +197,9 @@ def test_missing_inputs_are_listed_and_not_invented(tmp_path):
     assert "No checkpoint has been evaluated" in html
     assert "Zero-shot accuracy" not in html
     assert "Throughput" not in html
-
-
-@pytest.mark.parametrize("text", ["samples: !!bool x", "\0"])
-def test_a_damaged_configuration_is_a_note(tmp_path, text):
-    (tmp_path / "config.yaml").write_text(text)
-    (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "samples": 8, "loss": 2.0}\n')
-    assert "No configuration: config.yaml cannot be read" in " ".join(read_run(tmp_path).notes)
+    for text in ("samples: !!bool x", "\0"):
+        (folder / "config.yaml").write_text(text)
+        assert "No configuration: config.yaml cannot be read" in " ".join(read_run(folder).notes)
 
 
 def test_relative_paths_are_relative_to_where_the_run_was_started(tmp_path, monkeypatch):
@@ -238,19 +210,7 @@ def test_relative_paths_are_relative_to_where_the_run_was_started(tmp_path, monk
     assert sum(manifest.n for manifest in read_run(folder).manifests) == 90
 
 
-def test_scores_of_other_weights_are_skipped_and_listed(run):
-    folder = max((run / "evaluation").iterdir())
-    for name, weights in (("summary.json", "new"), ("scenes-colour.json", "old"), ("scenes-retrieval.json", "new")):
-        tree = json.loads((folder / name).read_text())
-        part = tree if name == "summary.json" else tree["inputs"]
-        part["checkpoint"] = weights
-        (folder / name).write_text(json.dumps(tree))
-    read = read_run(run)
-    assert [score.task for score in read.evaluations[-1].scores] == ["scenes/retrieval"]
-    assert any("scenes-colour.json scores other weights" in note for note in read.notes)
-
-
-def test_damaged_results_are_skipped_and_listed(run):
+def test_damaged_results_and_those_of_other_weights_are_skipped_and_listed(run):
     folder, secret = run / "evaluation" / "step-00000100", run.parent / "secret"
     secret.write_text("of the reader")
     (folder / "scenes-shape.json").write_text('{"task": "scenes/sh')
@@ -260,13 +220,18 @@ def test_damaged_results_are_skipped_and_listed(run):
     read = read_run(run)
     for damaged in ("scenes-shape.json", "0.jpg is a link to a file outside of the folder"):
         assert any(damaged in note for note in read.notes)
-    assert read.latest is not None
     assert [score.task for score in read.latest.scores] == ["scenes/colour", "scenes/retrieval"]
+    for name, weights in (("summary.json", "new"), ("scenes-colour.json", "old"), ("scenes-retrieval.json", "new")):
+        tree = json.loads((folder / name).read_text())
+        (tree if name == "summary.json" else tree["inputs"])["checkpoint"] = weights
+        (folder / name).write_text(json.dumps(tree))
+    read = read_run(run)
+    assert [score.task for score in read.latest.scores] == ["scenes/retrieval"]
+    assert any("scenes-colour.json scores other weights" in note for note in read.notes)
 
 
 def test_the_curves_and_evaluations_of_a_run(run):
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"kind": "train", "step": 50, "samples": 400, "loss": 123.0, "ratio_max": 1.0}) + "\n")
+    append(run, {"kind": "train", "step": 50, "samples": 400, "loss": 123.0, "ratio_max": 1.0})
     found = read_run(run)
     samples, loss = found.curve("loss")
     assert list(samples) == [8 * step for step in range(10, 101, 10)], "a resumed run counts each step once"
@@ -275,13 +240,11 @@ def test_the_curves_and_evaluations_of_a_run(run):
     assert [(e.checkpoint, e.samples) for e in found.evaluations] == [("step-00000050", 400), ("step-00000100", 800)]
 
 
-@pytest.mark.parametrize("make", [False, True])
-def test_a_folder_that_is_not_a_run_is_rejected(tmp_path, make):
-    folder = tmp_path / "nothing"
-    if make:
-        folder.mkdir()
-    with pytest.raises(UserError, match="nothing"):
-        read_run(folder)
+def test_a_folder_that_is_not_a_run_is_rejected(tmp_path):
+    (tmp_path / "nothing").mkdir()
+    for name in ("nothing", "nowhere"):
+        with pytest.raises(UserError, match=name):
+            read_run(tmp_path / name)
 
 
 def test_scores_as_tensorboard_scalars(run):

@@ -49,8 +49,8 @@ MARKS = {"good": ("ok", "green"), "note": ("note", "yellow"), "broken": ("BROKEN
 def command(run: Path | None, quick: bool, **options: Any) -> int:
     """Check this node, or say what happened to a RUN.
 
-    Without RUN: check versions, GPUs, collectives, disk, shared memory, compiler, data and loading, and report
-    what to fix.
+    Without RUN: check versions, GPUs, collectives, disk, shared memory and compiler, with --data also how fast it is
+    read and decoded, and report what to fix.
 
     With the folder of a RUN: say how it ended, which checkpoints are intact, and the command to continue. Nothing is
     changed.
@@ -77,7 +77,7 @@ def examine(
 ) -> Iterator[DoctorFinding]:
     """Run all checks, the cheap ones first, and yield each finding as soon as it is known."""
     from pipeline.planning import node_checks
-    from pipeline.planning.measured_checks import check_collectives
+    from pipeline.planning.measured_checks import check_collectives, check_loading
 
     # An error in the recipe comes before the checks, which take minutes.
     run = None if recipe is None else load_run(recipe, (), dataset_size=ANY_SIZE)
@@ -90,8 +90,6 @@ def examine(
         gloo = pool.submit(check_collectives, "cpu", ranks=ranks)
         import torch
 
-        from pipeline.planning.measured_checks import check_loading
-
         yield gloo.result()
     gpus, needed = max(1, torch.cuda.device_count()), None
     if run is not None:
@@ -101,7 +99,8 @@ def examine(
         needed = plan_run(run, gpus=1, assume=Assumptions(dataset_size=ANY_SIZE, mfu=mfu)).pairs_per_second
     for manifest in manifests:
         yield node_checks.check_data(manifest, needed=None if needed is None else gpus * needed, **allowed)
-    yield check_loading(manifests, ranks=gpus, needed=needed, **allowed)
+    for manifest in manifests[:1]:
+        yield check_loading(manifest, ranks=gpus, needed=needed, **allowed)
     if torch.cuda.is_available():  # before this process allocates GPU memory itself
         yield check_collectives("cuda", ranks=torch.cuda.device_count())
     yield from node_checks.check_gpus()

@@ -51,11 +51,10 @@ def command(
     seed: int,
     crop_scale: tuple[float, float],
     crop_ratio: tuple[float, float],
-    batch_size: int,
-    workers: int,
     device: str,
     allow_commands: bool,
     allow_outside: bool,
+    **how: int,
 ) -> None:
     """Store a model's features of every sample of a dataset.
 
@@ -123,14 +122,7 @@ def command(
         world.barrier()
         tell = click.echo if world.is_main else (lambda message: None)
         counts = write_features(
-            encoder,
-            mixture,
-            facts,
-            output=Path(output),
-            world=world,
-            batch_size=batch_size,
-            workers=workers,
-            on_shard=shard_progress(tell),
+            encoder, mixture, facts, output=Path(output), world=world, on_shard=shard_progress(tell), **how
         )
         tell(f"{counts['stored']:,} of {samples:,} pairs have features of {encoder.dim} numbers a side: {output}")
         for problem, number in sorted(counts["problems"].items(), key=lambda item: -item[1]):

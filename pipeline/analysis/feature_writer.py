@@ -41,15 +41,9 @@ def write_features(
 ) -> dict[str, Any]:
     """Write what is missing, and the counts into `features.json`. Collective.
 
-    Args:
-        model: The teacher, or the model whose image tower it is.
-        mixture: The data.
-        facts: Those of both; `output` holds no features of others.
-        output: The folder.
-        world: The ranks.
-        batch_size: Images that are encoded at a time, or the crops of one.
-        workers: Decoding threads.
-        on_shard: Called with the number of this rank's finished shards, and of all its shards.
+    `facts` are those of both the model (the teacher, or the one whose image tower it is) and the data; the folder
+    `output` holds no features of others. At most `batch_size` images, or the crops of one, are encoded at a time, and
+    `on_shard` is called with the number of this rank's finished shards, and of all its shards.
 
     Returns:
         The counts.

@@ -100,13 +100,9 @@ def exact_log_normalizers(
 ) -> Tensor:
     """log(eps + g) of each of this rank's anchors over all ranks' pairs but the anchor's own, [b]; collective.
 
-    Args:
-        anchors_bd: [b, d] unit-norm.
-        others_nd: This rank's part of the other side, unit-norm, of the same length on every rank.
-        tau_b: Temperature of each anchor.
-        first: Row of `others_nd` that is the partner of the first anchor; the others follow.
-        eps: The method's small constant.
-        world: The ranks.
+    Features are unit-norm; `others_nd` is this rank's part of the other side, of the same length on every rank, whose
+    row `first` is the partner of the first anchor, which the others follow. `tau_b` are the anchors' temperatures, and
+    `eps` is the method's small constant.
     """
     world = world or World()
     positive = (anchors_bd * others_nd[first : first + len(anchors_bd)]).sum(1)
@@ -155,12 +151,8 @@ def measure(
 ) -> tuple[Measurement, Rows]:
     """Exact normalizers of a checkpoint and the errors of its method's estimates; collective, the same on every rank.
 
-    Args:
-        run: The run's configuration.
-        checkpoint: The checkpoint.
-        world: The ranks.
-        limit: Compare about this many anchors (whole batches, from the front of the shuffled epoch); the sums still run
-            over the whole dataset. Default: all.
+    With a `limit`, about as many anchors are compared (whole batches, from the front of the shuffled epoch); the sums
+    still run over the whole dataset.
 
     Raises:
         UserError: The objective has no normalizers (siglip), the weights do not fit `run`, or stored features that the
@@ -187,30 +179,33 @@ def measure(
             loader.use_crops(crops)
         objective.load_state_dict(checkpoint.objective())
         objective.load_row_state_dict(checkpoint.read_rows)
-        pairs = _encode_epoch(loader, towers, architecture, world)
-        left_over = loader.n - loader.steps_per_epoch * run.batch_size
-    local, steps = run.batch_size // world.size, len(pairs.sample_id) * world.size // run.batch_size
+        image, text, ids = _encode_epoch(loader, towers, architecture, world)
+        steps = loader.steps_per_epoch
+        left_over = loader.n - steps * run.batch_size
+    local = run.batch_size // world.size
     wanted = steps if limit is None else min(steps, max(1, -(-limit // run.batch_size)))
-    parts = [_compare(objective, pairs, slice(step * local, (step + 1) * local), world) for step in range(wanted)]
-    ids, values = (torch.cat(part) for part in zip(*parts, strict=True))
-    of_sides = values.unbind(1)
-    gathered_rows = Rows(ids, *((of_sides[i], of_sides[i + 1]) for i in range(0, 8, 2)))
-    exact, tau = torch.cat(gathered_rows.exact), torch.cat(gathered_rows.tau)
+    batches = [slice(step * local, (step + 1) * local) for step in range(wanted)]
+    values = torch.cat([_compare(objective, (image, text), ids[own], own, world) for own in batches])
+    sides = values.unbind(1)
+    rows = Rows(
+        torch.cat([world.all_gather(ids[own]) for own in batches]).cpu(), *zip(sides[::2], sides[1::2], strict=True)
+    )
+    exact, tau = torch.cat(rows.exact), torch.cat(rows.tau)
     measurement = Measurement(
         step=checkpoint.step,
         samples=int(checkpoint.meta["samples"]),
         batch_size=run.batch_size,
-        pairs=world.size * len(pairs.sample_id),
+        pairs=world.size * len(ids),
         left_over=left_over,
-        rows=len(gathered_rows.sample_id),
+        rows=len(rows.sample_id),
         tau=float(tau.mean()),
         mean=float(exact.mean()),
         variance=float(exact.var(correction=0)),
-        cold=_errors(torch.cat(gathered_rows.cold), exact),
-        in_use=_errors(torch.cat(gathered_rows.in_use), exact),
+        cold=_errors(torch.cat(rows.cold), exact),
+        in_use=_errors(torch.cat(rows.in_use), exact),
         fresh=objective.restarts(),
     )
-    return measurement, gathered_rows
+    return measurement, rows
 
 
 def save_rows(path: Path, rows: Rows) -> None:
@@ -226,52 +221,40 @@ def save_rows(path: Path, rows: Rows) -> None:
         np.savez(file, sample_id=rows.sample_id.numpy(), **columns)
 
 
-@dataclass(frozen=True)
-class _Pairs:
+def _encode_epoch(loader: Loader, towers: Any, architecture: Any, world: World) -> tuple[Tensor, Tensor, Tensor]:
     """This rank's part of an epoch, in batches: features, [n/K, d] each, and sample ids, [n/K]."""
-
-    features: Pair
-    sample_id: Tensor
-
-
-def _encode_epoch(loader: Loader, towers: Any, architecture: Any, world: World) -> _Pairs:
-    pairs, row = None, 0
+    stored: list[Tensor] = []
     trimming = text_trimming(towers.clip)
-    for _ in range(loader.steps_per_epoch):
+    for step in range(loader.steps_per_epoch):
         batch = next(loader)
         image = normalize(batch.image.to(world.device), mean=architecture.mean, std=architecture.std)
-        features = towers(image, without_padding(batch.text, trimming).to(world.device))
-        size = len(image)
-        if pairs is None:
-            n = size * loader.steps_per_epoch
-            empty = tuple(feature.new_empty((n, feature.shape[1])) for feature in features)
-            pairs = _Pairs((empty[0], empty[1]), batch.sample_id.new_empty(n, device=world.device))
-        for whole, part in zip((*pairs.features, pairs.sample_id), (*features, batch.sample_id), strict=True):
-            whole[row : row + size] = part
-        row += size
-    assert pairs is not None  # the loader refuses datasets smaller than a batch
-    return pairs
+        parts = (*towers(image, without_padding(batch.text, trimming).to(world.device)), batch.sample_id)
+        size, n = len(image), len(image) * loader.steps_per_epoch
+        stored = stored or [part.new_empty((n, *part.shape[1:]), device=world.device) for part in parts]
+        for whole, part in zip(stored, parts, strict=True):
+            whole[step * size : (step + 1) * size] = part
+    image, text, ids = stored  # the loader refuses datasets smaller than a batch
+    return image, text, ids
 
 
-def _compare(objective: SoftmaxObjective, pairs: _Pairs, own: slice, world: World) -> tuple[Tensor, Tensor]:
-    """The sample ids of a global batch, [B], of which this rank has the rows `own`, and its values, [B, 8]: exact ones,
-    cold and in-use estimates, and tau, each of both sides."""
-    image, text, ids = pairs.features[0][own], pairs.features[1][own], pairs.sample_id[own]
-    estimates = objective.log_normalizers(image, text, sample_ids=ids)
+def _compare(objective: SoftmaxObjective, features: Pair, ids: Tensor, own: slice, world: World) -> Tensor:
+    """The values of a global batch, [B, 8], of whose pairs this rank has the rows `own`: exact ones, cold and in-use
+    estimates, and tau, each of both sides."""
+    estimates = objective.log_normalizers(features[0][own], features[1][own], sample_ids=ids)
     with true_fp32(world.device):
         exact = [
             exact_log_normalizers(
-                features,
-                pairs.features[1 - side],
+                features[side][own],
+                features[1 - side],
                 tau_b=estimates.tau[side],
                 first=own.start,
                 eps=objective.eps,
                 world=world,
             )
-            for side, features in enumerate((image, text))
+            for side in (0, 1)
         ]
     values = torch.stack([*exact, *estimates.cold, *estimates.in_use, *estimates.tau], 1)
-    return world.all_gather(ids).cpu(), world.all_gather(values).cpu()
+    return world.all_gather(values).cpu()
 
 
 def _errors(given: Tensor, exact: Tensor) -> Errors:

@@ -143,12 +143,7 @@ def best_uids(table: Path, share: float) -> np.ndarray:
 def write_contact_sheet(path: Path, table: Path, manifest: Manifest, *, caption: CaptionField, share: float) -> None:
     """Write a page with the worst pairs, those on both sides of the cut, and for comparison the best.
 
-    Args:
-        path: The page.
-        table: Scores of the dataset, `scores.parquet`.
-        manifest: The dataset.
-        caption: Where captions are.
-        share: Of the pairs, the worst of which may be removed; where the cut is.
+    `share` is that of the worst of the scored pairs in `table`, which may be removed: where the cut is.
     """
     rows = read_scores(table, columns=["shard", "row", "key", "score", "cosine"])
     order = by_score(rows)

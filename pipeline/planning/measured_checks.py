@@ -5,7 +5,6 @@ Loading decodes images for a second and recommends `data.workers`.
 
 from __future__ import annotations
 
-import io
 import itertools
 import math
 import os
@@ -57,10 +56,8 @@ def check_collectives(device: Literal["cpu", "cuda"], *, ranks: int) -> DoctorFi
 def check_transport(log: str, figures: str, *, network: Mapping[str, float]) -> DoctorFinding:
     """Which transport between nodes NCCL has chosen, and whether this node has a better one.
 
-    Args:
-        log: What NCCL printed at NCCL_DEBUG=INFO.
-        figures: The measured all-reduce, which within a node goes over NVLink or PCIe.
-        network: Gbit/s of the InfiniBand and RoCE adapters.
+    `log` is what NCCL printed at NCCL_DEBUG=INFO, `figures` are those of the all-reduce, which within a node goes over
+    NVLink or PCIe, and `network` has the Gbit/s of the InfiniBand and RoCE adapters.
     """
     chosen = re.search(r"Using network (\S+)", log)
     transport, speed, names = chosen[1] if chosen else "unknown", sum(network.values()), ", ".join(network)
@@ -92,32 +89,27 @@ def adapters(folder: Path = Path("/sys/class/infiniband")) -> Mapping[str, float
     return speeds
 
 
-SIDE, STORED, IMAGES = 224, 384, 32
-"""Pixels that a model reads, shorter side of the generated images, and how many images are decoded in turn."""
+SIDE, IMAGES = 224, 32
+"""Pixels that a model reads, and how many images are decoded in turn."""
 ENOUGH = 2500
 """Images per second and GPU, an estimate: ViT-B/16 (3 x 41 GFLOP a pair) at 31% of an H100's peak of 989 TFLOP/s.
 Smaller models need more."""
 
 
-def check_loading(
-    manifests: Sequence[str], *, ranks: int, needed: float | None = None, **allowed: bool
-) -> DoctorFinding:
-    """Decode in one process for a second, and say how many images the default number of workers gives each rank.
+def check_loading(manifest: str, *, ranks: int, needed: float | None = None, **allowed: bool) -> DoctorFinding:
+    """Decode images of the first shard for a second, and say how many the default number of workers gives each rank.
 
-    Args:
-        manifests: Images are taken from the first shard of the first of these; without any, they are generated.
-        ranks: Processes that train on this node: one per GPU.
-        needed: Images per second that the steps of one GPU take; None: ENOUGH.
-        allowed: Consents, as for `load_manifest`.
+    `ranks` train on this node, one per GPU, whose steps take `needed` images per second (None: ENOUGH); `allowed` are
+    consents, as for `load_manifest`.
     """
     cores = usable_cores()
     try:
-        images, what = _images(manifests, **allowed)
+        images = _images(manifest, **allowed)
     except (UserError, OSError) as error:
         return DoctorFinding("loading", "note", f"not measured: {error}", "check the folder given by --data")
     workers, rate = default_workers(cores // ranks), _rate(images)
     found = (
-        f"one process decodes {rate:,.0f} images/s ({what}); with the default data.workers, "
+        f"one process decodes {rate:,.0f} images/s; with the default data.workers, "
         f"{workers} per rank ({ranks} on {cores} cores), up to {workers * rate:,.0f} images/s per rank"
     )
     if needed is not None:
@@ -154,35 +146,19 @@ def _rate(images: Sequence[bytes]) -> float:
         torch.set_num_threads(threads)
 
 
-def _images(manifests: Sequence[str], **allowed: bool) -> tuple[list[bytes], str]:
-    """Encoded images, and what they are."""
+def _images(manifest: str, **allowed: bool) -> list[bytes]:
+    """Encoded images."""
     from pipeline.data.shards.manifest_format import load_manifest
     from pipeline.data.shards.storage import open_shard
     from pipeline.data.shards.tar_reader import FORMAT_SUFFIXES, DamagedTar, members
 
-    if not manifests:
-        return _generated(), f"generated, {STORED} px"
-    manifest = load_manifest(manifests[0], **allowed)
+    loaded = load_manifest(manifest, **allowed)
     try:
-        with open_shard(manifest.url(manifest.shards[0])) as file:
+        with open_shard(loaded.url(loaded.shards[0])) as file:
             wanted = members(file, wanted=lambda suffix: suffix.rpartition(".")[2] in FORMAT_SUFFIXES)
             payloads = list(itertools.islice((payload for _, payload in wanted if payload), IMAGES))
     except DamagedTar as error:
-        raise UserError(f"the first shard of {manifests[0]} {error}") from error
+        raise UserError(f"the first shard of {manifest} {error}") from error
     if not payloads:
-        raise UserError(f"the first shard of {manifests[0]} has no images")
-    return payloads, f"of {manifests[0]}"
-
-
-def _generated() -> list[bytes]:
-    """JPEGs that take about as many bits per pixel as photographs do."""
-    import numpy as np
-    from PIL import Image
-
-    rng, images = np.random.default_rng(0), []
-    for _ in range(4):
-        noise = Image.fromarray(rng.integers(0, 256, (STORED // 10, STORED * 2 // 15, 3), dtype=np.uint8))
-        out = io.BytesIO()
-        noise.resize((STORED * 4 // 3, STORED), Image.Resampling.BICUBIC).save(out, "JPEG", quality=90)
-        images.append(out.getvalue())
-    return images
+        raise UserError(f"the first shard of {manifest} has no images")
+    return payloads

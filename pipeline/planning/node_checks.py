@@ -176,10 +176,8 @@ def check_compiler() -> DoctorFinding:
 def check_data(manifest: str, *, needed: float | None = None, **allowed: bool) -> DoctorFinding:
     """Read the first shards for a few seconds, which tests access and gives an upper bound of samples per second.
 
-    Args:
-        manifest: A manifest or its folder.
-        needed: Samples per second that the steps of this node's GPUs take.
-        allowed: Consents, as for `load_manifest`.
+    `manifest` is one or its folder, `needed` the samples per second that the steps of this node's GPUs take, and
+    `allowed` are consents, as for `load_manifest`.
     """
     from pipeline.data.shards.manifest_format import load_manifest
     from pipeline.data.shards.storage import open_shard

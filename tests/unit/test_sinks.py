@@ -93,10 +93,14 @@ def test_nothing_is_written_before_the_run_begins_or_after_its_end(tmp_path):
     assert [line.get("message") for line in lines(tmp_path)] == ["A note."]
 
 
-def test_an_unknown_tracker_is_rejected_with_a_list_of_known_ones():
+def test_settings_that_cannot_be_meant_are_rejected():
     with pytest.raises(UserError, match=r"there is no sink 'wand'.*jsonl"):
         sink_names(TelemetryConfig(trackers=("wand",)))
     assert sink_names(TelemetryConfig(trackers=("jsonl",))) == ["jsonl", "tensorboard", "progress"]
+    for steps in ((5, 2), (-1, 2)):
+        with pytest.raises(ValueError, match="the first step, counted from 0, and the last, which is not before it"):
+            TelemetryConfig(profile=steps)
+    assert TelemetryConfig(profile=(3, 3)).profile == (3, 3)
 
 
 def test_other_ranks_write_nothing(tmp_path):
@@ -167,13 +171,6 @@ def test_progress_lines_show_the_most_important_metrics(tmp_path, capsys):
     slow = {"slowest_rank": 3.0, "slowest_rank_ms": 130.0, "median_rank_ms": 100.0, "slowest_rank_data_wait": 0.25}
     assert headline(slow) == "slowest rank 3: 130 ms, median 100 ms, data wait 25%"
     assert headline({"loss": 1.0, **slow, "slowest_rank_ms": 115.0}) == "loss 1.0000"
-
-
-def test_a_profile_whose_last_step_is_before_its_first_is_refused():
-    for steps in ((5, 2), (-1, 2)):
-        with pytest.raises(ValueError, match="the first step, counted from 0, and the last, which is not before it"):
-            TelemetryConfig(profile=steps)
-    assert TelemetryConfig(profile=(3, 3)).profile == (3, 3)
 
 
 def test_lines_that_a_full_disk_refuses_are_written_when_it_has_room(tmp_path, capsys):

@@ -150,44 +150,8 @@ def progress(context: SinkContext) -> Sink:
     return ProgressBarSink(context) if bar else ProgressLines(context)
 
 
-class ProgressBarSink(Sink):
-    """A progress bar with the most important metrics; a brief one is cleared at the end."""
-
-    def __init__(self, context: SinkContext) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (
-            TextColumn("train"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[metrics]}"),
-            TextColumn("ETA"),
-            TimeRemainingColumn(),
-        )
-        self._brief = context.progress == "brief"
-        self._bar = Progress(*columns, refresh_per_second=4, transient=self._brief)
-        self._task = self._bar.add_task("train", total=context.total_steps, completed=context.first_step, metrics="")
-        self._bar.start()
-
-    def scalars(self, kind: str, *, step: int, values: Mapping[str, float]) -> None:
-        if kind == "train":
-            self._bar.update(self._task, completed=step, metrics=headline(values))
-        else:
-            self._print(score_line(kind, step, values))
-
-    def event(self, message: str, *, facts: Mapping[str, Any]) -> None:
-        if not self._brief or "level" in facts:
-            self._print(message)
-
-    def close(self) -> None:
-        self._bar.stop()
-
-    def _print(self, message: str) -> None:
-        self._bar.console.print(message, highlight=False)
-
-
 class ProgressLines(Sink):
-    """One plain line per record, at most one every few seconds: for log files."""
+    """One plain line per record, at most one of training every few seconds: for log files."""
 
     def __init__(self, context: SinkContext) -> None:
         self._total, self._last, self._brief = context.total_steps, 0.0, context.progress == "brief"
@@ -195,19 +159,48 @@ class ProgressLines(Sink):
         self._first, self._start = context.first_step, time.monotonic()
 
     def scalars(self, kind: str, *, step: int, values: Mapping[str, float]) -> None:
-        if kind != "train":
-            print(score_line(kind, step, values), flush=True)
-            return
+        if kind == "train":
+            self._train(step, values)
+        else:
+            self._print(score_line(kind, step, values))
+
+    def event(self, message: str, *, facts: Mapping[str, Any]) -> None:
+        if not self._brief or "level" in facts:
+            self._print(message)
+
+    def _train(self, step: int, values: Mapping[str, float]) -> None:
         now = time.monotonic()
         if now - self._last < self._seconds and step < self._total:
             return
         self._last = now
         left = (now - self._start) / max(1, step - self._first) * (self._total - step)
-        print(f"step {step}/{self._total}  {headline(values)}  ETA {clock(left)}", flush=True)
+        self._print(f"step {step}/{self._total}  {headline(values)}  ETA {clock(left)}")
 
-    def event(self, message: str, *, facts: Mapping[str, Any]) -> None:
-        if not self._brief or "level" in facts:
-            print(message, flush=True)
+    def _print(self, message: str) -> None:
+        print(message, flush=True)
+
+
+class ProgressBarSink(ProgressLines):
+    """A progress bar with the most important metrics; a brief one is cleared at the end."""
+
+    def __init__(self, context: SinkContext) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        super().__init__(context)
+        metrics, ends = TextColumn("{task.fields[metrics]}"), (TextColumn("ETA"), TimeRemainingColumn())
+        columns = (TextColumn("train"), BarColumn(bar_width=24), MofNCompleteColumn(), metrics, *ends)
+        self._bar = Progress(*columns, refresh_per_second=4, transient=self._brief)
+        self._task = self._bar.add_task("train", total=context.total_steps, completed=context.first_step, metrics="")
+        self._bar.start()
+
+    def close(self) -> None:
+        self._bar.stop()
+
+    def _train(self, step: int, values: Mapping[str, float]) -> None:
+        self._bar.update(self._task, completed=step, metrics=headline(values))
+
+    def _print(self, message: str) -> None:
+        self._bar.console.print(message, highlight=False)
 
 
 def headline(scalars: Mapping[str, float]) -> str:

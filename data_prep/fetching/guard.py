@@ -240,17 +240,14 @@ def _directives(line: str, user_agent: str) -> Iterator[str]:
 def _is_past(text: str) -> bool:
     """Whether a text is a date in the past, in any of the forms that servers send."""
     plain = _ZONE.sub("", text)
-    for parse, given in (
+    tries: list[tuple[Callable[[str], datetime], str]] = [
         (parsedate_to_datetime, text),
         (datetime.fromisoformat, text),
         (datetime.fromisoformat, plain),
-        *((functools.partial(_date_in, form), plain) for form in _DATES),
-    ):
+        *((lambda given, form=form: datetime.strptime(given, form), plain) for form in _DATES),  # type: ignore[misc]
+    ]
+    for parse, given in tries:
         with contextlib.suppress(TypeError, ValueError, IndexError):
             date = parse(given)
             return (date if date.tzinfo else date.replace(tzinfo=UTC)) < datetime.now(UTC)
     return False
-
-
-def _date_in(form: str, text: str) -> datetime:
-    return datetime.strptime(text, form)

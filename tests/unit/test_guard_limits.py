@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from http.server import BaseHTTPRequestHandler
+from multiprocessing.pool import ThreadPool
 
 import pytest
 
@@ -151,79 +152,52 @@ def test_endless_tls_handshake_times_out():
 
 
 def test_connections_to_one_host_are_limited(site):
-    body, lock, busy, seen = jpeg(), threading.Lock(), [0], [0]
-
-    def slow(handler: BaseHTTPRequestHandler) -> None:
-        with lock:
-            busy[0] += 1
-            seen.append(busy[0])
+    def slow(handler):
         time.sleep(0.05)
-        with lock:  # before the response, after which the client may open the next connection
-            busy[0] -= 1
-        send(handler, 200, body)
+        with site.lock:  # before the response, after which the client may open the next connection
+            site.busy -= 1
+        send(handler, 200, jpeg())
+        with site.lock:
+            site.busy += 1
 
     site.answers["/a"] = slow
     shared = opener(connections=3)
-    threads = [threading.Thread(target=shared.open, args=(site.base + "/a",)) for _ in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(seen) == 13
-    assert max(seen) == 3
+    with ThreadPool(12) as pool:
+        assert len(pool.map(shared.open, [site.base + "/a"] * 12)) == 12
+    assert site.most_busy == 3
 
 
-def test_busy_host_is_retried_with_backoff(site):
-    body, asked = jpeg(), []
-
-    def busy(handler: BaseHTTPRequestHandler) -> None:
-        asked.append(time.monotonic())
-        if len(asked) < 3:
-            send(handler, 429, b"", Retry_After="0")
-        else:
-            send(handler, 200, body)
-
-    site.answers["/a"] = busy
-    assert opener(retries=2, backoff=0.1).open(site.base + "/a").read() == body
-    first, second = asked[1] - asked[0], asked[2] - asked[1]
-    assert first >= 0.1
-    assert second >= 0.2, "the pause doubles"
-
-
-def test_retry_after_is_honoured_up_to_the_limit(site, monkeypatch):
+def test_busy_hosts_are_retried_after_a_pause_and_lasting_failures_are_not(site, monkeypatch):
     monkeypatch.setattr(opener_module, "MAX_BACKOFF", 0.3)
-    asked = []
+    asked: list[float] = []
 
-    def busy(handler: BaseHTTPRequestHandler) -> None:
-        asked.append(time.monotonic())
-        send(handler, 503, b"", Retry_After="3600")
+    def answers(*each):
+        def answer(handler):
+            status, wait = each[min(len(asked), len(each) - 1)]
+            asked.append(time.monotonic())
+            send(handler, status, jpeg(), Retry_After=wait)
 
-    site.answers["/a"] = busy
-    assert refusal(opener(retries=1), site.base + "/a") == "http 503"
-    assert 0.3 <= asked[1] - asked[0] < 2
+        asked.clear()
+        site.answers["/a"] = answer
+        return site.base + "/a"
+
+    url = answers((429, "0"), (429, "0"), (200, "0"))
+    assert opener(retries=2, backoff=0.1).open(url).read() == jpeg()
+    assert asked[1] - asked[0] >= 0.1
+    assert asked[2] - asked[1] >= 0.2, "the pause doubles"
+    assert refusal(opener(retries=1), answers((503, "3600"))) == "http 503"
+    assert 0.3 <= asked[1] - asked[0] < 2, "a host's wish is followed up to the limit"
+    assert refusal(opener(retries=5), answers((404, "0"))) == "http 404"
+    assert len(asked) == 1
 
 
-@pytest.mark.parametrize("zone", ["UTC", "Asia/Tokyo", "America/New_York"])
-def test_retry_after_dates_without_a_zone_are_utc(monkeypatch, zone):
-    monkeypatch.setenv("TZ", zone)
-    time.tzset()
-    try:
-        assert 900 < retry_after(time.asctime(time.gmtime(time.time() + 1_000))) < 1_100
-    finally:
-        monkeypatch.undo()
+def test_retry_after_dates_without_a_zone_are_utc(monkeypatch):
+    for zone in ("UTC", "Asia/Tokyo", "America/New_York"):
+        monkeypatch.setenv("TZ", zone)
         time.tzset()
-
-
-def test_permanent_failures_are_not_retried(site):
-    asked = []
-
-    def gone(handler: BaseHTTPRequestHandler) -> None:
-        asked.append(1)
-        send(handler, 404, b"")
-
-    site.answers["/a"] = gone
-    assert refusal(opener(retries=5), site.base + "/a") == "http 404"
-    assert asked == [1]
+        assert 900 < retry_after(time.asctime(time.gmtime(time.time() + 1_000))) < 1_100
+    monkeypatch.undo()
+    time.tzset()
 
 
 def test_closed_opener_sends_no_requests_until_the_next_shard(site):

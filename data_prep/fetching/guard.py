@@ -244,7 +244,7 @@ def _is_past(text: str) -> bool:
         (parsedate_to_datetime, text),
         (datetime.fromisoformat, text),
         (datetime.fromisoformat, plain),
-        *((lambda given, form=form: datetime.strptime(given, form), plain) for form in _DATES),  # type: ignore[misc]
+        *((lambda given, form=form: datetime.strptime(given, form), plain) for form in _DATES),
     ]
     for parse, given in tries:
         with contextlib.suppress(TypeError, ValueError, IndexError):

@@ -79,7 +79,9 @@ def shared_lock(folder: Folder, workers: int = 1) -> Iterator[None]:
                     raise
             held.enter_context(part_lock(folder, _WHOLE, shared=True, seconds=0))
             if number.read_text() != str(workers):
-                raise UserError(f"Another process is working in {folder.root} with another number of workers.")
+                raise UserError(
+                    f"Another process is working in {folder.root} with another fetch.workers: give the same."
+                )
         yield
 
 

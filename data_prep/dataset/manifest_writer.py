@@ -82,15 +82,12 @@ def expected_manifest(folder: Folder, plan: Plan) -> Manifest:
             f"{missing[0]}: run the same `neuclip download` again first."
         )
     records = [folder.read_record(shard) for shard in finished]
-    for other, what in (
-        ([record.shard for record in records if record.plan != plan.digest], "from another URL list"),
-        (
-            [record.shard for record in records if record.rules != plan.rules_digest],
-            "with other image or guard settings",
-        ),
-    ):
-        if other:
-            raise UserError(f"Shards {other[:5]} in {folder.root} were made {what}. {folder.repair_hint}")
+    origin = (plan.digest, plan.rules_digest)
+    if other := [record.shard for record in records if (record.plan, record.rules) != origin]:
+        raise UserError(
+            f"Shards {other[:5]} in {folder.root} were made from another URL list, or with other image or guard "
+            f"settings. {folder.repair_hint}"
+        )
     failures = total_failures(records)
     rows = entries_of(records)
     if not rows:

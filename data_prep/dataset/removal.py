@@ -137,9 +137,8 @@ def _stage(
     if manifest is None:
         return None
     shards = [changed.get(shard.name, shard) for shard in manifest.shards]
-    failures = Counter(manifest.failures) + Counter(
-        {reasons.REMOVED: manifest.n - sum(shard.samples for shard in shards)}
-    )
+    removed = manifest.n - sum(shard.samples for shard in shards)
+    failures = Counter(manifest.failures) + Counter({reasons.REMOVED: removed})
     entries = [(shard.name, shard.samples, shard.bytes, shard.sha256) for shard in shards if shard.samples]
     manifest = make_manifest(entries, root=manifest.root, failures=failures, facts=manifest.facts)
     manifest.write_to(commit.new(folder.root / MANIFEST_NAME))

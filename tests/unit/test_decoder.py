@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
@@ -74,22 +75,14 @@ def test_an_image_that_takes_too_long_twice_is_refused(decoder):
     assert decoder(io.BytesIO(jpeg()))[5] is None
 
 
-@pytest.mark.parametrize(
-    ("program", "error"),
-    [
-        ("time.sleep(3); from data_prep.fetching.decoder import main; main(int(sys.argv[1]))", None),
-        ("pass", "internal error: no decoder could be started"),
-    ],
-)
-def test_the_start_of_a_decoder_is_not_the_fault_of_the_image(program, error, monkeypatch):
+def test_the_start_of_a_decoder_is_not_the_fault_of_the_image(monkeypatch):
     """Regression test: on a busy machine, images were lost as too slow to decode."""
-    monkeypatch.setattr(Decoder, "command", (sys.executable, "-c", f"import sys, time; {program}"))
     monkeypatch.setattr(decoder_module, "SECONDS", 2)
-    decoder = Decoder(ImageConfig(), max_pixels=10**6, fetch=FetchConfig())
-    try:
-        assert decoder(io.BytesIO(jpeg()))[5] == error
-    finally:
-        decoder.close()
+    late = "time.sleep(3); from data_prep.fetching.decoder import main; main(int(sys.argv[1]))"
+    for program, error in ((late, None), ("pass", "internal error: no decoder could be started")):
+        monkeypatch.setattr(Decoder, "command", (sys.executable, "-c", f"import sys, time; {program}"))
+        with closing(Decoder(ImageConfig(), max_pixels=10**6, fetch=FetchConfig())) as decoder:
+            assert decoder(io.BytesIO(jpeg()))[5] == error
 
 
 def test_a_decoder_ends_with_its_worker():

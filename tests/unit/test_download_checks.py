@@ -47,13 +47,9 @@ def served(site: Site) -> dict[str, list]:
     }
 
 
-def test_good_table_passes_without_notes(tmp_path):
+def test_wrong_settings_are_refused_with_the_remedy(tmp_path):
     assert source_checks.check_source(config_for(tmp_path, good(), hash="sha256", rows=20)) == []
-
-
-@pytest.mark.parametrize(
-    ("source", "words"),
-    [
+    for source, words in (
         ({"url": "link"}, "has no column 'link'. Its columns are 'url', 'caption', 'sha256'"),
         ({"url": "caption", "caption": "url"}, "Column 'url' does: set source.url=url"),
         ({"caption": "sha256"}, "so it is not the captions"),
@@ -61,12 +57,10 @@ def test_good_table_passes_without_notes(tmp_path):
         ({"rows": 21}, "The table has 20 rows, but table is published with 21"),
         ({"sha256": {"urls.parquet": "0" * 64}}, "it is damaged or another version"),
         ({"sha256": {"other.parquet": "0" * 64}}, "names other.parquet, which is not among urls.parquet"),
-    ],
-)
-def test_wrong_settings_are_refused_with_the_remedy(tmp_path, source, words):
-    with pytest.raises(UserError) as caught:
-        source_checks.check_source(config_for(tmp_path, good(), **source))
-    assert words in str(caught.value)
+    ):
+        with pytest.raises(UserError) as caught:
+            source_checks.check_source(config_for(tmp_path, good(), **source))
+        assert words in str(caught.value)
 
 
 def test_some_empty_captions_are_noted(tmp_path):
@@ -77,32 +71,23 @@ def test_some_empty_captions_are_noted(tmp_path):
         assert source_checks.check_source(config) == ["10% of the first 100 captions are empty."]
 
 
-def test_a_column_of_other_hashes_is_refused(tmp_path, site):
+def test_hashes_of_the_first_images_are_compared(tmp_path, site):
     columns = served(site)
-    columns["digest"] = [hashlib.sha256(url.encode()).hexdigest() for url in columns["url"]]
-    config = config_for(tmp_path, columns, hash="digest")
-    source_checks.check_source(config)
-    with pytest.raises(UserError, match="does not hold the sha256 of the bytes as served: 12 of 12 probed images"):
-        source_checks.check_hashes(config)
+    right, urls = columns["digest"], columns["url"]
 
+    def check(digest, **others):
+        columns["digest"] = digest
+        return source_checks.check_hashes(replace(config_for(tmp_path, columns, hash="digest"), **others))
 
-def test_correct_hash_passes_and_changed_images_are_noted(tmp_path, site):
-    columns = served(site)
-    assert source_checks.check_hashes(config_for(tmp_path, columns, hash="digest")) == []
-    refused = replace(config_for(tmp_path, columns, hash="digest"), guard=GuardConfig())
-    assert source_checks.check_hashes(refused) == [
+    assert check(right) == []
+    assert check(right, guard=GuardConfig()) == [
         "Only 0 of 12 probed URLs gave an image (mostly 'refused address'), too few to check column 'digest'."
     ]
-    columns["digest"][:3] = ["0" * 64] * 3
-    notes = source_checks.check_hashes(config_for(tmp_path, columns, hash="digest"))
-    assert notes == ["25% of 12 probed images have changed since their hash was taken."]
-
-
-def test_probed_rows_without_a_url_give_no_image(tmp_path, site):
-    """Regression test: they used to end the download with an AttributeError."""
-    columns = served(site)
-    columns["url"][3] = None
-    assert source_checks.check_hashes(config_for(tmp_path, columns, hash="digest")) == []
+    assert check(["0" * 64] * 3 + right[3:]) == ["25% of 12 probed images have changed since their hash was taken."]
+    with pytest.raises(UserError, match="does not hold the sha256 of the bytes as served: 12 of 12 probed images"):
+        check([hashlib.sha256(url.encode()).hexdigest() for url in urls])
+    urls[3] = None  # regression test: a row without a URL used to end the download with an AttributeError
+    assert check(right) == []
 
 
 def test_unavailable_distributor_is_refused(monkeypatch):

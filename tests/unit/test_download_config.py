@@ -41,28 +41,26 @@ def test_invalid_settings_are_refused(tree, words):
     assert words in str(caught.value)
 
 
-def test_single_value_becomes_a_list():
+def test_values_of_the_command_line_are_read_as_meant():
     words = ["output=x", "guard.allow_addresses=127.0.0.1", "guard.opt_outs=noai", "source.keep=NSFW"]
-    config = parse(DownloadConfig, parse_overrides(words))
+    config = parse(DownloadConfig, parse_overrides([*words, "image.resize_mode=no"]))
     assert config.guard.allow_addresses == ("127.0.0.1",)
     assert config.guard.opt_outs == ("noai",)
     assert config.source.keep == ("NSFW",)
-
-
-def test_an_unquoted_no_is_the_resize_mode_not_false():
-    config = parse(DownloadConfig, parse_overrides(["output=x", "image.resize_mode=no"]))
-    assert config.image.resize_mode == "no"
+    assert config.image.resize_mode == "no", "which YAML takes for false"
     assert parse(DownloadConfig, yaml.safe_load(dump(config))) == config
-
-
-def test_output_is_required():
-    with pytest.raises(UserError, match="output is required"):
-        parse(DownloadConfig, {})
-
-
-def test_explicit_settings_override_the_named_source():
     found = resolve(SourceConfig(name="cc3m", table="x.tsv", caption="text", header=("text", "url")))
     assert (found.caption, found.url, found.format, found.rows) == ("text", "url", "tsv", 3_318_333)
+
+
+def test_what_is_missing_or_unknown_is_named():
+    for work, words in (
+        (lambda: parse(DownloadConfig, {}), "output is required"),
+        (lambda: resolve(SourceConfig(name="cc12")), "The nearest is cc12m"),
+        (lambda: resolve(SourceConfig(name="cc3m")), r"needs source\.table"),
+    ):
+        with pytest.raises(UserError, match=words):
+            work()
 
 
 @pytest.mark.parametrize(
@@ -104,16 +102,6 @@ def test_unreachable_hub_is_reported(monkeypatch, error):
     monkeypatch.setattr(HfApi, "dataset_info", fail)
     with pytest.raises(UserError, match=r"cannot be read \((no route|ReadTimeout|RuntimeError)\)"):
         pin(SourceConfig(name="datacomp-small"))
-
-
-def test_unknown_source_suggests_the_nearest():
-    with pytest.raises(UserError, match="The nearest is cc12m"):
-        resolve(SourceConfig(name="cc12"))
-
-
-def test_source_without_a_table_is_refused():
-    with pytest.raises(UserError, match=r"needs source\.table"):
-        resolve(SourceConfig(name="cc3m"))
 
 
 def test_downloads_of_earlier_versions_can_be_continued():

@@ -42,22 +42,16 @@ def test_whole_images_pass_and_incomplete_ones_are_truncated():
         assert reason_of(body) == reasons.TRUNCATED, number
 
 
-def test_decompression_bomb_is_refused_from_its_header():
-    assert reason_of(png(60_000, 60_000, data=b"", colour=2)) == reasons.TOO_MANY_PIXELS
-
-
-@pytest.mark.parametrize(
-    ("body", "reason"),
-    [
+def test_non_image_bodies_are_refused():
+    for body, reason in (
         (b"", reasons.EMPTY),
         (b"<!DOCTYPE html><p>gone", reasons.NOT_AN_IMAGE),
         (b"  \n<svg xmlns='x'/>", reasons.NOT_AN_IMAGE),
         (b"just words", reasons.NOT_AN_IMAGE),
         (b"%PDF-1.4", reasons.UNSUPPORTED),
-    ],
-)
-def test_non_image_bodies_are_refused(body, reason):
-    assert reason_of(body) == reason
+        (png(60_000, 60_000, data=b"", colour=2), reasons.TOO_MANY_PIXELS),  # from its header
+    ):
+        assert reason_of(body) == reason
 
 
 # A ramp of 24 x 16 pixels, by libheif and libjxl.
@@ -89,19 +83,19 @@ def test_real_files_of_other_formats_are_counted_by_name(body, name, tmp_path):
     assert dropped(tmp_path / "out") == [["pairs.csv:2", reasons.UNSUPPORTED, name]]
 
 
-@pytest.mark.parametrize("cut", range(1, 12))
-def test_a_png_without_its_last_bytes_is_refused_by_every_importer(cut):
+def test_a_png_without_its_last_bytes_is_refused():
     """Regression test: `neuclip pairs` accepted what `neuclip download` refused."""
     png = encoded(picture(), "PNG")
-    assert reason_of(png[:-cut]) == reasons.TRUNCATED
+    for cut in range(1, 12):
+        assert reason_of(png[:-cut]) == reasons.TRUNCATED, cut
     longer = bytearray(png)
     longer[png.index(b"IDAT") - 3] = 200
     assert reason_of(bytes(longer)) == reasons.TRUNCATED
 
 
-@pytest.mark.parametrize(("kind", "name"), [("JPEG", "jpg"), ("PNG", "png"), ("WEBP", "webp"), ("GIF", "gif")])
-def test_extension_follows_the_bytes(kind, name):
-    assert extension(encoded(picture(), kind), "jpg") == name
+def test_extension_follows_the_bytes():
+    for kind, name in (("JPEG", "jpg"), ("PNG", "png"), ("WEBP", "webp"), ("GIF", "gif")):
+        assert extension(encoded(picture(), kind), "jpg") == name
 
 
 def test_row_messages_map_to_reasons():

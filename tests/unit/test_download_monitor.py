@@ -25,8 +25,9 @@ def outcomes(samples: int, **failures: int) -> Outcomes:
 
 
 def test_collapse_is_detected_within_one_window(monkeypatch):
+    """Constant low success and a disabled limit are none."""
     monkeypatch.setattr(supervisor, "WINDOW", 100)
-    window = SuccessWindow(0.2)
+    window, low = SuccessWindow(0.2), SuccessWindow(0.2)
     for done in range(0, 1_000, 50):
         assert not window.collapse(outcomes(done))
     assert not window.collapse(outcomes(950, dns=60)), "too few to judge"
@@ -34,15 +35,9 @@ def test_collapse_is_detected_within_one_window(monkeypatch):
     assert "of the last 100 URLs only 0.0% gave a sample" in reason
     assert "reasons: dns 100%" in reason
     assert window.suspect_from <= 850, "one window before the bad one began"
-
-
-def test_constant_low_success_and_a_disabled_limit_are_no_collapse(monkeypatch):
-    monkeypatch.setattr(supervisor, "WINDOW", 100)
-    low = SuccessWindow(0.2)
     for done in range(100, 2_000, 100):
         assert not low.collapse(outcomes(done // 4, **{"http 404": done - done // 4}))
-    off = SuccessWindow(0)
-    assert not off.collapse(outcomes(0, dns=1_000))
+    assert not SuccessWindow(0).collapse(outcomes(0, dns=1_000))
 
 
 @pytest.fixture

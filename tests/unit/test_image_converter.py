@@ -48,20 +48,16 @@ def seen(image: Image.Image) -> np.ndarray:
     return np.asarray(page.convert("RGB"))
 
 
-@pytest.mark.parametrize("mode", ["L", "RGB", "RGBA"])
-def test_16_bit_images_become_8_bit(mode):
-    image = see_through(photograph()) if mode == "RGBA" else photograph().convert(mode)
-    assert np.abs(stored(sixteen_bits(image)).astype(int) - seen(image)).max() <= 1
-    if mode == "L":
-        tiff = encoded(Image.fromarray(np.asarray(image).astype(np.uint16) * 257), "TIFF")
-        assert np.abs(stored(tiff).astype(int) - seen(image)).max() <= 1
-
-
-def test_10_bit_images_in_16_bit_arrays_become_8_bit():
-    array = np.asarray(photograph())[..., ::-1].astype(np.uint16) * 4
+def test_deeper_images_become_8_bit():
+    photo = photograph()
+    images = {"L": photo.convert("L"), "RGB": photo, "RGBA": see_through(photo)}
+    tiff = encoded(Image.fromarray(np.asarray(images["L"]).astype(np.uint16) * 257), "TIFF")
+    for image, body in [*((image, sixteen_bits(image)) for image in images.values()), (images["L"], tiff)]:
+        assert np.abs(stored(body).astype(int) - seen(image)).max() <= 1
+    array = np.asarray(photo)[..., ::-1].astype(np.uint16) * 4
     done, body = cv2.imencode(".avif", array, [cv2.IMWRITE_AVIF_DEPTH, 10, cv2.IMWRITE_AVIF_QUALITY, 95])
     assert done
-    assert np.abs(stored(bytes(body)).astype(int) - np.asarray(photograph())).mean() < 4
+    assert np.abs(stored(bytes(body)).astype(int) - np.asarray(photo)).mean() < 4
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000"])
@@ -95,20 +91,15 @@ def test_thin_and_dithered_images_are_stored_in_every_format(kind, size):
     assert np.abs(found - seen(image)[..., 0]).mean() < 12
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4, 8, 16])
-def test_the_transparent_level_of_a_grey_png_becomes_white(bits):
-    body = grey_png(bits)
-    for found in (stored(body), np.asarray(read_rgb(body))):
-        assert (found[:, :8] == 255).all(), "the level declared transparent"
-        assert (found[:, 8:] == 0).all()
-    assert (stored(body, skip_reencode=True)[:, :8] == 255).all()
-
-
-def grey_png(bits: int) -> bytes:
-    """A PNG whose left half has level 1 of `bits`, which a tRNS chunk declares transparent, and whose right has 0."""
-    levels = [1] * 8 + [0] * 8
-    line = int("".join(f"{level:0{bits}b}" for level in levels), 2).to_bytes(2 * bits, "big")
-    return png(16, 8, data=(b"\0" + line) * 8, bits=bits, transparent=struct.pack(">H", 1))
+def test_the_transparent_level_of_a_grey_png_becomes_white():
+    """Its left half has level 1, which a tRNS chunk declares transparent, and its right half has level 0."""
+    for bits in (1, 2, 4, 8, 16):
+        line = int("".join(f"{level:0{bits}b}" for level in [1] * 8 + [0] * 8), 2).to_bytes(2 * bits, "big")
+        body = png(16, 8, data=(b"\0" + line) * 8, bits=bits, transparent=struct.pack(">H", 1))
+        for found in (stored(body), np.asarray(read_rgb(body))):
+            assert (found[:, :8] == 255).all(), "the level declared transparent"
+            assert (found[:, 8:] == 0).all()
+        assert (stored(body, skip_reencode=True)[:, :8] == 255).all()
 
 
 MODES = ["no", "keep_ratio", "keep_ratio_largest", "center_crop", "border"]

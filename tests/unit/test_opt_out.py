@@ -60,21 +60,18 @@ def test_only_configured_directives_are_honored():
     assert opted_out("mybot: noai", user_agent="MyBot")
 
 
-@pytest.mark.parametrize("name", ["X_Robots_Tag", "x-robots_tag", "Robots-Tag", "ROBOTS", "X-Robots", "X-RobotsTag"])
-def test_misspelt_names_of_the_header_opt_out(name):
-    assert opted_out("nofollow, noai", name=name)
-    assert not opted_out("otherbot: noai", name=name)
-    with pytest.raises(FetchError, match="opted out"):
+def test_misspelt_names_of_the_header_opt_out_and_others_do_not():
+    for name in ("X_Robots_Tag", "x-robots_tag", "Robots-Tag", "ROBOTS", "X-Robots", "X-RobotsTag"):
+        assert opted_out("nofollow, noai", name=name)
+        assert not opted_out("otherbot: noai", name=name)
+        with pytest.raises(FetchError, match="opted out"):
+            check_response("http://x.org", header(name, "noai"), GuardConfig())
+        if "tag" in name.lower():
+            with pytest.raises(FetchError, match="bad headers"):
+                check_response("http://x.org", header("Server", f"apache\x85{name}: noai"), GuardConfig())
+    for name in ("X-Robots-Tagged-By", "Robot", "X-Frame-Options", "Tag", "ETag"):
+        assert not opted_out("noai", name=name)
         check_response("http://x.org", header(name, "noai"), GuardConfig())
-    if "tag" in name.lower():
-        with pytest.raises(FetchError, match="bad headers"):
-            check_response("http://x.org", header("Server", f"apache\x85{name}: noai"), GuardConfig())
-
-
-@pytest.mark.parametrize("name", ["X-Robots-Tagged-By", "Robot", "X-Frame-Options", "Tag", "ETag"])
-def test_other_headers_do_not_opt_out(name):
-    assert not opted_out("noai", name=name)
-    check_response("http://x.org", header(name, "noai"), GuardConfig())
 
 
 def header(name: str, value: str) -> Message:

@@ -41,18 +41,25 @@ from tests.ingested import ROWS, SHARD, copied, fetch_here, in_process, made, ow
 from tests.web import jpeg, picture
 
 
+def run(*words):
+    """Call `neuclip verify`."""
+    return CliRunner().invoke(command, [str(word) for word in words], standalone_mode=False, catch_exceptions=False)
+
+
+def index(*words):
+    """Call `neuclip manifest`."""
+    CliRunner().invoke(manifest_command, [str(word) for word in words], standalone_mode=False, catch_exceptions=False)
+
+
 def kinds(root: Path) -> list[tuple[str, str]]:
     return [(problem.shard, problem.kind) for problem in verify(root)]
 
 
-def test_an_intact_dataset_has_no_problems(copied):
-    assert verify(copied, decode=SHARD) == []
-    result = CliRunner().invoke(command, [str(copied)], standalone_mode=False)
-    assert "4 shards, 24 samples" in result.output
-    assert result.return_value == 0
-
-
 def test_every_kind_of_damage_is_reported(copied):
+    assert verify(copied, decode=SHARD) == []
+    result = run(copied)
+    assert ("4 shards, 24 samples" in result.output, result.return_value) == (True, 0)
+
     def shard(number: int) -> Path:
         return copied / f"shards/{number:05d}.tar"
 
@@ -70,7 +77,7 @@ def test_every_kind_of_damage_is_reported(copied):
         ("shards/00002.tar", "sha256"),
         ("shards/00009.tar", "not listed"),
     ]
-    result = CliRunner().invoke(command, [str(copied)], standalone_mode=False)
+    result = run(copied)
     assert result.return_value == 1
     assert "There is a problem with 4 of 4 shards" in result.output
 
@@ -149,8 +156,7 @@ def test_damage_is_reported_deleted_and_fetched_again(made, copied, site, number
     before = contents(copied)
     damage(copied / path)
     assert reported in {problem.shard for problem in verify(copied)}
-    result = CliRunner().invoke(command, [str(copied), "--delete-damaged"], standalone_mode=False)
-    assert (result.exception, result.return_value) == (None, 1)
+    assert run(copied, "--delete-damaged").return_value == 1
     asked = len(site.agents)
     ingest.download(replace(made, output=str(copied)))
     assert len(site.agents) - asked == lost
@@ -161,7 +167,7 @@ def test_damage_is_reported_deleted_and_fetched_again(made, copied, site, number
 def test_a_list_that_cannot_be_made_again_is_refused(made, copied, tmp_path):
     """Neither another table nor other settings take the place of those that the shards were made with."""
     (copied / PLAN).write_text("[]")
-    CliRunner().invoke(command, [str(copied), "--delete-damaged"], standalone_mode=False)
+    run(copied, "--delete-damaged")
     table = tmp_path / "urls.parquet"
     columns = pq.read_table(str(made.source.table)).to_pydict()
     pq.write_table(pa.table({**columns, "caption": ["another", *columns["caption"][1:]]}), table)
@@ -183,12 +189,12 @@ def test_what_is_in_the_way_or_unknown_is_left_to_the_user(copied):
         (copied / name).write_text("{}")
     before = contents(copied)
     assert kinds(copied) == [("removed.txt", "damaged"), ("shards/later.tar", "not listed")]
-    CliRunner().invoke(command, [str(copied), "--delete-damaged"], standalone_mode=False)
+    run(copied, "--delete-damaged")
     assert contents(copied) == before
     (copied / "shards/00003.tar").unlink()
     (copied / "shards/00003.tar").mkdir()
     with pytest.raises(UserError, match=r"00003\.tar is a folder in the place of a file: move it away by hand"):
-        CliRunner().invoke(command, [str(copied), "--delete-damaged"], catch_exceptions=False)
+        run(copied, "--delete-damaged")
 
 
 def test_shards_of_others_are_listed_through_links_and_never_deleted(copied, tmp_path):
@@ -196,12 +202,12 @@ def test_shards_of_others_are_listed_through_links_and_never_deleted(copied, tmp
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/disk").symlink_to(copied / "shards")
     (tmp_path / "mine/disk/back").symlink_to(tmp_path / "mine")
-    CliRunner().invoke(manifest_command, [str(tmp_path / "mine")], catch_exceptions=False, standalone_mode=False)
+    index(tmp_path / "mine")
     shutil.copy(copied / "shards/00000.tar", copied / "shards/later.tar")
     flip(copied / "shards/00001.tar", 700)
     assert {shard for shard, _ in kinds(tmp_path / "mine")} == {"disk/later.tar", "disk/00001.tar"}
     with pytest.raises(UserError, match=r"nothing was deleted\. Copy it again from its source"):
-        CliRunner().invoke(command, [str(tmp_path / "mine"), "--delete-damaged"], catch_exceptions=False)
+        run(tmp_path / "mine", "--delete-damaged")
 
 
 def test_a_repeated_download_reports_a_cut_tar_before_it_requests_anything(made, copied, monkeypatch):
@@ -290,7 +296,7 @@ def test_commands_that_read_all_shards_name_a_damaged_one(copied):
 def test_removal_updates_the_report_and_the_datasheet(copied, tmp_path):
     write_report(copied)
     (tmp_path / "names").write_text("0000000003\n")
-    result = CliRunner().invoke(command, [str(copied), "--remove", str(tmp_path / "names")], standalone_mode=False)
+    result = run(copied, "--remove", tmp_path / "names")
     assert "1 samples removed from 1 shards" in result.output
     manifest = load_manifest(copied)
     assert manifest.digest in (copied / "report.html").read_text()
@@ -329,14 +335,14 @@ def test_a_removal_list_is_read_as_people_write_it(copied, site, tmp_path):
     listed = tmp_path / "list.txt"
     lines = [f"{7:032x}", f"  {site.base}/8.jpg\t", digest.upper(), "no such\u20280000000011"]
     listed.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
-    result = CliRunner().invoke(command, [str(copied), "--remove", str(listed)], standalone_mode=False)
+    result = run(copied, "--remove", listed)
     assert "3 of 4 names found, 3 samples removed from 2 shards." in result.output
     assert "1 names match no uid, URL, hash or key of" in result.output
     assert r"'no such\u20280000000011'" in result.output
     assert result.return_value == 1
     assert verify(copied) == []
     listed.write_text(digest.upper())
-    assert CliRunner().invoke(command, [str(copied), "--remove", str(listed)], standalone_mode=False).return_value == 0
+    assert run(copied, "--remove", listed).return_value == 0
 
 
 def test_duplicates_are_found_and_can_be_removed(copied, tmp_path):
@@ -344,80 +350,68 @@ def test_duplicates_are_found_and_can_be_removed(copied, tmp_path):
     assert found.exact == [["0000000002", "0000000009"]]
     assert found.near == {"0000000020": "0000000004"}, "the same image, resized and recompressed"
     listed = tmp_path / "surplus.txt"
-    result = CliRunner().invoke(command, [str(copied), "--duplicates", str(listed)], standalone_mode=False)
+    result = run(copied, "--duplicates", listed)
     assert listed.read_text().split() == ["0000000009", "0000000020"]
     assert "1 group of exact duplicates with 2 samples" in result.output
     assert "(near: 3 or fewer of 64 bits of the difference hash differ, and 8 x 8 thumbnails" in result.output
-    result = CliRunner().invoke(command, [str(copied), "--remove", str(listed)], standalone_mode=False)
+    result = run(copied, "--remove", listed)
     assert "2 samples removed from 2 shards" in result.output
     assert duplicates.find_duplicates(copied) == duplicates.Duplicates([], {})
 
 
+def noise(seed: int) -> bytes:
+    return encoded(Image.fromarray(np.random.default_rng(seed).integers(0, 256, (32, 32, 3), dtype=np.uint8)), "PNG")
+
+
+def from_elsewhere(folder: Path, *shards: dict[str, bytes]) -> Path:
+    """Tars of pictures with captions, and their manifest."""
+    folder.mkdir()
+    for number, pictures in enumerate(shards):
+        members = [(f"{key}.{suffix}", part) for key, body in pictures.items()
+                   for suffix, part in (("png", body), ("txt", b"a caption"))]  # fmt: skip
+        canonical_tar.write(folder / f"0000{number}.tar", members)
+    index(folder)
+    return folder
+
+
 def test_images_that_cannot_be_compared_are_reported(tmp_path):
     """Two 16-bit images are not duplicates, although clipped to white they were; a damaged one is named."""
-    folder, ramp = tmp_path / "mine", np.tile(np.arange(20000, 60000, 400, dtype=np.uint16), (100, 1))
-    members = [(f"s{k}.txt", b"a caption") for k in range(3)]
-    for key, pixels in (("s0", ramp), ("s1", ramp[:, ::-1])):
-        members.append((f"{key}.png", encoded(Image.fromarray(pixels.copy()), "PNG")))
-    folder.mkdir()
-    canonical_tar.write(folder / "00000.tar", sorted([*members, ("s2.png", b"no image")]))
-    CliRunner().invoke(manifest_command, [str(folder)], standalone_mode=False)
-    result = CliRunner().invoke(command, [str(folder), "--duplicates", str(tmp_path / "list")], standalone_mode=False)
-    assert result.exception is None
-    assert "0 near duplicates of an earlier sample" in result.output
-    assert f"There is nothing to remove; {tmp_path / 'list'} is empty." in result.output
-    assert "1 images cannot be decoded and were not compared: s2" in result.output
+    ramp, listed = np.tile(np.arange(20000, 60000, 400, dtype=np.uint16), (100, 1)), tmp_path / "list"
+    deep = [encoded(Image.fromarray(pixels.copy()), "PNG") for pixels in (ramp, ramp[:, ::-1])]
+    folder = from_elsewhere(tmp_path / "mine", {"s0": deep[0], "s1": deep[1], "s2": b"no image"})
+    output = run(folder, "--duplicates", listed).output
+    assert "0 near duplicates of an earlier sample" in output
+    assert f"There is nothing to remove; {listed} is empty." in output
+    assert "1 images cannot be decoded and were not compared: s2" in output
 
 
 def test_identical_images_of_shards_from_elsewhere_are_exact_duplicates(tmp_path):
     """No record has their hashes; the stored bytes are compared, and the names are what --remove accepts."""
-    folder, bodies = tmp_path / "mine", []
-    for seed in range(3):
-        pixels = np.random.default_rng(seed).integers(0, 256, (32, 32, 3), dtype=np.uint8)
-        bodies.append(encoded(Image.fromarray(pixels), "PNG"))
-    folder.mkdir()
-    for shard, images in enumerate(((0, 1), (2, 0))):
-        members = [(f"s{k}.png", bodies[image]) for k, image in enumerate(images)]
-        members += [(f"s{k}.txt", b"a caption") for k in range(2)]
-        canonical_tar.write(folder / f"0000{shard}.tar", sorted(members))
-    CliRunner().invoke(manifest_command, [str(folder)], catch_exceptions=False, standalone_mode=False)
-    arguments = [str(folder), "--duplicates", str(tmp_path / "list")]
-    result = CliRunner().invoke(command, arguments, catch_exceptions=False, standalone_mode=False)
-    assert "1 group of exact duplicates with 2 samples: 00000.tar:s0 = 00001.tar:s1" in result.output
-    assert "0 near duplicates of an earlier sample" in result.output
+    one, two, three = map(noise, range(3))
+    folder = from_elsewhere(tmp_path / "mine", {"s0": one, "s1": two}, {"s0": three, "s1": one})
+    output = run(folder, "--duplicates", tmp_path / "list").output
+    assert "1 group of exact duplicates with 2 samples: 00000.tar:s0 = 00001.tar:s1" in output
+    assert "0 near duplicates of an earlier sample" in output
     assert (tmp_path / "list").read_text().split() == ["00001.tar:s1"]
-    arguments = [str(folder), "--remove", str(tmp_path / "list")]
-    result = CliRunner().invoke(command, arguments, catch_exceptions=False, standalone_mode=False)
-    assert "1 samples removed from 1 shards" in result.output
+    assert "1 samples removed from 1 shards" in run(folder, "--remove", tmp_path / "list").output
 
 
 def test_names_of_any_bytes_are_found_and_removed(tmp_path):
     """Regression tests: such a name ended the search (70), and a name with a blank was removed with the one without."""
-    folder, odd = tmp_path / "mine", os.fsdecode(b"caf\xe9")
-    folder.mkdir()
-    names, seeds = ["a", "a ", "b", odd], [0, 1, 2, 2]
-    pictures = [np.random.default_rng(seed).integers(0, 256, (32, 32, 3), dtype=np.uint8) for seed in seeds]
-    bodies = [encoded(Image.fromarray(pixels), "PNG") for pixels in pictures]
-    members = [
-        (f"{name}.{suffix}", part)
-        for name, body in zip(names, bodies, strict=True)
-        for suffix, part in (("png", body), ("txt", b"text"))
-    ]
-    canonical_tar.write(folder / "0.tar", members)
-    CliRunner().invoke(manifest_command, [str(folder)], catch_exceptions=False, standalone_mode=False)
-    found = duplicates.find_duplicates(folder)
-    assert found.exact == [["b", r"caf\udce9"]]
-    assert facts_in(str(folder / "0.tar"))[3]["key"] == r"caf\udce9"
+    pictures = {"a": noise(0), "a ": noise(1), "b": noise(2), os.fsdecode(b"caf\xe9"): noise(2)}
+    folder = from_elsewhere(tmp_path / "mine", pictures)
+    assert duplicates.find_duplicates(folder).exact == [["b", r"caf\udce9"]]
+    assert facts_in(str(folder / "00000.tar"))[3]["key"] == r"caf\udce9"
     done, manifest = remove(folder, {"a", r"caf\udce9"})
     assert (done.missing, manifest.n) == ((), 2)
-    assert [key for key, _ in canonical_tar.samples(folder / "0.tar")] == ["a ", "b"]
+    assert [key for key, _ in canonical_tar.samples(folder / "00000.tar")] == ["a ", "b"]
 
 
 @pytest.mark.parametrize("option", [["--duplicates"], ["--overlap", "suite"]])
 def test_an_unwritable_list_is_rejected_before_the_search(copied, option):
     arguments = [str(copied), *option, str(copied / "nowhere" / "list.txt")]
     with pytest.raises(UserError, match="its folder does not exist"):
-        CliRunner().invoke(command, arguments, catch_exceptions=False)
+        run(*arguments)
 
 
 @pytest.mark.parametrize("option", [[], ["--delete-damaged"], ["--duplicates", "list"]])
@@ -427,7 +421,7 @@ def test_shards_outside_the_folder_are_rejected_in_plain_words(copied, option):
     rows[0] = ("s3://bucket/00000.tar", *rows[0][1:])
     replace(manifest, shards=shard_table(rows)).save(copied)
     with pytest.raises(UserError, match=r"1 of 4 shards .* 's3://bucket/00000.tar'; only local folders are checked"):
-        CliRunner().invoke(command, [str(copied), *option], catch_exceptions=False)
+        run(copied, *option)
     with pytest.raises(UserError, match="is not a folder on this machine"):
         verify("s3://bucket/data")
 
@@ -435,12 +429,12 @@ def test_shards_outside_the_folder_are_rejected_in_plain_words(copied, option):
 def test_shards_elsewhere_are_compared_with_consent_only(copied, tmp_path):
     (tmp_path / "list").mkdir()
     pattern = str(copied / "shards" / "{00000..00003}.tar")
-    CliRunner().invoke(manifest_command, [str(tmp_path / "list"), "--shards", pattern], catch_exceptions=False)
+    index(tmp_path / "list", "--shards", pattern)
     for option in (["--duplicates"], ["--overlap", str(copied)]):
         arguments = [str(tmp_path / "list"), *option, str(tmp_path / "found.txt")]
         with pytest.raises(UserError, match="--allow-outside"):
-            CliRunner().invoke(command, arguments, catch_exceptions=False)
-        CliRunner().invoke(command, [*arguments, "--allow-outside"], catch_exceptions=False, standalone_mode=False)
+            run(*arguments)
+        run(*arguments, "--allow-outside")
         assert (tmp_path / "found.txt").read_text()
 
 
@@ -448,7 +442,7 @@ def test_samples_without_an_image_are_called_incomplete(tmp_path):
     pictures = [(f"{k}.jpg", jpeg()) for k in range(4)]
     members = sorted([*pictures, *((f"{k}.txt", b"a caption") for k in range(5))])
     canonical_tar.write(tmp_path / "a.tar", members)
-    CliRunner().invoke(manifest_command, [str(tmp_path)], catch_exceptions=False, standalone_mode=False)
+    index(tmp_path)
     assert [str(problem) for problem in verify(tmp_path)] == ["a.tar: incomplete: sample 4 has no image, only txt"]
 
 
@@ -459,7 +453,7 @@ def test_overlap_with_evaluation_sets_is_found(copied, tmp_path):
     canonical_tar.write(path, members)
     listed = tmp_path / "overlap.txt"
     words = [str(copied), "--overlap", str(tmp_path / "suite"), str(listed)]
-    result = CliRunner().invoke(command, words, standalone_mode=False)
+    result = run(*words)
     assert listed.read_text().split() == ["0000000013"]
     assert "1 samples look like an evaluation image" in result.output
     with pytest.raises(UserError, match="holds no tar"):
@@ -479,7 +473,7 @@ def test_overlap_is_found_in_every_layout_of_a_suite(copied, tmp_path):
     (suite / "tasks.yaml").write_text(described)
     listed = tmp_path / "overlap.txt"
     for given in (suite, suite / "tasks.yaml"):
-        result = CliRunner().invoke(command, [str(copied), "--overlap", str(given), str(listed)], standalone_mode=False)
+        result = run(copied, "--overlap", given, listed)
         assert listed.read_text().split() == ["0000000005", "0000000007"], result.output
         assert "gone is not compared: " in result.output
 

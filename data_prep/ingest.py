@@ -204,7 +204,7 @@ def journal(folder: Folder, fetch: FetchConfig) -> Iterator[Callable[[], None]]:
 
 def _append(folder: Folder, line: dict[str, Any]) -> None:
     """Append a line; a truncated line before it (after a kill or a full disk) is terminated first."""
-    with folder.sessions.open("a+b") as file:
+    with open(folder.sessions, "a+b", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o666)) as file:
         end = file.seek(0, os.SEEK_END)
         file.seek(max(0, end - 1))
         is_cut = file.read(1) not in (b"", b"\n")

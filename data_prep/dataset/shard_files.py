@@ -6,6 +6,7 @@ import hashlib
 import json
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -146,8 +147,15 @@ def difference(row: Mapping[str, Any], suffix: str, payload: bytes) -> str:
     except (ValueError, TypeError):
         return "the facts cannot be read"
     # Dates and other values that JSON does not have are written as text, which parquet may have changed in form.
-    names = [name for name in names if isinstance(row.get(name), str | int | float | list | dict | None)]
+    names = [name for name in names if _is_json(row.get(name))]
     return f"{', '.join(names)} in the JSON differ from the meta file" if names else ""
+
+
+def _is_json(value: Any) -> bool:
+    with suppress(TypeError):
+        json.dumps(value)
+        return True
+    return False
 
 
 def facts_text(row: Mapping[str, Any]) -> str:

@@ -177,9 +177,10 @@ class Folder:
         """
         for record in map(self.read_record, shards):
             path = self.tar(record.shard)
-            size = path.stat().st_size if path.is_file() else 0
+            size = path.stat().st_size if path.is_file() else None
             if record.samples and size != record.bytes:
-                raise UserError(f"{path} has {size:,} bytes instead of {record.bytes:,}: {self.repair_hint}")
+                what = "is missing" if size is None else f"has {size:,} bytes instead of {record.bytes:,}"
+                raise UserError(f"{path} {what}: {self.repair_hint}")
 
     @property
     def repair_hint(self) -> str:

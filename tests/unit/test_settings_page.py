@@ -24,10 +24,12 @@ PAGE = ROOT / "docs" / "settings.md"
 
 
 def sections() -> Iterator[tuple[str, str]]:
-    """Module and name of every class with the `section` decorator."""
+    """Module and name of every public class with the `section` decorator."""
     for path in sorted(path for folder in ("pipeline", "data_prep", "jobs") for path in (ROOT / folder).rglob("*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef) and "section" in map(ast.unparse, node.decorator_list):
+            if not isinstance(node, ast.ClassDef) or node.name.startswith("_"):
+                continue
+            if "section" in map(ast.unparse, node.decorator_list):
                 yield ".".join(path.relative_to(ROOT).with_suffix("").parts), node.name
 
 

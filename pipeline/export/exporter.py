@@ -13,29 +13,33 @@ The programs map normalised images [B, 3, H, W] or tokens [B, L] to unit-norm fe
 from __future__ import annotations
 
 import errno
+import importlib.util
+import logging
 import math
 import os
 import shlex
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.checkpoint.layout import ADAPTERS_NAME, best_checkpoint
 from pipeline.checkpoint.reader import Checkpoint, open_checkpoint
 from pipeline.config import dump
 from pipeline.errors import UserError, in_a_line
-from pipeline.export.tower_programs import SIDES, export_onnx, export_torch, require_onnx
 from pipeline.export.transformers_model import transformers_preprocessing, write_transformers
 from pipeline.files import check_new_folder, new_folder
 from pipeline.model.architectures import save_tokenizer
 from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
 from pipeline.model.finetuning import ADAPTER_FILES
 from pipeline.model.model_folder import WEIGHTS_NAME, save_open_clip
+from pipeline.model.towers import Towers
 from pipeline.pictures.pixels import colour_name, to_rgb
 from pipeline.run_files import EMA_NAME, META_NAME, MODEL_CONFIG_NAME, RUN_CONFIG_NAME, finished_checkpoints
 
@@ -276,3 +280,77 @@ def push(folder: Path, repository: str, *, private: bool = False) -> str:
             f"{folder}; once the account may write there (hf auth login, or HF_TOKEN), `{again}` does it."
         ) from error
     return str(commit.commit_url)
+
+
+SIDES = ("image", "text")
+
+
+class Tower(nn.Module):
+    """[B, 3, H, W] normalised images, or [B, L] tokens -> [B, d] unit-norm features."""
+
+    def __init__(self, towers: Towers, side: str) -> None:
+        super().__init__()
+        self.towers, self.side = towers, side
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.towers.encode_image(x) if self.side == "image" else self.towers.encode_text(x)
+
+
+@contextmanager
+def _traceable() -> Iterator[None]:
+    """Turn off the fused inference kernel of torch's multi-head attention, which no exporter supports."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+def export_torch(folder: Path, side: str, towers: Towers, example: Tensor) -> float:
+    """Write `SIDE.pt2`. Returns the largest difference of its features from the tower's."""
+    path, tower = folder / f"{side}.pt2", Tower(towers, side).eval()
+    with _traceable():
+        program = torch.export.export(tower, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+        torch.export.save(program, path)
+        return _difference(torch.export.load(path).module(), tower, example)
+
+
+def export_onnx(folder: Path, side: str, towers: Towers, example: Tensor) -> float:
+    """Write `SIDE.onnx`. Returns the largest difference of its features, by onnxruntime, from the tower's."""
+    import onnxruntime
+
+    logging.getLogger("onnxscript").setLevel(logging.ERROR)  # it logs every constant that it does not fold
+    path, tower = folder / f"{side}.onnx", Tower(towers, side).eval()
+    shapes: Any = ({0: torch.export.Dim("batch")},)
+    with _traceable():
+        torch.onnx.export(
+            tower,
+            (example,),
+            path,
+            input_names=[side],
+            output_names=["features"],
+            dynamic_shapes=shapes,
+            dynamo=True,
+            external_data=False,
+            verbose=False,
+        )
+        session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        return _difference(lambda x: torch.from_numpy(session.run(None, {side: x.numpy()})[0]), tower, example)
+
+
+def _difference(program: Callable[[Tensor], Tensor], tower: nn.Module, example: Tensor) -> float:
+    """The largest difference of features, of the whole example and of a smaller batch."""
+    return float(torch.stack([(program(x) - tower(x)).abs().max() for x in (example, example[:2])]).max())
+
+
+def require_onnx() -> None:
+    """Check that the packages for ONNX are installed.
+
+    Raises:
+        UserError: One of them is missing.
+    """
+    missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(f"ONNX export needs {', '.join(missing)}: pip install -c constraints.txt -e '.[onnx]'.")

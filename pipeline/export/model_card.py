@@ -13,7 +13,7 @@ from pipeline.config import flatten
 from pipeline.export.transformers_model import is_siglip
 from pipeline.files import read_bounded
 from pipeline.model.architectures import Architecture, load_open_clip
-from pipeline.model.model_folder import WEIGHTS_NAME, weights_digest
+from pipeline.model.model_folder import weights_digest
 from pipeline.model.starting_weights import HUB
 from pipeline.pictures.pixels import colour_name
 from pipeline.report.page import in_markdown
@@ -39,7 +39,7 @@ def model_card(
         checkpoint: The exported checkpoint.
         scale: Scale of open_clip's logits, 1 / tau.
         bias: Bias of open_clip's logits; None: it has none.
-        programs: Kinds of additional files, see `pipeline.export.tower_programs`.
+        programs: Kinds of additional files, "torch" and "onnx".
         form: What loads the folder, open_clip or transformers.
         licence: The hub's identifier of the weights' licence.
         average: The export has the average of the weights (EMA).
@@ -48,9 +48,7 @@ def model_card(
     config = checkpoint.meta["config"]
     model = json.loads(read_bounded(checkpoint.path / MODEL_CONFIG_NAME))
     method, arch = config["objective"]["name"], model["architecture"]
-    snippet = _transformers_usage(model["model_cfg"])
-    if form == "open_clip":
-        snippet = usage(arch, bias=bias, config=config["model"])
+    snippet = _transformers_usage(model["model_cfg"]) if form == "transformers" else _USAGE_OPEN_CLIP
     snippet = snippet.replace('"white"', f'"{config["data"].get("background", "white")}"')
     parts = [
         _front_matter(form=form, method=method, licence=licence, base=_base_model(arch, config["model"])),
@@ -120,19 +118,6 @@ def _front_matter(*, form: str, method: str, licence: str | None, base: str = ""
     stated = f"license: {licence}\n" if licence else ""
     stated += f"base_model: {base}\n" if base else ""
     return f"---\nlibrary_name: {form}\npipeline_tag: zero-shot-image-classification\n{stated}tags:\n{tags}\n---"
-
-
-def usage(arch: str, *, bias: float | None, config: Mapping[str, Any]) -> str:
-    """A snippet for open_clip that runs as it is in the export's folder."""
-    if not (Path(load_open_clip().__file__).parent / "model_configs" / f"{arch}.json").is_file():
-        return _USAGE_OPEN_CLIP
-    sizes = ("image_size", "force_image_size"), ("context_length", "force_context_length")
-    extra = "".join(f", {theirs}={config[ours]}" for ours, theirs in sizes if config.get(ours))
-    extra += ", init_logit_bias=0.0" if bias is not None else ""
-    return (
-        f"{_USAGE_OPEN_CLIP}\n\nThe weights alone, since open_clip knows this architecture:\n\n```python\n"
-        f'model = open_clip.create_model("{arch}", pretrained=f"{{FOLDER}}/{WEIGHTS_NAME}"{extra})\n```'
-    )
 
 
 def _transformers_usage(model_cfg: Mapping[str, Any]) -> str:

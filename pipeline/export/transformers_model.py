@@ -136,7 +136,7 @@ def write_transformers(
     return _difference(model, folder, *examples)
 
 
-def _configs(model: EvaluationModel, *, sigmoid: bool) -> dict[str, dict[str, Any]]:
+def _configs(model: EvaluationModel, *, sigmoid: bool) -> dict[str, Any]:
     """The arguments of transformers' `CLIPConfig` or `SiglipConfig` for both towers, read from these."""
     clip: Any = model.towers.clip
     text = getattr(clip, "text", clip)

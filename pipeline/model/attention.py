@@ -302,7 +302,11 @@ def encode_packed(clip: nn.Module, text: PackedText) -> Tensor:
     embedded = tower.token_embedding(text.tokens).to(dtype)
     x = embedded + lookup(text.positions, tower.positional_embedding).to(dtype)
     x = tower.transformer(x, attn_mask=text.layout)[0]
-    pooled: Tensor = tower.ln_final(x.index_select(0, text.ends))
+    return projected(tower, tower.ln_final(x.index_select(0, text.ends)))
+
+
+def projected(tower: Any, pooled: Tensor) -> Tensor:
+    """A text tower's output from its pooled token, as open_clip computes it."""
     projection = tower.text_projection
     if projection is None:
         return pooled

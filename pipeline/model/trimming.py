@@ -16,7 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.distributed.devices import to_device
-from pipeline.model.attention import CausalPackedAttention, PackedText, causal_text_transformer, encode_packed, pack
+from pipeline.model.attention import (
+    CausalPackedAttention,
+    PackedText,
+    causal_text_transformer,
+    encode_packed,
+    pack,
+    projected,
+)
 
 MULTIPLE = 8
 """Widths are multiples of this: efficient for kernels, and few different shapes to compile."""
@@ -171,11 +178,7 @@ def encode_text(clip: nn.Module, text: Tensor | PackedText) -> Tensor:
     dtype = clip.transformer.get_cast_dtype()
     x = clip.token_embedding(text).to(dtype) + clip.positional_embedding[: text.shape[1]].to(dtype)
     x = clip.ln_final(clip.transformer(x, attn_mask=clip.attn_mask))
-    pooled = text_global_pool(x, text, clip.text_pool_type, getattr(clip, "text_eos_id", None))
-    projection = clip.text_projection
-    if projection is None:
-        return pooled
-    return projection(pooled) if isinstance(projection, nn.Linear) else pooled @ projection
+    return projected(clip, text_global_pool(x, text, clip.text_pool_type, getattr(clip, "text_eos_id", None)))
 
 
 def _pooling(clip: Any) -> tuple[str, int | None]:

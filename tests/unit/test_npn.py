@@ -16,7 +16,6 @@ from pipeline.objectives import build_objective, parse_objective
 from pipeline.objectives.npn import kernels, prototypes
 from pipeline.objectives.npn.network import NPNS
 from pipeline.objectives.npn.prototypes import Anchors
-from pipeline.objectives.pairwise import Workspace
 from tests.metrics import metrics
 from tests.plugins import install
 from tests.training import prepare, settings_in, train_here
@@ -44,16 +43,14 @@ def make_weight(m, dim=16, *, seed=9, dtype=torch.float64):
     return (torch.randn(m, dim, generator=generator, dtype=torch.float64) * 1.7).to(dtype)
 
 
-def prepared(anchors, weight, space):
-    dtype = None if anchors.low is None else torch.bfloat16
-    return kernels.FUSED.prepare(weight, anchors.tau, space=space, dtype=dtype)
+def unit_gradient(anchors, weight, passes, *, objective="unified"):
+    at = passes.prepare(weight, anchors.tau, dtype=None if anchors.low is None else torch.bfloat16)
+    return prototypes.unit_gradient(anchors, at, objective=objective, passes=passes)
 
 
 def loss_gradient(anchors, weight, *, objective="unified"):
     """dL/dW, [m, d], and alpha under this W, [B]."""
-    space = Workspace()
-    at = prepared(anchors, weight, space)
-    gradient, alpha = prototypes.unit_gradient(anchors, at, objective=objective, workspace=space)
+    gradient, alpha = unit_gradient(anchors, weight, kernels.Passes(), objective=objective)
     return torch.cat([gradient.tangent(rows) for rows in kernels.pieces(weight)]), alpha
 
 
@@ -81,11 +78,10 @@ def test_closed_form_gradient_equals_autograd(batch_size, objective, monkeypatch
 def test_memory_is_bounded_by_one_block_of_anchors(low, monkeypatch):
     monkeypatch.setattr(prototypes, "_CPU_BLOCK", 96 * 8)  # eight of 256 anchors at a time
     anchors, _ = make_anchors(256, dtype=torch.float32, low=low)
-    workspace = Workspace()
-    at = prepared(anchors, make_weight(96, dtype=torch.float32), workspace)
-    gradient, _ = prototypes.unit_gradient(anchors, at, objective="unified", workspace=workspace)
+    passes = kernels.Passes()
+    gradient, _ = unit_gradient(anchors, make_weight(96, dtype=torch.float32), passes)
     assert gradient.product.dtype == torch.float32  # sums over blocks are not rounded to bf16
-    assert max(buffer.numel() for buffer in workspace._buffers.values()) <= 96 * 16  # the size of [m, d]
+    assert max(buffer.numel() for buffer in passes.space._buffers.values()) <= 96 * 16  # the size of [m, d]
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,12 @@ from pipeline.objectives import build_objective
 from pipeline.objectives.npn import kernels
 from pipeline.objectives.npn.kernels import Prototypes
 from pipeline.objectives.npn.reference import ReferenceNeuClip
-from pipeline.objectives.pairwise import Workspace
 from tests.unit.objectives_reference import context, relative_error, unit_features
 
 
 @pytest.mark.slow  # compiles
 @pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("make", [kernels.FUSED, kernels.COMPILED])
+@pytest.mark.parametrize("make", [kernels.Passes, kernels.CompiledPasses])
 def test_exponentials_and_their_sums(make, scaled, monkeypatch):
     monkeypatch.setattr(kernels, "_CPU_PIECE", 40 * 3)  # pieces of a few rows
     generator = torch.Generator().manual_seed(9)
@@ -29,11 +28,11 @@ def test_exponentials_and_their_sums(make, scaled, monkeypatch):
     weight = torch.zeros(40, 3, dtype=torch.float64)
     at = Prototypes(weight, weight, scale, weight[:, :1], torch.ones(()))
     exponents = z if scale is None else z * scale
-    powers, shift, total = make.exponentials(z.clone(), at, Workspace())
+    powers, shift, total = make().exponentials(z.clone(), at)
     assert torch.allclose(powers.sum(1), total, rtol=1e-12)
     assert torch.allclose(powers, (exponents - shift[:, None]).exp(), rtol=1e-9)
     assert torch.allclose(shift + total.log(), exponents.logsumexp(1), rtol=1e-12)
-    shift, total = make.sums(z.clone(), at, Workspace())
+    shift, total = make().sums(z.clone(), at)
     assert torch.allclose(shift + total.log(), exponents.logsumexp(1), rtol=1e-12)
 
 

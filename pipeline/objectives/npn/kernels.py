@@ -68,30 +68,26 @@ class UnitGradient:
 
 
 class Passes:
-    """Passes over [m, d] and [R, m] matrices with PyTorch's own fused kernels."""
+    """Passes over [m, d] and [R, m] matrices with PyTorch's own fused kernels, and their buffers."""
 
-    def prepare(
-        self, weight_md: Tensor, tau: Tensor, *, space: Workspace, dtype: torch.dtype | None = None
-    ) -> Prototypes:
+    def __init__(self, space: Workspace | None = None) -> None:
+        self.space = space or Workspace()
+
+    def prepare(self, weight_md: Tensor, tau: Tensor, *, dtype: torch.dtype | None = None) -> Prototypes:
         """The prototypes, ready for matrix products in `dtype`; None: in their own precision."""
         m = weight_md.shape[0]
-        scaled = space.take("directions", tuple(weight_md.shape), like=weight_md, dtype=dtype)
-        norms, gain = space.take("norms", (m, 1), like=weight_md), (1.0 / tau).expand(m, 1).contiguous()
+        scaled = self.space.take("directions", tuple(weight_md.shape), like=weight_md, dtype=dtype)
+        norms, gain = self.space.take("norms", (m, 1), like=weight_md), (1.0 / tau).expand(m, 1).contiguous()
         for rows in pieces(weight_md):
             direction, norms[rows] = torch._weight_norm_interface(weight_md[rows], gain[rows], 0)
             scaled[rows] = direction
         return Prototypes(weight_md, scaled, None, norms, tau)
 
-    def exponentials(self, z: Tensor, at: Prototypes, space: Workspace) -> tuple[Tensor, Tensor, Tensor]:
+    def exponentials(self, z: Tensor, at: Prototypes) -> tuple[Tensor, Tensor, Tensor]:
         """p_ij = exp(scale_j z_ij - t_i), [R, m]; t_i near the row's largest exponent; s_i = sum_j p_ij.
 
-        Args:
-            z: Products with at.directions; may be overwritten.
-            at: The prototypes.
-            space: Buffers.
-
-        Returns:
-            p in the precision of at.directions; t and s, [R] each, in that of W.
+        z are products with at.directions, which may be overwritten. p has the precision of at.directions; t and s,
+        [R] each, that of W.
         """
         # Softmax is one kernel: with t the logarithm of the row's sum, s is 1. That sum follows without further
         # exponentials: the row's largest softmax is 1 / sum_j exp(z_ij - max_j z_ij).
@@ -100,7 +96,7 @@ class Passes:
             part = z[rows]
             wide = part
             if part.dtype != at.weight.dtype:
-                wide = space.take("piece", tuple(part.shape), like=at.weight).copy_(part)
+                wide = self.space.take("piece", tuple(part.shape), like=at.weight).copy_(part)
             if at.scale is not None:
                 wide.mul_(at.scale)
             top = wide.amax(1)
@@ -111,34 +107,23 @@ class Passes:
         shift = torch.cat(log_sums)
         return z.to(at.directions.dtype), shift, torch.ones_like(shift)
 
-    def sums(self, z: Tensor, at: Prototypes, space: Workspace) -> tuple[Tensor, Tensor]:
+    def sums(self, z: Tensor, at: Prototypes) -> tuple[Tensor, Tensor]:
         """t and s of `exponentials` without p."""
-        _, shift, total = self.exponentials(z, at, space)  # softmax is faster than logsumexp
+        _, shift, total = self.exponentials(z, at)  # softmax is faster than logsumexp
         return shift, total
 
     def descend(
-        self,
-        gradient: UnitGradient,
-        slots: Mapping[str, Tensor],
-        *,
-        optimizer: InnerOptimizer,
-        number: int,
-        space: Workspace,
+        self, gradient: UnitGradient, slots: Mapping[str, Tensor], *, optimizer: InnerOptimizer, number: int
     ) -> Prototypes:
-        """The prototypes after one optimizer step, which may have been taken in place.
+        """The prototypes after the optimizer's step `number`, from 1, which may have been taken in place.
 
-        Args:
-            gradient: The gradient, with the prototypes that it belongs to.
-            slots: The optimizer's memory, [m, d] each.
-            optimizer: The optimizer.
-            number: The number of this step, from 1.
-            space: Buffers.
+        `slots` are the optimizer's memory, [m, d] each.
         """
         before = gradient.at
         for rows in pieces(before.weight):
             parts = {name: slot[rows] for name, slot in slots.items()}
             optimizer.step(before.weight[rows], gradient.tangent(rows), parts, updates=number)
-        return self.prepare(before.weight, before.tau, dtype=before.directions.dtype, space=space)
+        return self.prepare(before.weight, before.tau, dtype=before.directions.dtype)
 
     def run(self, formula: Callable[..., Any], *arguments: Any) -> Any:
         """formula(*arguments), for formulas on [R] and [R, d]."""
@@ -148,34 +133,26 @@ class Passes:
 class CompiledPasses(Passes):
     """The same formulas, fused by torch.compile; updates of optimizers other than AdaGrad are the base class's."""
 
-    def prepare(
-        self, weight_md: Tensor, tau: Tensor, *, space: Workspace, dtype: torch.dtype | None = None
-    ) -> Prototypes:
-        low = _low(weight_md, dtype, space)
+    def prepare(self, weight_md: Tensor, tau: Tensor, *, dtype: torch.dtype | None = None) -> Prototypes:
+        low = self._low(weight_md, dtype)
         return _unscaled(weight_md, low, self.run(_squares, weight_md, low), tau)
 
-    def exponentials(self, z: Tensor, at: Prototypes, space: Workspace) -> tuple[Tensor, Tensor, Tensor]:
-        out = space.take("exponentials", tuple(z.shape), like=at.directions)
+    def exponentials(self, z: Tensor, at: Prototypes) -> tuple[Tensor, Tensor, Tensor]:
+        out = self.space.take("exponentials", tuple(z.shape), like=at.directions)
         shift, total = self.run(_exponentials, z, at.scale, out, at.weight.dtype)
         return out, shift, total
 
-    def sums(self, z: Tensor, at: Prototypes, space: Workspace) -> tuple[Tensor, Tensor]:
+    def sums(self, z: Tensor, at: Prototypes) -> tuple[Tensor, Tensor]:
         shift, total = self.run(_sums, z, at.scale, at.weight.dtype)
         return shift, total
 
     def descend(
-        self,
-        gradient: UnitGradient,
-        slots: Mapping[str, Tensor],
-        *,
-        optimizer: InnerOptimizer,
-        number: int,
-        space: Workspace,
+        self, gradient: UnitGradient, slots: Mapping[str, Tensor], *, optimizer: InnerOptimizer, number: int
     ) -> Prototypes:
         if not isinstance(optimizer, AdaGrad):
-            return super().descend(gradient, slots, optimizer=optimizer, number=number, space=space)
+            return super().descend(gradient, slots, optimizer=optimizer, number=number)
         before, memory = gradient.at, slots["accumulator"]
-        low = _low(before.weight, before.directions.dtype, space)
+        low = self._low(before.weight, before.directions.dtype)
         inverse = before.norms.reciprocal()
         weight_md, squares = self.run(
             _adagrad, before.weight, gradient.product, inverse, memory, low, optimizer.lr, optimizer.eps
@@ -185,8 +162,11 @@ class CompiledPasses(Passes):
     def run(self, formula: Callable[..., Any], *arguments: Any) -> Any:
         return _compiled(formula, *arguments)
 
-
-FUSED, COMPILED = Passes(), CompiledPasses()
+    def _low(self, weight_md: Tensor, dtype: torch.dtype | None) -> Tensor | None:
+        """A buffer for the prototypes in another precision; None if `dtype` is None or their own."""
+        if dtype in (None, weight_md.dtype):
+            return None
+        return self.space.take("directions", tuple(weight_md.shape), like=weight_md, dtype=dtype)
 
 
 def pieces(matrix: Tensor) -> list[slice]:
@@ -194,13 +174,6 @@ def pieces(matrix: Tensor) -> list[slice]:
     rows, columns = matrix.shape
     step = rows if matrix.is_cuda else max(1, _CPU_PIECE * torch.get_num_threads() // columns)
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
-
-
-def _low(weight_md: Tensor, dtype: torch.dtype | None, space: Workspace) -> Tensor | None:
-    """A buffer for the prototypes in another precision; None if `dtype` is None or their own."""
-    if dtype in (None, weight_md.dtype):
-        return None
-    return space.take("directions", tuple(weight_md.shape), like=weight_md, dtype=dtype)
 
 
 def _unscaled(weight_md: Tensor, low: Tensor | None, squares: Tensor, tau: Tensor) -> Prototypes:

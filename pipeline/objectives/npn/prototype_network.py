@@ -21,7 +21,7 @@ from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.objectives.facts import ObjectiveContext
 from pipeline.objectives.npn import prototypes
-from pipeline.objectives.npn.kernels import COMPILED, FUSED, Passes, Prototypes, UnitGradient, why_not_compiled
+from pipeline.objectives.npn.kernels import CompiledPasses, Passes, Prototypes, UnitGradient, why_not_compiled
 from pipeline.objectives.npn.network import BothSides, FeatureQueue, Npn, NpnConfig, Prediction, register_npn
 from pipeline.objectives.npn.prototypes import LEAST_TAU, Anchors, Division
 from pipeline.objectives.pairwise import Workspace
@@ -60,7 +60,7 @@ class PrototypeNpn(Npn):
         self.workspace = Workspace()
         self._next_live = 0
         self._division: Division | None = None
-        self._passes: Passes = FUSED
+        self._passes = Passes(self.workspace)
         self._held_back: list[UnitGradient] = []
         if world.is_main:
             _warn_of_stalling(config, dim)
@@ -75,16 +75,14 @@ class PrototypeNpn(Npn):
         self._division = Division(self._ranks, self._next_live) if self.divided else None
         # Compiled only once all prototypes are live, so that one program serves one shape, also after resuming.
         compiled = self.compiled and self._next_live == self.config.prototypes
-        self._passes = COMPILED if compiled else FUSED
+        self._passes = (CompiledPasses if compiled else Passes)(self.workspace)
         cold, alpha = [], []
         for side in (0, 1):
             at, first = self._inner_updates(side, anchors[side])
             full = replace(anchors[side], low=None)
             if at.directions.dtype != at.weight.dtype:
-                at = self._passes.prepare(at.weight, full.tau, space=self.workspace)
-            used = prototypes.log_normalizer(
-                full, at, workspace=self.workspace, passes=self._passes, division=self._division
-            )
+                at = self._passes.prepare(at.weight, full.tau)
+            used = prototypes.log_normalizer(full, at, passes=self._passes, division=self._division)
             alpha.append(used)
             cold.append(used if first is None else first)
         self.network.next_updates += self.config.inner_steps
@@ -94,11 +92,11 @@ class PrototypeNpn(Npn):
         live = int(self.live)
         if not live:
             raise RuntimeError("there are no prototypes before the first committed step")
-        space, parts = Workspace(), []
+        passes, parts = Passes(), []
         for side in (0, 1):
             full, weight = replace(anchors[side], low=None), self._whole(self.network.lasting["weight"][side], live)
-            at = FUSED.prepare(weight, full.tau, space=space)
-            parts.append(prototypes.log_normalizer(full, at, workspace=space))
+            at = passes.prepare(weight, full.tau)
+            parts.append(prototypes.log_normalizer(full, at, passes=passes))
         return parts[0], parts[1]
 
     def weight(self, side: int) -> Tensor:
@@ -161,15 +159,10 @@ class PrototypeNpn(Npn):
         """The prototypes after a step's updates, and alpha before the first update, if there is any."""
         first, weight = None, self.weight(side)
         dtype = None if anchors.low is None else anchors.low.dtype
-        at = self._passes.prepare(weight, anchors.tau, space=self.workspace, dtype=dtype)
+        at = self._passes.prepare(weight, anchors.tau, dtype=dtype)
         for inner in range(self.config.inner_steps):
             gradient, alpha = prototypes.unit_gradient(
-                anchors,
-                at,
-                objective=self.config.npn_objective,
-                workspace=self.workspace,
-                passes=self._passes,
-                division=self._division,
+                anchors, at, objective=self.config.npn_objective, passes=self._passes, division=self._division
             )
             first = alpha if first is None else first
             if self.config.npn_schedule == "simultaneous":
@@ -182,8 +175,7 @@ class PrototypeNpn(Npn):
     def _updated(self, side: int, gradient: UnitGradient, *, number: int) -> Prototypes:
         """The prototypes after the optimizer's update `number`."""
         slots = {name: slot[: len(gradient.at.weight)] for name, slot in self.network.slots(side, "weight").items()}
-        optimizer, space = self.network.optimizer, self.workspace
-        return self._passes.descend(gradient, slots, optimizer=optimizer, number=number, space=space)
+        return self._passes.descend(gradient, slots, optimizer=self.network.optimizer, number=number)
 
     def _fill(self, batch: AnchorBatch) -> int:
         """Write features to the working prototypes where a restart or growth is due; returns how many are live.

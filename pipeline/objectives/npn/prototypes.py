@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from pipeline.distributed.world import World
-from pipeline.objectives.npn.kernels import FUSED, Passes, Prototypes, UnitGradient
+from pipeline.objectives.npn.kernels import Passes, Prototypes, UnitGradient
 from pipeline.objectives.pairwise import Workspace
 
 MAX_LOG_RATIO = 30.0
@@ -100,27 +100,19 @@ class Division:
         return log_sum
 
 
-def log_normalizer(
-    anchors: Anchors,
-    at: Prototypes,
-    *,
-    workspace: Workspace | None = None,
-    passes: Passes = FUSED,
-    division: Division | None = None,
-) -> Tensor:
+def log_normalizer(anchors: Anchors, at: Prototypes, *, passes: Passes, division: Division | None = None) -> Tensor:
     """alpha of each anchor, [B].
 
     Args:
         anchors: One side of the batch.
         at: As from `Passes.prepare`, in bf16 if the anchors have `low`; one rank's with a division.
-        workspace: Buffers.
         passes: Implementation of the passes over memory.
         division: Given when `at` are one rank's prototypes.
     """
-    space, parts = workspace or Workspace(), []
-    for part, z in _products(anchors, at, space, division):
+    parts = []
+    for part, z in _products(anchors, at, passes.space, division):
         count = division.live if division else len(at.weight)
-        shift, own_total = passes.sums(z, at, space)
+        shift, own_total = passes.sums(z, at)
         total: Tensor | None = own_total
         if division is not None:
             shift, total = division.add_up(shift, own_total, passes), None
@@ -130,13 +122,7 @@ def log_normalizer(
 
 
 def unit_gradient(
-    anchors: Anchors,
-    at: Prototypes,
-    *,
-    objective: NpnObjective,
-    workspace: Workspace,
-    passes: Passes = FUSED,
-    division: Division | None = None,
+    anchors: Anchors, at: Prototypes, *, objective: NpnObjective, passes: Passes, division: Division | None = None
 ) -> tuple[UnitGradient, Tensor]:
     """G = dL/dU, [m, d], whose `tangent` is dL/dW, and alpha at these prototypes, [B].
 
@@ -145,22 +131,16 @@ def unit_gradient(
     Both: P_ij = r_i exp(z_ij - log m - alpha_i) / B, z_ij = (cos(e_i, W_j) - s_ii) / tau, G_j = sum_i P_ij e_i, and
     dL/dW_j = (G_j - (G_j . U_j) U_j) / |W_j|.
 
-    Args:
-        anchors: One side of the batch.
-        at: As from `Passes.prepare`, in bf16 if the anchors have `low`.
-        objective: The network's own objective.
-        workspace: Buffers.
-        passes: Implementation of the passes over memory.
-        division: Given when `at` are one rank's prototypes.
+    `objective` is the network's own; the other arguments are those of `log_normalizer`.
     """
     total, alphas, live = None, [], division.live if division else len(at.weight)
-    for part, z in _products(anchors, at, workspace, division):
+    for part, z in _products(anchors, at, passes.space, division):
         whole = part is anchors
-        powers, shift, sums = passes.exponentials(z, at, workspace)
+        powers, shift, sums = passes.exponentials(z, at)
         del z  # on a GPU it is no buffer of the workspace, and its memory is free for the product
         log_sum = None if division is None else division.add_up(shift, sums, passes)
         pull, alpha = passes.run(_pull, (shift, sums, log_sum), part, live, objective, len(anchors))
-        total = _add_product(total, powers, pull, at, workspace, whole=whole)
+        total = _add_product(total, powers, pull, at, passes.space, whole=whole)
         alphas.append(alpha)
     assert total is not None  # there are anchors
     return UnitGradient(total, at), torch.cat(alphas)
@@ -188,10 +168,10 @@ def alpha_slopes(anchors: Anchors, weight_md: Tensor, partners_bd: Tensor) -> tu
         d alpha/d e [b, d], d alpha/d partner [b, d], d alpha/d tau [b].
     """
     unit = weight_md / weight_md.norm(dim=1, keepdim=True)
-    full, space, slopes, start = replace(anchors, low=None), Workspace(), [], 0
-    at = FUSED.prepare(weight_md, full.tau, space=space)
-    for part, z in _products(full, at, space, None):
-        powers, shift, total = FUSED.exponentials(z, at, space)
+    full, passes, slopes, start = replace(anchors, low=None), Passes(), [], 0
+    at = passes.prepare(weight_md, full.tau)
+    for part, z in _products(full, at, passes.space, None):
+        powers, shift, total = passes.exponentials(z, at)
         _, share = normalizer_of_mean(shift, part, len(weight_md), total)
         rows = slice(start, start := start + len(part))
         slopes.append(mean_slopes(part, (powers @ unit) * (share / total)[:, None], share, partners_bd[rows]))

@@ -54,9 +54,9 @@ def command(
     if licence and not re.fullmatch(r"[\w.+-]+", licence):
         raise UserError(f"--license {licence!r} is not the identifier of a licence, such as apache-2.0 or mit.")
     from pipeline.checkpoint.layout import validated_model
-    from pipeline.export.exporter import choose_checkpoint, export, logit_parameters, model_of
+    from pipeline.export.exporter import choose_checkpoint, export, model_of
     from pipeline.export.model_card import foreign_card, model_card
-    from pipeline.model.evaluation_model import load_for_evaluation
+    from pipeline.model.evaluation_model import EvaluationModel
 
     programs = tuple(name for name, wanted in (("torch", with_torch), ("onnx", with_onnx)) if wanted)
     if form == "transformers" and programs:
@@ -64,26 +64,26 @@ def command(
     folder, chosen = model_folder_in(Path(model)), None
     if best or average or (folder is not None and (folder / META_NAME).is_file()):
         chosen = choose_checkpoint(Path(model), best=best)
-        model_of(chosen, average=average)  # checked before the card is written
-        scale, bias = logit_parameters(chosen.path)
+        model_of(chosen, average=average)  # checked before anything is loaded
+
+    def card(loaded: EvaluationModel) -> str:
+        if chosen is None:
+            return foreign_card(model, architecture=loaded.architecture, form=form, licence=licence)
         try:
-            card = model_card(
-                chosen, scale=scale, bias=bias, programs=programs, form=form, licence=licence, average=average
+            return model_card(
+                chosen, logit=loaded.towers.logit, programs=programs, form=form, licence=licence, average=average
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise UserError(
                 f"{chosen.path / META_NAME} lacks settings of a run that the model card needs ({error!r}): it is "
                 "forged, or of another version."
             ) from error
-    else:
-        architecture = load_for_evaluation(model).architecture
-        card = foreign_card(model, architecture=architecture, form=form, licence=licence)
+
     exported = export(chosen or model, output, card=card, form=form, programs=programs, average=average)
     for path in exported.files:
         click.echo(f"{path.stat().st_size:>14,} B  {path}")
     what, other = (f"Step {chosen.step:,}", "trained") if chosen else (model, "given")
     click.echo(f"{what} exported; largest difference from the {other} model {exported.difference:.1e}.")
-    click.echo(exported.note)
     if chosen and best and not average and validated_model(chosen.path) != chosen.path:
         click.echo("The validation loss was that of the average of the weights (EMA); --ema exports it.")
     if push:

@@ -26,26 +26,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
 from pipeline.checkpoint.layout import ADAPTERS_NAME, best_checkpoint
 from pipeline.checkpoint.reader import Checkpoint, open_checkpoint
 from pipeline.config import dump
 from pipeline.errors import UserError, in_a_line
-from pipeline.export.transformers_model import transformers_preprocessing, write_transformers
+from pipeline.export.transformers_model import write_transformers
 from pipeline.files import check_new_folder, new_folder
 from pipeline.model.architectures import save_tokenizer
 from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
 from pipeline.model.finetuning import ADAPTER_FILES
 from pipeline.model.model_folder import WEIGHTS_NAME, save_open_clip
 from pipeline.model.towers import Towers
-from pipeline.pictures.pixels import colour_name, to_rgb
 from pipeline.run_files import EMA_NAME, META_NAME, MODEL_CONFIG_NAME, RUN_CONFIG_NAME, finished_checkpoints
 
 TOLERANCE = 1e-5
-ALIKE = 0.999
-"""Least cosine of the features of one picture under two preprocessings that are the same."""
 DEFAULT_LOGIT = math.log(100.0)
 """CLIP's, for weights without a temperature."""
 
@@ -58,8 +54,6 @@ class Exported:
     files: tuple[Path, ...]
     difference: float
     """Largest difference of any feature or logit from the trained model's."""
-    note: str
-    """How the exported preprocessing treats a picture with transparency."""
 
 
 def choose_checkpoint(source: Path, *, best: bool = False) -> Checkpoint:
@@ -103,7 +97,7 @@ def export(
     source: Checkpoint | str,
     output: Path,
     *,
-    card: str,
+    card: Callable[[EvaluationModel], str],
     form: str = "open_clip",
     programs: Collection[str] = (),
     average: bool = False,
@@ -113,7 +107,7 @@ def export(
     Args:
         source: A checkpoint, or what `load_for_evaluation` takes.
         output: A folder that does not exist or is empty.
-        card: Text of README.md.
+        card: Makes the text of README.md.
         form: What loads the folder: open_clip, or transformers as a `CLIPModel` or `SiglipModel`.
         programs: Any of "torch" and "onnx", with open_clip's form.
         average: Export the average of the weights (EMA).
@@ -126,28 +120,26 @@ def export(
         require_onnx()
     given = model_of(source, average=average) if isinstance(source, Checkpoint) else source
 
-    def write(folder: Path) -> tuple[float, str]:
-        (folder / "README.md").write_text(card, encoding="utf-8")
+    def write(folder: Path) -> float:
         model = load_for_evaluation(given)
+        (folder / "README.md").write_text(card(model), encoding="utf-8")
         examples, logit = example_inputs(model), model.towers.logit or (DEFAULT_LOGIT, None)
         if form == "transformers":
             scale, bias = logit
-            worst = write_transformers(model, folder, examples=examples, logit_scale=scale, logit_bias=bias or 0.0)
-            return worst, transparency_note(model, transformers_preprocessing(folder), program=form)
+            return write_transformers(model, folder, examples=examples, logit_scale=scale, logit_bias=bias or 0.0)
         if isinstance(source, Checkpoint):
             _copy_files(source, Path(given), folder)
             save_tokenizer(model.tokenize, folder)
         else:
             state = model.towers.clip.state_dict()
             save_open_clip(folder, state=state, architecture=model.architecture, logit=logit)
-        differences = [_check_open_clip(folder, model, examples)]
+        differences = [_check_open_clip(folder, model, examples, logit=logit)]
         for name, export_one in (("torch", export_torch), ("onnx", export_onnx)):
             if name in programs:
                 differences += [
                     export_one(folder, side, model.towers, x) for side, x in zip(SIDES, examples, strict=True)
                 ]
-        note = transparency_note(model, open_clip_preprocessing(folder), program=form)
-        return float(torch.tensor(differences).max()), note  # NaN if any is
+        return float(torch.tensor(differences).max())  # NaN if any is
 
     return write_checked(output, write)
 
@@ -163,7 +155,7 @@ def _copy_files(checkpoint: Checkpoint, model: Path, folder: Path) -> None:
             shutil.copyfile(model / ADAPTERS_NAME / name, folder / ADAPTERS_NAME / name)
 
 
-def write_checked(output: Path, write: Callable[[Path], tuple[float, str]]) -> Exported:
+def write_checked(output: Path, write: Callable[[Path], float]) -> Exported:
     """Call `write` on a temporary folder, which becomes `output` only if the returned difference is small.
 
     Raises:
@@ -173,7 +165,7 @@ def write_checked(output: Path, write: Callable[[Path], tuple[float, str]]) -> E
     target = output.resolve()  # the folder itself, not `.` or a link to it
     try:
         with new_folder(target) as temporary:
-            worst, note = write(temporary)
+            worst = write(temporary)
             if not worst <= TOLERANCE:  # also when it is NaN
                 raise UserError(
                     f"The export differs from the trained model by {worst:.1e}, more than {TOLERANCE:g}: it is not "
@@ -188,33 +180,7 @@ def write_checked(output: Path, write: Callable[[Path], tuple[float, str]]) -> E
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
             raise
         raise UserError(f"Another process has written to {output} meanwhile: choose another output folder.") from error
-    return Exported(output, tuple(sorted(path for path in output.rglob("*") if path.is_file())), worst, note)
-
-
-def transparency_note(model: EvaluationModel, preprocess: Callable[[Image.Image], Tensor], *, program: str) -> str:
-    """How near the feature of a transparent picture under a program's own preprocessing is to that in training."""
-    size = model.image_size
-    generator = torch.Generator().manual_seed(0)
-    small = torch.randint(0, 256, (4, 4, 4), generator=generator, dtype=torch.uint8).numpy()
-    picture = Image.fromarray(small, "RGBA").resize((2 * size, 2 * size), Image.Resampling.NEAREST)
-    ours, theirs = model.preprocess(to_rgb(picture, model.architecture.background)), preprocess(picture)
-    first, second = model.encode_image(torch.stack([ours, theirs]))
-    cosine = float(first @ second)
-    colour = colour_name(model.architecture.background)
-    if cosine > ALIKE:
-        return f"A picture with transparency: {program}'s preprocessing puts it on {colour}, as training does."
-    return (
-        f"A picture with transparency: {program}'s preprocessing does not put it on {colour}, as training does (cosine "
-        f"{cosine:.2f} between the features). Put such pictures on {colour} first, as README.md shows."
-    )
-
-
-def open_clip_preprocessing(folder: Path) -> Callable[[Image.Image], Tensor]:
-    """What open_clip does to a picture before the model in a folder sees it."""
-    import open_clip
-
-    preprocess: Callable[[Image.Image], Tensor] = open_clip.create_model_and_transforms(f"local-dir:{folder}")[2]
-    return preprocess
+    return Exported(output, tuple(sorted(path for path in output.rglob("*") if path.is_file())), worst)
 
 
 EXAMPLES = ("a", "a photo of a dog on the beach", "two red circles, one blue square and a cup of coffee " * 8)
@@ -228,7 +194,9 @@ def example_inputs(model: EvaluationModel, *, batch: int = 3) -> tuple[Tensor, T
 
 
 @torch.no_grad()
-def _check_open_clip(folder: Path, model: EvaluationModel, examples: tuple[Tensor, Tensor]) -> float:
+def _check_open_clip(
+    folder: Path, model: EvaluationModel, examples: tuple[Tensor, Tensor], *, logit: tuple[float, float | None]
+) -> float:
     """Largest difference between open_clip's model of this folder and the trained towers, in features and logits."""
     import open_clip
 
@@ -237,24 +205,11 @@ def _check_open_clip(folder: Path, model: EvaluationModel, examples: tuple[Tenso
     ours = model.encode_image(image), model.encode_text(text)
     features = theirs.encode_image(image, normalize=True), theirs.encode_text(text, normalize=True)
     logits, _ = theirs.get_logits(image, text)
-    scale, bias = logit_parameters(folder)
+    scale, bias = math.exp(logit[0]), logit[1]
     # Logits in units of cosines, so that one tolerance holds for all.
     expected = ours[0] @ ours[1].T + (bias or 0.0) / scale
     pairs = (*zip(ours, features, strict=True), (expected, logits / scale))
     return float(torch.stack([(a - b).abs().max() for a, b in pairs]).max())  # NaN if any is
-
-
-def logit_parameters(folder: Path) -> tuple[float, float | None]:
-    """`(1 / tau, bias)` of a model folder; None: it has no bias."""
-    from safetensors import safe_open
-
-    with safe_open(folder / WEIGHTS_NAME, framework="pt") as file:
-        names = set(file.keys())
-        if "logit_scale" not in names:
-            raise UserError(f"{folder / WEIGHTS_NAME} has no logit_scale: it is not the model of a checkpoint.")
-        scale = float(file.get_tensor("logit_scale").exp())
-        bias = float(file.get_tensor("logit_bias")) if "logit_bias" in names else None
-    return scale, bias
 
 
 def push(folder: Path, repository: str, *, private: bool = False) -> str:

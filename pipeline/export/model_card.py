@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,7 @@ SHOWN_METRICS = ("loss", "tau", "normalizer_gap", "lr", "samples_per_second", "c
 def model_card(
     checkpoint: Checkpoint,
     *,
-    scale: float,
-    bias: float | None,
+    logit: tuple[float, float | None] | None,
     programs: tuple[str, ...] = (),
     form: str = "open_clip",
     licence: str | None = None,
@@ -37,8 +37,7 @@ def model_card(
 
     Args:
         checkpoint: The exported checkpoint.
-        scale: Scale of open_clip's logits, 1 / tau.
-        bias: Bias of open_clip's logits; None: it has none.
+        logit: log(1 / tau) and the bias of the logits, if there is one.
         programs: Kinds of additional files, "torch" and "onnx".
         form: What loads the folder, open_clip or transformers.
         licence: The hub's identifier of the weights' licence.
@@ -54,7 +53,7 @@ def model_card(
         _front_matter(form=form, method=method, licence=licence, base=_base_model(arch, config["model"])),
         f"# {arch}, trained with {method}",
         snippet,
-        "## Training\n\n" + _table(("", ""), _facts(checkpoint, scale=scale, bias=bias)),
+        "## Training\n\n" + _table(("", ""), _facts(checkpoint, logit=logit)),
     ]
     metrics = _metrics(run / METRICS_NAME, step=checkpoint.step)
     if metrics:
@@ -170,7 +169,7 @@ _OF_SIGLIP = {
 }
 
 
-def _facts(checkpoint: Checkpoint, *, scale: float, bias: float | None) -> list[tuple[str, str]]:
+def _facts(checkpoint: Checkpoint, *, logit: tuple[float, float | None] | None) -> list[tuple[str, str]]:
     meta, config = checkpoint.meta, flatten(checkpoint.meta["config"])
     sources = ", ".join(source["manifest"] for source in config.get("data.sources", []))
     versions = ", ".join(f"{name} {version}" for name, version in meta.get("versions", {}).items())
@@ -184,8 +183,8 @@ def _facts(checkpoint: Checkpoint, *, scale: float, bias: float | None) -> list[
         ("data", sources),
         ("encoders' learning rate", f"{config['optimizer.lr']:g}"),
         ("weight decay", f"{config['optimizer.weight_decay']:g}"),
-        ("logit scale 1/tau", f"{scale:.4f} (tau {1 / scale:.5f})"),
-        *([("logit bias", f"{bias:.4f}")] if bias is not None else []),
+        *([("logit scale 1/tau", f"{math.exp(logit[0]):.4f} (tau {math.exp(-logit[0]):.5f})")] if logit else []),
+        *([("logit bias", f"{logit[1]:.4f}")] if logit and logit[1] is not None else []),
         ("seed", str(config["seed"])),
         ("software", versions),
     ]

@@ -9,12 +9,11 @@ timm's ViT with attention pooling, and a text tower without causal mask. Names a
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from PIL.Image import Image
 from torch import Tensor, nn
 
 from pipeline.errors import UserError
@@ -256,14 +255,6 @@ def _write_processor(model: EvaluationModel, folder: Path, *, kind: str) -> None
         "do_convert_rgb": True,
     }
     (folder / "preprocessor_config.json").write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
-
-
-def transformers_preprocessing(folder: Path) -> Callable[[Image], Tensor]:
-    """What transformers does to a picture before the model in a folder sees it."""
-    import transformers
-
-    processor = transformers.AutoImageProcessor.from_pretrained(str(folder))
-    return lambda picture: torch.as_tensor(processor(picture, return_tensors="pt")["pixel_values"][0])
 
 
 def _write_tokenizer(model: EvaluationModel, folder: Path) -> None:

@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipeline.config import section
 from pipeline.errors import UserError
+from pipeline.model.model_folder import load_tensors, save_tensors
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 """peft's names."""
@@ -130,8 +131,6 @@ class Adapters:
 
     def save(self, folder: Path) -> list[Path]:
         """Write the two files that `peft.PeftModel.from_pretrained` reads, into an existing folder."""
-        from pipeline.model.model_folder import save_tensors
-
         self.settings.save_pretrained(folder)
         tensors = {IN_PEFT + name.replace(".default.", "."): value for name, value in self.tensors.items()}
         save_tensors(tensors, folder / ADAPTER_FILES[1])
@@ -140,8 +139,6 @@ class Adapters:
 
 def read_adapters(folder: Path) -> dict[str, Tensor]:
     """What `Adapters.save` wrote, by the names of the model's parameters."""
-    from pipeline.model.model_folder import load_tensors
-
     stored = load_tensors(folder / ADAPTER_FILES[1])
     return {
         re.sub(r"\.(lora_[AB])\.", r".\1.default.", name.removeprefix(IN_PEFT)): value for name, value in stored.items()

@@ -141,7 +141,7 @@ def _download(name: str) -> Path:
     import huggingface_hub
 
     try:
-        with hub_or_cache(f"{HUB}{name}", instead="Give a local folder."):
+        with _hub_or_cache(f"{HUB}{name}", instead="Give a local folder."):
             folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=list(HUB_FILES)))
     except UserError:
         raise
@@ -153,13 +153,6 @@ def _download(name: str) -> Path:
     if not (folder / MODEL_CONFIG_NAME).is_file():
         raise UserError(f"{HUB}{name} has no {MODEL_CONFIG_NAME}: it is not an open_clip model.")
     return folder
-
-
-def why_offline() -> str:
-    """Why the hub cannot be asked; empty if it can."""
-    from huggingface_hub import constants
-
-    return "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _unreachable(constants.ENDPOINT)
 
 
 @functools.cache
@@ -174,73 +167,66 @@ def _unreachable(endpoint: str) -> str:
 
 
 @contextmanager
-def hub_or_cache(what: str, *, instead: str) -> Iterator[None]:
+def _hub_or_cache(what: str, *, instead: str) -> Iterator[str]:
     """Inside, the hub's client takes files from its cache at once where the hub cannot be asked; it would try for long.
+
+    Yields why the hub cannot be asked, empty if it can.
 
     Raises:
         UserError: They are not in the cache either. `what` is missing, `instead` says what to give.
     """
     from huggingface_hub import constants
 
-    why, before = why_offline(), constants.HF_HUB_OFFLINE
+    before = constants.HF_HUB_OFFLINE
+    why = "HF_HUB_OFFLINE is set" if before else _unreachable(constants.ENDPOINT)
     constants.HF_HUB_OFFLINE = before or bool(why)
     try:
-        yield
+        yield why
     except UserError:
         raise
     except Exception as error:
         if not why:
             raise
-        raise missing(what, why=why, instead=instead) from error
+        raise UserError(f"{what} is not in this machine's cache, and {why}. {instead}") from error
     finally:
         constants.HF_HUB_OFFLINE = before
 
 
-def missing(what: str, *, why: str, instead: str) -> UserError:
-    """The error for what is in no cache while the hub cannot be asked."""
-    return UserError(f"{what} is not in this machine's cache, and {why}. {instead}")
-
-
-def check_cached(model_cfg: Mapping[str, Any], *, tokenizer: bool) -> None:
-    """Check what towers fetch from the hub beside weights: descriptions of towers, and a tokenizer.
-
-    Raises:
-        UserError: It is not in the cache, and the hub cannot be asked.
-    """
-    from huggingface_hub import try_to_load_from_cache
-
-    text, vision = model_cfg.get("text_cfg") or {}, model_cfg.get("vision_cfg") or {}
-    timm = str(vision.get("timm_model_name") or "").replace("hf_hub:", "hf-hub:")
-    needed = {
-        "text tower": (text.get("hf_model_name"), ("config.json",)),
-        "vision tower": (timm.removeprefix("hf-hub:") if timm.startswith("hf-hub:") else None, ("config.json",)),
-        "tokenizer": (text.get("hf_tokenizer_name") if tokenizer else None, TOKENIZER_FILES),
-    }
-    for what, (repository, names) in needed.items():
-        if not repository or Path(repository).is_dir():
-            continue
-        cached = any(isinstance(try_to_load_from_cache(repository, name), str) for name in names)
-        if not cached and (why := why_offline()):
-            instead = "Give its folder as model.tokenizer." if what == "tokenizer" else "Choose another model.arch."
-            raise missing(f"The {what} {repository}", why=why, instead=instead)
-
-
 def check_fetched(arch: str, pretrained: str | None, *, tokenizer: str | None) -> None:
-    """Check, before anything is loaded, that what a start needs from the hub can be had.
+    """Check, before anything is loaded, that what a start needs from the hub can be had: descriptions of towers, a
+    tokenizer, and weights.
 
     Raises:
         UserError: As `find_start`; or it is not in the cache, and the hub cannot be asked.
     """
+    from huggingface_hub import try_to_load_from_cache
+
     start = find_start(arch, pretrained)
-    check_cached(start.model_cfg, tokenizer=tokenizer is None and start.folder is None)
-    if start.weights is not None and not Path(start.weights).is_file() and why_offline():
+    text, vision = start.model_cfg.get("text_cfg") or {}, start.model_cfg.get("vision_cfg") or {}
+    timm = str(vision.get("timm_model_name") or "").replace("hf_hub:", "hf-hub:")
+    own_tokenizer = tokenizer is not None or start.folder is not None
+    for what, repository, names, instead in (
+        ("text tower", text.get("hf_model_name"), ("config.json",), "Choose another model.arch."),
+        ("vision tower", timm.partition("hf-hub:")[2], ("config.json",), "Choose another model.arch."),
+        ("tokenizer", None if own_tokenizer else text.get("hf_tokenizer_name"), TOKENIZER_FILES,
+         "Give its folder as model.tokenizer."),
+    ):  # fmt: skip
+        if not repository or Path(repository).is_dir():
+            continue
+        if not any(isinstance(try_to_load_from_cache(repository, name), str) for name in names):
+            with _hub_or_cache(f"The {what} {repository}", instead=instead) as why:
+                if why:
+                    raise FileNotFoundError(repository)
+    if start.weights is not None and not Path(start.weights).is_file():
         from open_clip.pretrained import download_pretrained
 
-        config = load_open_clip().get_pretrained_cfg(start.name, start.weights)
-        with hub_or_cache(
-            f"model.pretrained = {start.weights} of {start.name}", instead="Give a local file or folder."
-        ):
-            download_pretrained(config)  # offline, it looks into its caches
+        config, what = (
+            load_open_clip().get_pretrained_cfg(start.name, start.weights),
+            f"{start.weights} of {start.name}",
+        )
+        with _hub_or_cache(f"model.pretrained = {what}", instead="Give a local file or folder.") as why:
+            if why:
+                download_pretrained(config)  # offline, it looks into its caches
 
 
 def interpolated(start: Start, *, image_size: int | None, context_length: int | None) -> list[str]:
@@ -257,13 +243,6 @@ def interpolated(start: Start, *, image_size: int | None, context_length: int | 
         if now is not None and now != before:
             notes.append(f"The weights' {what} is {before}, the model's {now}: position embeddings are interpolated.")
     return notes
-
-
-def with_sizes(model_cfg: Mapping[str, Any], *, context_length: int | None) -> dict[str, Any]:
-    """The description with another context length."""
-    if context_length is None:
-        return dict(model_cfg)
-    return {**model_cfg, "text_cfg": {**model_cfg["text_cfg"], "context_length": context_length}}
 
 
 def logit_of(clip: nn.Module) -> tuple[float, float | None] | None:

@@ -29,7 +29,6 @@ from pipeline.model.starting_weights import (
     folder_of,
     interpolated,
     logit_of,
-    with_sizes,
 )
 from pipeline.model.trimming import TextTrimming, encode_text, text_trimming, why_not_trimmed
 
@@ -156,22 +155,6 @@ def image_format(visual: nn.Module) -> torch.memory_format:
     return torch.channels_last if measured else torch.contiguous_format
 
 
-def unread_pixels(visual: nn.Module, image_size: int) -> list[str]:
-    """A sentence about the pixels at the right and the bottom that fill no whole patch, if there are any."""
-    patches = getattr(getattr(visual, "trunk", None), "patch_embed", visual)
-    patch = getattr(patches, "patch_size", None)
-    side = int(patch[0] if isinstance(patch, tuple) else patch or 1)
-    if not (left := image_size % side):
-        return []
-    below = image_size - left
-    note = (
-        f"Images of {image_size} px hold {below // side} x {below // side} patches of {side} px: the last {left} px at "
-        f"the right and at the bottom are never read. model.image_size={below} is cheaper and reads as much; "
-        f"{below + side} has none left over."
-    )
-    return [note]
-
-
 def _check_timm_size(name: str, visual: nn.Module) -> None:
     """Check that a tower of timm's takes images of the size that its architecture states.
 
@@ -277,7 +260,9 @@ def build_towers(config: ModelConfig, *, seed: int, device: str | torch.device =
             device=device,
         )
     _check_timm_size(start.name, clip.visual)  # type: ignore[arg-type]
-    model_cfg = with_sizes(start.model_cfg, context_length=config.context_length)
+    model_cfg = dict(start.model_cfg)
+    if config.context_length is not None:
+        model_cfg["text_cfg"] = {**model_cfg["text_cfg"], "context_length": config.context_length}
     tokenizer = Path(config.tokenizer) if config.tokenizer else start.folder
     architecture = describe(
         start.name, clip, model_cfg, tokenizer=tokenizer, trust_remote_code=config.trust_remote_code
@@ -295,7 +280,6 @@ def build_towers(config: ModelConfig, *, seed: int, device: str | torch.device =
         use_class_token_block(clip)
     add_adapters(clip, config.lora, seed=seed, locked=(config.lock_image, config.lock_text))
     notes = interpolated(start, image_size=config.image_size, context_length=config.context_length)
-    notes += unread_pixels(clip.visual, architecture.image_size)  # type: ignore[arg-type]
     towers = Towers(clip, logit=logit, notes=notes)
     if config.grad_checkpointing:
         towers.clip.set_grad_checkpointing(True)  # type: ignore[operator]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -50,3 +52,11 @@ def prototype_alpha(features: Tensor, partners: Tensor, weight: Tensor, *, tau: 
 def relative_error(ours: Tensor, reference: Tensor) -> float:
     ours, reference = ours.detach(), reference.detach()
     return float((ours - reference).abs().max() / reference.abs().max().clamp_min(1e-300))
+
+
+def assert_exact(objective: Any, output: Any, loss: Tensor, *inputs: Tensor, tolerance: float = 1e-10) -> None:
+    """The output is the loss as written, with autograd's gradients by image, text and, if it is given, temperature."""
+    found = (output.grad_image, output.grad_text, objective._pending.tau_gradient)[: len(inputs)]
+    assert relative_error(output.loss, loss) < tolerance
+    for ours, expected in zip(found, torch.autograd.grad(loss, inputs, retain_graph=True), strict=True):
+        assert relative_error(ours, expected) < tolerance

@@ -24,7 +24,7 @@ from pipeline.config import to_tree
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.export import exporter
-from pipeline.export.exporter import choose_checkpoint, example_inputs, export, logit_parameters
+from pipeline.export.exporter import choose_checkpoint, example_inputs, export
 from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
 from pipeline.model.towers import ModelConfig, build_towers
 from pipeline.run_files import read_meta
@@ -107,7 +107,7 @@ def test_siglip_bias_is_in_the_logits_of_open_clip(siglip, tmp_path):
         with torch.no_grad():
             logits, _ = model.eval().get_logits(image, text)
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-3)
-    assert logit_parameters(tmp_path / "out")[1] == BIAS
+    assert load_for_evaluation(tmp_path / "out").towers.logit[1] == BIAS
 
 
 def test_programs_accept_any_batch_size_without_open_clip(run, tmp_path):
@@ -143,7 +143,7 @@ def test_invalid_sources_and_outputs_are_refused(run, tmp_path):
     chosen = choose_checkpoint(run)
     (tmp_path / "file").write_text("x")
     with pytest.raises(UserError, match="not empty"):
-        export(chosen, tmp_path, card="")
+        export(chosen, tmp_path, card=str)
     forged = tmp_path / chosen.path.name
     shutil.copytree(chosen.path, forged)
     write_meta(forged, {**chosen.meta, "config": {"batch_size": 8}})
@@ -159,7 +159,7 @@ def test_the_current_folder_and_a_link_to_a_folder_can_be_exported_to(run, tmp_p
     monkeypatch.chdir(tmp_path / "here")
     before = os.stat(".").st_ino
     for output in (Path("."), tmp_path / "link"):
-        found = export(choose_checkpoint(run), output, card="")
+        found = export(choose_checkpoint(run), output, card=str)
         assert {path.name for path in found.files} >= {"open_clip_config.json", "open_clip_model.safetensors"}
     assert os.stat(tmp_path / "here").st_ino == before, "a shell in it would be nowhere"
     assert (tmp_path / "link").is_symlink()
@@ -198,17 +198,17 @@ def test_an_export_touches_nothing_of_others_and_two_do_not_mix(run, tmp_path, m
     (tmp_path / ".out.partial").symlink_to(foreign)
     original = exporter._check_open_clip
 
-    def meanwhile(folder: Path, *arguments: Any) -> float:
+    def meanwhile(folder: Path, *arguments: Any, **options: Any) -> float:
         if not output.exists():
-            exporter.write_checked(output, lambda other: ((other / "of another").write_text("") * 0.0, ""))
-        return original(folder, *arguments)
+            exporter.write_checked(output, lambda other: (other / "of another").write_text("") * 0.0)
+        return original(folder, *arguments, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(exporter, "_check_open_clip", meanwhile)
         with pytest.raises(UserError, match="is not empty: choose another output folder"):
-            export(chosen, output, card="")
+            export(chosen, output, card=str)
     assert [path.name for path in output.iterdir()] == ["of another"]
-    export(chosen, tmp_path / "second", card="")
+    export(chosen, tmp_path / "second", card=str)
     assert (foreign / "thesis").read_text() == "ten years"
     assert {path.name for path in tmp_path.iterdir()} == {"out", "second", "foreign", ".out.partial"}
 
@@ -228,5 +228,5 @@ def test_an_export_that_differs_is_refused(run, tmp_path, monkeypatch):
     """Also where only texts differ, by NaN."""
     monkeypatch.setattr(EvaluationModel, "encode_text", lambda self, text: torch.full((len(text), self.dim), torch.nan))
     with pytest.raises(UserError, match="differs from the trained model"):
-        export(choose_checkpoint(run), tmp_path / "out", card="")
+        export(choose_checkpoint(run), tmp_path / "out", card=str)
     assert list(tmp_path.iterdir()) == []  # no folder is left that would block the next attempt

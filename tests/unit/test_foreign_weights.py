@@ -83,8 +83,9 @@ def test_what_is_no_state_dict_is_named(tiny, tmp_path):
             torch.jit.trace(Program(), torch.zeros(1)).save(str(path))
         else:
             torch.save(contents, path)
-        with pytest.raises(UserError, match=message):
+        with pytest.raises(UserError, match=message) as caught:
             load_for_evaluation(f"{arch}:{path}")
+        assert "weights_only" not in str(caught.value), "torch's advice would run code"
 
 
 @pytest.fixture(scope="module")
@@ -175,9 +176,6 @@ def test_an_open_clip_checkpoint_becomes_a_transformers_model_and_comes_back(tin
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
         assert found.towers.logit == (pytest.approx(2.5), None)
         assert "largest difference from the given model" in result.output
-        puts_on_white = form == "transformers"
-        assert ("preprocessing puts it on white, as training does" in result.output) is puts_on_white, result.output
-        assert ("Put such pictures on white first" in result.output) is not puts_on_white
     theirs = transformers.CLIPModel.from_pretrained(tmp_path / "0-transformers").eval()
     with torch.no_grad():
         image = theirs(pixel_values=torch.ones(1, 3, 16, 16), input_ids=model.tokenize(["a"])).image_embeds

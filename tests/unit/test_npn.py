@@ -19,7 +19,14 @@ from pipeline.objectives.npn.prototypes import Anchors
 from tests.metrics import metrics
 from tests.plugins import install
 from tests.training import prepare, settings_in, train_here
-from tests.unit.objectives_reference import context, normalizers, prototype_alpha, relative_error, unit_features
+from tests.unit.objectives_reference import (
+    assert_exact,
+    context,
+    normalizers,
+    prototype_alpha,
+    relative_error,
+    unit_features,
+)
 
 EPS = 1e-14
 
@@ -202,18 +209,19 @@ def test_a_feature_of_zeros_does_not_ruin_the_network(prototypes):
 
 
 def test_small_m_takes_the_same_subset_for_both_sides_and_depends_on_the_seed():
-    chosen = {}
+    """And on the step: every restart draws another."""
+    chosen = []
     for seed in (0, 1):
-        objective = build_objective(
-            {"name": "neuclip", "prototypes": 5, "inner_steps": 0}, context=context(32, seed=seed)
-        )
-        ((image, text),) = run_steps(objective, 1, batch_size=32)
-        weight = objective.npn.network.lasting["weight"]
-        rows = [int((text == w).all(1).nonzero()) for w in weight[0]]
-        assert torch.equal(weight[1], image[rows])
-        assert len(set(rows)) == 5
-        chosen[seed] = rows
-    assert chosen[0] != chosen[1]
+        settings = {"name": "neuclip", "prototypes": 5, "inner_steps": 0, "restart_every": 1}
+        objective = build_objective(settings, context=context(32, seed=seed))
+        for step in (0, 1):
+            ((image, text),) = run_steps(objective, 1, batch_size=32, first=step)
+            weight = objective.npn.network.lasting["weight"]
+            rows = [int((text == w).all(1).nonzero()) for w in weight[0]]
+            assert torch.equal(weight[1], image[rows])
+            assert len(set(rows)) == 5
+            chosen.append(tuple(rows))
+    assert len(set(chosen)) == 4
 
 
 @pytest.mark.parametrize("reset", [False, True])
@@ -269,10 +277,7 @@ def test_mlp_gradient_through_alpha_equals_autograd():
         f = mlp.forward(objective.npn.network.side(side), (image, text)[side])
         alpha = torch.log(EPS + torch.exp(f - positive / tau))
         loss = loss + tau * (torch.exp(-alpha) * (EPS + g) + alpha).mean()
-    expected = torch.autograd.grad(loss, [image, text, tau])
-    ours = [output.grad_image, output.grad_text, objective._pending.tau_gradient]
-    assert relative_error(output.loss, loss) < 1e-10
-    assert all(relative_error(a, b) < 1e-10 for a, b in zip(ours, expected, strict=True))
+    assert_exact(objective, output, loss, image, text, tau)
 
 
 def test_ratio_cap_limits_encoder_gradients_but_not_prototype_updates():
@@ -288,11 +293,6 @@ def test_ratio_cap_limits_encoder_gradients_but_not_prototype_updates():
     assert torch.equal(results[1.5][1], results[0.0][1])
 
 
-def test_literal_settings_warn():
-    with pytest.warns(UserWarning, match="can stall"):
-        build_objective("neuclip_literal", dim=512, batch_size=8)
-
-
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
@@ -304,6 +304,7 @@ def test_literal_settings_warn():
         ({"npn": "mlp", "restart_every": 0, "npn_compile": True}, "npn_compile"),
         ({"npn": "table"}, r"objective\.npn = 'table': no such network.*mlp, prototypes, queue"),
         ({"name": "neuclip_plus", "npn": "mlp", "restart_every": 0}, "mlp predicts no mean.*prototypes, queue"),
+        ({"name": "neuclip_plus", "stop_gradient": False}, "stop_gradient"),
     ],
 )
 def test_invalid_settings_are_rejected(settings, says):

@@ -106,15 +106,6 @@ def test_few_prototypes_come_from_previous_batches_if_configured():
         assert rows_in(weight, second[side]) == [-1] * 5
 
 
-def test_every_restart_draws_a_different_subset():
-    objective, drawn = build(32, prototypes=5, restart_every=1), []
-    for seed in (0, 1):
-        features = step(objective, seed, size=32)
-        drawn.append(rows_in(objective.npn.network.lasting["weight"][0], features[0]))
-    assert -1 not in drawn[0] + drawn[1]
-    assert drawn[0] != drawn[1]
-
-
 def test_a_smaller_batch_leaves_no_gap_in_the_queue():
     objective = build(8, prototypes=20, restart_every=0)
     seen = [step(objective, 0, size=5), step(objective, 1, size=8)]

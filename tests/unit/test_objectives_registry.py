@@ -15,8 +15,7 @@ from pipeline.errors import UserError
 from pipeline.objectives import ObjectiveConfig, build_objective, objective_names, parse_objective, register
 from pipeline.objectives.autograd import AutogradObjective
 from pipeline.objectives.registry import OBJECTIVES
-from pipeline.objectives.softmax import AnchorWeights, SoftmaxObjective
-from pipeline.objectives.temperature import ConstantTemperature, TemperatureConfig
+from pipeline.objectives.temperature import TemperatureConfig
 from pipeline.training.recipe_file import stored_recipe
 from tests.plugins import install
 from tests.unit.objectives_reference import context, relative_error, unit_features
@@ -59,36 +58,6 @@ def test_errors_name_the_wrong_setting_or_missing_fact(tree, facts, says):
 def test_schedules_by_epoch_take_the_length_of_the_run():
     assert build_objective("amorlip", **FACTS, total_steps=9).context.epochs(needed_by="this") == 3
     build_objective({"name": "fastclip_v3", "gamma_decay_epochs": 18}, **FACTS)
-
-
-@section
-class ToyConfig(ObjectiveConfig):
-    name: str = "toy_softmax"
-    tau: float = 0.1
-
-
-def test_a_method_outside_the_package_needs_only_one_class(monkeypatch):
-    """A toy method: plain in-batch normalizers at a constant temperature."""
-    # Other tests iterate over all registered names.
-    monkeypatch.setattr(OBJECTIVES, "registered", dict(OBJECTIVES.registered))
-
-    @register("toy_softmax", ToyConfig)
-    class Toy(SoftmaxObjective):
-        def __init__(self, config, context):
-            super().__init__(config, context, temperature=ConstantTemperature(config.tau, context))
-
-        def anchor_weights(self, batch):
-            loss = (batch.log_g[0] + batch.log_g[1]).mean()
-            return AnchorWeights(loss, log_normalizer=batch.log_g)
-
-    objective = build_objective({"name": "toy_softmax", "tau": 0.2}, dim=16, batch_size=8, dtype=torch.float64)
-    image, text = (f.requires_grad_() for f in unit_features(8))
-    objective.loss(image, text).backward()
-    s = (image @ text.T).detach().requires_grad_()
-    h = (s - s.diagonal()[:, None]) / 0.2, (s.T - s.diagonal()[:, None]) / 0.2
-    mask = torch.eye(8, dtype=torch.bool)
-    (0.2 * sum(x.masked_fill(mask, -torch.inf).logsumexp(1).mean() for x in h)).backward()
-    assert relative_error(image.grad, s.grad @ text) < 1e-10
 
 
 LOSS_OUTSIDE = """
@@ -239,12 +208,6 @@ def test_the_temperature_learning_rate_follows_the_schedule_or_is_constant(name)
 
     assert moved("encoders") == [False, False]
     assert moved("constant") == [True, name == "siglip"]  # siglip also learns a bias
-
-
-def test_missing_sample_ids_are_an_error_where_they_are_needed():
-    objective = build_objective("fastclip_v3", dim=16, batch_size=8, dataset_size=8, total_steps=1)
-    with pytest.raises(UserError, match="sample_ids"):
-        objective.loss(*unit_features(8, dtype=torch.float32))
 
 
 def test_a_stored_setting_that_has_left_is_kept_where_a_method_of_a_package_has_it(monkeypatch, tmp_path):

@@ -19,6 +19,7 @@ VARIANTS = [
     NEUCLIP,
     {**NEUCLIP, "prototypes": 5},
     {**NEUCLIP, "npn": "queue"},
+    {"name": "neuclip_plus", "prototypes": 20},
     {**NEUCLIP, "restart_with": "previous", "npn_optimizer": "adam"},
     {**NEUCLIP, "npn_schedule": "simultaneous", "inner_steps": 1},
     {"name": "neuclip", "npn": "mlp", "restart_every": 0},

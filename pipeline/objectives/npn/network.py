@@ -46,13 +46,12 @@ class ReplicatedNetwork:
         copies: tuple[str, ...] = (),
         slot_name: str = "{parameter}.{slot}",
     ) -> None:
-        self.names, self.optimizer = tuple(parameters), optimizer
-        self._keys = {
-            (name, slot): slot_name.format(parameter=name, slot=slot)
+        self.names, self.optimizer, self._slot_name = tuple(parameters), optimizer, slot_name
+        self.lasting = parameters | {
+            self._key(name, slot): torch.zeros_like(parameters[name])
             for slot in (*optimizer.slots, *copies)
             for name in parameters
         }
-        self.lasting = parameters | {key: torch.zeros_like(parameters[name]) for (name, _), key in self._keys.items()}
         self.working = {name: torch.empty_like(tensor) for name, tensor in self.lasting.items()}
         # On the host: updates that the optimizer remembers.
         self.updates = torch.zeros((), dtype=torch.int64)
@@ -72,18 +71,18 @@ class ReplicatedNetwork:
     def side(self, side: int, *, copy: str = "", lasting: bool = False) -> dict[str, Tensor]:
         """One side's parameters, or a copy of them, by parameter name: views of the working copy or of the state."""
         tensors = self.lasting if lasting else self.working
-        return {name: tensors[self._keys[name, copy] if copy else name][side] for name in self.names}
+        return {name: tensors[self._key(name, copy) if copy else name][side] for name in self.names}
 
     def slots(self, side: int, name: str) -> dict[str, Tensor]:
         """The optimizer's slots of one side of a parameter."""
-        return {slot: self.working[self._keys[name, slot]][side] for slot in self.optimizer.slots}
+        return {slot: self.working[self._key(name, slot)][side] for slot in self.optimizer.slots}
 
     def clear_slots(self) -> None:
         """Forget all that the optimizer remembers."""
         self.next_updates = 0
         for slot in self.optimizer.slots:
             for name in self.names:
-                self.working[self._keys[name, slot]].zero_()
+                self.working[self._key(name, slot)].zero_()
 
     def gradients(
         self, side: int, predict: Callable[[Mapping[str, Tensor]], Tensor], slope: Callable[[Tensor], Tensor]
@@ -109,6 +108,9 @@ class ReplicatedNetwork:
     def state(self) -> dict[str, Tensor]:
         """The lasting tensors themselves, by their names in a checkpoint."""
         return {f"npn.{name}": tensor for name, tensor in (self.lasting | {"updates": self.updates}).items()}
+
+    def _key(self, name: str, slot: str) -> str:
+        return self._slot_name.format(parameter=name, slot=slot)
 
 
 NO_SAMPLE = -(2**62)

@@ -61,13 +61,13 @@ def reference(image: Tensor, text: Tensor, taus: tuple[Tensor, Tensor], teacher:
     return (divergences[0] + divergences[1]) / 2
 
 
-def computed(name: str, weight: float) -> tuple[Any, Any]:
-    """The output of a batch in float64, and what is pending."""
+def computed(name: str, weight: float, *teachers: Teacher) -> tuple[Any, Any]:
+    """The output of a batch in float64, the gradient by the temperature, and the temperatures."""
     own = {"prototypes": 8} if name.startswith("neuclip") else {}
     objective = build_objective({"name": name, "distill": weight, **own}, context=context(BATCH))
     image, text = unit_features(BATCH)
-    teacher = teacher_of(BATCH) if weight else ()
-    output = objective.compute(image, text, sample_ids=torch.arange(BATCH), teacher=teacher)
+    teacher = teachers or teacher_of(BATCH)
+    output = objective.compute(image, text, sample_ids=torch.arange(BATCH), teacher=teacher if weight else ())
     pending: Any = objective._pending
     tau = objective.temperature.of_anchors(
         BATCH, None if objective.table is None else objective.table.lookup(torch.arange(BATCH)).double()
@@ -109,19 +109,14 @@ def test_it_is_the_loss_of_open_clip():
 
 
 def test_several_teachers_are_averaged():
-    first, second = teacher_of(BATCH), Teacher(*unit_features(BATCH, 7, seed=10), 0.05)
+    teachers = (teacher_of(BATCH), Teacher(*unit_features(BATCH, 7, seed=10), 0.05))
+    (plain, (_, taus)), (found, _) = computed("openclip", 0.0), computed("openclip", WEIGHT, *teachers)
     image, text = (x.requires_grad_() for x in unit_features(BATCH))
-    _, (_, taus) = computed("openclip", 0.0)
-    loss = (reference(image, text, taus, first) + reference(image, text, taus, second)) / 2
+    loss = sum(reference(image, text, taus, teacher) for teacher in teachers) / 2
     (WEIGHT * loss).backward()
-    objective, plain = (build_objective({"name": "openclip", "distill": weight}, context=context(BATCH))
-                        for weight in (WEIGHT, 0.0))  # fmt: skip
-    given = (image.detach(), text.detach())
-    found = objective.compute(*given, sample_ids=torch.arange(BATCH), teacher=[first, second])
-    without = plain.compute(*given, sample_ids=torch.arange(BATCH))
     assert float(found.metrics["distillation_loss"]) == pytest.approx(float(loss.detach()), rel=1e-10)
-    assert relative_error(found.grad_image - without.grad_image, image.grad) < 1e-10
-    assert relative_error(found.grad_text - without.grad_text, text.grad) < 1e-10
+    assert relative_error(found.grad_image - plain.grad_image, image.grad) < 1e-10
+    assert relative_error(found.grad_text - plain.grad_text, text.grad) < 1e-10
 
 
 def test_a_loop_of_your_own_and_large_batches(monkeypatch):
@@ -344,7 +339,7 @@ def test_shards_that_are_away_or_altered_give_no_features_and_lose_none(base):
     assert "2 samples are in shards that cannot be read" in found
 
 
-def test_facts_that_are_impossible_or_of_other_records_are_refused(base, of_crops, tmp_path):
+def test_facts_that_are_impossible_or_of_other_records_are_refused(base, of_crops, tmp_path, monkeypatch):
     wrong = {"tau": math.nan, "bias": math.inf, "dim": 2.5, "data": "x", "crops": 3}
     refused: list[tuple[Path, dict[str, Any], str]] = [
         (base / "features", {"facts": {name: value}}, rf"\(in features\.json, {name} is wrong: ")
@@ -359,6 +354,11 @@ def test_facts_that_are_impossible_or_of_other_records_are_refused(base, of_crop
     for number, (stored, given, message) in enumerate(refused):
         with pytest.raises(UserError, match=message):
             StoredFeatures(changed(stored, tmp_path / str(number), **given), setting=TEACHER)
+    teacher = StoredFeatures(base / "features", setting=TEACHER)
+    nan = b"\x00\x7e" * (len(teacher._store.read(4)) // 2)
+    monkeypatch.setattr(teacher._store, "read", lambda sample_id: nan)
+    with pytest.raises(UserError, match="has no features of sample 5, or damaged ones"):
+        teacher.read(torch.tensor([5]), epoch=0)
 
 
 def test_a_run_goes_on_with_the_teacher_with_which_it_began(base, other_features):
@@ -473,14 +473,6 @@ def test_normalizers_are_measured_on_the_stored_crops(base, of_crops, monkeypatc
     monkeypatch.setattr(Loader, "use_crops", lambda loader, crops: shown.append(crops))
     assert CliRunner().invoke(normalizers, [str(base / "measured")]).exit_code == 0
     assert [(crops.count, crops.seed) for crops in shown] == 2 * [(3, 8)], "of both checkpoints"
-
-
-def test_features_that_are_not_finite_are_refused(base, monkeypatch):
-    teacher = StoredFeatures(base / "features", setting=TEACHER)
-    nan = b"\x00\x7e" * (len(teacher._store.read(4)) // 2)
-    monkeypatch.setattr(teacher._store, "read", lambda sample_id: nan)
-    with pytest.raises(UserError, match="has no features of sample 5, or damaged ones"):
-        teacher.read(torch.tensor([5]), epoch=0)
 
 
 def test_a_step_without_a_batch_needs_no_features(base):

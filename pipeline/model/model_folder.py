@@ -165,7 +165,7 @@ def create_from(start: Start, **options: Any) -> nn.Module:
             raise
         # Files of weights fail in many ways: pickle's, safetensors' and assertions of open_clip.
         usual = isinstance(error, RuntimeError | ValueError | OSError)
-        hint = "" if usual else ". The weights are damaged, or those of another architecture."
+        hint = "" if usual or not required else ". The weights are damaged, or those of another architecture."
         lines = [textwrap.shorten(line, 240, placeholder=" ...") for line in str(error).strip().splitlines()[:4]]
         raise UserError(
             f"open_clip cannot load {start.folder or start.name} {start.weights or ''}: "

@@ -220,11 +220,9 @@ def check_fetched(arch: str, pretrained: str | None, *, tokenizer: str | None) -
     if start.weights is not None and not Path(start.weights).is_file():
         from open_clip.pretrained import download_pretrained
 
-        config, what = (
-            load_open_clip().get_pretrained_cfg(start.name, start.weights),
-            f"{start.weights} of {start.name}",
-        )
-        with _hub_or_cache(f"model.pretrained = {what}", instead="Give a local file or folder.") as why:
+        config = load_open_clip().get_pretrained_cfg(start.name, start.weights)
+        what = f"model.pretrained = {start.weights} of {start.name}"
+        with _hub_or_cache(what, instead="Give a local file or folder.") as why:
             if why:
                 download_pretrained(config)  # offline, it looks into its caches
 

@@ -142,27 +142,6 @@ def edit_groups(folder: Path, value: float) -> None:
     rewrite_tar(folder / "test/0.tar", change)
 
 
-def npz_as_npy(folder: Path) -> None:
-    buffer = io.BytesIO()
-    np.savez(buffer, row=np.array([1, 2, 3]))
-    rewrite_tar(folder / "test/0.tar", lambda name, body: buffer.getvalue() if name == "s0000003.npy" else body)
-
-
-def damage_deflated(folder: Path) -> None:
-    """Compress the images, then damage the compressed data of all of them."""
-    path = folder / "images.zip"
-    with zipfile.ZipFile(path) as archive:
-        images = {name: archive.read(name) for name in archive.namelist()}
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, body in images.items():
-            archive.writestr(name, body + bytes(4096))
-        places = [(member.header_offset + 30 + len(member.filename), member) for member in archive.infolist()]
-    whole = bytearray(path.read_bytes())
-    for place, _ in places:
-        whole[place] = 0x07  # a block of a type that does not exist
-    path.write_bytes(whole)
-
-
 def edit_rows(folder: Path, edit: Callable[[list[dict[str, object]]], object]) -> None:
     path = folder / "data/test-00001-of-00002.parquet"
     rows = pq.read_table(path).to_pylist()
@@ -186,10 +165,6 @@ def drop_member(folder: Path, name: Callable[[str], bool]) -> None:
 
 def set_member(folder: Path, name: str, body: bytes) -> None:
     rewrite_tar(folder / "test/0.tar", lambda member, old: body if member == name else old)
-
-
-def scatter(folder: Path) -> None:
-    write_members(folder / "test/0.tar", [(name, b"") for name in ("a.cls", "b.cls", "a.png")])
 
 
 def add_links(folder: Path) -> None:
@@ -218,11 +193,6 @@ def is_image(name: str) -> bool:
     return name.startswith("s0000000.") and not name.endswith((".cls", ".npy"))
 
 
-def missing_images(folder: Path) -> None:
-    names = "[" + ", ".join(f'""missing{k}""' for k in range(5)) + "]"
-    write("test.csv", f'cue,candidates,associations\nx,"{names}","[""missing0""]"\n', folder)
-
-
 BREAKS: list[tuple[str, Callable[[Path], object], str]] = [
     (V2, lambda f: zero(f / "test/1.tar", header_of(f / "test/1.tar", 4), 2048), "zeros where a member"),
     (V2, join_tars, "two archives were joined"),
@@ -232,12 +202,10 @@ BREAKS: list[tuple[str, Callable[[Path], object], str]] = [
     (V2, partial(cut_file, "test/0.tar", 0), "0.tar is damaged or cut short"),
     (V2, lambda f: shutil.copy(f / "test/0.tar", f / "test/2.tar"), "nshards.txt says 2 shards"),
     (V2, lambda f: (f / "test/1.tar").write_bytes(bytes(10_240)), "holds no samples at all"),
-    (V2, lambda f: shutil.copy(f / "test/0.tar", f / "test/1.tar"), "it is a copy"),
     (V2, copy_with_new_date, "it is a copy"),
     (V2, lambda f: (f / "test/1.tar").open("ab").write(bytes(1 << 20)), "was its download not finished"),
     (V2, lambda f: (f / "test/1.tar").unlink(), r"1 of 2 shards are missing \(1.tar\)"),
     (V2, lambda f: (f / "test/nshards.txt").unlink(), "Cannot read .*nshards.txt"),
-    (V2, partial(write, "test/nshards.txt", "99999999999\n"), "says 99,999,999,999 shards, but there are 2 tars"),
     (V2, lambda f: (f / "classnames.txt").unlink(), "Cannot read .*classnames.txt"),
     (
         V2,
@@ -250,13 +218,16 @@ BREAKS: list[tuple[str, Callable[[Path], object], str]] = [
     (V2, lambda f: drop_member(f, is_image), "s0000000 in .*0.tar has no image"),
     (V2, lambda f: drop_member(f, lambda name: name == "s0000000.cls"), "s0000000 in .*0.tar has no .cls"),
     (FMOW, lambda f: drop_member(f, lambda name: name == "s0000000.npy"), "s0000000 in .*0.tar has no .npy"),
-    (V2, scatter, "holds sample a twice"),
+    (
+        V2,
+        lambda f: write_members(f / "test/0.tar", [(name, b"") for name in ("a.cls", "b.cls", "a.png")]),
+        "sample a twice",
+    ),
     (V2, lambda f: write_members(f / "test/0.tar", [("a.cls", b"1"), ("a.CLS", b"1")]), "two equal members"),
     (V2, lambda f: write_members(f / "test/0.tar", [("a", b"1")]), "a is of no sample, its name has no suffix"),
     (V2, add_links, "s0000099.cls is a link or a sparse file"),
     (FMOW, damage_npy, ".npy is damaged"),
-    (FMOW, npz_as_npy, ".npy is damaged"),
-    *((FMOW, partial(edit_groups, value=v), "must be whole and not negative") for v in (np.nan, 0.5, -1, 1e300)),
+    *((FMOW, partial(edit_groups, value=v), "must be whole and not negative") for v in (np.nan, -1)),
     (FLICKR, lambda f: (f / PARTS[1]).unlink(), "1 of 2 parts"),
     (FLICKR, lambda f: shutil.copy(f / PARTS[0], f / PARTS[1]), "would count twice"),
     (FLICKR, partial(cut_file, PARTS[1], 200), "not a complete parquet file"),
@@ -272,16 +243,13 @@ BREAKS: list[tuple[str, Callable[[Path], object], str]] = [
             (lambda rows: drop_candidate(rows[2], associated=True), "is not among its"),
             (lambda rows: drop_candidate(rows[2], associated=False), "has 9 candidates, but .* have 5, 6, 10, 12"),
             (lambda rows: [row.update(num_candidates="10") for row in rows], "row 1 .* num_candidates says 10"),
-            (lambda rows: [row.update(num_candidates="nan") for row in rows], "row 1 .* num_candidates says nan"),
             (lambda rows: rows.append(rows[2]), "are the same, which would count"),
             (lambda rows: rows[2].update(associations='["unheard of"]'), "is not among its 10 candidates"),
             (lambda rows: rows[1].update(candidates='["thing1", "thi'), "row 2 of"),
         )
     ),
-    (WINOGAVIL, damage_deflated, r"images.zip is damaged \(Error -3"),
     (WINOGAVIL, partial(cut_file, "images.zip", 3_000), "images.zip is damaged or cut short"),
     (WINOGAVIL, without_image, "in none of its archives"),
-    (WINOGAVIL, missing_images, "'missing0' .* in none of its archives"),
     (WINOGAVIL, partial(write, "test.csv", "name,text\nx,y\n"), "exactly one CSV with the columns candidates, cue"),
 ]
 LOCKED: list[tuple[str, Callable[[Path], object], str]] = [

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
-import pickle
 import re
 import tarfile
 from collections.abc import Sequence
@@ -15,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from PIL import Image
 from torch import Tensor
 
 from jobs.evaluate import command
@@ -24,7 +21,6 @@ from pipeline.evaluation import evaluate
 from pipeline.evaluation.compute import Compute
 from pipeline.evaluation.datasets.datacomp import TASKS
 from pipeline.evaluation.datasets.suite import open_suite
-from pipeline.evaluation.datasets.webdataset import open_webdataset
 from pipeline.evaluation.protocols import association, classification, retrieval
 from pipeline.evaluation.protocols.texts import encode_texts
 from pipeline.evaluation.run.results import aggregate, describe
@@ -168,26 +164,6 @@ def test_outcomes_reproduce_the_metrics(evaluated):
             assert module.metrics(outcomes) == result.metrics
 
 
-def test_examples_show_the_best_images(evaluated):
-    folder = next(evaluated[0].glob("*.examples"))
-    examples = json.loads((folder / "examples.json").read_text())
-    assert len(examples) == retrieval.EXAMPLES
-    for example in examples:
-        scores = [image["score"] for image in example["images"]]
-        assert scores == sorted(scores, reverse=True)
-        assert [image["right"] for image in example["images"]] == [example["rank"] == k for k in range(5)]
-        for image in example["images"]:
-            assert max(Image.open(folder / image["file"]).size) <= 160
-        assert (folder / f"{example['right']}.jpg").is_file()
-
-
-def test_compute_keeps_the_order_and_propagates_errors():
-    with Compute(torch.device("cpu"), threads=3) as compute:
-        assert list(compute.map(lambda k: k * k, ((k,) for k in range(50)))) == [k * k for k in range(50)]
-        with pytest.raises(ZeroDivisionError):
-            list(compute.map(lambda k: 1 // k, [(1,), (0,)]))
-
-
 def test_every_micro_batch_of_texts_is_progress(model):
     """A unit of texts may take longer than a rank may be silent."""
     seen: list[None] = []
@@ -259,15 +235,3 @@ def test_command_line(suite, tmp_path):
 def test_two_checkpoints_that_would_share_a_folder_are_refused(suite):
     with pytest.raises(UserError, match="Several checkpoints would write to"):
         evaluate([make_model(1), make_model(1)], suite=suite, config=QUICK)
-
-
-def test_tar_members_are_read_by_position(tmp_path):
-    """Images are read at their offset in the tar, in any order and in another process, too."""
-    folder = write_classification(tmp_path, TASKS["cifar10"])
-    images = pickle.loads(pickle.dumps(open_webdataset(folder).images))
-    with tarfile.open(folder / "test/1.tar") as tar:
-        last = tar.getmembers()[-1]
-        file = tar.extractfile(last)
-        assert isinstance(file, io.BufferedReader)
-        assert images.read(21) == file.read()
-        assert images.name(21).startswith(last.name.split(".")[0])

@@ -114,13 +114,6 @@ def test_folders_are_found_under_common_names(tmp_path, name):
     assert [entry.task.key for entry in open_suite(tmp_path).entries] == ["misc/winogavil"]
 
 
-def test_a_csv_may_name_its_images_in_a_column(tmp_path):
-    folder = write_retrieval(tmp_path, FLICKR, layout="csv+zip")
-    text = (folder / "test.csv").read_text().replace("raw,filename", "caption,image", 1)
-    (folder / "test.csv").write_text(text)
-    assert len(open_task(Entry(FLICKR, folder)).captions) == 22
-
-
 @pytest.mark.parametrize("embedded", [True, False])
 def test_datacomp_cache_is_read_directly(tmp_path, embedded):
     """`hf_cache/nlphuji___winogavil/.../winogavil-test.arrow` is read even after the whole folder was moved."""

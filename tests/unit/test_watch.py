@@ -127,18 +127,6 @@ def test_a_failed_task_is_retried_later_and_finished_results_are_kept(tmp_path, 
     assert first.stat().st_ino == inode
 
 
-def test_a_checkpoint_that_is_removed_during_its_evaluation_is_not_called_abandoned(tmp_path, suite, monkeypatch):
-    def removed(spec: str, **_: object) -> object:
-        shutil.rmtree(spec)
-        raise UserError("There is no model.")
-
-    save_step(tmp_path, 100)
-    monkeypatch.setattr("pipeline.evaluation.watcher.load_checkpoint", removed)
-    messages: list[str] = []
-    assert make_watcher(tmp_path, suite, messages).step()
-    assert messages == ["step-00000100 failed, and is tried 3 times at most: There is no model."]
-
-
 def replace_checkpoint(run: Path, step: int, *, weights_of: int) -> None:
     """Put another checkpoint in the place of one, with the dates of the first: only its content tells."""
     path, other = run / f"checkpoints/step-{step:08d}", save_step(run / "other", weights_of)

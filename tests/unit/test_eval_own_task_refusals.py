@@ -80,7 +80,8 @@ def test_csvs_that_would_lose_or_shift_data_are_refused(tmp_path):
             (["file,kind,kind", "0.jpg,mug,1"], "two columns 'kind'"),
             (["file,kind", "0.jpg,mug\0\0", "1.jpg,plate"], "holds zero bytes"),
             (["file,kind", "0.jpg,0", "1.jpg,-1"], "-1 means that this split has no labels"),
-            (["file,kind", "0.jpg,0", "1.jpg,inf"], "inf is not the number of a class, as the other"),
+            (["file,kind", "0.jpg,0", "1.jpg,NaN"], "row 2 .*, column kind: NaN is not the number of a class, as"),
+            (["file;kind", "0.jpg;0", "1.jpg;1"], "no column file; .* file;kind. Cells are separated by commas"),
             (["file,kind", "0.jpg,0", "1.jpg,1.5"], "1.5 is not the number of a class, as the other labels"),
             (["file,kind", "0.jpg,mug", "1.jpg,plate", "./0.jpg,mug"], "which would count twice"),
             (["file,kind", "0.jpg,mug", "1.jpg,plate", "./0.jpg,plate"], "with different labels"),
@@ -164,6 +165,8 @@ def test_parquet_of_other_splits_is_refused_and_numbers_may_have_any_form(tmp_pa
     write_parquet(tmp_path / "a/ds/testimony.parquet", label=[5.0, 6.0])
     assert opened(tmp_path / "a", text).classnames == ("0", "1"), "whole numbers may be stored as floats"
     write_parquet(tmp_path / "a/ds/test.parquet", label=["00", "02"])
+    written = labelled(tmp_path / "csv", ["file,kind", "0.webp,10.0", "1.png,9.0"])
+    assert opened(tmp_path / "csv", written).labels.tolist() == [10, 9], "in the order of the numbers"
     padded = opened(tmp_path / "a", text)
     assert (padded.labels.tolist(), padded.classnames) == ([0, 2], ("0", "1", "2")), "numbers may begin with zeros"
 

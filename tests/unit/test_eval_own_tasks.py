@@ -197,7 +197,7 @@ def write_columns(root: Path) -> None:
     (root / "items.csv").write_text("\n".join(lines) + "\n")
 
 
-@pytest.mark.parametrize("changed", ["label: label2", "label: label, image: other", "caption: text2"])
+@pytest.mark.parametrize("changed", ["label: label, image: other", "caption: text2"])
 def test_other_columns_of_the_same_files_are_other_data(tmp_path, model, changed):
     write_columns(tmp_path)
     config = replace(QUICK, cache=str(tmp_path / "cache"))
@@ -213,21 +213,3 @@ def test_other_columns_of_the_same_files_are_other_data(tmp_path, model, changed
     assert accepted.results["mine"] == fresh.results["mine"]
     outcomes = [np.load(tmp_path / f"{name}/mine.outcomes.npz") for name in ("out", "fresh")]
     assert all(np.array_equal(outcomes[0][key], outcomes[1][key]) for key in outcomes[1].files)
-
-
-def test_numbers_of_classes_may_be_written_as_floats(tmp_path):
-    for number, (suffix, body) in enumerate(bodies(12)):
-        (tmp_path / f"{number}.{suffix}").write_bytes(body)
-    names = [f"{number}.{suffix}" for number, (suffix, _) in enumerate(bodies(12))]
-    text = "mine: {csv: items.csv, label: label}"
-    (tmp_path / "items.csv").write_text("image,label\n" + "".join(f"{name},{k}.0\n" for k, name in enumerate(names)))
-    labels = opened(tmp_path, text).labels
-    assert labels.tolist() == list(range(12)), "in the order of the numbers, not of their letters"
-    (tmp_path / "items.csv").write_text(f"image,label\n{names[0]},0\n{names[1]},NaN\n{names[2]},1\n")
-    with pytest.raises(TaskError, match=r"row 2 of .*items.csv, column label: NaN is not the number of a class"):
-        opened(tmp_path, text)
-    (tmp_path / "items.csv").write_text(f"image;label\n{names[0]};0\n{names[1]};1\n")
-    with pytest.raises(
-        TaskError, match=r"items.csv has no column image; its columns are image;label. Cells are separated by commas"
-    ):
-        opened(tmp_path, text)

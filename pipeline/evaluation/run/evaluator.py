@@ -1,22 +1,42 @@
-"""Evaluate checkpoints on a suite, task by task: one pass over a task's images serves all of them."""
+"""Evaluate checkpoints on a suite, task by task: one pass over a task's images serves all of them.
+
+Shape legend: M micro-batch, d feature dimension.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from pipeline.evaluation.datasets.suite import Entry, Suite, is_official, open_task
 from pipeline.evaluation.datasets.task_data import TaskData, TaskError, check_digests, file_digests, plain
-from pipeline.evaluation.identity import definition, identity_of
-from pipeline.evaluation.protocol import PROTOCOLS, Outcomes
-from pipeline.evaluation.run.features import OpenedTask, image_pass, text_features
+from pipeline.evaluation.identity import data_digest, definition, identity_of
+from pipeline.evaluation.protocol import PROTOCOLS, Outcomes, Protocol
+from pipeline.evaluation.protocols.texts import TextSide, check_finite
+from pipeline.evaluation.run.images import ImagePass, PixelCache, preprocessing_key
 from pipeline.evaluation.run.results import Evaluation, TaskResult, read_outcomes, read_result, write_result
 from pipeline.evaluation.run.session import Session
+from pipeline.model.evaluation_model import EvaluationModel
+from pipeline.pictures.pixels import Colour
+
+
+@dataclass(frozen=True)
+class OpenedTask:
+    """A task whose data has been opened and checked."""
+
+    entry: Entry
+    data: TaskData
+    files: Mapping[str, str]
+    """Digests of the data's files, by name."""
+    protocol: Protocol
 
 
 class Evaluator:
@@ -61,31 +81,27 @@ class Evaluator:
         self._lock(opened, suite)
 
     def _open(self, entry: Entry) -> OpenedTask:
+        """Open and check a task; the processes share the hashing of its files."""
         session, config = self.session, self.session.config
         data = session.together(
             lambda: open_task(entry, blank_class=config.blank_class, allow_outside=config.allow_outside)
         )
-        files = self._digests(data)
+        world, files = session.world, dict[str, str]()
+
+        def hash_mine() -> dict[str, str]:
+            mine = {}
+            for file in data.files[world.rank :: world.size]:
+                mine |= file_digests([file], data.folder)
+                world.progress()
+            return mine
+
+        for part in world.gather_objects(session.together(hash_mine)):
+            files |= part
+        files = dict(sorted(files.items()))
         key, expected = entry.task.key, entry.expected.get("sha256", {})
         check_digests(key, files, expected, folder=entry.folder, written="was recorded with the data")
         protocol = session.together(lambda: PROTOCOLS[entry.task.protocol](entry.task, data))
         return OpenedTask(entry, data, files, protocol)
-
-    def _digests(self, data: TaskData) -> dict[str, str]:
-        """SHA-256 of every file of a task by its name within the folder; the processes share the hashing."""
-        world, merged = self.session.world, {}
-        mine = data.files[world.rank :: world.size]
-
-        def digests() -> dict[str, str]:
-            hashed: dict[str, str] = {}
-            for file in mine:
-                hashed |= file_digests([file], data.folder)
-                world.progress()
-            return hashed
-
-        for part in world.gather_objects(self.session.together(digests)):
-            merged.update(part)
-        return dict(sorted(merged.items()))
 
     def _lock(self, opened: OpenedTask, suite: Suite) -> None:
         """Record the data of a task that was scored."""
@@ -185,3 +201,122 @@ class Evaluator:
             return
         with suppress(OSError):  # then the summary cannot be written either, which ends all processes alike
             path.replace(path.with_suffix(".json.stale"))
+
+
+def text_features(session: Session, model: EvaluationModel, side: TextSide) -> Tensor:
+    """Encode the texts of `side` as [distinct texts, d] features; the processes share the work.
+
+    Raises:
+        TaskError: Encoding failed; raised on every process.
+    """
+    world = session.world
+
+    def encode() -> dict[int, Tensor]:
+        return {
+            unit: side.encode(model, unit, compute=session.compute, micro_batch=session.config.micro_batch)
+            for unit in range(world.rank, len(side.units), world.size)
+        }
+
+    merged: dict[int, Tensor] = {}
+    for part in world.gather_objects(session.together(encode)):
+        merged.update(part)
+    return torch.cat([merged[unit] for unit in range(len(side.units))])
+
+
+def image_pass(
+    session: Session, opened: OpenedTask, models: Mapping[int, EvaluationModel], texts: Mapping[int, Tensor]
+) -> tuple[dict[int, Outcomes], dict[int, str]]:
+    """What the protocol keeps of every image, in the images' order, for every model; and the models that failed.
+
+    Models and their text features are by number.
+
+    Raises:
+        TaskError: On every process, when an image cannot be read.
+    """
+    parts = session.together(lambda: _my_images(session, opened, models, texts))
+    gathered = (piece for part in session.world.gather_objects(parts) for piece in part)
+    kept: dict[int, list[Outcomes]] = {index: [] for index in models}
+    failed: dict[int, str] = {}
+    for _, index, piece in sorted(gathered, key=lambda piece: piece[0]):
+        if isinstance(piece, str):
+            failed.setdefault(index, piece)
+        else:
+            kept[index].append(piece)
+    whole = {
+        index: {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
+        for index, pieces in kept.items()
+        if index not in failed
+    }
+    return whole, failed
+
+
+def background_of(models: Iterable[EvaluationModel]) -> Colour:
+    """The background that models were trained with.
+
+    Raises:
+        TaskError: They were trained with several.
+    """
+    colours = {model.architecture.background for model in models}
+    if len(colours) > 1:
+        raise TaskError("The checkpoints were trained with different data.background: evaluate them one by one.")
+    return colours.pop()
+
+
+def _my_images(
+    session: Session, opened: OpenedTask, models: Mapping[int, EvaluationModel], texts: Mapping[int, Tensor]
+) -> list[tuple[int, int, Outcomes | str]]:
+    """This process's micro-batches: number, model, and the values to keep or the error.
+
+    A work item is one micro-batch for one model, so that several checkpoints keep all threads busy on small tasks.
+    """
+    source, device, config = opened.data.images, session.compute.device, session.config
+    background = background_of(models.values()) if opened.data.on_background else None
+    cache = None
+    if config.cache:
+        digest = data_digest(opened.files, opened.data.columns)
+        cache = PixelCache(Path(config.cache), data=digest, micro_batch=config.micro_batch, background=background)
+    on_device = {index: texts[index].to(device) for index in models}
+    keys = {index: preprocessing_key(model) for index, model in models.items()}
+    reading = ImagePass(
+        source,
+        {keys[index]: model.preprocess for index, model in models.items()},
+        micro_batch=config.micro_batch,
+        batch_size=config.batch_size,
+        workers=config.loader_workers(session.world.cores),
+        cache=cache,
+        background=background,
+        rank=session.world.rank,
+        size=session.world.size,
+    )
+
+    def work() -> Iterator[tuple[int, int, int, Tensor]]:
+        for number, valid, tensors in reading.run(pin=device.type == "cuda"):
+            session.world.progress()
+            moved = {key: tensor.to(device, non_blocking=True) for key, tensor in tensors.items()}
+            yield from ((number, valid, index, moved[keys[index]]) for index in models)
+
+    def encode(number: int, valid: int, index: int, pixels: Tensor) -> tuple[int, int, Outcomes | str]:
+        start = number * config.micro_batch
+        with session.compute.encoding():
+            features = models[index].encode_image(pixels)[:valid]
+        try:
+            check_finite(features, what=lambda row: source.name(start + row))
+            return number, index, opened.protocol.keep(features, on_device[index], start=start)
+        except TaskError as error:
+            return number, index, str(error)
+
+    def check_unchanged() -> None:
+        try:
+            opened.data.check_unchanged()
+        except TaskError:
+            if cache is not None:
+                cache.remove(keys.values())
+            raise
+
+    try:
+        pieces = list(session.compute.map(encode, work()))
+    except Exception:
+        check_unchanged()  # says more, and images that were cached until then may be of changed files
+        raise
+    check_unchanged()
+    return pieces

@@ -32,7 +32,7 @@ LOCK_NAME, ATTEMPT_NAME = "lock", "attempt.json"
 STARTED, DONE, FAILED, RELEASED = "started", "done", "failed", "released"
 ATTEMPTS = 3
 """After so many that failed or killed their watcher, a checkpoint is abandoned: it cannot kill watchers forever."""
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Ledger:
         """How many attempts at these weights failed or did not end."""
         last = self.outcome(name)
         count = last.get("attempts")
-        return count if isinstance(count, int) and last.get("weights") == weights and last["how"] != DONE else 0
+        return count if isinstance(count, int) and last.get("weights") == weights and last.get("how") != DONE else 0
 
     def is_abandoned(self, name: str, *, weights: str) -> bool:
         """Whether `ATTEMPTS` at these weights are over and none gave a result."""

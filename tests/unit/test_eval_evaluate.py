@@ -143,15 +143,6 @@ def test_non_finite_features_fail_only_their_checkpoint(model, suite, expected, 
     assert contents(tmp_path / "model-0") == expected
 
 
-def test_results_of_other_tasks_stay_in_the_summary(model, suite, tmp_path):
-    opened = open_suite(suite)
-    for key in ("imagenet1k", "misc/winogavil"):
-        evaluate(model, suite=opened.only([key]), output=tmp_path, config=QUICK)
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert set(summary["scores"]) == {"imagenet1k", "misc/winogavil"}
-    assert set(json.loads((tmp_path / "timings.json").read_text())["tasks"]) == {"imagenet1k", "misc/winogavil"}
-
-
 def test_outcomes_reproduce_the_metrics(evaluated):
     for key, result in evaluated[1].results.items():
         assert result.inputs["micro_batch"] == QUICK.micro_batch, "it may change the last bits"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,22 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 from PIL import Image
 from torchvision.transforms.functional import to_tensor
 
-from jobs.evaluate import command
 from pipeline.evaluation import evaluate
 from pipeline.evaluation.compute import Compute
-from pipeline.evaluation.datasets.datacomp import TASKS
 from pipeline.evaluation.datasets.suite import open_suite, open_task
 from pipeline.evaluation.datasets.task_data import TaskData, TaskError
 from pipeline.evaluation.protocols.classification import ZeroShot
 from pipeline.evaluation.run.images import ImagePass
 from pipeline.model.evaluation_model import EvaluationModel
 from pipeline.pictures.pixels import WHITE
-from tests.checkpoints import QUICK, save_checkpoint
-from tests.evaluation_suite import write_classification
+from tests.checkpoints import QUICK
 from tests.hub import Hub
 from tests.own_tasks import CLASSES, bodies, one_task, opened, write_class_folders, write_csv, write_parquet
 from tests.web import serve
@@ -157,19 +152,6 @@ def test_hub_dataset(tmp_path, monkeypatch):
         hub.asked.clear()
         assert open_task(entry).samples == 9
         assert not hub.asked, "the dataset must be fetched only once"
-
-
-def test_command_accepts_a_yaml_file_with_or_without_benchmark_tasks(tmp_path):
-    write_class_folders(tmp_path)
-    write_classification(tmp_path, replace(TASKS["mnist"], key="other"))
-    (tmp_path / "tasks.yaml").write_text("products: {folder: photos}")
-    checkpoint = save_checkpoint(tmp_path / "step-00000001", 0)
-    for suite, keys in ((tmp_path, {"products", "other"}), (tmp_path / "tasks.yaml", {"products"})):
-        output = tmp_path / f"out-{len(keys)}"
-        arguments = [str(checkpoint), "--suite", str(suite), "--output", str(output), "--device", "cpu", "workers=0"]
-        done = CliRunner().invoke(command, arguments, standalone_mode=False)
-        assert done.return_value == 0, done.output
-        assert set(json.loads((output / "summary.json").read_text())["scores"]) == keys
 
 
 def test_one_image_under_two_spellings_is_one_image(tmp_path):

@@ -44,8 +44,7 @@ class TextSide:
         self.rows = torch.tensor([row[text] for text in texts])
         per_unit = max(1, TEXTS_PER_UNIT // max(map(len, prompts or (templates or "1",))))
         self.units = [unique[start : start + per_unit] for start in range(0, len(unique), per_unit)]
-        filled = [fill(templates, text) for text in unique] if templates is not None else []
-        self._prompts = dict(zip(texts, prompts, strict=True) if prompts else zip(unique, filled, strict=False))
+        self._templates, self._prompts = templates, dict(zip(texts, prompts, strict=False))
         facts = [texts, templates, prompts] if prompts else [texts, templates]
         self.digest = hashlib.sha256(json.dumps(facts, ensure_ascii=False).encode()).hexdigest()
 
@@ -56,10 +55,12 @@ class TextSide:
             TaskError: A feature is not finite.
         """
         texts = self.units[unit]
-        if not self._prompts:
+        if self._prompts:
+            own = [self._prompts[text] for text in texts]
+            return mean_features(model, own, compute=compute, micro_batch=micro_batch)
+        if self._templates is None:
             return encode_texts(model, texts, compute=compute, micro_batch=micro_batch)
-        prompts = [self._prompts[text] for text in texts]
-        return mean_features(model, prompts, compute=compute, micro_batch=micro_batch)
+        return class_vectors(model, texts, self._templates, compute=compute, micro_batch=micro_batch)
 
     def similarities(self, features: Tensor, texts: Tensor) -> Tensor:
         """[rows, d] features, [distinct texts, d] -> [rows, texts as given] cosines; equal texts have equal bits.
@@ -112,13 +113,8 @@ def class_vectors(
     model: EvaluationModel, classnames: Sequence[str], templates: Sequence[str], *, compute: Compute, micro_batch: int
 ) -> Tensor:
     """[C, d] classifier: every template filled in, encoded, L2-normalised, averaged over templates, renormalised."""
-    prompts = [fill(templates, name) for name in classnames]
+    prompts = [[template.replace("{c}", name) for template in templates] for name in classnames]
     return mean_features(model, prompts, compute=compute, micro_batch=micro_batch)
-
-
-def fill(templates: Sequence[str], name: str) -> list[str]:
-    """The prompts of a class: `{c}` in every template is its name."""
-    return [template.replace("{c}", name) for template in templates]
 
 
 def mean_features(

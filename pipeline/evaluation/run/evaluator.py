@@ -89,7 +89,7 @@ class Evaluator:
         world, files = session.world, dict[str, str]()
 
         def hash_mine() -> dict[str, str]:
-            mine = {}
+            mine: dict[str, str] = {}
             for file in data.files[world.rank :: world.size]:
                 mine |= file_digests([file], data.folder)
                 world.progress()

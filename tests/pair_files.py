@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,12 @@ def write_images(folder: Path, count: int) -> list[str]:
     for number, name in enumerate(names):
         (folder / name).write_bytes(picture(number))
     return names
+
+
+def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    for name, body in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(body)
 
 
 def write_csv(path: Path, rows: Sequence[Sequence[str]], *, delimiter: str = ",") -> Path:
@@ -84,8 +90,3 @@ def table(tmp_path: Path) -> Path:
     names = write_images(tmp_path / "mine" / "images", 10)
     rows = [(f"images/{name}", f"picture {number}") for number, name in enumerate(names)]
     return write_csv(tmp_path / "mine" / "pairs.csv", [("file_name", "text"), *rows])
-
-
-def check_ten(output: Path, outcome: Conversion) -> None:
-    assert (outcome.manifest.n, dict(outcome.manifest.failures)) == (10, {})
-    assert [(image, text) for image, text, _ in stored(output)] == [(picture(n), f"picture {n}") for n in range(10)]

@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
+import gzip
 import json
-import os
 import random
 import re
-import subprocess
+import sys
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
-from PIL import Image
+from PIL import Image, ImageFile
 
 from data_prep.dataset.ingest_report import write_report
-from data_prep.pairs.members import open_tars
-from data_prep.pairs.pair import SourceOptions
+from data_prep.pairs.pair import captions_of_list
 from jobs.pairs import command
 from pipeline.data.shards.make_manifest import index_shards
 from pipeline.errors import UserError
-from tests.pair_files import dropped, make, picture, stored, write_csv, write_images
+from pipeline.pictures import pixels
+from tests.pair_files import dropped, make, picture, stored, texts, write_csv, write_files, write_images
 from tests.shards import write_members, write_tar
 
 Files = dict[str, bytes]
 NAMES = [f"{k:03d}.jpg" for k in range(4)]
 PICTURES = {name: picture(k) for k, name in enumerate(NAMES)}
 TEXTS = [[f"caption {k}"] for k in range(4)]
+TWO = [["a 0", "b 0"], ["a 1", "b 1"]]
 
 
 def run(source: Path, output: Path, *options: str) -> str:
@@ -43,13 +46,19 @@ def tree(value: Any) -> bytes:
     return json.dumps(value).encode()
 
 
+def separated(mark: str, *names: str) -> bytes:
+    """A table of the four pictures, with a line of these names if there are any."""
+    rows = [*([names] if names else []), *((name, f"caption {k}") for k, name in enumerate(NAMES))]
+    return "".join(f"{mark.join(row)}\n" for row in rows).encode()
+
+
 def parquet(folder: Path, **columns: Any) -> bytes:
     pq.write_table(pa.table(columns), folder / "t")
     return (folder / "t").read_bytes()
 
 
-def tar(folder: Path, members: list[tuple[str, bytes]]) -> bytes:
-    write_members(folder / "t", members)
+def tar(folder: Path, members: list[tuple[str, bytes]], **options: Any) -> bytes:
+    write_members(folder / "t", members, **options)
     return (folder / "t").read_bytes()
 
 
@@ -135,81 +144,71 @@ FORMS: dict[str, tuple[Callable[[Path], Files], dict[str, Any], list[list[str]]]
         }, {}, TEXTS),
     "shuffled rows in parquet": (lambda at: {"a.parquet": parquet(
         at, image=[picture(k % 2) for k in range(4)], caption=["a", "b", "c", "d"])}, {}, [["a", "c"], ["b", "d"]]),
+    "parquet files with lists of captions": (lambda at: {f"{part}.parquet": parquet(
+        at, jpg=[picture(k) for k in numbers], texts=[[f"a {k}", "", f"b {k}"] for k in numbers])
+        for part, numbers in (("x", [0]), ("y", [1]))}, {}, TWO),
+    "TSV with names of its own": (lambda at: {**PICTURES, "a.tsv": separated("\t", "where", "what")},
+        {"image": "where", "caption": "what"}, TEXTS),
+    "semicolons, and commas in a name": (lambda at: {**PICTURES, "b.csv": separated(";", "where", "what, or more")},
+        {"image": "where", "caption": "what, or more"}, TEXTS),
+    "bars, and usual names written otherwise": (lambda at: {
+        **PICTURES, "c.csv": separated("|", "Image Path", "Alt-Text")}, {}, TEXTS),
+    "upper case": (lambda at: {**PICTURES, "D.TSV": separated("\t", "image", "caption")}, {}, TEXTS),
+    "no line of names": (lambda at: {**PICTURES, "e.tsv": separated("\t")}, {"header": ("image", "caption")}, TEXTS),
+    "an object a line": (lambda at: {**PICTURES, "F.JSONL": b"".join(
+        tree({"image": name, "captions": [f"caption {k}"]}) + b"\n" for k, name in enumerate(NAMES))}, {}, TEXTS),
+    "an object a line in a .json file": (lambda at: {**PICTURES, "x.json": b"".join(
+        tree({"image": name, "captions": [f"caption {k}"]}) + b"\n" for k, name in enumerate(NAMES))}, {}, TEXTS),
+    "captions of several lines": (lambda at: {**PICTURES, "g.csv": b"image,text\n" + b"".join(
+        b'%03d.jpg,"a\n""%d"",\nb %d"\n' % (k, k, k) for k in range(2))}, {}, [['a "0", b 0'], ['a "1", b 1']]),
+    "captions of several lines, first": (lambda at: {**PICTURES, "g.csv": b"text,image\n" + b"".join(
+        b'"a\n""%d"",\nb %d",%03d.jpg\n' % (k, k, k) for k in range(2))}, {}, [['a "0", b 0'], ['a "1", b 1']]),
+    "a list in a cell": (lambda at: {
+        **PICTURES, "t.csv": b'image,caption\n000.jpg,"[""a 0"", ""a 0"", ""b 0""]"\n001.jpg,"[\'a 1\' \'b 1\']"\n'},
+        {}, TWO),
+    "a list in a cell that is one caption": (lambda at: {
+        **PICTURES, "t.csv": b'image,caption\n000.jpg,"[""a"", ""b""]"\n'}, {"captions": "one"}, [['["a", "b"]']]),
+    "lines of text files": (lambda at: {
+        "s/000.jpg": picture(0), "s/000.txt": b" a   0\n\nb 0\n\n", "001.png": picture(1, kind="PNG"),
+        "001.txt": b"a 1\nb 1"}, {}, TWO[::-1]),
+    "lines of text files that are one caption": (lambda at: {"000.jpg": picture(0), "000.txt": b"a 0\nb 0"},
+        {"captions": "one"}, [["a 0 b 0"]]),
+    "COCO's captions": (lambda at: {
+        **{f"train2017/{name}": body for name, body in PICTURES.items()}, "annotations/captions_train2017.json": tree({
+            "images": [{"id": 10 + k, "file_name": name} for k, name in enumerate(NAMES[:2])],
+            "annotations": [{"image_id": 10 + k, "caption": f"{word} {k}\n"} for word in "ab" for k in range(2)]})},
+        {"source": "annotations/captions_train2017.json"}, TWO),
+    "Flickr8k as Kaggle offers it": (lambda at: {
+        **{f"Images/{name}": body for name, body in PICTURES.items()}, "captions.txt": b"image,caption\n" + b"".join(
+            b"%03d.jpg,%s %d\n" % (k, word, k) for k in range(2) for word in (b"a", b"b"))}, {}, TWO),
+    "Flickr8k's numbered captions": (lambda at: {
+        **PICTURES, "odd.jpg#1": picture(8), "Flickr8k.token.txt": b"".join(
+            b"%03d.jpg#%d\t%s %d\n" % (k, n, word, k) for k in range(2) for n, word in enumerate((b"a", b"b")))
+        + b"odd.jpg#1\tas named\n"}, {"header": ("image", "caption"), "source": "Flickr8k.token.txt"},
+        [*TWO, ["as named"]]),
+    "tars with long names and captions in JSON": (lambda at: {"a/0.tar": tar(at, []), **{f"{part}.tar": tar(at, [
+        (f"deep/{k}é.{suffix}", body) for k in numbers
+        for suffix, body in (("jpg", picture(k)), ("json", tree({"caption": f"caption {k}"})))],
+        format=tarfile.PAX_FORMAT) for part, numbers in ((1, range(3)), (2, range(3, 4)))}}, {}, TEXTS),
+    "compressed tars": (lambda at: {f"a{suffix}": gzip.compress(tar(at, [
+        (f"{k}.{suffix}", body) for suffix, body in (("jpg", picture(k)), ("txt", b"caption %d" % k))]))
+        for k, suffix in enumerate((".tar", ".tar.gz", ".tgz"))}, {}, TEXTS[:3]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_forms_of_other_tools_work_as_they_are(name, tmp_path):
-    files, options, texts = FORMS[name]
-    folder = tmp_path / "in"
-    for path, body in files(tmp_path).items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_bytes(body)
-    json_file = folder / "x.json"
-    notes: list[str] = []
-    make(json_file if json_file.exists() else folder, tmp_path / "out", notes=notes, **options)
+    files, options, wanted = FORMS[name]
+    folder, options, notes = tmp_path / "in", dict(options), list[str]()
+    write_files(folder, files(tmp_path))
+    source = folder / options.pop("source", "x.json")
+    make(source if source.exists() else folder, tmp_path / "out", notes=notes, **options)
     assert "not read" not in " ".join(notes)
-    assert [about["captions"] for _, _, about in stored(tmp_path / "out")] == texts
+    assert texts(tmp_path / "out") == wanted
+    bodies = [image for image, _, _ in stored(tmp_path / "out")]
+    assert set(bodies) <= {*(picture(k) for k in range(9)), picture(1, kind="PNG")}
     lost = ["00000.parquet row 4", "image file missing", "no image in this row"]
     assert dropped(tmp_path / "out") == [lost] * (name == "img2dataset's parquet")
-
-
-def test_every_cut_of_a_tar_is_noticed(tmp_path):
-    """Regression test: 19 of 40 samples were lost in no count, since seeking past the end of a file is no error."""
-    write_tar(tmp_path / "w.tar", [{"jpg": picture(k), "txt": b"x"} for k in range(8)])
-    body = (tmp_path / "w.tar").read_bytes()
-    end = len(body.rstrip(b"\0"))
-    path = tmp_path / "cut.tar"
-    for cut in [*range(0, end, 512), *(random.Random(0).randrange(end) for _ in range(40))]:
-        path.write_bytes(body[:cut])
-        with pytest.raises(UserError, match=r"cut\.tar (is not a complete tar|holds no samples)"):
-            open_tars(tmp_path, [path], SourceOptions(), tmp_path)
-
-
-def test_the_room_that_a_download_has_not_filled_is_noticed(tmp_path):
-    """Regression test: programs that reserve a file's size first leave zeros, which were taken for a tar's end."""
-    write_tar(tmp_path / "a.tar", [{"jpg": picture(k), "txt": b"x"} for k in range(2)])
-    os.truncate(tmp_path / "a.tar", 1 << 16)
-    with pytest.raises(UserError, match="more than any padding"):
-        open_tars(tmp_path, [tmp_path / "a.tar"], SourceOptions(), tmp_path)
-    with pytest.raises(UserError, match="more than any padding"):
-        index_shards(tmp_path)
-
-
-def test_captions_without_an_end_cost_their_sample_only(tmp_path):
-    """Regression test: a pipe beside an image was waited for without an end."""
-    folder = tmp_path / "in"
-    folder.mkdir()
-    for k in range(3):
-        (folder / f"{k}.jpg").write_bytes(picture(k))
-    os.mkfifo(folder / "0.txt")
-    (folder / "1.txt").symlink_to("/dev/zero")
-    (folder / "2.txt").write_text("good")
-    run(folder, tmp_path / "out")
-    assert [text for _, text, _ in stored(tmp_path / "out")] == ["good"]
-    assert [place for place, *_ in dropped(tmp_path / "out")] == ["0.jpg", "1.jpg"]
-    (folder / "3.tar").symlink_to("nothing")
-    with pytest.raises(UserError, match=r"3\.tar is not a file, nor a link to one"):
-        run(folder, tmp_path / "other")
-
-
-def test_many_samples_decide_which_members_are_used(tmp_path):
-    """Regression test: if the first sample alone had no .txt, all captions came from the JSON."""
-    members = [("README.md", b"hello"), ("orphan.json", b"{}")]
-    for k in range(20):
-        members += [(f"{k}.jpg", picture(k)), (f"{k}.json", b'{"caption": "from json"}')]
-        members += [(f"{k}.txt", b"from txt")] if k else []
-    write_members(tmp_path / "a.tar", members)
-    for options, count, lost in (((), 19, 3), (("--caption", "txt"), 19, 3),
-                                 (("--caption", "txt", "--caption", "json:caption"), 20, 2)):  # fmt: skip
-        output = tmp_path / str(len(options))
-        said = run(tmp_path / "a.tar", output, *options)
-        assert f"images: jpg; captions: txt{', else json:caption' if count == 20 else ''} (" in said
-        assert (len(stored(output)), len(dropped(output))) == (count, lost)
-    with pytest.raises(
-        UserError, match=r"--caption 'nope' is in no sample of .*Members of 22 samples: json 21, jpg 20,"
-    ):
-        run(tmp_path / "a.tar", tmp_path / "x", "--caption", "nope")
 
 
 def test_a_repeated_command_notices_what_has_changed(tmp_path):
@@ -280,55 +279,6 @@ def test_long_and_equal_captions_and_odd_images_are_counted(tmp_path):
         assert re.search(rf">{words} among 1 that were read</\w+>\s*<[^>]+>1<", page), words
 
 
-def test_what_is_refused_before_anything_is_written(tmp_path):
-    folder = tmp_path / "in"
-    write_images(folder, 2)
-    (tmp_path / "secret.jpg").write_bytes(picture(3))
-    (tmp_path / "tars").mkdir()
-    for k in (0, 2):
-        write_tar(tmp_path / f"tars/{k}.tar", [{"jpg": picture(k), "txt": b"x"}])
-    outside = r"names '.*', which is not in .*--images.*--allow-outside"
-    download = "has URLs .*neuclip download"
-    coco = {"images": [{"id": 1, "file_name": "000.jpg"}, {"id": 2, "file_name": "../secret.jpg"}],
-            "annotations": [{"image_id": k, "caption": "x"} for k in (1, 2)]}  # fmt: skip
-    cases: list[tuple[str, bytes, str]] = [
-        ("up.csv", b"image,caption\n000.jpg,a\n../secret.jpg,b\n", outside),
-        ("absolute.csv", f"image,caption\n000.jpg,a\n{tmp_path}/secret.jpg,b\n".encode(), outside),
-        ("coco.json", tree(coco), outside),
-        ("up.parquet", parquet(tmp_path, image=["000.jpg", "../secret.jpg"], caption=["a", "b"]), outside),
-        ("urls.csv", b"image,caption\nhttp://x/1.jpg,a\n", download),
-        ("urls.parquet", parquet(tmp_path, image=["http://x/1.jpg"], caption=["a"]), download),
-        ("sbu.json", tree({"image_urls": ["http://x"], "captions": ["a"], "user_ids": ["1"]}), download),
-        ("cell.csv", b"image,caption\n" + b"x" * 20_000 + b",a\n", r"such as 'x{77}\.\.\.', do not exist"),
-        (
-            "uneven.json",
-            tree({"image": ["000.jpg", "001.jpg"], "caption": ["a"]}),
-            r"columns of different lengths, .*: image 2, caption 1\.",
-        ),
-        ("twice.json", b'{"000.jpg": "a", "001.jpg": "b", "000.jpg": "c"}', "an object has the name '000.jpg' twice"),
-        ("{0..2}.tar", b"", "1 of the 3 files of .* do not exist, such as .*1.tar"),
-    ]
-    for name, body, message in cases:
-        path = tmp_path / "tars" / name if name.endswith(".tar") else folder / name
-        if body:
-            path.write_bytes(body)
-        with pytest.raises(UserError, match=message) as error:
-            run(path, tmp_path / "out")
-        assert len(str(error.value)) < 800
-        assert not (tmp_path / "out").exists()
-    assert "2 of 2 rows" in run(folder / "up.csv", tmp_path / "out", "--allow-outside")
-    (tmp_path / "tars/20240131.tar").write_bytes((tmp_path / "tars/0.tar").read_bytes())
-    assert "numbers" not in run(tmp_path / "tars", tmp_path / "dates")
-    (tmp_path / "more").mkdir()
-    (tmp_path / "tars/20240131.tar").rename(tmp_path / "more/0.tar")
-    run(tmp_path / "{tars,more}" / "0.tar", tmp_path / "both")
-    assert [about["source"] for _, _, about in stored(tmp_path / "both")] == [
-        "tars/0.tar:000000000",
-        "more/0.tar:000000000",
-    ]
-    assert "numbers are missing among the tars, from 0 to 2: 1" in run(tmp_path / "tars", tmp_path / "gap")
-
-
 def test_what_else_a_folder_has_is_named(tmp_path):
     """Regression test: one of these sources was taken, and the others were passed over without a word."""
     table = {**PICTURES, "t.csv": b"image,caption\n000.jpg,a\n", "b/0.tar": b"", "b/1.zip": b"", ".x/2.tar": b""}
@@ -343,23 +293,6 @@ def test_what_else_a_folder_has_is_named(tmp_path):
         assert f"\nnot read, besides: {note}; to convert" in run(tmp_path / name, tmp_path / f"{name} out")
 
 
-def test_sparse_members_and_links_cost_their_sample_only(tmp_path):
-    """Regression test: a tar of 20 KB took 7 GB of memory, and gave a sample of 3 GB."""
-    for name in ("big", "link", "good"):
-        (tmp_path / f"{name}.txt").write_text(name)
-    (tmp_path / "good.jpg").write_bytes(picture(1))
-    (tmp_path / "big.jpg").touch()
-    os.truncate(tmp_path / "big.jpg", 5 << 30)
-    (tmp_path / "link.jpg").symlink_to("good.jpg")
-    members = [f"{name}.{suffix}" for name in ("big", "link", "good") for suffix in ("jpg", "txt")]
-    subprocess.run(["tar", "--sparse", "-cf", "a.tar", *members], cwd=tmp_path, check=True)
-    run(tmp_path / "a.tar", tmp_path / "out")
-    assert [text for _, text, _ in stored(tmp_path / "out")] == ["good"]
-    assert [(reason, detail[:25]) for _, reason, detail in dropped(tmp_path / "out")] == [
-        ("malformed row", "its member big.jpg is a s"), ("malformed row", "its member link.jpg is a "),
-    ]  # fmt: skip
-
-
 def test_captions_of_dropped_rows_are_not_counted(tmp_path):
     names = write_images(tmp_path, 2)
     (tmp_path / "bad.jpg").write_bytes(b"no image")
@@ -371,3 +304,124 @@ def test_captions_of_dropped_rows_are_not_counted(tmp_path):
     ]
     said = run(write_csv(tmp_path / "t.csv", [("image", "caption"), *rows]), tmp_path / "out")
     assert "Captions: 2, of which 2 are distinct.\n  1 (50.0%) have more than 77 tokens" in said
+
+
+def test_patterns_of_tars_and_numbers_that_are_missing(tmp_path):
+    for name in ("tars/0", "tars/2", "tars/20240131", "more/0"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write_tar(tmp_path / f"{name}.tar", [{"jpg": picture(1), "txt": b"x"}])
+    assert "numbers" not in run(tmp_path / "tars", tmp_path / "dates")
+    run(tmp_path / "{tars,more}" / "0.tar", tmp_path / "both")
+    names = [about["source"] for _, _, about in stored(tmp_path / "both")]
+    assert names == ["tars/0.tar:000000000", "more/0.tar:000000000"]
+    (tmp_path / "tars/20240131.tar").unlink()
+    assert "numbers are missing among the tars, from 0 to 2: 1" in run(tmp_path / "tars", tmp_path / "gap")
+
+
+def test_images_near_a_table(tmp_path):
+    rows = [("image", "caption"), ("000.jpg", "a"), ("001.jpg", "b")]
+    write_images(tmp_path / "Images", 2)
+    source = write_csv(tmp_path / "captions.txt", rows)
+    for name, options in (("found", ()), ("named", ("--images", str(tmp_path / "Images")))):
+        run(tmp_path, tmp_path / "out" / name, *options)
+        assert texts(tmp_path / "out" / name) == [["a"], ["b"]]
+    write_images(tmp_path / "Masks", 2)
+    with pytest.raises(UserError, match=r"first 2 images of .*captions.txt.* are in several folders.*--images"):
+        run(source, tmp_path / "z")
+
+
+def test_saved_data_sets_and_their_splits(tmp_path):
+    import datasets
+
+    columns = {"image": [*PICTURES.values()], "caption": [text for (text,) in TEXTS], "n": list(range(4))}
+    data = datasets.Dataset.from_dict(columns).cast_column("image", datasets.Image())
+    data.to_parquet(tmp_path / "one.parquet", batch_size=3)
+    data.save_to_disk(tmp_path / "disk")
+    splits = datasets.DatasetDict({"train": data, "test": data.select(range(3))})
+    splits.save_to_disk(tmp_path / "splits")
+    for name, options, count in (("one.parquet", (), 4), ("disk", (), 4), ("splits", (), 4),
+                                 ("splits", ("--split", "test"), 3)):  # fmt: skip
+        output = tmp_path / f"{name} {count}"
+        run(tmp_path / name, output, *options)
+        assert stored(output) == [
+            (picture(k), f"caption {k}", {"captions": [f"caption {k}"], "source": f"{name} row {k}"})
+            for k in range(count)
+        ]
+    with pytest.raises(UserError, match=r"no split 'val': choose with --split\. It has: train, test"):
+        run(tmp_path / "splits", tmp_path / "e", "--split", "val")
+
+
+def test_folders_and_files_that_are_links(tmp_path):
+    """Regression tests: tars below them were passed over; an image was taken forty times, or was its own negative."""
+    for name in ("in", "elsewhere"):
+        (tmp_path / name).mkdir()
+    write_tar(tmp_path / "elsewhere/0.tar", [{"jpg": picture(k), "txt": b"x"} for k in range(3)])
+    (tmp_path / "in/sub").symlink_to(tmp_path / "elsewhere")
+    run(tmp_path / "in", tmp_path / "out")
+    assert len(stored(tmp_path / "out")) == 3
+    for name in write_images(tmp_path / "photos/real", 2):
+        (tmp_path / "photos/real" / name).with_suffix(".txt").write_text(f"of {name}")
+    (tmp_path / "photos/alias").symlink_to(tmp_path / "photos/real")
+    (tmp_path / "photos/again").symlink_to(tmp_path / "photos")
+    run(tmp_path / "photos", tmp_path / "images")
+    assert texts(tmp_path / "images") == [["of 000.jpg"], ["of 001.jpg"]]
+    rows = [("image", "caption"), ("real/000.jpg", "a"), ("alias/000.jpg", "b"), ("real/001.jpg", "c")]
+    run(write_csv(tmp_path / "photos/t.csv", rows), tmp_path / "table")
+    assert texts(tmp_path / "table") == [["a", "b"], ["c"]]
+
+
+def test_folders_of_classes_are_named(tmp_path):
+    write_files(tmp_path, {"in/1.jpg": picture(0), "in/cat/2.jpg": picture(1), "animals/cat/black/3.jpg": picture(2)})
+    template = ("--caption-template", "a {class}")
+    said = run(tmp_path / "in", tmp_path / "out", *template)
+    assert "classes: 1 (cat)" in said
+    assert "in no caption" not in said
+    assert dropped(tmp_path / "out") == [["1.jpg", "no caption", "it is in no folder of a class"]]
+    said = run(tmp_path / "animals", tmp_path / "nested", *template)
+    assert "in no caption: the folders above, 1 (cat); {parent} in a template takes their names" in said
+
+
+def test_heic_needs_a_package_which_is_named(tmp_path, monkeypatch):
+    heic = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(99)
+    write_files(tmp_path / "in", {"0.heic": heic, "1.avif": picture(1, kind="AVIF"), "0.txt": b"x", "1.txt": b"x"})
+    opener = SimpleNamespace(register_heif_opener=lambda: register_stub(monkeypatch))
+    for package, count in ((None, 1), (opener, 2)):
+        monkeypatch.setitem(sys.modules, "pillow_heif", package)
+        pixels._formats.cache_clear()
+        said = run(tmp_path / "in", tmp_path / str(count))
+        words = "unsupported format: 0.heic (HEIC, which needs: pip install 'neuclip[heif]')"
+        assert (words in said) == (count == 1)
+        assert len(stored(tmp_path / str(count))) == count
+    pixels._formats.cache_clear()
+
+
+def register_stub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Register an opener that shows every HEIC as a red square, as the package registers its own."""
+
+    class Heif(ImageFile.ImageFile):
+        format = "HEIF"
+
+        def _open(self) -> None:
+            self._mode, self._size, self.tile = "RGB", (20, 20), []
+            self.im = Image.new("RGB", (20, 20), "red").im
+
+        def load(self) -> Any:
+            return None
+
+    monkeypatch.setitem(Image.OPEN, "HEIF", (Heif, lambda head: head[4:12] == b"ftypheic"))
+    monkeypatch.setattr(Image, "ID", [*Image.ID, "HEIF"])
+
+
+LISTS = {
+    '["a dog", "a brown dog"]': ("a dog", "a brown dog"),
+    "['a dog', 'it\\'s brown']": ("a dog", "it's brown"),
+    "['a cat' 'a dog']": ("a cat", "a dog"),
+    "['a cat'\n \"a dog's\"]": ("a cat", "a dog's"),
+    **{text: (text,) for text in ("[untitled]", "[1, 2]", '["a dog"', "[a dog's]", "[b'x']")},
+    "[]": (),
+    "['']": (),
+}
+
+
+def test_what_a_list_of_captions_is():
+    assert {text: captions_of_list(text) for text in LISTS} == LISTS

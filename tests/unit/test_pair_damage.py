@@ -8,6 +8,7 @@ import io
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -145,7 +146,7 @@ CHECKED = buffer(X, compression="none", use_dictionary=False, write_page_checksu
 TWO_TEXTS = pa.Table.from_arrays([["0.jpg"], ["a"], ["b"]], names=["image", "text", "text"])
 OUTSIDE = r"names '.*', which is not in .*--images.*--allow-outside"
 URLS = "has URLs .*neuclip download output=FOLDER source.table=FILE source.url="
-NOT_WHOLE = r"is not a complete tar, after \d+ samples .*damaged, or joined"
+NOT_WHOLE = r"is not a complete tar, after \d+ samples .*(joined|wrong checksum)"
 PAIR = [("0.jpg", picture(0)), ("0.txt", b"x")]
 REFUSED: list[tuple[str, Callable[[Path], bytes], dict[str, Any], str]] = [
     ("up.csv", lambda at: b"image,caption\n000.jpg,a\n../secret.jpg,b\n", {}, OUTSIDE),
@@ -314,7 +315,7 @@ def test_every_cut_of_a_tar_is_noticed(tmp_path):
             open_tars(tmp_path, [path], SourceOptions(), tmp_path)
     write_tar(tmp_path / "a.tar", [{"jpg": picture(k), "txt": b"x"} for k in range(2)])
     os.truncate(tmp_path / "a.tar", 1 << 16)  # programs that reserve a file's size first leave such zeros
-    with pytest.raises(UserError, match="more zeros end it"):
+    with pytest.raises(UserError, match=r"more (zeros end it )?than any padding"):
         open_tars(tmp_path, [tmp_path / "a.tar"], SourceOptions(), tmp_path)
     with pytest.raises(UserError, match="more than any padding"):
         index_shards(tmp_path)
@@ -332,8 +333,10 @@ def test_sparse_members_and_links_cost_their_sample_only(tmp_path):
     subprocess.run(["tar", "--sparse", "-cf", "a.tar", *members], cwd=tmp_path, check=True)
     make(tmp_path / "a.tar", tmp_path / "out")
     assert texts(tmp_path / "out") == [["good"]]
-    assert [(reason, detail[:25]) for _, reason, detail in dropped(tmp_path / "out")] == [
-        (BAD_ROW, "its member big.jpg is spa"), (BAD_ROW, "its member link.jpg is a ")]  # fmt: skip
+    (_, *big), (_, *link) = dropped(tmp_path / "out")
+    assert (big[0], link[0]) == (BAD_ROW, BAD_ROW)
+    assert re.match(r"its member big\.jpg is (a )?sparse", big[1])
+    assert re.match(r"its member link\.jpg is a .*link: store the file itself", link[1])
 
 
 def test_many_samples_decide_which_members_are_used(tmp_path):

@@ -23,6 +23,7 @@ from data_prep.dataset.ingest_report import write_report
 from data_prep.pairs.pair import captions_of_list
 from jobs.pairs import command
 from pipeline.data.shards.make_manifest import index_shards
+from pipeline.data.shards.manifest_format import load_manifest
 from pipeline.errors import UserError
 from pipeline.pictures import pixels
 from tests.pair_files import dropped, make, picture, stored, texts, write_csv, write_files, write_images
@@ -425,3 +426,19 @@ LISTS = {
 
 def test_what_a_list_of_captions_is():
     assert {text: captions_of_list(text) for text in LISTS} == LISTS
+
+
+def test_training_on_a_source_names_the_command(tmp_path):
+    write_images(tmp_path / "mine/images", 1)
+    table = write_csv(tmp_path / "mine/pairs.csv", [("image", "caption"), ("images/000.jpg", "x")])
+    (tmp_path / "coco.json").write_text('{"images": []}')
+    for source in (table, table.parent, table.parent / "images", tmp_path / "coco.json"):
+        with pytest.raises(UserError, match=rf"`neuclip pairs {source} --output FOLDER`") as error:
+            load_manifest(source)
+        assert str(error.value).count("FOLDER`") == 1
+    (tmp_path / "tars").mkdir()
+    (tmp_path / "tars" / "0.tar").touch()
+    with pytest.raises(UserError, match=r"`neuclip manifest .*tars`"):
+        load_manifest(tmp_path / "tars")
+    with pytest.raises(UserError, match=r"no such file or folder.*`neuclip pairs SOURCE --output FOLDER`"):
+        load_manifest("someone/pictures")

@@ -29,7 +29,6 @@ from pipeline.config import parse
 from pipeline.data.data_config import DataConfig
 from pipeline.data.loading.loader import build_loader
 from pipeline.data.shards.advice import advice
-from pipeline.data.shards.manifest_format import load_manifest
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.training.recipe import load_recipe
@@ -266,17 +265,3 @@ def test_a_note_is_written_after_everything_that_it_refers_to_is_on_the_disk(tab
     files = ["plan/pairs.json", "shards/00000.tar", "meta/00000.parquet", "meta/00000.json"]
     assert (names[:4], sorted(names[4:note])) == (files, ["meta", "shards"])
     assert (sorted(set(names[note + 1 : -1])), names[-1]) == (["meta", "shards"], "manifest.json")
-
-
-def test_training_on_a_source_names_the_command(table, tmp_path):
-    (tmp_path / "coco.json").write_text('{"images": []}')
-    for source in (table, table.parent, table.parent / "images", tmp_path / "coco.json"):
-        with pytest.raises(UserError, match=rf"`neuclip pairs {source} --output FOLDER`") as error:
-            load_manifest(source)
-        assert str(error.value).count("FOLDER` turns") == 1
-    (tmp_path / "tars").mkdir()
-    (tmp_path / "tars" / "0.tar").touch()
-    with pytest.raises(UserError, match=r"`neuclip manifest .*tars`"):
-        load_manifest(tmp_path / "tars")
-    with pytest.raises(UserError, match=r"no such file or folder.*`neuclip pairs SOURCE --output FOLDER`"):
-        load_manifest("someone/pictures")

@@ -94,7 +94,7 @@ def test_unused_jsonl_fields_may_hold_anything(tmp_path, keep):
     assert found == [{name: row[name] for name in ("url", "caption", *keep)} for row in rows]
 
 
-def test_jsonl_boxes_and_missing_or_broken_parts(tmp_path):
+def test_jsonl_boxes_and_missing_columns(tmp_path):
     path = tmp_path / "list.jsonl.gz"
     boxes = [[], None, [[0, 0, 1, 0.5]], [[0.1, 0.1, 0.2, 0.2]]]
     lines = [json.dumps({**row, "faces": boxes[k], "x": k or "none"}) + "\n" for k, row in enumerate(ROWS)]
@@ -103,22 +103,10 @@ def test_jsonl_boxes_and_missing_or_broken_parts(tmp_path):
     (tmp_path / "list.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
     with pytest.raises(UserError, match=r"no column 'faces'\. Its columns are 'url', 'caption'"):
         rows_of(SourceConfig(table=str(tmp_path / "list.jsonl"), blur="faces"))
-    for broken in ("[1, 2]\n", "{'url': 1}\n"):
-        (tmp_path / "list.jsonl").write_text(broken)
-        with pytest.raises(UserError, match="cannot be read as jsonl"):
-            rows_of(SourceConfig(table=str(tmp_path / "list.jsonl")))
 
 
-def test_missing_column_error_lists_the_existing_columns(tmp_path):
-    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match=r"no column 'TEXT'\. Its columns are 'url', 'caption'"):
-        rows_of(SourceConfig(table=str(tmp_path), caption="TEXT"))
-
-
-def test_damaged_and_missing_files_are_refused(tmp_path):
-    (tmp_path / "a.parquet").write_bytes(b"PAR1 not really")
-    with pytest.raises(UserError, match=r"is not a complete parquet file.*a web page"):
-        rows_of(SourceConfig(table=str(tmp_path)))
+def test_missing_files_are_refused(tmp_path):
+    (tmp_path / "a.parquet").touch()
     with pytest.raises(UserError, match="neither a file nor a folder"):
         files_of(SourceConfig(table=str(tmp_path / "none")))
     with pytest.raises(UserError, match="holds no file that ends in"):
@@ -146,22 +134,6 @@ def test_json_lists_mappings_and_columns_give_the_same_rows(tmp_path):
             assert rows_of(SourceConfig(table=str(tmp_path / "list.json"))) == rows, name
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / "list.parquet")
         assert rows_of(SourceConfig(table=str(tmp_path / "list.parquet"))) == rows
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ('[{"url": "http://a.org", "caption": "x"}, 3]', r"1 of 2 rows are none, such as 1 \(a int, not an object"),
-        ('{"http://a.org": "x", "b": "y"}', "neither an object a line, nor a list of objects"),
-        ('[{"url": "http://a.org", "caption": "x"}, {"url": 1, "caption": ["y"]}]', "has no single type"),
-        ('[{"url": "http://a.org", "text": "x"}]', r"no column 'caption'\. Its columns are 'url', 'text'"),
-        ("[" * 100_000, "cannot be read as jsonl"),
-    ],
-)
-def test_other_json_is_refused(tmp_path, text, words):
-    (tmp_path / "list.json").write_text(text)
-    with pytest.raises(UserError, match=words):
-        rows_of(SourceConfig(table=str(tmp_path / "list.json")))
 
 
 def test_caption_lists_and_texts_do_not_mix(tmp_path):

@@ -85,6 +85,10 @@ def parquet(content: pa.Table, **options: Any) -> bytes:
     return buffer.getvalue()
 
 
+def tree(value: object) -> bytes:
+    return json.dumps(value).encode()
+
+
 def jsonl(*rows: Mapping[str, object]) -> bytes:
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
@@ -162,12 +166,21 @@ SWALLOWS = [LINES[0], LINES[1], f'{url(1)},"a quote that is not closed', LINES[3
         ("a.parquet", CHECKED.replace(b"a cat 1", b"a rat 1", 1), r"a\.parquet cannot be read as parquet: .*CRC"),
         ("sbu.json", b'{"url": ["a"], "caption": 3}', r"Column 'url' of .*sbu\.json is of type list"),
         ("sbu.json", b'{"url": ["a"], "caption": ["a", "b"]}', r"sbu\.json cannot be read as json"),
+        ("text.parquet", parquet(pa.table({"url": ["x"], "text": ["y"]})),
+         r"no column 'caption'\. Its columns are 'url', 'text'"),
         ("cut.parquet", WHOLE[:-200], "cut.parquet"),
-        ("page.parquet", b"<!doctype html><title>Sign in</title>" * 9, "page.parquet"),
+        ("page.parquet", b"<!doctype html><title>Sign in</title>" * 9, r"page\.parquet is not a complete.*a web page"),
         ("empty.parquet", b"", "empty.parquet"),
         ("middle.parquet", WHOLE[:300] + bytes(2_000) + WHOLE[2_300:], "middle.parquet"),
         ("cut.tsv.gz", gzip.compress(b"url\tcaption\n" + b"http://a.org/1\ta cat\n" * 9_000)[:-50], "cut.tsv.gz"),
         ("bad.jsonl", jsonl(PLAIN[0]) + b'{"url": "http://a.o', "bad.jsonl"),
+        ("lists.jsonl", b"[1, 2]\n", "cannot be read as jsonl"),
+        ("quotes.jsonl", b"{'url': 1}\n", "cannot be read as jsonl"),
+        ("odd.json", tree([PLAIN[0], 3]), r"1 of 2 rows are none, such as 1 \(a int, not an object"),
+        ("map.json", b'{"http://a.org": "x", "b": "y"}', "neither an object a line, nor a list of objects"),
+        ("mixed.json", tree([PLAIN[0], {"url": 1, "caption": ["y"]}]), "has no single type"),
+        ("text.json", tree([{"url": url(1), "text": "x"}]), r"no column 'caption'\. Its columns are 'url', 'text'"),
+        ("deep.json", b"[" * 100_000, "cannot be read as jsonl"),
     ],
 )  # fmt: skip
 def test_the_error_names_the_damaged_table(tmp_path, name, body, words):

@@ -158,6 +158,8 @@ def _read(path: Path, options: SourceOptions, *, images: tuple[str, Path] | None
     if suffix == ".json":
         try:
             tree = json_tree(path)
+        except UserError:
+            raise
         except (ValueError, RecursionError) as error:
             raise UserError(f"{path} is not valid JSON ({error}).") from error
         rows, mark = (json_lines(path), ":") if tree is None else (_tree_rows(path, tree, options), " ")

@@ -166,6 +166,8 @@ def _read_file(path: Path, source: SourceConfig, on_skipped: Callable[[int], Non
     kind = format_of(path, source)
     try:
         yield from _parquet(path, source) if kind == "parquet" else text_batches(path, source, kind, on_skipped)
+    except UserError:
+        raise
     except (pa.ArrowException, OSError, EOFError, zlib.error, csv.Error, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as {kind}: {error}") from error
 

@@ -28,7 +28,7 @@ from jobs.pairs import command
 from pipeline.config import parse
 from pipeline.data.data_config import DataConfig
 from pipeline.data.loading.loader import build_loader
-from pipeline.data.shards.advice import advice
+from pipeline.data.shards.manifest_format import advice
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.training.recipe import load_recipe

@@ -54,6 +54,7 @@ SETTINGS: dict[str, str] = {
     "telemetry.images_every": "The grid of images is written every 1,000 steps; telemetry.tensorboard=false writes none.",
     "threads": "Set the environment's OMP_NUM_THREADS.",
     "ttl": "The file system releases the lock of a watcher that was killed.",
+    "together": "Four waiting checkpoints share one pass over the images.",
     "validation.batch_size": "64 pairs are encoded at a time.",
     "validation.keep_best": "The checkpoint with the lowest validation loss is always kept.",
     "validation.min_delta": "Any lower loss counts as lower.",
@@ -100,6 +101,7 @@ DEFAULTS: dict[str, Any] = {
     "telemetry.images": 16,
     "telemetry.images_every": 1_000,
     "ttl": 180.0,
+    "together": 4,
     "validation.batch_size": 64,
     "validation.keep_best": True,
 }

@@ -28,6 +28,8 @@ from pipeline.model.model_folder import WEIGHTS_NAME, stated_files
 from pipeline.run_files import META_NAME, MODEL_CONFIG_NAME, finished_checkpoints, step_of
 
 SHOWN_FAILURES = 3
+TOGETHER = 4
+"""Waiting checkpoints that share one pass over the images; the newest is evaluated by itself."""
 RETRY_SECONDS = 300.0
 """Before the same watcher tries a failed checkpoint again."""
 
@@ -38,8 +40,6 @@ class WatchConfig:
 
     interval: float = Field(default=30.0, gt=0)
     """Seconds between two listings of the folder."""
-    together: int = Field(default=4, ge=1)
-    """How many waiting checkpoints share one pass over the images; the newest is evaluated by itself."""
     every: int = Field(default=1, ge=1)
     """Evaluate only steps that are multiples of this."""
 
@@ -196,7 +196,7 @@ class Watcher:
             if reason:
                 self._log(f"{self._shown(path)} {reason}; it is evaluated again.")
             self._leases[path] = lease
-            if alone or len(self._leases) == self.config.together:
+            if alone or len(self._leases) == TOGETHER:
                 break
 
     def _mention_incomplete(self) -> None:

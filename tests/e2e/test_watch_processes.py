@@ -25,7 +25,7 @@ STEPS = tuple(range(100, 900, 100))
 
 
 def start(run: Path, suite: Path) -> Program:
-    arguments = [str(run), "--suite", str(suite), "--device", "cpu", "interval=0.2", "together=2"]
+    arguments = [str(run), "--suite", str(suite), "--device", "cpu", "interval=0.2"]
     return Program("jobs.watch", *arguments, "evaluation.workers=0", "evaluation.micro_batch=8")
 
 

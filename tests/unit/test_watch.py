@@ -65,11 +65,12 @@ def evaluated(messages: list[str]) -> list[list[int]]:
     ]
 
 
-def test_the_newest_checkpoint_is_evaluated_alone_first_then_older_ones_in_groups(tmp_path, suite):
+def test_the_newest_checkpoint_is_evaluated_alone_first_then_older_ones_in_groups(tmp_path, suite, monkeypatch):
     for step in (100, 200, 300, 400):
         save_step(tmp_path, step)
+    monkeypatch.setattr("pipeline.evaluation.watcher.TOGETHER", 2)
     messages: list[str] = []
-    watcher = make_watcher(tmp_path, suite, messages, together=2)
+    watcher = make_watcher(tmp_path, suite, messages)
     assert watcher.step()
     save_step(tmp_path, 500)
     watcher.run(threading.Event(), once=True)
@@ -84,7 +85,7 @@ def test_step_selection(tmp_path, suite):
     for step in (100, 150, 200, 250):
         save_step(tmp_path, step)
     messages: list[str] = []
-    make_watcher(tmp_path, suite, messages, together=1, every=100).run(threading.Event(), once=True)
+    make_watcher(tmp_path, suite, messages, every=100).run(threading.Event(), once=True)
     assert evaluated(messages) == [[200], [100]]
 
 

@@ -63,7 +63,7 @@ def _open_parquet(files: Sequence[Path], folder: Path) -> Table:
     except Exception as error:
         cause = error.__cause__ or error
         raise TaskError(f"{folder} cannot be read ({plain(cause)}): are its parquet files of one data set?") from error
-    return Table(table, folder=folder, layout="parquet", files=files)
+    return Table(table, folder=folder, layout="parquet", files=files, originals=files)
 
 
 def _parquet_files(folder: Path, split: str) -> list[Path]:

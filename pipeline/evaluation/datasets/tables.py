@@ -13,12 +13,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from pipeline.evaluation.datasets.cells import as_list
 from pipeline.evaluation.datasets.task_data import IMAGE_SUFFIXES, TaskError, plain, read_bytes
 from pipeline.files import text_lines
 
 Place = tuple[int, int | None]
 """Row, and position in the row's list of images (None when the row has one image)."""
+_COMPARED = 64
+"""Rows of a copy, with their images, that are compared at a time."""
 
 
 class Table:
@@ -30,6 +34,7 @@ class Table:
         layout: What it was read from, for results.
         files: The files that determine it, without the images that it only names.
         archives: The zip archives that hold the images that it names; None where they are files.
+        originals: The parquet files of which the data set is a copy in the cache of `datasets`.
         names: What its rows are called in messages, and the number of the first.
     """
 
@@ -41,10 +46,11 @@ class Table:
         layout: str,
         files: Sequence[Path],
         archives: Archives | None = None,
+        originals: Sequence[Path] = (),
         names: tuple[Path, int] | None = None,
     ) -> None:
         self.folder, self.layout, self.files, self._archives = folder, layout, tuple(files), archives
-        self.columns = tuple(dataset.column_names)
+        self.columns, self._originals = tuple(dataset.column_names), tuple(originals)
         self._names = names or (folder, 0)
         self._dataset, self._views = dataset, dict[str, Any]()
         self._last: tuple[Any, Any] = (None, None)
@@ -150,12 +156,45 @@ class Table:
     def _read(self, column: str, rows: slice) -> Any:
         try:
             if column not in self._views:
-                self._views[column] = self._dataset.with_format("arrow", columns=[column])
+                view = self._dataset.with_format("arrow", columns=[column])
+                self._check_copy(column, view)
+                self._views[column] = view
             cells = self._views[column][rows].column(0)
             cells.validate(full=True)  # values of a damaged file that is mapped into memory could point anywhere
             return cells
+        except TaskError:
+            raise
         except Exception as error:  # a damaged file can raise any of a dozen exception types
             raise TaskError(f"{self.files[0]} is damaged ({plain(error)}): fetch the data set again.") from error
+
+    def _check_copy(self, column: str, view: Any) -> None:
+        """Compare a column with the parquet files, whose digests the result records, before it is used.
+
+        Raises:
+            TaskError: They differ.
+        """
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+        from datasets import Features
+        from datasets.table import table_cast
+
+        schema, row = Features({column: view.features[column]}).arrow_schema, 0
+        for path in self._originals:
+            with pq.ParquetFile(path) as file:
+                for batch in file.iter_batches(batch_size=_COMPARED, columns=[column]):
+                    stored = table_cast(pa.Table.from_batches([batch]), schema).column(0)
+                    if not _are_equal(view[row : row + len(batch)].column(0), stored):
+                        copy = Path(view.cache_files[0]["filename"]).parent
+                        raise TaskError(f"{copy} is no true copy of {path}: delete that folder, and evaluate again.")
+                    row += len(batch)
+
+
+def _are_equal(first: Any, second: Any) -> bool:
+    import pyarrow as pa
+
+    if pa.types.is_floating(first.type):  # NaN is not equal to itself
+        return np.array_equal(first.to_numpy(), second.to_numpy(), equal_nan=True)
+    return bool(first.equals(second))
 
 
 def _bytes_or_name(image: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -85,7 +86,7 @@ def main() -> None:
                 limited,
                 resume="latest",
                 world=world,
-                on_trainer=lambda trainer: found.update(restored=trainer.state.skipped.state_dict()),
+                on_trainer=lambda trainer: found.update(restored=asdict(trainer.state.skipped)),
             )
         except UserError as error:
             found["stopped"] = str(error)

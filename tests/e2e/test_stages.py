@@ -14,10 +14,9 @@ from pipeline.errors import UserError
 from pipeline.training.recipe import load_recipe
 from pipeline.training.stages import check_stages
 from tests.e2e.test_train import BATCH, STEPS, equal, records, settings, weights
-from tests.launch import run
 from tests.metrics import metrics
 from tests.towers import TINY
-from tests.training import prepare
+from tests.training import prepare, train_here
 
 FIRST = 5
 STAGES = "[{until: 0.42, image_size: 16, text_tokens: 4, patch_dropout: 0.5, lr_scale: 0.5}]"
@@ -28,9 +27,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare(tmp_path_factory.mktemp("stages"), [20, 30, 15], image_size=32)
 
 
-def staged(base: Path, name: str, *more: str, timeout: float = 300) -> None:
+def staged(base: Path, name: str, *more: str) -> None:
     stages = (f"schedule.stages={STAGES}", "telemetry.peak_tflops=0.001", *more)
-    run("jobs.train", *settings(base, name, *stages), "--resume", "latest", timeout=timeout)
+    train_here(*settings(base, name, *stages), resume="latest")
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +61,7 @@ def test_image_and_text_sizes_grow_and_the_order_is_unchanged(whole, base):
     boundary, last = weights(whole, FIRST), weights(whole)
     assert boundary["visual.positional_embedding"].shape[0] == 5
     assert last["visual.positional_embedding"].shape[0] == 17
-    run("jobs.train", *settings(base, "plain"))
+    train_here(*settings(base, "plain"))
     assert order_hashes(whole) == order_hashes(base / "plain")
     assert len(order_hashes(whole)) == STEPS * BATCH // 64
 
@@ -90,7 +89,7 @@ def test_a_compiled_run_with_every_saving_equals_one_without_compilation_and_res
     savings = ("model.patch_dropout=0.25", "model.grad_checkpointing=true", "engine.micro_batch=4")
     staged(base, "eager", *savings)
     compiled = (*savings, "model.compile=true", "objective.npn_compile=true")
-    staged(base, "compiled", *compiled, timeout=900)
+    staged(base, "compiled", *compiled)
     found, expected = records(base / "compiled"), records(base / "eager")
     assert sorted(found) == sorted(expected) == list(range(1, STEPS + 1))
     assert "Gradient probe" in (base / "compiled" / "metrics.jsonl").read_text()
@@ -103,7 +102,7 @@ def test_a_compiled_run_with_every_saving_equals_one_without_compilation_and_res
             torch.testing.assert_close(value, wanted[name], rtol=1e-4, atol=1e-5)
     once = weights(base / "compiled")
     shutil.rmtree(base / "compiled" / "checkpoints" / f"step-{STEPS:08d}")
-    staged(base, "compiled", *compiled, timeout=900)
+    staged(base, "compiled", *compiled)
     assert equal(weights(base / "compiled"), once)
 
 

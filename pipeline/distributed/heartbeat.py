@@ -29,13 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from pipeline.distributed.exit_record import (
-    EXIT_STALLED,
-    ExitRecord,
-    read_ends,
-    record_exit,
-    start_recording,
-)
+from pipeline.distributed.exit_record import EXIT_STALLED, ExitRecord, read_ends, record_exit, start_recording
 from pipeline.distributed.signals import EXIT_PREEMPTED
 from pipeline.distributed.timing import Phases
 from pipeline.distributed.world import World, lost_contact

@@ -195,13 +195,9 @@ def agreed_checkpoint(
 ) -> Checkpoint | None:
     """The checkpoint that all ranks resume from, which they verify together. Collective.
 
-    Args:
-        run: The run's folder.
-        resume: "latest" for the newest undamaged checkpoint, or the folder of one; None starts a new run.
-        world: The ranks.
-        on_event: Called on rank 0 with a message for every checkpoint that is skipped.
-        not_after: With "latest", skip checkpoints of later steps than this one.
-        fallback: With "latest", the setting `checkpoint.fallback`: the run's folder there is searched, too.
+    `resume` is "latest" for the newest undamaged checkpoint, up to step `not_after`, also in the run's folder in
+    `fallback`; or the folder of one; None starts a new run. `on_event` gets a message, on rank 0, for every checkpoint
+    that is skipped.
 
     Returns:
         None for a new run, and when "latest" finds no checkpoint at all.

@@ -7,14 +7,12 @@ python -m pipeline.distributed.collective_check cpu 2
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import sys
 import time
-import traceback
-from contextlib import suppress
 
 import torch
+from torch.multiprocessing.spawn import start_processes
 
 from pipeline.distributed.start import start_world
 from pipeline.distributed.world import free_port, leave
@@ -51,42 +49,25 @@ def main(device: str) -> None:
             )
 
 
-def run_ranks(device: str, ranks: int) -> int:
+def run_ranks(device: str, ranks: int) -> None:
     """Run the test on this machine; the ranks are forks of this process, so that torch is imported only once.
 
-    Returns:
-        1 if a rank failed, which has printed why; the others are killed then.
+    Raises:
+        ProcessException: A rank has failed; the others are ended then.
     """
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    pids = []
-    for rank in range(ranks):
-        if pid := os.fork():
-            pids.append(pid)
-            continue
-        try:
-            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            main(device)
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-            code = 1
-        sys.stderr.flush()
-        os._exit(code)  # and not through this process's clean-up, or a group's destructors
-    failed = False
-    for _ in range(ranks):
-        pid, status = os.wait()
-        pids.remove(pid)
-        if status and not failed:
-            failed = True
-            for other in pids:
-                with suppress(ProcessLookupError):
-                    os.kill(other, signal.SIGKILL)
-    return int(failed)
+    start_processes(_run_rank, args=(device,), nprocs=ranks, start_method="fork")
+
+
+def _run_rank(rank: int, device: str) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    main(device)
 
 
 if __name__ == "__main__":
     if len(sys.argv) > 2:
-        sys.exit(run_ranks(sys.argv[1], int(sys.argv[2])))
-    main(sys.argv[1])
+        run_ranks(sys.argv[1], int(sys.argv[2]))
+    else:
+        main(sys.argv[1])
     leave(0)

@@ -143,7 +143,7 @@ def meet(store: dist.Store, own: RankDevice, *, ranks: int, limit: timedelta) ->
         problem = contradiction(present) or _missing(found, limit.total_seconds())
         verdict = {
             "problem": problem,
-            "cores": [0 if rank is None else share_of_cores(rank, present) for rank in found],
+            "cores": [0 if rank is None else _share_of_cores(rank, present) for rank in found],
         }
         store.set("neuclip/verdict", json.dumps(verdict))
     store.wait(["neuclip/verdict"], limit + timedelta(seconds=30))
@@ -221,8 +221,7 @@ def contradiction(found: Sequence[RankDevice]) -> str:
     return ""
 
 
-def share_of_cores(own: RankDevice, found: Sequence[RankDevice]) -> int:
-    """Cores for one of the ranks, given all of them."""
+def _share_of_cores(own: RankDevice, found: Sequence[RankDevice]) -> int:
     others = [rank.cores for rank in found if rank.host == own.host and rank.rank != own.rank]
     return cores_of_rank(own.cores, others=others, quota=cpu_quota())
 

@@ -25,13 +25,10 @@ EXIT_STALLED = 76
 """Another rank hangs or is gone. Checkpoints that were written are intact: start again with --resume latest."""
 FATAL = "Fatal Python error: "
 FATAL_SIGNALS = {
-    "Aborted": signal.SIGABRT,
-    "Segmentation fault": signal.SIGSEGV,
-    "Bus error": signal.SIGBUS,
-    "Floating point exception": signal.SIGFPE,
-    "Illegal instruction": signal.SIGILL,
+    signal.strsignal(number): number
+    for number in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 }
-"""What Python's fault handler calls them."""
+"""By the names that Python's fault handler gives them, too."""
 RESERVED = 4096
 """Bytes of a record, which the disk has in reserved-R.json from the start on: a full disk may be what ends the run."""
 

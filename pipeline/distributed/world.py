@@ -125,7 +125,7 @@ class World:
                 result = work()
             except Exception as error:
                 failure = error
-        elif self.phases is not None:
+        if self.phases is not None:  # so that rank 0 is behind while it works, and not afterwards
             self.phases.mark("wait for rank 0")
         self.wait_for_all()
         problem = self.gather_objects(str(failure) if isinstance(failure, UserError) else "")[0]

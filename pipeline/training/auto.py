@@ -49,15 +49,7 @@ def choose_micro_batch(
     A forward and a backward pass of the uncompiled towers are tried, on each rank alone. Weights, gradients, running
     statistics and random states stay as they are. A run that goes on with as many samples a rank begins with its former
     number, with which it computes the same bits. On a CPU, where lack of memory ends the process, everything fits.
-
-    Args:
-        state: The run's parts, before the first step.
-        normalized: uint8 images on the device -> images as the engine takes them.
-        plain: The towers of the gradient check, if there is one, which compute in fp32.
-        resumed: The checkpoint that will be restored.
-
-    Returns:
-        A sentence for the log.
+    `plain` are the towers of the gradient check, which compute in fp32. Returns a sentence for the log.
 
     Raises:
         UserError: A single sample does not fit.

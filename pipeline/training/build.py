@@ -24,7 +24,7 @@ from pipeline.metrics.logger import Telemetry
 from pipeline.metrics.mfu import Utilization
 from pipeline.metrics.sinks import NOTICE
 from pipeline.model.architectures import Architecture
-from pipeline.model.towers import Towers, build_towers, check_start, without_weights
+from pipeline.model.towers import build_towers, check_start, without_weights
 from pipeline.objectives import Objective, ObjectiveConfig, ObjectiveContext, build_objective
 from pipeline.objectives.temperature import TAU_MAX
 from pipeline.pictures.pixels import colour_of
@@ -116,14 +116,7 @@ def describe_start(run: RunConfig, logit: tuple[float, float | None] | None) -> 
 
 
 def build_trainer(stage: Stage, *, world: World, telemetry: Telemetry, resumed: Checkpoint | None) -> Trainer:
-    """The trainer of a stage of a run, in its initial state. It closes the telemetry, too.
-
-    Args:
-        stage: The stage, with its settings.
-        world: The ranks.
-        telemetry: The run's log.
-        resumed: The checkpoint that will be restored; None for a new run.
-    """
+    """The trainer of a stage in its initial state; `resumed` will be restored. It closes the telemetry, too."""
     run, end = stage.run, stage.end
     with ExitStack() as parts:
         parts.callback(telemetry.close)
@@ -139,7 +132,10 @@ def build_trainer(stage: Stage, *, world: World, telemetry: Telemetry, resumed: 
         )
         meter = Meter(run.batch_size, phases)
         trains = (resumed.step if resumed else 0) < end
-        plain = _plain_towers(run) if run.engine.probe and trains else None
+        plain = None
+        if run.engine.probe and trains:  # in fp32 and with open_clip's own attention
+            model = replace(without_weights(run.model), grad_checkpointing=True, packed_attention=False)
+            plain, _ = build_towers(model, seed=run.seed)
         if run.engine.micro_batch == "auto" and trains:
             telemetry.event(choose_micro_batch(state, normalized, plain=plain, resumed=resumed), level=NOTICE)
         local = run.batch_size // world.size
@@ -266,12 +262,6 @@ def _validation(state: RunState, *, telemetry: Telemetry) -> Validation | None:
         tau=config.tau or math.exp(-state.objective.logit_parameters()[0]),
         report=telemetry.event,
     )
-
-
-def _plain_towers(run: RunConfig) -> Towers:
-    """The gradient check's copy of the towers, in fp32 and with open_clip's own attention."""
-    model = replace(without_weights(run.model), grad_checkpointing=True, packed_attention=False)
-    return build_towers(model, seed=run.seed)[0]
 
 
 def collectives_limit(run: RunConfig) -> float:

@@ -29,15 +29,9 @@ class GradientCheck:
     """Checks the first step that is applied: `begin` before it, `reference` between backward and update, and a call, as
     a hook, after every step.
 
-    Args:
-        engine: The engine.
-        plain: fp32 towers of the check's own; they take the engine's weights. Their backward pass should recompute
-            activations: an fp32 copy of the model leaves little memory.
-        world: The ranks.
-        seed: Names the random streams, as in `TrainStep`.
-        chunks: The rows of each micro-batch.
-        clipping: `engine.gradient_clipping`.
-        report: Called with a sentence after the check.
+    `plain` are fp32 towers of the check's own, which take the engine's weights. Their backward pass should recompute
+    activations: an fp32 copy of the model leaves little memory. `seed` and `chunks` are as in `TrainStep`; `report`
+    gets a sentence after the check.
     """
 
     def __init__(

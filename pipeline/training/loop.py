@@ -108,13 +108,8 @@ class Trainer:
                 while state.step < self.end:
                     batch, problem = self._next_batch()
                     result = self.train_step(batch, stop=bool(received), problem=problem)
-                    state.position = batch.position
-                    state.skipped.count(applied=result.applied)
-                    if state.skipped.check(self.run, step=state.step):
-                        self.batches.wait()
-                        raise RunEnds(start=self.saver.roll_back())
-                    state.step += 1
-                    for hook in self.hooks:
+                    state.advance(batch, result)
+                    for hook in (self._roll_back, *self.hooks):
                         hook(batch, result)
                     self._end_early(stop=result.stop)
                     if (number := state.step - first) <= 2:
@@ -208,6 +203,12 @@ class Trainer:
             why = "The next batch cannot be read" if unread else "Stored features are missing"
         self.telemetry.event(f"{why}: the run stops without that step.")
         return RunEnds(text, code=EXIT_USER_ERROR, save=True) if text else self._stopped(save=True)
+
+    def _roll_back(self, batch: Batch, result: StepResult) -> None:
+        """Raise `RunEnds` if too many steps in a row were skipped: the run goes on from an earlier checkpoint."""
+        if self.state.skipped.check(self.run, step=self.state.step - 1):
+            self.batches.wait()
+            raise RunEnds(start=self.saver.roll_back())
 
     def _end_early(self, *, stop: bool) -> None:
         """Raise `RunEnds` if the validation loss ends the run, or a signal before its last step."""

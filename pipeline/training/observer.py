@@ -210,10 +210,7 @@ def slowest_rank(world: World, rates: Mapping[str, float], *, batch_size: int) -
     gradients: loading, forward and backward pass. Stages 2 and 3 reduce them during the backward pass, where a slow
     rank is therefore not found.
 
-    Args:
-        world: The ranks.
-        rates: This rank's, from `Meter.read`.
-        batch_size: Samples of a step over all ranks.
+    `rates` are this rank's, from `Meter.read`; `batch_size` samples are of a step over all ranks.
 
     Returns:
         `slowest_rank` (the lowest of equally slow ones), its `slowest_rank_ms` per step without these, the same as

@@ -64,13 +64,6 @@ class PeriodicEvaluation:
         return {**scores, **means}, failures
 
 
-def scores_are_logged(run: Path, step: int, *, world: World) -> bool:
-    """Whether the scores after this step are in a run's metrics, into which they come last. Collective."""
-    records = read_records(run / METRICS_NAME) if world.is_main else []
-    is_logged = any(record.get("kind") == "evaluation" and record.get("step") == step for record in records)
-    return bool(world.gather_objects(is_logged)[0])
-
-
 def missed_tests(run: RunConfig, checkpoint: Checkpoint, *, world: World) -> set[str]:
     """Which of `validation` and `evaluation` were due at a checkpoint, but prevented (signal, kill). Collective."""
     step = checkpoint.step
@@ -81,7 +74,9 @@ def missed_tests(run: RunConfig, checkpoint: Checkpoint, *, world: World) -> set
     missed = set()
     if not validated and validation_is_due(run, step=step):
         missed.add("validation")
-    if not evaluated and not scores_are_logged(Path(run.output), step, world=world):
+    records = read_records(Path(run.output, METRICS_NAME)) if world.is_main and not evaluated else []
+    evaluated |= any(record.get("kind") == "evaluation" and record.get("step") == step for record in records)
+    if not world.gather_objects(evaluated)[0]:
         missed.add("evaluation")
     return missed
 

@@ -75,13 +75,7 @@ def find_start(
 ) -> Checkpoint | None:
     """The checkpoint to continue from, its steps counted in this run's batches; None for a new run. Collective.
 
-    Args:
-        run: The configuration.
-        resume: None, "latest" or the folder of a checkpoint.
-        world: The ranks.
-        new_batch_size: Allow a checkpoint of another batch size.
-        mirror: The setting `checkpoint.mirror`; None if it is not to be asked.
-        on_event: Called with messages, on rank 0.
+    `resume` is as in `train`; the mirror is asked unless it is None; `on_event` gets messages, on rank 0.
 
     Raises:
         UserError: There is no such checkpoint, or the folder or the mirror has others that contradict it.

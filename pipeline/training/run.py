@@ -127,16 +127,9 @@ def setup(
 ) -> Trainer:
     """Build every part of a run and, if asked, restore a checkpoint. Cheap checks come first.
 
-    Nothing in the run's folder changes before every check has passed.
-
-    Args:
-        run: The configuration.
-        world: The ranks.
-        resume: None (the output folder must have no checkpoints), "latest" (a new run when there are none), the folder
-            of a checkpoint, or the checkpoint to which the run rolls back.
-        new_batch_size: Allow a checkpoint of another batch size.
-        first: This process has not trained the run before: tests that were due at the checkpoint, but were prevented,
-            are done, and the mirror is asked. Later, it may be away, and the run's folder has the newest checkpoint.
+    Nothing in the run's folder changes before every check has passed. `resume` and `new_batch_size` are those of
+    `train`, or `resume` is the checkpoint to which the run rolls back. `first`: this process has not trained the run
+    before; tests that were due at the checkpoint, but were prevented, are done, and the mirror is asked.
 
     Raises:
         UserError: Anything that keeps the run from starting.

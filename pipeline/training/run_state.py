@@ -139,6 +139,12 @@ class RunState:
     position: Position = field(default_factory=Position)
     """Position in the data after the last batch that was trained on."""
 
+    def advance(self, batch: Batch, result: StepResult) -> None:
+        """Count a step that was taken or skipped."""
+        self.step += 1
+        self.position = batch.position
+        self.skipped.count(applied=result.applied)
+
     def average(self, batch: Batch, result: StepResult) -> None:
         """Add the weights after a step to their average, if there is one."""
         if self.ema is not None and result.applied:

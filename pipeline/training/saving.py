@@ -83,13 +83,13 @@ class Saver:
         """A good checkpoint from before the skipped steps, whose data continues after them; later ones are removed.
 
         The run continues from it as a run that is resumed: its step may be one of an earlier stage. Call it after a
-        step that was skipped; the skipped steps are those before `state.step + 1`.
+        step that was skipped.
 
         Raises:
             UserError: There is no checkpoint from before the skipped steps.
         """
         state, event = self.state, self.telemetry.event
-        run, world, skipped, here = state.run, state.world, state.skipped, state.step + 1
+        run, world, skipped, here = state.run, state.world, state.skipped, state.step
         count = skipped.in_a_row
         self.writer.wait()  # the checkpoint may be the one that is being written
 

@@ -67,7 +67,7 @@ class TrainStep:
     chunks: Sequence[slice]
     """The rows of each micro-batch, from `micro_batches`."""
     on_gradients: OnGradients | None = None
-    """Called between backward and update."""
+    """Called between backward and update, until a step is applied."""
 
     def __post_init__(self) -> None:
         self.cached = len(self.chunks) > 1
@@ -130,6 +130,7 @@ class TrainStep:
             applied = self.engine.step(lr_scale=lr_scale)
             if applied:
                 self.objective.commit(lr_scale=lr_scale)
+                self.on_gradients = None
             else:
                 self.objective.discard()
                 for now, before in statistics:

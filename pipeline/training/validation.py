@@ -60,10 +60,6 @@ class HeldOutPairs:
         held = self.mixture.manifest.n
         return held if self.config.samples is None else min(held, self.config.samples)
 
-    def all_dropped(self) -> Counter[str]:
-        """Unusable pairs of all ranks by reason. Collective."""
-        return sum(self.world.gather_objects(self.dropped), Counter[str]())
-
     @torch.no_grad()
     def features(self, model: EvaluationModel) -> tuple[Tensor, Tensor]:
         """Unit-norm fp32 features of all usable pairs on the CPU, [n, d] of images and of texts. Collective."""
@@ -236,7 +232,7 @@ class Validation:
         if self._reported:
             return
         self._reported = True
-        dropped = self.pairs.all_dropped()
+        dropped = sum(self.pairs.world.gather_objects(self.pairs.dropped), Counter[str]())
         reasons = "".join(f", {count:,} dropped: {reason}" for reason, count in dropped.most_common())
         if used < 2:
             raise UserError(

@@ -59,7 +59,7 @@ def take(file: str, arch: str, *, ranks: int, micro: int | None, record: Record)
         {"name": "openclip"}, dim=architecture.dim, batch_size=ranks * LOCAL, world=world, device=world.device
     )
     chunks, note = micro_batches(LOCAL, micro), lambda *_: record.note(QUEUED)
-    step = TrainStep(engine, objective, world=world, seed=0, chunks=chunks, on_gradients=note)
+    step = TrainStep(engine, objective, world=world, seed=0, chunks=chunks)
     size = architecture.image_size
     image = torch.randn(LOCAL, 3, size, size, generator=torch.Generator().manual_seed(0)).to(engine.dtype)
     text = architecture.tokenize([f"a photo of number {index}" for index in range(LOCAL)])
@@ -80,6 +80,7 @@ def take(file: str, arch: str, *, ranks: int, micro: int | None, record: Record)
     )
     for trainer.state.step in range(2):
         record.__init__()
+        step.on_gradients = note
         with recording(record):
             result = Trainer.train_step(trainer, batch, lr_scale=1.0)
         assert result.applied

@@ -20,6 +20,7 @@ from pipeline.engine.optim import (
     decay_in_gradient,
     gradient_in_moment,
     lr_scale,
+    moment_keys,
     parameter_groups,
     set_lr,
     step_counter,
@@ -141,6 +142,9 @@ def test_the_gradient_can_be_recovered_from_the_moment(name):
             decay, scale = moments[key]
             expected = decay * before[p].get(key, torch.zeros_like(p)) + scale * (given[n] + terms[n])
             assert torch.allclose(optimizer.state[p][key], expected), n
+    keys = moment_keys(config, optimizer.param_groups)
+    for p in net.parameters():
+        assert set(keys(p)) == {key for key, value in optimizer.state[p].items() if torch.is_tensor(value)} - {"step"}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -101,14 +101,6 @@ def test_recipes_of_ones_own_data_train_our_methods_too(name):
     assert run.objective.rho == load(name, "objective.name=neuclip", "samples=100000").objective.rho
 
 
-@pytest.mark.parametrize("name", PAPERS)
-def test_encoder_settings_have_the_values_of_the_papers(name):
-    run = load(name)
-    found = (run.samples, run.batch_size, run.model.arch, run.optimizer.lr, run.optimizer.weight_decay,
-             run.schedule.warmup_steps)  # fmt: skip
-    assert found == ENCODERS[name]
-
-
 @pytest.mark.parametrize("name", NEUCLIP)
 def test_neuclip_has_the_values_of_the_paper_and_our_reading_of_it(name):
     ours, literal = load(name).objective, load(name, "objective.name=neuclip_literal").objective
@@ -153,20 +145,20 @@ def test_values_of_the_fastclip_tables(name, method, expected):
 
 
 @pytest.mark.parametrize("name", PAPERS)
-def test_rho_and_rates_of_the_papers_are_used_as_in_the_code_they_were_tuned_with(name):
+def test_a_recipe_of_a_paper_has_its_values_and_states_source_command_and_gpu_hours(name):
+    run = load(name)
+    found = (run.samples, run.batch_size, run.model.arch, run.optimizer.lr, run.optimizer.weight_decay,
+             run.schedule.warmup_steps)  # fmt: skip
+    assert found == ENCODERS[name]
     assert load(name, "objective.name=fastclip_v3").objective.tau_gradient == "published_code"
     for method in ("isogclr", "fastclip_v2"):
         assert load(name, f"objective.name={method}").objective.tau_optimizer == "published_code"
-
-
-@pytest.mark.parametrize("name", PAPERS)
-def test_headers_state_source_command_and_gpu_hours(name):
     header = (FOLDER / f"{name}.yaml").read_text().split("\noutput:")[0]
     for word in ("Reproduces", "Expected", "Command", "NOT VALIDATED"):
         assert word in header
     assert f"jobs/recipes/{name}.yaml" in header
     hours = re.search(r"GPU hours +(\d+)", header)
-    assert float(hours[1]) == pytest.approx(plan_run(load(name), gpus=8, assume=assumed(name)).cost.gpu_hours, rel=0.01)
+    assert float(hours[1]) == pytest.approx(plan_run(run, gpus=8, assume=assumed(name)).cost.gpu_hours, rel=0.01)
 
 
 def test_learning_rates_scale_with_the_batch_size_unless_given():
@@ -243,14 +235,10 @@ def test_epochs_match_the_loader(tmp_path, batch, streams):
     assert "epochs" not in tree
 
 
-def test_source_weights_change_the_epoch_length(tmp_path):
-    write_shards(tmp_path, [32])
-    data = {"sources": [{"manifest": str(tmp_path), "weight": 2}], "streams": 4}
-    assert resolve_budget({"epochs": 0.5, "batch_size": 8, "data": data}, {})["samples"] == 32
-
-
-def test_warmup_is_a_share_of_the_run(tmp_path):
+def test_weights_change_the_epoch_and_warmup_is_a_share_of_the_run(tmp_path):
     write_shards(tmp_path, [64])
+    data = {"sources": [{"manifest": str(tmp_path), "weight": 2}], "streams": 4}
+    assert resolve_budget({"epochs": 0.5, "batch_size": 8, "data": data}, {})["samples"] == 64
     common = [f"output={tmp_path}", "batch_size=8", f"data.sources={tmp_path}", "data.streams=4"]
     run = load_recipe(None, [*common, "epochs=5", "schedule.warmup_share=0.1"])
     assert (run.total_steps, run.schedule.warmup_steps) == (40, 4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -98,7 +99,8 @@ def test_chosen_pairs_are_the_first_of_each_shard_and_unusable_ones_are_counted(
         held = pairs(base, world, samples=20)
         model = load_for_evaluation(str(base / "plain"))
         held.features(model)
-        return [caption for batch in held._batches for _, caption in batch], held.all_dropped()
+        captions = [caption for batch in held._batches for _, caption in batch]
+        return captions, sum(world.gather_objects(held.dropped), Counter())
 
     ((captions, dropped),) = on_ranks(1, found)
     assert captions == [f"caption {100 + i}" for i in (0, 1, 2, 4, *range(10, 12), *range(13, 25))]

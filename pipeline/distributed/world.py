@@ -120,14 +120,18 @@ class World:
             UserError: The work has raised it. On every rank.
         """
         result, failure = None, None
+        phases = self.phases if self.size > 1 else None
+        before = phases.latest.phase if phases else ""
         if self.is_main:
             try:
                 result = work()
             except Exception as error:
                 failure = error
-        if self.phases is not None:  # so that rank 0 is behind while it works, and not afterwards
-            self.phases.mark("wait for rank 0")
+        if phases:  # rank 0 is behind while it works, and not afterwards
+            phases.mark("wait for rank 0")
         self.wait_for_all()
+        if phases:
+            phases.mark(before)
         problem = self.gather_objects(str(failure) if isinstance(failure, UserError) else "")[0]
         if failure is not None:
             raise failure

@@ -27,7 +27,7 @@ def test_the_others_wait_for_the_work_of_rank_0_or_its_error():
             error = "failed"
         return done, marks(), error
 
-    assert on_ranks(2, program) == [(("done", 0), 2, "failed"), (None, 2, "")]
+    assert on_ranks(2, program) == [(("done", 0), 4, "failed"), (None, 4, "")]
 
 
 def test_an_error_that_the_user_can_fix_is_raised_on_every_rank():

@@ -22,6 +22,13 @@ Our engine never takes more than the model has parameters."""
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 RECIPE_KEYS = (*BATCH_KEYS, "gradient_clipping")
 FORBIDDEN_KEYS = ("optimizer", "scheduler", "fp16")
+KNOWN_KEYS = (
+    *RECIPE_KEYS, "zero_optimization", "managed_gradient_accumulation", "zero_allow_untested_optimizer", "bf16",
+    "data_types", "communication_data_type", "torch_autocast", "prescale_gradients", "gradient_predivide_factor",
+    "zero_force_ds_cpu_optimizer", "disable_allgather", "steps_per_print", "wall_clock_breakdown", "timers",
+)  # fmt: skip
+"""What a DeepSpeed file may set. Other keys write files of their own, change the training, or have no effect here;
+DeepSpeed passes over one that it does not know."""
 
 
 @section
@@ -118,10 +125,20 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _check_settings(settings: Mapping[str, Any], filled: Mapping[str, Any], *, path: Path, world_size: int) -> None:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
     for key in FORBIDDEN_KEYS:
         if key in settings:
             raise UserError(f"{path} sets {key!r}, which the recipe decides (see optimizer.*, schedule.*): remove it.")
-    stage = settings.get("zero_optimization", {}).get("stage", 0)
+    zero = settings.get("zero_optimization", {})
+    unknown = [key for key in settings if key not in KNOWN_KEYS]
+    unknown += [f"zero_optimization.{key}" for key in zero if key not in DeepSpeedZeroConfig.model_fields]
+    if unknown:
+        raise UserError(
+            f"{path} sets {unknown[0]!r}, which a DeepSpeed file cannot set here: remove it. Allowed are "
+            f"{', '.join(KNOWN_KEYS)}; a run's own records are in the telemetry section."
+        )
+    stage = zero.get("stage", 0)
     if type(stage) is not int or not 0 <= stage <= 3:
         raise UserError(f"{path} sets zero_optimization.stage = {stage!r}: it must be 0, 1, 2 or 3.")
     for key in RECIPE_KEYS:

@@ -131,6 +131,9 @@ def test_stage_2_does_not_reduce_gradients_for_every_micro_batch():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        ({"tensorboard": {"enabled": True}}, "'tensorboard', which a DeepSpeed file cannot set"),
+        ({"gradient_cliping": 1.0}, "'gradient_cliping', which"),
+        ({"zero_optimization": {"stage": 1, "stag": 2}}, r"'zero_optimization\.stag', which"),
         ({"train_batch_size": 32}, "train_batch_size = 32, but the recipe makes it 8"),
         ({"optimizer": {"type": "Adam"}}, "sets 'optimizer', which the recipe decides"),
         ({"managed_gradient_accumulation": True}, "must set managed_gradient_accumulation to false"),
@@ -143,7 +146,7 @@ def test_stage_2_does_not_reduce_gradients_for_every_micro_batch():
         ("{", "not a readable JSON file"),
     ],
 )
-def test_a_deepspeed_file_that_contradicts_the_recipe_is_refused(given, message, tmp_path):
+def test_a_deepspeed_file_with_unknown_keys_or_against_the_recipe_is_refused(given, message, tmp_path):
     file = tmp_path / "own.json"
     text = {"managed_gradient_accumulation": False, **given} if isinstance(given, dict) else given
     file.write_text(text if isinstance(text, str) else json.dumps(text))

@@ -227,6 +227,22 @@ def check_model(config: ModelConfig) -> None:
     build_towers(without_weights(config), seed=0, device="meta")
 
 
+def unread_pixels(visual: nn.Module, image_size: int) -> list[str]:
+    """A sentence about the pixels at the right and the bottom that fill no whole patch, if there are any."""
+    patches = getattr(getattr(visual, "trunk", None), "patch_embed", visual)
+    patch = getattr(patches, "patch_size", None)
+    side = int(patch[0] if isinstance(patch, tuple) else patch or 1)
+    if not (left := image_size % side):
+        return []
+    below = image_size - left
+    note = (
+        f"Images of {image_size} px hold {below // side} x {below // side} patches of {side} px: the last {left} px at "
+        f"the right and at the bottom are never read. model.image_size={below} is cheaper and reads as much; "
+        f"{below + side} has none left over."
+    )
+    return [note]
+
+
 def build_towers(config: ModelConfig, *, seed: int, device: str | torch.device = "cpu") -> tuple[Towers, Architecture]:
     """Build a recipe's towers in fp32.
 
@@ -280,6 +296,7 @@ def build_towers(config: ModelConfig, *, seed: int, device: str | torch.device =
         use_class_token_block(clip)
     add_adapters(clip, config.lora, seed=seed, locked=(config.lock_image, config.lock_text))
     notes = interpolated(start, image_size=config.image_size, context_length=config.context_length)
+    notes += unread_pixels(clip.visual, architecture.image_size)  # type: ignore[arg-type]
     towers = Towers(clip, logit=logit, notes=notes)
     if config.grad_checkpointing:
         towers.clip.set_grad_checkpointing(True)  # type: ignore[operator]

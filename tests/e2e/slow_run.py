@@ -2,14 +2,15 @@
 
 python -m tests.e2e.slow_run SECONDS ARGUMENTS-OF-TRAIN
 
-With `until=FILE` instead of seconds, it pauses for a second until the file exists. With `mirror`, the
-writer waits until each finished checkpoint is in the mirror, so that none is skipped. With `encode=SECONDS`, only
-rank 0 pauses, at every batch of images in evaluations and validations; with `forward=SECONDS`, only rank 1, before
-every forward pass.
+With `until=FILE` instead of seconds, it pauses until the file exists: for a second at first, and 3% longer every step.
+With `mirror`, the writer waits until each finished checkpoint is in the mirror, so that none is skipped. With
+`encode=SECONDS`, only rank 0 pauses, at every batch of images in evaluations and validations; with `forward=SECONDS`,
+only rank 1, before every forward pass.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import time
@@ -26,10 +27,12 @@ if __name__ == "__main__":
     seconds, *arguments = sys.argv[1:]
     step, submit = DeepSpeedEngine.step, Uploads.submit
 
+    pauses = (1.03**number for number in itertools.count())
+
     def slow_step(engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
         until = seconds.partition("until=")[2]
         if not until or not Path(until).exists():
-            time.sleep(1.0 if until else float(seconds))
+            time.sleep(next(pauses) if until else float(seconds))
         return step(engine, *args, **kwargs)
 
     def submit_and_wait(uploads: Uploads, path: Path) -> None:

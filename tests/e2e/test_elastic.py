@@ -17,7 +17,7 @@ from tests.e2e.test_train import base, records, settings  # noqa: F401 (fixtures
 from tests.launch import ROOT, environment, free_port, run, wait_for
 
 STEPS = 100
-"""A second each until the new node has been taken up; the rest is as fast as it can be."""
+"""A second or more each until the new node has been taken up; the rest is as fast as it can be."""
 LIMIT = 240.0
 """Seconds to wait for anything."""
 

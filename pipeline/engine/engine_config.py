@@ -29,6 +29,16 @@ KNOWN_KEYS = (
 )  # fmt: skip
 """What a DeepSpeed file may set. Other keys write files of their own, change the training, or have no effect here;
 DeepSpeed passes over one that it does not know."""
+KNOWN_ZERO_KEYS = (
+    "stage", "overlap_comm", "reduce_scatter", "reduce_bucket_size", "allgather_partitions", "allgather_bucket_size",
+    "contiguous_gradients", "round_robin_gradients", "ignore_unused_parameters", "sub_group_size", "offload_optimizer",
+    "offload_param", "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients",
+    "stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_prefetch_bucket_size",
+    "stage3_param_persistence_threshold", "stage3_model_persistence_threshold",
+    "stage3_gather_16bit_weights_on_model_save",
+)  # fmt: skip
+KNOWN_OFFLOAD_KEYS = ("device", "pin_memory", "ratio", "buffer_count", "fast_init")
+"""Without `nvme_path`: offloading to disks would write files outside the run's folder."""
 
 
 @section
@@ -125,19 +135,21 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _check_settings(settings: Mapping[str, Any], filled: Mapping[str, Any], *, path: Path, world_size: int) -> None:
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
     for key in FORBIDDEN_KEYS:
         if key in settings:
             raise UserError(f"{path} sets {key!r}, which the recipe decides (see optimizer.*, schedule.*): remove it.")
     zero = settings.get("zero_optimization", {})
-    unknown = [key for key in settings if key not in KNOWN_KEYS]
-    unknown += [f"zero_optimization.{key}" for key in zero if key not in DeepSpeedZeroConfig.model_fields]
-    if unknown:
-        raise UserError(
-            f"{path} sets {unknown[0]!r}, which a DeepSpeed file cannot set here: remove it. Allowed are "
-            f"{', '.join(KNOWN_KEYS)}; a run's own records are in the telemetry section."
-        )
+    offload = [key for name in ("offload_optimizer", "offload_param") for key in zero.get(name, {})]
+    for keys, known, where in (
+        (settings, KNOWN_KEYS, ""),
+        (zero, KNOWN_ZERO_KEYS, "zero_optimization."),
+        (offload, KNOWN_OFFLOAD_KEYS, "zero_optimization.offload_*."),
+    ):
+        if unknown := [key for key in keys if key not in known]:
+            raise UserError(
+                f"{path} sets {where}{unknown[0]!r}, which a DeepSpeed file cannot set here: remove it. Allowed are "
+                f"{', '.join(known)}; a run's own records are in the telemetry section."
+            )
     stage = zero.get("stage", 0)
     if type(stage) is not int or not 0 <= stage <= 3:
         raise UserError(f"{path} sets zero_optimization.stage = {stage!r}: it must be 0, 1, 2 or 3.")

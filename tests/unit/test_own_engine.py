@@ -133,7 +133,9 @@ def test_stage_2_does_not_reduce_gradients_for_every_micro_batch():
     [
         ({"tensorboard": {"enabled": True}}, "'tensorboard', which a DeepSpeed file cannot set"),
         ({"gradient_cliping": 1.0}, "'gradient_cliping', which"),
-        ({"zero_optimization": {"stage": 1, "stag": 2}}, r"'zero_optimization\.stag', which"),
+        ({"zero_optimization": {"stage": 1, "stag": 2}}, r"zero_optimization\.'stag', which"),
+        ({"zero_optimization": {"stage": 1, "zenflow": {}}}, "'zenflow', which"),
+        ({"zero_optimization": {"stage": 1, "offload_optimizer": {"nvme_path": "/"}}}, "'nvme_path', which"),
         ({"train_batch_size": 32}, "train_batch_size = 32, but the recipe makes it 8"),
         ({"optimizer": {"type": "Adam"}}, "sets 'optimizer', which the recipe decides"),
         ({"managed_gradient_accumulation": True}, "must set managed_gradient_accumulation to false"),
@@ -152,6 +154,14 @@ def test_a_deepspeed_file_with_unknown_keys_or_against_the_recipe_is_refused(giv
     file.write_text(text if isinstance(text, str) else json.dumps(text))
     with pytest.raises(UserError, match=message):
         deepspeed_settings(EngineConfig(deepspeed=str(file)), global_batch=8, world_size=1)
+
+
+def test_a_deepspeed_file_may_name_settings_of_stage_3_as_deepspeed_documents_them(tmp_path):
+    zero = {"stage": 3, "stage3_prefetch_bucket_size": 1000, "offload_optimizer": {"device": "cpu"}}
+    file = tmp_path / "own.json"
+    file.write_text(json.dumps({"managed_gradient_accumulation": False, "zero_optimization": zero}))
+    found = deepspeed_settings(EngineConfig(deepspeed=str(file)), global_batch=8, world_size=1)
+    assert found["zero_optimization"] == zero
 
 
 def test_gradients_of_nan_are_found_with_a_file_that_does_not_ask_for_it(tmp_path):

@@ -166,7 +166,8 @@ class _Meta(_Strict):
     validation: _History
     ema_updates: _Count | None = None
     adapters_of: str | None = None
-    features: dict[str, dict[str, Any]]
+    features: dict[str, dict[str, Any]] = {}
+    """Not in checkpoints of version 0.2.0."""
     run_id: str = Field(pattern=f"^{RUN_ID}$")
 
 

@@ -188,7 +188,7 @@ def check_features(checkpoint: Checkpoint, features: Mapping[str, Mapping[str, A
         UserError: A setting names features of another model.
     """
     for setting, now in features.items():
-        before = checkpoint.meta["features"].get(setting, now)
+        before = checkpoint.meta.get("features", {}).get(setting, now)
         if changed := differences(before, now):
             raise UserError(
                 f"The run of {checkpoint.path.name} has used other features than {setting} names: "

@@ -229,7 +229,7 @@ class RunState:
         """
         skipped = self.loader.load_state_dict(checkpoint.meta["data"], new_batch_size=PREVIOUS in checkpoint.meta)
         self.skipped = SkippedSteps(**checkpoint.meta["faults"])
-        self.features = dict(checkpoint.meta["features"])
+        self.features = dict(checkpoint.meta.get("features", {}))
         self.position = self.loader.position
         shapes = self.engine.state.shapes() if self.run.schedule.stages else {}
         average = checkpoint.ema() if self.ema is not None else None

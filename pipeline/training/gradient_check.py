@@ -112,6 +112,7 @@ class GradientCheck:
         }
         self._plain, self._before = None, {}
         del weights
+        self._expected = {}
         if self._world.device.type == "cuda":  # exclude the copy from the run's memory statistics
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()

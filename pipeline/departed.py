@@ -15,7 +15,7 @@ SETTINGS: dict[str, str] = {
     "data.prefetch": "Each worker keeps 2 batches ready.",
     "ema.warmup": "The average always warms up: min(decay, (1 + t) / (10 + t)) at step t.",
     "ema.evaluate": "The average is evaluated and validated while training; `neuclip evaluate RUN` evaluates the trained weights.",
-    "engine.rehearse_widest": "Nothing is rehearsed: packed texts, the default on GPUs, need no memory for the widest batch.",
+    "engine.rehearse_widest": "Texts are packed; with model.text_batching=padded, engine.micro_batch=auto tries the widest ones before the first step.",
     "evaluation.examples": "Eight examples of a retrieval task are saved.",
     "evaluation.threads": "Set the environment's OMP_NUM_THREADS.",
     "examples": "Eight examples of a retrieval task are saved.",

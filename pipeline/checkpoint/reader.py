@@ -58,12 +58,13 @@ class Checkpoint:
             yield
         except UserError:
             raise
-        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, SafetensorError) as error:
+        except (LookupError, ValueError, RuntimeError, SafetensorError) as error:
             if lost_contact(error) or is_out_of_memory(error) or too_many_files(error):
                 raise
             raise UserError(
                 f"{self.path} cannot be restored: a file in it is damaged, or not of a run with these settings "
-                f"({type(error).__name__}: {in_a_line(error)}). Resume from an earlier checkpoint, or start a new run."
+                f"({type(error).__name__}: {in_a_line(error)}). Resume from an earlier checkpoint, or start a new run; "
+                "--debug shows where it failed."
             ) from error
 
     @property

@@ -218,7 +218,9 @@ def ours(
 
 def take_steps(trainer: Trainer, steps: int) -> None:
     for _ in range(steps):
-        result = trainer.train_step(trainer.batches.next(), lr_scale=LR_SCALE)
+        batch = trainer.batches.next()
+        result = trainer.train_step(batch, lr_scale=LR_SCALE)
+        trainer.state.average(batch, result)
         assert result.applied
         trainer.state.step += 1
         trainer.utilization.count(text_tokens=result.text_tokens)

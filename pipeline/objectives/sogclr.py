@@ -144,9 +144,6 @@ class FastClipV1Config(SogClrConfig):
     gamma_schedule: Literal["constant", "cosine"] = "cosine"
 
 
-GlobalTemperature = ConstantTemperature | LearnedTemperature
-
-
 class MovingAverageObjective(SoftmaxObjective):
     """The global contrastive loss with g estimated by moving averages u; a method implements `scaled`."""
 

@@ -20,7 +20,7 @@ from pipeline.data.loading.position import differences
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.files import write_text
-from pipeline.run_files import FOLDER_NAME, checkpoint_folders, parse_as, read_as
+from pipeline.run_files import FOLDER_NAME, checkpoint_folders, parse_as, read_as, read_meta
 from pipeline.training.recipe import RunConfig
 
 ORIGIN_NAME = "origin.json"
@@ -34,12 +34,16 @@ class Origin:
 
     checkpoint: str
     """Absolute path of its folder."""
+    digest: str
+    """SHA-256 of its `checkpoint.json`; empty if it could not be read: it may have been removed since."""
     new_batch_size: bool = False
     """The run was begun with `--new-batch-size`."""
 
     def is_of(self, other: Origin | None) -> bool:
-        """Whether both are the same checkpoint."""
-        return other is not None and self.checkpoint == other.checkpoint
+        """Whether both are the same checkpoint, as far as it could be read."""
+        if other is None or self.checkpoint != other.checkpoint:
+            return False
+        return not (self.digest and other.digest) or self.digest == other.digest
 
 
 def origin_of_start(run: RunConfig, resume: str | None, *, new_batch_size: bool) -> Origin | None:
@@ -47,7 +51,12 @@ def origin_of_start(run: RunConfig, resume: str | None, *, new_batch_size: bool)
     if resume is None or resume == "latest":
         return None
     path = Path(resume).resolve()
-    return None if path.is_relative_to(Path(run.output).resolve()) else Origin(str(path), new_batch_size)
+    if path.is_relative_to(Path(run.output).resolve()):
+        return None
+    digest = ""
+    with suppress(OSError, ValueError):
+        digest = str(read_meta(path).get("digest", ""))
+    return Origin(str(path), digest, new_batch_size)
 
 
 def read_origin(folder: Path) -> Origin | None:
@@ -59,6 +68,8 @@ def record_origin(run: RunConfig, resume: str | None, *, new_batch_size: bool) -
     """Write a fork's origin into its folder; a run that begins anew has none."""
     path = Path(run.output, ORIGIN_NAME)
     if (origin := origin_of_start(run, resume, new_batch_size=new_batch_size)) is not None:
+        if not origin.digest and origin.is_of(read_origin(path.parent)):
+            return  # what is recorded says more
         write_text(path, json.dumps(asdict(origin)) + "\n")
     elif resume is None:
         path.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from pathlib import Path
@@ -80,11 +81,15 @@ def test_a_run_continues_with_another_batch_size_in_a_new_folder(base):
     for samples in (208, 224):
         train_here(*new, f"samples={samples}", resume=checkpoint, new_batch_size=True)
     assert metrics(base / "second", "train")[-1]["step"] == 14
+    assert json.loads((base / "second" / "origin.json").read_text())["digest"]
     other = str(base / "first" / "checkpoints" / "step-00000008")
     with pytest.raises(UserError, match=r"of a run that was not begun from .*step-00000008"):
         train_here(*new, "samples=256", resume=other, new_batch_size=True)
     with pytest.raises(UserError, match=r"was not begun from .*nothing, which does not exist: choose another output"):
         train_here(*new, "samples=256", resume=str(base / "nothing"), new_batch_size=True)
+    shutil.copytree(other, checkpoint)  # made anew since
+    with pytest.raises(UserError, match=r"of a run that was not begun from .*step-00000004"):
+        train_here(*new, "samples=256", resume=checkpoint, new_batch_size=True)
 
 
 def test_a_fork_whose_disk_is_lost_continues_from_its_mirror(base):

@@ -106,7 +106,7 @@ def early(run: Path) -> None:
 
 
 def fork(run: Path) -> None:
-    origin = Origin("/other/step-00000004", new_batch_size=True)
+    origin = Origin("/other/step-00000004", "abc", new_batch_size=True)
     (run / "origin.json").write_text(json.dumps(asdict(origin)))
     beat(run)
 

@@ -161,7 +161,8 @@ def create_from(start: Start, **options: Any) -> nn.Module:
     except UserError:
         raise
     except Exception as error:
-        if explain_memory_error(error):
+        # Without weights, an AttributeError is a bug. With them, it may come from a damaged file.
+        if explain_memory_error(error) or (not required and isinstance(error, AttributeError | NameError)):
             raise
         # Files of weights fail in many ways: pickle's, safetensors' and assertions of open_clip.
         usual = isinstance(error, RuntimeError | ValueError | OSError)

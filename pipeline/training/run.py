@@ -193,7 +193,7 @@ def _check_services(run: RunConfig) -> None:
 
 
 def _report_start(trainer: Trainer, notes: list[str], checkpoint: Checkpoint | None) -> None:
-    """Report what the start found, and what makes this run slower than it could be. Collective."""
+    """Report what the start found, and what makes this run slower than it could be."""
     run, world, engine, telemetry = trainer.run, trainer.world, trainer.state.engine, trainer.telemetry
     if checkpoint is None:
         notes = [*notes, describe_start(run, engine.module.logit), *engine.module.notes]

@@ -1,7 +1,4 @@
-"""`neuclip settings`: every setting with its default, allowed values and meaning, as in docs/settings.md.
-
-Settings are documented in one place, a string literal under the field of the `@section` class.
-"""
+"""`neuclip settings`: every setting with its default, allowed values and meaning, as in docs/settings.md."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def command(
     """Evaluate every new checkpoint of every RUN on a suite, each exactly once, the newest first.
 
     Any number of watchers may share the work, on one or many machines with a shared file system; if one dies, another
-    takes over its work. Settings are KEY=VALUE: interval, together, every, and those of
+    takes over its work. Settings are KEY=VALUE: interval, every, and those of
     `neuclip evaluate` as evaluation.KEY=VALUE. RUN/evaluation-ledger records what was done; results are in
     RUN/evaluation, and scores are added to RUN/tensorboard.
     """
@@ -47,7 +47,7 @@ def command(
         opened = opened.only(tasks)
     opened.check_places()
     stop = threading.Event()
-    signal.signal(signal.SIGTERM, _interrupt)  # sent by schedulers before SIGKILL: release leases immediately
+    signal.signal(signal.SIGTERM, _interrupt)  # sent by schedulers before SIGKILL: the attempt does not count
     with start_processes(device) as processes:
 
         def say(text: str) -> None:

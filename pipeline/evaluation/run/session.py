@@ -102,7 +102,7 @@ def attempt(action: Callable[[], T]) -> tuple[T | None, str | None]:
         return None, f"{where} cannot be read or written: {error.strerror or plain(error)}."
     except Exception as error:
         if is_out_of_memory(error):
-            return None, f"{plain(error)} Lower micro_batch, or for a watcher `together`."
+            return None, f"{plain(error)} Lower micro_batch."
         return None, f"Unexpected {type(error).__name__}: {plain(error)}. This is probably a bug in neuclip."
 
 

@@ -6,6 +6,7 @@ Differences have their t, p-values of Student's distribution and Holm's correcti
 from __future__ import annotations
 
 import functools
+import json
 import math
 import statistics
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -17,7 +18,6 @@ import scipy.stats
 
 from jobs.studies.declare import RESULT_NAME, Unit
 from pipeline.evaluation.datasets.datacomp import AGGREGATES
-from pipeline.files import read_tree
 
 Name = TypeVar("Name", bound=Hashable)
 LEVEL = 0.05
@@ -190,7 +190,9 @@ PAIRED = {
 def read_outcomes(units: Sequence[Unit], output: Path) -> list[Outcome]:
     """The finished runs among `units`."""
     return [
-        Outcome(unit.setting, unit.arm, unit.seed, unit.key, read_tree(unit.folder(output) / RESULT_NAME))
+        Outcome(
+            unit.setting, unit.arm, unit.seed, unit.key, json.loads((unit.folder(output) / RESULT_NAME).read_text())
+        )
         for unit in units
         if unit.is_done(output)
     ]

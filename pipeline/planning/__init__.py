@@ -1,1 +1,1 @@
-"""Before a run: estimates of memory and time, and checks whether this node can train."""
+"""Before a run: estimates of memory and time, and whether this node can train; after it: how it ended."""

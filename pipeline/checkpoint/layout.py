@@ -164,8 +164,8 @@ class _Meta(_Strict):
     config: _Config
     faults: _Faults
     validation: _History
-    ema_updates: _Count | None = None
-    adapters_of: str | None = None
+    ema_updates: _Count = 0
+    adapters_of: str = ""
     features: dict[str, dict[str, Any]] = {}
     """Not in checkpoints of version 0.2.0."""
     run_id: str = Field(pattern=f"^{RUN_ID}$")
@@ -186,8 +186,8 @@ def wrong_meta(meta: Mapping[str, Any], name: str) -> str:
     except UserError as error:
         return str(error)
     needed = [MODEL_CONFIG_NAME, WEIGHTS_NAME, MOMENTS_NAME, OBJECTIVE_NAME]
-    needed += [] if parsed.ema_updates is None else [f"{EMA_NAME}/{WEIGHTS_NAME}"]
-    needed += [] if parsed.adapters_of is None else [f"{ADAPTERS_NAME}/{name}" for name in ADAPTER_FILES]
+    needed += [f"{EMA_NAME}/{WEIGHTS_NAME}"] if "ema_updates" in meta else []
+    needed += [f"{ADAPTERS_NAME}/{name}" for name in ADAPTER_FILES] if "adapters_of" in meta else []
     if missing := [file for file in needed if file not in parsed.files]:
         return f"{META_NAME} does not list {', '.join(missing)}."
     if parsed.samples != parsed.step * parsed.config.batch_size or (is_name(name) and name != name_of(parsed.step)):

@@ -107,7 +107,8 @@ class DeepSpeedState:
         if counter:
             keys = moment_keys(self._optimizer, self._torch_optimizer.param_groups)
             named = [(name, key) for name, p in self.named_parameters() for key in keys(p)]
-            _check_shapes("optimizer state", moments, {place: expected[place[0]] for place in named})
+            written = {place: value for place, value in moments.items() if value.dtype == torch.float32}  # by a run
+            _check_shapes("optimizer state", written, {place: expected[place[0]] for place in named})
         trained = dict(self.named_parameters())
         with torch.no_grad():
             for name, value in self._state_dict_items():

@@ -66,6 +66,7 @@ WRONG: dict[str, Callable[[dict[str, Any]], object]] = {
     "files without moments": lambda meta: meta["files"].pop(MOMENTS),
     "files without weights": lambda meta: meta["files"].pop(WEIGHTS),
     "an average without weights": lambda meta: meta.update(ema_updates=3),
+    "an average of an unknown number of steps": lambda meta: meta.update(ema_updates=None),
     "a file without its size": lambda meta: meta["files"][MOMENTS].pop("bytes"),
     "rows of a wrong type": lambda meta: meta["files"]["rows-00000-00000.safetensors"].update(rows=[1]),
     "a list in place of an entry": lambda meta: meta["files"].update({MOMENTS: []}),

@@ -186,6 +186,7 @@ MOMENT = "exp_avg_sq/visual.proj"
 FORGED: dict[tuple[str, str], Callable[[dict[str, torch.Tensor]], object]] = {
     ("moments", "without a moment"): lambda state: state.pop(MOMENT),
     ("moments", "of another shape"): lambda state: state.update({MOMENT: torch.zeros(3)}),
+    ("moments", "of integers"): lambda state: state.update({MOMENT: state[MOMENT].long()}),
     ("moments", "without second moments"): lambda state: [state.pop(k) for k in [*state] if k.startswith("exp_avg_sq")],
     ("moments", "of no parameter"): lambda state: [state.update({f"x{k}": state.pop(k)}) for k in [*state]],
     ("objective", "without its state"): lambda state: [state.pop(k) for k in [*state]],

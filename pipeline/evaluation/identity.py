@@ -19,15 +19,16 @@ import hashlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import UserError
 from pipeline.evaluation.datasets.suite import Entry, Suite, files_of
-from pipeline.evaluation.datasets.task_data import ACCEPT, TaskData, TaskError, check_digests, plain
+from pipeline.evaluation.datasets.task_data import ACCEPT, TaskData, TaskError, check_digests, file_facts, plain
 from pipeline.evaluation.protocol import PROTOCOLS
-from pipeline.files import sha256_of, write_json
+from pipeline.files import read_tree, sha256_of, write_json
 from pipeline.versions import version_of, versions
 
 if TYPE_CHECKING:
@@ -215,27 +216,31 @@ class SuiteLock:
         write_json(self.path, tree, durable=True)
 
 
-def suite_identity(suite: Suite, config: EvaluationConfig) -> str:
-    """The suite's name with a digest of its tasks, their files and the settings that can change a score.
+def suite_identity(suite: Suite, config: EvaluationConfig, *, known: Path) -> str:
+    """The suite's name with a digest of its tasks, their files' contents and the settings that can change a score.
 
-    Of every file the size and the first 64 kB count: this is for watchers, which decide by it what has been done,
-    while an evaluation compares the whole contents with the lock. A renamed folder gives another name but the same
-    digest. The code is not part of it: after an update, watchers do not score again what has scores. A part of a
-    suite has another identity than the whole.
+    A renamed folder gives another name but the same digest. The code is not part of it: after an update, watchers do
+    not score again what has scores. A part of a suite has another identity than the whole. The file `known` keeps
+    SHA-256 of files by path, size, dates and inode, so that watchers read them once; an evaluation reads all of them.
 
     Raises:
         UserError: A file of the suite cannot be read.
     """
     digest = hashlib.sha256(json.dumps([getattr(config, name) for name in SETTINGS]).encode())
+    before = read_tree(known)
+    digests = dict(before)
     try:
         for entry in suite.entries:
             digest.update(f"{entry.task.key} {entry.task.main_metric} {entry.own}\n".encode())
             for name, path in files_of(entry):
-                digest.update(f"{path.stat().st_size} {name}\n".encode())
-                with path.open("rb") as file:
-                    digest.update(file.read(2**16))
+                key = f"{path.resolve()} {file_facts(path)}"
+                digests[key] = digests.get(key) or sha256_of(path)
+                digest.update(f"{digests[key]}  {name}\n".encode())
     except OSError as error:
         raise UserError(
             f"{plain(error.filename)} of the suite {suite.name} cannot be read: {error.strerror}."
         ) from error
+    if digests != before:
+        with suppress(OSError):  # then the lock of a checkpoint cannot be written either, which is an error
+            write_json(known, digests)
     return f"{suite.name}-{digest.hexdigest()[:12]}"

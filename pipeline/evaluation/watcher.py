@@ -113,7 +113,8 @@ class Watcher:
         self._leases: dict[Path, Lease] = {}
         """Of the checkpoints that are being evaluated; on the first process only."""
         self._candidates = {run: Candidates(run, every=config.every) for run in runs}
-        mine = suite_identity(suite, evaluation) if processes[0].rank == 0 else ""
+        known = runs[0] / LEDGER_FOLDER / "digests.json"
+        mine = suite_identity(suite, evaluation, known=known) if processes[0].rank == 0 else ""
         self.identity: str = processes[0].gather_objects(mine)[0]
         self.ledgers = {run: Ledger(run / LEDGER_FOLDER / self.identity) for run in runs}
 

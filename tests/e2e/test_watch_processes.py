@@ -44,7 +44,8 @@ def test_after_kill_9_nothing_is_lost_or_repeated(tmp_path):
         write_classification(suite, TASKS[key], samples=300)
     for step in STEPS[:-1]:
         save_step(run, step)
-    ledger = run / "evaluation-ledger" / suite_identity(open_suite(suite), EvaluationConfig(micro_batch=8))
+    identity = suite_identity(open_suite(suite), EvaluationConfig(micro_batch=8), known=tmp_path / "digests.json")
+    ledger = run / "evaluation-ledger" / identity
     with ExitStack() as watchers:
         # The victim is killed while it holds a lease, before it has any result for that checkpoint.
         with start(run, suite) as victim:

@@ -299,13 +299,16 @@ def test_the_ledger_treats_other_data_or_settings_as_another_suite(tmp_path):
     roots = [tmp_path / "a/mini", tmp_path / "b/mini", tmp_path / "c/mini"]
     for root, seed in zip(roots, (0, 0, 1), strict=True):
         write_classification(root, TASKS["cifar10"], samples=8, seed=seed)
-    settings = EvaluationConfig()
-    same, copied, other = (suite_identity(open_suite(root), settings) for root in roots)
+    known, settings = tmp_path / "digests.json", EvaluationConfig()
+    same, copied, other = (suite_identity(open_suite(root), settings, known=known) for root in roots)
     assert same == copied != other
     assert same.startswith("mini-")
-    assert same != suite_identity(open_suite(roots[0]), EvaluationConfig(blank_class="drop"))
-    (roots[0] / "wds_cifar10_test/classnames.txt").write_text("edited\n")
-    assert same != suite_identity(open_suite(roots[0]), settings)
+    assert same != suite_identity(open_suite(roots[0]), EvaluationConfig(blank_class="drop"), known=known)
+    tar = roots[0] / "wds_cifar10_test/test/1.tar"
+    tar.write_bytes(tar.read_bytes()[:-1] + b"\1")
+    assert same != suite_identity(open_suite(roots[0]), settings, known=known), "one byte at the end of a file"
+    known.write_text("damaged")
+    assert same == suite_identity(open_suite(roots[1]), settings, known=known)
 
 
 NAME = "step-00000100"

@@ -27,9 +27,9 @@ def command(
     """Evaluate every new checkpoint of every RUN on a suite, each exactly once, the newest first.
 
     Any number of watchers may share the work, on one or many machines with a shared file system; if one dies, another
-    takes over its work. Settings are KEY=VALUE: interval, every, and those of
-    `neuclip evaluate` as evaluation.KEY=VALUE. RUN/evaluation-ledger records what was done; results are in
-    RUN/evaluation, and scores are added to RUN/tensorboard.
+    takes over its work. Settings are KEY=VALUE: interval, every, and those of `neuclip evaluate` as
+    evaluation.KEY=VALUE. RUN/evaluation-ledger records what was done; results are in RUN/evaluation, and scores are
+    added to RUN/tensorboard.
     """
     from pipeline.config import parse, parse_overrides
     from pipeline.evaluation.datasets.suite import open_suite

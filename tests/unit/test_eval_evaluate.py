@@ -155,6 +155,18 @@ def test_outcomes_reproduce_the_metrics(evaluated):
             assert module.metrics(outcomes) == result.metrics
 
 
+def test_examples_show_the_best_images(evaluated):
+    folder = next(evaluated[0].glob("*.examples"))
+    examples = json.loads((folder / "examples.json").read_text())
+    assert len(examples) == retrieval.EXAMPLES
+    for example in examples:
+        scores = [image["score"] for image in example["images"]]
+        assert scores == sorted(scores, reverse=True)
+        assert [image["right"] for image in example["images"]] == [example["rank"] == k for k in range(5)]
+        assert all((folder / image["file"]).is_file() for image in example["images"])
+        assert (folder / f"{example['right']}.jpg").is_file()
+
+
 def test_every_micro_batch_of_texts_is_progress(model):
     """A unit of texts may take longer than a rank may be silent."""
     seen: list[None] = []

@@ -221,7 +221,8 @@ def open_task(entry: Entry, *, blank_class: BlankClass = "keep", allow_outside: 
             check_inside(data.files, _places(entry, data))
         data = replace(data, facts={path: facts.get(path) or file_facts(path) for path in data.files})
     except OSError as error:
-        raise TaskError(f"Cannot read {error.filename}: {error.strerror}. The task's data is incomplete.") from error
+        where = error.filename or entry.folder
+        raise TaskError(f"Cannot read {where}: {error.strerror}. The task's data is incomplete.") from error
     for what in COUNTS:
         wanted, count = entry.expected.get(what), data.counts.get(what, 0)
         if wanted is not None and count != wanted:

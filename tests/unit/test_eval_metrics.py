@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sklearn.metrics import balanced_accuracy_score, f1_score, jaccard_score, recall_score, top_k_accuracy_score
 
 from pipeline.evaluation.datasets.datacomp import AGGREGATES, TASKS, Task, folder_names
-from pipeline.evaluation.datasets.task_data import FileImages, Instance, TaskData
+from pipeline.evaluation.datasets.task_data import FileImages, Instance, TaskData, TaskError
 from pipeline.evaluation.protocol import macro_f1, macro_recall
 from pipeline.evaluation.protocols import association, classification, retrieval
 from pipeline.evaluation.protocols.texts import TextSide
@@ -154,6 +154,13 @@ def test_association_chance_matches_random_picks():
     truth = np.array(instance.associated)
     drawn = np.mean([association.jaccard(rng.random(10), truth) for _ in range(20_000)])
     assert association.Association(Task("t", "t"), data).chance() == pytest.approx(drawn, abs=0.005)
+
+
+def test_association_without_large_instances_is_an_error():
+    instance = Instance("cue", (0, 1), (True, False))
+    data = TaskData(folder=None, layout="", images=FileImages([]), files=(), instances=(instance,))
+    with pytest.raises(TaskError, match="10 or more candidates"):
+        association.Association(Task("t", "t"), data)
 
 
 def test_task_table_matches_the_benchmark():

@@ -176,7 +176,9 @@ def _kind_of_folder(path: Path, options: SourceOptions) -> tuple[str, list[Path]
         return "parquet", found
     if found := below(*_TARS):
         return "tars", found
-    images = list(itertools.islice(folders.files_below(path, folders.is_image), 10_000))
+    # Of any kind: links to nothing and pipes are rows that are counted.
+    below_it = (Path(root, name) for root, names in folders.walk(path) for name in names if folders.is_image(name))
+    images = list(itertools.islice(below_it, 10_000))
     if any(image.with_name(f"{name}.{suffix}").is_file() for image in images for name in (image.stem, image.name)
            for suffix in _TEXT_SUFFIXES):  # fmt: skip
         return "images", []

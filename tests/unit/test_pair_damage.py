@@ -258,16 +258,19 @@ def test_names_of_devices_pipes_and_huge_files_are_not_read(table, tmp_path):
         "not a regular file", "not a regular file", "2,147,483,649 bytes, more than an image has"]  # fmt: skip
 
 
-def test_captions_without_an_end_cost_their_sample_only(tmp_path):
-    """Regression test: a pipe beside an image was waited for without an end."""
+def test_captions_and_images_that_are_no_files_cost_their_sample_only(tmp_path):
+    """Regression test: a pipe beside an image was waited for without an end; a link to nothing refused the folder."""
     folder = tmp_path / "in"
     write_images(folder, 3)
+    (folder / "003.jpg").symlink_to("nothing")
+    (folder / "003.txt").write_text("lost")
     os.mkfifo(folder / "000.txt")
     (folder / "001.txt").symlink_to("/dev/zero")
     (folder / "002.txt").write_text("good")
     make(folder, tmp_path / "out")
     assert texts(tmp_path / "out") == [["good"]]
-    assert [place for place, *_ in dropped(tmp_path / "out")] == ["000.jpg", "001.jpg"]
+    assert [row[:2] for row in dropped(tmp_path / "out")] == [
+        ["000.jpg", BAD_ROW], ["001.jpg", BAD_ROW], ["003.jpg", NO_IMAGE]]  # fmt: skip
     (folder / "3.tar").symlink_to("nothing")
     with pytest.raises(UserError, match=r"3\.tar is not a file, nor a link to one"):
         make(folder, tmp_path / "other")

@@ -9,8 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import multiprocessing
+import os
 import shutil
 import tarfile
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -205,12 +207,19 @@ def _convert_all(job: _Job, shards: list[int], processes: int) -> Iterator[int]:
         yield from (write_shard(job, shard) for shard in shards)
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(processes, len(shards)), mp_context=context) as pool:
+    with ProcessPoolExecutor(min(processes, len(shards)), mp_context=context, initializer=_end_with_parent) as pool:
         try:
             for finished in as_completed([pool.submit(write_shard, job, shard) for shard in shards]):
                 yield finished.result()
         finally:  # after an error, the shards that wait are not begun
             pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _end_with_parent() -> None:
+    """Let a worker end with a killed command: it would go on with shards that wait, and then wait for more for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 def write_shard(job: _Job, shard: int) -> int:

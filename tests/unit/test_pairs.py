@@ -14,6 +14,7 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -104,14 +105,18 @@ def test_several_processes_and_a_resumed_run_write_the_same_bytes(tmp_path):
     convert_all(path, tmp_path / "whole", shard_size=5)
     convert_all(path, tmp_path / "two", shard_size=5, processes=2)
     assert digests(tmp_path / "two") == digests(tmp_path / "whole")
-    arguments = [str(path), "--output", str(tmp_path / "killed"), "--shard-size", "5", "--processes", "1"]
+    arguments = [str(path), "--output", str(tmp_path / "killed"), "--shard-size", "5", "--processes", "2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen([sys.executable, "-c", SLOW, *arguments], env=environment, cwd=tmp_path, text=True)
+    (tmp_path / "slow.py").write_text(SLOW)
+    process = subprocess.Popen([sys.executable, "slow.py", *arguments], env=environment, cwd=tmp_path, text=True)
     wait_for(
         lambda: len(list((tmp_path / "killed" / "meta").glob("*.json"))) >= 3, "three shards are done", process=process
     )
+    workers = psutil.Process(process.pid).children()
     process.send_signal(signal.SIGKILL)
     process.wait()
+    assert len(workers) >= 2
+    assert not psutil.wait_procs(workers, timeout=60)[1]
     before = len(list((tmp_path / "killed" / "meta").glob("*.json")))
     assert 3 <= before < 12
     assert not (tmp_path / "killed" / "manifest.json").exists()
@@ -177,9 +182,9 @@ def slow(*args):
     time.sleep(0.05)
     return real(*args)
 make_shards.convert = slow
-from jobs.pairs import command
-from jobs.known_settings import TRAINING
-command(sys.argv[1:])
+if __name__ == "__main__":  # the workers import this file
+    from jobs.pairs import command
+    command(sys.argv[1:])
 """
 
 

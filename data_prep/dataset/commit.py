@@ -81,8 +81,8 @@ def real_path(root: Path, path: Path, *, allow_outside: bool = False) -> Path:
         return real
     raise UserError(
         f"{path} leads to {real}, outside of {root}, and nothing was changed there: somebody else's data set may have "
-        "links to any of your files. If this one is yours, move the file into the folder, or let `neuclip verify "
-        "--remove FILE --allow-outside` follow it."
+        "links to any of your files. If this one is yours, move that into the folder, which may itself be a link; "
+        "`neuclip verify --remove FILE --allow-outside` follows it."
     )
 
 

@@ -85,7 +85,7 @@ def download(
         if retried := {shard: count for shard, count in failures.items() if count}:
             total = sum(retried.values())
             fetch(config, tuple(retried), total=total, mode="retry", on_progress=show, on_note=on_note)
-        if missing := tuple(shard for shard in own_shards if shard not in finished):
+        if missing := tuple(sorted(set(own_shards).difference(finished))):
             fetch(config, missing, total=sum(map(plan.rows_of, missing)), on_progress=show, on_note=on_note)
         if left := plan.shards - len(folder.finished()):
             raise PartDone(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
@@ -22,23 +22,13 @@ class Site:
         self.answers: dict[str, Answer] = {}
         self.fallback: Answer = lambda handler: send(handler, 404, b"")
         self.agents: list[str] = []
-        self.busy = self.most_busy = 0
-        self.lock = threading.Lock()
         site = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 site.agents.append(self.headers["User-Agent"])
-                with site.lock:
-                    site.busy += 1
-                    site.most_busy = max(site.most_busy, site.busy)
-                try:
+                with suppress(BrokenPipeError, ConnectionResetError):
                     site.answers.get(self.path, site.fallback)(self)
-                except (BrokenPipeError, ConnectionResetError):
-                    pass
-                finally:
-                    with site.lock:
-                        site.busy -= 1
 
             do_HEAD = do_POST = do_PUT = do_GET
 

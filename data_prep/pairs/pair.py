@@ -191,7 +191,8 @@ def captions_of_list(text: str) -> tuple[str, ...]:
             tokens = [token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.string.strip()]
             strings = [token.string for token in tokens if token.type == tokenize.STRING]
             found = [ast.literal_eval(string) for string in strings] if strings else None
-            if any(token.string not in ("[", "]", ",", *strings) for token in tokens):
+            others = "".join(token.string for token in tokens if token.type != tokenize.STRING)
+            if others.replace(",", "") != "[]":
                 return (text,)
         except (tokenize.TokenError, ValueError, SyntaxError, MemoryError):
             return (text,)

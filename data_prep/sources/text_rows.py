@@ -62,18 +62,23 @@ def json_tree(path: Path) -> Any:
     Raises:
         ValueError: It is not JSON, or an object has a name twice. Or RecursionError.
     """
-    lines = [line for line in first_lines(path) if line.strip()]
-    if len(lines) > 1 and not lines[0].lstrip().startswith("[") and any(map(_is_object, lines)):
+    if _has_an_object_a_line(path):
         return None
     with open_text(path) as file:
         return json.load(file, object_pairs_hook=distinct_names)
 
 
-def _is_object(line: str) -> bool:
-    try:
-        return isinstance(json.loads(line), dict)
-    except (ValueError, RecursionError):
-        return False
+def _has_an_object_a_line(path: Path) -> bool:
+    """Whether most of the first lines are objects: a line may be damaged, and in one value, a line may be an object."""
+
+    def is_object(line: str) -> bool:
+        try:
+            return isinstance(json.loads(line), dict)
+        except (ValueError, RecursionError):
+            return False
+
+    lines = [line for line in first_lines(path) if line.strip()]
+    return len(lines) > 1 and not lines[0].lstrip().startswith("[") and 2 * sum(map(is_object, lines)) >= len(lines)
 
 
 def json_items(path: Path, tree: Any, *, keys: Collection[str], values: Collection[str]) -> Rows:

@@ -179,6 +179,10 @@ FORMS: dict[str, tuple[Callable[[Path], Files], dict[str, Any], list[list[str]]]
             "images": [{"id": 10 + k, "file_name": name} for k, name in enumerate(NAMES[:2])],
             "annotations": [{"image_id": 10 + k, "caption": f"{word} {k}\n"} for word in "ab" for k in range(2)]})},
         {"source": "annotations/captions_train2017.json"}, TWO),
+    "COCO's captions, an image a line": (lambda at: {**PICTURES, "x.json": b"".join((
+        b'{"images": [\n', b",\n".join(tree({"id": k, "file_name": name}) for k, name in enumerate(NAMES)),
+        b'\n], "annotations": [\n',
+        b",\n".join(tree({"image_id": k, "caption": text}) for k, (text,) in enumerate(TEXTS)), b"\n]}"))}, {}, TEXTS),
     "Flickr8k as Kaggle offers it": (lambda at: {
         **{f"Images/{name}": body for name, body in PICTURES.items()}, "captions.txt": b"image,caption\n" + b"".join(
             b"%03d.jpg,%s %d\n" % (k, word, k) for k in range(2) for word in (b"a", b"b"))}, {}, TWO),
@@ -418,7 +422,7 @@ LISTS = {
     "['a dog', 'it\\'s brown']": ("a dog", "it's brown"),
     "['a cat' 'a dog']": ("a cat", "a dog"),
     "['a cat'\n \"a dog's\"]": ("a cat", "a dog's"),
-    **{text: (text,) for text in ("[untitled]", "[1, 2]", '["a dog"', "[a dog's]", "[b'x']")},
+    **{text: (text,) for text in ("[untitled]", "[1, 2]", '["a dog"', "[a dog's]", "[b'x']", "[['a'], ['b']]")},
     "[]": (),
     "['']": (),
 }

@@ -219,7 +219,12 @@ def _end_with_parent() -> None:
     """Let a worker end with a killed command: it would go on with shards that wait, and then wait for more for ever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def write_shard(job: _Job, shard: int) -> int:

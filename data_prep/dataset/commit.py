@@ -6,7 +6,7 @@
 
 Before step 2 nothing has changed; after it, `recover` repeats step 3, which can fail only in a rename. All commands
 publish, replace and delete shards in this way. Notes and links may be another person's: a link that leads out of the
-data set's folder is followed with `allow_outside` only.
+data set's folder is followed with `allow_outside` only, except that `shards` and `meta` may be on another disk.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from pipeline.errors import UserError
 from pipeline.files import LEFTOVERS, flush, path_below, write_text
 
 _TOKEN = re.compile(r"[0-9a-f]{32}")
+_OF_A_SHARD = re.compile(r"\d{5,}\.[\w.]+")
+_ON_OTHER_DISKS = ("shards", "meta")
+"""Folders of a data set that may be links, since shards are large: but only files named as those of a shard change."""
 
 
 class Commit:
@@ -74,10 +77,14 @@ def real_path(root: Path, path: Path, *, allow_outside: bool = False) -> Path:
     """Where a path below `root` leads.
 
     Raises:
-        UserError: It leads out of the folder, and `allow_outside` is false.
+        UserError: It leads out of the folder, and not into a folder of shards on another disk, and `allow_outside` is
+            false.
     """
     real = Path(os.path.realpath(path))
-    if allow_outside or real.is_relative_to(os.path.realpath(root)):
+    folder = os.path.realpath(root)
+    if path.parent in [root / name for name in _ON_OTHER_DISKS] and _OF_A_SHARD.fullmatch(path.name):
+        folder = os.path.realpath(path.parent)
+    if allow_outside or real.is_relative_to(folder):
         return real
     raise UserError(
         f"{path} leads to {real}, outside of {root}, and nothing was changed there: somebody else's data set may have "
@@ -103,8 +110,9 @@ def recover(folder: Folder, shards: Collection[int] | None = None, *, allow_outs
             except UserError:  # damaged, or not ours: the older record, if any, remains in effect
                 folder.commit(shard).unlink()
     stems = None if shards is None else {f"{shard:05d}" for shard in shards}
-    places = [folder.root / "shards", folder.root / "meta", *([folder.root, folder.plan] if shards is None else [])]
-    delete_leftovers((real_path(folder.root, place, allow_outside=allow_outside) for place in places), stems)
+    others = [folder.root, folder.plan] if shards is None else []
+    places = [real_path(folder.root, place, allow_outside=allow_outside) for place in others]
+    delete_leftovers([*places, *(folder.root / name for name in _ON_OTHER_DISKS)], stems)
 
 
 def delete_leftovers(folders: Iterable[Path], stems: Collection[str] | None = None) -> None:

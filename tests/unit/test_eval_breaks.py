@@ -168,7 +168,7 @@ def test_data_is_checked_against_counts_and_digests_of_the_suite(tmp_path):
     missing = next(entry for entry in open_suite(tmp_path).entries if entry.task.key == "mnist")
     with pytest.raises(TaskError, match="no data for mnist"):
         open_task(missing)
-    for wrong in ('{"samples": "4"}', '{"sha256": null}', '{"sha256": ["x"]}', "{"):
+    for wrong in ('{"sampels": 4}', '{"samples": "4"}', '{"sha256": null}', '{"sha256": ["x"]}', "{"):
         suite_json.write_text(f'{{"tasks": {{"cifar10": {wrong}}}}}')
         with pytest.raises(UserError, match=r"suite.json is damaged"):
             open_suite(tmp_path)

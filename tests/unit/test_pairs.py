@@ -21,6 +21,7 @@ import torch
 from click.testing import CliRunner
 from PIL import Image
 
+from data_prep.dataset.verification import verify
 from data_prep.pairs import make_shards
 from data_prep.pairs.pair import ImageOptions, convert
 from jobs import pairs
@@ -137,6 +138,18 @@ def test_a_changed_byte_in_a_meta_file_is_found(table, tmp_path):
     meta.unlink()
     (meta.parent / "00000.json").unlink()
     convert_all(table, tmp_path / "data")
+
+
+def test_shards_may_be_on_another_disk(table, tmp_path):
+    """Regression test: a linked folder of shards was refused as a stranger's."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/shards").symlink_to("../disk")
+    convert_all(table, tmp_path / "data")
+    (tmp_path / "disk/.00000.tar.0123456789abcdef0123456789abcdef.tmp").touch()
+    convert_all(table, tmp_path / "data")
+    assert {path.suffix for path in (tmp_path / "disk").iterdir()} == {".tar"}
+    assert verify(tmp_path / "data") == []
 
 
 def test_a_damaged_tar_is_named_when_the_command_is_repeated(table, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import re
@@ -284,6 +285,8 @@ def read_facts(folder: Path) -> dict[str, dict[str, Any]]:
         own = dict(json.loads(path.read_text(encoding="utf-8"))["tasks"]) if path.is_file() else {}
         for key, task in own.items():
             wrong = [name for name in COUNTS if type(task.get(name, 0)) is not int]
+            others = task.keys() - {*COUNTS, "sha256"}  # for readers of the file, but a misspelt count checks nothing
+            wrong += [name for name in others if difflib.get_close_matches(name, (*COUNTS, "sha256"), cutoff=0.75)]
             if wrong or not all(isinstance(digest, str) for digest in task.get("sha256", {}).values()):
                 raise ValueError(f"{key}: allowed are {', '.join(COUNTS)} (whole numbers) and sha256")
         return facts | own

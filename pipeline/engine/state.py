@@ -106,9 +106,13 @@ class DeepSpeedState:
         _check_shapes("weights", weights, {**dict.fromkeys(weights), **expected})
         if counter:
             keys = moment_keys(self._optimizer, self._torch_optimizer.param_groups)
-            named = [(name, key) for name, p in self.named_parameters() for key in keys(p)]
+            named, given = self.named_parameters(), {name for name, _ in moments}
+            if self._stage == 0 and given:  # a parameter that has never had a gradient has no moments
+                named = [(name, p) for name, p in named if name in given]
             written = {place: value for place, value in moments.items() if value.dtype == torch.float32}  # by a run
-            _check_shapes("optimizer state", written, {place: expected[place[0]] for place in named})
+            _check_shapes(
+                "optimizer state", written, {(name, key): expected[name] for name, p in named for key in keys(p)}
+            )
         trained = dict(self.named_parameters())
         with torch.no_grad():
             for name, value in self._state_dict_items():
@@ -183,7 +187,8 @@ class DeepSpeedState:
             for name, p in named:
                 own = [key for key in keys if (name, key) in moments]
                 state = {key: moments[name, key].to(p.device, copy=True) for key in own}
-                optimizer.state[p] = {COUNTER: step_counter(optimizer, p, counter), **state}
+                if own or not keys:
+                    optimizer.state[p] = {COUNTER: step_counter(optimizer, p, counter), **state}
             return
         self._make_states(optimizer, keys)
         self._link_states()

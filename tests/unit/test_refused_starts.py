@@ -195,15 +195,26 @@ FORGED: dict[tuple[str, str], Callable[[dict[str, torch.Tensor]], object]] = {
 }
 
 
+def forge(run: Path, name: str, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    file = run / "checkpoints" / "step-00000002" / f"{name}.safetensors"
+    state = load_file(file)
+    change(state)
+    save_file(state, file)
+    entry = {"bytes": file.stat().st_size, "sha256": sha256_of(file)}
+    change_meta(run, 2, lambda meta: meta["files"].update({file.name: entry}))
+
+
+def test_a_parameter_that_never_has_a_gradient_has_no_moments_at_stage_0(run_that_crashed, tmp_path):
+    run = shutil.copytree(run_that_crashed, tmp_path / "run")
+    forge(run, "moments", lambda state: [state.pop(f"{key}/visual.proj") for key in ("exp_avg", "exp_avg_sq")])
+    settings = [*settings_of_crash(run_that_crashed), f"output={run}"]
+    train_here(*settings, "engine.deepspeed=zero0_fp32", resume="latest")
+
+
 def test_a_checkpoint_with_right_hashes_and_wrong_contents_is_refused(run_that_crashed, tmp_path):
     for (name, case), change in FORGED.items():
         run = shutil.copytree(run_that_crashed, tmp_path / name / case / "run")
-        file = run / "checkpoints" / "step-00000002" / f"{name}.safetensors"
-        state = load_file(file)
-        change(state)
-        save_file(state, file)
-        entry = {"bytes": file.stat().st_size, "sha256": sha256_of(file)}
-        change_meta(run, 2, lambda meta, file=file, entry=entry: meta["files"].update({file.name: entry}))
+        forge(run, name, change)
         settings = [*settings_of_crash(run_that_crashed), f"output={run}"]
         for stage in (0, 1) if name == "moments" else (1,):
             with pytest.raises(UserError, match="checkpoint"):

@@ -234,8 +234,8 @@ class Watcher:
                 self._give_up(path, brief(evaluations[position].failures))
             else:
                 scores = {key: result.score for key, result in sorted(evaluations[position].results.items())}
-                self._end(path, DONE, suite=self.suite.name, scores=scores)
                 self._log(f"{self._shown(path)}: {len(scores)} tasks done.")
+                self._end(path, DONE, suite=self.suite.name, scores=scores)
         if evaluations is not None and world.rank == 0:
             for run in dict.fromkeys(path.parent.parent for path in whole):
                 self._on_scored(run)

@@ -25,6 +25,8 @@ from pipeline.errors import UserError
 
 LONGEST_NAME = 255
 """Bytes; what file systems allow."""
+NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
+"""What `file_lock` fails with on file systems that have no locks."""
 MOST_TEXT = 2**28
 """Bytes of a description that is read at once: a checkpoint of 1,024 ranks lists some hundred thousand files."""
 UMASK = os.umask(0)  # it can only be read by setting it

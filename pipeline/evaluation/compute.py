@@ -14,6 +14,8 @@ Shape legend: M micro-batch, B loader batch, d feature dimension.
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import platform
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -113,7 +115,7 @@ class Compute:
         if self.device.type == "cuda":
             return f"cuda {torch.cuda.get_device_name(self.device)}"
         capability = torch.backends.cpu.get_cpu_capability()
-        return f"{self.device.type} {platform.machine()} {capability}"
+        return f"{self.device.type} {platform.machine()} {capability} {kernel_fingerprint()}"
 
 
 def check_bf16(device: torch.device) -> None:
@@ -129,6 +131,31 @@ def check_bf16(device: torch.device) -> None:
         has = any(flag in flags for flag in ("avx512_bf16", "amx_bf16", " bf16"))
     if not has:
         raise UserError(f"precision = 'bf16', but this {device.type} does not compute bf16 in hardware: use fp32.")
+
+
+@functools.cache
+def kernel_fingerprint() -> str:
+    """Digest of a few results of this process's CPU kernels.
+
+    Which instructions are used depends on the CPU and on torch's, MKL's and oneDNN's environment variables; only
+    torch's choice can be queried. Kernels that sum in another order give other last bits, which this digest captures.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        generator = torch.Generator().manual_seed(0)
+        digest = hashlib.sha256()
+        for rows, inner, columns in ((64, 192, 768), (50, 513, 64), (257, 96, 31)):
+            x = torch.randn(rows, inner, generator=generator)
+            y = x @ torch.randn(inner, columns, generator=generator)
+            z = torch.nn.functional.gelu(torch.nn.functional.layer_norm(y, (columns,)))
+            digest.update(torch.softmax(z, -1).numpy().tobytes() + y.numpy().tobytes())
+        image = torch.randn(2, 3, 64, 64, generator=generator)
+        weight = torch.randn(24, 3, 16, 16, generator=generator)
+        digest.update(torch.nn.functional.conv2d(image, weight, stride=16).numpy().tobytes())
+        return digest.hexdigest()[:12]
+    finally:
+        torch.set_num_threads(threads)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,6 @@ results is evaluated again.
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 import socket
@@ -24,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.files import file_lock, lock_holder, read_tree, write_json
+from pipeline.files import NO_LOCKS, file_lock, lock_holder, read_tree, write_json
 from pipeline.run_files import PREFIX, is_name, step_of
 
 LEDGER_FOLDER = "evaluation-ledger"
@@ -32,7 +31,6 @@ LOCK_NAME, ATTEMPT_NAME = "lock", "attempt.json"
 STARTED, DONE, FAILED, RELEASED = "started", "done", "failed", "released"
 ATTEMPTS = 3
 """After so many that failed or killed their watcher, a checkpoint is abandoned: it cannot kill watchers forever."""
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import sys
 import time
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from pipeline.distributed.exit_record import read_ends, record_exit, remove_reco
 from pipeline.distributed.heartbeat import Heartbeat
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.files import file_lock, lock_holder, write_text
+from pipeline.files import NO_LOCKS, file_lock, lock_holder, write_text
 from pipeline.run_files import RUN_CONFIG_NAME
 from pipeline.training.recipe import RunConfig
 from pipeline.training.resume import ORIGIN_NAME, record_origin
@@ -26,7 +25,6 @@ STARTING = ".starting"
 RECORD_SECONDS = 15.0
 """In which all ranks have recorded that a start is refused, or have seen that one has."""
 LOCK_SECONDS = 100  # a file server may hold a dead machine's lock for 90
-NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)  # of a file system without locks
 
 
 @contextmanager

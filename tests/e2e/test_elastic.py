@@ -59,6 +59,10 @@ def test_a_lost_node_is_survived_and_a_new_one_taken_up(base, tmp_path):  # noqa
     output, port = base / "elastic", free_port()
     first, second, third = (tmp_path / name for name in ("first.log", "second.log", "third.log"))
 
+    def resumed() -> int:
+        """Rank 0 says it, and torchrun makes that of the agent with the lowest process id."""
+        return sum(log.read_text().count("Resumed from step-") for log in (first, third) if log.exists())
+
     def steps() -> int:
         return max(records(output), default=0) if (output / "metrics.jsonl").is_file() else 0
 
@@ -67,24 +71,17 @@ def test_a_lost_node_is_survived_and_a_new_one_taken_up(base, tmp_path):  # noqa
         lost = nodes.enter_context(node(port, second, arguments))
         wait_for(lambda: steps() >= 12, "12 steps", first, second, seconds=LIMIT)
         lose(lost)
-        wait_for(lambda: "Resumed from step-" in first.read_text(), "resumed", first, seconds=LIMIT)
+        wait_for(lambda: resumed() == 1, "resumed", first, seconds=LIMIT)
         alone = steps()
         wait_for(lambda: steps() > alone, "steps of one node", first, seconds=LIMIT)
         nodes.enter_context(node(port, third, arguments))
-        again = "Resumed from step-"
-        wait_for(
-            lambda: first.read_text().count(again) == 2 or stays.poll() is not None,
-            "resumed again",
-            first,
-            third,
-            seconds=LIMIT,
-        )
+        wait_for(lambda: resumed() == 2 or stays.poll() is not None, "resumed again", first, third, seconds=LIMIT)
         (tmp_path / "taken-up").touch()
         wait_for(lambda: stays.poll() is not None, "the end", first, third, seconds=LIMIT)
     printed = first.read_text()
     assert stays.returncode == 0, printed[-3000:]
     assert "lost contact with another rank" in printed
-    assert printed.count("Resumed from step-") == 2, "once alone, once with the new node"
+    assert resumed() == 2, "once alone, once with the new node"
     assert list(records(output)) == list(range(1, STEPS + 1))
     run("jobs.train", *settings(base, "undisturbed", *more))
     expected = orders((base / "undisturbed" / "metrics.jsonl").read_text())

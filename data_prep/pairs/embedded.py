@@ -76,7 +76,7 @@ def _source(about: Mapping[str, Any], columns: Columns, sets: list[tuple[str, Pa
 
     files = tuple(tuple(file["filename"] for file in data.cache_files) for _, _, data in sets)
     about = {**about, "image": columns.image, "caption": list(columns.captions)}
-    return PairSource(about, rows(), columns.folder, EmbeddedImages(files, columns.image), notes=(columns.note,))
+    return PairSource(about, rows(), columns.folder, EmbeddedImages(files, columns.image), notes=(columns.description,))
 
 
 def open_parquet(path: Path, files: list[Path], options: SourceOptions, cache: Path) -> PairSource:

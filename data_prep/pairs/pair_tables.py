@@ -55,7 +55,7 @@ class Columns:
     options: SourceOptions
 
     @property
-    def note(self) -> str:
+    def description(self) -> str:
         """How the table is read, for the user."""
         return f"images: {self.image}; captions: {', else '.join(self.captions)}"
 
@@ -89,7 +89,7 @@ def open_table(path: Path, options: SourceOptions) -> PairSource:
     if names and sum(bool(URL.match(name)) for name in names) > len(names) / 2:
         raise UserError(has_urls(str(path), image))
     columns = Columns(image, captions, _folder_of(path, names, image, options), options)
-    note = columns.note
+    note = columns.description
     if splits := head[0].get(_SPLITS):
         note += f"; split {options.split or 'train'} of {splits} (--split a,b chooses others)"
     rows = (

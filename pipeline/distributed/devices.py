@@ -127,7 +127,7 @@ def describe_rank(rank: int, device: torch.device, *, problem: str = "") -> Rank
     )
 
 
-def meet(store: dist.Store, own: RankDevice, *, ranks: int, limit: timedelta) -> int:
+def exchange_devices(store: dist.Store, own: RankDevice, *, ranks: int, limit: timedelta) -> int:
     """Exchange `describe_rank` with all ranks through their store. Returns this rank's number of cores.
 
     Rank 0 judges. A contradiction among those that have come within MEETING_SECONDS is reported then, whoever is still

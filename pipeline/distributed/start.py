@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline.cores import usable_cores
-from pipeline.distributed.devices import choose_device, describe_rank, meet
+from pipeline.distributed.devices import choose_device, describe_rank, exchange_devices
 from pipeline.distributed.exit_record import EXIT_STALLED
 from pipeline.distributed.precision import keep_fp32
 from pipeline.distributed.timing import Phases
@@ -112,7 +112,7 @@ def _join(rank: int, size: int, device: torch.device, timeout: timedelta, *, pro
     try:
         store = _store(rank, size, limit)
         store.set_timeout(timeout)
-        cores = meet(store, describe_rank(rank, device, problem=problem), ranks=size, limit=limit)
+        cores = exchange_devices(store, describe_rank(rank, device, problem=problem), ranks=size, limit=limit)
         on_gpu = device.type == "cuda"
         backend = "nccl" if on_gpu else "gloo"
         dist.init_process_group(

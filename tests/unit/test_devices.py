@@ -19,7 +19,7 @@ import torch.distributed as dist
 from pipeline.cores import cores_of_rank, cpu_quota, only_cores, usable_cores
 from pipeline.data.data_config import DataConfig, default_workers
 from pipeline.distributed import devices, start
-from pipeline.distributed.devices import RankDevice, choose_device, contradiction, meet
+from pipeline.distributed.devices import RankDevice, choose_device, contradiction, exchange_devices
 from pipeline.distributed.timing import Meter, Phases
 from pipeline.distributed.world import World, free_port
 from pipeline.errors import UserError
@@ -118,7 +118,7 @@ def meet_all(ranks: Sequence[RankDevice], *, size: int, limit: float = 20.0) -> 
 
     def result(rank: RankDevice) -> int | UserError:
         try:
-            return meet(store, rank, ranks=size, limit=timedelta(seconds=limit))
+            return exchange_devices(store, rank, ranks=size, limit=timedelta(seconds=limit))
         except UserError as error:
             return error
 
@@ -196,7 +196,7 @@ def test_the_process_group_is_bound_to_the_rank_s_gpu(monkeypatch):
     monkeypatch.setattr(start, "_store", lambda *_: dist.HashStore())
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **given: made.update(given, backend=backend))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name="H100", uuid="GPU-a"))
-    monkeypatch.setattr(start, "meet", lambda *_, **__: 8)
+    monkeypatch.setattr(start, "exchange_devices", lambda *_, **__: 8)
     gpu = torch.device("cuda", 0)
     for device, size, backend, bound in ((gpu, 2, "nccl", gpu), (gpu, 1, "nccl", None), ("cpu", 2, "gloo", None)):
         start._join(0, size, torch.device(device), timedelta(minutes=1))

@@ -113,7 +113,7 @@ def test_contradictions_name_the_odd_ranks():
 
 
 def meet_all(ranks: Sequence[RankDevice], *, size: int, limit: float = 20.0) -> list[Any]:
-    """What `meet` returned or raised on each rank, in threads that share a store."""
+    """What `exchange_devices` returned or raised on each rank, in threads that share a store."""
     store = dist.HashStore()
 
     def result(rank: RankDevice) -> int | UserError:

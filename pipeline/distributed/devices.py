@@ -57,8 +57,8 @@ class RankDevice:
 def choose_device(name: str, *, local_rank: int, ranks: int) -> torch.device:
     """This rank's device by its `name`, "auto", "cpu" or "cuda"; it becomes torch's current one.
 
-    Where torch sees a single GPU, every rank takes it: `srun --gpus-per-task=1` shows each rank its own. `exchange_devices` finds
-    ranks that share one.
+    Where torch sees a single GPU, every rank takes it: `srun --gpus-per-task=1` shows each rank its own.
+    `exchange_devices` finds ranks that share one.
 
     Raises:
         UserError: There is no such device, it cannot be used, or a driver is installed and torch cannot use it.

@@ -20,9 +20,8 @@ RESULT_NAME = "normalizers.jsonl"
 @click.argument("run", type=click.Path(exists=True, file_okay=False))
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
 @click.option("--samples", type=click.IntRange(min=2), help="Number of anchors to compare, about [all; paper: 10,000].")
-@click.option("--save", is_flag=True, help="Write all compared values to RUN/normalizers/step-*.npz.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
-def command(run: str, overrides: tuple[str, ...], samples: int | None, save: bool, device: str) -> None:
+def command(run: str, overrides: tuple[str, ...], samples: int | None, device: str) -> None:
     """Compute exact log-normalizers over the whole dataset and the error of the method's estimates.
 
     See NeuCLIP, appendix B.6. RUN is a run's folder, to measure all of its checkpoints, or one checkpoint.
@@ -30,7 +29,7 @@ def command(run: str, overrides: tuple[str, ...], samples: int | None, save: boo
     moved. Results are appended to normalizers.jsonl in the run's folder. "In use": estimates after the updates on the
     anchor's own batch, as a training step uses them; "cold": estimates from the stored state alone.
     """
-    from pipeline.analysis.normalizer_error import checkpoints_of, measure, run_of, save_rows
+    from pipeline.analysis.normalizer_error import checkpoints_of, measure, run_of
     from pipeline.config import parse_overrides
     from pipeline.distributed.start import start_world
 
@@ -42,13 +41,11 @@ def command(run: str, overrides: tuple[str, ...], samples: int | None, save: boo
         measurements = []
         for checkpoint in checkpoints:
             config = run_of(checkpoint, changes=parse_overrides(overrides))
-            measurement, rows = measure(config, checkpoint, world=world, limit=samples)
+            measurement, _ = measure(config, checkpoint, world=world, limit=samples)
             measurements.append(measurement)
             if world.is_main:
                 with (folder / RESULT_NAME).open("a", encoding="utf-8") as file:
                     file.write(json.dumps(measurement.record()) + "\n")
-                if save:
-                    save_rows(folder / "normalizers" / f"{checkpoint.path.name}.npz", rows)
         if world.is_main:
             show(measurements, title=f"{config.objective.name}: error of log-normalizers")
 

@@ -20,7 +20,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,8 +40,6 @@ from pipeline.run_files import finished_checkpoints
 from pipeline.training.build import loader_of, objective_of
 from pipeline.training.recipe import RunConfig, parse_recipe
 from pipeline.training.recipe_file import stored_recipe
-
-SIDES = ("image", "text")
 
 
 @dataclass(frozen=True)
@@ -206,19 +203,6 @@ def measure(
         fresh=objective.restarts(),
     )
     return measurement, rows
-
-
-def save_rows(path: Path, rows: Rows) -> None:
-    """Write all compared values to one .npz: sample_id, and image_exact, image_cold, image_in_use, image_tau,
-    text_..."""
-    columns = {
-        f"{side}_{name}": getattr(rows, name)[number].numpy()
-        for number, side in enumerate(SIDES)
-        for name in ("exact", "cold", "in_use", "tau")
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:
-        np.savez(file, sample_id=rows.sample_id.numpy(), **columns)
 
 
 def _encode_epoch(loader: Loader, towers: Any, architecture: Any, world: World) -> tuple[Tensor, Tensor, Tensor]:

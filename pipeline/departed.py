@@ -9,6 +9,7 @@ from typing import Any
 SETTINGS: dict[str, str] = {
     "attempts": "A watcher tries a checkpoint three times.",
     "checkpoint.blocking": "Checkpoints are written in the background.",
+    "checkpoint.fallback": "The last checkpoint is tried for 10 minutes; checkpoint.mirror copies checkpoints to a second place.",
     "checkpoint.mirror_minutes": "The wait is two thirds of engine.timeout_minutes.",
     "checkpoint.retry_minutes": "The last checkpoint of a run is tried for 10 minutes.",
     "data.max_pixels": "Images of more than 178,956,970 pixels count as corrupt.",

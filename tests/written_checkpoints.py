@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from pipeline.checkpoint.reader import Checkpoint, agreed_checkpoint
 from pipeline.checkpoint.writer import CheckpointConfig, CheckpointWriter, Snapshot
 from pipeline.distributed.world import World
 from pipeline.model.architectures import Architecture
-from pipeline.training.saving import Saver
 
 Towers = tuple[dict[str, torch.Tensor], Architecture]
 
@@ -59,25 +57,9 @@ def writer_of(
     )
 
 
-def save_again(
-    writer: CheckpointWriter,
-    towers: Towers,
-    step: int,
-    *,
-    again: bool = False,
-    report: Callable[[str], object] = print,
-    fallback: str | None = None,
-) -> bool:
-    """Save the last checkpoint again, as a run does at its end: once, or for as long as it tries."""
-    run = SimpleNamespace(checkpoint=SimpleNamespace(fallback=fallback))
-    state: Any = SimpleNamespace(run=run, world=World(), step=step, snapshot=lambda: snapshot(towers, step))
-    telemetry: Any = SimpleNamespace(event=report)
-    return Saver(state, writer, telemetry, end=step).save_again(lambda: not again)
-
-
-def latest(run: Path, *, on_event: Callable[[str], object] = print, fallback: str | None = None) -> Checkpoint:
+def latest(run: Path, *, on_event: Callable[[str], object] = print) -> Checkpoint:
     """The checkpoint that `--resume latest` continues from; there must be one."""
-    found = agreed_checkpoint(run, "latest", world=World(), on_event=on_event, fallback=fallback)
+    found = agreed_checkpoint(run, "latest", world=World(), on_event=on_event)
     assert found is not None
     return found
 

@@ -80,16 +80,6 @@ def is_foreign(other_id: str, run_id: str) -> bool:
     return bool(other_id) and other_id != run_id
 
 
-def fallback_runs(fallback: str | None, run: Path) -> list[Path]:
-    """The folders in `checkpoint.fallback` that may hold checkpoints of a run: one, or none."""
-    return [fallback_run(fallback, run, run_id)] if fallback and (run_id := run_id_of(run)) else []
-
-
-def fallback_run(fallback: str, run: Path, run_id: str) -> Path:
-    """The folder in `checkpoint.fallback` to write to. Other runs' folders may have the same name, so it has the id."""
-    return Path(fallback) / f"{run.resolve().name}-{run_id}"
-
-
 def best_checkpoint(run: Path) -> Path | None:
     """The checkpoint with the lowest validation loss; None if there is none on disk."""
     try:

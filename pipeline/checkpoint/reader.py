@@ -19,7 +19,6 @@ from pipeline.checkpoint.layout import (
     MOMENTS_NAME,
     OBJECTIVE_NAME,
     best_checkpoint,
-    fallback_runs,
     id_in,
     is_foreign,
     remove,
@@ -192,13 +191,11 @@ def agreed_checkpoint(
     world: World,
     on_event: Callable[[str], None],
     not_after: int | None = None,
-    fallback: str | None = None,
 ) -> Checkpoint | None:
     """The checkpoint that all ranks resume from, which they verify together. Collective.
 
-    `resume` is "latest" for the newest undamaged checkpoint, up to step `not_after`, also in the run's folder in
-    `fallback`; or the folder of one; None starts a new run. `on_event` gets a message, on rank 0, for every checkpoint
-    that is skipped.
+    `resume` is "latest" for the newest undamaged checkpoint, up to step `not_after`; or the folder of one; None starts
+    a new run. `on_event` gets a message, on rank 0, for every checkpoint that is skipped.
 
     Returns:
         None for a new run, and when "latest" finds no checkpoint at all.
@@ -208,7 +205,7 @@ def agreed_checkpoint(
             not start from the newest checkpoint of its folder. On every rank.
     """
     if resume == "latest":
-        return _newest(run, world=world, on_event=on_event, not_after=not_after, fallback=fallback)
+        return _newest(run, world=world, on_event=on_event, not_after=not_after)
     checkpoint = None
     if resume is not None:
         try:
@@ -220,23 +217,16 @@ def agreed_checkpoint(
 
     def check() -> None:
         run_id = run_id_of(run)
-        for folder in (run, *fallback_runs(fallback, run)):
-            paths = [path for path in checkpoint_folders(folder) if step_of(path) > step]
-            later = [path.name for path in paths if resume is None or not is_foreign(id_in(path), run_id)]
-            if later:
-                raise UserError(taken_by(str(folder), later, resume))
+        paths = [path for path in checkpoint_folders(run) if step_of(path) > step]
+        if later := [path.name for path in paths if resume is None or not is_foreign(id_in(path), run_id)]:
+            raise UserError(taken_by(str(run), later, resume))
 
     world.work_on_main(check)  # others may see another state of the folder
     return checkpoint
 
 
-def _newest(
-    run: Path, *, world: World, on_event: Callable[[str], None], not_after: int | None, fallback: str | None
-) -> Checkpoint | None:
-    folders = [run, *fallback_runs(fallback, run)]
-    paths = [path for folder in folders for path in checkpoint_folders(folder)]
-    paths.sort(key=step_of, reverse=True)
-    paths = [path for path in paths if not_after is None or step_of(path) <= not_after]
+def _newest(run: Path, *, world: World, on_event: Callable[[str], None], not_after: int | None) -> Checkpoint | None:
+    paths = [path for path in reversed(checkpoint_folders(run)) if not_after is None or step_of(path) <= not_after]
     # A rank may see another state of a shared folder for a moment.
     paths, run_id = world.gather_objects((paths, run_id_of(run)))[0]
     for path in paths:

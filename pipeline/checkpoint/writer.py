@@ -8,7 +8,6 @@ lists the files.
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import shutil
 import threading
@@ -62,9 +61,6 @@ class CheckpointConfig:
     from."""
     keep_every: int | None = Field(default=None, ge=1)
     """Also keep every checkpoint whose step is a multiple of this, for example to evaluate them later."""
-    fallback: str | None = None
-    """Where the last checkpoint is written if it cannot be written to the run's folder, for example `/dev/shm`: into a
-    folder with the run's name and id. All ranks must see it. `--resume latest` looks there, too."""
     mirror: str | None = None
     """Where finished checkpoints are copied in the background, for machines whose disks are lost with them:
     `s3://bucket/folder` (`pip install 'neuclip[s3]'`), `hf://OWNER/NAME` (a repository of the Hugging Face hub) or any
@@ -140,14 +136,6 @@ class CheckpointWriter:
         self._uploads: Uploads | None = None
         self._begun = self._gave_up = False  # the latter: `finish` has waited in vain for the mirror
 
-    def at(self, run: Path) -> CheckpointWriter:
-        """A writer of this run's checkpoints to another folder, with the same mirror. Call it after `wait`."""
-        other = copy.copy(self)
-        other.run, other.folder = run, run / FOLDER_NAME
-        other._resumed_from, other._verified = "", set()
-        other._begun = other._gave_up = False
-        return other
-
     def begin(self) -> None:
         """Make the folder and record the run's id. Before, nothing is written. Call it on rank 0; `save` does, too.
 
@@ -159,7 +147,7 @@ class CheckpointWriter:
         self.folder.mkdir(parents=True, exist_ok=True)
         write_run_id(self.run, self.run_id)
         self._begun = True
-        if self._config.mirror and self._uploads is None:
+        if self._config.mirror:
             self._uploads = Uploads(
                 Mirror(self._config.mirror, self.run),
                 run_id=self.run_id,

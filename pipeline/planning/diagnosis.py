@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint.layout import fallback_runs
 from pipeline.checkpoint.reader import damage
-from pipeline.config import flatten, parse_yaml
+from pipeline.config import parse_yaml
 from pipeline.distributed.exit_record import EXIT_STALLED, ExitRecord, read_ends
 from pipeline.distributed.exit_record import FOLDER_NAME as HEARTBEATS
 from pipeline.distributed.heartbeat import Beat, read_beat
@@ -43,7 +42,7 @@ HARMLESS = (EXIT_PREEMPTED, EXIT_INTERRUPTED, EXIT_DONE)
 
 # From the exit code that says most about the cause to the one that says least.
 CODES: Mapping[int, tuple[str, str]] = {
-    EXIT_NOT_SAVED: ("its last checkpoint could not be written", "free some space, or set checkpoint.fallback"),
+    EXIT_NOT_SAVED: ("its last checkpoint could not be written", "free some space"),
     128 + signal.SIGABRT: (
         "its process aborted (SIGABRT), as NCCL's watchdog does when a collective fails, or a library without memory",
         "its last words are above, or in the launcher's log; check that GPU, its links (`nvidia-smi`) and `ulimit -v`",
@@ -76,7 +75,7 @@ class Evidence:
     """Heartbeats that are still there: a rank that reaches the end removes its own."""
     exits: Sequence[ExitRecord]
     intact: Sequence[Path]
-    """Checkpoints, oldest first, those in `checkpoint.fallback` included."""
+    """Checkpoints, oldest first."""
     damaged: Mapping[Path, str]
     """What is wrong with the other checkpoints."""
 
@@ -148,14 +147,12 @@ def read_evidence(run: Path, *, verify: bool = True) -> Evidence:
     steps = [record.get("step") for record in records if record.get("kind") == "train"]
     messages = [str(record["message"]) for record in records if record.get("kind") == "event" and "message" in record]
     starts = [number for number, message in enumerate(messages) if message.startswith("Resumed from")]
-    fallback = flatten(config).get("checkpoint.fallback")
     problems: dict[Path, str] = {}
-    for folder in [run, *fallback_runs(fallback if isinstance(fallback, str) else None, run)]:
-        for path in checkpoint_folders(folder):
-            with suppress(FileNotFoundError):
-                problem = damage(path, contents=verify) or ""
-                if path.is_dir():  # else a run that goes on has removed it since
-                    problems[path] = problem
+    for path in checkpoint_folders(run):
+        with suppress(FileNotFoundError):
+            problem = damage(path, contents=verify) or ""
+            if path.is_dir():  # else a run that goes on has removed it since
+                problems[path] = problem
     return Evidence(
         run=run,
         config=config,
@@ -164,7 +161,7 @@ def read_evidence(run: Path, *, verify: bool = True) -> Evidence:
         events=messages[starts[-1] :] if starts else messages,
         beats=[beat for path in sorted((run / HEARTBEATS).glob("rank-*.json")) if (beat := read_beat(path))],
         exits=read_ends(run / HEARTBEATS),
-        intact=sorted((path for path, problem in problems.items() if not problem), key=step_of),
+        intact=[path for path, problem in problems.items() if not problem],
         damaged={path: problem for path, problem in problems.items() if problem},
     )
 
@@ -203,10 +200,9 @@ def _checkpoints(evidence: Evidence) -> Iterator[DoctorFinding]:
         yield DoctorFinding("checkpoints", "note", "none is intact" if evidence.damaged else "none was finished")
         return
     names = ", ".join(path.name for path in evidence.intact)
-    lost, folder = max(0, evidence.steps - evidence.saved), evidence.intact[-1].parents[1]
+    lost = max(0, evidence.steps - evidence.saved)
     loss = f"; {lost:,} logged steps after the newest are trained again" if lost and not evidence.holder else ""
-    place = f"; the newest is in {folder}, where --resume latest finds it" if folder != evidence.run else ""
-    yield DoctorFinding("checkpoints", "good", f"intact: {names}{loss}{place}")
+    yield DoctorFinding("checkpoints", "good", f"intact: {names}{loss}")
 
 
 def _command(evidence: Evidence) -> DoctorFinding:

@@ -176,8 +176,6 @@ def check_run(run: RunConfig, *, world_size: int) -> None:
             f"objective.distill={run.objective.distill:g} data.teacher_features={run.data.teacher_features}: "
             "distillation needs a weight above 0 and the folder of `neuclip features`, or neither."
         )
-    if run.checkpoint.fallback and Path(run.checkpoint.fallback).is_file():
-        raise UserError(f"checkpoint.fallback = {run.checkpoint.fallback!r} is a file: give a folder.")
     if run.total_steps < 1:
         raise UserError(f"samples = {run.samples} is less than one batch of batch_size = {run.batch_size}.")
     _check_ranks(run, world_size=world_size)

@@ -91,7 +91,7 @@ def find_start(
     Raises:
         UserError: There is no such checkpoint, or the folder or the mirror has others that contradict it.
     """
-    folder, fallback = Path(run.output), run.checkpoint.fallback
+    folder = Path(run.output)
     # The writer opens it on rank 0 only; here, all ranks raise what is wrong with its address.
     copies = Mirror(mirror, folder, progress=world.progress) if mirror else None
     origin = origin_of_start(run, resume, new_batch_size=new_batch_size)
@@ -100,7 +100,7 @@ def find_start(
         resume = "latest"
     if resume == "latest" and copies:
         at_start(lambda: fetch_newest(copies, on_event=on_event), copies, world=world)
-    checkpoint = agreed_checkpoint(folder, resume, world=world, on_event=on_event, fallback=fallback)
+    checkpoint = agreed_checkpoint(folder, resume, world=world, on_event=on_event)
     started = in_new_steps(checkpoint, run, allowed=new_batch_size) if checkpoint else None
     if started is not None:
         check_continuation(started, run)
@@ -110,7 +110,7 @@ def find_start(
                 f"{folder} would get no checkpoint. Give more samples (samples = {run.samples})."
             )
     elif resume == "latest":
-        places = [str(folder / FOLDER_NAME), *filter(None, (fallback, mirror))]
+        places = [str(folder / FOLDER_NAME), *filter(None, (mirror,))]
         on_event(f"--resume latest found no checkpoint in {', '.join(places)}: the run starts anew.")
     if resume != "latest" and copies:
         step = started.step if started else -1

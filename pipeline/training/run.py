@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from pipeline.checkpoint.layout import fallback_runs, restore_replaced
+from pipeline.checkpoint.layout import restore_replaced
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.config import to_tree
 from pipeline.distributed.exit_record import record_exit, stop_recording
@@ -188,8 +188,7 @@ def _check_services(run: RunConfig) -> None:
     """Check that trackers have a login, and weights are here or can be fetched, and finish a killed renaming."""
     check_trackers(run.telemetry.trackers)
     check_fetched(run.model.arch, run.model.pretrained, tokenizer=run.model.tokenizer)
-    for folder in (Path(run.output), *fallback_runs(run.checkpoint.fallback, Path(run.output))):
-        restore_replaced(folder)
+    restore_replaced(Path(run.output))
 
 
 def _report_start(trainer: Trainer, notes: list[str], checkpoint: Checkpoint | None) -> None:

@@ -15,16 +15,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from pipeline.checkpoint.layout import fallback_run, fallback_runs
 from pipeline.checkpoint.reader import Checkpoint, agreed_checkpoint
 from pipeline.checkpoint.writer import CheckpointWriter
 from pipeline.data.loading.loader import Batch
 from pipeline.errors import UserError
 from pipeline.evaluation.ledger import forget_after
 from pipeline.metrics.logger import Telemetry
-from pipeline.run_files import name_of, write_run_id
+from pipeline.run_files import name_of
 from pipeline.training.run_state import RunState
 from pipeline.training.step import StepResult
 
@@ -76,8 +74,24 @@ class Saver:
         """
         self._mark("last checkpoint")
         self.writer.finish()
-        # Every rank waits here until rank 0 has written.
-        return not self._agreed(self.writer.problem) or not again or self.save_again(stopped)
+        deadline = time.monotonic() + 60 * RETRY_MINUTES
+        while True:
+            self._mark("last checkpoint")
+            over = stopped() or time.monotonic() >= deadline
+            # Every rank waits here until rank 0 has written.
+            problem, over = self.state.world.gather_objects((self.writer.problem, over))[0]
+            if not (problem and again):
+                return True
+            if over:
+                break
+            time.sleep(PAUSE_SECONDS)
+            self.writer.save(self.state.snapshot())
+            self.writer.wait()
+        self.telemetry.event(
+            f"The last checkpoint, {name_of(self.state.step)}, is NOT on disk ({problem}): the training since the one "
+            "before is lost. Free some space, and continue with --resume latest."
+        )
+        return False
 
     def roll_back(self) -> Checkpoint:
         """A good checkpoint from before the skipped steps, whose data continues after them; later ones are removed.
@@ -117,47 +131,6 @@ class Saver:
         )
         now = {"data": state.loader.state_dict(state.position), "faults": asdict(skipped)}
         return replace(checkpoint, meta={**checkpoint.meta, **now})
-
-    def save_again(self, stopped: Callable[[], bool]) -> bool:
-        """Try to write the last checkpoint for some minutes, and then to `checkpoint.fallback`."""
-        writer, fallback = self.writer, self.state.run.checkpoint.fallback
-        deadline = time.monotonic() + 60 * RETRY_MINUTES
-        while self._problem(writer):
-            if self._agreed(stopped() or time.monotonic() >= deadline):
-                break
-            time.sleep(PAUSE_SECONDS)
-        else:
-            return True
-        if fallback:
-            other = writer.at(fallback_run(fallback, writer.run, self._agreed(writer.run_id)))
-            if not self._problem(other):
-                other.finish()
-                with suppress(OSError):
-                    if writer.run_id:  # rank 0; without the file, --resume latest would not know that folder
-                        write_run_id(writer.run, writer.run_id)
-                if other.run in fallback_runs(fallback, writer.run):
-                    how = "--resume latest finds it there"
-                else:
-                    how = f"continue with --resume {other.folder / name_of(self.state.step)}"
-                self.telemetry.event(f"The last checkpoint is in {other.folder}, not in the run's folder; {how}.")
-                return True
-        self.telemetry.event(
-            f"The last checkpoint, {name_of(self.state.step)}, is NOT on disk ({writer.problem}): the training since "
-            "the one before is lost. Free some space, and continue with --resume latest; checkpoint.fallback names a "
-            "folder to write to instead."
-        )
-        return False
-
-    def _problem(self, writer: CheckpointWriter) -> str:
-        """Write the state and wait for it. Returns the reason for a failure, or an empty string."""
-        writer.save(self.state.snapshot())
-        writer.wait()
-        return str(self._agreed(writer.problem))
-
-    def _agreed(self, value: Any) -> Any:
-        """Rank 0's value on every rank."""
-        self._mark("last checkpoint")
-        return self.state.world.gather_objects(value)[0]
 
     def _mark(self, phase: str) -> None:
         if self.state.world.phases is not None:

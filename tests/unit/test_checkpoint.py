@@ -8,9 +8,10 @@ import os
 import shutil
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,12 +32,12 @@ from pipeline.evaluation.ledger import forget_after
 from pipeline.files import UMASK
 from pipeline.model.evaluation_model import load_for_evaluation
 from pipeline.model.model_folder import save_tensors, weights_digest
-from pipeline.run_files import finished_checkpoints, name_of, step_of, write_run_id
+from pipeline.run_files import finished_checkpoints, name_of, step_of
 from pipeline.training import saving
 from pipeline.versions import versions
 from tests.launch import python, run
 from tests.thread_world import on_ranks
-from tests.written_checkpoints import failing, latest, save_again, snapshot, write, writer_of
+from tests.written_checkpoints import failing, latest, snapshot, write, writer_of
 
 
 def test_round_trip_and_open_clip_reads_the_folder(tmp_path, towers):
@@ -245,65 +246,21 @@ def test_file_permissions_follow_the_umask(tmp_path, towers):
     assert stat.S_IMODE((tmp_path / "a.safetensors").stat().st_mode) == 0o666 & ~UMASK
 
 
-@pytest.mark.parametrize(("failures", "fallback", "saved"), [(2, False, True), (99, False, False), (2, True, True)])
-def test_last_checkpoint_is_retried_then_written_to_the_fallback(
-    tmp_path, towers, monkeypatch, failures, fallback, saved
-):
+@pytest.mark.parametrize(("failures", "saved"), [(2, True), (99, False)])
+def test_the_last_checkpoint_is_retried(tmp_path, towers, monkeypatch, failures, saved):
     run, events = tmp_path / "run", list[str]()
     writer = writer_of(run, towers, on_event=events.append)
     monkeypatch.setattr(writer_module, "save_tensors", failing(failures))
     monkeypatch.setattr(saving, "PAUSE_SECONDS", 0.01)
     monkeypatch.setattr(saving, "RETRY_MINUTES", 0.01)
+    state = SimpleNamespace(world=World(), step=5, snapshot=lambda: snapshot(towers, 5))
     writer.save(snapshot(towers, 5))
-    writer.wait()
-    assert writer.problem
-    spare = str(tmp_path / "spare") if fallback else None
-    assert save_again(writer, towers, 5, again=not fallback, report=events.append, fallback=spare) == saved
-    if not saved:
+    saver = saving.Saver(state, writer, SimpleNamespace(event=events.append), end=5)
+    assert saver.finish(stopped=lambda: False, again=True) == saved
+    if saved:
+        assert latest(run).step == 5
+    else:
         assert "step-00000005, is NOT on disk (OSError: [Errno 28] No space left on device)" in events[-1]
-        return
-    found = latest(run, fallback=spare)
-    assert found.step == 5
-    assert found.path.is_relative_to(tmp_path / "spare") == fallback
-
-
-def not_below(run: Path) -> Callable[[Path, str], None]:
-    """`write_run_id` on a disk without space for a run's folder."""
-
-    def write_elsewhere(folder: Path, run_id: str) -> None:
-        if folder == run:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write_run_id(folder, run_id)
-
-    return write_elsewhere
-
-
-@pytest.mark.parametrize("how", ["removed", "never written", "unwritable"])
-def test_the_fallback_needs_no_id_in_the_run_folder(tmp_path, towers, monkeypatch, how):
-    run, spare, events = tmp_path / "run", str(tmp_path / "spare"), list[str]()
-    writer = writer_of(run, towers, on_event=events.append)
-    monkeypatch.setattr(writer_module, "save_tensors", failing(2))
-    if how == "never written":
-        monkeypatch.setattr(writer_module, "save_tensors", save_file)
-        monkeypatch.setattr(writer_module, "write_run_id", not_below(run))
-    writer.save(snapshot(towers, 5))
-    writer.wait()
-    assert writer.problem
-    if how == "removed":
-        (run / "run_id").unlink()
-    if how == "unwritable":
-        shutil.rmtree(run)
-        run.write_text("")
-        monkeypatch.setattr(writer_module, "save_tensors", save_file)
-    assert save_again(writer, towers, 5, report=events.append, fallback=spare)
-    folder = tmp_path / "spare" / f"run-{writer.run_id}" / "checkpoints"
-    if how == "unwritable":
-        assert events[-1].endswith(f"continue with --resume {folder / name_of(5)}.")
-        run.unlink()
-        return
-    assert events[-1].endswith("--resume latest finds it there.")
-    found = latest(run, fallback=spare)
-    assert found.path == folder / name_of(5)
 
 
 def test_copies_beside_checkpoints_are_left_alone(tmp_path, towers):

@@ -28,7 +28,7 @@ from pipeline.run_files import (
     read_run_id,
     step_of,
 )
-from tests.written_checkpoints import failing, latest, save_again, snapshot, write, writer_of
+from tests.written_checkpoints import latest, snapshot, write, writer_of
 
 
 def change_meta(run: Path, step: int, change: Callable[[dict[str, Any]], object]) -> Path:
@@ -169,18 +169,6 @@ def test_a_full_disk_at_a_pointer_loses_no_checkpoint(tmp_path, towers, monkeypa
     assert f"`{name}` does not name step-00000001" in events[1]
     assert not [event for event in events if "NOT be written" in event]
     assert latest(tmp_path)
-
-
-def test_runs_with_one_name_do_not_share_the_fallback(tmp_path, towers, monkeypatch):
-    spare, first, second = str(tmp_path / "spare"), tmp_path / "one" / "run", tmp_path / "two" / "run"
-    for folder, step in ((first, 5), (second, 3)):
-        assert agreed_checkpoint(folder, "latest", world=World(), on_event=print, fallback=spare) is None
-        writer = writer_of(folder, towers)
-        monkeypatch.setattr(writer_module, "save_tensors", failing(1))
-        assert save_again(writer, towers, step, fallback=spare)
-        agreed = agreed_checkpoint(folder, "latest", world=World(), on_event=print, fallback=spare)
-        assert agreed.step == step
-    assert len(list((tmp_path / "spare").iterdir())) == 2
 
 
 def test_a_folder_with_later_checkpoints_is_refused(tmp_path, towers):

@@ -17,7 +17,6 @@ import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem
 
-from pipeline.checkpoint import writer as writer_module
 from pipeline.checkpoint.layout import best_checkpoint
 from pipeline.checkpoint.mirror import Mirror
 from pipeline.distributed.world import World
@@ -28,7 +27,7 @@ from pipeline.training.recipe import load_recipe
 from pipeline.training.run import setup
 from tests.mirrors import begin, fetch, fetched, steps_in, write, writer_of
 from tests.training import SMALL, prepare, settings_in, train_here
-from tests.written_checkpoints import failing, save_again, snapshot
+from tests.written_checkpoints import snapshot
 from tests.written_checkpoints import writer_of as plain_writer
 
 SETTINGS = [*SMALL, "samples=80", "data.sources=nowhere"]
@@ -212,21 +211,6 @@ def test_a_rollback_removes_later_checkpoints_from_the_mirror(tmp_path, towers, 
     released.set()
     writer.finish()
     assert steps_in(Mirror(url, run)) == [1]
-
-
-def test_a_checkpoint_in_the_fallback_folder_is_uploaded_beside_the_best_one(tmp_path, towers, monkeypatch):
-    run, url = tmp_path / "run", f"file://{tmp_path}/store"
-    mirror = Mirror(url, run)
-    writer = writer_of(run, url, towers, keep_last=1)
-    writer.save(replace(snapshot(towers, 1), best=True))
-    writer.finish()
-    original = Mirror.upload
-    monkeypatch.setattr(Mirror, "upload", lambda self, path: (time.sleep(0.3), original(self, path)))
-    monkeypatch.setattr(writer_module, "save_tensors", failing(1))
-    assert save_again(writer, towers, 2, fallback=str(tmp_path / "spare"))
-    writer.finish()
-    assert (tmp_path / "spare" / f"run-{read_run_id(run)}" / "checkpoints" / "step-00000002").is_dir()
-    assert (steps_in(mirror), mirror.read("best")) == ([1, 2], name_of(1))
 
 
 def test_the_end_of_a_run_waits_for_the_mirror_only_once(tmp_path, towers, monkeypatch):

@@ -25,7 +25,7 @@ from pipeline.errors import UserError
 from pipeline.metrics.sinks import JsonLines, SinkContext
 from pipeline.planning import diagnosis
 from pipeline.planning.diagnosis import read_evidence
-from pipeline.run_files import read_run_id, write_run_id
+from pipeline.run_files import write_run_id
 from pipeline.training.resume import Origin
 from pipeline.training.validation import ValidationHistory
 from tests.launch import ROOT
@@ -37,7 +37,6 @@ samples: 80
 batch_size: 8
 data: {{sources: x}}
 schedule: {{warmup_steps: 1}}
-checkpoint: {{fallback: {fallback}}}
 """
 HOLDS = """
 import fcntl, sys, time
@@ -55,7 +54,7 @@ def run(tmp_path: Path) -> Path:
     run = tmp_path / "my run"
     (run / "heartbeats").mkdir(parents=True)
     (run / ".lock").touch()
-    (run / "config.yaml").write_text(CONFIG.format(run=run, fallback=tmp_path / "spare"))
+    (run / "config.yaml").write_text(CONFIG.format(run=run))
     sink = JsonLines(SinkContext(run, total_steps=10, first_step=0))
     sink.event("Loss is not finite at step 2.", facts={})
     for step in range(1, 8):
@@ -109,13 +108,6 @@ def fork(run: Path) -> None:
     origin = Origin("/other/step-00000004", "abc", new_batch_size=True)
     (run / "origin.json").write_text(json.dumps(asdict(origin)))
     beat(run)
-
-
-def in_fallback(run: Path) -> None:
-    spare = run.parent / "spare" / f"{run.name}-{read_run_id(run)}" / "checkpoints"
-    spare.mkdir(parents=True)
-    (run / "checkpoints/step-00000006").rename(spare / "step-00000006")
-    end(run, 75)
 
 
 def one_of_two(run: Path) -> None:
@@ -182,7 +174,6 @@ CASES: dict[str, tuple[list[int], Callable[[Path], object], int, list[str], str]
         "no checkpoint is intact"], AGAIN),
     "a damaged last checkpoint": ([6, 10], lambda run: (trained(run), damage_weights(run, 10), end(run, 0)), 1, [
         "trained to its end, but its last checkpoint is damaged or missing"], RESUME),
-    "a checkpoint in the fallback folder": ([3, 6], in_fallback, 0, ["the newest is in"], RESUME),
     "consents": ([3], lambda run: (beat(run), edit(run, "sources: x", "sources: x, allow_commands: true")), 0, [
         RESUME + "\n"], "the run had data.allow_commands=true: add that only if you trust the run and its data"),
 }  # fmt: skip
@@ -224,7 +215,7 @@ def test_a_crash_that_would_come_again_is_not_resumed(run, towers):
 def test_never_started_and_moved(run, towers, tmp_path):
     new = tmp_path / "new"
     new.mkdir()
-    (new / "config.yaml").write_text(CONFIG.format(run=new, fallback="null"))
+    (new / "config.yaml").write_text(CONFIG.format(run=new))
     assert "never took a step" in examine(new)[0]
     with pytest.raises(UserError, match="is not the folder of a run"):
         read_evidence(tmp_path)

@@ -166,7 +166,6 @@ def test_a_run_that_could_write_no_checkpoint_does_not_start(tmp_path):
         ("samples=8", r"samples = 8 is 1 step of batch_size = 8, but step-00000002 has trained 2 \(16 samples\)"),
         ("optimizer.name=muon", "step-00000002 was written with optimizer.name = 'adamw', and this run has 'muon'"),
         ("objective.name=sogclr", "was written with objective.name = 'openclip', and this run has 'sogclr'"),
-        (f"checkpoint.fallback={__file__}", "checkpoint.fallback = .* is a file: give a folder"),
         ("optimizer.name=lion", "was written with optimizer.name = 'adamw', and this run has 'lion'"),
     ],
 )

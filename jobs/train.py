@@ -15,6 +15,7 @@ from pathlib import Path
 import click
 
 from jobs.known_settings import TRAINING, RecipePath, complete_settings, load_run
+from pipeline.departed import COMMANDS
 from pipeline.distributed.signals import exit_on_stop_signals
 from pipeline.errors import UserError
 
@@ -27,12 +28,7 @@ EXIT_CODES = (
 @click.command(name="train", epilog=EXIT_CODES)
 @click.option("--recipe", type=RecipePath(TRAINING), help="YAML with the run's settings, or a name: cc12m.")
 @click.option("--resume", metavar="latest|DIR", help="Continue from the newest good checkpoint, or from the given one.")
-@click.option(
-    "--new-batch-size",
-    is_flag=True,
-    help="With --resume DIR and a new output: continue with another batch_size. Steps are counted in new batches, the "
-    "schedule goes on at the same share of the run, the data after the samples already shown.",
-)
+@click.option("--new-batch-size", is_flag=True, hidden=True)  # has left
 @click.option(
     "--dry-run", is_flag=True, help="Check the settings, print what would be trained and every setting, and exit."
 )
@@ -59,6 +55,8 @@ def command(
     `neuclip settings` and docs/settings.md list every setting with its default. config.yaml, metrics.jsonl,
     tensorboard/ and checkpoints/ are written to the run's folder (`output`).
     """
+    if new_batch_size:
+        raise click.UsageError(COMMANDS["train --new-batch-size"])
     exit_on_stop_signals()
     scaled: dict[str, str] = {}
     run = load_run(recipe, overrides, scaled=scaled)
@@ -91,14 +89,13 @@ def command(
         from pipeline.distributed.launch import launch
 
         given = [f"--{name}={value}" for name, value in (("recipe", recipe), ("resume", resume)) if value is not None]
-        flags = ["--announced", *(["--new-batch-size"] if new_batch_size else [])]
-        return launch("jobs.train", [*given, *flags, *overrides], ranks=ranks)
+        return launch("jobs.train", [*given, "--announced", *overrides], ranks=ranks)
     from pipeline.distributed.launch import end_with_launcher
 
     end_with_launcher()  # before the imports below, which take seconds
     from pipeline.training.run import train
 
-    code = train(run, resume=resume, new_batch_size=new_batch_size)
+    code = train(run, resume=resume)
     if code == 0 and is_main and run.telemetry.progress != "quiet":
         click.echo(after_training(Path(run.output)))
     return code

@@ -112,6 +112,7 @@ COMMANDS: dict[str, str] = {
     "download --recipe icons": "The corpus of icons has left; commit c14979c has the program that makes it.",
     "study icons": "The corpus of icons has left; commit c14979c has the program that makes it. The study's results are in docs/studies/icons.",
     "study separation": "This study has left; docs/studies/separation has its results, commit c14979c its program.",
+    "train --new-batch-size": "A run keeps its batch_size; begin a new run with the weights: model.arch=pretrained model.pretrained=RUN/checkpoints/STEP.",
     "verify --rebuild": "`neuclip verify FOLDER --delete-damaged` deletes damaged shards, and the same `neuclip download` as before fetches them again.",
 }
 """Command -> the same."""

@@ -32,11 +32,11 @@ def settings_in(folder: Path, output: str | Path, *more: str) -> list[str]:
     return [f"output={folder / output}", *inputs, *more]
 
 
-def train_here(*overrides: str, resume: str | None = None, new_batch_size: bool = False) -> None:
+def train_here(*overrides: str, resume: str | None = None) -> None:
     """Train one run on one rank to its end; `SMALL` is below the overrides. ZeRO stage 3 needs a process of its own."""
     with in_this_process():
         run = load_recipe(None, [*SMALL, *overrides])
-        assert train(run, resume=resume, new_batch_size=new_batch_size) == 0
+        assert train(run, resume=resume) == 0
 
 
 @contextmanager

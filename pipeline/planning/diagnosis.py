@@ -231,8 +231,7 @@ def _command(evidence: Evidence) -> DoctorFinding:
     ranks = f" --ranks {count}" if count > 1 else ""
     start, origin = f"neuclip train --recipe {shlex.quote(str(evidence.run / RUN_CONFIG_NAME))}{ranks}", ""
     if (begun := read_origin(evidence.run)) is not None:
-        flag = " --new-batch-size" if begun.new_batch_size else ""
-        origin = f" --resume {shlex.quote(begun.checkpoint)}{flag}"
+        origin = f" --resume {shlex.quote(begun.checkpoint)}"
     if evidence.damaged and not evidence.intact:
         again = shlex.quote(f"{evidence.run}-again")
         return DoctorFinding("next", "broken", f"no checkpoint is intact: {start}{origin} output={again}")

@@ -20,7 +20,6 @@ from pipeline.model.evaluation_model import EvaluationModel, copy_for_evaluation
 from pipeline.pictures.pixels import colour_of
 from pipeline.run_files import EMA_NAME, FOLDER_NAME, METRICS_NAME, name_of, read_records
 from pipeline.training.recipe import InTrainingConfig, RunConfig
-from pipeline.training.resume import PREVIOUS
 from pipeline.training.run_state import RunState
 from pipeline.training.step import StepResult
 from pipeline.training.validation import Validation, ValidationHistory
@@ -68,7 +67,7 @@ def missed_tests(run: RunConfig, checkpoint: Checkpoint, *, world: World) -> set
     """Which of `validation` and `evaluation` were due at a checkpoint, but prevented (signal, kill). Collective."""
     step = checkpoint.step
     history = ValidationHistory(**checkpoint.meta["validation"])
-    validated = history.step == step or not run.validation.sources or PREVIOUS in checkpoint.meta
+    validated = history.step == step or not run.validation.sources
     ended = history.ends_run(run.validation.patience)
     evaluated = run.evaluation.suite is None or not evaluation_is_due(run, step=step, ended=ended)
     missed = set()

@@ -1,4 +1,4 @@
-"""From which checkpoint a run continues: its own newest one, another run's (a fork), or one with another batch size.
+"""From which checkpoint a run continues: its own newest one, or another run's (a fork).
 
 A fork records its origin in RUN/origin.json. The command that began it can therefore be repeated unchanged, for example
 by a scheduler: once the fork has checkpoints of its own, it continues from them.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,6 @@ from pipeline.run_files import FOLDER_NAME, checkpoint_folders, parse_as, read_a
 from pipeline.training.recipe import RunConfig
 
 ORIGIN_NAME = "origin.json"
-PREVIOUS = "previous_batch_size"
-"""Key of a checkpoint's meta that `in_new_steps` adds."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +34,6 @@ class Origin:
     """Absolute path of its folder."""
     digest: str
     """SHA-256 of its `checkpoint.json`; empty if it could not be read: it may have been removed since."""
-    new_batch_size: bool = False
-    """The run was begun with `--new-batch-size`."""
 
     def is_of(self, other: Origin | None) -> bool:
         """Whether both are the same checkpoint, as far as it could be read."""
@@ -46,7 +42,7 @@ class Origin:
         return not (self.digest and other.digest) or self.digest == other.digest
 
 
-def origin_of_start(run: RunConfig, resume: str | None, *, new_batch_size: bool) -> Origin | None:
+def origin_of_start(run: RunConfig, resume: str | None) -> Origin | None:
     """The origin of a run that begins with `--resume DIR`; None if DIR is in the run's own folder, or not given."""
     if resume is None or resume == "latest":
         return None
@@ -56,7 +52,7 @@ def origin_of_start(run: RunConfig, resume: str | None, *, new_batch_size: bool)
     digest = ""
     with suppress(OSError, ValueError):
         digest = str(read_meta(path).get("digest", ""))
-    return Origin(str(path), digest, new_batch_size)
+    return Origin(str(path), digest)
 
 
 def read_origin(folder: Path) -> Origin | None:
@@ -64,13 +60,12 @@ def read_origin(folder: Path) -> Origin | None:
     return read_as(Origin, folder / ORIGIN_NAME)
 
 
-def record_origin(run: RunConfig, resume: str | None, *, new_batch_size: bool) -> None:
+def record_origin(run: RunConfig, resume: str | None) -> None:
     """Write a fork's origin into its folder; a run that begins anew has none."""
     path = Path(run.output, ORIGIN_NAME)
-    if (origin := origin_of_start(run, resume, new_batch_size=new_batch_size)) is not None:
-        if not origin.digest and origin.is_of(read_origin(path.parent)):
-            return  # what is recorded says more
-        write_text(path, json.dumps(asdict(origin)) + "\n")
+    if origin := origin_of_start(run, resume):
+        if origin.digest or not path.exists():  # else what is recorded says more
+            write_text(path, json.dumps(asdict(origin)) + "\n")
     elif resume is None:
         path.unlink(missing_ok=True)
 
@@ -80,11 +75,10 @@ def find_start(
     resume: str | None,
     *,
     world: World,
-    new_batch_size: bool,
     mirror: str | None,
     on_event: Callable[[str], None],
 ) -> Checkpoint | None:
-    """The checkpoint to continue from, its steps counted in this run's batches; None for a new run. Collective.
+    """The checkpoint to continue from; None for a new run. Collective.
 
     `resume` is as in `train`; the mirror is asked unless it is None; `on_event` gets messages, on rank 0.
 
@@ -94,28 +88,27 @@ def find_start(
     folder = Path(run.output)
     # The writer opens it on rank 0 only; here, all ranks raise what is wrong with its address.
     copies = Mirror(mirror, folder, progress=world.progress) if mirror else None
-    origin = origin_of_start(run, resume, new_batch_size=new_batch_size)
+    origin = origin_of_start(run, resume)
     if origin is not None and _has_begun(folder, origin, world=world, copies=copies):
         on_event(f"This run was begun from {resume} and has checkpoints of its own: it continues from the newest.")
         resume = "latest"
     if resume == "latest" and copies:
         at_start(lambda: fetch_newest(copies, on_event=on_event), copies, world=world)
     checkpoint = agreed_checkpoint(folder, resume, world=world, on_event=on_event)
-    started = in_new_steps(checkpoint, run, allowed=new_batch_size) if checkpoint else None
-    if started is not None:
-        check_continuation(started, run)
-        if origin is not None and resume != "latest" and started.step == run.total_steps:
+    if checkpoint is not None:
+        check_continuation(checkpoint, run)
+        if origin is not None and resume != "latest" and checkpoint.step == run.total_steps:
             raise UserError(
-                f"{resume} is at step {started.step} of {run.total_steps} of this run: there is nothing to train, and "
-                f"{folder} would get no checkpoint. Give more samples (samples = {run.samples})."
+                f"{resume} is at step {checkpoint.step} of {run.total_steps} of this run: there is nothing to train, "
+                f"and {folder} would get no checkpoint. Give more samples (samples = {run.samples})."
             )
     elif resume == "latest":
         places = [str(folder / FOLDER_NAME), *filter(None, (mirror,))]
         on_event(f"--resume latest found no checkpoint in {', '.join(places)}: the run starts anew.")
     if resume != "latest" and copies:
-        step = started.step if started else -1
+        step = checkpoint.step if checkpoint else -1
         at_start(lambda: refuse_taken(copies, resume=resume, step=step), copies, world=world)
-    return started
+    return checkpoint
 
 
 def _has_begun(folder: Path, origin: Origin, *, world: World, copies: Mirror | None) -> bool:
@@ -142,54 +135,28 @@ def _has_begun(folder: Path, origin: Origin, *, world: World, copies: Mirror | N
     return bool(world.gather_objects(world.work_on_main(begun))[0])
 
 
-def in_new_steps(checkpoint: Checkpoint, run: RunConfig, *, allowed: bool) -> Checkpoint:
-    """The checkpoint with its step counted in this run's batches; unchanged if the batch size is the same.
-
-    `allowed`: the option `--new-batch-size` is given.
-
-    Raises:
-        UserError: The batch size differs and the option is not given, or the run would continue in the same folder,
-            whose checkpoints and metrics count other steps.
-    """
-    before = checkpoint.batch_size
-    if before == run.batch_size:
-        return checkpoint
-    if not allowed:
-        raise UserError(
-            f"The checkpoint was written with batch_size = {before}, and this run has "
-            f"{run.batch_size}. Continue with the former, or add --new-batch-size with a new "
-            "output folder: steps are then counted in new batches, the schedule continues at the same share of "
-            "`samples`, and the data after the samples already shown."
-        )
-    if checkpoint.path.resolve().is_relative_to(Path(run.output).resolve()):
-        raise UserError(
-            f"--new-batch-size counts steps anew, so that checkpoints and metrics in {run.output} would contradict "
-            f"each other: choose another output, with --resume {checkpoint.path}."
-        )
-    step = max(1, round(checkpoint.step * before / run.batch_size))
-    return replace(checkpoint, meta={**checkpoint.meta, "step": step, PREVIOUS: before})
-
-
 def check_continuation(checkpoint: Checkpoint, run: RunConfig) -> None:
-    """Check that a run's budget, objective and optimizer can continue a checkpoint.
+    """Check that a run's batch size, objective, optimizer and budget can continue a checkpoint.
 
     Raises:
-        UserError: The checkpoint has trained more steps, or its state is another objective's or optimizer's.
+        UserError: The checkpoint has trained more steps, or other batches, or its state is another objective's or
+            optimizer's.
     """
     name, steps = checkpoint.path.name, run.total_steps
+    settings = flatten(checkpoint.meta["config"])
+    now = {"batch_size": run.batch_size, "objective.name": run.objective.name, "optimizer.name": run.optimizer.name}
+    for key, value in now.items():
+        if (before := settings.get(key, value)) != value:
+            raise UserError(
+                f"{name} was written with {key} = {before!r}, and this run has {value!r}, which cannot continue with "
+                f"its state. {_with_weights_of(checkpoint)}"
+            )
     if checkpoint.step > steps:
         raise UserError(
             f"samples = {run.samples} is {steps} step{'s' * (steps != 1)} of batch_size = {run.batch_size}, but {name} "
             f"has trained {checkpoint.step} ({checkpoint.meta['samples']:,} samples). Give more samples, or another "
             "output with --resume and the folder of an earlier checkpoint."
         )
-    settings = flatten(checkpoint.meta["config"])
-    for key, now in (("objective.name", run.objective.name), ("optimizer.name", run.optimizer.name)):
-        if (before := settings.get(key, now)) != now:
-            raise UserError(
-                f"{name} was written with {key} = {before!r}, and this run has {now!r}, which cannot continue with its "
-                f"state. {_with_weights_of(checkpoint)}"
-            )
 
 
 def check_features(checkpoint: Checkpoint, features: Mapping[str, Mapping[str, Any]]) -> None:
@@ -212,22 +179,6 @@ def _with_weights_of(checkpoint: Checkpoint) -> str:
     return (
         "Use the former, or begin a new run with the weights: another output, and "
         f"model.arch=pretrained model.pretrained={checkpoint.path} instead of --resume."
-    )
-
-
-def describe(checkpoint: Checkpoint, run: RunConfig, *, skipped: int) -> str:
-    """What a changed batch size did, for the log; empty if it did not change.
-
-    `skipped` samples were left out so that new batches begin at multiples of their size.
-    """
-    if PREVIOUS not in checkpoint.meta:
-        return ""
-    return (
-        f"New batch size: {checkpoint.batch_size} -> {run.batch_size}. Steps count new batches: "
-        f"{checkpoint.path.name} is step {checkpoint.step} of {run.total_steps} now. Learning rate: the schedule "
-        f"continues at that step; warm-up has {run.schedule.warmup_steps} steps of the new size, and the peak is "
-        f"optimizer.lr = {run.optimizer.lr:g}. Data: the order of each stream is unchanged; {skipped:,} samples of "
-        "this epoch are skipped, and none is repeated. Optimizer state is kept."
     )
 
 

@@ -30,7 +30,7 @@ from pipeline.training.inputs import open_step_features
 from pipeline.training.loop import Trainer
 from pipeline.training.periodic_tests import missed_tests
 from pipeline.training.recipe import RunConfig, check_run
-from pipeline.training.resume import changed_settings, check_features, describe, find_start
+from pipeline.training.resume import changed_settings, check_features, find_start
 from pipeline.training.run_folder import STARTING, folder_of_a_start, hold_folder, prepare_folder
 from pipeline.training.run_state import EXIT_NOT_SAVED
 from pipeline.training.stages import check_stages, stage_at
@@ -40,7 +40,6 @@ def train(
     run: RunConfig,
     *,
     resume: str | None = None,
-    new_batch_size: bool = False,
     world: World | None = None,
     on_trainer: Callable[[Trainer], object] = lambda trainer: None,
 ) -> int:
@@ -52,7 +51,6 @@ def train(
     Args:
         run: The configuration.
         resume: None (a new run), "latest" (a new run when there are no checkpoints) or the folder of a checkpoint.
-        new_batch_size: Allow a checkpoint of another batch size.
         world: The ranks, if they are connected already.
         on_trainer: Called with each trainer before its first step.
 
@@ -70,8 +68,8 @@ def train(
         Heartbeat(Path(run.output, STARTING), world=world, lost_after=lost_after, limit=limit) as heartbeat,
         signals,
     ):
-        with folder_of_a_start(run, heartbeat=heartbeat, resume=resume, new_batch_size=new_batch_size):
-            trainer = setup(run, world=world, resume=resume, new_batch_size=new_batch_size)
+        with folder_of_a_start(run, heartbeat=heartbeat, resume=resume):
+            trainer = setup(run, world=world, resume=resume)
         while True:
             with trainer:
                 trainer.signals = signals
@@ -122,13 +120,11 @@ def _end_recorded() -> Iterator[None]:
         gc.unfreeze()
 
 
-def setup(
-    run: RunConfig, *, world: World, resume: str | Checkpoint | None, new_batch_size: bool = False, first: bool = True
-) -> Trainer:
+def setup(run: RunConfig, *, world: World, resume: str | Checkpoint | None, first: bool = True) -> Trainer:
     """Build every part of a run and, if asked, restore a checkpoint. Cheap checks come first.
 
-    Nothing in the run's folder changes before every check has passed. `resume` and `new_batch_size` are those of
-    `train`, or `resume` is the checkpoint to which the run rolls back. `first`: this process has not trained the run
+    Nothing in the run's folder changes before every check has passed. `resume` is that of `train`, or the
+    checkpoint to which the run rolls back. `first`: this process has not trained the run
     before; tests that were due at the checkpoint, but were prevented, are done, and the mirror is asked.
 
     Raises:
@@ -141,9 +137,7 @@ def setup(
     checkpoint = resume if isinstance(resume, Checkpoint) else None
     if not isinstance(resume, Checkpoint):
         mirror = run.checkpoint.mirror if first else None
-        checkpoint = find_start(
-            run, resume, world=world, new_batch_size=new_batch_size, mirror=mirror, on_event=notes.append
-        )
+        checkpoint = find_start(run, resume, world=world, mirror=mirror, on_event=notes.append)
     check_stages(run)
     stage, missed = stage_at(run, checkpoint.step if checkpoint else 0), set[str]()
     if checkpoint is not None and first:
@@ -209,11 +203,9 @@ def _restore(trainer: Trainer, checkpoint: Checkpoint, *, is_resumed: bool) -> N
     """Restore a checkpoint, and report what differs from the run that wrote it. Collective."""
     run, event = trainer.run, trainer.telemetry.event
     with checkpoint.restored():
-        skipped = trainer.state.restore(checkpoint)
+        trainer.state.restore(checkpoint)
     if is_resumed:
         event(f"Resumed from {checkpoint.path.name} (step {checkpoint.step} of {run.total_steps}).")
-    if changed := describe(checkpoint, run, skipped=skipped):
-        event(changed)
     before = stage_at(run, checkpoint.step - 1).run  # as the checkpoint's stage would be with today's settings
     if changes := changed_settings(checkpoint.meta["config"], to_tree(before)):
         event(f"Settings that differ from the checkpoint's: {'; '.join(changes)}.")

@@ -60,9 +60,7 @@ def hold_folder(run: RunConfig, *, world: World) -> Iterator[None]:
 
 
 @contextmanager
-def folder_of_a_start(
-    run: RunConfig, *, heartbeat: Heartbeat, resume: str | None = None, new_batch_size: bool = False
-) -> Iterator[None]:
+def folder_of_a_start(run: RunConfig, *, heartbeat: Heartbeat, resume: str | None = None) -> Iterator[None]:
     """A refused start removes a folder that had nothing in it, and changes nothing in one that had.
 
     What `neuclip doctor` reads about the start before, and the run's settings, are replaced by `prepare_folder`, when
@@ -78,7 +76,7 @@ def folder_of_a_start(
         heartbeat.move(folder / HEARTBEATS)
         if world.is_main:
             write_text(folder / RUN_CONFIG_NAME, dump(run))
-            record_origin(run, resume, new_batch_size=new_batch_size)
+            record_origin(run, resume)
     try:
         yield
     except UserError as error:
@@ -94,7 +92,7 @@ def folder_of_a_start(
     heartbeat.move(folder / HEARTBEATS)
     if world.is_main:
         remove_records(folder / STARTING)
-        record_origin(run, resume, new_batch_size=new_batch_size)
+        record_origin(run, resume)
 
 
 def _remove_start(folder: Path, *, fresh: bool) -> None:

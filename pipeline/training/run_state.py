@@ -22,7 +22,7 @@ from pipeline.model.finetuning import Adapters, is_adapter, merged
 from pipeline.model.model_folder import resized_moments, resized_state, weights_digest
 from pipeline.objectives import Objective
 from pipeline.training.recipe import RunConfig
-from pipeline.training.resume import PREVIOUS, read_origin
+from pipeline.training.resume import read_origin
 from pipeline.training.step import StepResult
 from pipeline.training.validation import ValidationHistory
 from pipeline.versions import versions
@@ -222,12 +222,12 @@ class RunState:
             "versions": versions(),
         }
 
-    def restore(self, checkpoint: Checkpoint) -> int:
-        """Continue from a checkpoint. Collective. Returns the samples skipped because of another batch size.
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Continue from a checkpoint. Collective.
 
         Position embeddings of a stage with another image size are interpolated, and so is their optimizer state.
         """
-        skipped = self.loader.load_state_dict(checkpoint.meta["data"], new_batch_size=PREVIOUS in checkpoint.meta)
+        self.loader.load_state_dict(checkpoint.meta["data"])
         self.skipped = SkippedSteps(**checkpoint.meta["faults"])
         self.features = dict(checkpoint.meta.get("features", {}))
         self.position = self.loader.position
@@ -240,14 +240,9 @@ class RunState:
             moments=resized_moments(checkpoint.moments(), shapes=shapes),
             counter=checkpoint.meta["counter"],
         )
-        objective, before = checkpoint.objective(), checkpoint.meta.get(PREVIOUS)
-        if before is not None:
-            objective["steps"] = (objective["steps"] * before / self.run.batch_size).round().long()
-        self.objective.load_state_dict(objective)
+        self.objective.load_state_dict(checkpoint.objective())
         self.objective.load_row_state_dict(checkpoint.read_rows)
         if self.ema is not None and average is None:  # the run had no average before
             self.ema.reset()
-        if before is None:
-            self.validation = ValidationHistory(**checkpoint.meta["validation"])
+        self.validation = ValidationHistory(**checkpoint.meta["validation"])
         self.step = checkpoint.step
-        return skipped

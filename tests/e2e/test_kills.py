@@ -35,6 +35,6 @@ def test_nothing_is_lost_by_kills(tmp_path):
     for key in ("same_samples_in_the_same_order", "same_steps", "same_evaluations", "same_rollbacks"):
         assert not is_intact({"changing-layouts": {**case, key: False}})
     assert not is_intact({"changing-layouts": {**case, "largest_relative_difference_of_a_loss": math.inf}})
-    for name in ("same-layout", "new-batch-size"):
+    for name in ("same-layout", "fork"):
         assert is_intact({name: {**case, "same_bits": True}})
         assert not is_intact({name: {**case, "same_bits": False}})

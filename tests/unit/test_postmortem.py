@@ -105,7 +105,7 @@ def early(run: Path) -> None:
 
 
 def fork(run: Path) -> None:
-    origin = Origin("/other/step-00000004", "abc", new_batch_size=True)
+    origin = Origin("/other/step-00000004", "abc")
     (run / "origin.json").write_text(json.dumps(asdict(origin)))
     beat(run)
 
@@ -136,7 +136,7 @@ def last_line(output: str) -> str:
 RESUME = "neuclip train --recipe '{run}/config.yaml' --resume latest output='{run}'"
 REPORT = "neuclip report '{run}'"
 AGAIN = "output='{run}-again'"
-TWICE = "--resume /other/step-00000004 --new-batch-size output='{run}'"
+TWICE = "--resume /other/step-00000004 output='{run}'"
 CASES: dict[str, tuple[list[int], Callable[[Path], object], int, list[str], str]] = {
     # The checkpoints, what happened, the exit code, parts of what is said, and the end of the last line.
     "killed while stepping": ([3, 6], beat, 0, [

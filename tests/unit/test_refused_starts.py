@@ -160,7 +160,7 @@ def test_a_run_that_could_write_no_checkpoint_does_not_start(tmp_path):
         ("data.sources=nowhere", None),
         ("data.streams=2", None),
         ("evaluation.suite=nowhere", None),
-        ("batch_size=16", "batch_size = 8, and this run has 16"),
+        ("batch_size=16", "step-00000002 was written with batch_size = 8, and this run has 16, which cannot continue"),
         ("validation.sources=nowhere", None),
         ("model.arch=scenes-vit-micro", None),
         ("samples=8", r"samples = 8 is 1 step of batch_size = 8, but step-00000002 has trained 2 \(16 samples\)"),

@@ -28,7 +28,6 @@ from pipeline.data.loading.position import (
     report,
     restore_position,
     save_position,
-    with_batch_size,
 )
 from pipeline.data.loading.stored_features import FeatureFile
 from pipeline.data.loading.worker import Part, StreamDataset, Tokenize
@@ -226,22 +225,15 @@ class Loader:
         """
         return save_position(position or self.position, self._dataset, world=self._world)
 
-    def load_state_dict(self, state: Mapping[str, Any], *, new_batch_size: bool = False) -> int:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the batch at which `state_dict` was called, without decoding earlier samples again.
-
-        With `new_batch_size`, the state may be of another batch size, see `with_batch_size`.
-
-        Returns:
-            The number of samples skipped because of another batch size.
 
         Raises:
             UserError: This run's order differs from that of the state.
         """
         self.close()
-        state, skipped = with_batch_size(state, self._dataset) if new_batch_size else (state, 0)
         limit = self._config.corrupt_limit
         self.position = restore_position(state, self._dataset, world=self._world, limit=limit)
-        return skipped
 
     @property
     def place(self) -> dict[str, Any]:

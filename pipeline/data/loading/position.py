@@ -199,27 +199,6 @@ def check_place(state: Mapping[str, Any], order: Order) -> Position:
     return position
 
 
-def with_batch_size(state: Mapping[str, Any], dataset: StreamDataset) -> tuple[dict[str, Any], int]:
-    """A stored position for this run's batch size: the streams go on after their last sample that was in a batch.
-
-    The order within streams does not depend on the batch size, so that no sample of the epoch is shown twice. New
-    batches begin at multiples of their size: up to one of them is skipped.
-
-    Returns:
-        The state for `restore_position`, and the number of samples skipped.
-
-    Raises:
-        UserError: Something else of the order differs from that of the state.
-    """
-    order, before = dataset.order, int(state["order"]["global batch"])
-    old = replace(order, layout=replace(order.layout, global_batch=before))
-    at, rows = check_place(state, old), order.layout.rows
-    turn = at.batch * old.layout.rows
-    batch = min(-(-turn // rows), order.layout.steps)
-    skipped = max(0, batch * rows - turn) * order.layout.streams
-    return {**state, **place_of(order, replace(at, batch=batch))}, skipped
-
-
 def _proof(order: Order, position: Position) -> str:
     """The order hash of the last batch before a position, computed without reading data."""
     if not position.batch:

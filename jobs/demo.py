@@ -38,7 +38,7 @@ def command(pairs: int, held_out: int, overrides: tuple[str, ...]) -> int:
 
     output = load_recipe(RECIPE, overrides).output
     data = Path(f"{output}-data")
-    run = load_recipe(RECIPE, [f"data.sources={data / 'shards'}", "telemetry.progress=brief", *overrides])
+    run = load_recipe(RECIPE, [f"data.sources={data / 'shards'}", *overrides])
     scenes = ScenesConfig(pairs=pairs, held_out=held_out, retrieval_pairs=held_out)
     click.echo(f"NeuCLIP demo: {pairs:,} URLs to a trained and evaluated model, in {output}\n")
     run = in_faster_precision(run, overrides)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from pipeline.config import section, suggest
 from pipeline.errors import UserError
 from pipeline.metrics import trackers  # noqa: F401 (registers its sinks)
-from pipeline.metrics.sinks import SINKS, WARNING, Distribution, Sink, SinkContext
+from pipeline.metrics.sinks import SINKS, Distribution, Sink, SinkContext
 
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
@@ -40,9 +40,8 @@ class TelemetryConfig:
     The scores of `evaluation.suite` and the validation loss are included."""
     project: str = "neuclip"
     """The project in trackers; a run has the name of its folder there."""
-    progress: Literal["auto", "bar", "lines", "brief", "quiet"] = "auto"
-    """`auto`: a bar on a terminal, plain lines elsewhere. `brief`: the same with a line every 30 seconds,
-    and of events, which are in RUN/metrics.jsonl, only warnings."""
+    progress: Literal["auto", "bar", "lines", "quiet"] = "auto"
+    """`auto`: a bar on a terminal, plain lines elsewhere."""
     profile: tuple[int, int] | None = None
     """Run torch's profiler from the first to the last of these steps (counted from 0), on rank 0: RUN/profile/."""
     peak_tflops: float | None = Field(default=None, gt=0)
@@ -163,17 +162,13 @@ class Telemetry:
                 summaries[name] = Distribution(finite, np.quantile(finite.numpy(), QUANTILES).tolist())
         self._each(lambda sink: sink.distributions(step=step, levels=QUANTILES, values=summaries))
 
-    def pictures(self, *, step: int, grid: np.ndarray, captions: Sequence[str]) -> None:
-        """Log a uint8 [H, W, 3] picture of some samples of the batch, and their captions."""
-        self._each(lambda sink: sink.pictures(step=step, grid=grid, captions=captions))
-
     def event(self, message: str, **facts: Any) -> None:
         """Log an event; `facts` are added to its record."""
         self._each(lambda sink: sink.event(message, facts=facts))
 
     def warning(self, message: str, **facts: Any) -> None:
-        """Log an event that is also printed where other events are not (`telemetry.progress=brief`)."""
-        self.event(message, level=WARNING, **facts)
+        """Log an event whose record has the level "warning"."""
+        self.event(message, level="warning", **facts)
 
     def close(self) -> None:
         self._each(lambda sink: sink.close())

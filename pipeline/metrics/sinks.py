@@ -15,15 +15,14 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 from torch import Tensor
 
 from pipeline.files import write_text
 from pipeline.registries import Registry
 from pipeline.run_files import METRICS_NAME, record_of
 
-WARNING, NOTICE = "warning", "notice"
-"""Values of the fact `level` of an event that is printed even where events are not."""
+LINE_SECONDS = 5.0
+"""Between plain lines of training."""
 STRAGGLES = 1.2
 """The progress line has the slowest rank when it takes more than this many times the median rank's time."""
 STEPWISE = ("train", "evaluation", "validation", "distribution")
@@ -39,7 +38,7 @@ class SinkContext:
     total_steps: int
     first_step: int
     """The step at which this process continues; records of later steps are outdated."""
-    progress: Literal["auto", "bar", "lines", "brief", "quiet"] = "auto"
+    progress: Literal["auto", "bar", "lines", "quiet"] = "auto"
     """The setting `telemetry.progress`."""
     project: str = "neuclip"
     """The setting `telemetry.project`."""
@@ -66,9 +65,6 @@ class Sink:
 
     def distributions(self, *, step: int, levels: Sequence[float], values: Mapping[str, Distribution]) -> None:
         """Distributions over a batch or of the objective's state; `levels` are those of the quantiles, in [0, 1]."""
-
-    def pictures(self, *, step: int, grid: np.ndarray, captions: Sequence[str]) -> None:
-        """Some samples of a batch: one uint8 [H, W, 3] picture, and the captions."""
 
     def event(self, message: str, *, facts: Mapping[str, Any]) -> None:
         """An event."""
@@ -146,7 +142,7 @@ def progress(context: SinkContext) -> Sink:
     """The terminal: a progress bar on a terminal, else plain lines, as set by `telemetry.progress`."""
     if context.progress == "quiet":
         return Sink()
-    bar = context.progress == "bar" or (context.progress in ("auto", "brief") and sys.stdout.isatty())
+    bar = context.progress == "bar" or (context.progress == "auto" and sys.stdout.isatty())
     return ProgressBarSink(context) if bar else ProgressLines(context)
 
 
@@ -154,8 +150,7 @@ class ProgressLines(Sink):
     """One plain line per record, at most one of training every few seconds: for log files."""
 
     def __init__(self, context: SinkContext) -> None:
-        self._total, self._last, self._brief = context.total_steps, 0.0, context.progress == "brief"
-        self._seconds = 30.0 if self._brief else 5.0
+        self._total, self._last = context.total_steps, 0.0
         self._first, self._start = context.first_step, time.monotonic()
 
     def scalars(self, kind: str, *, step: int, values: Mapping[str, float]) -> None:
@@ -165,12 +160,11 @@ class ProgressLines(Sink):
             self._print(score_line(kind, step, values))
 
     def event(self, message: str, *, facts: Mapping[str, Any]) -> None:
-        if not self._brief or "level" in facts:
-            self._print(message)
+        self._print(message)
 
     def _train(self, step: int, values: Mapping[str, float]) -> None:
         now = time.monotonic()
-        if now - self._last < self._seconds and step < self._total:
+        if now - self._last < LINE_SECONDS and step < self._total:
             return
         self._last = now
         left = (now - self._start) / max(1, step - self._first) * (self._total - step)
@@ -181,7 +175,7 @@ class ProgressLines(Sink):
 
 
 class ProgressBarSink(ProgressLines):
-    """A progress bar with the most important metrics; a brief one is cleared at the end."""
+    """A progress bar with the most important metrics."""
 
     def __init__(self, context: SinkContext) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -189,7 +183,7 @@ class ProgressBarSink(ProgressLines):
         super().__init__(context)
         metrics, ends = TextColumn("{task.fields[metrics]}"), (TextColumn("ETA"), TimeRemainingColumn())
         columns = (TextColumn("train"), BarColumn(bar_width=24), MofNCompleteColumn(), metrics, *ends)
-        self._bar = Progress(*columns, refresh_per_second=4, transient=self._brief)
+        self._bar = Progress(*columns, refresh_per_second=4)
         self._task = self._bar.add_task("train", total=context.total_steps, completed=context.first_step, metrics="")
         self._bar.start()
 

@@ -89,7 +89,7 @@ class TrackerSink(Sink):
 
 
 class TensorBoard(TrackerSink):
-    """RUN/tensorboard/: curves, histograms, pictures and captions. Records of steps that are repeated are removed."""
+    """RUN/tensorboard/: curves and histograms. Records of steps that are repeated are removed."""
 
     advice = "Train without it: telemetry.tensorboard=false."
 
@@ -105,13 +105,9 @@ class TensorBoard(TrackerSink):
         for name, distribution in values.items():
             self._board.add_histogram(f"distribution/{name}", distribution.values, step)
 
-    def pictures(self, *, step: int, grid: np.ndarray, captions: Sequence[str]) -> None:
-        self._board.add_image("batch/images", grid, step, dataformats="HWC")
-        self._board.add_text("batch/captions", _numbered(captions), step)
-
 
 class WeightsAndBiases(TrackerSink):
-    """Weights & Biases: metrics, histograms, pictures with captions; files are in RUN/wandb/."""
+    """Weights & Biases: metrics and histograms; files are in RUN/wandb/."""
 
     offline = "WANDB_MODE=offline writes to RUN/wandb/, which `wandb sync` uploads later."
     advice = f"{TrackerSink.advice} {offline}"
@@ -137,11 +133,6 @@ class WeightsAndBiases(TrackerSink):
         counts = {name: np.histogram(distribution.values.numpy(), bins=64) for name, distribution in values.items()}
         histograms = {f"distribution/{name}": Histogram(np_histogram=count) for name, count in counts.items()}
         self._tracker.log({"step": step, **histograms})
-
-    def pictures(self, *, step: int, grid: np.ndarray, captions: Sequence[str]) -> None:
-        from wandb import Image
-
-        self._tracker.log({"step": step, "batch/images": Image(grid, caption=_numbered(captions))})
 
 
 class MLflow(TrackerSink):
@@ -181,7 +172,3 @@ def _register(name: str) -> None:
 
 for _name in ("tensorboard", *PACKAGES):
     _register(_name)
-
-
-def _numbered(captions: Sequence[str]) -> str:
-    return "\n".join(f"{number}. {caption}" for number, caption in enumerate(captions, 1))

@@ -22,7 +22,6 @@ from pipeline.engine.state import WeightAverage
 from pipeline.evaluation.run.images import WORKER_IMPORTS
 from pipeline.metrics.logger import Telemetry
 from pipeline.metrics.mfu import Utilization
-from pipeline.metrics.sinks import NOTICE
 from pipeline.model.architectures import Architecture
 from pipeline.model.towers import build_towers, check_start, without_weights
 from pipeline.objectives import Objective, ObjectiveConfig, ObjectiveContext, build_objective
@@ -137,7 +136,7 @@ def build_trainer(stage: Stage, *, world: World, telemetry: Telemetry, resumed: 
             model = replace(without_weights(run.model), grad_checkpointing=True, packed_attention=False)
             plain, _ = build_towers(model, seed=run.seed)
         if run.engine.micro_batch == "auto" and trains:
-            telemetry.event(choose_micro_batch(state, normalized, plain=plain, resumed=resumed), level=NOTICE)
+            telemetry.event(choose_micro_batch(state, normalized, plain=plain, resumed=resumed))
         local = run.batch_size // world.size
         chunks = micro_batches(local, state.micro_batch or run.engine.rows(local))
         check = None

@@ -23,7 +23,7 @@ from pipeline.engine.optim import lr_scale as scheduled_scale
 from pipeline.errors import EXIT_USER_ERROR, UserError
 from pipeline.metrics.logger import Telemetry
 from pipeline.metrics.mfu import Utilization
-from pipeline.metrics.sinks import NOTICE, clock
+from pipeline.metrics.sinks import clock
 from pipeline.model.architectures import Architecture
 from pipeline.objectives.pairwise import batch_keys
 from pipeline.run_files import new_run_id
@@ -240,7 +240,7 @@ class Trainer:
         if number == 2:
             left = clock((self.run.total_steps - self.state.step) * seconds)
             text = f"The second step took {seconds:.1f} s: at that pace, the run takes {left} more."
-        self.telemetry.event(text, level=NOTICE)
+        self.telemetry.event(text)
 
     def _report_skipped(self, batch: Batch, result: StepResult) -> None:
         ids = [i for rank in self.world.gather_objects(batch.sample_id.tolist()) for i in rank]

@@ -1,16 +1,14 @@
-"""What is logged of a step: metrics, and on rank 0 pictures, distributions and profiles, as `telemetry` sets them."""
+"""What is logged of a step: metrics, and on rank 0 distributions and profiles, as `telemetry` sets them."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from pipeline.data.loading.loader import Batch
 from pipeline.data.shards.check_shards import caption_notes
@@ -23,15 +21,13 @@ from pipeline.metrics.mfu import Utilization
 from pipeline.training.run_state import RunEnds, RunState
 from pipeline.training.step import StepResult
 
-CELL, LINES, COLUMNS = 160, 3, 4
-"""Side of an image in the grid in pixels, lines of caption below it, images per row."""
-DISTRIBUTIONS_EVERY = PICTURES_EVERY = 1000
-"""Steps between distributions over the batch, and between grids of its images."""
+DISTRIBUTIONS_EVERY = 1000
+"""Steps between distributions over the batch."""
 
 
 @dataclass(kw_only=True)
 class Observer:
-    """Reports the metrics, pictures and distributions of a step, and the counts of an epoch. Collective."""
+    """Reports the metrics and distributions of a step, and the counts of an epoch. Collective."""
 
     state: RunState
     telemetry: Telemetry
@@ -45,8 +41,8 @@ class Observer:
         """Report what is due after this step."""
         step, every = self.state.step, self.state.run.telemetry.every
         self.utilization.count(text_tokens=result.text_tokens)
-        if self.state.world.is_main:
-            self._report_batch(batch, result)
+        if self.state.world.is_main and step % DISTRIBUTIONS_EVERY == 0:
+            self._report_distributions(result)
         if step == 1:
             self._warn_of_captions(batch)
         try:
@@ -100,22 +96,16 @@ class Observer:
         for note in caption_notes(tokens, tokenize=self.tokenizer, of="the first batch's", masked=masked):
             self.telemetry.warning(note)
 
-    def _report_batch(self, batch: Batch, result: StepResult) -> None:
-        """Log distributions and pictures, on rank 0."""
-        step = self.state.step
-        if step % DISTRIBUTIONS_EVERY == 0:
-            output = result.output
-            norms = {
-                "gradient_of_image_feature": output.grad_image.norm(dim=1),
-                "gradient_of_text_feature": output.grad_text.norm(dim=1),
-            }
-            histograms = {**output.distributions, **self.state.objective.distributions(), **norms}
-            self.telemetry.distributions(step=step, values={name: v.float().cpu() for name, v in histograms.items()})
-        if step % PICTURES_EVERY == 0 and len(batch.image):
-            rows = slice(0, 16)
-            captions = captions_of(batch.text[rows].cpu(), self.tokenizer)
-            grid = captioned_grid(batch.image[rows].cpu(), captions)
-            self.telemetry.pictures(step=step, grid=grid, captions=captions)
+    def _report_distributions(self, result: StepResult) -> None:
+        """Log the distributions over the batch, on rank 0."""
+        output = result.output
+        norms = {
+            "gradient_of_image_feature": output.grad_image.norm(dim=1),
+            "gradient_of_text_feature": output.grad_text.norm(dim=1),
+        }
+        histograms = {**output.distributions, **self.state.objective.distributions(), **norms}
+        values = {name: value.float().cpu() for name, value in histograms.items()}
+        self.telemetry.distributions(step=self.state.step, values=values)
 
 
 @dataclass
@@ -155,51 +145,6 @@ class StepProfiler:
         self.telemetry.event(
             f"Profile of steps {self._first} to {step - 1}: {path} (chrome://tracing, perfetto) and .txt."
         )
-
-
-def captions_of(tokens_bL: Tensor, tokenizer: Any) -> list[str]:
-    """The texts of tokens [b, L] as the model reads them; empty strings if the tokenizer cannot decode."""
-    plain = getattr(tokenizer, "tokenizer", tokenizer)  # open_clip's wrapper of a Hugging Face tokenizer
-    if not hasattr(plain, "decode"):
-        return [""] * len(tokens_bL)
-    end = getattr(tokenizer, "eot_token_id", None)
-    special = set(getattr(plain, "all_special_ids", ()))
-    texts = []
-    for row in tokens_bL.tolist():
-        row = row[: row.index(end)] if end in row else row
-        texts.append(" ".join(plain.decode([token for token in row if token not in special]).split()))
-    return texts
-
-
-def captioned_grid(image_bCHW: Tensor, captions: list[str]) -> np.ndarray:
-    """Images uint8 [b, 3, H, W] and b captions -> one uint8 picture [H', W', 3] with each caption below its image."""
-    from PIL import Image, ImageDraw, ImageFont
-
-    font = ImageFont.load_default()
-    line = 12
-    columns = min(COLUMNS, len(captions))
-    rows = -(-len(captions) // columns)
-    height = CELL + LINES * line + 4
-    sheet = Image.new("RGB", (columns * CELL, rows * height), "white")
-    draw = ImageDraw.Draw(sheet)
-    for place, (pixels, caption) in enumerate(zip(image_bCHW, captions, strict=True)):
-        left, top = place % columns * CELL, place // columns * height
-        picture = Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
-        sheet.paste(picture.resize((CELL - 2, CELL - 2)), (left + 1, top + 1))
-        for number, words in enumerate(_wrap(caption, CELL - 4, font.getlength)[:LINES]):
-            draw.text((left + 2, top + CELL + number * line), words, fill="black", font=font)
-    return np.asarray(sheet)
-
-
-def _wrap(text: str, width: float, length: Callable[[str], float]) -> list[str]:
-    """Words in lines of at most `width`."""
-    lines: list[str] = []
-    for word in text.split():
-        if lines and length(f"{lines[-1]} {word}") <= width:
-            lines[-1] += f" {word}"
-        else:
-            lines.append(word)
-    return lines
 
 
 def slowest_rank(world: World, rates: Mapping[str, float], *, batch_size: int) -> dict[str, float]:

@@ -166,7 +166,6 @@ def check_demo(outputs: dict[str, str], run: Path) -> None:
     assert "of 1,000 URLs gave a sample" in printed
     stages = re.findall(r"^✓ (\w.*?)  .*\[.* s\]$", printed, re.MULTILINE)
     assert [stage.split()[0] for stage in stages] == ["Corpus", "Evaluation", "Training", "Evaluation"]
-    assert not re.search(r"^(Checkpoint|Epoch) ", printed, re.MULTILINE), "events are in metrics.jsonl"
     assert list((run / "tensorboard" / "evaluation").glob("events*")), "scores are written without a further command"
     manifest = json.loads((run.parent / "first-data" / "shards" / "manifest.json").read_text())
     assert manifest["attempted"] == 1000

@@ -124,10 +124,9 @@ def test_activation_checkpointing_is_bit_identical(base):
 
 
 @pytest.mark.slow
-def test_images_histograms_utilization_and_a_profile_can_be_read_back(base, monkeypatch):
+def test_histograms_utilization_and_a_profile_can_be_read_back(base, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    monkeypatch.setattr(observer, "PICTURES_EVERY", 6)
     monkeypatch.setattr(observer, "DISTRIBUTIONS_EVERY", 4)
     wanted = ("tensorboard=true", "profile=[3,4]", "peak_tflops=1e-3")
     padded = "model.text_batching=padded"  # so that every step computes as many tokens
@@ -137,10 +136,6 @@ def test_images_histograms_utilization_and_a_profile_can_be_read_back(base, monk
     board = EventAccumulator(str(base / "observed" / "tensorboard"))
     board.Reload()
     tags = board.Tags()
-    assert [event.step for event in board.Images("batch/images")] == [6, 12]
-    assert (board.Images("batch/images")[0].width, board.Images("batch/images")[0].height) == (4 * 160, 2 * 200)
-    (text, _) = board.Tensors("batch/captions/text_summary")
-    assert text.tensor_proto.string_val[0].decode().splitlines()[4].startswith("5. ")
     names = {"log_normalizer_of_image", "log_batch_normalizer_of_text", "prototype_norm_for_text",
              "gradient_of_image_feature", "similarity_of_pair"}  # fmt: skip
     assert {f"distribution/{name}" for name in names} <= set(tags["histograms"])
@@ -198,7 +193,7 @@ def test_evaluation_during_training_gives_the_scores_of_the_checkpoint(base):
     damaged.mkdir(parents=True)
     (damaged / "nshards.txt").write_text("3\n")
     arguments = settings(base, "watched", f"evaluation.suite={base / 'suite'}", "evaluation.every=6")
-    printed = run("jobs.train", *arguments, "telemetry.progress=brief", ranks=2).stdout
+    printed = run("jobs.train", *arguments, "telemetry.progress=lines", ranks=2).stdout
     failed = [line for line in metrics(base / "watched", "event") if "failures" in line]
     assert [(line["step"], list(line["failures"]), line["level"]) for line in failed] == [
         (6, ["damaged"], "warning"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-import open_clip
 import pytest
 import torch
 from click.testing import CliRunner
@@ -17,7 +16,6 @@ from pipeline.model.towers import ModelConfig, build_towers
 from pipeline.planning import measure
 from pipeline.planning.run_costs import Assumptions, engine_memory, run_cost
 from pipeline.planning.run_plan import plan_run
-from pipeline.training.observer import captioned_grid, captions_of
 from pipeline.training.recipe import load_recipe
 from tests.shards import write_shards
 from tests.towers import TINY, write_tiny
@@ -168,27 +166,6 @@ def test_numbers_of_a_tiny_model_can_be_read(arch):
     assert re.search(r"loading +sets the pace .* about 500 pairs/s with 1 worker per GPU", result.output)
     assert "use data.workers" not in result.output, "no node has as many cores"
     assert "note             Images of 33 px hold" in result.output
-
-
-def test_captions_are_decoded_from_the_tokens():
-    tokenizer = open_clip.get_tokenizer("ViT-B-32")
-    tokens = tokenizer(["A red dog; 2 cats", "", "word " * 100])
-    texts = captions_of(tokens, tokenizer)
-    assert texts[:2] == ["a red dog ; 2 cats", ""]
-    assert texts[2] == " ".join(["word"] * 75)
-    assert captions_of(tokens, object()) == ["", "", ""]
-
-
-def test_a_grid_shows_every_image_with_its_caption():
-    colours = torch.tensor([[250, 0, 0], [0, 250, 0], [0, 0, 250], [200, 200, 0], [0, 200, 200]], dtype=torch.uint8)
-    images = colours[:, :, None, None].expand(5, 3, 16, 16)
-    grid = captioned_grid(images, ["", "one two", "", "", "a caption of many words " * 9])
-    assert grid.shape == (2 * 200, 4 * 160, 3)
-    centres = [grid[200 * row + 80, 160 * column + 80].tolist() for row, column in ((0, 0), (0, 1), (0, 3), (1, 0))]
-    assert centres == [colours[i].tolist() for i in (0, 1, 3, 4)]
-    ink = [(grid[200 * (i // 4) + 160 :, 160 * (i % 4) :][:40, :160] < 128).any() for i in range(5)]
-    assert ink == [False, True, False, False, True]
-    assert grid[201:, 160:].min() == 255  # no sixth image
 
 
 PEAKS = {

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.errors import UserError
-from pipeline.metrics.sinks import WARNING
 from pipeline.objectives import ObjectiveOutput
 from pipeline.objectives.openclip import OpenClip
 from pipeline.run_files import finished_checkpoints
@@ -90,14 +89,14 @@ def test_weights_that_are_not_finite_are_not_published(base, monkeypatch):
     with pytest.raises(UserError, match=r"is not finite after step 14: the run has diverged.*smaller optimizer\.lr"):
         train(base, "at the end", "max_rollbacks=0", "checkpoint.keep_last=9")
     assert finished_checkpoints(base / "at the end")[-1].name == "step-00000011"
-    warned = [r["message"] for r in metrics(base / "at the end", "event") if r.get("level") == WARNING]
+    warned = [r["message"] for r in metrics(base / "at the end", "event") if r.get("level") == "warning"]
     assert [message.partition(" is ")[2][:23] for message in warned] == ["not finite after step 1"]
 
 
 def test_a_run_that_ends_with_skipped_steps_says_so(base, monkeypatch):
     spoil(monkeypatch, (STEPS - 2, STEPS - 1))
     run = train(base, "skipped", "max_rollbacks=0")
-    (warned,) = (r["message"] for r in metrics(run, "event") if r.get("level") == WARNING)
+    (warned,) = (r["message"] for r in metrics(run, "event") if r.get("level") == "warning")
     assert warned.startswith("The last 2 steps were skipped: the weights are those of step 12, and the run may have")
 
 

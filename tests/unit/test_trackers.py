@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import accelerate.tracking  # noqa: F401 (it looks for packages that tests replace)
-import numpy as np
 import pytest
 import torch
 
@@ -37,7 +36,6 @@ def report(run: Path, name: str) -> None:
     telemetry.train(step=1, scalars={"loss": 3.0})
     telemetry.train(step=2, scalars={"loss": 2.0})
     telemetry.distributions(step=2, values={"gap": torch.arange(10.0)})
-    telemetry.pictures(step=2, grid=np.zeros((8, 8, 3), dtype=np.uint8), captions=["a dog"])
     telemetry.close()
     telemetry = opened(run, name, first_step=1)
     telemetry.train(step=2, scalars={"loss": 2.5})
@@ -81,7 +79,7 @@ def wandb_records(run: Path) -> tuple[list[dict[str, Any]], set[str], dict[str, 
 
 
 @pytest.mark.slow
-def test_wandb_offline_has_metrics_scores_pictures_and_settings(tmp_path, monkeypatch):
+def test_wandb_offline_has_metrics_scores_histograms_and_settings(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -97,7 +95,7 @@ def test_wandb_offline_has_metrics_scores_pictures_and_settings(tmp_path, monkey
     assert next(row for row in rows if "evaluation/imagenet" in row)["evaluation/imagenet"] == 0.25
     assert next(row for row in rows if "validation/loss" in row)["step"] == 3
     names = {name.partition(".")[0] for row in rows for name in row}
-    assert {"batch/images", "distribution/gap"} <= names
+    assert "distribution/gap" in names
     assert len(ids) == 1, "a resumed run goes on in the same tracker's run"
     assert settings["samples"] == 80
 

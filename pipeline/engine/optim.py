@@ -311,9 +311,7 @@ def stage_steps(config: ScheduleConfig, *, total_steps: int) -> list[tuple[Stage
 
 def lr_scale(config: ScheduleConfig, *, step: int, total_steps: int) -> float:
     """The learning rate of step `step` (from 0) as a share of its peak: warm-up and decay, times the stage's factor."""
-    stages = stage_steps(config, total_steps=total_steps)
-    stage = next((stage for stage, end in stages if step < end), None)
-    factor = stage.lr_scale if stage else 1.0
+    factor = next((stage.lr_scale for stage in config.stages if step < round(stage.until * total_steps)), 1.0)
     if step < config.warmup_steps:
         return factor * ((step + 1) / config.warmup_steps)
     if config.kind == "constant":

@@ -109,9 +109,6 @@ class TextChunks:
         whole = text.to(device, non_blocking=True)
         self._tokens = [whole[rows, :width] for rows, width in zip(self._rows, widths, strict=True)]
 
-    def __len__(self) -> int:
-        return len(self.text)
-
     def tokens(self, index: int) -> Tensor | PackedText:
         """[c, l] tokens of micro-batch `index`, or the packed ones."""
         return self._tokens[index]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -41,9 +40,7 @@ def compiled_towers(run: RunConfig, facts: EngineFacts, *, world: World, steps: 
     return "auto" if seconds * SAVED > COMPILING_SECONDS else False
 
 
-def choose_micro_batch(
-    state: RunState, normalized: Callable[[Tensor], Tensor], *, plain: Towers | None, resumed: Checkpoint | None
-) -> str:
+def choose_micro_batch(state: RunState, *, plain: Towers | None, resumed: Checkpoint | None) -> str:
     """Set `state.micro_batch` to the largest one, of those found by halving, that fits on every rank. Collective.
 
     A forward and a backward pass of the uncompiled towers are tried, on each rank alone. Weights, gradients, running
@@ -63,7 +60,7 @@ def choose_micro_batch(
     if plain is not None:
         tried.append((plain.to(world.device).train(), torch.float32, False))
     batch = state.loader.stand_in()
-    image, text = normalized(batch.image.to(world.device)), batch.text.to(world.device)
+    image, text = state.normalized(batch.image.to(world.device)), batch.text.to(world.device)
     text = text[:, : state.run.model.text_tokens]  # of the widest batch
     while True:
         fits = all(_fits(*each, image=image[:size], text=text[:size]) for each in tried)

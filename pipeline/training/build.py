@@ -5,41 +5,26 @@ from __future__ import annotations
 import math
 from contextlib import ExitStack
 from dataclasses import fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint.reader import Checkpoint
-from pipeline.checkpoint.writer import CheckpointWriter
-from pipeline.data.loading.decode import normalize
 from pipeline.data.loading.loader import Loader, build_loader
 from pipeline.data.loading.tokenize import fast_tokenizer
-from pipeline.distributed.timing import Meter
 from pipeline.distributed.workers import preload
 from pipeline.distributed.world import World, limit_collectives
 from pipeline.engine.engine_protocol import ENGINES
 from pipeline.engine.state import WeightAverage
 from pipeline.evaluation.run.images import WORKER_IMPORTS
-from pipeline.metrics.logger import Telemetry
-from pipeline.metrics.mfu import Utilization
 from pipeline.model.architectures import Architecture
-from pipeline.model.towers import build_towers, check_start, without_weights
+from pipeline.model.towers import build_towers, check_start
 from pipeline.objectives import Objective, ObjectiveConfig, ObjectiveContext, build_objective
 from pipeline.objectives.temperature import TAU_MAX
 from pipeline.pictures.pixels import colour_of
 from pipeline.run_files import model_folder_in
-from pipeline.training.auto import choose_micro_batch, compiled_towers
-from pipeline.training.gradient_check import GradientCheck
-from pipeline.training.inputs import PrefetchedBatches, text_layout
-from pipeline.training.loop import Trainer
-from pipeline.training.observer import Observer, StepProfiler
-from pipeline.training.periodic_tests import PeriodicEvaluation, PeriodicTests
+from pipeline.training.auto import compiled_towers
 from pipeline.training.recipe import RunConfig
-from pipeline.training.run_state import RunState, SkippedSteps
-from pipeline.training.saving import Saver
+from pipeline.training.run_state import RunState
 from pipeline.training.stages import Stage
-from pipeline.training.step import TrainStep, micro_batches
-from pipeline.training.validation import HeldOutPairs, Validation
 
 
 def loader_of(run: RunConfig, *, architecture: Architecture, world: World) -> Loader:
@@ -114,113 +99,7 @@ def describe_start(run: RunConfig, logit: tuple[float, float | None] | None) -> 
     return f"{start}; the objective starts there."
 
 
-def build_trainer(stage: Stage, *, world: World, telemetry: Telemetry, resumed: Checkpoint | None) -> Trainer:
-    """The trainer of a stage in its initial state; `resumed` will be restored. It closes the telemetry, too."""
-    run, end = stage.run, stage.end
-    with ExitStack() as parts:
-        parts.callback(telemetry.close)
-        state, architecture = _build_state(stage, world=world, parts=parts)
-        engine, phases = state.engine, world.phases
-        assert phases is not None
-        normalized = partial(
-            normalize,
-            mean=architecture.mean,
-            std=architecture.std,
-            dtype=engine.dtype,
-            memory_format=engine.module.image_format,
-        )
-        meter = Meter(run.batch_size, phases)
-        trains = (resumed.step if resumed else 0) < end
-        plain = None
-        if run.engine.probe and trains:  # in fp32 and with open_clip's own attention
-            model = replace(without_weights(run.model), grad_checkpointing=True, packed_attention=False)
-            plain, _ = build_towers(model, seed=run.seed)
-        if run.engine.micro_batch == "auto" and trains:
-            telemetry.event(choose_micro_batch(state, normalized, plain=plain, resumed=resumed))
-        local = run.batch_size // world.size
-        chunks = micro_batches(local, state.micro_batch or run.engine.rows(local))
-        check = None
-        if plain is not None:
-            check = GradientCheck(
-                engine,
-                plain,
-                world=world,
-                seed=run.seed,
-                chunks=chunks,
-                clipping=run.engine.gradient_clipping,
-                report=telemetry.event,
-            )
-        batches = PrefetchedBatches(
-            state.loader,
-            texts=text_layout(engine, run.model, chunks, device=world.device),
-            steps=end,
-            meter=meter,
-            device=world.device,
-        )
-        take_step = TrainStep(
-            engine,
-            state.objective,
-            world=world,
-            seed=run.seed,
-            chunks=chunks,
-            on_gradients=check.reference if check else None,
-        )
-        writer = CheckpointWriter(
-            Path(run.output),
-            config=run.checkpoint,
-            world=world,
-            architecture=architecture,
-            on_event=telemetry.event,
-            resumed_from=resumed.path if resumed else None,
-            mirror_minutes=run.engine.timeout_minutes * 2 / 3,  # rank 0 would be reported as stalled after all of it
-        )
-        parts.callback(writer.finish)
-        utilization = Utilization(
-            run.model,
-            device=world.device,
-            ranks=world.size,
-            bf16=engine.bf16,
-            peak_tflops=run.telemetry.peak_tflops,
-            images=run.data.image_features is None,
-        )
-        evaluation = None
-        if run.evaluation.suite is not None:
-            evaluation = PeriodicEvaluation(run.evaluation, run=Path(run.output), world=world)
-        tests = PeriodicTests(state, telemetry, _validation(state, telemetry=telemetry), evaluation)
-        observer = Observer(
-            state=state,
-            telemetry=telemetry,
-            tokenizer=architecture.tokenize,
-            meter=meter,
-            utilization=utilization,
-            end=end,
-        )
-        saver = Saver(state, writer, telemetry, end)
-        profiler = None
-        if run.telemetry.profile is not None and world.is_main:
-            profiler = StepProfiler(state, telemetry, run.telemetry.profile)
-        optional = [hook for hook in (check, profiler) if hook is not None]
-        return Trainer(
-            state=state,
-            architecture=architecture,
-            end=end,
-            batches=batches,
-            normalized=normalized,
-            take_step=take_step,
-            telemetry=telemetry,
-            meter=meter,
-            utilization=utilization,
-            writer=writer,
-            gradient_check=check,
-            profiler=profiler,
-            tests=tests,
-            saver=saver,
-            hooks=[state.average, *optional, observer, tests.validate, saver, tests.evaluate],
-            parts=parts.pop_all(),
-        )
-
-
-def _build_state(stage: Stage, *, world: World, parts: ExitStack) -> tuple[RunState, Architecture]:
+def build_state(stage: Stage, *, world: World, parts: ExitStack) -> RunState:
     """What has state, in its initial state. `parts` closes the loader."""
     run = stage.run
     if run.evaluation.suite is not None and run.evaluation.workers != 0:
@@ -244,22 +123,8 @@ def _build_state(stage: Stage, *, world: World, parts: ExitStack) -> tuple[RunSt
     limit_collectives(collectives_limit(run))
     engine.train()
     ema = WeightAverage(run.ema, engine.state) if run.ema.decay is not None else None
-    state = RunState(
-        run=run, world=world, loader=loader, engine=engine, objective=objective, skipped=SkippedSteps(), ema=ema
-    )
-    return state, architecture
-
-
-def _validation(state: RunState, *, telemetry: Telemetry) -> Validation | None:
-    """The validation, at the temperature with which the objective starts: call it before a checkpoint is restored."""
-    config = state.run.validation
-    if not config.sources:
-        return None
-    return Validation(
-        config,
-        pairs=HeldOutPairs(config, state.run.data, state.world),
-        tau=config.tau or math.exp(-state.objective.logit_parameters()[0]),
-        report=telemetry.event,
+    return RunState(
+        run=run, world=world, architecture=architecture, loader=loader, engine=engine, objective=objective, ema=ema
     )
 
 

@@ -8,18 +8,16 @@ moment, after scaling, reduction and clipping, so everything between loss and op
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from pipeline.data.loading.loader import Batch
-from pipeline.distributed.world import World
-from pipeline.engine.engine_protocol import Engine
 from pipeline.engine.optim import decay_in_gradient, gradient_in_moment
 from pipeline.errors import UserError
 from pipeline.model.towers import Towers
-from pipeline.training.step import StepResult, batch_norms_of, frozen_statistics, seeded
+from pipeline.training.step import StepResult, TrainStep, batch_norms_of, frozen_statistics, seeded
 
 TOLERANCE = {False: 1e-3, True: 0.15}
 """Largest relative distance allowed, by `engine.bf16` (measured on random inputs: below 1e-6, and 1.1 to 1.6%)."""
@@ -29,25 +27,26 @@ class GradientCheck:
     """Checks the first step that is applied: `begin` before it, `reference` between backward and update, and a call, as
     a hook, after every step.
 
-    `plain` are fp32 towers of the check's own, which take the engine's weights. Their backward pass should recompute
-    activations: an fp32 copy of the model leaves little memory. `seed` and `chunks` are as in `TrainStep`; `report`
-    gets a sentence after the check.
+    Args:
+        step: Takes the step that is checked.
+        plain: fp32 towers of the check's own, which take the engine's weights. Their backward pass should recompute
+            activations: an fp32 copy of the model leaves little memory.
+        clipping: `engine.gradient_clipping`.
+        report: Gets a sentence after the check.
     """
 
     def __init__(
         self,
-        engine: Engine,
+        step: TrainStep,
         plain: Towers,
         *,
-        world: World,
-        seed: int,
-        chunks: Sequence[slice],
         clipping: float = 0.0,
         report: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self._engine, self._world, self._seed, self._chunks = engine, world, seed, chunks
+        self._step, self._engine, self._world = step, step.engine, step.world
         self._clipping, self._report = clipping, report
         self._plain: Towers | None = plain
+        step.on_gradients = self.reference
         self._before: dict[tuple[str, str], Tensor] = {}
         self._expected: dict[str, Tensor] = {}
 
@@ -70,8 +69,8 @@ class GradientCheck:
             return
         self._plain.zero_grad(set_to_none=True)  # the gradient of a skipped step
         norms, text = batch_norms_of(self._plain), inputs[1].to(self._world.device)
-        for index, rows in enumerate(self._chunks):
-            with seeded(self._seed, step, self._world.rank, index), frozen_statistics(norms):
+        for index, rows in enumerate(self._step.chunks):
+            with seeded(self._step.seed, step, self._world.rank, index), frozen_statistics(norms):
                 features = self._plain(inputs[0][rows].float(), text[rows])
                 trained = [(f, g[rows]) for f, g in zip(features, gradients, strict=True) if f.requires_grad]
                 torch.autograd.backward([f for f, _ in trained], [g for _, g in trained])

@@ -20,7 +20,6 @@ from pipeline.distributed.timing import Meter
 from pipeline.distributed.world import NEXT_BATCH
 from pipeline.engine.engine_protocol import Engine
 from pipeline.errors import UserError
-from pipeline.model.architectures import Architecture
 from pipeline.model.finetuning import check_constant_image_tower
 from pipeline.model.model_folder import image_tower_identity
 from pipeline.model.towers import ModelConfig, text_batching
@@ -171,8 +170,8 @@ class StepFeatures:
         return image, [Teacher(sides[0], sides[1], tau) for sides, tau in teachers]
 
 
-def open_step_features(state: RunState, architecture: Architecture, *, report: Callable[[str], None]) -> StepFeatures:
-    """Open the stored features of a run, and let the loader show their crops or decode no images. Collective.
+def open_step_features(state: RunState, *, report: Callable[[str], None]) -> StepFeatures | None:
+    """Open the stored features of a run, if any, and let the loader show their crops or decode no images. Collective.
 
     Call it when the weights are those of the run, after a checkpoint was restored. `report` receives sentences.
 
@@ -181,7 +180,7 @@ def open_step_features(state: RunState, architecture: Architecture, *, report: C
     """
     run, loader, named = state.run, state.loader, state.run.data.stored_features
     if not any(named.values()):
-        return StepFeatures(state.world.device)
+        return None
     opened = open_features(run.data, loader.mixture.digests, seed=run.seed, named=named)
     for setting, group in opened.items():
         for number, stored in enumerate(group):
@@ -191,16 +190,16 @@ def open_step_features(state: RunState, architecture: Architecture, *, report: C
         loader.use_crops(crops)
     images = next(iter(opened[IMAGES]), None)
     if images is not None:
-        _check_tower(images, state, architecture)
+        _check_tower(images, state)
         loader.use_features(images.file)
     return StepFeatures(state.world.device, images, opened[TEACHER])
 
 
-def _check_tower(images: StoredFeatures, state: RunState, architecture: Architecture) -> None:
+def _check_tower(images: StoredFeatures, state: RunState) -> None:
     """Check that stored outputs are those of the run's image tower. Collective."""
     engine, theirs = state.engine, images.facts.tower or {}
     check_constant_image_tower(engine.module.clip.visual)  # type: ignore[arg-type]
-    own = image_tower_identity(dict(engine.state.weights()), architecture, decoding=state.run.data.decoding)
+    own = image_tower_identity(dict(engine.state.weights()), state.architecture, decoding=state.run.data.decoding)
     if other := [name for name, value in own.items() if theirs.get(name) != value]:
         raise UserError(
             f"{images.named} has the outputs of another image tower than this run locks (other {', other '.join(other)}"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Self
 
 from torch import Tensor
@@ -23,59 +23,100 @@ from pipeline.engine.optim import lr_scale as scheduled_scale
 from pipeline.errors import EXIT_USER_ERROR, UserError
 from pipeline.metrics.logger import Telemetry
 from pipeline.metrics.mfu import Utilization
-from pipeline.metrics.sinks import clock
-from pipeline.model.architectures import Architecture
+from pipeline.model.towers import build_towers, without_weights
+from pipeline.objectives.distill import Teacher
 from pipeline.objectives.pairwise import batch_keys
 from pipeline.run_files import new_run_id
+from pipeline.training.auto import choose_micro_batch
+from pipeline.training.build import build_state
 from pipeline.training.gradient_check import GradientCheck
-from pipeline.training.inputs import PrefetchedBatches, StepFeatures
-from pipeline.training.observer import StepProfiler
+from pipeline.training.inputs import PrefetchedBatches, StepFeatures, text_layout
+from pipeline.training.observer import Observer, StepProfiler
 from pipeline.training.periodic_tests import PeriodicTests
-from pipeline.training.recipe import RunConfig
-from pipeline.training.run_state import EXIT_NOT_SAVED, RunEnds, RunState
+from pipeline.training.run_state import EXIT_NOT_SAVED, RunEnds
 from pipeline.training.saving import Saver
-from pipeline.training.step import StepResult, TrainStep
+from pipeline.training.stages import Stage
+from pipeline.training.step import StepResult, TrainStep, micro_batches
+
+Hook = Callable[[Batch, StepResult], None]
+"""Called after every step that counts, on every rank. It may raise `RunEnds`."""
 
 
-@dataclass(kw_only=True)
 class Trainer:
-    """The parts of a stage of a run on one rank, made by `setup`, and the loop over its steps.
+    """The parts of a stage of a run on one rank, and the loop over its steps.
 
-    A context manager, which closes the parts at its end.
+    A context manager, which closes the parts, and the telemetry, at its end.
+
+    Args:
+        stage: What is trained; without stages, the whole run.
+        world: The ranks.
+        telemetry: Receives what is reported.
+        resumed: The checkpoint that will be restored.
+
+    Raises:
+        UserError: A part cannot be built.
     """
 
-    state: RunState
-    architecture: Architecture
-    end: int
-    """The step at which this stage of the run ends; without stages, the run."""
-    batches: PrefetchedBatches
-    normalized: Callable[[Tensor], Tensor]
-    """uint8 images on the device -> images as the engine takes them."""
-    take_step: TrainStep
-    telemetry: Telemetry
-    meter: Meter
-    utilization: Utilization
-    writer: CheckpointWriter
-    gradient_check: GradientCheck | None
-    profiler: StepProfiler | None
-    tests: PeriodicTests
-    saver: Saver
-    hooks: Sequence[Callable[[Batch, StepResult], None]]
-    """Called in this order after every step that counts, on every rank. Any of them may raise `RunEnds`."""
-    features: StepFeatures = field(init=False)
+    features: StepFeatures | None = None
+    """The stored features that the run trains with, which are opened when its weights are known."""
     missed: Collection[str] = ()
     """The tests that were due at the checkpoint that was restored, but were prevented."""
-    signals: StopSignals = field(default_factory=StopSignals)
-    """Shared by the trainers of a run."""
-    parts: ExitStack = field(default_factory=ExitStack)
-    """What is closed at the end."""
-    run: RunConfig = field(init=False)
-    world: World = field(init=False)
-    phases: Phases = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.run, self.world = self.state.run, self.state.world
-        self.phases = self.take_step.phases
+    def __init__(self, stage: Stage, *, world: World, telemetry: Telemetry, resumed: Checkpoint | None) -> None:
+        self.run, self.world, self.telemetry, self.end = stage.run, world, telemetry, stage.end
+        self.signals = StopSignals()
+        """Shared by the trainers of a run."""
+        run, on_event = stage.run, telemetry.event
+        with ExitStack() as parts:
+            parts.callback(telemetry.close)
+            self.phases = world.phases or Phases(world.device)
+            self.state = state = build_state(stage, world=world, parts=parts)
+            self.normalized = state.normalized
+            trains, plain = (resumed.step if resumed else 0) < stage.end, None
+            if run.engine.probe and trains:  # in fp32 and with open_clip's own attention
+                model = replace(without_weights(run.model), grad_checkpointing=True, packed_attention=False)
+                plain, _ = build_towers(model, seed=run.seed)
+            if run.engine.micro_batch == "auto" and trains:
+                on_event(choose_micro_batch(state, plain=plain, resumed=resumed))
+            local = run.batch_size // world.size
+            chunks = micro_batches(local, state.micro_batch or run.engine.rows(local))
+            self.take_step = TrainStep(state.engine, state.objective, world=world, seed=run.seed, chunks=chunks)
+            self.gradient_check = None
+            if plain is not None:
+                clipping = run.engine.gradient_clipping
+                self.gradient_check = GradientCheck(self.take_step, plain, clipping=clipping, report=on_event)
+            self.meter = Meter(run.batch_size, self.phases)
+            texts = text_layout(state.engine, run.model, chunks, device=world.device)
+            self.batches = PrefetchedBatches(
+                state.loader, texts=texts, steps=stage.end, meter=self.meter, device=world.device
+            )
+            self.writer = CheckpointWriter(
+                Path(run.output),
+                config=run.checkpoint,
+                world=world,
+                architecture=state.architecture,
+                on_event=on_event,
+                resumed_from=resumed.path if resumed else None,
+                mirror_minutes=run.engine.timeout_minutes * 2 / 3,  # after all of it, rank 0 counts as stalled
+            )
+            parts.callback(self.writer.finish)
+            self.utilization = Utilization(
+                run.model,
+                device=world.device,
+                ranks=world.size,
+                bf16=state.engine.bf16,
+                peak_tflops=run.telemetry.peak_tflops,
+                images=run.data.image_features is None,
+            )
+            self.tests = PeriodicTests(state, telemetry)
+            self.saver = Saver(state, self.writer, telemetry, stage.end)
+            self.observer = Observer(state, telemetry, self.meter, self.utilization, stage.end)
+            self.profiler = None
+            if world.is_main and run.telemetry.profile is not None:
+                self.profiler = StepProfiler(state, telemetry, run.telemetry.profile)
+            hooks: tuple[Hook | None, ...] = (state.average, self.gradient_check, self.profiler, self.observer)
+            self.hooks: list[Hook] = [*filter(None, hooks), self.tests.validate, self.saver, self.tests.evaluate]
+            self.parts = parts.pop_all()
 
     def __enter__(self) -> Self:
         return self
@@ -103,8 +144,7 @@ class Trainer:
                 if not stop and self.tests.make_up(self.missed):
                     self.saver.save()
                 self._end_early(stop=stop)
-                self.meter.start()
-                first, began = state.step, time.monotonic()
+                self.observer.start()
                 while state.step < self.end:
                     batch, problem = self._next_batch()
                     result = self.train_step(batch, stop=bool(received), problem=problem)
@@ -112,9 +152,6 @@ class Trainer:
                     for hook in (self._roll_back, *self.hooks):
                         hook(batch, result)
                     self._end_early(stop=result.stop)
-                    if (number := state.step - first) <= 2:
-                        self._report_pace(time.monotonic() - began, number=number)
-                        began = time.monotonic()
                 end = RunEnds(start="latest" if state.step < self.run.total_steps else None)
             except RunEnds as early:
                 end = early.with_traceback(None)  # which keeps this trainer in memory
@@ -154,12 +191,15 @@ class Trainer:
         inputs = self.batches.inputs(batch)
         if not (unread or stop):
             self.batches.fetch_ahead(step)
-        try:
-            stored, teachers = self.features.of(batch, stand_in=unread)
-        except UserError as error:
-            problem = error
-            stored, teachers = self.features.of(batch, stand_in=True)
+        stored: Tensor | None = None
+        teachers: Sequence[Teacher] = ()
         keys = None
+        if self.features is not None:
+            try:
+                stored, teachers = self.features.of(batch, stand_in=unread)
+            except UserError as error:
+                problem = error
+                stored, teachers = self.features.of(batch, stand_in=True)
         if self.take_step.objective.config.mask_equal:
             pixels = inputs.image if stored is None else None  # with stored features, no pixels are read
             keys = batch_keys(batch.text, inputs.sample_ids, pixels)
@@ -232,15 +272,6 @@ class Trainer:
                     file=sys.stderr,
                     flush=True,
                 )
-
-    def _report_pace(self, seconds: float, *, number: int) -> None:
-        """Say what the first step of this start took, and after the second what the others will: the first one has the
-        start of the loading workers, the gradient probe and compiling in it."""
-        text = f"The first step took {seconds:.1f} s."
-        if number == 2:
-            left = clock((self.run.total_steps - self.state.step) * seconds)
-            text = f"The second step took {seconds:.1f} s: at that pace, the run takes {left} more."
-        self.telemetry.event(text)
 
     def _report_skipped(self, batch: Batch, result: StepResult) -> None:
         ids = [i for rank in self.world.gather_objects(batch.sample_id.tolist()) for i in rank]

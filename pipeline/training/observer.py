@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -18,6 +18,7 @@ from pipeline.engine.optim import lr_scale
 from pipeline.errors import EXIT_USER_ERROR, UserError
 from pipeline.metrics.logger import Telemetry
 from pipeline.metrics.mfu import Utilization
+from pipeline.metrics.sinks import clock
 from pipeline.training.run_state import RunEnds, RunState
 from pipeline.training.step import StepResult
 
@@ -25,20 +26,25 @@ DISTRIBUTIONS_EVERY = 1000
 """Steps between distributions over the batch."""
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Observer:
     """Reports the metrics and distributions of a step, and the counts of an epoch. Collective."""
 
     state: RunState
     telemetry: Telemetry
-    tokenizer: Any
     meter: Meter
     utilization: Utilization
     end: int
     """The step at which the stage ends."""
 
+    def start(self) -> None:
+        """Call it before the first step."""
+        self._steps, self._began = 0, time.monotonic()
+        self.meter.start()
+
     def __call__(self, batch: Batch, result: StepResult) -> None:
         """Report what is due after this step."""
+        self._report_pace()
         step, every = self.state.step, self.state.run.telemetry.every
         self.utilization.count(text_tokens=result.text_tokens)
         if self.state.world.is_main and step % DISTRIBUTIONS_EVERY == 0:
@@ -53,6 +59,18 @@ class Observer:
                 self._report_epoch(batch)
         except UserError as error:  # too many corrupt samples, on every rank
             raise RunEnds(str(error), code=EXIT_USER_ERROR, save=True) from error
+
+    def _report_pace(self) -> None:
+        """Say what the first step of this start took, and after the second what the others will: the first one has the
+        start of the loading workers, the gradient probe and compiling in it."""
+        self._steps += 1
+        if self._steps <= 2:
+            seconds, self._began = time.monotonic() - self._began, time.monotonic()
+            text = f"The first step took {seconds:.1f} s."
+            if self._steps == 2:
+                left = clock((self.state.run.total_steps - self.state.step) * seconds)
+                text = f"The second step took {seconds:.1f} s: at that pace, the run takes {left} more."
+            self.telemetry.event(text)
 
     def _scalars(self, batch: Batch, result: StepResult) -> dict[str, float]:
         """The metrics of the step; the meter starts its next measurement."""
@@ -92,8 +110,8 @@ class Observer:
     def _warn_of_captions(self, batch: Batch) -> None:
         """Warn of captions of the first global batch that are cut, or equal."""
         tokens = self.state.world.all_gather(batch.text.to(self.state.world.device)).cpu()
-        masked = self.state.run.objective.mask_equal
-        for note in caption_notes(tokens, tokenize=self.tokenizer, of="the first batch's", masked=masked):
+        masked, tokenize = self.state.run.objective.mask_equal, self.state.architecture.tokenize
+        for note in caption_notes(tokens, tokenize=tokenize, of="the first batch's", masked=masked):
             self.telemetry.warning(note)
 
     def _report_distributions(self, result: StepResult) -> None:

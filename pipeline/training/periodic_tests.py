@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from pipeline.run_files import EMA_NAME, FOLDER_NAME, METRICS_NAME, name_of, rea
 from pipeline.training.recipe import InTrainingConfig, RunConfig
 from pipeline.training.run_state import RunState
 from pipeline.training.step import StepResult
-from pipeline.training.validation import Validation, ValidationHistory
+from pipeline.training.validation import HeldOutPairs, Validation, ValidationHistory
 
 
 class PeriodicEvaluation:
@@ -99,17 +100,27 @@ class PeriodicTests:
 
     state: RunState
     telemetry: Telemetry
-    validation: Validation | None
-    """None: no loss on held-out pairs."""
-    evaluation: PeriodicEvaluation | None
-    """None: no evaluation while training."""
     _model: EvaluationModel | None = None
+
+    def __post_init__(self) -> None:
+        run, world = self.state.run, self.state.world
+        self._validation = self._evaluation = None
+        if run.validation.sources:
+            self._validation = Validation(
+                run.validation,
+                pairs=HeldOutPairs(run.validation, run.data, world),
+                # With which the objective starts: a checkpoint is restored later.
+                tau=run.validation.tau or math.exp(-self.state.objective.logit_parameters()[0]),
+                report=self.telemetry.event,
+            )
+        if run.evaluation.suite is not None:
+            self._evaluation = PeriodicEvaluation(run.evaluation, run=Path(run.output), world=world)
 
     def validate(self, batch: Batch | None = None, result: StepResult | None = None) -> None:
         """Validate if that is due. Collective."""
         step = self.state.step
-        if self.validation is not None and validation_is_due(self.state.run, step=step) and not self._stopped(result):
-            scores = self.validation(self._copy("validation"))
+        if self._validation is not None and validation_is_due(self.state.run, step=step) and not self._stopped(result):
+            scores = self._validation(self._copy("validation"))
             self.state.validation.add(scores["loss"], step=step)
             self.telemetry.validation(step=step, scores=scores)
 
@@ -117,8 +128,8 @@ class PeriodicTests:
         """Evaluate the suite if that is due. Collective; call it after `validate`, which it ends."""
         step = self.state.step
         due = evaluation_is_due(self.state.run, step=step, ended=self.state.ended_early) and not self._stopped(result)
-        if self.evaluation is not None and due:
-            scores, failures = self.evaluation(self._copy("evaluation"), step=step)
+        if self._evaluation is not None and due:
+            scores, failures = self._evaluation(self._copy("evaluation"), step=step)
             self.telemetry.evaluation(step=step, scores=scores)
             if failures:
                 self.telemetry.warning(

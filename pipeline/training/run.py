@@ -25,7 +25,7 @@ from pipeline.metrics.logger import Telemetry
 from pipeline.metrics.trackers import check_trackers
 from pipeline.model.starting_weights import check_fetched
 from pipeline.model.trimming import why_not_trimmed
-from pipeline.training.build import build_trainer, collectives_limit, describe_start
+from pipeline.training.build import collectives_limit, describe_start
 from pipeline.training.inputs import open_step_features
 from pipeline.training.loop import Trainer
 from pipeline.training.periodic_tests import missed_tests
@@ -152,18 +152,18 @@ def setup(run: RunConfig, *, world: World, resume: str | Checkpoint | None, firs
         is_main=world.is_main,
         settings=to_tree(run),
     )
-    trainer = build_trainer(stage, world=world, telemetry=telemetry, resumed=checkpoint)
+    trainer = Trainer(stage, world=world, telemetry=telemetry, resumed=checkpoint)
     with ExitStack() as refused:
         refused.enter_context(trainer)  # closed by an error
         trainer.missed = missed
         _report_start(trainer, notes, checkpoint)
         if checkpoint is not None:
             _restore(trainer, checkpoint, is_resumed=not isinstance(resume, Checkpoint))
-        trainer.features = open_step_features(trainer.state, trainer.architecture, report=telemetry.event)
+        trainer.features = open_step_features(trainer.state, report=telemetry.event)
         if checkpoint is not None:
             check_features(checkpoint, trainer.state.features)
         if run.schedule.stages:
-            telemetry.event(stage.describe(image_size=trainer.architecture.image_size))
+            telemetry.event(stage.describe(image_size=trainer.state.architecture.image_size))
         if trainer.gradient_check is not None:
             trainer.gradient_check.begin()
         world.barrier()  # every rank has passed all checks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,12 +13,14 @@ from torch import Tensor
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.checkpoint.writer import Snapshot
 from pipeline.config import to_tree
+from pipeline.data.loading.decode import normalize
 from pipeline.data.loading.loader import Batch, Loader
 from pipeline.data.loading.position import Position
 from pipeline.distributed.world import World
 from pipeline.engine.engine_protocol import Engine
 from pipeline.engine.state import WeightAverage
 from pipeline.errors import UserError
+from pipeline.model.architectures import Architecture
 from pipeline.model.finetuning import Adapters, is_adapter, merged
 from pipeline.model.model_folder import resized_moments, resized_state, weights_digest
 from pipeline.objectives import Objective
@@ -121,10 +124,11 @@ class RunState:
 
     run: RunConfig
     world: World
+    architecture: Architecture
     loader: Loader
     engine: Engine
     objective: Objective
-    skipped: SkippedSteps
+    skipped: SkippedSteps = field(default_factory=SkippedSteps)
     ema: WeightAverage | None = None
     """The average of the weights; None without one."""
     validation: ValidationHistory = field(default_factory=ValidationHistory)
@@ -138,6 +142,13 @@ class RunState:
     """What the stored features are of that the run trains with, by the setting that names them."""
     position: Position = field(default_factory=Position)
     """Position in the data after the last batch that was trained on."""
+
+    def __post_init__(self) -> None:
+        mean, std, engine = self.architecture.mean, self.architecture.std, self.engine
+        self.normalized: Callable[[Tensor], Tensor] = partial(
+            normalize, mean=mean, std=std, dtype=engine.dtype, memory_format=engine.module.image_format
+        )
+        """uint8 images [b, 3, H, W] on the device -> images as the engine takes them."""
 
     def advance(self, batch: Batch, result: StepResult) -> None:
         """Count a step that was taken or skipped."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
@@ -66,7 +66,7 @@ class TrainStep:
     """Names the random streams."""
     chunks: Sequence[slice]
     """The rows of each micro-batch, from `micro_batches`."""
-    on_gradients: OnGradients | None = None
+    on_gradients: OnGradients | None = field(default=None, init=False)
     """Called between backward and update, until a step is applied."""
 
     def __post_init__(self) -> None:
@@ -123,7 +123,10 @@ class TrainStep:
                 output.grad_text.masked_fill(to_skip, torch.nan),
             )
         with self.phases("backward"):
-            self._backward(features, gradients, (image, texts), step)
+            if self.cached:
+                self._backward_cached(gradients, image, texts, step)
+            else:
+                self.engine.backward(features, gradients)
         if self.on_gradients is not None:
             self.on_gradients((image, texts.text), gradients, step)
         with self.phases("optimizer"):
@@ -141,7 +144,7 @@ class TrainStep:
                 f"{type(self.engine).__name__}.step applied a gradient of NaN at step {step} instead of returning "
                 "False: the weights are lost, the last checkpoint is intact."
             )
-        tokens = texts.computed_tokens / len(texts)
+        tokens = texts.computed_tokens / len(texts.text)
         return StepResult(output, not bad, applied=applied, stop=stop, missing=skipped, text_tokens=tokens)
 
     def _cached_features(self, image: Tensor, texts: TextChunks, step: int) -> tuple[Tensor, Tensor]:
@@ -156,17 +159,8 @@ class TrainStep:
             of_texts.append(f_text)
         return torch.cat(of_images), texts.in_order(of_texts)
 
-    def _backward(
-        self,
-        features: tuple[Tensor, Tensor],
-        gradients: tuple[Tensor, Tensor],
-        inputs: tuple[Tensor, TextChunks],
-        step: int,
-    ) -> None:
-        if not self.cached:
-            self.engine.backward(features, gradients)
-            return
-        image, texts = inputs
+    def _backward_cached(self, gradients: tuple[Tensor, Tensor], image: Tensor, texts: TextChunks, step: int) -> None:
+        """Compute the features of each micro-batch again, with a graph."""
         for index, rows in enumerate(self.chunks):
             with seeded(self.seed, step, self.world.rank, index), frozen_statistics(self._batch_norms):
                 again = self.engine.forward(image[rows], texts.tokens(index))

@@ -28,7 +28,7 @@ from pipeline.engine.optim import OptimizerConfig
 from pipeline.model.towers import ModelConfig, build_towers
 from pipeline.model.trimming import TextChunks, text_trimming
 from pipeline.objectives import build_objective
-from pipeline.training.inputs import Inputs, StepFeatures
+from pipeline.training.inputs import Inputs
 from pipeline.training.loop import Trainer
 from pipeline.training.step import TrainStep, micro_batches
 from tests.cuda_without_gpu.recorder import Record, RecordedPhases, pretend, recording
@@ -76,7 +76,7 @@ def take(file: str, arch: str, *, ranks: int, micro: int | None, record: Record)
         meter=Meter(LOCAL, phases),
         phases=phases,
         world=world,
-        features=StepFeatures(torch.device("cpu")),
+        features=None,
     )
     for trainer.state.step in range(2):
         record.__init__()

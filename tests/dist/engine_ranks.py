@@ -143,9 +143,9 @@ def scenario(arch: str, name: str, world: World) -> dict[str, Any]:
     half = STEPS // 2
     engine = make_engine(arch, name, world)
     chunks = micro_batches(BATCH // world.size, None)
-    check = GradientCheck(engine, towers(arch), world=world, seed=0, chunks=chunks)
     objective = make_objective({"name": "openclip", "tau_lr": 0.0}, world)
-    step = TrainStep(engine, objective, world=world, seed=0, chunks=chunks, on_gradients=check.reference)
+    step = TrainStep(engine, objective, world=world, seed=0, chunks=chunks)
+    check = GradientCheck(step, towers(arch))
     check.begin()
     rows, ones = world.rows(BATCH // world.size), torch.ones(BATCH // world.size, 16)
     check.reference((data(0)[0][rows], data(0)[1][rows]), (ones, ones), 0)  # as if the first step had been skipped

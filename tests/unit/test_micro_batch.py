@@ -11,7 +11,7 @@ import torch
 
 from pipeline.errors import UserError
 from pipeline.model.towers import Towers
-from pipeline.training import build
+from pipeline.training import loop
 from pipeline.training.auto import choose_micro_batch
 from pipeline.training.recipe import check_run, load_recipe
 from pipeline.training.run_state import RunState
@@ -52,7 +52,7 @@ def test_auto_computes_what_the_number_does_and_resumes_with_it(tmp_path, monkey
     train_here(*settings_in(base, "number", *SETTINGS, "engine.micro_batch=2"))
     with monkeypatch.context() as patch:
         patch.setattr(Towers, "forward", limited(2))
-        patch.setattr(build, "choose_micro_batch", untouched)
+        patch.setattr(loop, "choose_micro_batch", untouched)
         ROWS.clear()
         train_here(*auto)
     assert ROWS[:4] == [8, 4, 2, 2], "the engine's towers, and those of the gradient check"

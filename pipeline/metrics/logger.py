@@ -107,12 +107,12 @@ class Telemetry:
             settings=settings or {},
         )
         self._sinks: list[Sink] = []
-        self._kept: list[Callable[[Sink], None]] | None = []
+        self._kept: list[Callable[[Sink], None]] | None = [] if is_main else None
         self._failed: set[int] = set()
         self._lock = threading.RLock()  # uploads and checkpoints are reported by threads
 
     def begin(self) -> None:
-        """Open the sinks, and send them what was reported before.
+        """Open the sinks, and send them what was reported before. Call it on rank 0.
 
         Raises:
             UserError: A tracker cannot be opened.

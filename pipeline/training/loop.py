@@ -27,8 +27,7 @@ from pipeline.model.towers import build_towers, without_weights
 from pipeline.objectives.distill import Teacher
 from pipeline.objectives.pairwise import batch_keys
 from pipeline.run_files import new_run_id
-from pipeline.training.auto import choose_micro_batch
-from pipeline.training.build import build_state
+from pipeline.training.build import build_state, choose_micro_batch
 from pipeline.training.gradient_check import GradientCheck
 from pipeline.training.inputs import PrefetchedBatches, StepFeatures, text_layout
 from pipeline.training.observer import Observer, StepProfiler

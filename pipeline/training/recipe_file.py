@@ -110,22 +110,17 @@ def consents_in(stored: Mapping[str, Any]) -> list[str]:
     return [f"{consent}=true" for consent in CONSENTS if any(f".{key}".endswith(f".{consent}") for key in given)]
 
 
-def without_consents(stored: Mapping[str, Any]) -> dict[str, Any]:
+def without_consents(stored: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """A configuration that was read from a checkpoint or a run's folder, without the consents in it.
 
     It comes from whoever wrote the checkpoint. Users consent for themselves: in a recipe of their own, by an override,
     or by the environment (NEUCLIP_TRUST_REMOTE_CODE=1).
     """
-    tree = dict(stored)
-    for key in CONSENTS:
-        name, _, leaf = key.partition(".")
-        if isinstance(tree.get(name), Mapping):
-            tree[name] = {other: value for other, value in tree[name].items() if other != leaf}
-    if isinstance(methods := tree.get("methods"), Mapping):
-        tree["methods"] = {
-            name: without_consents(part) if isinstance(part, Mapping) else part for name, part in methods.items()
-        }
-    return tree
+    return {
+        key: without_consents(value, f"{prefix}.{key}") if isinstance(value, Mapping) else value
+        for key, value in stored.items()
+        if not any(f"{prefix}.{key}".endswith(f".{consent}") for consent in CONSENTS)
+    }
 
 
 def add_recipe_keys(recipe: Mapping[str, Any], above: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -173,11 +168,9 @@ def scale_rates(
     """Scale the learning rates linearly with the batch size, as FastCLIP (appendix B) does over numbers of nodes: see
     `RecipeKeys.reference_batch`. `scaled` gets each rate that counts as "1e-05 x 64/256"."""
     tree = dict(recipe)
-    reference = tree.pop("reference_batch", None)
-    size = above.get("batch_size", tree.get("batch_size"))
-    if reference is None or size == reference:
+    reference = cfg.parse(RecipeKeys, {"reference_batch": tree.pop("reference_batch", None)}).reference_batch
+    if reference is None or (size := _sizes({**tree, **above}).batch_size) == reference:
         return tree
-    reference, size = _whole(reference, "reference_batch"), _whole(size, "batch_size")
     for section_name, key in SCALED_RATES:
         values = _section(tree, section_name)
         if key in values:
@@ -212,11 +205,10 @@ def resolve_budget(
         tree["samples"] = _samples_of(tree, dataset_size)
         del tree["epochs"]
     if "warmup_share" in _section(tree, "schedule"):
-        schedule = dict(tree["schedule"])
-        share = _number(schedule.pop("warmup_share"), "schedule.warmup_share", low=0.0, high=1.0)
-        steps = _whole(tree.get("samples"), "samples") // _whole(tree.get("batch_size"), "batch_size")
-        schedule["warmup_steps"] = round(share * steps)
-        tree["schedule"] = schedule
+        schedule, sizes = dict(tree["schedule"]), _sizes(tree)
+        given = {"warmup_share": schedule.pop("warmup_share")}
+        share = cfg.parse(ScheduleKeys, given, prefix="schedule").warmup_share or 0.0
+        tree["schedule"] = {**schedule, "warmup_steps": round(share * (sizes.samples // sizes.batch_size))}
     return tree
 
 
@@ -238,10 +230,14 @@ def _merged_in_one_unit(names: tuple[str, str], recipe: Mapping[str, Any], above
 
 def _samples_of(tree: Mapping[str, Any], dataset_size: int | None) -> int:
     """The number of samples in the tree's `epochs` of whole batches."""
-    count = _number(tree["epochs"], "epochs", low=0.0, high=1e6)
-    batch = _whole(tree.get("batch_size"), "batch_size")
+    count, batch = cfg.parse(RecipeKeys, {"epochs": tree["epochs"]}).epochs or 0.0, _sizes(tree).batch_size
     config = cfg.parse(DataConfig, _section(tree, "data"), prefix="data")
-    n = _epoch_samples(config, epochs=tree["epochs"], dataset_size=dataset_size)
+    try:
+        n = load_mixture(config).epoch_samples
+    except UserError as error:
+        if dataset_size is None:
+            raise UserError(f"epochs = {count:g}: the size of an epoch is not known. {error}") from error
+        n = dataset_size
     # The same layout of an epoch as in `make_layout`: streams of equal length, whole batches.
     steps = n // config.streams // max(1, batch // config.streams)
     if steps < 1:
@@ -253,27 +249,16 @@ def _samples_of(tree: Mapping[str, Any], dataset_size: int | None) -> int:
     return max(1, round(count * steps)) * batch
 
 
-def _epoch_samples(config: DataConfig, *, epochs: Any, dataset_size: int | None) -> int:
-    """Samples per epoch, from the manifests of `data.sources` or, if these are missing, as given."""
-    try:
-        return load_mixture(config).epoch_samples
-    except UserError as error:
-        if dataset_size is not None:
-            return dataset_size
-        raise UserError(f"epochs = {epochs}: the size of an epoch is not known. {error}") from error
+@section
+class _Sizes:
+    """The numbers with which budgets are computed."""
+
+    batch_size: int = Field(ge=1)
+    samples: int = Field(default=1, ge=1)
 
 
-def _number(value: Any, name: str, *, low: float, high: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low < value <= high:
-        raise UserError(f"{name} = {value!r} must be a number above {low:g}, at most {high:g}.")
-    return float(value)
-
-
-def _whole(value: Any, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        given = "is required and was not given" if value is None else f"= {value!r} must be a positive whole number"
-        raise UserError(f"{name} {given}.")
-    return value
+def _sizes(tree: Mapping[str, Any]) -> _Sizes:
+    return cfg.parse(_Sizes, {key: tree[key] for key in ("batch_size", "samples") if key in tree})
 
 
 def _section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:

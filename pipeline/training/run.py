@@ -31,7 +31,7 @@ from pipeline.training.loop import Trainer
 from pipeline.training.periodic_tests import missed_tests
 from pipeline.training.recipe import RunConfig, check_run
 from pipeline.training.resume import changed_settings, check_features, find_start
-from pipeline.training.run_folder import STARTING, folder_of_a_start, hold_folder, prepare_folder
+from pipeline.training.run_folder import STARTING, folder_of_a_start, hold_folder
 from pipeline.training.run_state import EXIT_NOT_SAVED
 from pipeline.training.stages import check_stages, stage_at
 
@@ -139,16 +139,17 @@ def setup(run: RunConfig, *, world: World, resume: str | Checkpoint | None, firs
         mirror = run.checkpoint.mirror if first else None
         checkpoint = find_start(run, resume, world=world, mirror=mirror, on_event=notes.append)
     check_stages(run)
-    stage, missed = stage_at(run, checkpoint.step if checkpoint else 0), set[str]()
+    step, missed = checkpoint.step if checkpoint else 0, set[str]()
+    stage = stage_at(run, step)
     if checkpoint is not None and first:
         missed = missed_tests(run, checkpoint, world=world)
-        if missed and stage.first == checkpoint.step:
-            stage = stage_at(run, checkpoint.step - 1)  # its towers are tested, before they are resized
+        if missed and stage.first == step:
+            stage = stage_at(run, step - 1)  # its towers are tested, before they are resized
     telemetry = Telemetry(
         Path(run.output),
         config=run.telemetry,
         total_steps=run.total_steps,
-        first_step=checkpoint.step if checkpoint else 0,
+        first_step=step,
         is_main=world.is_main,
         settings=to_tree(run),
     )
@@ -156,9 +157,15 @@ def setup(run: RunConfig, *, world: World, resume: str | Checkpoint | None, firs
     with ExitStack() as refused:
         refused.enter_context(trainer)  # closed by an error
         trainer.missed = missed
-        _report_start(trainer, notes, checkpoint)
+        _report_start(trainer, notes, is_new=checkpoint is None)
         if checkpoint is not None:
-            _restore(trainer, checkpoint, is_resumed=not isinstance(resume, Checkpoint))
+            with checkpoint.restored():
+                trainer.state.restore(checkpoint)
+            if not isinstance(resume, Checkpoint):
+                telemetry.event(f"Resumed from {checkpoint.path.name} (step {step} of {run.total_steps}).")
+            before = stage_at(run, step - 1).run  # as the checkpoint's stage would be with today's settings
+            if changes := changed_settings(checkpoint.meta["config"], to_tree(before)):
+                telemetry.event(f"Settings that differ from the checkpoint's: {'; '.join(changes)}.")
         trainer.features = open_step_features(trainer.state, report=telemetry.event)
         if checkpoint is not None:
             check_features(checkpoint, trainer.state.features)
@@ -168,10 +175,6 @@ def setup(run: RunConfig, *, world: World, resume: str | Checkpoint | None, firs
             trainer.gradient_check.begin()
         world.barrier()  # every rank has passed all checks
         world.work_on_main(telemetry.begin)
-        if not world.is_main:
-            telemetry.begin()
-        if first:
-            prepare_folder(run, world=world)
         if world.is_main:
             trainer.writer.begin()
         refused.pop_all()
@@ -185,10 +188,10 @@ def _check_services(run: RunConfig) -> None:
     restore_replaced(Path(run.output))
 
 
-def _report_start(trainer: Trainer, notes: list[str], checkpoint: Checkpoint | None) -> None:
+def _report_start(trainer: Trainer, notes: list[str], *, is_new: bool) -> None:
     """Report what the start found, and what makes this run slower than it could be."""
     run, world, engine, telemetry = trainer.run, trainer.world, trainer.state.engine, trainer.telemetry
-    if checkpoint is None:
+    if is_new:
         notes = [*notes, describe_start(run, engine.module.logit), *engine.module.notes]
     if untrimmed := why_not_trimmed(engine.module.clip):
         notes = [f"Texts are not trimmed to their lengths. {untrimmed}", *notes]
@@ -197,15 +200,3 @@ def _report_start(trainer: Trainer, notes: list[str], checkpoint: Checkpoint | N
     if engine.bf16 and world.is_main and (slow := why_bf16_is_slow(world.device)):
         file = in_fp32(run.engine, world_size=world.size, optimizer=run.optimizer)
         telemetry.warning(f"{slow} Training in fp32 is faster here: engine.deepspeed={file}.")
-
-
-def _restore(trainer: Trainer, checkpoint: Checkpoint, *, is_resumed: bool) -> None:
-    """Restore a checkpoint, and report what differs from the run that wrote it. Collective."""
-    run, event = trainer.run, trainer.telemetry.event
-    with checkpoint.restored():
-        trainer.state.restore(checkpoint)
-    if is_resumed:
-        event(f"Resumed from {checkpoint.path.name} (step {checkpoint.step} of {run.total_steps}).")
-    before = stage_at(run, checkpoint.step - 1).run  # as the checkpoint's stage would be with today's settings
-    if changes := changed_settings(checkpoint.meta["config"], to_tree(before)):
-        event(f"Settings that differ from the checkpoint's: {'; '.join(changes)}.")

@@ -63,20 +63,24 @@ def hold_folder(run: RunConfig, *, world: World) -> Iterator[None]:
 def folder_of_a_start(run: RunConfig, *, heartbeat: Heartbeat, resume: str | None = None) -> Iterator[None]:
     """A refused start removes a folder that had nothing in it, and changes nothing in one that had.
 
-    What `neuclip doctor` reads about the start before, and the run's settings, are replaced by `prepare_folder`, when
-    every check has passed; in a new folder now, so that a start that is killed leaves them, too. So is the origin.
+    The run's settings, its origin and what `neuclip doctor` reads about a start replace those of the start before when
+    every check has passed; in a new folder they are written before, so that a start that is killed leaves them, too.
 
     Raises:
         UserError: What the block raises.
     """
     folder, world = Path(run.output), heartbeat.world
+
+    def write() -> None:
+        write_text(folder / RUN_CONFIG_NAME, dump(run))
+        record_origin(run, resume)
+
     fresh = world.is_main and {path.name for path in folder.iterdir()} <= {LOCK_NAME, STARTING}
     fresh = world.gather_objects(fresh)[0]
     if fresh:
         heartbeat.move(folder / HEARTBEATS)
         if world.is_main:
-            write_text(folder / RUN_CONFIG_NAME, dump(run))
-            record_origin(run, resume)
+            write()
     try:
         yield
     except UserError as error:
@@ -87,30 +91,18 @@ def folder_of_a_start(run: RunConfig, *, heartbeat: Heartbeat, resume: str | Non
             deadline = time.monotonic() + RECORD_SECONDS
             while len(read_ends(heartbeat.folder)) < world.size and time.monotonic() < deadline:
                 time.sleep(0.05)
-            _remove_start(folder, fresh=fresh)
+            remove_records(folder / STARTING)
+            if fresh:
+                for name in (RUN_CONFIG_NAME, ORIGIN_NAME, LOCK_NAME):
+                    (folder / name).unlink(missing_ok=True)
+                remove_records(folder / HEARTBEATS)
+                with suppress(OSError):  # others have put files there
+                    folder.rmdir()
         raise
+    if world.is_main:
+        remove_records(folder / HEARTBEATS)  # maybe of more ranks
+        write()
+    world.barrier()
     heartbeat.move(folder / HEARTBEATS)
     if world.is_main:
         remove_records(folder / STARTING)
-        record_origin(run, resume)
-
-
-def _remove_start(folder: Path, *, fresh: bool) -> None:
-    """Remove what a refused start has written, and a new folder unless others have put files there."""
-    remove_records(folder / STARTING)
-    if fresh:
-        for name in (RUN_CONFIG_NAME, ORIGIN_NAME, LOCK_NAME):
-            (folder / name).unlink(missing_ok=True)
-        remove_records(folder / HEARTBEATS)
-        with suppress(OSError):  # not empty
-            folder.rmdir()
-
-
-def prepare_folder(run: RunConfig, *, world: World) -> None:
-    """Write the resolved configuration into the run's folder, and remove the traces of its previous start."""
-    folder = Path(run.output)
-    if world.is_main:
-        remove_records(folder / HEARTBEATS)  # maybe of more ranks
-        (folder / HEARTBEATS).mkdir(parents=True, exist_ok=True)
-        write_text(folder / RUN_CONFIG_NAME, dump(run))
-    world.barrier()

@@ -15,7 +15,6 @@ from pipeline.distributed.world import leave
 from pipeline.objectives import objective_names
 from pipeline.training.recipe import load_recipe
 from pipeline.training.run import setup
-from pipeline.training.run_folder import prepare_folder
 
 
 def main() -> None:
@@ -26,7 +25,7 @@ def main() -> None:
         for name in objective_names():
             # With default settings: some settings, such as prototypes and inner updates, exist only for some methods.
             run = load_recipe(None, [*overrides, f"output={out}/{name}", f"objective.name={name}"])
-            prepare_folder(run, world=world)
+            Path(run.output).mkdir(exist_ok=True)
             folders = [Path(run.output) / "checkpoints" / f"step-{step:08d}" for step in (3, 6)]
             with setup(run, world=world, resume=None) as trainer:
                 assert trainer.fit().start is None

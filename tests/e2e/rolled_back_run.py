@@ -19,7 +19,6 @@ from pipeline.objectives import ObjectiveOutput, register
 from pipeline.objectives.openclip import OpenClip, OpenClipConfig
 from pipeline.training.recipe import RunConfig, load_recipe
 from pipeline.training.run import setup, train
-from pipeline.training.run_folder import prepare_folder
 
 POISON: set[int] = set()
 BAD_STEPS = (7, 8, 9)
@@ -68,7 +67,7 @@ def main() -> None:
         def recipe(name: str, *more: str) -> RunConfig:
             kept = ["objective.name=poisonous", "max_skipped_steps=2", "checkpoint.keep_last=9", *more]
             run = load_recipe(None, [*overrides, f"output={out}/{name}", *kept])
-            prepare_folder(run, world=world)
+            Path(run.output).mkdir(exist_ok=True)
             return run
 
         choose_poison(recipe("plan"), world)

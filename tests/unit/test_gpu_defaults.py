@@ -22,7 +22,7 @@ from pipeline.model.towers import ModelConfig, build_towers
 from pipeline.objectives import ObjectiveContext
 from pipeline.objectives.npn import prototype_network
 from pipeline.objectives.npn.neuclip import NeuClipConfig
-from pipeline.training.auto import compiled_towers
+from pipeline.training.build import compiled_towers
 from pipeline.training.recipe import parse_recipe
 
 GPU = torch.device("cuda", 0)

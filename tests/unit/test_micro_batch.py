@@ -12,7 +12,7 @@ import torch
 from pipeline.errors import UserError
 from pipeline.model.towers import Towers
 from pipeline.training import loop
-from pipeline.training.auto import choose_micro_batch
+from pipeline.training.build import choose_micro_batch
 from pipeline.training.recipe import check_run, load_recipe
 from pipeline.training.run_state import RunState
 from tests.checkpoints import contents

@@ -70,17 +70,14 @@ class DeepSpeedEngine:
         compile_towers: bool | Literal["auto"] = False,
     ) -> None:
         settings = deepspeed_settings(config, global_batch=global_batch, world_size=world.size, optimizer=optimizer)
-        self.stage = zero_stage(settings)
+        facts = self.facts(config, optimizer=optimizer, global_batch=global_batch, world_size=world.size)
+        self.stage, self.dtype, self.bf16 = facts.stage, facts.dtype, facts.bf16
         if self.stage:  # DeepSpeed allocates a buffer of this many elements, even for a small model
             zero = settings["zero_optimization"]
             zero["reduce_bucket_size"] = min(
                 int(zero.get("reduce_bucket_size", BUCKET)), sum(p.numel() for p in towers.parameters())
             )
-        self.world = world
-        self.dtype = torch.bfloat16 if settings.get("bf16", {}).get("enabled") else torch.float32
-        self.bf16 = self.dtype == torch.bfloat16 or bool(settings.get("torch_autocast", {}).get("enabled"))
-        self.optimizer_config = optimizer
-        check_stage(optimizer, stage=self.stage)
+        self.world, self.optimizer_config = world, optimizer
         if self.bf16 and self.dtype == torch.float32:
             from pipeline.model.image_tower import use_bf16_layer_norms  # imports open_clip
 

@@ -59,13 +59,8 @@ def text_layout(
     return texts
 
 
-@dataclass(frozen=True)
-class _Copy:
-    """A batch on its way to the GPU."""
-
-    batch: Batch
-    inputs: Inputs
-    done: torch.cuda.Event
+_Copy = tuple[Batch, Inputs, torch.cuda.Event]
+"""A batch on its way to the GPU, and the event at its arrival."""
 
 
 class PrefetchedBatches:
@@ -106,7 +101,7 @@ class PrefetchedBatches:
         ahead, self._ahead = self._ahead, None
         with self._meter.waiting(hidden_by=self._device):
             self._copy = ahead.result()
-        return self._copy.batch
+        return self._copy[0]
 
     def fetch_ahead(self, step: int) -> None:
         """Start to fetch the batch that follows step number `step` (from 0), and to copy it."""
@@ -122,13 +117,14 @@ class PrefetchedBatches:
     def inputs(self, batch: Batch) -> Inputs:
         """A batch on the device; the work queued there from now on waits for it, not the host."""
         copy, self._copy = self._copy, None
-        if copy is None or copy.batch is not batch:
+        if copy is None or copy[0] is not batch:
             return Inputs.of(batch, texts=self._texts, device=self._device)
+        _, inputs, done = copy
         stream = torch.cuda.current_stream(self._device)
-        stream.wait_event(copy.done)
-        for values in (copy.inputs.image, copy.inputs.sample_ids, *copy.inputs.texts.tensors()):
+        stream.wait_event(done)
+        for values in (inputs.image, inputs.sample_ids, *inputs.texts.tensors()):
             values.record_stream(stream)  # its memory belongs to the other stream
-        return copy.inputs
+        return inputs
 
     def _fetch(self, ahead: Future[_Copy], copies: torch.cuda.Stream) -> None:
         try:
@@ -136,7 +132,7 @@ class PrefetchedBatches:
                 batch = next(self._loader)
                 inputs = Inputs.of(batch, texts=self._texts, device=self._device)
                 done = copies.record_event(torch.cuda.Event(blocking=True))
-            ahead.set_result(_Copy(batch, inputs, done))
+            ahead.set_result((batch, inputs, done))
         except Exception as error:
             ahead.set_exception(error)
         else:

@@ -143,6 +143,8 @@ class Trainer:
                 if not stop and self.tests.make_up(self.missed):
                     self.saver.save()
                 self._end_early(stop=stop)
+                if self.profiler is not None:
+                    self.profiler.start()
                 self.observer.start()
                 while state.step < self.end:
                     batch, problem = self._next_batch()
@@ -224,14 +226,11 @@ class Trainer:
         """The next batch; or a stand-in, and why there is none."""
         self.phases.mark("data", step=self.state.step)
         try:
-            batch = self.batches.next()
+            return self.batches.next(), None
         except (NoBatch, UserError) as error:
             if isinstance(error, UserError) and self.state.step == self.saver.step:
                 raise  # nothing is to be saved
             return self.state.loader.stand_in(), error
-        if self.profiler is not None:
-            self.profiler.start()
-        return batch, None
 
     def _without_batch(self, problem: NoBatch | UserError | None, *, unread: bool) -> RunEnds:
         """Why some ranks had no batch, which is logged. Collective."""

@@ -132,37 +132,32 @@ class StepProfiler:
 
     state: RunState
     telemetry: Telemetry
-    steps: tuple[int, int] | None
-    """None when they were profiled, which is once, also if a rollback repeats them."""
+    steps: tuple[int, int]
     _running: torch.profiler.profile | None = None
 
     def start(self) -> None:
-        """Call it before every step."""
-        step = self.state.step
-        if self.steps is None or self._running is not None or not self.steps[0] <= step <= self.steps[1]:
-            return
-        kinds = [torch.profiler.ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            kinds.append(torch.profiler.ProfilerActivity.CUDA)
-        self._running, self._first = torch.profiler.profile(activities=kinds), step
-        self._running.start()
+        """Call it before the first step of this start."""
+        self._first, last = max(self.steps[0], self.state.step), self.steps[1]
+        if self._first <= last:
+            wait, active = self._first - self.state.step, last + 1 - self._first
+            warmup = min(1, wait)
+            schedule = torch.profiler.schedule(wait=wait - warmup, warmup=warmup, active=active, repeat=1)
+            self._running = torch.profiler.profile(schedule=schedule, on_trace_ready=self._write)
+            self._running.start()
 
     def __call__(self, batch: Batch, result: StepResult) -> None:
-        """Write the profile after the last of the steps."""
-        step = self.state.step
-        if self.steps is None or self._running is None or step <= self.steps[1]:
-            return
-        profiler, self._running, self.steps = self._running, None, None
-        profiler.stop()
-        folder = Path(self.state.run.output) / "profile"
+        """Go on to the next step, and write the profile after the last of them."""
+        if self._running is not None:
+            self._running.step()
+
+    def _write(self, profiler: torch.profiler.profile) -> None:
+        folder, last = Path(self.state.run.output) / "profile", self.state.step - 1
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"steps-{self._first}-{step - 1}.json"
+        path = folder / f"steps-{self._first}-{last}.json"
         profiler.export_chrome_trace(str(path))
         key = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
         path.with_suffix(".txt").write_text(profiler.key_averages().table(sort_by=key, row_limit=60))
-        self.telemetry.event(
-            f"Profile of steps {self._first} to {step - 1}: {path} (chrome://tracing, perfetto) and .txt."
-        )
+        self.telemetry.event(f"Profile of steps {self._first} to {last}: {path} (chrome://tracing, perfetto) and .txt.")
 
 
 def slowest_rank(world: World, rates: Mapping[str, float], *, batch_size: int) -> dict[str, float]:

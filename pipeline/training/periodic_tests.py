@@ -23,7 +23,7 @@ from pipeline.run_files import EMA_NAME, FOLDER_NAME, METRICS_NAME, name_of, rea
 from pipeline.training.recipe import InTrainingConfig, RunConfig
 from pipeline.training.run_state import RunState
 from pipeline.training.step import StepResult
-from pipeline.training.validation import HeldOutPairs, Validation, ValidationHistory
+from pipeline.training.validation import HeldOutPairs, ValidationHistory
 
 
 class PeriodicEvaluation:
@@ -104,23 +104,19 @@ class PeriodicTests:
 
     def __post_init__(self) -> None:
         run, world = self.state.run, self.state.world
-        self._validation = self._evaluation = None
+        self._pairs = self._evaluation = None
         if run.validation.sources:
-            self._validation = Validation(
-                run.validation,
-                pairs=HeldOutPairs(run.validation, run.data, world),
-                # With which the objective starts: a checkpoint is restored later.
-                tau=run.validation.tau or math.exp(-self.state.objective.logit_parameters()[0]),
-                report=self.telemetry.event,
-            )
+            self._pairs = HeldOutPairs(run.validation, run.data, world, self.telemetry.event)
+            # Else the temperature with which the objective starts: a checkpoint is restored later.
+            self._tau = run.validation.tau or math.exp(-self.state.objective.logit_parameters()[0])
         if run.evaluation.suite is not None:
             self._evaluation = PeriodicEvaluation(run.evaluation, run=Path(run.output), world=world)
 
     def validate(self, batch: Batch | None = None, result: StepResult | None = None) -> None:
         """Validate if that is due. Collective."""
         step = self.state.step
-        if self._validation is not None and validation_is_due(self.state.run, step=step) and not self._stopped(result):
-            scores = self._validation(self._copy("validation"))
+        if self._pairs is not None and validation_is_due(self.state.run, step=step) and not self._stopped(result):
+            scores = self._pairs.scores(self._copy("validation"), tau=self._tau)
             self.state.validation.add(scores["loss"], step=step)
             self.telemetry.validation(step=step, scores=scores)
 

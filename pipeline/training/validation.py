@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -36,6 +36,8 @@ class HeldOutPairs:
     config: ValidationConfig
     data: DataConfig
     world: World
+    report: Callable[[str], None] = lambda text: None
+    """Gets a sentence on rank 0, with the first validation."""
     dropped: Counter[str] = field(default_factory=Counter)
     """Pairs of this rank that cannot be used, by reason; known after the first validation."""
 
@@ -59,6 +61,25 @@ class HeldOutPairs:
         """Number of validation pairs over all ranks, unusable ones included."""
         held = self.mixture.manifest.n
         return held if self.config.samples is None else min(held, self.config.samples)
+
+    def scores(self, model: EvaluationModel, *, tau: float) -> dict[str, float]:
+        """The `validation_scores` of a model. Collective; the same on all ranks.
+
+        Raises:
+            UserError: Fewer than two pairs can be used.
+        """
+        is_first = "_batches" not in vars(self)
+        image, text = self.features(model)
+        if is_first:
+            dropped = sum(self.world.gather_objects(self.dropped), Counter[str]())
+            reasons = "".join(f", {count:,} dropped: {reason}" for reason, count in dropped.most_common())
+            if len(image) < 2:
+                raise UserError(
+                    f"validation.sources have {len(image)} usable pairs{reasons}. A contrastive loss needs two: name "
+                    "other shards, or validation.sources=[] for no validation."
+                )
+            self.report(f"Validation: {len(image):,} held-out pairs at temperature {tau:.4g}{reasons}.")
+        return validation_scores(image, text, tau=tau, world=self.world)
 
     @torch.no_grad()
     def features(self, model: EvaluationModel) -> tuple[Tensor, Tensor]:
@@ -87,10 +108,10 @@ class HeldOutPairs:
     @cached_property
     def _batches(self) -> list[list[tuple[bytes, str]]]:
         """This rank's usable pairs, by batch."""
-        size, captions = BATCH_SIZE, self._captions()
+        size, segments = BATCH_SIZE, self._chosen()
+        captions = tuple(CaptionField.parse(source.caption or self.data.caption) for source in self.config.sources)
         count = -(-self.n // size)
         first, last = (count * r // self.world.size for r in (self.world.rank, self.world.rank + 1))
-        segments = self._chosen()
         reader = SequentialReader(self.mixture, segments, self.data.retries, captions=captions)
         batches: list[list[tuple[bytes, str]]] = [[] for _ in range(first, last)]
         stop = min(last * size, self.n)
@@ -108,9 +129,6 @@ class HeldOutPairs:
                 self.dropped[str(error)] += 1
         records.close()  # type: ignore[attr-defined]
         return [batch for batch in batches if batch]
-
-    def _captions(self) -> tuple[CaptionField, ...]:
-        return tuple(CaptionField.parse(source.caption or self.data.caption) for source in self.config.sources)
 
     def _chosen(self) -> Segments:
         """The first pairs of every shard, in proportion to its size."""
@@ -198,45 +216,3 @@ def _block(queries: Tensor, candidates: Tensor, start: int, *, tau: float) -> tu
     target = torch.arange(start, start + len(logits))
     loss = F.cross_entropy(logits.double(), target, reduction="sum")
     return float(loss), int((logits.argmax(1) == target).sum())
-
-
-@dataclass
-class Validation:
-    """Validates a run's current weights."""
-
-    config: ValidationConfig
-    _: KW_ONLY
-    pairs: HeldOutPairs
-    tau: float
-    """Temperature of the loss."""
-    report: Callable[..., None]
-    """Called with messages, on rank 0."""
-    _reported: bool = False
-
-    def __call__(self, model: EvaluationModel) -> dict[str, float]:
-        """Scores of the weights. Collective; the same on all ranks.
-
-        Raises:
-            UserError: Fewer than two pairs can be used.
-        """
-        image, text = self.pairs.features(model)
-        self._report_dropped(len(image))
-        return validation_scores(image, text, tau=self.tau, world=self.pairs.world)
-
-    def _report_dropped(self, used: int) -> None:
-        """Report once how many pairs are used and why others are not. Collective the first time.
-
-        Raises:
-            UserError: Fewer than two pairs are used, on every rank.
-        """
-        if self._reported:
-            return
-        self._reported = True
-        dropped = sum(self.pairs.world.gather_objects(self.pairs.dropped), Counter[str]())
-        reasons = "".join(f", {count:,} dropped: {reason}" for reason, count in dropped.most_common())
-        if used < 2:
-            raise UserError(
-                f"validation.sources have {used} usable pairs{reasons}. A contrastive loss needs two: name other "
-                "shards, or validation.sources=[] for no validation."
-            )
-        self.report(f"Validation: {used:,} held-out pairs at temperature {self.tau:.4g}{reasons}.")

@@ -87,25 +87,18 @@ def test_patches_that_are_not_computed_are_refused_instead_of_returned_empty(tmp
         shortened.clip.visual(image)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_attention_in_bf16_on_a_cpu_is_that_of_fp32_rounded_once(causal):
+def test_attention_in_bf16_on_a_cpu_is_that_of_fp32_rounded_once_and_float64_stays():
     """Also under autocast, which would round the logits' factors again."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 9, 32, generator=generator).bfloat16() for _ in range(3))
-    expected = attend(q.float(), k.float(), v.float(), heads=4, causal=causal).bfloat16()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = attend(q, k, v, heads=4, causal=causal)
-    assert found.dtype == torch.bfloat16
-    assert torch.equal(found, expected)
-
-
-def test_bf16_attention_takes_a_mask():
-    q = torch.randn(2, 4, 8).bfloat16()
-    mask = torch.zeros(4, 4, dtype=torch.bfloat16).masked_fill(torch.ones(4, 4).triu(1).bool(), float("-inf"))
+    for causal in (False, True):
+        expected = attend(q.float(), k.float(), v.float(), heads=4, causal=causal).bfloat16()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = attend(q, k, v, heads=4, causal=causal)
+        assert found.dtype == torch.bfloat16
+        assert torch.equal(found, expected)
+    mask = torch.zeros(9, 9, dtype=torch.bfloat16).masked_fill(torch.ones(9, 9).triu(1).bool(), float("-inf"))
     assert torch.equal(attend(q, q, q, heads=2, mask=mask), attend(q, q, q, heads=2, causal=True))
-
-
-def test_attention_in_float64_stays_in_float64():
     q = torch.randn(1, 3, 8, dtype=torch.float64)
     heads = q.view(1, 3, 2, 4).transpose(1, 2)
     weights = (heads @ heads.mT / 2).softmax(-1)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from open_clip_train.scheduler import const_lr_cooldown
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pipeline.config import parse
@@ -106,7 +106,13 @@ def test_muon_is_torchs_for_matrices_of_blocks_and_adamw_for_the_rest():
         assert int(optimizer.state[p]["step"]) == 5
 
 
-def test_muon_takes_matrices_of_blocks_and_needs_one():
+def test_gains_and_biases_are_not_decayed_and_muon_takes_matrices_of_blocks():
+    net = model()
+    groups = parameter_groups(net, OptimizerConfig(weight_decay=0.5))
+    by_id = {id(p): n for n, p in net.named_parameters()}
+    found = {by_id[id(p)]: g["weight_decay"] for g in groups for p in g["params"]}
+    assert found == {n: 0.5 if n in MATRICES else 0.0 for n in by_id.values()}
+    assert sum(len(g["params"]) for g in groups) == len(by_id)
     config = OptimizerConfig(name="muon", layer_decay=0.5)
     net = nn.ModuleDict(
         {
@@ -147,35 +153,6 @@ def test_the_gradient_can_be_recovered_from_the_moment(name):
         assert set(keys(p)) == {key for key, value in optimizer.state[p].items() if torch.is_tensor(value)} - {"step"}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_state_loaded_into_a_new_optimizer_continues_identically(name):
-    """As with a checkpoint: moments and one counter, no groups."""
-    config, nets = OptimizerConfig(name=name, lr=0.02), [model(), model()]
-    one, other = (build_optimizer(config, parameter_groups(n, config)) for n in nets)
-    for step in range(1, 7):
-        if step == 4:
-            nets[1].load_state_dict(nets[0].state_dict())
-            for p, q in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
-                other.state[q] = {k: v.clone() for k, v in one.state[p].items() if isinstance(v, Tensor)}
-        for net, optimizer in zip(nets, (one, other), strict=True):
-            if net is nets[1] and step < 4:
-                continue
-            given = gradients(net, step)
-            for n, p in net.named_parameters():
-                p.grad = given[n]
-            optimizer.step()
-    assert all(torch.equal(p, q) for p, q in zip(nets[0].parameters(), nets[1].parameters(), strict=True))
-
-
-def test_gains_and_biases_are_not_decayed_and_every_parameter_has_one_group():
-    net = model()
-    groups = parameter_groups(net, OptimizerConfig(weight_decay=0.5))
-    by_id = {id(p): n for n, p in net.named_parameters()}
-    found = {by_id[id(p)]: g["weight_decay"] for g in groups for p in g["params"]}
-    assert found == {n: 0.5 if n in MATRICES else 0.0 for n in by_id.values()}
-    assert sum(len(g["params"]) for g in groups) == len(by_id)
-
-
 def test_shared_and_scalar_parameters_are_rejected():
     net = model()
     net["twin"] = net["proj"]
@@ -187,19 +164,21 @@ def test_shared_and_scalar_parameters_are_rejected():
         parameter_groups(scalar, OptimizerConfig())
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_optimizers_by_layer_are_rejected_where_layers_are_flattened(stage):
+def test_optimizers_by_layer_are_rejected_where_layers_are_flattened():
+    """`tests/dist/test_optim_stages.py` has the other optimizers at every stage."""
     for name, reason in (("lamb", "trust ratio"), ("muon", "orthogonalizes")):
-        with pytest.raises(UserError, match=f"'{name}' does not work with ZeRO stage {stage}: .*{reason}"):
-            check_stage(OptimizerConfig(name=name), stage=stage)
         check_stage(OptimizerConfig(name=name), stage=0)
-    for name in ("adamw", "lion", "sgd"):
-        check_stage(OptimizerConfig(name=name), stage=stage)
+        for stage in (1, 2, 3):
+            with pytest.raises(UserError, match=f"'{name}' does not work with ZeRO stage {stage}: .*{reason}"):
+                check_stage(OptimizerConfig(name=name), stage=stage)
 
 
-def test_adamw_is_fused_on_a_gpu_and_its_counters_are_there():
+def test_adamw_is_fused_on_a_gpu_and_its_counters_are_there_those_of_others_on_the_host():
     with FakeTensorMode():
         parameter = nn.Parameter(torch.zeros(4, 5, device="cuda"))
+        for name in ("lamb", "lion", "sgd"):
+            optimizer = build_optimizer(OptimizerConfig(name=name), [{"params": [parameter], "name": "decay"}])
+            assert step_counter(optimizer, parameter, 7).device.type == "cpu"
         parameter.grad = torch.ones_like(parameter)
         optimizer = build_optimizer(OptimizerConfig(), [{"params": [parameter], "weight_decay": 0.0, "name": "decay"}])
         assert optimizer.defaults["fused"]
@@ -208,14 +187,6 @@ def test_adamw_is_fused_on_a_gpu_and_its_counters_are_there():
         made = optimizer.state[parameter]["step"]
         assert loaded.device == made.device == parameter.device
         assert loaded.dtype == made.dtype
-
-
-@pytest.mark.parametrize("name", ["lamb", "lion", "sgd"])
-def test_other_optimizers_count_on_the_host(name):
-    with FakeTensorMode():
-        parameter = nn.Parameter(torch.zeros(4, 5, device="cuda"))
-        optimizer = build_optimizer(OptimizerConfig(name=name), [{"params": [parameter], "name": "decay"}])
-        assert step_counter(optimizer, parameter, 7).device.type == "cpu"
 
 
 @pytest.mark.parametrize("stages", [[], [{"until": 0.85, "lr_scale": 0.5}]], ids=["whole", "stage"])

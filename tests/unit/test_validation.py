@@ -118,9 +118,6 @@ def test_unusable_settings_are_rejected(base):
     with pytest.raises(UserError, match=r"validation\.sources take no weight"):
         load_recipe(None, [*SMALL, *settings(base), f"validation.sources=[{{manifest: {base / 'held'}, weight: 2}}]",
                            "output=x"])  # fmt: skip
-
-
-def test_pairs_that_are_all_unusable_are_rejected(base):
     write_shards(base / "broken", [3], first=200, replace={i: {**sample(200 + i), "jpg": b"no"} for i in range(3)})
     with pytest.raises(UserError, match="have 0 usable pairs, 3 dropped: image cannot be decoded"):
         train_here(*settings(base), f"validation.sources={base / 'broken'}", f"output={base / 'no-pairs'}")

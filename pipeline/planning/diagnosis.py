@@ -30,8 +30,7 @@ from pipeline.run_files import (
     step_of,
 )
 from pipeline.training.recipe_file import consents_in
-from pipeline.training.resume import read_origin
-from pipeline.training.run_folder import LOCK_NAME
+from pipeline.training.run_folder import LOCK_NAME, read_origin
 from pipeline.training.run_state import EXIT_DONE, EXIT_NOT_SAVED
 from pipeline.training.validation import STOPPED_EARLY
 

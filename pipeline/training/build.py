@@ -100,16 +100,15 @@ def describe_start(run: RunConfig, logit: tuple[float, float | None] | None) -> 
         return ""
     tau, bias = math.exp(-logit[0]), "" if logit[1] is None else f" and bias {logit[1]:.4g}"
     weights = model_folder_in(Path(str(run.model.pretrained))) or run.model.pretrained
-    start = f"Starting from the weights {weights}, whose temperature is {tau:.4g}{bias}"
+    initial = getattr(starting_objective(run, logit), "tau_init", None)
+    then = "the objective starts there"
     if not run.model.pretrained_temperature:
-        return f"{start}; the objective starts at its own (model.pretrained_temperature=false)."
-    config = starting_objective(run, logit)
-    initial = getattr(config, "tau_init", None)
-    if initial is None:
-        return f"{start}; {config.name} has a fixed temperature, which is a setting: objective.tau."
-    if not math.isclose(initial, tau, rel_tol=1e-3):
-        return f"{start}; the objective starts at {initial:.4g}, its bound nearest to that (objective.tau_min, 1)."
-    return f"{start}; the objective starts there."
+        then = "the objective starts at its own (model.pretrained_temperature=false)"
+    elif initial is None:
+        then = f"{run.objective.name} has a fixed temperature, which is a setting: objective.tau"
+    elif not math.isclose(initial, tau, rel_tol=1e-3):
+        then = f"the objective starts at {initial:.4g}, its bound nearest to that (objective.tau_min, 1)"
+    return f"Starting from the weights {weights}, whose temperature is {tau:.4g}{bias}; {then}."
 
 
 def build_state(stage: Stage, *, world: World, parts: ExitStack) -> RunState:

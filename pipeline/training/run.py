@@ -30,8 +30,14 @@ from pipeline.training.inputs import open_step_features
 from pipeline.training.loop import Trainer
 from pipeline.training.periodic_tests import missed_tests
 from pipeline.training.recipe import RunConfig, check_run
-from pipeline.training.resume import changed_settings, check_features, find_start
-from pipeline.training.run_folder import STARTING, folder_of_a_start, hold_folder
+from pipeline.training.run_folder import (
+    STARTING,
+    changed_settings,
+    check_features,
+    find_start,
+    folder_of_a_start,
+    hold_folder,
+)
 from pipeline.training.run_state import EXIT_NOT_SAVED
 from pipeline.training.stages import check_stages, stage_at
 

@@ -1,24 +1,35 @@
-"""The folder of a run at its start: it is locked, and a start that is refused changes nothing in it."""
+"""The folder of a run at its start: its lock, the checkpoint from which it continues, and what a refused start leaves.
+
+A run continues from its own newest checkpoint or, as a fork, from another run's. A fork records its origin in
+RUN/origin.json. The command that began it can therefore be repeated unchanged, for example by a scheduler: once the
+fork has checkpoints of its own, it continues from them.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from pipeline.config import dump
+from pipeline.checkpoint.mirror import Mirror, at_start, fetch_newest, refuse_taken
+from pipeline.checkpoint.reader import Checkpoint, agreed_checkpoint
+from pipeline.config import Tree, departed, dump, flatten, had_effect
+from pipeline.data.loading.position import differences
 from pipeline.distributed.exit_record import FOLDER_NAME as HEARTBEATS
 from pipeline.distributed.exit_record import read_ends, record_exit, remove_records, stop_recording
 from pipeline.distributed.heartbeat import Heartbeat
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.files import NO_LOCKS, file_lock, lock_holder, write_text
-from pipeline.run_files import RUN_CONFIG_NAME
+from pipeline.run_files import FOLDER_NAME, RUN_CONFIG_NAME, checkpoint_folders, parse_as, read_as, read_meta
 from pipeline.training.recipe import RunConfig
-from pipeline.training.resume import ORIGIN_NAME, record_origin
 
+ORIGIN_NAME = "origin.json"
 LOCK_NAME = ".lock"
 STARTING = ".starting"
 """Folder of the heartbeats until a start has passed all checks."""
@@ -106,3 +117,174 @@ def folder_of_a_start(run: RunConfig, *, heartbeat: Heartbeat, resume: str | Non
     heartbeat.move(folder / HEARTBEATS)
     if world.is_main:
         remove_records(folder / STARTING)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The checkpoint of another folder with which a run began."""
+
+    checkpoint: str
+    """Absolute path of its folder."""
+    digest: str
+    """SHA-256 of its `checkpoint.json`; empty if it could not be read: it may have been removed since."""
+
+    def is_of(self, other: Origin | None) -> bool:
+        """Whether both are the same checkpoint, as far as it could be read."""
+        if other is None or self.checkpoint != other.checkpoint:
+            return False
+        return not (self.digest and other.digest) or self.digest == other.digest
+
+
+def origin_of_start(run: RunConfig, resume: str | None) -> Origin | None:
+    """The origin of a run that begins with `--resume DIR`; None if DIR is in the run's own folder, or not given."""
+    if resume is None or resume == "latest":
+        return None
+    path = Path(resume).resolve()
+    if path.is_relative_to(Path(run.output).resolve()):
+        return None
+    digest = ""
+    with suppress(OSError, ValueError):
+        digest = str(read_meta(path).get("digest", ""))
+    return Origin(str(path), digest)
+
+
+def read_origin(folder: Path) -> Origin | None:
+    """The origin that a run's folder records; None if it is no fork, or the record is damaged."""
+    return read_as(Origin, folder / ORIGIN_NAME)
+
+
+def record_origin(run: RunConfig, resume: str | None) -> None:
+    """Write a fork's origin into its folder; a run that begins anew has none."""
+    path = Path(run.output, ORIGIN_NAME)
+    if origin := origin_of_start(run, resume):
+        if origin.digest or not path.exists():  # else what is recorded says more
+            write_text(path, json.dumps(asdict(origin)) + "\n")
+    elif resume is None:
+        path.unlink(missing_ok=True)
+
+
+def find_start(
+    run: RunConfig,
+    resume: str | None,
+    *,
+    world: World,
+    mirror: str | None,
+    on_event: Callable[[str], None],
+) -> Checkpoint | None:
+    """The checkpoint to continue from; None for a new run. Collective.
+
+    `resume` is as in `train`; the mirror is asked unless it is None; `on_event` gets messages, on rank 0.
+
+    Raises:
+        UserError: There is no such checkpoint, or the folder or the mirror has others that contradict it.
+    """
+    folder = Path(run.output)
+    # The writer opens it on rank 0 only; here, all ranks raise what is wrong with its address.
+    copies = Mirror(mirror, folder, progress=world.progress) if mirror else None
+    origin = origin_of_start(run, resume)
+    if origin is not None and _has_begun(folder, origin, world=world, copies=copies):
+        on_event(f"This run was begun from {resume} and has checkpoints of its own: it continues from the newest.")
+        resume = "latest"
+    if resume == "latest" and copies:
+        at_start(lambda: fetch_newest(copies, on_event=on_event), copies, world=world)
+    checkpoint = agreed_checkpoint(folder, resume, world=world, on_event=on_event)
+    if checkpoint is not None:
+        check_continuation(checkpoint, run)
+        if origin is not None and resume != "latest" and checkpoint.step == run.total_steps:
+            raise UserError(
+                f"{resume} is at step {checkpoint.step} of {run.total_steps} of this run: there is nothing to train, "
+                f"and {folder} would get no checkpoint. Give more samples (samples = {run.samples})."
+            )
+    elif resume == "latest":
+        places = [str(folder / FOLDER_NAME), *filter(None, (mirror,))]
+        on_event(f"--resume latest found no checkpoint in {', '.join(places)}: the run starts anew.")
+    if resume != "latest" and copies:
+        step = checkpoint.step if checkpoint else -1
+        at_start(lambda: refuse_taken(copies, resume=resume, step=step), copies, world=world)
+    return checkpoint
+
+
+def _has_begun(folder: Path, origin: Origin, *, world: World, copies: Mirror | None) -> bool:
+    """Whether a fork has checkpoints of its own, also if its disk was lost and its mirror has them. Collective.
+
+    Raises:
+        UserError: The folder has checkpoints of a run with another origin. On every rank.
+    """
+
+    def begun() -> bool:
+        if folders := checkpoint_folders(folder):
+            if origin.is_of(read_origin(folder)):
+                return True
+            missing = "" if Path(origin.checkpoint).exists() else ", which does not exist"
+            raise UserError(
+                f"{folder} has checkpoints ({folders[-1].name} and others) of a run that was not begun from "
+                f"{origin.checkpoint}{missing}: choose another output, or continue that run with --resume latest."
+            )
+        with suppress(Exception):  # of any client library; whoever uses the mirror next reports it
+            newest = [*copies.checkpoints(None).values()][-1] if copies else {}
+            return origin.is_of(parse_as(Origin, json.dumps(newest.get("origin"))))
+        return False
+
+    return bool(world.gather_objects(world.work_on_main(begun))[0])
+
+
+def check_continuation(checkpoint: Checkpoint, run: RunConfig) -> None:
+    """Check that a run's batch size, objective, optimizer and budget can continue a checkpoint.
+
+    Raises:
+        UserError: The checkpoint has trained more steps, or other batches, or its state is another objective's or
+            optimizer's.
+    """
+    name, steps = checkpoint.path.name, run.total_steps
+    settings = flatten(checkpoint.meta["config"])
+    now = {"batch_size": run.batch_size, "objective.name": run.objective.name, "optimizer.name": run.optimizer.name}
+    for key, value in now.items():
+        if (before := settings.get(key, value)) != value:
+            raise UserError(
+                f"{name} was written with {key} = {before!r}, and this run has {value!r}, which cannot continue with "
+                f"its state. {_with_weights_of(checkpoint)}"
+            )
+    if checkpoint.step > steps:
+        raise UserError(
+            f"samples = {run.samples} is {steps} step{'s' * (steps != 1)} of batch_size = {run.batch_size}, but {name} "
+            f"has trained {checkpoint.step} ({checkpoint.meta['samples']:,} samples). Give more samples, or another "
+            "output with --resume and the folder of an earlier checkpoint."
+        )
+
+
+def check_features(checkpoint: Checkpoint, features: Mapping[str, Mapping[str, Any]]) -> None:
+    """Check that a run goes on with the stored features with which it began; `features` as `RunState.features`.
+
+    Raises:
+        UserError: A setting names features of another model.
+    """
+    for setting, now in features.items():
+        before = checkpoint.meta.get("features", {}).get(setting, now)
+        if changed := differences(before, now):
+            raise UserError(
+                f"The run of {checkpoint.path.name} has used other features than {setting} names: "
+                f"{'; '.join(changed)}. {_with_weights_of(checkpoint)}"
+            )
+
+
+def _with_weights_of(checkpoint: Checkpoint) -> str:
+    """What to do where a run cannot continue from a checkpoint."""
+    return (
+        "Use the former, or begin a new run with the weights: another output, and "
+        f"model.arch=pretrained model.pretrained={checkpoint.path} instead of --resume."
+    )
+
+
+def changed_settings(before: Tree, now: Tree) -> list[str]:
+    """The settings that differ, without `output`: first those that both have.
+
+    One that only one of both has differs, too: the default of a new setting may compute in another way than the version
+    that did not have it. Not so one that has left and was at the value that is built in now.
+    """
+    old, new = flatten(before), flatten(now)
+    old = {key: value for key, value in old.items() if departed(key) is None or had_effect(key, value)}
+    return [
+        f"{key} {old.get(key, 'absent')} -> {new.get(key, 'absent')}"
+        for key in sorted(old.keys() | new.keys(), key=lambda key: (key not in old or key not in new, key))
+        if old.get(key, "absent") != new.get(key, "absent") and key != "output"
+    ]

@@ -25,7 +25,7 @@ from pipeline.model.finetuning import Adapters, is_adapter, merged
 from pipeline.model.model_folder import resized_moments, resized_state, weights_digest
 from pipeline.objectives import Objective
 from pipeline.training.recipe import RunConfig
-from pipeline.training.resume import read_origin
+from pipeline.training.run_folder import read_origin
 from pipeline.training.step import StepResult
 from pipeline.training.validation import ValidationHistory
 from pipeline.versions import versions

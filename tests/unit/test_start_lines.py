@@ -15,7 +15,7 @@ from pipeline.model.starting_weights import check_fetched
 from pipeline.planning import run_plan
 from pipeline.training import run
 from pipeline.training.recipe import load_recipe
-from pipeline.training.resume import changed_settings
+from pipeline.training.run_folder import changed_settings
 from tests.towers import write_tiny
 
 

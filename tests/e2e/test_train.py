@@ -15,7 +15,6 @@ from pipeline.objectives import objective_names
 from pipeline.training import observer
 from tests.launch import run
 from tests.metrics import equal, metrics
-from tests.shards import write_shards
 from tests.training import prepare, settings_in, train_here
 
 STEPS, BATCH = 12, 8
@@ -103,16 +102,16 @@ def test_resuming_on_another_stage_and_number_of_ranks(base, two_ranks, one_rank
 
 @pytest.mark.slow
 def test_every_objective_trains_and_resumes_bit_identically(base):
-    kept = [
-        s
-        for s in settings(base, "unused", "samples=48", "checkpoint.every=3")
-        if not s.startswith(("objective.", "output="))
-    ]
-    out = base / "objectives"
-    run("tests.e2e.every_objective", str(out), *kept, timeout=600)
-    agree = json.loads((out / "agree.json").read_text())
-    assert set(agree) == set(objective_names())
-    assert all(agree.values()), agree
+    for name in objective_names():
+        # With default settings: some settings, such as prototypes and inner updates, exist only for some methods.
+        kept = [s for s in settings(base, name, "samples=48", "checkpoint.every=3") if not s.startswith("objective.")]
+        last = base / name / "checkpoints" / "step-00000006"
+        found = []
+        for resume in (None, "latest"):
+            train_here(*kept, f"objective.name={name}", resume=resume)
+            found.append([load_file(last / f"{file}.safetensors") for file in ("objective", "open_clip_model")])
+            shutil.rmtree(last)
+        assert all(equal(*states) for states in zip(*found, strict=True)), name
 
 
 @pytest.mark.slow
@@ -154,30 +153,6 @@ def test_histograms_utilization_and_a_profile_can_be_read_back(base, monkeypatch
     trace = json.loads((base / "observed" / "profile" / "steps-3-4.json").read_text())
     for phase in ("forward", "objective", "backward", "optimizer", "npn"):
         assert sum(event.get("name") == phase and event.get("ph") == "X" for event in trace["traceEvents"]) == 2, phase
-
-
-@pytest.mark.slow
-def test_a_run_rolls_back_and_continues_after_the_poisoned_batches(base):
-    out = base / "back"
-    write_shards(out / "shards", [100, 100])  # one epoch: no sample is repeated
-    more = ("engine.deepspeed=zero2_bf16", f"data.sources={out / 'shards'}")
-    kept = [s for s in settings(base, "unused", *more) if not s.startswith(("objective.", "output="))]
-    run("tests.e2e.rolled_back_run", str(out), *kept, ranks=2)
-    found = json.loads((out / "found.json").read_text())
-    assert found["same"]
-    assert found["restored"] == {"skipped": 3, "rollbacks": 1, "in_a_row": 0, "rolled_back_to": 4}
-    assert "3 steps in a row" in found["stopped"]
-    assert "as often as max_rollbacks allows" in found["stopped"]
-    skipped = [event["sample_ids"] for event in metrics(out / "itself", "event") if "sample_ids" in event]
-    assert [len(set(ids) & set(found["poison"])) for ids in skipped] == [1, 1, 1]
-    assert [len(ids) for ids in skipped] == [BATCH] * 3, "those of both ranks"
-    (event,) = [line for line in metrics(out / "itself", "event") if "rollbacks" in line]
-    # After the checkpoint at step 6 only one step was applied; none is written at step 8, between bad steps.
-    assert (event["checkpoint"], event["step"]) == ("step-00000004", 10)
-    steps = records(out / "itself")
-    figures = {step: (record["rollbacks"], record["skipped_steps"]) for step, record in steps.items()}
-    assert list(figures) == list(range(1, STEPS + 1))
-    assert (figures[4], figures[5], figures[STEPS]) == ((0, 0), (1, 3), (1, 3))
 
 
 @pytest.mark.slow

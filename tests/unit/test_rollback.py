@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,14 +16,19 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from pipeline.checkpoint.reader import Checkpoint
+from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.objectives import ObjectiveOutput
 from pipeline.objectives.openclip import OpenClip
 from pipeline.run_files import finished_checkpoints
+from pipeline.training import run as run_module
+from pipeline.training.loop import Trainer
+from pipeline.training.recipe import load_recipe
 from pipeline.training.run_state import SkippedSteps
 from pipeline.training.step import StepResult, TrainStep
-from tests.metrics import metrics
-from tests.training import prepare, settings_in, train_here
+from tests.metrics import equal, metrics, weights
+from tests.thread_world import on_ranks
+from tests.training import SMALL, in_this_process, prepare, settings_in, train_here
 
 STEPS = 14
 STAGES = "schedule.stages=[{until: 0.36, image_size: 16}]"
@@ -75,6 +83,52 @@ def test_the_good_checkpoint_survives_bad_steps_with_one_kept(base, monkeypatch)
     run = train(base, "one kept", "checkpoint.keep_last=1")
     assert rollbacks(run) == [(10, "step-00000004")]
     assert [record["step"] for record in metrics(run, "train")] == list(range(1, STEPS + 1))
+
+
+def test_a_rollback_is_what_a_user_could_do_by_hand(base, monkeypatch):
+    spoil(monkeypatch, (7, 8, 9))
+    run, more = train(base, "itself", "max_rollbacks=1", "checkpoint.keep_last=20"), [f"samples={8 * STEPS}"]
+    monkeypatch.undo()
+    skipped = [event["sample_ids"] for event in metrics(run, "event") if "sample_ids" in event]
+    assert [len(set(ids)) for ids in skipped] == [8, 8, 8]
+    figures = {r["step"]: (r["rollbacks"], r["skipped_steps"]) for r in metrics(run, "train")}
+    assert list(figures) == list(range(1, STEPS + 1))
+    assert (figures[4], figures[5], figures[STEPS]) == ((0, 0), (1, 3), (1, 3))
+    written = [record["message"].split()[1] for record in metrics(run, "event") if " written (" in record["message"]]
+    assert (written.count("step-00000007"), written.count("step-00000008")) == (2, 1), "none between bad steps"
+
+    checkpoint = run / "checkpoints" / "step-00000004"
+    shutil.copytree(checkpoint, base / "hand" / "checkpoints" / checkpoint.name)
+
+    def skip_bad_batches(trainer: Trainer) -> None:
+        assert trainer.state.step == 4
+        for _ in range(4, 10):
+            next(trainer.state.loader)
+
+    with in_this_process():
+        by_hand = load_recipe(None, [*SMALL, *settings_in(base, "hand", *more)])
+        assert run_module.train(by_hand, resume="latest", on_trainer=skip_bad_batches) == 0
+    assert equal(weights(run, STEPS), weights(base / "hand", STEPS))
+
+    spoil(monkeypatch, range(1000))
+    found: list[SkippedSteps] = []
+    settings = settings_in(base, run.name, "samples=200", "max_skipped_steps=2", "max_rollbacks=1")
+    longer = load_recipe(None, [*SMALL, *settings])
+    with in_this_process(), pytest.raises(UserError, match=r"3 steps in a row.*as often as max_rollbacks allows"):
+        run_module.train(longer, resume="latest", on_trainer=lambda t: found.append(replace(t.state.skipped)))
+    assert found == [SkippedSteps(skipped=3, rollbacks=1, in_a_row=0, rolled_back_to=4)]
+
+
+def test_the_skipped_samples_of_all_ranks_are_reported():
+    def reported(world: World) -> list[Any]:
+        events: list[Any] = []
+        telemetry = SimpleNamespace(event=lambda message, **facts: events.append(facts))
+        trainer: Any = SimpleNamespace(world=world, telemetry=telemetry, state=SimpleNamespace(step=3))
+        batch: Any = SimpleNamespace(sample_id=torch.tensor([world.rank, 7]))
+        Trainer._report_skipped(trainer, batch, result=SimpleNamespace(finite=False))
+        return events
+
+    assert on_ranks(2, reported) == [[{"step": 3, "sample_ids": [0, 7, 1, 7]}]] * 2
 
 
 def test_a_run_leaves_a_ruined_checkpoint_behind(base, monkeypatch):

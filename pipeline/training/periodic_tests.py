@@ -142,12 +142,10 @@ class PeriodicTests:
             Whether the history of validations has changed, so that the checkpoint is to be written again.
         """
         step = self.state.step
-        for name in (name for name in ("validation", "evaluation") if name in missed):
-            self.telemetry.event(f"The {name} after step {step} was not finished: doing it now.", step=step)
-        if "validation" in missed:
-            self.validate()
-        if "evaluation" in missed:
-            self.evaluate()
+        for name, test in (("validation", self.validate), ("evaluation", self.evaluate)):
+            if name in missed:
+                self.telemetry.event(f"The {name} after step {step} was not finished: doing it now.", step=step)
+                test()
         self._model = None
         return "validation" in missed
 
@@ -156,8 +154,7 @@ class PeriodicTests:
         return result is not None and result.stop and self.state.step < self.state.run.total_steps
 
     def _copy(self, phase: str) -> EvaluationModel:
-        if self.state.world.phases is not None:
-            self.state.world.phases.mark(phase)
+        self.state.mark(phase)
         if self._model is None:
             state = self.state
             source = Path(state.run.output) / FOLDER_NAME / name_of(state.step)

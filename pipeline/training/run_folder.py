@@ -196,8 +196,8 @@ def find_start(
                 f"and {folder} would get no checkpoint. Give more samples (samples = {run.samples})."
             )
     elif resume == "latest":
-        places = [str(folder / FOLDER_NAME), *filter(None, (mirror,))]
-        on_event(f"--resume latest found no checkpoint in {', '.join(places)}: the run starts anew.")
+        places = ", ".join([str(folder / FOLDER_NAME), *([mirror] if mirror else [])])
+        on_event(f"--resume latest found no checkpoint in {places}: the run starts anew.")
     if resume != "latest" and copies:
         step = checkpoint.step if checkpoint else -1
         at_start(lambda: refuse_taken(copies, resume=resume, step=step), copies, world=world)

@@ -150,6 +150,11 @@ class RunState:
         )
         """uint8 images [b, 3, H, W] on the device -> images as the engine takes them."""
 
+    def mark(self, phase: str) -> None:
+        """Enter a phase between two steps, for the heartbeats."""
+        if self.world.phases is not None:
+            self.world.phases.mark(phase)
+
     def advance(self, batch: Batch, result: StepResult) -> None:
         """Count a step that was taken or skipped."""
         self.step += 1

@@ -54,7 +54,7 @@ class Saver:
     def save(self) -> None:
         """Start writing a checkpoint."""
         state, step = self.state, self.state.step
-        self._mark("checkpoint")
+        state.mark("checkpoint")
         snapshot = state.snapshot()
         if ruined := state.world.gather_objects(snapshot.not_finite)[0]:
             message = f"{ruined} is not finite after step {step}: the run has diverged. No checkpoint is written."
@@ -72,21 +72,22 @@ class Saver:
             stopped: Whether a signal has arrived; rank 0's ends the attempts.
             again: Try again if it could not be written.
         """
-        self._mark("last checkpoint")
+        self.state.mark("last checkpoint")
         self.writer.finish()
-        deadline = time.monotonic() + 60 * RETRY_MINUTES
+        deadline, over = time.monotonic() + 60 * RETRY_MINUTES, False
         while True:
-            self._mark("last checkpoint")
-            over = stopped() or time.monotonic() >= deadline
+            self.state.mark("last checkpoint")
             # Every rank waits here until rank 0 has written.
             problem, over = self.state.world.gather_objects((self.writer.problem, over))[0]
             if not (problem and again):
                 return True
             if over:
                 break
-            time.sleep(PAUSE_SECONDS)
             self.writer.save(self.state.snapshot())
             self.writer.wait()
+            over = stopped() or time.monotonic() >= deadline
+            if self.writer.problem and not over:
+                time.sleep(PAUSE_SECONDS)
         self.telemetry.event(
             f"The last checkpoint, {name_of(self.state.step)}, is NOT on disk ({problem}): the training since the one "
             "before is lost. Free some space, and continue with --resume latest."
@@ -131,7 +132,3 @@ class Saver:
         )
         now = {"data": state.loader.state_dict(state.position), "faults": asdict(skipped)}
         return replace(checkpoint, meta={**checkpoint.meta, **now})
-
-    def _mark(self, phase: str) -> None:
-        if self.state.world.phases is not None:
-            self.state.world.phases.mark(phase)

@@ -253,7 +253,7 @@ def test_the_last_checkpoint_is_retried(tmp_path, towers, monkeypatch, failures,
     monkeypatch.setattr(writer_module, "save_tensors", failing(failures))
     monkeypatch.setattr(saving, "PAUSE_SECONDS", 0.01)
     monkeypatch.setattr(saving, "RETRY_MINUTES", 0.01)
-    state = SimpleNamespace(world=World(), step=5, snapshot=lambda: snapshot(towers, 5))
+    state = SimpleNamespace(world=World(), step=5, snapshot=lambda: snapshot(towers, 5), mark=str)
     writer.save(snapshot(towers, 5))
     saver = saving.Saver(state, writer, SimpleNamespace(event=events.append), end=5)
     assert saver.finish(stopped=lambda: False, again=True) == saved

@@ -55,8 +55,7 @@ class DeepSpeedEngine:
             )
         zero = settings.get("zero_optimization", {})
         buffers = 2 if zero.get("overlap_comm") else 1
-        weights = torch.bfloat16 if settings.get("bf16", {}).get("enabled") else torch.float32
-        bf16 = weights == torch.bfloat16 or bool(settings.get("torch_autocast", {}).get("enabled"))
+        weights, bf16 = _precision(settings)
         return EngineFacts(stage, bf16, weights, bucket=buffers * int(zero.get("reduce_bucket_size", BUCKET)))
 
     def __init__(
@@ -70,8 +69,8 @@ class DeepSpeedEngine:
         compile_towers: bool | Literal["auto"] = False,
     ) -> None:
         settings = deepspeed_settings(config, global_batch=global_batch, world_size=world.size, optimizer=optimizer)
-        facts = self.facts(config, optimizer=optimizer, global_batch=global_batch, world_size=world.size)
-        self.stage, self.dtype, self.bf16 = facts.stage, facts.dtype, facts.bf16
+        self.stage, self.dtype, self.bf16 = zero_stage(settings), *_precision(settings)
+        check_stage(optimizer, stage=self.stage)
         if self.stage:  # DeepSpeed allocates a buffer of this many elements, even for a small model
             zero = settings["zero_optimization"]
             zero["reduce_bucket_size"] = min(
@@ -164,6 +163,12 @@ class DeepSpeedEngine:
 
     def train(self) -> None:
         self._engine.train()
+
+
+def _precision(settings: dict[str, Any]) -> tuple[torch.dtype, bool]:
+    """The type of the weights that compute, and whether products are computed in bf16."""
+    weights = torch.bfloat16 if settings.get("bf16", {}).get("enabled") else torch.float32
+    return weights, weights == torch.bfloat16 or bool(settings.get("torch_autocast", {}).get("enabled"))
 
 
 def _check_by_deepspeed(deepspeed: Any, settings: dict[str, Any], name: str) -> None:

@@ -58,15 +58,10 @@ def make_objective(settings: dict[str, Any], world: World) -> Objective:
     return build_objective(settings, context=context)
 
 
-def make_engine(arch: str, name: str, world: World, micro_batch: int | None = None) -> DeepSpeedEngine:
+def make_step(arch: str, name: str, world: World, micro_batch: int | None = None) -> TrainStep:
     config = EngineConfig(deepspeed=name, micro_batch=micro_batch)
     engine = DeepSpeedEngine(towers(arch), config=config, optimizer=OPTIMIZER, world=world, global_batch=BATCH)
     engine.train()
-    return engine
-
-
-def make_step(arch: str, name: str, world: World, micro_batch: int | None = None) -> TrainStep:
-    engine = make_engine(arch, name, world, micro_batch)
     objective = make_objective({"name": "openclip", "tau_lr": 0.0}, world)
     chunks = micro_batches(BATCH // world.size, micro_batch)
     return TrainStep(engine, objective, world=world, seed=0, chunks=chunks)
@@ -141,10 +136,7 @@ def as_deepspeed_returns_it(engine: DeepSpeedEngine, saved: dict[str, Any]) -> b
 def scenario(arch: str, name: str, world: World) -> dict[str, Any]:
     """Train, load the state from halfway into a new engine and continue training; then repeat with micro-batches."""
     half = STEPS // 2
-    engine = make_engine(arch, name, world)
-    chunks = micro_batches(BATCH // world.size, None)
-    objective = make_objective({"name": "openclip", "tau_lr": 0.0}, world)
-    step = TrainStep(engine, objective, world=world, seed=0, chunks=chunks)
+    step = make_step(arch, name, world)
     check = GradientCheck(step, towers(arch))
     check.begin()
     rows, ones = world.rows(BATCH // world.size), torch.ones(BATCH // world.size, 16)

@@ -17,7 +17,8 @@ PAUSE = 0.5
 @pytest.mark.slow
 def test_of_two_ranks_the_one_that_pauses_is_the_slowest(tmp_path):
     settings = settings_in(prepare(tmp_path, [16, 16]), "run", "samples=48", "model.text_batching=packed")
-    run("tests.e2e.slow_run", f"forward={PAUSE}", *SMALL, *settings, ranks=2)
+    forward = "pipeline.engine.deepspeed_engine:DeepSpeedEngine.forward"
+    run("tests.e2e.doomed_run", forward, "each", f"1:{PAUSE}", *SMALL, *settings, ranks=2)
     records = metrics(tmp_path / "run", "train")
     assert len(records) == 6
     found = [record for record in records if record["slowest_rank"] == 1]

@@ -2,7 +2,8 @@
 
 python -m tests.e2e.doomed_run pipeline.checkpoint.writer:sha256_of 3 0 ARGUMENTS-OF-TRAIN
 
-With `0:SIGTERM` in place of `0`, rank 0 sends itself that signal instead; with `0:25`, it sleeps for 25 seconds.
+With `0:SIGTERM` in place of `0`, rank 0 sends itself that signal instead; with `0:25`, it sleeps for 25 seconds. With
+`each` in place of `3`, it does so at every call.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from jobs.cli import run
 from jobs.train import command
 
 
-def doom(place: str, count: int, fate: Callable[[], object]) -> None:
-    """Patch `module:object.attribute` so that its `count`-th call runs `fate` first."""
+def doom(place: str, count: str, fate: Callable[[], object]) -> None:
+    """Patch `module:object.attribute` so that its `count`-th call, or each, runs `fate` first."""
     module, _, path = place.partition(":")
     *owners, name = path.split(".")
     owner: Any = importlib.import_module(module)
@@ -33,7 +34,7 @@ def doom(place: str, count: int, fate: Callable[[], object]) -> None:
     def fatal(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
-        if calls == count:
+        if count in (str(calls), "each"):
             fate()
         return original(*args, **kwargs)
 
@@ -45,5 +46,5 @@ if __name__ == "__main__":
     rank, _, fate = rank.partition(":")
     if os.environ.get("RANK", "0") == rank:
         number = signal.SIGKILL if not fate else signal.Signals[fate] if fate.isalpha() else None
-        doom(place, int(count), lambda: os.kill(os.getpid(), number) if number else time.sleep(float(fate)))
+        doom(place, count, lambda: os.kill(os.getpid(), number) if number else time.sleep(float(fate)))
     run(command, arguments, prog_name="doomed")

@@ -3,15 +3,12 @@
 python -m tests.e2e.slow_run SECONDS ARGUMENTS-OF-TRAIN
 
 With `until=FILE` instead of seconds, it pauses until the file exists: for a second at first, and 3% longer every step.
-With `mirror`, the writer waits until each finished checkpoint is in the mirror, so that none is skipped. With
-`encode=SECONDS`, only rank 0 pauses, at every batch of images in evaluations and validations; with `forward=SECONDS`,
-only rank 1, before every forward pass.
+With `mirror`, the writer waits until each finished checkpoint is in the mirror, so that none is skipped.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 import sys
 import time
 from pathlib import Path
@@ -21,7 +18,6 @@ from jobs.cli import run
 from jobs.train import command
 from pipeline.checkpoint.mirror import Uploads
 from pipeline.engine.deepspeed_engine import DeepSpeedEngine
-from pipeline.model.evaluation_model import EvaluationModel
 
 if __name__ == "__main__":
     seconds, *arguments = sys.argv[1:]
@@ -39,25 +35,7 @@ if __name__ == "__main__":
         submit(uploads, path)
         assert uploads.wait(60)
 
-    if seconds.startswith("encode="):
-        pause = float(seconds.partition("=")[2]) if os.environ.get("RANK", "0") == "0" else 0.0
-        encode = EvaluationModel.encode_image
-
-        def slow_encode(model: EvaluationModel, *args: Any) -> Any:
-            time.sleep(pause)
-            return encode(model, *args)
-
-        EvaluationModel.encode_image = slow_encode
-    elif seconds.startswith("forward="):
-        delay = float(seconds.partition("=")[2]) if os.environ.get("RANK") == "1" else 0.0
-        forward = DeepSpeedEngine.forward
-
-        def slow_forward(engine: DeepSpeedEngine, *args: Any) -> Any:
-            time.sleep(delay)
-            return forward(engine, *args)
-
-        DeepSpeedEngine.forward = slow_forward
-    elif seconds == "mirror":
+    if seconds == "mirror":
         Uploads.submit = submit_and_wait
     else:
         DeepSpeedEngine.step = slow_step

@@ -82,7 +82,8 @@ def test_a_long_evaluation_is_no_hang(base):  # noqa: F811
     slow = ("engine.probe=false", "engine.timeout_minutes=0.1", f"samples={2 * BATCH}", "schedule.warmup_steps=1")
     tests = (f"evaluation.suite={suite}", "evaluation.workers=0", f"validation.sources={validated}")
     arguments = settings(base, "patient", *slow, *tests)
-    run("tests.e2e.slow_run", "encode=4", *arguments, ranks=2)  # 4 s each time: a limit of 6 s, and 12 s of work
+    encode = "pipeline.model.evaluation_model:EvaluationModel.encode_image"
+    run("tests.e2e.doomed_run", encode, "each", "0:4", *arguments, ranks=2)  # a limit of 6 s, and 12 s of work
     lines = (base / "patient/metrics.jsonl").read_text().splitlines()
     kinds = [record["kind"] for record in map(json.loads, lines)]
     assert kinds.count("evaluation") == 1

@@ -42,7 +42,7 @@ GROUPS = {
     },
     "Train": {
         "demo": ("jobs.demo", "Make the built-in corpus, ingest, train, evaluate and report, with one command."),
-        "plan": ("jobs.plan", "Estimate a recipe's memory, time and data reading before a run."),
+        "plan": ("jobs.plan", "Estimate a recipe's memory, steps and time before a run."),
         "train": ("jobs.train", "Train a CLIP model from a recipe."),
         "settings": ("jobs.settings", "List settings with their defaults and meanings."),
         "doctor": ("jobs.doctor", "Check this node before a run, or say what happened to a run and how to go on."),
@@ -192,6 +192,8 @@ def _hint(error: click.NoSuchOption, arguments: Sequence[str]) -> str:
     key = option.lstrip("-").replace("-", "_")
     if command is None:
         return ""
+    if left := DEPARTED.get(f"{command.name} {option}"):
+        return f" {left}"
     if answer := _as_parameter(command, SYNONYMS.get(key, key), value):
         return f" {answer}"
     if not any(SETTINGS_METAVAR in str(parameter.metavar).upper() for parameter in command.params):

@@ -1,10 +1,9 @@
-"""`neuclip plan`: estimate GPU memory, time, data reading and shuffle quality of a recipe before a run."""
+"""`neuclip plan`: estimate GPU memory, steps, FLOPs and hours of a recipe before a run, or measure it for a minute."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -12,10 +11,9 @@ from jobs.known_settings import TRAINING, FiniteRange, RecipePath, complete_sett
 
 if TYPE_CHECKING:
     from pipeline.planning.run_plan import RunPlan
+    from pipeline.training.recipe import RunConfig
 
 GIB = 2**30
-MOST_CORES = 32
-"""Per GPU: more than nodes with several GPUs have."""
 GPUS = {989.0: "H100 or H200", 312.0: "A100", 362.0: "L40S", 65.0: "T4 in fp16"}
 """By their dense peaks in bf16."""
 PEAKS = ", ".join(f"{name} {peak:g}" for peak, name in GPUS.items())
@@ -28,7 +26,6 @@ ABOVE_0 = FiniteRange(min=0, min_open=True)
 @click.option("--recipe", type=RecipePath(TRAINING), help="YAML with the run's settings, or a name: cc12m.")
 @click.option("--ranks", type=click.IntRange(min=1), default=1, help="Number of GPUs.")
 @click.option("--dataset-size", type=click.IntRange(min=1), help="Samples, while there is no manifest.")
-@click.option("--sample-bytes", type=click.IntRange(min=1), default=30_000, help="Bytes of one, without a manifest.")
 @click.option("--peak-tflops", type=ABOVE_0, default=989.0, help=f"Dense bf16 peak of a GPU: {PEAKS}.")
 @click.option(
     "--mfu",
@@ -37,108 +34,65 @@ ABOVE_0 = FiniteRange(min=0, min_open=True)
     help="Share of the peak that the executed arithmetic reaches, recomputation included.",
 )
 @click.option("--gpu-gib", type=ABOVE_0, default=80.0, help="Memory of one GPU, in GiB.")
-@click.option(
-    "--images-per-core",
-    type=ABOVE_0,
-    default=500.0,
-    help="Images that a core decodes per second; `neuclip doctor --data` measures it. About 700 for images stored at "
-    "256 px, 300 at 512 px.",
-)
 @click.option("--measure", is_flag=True, help="Also run the recipe on this machine for a minute; forecast from that.")
 @click.option("--seconds", default=60.0, type=FiniteRange(min=1), help="Duration of --measure.")
-@click.option(
-    "--gpus-per-node",
-    type=click.IntRange(min=1),
-    default=8,
-    help="Ranks that share a node's cores: --measure gives one rank its share of this machine's.",
-)
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...", shell_complete=complete_settings)
 def command(
     recipe: str | None,
     ranks: int,
+    dataset_size: int | None,
+    peak_tflops: float,
+    mfu: float,
+    gpu_gib: float,
     measure: bool,
     seconds: float,
-    gpus_per_node: int,
-    gpu_gib: float,
-    images_per_core: float,
     overrides: tuple[str, ...],
-    **assumed: Any,
 ) -> None:
-    """Estimate the cost of a recipe: GPU memory per ZeRO stage, steps, FLOPs, GPU hours and loading.
+    """Estimate the cost of a recipe: GPU memory per ZeRO stage, steps, FLOPs and GPU hours.
 
     Needs no GPU and only the manifest of the data, or --dataset-size if there is none yet. Settings are those of
     `neuclip train`: try engine.micro_batch or model.grad_checkpointing if memory is short.
 
-    With --measure, the data must be there: loader, steps, both together, a checkpoint and an evaluation's forward pass
-    are measured on this machine with one rank's share of the batch.
+    With --measure, the data must be there: loader, steps, both together and a checkpoint are measured on this machine
+    with one rank's share of the batch. It has this machine's cores divided by its GPUs, or by --ranks without a GPU;
+    with `taskset --cpu-list 0-7 neuclip plan ...` those cores are all that are divided.
     """
-    run = load_run(recipe, overrides, dataset_size=assumed["dataset_size"])
-    from pipeline.planning.run_costs import Assumptions
+    run = load_run(recipe, overrides, dataset_size=dataset_size)
     from pipeline.planning.run_plan import plan_run
 
-    assume = Assumptions(**assumed)
-    plan = plan_run(run, gpus=ranks, assume=assume)
+    plan = plan_run(run, gpus=ranks, dataset_size=dataset_size)
     if plan.data is None:
         click.echo(f"The data is assumed, not read: {plan.data_missing}\n")
     title = f"{run.objective.name} on {plan.architecture}: {plan.gpus} x {plan.local_batch} pairs"
     _print_memory(plan, title=title, capacity=gpu_gib)
-    lines = describe_cost(plan, mfu=assume.mfu, peak_tflops=assume.peak_tflops)
-    lines += describe_data(plan)
-    lines.append(("loading", describe_loading(plan, images_per_core=images_per_core)))
-    _print_lines([*lines, *(("note", note) for note in plan.notes)])
+    cost = describe_cost(plan, run, mfu=mfu, peak_tflops=peak_tflops)
+    _print_lines([*cost, *describe_data(plan), *(("note", note) for note in plan.notes)])
     if measure:
         import logging
 
         from pipeline.planning.measure import measure as measure_run
 
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-        _print_lines(measure_run(run, ranks=ranks, gpus_per_node=gpus_per_node, seconds=seconds).items())
+        _print_lines(measure_run(run, ranks=ranks, seconds=seconds).items())
 
 
-def describe_cost(plan: RunPlan, *, mfu: float, peak_tflops: float) -> list[tuple[str, str]]:
+def describe_cost(plan: RunPlan, run: RunConfig, *, mfu: float, peak_tflops: float) -> list[tuple[str, str]]:
     """FLOPs and time as lines of (label, text)."""
-    cost, towers = plan.cost, plan.towers
+    towers, pairs = plan.towers, run.total_steps * run.batch_size
+    hours = plan.gpu_hours(peak_tflops=peak_tflops, mfu=mfu)
     gpu = f"{GPUS[peak_tflops]}, " if peak_tflops in GPUS else ""
-    lines = {
-        "model": f"{towers.parameters / 1e6:,.1f}M parameters, {towers.forward_flops / 1e9:,.2f} GFLOP forward a pair",
-        "budget": (
-            f"{_count(cost.steps, 'step')}, {cost.samples:,} pairs ({cost.epochs:.2f} times the data), "
-            f"{cost.text_tokens:,.0f} text tokens"
-        ),
-        "time": (
-            f"{_size(cost.flops, 'FLOP')}; at {100 * mfu:.3g}% utilization (--mfu) of {peak_tflops:g} TFLOP/s "
-            f"({gpu}--peak-tflops) {_hours(cost.gpu_hours)} GPU hours, {_hours(cost.gpu_hours / plan.gpus)} h on "
-            f"{_count(plan.gpus, 'GPU')}"
-        ),
-    }
-    rows = list(lines.items())
+    times = f"{pairs / plan.dataset_size:.2f} times the data"
+    at = f"{100 * mfu:.3g}% utilization (--mfu) of {peak_tflops:g} TFLOP/s ({gpu}--peak-tflops)"
+    took = f"{_hours(hours)} GPU hours, {_hours(hours / plan.gpus)} h on {_count(plan.gpus, 'GPU')}"
+    size = f"{towers.parameters / 1e6:,.1f}M parameters"
+    lines = [
+        ("model", f"{size}, {towers.forward_flops / 1e9:,.2f} GFLOP forward a pair"),
+        ("budget", f"{_count(run.total_steps, 'step')}, {pairs:,} pairs ({times})"),
+        ("time", f"{_size(plan.flops, 'FLOP')}; at {at} {took}"),
+    ]
     if len(plan.stages) > 1:
-        rows += [("stage", f"{what} {part.flops / cost.flops:.0%} of the arithmetic") for what, part in plan.stages]
-    return rows
-
-
-def describe_loading(plan: RunPlan, *, images_per_core: float) -> str:
-    """What the steps take from loader and storage, and whether the workers deliver it."""
-    from pipeline.data.data_config import LEAST_LOADING
-
-    rate, workers = plan.pairs_per_second, max(1, plan.workers)
-    cores = rate / images_per_core
-    if LEAST_LOADING * cores > MOST_CORES:
-        loaded = workers * images_per_core * plan.gpus
-        hours = plan.cost.epochs * plan.dataset_size / loaded / 3600
-        return (
-            f"sets the pace of so small a model: about {loaded:,.0f} pairs/s with {_count(workers, 'worker')} per GPU, "
-            f"at {images_per_core:g} images/s a core (--images-per-core), {_hours(hours)} h for the run; "
-            "`neuclip plan --measure` measures it"
-        )
-    text = (
-        f"a GPU's steps take {rate:,.0f} pairs/s: {_size(rate * plan.sample_bytes)}/s from storage and {cores:,.1f} "
-        f"cores for decoding, at {images_per_core:g} images/s a core (--images-per-core); "
-        f"{_count(workers, 'worker')} per GPU, if there are as many cores, load {workers / cores:.1f} times as fast"
-    )
-    if workers < LEAST_LOADING * cores:
-        text += f": TOO SLOW, use data.workers={math.ceil(LEAST_LOADING * cores)} or store smaller images"
-    return text
+        lines += [("stage", f"{what} {flops / plan.flops:.0%} of the arithmetic") for what, flops in plan.stages]
+    return lines
 
 
 def _print_memory(plan: RunPlan, *, title: str, capacity: float) -> None:
@@ -182,8 +136,7 @@ def describe_data(plan: RunPlan) -> list[tuple[str, str]]:
     """The data as lines of (label, text)."""
     data = plan.data
     if data is None:
-        size = f"{_count(plan.dataset_size, 'sample')} of about {_size(plan.sample_bytes)} assumed"
-        return [("data", f"{size}; {_size(plan.cost.read_bytes)} to read in all")]
+        return [("data", f"{_count(plan.dataset_size, 'sample')}, assumed")]
     unused = "every sample is in a batch"
     if data.layout.dropped:
         unused = f"{_count(data.layout.dropped, 'sample')} left over, which fill no batch"

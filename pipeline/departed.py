@@ -109,10 +109,19 @@ DEFAULTS: dict[str, Any] = {
 """Key -> the value that stored configurations have where nobody set it; of all other keys it is null, false or empty."""
 
 COMMANDS: dict[str, str] = {
+    "doctor --constraints": "Installed versions are compared with this repository's constraints.txt.",
+    "doctor --mfu": "`neuclip plan --measure` compares loading with a recipe's steps.",
+    "doctor --needs-gib": "5 GiB must be free.",
+    "doctor --quick": "The hashes of checkpoints are always compared.",
+    "doctor --ranks": "All GPUs of the node take part, or two processes without a GPU.",
+    "doctor --recipe": "`neuclip plan --measure` compares loading with a recipe's steps.",
     "download --recipe icons": "The corpus of icons has left; commit c14979c has the program that makes it.",
+    "plan --gpus-per-node": "--measure divides this machine's cores by its GPUs, or by --ranks; `taskset` gives it fewer.",
+    "plan --images-per-core": "`neuclip plan --measure` measures what the loader delivers.",
+    "plan --sample-bytes": "`neuclip plan --measure` measures what the loader delivers.",
     "study icons": "The corpus of icons has left; commit c14979c has the program that makes it. The study's results are in docs/studies/icons.",
     "study separation": "This study has left; docs/studies/separation has its results, commit c14979c its program.",
     "train --new-batch-size": "A run keeps its batch_size; begin a new run with the weights: model.arch=pretrained model.pretrained=RUN/checkpoints/STEP.",
     "verify --rebuild": "`neuclip verify FOLDER --delete-damaged` deletes damaged shards, and the same `neuclip download` as before fetches them again.",
 }
-"""Command -> the same."""
+"""Command, with or without an option -> the same."""

@@ -130,7 +130,7 @@ class DataConfig:
     """Draw shards with replacement instead of permuting them."""
     workers: Annotated[Annotated[int, Field(ge=0, le=1024)] | None, BeforeValidator(_or_auto)] = None
     """Decoding processes per rank, at most one for each of its streams; 0 decodes in the training process. `auto` or
-    None: the rank's share of its node's cores less one, at most 12. `neuclip doctor` measures what they deliver."""
+    None: the rank's share of its node's cores less one, at most 12. `neuclip plan --measure` measures the loader."""
     timeout_minutes: float = Field(default=20.0, gt=0)
     """How long to wait for a batch of a worker before the run reports what the workers are doing, and exits with 76."""
     caption: _Caption = "txt"

@@ -1,4 +1,4 @@
-"""Check whether this node can train: versions, GPUs, collectives, disk, shared memory, compiler, data.
+"""Check whether this node can train: versions, GPUs, a collective, disk, shared memory, compiler, data.
 
 Every check yields findings and never raises. "broken" means that a run on this node would fail; "note" that it may be
 slow, or differ from what was tested.
@@ -8,29 +8,26 @@ from __future__ import annotations
 
 import os
 import re
-import resource
 import shutil
+import subprocess
 import sys
-import tempfile
 import time
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
+from pipeline.distributed.launch import without_launcher
 from pipeline.errors import UserError, in_a_line
 from pipeline.files import existing_folder
 from pipeline.versions import version_of
 
 GIB = 2**30
-INSTALL = "pip install -e . -c constraints.txt"
-PACKAGE, ROOT = "neuclip", Path(__file__).parents[2]
+ROOT = Path(__file__).parents[2]
+NEEDED_GIB = 5.0
+"""Free space for the checkpoints of a run."""
 READ_LIMIT, READ_SECONDS = 256 * 2**20, 10.0
-
-
-Status = Literal["good", "note", "broken"]
+COLLECTIVE_SECONDS = 180
 
 
 @dataclass(frozen=True)
@@ -38,31 +35,15 @@ class DoctorFinding:
     """The result of one check; `remedy` says what to do about a "note" or "broken"."""
 
     subject: str
-    status: Status
+    status: Literal["good", "note", "broken"]
     found: str
     remedy: str = ""
 
 
-def check_packages(constraints: Path | None) -> Iterator[DoctorFinding]:
-    """Python, this project's requirements (broken if absent or out of range), and the tested versions (notes)."""
-    from packaging.requirements import Requirement
-
+def check_versions(constraints: Path = ROOT / "constraints.txt") -> Iterator[DoctorFinding]:
+    """Python, and the installed packages that have another version than the tested one."""
     yield DoctorFinding("python", "good", sys.version.split()[0])
-    required = [Requirement(text) for text in _requirements()]
-    required = [each for each in required if each.marker is None or each.marker.evaluate({"extra": ""})]
-    wrong = []
-    for each in required:
-        version = version_of(each.name)
-        if version == "absent" or not each.specifier.contains(version, prereleases=True):
-            wrong.append(f"{each.name} {version} (needs {each.specifier or 'any'})")
-    if wrong:
-        yield DoctorFinding("packages", "broken", "; ".join(wrong), INSTALL)
-    elif required:
-        yield DoctorFinding("packages", "good", f"all {len(required)} requirements are met")
-    else:
-        found = f"not compared: {PACKAGE} is not installed, and there is no pyproject.toml at {ROOT}"
-        yield DoctorFinding("packages", "note", found, INSTALL)
-    if constraints is None:
+    if not constraints.is_file():
         return
     pinned = re.findall(r"^([A-Za-z0-9._-]+)==([^\s;#]+)", constraints.read_text(encoding="utf-8"), flags=re.MULTILINE)
     versions = [(name, version_of(name), tested) for name, tested in pinned]
@@ -72,18 +53,8 @@ def check_packages(constraints: Path | None) -> Iterator[DoctorFinding]:
         yield DoctorFinding("versions", "good", f"equal to those in {constraints.name}")
         return
     shown = ", ".join(other[:6]) + (f" and {len(other) - 6} more" if len(other) > 6 else "")
-    yield DoctorFinding("versions", "note", f"{len(other)} differ from the tested ones: {shown}", INSTALL)
-
-
-def _requirements() -> list[str]:
-    """This package's requirements; where it runs from a folder without being installed, those of pyproject.toml."""
-    try:
-        return metadata.requires(PACKAGE) or []
-    except metadata.PackageNotFoundError:
-        project = ROOT / "pyproject.toml"
-        if not project.is_file():
-            return []
-        return list(tomllib.loads(project.read_text(encoding="utf-8"))["project"].get("dependencies", []))
+    found = f"{len(other)} differ from the tested ones: {shown}"
+    yield DoctorFinding("versions", "note", found, "pip install -e . -c constraints.txt")
 
 
 def check_gpus() -> Iterator[DoctorFinding]:
@@ -122,44 +93,51 @@ def check_gpus() -> Iterator[DoctorFinding]:
             yield DoctorFinding(gpu, "good", text)
 
 
-def check_disk(folder: Path, *, needed_gib: float) -> Iterator[DoctorFinding]:
-    """Free space and write speed at the folder of runs; writes a file, flushes it to disk and removes it."""
+def check_collectives() -> DoctorFinding:
+    """Let this node's GPUs exchange numbers by NCCL, or without GPUs two processes by gloo."""
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    backend, device, ranks = ("NCCL", "cuda", gpus) if gpus else ("gloo", "cpu", 2)
+    hint = "check that 127.0.0.1 is reachable and that GLOO_SOCKET_IFNAME names an interface that exists"
+    if gpus:
+        hint = "run again with NCCL_DEBUG=INFO; check the driver, NCCL_SOCKET_IFNAME, NCCL_IB_DISABLE and /dev/shm"
+    command = [sys.executable, "-m", "pipeline.distributed.collective_check", device, str(ranks)]
+    environment = without_launcher(os.environ) | {"OMP_NUM_THREADS": "1"}
+    limits = {"timeout": COLLECTIVE_SECONDS, "cwd": ROOT}
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, **limits)
+    except subprocess.TimeoutExpired:
+        late = f"{ranks} processes did not connect within {COLLECTIVE_SECONDS} s"
+        return DoctorFinding(backend, "broken", late, hint)
+    reported = re.search(r"round trip: (.*)", done.stdout)
+    if done.returncode or reported is None:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        return DoctorFinding(backend, "broken", f"{ranks} processes failed: {last[:200]}", hint)
+    return DoctorFinding(backend, "good", reported[1])
+
+
+def check_disk(folder: Path) -> DoctorFinding:
+    """Free space in the folder of runs, and whether this user may write there."""
     existing = existing_folder(folder)
     free = shutil.disk_usage(existing).free / GIB
-    space = f"{free:.1f} GiB free at {existing}"
-    if free < needed_gib:
+    found = f"{free:.1f} GiB free at {existing}"
+    if not os.access(existing, os.W_OK):
+        return DoctorFinding("disk", "broken", f"{existing} cannot be written", "choose another output")
+    if free < NEEDED_GIB:
         remedy = "free some, or choose another output; checkpoint.keep_last limits what a run keeps"
-        yield DoctorFinding("disk space", "broken", f"{space}, {needed_gib:g} are needed", remedy)
-    else:
-        yield DoctorFinding("disk space", "good", space)
-    mib, block = int(min(64, max(1, free * 1024 // 4))), os.urandom(2**20)
-    try:
-        with tempfile.NamedTemporaryFile(dir=existing, prefix=".neuclip-doctor-") as file:
-            start = time.perf_counter()
-            for _ in range(mib):
-                file.write(block)
-            file.flush()
-            os.fsync(file.fileno())
-            speed = mib / (time.perf_counter() - start)
-    except OSError as error:
-        found = f"{existing} cannot be written: {error.strerror}"
-        yield DoctorFinding("disk writing", "broken", found, "choose an output folder that this user can write to")
-        return
-    slow: tuple[Status, str] = ("note", "checkpoints will be slow: a local disk helps") if speed < 50 else ("good", "")
-    yield DoctorFinding("disk writing", slow[0], f"{speed:.0f} MiB/s at {existing}", slow[1])
+        return DoctorFinding("disk", "broken", f"{found}, {NEEDED_GIB:g} are needed", remedy)
+    return DoctorFinding("disk", "good", found)
 
 
-def check_memory(shm: Path = Path("/dev/shm")) -> Iterator[DoctorFinding]:
-    """Shared memory, which NCCL and the workers of evaluations use, and the limit of open files."""
+def check_shared_memory(shm: Path = Path("/dev/shm")) -> Iterator[DoctorFinding]:
+    """Shared memory, which NCCL and the workers of loaders and evaluations use."""
     if shm.is_dir():
         usage = shutil.disk_usage(shm)
         free, remedy = usage.free / GIB, "start the container with --shm-size=16g or --ipc=host"
         text = f"{free:.2f} of {usage.total / GIB:.2f} GiB free"
-        status: Status = "good" if free >= 2 else "note" if free >= 0.25 else "broken"
+        status: Literal["good", "note", "broken"] = "good" if free >= 2 else "note" if free >= 0.25 else "broken"
         yield DoctorFinding("shared memory", status, text, "" if status == "good" else remedy)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few: tuple[Status, str] = ("note", f"ulimit -n {min(4096, hard)}") if soft < 1024 else ("good", "")
-    yield DoctorFinding("open files", few[0], f"at most {soft}", few[1])
 
 
 def check_compiler() -> DoctorFinding:
@@ -173,12 +151,8 @@ def check_compiler() -> DoctorFinding:
     return DoctorFinding("compiler", "good", f"{compiler}, {ninja}")
 
 
-def check_data(manifest: str, *, needed: float | None = None, **allowed: bool) -> DoctorFinding:
-    """Read the first shards for a few seconds, which tests access and gives an upper bound of samples per second.
-
-    `manifest` is one or its folder, `needed` the samples per second that the steps of this node's GPUs take, and
-    `allowed` are consents, as for `load_manifest`.
-    """
+def check_data(manifest: str, **allowed: bool) -> DoctorFinding:
+    """Read the first shards of a manifest, or its folder, for a few seconds; `allowed` as for `load_manifest`."""
     from pipeline.data.shards.manifest_format import load_manifest
     from pipeline.data.shards.storage import open_shard
 
@@ -197,13 +171,6 @@ def check_data(manifest: str, *, needed: float | None = None, **allowed: bool) -
         except OSError as error:
             found = f"{url} cannot be read: {error}"
             return DoctorFinding("data", "broken", found, "check mounts, credentials and the manifest")
-    speed, per_sample = count / (time.perf_counter() - start), loaded.bytes / loaded.n
-    rate = f"{speed / 2**20:,.0f} MiB/s, {speed / per_sample:,.0f} samples/s"
-    found = f"{loaded.n:,} samples; one reader reaches {rate} (the page cache included)"
-    if needed is not None:
-        needed_mib = needed * per_sample / 2**20
-        found += f"; the recipe's steps take {needed_mib:,.0f} MiB/s, {needed:,.0f} samples/s on this node"
-        if speed < needed * per_sample:
-            remedy = "workers read in parallel: `neuclip plan --measure` shows if it is enough"
-            return DoctorFinding("data", "note", found, remedy)
-    return DoctorFinding("data", "good", found)
+    speed = count / (time.perf_counter() - start)
+    rate = f"{speed / 2**20:,.0f} MiB/s, {speed * loaded.n / loaded.bytes:,.0f} samples/s"
+    return DoctorFinding("data", "good", f"{loaded.n:,} samples; one reader reaches {rate} (the page cache included)")

@@ -1,14 +1,13 @@
-"""Estimates of a run's memory, arithmetic and time, without computing values.
+"""Estimates of a run's memory and data, without computing values.
 
 Memory counts weights, gradients, optimizer, normalizer network, tables and what autograd saves for backward; workspaces
-of kernels and fragmentation come on top. Time is arithmetic divided by peak rate x MFU, where the MFU (the share of the
-peak that useful arithmetic reaches) is an assumption. An objective's part is that of a step on the meta device, on one
-of many ranks that do not exist.
+of kernels and fragmentation come on top. An objective's part is that of a step on the meta device, on one of many ranks
+that do not exist.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,25 +18,10 @@ from pipeline.data.loading.blocks import SPARE
 from pipeline.data.order.canonical_order import Layout, make_order
 from pipeline.distributed.world import World
 from pipeline.engine.engine_config import BUCKET
-from pipeline.metrics.mfu import TowerCosts
 from pipeline.objectives import ObjectiveMemory, build_objective
 from pipeline.objectives.facts import ObjectiveConfig
 
 META = torch.device("meta")
-
-
-@dataclass(frozen=True)
-class Assumptions:
-    """About machine and data, as options of `neuclip plan`."""
-
-    dataset_size: int | None = None
-    """Samples, used while there is no manifest."""
-    sample_bytes: int = 30_000
-    """Stored bytes of a sample, used while there is no manifest."""
-    peak_tflops: float = 989.0
-    """Dense bf16 peak of one GPU."""
-    mfu: float = 0.3
-    """Share of the peak that the executed arithmetic reaches, recomputation included."""
 
 
 @dataclass(frozen=True)
@@ -53,24 +37,6 @@ class EngineMemory:
     @property
     def total(self) -> int:
         return sum(vars(self).values())
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What a run's budget costs."""
-
-    steps: int
-    samples: int
-    epochs: float
-    text_tokens: int
-    read_bytes: int
-    flops: float
-    """As executed, with recomputation."""
-    gpu_hours: float
-
-    def __add__(self, other: Cost) -> Cost:
-        """The cost of both parts of a run."""
-        return Cost(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
 
 
 def engine_memory(
@@ -103,32 +69,6 @@ def engine_memory(
     gradients = 4 * (trained if stage == 1 else share)
     reduced = 4 if stage == 1 else compute  # stage 1 reduces the fp32 accumulators
     return EngineMemory(weights, gradients, (8 if average else 4) * share, 8 * share, reduced * bucket)
-
-
-def run_cost(
-    costs: TowerCosts,
-    *,
-    steps: int,
-    batch_size: int,
-    dataset_size: int,
-    passes: tuple[float, float],
-    assume: Assumptions,
-) -> Cost:
-    """Arithmetic and time of a budget of optimizer steps, of `batch_size` pairs each over all ranks.
-
-    `passes` are the forward passes of each pair through image and text tower; a backward pass counts as two.
-    """
-    samples = steps * batch_size
-    flops = (passes[0] * costs.image_flops + passes[1] * costs.text_flops) * samples
-    return Cost(
-        steps=steps,
-        samples=samples,
-        epochs=samples / dataset_size,
-        text_tokens=samples * costs.context_length,
-        read_bytes=samples * assume.sample_bytes,
-        flops=flops,
-        gpu_hours=flops / (assume.peak_tflops * 1e12 * assume.mfu) / 3600,
-    )
 
 
 @dataclass(frozen=True)

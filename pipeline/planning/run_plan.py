@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 import os
 import shlex
 from collections.abc import Iterator, Mapping
@@ -14,7 +13,6 @@ from pathlib import Path
 import torch
 
 from pipeline.cores import usable_cores
-from pipeline.data.data_config import MOST_WORKERS
 from pipeline.data.loading.stored_features import common_crops, how_to_write, open_features
 from pipeline.data.order.canonical_order import make_layout
 from pipeline.data.shards.check_shards import caption_notes, first_captions
@@ -24,20 +22,10 @@ from pipeline.metrics.mfu import TowerCosts, activation_bytes, measure_towers
 from pipeline.model.architectures import Architecture
 from pipeline.model.towers import ModelConfig, build_towers, check_start, text_batching, without_weights
 from pipeline.objectives import ObjectiveMemory
-from pipeline.planning.run_costs import (
-    Assumptions,
-    Cost,
-    DataPlan,
-    EngineMemory,
-    engine_memory,
-    plan_data,
-    run_cost,
-    simulate_objective,
-)
+from pipeline.planning.run_costs import DataPlan, EngineMemory, engine_memory, plan_data, simulate_objective
 from pipeline.training.recipe import RunConfig, check_captions_of, check_run
 from pipeline.training.stages import check_stages, stages_of
 
-UNKNOWN_DATA = Assumptions()
 CORE_GFLOPS = 50.0
 """What a CPU core reaches in fp32, roughly."""
 LONG_STEP = 60.0
@@ -62,34 +50,32 @@ class RunPlan:
     objective: ObjectiveMemory
     traffic: dict[str, int]
     """Calls and bytes of each collective of the objective in a step, as a rank contributes them."""
-    stages: list[tuple[str, Cost]]
-    """Description and cost of each stage; one without `schedule.stages`."""
-    cost: Cost
-    """Of the whole run."""
+    stages: list[tuple[str, float]]
+    """Description and FLOPs, as executed, of each stage; one without `schedule.stages`."""
     dataset_size: int
     data: DataPlan | None
     """None if there is no manifest yet."""
     data_missing: str
     """Why `data` is None."""
-    workers: int
-    """Decoding processes of a rank, if it has enough cores."""
-    sample_bytes: float
-    """Stored bytes of a sample."""
     notes: tuple[str, ...]
-    """What is unusual about the towers."""
+    """What is unusual about the towers, the captions and stored features."""
 
     @property
-    def pairs_per_second(self) -> float:
-        """What the steps of one GPU read, in the stage with the fastest steps."""
-        return max(cost.epochs * self.dataset_size / (3600 * cost.gpu_hours) for _, cost in self.stages)
+    def flops(self) -> float:
+        """Of the whole run, as executed, with recomputation."""
+        return sum(flops for _, flops in self.stages)
+
+    def gpu_hours(self, *, peak_tflops: float, mfu: float) -> float:
+        """Hours of one GPU that reaches the share `mfu` of its peak."""
+        return self.flops / (peak_tflops * 1e12 * mfu) / 3600
 
     def gpu_bytes(self, stage: int) -> int:
         """Estimated bytes on one GPU at a ZeRO stage."""
         return self.engine[stage].total + self.activations[stage] + self.objective.replicated
 
 
-def plan_run(run: RunConfig, *, gpus: int, assume: Assumptions = UNKNOWN_DATA) -> RunPlan:
-    """Plan a recipe for a number of GPUs, without using one.
+def plan_run(run: RunConfig, *, gpus: int, dataset_size: int | None = None) -> RunPlan:
+    """Plan a recipe for a number of GPUs, without using one; `dataset_size` counts while there is no manifest.
 
     Raises:
         UserError: recipe, GPUs and data do not fit together, or the size of the data is unknown.
@@ -106,7 +92,7 @@ def plan_run(run: RunConfig, *, gpus: int, assume: Assumptions = UNKNOWN_DATA) -
         data = plan_data(run.data, ranks=gpus, global_batch=run.batch_size, image_size=architecture.image_size)
     except UserError as error:
         missing = str(error)
-    dataset_size = data.layout.samples if data else assume.dataset_size
+    dataset_size = data.layout.samples if data else dataset_size
     if dataset_size is None:
         raise UserError(f"{missing} To plan without the data, give --dataset-size SAMPLES.")
     make_layout(samples=dataset_size, global_batch=run.batch_size, streams=run.data.streams, ranks=gpus)
@@ -124,7 +110,6 @@ def plan_run(run: RunConfig, *, gpus: int, assume: Assumptions = UNKNOWN_DATA) -
         steps_per_epoch=dataset_size // run.batch_size,
         total_steps=run.total_steps,
     )
-    costs = stage_costs(run, dataset_size=dataset_size, accumulation=micro < local, assume=assume)
     every = [measured_towers(stage.run.model) for stage in stages_of(run)]
     largest = max((measured for measured, _, _ in every), key=lambda measured: measured.saved_bytes)
     notes = [note for *_, notes in every for note in notes]
@@ -152,13 +137,10 @@ def plan_run(run: RunConfig, *, gpus: int, assume: Assumptions = UNKNOWN_DATA) -
         },
         objective=objective,
         traffic=traffic,
-        stages=costs,
-        cost=functools.reduce(operator.add, (cost for _, cost in costs)),
+        stages=stage_flops(run, accumulation=micro < local),
         dataset_size=dataset_size,
         data=data,
         data_missing=missing,
-        workers=min(MOST_WORKERS if run.data.workers is None else run.data.workers, run.data.streams // gpus),
-        sample_bytes=data.bytes / data.samples if data else assume.sample_bytes,
         notes=tuple(dict.fromkeys(notes)),
     )
 
@@ -187,22 +169,20 @@ def _stored_features(run: RunConfig, data: DataPlan | None) -> Iterator[str]:
         common_crops(open_features(run.data, data.digests, seed=run.seed, named=there))
 
 
-def stage_costs(
-    run: RunConfig, *, dataset_size: int, accumulation: bool, assume: Assumptions
-) -> list[tuple[str, Cost]]:
-    """Description and cost of each stage."""
-    costs = []
+def stage_flops(run: RunConfig, *, accumulation: bool) -> list[tuple[str, float]]:
+    """Description and FLOPs of each stage: a backward pass counts as two forward passes."""
+    stages = []
     for stage in stages_of(run):
         towers, architecture, _ = measured_towers(stage.run.model)
         # GradCache computes features twice, checkpointing activations; a locked tower has no backward pass.
         trained, locked = 3 + accumulation + run.model.grad_checkpointing, 1 + accumulation
-        image, text = (float(trained if learns else locked) for learns in towers.trained)
+        image, text = (trained if learns else locked for learns in towers.trained)
         if run.data.image_features is not None:
-            image = 0.0
-        budget = {"steps": stage.end - stage.first, "batch_size": run.batch_size, "dataset_size": dataset_size}
-        cost = run_cost(towers, **budget, passes=(image, text), assume=assume)
-        costs.append((stage.describe(image_size=architecture.image_size), cost))
-    return costs
+            image = 0
+        pair = image * towers.image_flops + text * towers.text_flops
+        flops = pair * (stage.end - stage.first) * run.batch_size
+        stages.append((stage.describe(image_size=architecture.image_size), flops))
+    return stages
 
 
 @functools.cache
@@ -249,8 +229,8 @@ def start_lines(run: RunConfig, *, pairs: int | None, ranks: int, scaled: Mappin
     }
     rows = [f"{label:<14} {text}" for label, text in lines.items()]
     if on_cpu:
-        costs = stage_costs(run, dataset_size=pairs or run.samples, accumulation=False, assume=UNKNOWN_DATA)
-        rows += _unlikely(step=sum(cost.flops for _, cost in costs) / steps, ranks=ranks)
+        step = sum(flops for _, flops in stage_flops(run, accumulation=False)) / steps
+        rows += _unlikely(step=step, ranks=ranks)
     return rows
 
 

@@ -175,8 +175,8 @@ def test_the_plan_counts_no_pass_of_the_tower(base):
     found = [plan_run(load_recipe(None, [*SMALL, *settings(base, "x", stored=name)]), gpus=1) for name in (None, "y")]
     towers, samples = found[0].towers, 8 * EPOCH * EPOCHS
     assert towers.trained == (False, True)
-    assert found[0].cost.flops == pytest.approx(samples * (towers.image_flops + 3 * towers.text_flops))
-    assert found[1].cost.flops == pytest.approx(samples * 3 * towers.text_flops)
+    assert found[0].flops == pytest.approx(samples * (towers.image_flops + 3 * towers.text_flops))
+    assert found[1].flops == pytest.approx(samples * 3 * towers.text_flops)
     assert any("y is not there yet: `neuclip features MODEL --images-only --data DATA" in n for n in found[1].notes)
     engine = found[0].engine[1]
     assert engine.moments == 8 * towers.trained_parameters < 8 * towers.parameters

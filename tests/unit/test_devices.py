@@ -20,12 +20,11 @@ from pipeline.cores import cores_of_rank, cpu_quota, only_cores, usable_cores
 from pipeline.data.data_config import DataConfig, default_workers
 from pipeline.distributed import devices, start
 from pipeline.distributed.devices import RankDevice, choose_device, contradiction, exchange_devices
-from pipeline.distributed.timing import Meter, Phases
 from pipeline.distributed.world import World, free_port
 from pipeline.errors import UserError
 from pipeline.evaluation.run import session
 from pipeline.evaluation.run.session import EvaluationConfig, connected_world
-from pipeline.planning import measure, node_checks
+from pipeline.planning import node_checks
 from tests.launch import ROOT
 
 GPU = RankDevice(rank=0, host="node1", backend="nccl", device="H100", gpu="GPU-a", cores=[0, 1])
@@ -243,46 +242,8 @@ def test_workers_leave_a_core_to_the_trainer():
         assert "workers: auto" in (ROOT / f"jobs/recipes/{name}.yaml").read_text(), name
 
 
-def test_a_measured_rank_has_the_cores_that_it_will_have(monkeypatch):
-    monkeypatch.setattr(measure, "usable_cores", lambda: 64)
-    monkeypatch.setattr(measure.os, "cpu_count", lambda: 64)
-    for gpus, ranks, expected in ((8, 8, 8), (0, 8, 8), (0, 1, 64), (4, 8, 16), (1, 8, 8)):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
-        assert measure.cores_of_one(ranks) == expected
-    monkeypatch.setattr(measure.os, "cpu_count", lambda: 128)  # srun --gpus=1 --cpus-per-task=64
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert measure.cores_of_one(8) == 64
-
-
 def test_fewer_cores_are_for_this_block_only():
     before = usable_cores()
     with only_cores(1):
         assert usable_cores() == 1
     assert usable_cores() == before
-
-
-def test_the_measured_memory_is_that_of_the_steps(monkeypatch):
-    """The meter's readings reset the peak: what is allocated at the end has no activations."""
-    memory = {"now": 5 * 2**30, "peak": 5 * 2**30}
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: memory["peak"])
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: memory.update(peak=memory["now"]))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(measure, "_encode", lambda *_: None)
-    monkeypatch.setattr(measure, "_checkpoint", lambda *_: (0.1, 0.2))
-    meter = Meter(8, Phases(torch.device("cpu")))
-
-    def train_step(_: int, lr_scale: float = 1.0) -> None:
-        memory["peak"] = max(memory["peak"], 50 * 2**30)
-        meter.steps += 1
-
-    trainer = SimpleNamespace(
-        run=SimpleNamespace(batch_size=8),
-        world=SimpleNamespace(device=torch.device("cuda"), cores=4),
-        meter=meter,
-        train_step=train_step,
-        batches=SimpleNamespace(next=lambda: 0, wait=lambda: None, _loader=iter(())),
-        state=SimpleNamespace(step=0, average=lambda *_: None, loader=SimpleNamespace(workers=2)),
-    )
-    monkeypatch.setattr(measure, "next", lambda _: 0, raising=False)
-    assert measure._measure(trainer, seconds=0.1).device_gib == 50

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from click.testing import CliRunner
 
-from jobs.plan import _size, command, describe_loading
+from jobs.plan import command
+from pipeline.distributed.timing import Meter, Phases
 from pipeline.errors import UserError
-from pipeline.metrics.mfu import TowerCosts, Utilization, known_peak, measure_flops, measure_towers, training_flops
+from pipeline.metrics.mfu import Utilization, known_peak, measure_flops, measure_towers, training_flops
 from pipeline.model.towers import ModelConfig, build_towers
 from pipeline.planning import measure
-from pipeline.planning.run_costs import Assumptions, engine_memory, run_cost
+from pipeline.planning.run_costs import engine_memory
 from pipeline.planning.run_plan import plan_run
 from pipeline.training.recipe import load_recipe
 from tests.shards import write_shards
 from tests.towers import TINY, write_tiny
 
 P = 1_000_003
-ASSUME = Assumptions(dataset_size=1000)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_what_training_refuses_is_refused(arch, unfit):
     """Regression test: `plan` gave numbers for it, or ended as a bug."""
     given = settings("ViT-B-32", "model.packed_attention=false", unfit)
     with pytest.raises(UserError, match="It needs packed attention"):
-        plan_run(load_recipe(None, given), gpus=1, assume=ASSUME)
+        plan_run(load_recipe(None, given), gpus=1, dataset_size=1000)
 
 
 def test_flops_of_towers_that_pool_by_attention_are_counted():
@@ -79,11 +79,13 @@ def test_flops_of_towers_that_pool_by_attention_are_counted():
 
 def test_checkpointing_saves_memory(arch):
     full, less = (
-        plan_run(load_recipe(None, settings("ViT-B-32", *more)), gpus=1, assume=ASSUME)
+        plan_run(load_recipe(None, settings("ViT-B-32", *more)), gpus=1, dataset_size=1000)
         for more in ((), ("model.grad_checkpointing=true",))
     )
     assert less.activations[1] < 0.35 * full.activations[1]
-    assert less.cost.flops == pytest.approx(full.cost.flops * 4 / 3)
+    assert less.flops == pytest.approx(full.flops * 4 / 3)
+    assert full.flops == pytest.approx(1000 * 3 * full.towers.forward_flops)
+    assert full.gpu_hours(peak_tflops=100, mfu=0.5) == pytest.approx(full.flops / 5e13 / 3600)
 
 
 def test_memory_of_the_zero_stages():
@@ -97,23 +99,13 @@ def test_memory_of_the_zero_stages():
     assert [found[stage].total for stage in (1, 2, 3)] == sorted((found[s].total for s in (1, 2, 3)), reverse=True)
 
 
-def test_cost_equals_a_calculation_by_hand():
-    costs = TowerCosts(parameters=P, trained_parameters=P, image_flops=6e8, text_flops=4e8, saved_bytes=1.0,
-                       context_length=10, trained=(True, True))  # fmt: skip
-    assume = Assumptions(peak_tflops=100, mfu=0.5, sample_bytes=7)
-    cost = run_cost(costs, steps=100, batch_size=50, dataset_size=2500, passes=(4, 4), assume=assume)
-    assert (cost.samples, cost.epochs, cost.text_tokens, cost.read_bytes) == (5000, 2.0, 50_000, 35_000)
-    assert cost.flops == 4 * 1e9 * 5000
-    assert cost.gpu_hours == pytest.approx(2e13 / 5e13 / 3600)
-
-
 def test_without_data_a_size_is_required(arch):
     with pytest.raises(UserError, match=r"give --dataset-size SAMPLES"):
         plan_run(load_recipe(None, settings(arch)), gpus=1)
-    plan = plan_run(load_recipe(None, settings(arch, "objective.name=fastclip_v3")), gpus=4, assume=ASSUME)
-    assert (plan.local_batch, plan.cost.epochs, plan.objective.per_sample) == (10, 1.0, 8)
+    plan = plan_run(load_recipe(None, settings(arch, "objective.name=fastclip_v3")), gpus=4, dataset_size=1000)
+    assert (plan.local_batch, plan.dataset_size, plan.objective.per_sample) == (10, 1000, 8)
     with pytest.raises(UserError, match="do not fit 3 ranks"):
-        plan_run(load_recipe(None, settings(arch)), gpus=3, assume=ASSUME)
+        plan_run(load_recipe(None, settings(arch)), gpus=3, dataset_size=1000)
 
 
 def test_a_measurement_uploads_nothing(tmp_path):
@@ -122,6 +114,37 @@ def test_a_measurement_uploads_nothing(tmp_path):
     assert trial.checkpoint.mirror is None
     assert trial.telemetry.trackers == ()
     assert not trial.telemetry.tensorboard
+
+
+def test_the_measured_memory_is_that_of_the_steps(monkeypatch):
+    """The meter's readings reset the peak: what is allocated at the end has no activations."""
+    memory = {"peak": 5}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: memory["peak"] * 2**30)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: memory.update(peak=5))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(measure, "next", lambda _: 0, raising=False)
+    meter = Meter(8, Phases(torch.device("cpu")))
+
+    def train_step(_: int, lr_scale: float = 1.0) -> None:
+        memory["peak"] = 50
+        meter.steps += 1
+
+    trainer = SimpleNamespace(
+        run=SimpleNamespace(batch_size=8),
+        world=SimpleNamespace(device=torch.device("cuda"), cores=4),
+        meter=meter,
+        train_step=train_step,
+        batches=SimpleNamespace(next=lambda: 0, wait=lambda: None, _loader=iter(())),
+        writer=SimpleNamespace(save=lambda _: None, wait=lambda: None),
+        state=SimpleNamespace(
+            step=0, average=lambda *_: None, snapshot=lambda: None, loader=SimpleNamespace(workers=2)
+        ),
+    )
+    run = SimpleNamespace(samples=80, checkpoint=SimpleNamespace(every=10))
+    figures = measure._measure(trainer, run, ranks=2, seconds=0.1)
+    assert "GPU 50.00 GiB" in figures["peak memory"]
+    assert "2 times one rank's" in figures["FORECAST"]
 
 
 def test_the_command_prints_the_plan_and_the_data(arch, tmp_path):
@@ -139,17 +162,8 @@ def test_the_command_prints_the_plan_and_the_data(arch, tmp_path):
         "of decoded batches per rank",
     ):
         assert part in result.output
-    plan = plan_run(load_recipe(None, arguments), gpus=2, assume=Assumptions(mfu=0.01))
-    rate = 0.01 * 989e12 / (plan.cost.flops / plan.cost.samples)
-    assert plan.pairs_per_second == pytest.approx(rate)
-    for workers, cores in ((2, 1.0), (2, 2.0)):
-        text = describe_loading(replace(plan, workers=workers), images_per_core=rate / cores)
-        size = _size(rate * plan.data.bytes / 120)
-        assert f"{rate:,.0f} pairs/s: {size}/s from storage and {cores:.1f} cores for decoding" in text
-        assert f"2 workers per GPU, if there are as many cores, load {2 / cores:.1f} times as fast" in text
-        assert ("TOO SLOW, use data.workers=3" in text) == (cores == 2)
     absent = CliRunner().invoke(command, [*settings(arch), "--dataset-size", "400"])
-    assert "400 samples of about 30 kB assumed" in absent.output
+    assert "400 samples, assumed" in absent.output
     assert absent.output.startswith("The data is assumed, not read: There is no manifest")
     assert " on 1 GPU\n" in absent.output
     for part in ("TFLOP/s (H100 or H200, --peak-tflops)", "below 90% of 80 GiB"):
@@ -158,13 +172,11 @@ def test_the_command_prints_the_plan_and_the_data(arch, tmp_path):
 
 
 def test_numbers_of_a_tiny_model_can_be_read(arch):
-    given = [*settings(arch, "data.workers=1", "model.image_size=33"), "--dataset-size=400"]
+    given = [*settings(arch, "model.image_size=33"), "--dataset-size=400"]
     result = CliRunner().invoke(command, given)
     assert result.exit_code == 0, result.output
     assert "at 30% utilization (--mfu) of 989 TFLOP/s" in result.output
     assert "less than 0.01 GPU hours" in result.output
-    assert re.search(r"loading +sets the pace .* about 500 pairs/s with 1 worker per GPU", result.output)
-    assert "use data.workers" not in result.output, "no node has as many cores"
     assert "note             Images of 33 px hold" in result.output
 
 

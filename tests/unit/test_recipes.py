@@ -14,7 +14,6 @@ from pipeline.data.order.canonical_order import make_layout
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.objectives import objective_names, parse_objective
-from pipeline.planning.run_costs import Assumptions
 from pipeline.planning.run_plan import plan_run
 from pipeline.training.build import objective_of
 from pipeline.training.recipe import load_recipe, parse_recipe
@@ -62,10 +61,10 @@ def load(name: str, *overrides: str):
     return load_recipe(FOLDER / f"{name}.yaml", overrides, dataset_size=100_000)
 
 
-def assumed(name: str) -> Assumptions:
-    """What the command in the header of a recipe assumes."""
+def assumed(name: str) -> tuple[int, float]:
+    """Dataset size and MFU of the command in the header of a recipe."""
     command = re.search(r"neuclip plan .*--dataset-size (\S+) --mfu (\S+)", (FOLDER / f"{name}.yaml").read_text())
-    return Assumptions(dataset_size=int(command[1]), mfu=float(command[2]))
+    return int(command[1]), float(command[2])
 
 
 def test_streams_that_are_not_given_divide_the_batch():
@@ -84,7 +83,7 @@ def test_every_method_can_be_planned_and_read_back_and_has_the_encoders_optimize
         run = load(name, f"objective.name={method}")
         assert run.objective.name == method
         assert parse_recipe(yaml.safe_load(dump(run))) == run
-        plan = plan_run(run, gpus=8, assume=assumed(name))
+        plan = plan_run(run, gpus=8, dataset_size=assumed(name)[0])
         assert plan.data is None
         assert plan.gpu_bytes(plan.stage) < 80 * 2**30, method
         # If a method has a per-sample table, each row has at least two estimators.
@@ -146,8 +145,9 @@ def test_a_recipe_of_a_paper_has_its_values_and_states_source_command_and_gpu_ho
     for word in ("Reproduces", "Expected", "Command", "NOT VALIDATED"):
         assert word in header
     assert f"jobs/recipes/{name}.yaml" in header
-    hours = re.search(r"GPU hours +(\d+)", header)
-    assert float(hours[1]) == pytest.approx(plan_run(run, gpus=8, assume=assumed(name)).cost.gpu_hours, rel=0.01)
+    hours, (size, mfu) = re.search(r"GPU hours +(\d+)", header), assumed(name)
+    estimate = plan_run(run, gpus=8, dataset_size=size).gpu_hours(peak_tflops=989, mfu=mfu)
+    assert float(hours[1]) == pytest.approx(estimate, rel=0.01)
 
 
 def test_learning_rates_scale_with_the_batch_size_unless_given():

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.objectives import build_objective, parts
-from pipeline.planning.run_costs import Assumptions, SimulatedRanks, simulate_objective
+from pipeline.planning.run_costs import SimulatedRanks, simulate_objective
 from pipeline.planning.run_plan import RunPlan, plan_run
 from pipeline.training.recipe import load_recipe
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:objective.npn_lr")
 @functools.cache
 def plan_of(name: str, ranks: int, *overrides: str) -> RunPlan:
     run = load_recipe(str(Path("jobs/recipes") / f"{name}.yaml"), overrides, dataset_size=SAMPLES)
-    return plan_run(run, gpus=ranks, assume=Assumptions(dataset_size=SAMPLES))
+    return plan_run(run, gpus=ranks, dataset_size=SAMPLES)
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ from pipeline.errors import UserError
 from pipeline.model.model_folder import resized, resized_moments, resized_state
 from pipeline.model.towers import ModelConfig, build_towers
 from pipeline.model.trimming import TextTrimming
-from pipeline.planning.run_costs import Assumptions
 from pipeline.planning.run_plan import plan_run
 from pipeline.training import run as run_module
 from pipeline.training.periodic_tests import PeriodicTests
@@ -31,7 +30,6 @@ from tests.shards import write_shards
 from tests.training import SMALL, in_this_process, prepare, settings_in, train_here
 from tests.unit.test_attention import write_kind
 
-ASSUME = Assumptions(dataset_size=100_000)
 RECIPES = Path(__file__).parents[2] / "jobs" / "recipes"
 DATA = (
     "output=x", "data.sources=x", "samples=1000", "batch_size=10", "schedule.warmup_steps=0",
@@ -101,14 +99,13 @@ def test_long_texts_keep_their_end_token():
 
 
 def test_a_plan_sums_over_its_stages():
-    whole = plan_run(recipe(), gpus=1, assume=ASSUME)
-    staged = plan_run(recipe("{until: 0.4, image_size: 32, text_tokens: 8}"), gpus=1, assume=ASSUME)
+    whole = plan_run(recipe(), gpus=1, dataset_size=100_000)
+    staged = plan_run(recipe("{until: 0.4, image_size: 32, text_tokens: 8}"), gpus=1, dataset_size=100_000)
     assert len(staged.stages) == 2
-    first, second = (cost for _, cost in staged.stages)
-    assert staged.cost.flops == first.flops + second.flops
-    assert second.flops == pytest.approx(0.6 * whole.cost.flops)
-    assert first.flops < 0.5 * 0.4 * whole.cost.flops
-    assert staged.cost.samples == whole.cost.samples
+    first, second = (flops for _, flops in staged.stages)
+    assert staged.flops == first + second
+    assert second == pytest.approx(0.6 * whole.flops)
+    assert first < 0.5 * 0.4 * whole.flops
     assert staged.activations == whole.activations
 
 
@@ -117,7 +114,7 @@ def test_fast_recipes_are_their_base_recipe_with_stages(name):
     base, fast = (load_recipe(RECIPES / f"{n}.yaml", ["output=x"]) for n in (name, f"{name}-fast"))
     assert fast.schedule.stages
     assert load_recipe(RECIPES / f"{name}-fast.yaml", ["output=x", "schedule.stages=[]"]) == base
-    slow, quick = (plan_run(run, gpus=8, assume=ASSUME).cost.flops for run in (base, fast))
+    slow, quick = (plan_run(run, gpus=8, dataset_size=100_000).flops for run in (base, fast))
     ratio = slow / quick
     assert f"{ratio:.1f} times less" in (RECIPES / f"{name}-fast.yaml").read_text()
 

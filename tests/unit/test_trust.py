@@ -93,7 +93,7 @@ RUNS_NOTHING = {
 @pytest.mark.parametrize("command", RUNS_NOTHING)
 def test_commands_of_a_manifest_are_not_run(command, stranger, tmp_path, capsys, monkeypatch):
     quick = DoctorFinding("collectives", "good", "not tested")
-    monkeypatch.setattr("pipeline.planning.measured_checks.check_collectives", lambda *_, **__: quick)
+    monkeypatch.setattr("pipeline.planning.node_checks.check_collectives", lambda: quick)
     with pytest.raises(SystemExit) as ended:
         cli.main([part.format(data=stranger, out=tmp_path / "out") for part in RUNS_NOTHING[command]])
     printed = capsys.readouterr()

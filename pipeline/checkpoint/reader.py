@@ -153,18 +153,18 @@ def open_checkpoint(path: Path, *, world: World | None = None) -> Checkpoint:
     return Checkpoint(path, read_meta(path))
 
 
-def damage(path: Path, *, world: World | None = None, contents: bool = True) -> str | None:
+def damage(path: Path, *, world: World | None = None) -> str | None:
     """What is wrong with a checkpoint's folder, naming the file; None when every file is as it was written.
 
     The ranks of `world` share the files: all of them call this and get the same answer. By default this process checks
-    them alone. Without `contents`, only sizes are compared and not hashes.
+    them alone.
     """
     world = world or World()
-    problem = _damage_of_share(path, rank=world.rank, ranks=world.size, contents=contents)
+    problem = _damage_of_share(path, rank=world.rank, ranks=world.size)
     return next(filter(None, world.gather_objects(problem)), None)
 
 
-def _damage_of_share(path: Path, *, rank: int, ranks: int, contents: bool) -> str | None:
+def _damage_of_share(path: Path, *, rank: int, ranks: int) -> str | None:
     """`damage` of this rank's share of the files."""
     try:
         meta = read_meta(path)
@@ -179,7 +179,7 @@ def _damage_of_share(path: Path, *, rank: int, ranks: int, contents: bool) -> st
             return f"{name} is missing."
         if file.stat().st_size != entry["bytes"]:
             return f"{name} has {file.stat().st_size} bytes instead of {entry['bytes']}."
-        if contents and sha256_of(file) != entry["sha256"]:
+        if sha256_of(file) != entry["sha256"]:
             return f"the contents of {name} do not match their SHA-256."
     return None
 

@@ -20,15 +20,7 @@ from pipeline.distributed.signals import EXIT_PREEMPTED
 from pipeline.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
 from pipeline.files import lock_holder, read_bounded
 from pipeline.planning.node_checks import DoctorFinding
-from pipeline.run_files import (
-    FOLDER_NAME,
-    METRICS_NAME,
-    RUN_CONFIG_NAME,
-    checkpoint_folders,
-    read_meta,
-    read_records,
-    step_of,
-)
+from pipeline.run_files import FOLDER_NAME, METRICS_NAME, RUN_CONFIG_NAME, checkpoint_folders, read_records, step_of
 from pipeline.training.recipe_file import consents_in
 from pipeline.training.run_folder import LOCK_NAME, read_origin
 from pipeline.training.run_state import EXIT_DONE, EXIT_NOT_SAVED
@@ -40,20 +32,17 @@ CRASHES = (128 + signal.SIGSEGV, 128 + signal.SIGABRT, 128 + signal.SIGBUS)
 HARMLESS = (EXIT_PREEMPTED, EXIT_INTERRUPTED, EXIT_DONE)
 
 # From the exit code that says most about the cause to the one that says least.
-CODES: Mapping[int, tuple[str, str]] = {
-    EXIT_NOT_SAVED: ("its last checkpoint could not be written", "free some space"),
-    128 + signal.SIGABRT: (
-        "its process aborted (SIGABRT), as NCCL's watchdog does when a collective fails, or a library without memory",
-        "its last words are above, or in the launcher's log; check that GPU, its links (`nvidia-smi`) and `ulimit -v`",
-    ),
-    128 + signal.SIGSEGV: ("its process crashed (SIGSEGV)", "the stacks name the library"),
-    128 + signal.SIGBUS: ("its process crashed (SIGBUS): often no space in /dev/shm", "the stacks name the library"),
-    EXIT_BUG: ("an unexpected error", "read the reason; --debug prints the traceback"),
-    EXIT_USER_ERROR: ("an error that you can fix", "follow the message"),
-    EXIT_STALLED: ("another rank or a loading worker hung or was gone", "check what is named"),
-    EXIT_INTERRUPTED: ("it was interrupted without a checkpoint (a second Ctrl-C)", ""),
-    EXIT_PREEMPTED: ("it was stopped by a signal", ""),
-    EXIT_DONE: ("it ended its budget of samples, which has been raised since", ""),
+CODES: Mapping[int, str] = {
+    EXIT_NOT_SAVED: "its last checkpoint could not be written: free some space",
+    128 + signal.SIGABRT: "its process aborted (SIGABRT), as NCCL's watchdog does when a collective fails",
+    128 + signal.SIGSEGV: "its process crashed (SIGSEGV)",
+    128 + signal.SIGBUS: "its process crashed (SIGBUS), often for lack of space in /dev/shm",
+    EXIT_BUG: "an unexpected error; --debug prints the traceback",
+    EXIT_USER_ERROR: "an error that you can fix",
+    EXIT_STALLED: "another rank or a loading worker hung or was gone",
+    EXIT_INTERRUPTED: "it was interrupted without a checkpoint (a second Ctrl-C)",
+    EXIT_PREEMPTED: "it was stopped by a signal",
+    EXIT_DONE: "it ended its budget of samples, which has been raised since, or its last checkpoint is damaged",
 }
 
 
@@ -73,21 +62,23 @@ class Evidence:
     beats: Sequence[Beat]
     """Heartbeats that are still there: a rank that reaches the end removes its own."""
     exits: Sequence[ExitRecord]
-    intact: Sequence[Path]
-    """Checkpoints, oldest first."""
-    damaged: Mapping[Path, str]
-    """What is wrong with the other checkpoints."""
+    checkpoints: Mapping[Path, str]
+    """What is wrong with each checkpoint, oldest first; empty if it is intact."""
+
+    @property
+    def intact(self) -> list[Path]:
+        return [path for path, problem in self.checkpoints.items() if not problem]
+
+    @property
+    def saved(self) -> int:
+        """The step of the newest intact checkpoint."""
+        return max(map(step_of, self.intact), default=0)
 
     @property
     def total_steps(self) -> int:
         """Steps of the whole run; 0 if the settings cannot be read."""
         samples, batch = self.config.get("samples"), self.config.get("batch_size")
         return samples // batch if isinstance(samples, int) and isinstance(batch, int) and batch else 0
-
-    @property
-    def saved(self) -> int:
-        """The step of the newest intact checkpoint."""
-        return step_of(self.intact[-1]) if self.intact else 0
 
     @property
     def cause(self) -> ExitRecord | None:
@@ -106,19 +97,16 @@ class Evidence:
         if self.cause is None or self.cause.code != EXIT_DONE or self.killed or not self.intact:
             return ""
         early = next((event for event in self.events if event.startswith(STOPPED_EARLY)), "")
-        in_full = f"{self.total_steps:,} steps, its last checkpoint is intact"
-        return early or (in_full if 0 < self.total_steps <= self.saved else "")
+        return early or (f"{self.total_steps:,} steps" if 0 < self.total_steps <= self.saved else "")
 
 
-def diagnose(run: Path, *, verify: bool = True) -> list[DoctorFinding]:
+def diagnose(run: Path) -> list[DoctorFinding]:
     """All findings: the outcome first, the command to continue last.
-
-    Without `verify`, only the sizes of a checkpoint's files are compared, not their hashes.
 
     Raises:
         UserError: It is not the folder of a run.
     """
-    evidence = read_evidence(run, verify=verify)
+    evidence = read_evidence(run)
     codes = {record.rank: f"exit code {record.code}" for record in evidence.exits}
     total = f" of {evidence.total_steps:,}" if evidence.total_steps else ""
     last = f"; last message: {evidence.events[-1]}" if evidence.events else ""
@@ -134,8 +122,8 @@ def diagnose(run: Path, *, verify: bool = True) -> list[DoctorFinding]:
     ]
 
 
-def read_evidence(run: Path, *, verify: bool = True) -> Evidence:
-    """Read a run's folder; `verify` and errors as for `diagnose`."""
+def read_evidence(run: Path) -> Evidence:
+    """Read a run's folder; errors as for `diagnose`."""
     if not (run / RUN_CONFIG_NAME).is_file() and not (run / FOLDER_NAME).is_dir() and not (run / LOCK_NAME).is_file():
         raise UserError(f"{run} is not the folder of a run: it has no {RUN_CONFIG_NAME} and no {FOLDER_NAME}/.")
     config: dict[str, Any] = {}
@@ -146,12 +134,12 @@ def read_evidence(run: Path, *, verify: bool = True) -> Evidence:
     steps = [record.get("step") for record in records if record.get("kind") == "train"]
     messages = [str(record["message"]) for record in records if record.get("kind") == "event" and "message" in record]
     starts = [number for number, message in enumerate(messages) if message.startswith("Resumed from")]
-    problems: dict[Path, str] = {}
+    checkpoints: dict[Path, str] = {}
     for path in checkpoint_folders(run):
         with suppress(FileNotFoundError):
-            problem = damage(path, contents=verify) or ""
+            problem = damage(path) or ""
             if path.is_dir():  # else a run that goes on has removed it since
-                problems[path] = problem
+                checkpoints[path] = problem
     return Evidence(
         run=run,
         config=config,
@@ -160,8 +148,7 @@ def read_evidence(run: Path, *, verify: bool = True) -> Evidence:
         events=messages[starts[-1] :] if starts else messages,
         beats=[beat for path in sorted((run / HEARTBEATS).glob("rank-*.json")) if (beat := read_beat(path))],
         exits=read_ends(run / HEARTBEATS),
-        intact=[path for path, problem in problems.items() if not problem],
-        damaged={path: problem for path, problem in problems.items() if problem},
+        checkpoints=checkpoints,
     )
 
 
@@ -171,41 +158,35 @@ def _outcome(evidence: Evidence) -> DoctorFinding:
         return DoctorFinding("run", "good", f"is running ({evidence.holder})")
     if evidence.end:
         return DoctorFinding("run", "good", f"finished: {evidence.end}")
-    if killed and (cause is None or cause.code in (EXIT_STALLED, EXIT_PREEMPTED, EXIT_DONE)):
-        ranks = ("rank " if len(killed) == 1 else "ranks ") + ", ".join(map(str, killed))
+    if cause is None or (killed and cause.code in (EXIT_STALLED, EXIT_PREEMPTED, EXIT_DONE)):
+        who = ("rank " if len(killed) == 1 else "ranks ") + ", ".join(map(str, killed)) if killed else "every rank"
         others = "; the other ranks noticed and ended" if evidence.exits else ""
         return DoctorFinding(
             "run",
             "note",
-            f"{ranks} ended without a word: killed from outside (SIGKILL), crashed in native code (SIGSEGV, SIGABRT), "
+            f"{who} ended without a word: killed from outside (SIGKILL), crashed in native code (SIGSEGV, SIGABRT), "
             f"frozen, or the machine was lost{others}",
             "an out-of-memory kill is in `dmesg` and in the scheduler's log, a pre-emption in the scheduler's",
         )
-    if cause is None:
-        started = "killed, or its machine was lost" if evidence.steps else "never took a step: killed while starting"
-        return DoctorFinding("run", "note", f"{started}; no rank recorded its end, and none left a heartbeat")
-    if cause.code == EXIT_DONE and 0 < evidence.total_steps <= evidence.steps:
-        return DoctorFinding("run", "broken", "trained to its end, but its last checkpoint is damaged or missing")
-    what, remedy = CODES.get(cause.code, (f"exit code {cause.code}", ""))
     reason = f": {textwrap.shorten(cause.reason, REASON_LENGTH)}" if cause.reason else ""
-    text = f"ended with {cause.code}: {what}{reason}"
-    return DoctorFinding("run", "note" if cause.code in HARMLESS else "broken", text, remedy)
+    text = f"ended with {cause.code}: {CODES.get(cause.code, f'exit code {cause.code}')}{reason}"
+    return DoctorFinding("run", "note" if cause.code in HARMLESS else "broken", text)
 
 
 def _checkpoints(evidence: Evidence) -> Iterator[DoctorFinding]:
-    for path, problem in evidence.damaged.items():
-        yield DoctorFinding(path.name, "broken", problem, "it is skipped by --resume latest; delete it")
+    for path, problem in evidence.checkpoints.items():
+        if problem:
+            yield DoctorFinding(path.name, "broken", problem, "it is skipped by --resume latest; delete it")
     if not evidence.intact:
-        yield DoctorFinding("checkpoints", "note", "none is intact" if evidence.damaged else "none was finished")
+        yield DoctorFinding("checkpoints", "note", "none is intact" if evidence.checkpoints else "none was finished")
         return
-    names = ", ".join(path.name for path in evidence.intact)
-    lost = max(0, evidence.steps - evidence.saved)
-    loss = f"; {lost:,} logged steps after the newest are trained again" if lost and not evidence.holder else ""
+    names, lost = ", ".join(path.name for path in evidence.intact), evidence.steps - evidence.saved
+    loss = f"; {lost:,} logged steps after the newest are trained again" if lost > 0 and not evidence.holder else ""
     yield DoctorFinding("checkpoints", "good", f"intact: {names}{loss}")
 
 
 def _command(evidence: Evidence) -> DoctorFinding:
-    run = shlex.quote(str(evidence.run))
+    run, intact = shlex.quote(str(evidence.run)), evidence.intact
     if evidence.holder:
         return DoctorFinding("next", "good", "wait for it")
     if evidence.end:
@@ -219,22 +200,18 @@ def _command(evidence: Evidence) -> DoctorFinding:
             "the stacks name the library: update it, or train on another device (engine.device), with another "
             "model.arch, or without what it computes (model.compile, model.packed_attention); then --resume latest",
         )
-    hosts = {beat.host for beat in evidence.beats} | {record.host for record in evidence.exits}
-    if not evidence.config or len(hosts) > 1:
+    last = [*evidence.beats, *evidence.exits]
+    if not evidence.config or len({record.host for record in last}) > 1:
         return DoctorFinding("next", "good", "the command that started the run, with --resume latest")
-    written = 1
-    with suppress(OSError, ValueError, TypeError, LookupError, OverflowError):
-        written = int(read_meta(evidence.intact[-1])["world_size"])
-    last = [beat.rank for beat in evidence.beats] + [record.rank for record in evidence.exits]
-    count = max(written, 1 + max(last, default=0))  # as far as it is known
+    count = 1 + max((record.rank for record in last), default=0)
     ranks = f" --ranks {count}" if count > 1 else ""
-    start, origin = f"neuclip train --recipe {shlex.quote(str(evidence.run / RUN_CONFIG_NAME))}{ranks}", ""
-    if (begun := read_origin(evidence.run)) is not None:
-        origin = f" --resume {shlex.quote(begun.checkpoint)}"
-    if evidence.damaged and not evidence.intact:
+    start = f"neuclip train --recipe {shlex.quote(str(evidence.run / RUN_CONFIG_NAME))}{ranks}"
+    begun = read_origin(evidence.run)
+    origin = f" --resume {shlex.quote(begun.checkpoint)}" if begun is not None else ""
+    if evidence.checkpoints and not intact:
         again = shlex.quote(f"{evidence.run}-again")
         return DoctorFinding("next", "broken", f"no checkpoint is intact: {start}{origin} output={again}")
-    command = f"{start}{origin if origin and not evidence.intact else ' --resume latest'} output={run}"
+    command = f"{start}{origin if origin and not intact else ' --resume latest'} output={run}"
     if given := consents_in(evidence.config):  # not printed into a command that is copied without reading
         remedy = f"the run had {' '.join(given)}: add that only if you trust the run and its data"
         return DoctorFinding("next", "note", command, remedy)

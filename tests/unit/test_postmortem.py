@@ -38,14 +38,6 @@ batch_size: 8
 data: {{sources: x}}
 schedule: {{warmup_steps: 1}}
 """
-HOLDS = """
-import fcntl, sys, time
-lock = open(sys.argv[1], "a+")
-fcntl.flock(lock, fcntl.LOCK_EX)
-lock.write("a host, process 7"); lock.flush()
-print("locked", flush=True)
-time.sleep(100)
-"""
 
 
 @pytest.fixture
@@ -105,8 +97,7 @@ def early(run: Path) -> None:
 
 
 def fork(run: Path) -> None:
-    origin = Origin("/other/step-00000004", "abc")
-    (run / "origin.json").write_text(json.dumps(asdict(origin)))
+    (run / "origin.json").write_text(json.dumps(asdict(Origin("/other/step-00000004", "abc"))))
     beat(run)
 
 
@@ -173,7 +164,7 @@ CASES: dict[str, tuple[list[int], Callable[[Path], object], int, list[str], str]
     "no intact checkpoint": ([6], lambda run: (damage_weights(run, 6), end(run, 75)), 1, [
         "no checkpoint is intact"], AGAIN),
     "a damaged last checkpoint": ([6, 10], lambda run: (trained(run), damage_weights(run, 10), end(run, 0)), 1, [
-        "trained to its end, but its last checkpoint is damaged or missing"], RESUME),
+        "or its last checkpoint is damaged"], RESUME),
     "consents": ([3], lambda run: (beat(run), edit(run, "sources: x", "sources: x, allow_commands: true")), 0, [
         RESUME + "\n"], "the run had data.allow_commands=true: add that only if you trust the run and its data"),
 }  # fmt: skip
@@ -216,23 +207,21 @@ def test_never_started_and_moved(run, towers, tmp_path):
     new = tmp_path / "new"
     new.mkdir()
     (new / "config.yaml").write_text(CONFIG.format(run=new))
-    assert "never took a step" in examine(new)[0]
+    assert "every rank ended without a word" in examine(new)[0]
     with pytest.raises(UserError, match="is not the folder of a run"):
         read_evidence(tmp_path)
     write(run, towers, [6])
     moved = run.rename(run.with_name("moved"))
     assert last_line(examine(moved)[0]).endswith(f"--recipe {moved}/config.yaml --resume latest output={moved}")
-    damage_weights(moved, 6)
-    assert [len(read_evidence(moved, verify=verify).intact) for verify in (True, False)] == [0, 1]
 
 
 def test_a_checkpoint_that_a_running_run_removes_meanwhile_is_skipped(run, towers, monkeypatch):
     write(run, towers, [3, 6])
 
-    def prunes(path: Path, **how: bool) -> str | None:
+    def prunes(path: Path) -> str | None:
         if path.name == "step-00000003":
             shutil.rmtree(path)
-        return damage(path, **how)
+        return damage(path)
 
     monkeypatch.setattr(diagnosis, "damage", prunes)
     assert [path.name for path in read_evidence(run).intact] == ["step-00000006"]
@@ -240,19 +229,15 @@ def test_a_checkpoint_that_a_running_run_removes_meanwhile_is_skipped(run, tower
 
 def test_still_running(run):
     beat(run)
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDS, str(run / ".lock")], stdout=subprocess.PIPE, text=True, cwd=ROOT
-    )
-    try:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "locked\n"
+    held = "import sys, time; from pathlib import Path; from pipeline.files import file_lock\n"
+    held += "with file_lock(Path(sys.argv[1])): print('locked', flush=True); time.sleep(100)"
+    with subprocess.Popen([sys.executable, "-c", held, str(run / ".lock")], stdout=subprocess.PIPE, cwd=ROOT) as holder:
+        assert holder.stdout.readline() == b"locked\n"
         output, code = examine(run)
-        assert code == 0
-        assert "is running (a host, process 7)" in output
-        assert last_line(output).endswith("wait for it")
-    finally:
         holder.kill()
-        holder.wait()
+    assert code == 0
+    assert f", process {holder.pid})" in output
+    assert last_line(output).endswith("wait for it")
     assert "killed from outside" in examine(run)[0]
 
 

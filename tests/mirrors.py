@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint.mirror import Mirror, at_start, fetch_newest, refuse_taken
+from pipeline.checkpoint.mirror import Mirror
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.checkpoint.writer import CheckpointWriter
 from pipeline.distributed.world import World
@@ -43,11 +43,11 @@ def fetched(run: Path, url: str) -> tuple[Checkpoint, list[str]]:
 def fetch(run: Path, url: str) -> list[str]:
     """Ask the mirror as a run that continues does, and return the messages."""
     notes, mirror = list[str](), Mirror(url, run)
-    at_start(lambda: fetch_newest(mirror, on_event=notes.append), mirror, world=World())
+    mirror.at_start(lambda: mirror.fetch_newest(notes.append), world=World())
     return notes
 
 
 def begin(run: Path, url: str, *, resume: str | None = None, step: int = -1) -> None:
     """Ask the mirror as a new run does, or one that continues a checkpoint of another folder."""
     mirror = Mirror(url, run)
-    at_start(lambda: refuse_taken(mirror, resume=resume, step=step), mirror, world=World())
+    mirror.at_start(lambda: mirror.refuse_taken(resume=resume, step=step), world=World())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,15 +58,27 @@ class Mirror:
                 "run's own. Neither it nor the run may have one of *, ? and [ in its name."
             )
         self._files = DirFileSystem(f"{root.rstrip('/')}/{name}/{FOLDER_NAME}", storage)
-        self._is_repository = self.url.startswith("hf://") and not self.url.startswith("hf://buckets/")
         self._downloaded = fsspec.Callback(hooks={"progress": lambda *_, **__: progress()})
 
-    def check_writable(self) -> None:
-        """Write a small file and remove it: a listing shows neither a missing bucket nor the right to write."""
-        name = f"write-test-{uuid.uuid4().hex}"
-        self._make_folder("")
-        self._files.pipe_file(name, b"x")
-        self._files.rm_file(name)
+    def at_start(self, work: Callable[[], None], *, world: World) -> None:
+        """Do on rank 0 what needs the mirror, and raise a `UserError` on every rank if that fails. Collective."""
+
+        def checked() -> None:
+            name = f"write-test-{uuid.uuid4().hex}"
+            try:
+                self._make_folder("")
+                self._files.pipe_file(name, b"x")  # a listing shows neither a missing bucket nor the right to write
+                self._files.rm_file(name)
+                work()
+            except UserError:
+                raise
+            except Exception as error:  # of any client library
+                raise UserError(
+                    f"checkpoint.mirror {self.url} cannot be used ({type(error).__name__}: {error}): check the "
+                    "address, the credentials and the right to write, or start with checkpoint.mirror=null."
+                ) from error
+
+        world.work_on_main(checked)
 
     def checkpoints(self, run_id: str | None) -> dict[str, dict[str, Any]]:
         """The contents of every `checkpoint.json` by the checkpoint's name, oldest first; empty where damaged.
@@ -92,6 +104,31 @@ class Mirror:
             )
         return metas
 
+    def refuse_taken(self, *, resume: str | None, step: int) -> None:
+        """Raise a `UserError` if the mirror has later steps than `step`, where the run starts (-1: a new run)."""
+        names = self.checkpoints(run_id_of(self.run) if resume else None)
+        if later := [name for name in names if step_of(Path(name)) > step]:
+            raise UserError(taken_by(f"The mirror {self.url}", later, resume))
+
+    def fetch_newest(self, on_event: Callable[[str], None]) -> None:
+        """Download the newest intact checkpoint and the best one, unless the run's folder has one that is as new.
+
+        A folder without a run continues the mirror's. `on_event` gets a message for every checkpoint.
+        """
+        run_id, folder = run_id_of(self.run), self.run / FOLDER_NAME
+        metas, finished = self.checkpoints(run_id or None), reversed(finished_checkpoints(self.run))
+        here = next((step_of(path) for path in finished if id_in(path) == run_id and not damage(path)), -1)
+        for name in [name for name in reversed(metas) if step_of(Path(name)) > here]:
+            if problem := self._download(name, metas[name], on_event):
+                on_event(f"Checkpoint {name} of the mirror is damaged and was skipped: {problem}")
+                continue
+            write_text(folder / LATEST_NAME, f"{name}\n", durable=True)
+            on_event(f"Checkpoint {name} was downloaded from the mirror {self.url}.")
+            best = self.read(BEST_NAME)
+            if best == name or (best in metas and not self._download(best, metas[best], on_event)):
+                write_text(folder / BEST_NAME, f"{best}\n", durable=True)
+            return
+
     def read(self, file: str) -> str:
         """A small file's contents, of which a bounded part is read; empty if there is none."""
         with suppress(FileNotFoundError):
@@ -101,8 +138,20 @@ class Mirror:
     def upload(self, path: Path) -> None:
         """Copy a finished checkpoint. Sizes are compared here, and contents when it is downloaded."""
         files = (*read_meta(path)["files"], META_NAME)
-        if self._is_repository:
-            self._commit(path, files)
+        if self.url.startswith("hf://") and not self.url.startswith("hf://buckets/"):
+            from huggingface_hub import HfApi  # in one commit: the hub limits them per hour
+
+            place = self._files.fs.resolve_path(f"{self._files.path}/{path.name}")
+            HfApi().upload_folder(
+                repo_id=place.repo_id,
+                folder_path=path,
+                path_in_repo=place.path_in_repo,
+                commit_message=f"Checkpoint {self.run.name}/{path.name}",
+                repo_type=place.repo_type,
+                revision=place.revision,
+                allow_patterns=list(files),
+            )
+            self._files.invalidate_cache()
         else:
             for file in files:
                 copy = f"{path.name}/{file}"
@@ -120,7 +169,7 @@ class Mirror:
         with suppress(FileNotFoundError):  # there was nothing else
             self._files.rm(name, recursive=True)
 
-    def download(self, name: str, meta: dict[str, Any], on_event: Callable[[str], None]) -> str:
+    def _download(self, name: str, meta: dict[str, Any], on_event: Callable[[str], None]) -> str:
         """Copy a checkpoint to the run's folder and verify it. Returns what is wrong with it, or an empty string."""
         if wrong := wrong_meta(meta, name):
             return wrong
@@ -139,22 +188,6 @@ class Mirror:
         publish(temporary, path, meta["run_id"], on_event)
         return ""
 
-    def _commit(self, path: Path, files: Sequence[str]) -> None:
-        """Copy a checkpoint to a repository of the Hugging Face hub, which limits commits per hour, in one commit."""
-        from huggingface_hub import CommitOperationAdd, HfApi
-        from huggingface_hub.utils import disable_progress_bars
-
-        disable_progress_bars()
-        place = self._files.fs.resolve_path(f"{self._files.path}/{path.name}")
-        HfApi().create_commit(
-            place.repo_id,
-            [CommitOperationAdd(f"{place.path_in_repo}/{file}", str(path / file)) for file in files],
-            commit_message=f"Checkpoint {self.run.name}/{path.name}",
-            repo_type=place.repo_type,
-            revision=place.revision,
-        )
-        self._files.invalidate_cache()
-
     def _make_folder(self, path: str) -> None:
         if not self._files.fs.async_impl:  # object stores have none: their clients would create a misspelt bucket
             self._files.makedirs(path, exist_ok=True)
@@ -162,10 +195,7 @@ class Mirror:
 
 @dataclass
 class Uploads:
-    """Uploads the newest finished checkpoint of a run in the background, one at a time. Rank 0 only.
-
-    Those that are finished meanwhile are skipped, except the last.
-    """
+    """Uploads the newest finished checkpoint of a run in the background; of those finished meanwhile, only the last."""
 
     mirror: Mirror
     run_id: str
@@ -177,8 +207,6 @@ class Uploads:
     """Called with a message for every upload."""
     waiting: list[Path] = field(default_factory=list)
     """The checkpoint that is uploaded, and the next one. They must not be removed."""
-    failed: int = 0
-    """Uploads that failed."""
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
     def submit(self, path: Path) -> None:
@@ -195,74 +223,25 @@ class Uploads:
 
     def _work(self) -> None:
         while True:
-            self.on_event(self._upload(self.waiting[0]))
+            name = self.waiting[0].name
+            try:
+                self._upload(self.waiting[0])
+                self.on_event(f"Checkpoint {name} is in the mirror.")
+            except Exception as error:  # of any client library, which has tried again; it must not end the training
+                why = f"{type(error).__name__}: {error}"
+                self.on_event(f"Checkpoint {name} is NOT in the mirror {self.mirror.url} ({why}). Training continues.")
             with self._changed:
                 del self.waiting[0]
                 self._changed.notify_all()
                 if not self.waiting:
                     return
 
-    def _upload(self, path: Path) -> str:
+    def _upload(self, path: Path) -> None:
         """Upload a checkpoint, and remove outdated ones, and later ones before which the run has rolled back."""
-        try:
-            metas = self.mirror.checkpoints(self.run_id)
-            self.mirror.upload(path)
-            good = {name for name, meta in metas.items() if not wrong_meta(meta, name)}
-            later = [name for name in good if step_of(Path(name)) > step_of(path)]
-            names, held = {*metas, path.name}, {self.resumed_from, self.mirror.read(BEST_NAME)}
-            old = self.outdated(names, written=path.name, is_good=good.__contains__, held=held)
-            for name in (*later, *old):
-                self.mirror.remove(name)
-        except Exception as error:  # of any client library, which has tried again; it must not end the training
-            self.failed += 1
-            return (
-                f"Checkpoint {path.name} is NOT in the mirror {self.mirror.url} ({type(error).__name__}: {error}). "
-                f"Failed uploads so far: {self.failed}. Training continues."
-            )
-        return f"Checkpoint {path.name} is in the mirror."
-
-
-def refuse_taken(mirror: Mirror, *, resume: str | None, step: int) -> None:
-    """Raise a `UserError` if a run that starts at `step` (-1: a new run) cannot use the mirror: it has later steps."""
-    names = mirror.checkpoints(run_id_of(mirror.run) if resume else None)
-    if later := [name for name in names if step_of(Path(name)) > step]:
-        raise UserError(taken_by(f"The mirror {mirror.url}", later, resume))
-
-
-def fetch_newest(mirror: Mirror, *, on_event: Callable[[str], None]) -> None:
-    """Download the newest intact checkpoint and the best one, unless the run's folder has one that is as new.
-
-    A folder without a run continues the mirror's. `on_event` gets a message for every checkpoint.
-    """
-    run_id, folder = run_id_of(mirror.run), mirror.run / FOLDER_NAME
-    metas = mirror.checkpoints(run_id or None)
-    own = (path for path in reversed(finished_checkpoints(mirror.run)) if id_in(path) == run_id and not damage(path))
-    here = next(map(step_of, own), -1)
-    for name in [name for name in reversed(metas) if step_of(Path(name)) > here]:
-        if problem := mirror.download(name, metas[name], on_event):
-            on_event(f"Checkpoint {name} of the mirror is damaged and was skipped: {problem}")
-            continue
-        write_text(folder / LATEST_NAME, f"{name}\n", durable=True)
-        on_event(f"Checkpoint {name} was downloaded from the mirror {mirror.url}.")
-        best = mirror.read(BEST_NAME)
-        if best == name or (best in metas and not mirror.download(best, metas[best], on_event)):
-            write_text(folder / BEST_NAME, f"{best}\n", durable=True)
-        return
-
-
-def at_start(work: Callable[[], None], mirror: Mirror, *, world: World) -> None:
-    """Do on rank 0 what needs the mirror, and raise a `UserError` on every rank if that fails. Collective."""
-
-    def checked() -> None:
-        try:
-            mirror.check_writable()
-            work()
-        except UserError:
-            raise
-        except Exception as error:  # of any client library
-            raise UserError(
-                f"checkpoint.mirror {mirror.url} cannot be used ({type(error).__name__}: {error}): check the address, "
-                "the credentials and the right to write, or start with checkpoint.mirror=null."
-            ) from error
-
-    world.work_on_main(checked)
+        metas = self.mirror.checkpoints(self.run_id)
+        self.mirror.upload(path)
+        good = {name for name, meta in metas.items() if not wrong_meta(meta, name)}
+        later = [name for name in good if step_of(Path(name)) > step_of(path)]
+        names, held = {*metas, path.name}, {self.resumed_from, self.mirror.read(BEST_NAME)}
+        for name in (*later, *self.outdated(names, written=path.name, is_good=good.__contains__, held=held)):
+            self.mirror.remove(name)

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint.mirror import Mirror, at_start, fetch_newest, refuse_taken
+from pipeline.checkpoint.mirror import Mirror
 from pipeline.checkpoint.reader import Checkpoint, agreed_checkpoint
 from pipeline.config import Tree, departed, dump, flatten, had_effect
 from pipeline.data.loading.position import differences
@@ -186,7 +186,7 @@ def find_start(
         on_event(f"This run was begun from {resume} and has checkpoints of its own: it continues from the newest.")
         resume = "latest"
     if resume == "latest" and copies:
-        at_start(lambda: fetch_newest(copies, on_event=on_event), copies, world=world)
+        copies.at_start(lambda: copies.fetch_newest(on_event), world=world)
     checkpoint = agreed_checkpoint(folder, resume, world=world, on_event=on_event)
     if checkpoint is not None:
         check_continuation(checkpoint, run)
@@ -200,7 +200,7 @@ def find_start(
         on_event(f"--resume latest found no checkpoint in {places}: the run starts anew.")
     if resume != "latest" and copies:
         step = checkpoint.step if checkpoint else -1
-        at_start(lambda: refuse_taken(copies, resume=resume, step=step), copies, world=world)
+        copies.at_start(lambda: copies.refuse_taken(resume=resume, step=step), world=world)
     return checkpoint
 
 

@@ -23,7 +23,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -136,7 +136,10 @@ class Heartbeat:
         errors = {end for end in ends.values() if end.code not in HARMLESS}
         confirmed, self._suspects = errors & self._suspects, errors
         if confirmed:
-            return _describe_end(min(confirmed, key=lambda end: end.time))
+            end = min(confirmed, key=lambda end: end.time)
+            if end.code == EXIT_STALLED:  # because of another rank, which is the first cause
+                return end.reason
+            return f"rank {end.rank} ({end.host}, process {end.pid}) ended with {end.code}: {end.reason}"
         following = (self.world.rank + 1) % self.world.size
         before, self._next = self._next, read_beat(self._path(following))
         # Looks are counted, not seconds: this process may have been suspended itself, with all others.
@@ -160,15 +163,12 @@ class Heartbeat:
         return f"no progress for {waited:.0f} s. {diagnosis(beats)}"
 
     def _explain(self, error: Exception) -> str:
-        """Which rank is behind an error of a collective."""
-        what, before = f"lost contact with another rank ({error})", self._read()
-        for _ in range(2):
-            self._end.wait(self._interval)
-            if lost := self._lost():
-                return f"{what}: {lost}"
-        after = self._read()
-        still = [rank for rank, beat in enumerate(after) if beat == before[rank] and rank != self.world.rank]
-        return f"{what}. {diagnosis(after, gone=still)}"
+        """Which ranks are behind an error of a collective; one that has recorded its end is named by `_watch` first."""
+        before = self._read()
+        self._end.wait(2.5 * self._interval)
+        others = [beat for beat in self._read() if beat is not None and beat.rank != self.world.rank]
+        gone = [f"rank {beat.rank} without a heartbeat, its last one: {beat}" for beat in others if beat in before]
+        return f"lost contact with another rank ({error}): {'; '.join(gone) or 'all others have heartbeats'}."
 
     def _leave(self, text: str) -> NoReturn:
         """End this process, whose training thread may wait forever."""
@@ -212,32 +212,14 @@ def read_beat(path: Path) -> Beat | None:
     return read_as(Beat, path)
 
 
-def _describe_end(end: ExitRecord) -> str:
-    """Which rank ended, and why; of ranks that ended because of another one, the first cause."""
-    if end.code == EXIT_STALLED:
-        return end.reason
-    return f"rank {end.rank} ({end.host}, process {end.pid}) ended with {end.code}: {end.reason}"
-
-
-def diagnosis(beats: Sequence[Beat | None], *, gone: Collection[int] = ()) -> str:
-    """Where each rank is by its last heartbeat, one line per rank, and which rank is responsible.
-
-    `gone` are the ranks whose heartbeats have stopped.
-    """
+def diagnosis(beats: Sequence[Beat | None]) -> str:
+    """Which rank the others wait for, and where each rank is by its last heartbeat, one line per rank."""
     marks = [-1 if beat is None else beat.marks for beat in beats]
     behind = [rank for rank, count in enumerate(marks) if count == min(marks) < max(marks)]
-    if gone:
-        verdict = f"{_ranks(gone)} without a heartbeat: the process or its node is dead or frozen."
-    elif behind:
-        verdict = f"The others wait for {_ranks(behind)}."
-    else:
-        verdict = "All ranks wait at the same place: a GPU or the network between the ranks hangs, not one rank."
-    lines = [verdict]
+    lines = ["All ranks wait at the same place: a GPU or the network between the ranks hangs, not one rank."]
+    if behind:
+        lines = [f"The others wait for rank {', '.join(map(str, behind))}."]
     for rank, beat in enumerate(beats):
-        remarks = [word for word, ranks in (("BEHIND", behind), ("no heartbeat", gone)) if rank in ranks]
-        lines.append("; ".join([f"  {beat or f'rank {rank}: no heartbeat was ever written'}", *remarks]))
+        place = str(beat) if beat else f"rank {rank}: no heartbeat was ever written"
+        lines.append(f"  {place}{'; BEHIND' * (rank in behind)}")
     return "\n".join(lines)
-
-
-def _ranks(ranks: Collection[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import socket
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -27,8 +26,6 @@ from torch import Tensor
 from pipeline.cores import cores_of_rank, cpu_quota
 from pipeline.errors import UserError, in_a_line
 
-MEETING_SECONDS = 120.0
-"""Ranks that have not come by then are reported, and again after as long."""
 NAMED = 8
 """A message names at most as many ranks."""
 
@@ -130,70 +127,44 @@ def describe_rank(rank: int, device: torch.device, *, problem: str = "") -> Rank
 def exchange_devices(store: dist.Store, own: RankDevice, *, ranks: int, limit: timedelta) -> int:
     """Exchange `describe_rank` with all ranks through their store. Returns this rank's number of cores.
 
-    Rank 0 judges. A contradiction among those that have come within MEETING_SECONDS is reported then, whoever is still
-    missing.
+    Rank 0 judges.
 
     Raises:
         UserError: The ranks do not fit together, or some have not come within `limit`.
     """
-    store.set(f"neuclip/rank-{own.rank}", json.dumps(asdict(own)))
+    keys = [f"neuclip/rank-{rank}" for rank in range(ranks)]
+    store.set(keys[own.rank], json.dumps(asdict(own)))
     if own.rank == 0:
-        found = _arrivals(store, ranks=ranks, limit=limit)
-        present = [rank for rank in found if rank is not None]
-        problem = contradiction(present) or _missing(found, limit.total_seconds())
-        verdict = {
-            "problem": problem,
-            "cores": [0 if rank is None else _share_of_cores(rank, present) for rank in found],
-        }
-        store.set("neuclip/verdict", json.dumps(verdict))
+        with suppress(dist.DistStoreError):  # the time is up
+            store.wait(keys, limit)
+        present = [RankDevice(**json.loads(store.get(key))) for key in keys if store.check([key])]
+        problem = contradiction(present) or _missing(present, ranks=ranks, seconds=limit.total_seconds())
+        cores = [_share_of_cores(rank, present) for rank in present]
+        store.set("neuclip/verdict", json.dumps({"problem": problem, "cores": cores}))
     store.wait(["neuclip/verdict"], limit + timedelta(seconds=30))
     verdict = json.loads(store.get("neuclip/verdict"))
-    if verdict["problem"]:
-        if own.rank == 0:  # the store ends with this process
-            _wait_for_readers(store, ranks=len(present))
-        else:
-            store.add("neuclip/read", 1)
-        raise UserError(verdict["problem"])
-    return int(verdict["cores"][own.rank])
-
-
-def _arrivals(store: dist.Store, *, ranks: int, limit: timedelta) -> list[RankDevice | None]:
-    """What each rank has published; None for those that have not come, after the limit or when others contradict."""
-    found: list[RankDevice | None] = [None] * ranks
-    start, report = time.monotonic(), MEETING_SECONDS
-    while True:
-        for rank in range(ranks):
-            if found[rank] is None and store.check([key := f"neuclip/rank-{rank}"]):
-                found[rank] = RankDevice(**json.loads(store.get(key)))
-        waited = time.monotonic() - start
-        if all(found) or waited > limit.total_seconds():
-            return found
-        if waited > report:
-            if contradiction([rank for rank in found if rank is not None]):
-                return found
-            print(f"Waiting for the other ranks. {_missing(found, waited)}", file=sys.stderr, flush=True)
-            report += MEETING_SECONDS
-        time.sleep(min(1.0, 0.02 + waited / 10))
-
-
-def _missing(found: Sequence[RankDevice | None], seconds: float) -> str:
-    """Which ranks have not come; empty if all have."""
-    missing = [str(rank) for rank, device in enumerate(found) if device is None]
-    if not missing:
-        return ""
-    hosts = Counter(rank.host for rank in found if rank is not None)
-    places = _shortened([f"{host} with {count}" for host, count in sorted(hosts.items())])
-    return (
-        f"{hosts.total()} of {len(found)} ranks have come after {seconds:.0f} s ({places}); missing: "
-        f"{_shortened(missing)}. Look at the nodes that are not named here: what their ranks printed says why."
-    )
-
-
-def _wait_for_readers(store: dist.Store, *, ranks: int) -> None:
+    if not verdict["problem"]:
+        return int(verdict["cores"][own.rank])
     deadline = time.monotonic() + 10.0
     with suppress(dist.DistError):
-        while store.add("neuclip/read", 0) < ranks - 1 and time.monotonic() < deadline:
+        readers = store.add("neuclip/read", 1)
+        while own.rank == 0 and readers < len(present) and time.monotonic() < deadline:  # it ends with this process
             time.sleep(0.1)
+            readers = store.add("neuclip/read", 0)
+    raise UserError(verdict["problem"])
+
+
+def _missing(present: Sequence[RankDevice], *, ranks: int, seconds: float) -> str:
+    """Which ranks have not come; empty if all have."""
+    missing = sorted(set(range(ranks)) - {rank.rank for rank in present})
+    if not missing:
+        return ""
+    places = [f"{host} with {count}" for host, count in sorted(Counter(rank.host for rank in present).items())]
+    return (
+        f"{len(present)} of {ranks} ranks have come after {seconds:.0f} s ({_shortened(places)}); missing: "
+        f"{_shortened(list(map(str, missing)))}. Look at the nodes that are not named here: what their ranks printed "
+        "says why."
+    )
 
 
 def contradiction(found: Sequence[RankDevice]) -> str:

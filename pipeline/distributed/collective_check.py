@@ -23,28 +23,22 @@ REPEATS = 5
 
 
 def main(device: str) -> None:
-    """Sum and gather known numbers, and time a large all-reduce; rank 0 prints one line."""
-    size = SIZES[device]
+    """Sum known numbers, and time a large all-reduce; rank 0 prints one line."""
     with start_world(timeout_minutes=2.0, device=device) as world:
-        own = torch.full((4,), float(world.rank + 1), device=world.device)
-        total = world.size * (world.size + 1) / 2
-        assert world.all_reduce(own).tolist() == [total] * 4, "all_reduce returned wrong numbers"
-        gathered = world.all_gather(own[:1]).tolist()
-        assert gathered == [float(rank + 1) for rank in range(world.size)], "all_gather returned wrong numbers"
-        x = torch.ones(size, device=world.device)
-        world.all_reduce(x)
+        x = torch.full((SIZES[device],), float(world.rank + 1), device=world.device)
+        assert float(world.all_reduce(x)[-1]) == world.size * (world.size + 1) / 2, "all_reduce returned wrong numbers"
         world.barrier()
         start = time.perf_counter()
         for _ in range(REPEATS):
             result = world.all_reduce(x)
-        assert float(result[-1]) == world.size
-        rate, mib = REPEATS * size * 4 / (time.perf_counter() - start), size * 4 // 2**20
-        sent = rate * 2 * (world.size - 1) / world.size / 1e9  # what nccl-tests calls bus bandwidth
+        result[-1].item()  # waits for the device
+        sent = REPEATS * x.nbytes * 2 * (world.size - 1) / world.size  # what nccl-tests calls bus bandwidth
+        rate = sent / (time.perf_counter() - start) / 1e9
         hosts = len(set(world.gather_objects(socket.gethostname())))
         if world.is_main:
             print(
-                f"round trip: {world.size} processes agree; all-reduce of {mib} MiB at {rate / 2**20:,.0f} MiB/s "
-                f"({hosts} host{'s' * (hosts != 1)}, bus bandwidth {sent:,.1f} GB/s)",
+                f"round trip: {world.size} processes agree ({hosts} host{'s' * (hosts != 1)}, bus bandwidth of an "
+                f"all-reduce of {x.nbytes // 2**20} MiB: {rate:,.1f} GB/s)",
                 flush=True,
             )
 

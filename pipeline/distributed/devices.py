@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 import time
 from collections import Counter
@@ -17,7 +16,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -51,14 +49,14 @@ class RankDevice:
         return f"rank {self.rank} on {self.host} ({self.device}, {self.backend})"
 
 
-def choose_device(name: str, *, local_rank: int, ranks: int) -> torch.device:
+def choose_device(name: str, *, local_rank: int) -> torch.device:
     """This rank's device by its `name`, "auto", "cpu" or "cuda"; it becomes torch's current one.
 
     Where torch sees a single GPU, every rank takes it: `srun --gpus-per-task=1` shows each rank its own.
     `exchange_devices` finds ranks that share one.
 
     Raises:
-        UserError: There is no such device, it cannot be used, or a driver is installed and torch cannot use it.
+        UserError: There is no such device, or it cannot be used.
     """
     if name == "cpu":
         return torch.device("cpu")
@@ -68,12 +66,6 @@ def choose_device(name: str, *, local_rank: int, ranks: int) -> torch.device:
             raise UserError(
                 f"engine.device = 'cuda', but torch sees no CUDA device here ({host}): use 'auto' or 'cpu', or look at "
                 "`nvidia-smi` and `neuclip doctor` on this node."
-            )
-        if ranks > 1 and (sign := driver_sign()):
-            raise UserError(
-                f"{host} has {sign}, but torch {torch.__version__} sees no usable GPU there. Rank {local_rank} of this "
-                "node would compute on its CPU while the other ranks wait for it. Look at `nvidia-smi` and `neuclip "
-                "doctor` on this node and leave it out, or set engine.device=cpu to train on CPUs."
             )
         return torch.device("cpu")
     count = torch.cuda.device_count()
@@ -96,15 +88,6 @@ def choose_device(name: str, *, local_rank: int, ranks: int) -> torch.device:
 def to_device(values: Tensor, device: torch.device) -> Tensor:
     """A tensor of the host on a device. Through page-locked memory: for other memory the host may wait for the GPU."""
     return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
-
-
-def driver_sign() -> str:
-    """What shows that this node has an NVIDIA GPU; empty if nothing does, or if its GPUs are hidden on purpose."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-        return ""
-    if found := sorted(str(path) for path in Path("/dev").glob("nvidia*")):
-        return found[0]
-    return "nvidia-smi" if shutil.which("nvidia-smi") else ""
 
 
 def describe_rank(rank: int, device: torch.device, *, problem: str = "") -> RankDevice:

@@ -63,7 +63,7 @@ def start_world(*, timeout_minutes: float = 30.0, device: str = "auto") -> Itera
         rank, local_rank, size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
         owned, problem = not dist.is_initialized(), ""
         try:
-            chosen = choose_device(device, local_rank=local_rank, ranks=size)
+            chosen = choose_device(device, local_rank=local_rank)
         except UserError as error:
             if size == 1 or not owned:
                 raise

@@ -137,14 +137,16 @@ def describe_data(plan: RunPlan) -> list[tuple[str, str]]:
     data = plan.data
     if data is None:
         return [("data", f"{_count(plan.dataset_size, 'sample')}, assumed")]
+    layout, manifest = data.layout, data.mixture.manifest
     unused = "every sample is in a batch"
-    if data.layout.dropped:
-        unused = f"{_count(data.layout.dropped, 'sample')} left over, which fill no batch"
-    buffers = f"{_size(data.buffer_bytes)} of encoded samples (data.shuffle_buffer)"
+    if layout.dropped:
+        unused = f"{_count(layout.dropped, 'sample')} left over, which fill no batch"
+    buffers, batches = map(_size, plan.host)
+    size = f"{_count(manifest.n, 'sample')} in {_count(len(manifest.shards), 'shard')}, {_size(manifest.bytes)}"
     return [
-        ("data", f"{_count(data.samples, 'sample')} in {_count(data.shards, 'shard')}, {_size(data.bytes)}"),
-        ("epoch", f"{_count(data.layout.steps, 'step')} of {data.layout.global_batch:,}; {unused}"),
-        ("host memory", f"{buffers} and {_size(data.batch_bytes)} of decoded batches per rank"),
+        ("data", size),
+        ("epoch", f"{_count(layout.steps, 'step')} of {layout.global_batch:,}; {unused}"),
+        ("host memory", f"{buffers} of encoded samples (data.shuffle_buffer), {batches} of decoded batches per rank"),
     ]
 
 

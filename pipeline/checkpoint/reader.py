@@ -108,33 +108,23 @@ class Checkpoint:
             UserError: The checkpoint lacks some of these rows.
         """
         pieces: list[tuple[int, Tensor]] = []
-        for path in self._row_files(name, start, stop):
-            with safe_open(path, framework="pt") as file:
-                for key in file.keys():  # noqa: SIM118 (not a dict)
-                    table, _, first = key.rpartition("/")
-                    if table == name:
-                        view = file.get_slice(key)
-                        low, high = max(start, int(first)), min(stop, int(first) + view.get_shape()[0])
-                        if low < high:
-                            pieces.append((low, view[low - int(first) : high - int(first)]))
+        for file, entry in self.meta["files"].items():  # at 1,024 ranks, each would otherwise open those of all
+            rows = entry.get("rows")
+            if rows is None or rows["table"] != name:
+                continue
+            first = rows["first"]
+            low, high = max(start, first), min(stop, first + rows["count"])
+            if low < high:
+                with safe_open(self.path / file, framework="pt") as opened:
+                    pieces.append((low, opened.get_slice(f"{name}/{first}")[low - first : high - first]))
         pieces.sort(key=lambda piece: piece[0])
-        rows = torch.cat([piece for _, piece in pieces]) if pieces else torch.empty(0)
-        if len(rows) != stop - start:
+        found = torch.cat([piece for _, piece in pieces]) if pieces else torch.empty(0)
+        if len(found) != stop - start:
             raise UserError(
-                f"{self.path} has {len(rows)} of the rows [{start}, {stop}) of the table {name!r}: "
+                f"{self.path} has {len(found)} of the rows [{start}, {stop}) of the table {name!r}: "
                 "was it written by a run on another dataset?"
             )
-        return rows
-
-    def _row_files(self, name: str, start: int, stop: int) -> list[Path]:
-        """The files that hold rows [start, stop) of a table: at 1,024 ranks, each would otherwise open those of all."""
-
-        def overlaps(rows: Mapping[str, Any] | None) -> bool:
-            if rows is None or rows["table"] != name:
-                return False
-            return rows["first"] < stop and rows["first"] + rows["count"] > start
-
-        return [self.path / file for file, entry in self.meta["files"].items() if overlaps(entry.get("rows"))]
+        return found
 
 
 def _weights_in(folder: Path) -> dict[str, Tensor]:

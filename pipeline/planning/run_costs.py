@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipeline.data.data_config import PREFETCH, DataConfig
 from pipeline.data.loading.blocks import SPARE
-from pipeline.data.order.canonical_order import Layout, make_order
+from pipeline.data.order.canonical_order import Order
 from pipeline.distributed.world import World
 from pipeline.engine.engine_config import BUCKET
 from pipeline.objectives import ObjectiveMemory, build_objective
@@ -112,39 +112,9 @@ def simulate_objective(
     return objective.memory(), dict(world.traffic)
 
 
-@dataclass(frozen=True)
-class DataPlan:
-    """A run's data and its share of a rank's host memory."""
-
-    samples: int
-    """Distinct samples."""
-    shards: int
-    bytes: int
-    """Of the shards as stored."""
-    layout: Layout
-    buffer_bytes: int
-    """Encoded samples in one rank's shuffle buffers, on average."""
-    batch_bytes: int
-    """Decoded images that one rank's workers keep ready in shared memory."""
-    digests: tuple[str, ...]
-    """Hash of each source's contents."""
-
-
-def plan_data(config: DataConfig, *, ranks: int, global_batch: int, image_size: int) -> DataPlan:
-    """Read the manifests of a run's data, of which the steps take `global_batch` samples over all ranks.
-
-    Raises:
-        UserError: Data, batch size, streams, ranks and workers do not fit together.
-    """
-    order = make_order(config, ranks=ranks, global_batch=global_batch, seed=0)
+def host_bytes(config: DataConfig, order: Order, *, ranks: int, image_size: int) -> tuple[int, int]:
+    """One rank's host memory: encoded samples in its shuffle buffers, on average, and decoded batches kept ready."""
     layout, manifest = order.layout, order.mixture.manifest
-    buffered = min(config.shuffle_buffer, layout.stream_length)
-    return DataPlan(
-        samples=manifest.n,
-        shards=len(manifest.shards),
-        bytes=manifest.bytes,
-        layout=layout,
-        buffer_bytes=round(buffered / 2 * layout.streams / ranks * manifest.bytes / manifest.n),
-        batch_bytes=(PREFETCH + SPARE) * global_batch // ranks * 3 * image_size**2,
-        digests=order.mixture.digests,
-    )
+    buffered = min(config.shuffle_buffer, layout.stream_length) / 2 * layout.streams / ranks
+    local = layout.global_batch // ranks
+    return round(buffered * manifest.bytes / manifest.n), (PREFETCH + SPARE) * local * 3 * image_size**2

@@ -14,7 +14,7 @@ import torch
 
 from pipeline.cores import usable_cores
 from pipeline.data.loading.stored_features import common_crops, how_to_write, open_features
-from pipeline.data.order.canonical_order import make_layout
+from pipeline.data.order.canonical_order import Order, make_layout, make_order
 from pipeline.data.shards.check_shards import caption_notes, first_captions
 from pipeline.engine.engine_protocol import ENGINES
 from pipeline.errors import UserError
@@ -22,7 +22,7 @@ from pipeline.metrics.mfu import TowerCosts, activation_bytes, measure_towers
 from pipeline.model.architectures import Architecture
 from pipeline.model.towers import ModelConfig, build_towers, check_start, text_batching, without_weights
 from pipeline.objectives import ObjectiveMemory
-from pipeline.planning.run_costs import DataPlan, EngineMemory, engine_memory, plan_data, simulate_objective
+from pipeline.planning.run_costs import EngineMemory, engine_memory, host_bytes, simulate_objective
 from pipeline.training.recipe import RunConfig, check_captions_of, check_run
 from pipeline.training.stages import check_stages, stages_of
 
@@ -53,8 +53,10 @@ class RunPlan:
     stages: list[tuple[str, float]]
     """Description and FLOPs, as executed, of each stage; one without `schedule.stages`."""
     dataset_size: int
-    data: DataPlan | None
+    data: Order | None
     """None if there is no manifest yet."""
+    host: tuple[int, int]
+    """Bytes of a rank's shuffle buffers and decoded batches, see `host_bytes`; with data."""
     data_missing: str
     """Why `data` is None."""
     notes: tuple[str, ...]
@@ -86,10 +88,9 @@ def plan_run(run: RunConfig, *, gpus: int, dataset_size: int | None = None) -> R
     check_captions_of(run)
     check_stages(run)
     towers, architecture, _ = measured_towers(run.model)
-    data: DataPlan | None = None
-    missing = ""
+    data, missing = None, ""
     try:
-        data = plan_data(run.data, ranks=gpus, global_batch=run.batch_size, image_size=architecture.image_size)
+        data = make_order(run.data, ranks=gpus, global_batch=run.batch_size, seed=0)
     except UserError as error:
         missing = str(error)
     dataset_size = data.layout.samples if data else dataset_size
@@ -140,6 +141,7 @@ def plan_run(run: RunConfig, *, gpus: int, dataset_size: int | None = None) -> R
         stages=stage_flops(run, accumulation=micro < local),
         dataset_size=dataset_size,
         data=data,
+        host=host_bytes(run.data, data, ranks=gpus, image_size=architecture.image_size) if data else (0, 0),
         data_missing=missing,
         notes=tuple(dict.fromkeys(notes)),
     )
@@ -154,7 +156,7 @@ def _caption_notes(run: RunConfig, architecture: Architecture) -> list[str]:
     return caption_notes(tokens, tokenize=architecture.tokenize, of=of, masked=run.objective.mask_equal)
 
 
-def _stored_features(run: RunConfig, data: DataPlan | None) -> Iterator[str]:
+def _stored_features(run: RunConfig, data: Order | None) -> Iterator[str]:
     """Notes on stored features that the run needs and that are not there yet.
 
     Raises:
@@ -166,7 +168,7 @@ def _stored_features(run: RunConfig, data: DataPlan | None) -> Iterator[str]:
             yield f"{setting}={folder} is not there yet: {how_to_write(setting, folder)}"
     if data is not None:
         there = {setting: [folder for folder in folders if Path(folder).exists()] for setting, folders in named.items()}
-        common_crops(open_features(run.data, data.digests, seed=run.seed, named=there))
+        common_crops(open_features(run.data, data.mixture.digests, seed=run.seed, named=there))
 
 
 def stage_flops(run: RunConfig, *, accumulation: bool) -> list[tuple[str, float]]:

@@ -12,12 +12,19 @@ from hypothesis import strategies as st
 
 from pipeline.config import parse
 from pipeline.data.data_config import DataConfig
-from pipeline.data.order.canonical_order import Order, StreamOrder, make_layout, planned_ids, stream_order
+from pipeline.data.order.canonical_order import (
+    Order,
+    StreamOrder,
+    make_layout,
+    make_order,
+    planned_ids,
+    stream_order,
+)
 from pipeline.data.order.hashing import draw, draws, key, mix, permutation
 from pipeline.data.order.mixture import Mixture, Segments, make_mixture, plan_epoch
 from pipeline.data.shards.manifest_format import Manifest, make_manifest
 from pipeline.errors import UserError
-from pipeline.planning.run_costs import plan_data
+from pipeline.planning.run_costs import host_bytes
 from tests.shards import write_shards
 
 GOLDEN = [[0, 2, 1, 14, 22, 21, 23, 6], [3, 15, 4, 16, 5, 8, 7, 9], [17, 18, 20, 19, 10, 11, 12, 13]]
@@ -215,10 +222,10 @@ def test_batches_of_two_epochs_overlap_only_by_chance():
 def test_plan_counts_match_the_manifest(tmp_path):
     manifest = write_shards(tmp_path, [20, 12, 16, 24])
     config = parse(DataConfig, {"sources": str(tmp_path), "streams": 4, "shuffle_buffer": 6, "workers": 2})
-    plan = plan_data(config, ranks=2, global_batch=8, image_size=10)
-    mean = manifest.bytes / 72
-    assert (plan.samples, plan.shards, plan.layout.steps, plan.layout.dropped) == (72, 4, 9, 0)
-    assert plan.buffer_bytes == pytest.approx(3 * 2 * mean, abs=1)
-    assert plan.batch_bytes == (2 + 3) * 4 * 300
+    order = make_order(config, ranks=2, global_batch=8, seed=0)
+    assert (order.mixture.manifest.n, order.layout.steps, order.layout.dropped) == (72, 9, 0)
+    buffers, batches = host_bytes(config, order, ranks=2, image_size=10)
+    assert buffers == pytest.approx(3 * 2 * manifest.bytes / 72, abs=1)
+    assert batches == (2 + 3) * 4 * 300
     with pytest.raises(UserError, match="is not divisible by 3 ranks"):
-        plan_data(config, ranks=3, global_batch=8, image_size=10)
+        make_order(config, ranks=3, global_batch=8, seed=0)

@@ -1,26 +1,83 @@
-"""Runs whose checkpoints are copied to an S3 server, and runs that read their shards from one."""
+"""Runs whose checkpoints are copied to an S3 server (moto), and runs that read their shards from one."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+from urllib.error import HTTPError, URLError
+from urllib.request import urlopen
 
 import pytest
 
 from pipeline.checkpoint.mirror import Mirror
+from pipeline.errors import UserError
 from pipeline.run_files import META_NAME, PREFIX, name_of
 from tests.e2e.test_train import STEPS, base, equal, records, settings, weights  # noqa: F401 (a fixture)
-from tests.launch import Program, run, wait_for
-from tests.metrics import metrics
-from tests.mirrors import steps_in
-from tests.s3_server import client, end, s3_server
+from tests.launch import Program, free_port, run, wait_for
+from tests.mirrors import begin, fetch, steps_in
 from tests.shards import write_shards
 
-pytestmark = pytest.mark.daily
+pytestmark = [pytest.mark.daily, pytest.mark.slow]
 
 MIRROR = "s3://bucket/runs"
+
+
+@contextmanager
+def s3_server(log: Path, **settings_of_moto: str) -> Iterator[None]:
+    """A server for this process and those that it starts, with nothing of the user's own configuration."""
+    for package in ("s3fs", "moto", "flask_cors"):
+        pytest.importorskip(package, reason="the extras `s3` and `s3-server` are not installed")
+    import s3fs
+
+    port = free_port()
+    found = {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_CONFIG_FILE": os.devnull,
+        "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+        "NO_PROXY": "127.0.0.1",
+    }
+
+    def answers() -> bool:
+        try:
+            urlopen(f"http://127.0.0.1:{port}/moto-api/", timeout=5).close()
+        except HTTPError:
+            return True
+        except (URLError, OSError):
+            return False
+        return True
+
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    with log.open("ab") as output:
+        server = subprocess.Popen(
+            command, env={**os.environ, **settings_of_moto}, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+        )
+    try:
+        wait_for(answers, "the S3 server answers", process=server, seconds=60)
+        s3fs.S3FileSystem.clear_instance_cache()  # clients that found an earlier server
+        with patch.dict(os.environ, found):
+            yield
+    finally:
+        server.kill()
+        server.wait()
+
+
+def client() -> Any:
+    """A client of the current server that no other code uses."""
+    import s3fs
+
+    return s3fs.S3FileSystem(skip_instance_cache=True)
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +85,6 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with s3_server(tmp_path_factory.mktemp("s3") / "log"):
         client().mkdir("bucket")
         yield
-
-
-def messages(folder: Path) -> list[str]:
-    return [event["message"] for event in metrics(folder, "event") if "message" in event]
 
 
 def kill_while_uploading(arguments: list[str], folder: Path) -> None:
@@ -47,7 +100,6 @@ def kill_while_uploading(arguments: list[str], folder: Path) -> None:
         wait_for(uploading, "a later checkpoint is being uploaded", process=program, seconds=300, pause=0)
 
 
-@pytest.mark.slow
 def test_a_run_continues_on_a_fresh_machine_with_the_same_bits(base, s3):  # noqa: F811
     often = ("checkpoint.every=1", "checkpoint.keep_last=2")
     run("jobs.train", *settings(base, "undisturbed", *often))
@@ -62,23 +114,26 @@ def test_a_run_continues_on_a_fresh_machine_with_the_same_bits(base, s3):  # noq
     assert steps_in(store) == sorted({newest, STEPS - 1, STEPS}), "the run has resumed from the first one"
 
 
-@pytest.mark.slow
-def test_training_goes_on_without_the_server(base, monkeypatch):  # noqa: F811
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    folder, arguments = base / "alone", settings(base, "alone", "checkpoint.every=3", f"checkpoint.mirror={MIRROR}")
-    with s3_server(base / "server.log") as (server, _):
-        client().mkdir("bucket")
-        with Program("tests.e2e.slow_run", "0.3", *arguments) as program:
-            begun = folder / "metrics.jsonl"
-            wait_for(lambda: begun.exists() and messages(folder)[1:], "a checkpoint", process=program, pause=0.1)
-            end(server)
-            assert program.wait(300).returncode == 0
-    failed = [message for message in messages(folder) if "is NOT in the mirror" in message]
-    assert name_of(STEPS) in failed[-1]
-    assert (folder / "checkpoints" / name_of(STEPS) / META_NAME).is_file()
+def test_a_bucket_that_is_missing_is_refused_and_not_created(tmp_path, s3):
+    before = client().find("bucket")
+    for start in (begin, fetch):
+        with pytest.raises(UserError, match=r"s3://buckte/runs/.* cannot be used .*bucket does not exist.* address"):
+            start(tmp_path / "run", "s3://buckte/runs")
+        start(tmp_path / "run", MIRROR)
+    assert client().ls("") == ["bucket"]
+    assert client().find("bucket") == before, "the check at the start leaves nothing behind"
 
 
-@pytest.mark.slow
+def test_credentials_that_are_missing_or_wrong_are_refused(tmp_path, monkeypatch):
+    with s3_server(tmp_path / "log", INITIAL_NO_AUTH_ACTION_COUNT="0"):
+        for reason in ("Access Key Id you provided does not exist", "Unable to locate credentials"):
+            with pytest.raises(UserError, match=rf"cannot be used \(.*{reason}.*the credentials"):
+                begin(tmp_path / "run", MIRROR)
+            for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+                monkeypatch.delenv(name, raising=False)
+            client().clear_instance_cache()
+
+
 def test_shards_in_a_bucket_train_and_validate_like_local_ones(base, s3):  # noqa: F811
     write_shards(base / "held-out", [9, 7], first=1000)
     for name, last in (("shards", 2), ("held-out", 1)):

@@ -148,12 +148,9 @@ SAID = {"error": "a shard is damaged", "abort": "SIGABRT; the stacks are in", "k
 @pytest.mark.parametrize(
     ("place", "ranks", "how", "victim"),
     [
-        ("step", 2, "error", 1),
         ("step", 2, "abort", 1),
-        ("step", 4, "killed", 1),
-        ("step", 4, "frozen", 0),
+        ("step", 3, "frozen", 0),
         ("start", 3, "error", 0),
-        ("start", 3, "error", 2),
         ("start", 2, "killed", 1),
     ],
 )

@@ -22,7 +22,6 @@ from pipeline.distributed.signals import (
     STOP_SIGNALS,
     exit_on_stop_signals,
     leave_at_once,
-    on_stop_signals,
 )
 
 SECONDS_TO_SAVE = "900"
@@ -50,7 +49,7 @@ def launch(module: str, arguments: Sequence[str], *, ranks: int) -> int:
     Returns:
         The exit code: 0, or that of the first rank that failed, which has printed why.
     """
-    exit_on_stop_signals()
+    exit_on_stop_signals(_pass_on)
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -68,8 +67,7 @@ def launch(module: str, arguments: Sequence[str], *, ranks: int) -> int:
     )
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SECONDS_TO_SAVE)
     try:
-        with on_stop_signals(_pass_on):
-            elastic_launch(config, sys.executable)("-m", module, *arguments)
+        elastic_launch(config, sys.executable)("-m", module, *arguments)
     except ChildFailedError as error:
         code = int(error.get_first_failure()[1].exitcode)
         if -code in STOP_SIGNALS:  # a rank that had not yet started Python

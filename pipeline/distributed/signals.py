@@ -31,13 +31,16 @@ class _Waiting:
     """None: nothing, because the main thread handles signals itself."""
 
 
-def exit_on_stop_signals() -> None:
-    """Until `StopSignals` takes over, a stop signal ends this process at once. Call it in the main thread.
+def exit_on_stop_signals(action: Callable[[int], None] | None = None) -> None:
+    """Until `StopSignals` takes over, a stop signal ends this process at once, or calls `action` with its number.
+
+    Call it in the main thread; again, to change the action.
 
     A thread does it, because Python runs a signal's handler only between two steps of the main thread, which may be in
     the middle of a long import or waiting for other ranks. A shell may have started the run with SIGINT ignored; that
     is overridden, because the run handles SIGINT in every phase.
     """
+    _Waiting.action = action or leave_at_once
     if _Waiting.active:
         return
     reading, writing = socket.socketpair()
@@ -45,7 +48,7 @@ def exit_on_stop_signals() -> None:
     signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
     for number in STOP_SIGNALS:
         signal.signal(number, _ignore)
-    _Waiting.active, _Waiting.action = True, leave_at_once
+    _Waiting.active = True
 
     def watch() -> None:
         with writing:  # kept open as long as this thread lives
@@ -72,16 +75,6 @@ def ignore_stop_signals() -> None:
 
 def _ignore(number: int, frame: Any) -> None:
     """A handler, so that the signal reaches the thread and not the default action."""
-
-
-@contextmanager
-def on_stop_signals(action: Callable[[int], None]) -> Iterator[None]:
-    """Within the block, a thread calls `action` with the number of each stop signal, instead of ending the process."""
-    before, _Waiting.action = _Waiting.action, action
-    try:
-        yield
-    finally:
-        _Waiting.action = before
 
 
 class StopSignals:

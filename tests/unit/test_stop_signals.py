@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
+from pipeline.distributed.signals import STOP_SIGNALS
 from tests.launch import ROOT
 
 STARTING = """
@@ -65,21 +66,18 @@ def ended_by(
     return process.returncode, output, errors
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_before_the_first_step_ends_the_run_immediately(number):
-    code, _, errors = ended_by(number, "-c", STARTING)
-    assert code == 75
-    assert f"Stopped by {number.name} while starting" in errors
-
-
-def test_sigint_works_when_the_shell_ignores_it():
+def test_a_signal_before_the_first_step_ends_the_run_immediately():
+    for number in STOP_SIGNALS:
+        code, _, errors = ended_by(number, "-c", STARTING)
+        assert code == 75
+        assert f"Stopped by {number.name} while starting" in errors
     code, _, _ = ended_by(signal.SIGINT, "-c", STARTING, before=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
-    assert code == 75
+    assert code == 75, "although the shell ignores it"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_during_training_is_recorded(number):
-    assert ended_by(number, "-c", TRAINING.format(meanwhile="")) == (0, "saved\n", "")
+def test_a_signal_during_training_is_recorded():
+    for number in STOP_SIGNALS:
+        assert ended_by(number, "-c", TRAINING.format(meanwhile="")) == (0, "saved\n", "")
 
 
 @pytest.mark.parametrize(

@@ -46,9 +46,6 @@ from pipeline.model.finetuning import Adapters
 from pipeline.model.model_folder import save_open_clip, save_tensors
 from pipeline.run_files import EMA_NAME, FOLDER_NAME, finished_checkpoints, name_of, new_run_id, step_of, write_run_id
 
-NOT_WRITTEN = "could NOT be written"
-"""In the message about a checkpoint that failed."""
-
 
 @section
 class CheckpointConfig:
@@ -217,7 +214,7 @@ class CheckpointWriter:
                 shutil.rmtree(temporary, ignore_errors=True)
                 self.problem = f"{type(error).__name__}: {error}"
                 self._on_event(
-                    f"Checkpoint {name_of(snapshot.step)} {NOT_WRITTEN} ({self.problem}). "
+                    f"Checkpoint {name_of(snapshot.step)} could NOT be written ({self.problem}). "
                     "Older checkpoints are intact. Free some space or check the file system."
                 )
 

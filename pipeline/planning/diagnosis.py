@@ -200,7 +200,7 @@ def _command(evidence: Evidence) -> DoctorFinding:
             "the stacks name the library: update it, or train on another device (engine.device), with another "
             "model.arch, or without what it computes (model.compile, model.packed_attention); then --resume latest",
         )
-    last = [*evidence.beats, *evidence.exits]
+    last: list[Beat | ExitRecord] = [*evidence.beats, *evidence.exits]
     if not evidence.config or len({record.host for record in last}) > 1:
         return DoctorFinding("next", "good", "the command that started the run, with --resume latest")
     count = 1 + max((record.rank for record in last), default=0)

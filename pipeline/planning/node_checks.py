@@ -104,9 +104,10 @@ def check_collectives() -> DoctorFinding:
         hint = "run again with NCCL_DEBUG=INFO; check the driver, NCCL_SOCKET_IFNAME, NCCL_IB_DISABLE and /dev/shm"
     command = [sys.executable, "-m", "pipeline.distributed.collective_check", device, str(ranks)]
     environment = without_launcher(os.environ) | {"OMP_NUM_THREADS": "1"}
-    limits = {"timeout": COLLECTIVE_SECONDS, "cwd": ROOT}
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, **limits)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=COLLECTIVE_SECONDS, cwd=ROOT
+        )
     except subprocess.TimeoutExpired:
         late = f"{ranks} processes did not connect within {COLLECTIVE_SECONDS} s"
         return DoctorFinding(backend, "broken", late, hint)

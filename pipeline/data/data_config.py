@@ -17,8 +17,6 @@ MAX_PIXELS = 178_956_970
 """Larger images count as corrupt (decompression bombs)."""
 MOST_WORKERS = 12
 """Default limit per rank: at 500 to 900 images per second and worker, more than a GPU trains on."""
-LEAST_LOADING = 1.3
-"""A loader that is as many times as fast as the steps hides its fluctuations."""
 
 
 def default_workers(cores: int) -> int:

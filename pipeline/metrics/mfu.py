@@ -35,8 +35,6 @@ class TowerCosts:
     """Forward, of one text."""
     saved_bytes: float
     """What autograd saves for the backward pass of one pair, in fp32."""
-    context_length: int
-    """Tokens of one text."""
     trained: tuple[bool, bool]
     """Whether any part of the image tower, and of the text tower, is trained."""
     autocast_bytes: float = 0.0
@@ -59,7 +57,6 @@ def measure_towers(towers: nn.Module, *, image_size: int, context_length: int) -
         image_flops=_flops(lambda: towers(image, None)) / 2,
         text_flops=_flops(lambda: towers.encode_text(text)) / 2,  # type: ignore[operator]
         saved_bytes=saved,
-        context_length=context_length,
         trained=trained_towers(towers),
         autocast_bytes=autocast,
     )

@@ -65,8 +65,7 @@ def command(
         click.echo(f"The data is assumed, not read: {plan.data_missing}\n")
     title = f"{run.objective.name} on {plan.architecture}: {plan.gpus} x {plan.local_batch} pairs"
     _print_memory(plan, title=title, capacity=gpu_gib)
-    cost = describe_cost(plan, run, mfu=mfu, peak_tflops=peak_tflops)
-    _print_lines([*cost, *describe_data(plan), *(("note", note) for note in plan.notes)])
+    _print_lines(describe(plan, run, mfu=mfu, peak_tflops=peak_tflops))
     if measure:
         import logging
 
@@ -76,8 +75,8 @@ def command(
         _print_lines(measure_run(run, ranks=ranks, seconds=seconds).items())
 
 
-def describe_cost(plan: RunPlan, run: RunConfig, *, mfu: float, peak_tflops: float) -> list[tuple[str, str]]:
-    """FLOPs and time as lines of (label, text)."""
+def describe(plan: RunPlan, run: RunConfig, *, mfu: float, peak_tflops: float) -> list[tuple[str, str]]:
+    """FLOPs, time, data and notes as lines of (label, text)."""
     towers, pairs = plan.towers, run.total_steps * run.batch_size
     hours = plan.gpu_hours(peak_tflops=peak_tflops, mfu=mfu)
     gpu = f"{GPUS[peak_tflops]}, " if peak_tflops in GPUS else ""
@@ -92,7 +91,19 @@ def describe_cost(plan: RunPlan, run: RunConfig, *, mfu: float, peak_tflops: flo
     ]
     if len(plan.stages) > 1:
         lines += [("stage", f"{what} {flops / plan.flops:.0%} of the arithmetic") for what, flops in plan.stages]
-    return lines
+    if plan.data is None:
+        lines.append(("data", f"{_count(plan.dataset_size, 'sample')}, assumed"))
+    else:
+        layout, manifest, dropped = plan.data.layout, plan.data.mixture.manifest, plan.data.layout.dropped
+        unused = (
+            f"{_count(dropped, 'sample')} left over, which fill no batch" if dropped else "every sample is in a batch"
+        )
+        size = f"{_count(manifest.n, 'sample')} in {_count(len(manifest.shards), 'shard')}, {_size(manifest.bytes)}"
+        buffers, batches = map(_size, plan.host)
+        memory = f"{buffers} of encoded samples (data.shuffle_buffer), {batches} of decoded batches per rank"
+        lines += [("data", size), ("epoch", f"{_count(layout.steps, 'step')} of {layout.global_batch:,}; {unused}")]
+        lines.append(("host memory", memory))
+    return [*lines, *(("note", note) for note in plan.notes)]
 
 
 def _print_memory(plan: RunPlan, *, title: str, capacity: float) -> None:
@@ -132,30 +143,12 @@ def _print_lines(lines: Iterable[tuple[str, str]]) -> None:
         click.echo(f"{label:<16} {text}")
 
 
-def describe_data(plan: RunPlan) -> list[tuple[str, str]]:
-    """The data as lines of (label, text)."""
-    data = plan.data
-    if data is None:
-        return [("data", f"{_count(plan.dataset_size, 'sample')}, assumed")]
-    layout, manifest = data.layout, data.mixture.manifest
-    unused = "every sample is in a batch"
-    if layout.dropped:
-        unused = f"{_count(layout.dropped, 'sample')} left over, which fill no batch"
-    buffers, batches = map(_size, plan.host)
-    size = f"{_count(manifest.n, 'sample')} in {_count(len(manifest.shards), 'shard')}, {_size(manifest.bytes)}"
-    return [
-        ("data", size),
-        ("epoch", f"{_count(layout.steps, 'step')} of {layout.global_batch:,}; {unused}"),
-        ("host memory", f"{buffers} of encoded samples (data.shuffle_buffer), {batches} of decoded batches per rank"),
-    ]
-
-
 def _size(count: float, unit: str = "B") -> str:
     for prefix in ("", "k", "M", "G", "T", "P"):
         if count < 1000:
             return f"{count:.3g} {prefix}{unit}"
         count /= 1000
-    return f"{count:,.3g} E{unit}" if count < 1000 else f"{count:,.0f} E{unit}"
+    return f"{count:.3g} E{unit}"
 
 
 def _count(number: int, noun: str) -> str:

@@ -7,7 +7,6 @@ import os
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -115,15 +114,6 @@ def plan_run(run: RunConfig, *, gpus: int, dataset_size: int | None = None) -> R
     largest = max((measured for measured, _, _ in every), key=lambda measured: measured.saved_bytes)
     notes = [note for *_, notes in every for note in notes]
     notes += [*_stored_features(run, data), *_caption_notes(run, architecture)]
-    memory = partial(
-        engine_memory,
-        towers.parameters,
-        bf16=engine.bf16,
-        ranks=gpus,
-        bucket=engine.bucket,
-        average=run.ema.decay is not None,
-        trained=towers.trained_parameters,
-    )
     return RunPlan(
         architecture=architecture.name,
         gpus=gpus,
@@ -131,7 +121,18 @@ def plan_run(run: RunConfig, *, gpus: int, dataset_size: int | None = None) -> R
         micro_batch=micro,
         stage=engine.stage,
         towers=towers,
-        engine={stage: memory(stage=stage) for stage in range(4)},
+        engine={
+            stage: engine_memory(
+                towers.parameters,
+                stage=stage,
+                bf16=engine.bf16,
+                ranks=gpus,
+                bucket=engine.bucket,
+                average=run.ema.decay is not None,
+                trained=towers.trained_parameters,
+            )
+            for stage in range(4)
+        },
         activations={
             stage: activation_bytes(largest, micro_batch=micro, bf16=engine.bf16, autocast=stage == 0)
             for stage in range(4)

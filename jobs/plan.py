@@ -94,10 +94,9 @@ def describe(plan: RunPlan, run: RunConfig, *, mfu: float, peak_tflops: float) -
     if plan.data is None:
         lines.append(("data", f"{_count(plan.dataset_size, 'sample')}, assumed"))
     else:
-        layout, manifest, dropped = plan.data.layout, plan.data.mixture.manifest, plan.data.layout.dropped
-        unused = (
-            f"{_count(dropped, 'sample')} left over, which fill no batch" if dropped else "every sample is in a batch"
-        )
+        layout, manifest, unused = plan.data.layout, plan.data.mixture.manifest, "every sample is in a batch"
+        if layout.dropped:
+            unused = f"{_count(layout.dropped, 'sample')} left over, which fill no batch"
         size = f"{_count(manifest.n, 'sample')} in {_count(len(manifest.shards), 'shard')}, {_size(manifest.bytes)}"
         buffers, batches = map(_size, plan.host)
         memory = f"{buffers} of encoded samples (data.shuffle_buffer), {batches} of decoded batches per rank"

@@ -28,7 +28,6 @@ from pipeline.training.run import setup
 from tests.mirrors import begin, fetch, fetched, steps_in, write, writer_of
 from tests.training import SMALL, prepare, settings_in, train_here
 from tests.written_checkpoints import snapshot
-from tests.written_checkpoints import writer_of as plain_writer
 
 SETTINGS = [*SMALL, "samples=80", "data.sources=nowhere"]
 OTHER = "0123456789abcdef"
@@ -150,21 +149,6 @@ def test_the_mirror_of_another_run_is_refused(tmp_path, towers):
     change_meta(mirror, 1, lambda meta: meta.update(run_id=OTHER))
     with pytest.raises(UserError, match=f"belongs to run {OTHER}"):
         fetch(tmp_path / "third" / "run", url)
-
-
-def test_another_runs_checkpoint_of_the_same_step_is_kept(tmp_path, towers):
-    url, run, other = f"file://{tmp_path}/store", tmp_path / "run", tmp_path / "other" / "run"
-    write(run, url, towers, [1, 3])
-    write_run_id(other, OTHER)
-    writer = plain_writer(other, towers)
-    writer.save(snapshot(towers, 3))
-    writer.wait()
-    shutil.rmtree(run / "checkpoints")
-    shutil.copytree(other / "checkpoints", run / "checkpoints")
-    found, notes = fetched(run, url)
-    assert (found.step, found.run_id) == (3, read_run_id(run))
-    assert f"step-00000003 was written by another run ({OTHER}) and is step-00000003.run-{OTHER} now" in notes[0]
-    assert (run / "checkpoints" / f"step-00000003.run-{OTHER}" / META_NAME).is_file()
 
 
 def test_a_mirror_cannot_name_what_is_outside_the_run(tmp_path, towers):

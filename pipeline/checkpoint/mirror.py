@@ -7,11 +7,9 @@ They are uploaded in the background to URL/NAME-OF-RUN/checkpoints/; a run on a 
 from __future__ import annotations
 
 import shutil
-import threading
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +160,31 @@ class Mirror:
         if best_checkpoint(path.parents[1]) == path:
             self._files.pipe_file(BEST_NAME, f"{path.name}\n".encode())
 
+    def update(self, path: Path, *, run_id: str, resumed_from: str, outdated: Callable[..., list[str]]) -> str:
+        """Upload a checkpoint, and remove outdated ones, and later ones before which the run has rolled back.
+
+        Args:
+            path: A finished checkpoint of the run `run_id`.
+            run_id: Another run's mirror is left alone.
+            resumed_from: The checkpoint that the run continues; it and the best one are never removed.
+            outdated: `layout.outdated` with the run's settings.
+
+        Returns:
+            What to report. An error of the client library, which has tried again, must not end the training.
+        """
+        try:
+            metas = self.checkpoints(run_id)
+            self.upload(path)
+            good = {name for name, meta in metas.items() if not wrong_meta(meta, name)}
+            later = [name for name in good if step_of(Path(name)) > step_of(path)]
+            names, held = {*metas, path.name}, {resumed_from, self.read(BEST_NAME)}
+            for name in (*later, *outdated(names, written=path.name, is_good=good.__contains__, held=held)):
+                self.remove(name)
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            return f"Checkpoint {path.name} is NOT in the mirror {self.url} ({why}). Training continues."
+        return f"Checkpoint {path.name} is in the mirror."
+
     def remove(self, name: str) -> None:
         """Remove a checkpoint, `checkpoint.json` first, so that no part of it looks complete."""
         self._files.invalidate_cache()
@@ -191,57 +214,3 @@ class Mirror:
     def _make_folder(self, path: str) -> None:
         if not self._files.fs.async_impl:  # object stores have none: their clients would create a misspelt bucket
             self._files.makedirs(path, exist_ok=True)
-
-
-@dataclass
-class Uploads:
-    """Uploads the newest finished checkpoint of a run in the background; of those finished meanwhile, only the last."""
-
-    mirror: Mirror
-    run_id: str
-    resumed_from: str
-    """The checkpoint that the run continues; it and the best one are never removed."""
-    outdated: Callable[..., list[str]]
-    """`layout.outdated` with the run's settings: which ones to remove after an upload."""
-    on_event: Callable[[str], None]
-    """Called with a message for every upload."""
-    waiting: list[Path] = field(default_factory=list)
-    """The checkpoint that is uploaded, and the next one. They must not be removed."""
-    _changed: threading.Condition = field(default_factory=threading.Condition)
-
-    def submit(self, path: Path) -> None:
-        """Upload a finished checkpoint as soon as the current upload ends."""
-        with self._changed:
-            self.waiting[1:] = [path]
-            if self.waiting == [path]:
-                threading.Thread(target=self._work, name="mirror", daemon=True).start()
-
-    def wait(self, seconds: float) -> bool:
-        """Wait until everything is uploaded or given up, and return whether that was in time."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self.waiting, timeout=seconds)
-
-    def _work(self) -> None:
-        while True:
-            name = self.waiting[0].name
-            try:
-                self._upload(self.waiting[0])
-                self.on_event(f"Checkpoint {name} is in the mirror.")
-            except Exception as error:  # of any client library, which has tried again; it must not end the training
-                why = f"{type(error).__name__}: {error}"
-                self.on_event(f"Checkpoint {name} is NOT in the mirror {self.mirror.url} ({why}). Training continues.")
-            with self._changed:
-                del self.waiting[0]
-                self._changed.notify_all()
-                if not self.waiting:
-                    return
-
-    def _upload(self, path: Path) -> None:
-        """Upload a checkpoint, and remove outdated ones, and later ones before which the run has rolled back."""
-        metas = self.mirror.checkpoints(self.run_id)
-        self.mirror.upload(path)
-        good = {name for name, meta in metas.items() if not wrong_meta(meta, name)}
-        later = [name for name in good if step_of(Path(name)) > step_of(path)]
-        names, held = {*metas, path.name}, {self.resumed_from, self.mirror.read(BEST_NAME)}
-        for name in (*later, *self.outdated(names, written=path.name, is_good=good.__contains__, held=held)):
-            self.mirror.remove(name)

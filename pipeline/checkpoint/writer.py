@@ -36,7 +36,7 @@ from pipeline.checkpoint.layout import (
     sweep,
     write_meta,
 )
-from pipeline.checkpoint.mirror import Mirror, Uploads
+from pipeline.checkpoint.mirror import Mirror
 from pipeline.checkpoint.reader import abandon_after, damage
 from pipeline.config import section
 from pipeline.distributed.world import WRITER, World
@@ -123,6 +123,8 @@ class CheckpointWriter:
         self.run, self.folder = run, run / FOLDER_NAME
         self._config, self._world, self._architecture, self._on_event = config, world, architecture, on_event
         self._thread: threading.Thread | None = None
+        self._written = threading.Event()
+        """Set when the thread has written its checkpoint, and at most uploads it still."""
         self._seconds_to_wait, self._mirror_seconds = 600.0, 60 * mirror_minutes
         self._resumed_from = resumed_from.name if resumed_from and resumed_from.parent == self.folder else ""
         self._verified = {self._resumed_from}
@@ -130,7 +132,9 @@ class CheckpointWriter:
         self._outdated = partial(outdated, keep_last=config.keep_last, keep_every=config.keep_every)
         self.run_id = (run_id_of(run) or new_run_id()) if world.is_main else ""
         """The run's id. Known on rank 0."""
-        self._uploads: Uploads | None = None
+        self._mirror: Mirror | None = None
+        self._mirror_lock, self._newest, self._uploading = threading.Lock(), Path(), ""
+        """Held by the thread that uploads; the last checkpoint to upload; the name of the one that is uploaded."""
         self._begun = self._gave_up = False  # the latter: `finish` has waited in vain for the mirror
 
     def begin(self) -> None:
@@ -145,13 +149,7 @@ class CheckpointWriter:
         write_run_id(self.run, self.run_id)
         self._begun = True
         if self._config.mirror:
-            self._uploads = Uploads(
-                Mirror(self._config.mirror, self.run),
-                run_id=self.run_id,
-                resumed_from=self._resumed_from,
-                outdated=self._outdated,
-                on_event=self._on_event,
-            )
+            self._mirror = Mirror(self._config.mirror, self.run)
 
     def save(self, snapshot: Snapshot) -> None:
         """Start writing, after the previous checkpoint is finished. Collective."""
@@ -166,46 +164,54 @@ class CheckpointWriter:
             except OSError as error:
                 refused = error
         self._world.barrier()
-        thread = threading.Thread(target=self._write, args=(snapshot, temporary, refused), daemon=True, name=WRITER)
+        self._written.clear()
         try:
-            thread.start()
-            self._thread = thread
+            self._start(self._write, snapshot, temporary, refused)
         except RuntimeError:  # there are no more threads or addresses: the next step waits for it
             self._write(snapshot, temporary, refused)
 
     def wait(self) -> None:
         """Return when this rank is not writing."""
         if self._thread is not None:
-            self._thread.join()
+            self._written.wait()
 
     def finish(self) -> None:
         """Return when this rank is not writing, and the mirror has the last checkpoint, or has taken too long."""
         self.wait()
-        if self._uploads is not None and not self._gave_up and not self._uploads.wait(self._mirror_seconds):
-            self._gave_up = True
-            self._on_event(
-                f"The upload of the last checkpoint was not finished in {self._mirror_seconds / 60:g} minutes."
-            )
+        if self._thread is not None and not self._gave_up:
+            self._thread.join(self._mirror_seconds)
+            if self._thread.is_alive():
+                self._gave_up = True
+                self._on_event(
+                    f"The upload of the last checkpoint was not finished in {self._mirror_seconds / 60:g} minutes."
+                )
 
     def give_up(self) -> None:
         """Wait for nothing any more, not in `finish` either: the process ends."""
-        self._thread = self._uploads = None
+        self._thread = None
 
     def abandon_after(self, step: int) -> None:
         """Remove the checkpoints of later steps, to which the run has rolled back. Call it on rank 0."""
         self.begin()
         abandon_after(self.run, step)
-        if self._uploads is not None:
-            self._uploads.submit(self.folder / name_of(step))  # an upload removes later ones from the mirror
+        if self._mirror is not None:
+            self._newest = self.folder / name_of(step)
+            self._start(self._upload, self._newest)  # which removes later ones from the mirror
+
+    def _start(self, target: Callable[..., None], *arguments: Any) -> None:
+        thread = threading.Thread(target=target, args=arguments, daemon=True, name=WRITER)
+        thread.start()
+        self._thread = thread
 
     def _write(self, snapshot: Snapshot, temporary: Path, refused: OSError | None) -> None:
+        final = None
         try:
             self.problem = ""
             if refused is not None:
                 raise refused
             self._write_part(snapshot, temporary)
             if self._world.is_main:
-                self._publish(snapshot, temporary)
+                final = self._publish(snapshot, temporary)
         except Exception as error:  # the run continues: a full disk must not end a week of training
             if not self._world.is_main:
                 with contextlib.suppress(OSError):  # rank 0 reports it
@@ -217,6 +223,19 @@ class CheckpointWriter:
                     f"Checkpoint {name_of(snapshot.step)} could NOT be written ({self.problem}). "
                     "Older checkpoints are intact. Free some space or check the file system."
                 )
+        finally:
+            self._written.set()
+        if final is not None and self._mirror is not None:
+            self._upload(final)
+
+    def _upload(self, path: Path) -> None:
+        """Copy a checkpoint to the mirror after the upload before, unless a newer one waits for that, too."""
+        with self._mirror_lock:
+            self._uploading = path.name
+            if path == self._newest and self._mirror is not None:
+                update = partial(self._mirror.update, run_id=self.run_id, resumed_from=self._resumed_from)
+                self._on_event(update(path, outdated=self._outdated))
+            self._uploading = ""
 
     def _write_part(self, snapshot: Snapshot, temporary: Path) -> None:
         """Write this rank's files, and a list of them with their sizes and hashes."""
@@ -255,7 +274,7 @@ class CheckpointWriter:
             written += snapshot.adapters.save(temporary / ADAPTERS_NAME)
         return [*written, moments, objective]
 
-    def _publish(self, snapshot: Snapshot, temporary: Path) -> None:
+    def _publish(self, snapshot: Snapshot, temporary: Path) -> Path:
         """Wait for the other ranks' files, write the list of them all, and rename the folder into place."""
         files: dict[str, Any] = {}
         for rank in range(self._world.size):
@@ -278,11 +297,11 @@ class CheckpointWriter:
         if snapshot.best:
             with self._reported(f"`{BEST_NAME}` does not name {final.name}"):
                 write_text(self.folder / BEST_NAME, final.name + "\n", durable=True)
-        if self._uploads is not None:
-            self._uploads.submit(final)
+        self._newest = final
         with self._reported("older checkpoints could not be removed"):
             flush(self.folder)
             self._prune(final, last_good=snapshot.last_good)
+        return final
 
     @contextlib.contextmanager
     def _reported(self, what: str) -> Iterator[None]:
@@ -305,8 +324,7 @@ class CheckpointWriter:
         """Remove older checkpoints that the configuration does not keep, except those that a rollback may need."""
         best = best_checkpoint(self.run)
         paths = {path.name: path for path in finished_checkpoints(self.run) if id_in(path) == self.run_id}
-        uploading = {path.name for path in self._uploads.waiting} if self._uploads is not None else set()
-        held = {self._resumed_from, best.name if best else "", *uploading}
+        held = {self._resumed_from, best.name if best else "", self._uploading}
         if last_good is not None:
             good = [name for name, path in paths.items() if step_of(path) <= last_good]
             held |= paths.keys() - good[:-1]

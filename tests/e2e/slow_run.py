@@ -16,12 +16,12 @@ from typing import Any
 
 from jobs.cli import run
 from jobs.train import command
-from pipeline.checkpoint.mirror import Uploads
+from pipeline.checkpoint.writer import CheckpointWriter, Snapshot
 from pipeline.engine.deepspeed_engine import DeepSpeedEngine
 
 if __name__ == "__main__":
     seconds, *arguments = sys.argv[1:]
-    step, submit = DeepSpeedEngine.step, Uploads.submit
+    step, save = DeepSpeedEngine.step, CheckpointWriter.save
 
     pauses = (1.03**number for number in itertools.count())
 
@@ -31,12 +31,12 @@ if __name__ == "__main__":
             time.sleep(next(pauses) if until else float(seconds))
         return step(engine, *args, **kwargs)
 
-    def submit_and_wait(uploads: Uploads, path: Path) -> None:
-        submit(uploads, path)
-        assert uploads.wait(60)
+    def save_and_wait(writer: CheckpointWriter, snapshot: Snapshot) -> None:
+        save(writer, snapshot)
+        writer.finish()
 
     if seconds == "mirror":
-        Uploads.submit = submit_and_wait
+        CheckpointWriter.save = save_and_wait
     else:
         DeepSpeedEngine.step = slow_step
     run(command, arguments, prog_name="slow")

@@ -19,7 +19,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from pipeline.checkpoint.layout import best_checkpoint
 from pipeline.checkpoint.mirror import Mirror
-from pipeline.distributed.world import World
+from pipeline.distributed.world import WRITER, World
 from pipeline.errors import UserError
 from pipeline.files import write_text
 from pipeline.run_files import META_NAME, checkpoint_folders, digest_of, name_of, read_run_id, write_run_id
@@ -205,7 +205,7 @@ def test_the_end_of_a_run_waits_for_the_mirror_only_once(tmp_path, towers, monke
     writer.finish()
     writer.finish()
     released.set()
-    assert writer._uploads.wait(30)  # its thread would call the next test's `upload`
+    writer._thread.join(30)  # it would call the next test's `upload`
     assert sum("was not finished in 0.001 minutes" in event for event in events) == 1
 
 
@@ -228,7 +228,7 @@ def test_a_second_ctrl_c_does_not_wait_for_the_mirror(tmp_path, monkeypatch):
     seconds = time.monotonic() - begun[0]
     released.set()
     for thread in threading.enumerate():
-        if thread.name == "mirror":
+        if thread.name == WRITER:
             thread.join(30)  # it would call the next test's `upload`
     assert seconds < 30
 

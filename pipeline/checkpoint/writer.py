@@ -98,7 +98,7 @@ class Snapshot:
 
 
 class CheckpointWriter:
-    """Writes snapshots in the background, one at a time, to the run's folder, which the ranks share.
+    """Writes snapshots in threads, one at a time, to the run's folder, which the ranks share, then to the mirror.
 
     `on_event` is called on rank 0 with a message for every checkpoint that was written or failed. `resumed_from`, the
     checkpoint that the run continues, is never removed. The end of a run, or of one of its stages, waits for an

@@ -138,7 +138,9 @@ class Mirror:
         files = (*read_meta(path)["files"], META_NAME)
         if self.url.startswith("hf://") and not self.url.startswith("hf://buckets/"):
             from huggingface_hub import HfApi  # in one commit: the hub limits them per hour
+            from huggingface_hub.utils import disable_progress_bars
 
+            disable_progress_bars()
             place = self._files.fs.resolve_path(f"{self._files.path}/{path.name}")
             HfApi().upload_folder(
                 repo_id=place.repo_id,

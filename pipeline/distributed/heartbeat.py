@@ -140,7 +140,7 @@ class Heartbeat:
                 return end.reason
             return f"rank {end.rank} ({end.host}, process {end.pid}) ended with {end.code}: {end.reason}"
         following = (self.world.rank + 1) % self.world.size
-        before, self._next = self._next, read_beat(self._path(following))
+        before, self._next = self._next, read_as(Beat, self._path(following))
         # Looks are counted, not seconds: this process may have been suspended itself, with all others.
         self._looks = 0 if self._next != before or blind or following in ends else self._looks + 1
         if (seconds := self._looks * self._interval) <= self._lost_after:
@@ -200,15 +200,10 @@ class Heartbeat:
         return True
 
     def _read(self) -> list[Beat | None]:
-        return [read_beat(self._path(rank)) for rank in range(self.world.size)]
+        return [read_as(Beat, self._path(rank)) for rank in range(self.world.size)]
 
     def _path(self, rank: int) -> Path:
         return self.folder / f"rank-{rank:05d}.json"
-
-
-def read_beat(path: Path) -> Beat | None:
-    """A rank's last heartbeat; None when the file is missing or damaged."""
-    return read_as(Beat, path)
 
 
 def diagnosis(beats: Sequence[Beat | None]) -> str:

@@ -88,7 +88,6 @@ class StopSignals:
         self.announce: Callable[[int], None] | None = None
         """Called in a thread with the number of the first signal as soon as it arrives: the main thread may be in a
         long call, and takes note of the signal afterwards."""
-        self._announced = False
         self._share: Callable[[int], int] | None = None
         self._before: dict[signal.Signals, Any] = {}
         self._action_before: Callable[[int], None] | None = None
@@ -132,9 +131,9 @@ class StopSignals:
         self.received.append(number)
 
     def _announce_first(self, number: int) -> None:
-        if self.announce is not None and not self._announced:
-            self._announced = True
-            self.announce(number)
+        announce, self.announce = self.announce, None
+        if announce is not None:
+            announce(number)
             with suppress(RuntimeError):  # as above
                 if self._share is not None:
                     self._share(1)

@@ -15,12 +15,20 @@ from pipeline.checkpoint.reader import damage
 from pipeline.config import parse_yaml
 from pipeline.distributed.exit_record import EXIT_STALLED, ExitRecord, read_ends
 from pipeline.distributed.exit_record import FOLDER_NAME as HEARTBEATS
-from pipeline.distributed.heartbeat import Beat, read_beat
+from pipeline.distributed.heartbeat import Beat
 from pipeline.distributed.signals import EXIT_PREEMPTED
 from pipeline.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
 from pipeline.files import lock_holder, read_bounded
 from pipeline.planning.node_checks import DoctorFinding
-from pipeline.run_files import FOLDER_NAME, METRICS_NAME, RUN_CONFIG_NAME, checkpoint_folders, read_records, step_of
+from pipeline.run_files import (
+    FOLDER_NAME,
+    METRICS_NAME,
+    RUN_CONFIG_NAME,
+    checkpoint_folders,
+    read_as,
+    read_records,
+    step_of,
+)
 from pipeline.training.recipe_file import consents_in
 from pipeline.training.run_folder import LOCK_NAME, read_origin
 from pipeline.training.run_state import EXIT_DONE, EXIT_NOT_SAVED
@@ -146,7 +154,7 @@ def read_evidence(run: Path) -> Evidence:
         holder=lock_holder(run / LOCK_NAME),
         steps=max((step for step in steps if isinstance(step, int)), default=0),
         events=messages[starts[-1] :] if starts else messages,
-        beats=[beat for path in sorted((run / HEARTBEATS).glob("rank-*.json")) if (beat := read_beat(path))],
+        beats=[beat for path in sorted((run / HEARTBEATS).glob("rank-*.json")) if (beat := read_as(Beat, path))],
         exits=read_ends(run / HEARTBEATS),
         checkpoints=checkpoints,
     )

@@ -14,10 +14,11 @@ import torch
 from torch.distributed import DistBackendError
 
 from pipeline.distributed.exit_record import ExitRecord, read_ends
-from pipeline.distributed.heartbeat import Beat, Heartbeat, diagnosis, read_beat
+from pipeline.distributed.heartbeat import Beat, Heartbeat, diagnosis
 from pipeline.distributed.timing import Phases
 from pipeline.distributed.world import World, lost_contact
 from pipeline.planning.diagnosis import diagnose
+from pipeline.run_files import read_as
 from tests.launch import run
 
 BEAT = Beat(rank=0, host="a", pid=1, step=7, phase="objective", marks=40, seconds=61.0, number=9)
@@ -61,15 +62,15 @@ def test_heartbeats_are_written_and_removed_after_a_clean_exit(tmp_path):
         with phases("forward"):
             pass
         heart.move(tmp_path / "new")
-        found = read_beat(path)
+        found = read_as(Beat, path)
         assert found is not None
         assert (found.rank, found.step, found.phase, found.marks, found.number) == (1, 3, "forward", 2, 2)
     assert not path.exists()
     path.write_text("{")
-    assert read_beat(path) is None
+    assert read_as(Beat, path) is None
     with Heartbeat(tmp_path, world=World(), lost_after=0.05, limit=0.01):  # a single rank waits for nobody
         time.sleep(0.1)
-        assert read_beat(tmp_path / "rank-00000.json") is not None
+        assert read_as(Beat, tmp_path / "rank-00000.json") is not None
 
 
 def test_which_errors_mean_lost_contact():

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipeline.cores import usable_cores
 from pipeline.distributed.devices import choose_device, describe_rank, exchange_devices
 from pipeline.distributed.exit_record import EXIT_STALLED
 from pipeline.distributed.precision import keep_fp32
@@ -61,23 +60,23 @@ def start_world(*, timeout_minutes: float = 30.0, device: str = "auto") -> Itera
     # For one process; restored at the end, because programs that are started later must not meet at this port.
     with nullcontext() if "WORLD_SIZE" in present else environment(**one, MASTER_PORT=str(free_port())):
         rank, local_rank, size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-        owned, problem = not dist.is_initialized(), ""
+        problem = ""
         try:
             chosen = choose_device(device, local_rank=local_rank)
         except UserError as error:
-            if size == 1 or not owned:
+            if size == 1:
                 raise
             chosen, problem = torch.device("cpu"), str(error)  # the others would wait for this rank
         keep_fp32(chosen)
         backend, limit = "nccl" if chosen.type == "cuda" else "gloo", timedelta(minutes=timeout_minutes)
-        cores = _join(rank, size, chosen, limit, problem=problem) if owned else usable_cores()
+        cores = _join(rank, size, chosen, limit, problem=problem)
         failed = True
         try:
             yield World(rank=rank, size=size, local_rank=local_rank, device=chosen, phases=Phases(chosen), cores=cores)
             failed = False
         finally:
             # NCCL would wait here for its peers, which wait in a collective for this rank, and hide its error.
-            if owned and dist.is_initialized() and not (failed and backend == "nccl" and size > 1):
+            if dist.is_initialized() and not (failed and backend == "nccl" and size > 1):
                 dist.destroy_process_group()
 
 

@@ -39,10 +39,10 @@ def command(
     ARCH:PRETRAINED, where ARCH is an open_clip name or a model config in JSON (my-model.json) and PRETRAINED one of its
     tags or a weights file (ViT-B-32:openai, my-model.json:weights.safetensors). A suite is a folder of tasks, a YAML
     file that describes tasks, or datacomp or scenes in the folder --data. Settings are KEY=VALUE, for example workers=8
-    batch_size=256 cache=/fast/pixels; only micro_batch, precision and blank_class (keep or drop) can change a score.
-    The results are one JSON file per task, a summary, eval_results.jsonl in the benchmark's format, and scores.csv.
-    Results whose inputs have not changed are reused. Scores of a run's checkpoints are added to RUN/tensorboard. Exits
-    with 1 if a task failed.
+    batch_size=256; only micro_batch, precision and blank_class (keep or drop) can change a score. The results are one
+    JSON file per task, a summary, eval_results.jsonl in the benchmark's format, and scores.csv. Results whose inputs
+    have not changed are reused. Scores of a run's checkpoints are added to RUN/tensorboard. Exits with 1 if a task
+    failed.
     """
     settings = [argument for argument in arguments if re.match(r"^[a-z_]+=", argument)]
     checkpoints = [argument for argument in arguments if argument not in settings]

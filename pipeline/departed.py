@@ -8,6 +8,7 @@ from typing import Any
 
 SETTINGS: dict[str, str] = {
     "attempts": "A watcher tries a checkpoint three times.",
+    "cache": "Each evaluation decodes its images; several checkpoints share one pass over them.",
     "checkpoint.blocking": "Checkpoints are written in the background.",
     "checkpoint.fallback": "The last checkpoint is tried for 10 minutes; checkpoint.mirror copies checkpoints to a second place.",
     "checkpoint.mirror_minutes": "The wait is two thirds of engine.timeout_minutes.",
@@ -17,6 +18,7 @@ SETTINGS: dict[str, str] = {
     "ema.warmup": "The average always warms up: min(decay, (1 + t) / (10 + t)) at step t.",
     "ema.evaluate": "The average is evaluated and validated while training; `neuclip evaluate RUN` evaluates the trained weights.",
     "engine.rehearse_widest": "Texts are packed; with model.text_batching=padded, engine.micro_batch=auto tries the widest ones before the first step.",
+    "evaluation.cache": "Each evaluation decodes its images; several checkpoints share one pass over them.",
     "evaluation.examples": "Eight examples of a retrieval task are saved.",
     "evaluation.threads": "Set the environment's OMP_NUM_THREADS.",
     "examples": "Eight examples of a retrieval task are saved.",

@@ -128,10 +128,10 @@ def code_version() -> str:
     return f"{version_of('neuclip')} {code_digest(ROOT)}"
 
 
-def code_digest(root: Path, patterns: Sequence[str] = SCORED_BY) -> str:
-    """Digest of the files below `root` that match `patterns`."""
+def code_digest(root: Path) -> str:
+    """Digest of the files below `root` that match `SCORED_BY`."""
     digest = hashlib.sha256()
-    for path in sorted(path for pattern in patterns for path in root.glob(pattern)):
+    for path in sorted(path for pattern in SCORED_BY for path in root.glob(pattern)):
         digest.update(f"{path.relative_to(root).as_posix()}\n".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 

@@ -37,9 +37,7 @@ class PeriodicEvaluation:
         self._suite = open_suite(config.suite or "")
         self._suite.check_places()
         self._run, self._world = run, world
-        self._settings = EvaluationConfig(
-            workers=config.workers, cache=config.cache, allow_outside=config.allow_outside
-        )
+        self._settings = EvaluationConfig(workers=config.workers, allow_outside=config.allow_outside)
 
     def __call__(self, model: EvaluationModel, *, step: int) -> tuple[dict[str, float], dict[str, str]]:
         """Evaluate the weights after `step` steps, which are on this rank's device. Collective.

@@ -47,8 +47,6 @@ class InTrainingConfig:
     """Steps between evaluations; the weights of the last step are always evaluated."""
     workers: int | None = Field(default=None, ge=0)
     """Processes that decode images on each rank. None: one per core; 0: the rank itself, fastest for tiny suites."""
-    cache: str | None = None
-    """Folder that keeps decoded images, so that only the first evaluation decodes them."""
     allow_outside: bool = False
     """Read files outside of a task's folders that links or tables in them name."""
 

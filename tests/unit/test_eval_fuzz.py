@@ -1,23 +1,19 @@
-"""Random damage to a suite or to stored pixels: only documented errors, and never fewer samples than there were."""
+"""Random damage to a suite: only documented errors, and never fewer samples than there were."""
 
 from __future__ import annotations
 
 import random
 import warnings
-from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from pipeline.errors import UserError
 from pipeline.evaluation import evaluate
 from pipeline.evaluation.datasets.datacomp import TASKS
 from pipeline.evaluation.datasets.suite import Suite, open_suite, open_task
-from pipeline.evaluation.datasets.task_data import TaskError, decode
+from pipeline.evaluation.datasets.task_data import decode
 from pipeline.evaluation.protocol import PROTOCOLS
-from pipeline.evaluation.run import images
-from pipeline.evaluation.run.images import PixelCache
 from pipeline.report.stored_scores import read_evaluations
 from tests.checkpoints import QUICK, make_model
 from tests.evaluation_suite import write_association, write_classification, write_retrieval
@@ -116,9 +112,3 @@ def test_a_result_without_whole_outcomes_is_not_reused(tmp_path):
         assert not again.reused
         assert again.results["mnist"] == first.results["mnist"]
     assert evaluate(model, suite=suite, output=output, config=QUICK)[0].reused
-
-
-def test_pixels_on_a_full_disk_name_the_reason(monkeypatch, tmp_path):
-    monkeypatch.setattr(images, "replacing", lambda path: nullcontext(Path("/dev/full")))
-    with pytest.raises(TaskError, match=r"The cache .* cannot be written \(No space left on device\)"):
-        PixelCache(tmp_path, data="digest", micro_batch=1).store("224", 0, np.zeros((1, 300, 300, 3), np.uint8))

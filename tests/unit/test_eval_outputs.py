@@ -1,4 +1,4 @@
-"""What an evaluation writes: the lock, the summary, other tools' formats, the cache, and messages."""
+"""What an evaluation writes: the lock, the summary, other tools' formats, and messages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from pipeline.evaluation.datasets.suite import open_suite
 from pipeline.evaluation.datasets.task_data import FileImages, TaskData, TaskError, decode, plain
 from pipeline.evaluation.protocols.classification import class_details
 from pipeline.evaluation.protocols.retrieval import write_examples
-from pipeline.evaluation.run import images
 from pipeline.evaluation.run.session import attempt
 from pipeline.training.periodic_tests import InTrainingConfig, PeriodicEvaluation
 from tests.checkpoints import QUICK, contents, make_model
@@ -114,33 +113,6 @@ def test_formats_for_other_tools(evaluated):
             5, sum(caption["caption"] in example["own"] for caption in example["captions"])
         )
         assert (example["rank"] < 5) == any(caption["right"] for caption in example["captions"])
-
-
-@pytest.mark.parametrize(("count", "workers"), [(1, 0), (1, 1), (2, 0)])
-def test_image_cache_does_not_change_results(model, suite, expected, tmp_path, count, workers):
-    """The second evaluation of a suite decodes nothing; images in damaged cache files are decoded again."""
-    models = [model, make_model(2, image_size=48)][:count]
-    cached = dataclasses.replace(QUICK, cache=str(tmp_path / "cache"))
-    evaluate(models, suite=suite, output=tmp_path / "first", config=dataclasses.replace(cached, workers=workers))
-    files = sorted((tmp_path / "cache").rglob("*.npz"))
-    assert files
-    decoded: list[str] = []
-
-    def counting(blob: bytes, **options: Any) -> Any:
-        decoded.append(options["name"])
-        return decode(blob, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(images, "decode", counting)
-        evaluate(models, suite=suite, output=tmp_path / "second", config=cached)
-        assert not decoded
-        blob = bytearray(files[0].read_bytes())
-        blob[-100] ^= 1
-        files[0].write_bytes(bytes(blob))
-        evaluate(models, suite=suite, output=tmp_path / "third", config=cached)
-        assert 0 < len(decoded) <= 16, "one micro-batch"
-    for name in ("first", "second", "third"):
-        assert contents(tmp_path / name if count == 1 else tmp_path / name / "model-0") == expected
 
 
 def test_bf16_is_recorded_in_the_results(model, suite, tmp_path):

@@ -198,14 +198,13 @@ def write_columns(root: Path) -> None:
 @pytest.mark.parametrize("changed", ["label: label, image: other", "caption: text2"])
 def test_other_columns_of_the_same_files_are_other_data(tmp_path, model, changed):
     write_columns(tmp_path)
-    config = replace(QUICK, cache=str(tmp_path / "cache"))
     first = "caption: text" if "caption" in changed else "label: label"
     one_task(tmp_path, f"mine: {{csv: items.csv, {first}}}")
-    evaluate(model, suite=tmp_path, output=tmp_path / "out", config=config)
+    evaluate(model, suite=tmp_path, output=tmp_path / "out", config=QUICK)
     one_task(tmp_path, f"mine: {{csv: items.csv, {changed}}}")
-    refused = evaluate(model, suite=tmp_path, output=tmp_path / "out", config=config)[0]
+    refused = evaluate(model, suite=tmp_path, output=tmp_path / "out", config=QUICK)[0]
     assert "others when it was first evaluated" in refused.failures["mine"]
-    accepted = evaluate(model, suite=tmp_path, output=tmp_path / "out", config=replace(config, relock=True))[0]
+    accepted = evaluate(model, suite=tmp_path, output=tmp_path / "out", config=replace(QUICK, relock=True))[0]
     fresh = evaluate(model, suite=tmp_path, output=tmp_path / "fresh", config=QUICK)[0]
     assert not accepted.reused
     assert accepted.results["mine"] == fresh.results["mine"]

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from pipeline.evaluation.datasets.suite import Entry, Suite, is_official, open_task
 from pipeline.evaluation.datasets.task_data import TaskData, TaskError, check_digests, file_digests, plain
-from pipeline.evaluation.identity import data_digest, definition, identity_of
+from pipeline.evaluation.identity import definition, identity_of
 from pipeline.evaluation.protocol import PROTOCOLS, Outcomes, Protocol
 from pipeline.evaluation.protocols.texts import TextSide, check_finite
-from pipeline.evaluation.run.images import ImagePass, PixelCache, preprocessing_key
+from pipeline.evaluation.run.images import ImagePass, preprocessing_key
 from pipeline.evaluation.run.results import Evaluation, TaskResult, read_outcomes, read_result, write_result
 from pipeline.evaluation.run.session import Session
 from pipeline.model.evaluation_model import EvaluationModel
@@ -271,10 +271,6 @@ def _my_images(
     """
     source, device, config = opened.data.images, session.compute.device, session.config
     background = background_of(models.values()) if opened.data.on_background else None
-    cache = None
-    if config.cache:
-        digest = data_digest(opened.files, opened.data.columns)
-        cache = PixelCache(Path(config.cache), data=digest, micro_batch=config.micro_batch, background=background)
     on_device = {index: texts[index].to(device) for index in models}
     keys = {index: preprocessing_key(model) for index, model in models.items()}
     reading = ImagePass(
@@ -283,7 +279,6 @@ def _my_images(
         micro_batch=config.micro_batch,
         batch_size=config.batch_size,
         workers=config.loader_workers(session.world.cores),
-        cache=cache,
         background=background,
         rank=session.world.rank,
         size=session.world.size,
@@ -305,18 +300,10 @@ def _my_images(
         except TaskError as error:
             return number, index, str(error)
 
-    def check_unchanged() -> None:
-        try:
-            opened.data.check_unchanged()
-        except TaskError:
-            if cache is not None:
-                cache.remove(keys.values())
-            raise
-
     try:
         pieces = list(session.compute.map(encode, work()))
     except Exception:
-        check_unchanged()  # says more, and images that were cached until then may be of changed files
+        opened.data.check_unchanged()  # says more
         raise
-    check_unchanged()
+    opened.data.check_unchanged()
     return pieces

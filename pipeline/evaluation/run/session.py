@@ -43,8 +43,6 @@ class EvaluationConfig:
     """What the encoders compute in. `bf16` is faster where the device has it, and scores differ in the last digits."""
     blank_class: BlankClass = "keep"
     """What a blank line of classnames.txt is: a class without a name, or (`drop`) none, as in some published work."""
-    cache: str | None = None
-    """Folder that keeps decoded images (150 kB each at 224 pixels), so that later evaluations need not decode."""
     recompute: bool = False
     """Compute again what is there already with the same inputs."""
     allow_outside: bool = False

@@ -78,7 +78,6 @@ def fetch_evalsets(
     keys: Iterable[str] = (),
     *,
     mirror: Path | None = None,
-    endpoint: str | None = None,
     on_note: Callable[[str], None] = lambda note: None,
 ) -> FetchOutcome:
     """Bring evaluation sets into a folder and verify them; one bad set does not stop the others.
@@ -87,7 +86,6 @@ def fetch_evalsets(
         root: The folder, one folder per set.
         keys: Which sets; by default all 38.
         mirror: A folder of the sets, in any layout that the evaluation reads; without it, they come from the hub.
-        endpoint: Another hub with the same interface.
         on_note: Called with a line per set.
 
     Raises:
@@ -103,7 +101,7 @@ def fetch_evalsets(
         if mirror is not None:
             entry = _fetch_from_mirror(chosen, root / chosen.folder, mirror, mirrored.get(chosen.key))
         else:
-            entry = _fetch_from_hub(chosen, root / chosen.folder, endpoint, lock.get(chosen.key))
+            entry = _fetch_from_hub(chosen, root / chosen.folder, lock.get(chosen.key))
         entry["samples"] = count(chosen, root / chosen.folder)
         # Read again: another process may have fetched other sets in the meantime.
         write_json(root / LOCK_NAME, {**read_lock(root), chosen.key: entry})
@@ -206,8 +204,8 @@ def _fetch_from_mirror(chosen: HubSet, target: Path, mirror: Path, known: dict[s
     return {"repo": facts["repo"], "commit": facts["commit"], "files": dict(sorted(files.items()))}
 
 
-def _fetch_from_hub(chosen: HubSet, target: Path, endpoint: str | None, known: dict[str, Any] | None) -> dict[str, Any]:
-    """Fetch what is missing or damaged of a set into `target`, from the hub or another one with the same interface.
+def _fetch_from_hub(chosen: HubSet, target: Path, known: dict[str, Any] | None) -> dict[str, Any]:
+    """Fetch what is missing or damaged of a set into `target`.
 
     Returns:
         The set's entry for evalsets.json; `known`, that of an earlier call, has the commit that is fetched again.
@@ -217,7 +215,7 @@ def _fetch_from_hub(chosen: HubSet, target: Path, endpoint: str | None, known: d
     """
     from huggingface_hub import HfApi, snapshot_download
 
-    api = HfApi(endpoint=endpoint)
+    api = HfApi()
     pinned = known["commit"] if known and known["repo"] == chosen.repo else None
     try:
         commit = pinned or api.repo_info(chosen.repo, repo_type="dataset", revision=chosen.revision).sha
@@ -231,8 +229,7 @@ def _fetch_from_hub(chosen: HubSet, target: Path, endpoint: str | None, known: d
             path = path_below(target, name, what=f"A file of {chosen.repo}")
             if path.exists() and not _is_published(path, published[name]):
                 path.unlink()
-        where: dict[str, Any] = {"repo_type": "dataset", "revision": commit, "local_dir": target, "endpoint": endpoint}
-        snapshot_download(chosen.repo, allow_patterns=names, **where)
+        snapshot_download(chosen.repo, repo_type="dataset", revision=commit, local_dir=target, allow_patterns=names)
     except UserError:
         raise
     except Exception as error:  # the hub's client raises its own exceptions and those of its HTTP library

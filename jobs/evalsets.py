@@ -6,7 +6,14 @@ from pathlib import Path
 
 import click
 
+from pipeline.departed import COMMANDS
+
 EXIT_PROBLEMS = 1
+
+
+def _departed(_: click.Context, __: click.Parameter, given: str | None) -> None:
+    if given:
+        raise click.UsageError(COMMANDS["evalsets --endpoint"])
 
 
 @click.command(name="evalsets")
@@ -15,14 +22,12 @@ EXIT_PROBLEMS = 1
 @click.option(
     "--mirror", type=click.Path(file_okay=False), help="A local folder of the sets, such as DataComp's own download."
 )
-@click.option("--endpoint", help="URL of another hub with the same API.")
+@click.option("--endpoint", hidden=True, expose_value=False, callback=_departed)
 @click.option("--check", is_flag=True, help="Only verify the sets already in FOLDER; needs no network.")
 @click.option(
     "--lock", is_flag=True, help="Record counts and digests of all tasks in FOLDER, including your own, in suite.json."
 )
-def command(
-    folder: str, only: tuple[str, ...], mirror: str | None, endpoint: str | None, check: bool, lock: bool
-) -> int:
+def command(folder: str, only: tuple[str, ...], mirror: str | None, check: bool, lock: bool) -> int:
     """Fetch the evaluation sets into FOLDER, from the hub or a local mirror, and verify them.
 
     Run it again to continue; complete sets are not fetched again. With --lock nothing is fetched: the contents of
@@ -30,14 +35,13 @@ def command(
     wrong.
     """
     if lock:
-        return _lock(Path(folder), others=bool(only or mirror or endpoint or check))
+        return _lock(Path(folder), others=bool(only or mirror or check))
     from data_prep.evaluation_sets import check_evalsets, fetch_evalsets
 
     if check:
         outcome = check_evalsets(folder, only)
     else:
-        copies = Path(mirror) if mirror else None
-        outcome = fetch_evalsets(folder, only, mirror=copies, endpoint=endpoint, on_note=click.echo)
+        outcome = fetch_evalsets(folder, only, mirror=Path(mirror) if mirror else None, on_note=click.echo)
     total = sum(outcome.good.values())
     click.echo(f"{len(outcome.good)} sets verified, {total:,} samples; {len(outcome.problems)} not usable.")
     for key, problem in outcome.problems.items():

@@ -121,6 +121,7 @@ COMMANDS: dict[str, str] = {
     "plan --gpus-per-node": "--measure divides this machine's cores by its GPUs, or by --ranks; `taskset` gives it fewer.",
     "plan --images-per-core": "`neuclip plan --measure` measures what the loader delivers.",
     "plan --sample-bytes": "`neuclip plan --measure` measures what the loader delivers.",
+    "evalsets --endpoint": "Another hub with the same interface: set the environment's HF_ENDPOINT.",
     "study icons": "The corpus of icons has left; commit c14979c has the program that makes it. The study's results are in docs/studies/icons.",
     "study separation": "This study has left; docs/studies/separation has its results, commit c14979c its program.",
     "train --new-batch-size": "A run keeps its batch_size; begin a new run with the weights: model.arch=pretrained model.pretrained=RUN/checkpoints/STEP.",

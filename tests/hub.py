@@ -10,11 +10,21 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import unquote
 
+import pytest
+
 from tests.web import Site, send
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TOKEN = "hf_owner"
 _LARGE = (".tar", ".parquet", ".zip")
+
+
+def use_hub(monkeypatch: pytest.MonkeyPatch, base: str) -> None:
+    """Make the hub's client take `base` for its hub, as HF_ENDPOINT does when the client is imported."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", base)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", base + "/{repo_id}/resolve/{revision}/{filename}")
 
 
 class Hub:

@@ -21,7 +21,7 @@ from jobs.evalsets import command
 from pipeline.errors import UserError
 from pipeline.evaluation.datasets.datacomp import TASKS, Task, folder_names
 from tests.evaluation_suite import write_cache, write_classification
-from tests.hub import COMMIT, Hub
+from tests.hub import COMMIT, Hub, use_hub
 from tests.shards import write_members
 from tests.web import serve
 
@@ -93,11 +93,12 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     monkeypatch.setattr(evaluation_sets, "HUB_SETS", TINY)
     monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
     with serve() as site:
+        use_hub(monkeypatch, site.base)
         yield Hub(site, FILES)
 
 
 def test_sets_come_from_the_hub_verified_and_pinned(hub, tmp_path):
-    outcome = fetch_evalsets(tmp_path, endpoint=hub.base)
+    outcome = fetch_evalsets(tmp_path)
     assert outcome.problems == {}
     assert outcome.good == {"cifar10": 5, "retrieval/flickr": 3, "misc/winogavil": 2}
     lock = json.loads((tmp_path / "evalsets.json").read_text())
@@ -110,7 +111,7 @@ def test_sets_come_from_the_hub_verified_and_pinned(hub, tmp_path):
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
     assert "test/1.tar differ" in check_evalsets(tmp_path).problems["cifar10"]
     hub.asked.clear()
-    assert fetch_evalsets(tmp_path, endpoint=hub.base).problems == {}
+    assert fetch_evalsets(tmp_path).problems == {}
     assert hub.downloads() == ["test/1.tar"], "only the damaged file is fetched again"
     assert not any("/revision/" in path for path in hub.asked), "the commit of the first download is kept"
     assert check_evalsets(tmp_path).problems == {}
@@ -120,7 +121,7 @@ def test_a_damaged_record_is_named(hub, tmp_path):
     """Regression test: it was reported as a fault of the program."""
     for text in ("{", "[1]", '{"cifar10": 3}', '{"cifar10": {"files": {}}}', '{"cifar10": null}', "\0"):
         (tmp_path / "evalsets.json").write_text(text)
-        for work in (lambda: fetch_evalsets(tmp_path, endpoint=hub.base), lambda: check_evalsets(tmp_path)):
+        for work in (lambda: fetch_evalsets(tmp_path), lambda: check_evalsets(tmp_path)):
             with pytest.raises(UserError, match=r"evalsets\.json is damaged .* run `neuclip evalsets"):
                 work()
 
@@ -130,34 +131,36 @@ def test_sets_that_another_process_fetches_meanwhile_stay_recorded(hub, tmp_path
 
     def start_another(note: str) -> None:
         if note.startswith("cifar10"):
-            fetch_evalsets(tmp_path, other, endpoint=hub.base)
+            fetch_evalsets(tmp_path, other)
 
-    fetch_evalsets(tmp_path, ("cifar10", "retrieval/flickr"), endpoint=hub.base, on_note=start_another)
+    fetch_evalsets(tmp_path, ("cifar10", "retrieval/flickr"), on_note=start_another)
     assert set(json.loads((tmp_path / "evalsets.json").read_text())) == set(TINY)
     assert check_evalsets(tmp_path).problems == {}
 
 
 def test_wrong_bytes_missing_shards_and_missing_sets_are_reported(hub, tmp_path):
     repo, noted = "djghosh/wds_cifar10_test", list[str]()
-    outcome = fetch_evalsets(tmp_path, endpoint="http://127.0.0.1:9", on_note=noted.append)
+    with pytest.MonkeyPatch.context() as patch:
+        use_hub(patch, "http://127.0.0.1:9")
+        outcome = fetch_evalsets(tmp_path, on_note=noted.append)
     assert set(outcome.problems) == set(TINY)
     assert all("cannot be fetched: " in problem for problem in outcome.problems.values())
     assert len(noted) == len(TINY)
     hub.files[repo]["test/0.tar"] = tar_of(range(1, 4))
     hub.stated["nlphuji/flickr"] = hub.files["nlphuji/flickr"] = {"TEST/test/0000.parquet": parquet_of(2)}
     del hub.files["nlphuji/winogavil"]
-    outcome = fetch_evalsets(tmp_path, endpoint=hub.base)
+    outcome = fetch_evalsets(tmp_path)
     assert outcome.good == {}
     assert f"test/0.tar of {repo} arrived with a wrong digest" in outcome.problems["cifar10"]
     assert "has 2 samples, but 3 are expected" in outcome.problems["retrieval/flickr"]
     assert "nlphuji/winogavil cannot be fetched" in outcome.problems["misc/winogavil"]
     hub.files[repo] = hub.stated[repo] = {**FILES[repo], "classnames.txt": b"cat\n"}
-    outcome = fetch_evalsets(tmp_path / "other", ["cifar10"], endpoint=hub.base)
+    outcome = fetch_evalsets(tmp_path / "other", ["cifar10"])
     assert "has 1 classes, but 2 are expected" in outcome.problems["cifar10"]
 
 
 def test_fetched_folder_can_serve_as_a_mirror(hub, tmp_path):
-    fetch_evalsets(tmp_path / "one", endpoint=hub.base)
+    fetch_evalsets(tmp_path / "one")
     hub.asked.clear()
     words = [str(tmp_path / "two"), "--mirror", str(tmp_path / "one")]
     result = CliRunner().invoke(command, words, standalone_mode=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ from pipeline.evaluation.run.images import ImagePass
 from pipeline.model.evaluation_model import EvaluationModel
 from pipeline.pictures.pixels import WHITE
 from tests.checkpoints import QUICK
-from tests.hub import Hub
+from tests.hub import Hub, use_hub
 from tests.own_tasks import CLASSES, bodies, one_task, opened, write_class_folders, write_csv, write_parquet
 from tests.web import serve
 
@@ -134,20 +133,12 @@ def test_hub_dataset(tmp_path, monkeypatch):
     saved_dataset(tmp_path / "made", parquet=True)
     body = next((tmp_path / "made").rglob("*.parquet")).read_bytes()
     entry = one_task(tmp_path, "birds: {dataset: someone/birds, label: species}")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-        with pytest.raises(TaskError, match="cannot be fetched from the hub"):
-            open_task(entry)
+    use_hub(monkeypatch, "http://127.0.0.1:9")
+    with pytest.raises(TaskError, match="cannot be fetched from the hub"):
+        open_task(entry)
     with serve() as site:
         hub = Hub(site, {"someone/birds": {"data/test-00000-of-00001.parquet": body}})
-
-        def snapshot(repo: str, **options: Any) -> str:
-            return str(real(repo, endpoint=hub.base, **options))
-
-        import huggingface_hub
-
-        real = huggingface_hub.snapshot_download
-        monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+        use_hub(monkeypatch, site.base)
         assert open_task(entry).classnames == CLASSES
         hub.asked.clear()
         assert open_task(entry).samples == 9

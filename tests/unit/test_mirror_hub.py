@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.checkpoint.mirror import Mirror
 from pipeline.errors import UserError
-from tests.hub import TOKEN, ModelHub
+from tests.hub import TOKEN, ModelHub, use_hub
 from tests.mirrors import begin, steps_in, write
 from tests.training import prepare, settings_in, train_here
 from tests.unit.test_mirror import test_a_fresh_machine_resumes_from_the_mirror  # noqa: F401 (with this file's `url`)
@@ -24,9 +24,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelHub]:
 
     with serve() as site:
         HfFileSystem.clear_instance_cache()
-        for name in ("ENDPOINT", "HUGGINGFACE_CO_URL_TEMPLATE"):
-            value = getattr(constants, name).replace("https://huggingface.co", site.base)
-            monkeypatch.setattr(constants, name, value)
+        use_hub(monkeypatch, site.base)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         yield ModelHub(site, REPOSITORY)

@@ -104,9 +104,6 @@ def write_retrieval(root: Path, task: Task, *, layout: str, seed: int = 0, sampl
         bodies = [[(r["filename"].split(".")[1], r["image"]), ("txt", "\n".join(r["caption"]).encode())] for r in rows]
         write_tars(folder / "test", bodies)
         (folder / "dataset_type.txt").write_text("retrieval\n")
-    elif layout == "csv+zip":
-        _write_csv(folder, [{"raw": json.dumps(r["caption"]), "filename": r["filename"]} for r in rows])
-        _write_zip(folder, {r["filename"]: r["image"] for r in rows})
     else:
         stored = [{"image": {"bytes": r["image"], "path": r["filename"]}, "caption": r["caption"]} for r in rows]
         _write_table(folder, stored, layout, images="image")

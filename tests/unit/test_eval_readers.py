@@ -28,7 +28,7 @@ FLICKR = TASKS["retrieval/flickr_1k_test_image_text_retrieval"]
 WINOGAVIL = TASKS["misc/winogavil"]
 
 
-@pytest.mark.parametrize("layout", ["webdataset", "save_to_disk", "parquet", "csv+zip"])
+@pytest.mark.parametrize("layout", ["webdataset", "save_to_disk", "parquet"])
 def test_retrieval_is_the_same_in_every_layout(tmp_path, layout):
     write_retrieval(tmp_path, FLICKR, layout=layout)
     suite = open_suite(tmp_path)
@@ -134,7 +134,7 @@ def test_datacomp_cache_is_read_directly(tmp_path, embedded):
 def test_a_memory_mapped_table_that_is_overwritten_is_refused(tmp_path):
     """Regression test: the process ended with a segmentation fault."""
     folder = write_retrieval(tmp_path, FLICKR, layout="save_to_disk")
-    data, table = open_task(Entry(FLICKR, folder)), find_table(folder, needs=())
+    data, table = open_task(Entry(FLICKR, folder)), find_table(folder)
     arrow = next(folder.glob("*.arrow"))
     with arrow.open("r+b") as file:
         file.write(b"\x7f" * arrow.stat().st_size)

@@ -6,16 +6,24 @@ import csv
 import hashlib
 import io
 import json
+import os
 import re
+import zipfile
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.evaluation.datasets.tables import Archives, Table
-from pipeline.evaluation.datasets.task_data import TaskError, file_facts, files_below, plain, read_text
+from pipeline.evaluation.datasets.tables import Members, Table
+from pipeline.evaluation.datasets.task_data import (
+    IMAGE_SUFFIXES,
+    TaskError,
+    file_facts,
+    files_below,
+    plain,
+    read_text,
+)
+from pipeline.files import text_lines
 
-Needs = Sequence[tuple[str, ...]]
-"""Columns that a CSV must have, each with its possible names."""
 SPLITS = ("train", "training", "validation", "valid", "val", "dev", "test")
 """Names of splits in use."""
 _PART = re.compile(r"^(?P<stem>.*?)(?P<number>\d+)-of-(?P<total>\d+)(?P<rest>\D.*)?$")
@@ -23,8 +31,13 @@ MOST_PARTS = 100_000
 """Larger numbers are dates."""
 
 
-def find_table(folder: Path, *, needs: Needs, split: str = "test") -> Table:
+def find_table(folder: Path, *, split: str = "test", csv_columns: Sequence[str] = ()) -> Table:
     """Find the table in a folder, in any supported layout.
+
+    Args:
+        folder: The task's folder.
+        split: The split that is scored.
+        csv_columns: What a CSV with a zip of images must have; without them there is no CSV.
 
     Raises:
         TaskError: There is none in a known layout.
@@ -35,11 +48,11 @@ def find_table(folder: Path, *, needs: Needs, split: str = "test") -> Table:
         return _open_cached(folder, split)
     if files := _parquet_files(folder, split):
         return _open_parquet(files, folder)
-    if files_below(folder, ".csv"):
-        return _find_csv(folder, needs)
+    if csv_columns and (paths := files_below(folder, ".csv")):
+        return _find_csv(folder, paths, csv_columns)
     raise TaskError(
         f"{folder} has no supported layout: expected a wds folder (test/nshards.txt), a save_to_disk folder, a "
-        "cache of `datasets` (*.arrow), parquet files, or a CSV with a zip of images."
+        f"cache of `datasets` (*.arrow), parquet files{', or a CSV with a zip of images' if csv_columns else ''}."
     )
 
 
@@ -177,8 +190,14 @@ def _open_cached(folder: Path, split: str) -> Table:
     return Table(rows, folder=version, layout="datasets cache", files=[*files, info])
 
 
-def open_csv(path: Path, images: Path | Archives) -> Table:
-    """Open a CSV of texts; the images that it names are in zip archives, or files below the folder `images`.
+def open_csv(path: Path, *, images: Path | None = None, column: str = "", members: Members | None = None) -> Table:
+    """Open a CSV of texts.
+
+    Args:
+        path: The CSV.
+        images: The folder that names in its column of images are relative to.
+        column: That column, with which a quote that is not closed is noticed.
+        members: The images, where they are in zip archives.
 
     Raises:
         TaskError: It cannot be read, or its rows do not have a cell for every column.
@@ -198,28 +217,59 @@ def open_csv(path: Path, images: Path | Archives) -> Table:
             raise TaskError(
                 f"row {number} of {path} has {more} cells than the header: quote cells that contain commas."
             )
+        if images is not None and column in header:
+            _check_quotes(row, header.index(column), images, where=f"row {number} of {path}")
     text = datasets.Features({name: datasets.Value("string") for name in header})
     columns = dict(zip(header, map(list, zip(*rows, strict=True)) if rows else ([] for _ in header), strict=True))
-    archives = images if isinstance(images, Archives) else None
+    archives = dict.fromkeys(archive for archive, _ in (members or {}).values())
     return Table(
         datasets.Dataset.from_dict(columns, features=text),
-        folder=images if isinstance(images, Path) else path.parent,
-        layout="csv+zip" if archives else "csv+files",
-        files=(path, *(archives.paths if archives else ())),
-        archives=archives,
+        folder=images or path.parent,
+        layout="csv+files" if members is None else "csv+zip",
+        files=(path, *archives),
+        members=members,
         names=(path, 1),
     )
 
 
-def _find_csv(folder: Path, needs: Needs) -> Table:
-    """Find the only CSV below `folder` that has the columns in `needs`, and open it with all zip archives."""
-    paths, archives = files_below(folder, ".csv"), Archives(files_below(folder, ".zip"))
-    tables = [open_csv(path, archives) for path in paths]
-    fitting = [table for table in tables if all(set(names) & set(table.columns) for names in needs)]
+def _check_quotes(row: Sequence[str], place: int, images: Path, *, where: str) -> None:
+    """Look for rows inside of a cell, whose lines then name images as the column number `place` does.
+
+    Raises:
+        TaskError: There are some: a quote is not closed.
+    """
+    for line in (line for cell in row for line in text_lines(cell)[1:]):
+        fields = line.split(",")
+        named = [fields[k] for k in (place, place - len(row)) if -len(fields) <= k < len(fields)]
+        if any(os.path.isfile(images / image.strip(' "')) for image in named):
+            what = f"a quote is not closed, which would swallow the line {line[:60]!r}"
+            raise TaskError(f"{where}: {what}. Close it, or double the quotes inside values.")
+
+
+def _find_csv(folder: Path, paths: Sequence[Path], columns: Sequence[str]) -> Table:
+    """Open the only CSV that has these columns, with all zip archives below `folder`."""
+    members = _zip_members(files_below(folder, ".zip"))
+    tables = [open_csv(path, members=members) for path in paths]
+    fitting = [table for table in tables if set(columns) <= set(table.columns)]
     if len(fitting) != 1:
-        wanted = ", ".join(" or ".join(names) for names in needs)
         raise TaskError(
-            f"{folder}: exactly one CSV with the columns {wanted} is expected, but "
+            f"{folder}: exactly one CSV with the columns {', '.join(columns)} is expected, but "
             f"{len(fitting)} of {', '.join(path.name for path in paths)} have them."
         )
     return fitting[0]
+
+
+def _zip_members(archives: Sequence[Path]) -> Members:
+    """The images in zip archives, by file name and by bare stem."""
+    members = {}
+    for archive in archives:
+        try:
+            with zipfile.ZipFile(archive) as opened:
+                names = opened.namelist()
+        except Exception as error:
+            raise TaskError(f"{archive} is damaged or cut short ({plain(error)}): fetch it again.") from error
+        for name in names:
+            path = Path(name)
+            if path.suffix.lower().removeprefix(".") in IMAGE_SUFFIXES and not path.name.startswith("._"):
+                members[path.name] = members[path.stem] = (archive, name)
+    return members

@@ -21,8 +21,8 @@ from pipeline.errors import UserError
 from pipeline.evaluation.datasets.cells import as_label, class_names, class_prompts, number_labels
 from pipeline.evaluation.datasets.datacomp import TASKS, Task
 from pipeline.evaluation.datasets.open_tables import find_table, open_csv
-from pipeline.evaluation.datasets.rows import check_repeated, check_split, column_of, retrieval_rows, some
-from pipeline.evaluation.datasets.tables import Place, Table, TableImages
+from pipeline.evaluation.datasets.rows import check_repeated, check_split, column_of, retrieval_rows
+from pipeline.evaluation.datasets.tables import Table, TableImages, files_of
 from pipeline.evaluation.datasets.task_data import FileImages, TaskData, TaskError, files_below, plain
 from pipeline.evaluation.protocol import PROTOCOLS
 from pipeline.files import new_folder
@@ -151,19 +151,17 @@ def open_own(own: OwnTask, place: Path, *, base: Path) -> TaskData:
     if own.csv:
         if not place.is_file():
             raise TaskError(f"There is no CSV {place}.")
-        table = open_csv(place, base / own.images if own.images else place.parent)
-        if own.image in table.columns:
-            table.check_quotes(own.image)
+        table = open_csv(place, images=base / own.images if own.images else place.parent, column=own.image)
     else:
         if place.parent.name == HUB and not place.is_dir():
             _fetch(own, place)
         if not place.is_dir():
             raise TaskError(f"There is no data set {place}: give a folder, or owner/name on the hub.")
-        table = find_table(place, needs=(), split=own.split)
+        table = find_table(place, split=own.split)
     folder = place.parent if own.csv else place
     check_split(table, own.split)
     if own.caption:
-        return replace(retrieval_rows(table, folder, image=own.image, caption=own.caption), on_background=True)
+        return replace(retrieval_rows(table, folder, columns=(own.image, own.caption)), on_background=True)
     return _labelled_rows(table, folder, own)
 
 
@@ -200,17 +198,17 @@ def _class_folders(own: OwnTask, folder: Path) -> TaskData:
 
 def _labelled_rows(table: Table, folder: Path, own: OwnTask) -> TaskData:
     """A classification task: one image and one label in every row. Labels are numbers, or names of classes."""
-    column, label = (column_of(table, (name,), folder) for name in (own.image, own.label or ""))
+    column, label = column_of(table, own.image), column_of(table, own.label or "")
     values = [as_label(value, where=table.row_name(row)) for row, value in enumerate(table.values(label))]
     empty = next((row for row, value in enumerate(values) if not value), None)
     if empty is not None:
         raise TaskError(f"{table.row_name(empty)} has no {label}.")
     stored = table.class_names(label)
     classes, labels = number_labels(values, stored=stored, where=lambda row: f"{table.row_name(row)}, column {label}")
-    places: list[Place] = [(row, None) for row in range(len(table))]
-    images = TableImages(table, column, some(places, folder))
+    pictures = table.pictures(column)
+    images, files = TableImages(table, column, pictures), (*table.files, *files_of(pictures))
     check_repeated(images, labels, one_label=True)
-    data = TaskData(folder, table.layout, images, (*table.files, *table.image_files(column)), columns=(column, label))
+    data = TaskData(folder, table.layout, images, files, columns=(column, label))
     return _classified(data, own, classes, labels, stored=stored)
 
 

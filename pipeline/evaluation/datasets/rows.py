@@ -1,4 +1,4 @@
-"""Retrieval, association and classification tasks from the rows of a table of images."""
+"""Retrieval and association tasks from the rows of a table of images, and what the rows of all tables must be."""
 
 from __future__ import annotations
 
@@ -6,34 +6,25 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
-import numpy as np
-
 from pipeline.evaluation.datasets.cells import as_list, as_text
-from pipeline.evaluation.datasets.open_tables import Needs, find_table
-from pipeline.evaluation.datasets.tables import Place, Table, TableImages
+from pipeline.evaluation.datasets.open_tables import find_table
+from pipeline.evaluation.datasets.tables import Picture, Table, TableImages, files_of
 from pipeline.evaluation.datasets.task_data import Instance, TaskData, TaskError, plain
 
-CAPTIONS = ("caption", "captions", "raw", "sentences")
-IMAGES = ("image", "filename")
-CSV_NEEDS: dict[str, Needs] = {
-    "retrieval": (IMAGES, CAPTIONS),
-    "association": (("candidates",), ("cue",), ("associations",)),
-}
+WINOGAVIL = ("candidates", "cue", "associations")
 CANDIDATES = (5, 6, 10, 12)
 """How many candidates WinoGAViL's instances have; its scores are means over these numbers."""
 
 
 def open_rows(protocol: str, folder: Path) -> TaskData:
-    """Open a retrieval or association task from a folder.
-
-    Raises:
-        TaskError: It is missing, partial or damaged.
-    """
-    table = find_table(folder, needs=CSV_NEEDS[protocol])
+    """Open a retrieval or association task of the benchmark from a folder."""
+    retrieval = protocol == "retrieval"
+    table = find_table(folder, csv_columns=() if retrieval else WINOGAVIL)
     check_split(table, "test")
-    return retrieval_rows(table, folder) if protocol == "retrieval" else association_rows(table, folder)
+    return retrieval_rows(table, folder) if retrieval else _association_rows(table, folder)
 
 
 def check_split(table: Table, split: str) -> None:
@@ -85,79 +76,63 @@ def check_repeated(images: TableImages, about: Sequence[object], *, one_label: b
         )
 
 
-def retrieval_rows(table: Table, folder: Path, *, image: str = "", caption: str = "") -> TaskData:
+def retrieval_rows(table: Table, folder: Path, *, columns: tuple[str, str] | None = None) -> TaskData:
     """Images with captions, one or a list of them in every row.
 
-    Rows with the same file, and in columns that were named those with the same bytes, are one image. The columns are by
-    default those with one of the names in use.
+    In `columns` of images and captions, which a `tasks.yaml` has chosen, rows with the same file or the same bytes are
+    one image.
     """
-    texts = table.values(column_of(table, (caption,) if caption else CAPTIONS, folder))
-    column = column_of(table, (image,) if image else IMAGES, folder)
-    captions: list[list[str]] = []
-    places: list[Place] = []
-    numbers: dict[object, int] = {}
-    rows = TableImages(table, column, [(row, None) for row in range(len(table))])
-    names = map(rows.identity, range(len(table))) if table.is_csv or caption else range(len(table))
-    for row, (text, name) in enumerate(zip(texts, names, strict=True)):
+    image, caption = (column_of(table, name) for name in columns or ("image", "caption"))
+    pictures = table.pictures(image)
+    rows = TableImages(table, image, pictures)
+    captions: dict[object, list[str]] = {}
+    first: list[Picture] = []
+    for row, text in enumerate(table.values(caption)):
         own = as_list(text, where=table.row_name(row))
         if not own or not all(item.strip() for item in own):
             raise TaskError(
                 f"{table.row_name(row)} has an empty caption: fetch the table again, or remove the row if it is yours."
             )
-        number = numbers.setdefault(name, len(places))
-        if number == len(places):
-            places.append((row, None))
-            captions.append(own)
-        elif set(own) <= set(captions[number]):
+        earlier = captions.setdefault(rows.identity(row) if columns else row, [])
+        if not earlier:
+            first.append(pictures[row])
+        elif set(own) <= set(earlier):
             raise TaskError(f"{table.row_name(row)} repeats an earlier row, which would count twice: remove it.")
-        else:
-            captions[number] += own
-    images = TableImages(table, column, some(places, folder))
-    check_repeated(images, [tuple(own) for own in captions])
-    return TaskData(
-        folder,
-        table.layout,
-        images,
-        (*table.files, *table.image_files(column)),
-        columns=(image, caption) if caption else (),
-        captions=tuple(tuple(own) for own in captions),
-    )
+        earlier += own
+    images, texts = TableImages(table, image, first), tuple(map(tuple, captions.values()))
+    check_repeated(images, texts)
+    files = (*table.files, *files_of(pictures))
+    return TaskData(folder, table.layout, images, files, columns=columns or (), captions=texts)
 
 
-def association_rows(table: Table, folder: Path) -> TaskData:
+def _association_rows(table: Table, folder: Path) -> TaskData:
     """WinoGAViL. Candidate images repeat from instance to instance: equal bytes are one image, encoded once."""
-    lists = {name: _lists(table, name, folder) for name in ("candidates", "associations")}
-    cues = table.values(column_of(table, ("cue",), folder))
+    cues = table.values(column_of(table, "cue"))
+    candidates, associations = _lists(table, "candidates"), _lists(table, "associations")
+    for row, (own, cue, truth) in enumerate(zip(candidates, cues, associations, strict=True)):
+        _check_instance(table.row_name(row), own, as_text(cue, where=table.row_name(row)), truth)
     # In a CSV the candidates' names are those of the images.
-    possible = ("candidate_images", "candidates") if table.is_csv else ("candidate_images",)
-    column = column_of(table, possible, folder)
-    _check_copies(table, [name for name in table.columns if name == "candidates" or name not in possible])
-    places: dict[bytes, tuple[int, Place]] = {}
-    """By the digest of the image: its number, and where it is first."""
-    instances = []
-    for row, (own, cue, truth) in enumerate(zip(lists["candidates"], cues, lists["associations"], strict=True)):
-        cue = as_text(cue, where=table.row_name(row))
-        _check_instance(table.row_name(row), own, cue, truth)
-        if (count := len(table.images_in(column, row))) != len(own):
-            raise TaskError(
-                f"{table.row_name(row)} has {count} images, but {len(own)} candidates. The row is damaged: fetch the "
-                "table again."
-            )
-        positions = []
-        for position in range(len(own)):
-            digest = hashlib.sha256(table.image(column, (row, position))).digest()
-            number, _ = places.setdefault(digest, (len(places), (row, position)))
-            positions.append(number)
-        associated = tuple(bool(value) for value in np.isin(own, truth))
-        instances.append(Instance(cue, tuple(positions), associated))
-    images = TableImages(table, column, some([place for _, place in places.values()], folder))
-    files = (*table.files, *table.image_files(column))
+    column = column_of(table, "candidates" if table.is_csv else "candidate_images")
+    _check_copies(table, [name for name in table.columns if name != "candidate_images"])
+    pictures = table.pictures(column, counts=[len(own) for own in candidates])
+    everything = TableImages(table, column, pictures)
+    digests = [hashlib.sha256(everything.read(index)).digest() for index in range(len(everything))]
+    first: dict[bytes, Picture] = {}
+    for digest, picture in zip(digests, pictures, strict=True):
+        first.setdefault(digest, picture)
+    numbers = {digest: number for number, digest in enumerate(first)}
+    positions = iter([numbers[digest] for digest in digests])
+    instances = [
+        Instance(as_text(cue, where=""), tuple(islice(positions, len(own))), tuple(name in truth for name in own))
+        for own, cue, truth in zip(candidates, cues, associations, strict=True)
+    ]
+    images, files = TableImages(table, column, list(first.values())), (*table.files, *files_of(pictures))
     return TaskData(folder, table.layout, images, files, instances=tuple(instances))
 
 
-def _lists(table: Table, column: str, folder: Path) -> list[list[str]]:
+def _lists(table: Table, column: str) -> list[list[str]]:
     """A column of lists; where another column (`num_candidates`) says how long each must be, it is."""
-    values, counts = table.values(column_of(table, (column,), folder)), f"num_{column}"
+    values, counts = table.values(column_of(table, column)), f"num_{column}"
     lists = [as_list(value, where=table.row_name(row)) for row, value in enumerate(values)]
     for row, count in enumerate(table.values(counts) if counts in table.columns else ()):
         with suppress(ValueError):
@@ -197,18 +172,13 @@ def _check_copies(table: Table, columns: Sequence[str]) -> None:
             raise TaskError(f"{table.row_name(row)} and {table.row_name(first)} are the same, which would count twice.")
 
 
-def some(places: list[Place], folder: Path) -> list[Place]:
-    if not places:
-        raise TaskError(f"{folder} holds no rows at all.")
-    return places
-
-
-def column_of(table: Table, names: tuple[str, ...], folder: Path) -> str:
-    column = next((name for name in names if name in table.columns), None)
-    if column is None:
-        where, hint = folder, "This is another data set, or another version of it."
-        if table.is_csv:
-            where, hint = table.files[0], "Cells are separated by commas, without spaces after them."
-        columns = ", ".join(table.columns)
-        raise TaskError(f"{where} has no column {' or '.join(names)}; its columns are {columns}. {hint}")
-    return column
+def column_of(table: Table, name: str) -> str:
+    """The name of a column that must be there."""
+    if name not in table.columns:
+        hint = (
+            "Cells are separated by commas, without spaces after them."
+            if table.is_csv
+            else ("This is another data set, or another version of it.")
+        )
+        raise TaskError(f"{table.name} has no column {name}; its columns are {', '.join(table.columns)}. {hint}")
+    return name

@@ -10,30 +10,40 @@ import hashlib
 import os
 import zipfile
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from pipeline.evaluation.datasets.cells import as_list
-from pipeline.evaluation.datasets.task_data import IMAGE_SUFFIXES, TaskError, plain, read_bytes
-from pipeline.files import text_lines
+from pipeline.evaluation.datasets.task_data import TaskError, plain, read_bytes
 
-Place = tuple[int, int | None]
-"""Row, and position in the row's list of images (None when the row has one image)."""
+Members = Mapping[str, tuple[Path, str]]
+"""Archive and member of every image in zip archives, by its names."""
 _COMPARED = 64
 """Rows of a copy, with their images, that are compared at a time."""
 
 
+class Picture(NamedTuple):
+    """An image of a table."""
+
+    row: int
+    position: int | None
+    """In the row's list of images; None when the row has one image."""
+    source: Path | tuple[Path, str] | None
+    """Its file, or archive and member; None when its bytes are in the cell."""
+
+
 class Table:
-    """Rows whose images are bytes in their cells, or named by them; the last cell stays in memory.
+    """Rows whose images are bytes in their cells, or named by them.
 
     Args:
         dataset: A `datasets.Dataset`.
         folder: Where paths in its cells start.
         layout: What it was read from, for results.
         files: The files that determine it, without the images that it only names.
-        archives: The zip archives that hold the images that it names; None where they are files.
+        members: The images in zip archives; None where those that it names are files.
         originals: The parquet files of which the data set is a copy in the cache of `datasets`.
         names: What its rows are called in messages, and the number of the first.
     """
@@ -45,18 +55,14 @@ class Table:
         folder: Path,
         layout: str,
         files: Sequence[Path],
-        archives: Archives | None = None,
+        members: Members | None = None,
         originals: Sequence[Path] = (),
         names: tuple[Path, int] | None = None,
     ) -> None:
-        self.folder, self.layout, self.files, self._archives = folder, layout, tuple(files), archives
+        self.folder, self.layout, self.files, self._members = folder, layout, tuple(files), members
         self.columns, self._originals = tuple(dataset.column_names), tuple(originals)
-        self._names = names or (folder, 0)
+        self.name, self._first = names or (folder, 0)
         self._dataset, self._views = dataset, dict[str, Any]()
-        self._last: tuple[Any, Any] = (None, None)
-
-    def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_last": (None, None)}
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -67,7 +73,7 @@ class Table:
 
     def row_name(self, row: int) -> str:
         """Where a row is, for messages."""
-        return f"row {row + self._names[1]} of {self._names[0]}"
+        return f"row {row + self._first} of {self.name}"
 
     def class_names(self, column: str) -> tuple[str, ...]:
         """The names that are stored for a label column; empty when there are none."""
@@ -77,81 +83,55 @@ class Table:
         """A column without images, as plain values."""
         return list(self._read(column, slice(None)).to_pylist())
 
-    def images_in(self, column: str, row: int) -> list[Any]:
-        """The images of a row, each as bytes or as its name."""
-        if self._last[0] != (column, row):
-            cell = self._read(column, slice(row, row + 1))[0].as_py()
-            if isinstance(cell, str):
-                cell = as_list(cell, where=self.row_name(row))
-            cells = cell if isinstance(cell, list) else [cell]
-            self._last = ((column, row), [_bytes_or_name(item) for item in cells])
-        return list(self._last[1])
-
-    def image(self, column: str, place: Place) -> bytes:
-        """An encoded image.
+    def pictures(self, column: str, *, counts: Sequence[int] | None = None) -> list[Picture]:
+        """The images of all rows, of which each must have as many as `counts` says, by default one.
 
         Raises:
-            TaskError: There is none, or its file cannot be read.
+            TaskError: A row has more or fewer, or names one that is not in the archives.
         """
-        image, where = self._image(column, place), self.row_name(place[0])
-        if isinstance(image, bytes):
-            return image
-        if self._archives is not None:
-            return self._archives.read(image, where=where)
-        try:
-            return read_bytes(locate(image, self.folder))
-        except TaskError as error:
-            raise TaskError(f"{where} names the image {image}. {error}") from error
-
-    def identity(self, column: str, place: Place) -> object:
-        """What rows with the same image have in common: its bytes, or the file that they name, also through links."""
-        image = self._image(column, place)
-        if isinstance(image, bytes):
-            return hashlib.sha256(image).digest()
-        return os.path.realpath(locate(image, self.folder)) if self._archives is None else os.path.normpath(image)
-
-    def _image(self, column: str, place: Place) -> bytes | str:
-        row, position = place
-        images = self.images_in(column, row)
-        if position is not None and position >= len(images):
-            raise TaskError(f"{self.row_name(row)} has {len(images)} images, fewer than it has candidates.")
-        image = images[position or 0] if images else None
-        if not isinstance(image, bytes) and not (isinstance(image, str) and image.strip()):
-            raise TaskError(f"{self.row_name(row)} holds no image, and names none, in the column {column}.")
-        return image
-
-    def check_quotes(self, column: str) -> None:
-        """Look for rows of a CSV inside of a cell, whose lines then name images as the column `column` does.
-
-        Raises:
-            TaskError: There are some: a quote is not closed.
-        """
-        place = self.columns.index(column)
-        for name in self.columns:
-            for row, cell in enumerate(self.values(name)):
-                for line in text_lines(cell)[1:] if "\n" in cell or "\r" in cell else ():
-                    fields = line.split(",")
-                    named = [fields[k] for k in (place, place - len(self.columns)) if -len(fields) <= k < len(fields)]
-                    if any(os.path.isfile(self.folder / image.strip(' "')) for image in named):
-                        what = f"a quote is not closed, which would swallow the line {line[:60]!r}"
-                        raise TaskError(f"{self.row_name(row)}: {what}. Close it, or double the quotes inside values.")
-
-    def image_files(self, column: str) -> tuple[Path, ...]:
-        """The files of images that the table only names."""
         import pyarrow as pa
         import pyarrow.compute as pc
 
-        if self._archives is not None:
-            return ()
-        files: dict[str, None] = {}
+        rows: list[Any] = []
+        """A cell of each row, or a list of them."""
         for chunk in self._read(column, slice(None)).chunks:
-            values = chunk.flatten() if pa.types.is_list(chunk.type) or pa.types.is_large_list(chunk.type) else chunk
-            if pa.types.is_struct(values.type) and values.type.get_field_index("path") >= 0:
-                values = pc.filter(pc.struct_field(values, "path"), pc.is_null(pc.struct_field(values, "bytes")))
-            if pa.types.is_string(values.type) or pa.types.is_large_string(values.type):
-                names = (as_list(value, where=str(self.folder)) for value in values.to_pylist())
-                files.update(dict.fromkeys(name for own in names for name in own if name))
-        return tuple(dict.fromkeys(locate(name, self.folder) for name in files))
+            if pa.types.is_list(chunk.type) or pa.types.is_large_list(chunk.type):
+                cells = iter(_contents(chunk.flatten()))
+                rows += [list(islice(cells, length or 0)) for length in pc.list_value_length(chunk).to_pylist()]
+            else:
+                rows += _contents(chunk)
+        pictures = []
+        for row, cell in enumerate(rows):
+            names = as_list(cell, where=self.row_name(row)) if isinstance(cell, str) else cell
+            names = names if isinstance(names, list) else [names]
+            wanted = counts[row] if counts else 1
+            if len(names) != wanted:
+                raise TaskError(
+                    f"{self.row_name(row)} has {len(names)} images in the column {column}, and {wanted} are expected."
+                )
+            for k, name in enumerate(names):
+                position = k if isinstance(cell, list) or wanted > 1 else None
+                pictures.append(Picture(row, position, self._source(name, row, column)))
+        return pictures
+
+    def _source(self, name: Any, row: int, column: str) -> Path | tuple[Path, str] | None:
+        if name is True:
+            return None
+        if not isinstance(name, str) or not name.strip():
+            raise TaskError(f"{self.row_name(row)} holds no image, and names none, in the column {column}.")
+        if self._members is None:
+            return locate(name, self.folder)
+        keys = (name, Path(name).name, Path(name).stem)
+        member = next((self._members[key] for key in keys if key in self._members), None)
+        if member is None:
+            raise TaskError(f"The image {name!r} of {self.row_name(row)} is in none of its archives: data is missing.")
+        return member
+
+    def image(self, column: str, picture: Picture) -> bytes:
+        """The encoded image in a cell."""
+        cell = self._read(column, slice(picture.row, picture.row + 1))[0]
+        value = (cell if picture.position is None else cell.values[picture.position]).as_py()
+        return value["bytes"] if isinstance(value, Mapping) else value
 
     def _read(self, column: str, rows: slice) -> Any:
         try:
@@ -197,69 +177,73 @@ def _are_equal(first: Any, second: Any) -> bool:
     return bool(first.equals(second))
 
 
-def _bytes_or_name(image: Any) -> Any:
-    """An image of `datasets` is a mapping of its bytes and its path, one of them None."""
-    if isinstance(image, Mapping):
-        return image.get("path") if image.get("bytes") is None else image["bytes"]
-    return image
+def _contents(cells: Any) -> list[Any]:
+    """What cells of images hold, as an arrow array: True for bytes, else the name of the image, or something else.
+
+    An image of `datasets` is a mapping of its bytes and its path, one of them null.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    stored, names = None, cells
+    if pa.types.is_struct(cells.type):
+        fields = {field.name: pc.struct_field(cells, field.name) for field in cells.type}
+        stored, names = fields.get("bytes"), fields.get("path")
+    elif pa.types.is_binary(cells.type) or pa.types.is_large_binary(cells.type):
+        stored, names = cells, None
+    held = [False] * len(cells) if stored is None else pc.is_valid(stored).to_pylist()
+    texts = [None] * len(cells) if names is None else names.to_pylist()
+    return [is_held or text for is_held, text in zip(held, texts, strict=True)]
 
 
 class TableImages:
     """Some images of a table as an `ImageSource`."""
 
-    def __init__(self, table: Table, column: str, places: Sequence[Place]) -> None:
-        self._table, self._column, self._places = table, column, list(places)
+    def __init__(self, table: Table, column: str, pictures: Sequence[Picture]) -> None:
+        if not pictures:
+            raise TaskError(f"{table.name} holds no rows at all.")
+        self._table, self._column, self._pictures = table, column, list(pictures)
+        self._open: dict[Path, zipfile.ZipFile] = {}
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_open": {}}  # a loader worker must not share its parent's file positions
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._pictures)
 
     def read(self, index: int) -> bytes:
-        return self._table.image(self._column, self._places[index])
+        picture = self._pictures[index]
+        if picture.source is None:
+            return self._table.image(self._column, picture)
+        if isinstance(picture.source, Path):
+            try:
+                return read_bytes(picture.source)
+            except TaskError as error:
+                raise TaskError(f"The {self.name(index)}: {error}") from error
+        archive, member = picture.source
+        try:
+            if archive not in self._open:
+                self._open[archive] = zipfile.ZipFile(archive)
+            return self._open[archive].read(member)
+        except Exception as error:  # a damaged archive raises a dozen types, zlib's and RuntimeError among them
+            raise TaskError(f"{member} in {archive} is damaged ({plain(error)}): fetch it again.") from error
 
     def name(self, index: int) -> str:
-        row, position = self._places[index]
+        row, position, _ = self._pictures[index]
         inner = "" if position is None else f"[{position}]"
         return f"{self._column}{inner} of {self._table.row_name(row)}"
 
     def identity(self, index: int) -> object:
-        """See `Table.identity`."""
-        return self._table.identity(self._column, self._places[index])
+        """What rows with the same image have in common: its bytes, or the file that they name, also through links."""
+        source = self._pictures[index].source
+        if isinstance(source, Path):
+            return os.path.realpath(source)
+        return source or hashlib.sha256(self.read(index)).digest()
 
 
-class Archives:
-    """Images in zip archives, found by path, file name or bare stem."""
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self.paths = tuple(paths)
-        self._open: dict[tuple[int, Path], zipfile.ZipFile] = {}
-        self._members: dict[str, tuple[Path, str]] = {}
-        for archive in paths:
-            try:
-                with zipfile.ZipFile(archive) as opened:
-                    names = opened.namelist()
-            except Exception as error:
-                raise TaskError(f"{archive} is damaged or cut short ({plain(error)}): fetch it again.") from error
-            for name in names:
-                path = Path(name)
-                if path.suffix.lower().removeprefix(".") in IMAGE_SUFFIXES and not path.name.startswith("._"):
-                    self._members[path.name] = self._members[path.stem] = (archive, name)
-
-    def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_open": {}}
-
-    def read(self, name: str, *, where: str) -> bytes:
-        keys = (name, Path(name).name, Path(name).stem)
-        member = next((self._members[key] for key in keys if key in self._members), None)
-        if member is None:
-            raise TaskError(f"The image {name!r} of {where} is in none of its archives: data is missing.")
-        archive, path = member
-        opened = (os.getpid(), archive)  # a forked loader worker must not share its parent's file position
-        try:
-            if opened not in self._open:
-                self._open[opened] = zipfile.ZipFile(archive)
-            return self._open[opened].read(path)
-        except Exception as error:  # a damaged archive raises a dozen types, zlib's and RuntimeError among them
-            raise TaskError(f"{path} in {archive} is damaged ({plain(error)}): fetch it again.") from error
+def files_of(pictures: Sequence[Picture]) -> tuple[Path, ...]:
+    """The files of images that a table only names."""
+    return tuple(dict.fromkeys(picture.source for picture in pictures if isinstance(picture.source, Path)))
 
 
 def locate(path: str, folder: Path) -> Path:

@@ -44,44 +44,6 @@ class WatchConfig:
     """Evaluate only steps that are multiples of this."""
 
 
-class Candidates:
-    """The checkpoints of one run that can be evaluated, as one watcher sees them."""
-
-    def __init__(self, run: Path, *, every: int) -> None:
-        self.run, self._every = run, every
-        self._known: dict[Path, tuple[object, str]] = {}
-
-    def ready(self) -> list[Path]:
-        """Checkpoints whose model files exist with their stated sizes, oldest first."""
-        return [path for path in self._wanted() if self.weights(path)]
-
-    def incomplete(self) -> list[Path]:
-        """Checkpoints that are being copied, or are truncated."""
-        return [path for path in self._wanted() if not self.weights(path)]
-
-    def _wanted(self) -> list[Path]:
-        return [path for path in finished_checkpoints(self.run) if step_of(path) % self._every == 0]
-
-    def weights(self, path: Path) -> str:
-        """What tells a checkpoint from another one that takes its name: its model files' digests, stated or computed.
-
-        Empty while a file is missing, or has another size than is stated.
-        """
-        try:
-            now = {name: file_facts(path / name) for name in (META_NAME, MODEL_CONFIG_NAME, WEIGHTS_NAME)}
-            if self._known.get(path, (None,))[0] != now:
-                stated, digests = stated_files(path), {}
-                for name in (MODEL_CONFIG_NAME, WEIGHTS_NAME):
-                    facts = stated.get(name, {})
-                    if facts.get("bytes", now[name][0]) != now[name][0]:
-                        return ""
-                    digests[name] = facts.get("sha256") or sha256_of(path / name)
-                self._known[path] = (now, hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:16])
-            return self._known[path][1]
-        except (OSError, ValueError, AttributeError):
-            return ""
-
-
 class Watcher:
     """Watches runs and evaluates their checkpoints on one suite, each of them once.
 
@@ -112,7 +74,8 @@ class Watcher:
         self._mentioned: set[Path] = set()
         self._leases: dict[Path, Lease] = {}
         """Of the checkpoints that are being evaluated; on the first process only."""
-        self._candidates = {run: Candidates(run, every=config.every) for run in runs}
+        self._digests: dict[Path, tuple[object, str]] = {}
+        """Sizes and dates of a checkpoint's files, and their digest."""
         known = runs[0] / LEDGER_FOLDER / "digests.json"
         mine = suite_identity(suite, evaluation, known=known) if processes[0].rank == 0 else ""
         self.identity: str = processes[0].gather_objects(mine)[0]
@@ -131,14 +94,17 @@ class Watcher:
         while not stop.is_set():
             if self.step():
                 continue
-            self._mention_incomplete()
+            for path in self._incomplete() - self._mentioned:
+                what = "a file is missing, or shorter than checkpoint.json says"
+                self._log(f"{self._shown(path)} is not complete yet: {what}.")
+                self._mentioned.add(path)
             if once:
                 break
             stop.wait(self.config.interval)
         left = len(self._waiting())
         if left:
             self._log(f"{left:,} checkpoints are left: other watchers have them, or they failed and wait.")
-        return not left and not self.abandoned() and not any(c.incomplete() for c in self._candidates.values())
+        return not (left or self.abandoned() or self._incomplete())
 
     def abandoned(self) -> list[tuple[Path, Path]]:
         """(run, checkpoint) of the checkpoints that are no longer tried."""
@@ -161,8 +127,36 @@ class Watcher:
             raise
         return bool(paths)
 
+    def _weights(self, path: Path) -> str:
+        """What tells a checkpoint from another one that takes its name: a digest of its model files.
+
+        Empty while a file is missing, or has another size than is stated.
+        """
+        try:
+            now = {name: file_facts(path / name) for name in (META_NAME, MODEL_CONFIG_NAME, WEIGHTS_NAME)}
+            if self._digests.get(path, (None,))[0] != now:
+                stated, digests = stated_files(path), {}
+                for name in (MODEL_CONFIG_NAME, WEIGHTS_NAME):
+                    facts = stated.get(name, {})
+                    if facts.get("bytes", now[name][0]) != now[name][0]:
+                        return ""
+                    digests[name] = facts.get("sha256") or sha256_of(path / name)
+                self._digests[path] = (now, hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:16])
+            return self._digests[path][1]
+        except (OSError, ValueError, AttributeError):
+            return ""
+
+    def _all(self) -> list[tuple[Path, Path]]:
+        """(run, checkpoint) of all checkpoints that are wanted, oldest first."""
+        every = self.config.every
+        return [(run, path) for run in self.ledgers for path in finished_checkpoints(run) if step_of(path) % every == 0]
+
     def _ready(self) -> list[tuple[Path, Path]]:
-        return [(run, path) for run, candidates in self._candidates.items() for path in candidates.ready()]
+        return [(run, path) for run, path in self._all() if self._weights(path)]
+
+    def _incomplete(self) -> set[Path]:
+        """Checkpoints that are being copied, or are truncated."""
+        return {path for _, path in self._all() if not self._weights(path)}
 
     def _waiting(self) -> list[tuple[Path, Path]]:
         """(run, checkpoint) of all checkpoints without an outcome or whose results are gone, the newest first."""
@@ -170,11 +164,11 @@ class Watcher:
         return sorted(waiting, key=lambda item: step_of(item[1]), reverse=True)
 
     def _is_abandoned(self, run: Path, path: Path) -> bool:
-        return self.ledgers[run].is_abandoned(path.name, weights=self._candidates[run].weights(path))
+        return self.ledgers[run].is_abandoned(path.name, weights=self._weights(path))
 
     def _why(self, run: Path, path: Path) -> str | None:
         """Why a checkpoint that is done is evaluated again; empty if it is not done, None if there is nothing to do."""
-        outcome, weights = self.ledgers[run].outcome(path.name), self._candidates[run].weights(path)
+        outcome, weights = self.ledgers[run].outcome(path.name), self._weights(path)
         if outcome.get("how") != DONE:
             return None if self._is_abandoned(run, path) else ""
         if weights and outcome.get("weights") != weights:
@@ -185,13 +179,13 @@ class Watcher:
 
     def _claim(self) -> None:
         """Take the leases on the next checkpoints: the newest by itself, older ones several at a time."""
-        newest = {path for candidates in self._candidates.values() for path in candidates.ready()[-1:]}
+        newest = dict(self._ready()).values()
         for run, path in self._waiting():
             alone = path in newest
             if (alone and self._leases) or time.monotonic() < self._retry_at.get(path, 0.0):
                 continue
-            reason, weights = self._why(run, path), self._candidates[run].weights(path)
-            lease = self.ledgers[run].claim(path.name, weights=weights, again=bool(reason))
+            reason = self._why(run, path)
+            lease = self.ledgers[run].claim(path.name, weights=self._weights(path), again=bool(reason))
             if lease is None:
                 continue
             if reason:
@@ -199,14 +193,6 @@ class Watcher:
             self._leases[path] = lease
             if alone or len(self._leases) == TOGETHER:
                 break
-
-    def _mention_incomplete(self) -> None:
-        for candidates in self._candidates.values():
-            for path in set(candidates.incomplete()) - self._mentioned:
-                self._log(
-                    f"{self._shown(path)} is not complete yet: a file is missing, or shorter than checkpoint.json says."
-                )
-                self._mentioned.add(path)
 
     def _evaluate(self, paths: Sequence[Path]) -> None:
         """Evaluate checkpoints in one pass; one that cannot be loaded does not block the others."""

@@ -24,7 +24,7 @@ from pipeline.data.loading.decode import ImageDecoder
 from pipeline.data.shards.tar_reader import CorruptSample, rgb_image
 from pipeline.errors import UserError
 from pipeline.evaluation.datasets.task_data import TaskError, decode
-from pipeline.evaluation.run.evaluator import background_of
+from pipeline.evaluation.run.images import background_of
 from pipeline.export import model_card
 from pipeline.export.exporter import export
 from pipeline.model.evaluation_model import _open, load_for_evaluation

@@ -20,11 +20,7 @@ MOST_CLASSES = 1_000_000
 
 
 def as_text(value: Any, *, where: str) -> str:
-    """A cell that must be text, also as UTF-8 in a column of bytes; empty where it is missing.
-
-    Raises:
-        TaskError: It is something else, whose characters would be scored as if a person had written them.
-    """
+    """A cell that must be text, also as UTF-8 in a column of bytes; empty where it is missing."""
     if isinstance(value, bytes):
         try:
             return value.decode()
@@ -36,12 +32,7 @@ def as_text(value: Any, *, where: str) -> str:
 
 
 def as_list(value: Any, *, where: str) -> list[str]:
-    """A list of texts that may itself be stored as text (JSON or Python), or one text on its own.
-
-    Raises:
-        TaskError: The text begins like a list (not as `[new] mug`), but is none, or an item is no text; `where` says
-            which row it is.
-    """
+    """A list of texts that may itself be stored as text (JSON or Python), or one text on its own."""
     if value is None:
         return []
     if isinstance(value, list | tuple | np.ndarray):
@@ -65,11 +56,7 @@ def _parsed(text: str) -> list[Any] | None:
 
 
 def as_label(value: Any, *, where: str) -> str:
-    """A label as text; whole numbers that are stored with a fraction are written without it, and NaN is none.
-
-    Raises:
-        TaskError: It is a list of labels, or no text.
-    """
+    """A label as text; whole numbers that are stored with a fraction are written without it, and NaN is none."""
     in_brackets = isinstance(value, str) and value.strip().startswith("[")
     if isinstance(value, list | tuple | np.ndarray) or (in_brackets and _parsed(value) is not None):
         raise TaskError(
@@ -89,9 +76,6 @@ def number_labels(
     """Every label there is, 0 to the highest number or the distinct names, and which of them each row has.
 
     `stored` are the names that the data set has for its labels, if any.
-
-    Raises:
-        TaskError: A number is negative, as in splits without labels, or too large to be the number of a class.
     """
     strange = [row for row, value in enumerate(values) if not re.fullmatch(r"-?[0-9]+", value)]
     if strange and not stored:
@@ -124,11 +108,7 @@ def _is_number(label: str) -> bool:
 def class_names(
     labels: Sequence[str], given: Mapping[str, str] | Sequence[str] | None, *, stored: Sequence[str] = (), where: str
 ) -> tuple[str, ...]:
-    """A name for every label, from what the user gave, or the data set, or the labels themselves.
-
-    Raises:
-        TaskError: The given names do not fit the labels, or names are blank or equal.
-    """
+    """A name for every label, from what the user gave, or the data set, or the labels themselves."""
     names = list(stored) or [label.replace("_", " ") for label in labels]
     if isinstance(given, Mapping):
         _check_known("classnames", given, [*labels, *stored], labels)
@@ -152,11 +132,7 @@ def class_names(
 def class_prompts(
     given: Mapping[str, Sequence[str]] | None, labels: Sequence[str], names: Sequence[str]
 ) -> tuple[tuple[str, ...], ...]:
-    """The texts of every class, given by label or class name; none where templates make them.
-
-    Raises:
-        TaskError: A class has none, blank ones, or there are some of no class.
-    """
+    """The texts of every class, given by label or class name; none where templates make them."""
     if given is None:
         return ()
     _check_known("prompts", given, [*labels, *names], names)

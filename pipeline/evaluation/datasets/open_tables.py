@@ -38,9 +38,6 @@ def find_table(folder: Path, *, split: str = "test", csv_columns: Sequence[str] 
         folder: The task's folder.
         split: The split that is scored.
         csv_columns: What a CSV with a zip of images must have; without them there is no CSV.
-
-    Raises:
-        TaskError: There is none in a known layout.
     """
     if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
         return _open_saved(folder, split)
@@ -80,11 +77,7 @@ def _open_parquet(files: Sequence[Path], folder: Path) -> Table:
 
 
 def _parquet_files(folder: Path, split: str) -> list[Path]:
-    """The parquet files of a split; all of them where no file's name says which split it is.
-
-    Raises:
-        TaskError: The names are those of other splits.
-    """
+    """The parquet files of a split; all of them where no file's name says which split it is."""
     files = files_below(folder, ".parquet")
     names = {path: path.relative_to(folder).as_posix().lower() for path in files}
 
@@ -99,11 +92,7 @@ def _parquet_files(folder: Path, split: str) -> list[Path]:
 
 
 def check_parts(files: Sequence[Path]) -> None:
-    """Names such as `test-00000-of-00002.parquet` or `0000.parquet` say how many files there must be.
-
-    Raises:
-        TaskError: One of them is not there.
-    """
+    """Names such as `test-00000-of-00002.parquet` or `0000.parquet` say how many files there must be."""
     groups: dict[tuple[Path, str, str], set[tuple[int, int]]] = defaultdict(set)
     """(total, number) of the parts; the total is 0 where their names have none."""
     for path in files:
@@ -198,9 +187,6 @@ def open_csv(path: Path, *, images: Path | None = None, column: str = "", member
         images: The folder that names in its column of images are relative to.
         column: That column, with which a quote that is not closed is noticed.
         members: The images, where they are in zip archives.
-
-    Raises:
-        TaskError: It cannot be read, or its rows do not have a cell for every column.
     """
     import datasets
 
@@ -233,11 +219,7 @@ def open_csv(path: Path, *, images: Path | None = None, column: str = "", member
 
 
 def _check_quotes(row: Sequence[str], place: int, images: Path, *, where: str) -> None:
-    """Look for rows inside of a cell, whose lines then name images as the column number `place` does.
-
-    Raises:
-        TaskError: There are some: a quote is not closed.
-    """
+    """Look for rows inside of a cell, whose lines then name images as the column number `place` does."""
     for line in (line for cell in row for line in text_lines(cell)[1:]):
         fields = line.split(",")
         named = [fields[k] for k in (place, place - len(row)) if -len(fields) <= k < len(fields)]

@@ -141,11 +141,7 @@ def place_of(own: OwnTask, base: Path) -> Path:
 
 
 def open_own(own: OwnTask, place: Path, *, base: Path) -> TaskData:
-    """Open a custom task.
-
-    Raises:
-        TaskError: Its data is missing, partial or damaged.
-    """
+    """Open a custom task."""
     if own.folder:
         return _class_folders(own, place)
     if own.csv:

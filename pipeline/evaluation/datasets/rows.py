@@ -28,11 +28,7 @@ def open_rows(protocol: str, folder: Path) -> TaskData:
 
 
 def check_split(table: Table, split: str) -> None:
-    """Compare the column `split`, where there is one, with the split that is scored.
-
-    Raises:
-        TaskError: A row is of another split.
-    """
+    """Compare the column `split`, where there is one, with the split that is scored."""
     column = next((name for name in table.columns if name.strip().lower() == "split"), None)
     names = table.class_names(column) if column else ()
     for row, value in enumerate(table.values(column) if column else ()):
@@ -55,9 +51,6 @@ def check_repeated(images: TableImages, about: Sequence[object], *, one_label: b
         images: The rows' images.
         about: Label or captions of every row.
         one_label: An image that is named in two rows must not have two labels either.
-
-    Raises:
-        TaskError: Two rows are the same, or have the same image; the message names them.
     """
     seen: dict[object, int] = {}
     often = Counter(about)

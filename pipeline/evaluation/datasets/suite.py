@@ -27,6 +27,7 @@ from pipeline.evaluation.datasets.task_data import (
     file_facts,
     files_below,
     plain,
+    reading,
 )
 from pipeline.evaluation.datasets.webdataset import BlankClass, is_retrieval, is_webdataset, open_webdataset
 
@@ -206,24 +207,18 @@ def open_task(entry: Entry, *, blank_class: BlankClass = "keep", allow_outside: 
         entry: The task.
         blank_class: What a blank line of classnames.txt is: a class without a name, or none.
         allow_outside: Read files outside of the task's folders that links or tables in them name.
-
-    Raises:
-        TaskError: Data is missing, partial, ambiguous or not what is expected.
     """
     if entry.problem:
         raise TaskError(entry.problem)
     if entry.folder is None:
         names = ", ".join(folder_names(entry.task)[:3])
         raise TaskError(f"There is no data for {entry.task.key}: none of the folders {names} exists.")
-    try:
+    with reading(entry.folder):
         facts = {path: file_facts(path) for _, path in files_of(entry)}
         data = _open(entry, entry.folder, blank_class)
         if not allow_outside:
             check_inside(data.files, _places(entry, data))
         data = replace(data, facts={path: facts.get(path) or file_facts(path) for path in data.files})
-    except OSError as error:
-        where = error.filename or entry.folder
-        raise TaskError(f"Cannot read {where}: {error.strerror}. The task's data is incomplete.") from error
     for what in COUNTS:
         wanted, count = entry.expected.get(what), data.counts.get(what, 0)
         if wanted is not None and count != wanted:

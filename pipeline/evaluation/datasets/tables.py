@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pipeline.evaluation.datasets.cells import as_list
-from pipeline.evaluation.datasets.task_data import TaskError, plain, read_bytes
+from pipeline.evaluation.datasets.task_data import TaskError, plain, reading
+from pipeline.pictures.pixels import read_file
 
 Members = Mapping[str, tuple[Path, str]]
 """Archive and member of every image in zip archives, by its names."""
@@ -84,11 +85,7 @@ class Table:
         return list(self._read(column, slice(None)).to_pylist())
 
     def pictures(self, column: str, *, counts: Sequence[int] | None = None) -> list[Picture]:
-        """The images of all rows, of which each must have as many as `counts` says, by default one.
-
-        Raises:
-            TaskError: A row has more or fewer, or names one that is not in the archives.
-        """
+        """The images of all rows, of which each must have as many as `counts` says, by default one."""
         import pyarrow as pa
         import pyarrow.compute as pc
 
@@ -148,11 +145,7 @@ class Table:
             raise TaskError(f"{self.files[0]} is damaged ({plain(error)}): fetch the data set again.") from error
 
     def _check_copy(self, column: str, view: Any) -> None:
-        """Compare a column with the parquet files, whose digests the result records, before it is used.
-
-        Raises:
-            TaskError: They differ.
-        """
+        """Compare a column with the parquet files, whose digests the result records, before it is used."""
         import pyarrow as pa
         import pyarrow.parquet as pq
         from datasets import Features
@@ -216,10 +209,8 @@ class TableImages:
         if picture.source is None:
             return self._table.image(self._column, picture)
         if isinstance(picture.source, Path):
-            try:
-                return read_bytes(picture.source)
-            except TaskError as error:
-                raise TaskError(f"The {self.name(index)}: {error}") from error
+            with reading(picture.source):
+                return read_file(picture.source)
         archive, member = picture.source
         try:
             if archive not in self._open:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,17 +34,23 @@ class TaskError(UserError):
     """A task cannot be scored: its data is missing, partial, damaged or inconsistent, or a model fails on it."""
 
 
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raise a `TaskError` for a file that cannot be read."""
+    try:
+        yield
+    except OSError as error:
+        where = error.filename or path
+        raise TaskError(f"Cannot read {where}: {error.strerror}. The task's data is incomplete.") from error
+
+
 class ImageSource(Protocol):
     """Encoded images by index; picklable, and cheap to open again in another process."""
 
     def __len__(self) -> int: ...
 
     def read(self, index: int) -> bytes:
-        """Read the encoded image.
-
-        Raises:
-            TaskError: It cannot be read.
-        """
+        """Read the encoded image, or raise a `TaskError`."""
 
     def name(self, index: int) -> str:
         """Where the image is, for messages."""
@@ -99,16 +106,10 @@ class TaskData:
         return len(self.instances) or len(self.images)
 
     def check_unchanged(self) -> None:
-        """Compare the files with what they were like: the bytes that are decoded must be those that were hashed.
-
-        Raises:
-            TaskError: One of them was changed, or is gone.
-        """
+        """Compare the files with what they were like: the bytes that are decoded must be those that were hashed."""
         for path in self.files:
-            try:
+            with reading(path):
                 changed = self.facts.get(path) != file_facts(path)
-            except OSError as error:
-                raise TaskError(f"Cannot read {path}: {error.strerror}. The task's data is incomplete.") from error
             if changed:
                 raise TaskError(
                     f"{path} was changed while it was evaluated, so a score would be over mixed data. Evaluate again "
@@ -137,7 +138,8 @@ class FileImages:
         return len(self._paths)
 
     def read(self, index: int) -> bytes:
-        return read_bytes(self._paths[index])
+        with reading(self._paths[index]):
+            return read_file(self._paths[index])
 
     def name(self, index: int) -> str:
         return str(self._paths[index])
@@ -147,9 +149,6 @@ def decode(blob: bytes, *, name: str, background: Colour | None = None) -> Any:
     """Decode the image as the benchmark does: RGB by PIL, EXIF rotation ignored, alpha dropped without a `background`.
 
     16-bit grey, which the benchmark does not have and PIL clips to white, is scaled to 8 bits, as in training.
-
-    Raises:
-        TaskError: The image cannot be decoded to its end; the message names it.
     """
     try:
         return read_rgb(blob, background=background)
@@ -160,30 +159,21 @@ def decode(blob: bytes, *, name: str, background: Colour | None = None) -> Any:
 
 
 def read_text(path: Path) -> str:
-    """A text file in UTF-8, with or without the mark of three bytes that some editors write first.
-
-    Raises:
-        TaskError: It cannot be read, or is no such text.
-    """
-    try:
+    """A text file in UTF-8, with or without the mark of three bytes that some editors write first."""
+    with reading(path):
         content = read_bounded(path)
-        if wrong := other_encoding(content[:4]):
-            raise TaskError(f"{path} {wrong}")
-        text = content.decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or plain(error)
-        raise TaskError(f"Cannot read {path}: {reason}. The task's data is incomplete or damaged.") from error
-    if "\0" in text:
+    if wrong := other_encoding(content[:4]):
+        raise TaskError(f"{path} {wrong}")
+    if b"\0" in content:
         raise TaskError(f"{path} holds zero bytes: it was damaged, or is not UTF-8. Fetch it again, or convert it.")
-    return text
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise TaskError(f"{path} is not UTF-8 ({error}): it is damaged, or must be converted.") from error
 
 
 def read_lines(path: Path) -> tuple[str, ...]:
-    """The stripped lines of a text file, including blank ones.
-
-    Raises:
-        TaskError: It cannot be read.
-    """
+    """The stripped lines of a text file, including blank ones."""
     return tuple(line.strip() for line in text_lines(read_text(path)))
 
 
@@ -191,9 +181,6 @@ def files_below(folder: Path, suffix: str = "") -> list[Path]:
     """The files of a folder and its folders, linked ones included, in the order of their names; hidden ones are not.
 
     What is neither file nor folder, such as a link to nothing, is among them.
-
-    Raises:
-        TaskError: A link leads to a folder around it, such as `/`.
     """
     files, entered, root = [], set(), os.path.realpath(folder)
     for top, folders, names in os.walk(folder, followlinks=True):
@@ -213,9 +200,6 @@ def check_inside(files: Iterable[Path], places: Sequence[Path]) -> None:
 
     Tables and archives may come from strangers: those that name, or link to, other files of the user would have them
     read, and shown among a report's examples.
-
-    Raises:
-        TaskError: A file is elsewhere.
     """
     roots = [os.path.realpath(place) for place in places]
     inside: dict[str, bool] = {}
@@ -225,7 +209,7 @@ def check_inside(files: Iterable[Path], places: Sequence[Path]) -> None:
 
     for path in files:
         folder = os.path.dirname(path)
-        if folder not in inside:
+        if folder not in inside:  # the links of a folder of many images are followed once
             inside[folder] = is_inside(os.path.realpath(folder))
         if not (is_inside(os.path.realpath(path)) if path.is_symlink() else inside[folder]):
             raise TaskError(
@@ -233,18 +217,6 @@ def check_inside(files: Iterable[Path], places: Sequence[Path]) -> None:
                 "made this data could have any file of yours read so. If you made it, or trust whoever did, set "
                 "allow_outside=true (evaluation.allow_outside=true in `neuclip train` and `watch`)."
             )
-
-
-def read_bytes(path: Path) -> bytes:
-    """The content of a file.
-
-    Raises:
-        TaskError: It cannot be read.
-    """
-    try:
-        return read_file(path)
-    except OSError as error:
-        raise TaskError(f"Cannot read {path}: {error.strerror}. The task's data is incomplete.") from error
 
 
 def plain(error: object, *, longest: int = LONGEST_MESSAGE) -> str:
@@ -265,9 +237,6 @@ def check_digests(
         expected: The recorded digests. A file that is recorded but not read must at least be in `folder`.
         folder: The task's folder; None when every recorded file must be among `files`.
         written: Where the digests were recorded, for the message.
-
-    Raises:
-        TaskError: Files have other digests, or are not there.
     """
     wrong = [name for name in expected if name in files and files[name] != expected[name]]
     unread = [name for name in expected if name not in files]
@@ -280,17 +249,11 @@ def check_digests(
 
 
 def file_digests(files: Iterable[Path], folder: Path) -> dict[str, str]:
-    """Compute the SHA-256 of files, by their names relative to `folder`.
-
-    Raises:
-        TaskError: A file cannot be read.
-    """
+    """Compute the SHA-256 of files, by their names relative to `folder`."""
     digests = {}
     for path in files:
-        try:
+        with reading(path):
             digests[relative_name(path, folder)] = sha256_of(path)
-        except OSError as error:
-            raise TaskError(f"Cannot read {path}: {error.strerror}. The task's data is incomplete.") from error
     return digests
 
 

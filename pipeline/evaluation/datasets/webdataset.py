@@ -11,6 +11,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,11 +23,7 @@ from pipeline.tars import DamagedTar, headers, refuse_unended, skip_payload
 
 
 def read_members(path: Path) -> Iterator[tuple[str, int, int]]:
-    """Name, first byte and size of the files of a tar in order.
-
-    Raises:
-        TaskError: The tar is damaged, cut short, followed by anything but zeros, holds links, or is not a tar at all.
-    """
+    """Name, first byte and size of the files of a tar in order."""
     try:
         with path.open("rb") as file:
             for name, size, offset, kind in headers(file, strict=True, on_unended=refuse_unended):
@@ -42,8 +39,6 @@ def read_members(path: Path) -> Iterator[tuple[str, int, int]]:
 
 
 SMALL_SUFFIXES = ("cls", "npy", "txt")
-MOST_MISSING = 10_000
-"""More shards than this cannot be missing: nshards.txt is damaged."""
 MOST = 2**53
 """Numbers of groups are below; larger ones have no exact float, and may have no int64."""
 BlankClass = Literal["keep", "drop"]
@@ -102,9 +97,6 @@ def open_webdataset(
         blank_class: What a blank line of classnames.txt is: a class whose name is empty (`keep`), or nothing at all
             (`drop`), as in the benchmark's pinned stack. Labels behind a dropped line mean other names; this is only
             for comparison with published numbers.
-
-    Raises:
-        TaskError: A shard is missing, surplus, damaged, empty or a copy of another, or a sample lacks a member.
     """
     shards = _shards(folder)
     samples = [sample for shard in shards for sample in _read_shard(shard)]
@@ -137,20 +129,18 @@ def _shards(folder: Path) -> tuple[Path, ...]:
     """The tars that nshards.txt promises, all of them and no others."""
     test = folder / "test"
     lines = read_lines(test / "nshards.txt")
-    if not lines or not lines[0].isdecimal() or int(lines[0]) < 1:
-        raise TaskError(f"{test / 'nshards.txt'} must hold the number of shards, but holds {lines[:1]}.")
-    there = sorted(path.name for path in test.glob("*.tar") if not path.name.startswith("."))
-    count = int(lines[0])
-    if count > len(there) + MOST_MISSING:
-        raise TaskError(f"{test}: nshards.txt says {count:,} shards, but there are {len(there)} tars: fetch them.")
-    shards = tuple(test / f"{number}.tar" for number in range(count))
-    missing = [shard.name for shard in shards if not shard.is_file()]
+    if not lines or not re.fullmatch("0*[1-9][0-9]{0,8}", lines[0]):
+        raise TaskError(f"{test / 'nshards.txt'} must hold the number of shards, but holds {plain(lines[:1])}.")
+    there = {path.name for path in test.glob("*.tar") if not path.name.startswith(".") and path.is_file()}
+    names = (f"{number}.tar" for number in range(int(lines[0])))  # not a list: the file may be damaged
+    missing = list(islice((name for name in names if name not in there), 5))
     if missing:
         raise TaskError(
-            f"{test}: {len(missing)} of {len(shards)} shards are missing ({', '.join(missing[:5])}). "
+            f"{test}: of the {lines[0]} shards in nshards.txt, some are missing ({', '.join(missing)}). "
             "A score over partial data would not be this task's score: fetch them."
         )
-    surplus = sorted(set(there) - {shard.name for shard in shards})
+    shards = tuple(test / f"{number}.tar" for number in range(int(lines[0])))
+    surplus = sorted(there - {shard.name for shard in shards})
     if surplus:
         raise TaskError(
             f"{test}: nshards.txt says {len(shards)} shards, but there are {len(there)} tars "
@@ -211,18 +201,14 @@ def _check_copies(samples: Sequence[Sample], images: TarImages) -> None:
 
     Sizes and labels are compared first, contents only where these agree.
     """
-    by_shard: dict[str, list[int]] = {}
-    for index, sample in enumerate(samples):
-        by_shard.setdefault(sample["__url__"], []).append(index)
-    known: dict[object, list[int]] = {}
-    for indices in by_shard.values():
-        small = [[samples[k].get(suffix) for suffix in SMALL_SUFFIXES] for k in indices]
-        twin = known.setdefault(
-            repr([(_image(samples[k])[1], own) for k, own in zip(indices, small, strict=True)]), indices
-        )
+    known: dict[str, tuple[int, ...]] = {}
+    for shard, group in groupby(range(len(samples)), key=lambda index: samples[index]["__url__"]):
+        indices = tuple(group)
+        small = [[_image(samples[k])[1], *(samples[k].get(suffix) for suffix in SMALL_SUFFIXES)] for k in indices]
+        twin = known.setdefault(repr(small), indices)
         if twin is not indices and all(images.read(a) == images.read(b) for a, b in zip(twin, indices, strict=True)):
-            first, second = samples[twin[0]]["__url__"], samples[indices[0]]["__url__"]
-            raise TaskError(f"{second} holds the same {len(indices)} samples as {first}: it is a copy. Fetch it again.")
+            first = samples[twin[0]]["__url__"]
+            raise TaskError(f"{shard} holds the same {len(indices)} samples as {first}: it is a copy. Fetch it again.")
 
 
 def _label(sample: Sample) -> int:

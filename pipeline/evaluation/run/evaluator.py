@@ -6,13 +6,13 @@ Shape legend: M micro-batch, d feature dimension.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,12 +20,11 @@ from pipeline.evaluation.datasets.suite import Entry, Suite, is_official, open_t
 from pipeline.evaluation.datasets.task_data import TaskData, TaskError, check_digests, file_digests, plain
 from pipeline.evaluation.identity import definition, identity_of
 from pipeline.evaluation.protocol import PROTOCOLS, Outcomes, Protocol
-from pipeline.evaluation.protocols.texts import TextSide, check_finite
-from pipeline.evaluation.run.images import ImagePass, preprocessing_key
+from pipeline.evaluation.protocols.texts import TextSide
+from pipeline.evaluation.run.images import image_pass
 from pipeline.evaluation.run.results import Evaluation, TaskResult, read_outcomes, read_result, write_result
 from pipeline.evaluation.run.session import Session
 from pipeline.model.evaluation_model import EvaluationModel
-from pipeline.pictures.pixels import Colour
 
 
 @dataclass(frozen=True)
@@ -51,34 +50,60 @@ class Evaluator:
         """Evaluate every task of the suite. `progress` is called after each."""
         with self.session.compute:
             for entry in suite.entries:
-                try:
+                with self._failing(entry, *self.evaluations):
                     self._task(entry, suite)
-                except TaskError as error:
-                    for evaluation in self.evaluations:
-                        self._fail(evaluation, entry, str(error))
                 if progress is not None:
                     progress(entry.task.key, self.evaluations)
 
+    @contextmanager
+    def _failing(self, entry: Entry, *evaluations: Evaluation) -> Iterator[None]:
+        """Record an error as a failure of the task for these checkpoints."""
+        try:
+            yield
+        except TaskError as error:
+            for evaluation in evaluations:
+                self._fail(evaluation, entry, str(error))
+
     def _task(self, entry: Entry, suite: Suite) -> None:
-        self.session.world.progress()
+        session, key = self.session, entry.task.key
+        session.world.progress()
         started = time.perf_counter()
         opened = self._open(entry)
         inputs = [identity_of(e.conditions, entry, opened.data, files=opened.files) for e in self.evaluations]
-        wanted = self._wanted(opened, inputs)
-        encoded = {index: self._texts(index, opened) for index in wanted}
-        texts = {index: features for index, features in encoded.items() if features is not None}
+        # The first process decides what is reused, so that all agree.
+        stored = session.on_main(lambda: [self._stored(evaluation.path(entry)) for evaluation in self.evaluations])
+        texts: dict[int, Tensor] = {}
+        for index, evaluation in enumerate(self.evaluations):
+            with self._failing(entry, evaluation):
+                if not session.config.relock:
+                    evaluation.lock.check(key, opened.data, opened.files)
+                result = stored[index]
+                if result is not None and result.task == key and result.inputs == inputs[index]:
+                    evaluation.results[key] = result
+                    evaluation.reused.add(key)
+                else:
+                    texts[index] = self._texts(index, opened)
         if texts:
             models = {index: self.evaluations[index].model for index in texts}
-            kept, failed = image_pass(self.session, opened, models, texts)
+            kept, failed = image_pass(session, data=opened.data, protocol=opened.protocol, models=models, texts=texts)
             for index, message in failed.items():
                 self._fail(self.evaluations[index], entry, message)
             for index, parts in kept.items():
-                self._score(self.evaluations[index], opened, (parts, texts[index], inputs[index]))
+                session.world.progress()
+                evaluation = self.evaluations[index]
+                score = partial(_score, opened, evaluation.path(entry), parts, texts=texts[index], inputs=inputs[index])
+                with self._failing(entry, evaluation):
+                    evaluation.results[key] = session.on_main(score)
             seconds, images = time.perf_counter() - started, len(opened.data.images)
             speed = {"seconds": seconds, "images": images, "images_per_second": images / seconds}
             for index in kept:
-                self.evaluations[index].timings[entry.task.key] = {**speed, "checkpoints": len(models)}
+                self.evaluations[index].timings[key] = {**speed, "checkpoints": len(models)}
         self._lock(opened, suite)
+
+    def _stored(self, path: Path) -> TaskResult | None:
+        """A result whose outcomes are whole, unless everything is computed again."""
+        result = None if self.session.config.recompute else read_result(path)
+        return result if result is not None and read_outcomes(path, result.outcomes) is not None else None
 
     def _open(self, entry: Entry) -> OpenedTask:
         """Open and check a task; the processes share the hashing of its files."""
@@ -115,76 +140,14 @@ class Evaluator:
 
         self.session.on_main(write)
 
-    def _wanted(self, opened: OpenedTask, inputs: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Which checkpoints need this task; the first process decides, so that all agree.
-
-        Those that were first evaluated on other data fail.
-        """
-        config, key, wanted = self.session.config, opened.entry.task.key, []
-
-        def read(path: Path) -> TaskResult | None:
-            result = None if config.recompute else read_result(path)
-            return result if result is not None and read_outcomes(path, result.outcomes) is not None else None
-
-        stored = self.session.on_main(lambda: [read(evaluation.path(opened.entry)) for evaluation in self.evaluations])
-        for index, evaluation in enumerate(self.evaluations):
-            try:
-                if not config.relock:
-                    evaluation.lock.check(key, opened.data, opened.files)
-            except TaskError as error:
-                self._fail(evaluation, opened.entry, str(error))
-                continue
-            result = stored[index]
-            if result is not None and result.task == key and result.inputs == inputs[index]:
-                evaluation.results[key] = result
-                evaluation.reused.add(key)
-            else:
-                wanted.append(index)
-        return wanted
-
-    def _texts(self, index: int, opened: OpenedTask) -> Tensor | None:
-        evaluation, side = self.evaluations[index], opened.protocol.texts
-        key = (index, side.digest)
-        try:
-            features = self._texts_of.get(key)
-            if features is None:
-                features = text_features(self.session, evaluation.model, side)
-                if opened.data.classnames:
-                    self._texts_of[key] = features
-            return features
-        except TaskError as error:
-            self._fail(evaluation, opened.entry, str(error))
-            return None
-
-    def _score(
-        self, evaluation: Evaluation, opened: OpenedTask, parts: tuple[Outcomes, Tensor, Mapping[str, Any]]
-    ) -> None:
-        self.session.world.progress()
-        kept, texts, inputs = parts
-        task, protocol, path = opened.entry.task, opened.protocol, evaluation.path(opened.entry)
-
-        def score() -> TaskResult:
-            outcomes = protocol.finish(kept, texts)
-            metrics = protocol.metrics(outcomes)
-            result = TaskResult(
-                task=task.key,
-                name=task.name,
-                protocol=task.protocol,
-                main_metric=task.main_metric,
-                score=metrics[task.main_metric],
-                metrics=metrics,
-                chance=protocol.chance(),
-                samples=opened.data.samples,
-                official=is_official(opened.entry, opened.data),
-                inputs=inputs,
-            )
-            protocol.write_details(path.with_suffix(""), outcomes=outcomes, kept=kept, texts=texts)
-            return write_result(path, result, outcomes)
-
-        try:
-            evaluation.results[task.key] = self.session.on_main(score)
-        except TaskError as error:
-            self._fail(evaluation, opened.entry, str(error))
+    def _texts(self, index: int, opened: OpenedTask) -> Tensor:
+        side = opened.protocol.texts
+        features = self._texts_of.get((index, side.digest))
+        if features is None:
+            features = text_features(self.session, self.evaluations[index].model, side)
+            if opened.data.classnames:
+                self._texts_of[index, side.digest] = features
+        return features
 
     def _fail(self, evaluation: Evaluation, entry: Entry, message: str) -> None:
         """Record a failure. An older result that could not be confirmed is renamed, not deleted.
@@ -201,6 +164,27 @@ class Evaluator:
             return
         with suppress(OSError):  # then the summary cannot be written either, which ends all processes alike
             path.replace(path.with_suffix(".json.stale"))
+
+
+def _score(opened: OpenedTask, path: Path, kept: Outcomes, *, texts: Tensor, inputs: Mapping[str, Any]) -> TaskResult:
+    """Compute a result from what was kept of the images, and write it."""
+    task, protocol = opened.entry.task, opened.protocol
+    outcomes = protocol.finish(kept, texts)
+    metrics = protocol.metrics(outcomes)
+    result = TaskResult(
+        task=task.key,
+        name=task.name,
+        protocol=task.protocol,
+        main_metric=task.main_metric,
+        score=metrics[task.main_metric],
+        metrics=metrics,
+        chance=protocol.chance(),
+        samples=opened.data.samples,
+        official=is_official(opened.entry, opened.data),
+        inputs=inputs,
+    )
+    protocol.write_details(path.with_suffix(""), outcomes=outcomes, kept=kept, texts=texts)
+    return write_result(path, result, outcomes)
 
 
 def text_features(session: Session, model: EvaluationModel, side: TextSide) -> Tensor:
@@ -221,89 +205,3 @@ def text_features(session: Session, model: EvaluationModel, side: TextSide) -> T
     for part in world.gather_objects(session.together(encode)):
         merged.update(part)
     return torch.cat([merged[unit] for unit in range(len(side.units))])
-
-
-def image_pass(
-    session: Session, opened: OpenedTask, models: Mapping[int, EvaluationModel], texts: Mapping[int, Tensor]
-) -> tuple[dict[int, Outcomes], dict[int, str]]:
-    """What the protocol keeps of every image, in the images' order, for every model; and the models that failed.
-
-    Models and their text features are by number.
-
-    Raises:
-        TaskError: On every process, when an image cannot be read.
-    """
-    parts = session.together(lambda: _my_images(session, opened, models, texts))
-    gathered = (piece for part in session.world.gather_objects(parts) for piece in part)
-    kept: dict[int, list[Outcomes]] = {index: [] for index in models}
-    failed: dict[int, str] = {}
-    for _, index, piece in sorted(gathered, key=lambda piece: piece[0]):
-        if isinstance(piece, str):
-            failed.setdefault(index, piece)
-        else:
-            kept[index].append(piece)
-    whole = {
-        index: {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
-        for index, pieces in kept.items()
-        if index not in failed
-    }
-    return whole, failed
-
-
-def background_of(models: Iterable[EvaluationModel]) -> Colour:
-    """The background that models were trained with.
-
-    Raises:
-        TaskError: They were trained with several.
-    """
-    colours = {model.architecture.background for model in models}
-    if len(colours) > 1:
-        raise TaskError("The checkpoints were trained with different data.background: evaluate them one by one.")
-    return colours.pop()
-
-
-def _my_images(
-    session: Session, opened: OpenedTask, models: Mapping[int, EvaluationModel], texts: Mapping[int, Tensor]
-) -> list[tuple[int, int, Outcomes | str]]:
-    """This process's micro-batches: number, model, and the values to keep or the error.
-
-    A work item is one micro-batch for one model, so that several checkpoints keep all threads busy on small tasks.
-    """
-    source, device, config = opened.data.images, session.compute.device, session.config
-    background = background_of(models.values()) if opened.data.on_background else None
-    on_device = {index: texts[index].to(device) for index in models}
-    keys = {index: preprocessing_key(model) for index, model in models.items()}
-    reading = ImagePass(
-        source,
-        {keys[index]: model.preprocess for index, model in models.items()},
-        micro_batch=config.micro_batch,
-        batch_size=config.batch_size,
-        workers=config.loader_workers(session.world.cores),
-        background=background,
-        rank=session.world.rank,
-        size=session.world.size,
-    )
-
-    def work() -> Iterator[tuple[int, int, int, Tensor]]:
-        for number, valid, tensors in reading.run(pin=device.type == "cuda"):
-            session.world.progress()
-            moved = {key: tensor.to(device, non_blocking=True) for key, tensor in tensors.items()}
-            yield from ((number, valid, index, moved[keys[index]]) for index in models)
-
-    def encode(number: int, valid: int, index: int, pixels: Tensor) -> tuple[int, int, Outcomes | str]:
-        start = number * config.micro_batch
-        with session.compute.encoding():
-            features = models[index].encode_image(pixels)[:valid]
-        try:
-            check_finite(features, what=lambda row: source.name(start + row))
-            return number, index, opened.protocol.keep(features, on_device[index], start=start)
-        except TaskError as error:
-            return number, index, str(error)
-
-    try:
-        pieces = list(session.compute.map(encode, work()))
-    except Exception:
-        opened.data.check_unchanged()  # says more
-        raise
-    opened.data.check_unchanged()
-    return pieces

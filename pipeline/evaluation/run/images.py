@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -19,7 +20,10 @@ from pipeline.distributed.workers import (
     worker_died_message,
 )
 from pipeline.evaluation.compute import microbatches
-from pipeline.evaluation.datasets.task_data import ImageSource, TaskError, decode
+from pipeline.evaluation.datasets.task_data import ImageSource, TaskData, TaskError, decode
+from pipeline.evaluation.protocol import Outcomes, Protocol
+from pipeline.evaluation.protocols.texts import check_finite
+from pipeline.evaluation.run.session import Session
 from pipeline.model.evaluation_model import EvaluationModel
 from pipeline.pictures.pixels import Colour
 
@@ -116,3 +120,98 @@ class ImagePass(Dataset[Any]):
 
 def _start_worker(number: int) -> None:
     live_with_parent()
+
+
+def image_pass(
+    session: Session,
+    *,
+    data: TaskData,
+    protocol: Protocol,
+    models: Mapping[int, EvaluationModel],
+    texts: Mapping[int, Tensor],
+) -> tuple[dict[int, Outcomes], dict[int, str]]:
+    """What the protocol keeps of every image, in the images' order, for every model; and the models that failed.
+
+    Models and their text features are by number.
+
+    Raises:
+        TaskError: On every process, when an image cannot be read.
+    """
+
+    def mine() -> list[tuple[int, int, Outcomes | str]]:
+        try:
+            return _my_images(session, data, protocol, models=models, texts=texts)
+        finally:
+            data.check_unchanged()  # says more than an error that a change has caused
+
+    kept: dict[int, list[Outcomes]] = {index: [] for index in models}
+    failed: dict[int, str] = {}
+    gathered = (piece for part in session.world.gather_objects(session.together(mine)) for piece in part)
+    for _, index, piece in sorted(gathered, key=lambda piece: piece[0]):
+        if isinstance(piece, str):
+            failed.setdefault(index, piece)
+        else:
+            kept[index].append(piece)
+    whole = {
+        index: {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
+        for index, pieces in kept.items()
+        if index not in failed
+    }
+    return whole, failed
+
+
+def _my_images(
+    session: Session,
+    data: TaskData,
+    protocol: Protocol,
+    *,
+    models: Mapping[int, EvaluationModel],
+    texts: Mapping[int, Tensor],
+) -> list[tuple[int, int, Outcomes | str]]:
+    """This process's micro-batches: number, model, and the values to keep or the error.
+
+    A work item is one micro-batch for one model, so that several checkpoints keep all threads busy on small tasks.
+    """
+    device, config = session.compute.device, session.config
+    on_device = {index: texts[index].to(device) for index in models}
+    keys = {index: preprocessing_key(model) for index, model in models.items()}
+    reading = ImagePass(
+        data.images,
+        {keys[index]: model.preprocess for index, model in models.items()},
+        micro_batch=config.micro_batch,
+        batch_size=config.batch_size,
+        workers=config.loader_workers(session.world.cores),
+        background=background_of(models.values()) if data.on_background else None,
+        rank=session.world.rank,
+        size=session.world.size,
+    )
+
+    def work() -> Iterator[tuple[int, int, int, Tensor]]:
+        for number, valid, tensors in reading.run(pin=device.type == "cuda"):
+            session.world.progress()
+            moved = {key: tensor.to(device, non_blocking=True) for key, tensor in tensors.items()}
+            yield from ((number, valid, index, moved[keys[index]]) for index in models)
+
+    def encode(number: int, valid: int, index: int, pixels: Tensor) -> tuple[int, int, Outcomes | str]:
+        start = number * config.micro_batch
+        with session.compute.encoding():
+            features = models[index].encode_image(pixels)[:valid]
+        try:
+            check_finite(features, what=lambda row: data.images.name(start + row))
+            return number, index, protocol.keep(features, on_device[index], start=start)
+        except TaskError as error:
+            return number, index, str(error)
+
+    return list(session.compute.map(encode, work()))
+
+
+def background_of(models: Iterable[EvaluationModel]) -> Colour:
+    """The background that models were trained with.
+
+    Raises:
+        TaskError: They were trained with several.
+    """
+    colours = {model.architecture.background for model in models}
+    if len(colours) > 1:
+        raise TaskError("The checkpoints were trained with different data.background: evaluate them one by one.")
+    return colours.pop()

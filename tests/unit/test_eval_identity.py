@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
@@ -88,6 +89,25 @@ def test_a_result_in_another_tasks_place_is_not_counted_and_computed_again(model
     assert [score.task for score in found.scores] == ["cifar10"], notes
     evaluated(model, suite, tmp_path, "cifar10", "mnist")
     assert contents(tmp_path) == whole
+
+
+def test_a_result_without_whole_outcomes_is_not_reused(model, tmp_path):
+    suite, output = tmp_path / "suite", tmp_path / "out"
+    write_classification(suite, TASKS["mnist"], samples=8)
+    (first,) = evaluate(model, suite=suite, output=output, config=QUICK)
+    outcomes = output / "mnist.outcomes.npz"
+    for damage in (
+        lambda: outcomes.write_bytes(outcomes.read_bytes()[:-40]),
+        lambda: np.savez_compressed(outcomes, prediction=np.zeros(8, int), target=np.zeros(8, int)),  # of other samples
+        outcomes.unlink,
+    ):
+        damage()
+        (scored,) = (score for one in read_evaluations(tmp_path, lambda step: step, []) for score in one.scores)
+        assert scored.read_outcomes() is None, "reports do not use them"
+        (again,) = evaluate(model, suite=suite, output=output, config=QUICK)
+        assert not again.reused
+        assert again.results["mnist"] == first.results["mnist"]
+    assert evaluate(model, suite=suite, output=output, config=QUICK)[0].reused
 
 
 def quick_gelu(model: EvaluationModel) -> EvaluationModel:

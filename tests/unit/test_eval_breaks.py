@@ -107,7 +107,9 @@ def check_scores(found: Result, results: Path, broken: set[str], keys: set[str])
     summary = json.loads((results / "summary.json").read_text())
     assert set(summary["failures"]) == broken
     assert set(summary["scores"]) == keys - broken
-    assert not any((results / f"{TASKS[key].stem}.json").exists() for key in broken)
+    for path in (results / f"{TASKS[key].stem}.json" for key in broken):
+        assert not path.exists()
+        assert path.with_suffix(".json.stale").exists(), "renamed, not deleted"
     over_them = [mean for name, mean in summary["aggregates"].items() if broken & set(AGGREGATES[name])]
     assert over_them
     assert not any(mean["complete"] or mean["score"] is not None for mean in over_them)

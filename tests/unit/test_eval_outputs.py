@@ -69,7 +69,7 @@ def test_summary_covers_one_suite_and_one_configuration(model, tmp_path):
     whole = evaluate(model, suite=suite, output=output, config=QUICK)[0]
     assert summary()["aggregates"]["ImageNet dist. shifts"]["complete"]
     dropping = dataclasses.replace(QUICK, blank_class="drop")
-    evaluate(model, suite=open_suite(suite).only([shifts[0]]), output=output, config=dropping)
+    assert not evaluate(model, suite=open_suite(suite).only([shifts[0]]), output=output, config=dropping)[0].reused
     assert set(summary()["scores"]) == {shifts[0]}
     assert set(summary()["left_out"]) == set(shifts[1:])
     assert summary()["left_out"][shifts[1]] == "it has other settings: blank_class=keep"

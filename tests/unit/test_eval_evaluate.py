@@ -109,7 +109,7 @@ def test_outcomes_reproduce_the_metrics(evaluated):
             assert module.metrics(outcomes) == result.metrics
 
 
-def test_examples_show_the_best_images(evaluated):
+def test_examples_show_the_best_images_and_captions(evaluated):
     folder = next(evaluated[0].glob("*.examples"))
     examples = json.loads((folder / "examples.json").read_text())
     assert len(examples) == retrieval.EXAMPLES
@@ -119,6 +119,12 @@ def test_examples_show_the_best_images(evaluated):
         assert [image["right"] for image in example["images"]] == [example["rank"] == k for k in range(5)]
         assert all((folder / image["file"]).is_file() for image in example["images"])
         assert (folder / f"{example['right']}.jpg").is_file()
+    images = json.loads((folder / "images.json").read_text())
+    for example in images:
+        assert [caption["right"] for caption in example["captions"]].count(True) == min(
+            5, sum(caption["caption"] in example["own"] for caption in example["captions"])
+        )
+        assert (example["rank"] < 5) == any(caption["right"] for caption in example["captions"])
 
 
 def test_every_micro_batch_of_texts_is_progress(model):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -136,37 +135,24 @@ def test_other_prompts_or_another_metric_are_another_score(model, tmp_path, chan
     assert summary["left_out"] == {"two": "it has another metric, or other prompts or columns"}
 
 
-@pytest.fixture
-def replaced_meanwhile(
-    suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> Iterator[Path]:
-    """A copy of the suite, one tar of which is overwritten after the first image was decoded, perhaps with zeros."""
-    copied = tmp_path / "suite"
-    shutil.copytree(suite, copied)
-    tar = copied / "wds_cifar10_test/test/1.tar"
-    body, decode = tar.read_bytes(), images.decode
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_data_replaced_during_an_evaluation_gets_no_score(model, suite, tmp_path, monkeypatch, is_broken):
+    """A tar is overwritten after the first image was decoded, with another that may be broken."""
+    shutil.copytree(suite, tmp_path / "suite")
+    tar, decode = tmp_path / "suite/wds_cifar10_test/test/1.tar", images.decode
 
-    def decoded(blob: bytes, **options: Any) -> Any:
-        other = bytearray(body)
-        other[2048] ^= 255
-        if request.param:
-            other[len(body) // 2 :] = bytes(len(body) - len(body) // 2)
-        tar.write_bytes(other)
+    def replace_and_decode(blob: bytes, **options: Any) -> Any:
+        body = bytearray(tar.read_bytes())
+        body[2048] ^= 255
+        tar.write_bytes(body[: len(body) // 2] + bytes(len(body) // 2) if is_broken else body)
         monkeypatch.setattr(images, "decode", decode)
         return decode(blob, **options)
 
-    monkeypatch.setattr(images, "decode", decoded)
-    yield copied
-    tar.write_bytes(body)
-
-
-@pytest.mark.parametrize("replaced_meanwhile", [False, True], ids=["changed", "broken"], indirect=True)
-def test_data_replaced_during_an_evaluation_gets_no_score(model, replaced_meanwhile, tmp_path):
-    output = tmp_path / "out"
-    summary = evaluated(model, replaced_meanwhile, output, "cifar10", "mnist", micro_batch=4)
+    monkeypatch.setattr(images, "decode", replace_and_decode)
+    summary = evaluated(model, tmp_path / "suite", tmp_path / "out", "cifar10", "mnist", micro_batch=4)
     assert "1.tar was changed while it was evaluated" in summary["failures"]["cifar10"]
     assert list(summary["scores"]) == ["mnist"]
-    assert not (output / "cifar10.json").exists()
+    assert not (tmp_path / "out/cifar10.json").exists()
 
 
 def run(*arguments: object) -> Result:

@@ -66,11 +66,11 @@ def evaluated(messages: list[str]) -> list[list[int]]:
 
 
 def test_the_newest_checkpoint_is_evaluated_alone_first_then_older_ones_in_groups(tmp_path, suite, monkeypatch):
-    for step in (100, 200, 300, 400):
+    for step in (100, 150, 200, 300, 400):
         save_step(tmp_path, step)
     monkeypatch.setattr("pipeline.evaluation.watcher.TOGETHER", 2)
     messages: list[str] = []
-    watcher = make_watcher(tmp_path, suite, messages)
+    watcher = make_watcher(tmp_path, suite, messages, every=100)
     assert watcher.step()
     save_step(tmp_path, 500)
     watcher.run(threading.Event(), once=True)
@@ -79,14 +79,6 @@ def test_the_newest_checkpoint_is_evaluated_alone_first_then_older_ones_in_group
     assert all((tmp_path / "evaluation" / name / "cifar10.json").is_file() for name in states(watcher))
     watcher.run(threading.Event(), once=True)
     assert len(evaluated(messages)) == 4
-
-
-def test_step_selection(tmp_path, suite):
-    for step in (100, 150, 200, 250):
-        save_step(tmp_path, step)
-    messages: list[str] = []
-    make_watcher(tmp_path, suite, messages, every=100).run(threading.Event(), once=True)
-    assert evaluated(messages) == [[200], [100]]
 
 
 def test_a_damaged_checkpoint_is_abandoned_and_does_not_block_others(tmp_path, suite):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +118,16 @@ def write_examples(folder: Path, data: TaskData, *, features: tuple[Tensor, Tens
     """
     images, captions = features
     flat = [(caption, image) for image, own in enumerate(data.captions) for caption in own]
-    by_caption = [_best_images(flat[k], captions[k] @ images.T) for k in _spaced(len(flat), EXAMPLES)]
-    by_image = [_best_captions(k, flat, captions @ images[k]) for k in _spaced(len(images), EXAMPLES)]
+    by_caption, by_image = [], []
+    for k in _spaced(len(flat), EXAMPLES):
+        (caption, image), (rank, best) = flat[k], _best(captions[k] @ images.T, {flat[k][1]})
+        shown_images = [{"image": i, "file": f"{i}.jpg", **facts} for i, facts in best]
+        by_caption.append({"caption": caption, "right": image, "rank": rank, "images": shown_images})
+    for image in _spaced(len(images), EXAMPLES):
+        rank, best = _best(captions @ images[image], {k for k, (_, owner) in enumerate(flat) if owner == image})
+        shown_captions = [{"caption": flat[k][0], **facts} for k, facts in best]
+        own = list(data.captions[image])
+        by_image.append({"image": image, "file": f"{image}.jpg", "rank": rank, "own": own, "captions": shown_captions})
     shown = {example["right"] for example in by_caption} | {example["image"] for example in by_image}
     shown |= {image["image"] for example in by_caption for image in example["images"]}
     try:
@@ -143,21 +151,8 @@ def _spaced(total: int, count: int) -> list[int]:
     return [round(k * (total - 1) / max(1, count - 1)) for k in range(count)]
 
 
-def _best_images(caption: tuple[str, int], scores: Tensor) -> dict[str, Any]:
-    text, right = caption
-    order = torch.sort(scores, descending=True, stable=True).indices
-    best = [
-        {"image": k, "file": f"{k}.jpg", "score": round(float(scores[k]), 4), "right": k == right}
-        for k in order[:TOP].tolist()
-    ]
-    return {"caption": text, "right": right, "rank": int((order == right).nonzero()), "images": best}
-
-
-def _best_captions(image: int, flat: Sequence[tuple[str, int]], scores: Tensor) -> dict[str, Any]:
+def _best(scores: Tensor, right: set[int]) -> tuple[int, list[tuple[int, dict[str, Any]]]]:
+    """The rank of the first right candidate, and the best ones with their scores."""
     order = torch.sort(scores, descending=True, stable=True).indices.tolist()
-    best = [
-        {"caption": flat[k][0], "score": round(float(scores[k]), 4), "right": flat[k][1] == image} for k in order[:TOP]
-    ]
-    rank = next(position for position, k in enumerate(order) if flat[k][1] == image)
-    own = [text for text, owner in flat if owner == image]
-    return {"image": image, "file": f"{image}.jpg", "rank": rank, "own": own, "captions": best}
+    best = [(k, {"score": round(float(scores[k]), 4), "right": k in right}) for k in order[:TOP]]
+    return next(rank for rank, k in enumerate(order) if k in right), best

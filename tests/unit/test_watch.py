@@ -209,18 +209,6 @@ def test_templates_call_the_program_with_valid_arguments(path):
         subprocess.run(["bash", "-n", path], check=True)
 
 
-def test_a_subset_of_finished_tasks_does_not_count_as_finished(tmp_path):
-    save_step(tmp_path / "run", 100)
-    root = tmp_path / "suite"
-    for key in ("cifar10", "mnist"):
-        write_classification(root, TASKS[key], samples=8)
-    messages: list[str] = []
-    some, everything = open_suite(root).only(["mnist"]), open_suite(root)
-    for opened in (some, everything, everything):
-        make_watcher(tmp_path / "run", opened, messages).run(threading.Event(), once=True)
-    assert [line.partition(": ")[2] for line in messages if "done" in line] == ["1 tasks done.", "2 tasks done."]
-
-
 def test_result_files_take_precedence_over_the_ledger(tmp_path, suite):
     for step in (100, 200, 300):
         save_step(tmp_path, step)
@@ -290,12 +278,14 @@ def test_the_ledger_treats_other_data_or_settings_as_another_suite(tmp_path):
     """The identity depends on contents: the folder's data matters, its name does not."""
     roots = [tmp_path / "a/mini", tmp_path / "b/mini", tmp_path / "c/mini"]
     for root, seed in zip(roots, (0, 0, 1), strict=True):
-        write_classification(root, TASKS["cifar10"], samples=8, seed=seed)
+        for key in ("cifar10", "mnist"):
+            write_classification(root, TASKS[key], samples=8, seed=seed)
     known, settings = tmp_path / "digests.json", EvaluationConfig()
     same, copied, other = (suite_identity(open_suite(root), settings, known=known) for root in roots)
     assert same == copied != other
     assert same.startswith("mini-")
     assert same != suite_identity(open_suite(roots[0]), EvaluationConfig(blank_class="drop"), known=known)
+    assert same != suite_identity(open_suite(roots[0]).only(["mnist"]), settings, known=known), "a part of it"
     tar = roots[0] / "wds_cifar10_test/test/1.tar"
     tar.write_bytes(tar.read_bytes()[:-1] + b"\1")
     assert same != suite_identity(open_suite(roots[0]), settings, known=known), "one byte at the end of a file"
@@ -306,21 +296,12 @@ def test_the_ledger_treats_other_data_or_settings_as_another_suite(tmp_path):
 NAME = "step-00000100"
 
 
-def test_a_checkpoint_has_one_owner_and_then_one_outcome(tmp_path):
-    first, second = Ledger(tmp_path), Ledger(tmp_path)
-    lease = first.claim(NAME, weights="a")
-    assert second.claim(NAME, weights="a") is None
-    lease.end(DONE, scores={"a": 0.5})
-    assert second.claim(NAME, weights="a") is None
-    outcome = second.outcome(NAME)
-    assert (outcome["scores"], outcome["how"]) == ({"a": 0.5}, DONE)
-    second.claim(NAME, weights="a", again=True).end(RELEASED)
-
-
-def test_attempts_that_fail_or_kill_their_watchers_are_few_and_released_ones_do_not_count(tmp_path):
+def test_a_checkpoint_has_one_owner_and_few_attempts_that_fail_or_kill_it(tmp_path):
     ledger = Ledger(tmp_path)
     for _ in range(5):
-        ledger.claim(NAME, weights="a").end(RELEASED)
+        lease = ledger.claim(NAME, weights="a")
+        assert Ledger(tmp_path).claim(NAME, weights="a") is None
+        lease.end(RELEASED)
     for number in range(ATTEMPTS):
         lease = ledger.claim(NAME, weights="a")
         assert not ledger.is_abandoned(NAME, weights="a"), "its watcher is alive"
@@ -332,6 +313,8 @@ def test_attempts_that_fail_or_kill_their_watchers_are_few_and_released_ones_do_
     assert ledger.is_abandoned(NAME, weights="a")
     ledger.claim(NAME, weights="b").end(DONE)
     assert ledger.outcome(NAME)["attempts"] == 1, "of another checkpoint of this name"
+    assert Ledger(tmp_path).claim(NAME, weights="b") is None, "it is done"
+    ledger.claim(NAME, weights="b", again=True).end(RELEASED)
 
 
 def test_a_file_system_without_locks_is_used_without(tmp_path, monkeypatch):

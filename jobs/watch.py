@@ -49,18 +49,13 @@ def command(
     stop = threading.Event()
     signal.signal(signal.SIGTERM, _interrupt)  # sent by schedulers before SIGKILL: the attempt does not count
     with start_processes(device) as processes:
-
-        def say(text: str) -> None:
-            if processes[0].rank == 0:
-                click.echo(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
-
         watcher = Watcher(
             runs,
             suite=opened,
             config=config,
             evaluation=evaluation,
             processes=processes,
-            say=say,
+            say=lambda text: click.echo(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}"),
             on_scored=update_scores,
         )
         complete = watcher.run(stop, once=once)

@@ -100,14 +100,14 @@ def retrieval_rows(table: Table, folder: Path, *, columns: tuple[str, str] | Non
 
 def _association_rows(table: Table, folder: Path) -> TaskData:
     """WinoGAViL. Candidate images repeat from instance to instance: equal bytes are one image, encoded once."""
-    cues = table.values(column_of(table, "cue"))
-    candidates, associations = _lists(table, "candidates"), _lists(table, "associations")
-    for row, (own, cue, truth) in enumerate(zip(candidates, cues, associations, strict=True)):
-        _check_instance(table.row_name(row), own, as_text(cue, where=table.row_name(row)), truth)
+    cues = [as_text(v, where=table.row_name(row)) for row, v in enumerate(table.values(column_of(table, "cue")))]
+    rows = list(zip(_lists(table, "candidates"), cues, _lists(table, "associations"), strict=True))
+    for row, (candidates, cue, truth) in enumerate(rows):
+        _check_instance(table.row_name(row), candidates, cue, truth)
     # In a CSV the candidates' names are those of the images.
     column = column_of(table, "candidates" if table.is_csv else "candidate_images")
     _check_copies(table, [name for name in table.columns if name != "candidate_images"])
-    pictures = table.pictures(column, counts=[len(own) for own in candidates])
+    pictures = table.pictures(column, counts=[len(candidates) for candidates, _, _ in rows])
     everything = TableImages(table, column, pictures)
     digests = [hashlib.sha256(everything.read(index)).digest() for index in range(len(everything))]
     first: dict[bytes, Picture] = {}
@@ -115,12 +115,12 @@ def _association_rows(table: Table, folder: Path) -> TaskData:
         first.setdefault(digest, picture)
     numbers = {digest: number for number, digest in enumerate(first)}
     positions = iter([numbers[digest] for digest in digests])
-    instances = [
-        Instance(as_text(cue, where=""), tuple(islice(positions, len(own))), tuple(name in truth for name in own))
-        for own, cue, truth in zip(candidates, cues, associations, strict=True)
-    ]
+    instances = tuple(
+        Instance(cue, tuple(islice(positions, len(candidates))), tuple(name in truth for name in candidates))
+        for candidates, cue, truth in rows
+    )
     images, files = TableImages(table, column, list(first.values())), (*table.files, *files_of(pictures))
-    return TaskData(folder, table.layout, images, files, instances=tuple(instances))
+    return TaskData(folder, table.layout, images, files, instances=instances)
 
 
 def _lists(table: Table, column: str) -> list[list[str]]:
@@ -168,10 +168,8 @@ def _check_copies(table: Table, columns: Sequence[str]) -> None:
 def column_of(table: Table, name: str) -> str:
     """The name of a column that must be there."""
     if name not in table.columns:
-        hint = (
-            "Cells are separated by commas, without spaces after them."
-            if table.is_csv
-            else ("This is another data set, or another version of it.")
-        )
+        hint = "This is another data set, or another version of it."
+        if table.is_csv:
+            hint = "Cells are separated by commas, without spaces after them."
         raise TaskError(f"{table.name} has no column {name}; its columns are {', '.join(table.columns)}. {hint}")
     return name

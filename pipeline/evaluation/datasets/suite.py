@@ -234,9 +234,7 @@ def _open(entry: Entry, folder: Path, blank_class: BlankClass) -> TaskData:
     if entry.own is not None:
         return open_own(entry.own, folder, base=entry.base or folder.parent)
     if is_webdataset(folder):
-        task = entry.task
-        groups = [task.fields.index(name) for name in (task.group, *task.secondary_groups) if name]
-        return open_webdataset(folder, columns=len(task.fields), groups=groups, blank_class=blank_class)
+        return open_webdataset(folder, entry.task, blank_class=blank_class)
     if entry.task.protocol == "classification":
         raise TaskError(f"{folder} has no supported layout for {entry.task.key}: expected test/nshards.txt and tars.")
     return open_rows(entry.task.protocol, folder)

@@ -65,9 +65,6 @@ class Table:
         self.name, self._first = names or (folder, 0)
         self._dataset, self._views = dataset, dict[str, Any]()
 
-    def __len__(self) -> int:
-        return len(self._dataset)
-
     @property
     def is_csv(self) -> bool:
         return self.layout.startswith("csv")

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from pipeline.evaluation.datasets.datacomp import Task
 from pipeline.evaluation.datasets.task_data import IMAGE_SUFFIXES, TaskData, TaskError, plain, read_lines
 from pipeline.files import text_lines
 from pipeline.tars import DamagedTar, headers, refuse_unended, skip_payload
@@ -85,15 +86,12 @@ def is_retrieval(folder: Path) -> bool:
     return kind.is_file() and read_lines(kind)[:1] == ("retrieval",)
 
 
-def open_webdataset(
-    folder: Path, *, columns: int = 0, groups: Sequence[int] = (), blank_class: BlankClass = "keep"
-) -> TaskData:
+def open_webdataset(folder: Path, task: Task, *, blank_class: BlankClass = "keep") -> TaskData:
     """Open a `wds_*_test` folder.
 
     Args:
         folder: The task's folder.
-        columns: How many columns every sample's `.npy` must have at least; 0 when the task uses none.
-        groups: Which of them are numbers of groups, 0 or more.
+        task: The task; every sample's `.npy` must have its fields.
         blank_class: What a blank line of classnames.txt is: a class whose name is empty (`keep`), or nothing at all
             (`drop`), as in the benchmark's pinned stack. Labels behind a dropped line mean other names; this is only
             for comparison with published numbers.
@@ -119,7 +117,7 @@ def open_webdataset(
         (*files, *prompts),
         blank_classes=blank,
         labels=np.array([*map(_label, samples)], dtype=np.int64),
-        metadata=_metadata(samples, columns, groups) if columns else None,
+        metadata=_metadata(samples, task) if task.fields else None,
         classnames=classnames,
         templates=templates,
     )
@@ -228,14 +226,14 @@ def _captions(sample: Sample) -> tuple[str, ...]:
     return captions
 
 
-def _metadata(samples: Sequence[Sample], columns: int, groups: Sequence[int]) -> np.ndarray:
-    """[n, columns or more] int64, paired by sample and never by a second reading."""
-    rows: list[np.ndarray] = []
+def _metadata(samples: Sequence[Sample], task: Task) -> np.ndarray:
+    """[n, fields or more] int64, paired by sample and never by a second reading."""
+    columns, rows = len(task.fields), list[np.ndarray]()
+    groups = [task.fields.index(name) for name in (task.group, *task.secondary_groups) if name]
     for sample in samples:
+        stored = io.BytesIO(_member(sample, "npy"))
         try:
-            row = np.lib.format.read_array(io.BytesIO(_member(sample, "npy")), allow_pickle=False)
-        except TaskError:
-            raise
+            row = np.lib.format.read_array(stored, allow_pickle=False)
         except Exception as error:  # a damaged header is parsed as Python, and may state any shape
             raise TaskError(f"{_where(sample)}: .npy is damaged ({plain(error)}). Fetch this shard again.") from error
         if row.ndim != 1 or len(row) < columns or (rows and row.shape != rows[0].shape):
@@ -243,7 +241,7 @@ def _metadata(samples: Sequence[Sample], columns: int, groups: Sequence[int]) ->
                 f"{_where(sample)}: .npy has shape {row.shape}, "
                 f"but the task needs {columns} columns, the same number for every sample."
             )
-        group, numbers = row[list(groups)], row.dtype.kind in "iuf"
+        group, numbers = row[groups], row.dtype.kind in "iuf"
         if not (numbers and (abs(row[:columns]) < MOST).all()) or (group < 0).any() or (group % 1).any():
             raise TaskError(
                 f"{_where(sample)}: .npy holds {row.tolist()}, but numbers of groups must be whole and not negative "

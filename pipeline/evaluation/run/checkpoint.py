@@ -54,12 +54,12 @@ def prepare(
     Raises:
         UserError: Results cannot be written, or a lock is damaged.
     """
-    folders = output_folders([model.source for model in models], output)
+    folders = _output_folders([model.source for model in models], output)
     paths = [lock_path(folder, several=output is not None and len(models) > 1) for folder in folders]
 
     def read() -> dict[Path, SuiteLock]:
         for folder in folders:
-            check_output(folder)
+            _make_output(folder)
         return {path: SuiteLock.read(path) for path in paths}
 
     try:
@@ -77,12 +77,8 @@ def prepare(
     return evaluations, suite
 
 
-def output_folders(sources: Sequence[str], output: str | Path | None) -> list[Path]:
-    """One folder per checkpoint.
-
-    Raises:
-        UserError: Two checkpoints would share one.
-    """
+def _output_folders(sources: Sequence[str], output: str | Path | None) -> list[Path]:
+    """One folder per checkpoint."""
     if output is None:
         folders = [default_folder(source) for source in sources]
     elif len(sources) == 1:
@@ -102,18 +98,12 @@ def output_folders(sources: Sequence[str], output: str | Path | None) -> list[Pa
     return folders
 
 
-def check_output(output: Path) -> None:
-    """Check that results can be written to this folder, which is made if needed.
-
-    Raises:
-        UserError: They cannot.
-    """
+def _make_output(output: Path) -> None:
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        shown = plain(output, longest=200)
-        reason = "it is a file" if isinstance(error, FileExistsError) else str(error.strerror)
-        raise UserError(f"--output {shown} cannot be a folder: {reason}. Give another.") from error
+        reason = "it is a file" if isinstance(error, FileExistsError) else error.strerror
+        raise UserError(f"--output {plain(output, longest=200)} cannot be a folder: {reason}. Give another.") from error
     if not os.access(output, os.W_OK | os.X_OK):
         raise UserError(f"Results cannot be written to {output}: it is read-only. Give another --output.")
 

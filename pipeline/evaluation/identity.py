@@ -177,11 +177,7 @@ class SuiteLock:
         return [key for key in before if key not in suite.keys] if set(before) & set(suite.keys) else []
 
     def check(self, key: str, data: TaskData, files: Mapping[str, str]) -> None:
-        """Compare a task's data with what was evaluated first.
-
-        Raises:
-            TaskError: They differ.
-        """
+        """Compare a task's data with what was evaluated first."""
         locked = self.tasks.get(key)
         if locked is None or locked["data"] == data_digest(files, data.columns):
             return

@@ -49,11 +49,7 @@ class TextSide:
         self.digest = hashlib.sha256(json.dumps(facts, ensure_ascii=False).encode()).hexdigest()
 
     def encode(self, model: EvaluationModel, unit: int, *, compute: Compute, micro_batch: int) -> Tensor:
-        """Encode one unit as [len(units[unit]), d] unit-norm fp32 features.
-
-        Raises:
-            TaskError: A feature is not finite.
-        """
+        """Encode one unit as [len(units[unit]), d] unit-norm fp32 features."""
         texts = self.units[unit]
         if self._prompts:
             own = [self._prompts[text] for text in texts]
@@ -79,11 +75,7 @@ def ranks(scores: Tensor, target: Tensor) -> Tensor:
 
 
 def encode_texts(model: EvaluationModel, texts: Sequence[str], *, compute: Compute, micro_batch: int) -> Tensor:
-    """Encode texts as [len(texts), d] unit-norm fp32 features on the CPU.
-
-    Raises:
-        TaskError: A feature is not finite.
-    """
+    """Encode texts as [len(texts), d] unit-norm fp32 features on the CPU."""
     pieces = ((model.tokenize(list(texts[at : at + micro_batch])),) for at in range(0, len(texts), micro_batch))
 
     def encode(valid: int, columns: tuple[Tensor, ...]) -> Tensor:

@@ -188,11 +188,7 @@ def _score(opened: OpenedTask, path: Path, kept: Outcomes, *, texts: Tensor, inp
 
 
 def text_features(session: Session, model: EvaluationModel, side: TextSide) -> Tensor:
-    """Encode the texts of `side` as [distinct texts, d] features; the processes share the work.
-
-    Raises:
-        TaskError: Encoding failed; raised on every process.
-    """
+    """Encode the texts of `side` as [distinct texts, d] features; the processes share the work."""
     world = session.world
 
     def encode() -> dict[int, Tensor]:

@@ -87,11 +87,7 @@ class ImagePass(Dataset[Any]):
         return tuple(map(torch.stack, zip(*rows, strict=True)))
 
     def run(self, *, pin: bool = False) -> Iterator[tuple[int, int, dict[str, Tensor]]]:
-        """Yield `(number, valid, {key: [M, 3, H, W]})`.
-
-        Raises:
-            TaskError: An image cannot be read, or a worker died.
-        """
+        """Yield `(number, valid, {key: [M, 3, H, W]})`."""
         workers = min(self._workers, len(self))
         preload(*WORKER_IMPORTS)
         loader: DataLoader[Any] = DataLoader(
@@ -206,11 +202,7 @@ def _my_images(
 
 
 def background_of(models: Iterable[EvaluationModel]) -> Colour:
-    """The background that models were trained with.
-
-    Raises:
-        TaskError: They were trained with several.
-    """
+    """The background that models were trained with."""
     colours = {model.architecture.background for model in models}
     if len(colours) > 1:
         raise TaskError("The checkpoints were trained with different data.background: evaluate them one by one.")

@@ -164,6 +164,8 @@ def _read_shard(shard: Path) -> list[Sample]:
 
     try:
         samples = list(group_by_keys(members()))
+    except TaskError:
+        raise
     except ValueError as error:
         raise TaskError(f"The shard {shard} has a sample with two equal members: {plain(error.args[0])}.") from error
     if not samples:

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from pipeline.departed import COMMANDS
+from pipeline.errors import UserError
 
 EXIT_PROBLEMS = 1
 
@@ -34,10 +35,15 @@ def command(folder: str, only: tuple[str, ...], mirror: str | None, check: bool,
     FOLDER are recorded, and every later evaluation is checked against this record. Exits with 1 if a set is missing or
     wrong.
     """
-    if lock:
-        return _lock(Path(folder), others=bool(only or mirror or check))
-    from data_prep.evaluation_sets import check_evalsets, fetch_evalsets
+    from data_prep.evaluation_sets import check_evalsets, fetch_evalsets, record_suite
 
+    if lock:
+        if only or mirror or check:
+            raise UserError("--lock records what is in FOLDER and fetches nothing: give it without the other options.")
+        problems = record_suite(Path(folder), on_note=click.echo)
+        if problems:
+            click.echo(f"{Path(folder, 'suite.json')}: {len(problems)} tasks could not be recorded.")
+        return EXIT_PROBLEMS if problems else 0
     if check:
         outcome = check_evalsets(folder, only)
     else:
@@ -47,18 +53,6 @@ def command(folder: str, only: tuple[str, ...], mirror: str | None, check: bool,
     for key, problem in outcome.problems.items():
         click.echo(f"  {key}: {problem}")
     return EXIT_PROBLEMS if outcome.problems else 0
-
-
-def _lock(folder: Path, *, others: bool) -> int:
-    from data_prep.evaluation_sets import record_suite
-    from pipeline.errors import UserError
-
-    if others:
-        raise UserError("--lock records what is in FOLDER and fetches nothing: give it without the other options.")
-    problems = record_suite(folder, on_note=click.echo)
-    if problems:
-        click.echo(f"{folder / 'suite.json'}: {len(problems)} tasks could not be recorded.")
-    return EXIT_PROBLEMS if problems else 0
 
 
 if __name__ == "__main__":

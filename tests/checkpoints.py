@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from pipeline.evaluation import evaluate
+from pipeline.evaluation.run.results import Evaluation
 from pipeline.evaluation.run.session import EvaluationConfig
 from pipeline.model.evaluation_model import EvaluationModel, for_evaluation
 from pipeline.model.model_folder import save_open_clip
@@ -12,6 +16,12 @@ from pipeline.model.towers import ModelConfig, build_towers
 
 QUICK = EvaluationConfig(workers=0, micro_batch=16)
 """Settings for a suite of a few samples."""
+
+
+def scored(given: Any, suite: Any, output: Path, **settings: Any) -> Evaluation:
+    """Evaluate one checkpoint or model."""
+    (evaluation,) = evaluate(given, suite=suite, output=output, config=replace(QUICK, **settings))
+    return evaluation
 
 
 def make_model(seed: int, *, image_size: int | None = None) -> EvaluationModel:

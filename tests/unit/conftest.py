@@ -43,11 +43,10 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def evaluated(model: EvaluationModel, suite: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Evaluation]:
     """A folder of the model's results on the suite, which tests only read, and what was returned."""
-    from pipeline.evaluation import evaluate
-    from tests.checkpoints import QUICK
+    from tests.checkpoints import scored
 
     folder = tmp_path_factory.mktemp("evaluated")
-    return folder, evaluate(model, suite=suite, output=folder, config=QUICK)[0]
+    return folder, scored(model, suite, folder)
 
 
 @pytest.fixture(scope="module")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import tarfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,14 +23,14 @@ from pipeline.evaluation.protocols import association, classification, retrieval
 from pipeline.evaluation.protocols.texts import encode_texts
 from pipeline.model.evaluation_model import EvaluationModel, for_evaluation
 from pipeline.model.towers import ModelConfig, build_towers
-from tests.checkpoints import QUICK, contents, make_model, save_checkpoint
+from tests.checkpoints import QUICK, contents, make_model, save_checkpoint, scored
 from tests.evaluation_suite import write_classification
 
 
 @pytest.mark.parametrize("settings", [{"batch_size": 5, "workers": 2}, {"batch_size": 1000}])
 def test_performance_settings_do_not_change_results(model, suite, expected, tmp_path, settings):
     threads = torch.get_num_threads()
-    evaluate(model, suite=suite, output=tmp_path, config=dataclasses.replace(QUICK, **settings))
+    scored(model, suite, tmp_path, **settings)
     assert contents(tmp_path) == expected
     assert torch.get_num_threads() == threads
 
@@ -43,31 +41,21 @@ def test_several_checkpoints_in_one_pass_match_separate_passes(model, suite, exp
     assert contents(tmp_path / "model-0") == expected
     assert all(not evaluation.failures for evaluation in found)
     alone = tmp_path / "alone"
-    evaluate(others[1], suite=suite, output=alone, config=QUICK)
+    scored(others[1], suite, alone)
     assert contents(tmp_path / "model-2") == contents(alone)
     assert contents(alone) != expected
 
 
 def test_unchanged_results_are_not_recomputed(model, suite, tmp_path):
-    first = evaluate(model, suite=suite, output=tmp_path, config=QUICK)[0]
+    first = scored(model, suite, tmp_path)
     written = {path: path.stat().st_ino for path in tmp_path.glob("*.json") if path.name not in ("summary.json",)}
-    second = evaluate(model, suite=suite, output=tmp_path, config=QUICK)[0]
+    second = scored(model, suite, tmp_path)
     assert not first.reused
     assert second.reused == set(first.results) == set(second.results)
     assert written == {path: path.stat().st_ino for path in written}
-    again = dataclasses.replace(QUICK, recompute=True)
-    assert not evaluate(model, suite=suite, output=tmp_path, config=again)[0].reused
-    other = evaluate(make_model(5), suite=suite, output=tmp_path, config=QUICK)[0]
+    assert not scored(model, suite, tmp_path, recompute=True).reused
+    other = scored(make_model(5), suite, tmp_path)
     assert not other.reused
-
-
-def test_results_from_before_a_crash_are_kept(model, suite, tmp_path):
-    def crash(key: str, evaluations: Sequence[object]) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        evaluate(model, suite=suite, output=tmp_path, config=QUICK, progress=crash)
-    assert len(evaluate(model, suite=suite, output=tmp_path, config=QUICK)[0].reused) == 1
 
 
 def corrupt_one_image(folder: Path) -> None:
@@ -147,7 +135,7 @@ def test_every_form_of_checkpoint_is_accepted(suite, tmp_path, expected):
     opened = open_suite(suite).only(["imagenet1k"])
     for number, spec in enumerate((str(folder), str(tmp_path / "run"), str(hub), weights)):
         output = tmp_path / f"out-{number}"
-        found = evaluate(spec, suite=opened, output=output, config=QUICK)[0]
+        found = scored(spec, opened, output)
         assert not found.failures
         assert (output / "imagenet1k.json").read_bytes() == expected["imagenet1k.json"]
     evaluate(str(folder), suite=opened, config=QUICK)

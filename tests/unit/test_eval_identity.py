@@ -15,7 +15,6 @@ from click.testing import CliRunner, Result
 
 from jobs.evaluate import command
 from pipeline.errors import UserError
-from pipeline.evaluation import evaluate
 from pipeline.evaluation.datasets.datacomp import TASKS
 from pipeline.evaluation.datasets.suite import open_suite
 from pipeline.evaluation.identity import ROOT, code_digest, code_version
@@ -23,7 +22,7 @@ from pipeline.evaluation.run import images
 from pipeline.model.evaluation_model import EvaluationModel
 from pipeline.report.stored_scores import read_evaluations
 from pipeline.versions import version_of
-from tests.checkpoints import QUICK, contents, save_checkpoint
+from tests.checkpoints import contents, save_checkpoint, scored
 from tests.evaluation_suite import write_classification
 from tests.launch import python
 from tests.own_tasks import write_class_folders
@@ -68,8 +67,7 @@ def test_the_codes_digest_covers_every_module_that_an_evaluation_imports(tmp_pat
 
 def evaluated(model: EvaluationModel, suite: Path, output: Path, *keys: str, **settings: Any) -> dict[str, Any]:
     """Evaluate some tasks and return the summary."""
-    config = dataclasses.replace(QUICK, **settings)
-    evaluate(model, suite=open_suite(suite).only(keys), output=output, config=config)
+    scored(model, open_suite(suite).only(keys), output, **settings)
     tree: dict[str, Any] = json.loads((output / "summary.json").read_text())
     return tree
 
@@ -93,7 +91,7 @@ def test_a_result_in_another_tasks_place_is_not_counted_and_computed_again(model
 def test_a_result_without_whole_outcomes_is_not_reused(model, tmp_path):
     suite, output = tmp_path / "suite", tmp_path / "out"
     write_classification(suite, TASKS["mnist"], samples=8)
-    (first,) = evaluate(model, suite=suite, output=output, config=QUICK)
+    first = scored(model, suite, output)
     outcomes = output / "mnist.outcomes.npz"
     for damage in (
         lambda: outcomes.write_bytes(outcomes.read_bytes()[:-40]),
@@ -101,12 +99,12 @@ def test_a_result_without_whole_outcomes_is_not_reused(model, tmp_path):
         outcomes.unlink,
     ):
         damage()
-        (scored,) = (score for one in read_evaluations(tmp_path, lambda step: step, []) for score in one.scores)
-        assert scored.read_outcomes() is None, "reports do not use them"
-        (again,) = evaluate(model, suite=suite, output=output, config=QUICK)
+        (stored,) = (score for one in read_evaluations(tmp_path, lambda step: step, []) for score in one.scores)
+        assert stored.read_outcomes() is None, "reports do not use them"
+        again = scored(model, suite, output)
         assert not again.reused
         assert again.results["mnist"] == first.results["mnist"]
-    assert evaluate(model, suite=suite, output=output, config=QUICK)[0].reused
+    assert scored(model, suite, output).reused
 
 
 def quick_gelu(model: EvaluationModel) -> EvaluationModel:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
 import os
@@ -16,7 +15,6 @@ import torch
 
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.evaluation import evaluate
 from pipeline.evaluation.compute import check_bf16
 from pipeline.evaluation.datasets.datacomp import AGGREGATES, TASKS
 from pipeline.evaluation.datasets.suite import open_suite
@@ -25,65 +23,59 @@ from pipeline.evaluation.protocols.classification import class_details
 from pipeline.evaluation.protocols.retrieval import write_examples
 from pipeline.evaluation.run.session import attempt
 from pipeline.training.periodic_tests import InTrainingConfig, PeriodicEvaluation
-from tests.checkpoints import QUICK, contents, make_model
+from tests.checkpoints import contents, make_model, scored
 from tests.evaluation_suite import image_bytes, write_classification
 
 
 def test_changed_data_is_refused_until_it_is_accepted(model, tmp_path):
     """All checkpoints of a run share one lock: a second checkpoint is not scored on other data than the first."""
-    suite, run = tmp_path / "suite", tmp_path / "run/evaluation"
+    suite, run, other = tmp_path / "suite", tmp_path / "run/evaluation", make_model(1)
+    first, second, third = (run / f"step-0000{number}00" for number in ("01", "02", "03"))
     write_classification(suite, TASKS["mnist"])
-    assert not evaluate(model, suite=suite, output=run / "step-00000100", config=QUICK)[0].failures
+    assert not scored(model, suite, first).failures
     assert (run / "suite.lock.json").is_file()
     write_classification(suite, TASKS["mnist"], seed=9)
-    later = evaluate(make_model(1), suite=suite, output=run / "step-00000200", config=QUICK)[0]
+    later = scored(other, suite, second)
     assert "another SHA-256 than when they were first evaluated" in later.failures["mnist"]
     assert "relock=true" in later.failures["mnist"]
-    accepting = dataclasses.replace(QUICK, relock=True)
-    assert not evaluate(make_model(1), suite=suite, output=run / "step-00000200", config=accepting)[0].failures
-    assert not evaluate(make_model(2), suite=suite, output=run / "step-00000300", config=QUICK)[0].failures
-    earlier = evaluate(model, suite=suite, output=run / "step-00000100", config=QUICK)[0]
-    assert not earlier.reused, "its result was computed on the earlier data"
+    assert not scored(other, suite, second, relock=True).failures
+    assert not scored(make_model(2), suite, third).failures
+    assert not scored(model, suite, first).reused, "its result was computed on the earlier data"
     shutil.rmtree(suite / "wds_mnist_test")
     write_classification(suite, TASKS["cifar10"])
-    assert not evaluate(model, suite=suite, output=run / "step-00000100", config=accepting)[0].failures
-    assert not evaluate(model, suite=suite, output=run / "step-00000100", config=QUICK)[0].failures, (
-        "mnist must no longer be in the lock"
-    )
+    assert not scored(model, suite, first, relock=True).failures
+    assert not scored(model, suite, first).failures, "mnist must no longer be in the lock"
     (run / "suite.lock.json").write_text("{")
     with pytest.raises(UserError, match=r"suite\.lock\.json is damaged"):
-        evaluate(model, suite=suite, output=run / "step-00000100", config=QUICK)
+        scored(model, suite, first)
 
 
 def test_summary_covers_one_suite_and_one_configuration(model, tmp_path):
     """Results computed with other settings, or for another suite, are kept but not included in the averages."""
-    suite, output = tmp_path / "suite", tmp_path / "out"
-    shifts = AGGREGATES["ImageNet dist. shifts"]
+    suite, output, shifts = tmp_path / "suite", tmp_path / "out", AGGREGATES["ImageNet dist. shifts"]
     for key in shifts:
         write_classification(suite, TASKS[key], samples=8)
+    part = open_suite(suite).only([shifts[0]])
 
     def summary() -> dict[str, Any]:
         found: dict[str, Any] = json.loads((output / "summary.json").read_text())
         return found
 
-    whole = evaluate(model, suite=suite, output=output, config=QUICK)[0]
+    whole = scored(model, suite, output)
     assert summary()["aggregates"]["ImageNet dist. shifts"]["complete"]
-    dropping = dataclasses.replace(QUICK, blank_class="drop")
-    assert not evaluate(model, suite=open_suite(suite).only([shifts[0]]), output=output, config=dropping)[0].reused
+    assert not scored(model, part, output, blank_class="drop").reused
     assert set(summary()["scores"]) == {shifts[0]}
     assert set(summary()["left_out"]) == set(shifts[1:])
     assert summary()["left_out"][shifts[1]] == "it has other settings: blank_class=keep"
     assert not summary()["aggregates"]["ImageNet dist. shifts"]["complete"]
-    part = evaluate(model, suite=open_suite(suite).only([shifts[0]]), output=output, config=QUICK)[0]
-    assert part.summary.aggregates["ImageNet dist. shifts"].complete, (
-        "the other tasks have results with the same settings"
-    )
-    assert part.summary.identity == whole.summary.identity
+    again = scored(model, part, output).summary
+    assert again.aggregates["ImageNet dist. shifts"].complete, "the other tasks have results with the same settings"
+    assert again.identity == whole.summary.identity
     write_classification(tmp_path / "other", TASKS["mnist"], samples=8)
-    evaluate(model, suite=tmp_path / "other", output=output, config=QUICK)
+    scored(model, tmp_path / "other", output)
     assert set(summary()["scores"]) == {"mnist"}
     assert set(summary()["left_out"].values()) == {"it is a task of another suite"}
-    assert [path.name for path in output.glob("imagenet*.json")] != [], "their results must be kept"
+    assert [*output.glob("imagenet*.json")], "their results must be kept"
 
 
 def test_formats_for_other_tools(evaluated):
@@ -110,17 +102,15 @@ def test_formats_for_other_tools(evaluated):
 
 
 def test_bf16_is_recorded_in_the_results(model, suite, tmp_path):
-    bf16 = dataclasses.replace(QUICK, precision="bf16")
     try:
         check_bf16(torch.device("cpu"))
     except UserError as error:
         pytest.skip(str(error))
-    found = evaluate(model, suite=suite, output=tmp_path / "bf16", config=bf16)[0]
+    found = scored(model, suite, tmp_path / "bf16", precision="bf16")
     assert {result.inputs["precision"] for result in found.results.values()} == {"bf16"}
-    again = evaluate(model, suite=suite, output=tmp_path / "again", config=dataclasses.replace(bf16, batch_size=5))[0]
+    assert not scored(model, suite, tmp_path / "again", precision="bf16", batch_size=5).reused
     assert contents(tmp_path / "bf16") == contents(tmp_path / "again")
-    assert not again.reused
-    exact = evaluate(model, suite=suite, output=tmp_path / "bf16", config=QUICK)[0]
+    exact = scored(model, suite, tmp_path / "bf16")
     assert not exact.reused
     for key, result in exact.results.items():
         assert result.score == pytest.approx(found.results[key].score, abs=0.35), "only 37 samples, with ties"
@@ -133,16 +123,15 @@ def test_failure_messages_are_clear_and_contain_no_addresses(model, suite, tmp_p
     assert plain("<PIL.Image.Image at 0x7f12> and <x object at 0xab>") == "<PIL.Image.Image> and <x>"
     assert len(plain("word " * 5000)) <= 600
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot be a folder: it is a file"):
-        evaluate(model, suite=suite, output=tmp_path / "file", config=QUICK)
-    with pytest.raises(UserError, match="File name too long"):
-        evaluate(model, suite=suite, output=tmp_path / ("x" * 300), config=QUICK)
-    with pytest.raises(UserError, match="cannot be read: File name too long"):
-        evaluate(model, suite=tmp_path / ("x" * 300), output=tmp_path / "out", config=QUICK)
-    with pytest.raises(UserError, match="cannot be read: File name too long"):
-        evaluate("x" * 300, suite=suite, output=tmp_path / "out", config=QUICK)
+    for given, tasks, output, message in (
+        (model, suite, tmp_path / "file", "cannot be a folder: it is a file"),
+        (model, suite, tmp_path / ("x" * 300), "File name too long"),
+        (model, tmp_path / ("x" * 300), tmp_path / "out", "cannot be read: File name too long"),
+        ("x" * 300, suite, tmp_path / "out", "cannot be read: File name too long"),
+    ):
+        with pytest.raises(UserError, match=message):
+            scored(given, tasks, output)
     _, message = attempt(lambda: (tmp_path / ("y" * 300)).read_text())
-    assert message is not None
     assert "cannot be read or written: File name too long" in message
 
 
@@ -153,7 +142,7 @@ def full_disk(*_: Any, **__: Any) -> None:
 def test_full_disk_ends_every_process_with_the_same_message(model, suite, tmp_path, monkeypatch):
     monkeypatch.setattr("pipeline.evaluation.run.results.write_text", full_disk)
     with pytest.raises(UserError, match=r"out/summary.json cannot be read or written: No space left"):
-        evaluate(model, suite=suite, output=tmp_path / "out", config=QUICK)
+        scored(model, suite, tmp_path / "out")
 
 
 def test_training_survives_an_evaluation_that_cannot_be_written(model, suite, tmp_path, monkeypatch):
@@ -168,7 +157,7 @@ def test_training_survives_an_evaluation_that_cannot_be_written(model, suite, tm
 def test_read_only_output_is_refused_before_any_work(model, suite, tmp_path, monkeypatch):
     monkeypatch.setattr("os.access", lambda path, mode: False)
     with pytest.raises(UserError, match=r"cannot be written to .*out: it is read-only"):
-        evaluate(model, suite=suite, output=tmp_path / "out", config=QUICK)
+        scored(model, suite, tmp_path / "out")
 
 
 def test_two_evaluations_may_write_the_same_examples_at_once(tmp_path, tmp_path_factory):

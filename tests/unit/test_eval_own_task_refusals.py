@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from pipeline.errors import UserError
-from pipeline.evaluation import evaluate
 from pipeline.evaluation.datasets.suite import open_suite, open_task
 from pipeline.evaluation.datasets.task_data import TaskError
-from tests.checkpoints import QUICK
+from tests.checkpoints import scored
 from tests.own_tasks import CLASSES, bodies, labelled, one_task, opened, write_class_folders, write_csv, write_parquet
 
 
@@ -69,7 +68,7 @@ def test_non_image_files_and_missing_images_are_reported(tmp_path, model):
     (tmp_path / "csv/pictures/4.jpg").unlink(missing_ok=True)
     next((tmp_path / "csv/pictures").iterdir()).unlink()
     (tmp_path / "csv/tasks.yaml").write_text("kinds: {csv: items.csv, images: pictures, image: file, label: kind}")
-    found = evaluate(model, suite=tmp_path / "csv", output=tmp_path / "out", config=QUICK)[0]
+    found = scored(model, tmp_path / "csv", tmp_path / "out")
     assert "Cannot read" in found.failures["kinds"]
 
 
@@ -205,7 +204,7 @@ def test_a_task_with_one_class_has_no_score(tmp_path, model):
     for name in CLASSES[1:]:
         shutil.rmtree(tmp_path / "photos" / name)
     one_task(tmp_path, "mine: {folder: photos}")
-    found = evaluate(model, suite=tmp_path, output=tmp_path / "out", config=QUICK)[0]
+    found = scored(model, tmp_path, tmp_path / "out")
     assert "needs at least two" in found.failures["mine"]
 
 
@@ -215,7 +214,7 @@ def test_a_task_does_not_take_the_place_of_the_summary(tmp_path, model):
         "Summary: {folder: photos}\nsuite.lock: {folder: photos}\nmine: {folder: photos}"
     )
     for suite in (tmp_path, tmp_path / "tasks.yaml"):
-        found = evaluate(model, suite=suite, output=tmp_path / "out", config=QUICK)[0]
+        found = scored(model, suite, tmp_path / "out")
         assert set(found.failures) == {"Summary", "suite.lock"}
         assert "give the task another name" in found.failures["Summary"]
         assert set(json.loads((tmp_path / "out/summary.json").read_text())["scores"]) == {"mine"}

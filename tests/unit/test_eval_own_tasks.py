@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,6 @@ import torch
 from PIL import Image
 from torchvision.transforms.functional import to_tensor
 
-from pipeline.evaluation import evaluate
 from pipeline.evaluation.compute import Compute
 from pipeline.evaluation.datasets.suite import open_suite, open_task
 from pipeline.evaluation.datasets.task_data import TaskData, TaskError
@@ -19,7 +17,7 @@ from pipeline.evaluation.protocols.classification import ZeroShot
 from pipeline.evaluation.run.images import ImagePass
 from pipeline.model.evaluation_model import EvaluationModel
 from pipeline.pictures.pixels import WHITE
-from tests.checkpoints import QUICK
+from tests.checkpoints import scored
 from tests.hub import Hub, use_hub
 from tests.own_tasks import CLASSES, bodies, one_task, opened, write_class_folders, write_csv, write_parquet
 from tests.web import serve
@@ -41,13 +39,13 @@ products:
     assert data.templates == ("a photo of a {c}.", "a {c} in a shop")
     assert data.labels is not None
     assert np.bincount(data.labels).tolist() == [5, 4, 4]
-    found = evaluate(model, suite=tmp_path, output=tmp_path / "out", config=QUICK)[0]
+    found = scored(model, tmp_path, tmp_path / "out")
     result = found.results["products"]
     assert (result.name, result.main_metric) == ("Our products", "mean_per_class_recall")
     assert result.score == result.metrics["mean_per_class_recall"]
     assert not result.official
     (tmp_path / "tasks.yaml").write_text(text.replace("mean_per_class_recall", "F1-macro_all"))
-    other = evaluate(model, suite=tmp_path, output=tmp_path / "out", config=QUICK)[0]
+    other = scored(model, tmp_path, tmp_path / "out")
     assert not other.reused
     assert other.results["products"].score == other.results["products"].metrics["F1-macro_all"]
 
@@ -61,7 +59,7 @@ def test_every_class_may_have_prompts_of_its_own(tmp_path, model):
         "prompts: {mug: [a cup], plate: [a plate., a dish, a saucer], t shirt: [a shirt, clothes]}",
     ):
         (tmp_path / "tasks.yaml").write_text(f"mine: {{folder: photos, {given}}}")
-        found = evaluate(model, suite=tmp_path, output=tmp_path / "out", config=QUICK)[0]
+        found = scored(model, tmp_path, tmp_path / "out")
         assert not found.reused
         scores.append(class_features(model, tmp_path))
     torch.testing.assert_close(scores[0], scores[1], rtol=0, atol=1e-6)
@@ -102,7 +100,7 @@ def test_a_csv_of_labels_and_a_csv_of_captions(tmp_path, model):
     data = opened(tmp_path / "captions", text)
     assert data.samples == 9
     assert data.captions[0] == ("caption 0", "another of the first"), "the captions of two rows with the same image"
-    found = evaluate(model, suite=tmp_path / "captions", output=tmp_path / "out", config=QUICK)[0]
+    found = scored(model, tmp_path / "captions", tmp_path / "out")
     assert found.results["catalogue"].score == found.results["catalogue"].metrics["text_retrieval_recall@5"]
 
 
@@ -125,7 +123,7 @@ def test_hugging_face_dataset(tmp_path, model, parquet):
     saved_dataset(tmp_path, parquet=parquet)
     data = opened(tmp_path, "birds: {dataset: birds, label: species, metric: acc1}")
     assert data.classnames == CLASSES, "the dataset's own label names"
-    assert not evaluate(model, suite=tmp_path, output=tmp_path / "out", config=QUICK)[0].failures
+    assert not scored(model, tmp_path, tmp_path / "out").failures
     assert opened(tmp_path, "birds: {dataset: birds, label: species, classnames: [a, b, c]}").classnames == tuple("abc")
 
 
@@ -191,12 +189,12 @@ def test_other_columns_of_the_same_files_are_other_data(tmp_path, model, changed
     write_columns(tmp_path)
     first = "caption: text" if "caption" in changed else "label: label"
     one_task(tmp_path, f"mine: {{csv: items.csv, {first}}}")
-    evaluate(model, suite=tmp_path, output=tmp_path / "out", config=QUICK)
+    scored(model, tmp_path, tmp_path / "out")
     one_task(tmp_path, f"mine: {{csv: items.csv, {changed}}}")
-    refused = evaluate(model, suite=tmp_path, output=tmp_path / "out", config=QUICK)[0]
+    refused = scored(model, tmp_path, tmp_path / "out")
     assert "others when it was first evaluated" in refused.failures["mine"]
-    accepted = evaluate(model, suite=tmp_path, output=tmp_path / "out", config=replace(QUICK, relock=True))[0]
-    fresh = evaluate(model, suite=tmp_path, output=tmp_path / "fresh", config=QUICK)[0]
+    accepted = scored(model, tmp_path, tmp_path / "out", relock=True)
+    fresh = scored(model, tmp_path, tmp_path / "fresh")
     assert not accepted.reused
     assert accepted.results["mine"] == fresh.results["mine"]
     outcomes = [np.load(tmp_path / f"{name}/mine.outcomes.npz") for name in ("out", "fresh")]

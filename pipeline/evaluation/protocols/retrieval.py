@@ -118,7 +118,7 @@ def write_examples(folder: Path, data: TaskData, *, features: tuple[Tensor, Tens
     """
     images, captions = features
     flat = [(caption, image) for image, own in enumerate(data.captions) for caption in own]
-    by_caption, by_image = [], []
+    by_caption, by_image = list[dict[str, Any]](), list[dict[str, Any]]()
     for k in _spaced(len(flat), EXAMPLES):
         (caption, image), (rank, best) = flat[k], _best(captions[k] @ images.T, {flat[k][1]})
         shown_images = [{"image": i, "file": f"{i}.jpg", **facts} for i, facts in best]

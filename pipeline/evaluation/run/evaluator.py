@@ -20,11 +20,9 @@ from pipeline.evaluation.datasets.suite import Entry, Suite, is_official, open_t
 from pipeline.evaluation.datasets.task_data import TaskData, TaskError, check_digests, file_digests, plain
 from pipeline.evaluation.identity import definition, identity_of
 from pipeline.evaluation.protocol import PROTOCOLS, Outcomes, Protocol
-from pipeline.evaluation.protocols.texts import TextSide
 from pipeline.evaluation.run.images import image_pass
 from pipeline.evaluation.run.results import Evaluation, TaskResult, read_outcomes, read_result, write_result
 from pipeline.evaluation.run.session import Session
-from pipeline.model.evaluation_model import EvaluationModel
 
 
 @dataclass(frozen=True)
@@ -141,12 +139,23 @@ class Evaluator:
         self.session.on_main(write)
 
     def _texts(self, index: int, opened: OpenedTask) -> Tensor:
-        side = opened.protocol.texts
-        features = self._texts_of.get((index, side.digest))
-        if features is None:
-            features = text_features(self.session, self.evaluations[index].model, side)
-            if opened.data.classnames:
-                self._texts_of[index, side.digest] = features
+        """Text features of a task, [distinct texts, d]; the processes share the work."""
+        session, side, model = self.session, opened.protocol.texts, self.evaluations[index].model
+        if (index, side.digest) in self._texts_of:
+            return self._texts_of[index, side.digest]
+
+        def encode() -> dict[int, Tensor]:
+            return {
+                unit: side.encode(model, unit, compute=session.compute, micro_batch=session.config.micro_batch)
+                for unit in range(session.world.rank, len(side.units), session.world.size)
+            }
+
+        merged: dict[int, Tensor] = {}
+        for part in session.world.gather_objects(session.together(encode)):
+            merged |= part
+        features = torch.cat([merged[unit] for unit in range(len(side.units))])
+        if opened.data.classnames:
+            self._texts_of[index, side.digest] = features
         return features
 
     def _fail(self, evaluation: Evaluation, entry: Entry, message: str) -> None:
@@ -185,19 +194,3 @@ def _score(opened: OpenedTask, path: Path, kept: Outcomes, *, texts: Tensor, inp
     )
     protocol.write_details(path.with_suffix(""), outcomes=outcomes, kept=kept, texts=texts)
     return write_result(path, result, outcomes)
-
-
-def text_features(session: Session, model: EvaluationModel, side: TextSide) -> Tensor:
-    """Encode the texts of `side` as [distinct texts, d] features; the processes share the work."""
-    world = session.world
-
-    def encode() -> dict[int, Tensor]:
-        return {
-            unit: side.encode(model, unit, compute=session.compute, micro_batch=session.config.micro_batch)
-            for unit in range(world.rank, len(side.units), world.size)
-        }
-
-    merged: dict[int, Tensor] = {}
-    for part in world.gather_objects(session.together(encode)):
-        merged.update(part)
-    return torch.cat([merged[unit] for unit in range(len(side.units))])

@@ -203,7 +203,9 @@ class Evaluation:
 def summarize(evaluation: Evaluation, suite: Suite) -> Summary:
     """This evaluation's results, with those of the suite's other tasks from earlier evaluations that fit them."""
     now = {entry.task.key for entry in suite.entries}
-    results, left_out = dict(evaluation.results), _strays(evaluation, suite)
+    results, own = dict(evaluation.results), {evaluation.path(entry) for entry in suite.whole}
+    others = (read_result(path) for path in sorted(evaluation.folder.glob("*.json")) if path not in own)
+    left_out = {result.task: ANOTHER_SUITE for result in others if result is not None}
     locked = {key: task["data"] for key, task in evaluation.lock.tasks.items()}
     for entry in suite.whole:
         key, path = entry.task.key, evaluation.path(entry)
@@ -224,13 +226,6 @@ def summarize(evaluation: Evaluation, suite: Suite) -> Summary:
     order = {key: position for position, key in enumerate(suite.keys)}
     results = dict(sorted(results.items(), key=lambda item: order[item[0]]))
     return Summary(results, failures | evaluation.failures, dict(sorted(left_out.items())), aggregate(results))
-
-
-def _strays(evaluation: Evaluation, suite: Suite) -> dict[str, str]:
-    """Results in the folder that are not of this suite, by task."""
-    own = {evaluation.path(entry) for entry in suite.whole}
-    results = (read_result(path) for path in sorted(evaluation.folder.glob("*.json")) if path not in own)
-    return {result.task: ANOTHER_SUITE for result in results if result is not None}
 
 
 def write_summary(evaluation: Evaluation, suite: Suite) -> Summary:

@@ -27,18 +27,12 @@ def score(key: str, value: float) -> TaskResult:
 SEEDS = st.integers(0, 2**32 - 1)
 
 
-def draw(seed: int, *, classes: int = 9, samples: int = 200) -> tuple[np.ndarray, torch.Tensor]:
-    """Targets (not all classes occur) and logits on a coarse grid, so that ties are common."""
-    rng = np.random.default_rng(seed)
-    target = rng.choice(rng.permutation(classes)[: classes - 2], samples)
-    logits = torch.from_numpy(rng.integers(0, 6, (samples, classes)).astype(np.float32))
-    return target, logits
-
-
 @given(SEEDS)
 @settings(max_examples=40, deadline=None)
 def test_classification_metrics_match_scikit_learn(seed):
-    target, logits = draw(seed)
+    rng = np.random.default_rng(seed)
+    target = rng.choice(rng.permutation(9)[:7], 200)  # not all classes occur
+    logits = torch.from_numpy(rng.integers(0, 6, (200, 9)).astype(np.float32))  # a coarse grid, so that ties are common
     found = {"target": target, **classification.keep(logits, labels=torch.from_numpy(target))}
     prediction = logits.argmax(1).numpy()
     values = classification.metrics(Task("t", "t"), found, classes=9)
@@ -116,20 +110,15 @@ def test_retrieval_matches_brute_force_including_ties(seed):
         assert values[f"text_retrieval_recall@{k}"] == pytest.approx(by_image, abs=1e-12)
 
 
-def test_association_chance_matches_random_picks():
-    instance = Instance("cue", tuple(range(10)), (True,) * 3 + (False,) * 7)
-    data = TaskData(folder=None, layout="", images=FileImages([]), files=(), instances=(instance,))
+def test_association_chance_matches_random_picks_and_small_instances_alone_have_no_score():
+    few, many = Instance("cue", (0, 1), (True, False)), Instance("cue", tuple(range(10)), (True,) * 3 + (False,) * 7)
+    small, large = (TaskData(None, "", FileImages([]), (), instances=(instance,)) for instance in (few, many))
     rng = np.random.default_rng(0)
-    truth = np.array(instance.associated)
+    truth = np.array(many.associated)
     drawn = np.mean([association.jaccard(rng.random(10), truth) for _ in range(20_000)])
-    assert association.Association(Task("t", "t"), data).chance() == pytest.approx(drawn, abs=0.005)
-
-
-def test_association_without_large_instances_is_an_error():
-    instance = Instance("cue", (0, 1), (True, False))
-    data = TaskData(folder=None, layout="", images=FileImages([]), files=(), instances=(instance,))
+    assert association.Association(Task("t", "t"), large).chance() == pytest.approx(drawn, abs=0.005)
     with pytest.raises(TaskError, match="10 or more candidates"):
-        association.Association(Task("t", "t"), data)
+        association.Association(Task("t", "t"), small)
 
 
 def test_task_table_matches_the_benchmark():

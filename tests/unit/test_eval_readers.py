@@ -41,10 +41,15 @@ def test_retrieval_is_the_same_in_every_layout(tmp_path, layout):
     assert [data.images.read(k) for k in range(len(data.images))] == [row["image"] for row in rows]
 
 
-@pytest.mark.parametrize("layout", ["save_to_disk", "parquet", "csv+zip"])
+@pytest.mark.parametrize("layout", ["save_to_disk", "parquet", "csv+zip", "cache", "embedded cache"])
 def test_winogavil_is_the_same_in_every_layout_and_images_are_read_once(tmp_path, layout):
-    write_association(tmp_path, layout=layout)
-    data = open_task(open_suite(tmp_path).entries[0])
+    """`hf_cache/nlphuji___winogavil/.../winogavil-test.arrow` is read even after the whole folder was moved."""
+    if "cache" in layout:
+        write_cache(tmp_path / "there", embedded=layout != "cache")
+    else:
+        write_association(tmp_path / "there", layout=layout)
+    shutil.move(tmp_path / "there", tmp_path / "here")
+    data = open_task(open_suite(tmp_path / "here").entries[0])
     rows = association_rows()
     assert [instance.cue for instance in data.instances] == [row["cue"] for row in rows]
     assert "null" in [instance.cue for instance in data.instances]  # a cue, not a missing value
@@ -53,6 +58,8 @@ def test_winogavil_is_the_same_in_every_layout_and_images_are_read_once(tmp_path
         assert list(instance.associated) == [name in row["associations"] for name in row["candidates"]]
     assert len(data.images) == len({body for row in rows for _, body in row["candidate_images"]})
     assert data.samples == len(rows)
+    digests = file_digests(data.files, data.folder)
+    assert any(name.endswith("thing1.jpg") for name in digests) == (layout == "cache"), "images outside of the table"
 
 
 def test_a_blank_class_is_kept_or_dropped(tmp_path):
@@ -113,23 +120,6 @@ def test_folders_are_found_under_common_names(tmp_path, name):
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     shutil.move(write_association(tmp_path / "made", layout="parquet"), tmp_path / name)
     assert [entry.task.key for entry in open_suite(tmp_path).entries] == ["misc/winogavil"]
-
-
-@pytest.mark.parametrize("embedded", [True, False])
-def test_datacomp_cache_is_read_directly(tmp_path, embedded):
-    """`hf_cache/nlphuji___winogavil/.../winogavil-test.arrow` is read even after the whole folder was moved."""
-    write_cache(tmp_path / "there", embedded=embedded)
-    shutil.move(tmp_path / "there", tmp_path / "here")
-    entry = next(e for e in open_suite(tmp_path / "here").entries if e.task == WINOGAVIL)
-    data = open_task(entry)
-    rows = association_rows()
-    assert data.samples == len(rows)
-    for instance, row in zip(data.instances, rows, strict=True):
-        assert [data.images.read(k) for k in instance.candidates] == [body for _, body in row["candidate_images"]]
-    digests = file_digests(data.files, data.folder)
-    assert any(name.endswith("thing1.jpg") for name in digests) != embedded, (
-        "digests must cover images outside the table, too"
-    )
 
 
 def test_a_memory_mapped_table_that_is_overwritten_is_refused(tmp_path):

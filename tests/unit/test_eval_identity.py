@@ -121,7 +121,13 @@ def test_a_summary_has_results_of_one_identity_only(model, suite, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change", ["metric: mean_per_class_recall", "templates: ['the {c}']", "classnames: {mug: cup}"]
+    "change",
+    [
+        "metric: acc5",
+        "templates: ['the {c}']",
+        "classnames: {mug: cup}",
+        "prompts: {mug: [a], plate: [b], t_shirt: [c]}",
+    ],
 )
 def test_other_prompts_or_another_metric_are_another_score(model, tmp_path, change):
     write_class_folders(tmp_path / "suite")

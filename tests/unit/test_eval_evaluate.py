@@ -144,22 +144,19 @@ def test_every_form_of_checkpoint_is_accepted(suite, tmp_path, expected):
 
 def test_damaged_and_mismatched_checkpoints_are_refused(suite, tmp_path):
     folder = save_checkpoint(tmp_path / "step-00000001", 0)
-    with pytest.raises(UserError, match="another architecture"):
-        evaluate(f"ViT-B-32:{folder / 'open_clip_model.safetensors'}", suite=suite)
-    (folder / "checkpoint.json").write_text(
-        json.dumps({"files": {"open_clip_model.safetensors": {"sha256": "0" * 64}}})
-    )
-    with pytest.raises(UserError, match="is damaged"):
-        evaluate(str(folder), suite=suite)
-    for text in ("\0" * 100, '{"files": [1]}', '{"files": {}, "digest": "0"}'):
-        (folder / "checkpoint.json").write_text(text)
-        with pytest.raises(UserError, match=r"checkpoint\.json is damaged: .*Take another checkpoint"):
-            evaluate(str(folder), suite=suite)
     (tmp_path / "noise.pt").write_bytes(b"noise" * 100)
-    with pytest.raises(UserError, match=r"noise\.pt"):
-        evaluate(f"scenes-vit-tiny:{tmp_path / 'noise.pt'}", suite=suite)
-    with pytest.raises(UserError, match="neither a folder"):
-        evaluate(str(tmp_path / "nothing"), suite=suite)
+    for spec, message in (
+        (f"ViT-B-32:{folder / 'open_clip_model.safetensors'}", "another architecture"),
+        (f"scenes-vit-tiny:{tmp_path / 'noise.pt'}", r"noise\.pt"),
+        (str(tmp_path / "nothing"), "neither a folder"),
+    ):
+        with pytest.raises(UserError, match=message):
+            evaluate(spec, suite=suite)
+    other = json.dumps({"files": {"open_clip_model.safetensors": {"sha256": "0" * 64}}})
+    for text in (other, "\0" * 100, '{"files": [1]}', '{"files": {}, "digest": "0"}'):
+        (folder / "checkpoint.json").write_text(text)
+        with pytest.raises(UserError, match=r"is damaged: .*Take another checkpoint"):
+            evaluate(str(folder), suite=suite)
 
 
 def test_command_line(suite, tmp_path):

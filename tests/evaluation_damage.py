@@ -206,6 +206,7 @@ BREAKS: list[tuple[str, Callable[[Path], object], str]] = [
     (V2, lambda f: (f / "test/1.tar").open("ab").write(bytes(1 << 20)), "was its download not finished"),
     (V2, lambda f: (f / "test/1.tar").unlink(), r"of the 2 shards .* are missing \(1.tar\)"),
     (V2, lambda f: (f / "test/nshards.txt").unlink(), "Cannot read .*nshards.txt"),
+    (V2, partial(write, "test/nshards.txt", "9" * 5_000), "must hold the number of shards"),
     (V2, lambda f: (f / "classnames.txt").unlink(), "Cannot read .*classnames.txt"),
     (
         V2,

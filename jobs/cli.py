@@ -53,10 +53,7 @@ GROUPS = {
         "evaluate": ("jobs.evaluate", "Evaluate a checkpoint on a suite of tasks."),
         "watch": ("jobs.watch", "Evaluate a run's checkpoints as they are written, with any number of watchers."),
         "export": ("jobs.export", "Export a checkpoint to a folder for open_clip and model hubs, with a model card."),
-        "playground": (
-            "jobs.playground",
-            "Try a model on a local page: text to images, image to classes and captions.",
-        ),
+        "playground": ("jobs.playground", "Try a model on a local page: find images, classify an image."),
     },
     "Research": {
         "normalizers": ("jobs.normalizers", "Compute exact log-normalizers and the error of a method's estimates."),

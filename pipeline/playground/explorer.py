@@ -1,6 +1,6 @@
 """What the page computes: features of texts and images, and the similarities between them.
 
-Shape legend: n images, m captions, C classes, d feature dimension.
+Shape legend: n images, C classes, d feature dimension.
 """
 
 from __future__ import annotations
@@ -8,11 +8,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-import random
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,40 +20,30 @@ from pipeline.errors import UserError
 from pipeline.evaluation.compute import Compute
 from pipeline.evaluation.protocols.texts import class_vectors, encode_texts
 from pipeline.model.evaluation_model import EvaluationModel
-from pipeline.playground.gallery import Dropped, Sample, open_image, thumbnail
+from pipeline.playground.gallery import Dropped, open_image, thumbnail
 
 BATCH = 32
+SHOWN = 12
+"""Results of a search."""
 KEPT_UPLOADS = 64
 """Features of this many images that were dropped onto the page are kept."""
 MOST_CLASSES, MOST_TEMPLATES, MOST_PROMPTS, LONGEST_TEXT = 1000, 100, 10_000, 1000
 
 
-@dataclass(frozen=True)
-class ClassSet:
-    """Class names and templates to choose on the page, from a task of a suite."""
-
-    name: str
-    classes: tuple[str, ...]
-    templates: tuple[str, ...]
-
-
 class Explorer:
-    """A model, the features of a gallery and of captions, and the images that were dropped onto the page.
+    """A model, the features of a gallery, and the images that were dropped onto the page.
 
     One thread at a time may call it.
     """
 
-    def __init__(self, model: EvaluationModel, *, class_sets: Sequence[ClassSet] = ()) -> None:
-        self.model, self.class_sets = model, tuple(class_sets)
+    def __init__(self, model: EvaluationModel) -> None:
+        self.model = model
         self.names: list[str] = []
         self.thumbnails: list[bytes] = []
-        self.image_captions: list[str | None] = []
-        """The caption that each gallery image has in its shard."""
-        self.captions: list[str] = []
         self._device = next(model.towers.parameters()).device
         self._compute = Compute(self._device)
-        self._images = self._captions = torch.empty(0, model.dim)
-        self._uploads: OrderedDict[str, Tensor] = OrderedDict()
+        self._gallery = torch.empty(0, model.dim)
+        self._uploads: dict[str, Tensor] = {}
         self._classifier: tuple[Any, Tensor] = (None, torch.empty(0))
         """The latest class names and templates, and their vectors, [C, d]."""
 
@@ -66,74 +53,64 @@ class Explorer:
         logit = self.model.towers.logit
         return 100.0 if logit is None else math.exp(logit[0])
 
-    def add_images(self, samples: Iterable[Sample], *, dropped: Dropped, progress: Callable[[int], None]) -> None:
-        """Encode the images of samples as the gallery; those that cannot be used are counted in `dropped`."""
+    def add_images(
+        self, images: Iterable[tuple[str, bytes]], *, dropped: Dropped, progress: Callable[[int], None]
+    ) -> None:
+        """Encode named images as the gallery; those that cannot be decoded are counted in `dropped`."""
 
-        def prepare(sample: Sample) -> tuple[Sample, Tensor | str, bytes]:
+        def prepare(named: tuple[str, bytes]) -> tuple[str, Tensor | None, bytes]:
             try:
-                image = self._open(sample.image, name=sample.name) if sample.image is not None else None
+                image = self._open(named[1], name=named[0])
             except UserError as error:
-                return sample, str(error), b""
-            return (sample, "", b"") if image is None else (sample, self.model.preprocess(image), thumbnail(image))
+                return str(error), None, b""
+            return named[0], self.model.preprocess(image), thumbnail(image)
 
-        features = [self._images]
+        features = [self._gallery]
         with ThreadPoolExecutor(4) as pool:
-            prepared = thread_map(pool, prepare, samples, ahead=2 * BATCH)
+            prepared = thread_map(pool, prepare, images, ahead=2 * BATCH)
             while some := list(itertools.islice(prepared, BATCH)):
-                pixels = []
-                for sample, image, small in some:
-                    if isinstance(image, str):
-                        reason = "the image cannot be decoded" if image else "image is missing"
-                        dropped.add(reason, image or sample.name)
-                        continue
-                    pixels.append(image)
-                    self.names.append(sample.name)
-                    self.image_captions.append(sample.caption)
-                    self.thumbnails.append(small)
-                if pixels:
+                for problem in (name for name, pixels, _ in some if pixels is None):
+                    dropped.add("the image cannot be decoded", problem)
+                usable = [(name, pixels, small) for name, pixels, small in some if pixels is not None]
+                if usable:
+                    names, pixels, thumbnails = zip(*usable, strict=True)
+                    self.names += names
+                    self.thumbnails += thumbnails
                     features.append(self._encode(torch.stack(pixels)))
                 progress(len(self.names))
-        self._images = torch.cat(features)
-
-    def add_captions(self, captions: Sequence[str], *, progress: Callable[[int], None]) -> None:
-        """Encode captions; repeated ones are kept once."""
-        self.captions, features = list(dict.fromkeys(captions)), [self._captions]
-        for start in range(0, len(self.captions), 8 * BATCH):
-            some = self.captions[start : start + 8 * BATCH]
-            features.append(self._texts(some))
-            progress(start + len(some))
-        self._captions = torch.cat(features)
-
-    def search(self, text: str, *, count: int) -> list[dict[str, Any]]:
-        """The gallery images that are most similar to a text: number, name, caption and cosine.
-
-        Raises:
-            UserError: The text is empty or too long.
-        """
-        query = self._texts([_checked_text(text, "the text")])
-        return [{**self._shown(k), "score": score} for k, score in _best((self._images @ query.T)[:, 0], count)]
-
-    def some_images(self, *, count: int) -> list[dict[str, Any]]:
-        """Gallery images drawn at random: number, name and caption."""
-        drawn = random.sample(range(len(self.names)), min(count, len(self.names)))
-        return [self._shown(k) for k in drawn]
-
-    def _shown(self, k: int) -> dict[str, Any]:
-        return {"image": k, "name": self.names[k], "caption": self.image_captions[k]}
+        self._gallery = torch.cat(features)
 
     def add_upload(self, body: bytes) -> str:
-        """Encode an image that was dropped onto the page. Returns its name for `classify` and `nearest_captions`.
+        """Encode an image that was dropped onto the page. Returns its name for `search` and `classify`.
 
         Raises:
             UserError: It is not an image, damaged, or too large.
         """
-        name = hashlib.sha256(body).hexdigest()[:24]
-        if name not in self._uploads:
-            self._uploads[name] = self._encode(self.model.preprocess(self._open(body, name="The file"))[None])[0]
-        self._uploads.move_to_end(name)
-        if len(self._uploads) > KEPT_UPLOADS:
-            self._uploads.popitem(last=False)
+        name, known = hashlib.sha256(body).hexdigest()[:24], self._uploads
+        features = known.pop(name) if name in known else None
+        if features is None:
+            features = self._encode(self.model.preprocess(self._open(body, name="The file"))[None])[0]
+        known[name] = features  # the newest is the last
+        if len(known) > KEPT_UPLOADS:
+            known.pop(next(iter(known)))
         return name
+
+    def search(self, *, text: object = None, image: str | None = None) -> list[dict[str, Any]]:
+        """The gallery images that are most similar to a text or an image: number, name and cosine.
+
+        Raises:
+            UserError: There is no gallery, the text is empty or too long, or the image is unknown.
+        """
+        if not self.names:
+            raise UserError("There are no images to search: start with --images FOLDER.")
+        if image is None:
+            words = [_checked_text(text, "the text")]
+            query = encode_texts(self.model, words, compute=self._compute, micro_batch=1)[0]
+        else:
+            query = self._features_of(image)
+        scores, order = torch.sort(self._gallery @ query, descending=True, stable=True)
+        best = zip(order[:SHOWN].tolist(), scores[:SHOWN].tolist(), strict=True)
+        return [{"image": k, "name": self.names[k], "score": round(score, 4)} for k, score in best]
 
     def classify(
         self,
@@ -167,19 +144,9 @@ class Explorer:
                 batch = min(2 * BATCH, len(some) * len(prompts))
                 vectors.append(class_vectors(self.model, some, prompts, compute=self._compute, micro_batch=batch))
             self._classifier = (names, prompts), torch.cat(vectors)
-        cosines = self._classifier[1] @ features
-        probabilities = torch.softmax(self.scale * cosines, dim=0)
-        order = torch.sort(probabilities, descending=True, stable=True).indices.tolist()
-        return [{"name": names[k], "probability": float(probabilities[k]), "score": float(cosines[k])} for k in order]
-
-    def nearest_captions(self, image: str, *, count: int) -> list[dict[str, Any]]:
-        """The captions that are most similar to an image, with their cosines.
-
-        Raises:
-            UserError: The image is unknown.
-        """
-        scores = self._captions @ self._features_of(image)
-        return [{"caption": self.captions[k], "score": score} for k, score in _best(scores, count)]
+        probabilities = torch.softmax(self.scale * (self._classifier[1] @ features), dim=0)
+        values, order = torch.sort(probabilities, descending=True, stable=True)
+        return [{"name": names[k], "probability": p} for k, p in zip(order.tolist(), values.tolist(), strict=True)]
 
     def gallery_number(self, text: str) -> int | None:
         """The gallery image that a text names by its number; None if there is none."""
@@ -194,22 +161,13 @@ class Explorer:
         in_gallery = self.gallery_number(number) if kind == "gallery" else None
         if in_gallery is None:
             raise UserError("This image is not known any more: drop it again.")
-        return self._images[in_gallery]
+        return self._gallery[in_gallery]
 
     def _open(self, body: bytes, *, name: str) -> Any:
         return open_image(body, name=name, background=self.model.architecture.background)
 
     def _encode(self, pixels: Tensor) -> Tensor:
         return self.model.encode_image(pixels.to(self._device)).float().cpu()
-
-    def _texts(self, texts: Sequence[str]) -> Tensor:
-        return encode_texts(self.model, texts, compute=self._compute, micro_batch=min(8 * BATCH, len(texts)))
-
-
-def _best(scores: Tensor, count: int) -> list[tuple[int, float]]:
-    """Numbers and values of the highest scores; equal ones in their order."""
-    order = torch.sort(scores, descending=True, stable=True).indices[:count].tolist()
-    return [(k, round(float(scores[k]), 4)) for k in order]
 
 
 def _checked_text(text: object, what: str) -> str:
@@ -221,6 +179,8 @@ def _checked_text(text: object, what: str) -> str:
 
 
 def _checked_lines(given: Sequence[str], what: str, one: str, *, least: int, most: int) -> tuple[str, ...]:
+    if not isinstance(given, list | tuple):
+        raise UserError("classes and templates must be lists of texts.")
     lines = tuple(dict.fromkeys(_checked_text(line, one) for line in given))
     if not least <= len(lines) <= most:
         raise UserError(f"Give {least} to {most:,} {what}, one a line; these are {len(lines):,}.")

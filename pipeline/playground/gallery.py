@@ -1,4 +1,4 @@
-"""The images and captions that the page searches: from a folder of images, a folder of shards, or a text file."""
+"""The images that the page searches: of a folder of images, or of webdataset shards."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.data.shards.storage import list_shards, open_records
-from pipeline.data.shards.tar_reader import FORMAT_SUFFIXES, CaptionField, CorruptSample, DamagedTar
+from pipeline.data.shards.tar_reader import DamagedTar
 from pipeline.errors import UserError
-from pipeline.evaluation.datasets.task_data import TaskError, read_lines
 from pipeline.pictures import image_error
 from pipeline.pictures.pixels import WHITE, Colour, read_file, read_rgb
 
@@ -29,99 +28,59 @@ _WHY = {
 
 
 @dataclass
-class Sample:
-    """One image or caption, or both."""
-
-    name: str
-    image: bytes | None = None
-    caption: str | None = None
-
-
-@dataclass
 class Dropped:
     """What could not be used, by reason, with the first example of each."""
 
     count: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    """What else was left out."""
 
-    def add(self, reason: str, example: str) -> None:
-        self.count[reason] += 1
+    def add(self, reason: str, example: str, *, count: int = 1) -> None:
+        self.count[reason] += count
         self.examples.setdefault(reason, example)
 
     def lines(self) -> list[str]:
-        """One line per reason, and the notes."""
-        counted = self.count.items()
-        lines = [f"{count:,} skipped: {reason} (first: {self.examples[reason]})" for reason, count in counted]
-        return lines + self.notes
+        """One line per reason."""
+        return [f"{n:,} skipped: {reason} (first: {self.examples[reason]})" for reason, n in self.count.items()]
 
 
-def read_samples(source: Path, *, caption: CaptionField, limit: int, dropped: Dropped) -> Iterator[Sample]:
-    """The first `limit` samples of a folder of images, a folder of webdataset shards, or a text file of captions.
+def read_images(folder: Path, *, limit: int, dropped: Dropped) -> Iterator[tuple[str, bytes]]:
+    """The names and encoded images of the first `limit` samples in a folder of images, or of shards.
 
     Raises:
         UserError: There is nothing of that kind.
     """
-    if source.is_file():
-        try:
-            lines = [(number, line) for number, line in enumerate(read_lines(source), 1) if line]
-        except TaskError as error:
-            raise UserError(
-                f"{source} is not a UTF-8 text file with a caption a line: give such a file, or a folder of images or "
-                "shards."
-            ) from error
-        samples = iter([Sample(f"line {number}", caption=line) for number, line in lines])
-        what = f"{len(lines):,} captions in {_shown(source)}"
-    elif not source.is_dir():
-        raise UserError(
-            f"There is no {source}: give a folder of images or shards, or a text file with a caption a line."
-        )
-    else:
-        paths = sorted(
-            path
-            for path in source.rglob("*")
-            if path.suffix.lower().removeprefix(".") in FORMAT_SUFFIXES and not path.name.startswith(".")
-        )
-        shards = shards_in(source)
-        if not paths and not shards:
-            raise UserError(f"{source} holds no images ({', '.join(FORMAT_SUFFIXES)}) and no shards (*.tar).")
-        if paths and shards:
-            dropped.notes.append(f"{len(paths):,} images beside the shards of {_shown(source)} are not used.")
-        samples = _from_shards(shards, caption, dropped) if shards else _from_files(paths, source, dropped)
-        what = "samples of the shards" if shards else f"{len(paths):,} images in {_shown(source)}"
-    yield from islice(samples, limit)
-    if next(samples, None) is not None:
-        first = f"{limit:,} {what}" if what.startswith("samples") else f"{limit:,} of the {what}"
-        dropped.notes.append(f"Only the first {first} are used: --limit.")
+    paths = [folder / name for name in list_shards(folder, ("",)) if not Path(name).name.startswith(".")]
+    shards = [path for path in paths if path.suffix == ".tar"]
+    images = [path for path in paths if path.suffix.lower().removeprefix(".") in image_error.FORMAT_SUFFIXES]
+    if not shards and not images:
+        formats = ", ".join(image_error.FORMAT_SUFFIXES)
+        raise UserError(f"--images {folder}: there are no images in such a folder ({formats}) and no shards (*.tar).")
+    if shards and images:
+        dropped.add("images beside shards are not read", _shown(images[0]), count=len(images))
+    samples = _from_shards(shards, dropped) if shards else _from_files(images, folder, dropped)
+    for name, image in islice(samples, limit):
+        if image is None:
+            dropped.add("image is missing", name)
+        else:
+            yield name, image
 
 
-def _from_files(paths: list[Path], root: Path, dropped: Dropped) -> Iterator[Sample]:
+def _from_files(paths: list[Path], root: Path, dropped: Dropped) -> Iterator[tuple[str, bytes]]:
     for path in paths:
         try:
-            yield Sample(_shown(path.relative_to(root)), image=read_file(path))
+            yield _shown(path.relative_to(root)), read_file(path)
         except OSError as error:
             dropped.add("the file cannot be read", f"{_shown(path)}: {error.strerror}")
 
 
-def _from_shards(shards: list[Path], caption: CaptionField, dropped: Dropped) -> Iterator[Sample]:
+def _from_shards(shards: list[Path], dropped: Dropped) -> Iterator[tuple[str, bytes | None]]:
     for shard in shards:
         try:
-            with open_records(str(shard), skip=0, caption_suffix=caption.suffix) as records:
+            with open_records(str(shard)) as records:
                 for row, record in enumerate(records):
-                    name, text = f"{_shown(Path(shard.name))}, sample {row}", None
-                    try:
-                        text = caption.read(record)
-                    except CorruptSample as error:
-                        dropped.add(str(error), name)
-                    yield Sample(name, image=record.image, caption=text)
+                    yield f"{_shown(Path(shard.name))}, sample {row}", record.image
         except (DamagedTar, OSError) as error:
             dropped.add("the shard is damaged", f"{_shown(shard)}: {error}")
-
-
-def shards_in(folder: Path) -> list[Path]:
-    """The shards below a folder, in order."""
-    return [folder / name for name in list_shards(folder) if not Path(name).name.startswith(".")]
 
 
 def _shown(path: Path) -> str:
@@ -147,8 +106,7 @@ def open_image(body: bytes, *, name: str, background: Colour = WHITE) -> Any:
 
 def thumbnail(image: Any) -> bytes:
     """A JPEG of at most `SIDE` pixels."""
-    small = image.copy()
-    small.thumbnail((SIDE, SIDE))
+    image.thumbnail((SIDE, SIDE))
     buffer = io.BytesIO()
-    small.save(buffer, "JPEG", quality=86)
+    image.save(buffer, "JPEG", quality=86)
     return buffer.getvalue()

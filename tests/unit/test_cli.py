@@ -94,7 +94,7 @@ ANSWERED = [
     ("pairs pictures x", "Missing option '--output'. Folder of the shards."),
     ("pairs pictures output=x", "give --output x"),
     ("pairs pictures --caption-field title", "give --caption title"),
-    ("playground M --caption-field json:text", "give --caption json:text"),
+    ("playground M --captions texts.txt", "Captions are not searched"),
     ("demo --output runs/x", "written without dashes: output=runs/x"),
     ("features data/mine --model M --output x", "MODEL is an argument: neuclip features MODEL"),
     ("manifest --folder x", "FOLDER is an argument: neuclip manifest FOLDER"),

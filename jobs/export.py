@@ -17,8 +17,7 @@ from pipeline.run_files import META_NAME, check_model, model_folder_in
 @click.command(name="export")
 @click.argument("model", metavar="MODEL")
 @click.option("--output", type=click.Path(path_type=Path), required=True, help="New folder of the exported model.")
-@click.option("--torch", "with_torch", is_flag=True, help="Also write both towers as torch.export programs (.pt2).")
-@click.option("--onnx", "with_onnx", is_flag=True, help="Also write both towers as ONNX; needs the extra `onnx`.")
+@click.option("--onnx", is_flag=True, help="Also write both towers as ONNX; needs the extra `onnx`.")
 @click.option(
     "--format", "form", type=click.Choice(["open_clip", "transformers"]), default="open_clip", show_default=True
 )
@@ -30,8 +29,7 @@ from pipeline.run_files import META_NAME, check_model, model_folder_in
 def command(
     model: str,
     output: Path,
-    with_torch: bool,
-    with_onnx: bool,
+    onnx: bool,
     form: str,
     best: bool,
     average: bool,
@@ -49,46 +47,29 @@ def command(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # removes temporary folders
     check_new_folder(output)  # before imports that take seconds
     check_model(model)
-    if private and not push:
-        raise UserError("--private is for --push, which is not given.")
-    if licence and not re.fullmatch(r"[\w.+-]+", licence):
-        raise UserError(f"--license {licence!r} is not the identifier of a licence, such as apache-2.0 or mit.")
+    for wrong, message in (
+        (private and not push, "--private is for --push, which is not given."),
+        (form == "transformers" and onnx, "--onnx goes with the open_clip format: export twice, into two folders."),
+        (licence and not re.fullmatch(r"[\w.+-]+", licence),
+         f"--license {licence!r} is not the identifier of a licence, such as apache-2.0 or mit."),
+    ):  # fmt: skip
+        if wrong:
+            raise UserError(message)
     from pipeline.checkpoint.layout import validated_model
-    from pipeline.export.exporter import choose_checkpoint, export, model_of
-    from pipeline.export.model_card import foreign_card, model_card
-    from pipeline.model.evaluation_model import EvaluationModel
+    from pipeline.export.exporter import choose_checkpoint, export
+    from pipeline.export.exporter import push as upload
 
-    programs = tuple(name for name, wanted in (("torch", with_torch), ("onnx", with_onnx)) if wanted)
-    if form == "transformers" and programs:
-        raise UserError("--torch and --onnx go with the open_clip format: export twice, into two folders.")
     folder, chosen = model_folder_in(Path(model)), None
     if best or average or (folder is not None and (folder / META_NAME).is_file()):
         chosen = choose_checkpoint(Path(model), best=best)
-        model_of(chosen, average=average)  # checked before anything is loaded
-
-    def card(loaded: EvaluationModel) -> str:
-        if chosen is None:
-            return foreign_card(model, architecture=loaded.architecture, form=form, licence=licence)
-        try:
-            return model_card(
-                chosen, logit=loaded.towers.logit, programs=programs, form=form, licence=licence, average=average
-            )
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise UserError(
-                f"{chosen.path / META_NAME} lacks settings of a run that the model card needs ({error!r}): it is "
-                "forged, or of another version."
-            ) from error
-
-    exported = export(chosen or model, output, card=card, form=form, programs=programs, average=average)
-    for path in exported.files:
+    difference = export(chosen or model, output, form=form, onnx=onnx, average=average, licence=licence)
+    for path in sorted(path for path in output.rglob("*") if path.is_file()):
         click.echo(f"{path.stat().st_size:>14,} B  {path}")
     what, other = (f"Step {chosen.step:,}", "trained") if chosen else (model, "given")
-    click.echo(f"{what} exported; largest difference from the {other} model {exported.difference:.1e}.")
+    click.echo(f"{what} exported; largest difference from the {other} model {difference:.1e}.")
     if chosen and best and not average and validated_model(chosen.path) != chosen.path:
         click.echo("The validation loss was that of the average of the weights (EMA); --ema exports it.")
     if push:
-        from pipeline.export.exporter import push as upload
-
         click.echo(f"Uploaded: {upload(output, push, private=private)}")
 
 

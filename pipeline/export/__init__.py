@@ -1,1 +1,1 @@
-"""Export of trained models: open_clip folders, model cards, compiled programs."""
+"""Export of trained models: open_clip folders, model cards, transformers models, ONNX."""

@@ -1,13 +1,13 @@
-"""Export a checkpoint, or what is evaluated: a folder that open_clip and model hubs load, a model card, and programs.
+"""Export a checkpoint, or what is evaluated: a folder that open_clip or transformers loads, with a model card.
 
     EXPORT/
         open_clip_config.json, open_clip_model.safetensors   what open_clip loads, by folder or as `pretrained=FILE`
         tokenizer.json ...                                   the tokenizer, if it is one of Hugging Face's
         adapters/                                            of a run with LoRA, in peft's format; merged in the weights
         README.md, config.yaml                               the model card, and the run's configuration
-        image.pt2, text.pt2, image.onnx, text.onnx           on request: towers that run without open_clip
+        image.onnx, text.onnx                                on request: towers that run without open_clip
 
-The programs map normalised images [B, 3, H, W] or tokens [B, L] to unit-norm features [B, d], for any B.
+The ONNX programs map normalised images [B, 3, H, W] or tokens [B, L] to unit-norm features [B, d], for any B.
 """
 
 from __future__ import annotations
@@ -19,9 +19,6 @@ import math
 import os
 import shlex
 import shutil
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +29,7 @@ from pipeline.checkpoint.layout import ADAPTERS_NAME, best_checkpoint
 from pipeline.checkpoint.reader import Checkpoint, open_checkpoint
 from pipeline.config import dump
 from pipeline.errors import UserError, in_a_line
+from pipeline.export.model_card import model_card
 from pipeline.export.transformers_model import write_transformers
 from pipeline.files import check_new_folder, new_folder
 from pipeline.model.architectures import save_tokenizer
@@ -44,16 +42,6 @@ from pipeline.run_files import EMA_NAME, META_NAME, MODEL_CONFIG_NAME, RUN_CONFI
 TOLERANCE = 1e-5
 DEFAULT_LOGIT = math.log(100.0)
 """CLIP's, for weights without a temperature."""
-
-
-@dataclass(frozen=True)
-class Exported:
-    """A finished export."""
-
-    folder: Path
-    files: tuple[Path, ...]
-    difference: float
-    """Largest difference of any feature or logit from the trained model's."""
 
 
 def choose_checkpoint(source: Path, *, best: bool = False) -> Checkpoint:
@@ -79,93 +67,47 @@ def choose_checkpoint(source: Path, *, best: bool = False) -> Checkpoint:
         raise UserError(f"{path} is damaged and not exported: {error} Name another checkpoint of the run.") from error
 
 
-def model_of(checkpoint: Checkpoint, *, average: bool) -> Path:
-    """The folder with the model to export: the checkpoint itself, or the average of the weights in it.
-
-    Raises:
-        UserError: The run kept no average.
-    """
-    if not average:
-        return checkpoint.path
-    folder = checkpoint.path / EMA_NAME
-    if not folder.is_dir():
-        raise UserError(f"{checkpoint.path} has no average of the weights: train with ema.decay=0.999, say.")
-    return folder
-
-
 def export(
     source: Checkpoint | str,
     output: Path,
     *,
-    card: Callable[[EvaluationModel], str],
     form: str = "open_clip",
-    programs: Collection[str] = (),
+    onnx: bool = False,
     average: bool = False,
-) -> Exported:
-    """Write a folder and compare everything in it with the trained towers.
+    licence: str | None = None,
+) -> float:
+    """Write a folder, and compare everything in it with the trained towers before it is kept.
 
     Args:
         source: A checkpoint, or what `load_for_evaluation` takes.
         output: A folder that does not exist or is empty.
-        card: Makes the text of README.md.
         form: What loads the folder: open_clip, or transformers as a `CLIPModel` or `SiglipModel`.
-        programs: Any of "torch" and "onnx", with open_clip's form.
+        onnx: Add both towers as ONNX, to open_clip's form.
         average: Export the average of the weights (EMA).
+        licence: The hub's identifier of the weights' licence, for the model card.
+
+    Returns:
+        The largest difference of any feature or logit from the trained model's.
 
     Raises:
-        UserError: `output` is not empty, packages are missing, transformers' models cannot hold the architecture, or a
-            result differs by more than 1e-5.
-    """
-    if "onnx" in programs:
-        require_onnx()
-    given = model_of(source, average=average) if isinstance(source, Checkpoint) else source
-
-    def write(folder: Path) -> float:
-        model = load_for_evaluation(given)
-        (folder / "README.md").write_text(card(model), encoding="utf-8")
-        examples, logit = example_inputs(model), model.towers.logit or (DEFAULT_LOGIT, None)
-        if form == "transformers":
-            scale, bias = logit
-            return write_transformers(model, folder, examples=examples, logit_scale=scale, logit_bias=bias or 0.0)
-        if isinstance(source, Checkpoint):
-            _copy_files(source, Path(given), folder)
-            save_tokenizer(model.tokenize, folder)
-        else:
-            state = model.towers.clip.state_dict()
-            save_open_clip(folder, state=state, architecture=model.architecture, logit=logit)
-        differences = [_check_open_clip(folder, model, examples, logit=logit)]
-        for name, export_one in (("torch", export_torch), ("onnx", export_onnx)):
-            if name in programs:
-                differences += [
-                    export_one(folder, side, model.towers, x) for side, x in zip(SIDES, examples, strict=True)
-                ]
-        return float(torch.tensor(differences).max())  # NaN if any is
-
-    return write_checked(output, write)
-
-
-def _copy_files(checkpoint: Checkpoint, model: Path, folder: Path) -> None:
-    """Copy the configuration of a checkpoint, and its model with its adapters."""
-    (folder / RUN_CONFIG_NAME).write_text(dump(checkpoint.meta["config"]), encoding="utf-8")
-    for name in (MODEL_CONFIG_NAME, WEIGHTS_NAME):
-        shutil.copyfile(model / name, folder / name)
-    if (model / ADAPTERS_NAME).is_dir():
-        (folder / ADAPTERS_NAME).mkdir()
-        for name in ADAPTER_FILES:
-            shutil.copyfile(model / ADAPTERS_NAME / name, folder / ADAPTERS_NAME / name)
-
-
-def write_checked(output: Path, write: Callable[[Path], float]) -> Exported:
-    """Call `write` on a temporary folder, which becomes `output` only if the returned difference is small.
-
-    Raises:
-        UserError: `output` is not empty, or the difference is above 1e-5.
+        UserError: `output` is not empty, the run kept no average, packages are missing, transformers' models cannot
+            hold the architecture, or a result differs by more than 1e-5.
     """
     check_new_folder(output)
+    if onnx:
+        _require_onnx()
+    given: Path | str = source.path if isinstance(source, Checkpoint) else source
+    if isinstance(source, Checkpoint) and average:
+        given = source.path / EMA_NAME
+        if not given.is_dir():
+            raise UserError(f"{source.path} has no average of the weights: train with ema.decay=0.999, say.")
+    model = load_for_evaluation(given)
+    card = model_card(source, model.architecture, form=form, licence=licence, average=average)
     target = output.resolve()  # the folder itself, not `.` or a link to it
     try:
         with new_folder(target) as temporary:
-            worst = write(temporary)
+            (temporary / "README.md").write_text(card, encoding="utf-8")
+            worst = _write(temporary, model, source, Path(given), form=form, onnx=onnx)
             if not worst <= TOLERANCE:  # also when it is NaN
                 raise UserError(
                     f"The export differs from the trained model by {worst:.1e}, more than {TOLERANCE:g}: it is not "
@@ -180,7 +122,32 @@ def write_checked(output: Path, write: Callable[[Path], float]) -> Exported:
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
             raise
         raise UserError(f"Another process has written to {output} meanwhile: choose another output folder.") from error
-    return Exported(output, tuple(sorted(path for path in output.rglob("*") if path.is_file())), worst)
+    return worst
+
+
+def _write(
+    folder: Path, model: EvaluationModel, source: Checkpoint | str, given: Path, *, form: str, onnx: bool
+) -> float:
+    """Fill a folder; `given` is the model folder of a checkpoint. Returns the largest difference, NaN if any is."""
+    examples, logit = example_inputs(model), model.towers.logit or (DEFAULT_LOGIT, None)
+    if form == "transformers":
+        return write_transformers(model, folder, examples=examples, logit=logit)
+    if isinstance(source, Checkpoint):
+        (folder / RUN_CONFIG_NAME).write_text(dump(source.meta["config"]), encoding="utf-8")
+        for name in (MODEL_CONFIG_NAME, WEIGHTS_NAME):
+            shutil.copyfile(given / name, folder / name)
+        if (given / ADAPTERS_NAME).is_dir():
+            (folder / ADAPTERS_NAME).mkdir()
+            for name in ADAPTER_FILES:
+                shutil.copyfile(given / ADAPTERS_NAME / name, folder / ADAPTERS_NAME / name)
+        save_tokenizer(model.tokenize, folder)
+    else:
+        state = model.towers.clip.state_dict()
+        save_open_clip(folder, state=state, architecture=model.architecture, logit=logit)
+    differences = [_check_open_clip(folder, model, examples, logit=logit)]
+    if onnx:
+        differences += [_export_onnx(folder, s, model.towers, x) for s, x in zip(SIDES, examples, strict=True)]
+    return float(torch.tensor(differences).max())
 
 
 EXAMPLES = ("a", "a photo of a dog on the beach", "two red circles, one blue square and a cup of coffee " * 8)
@@ -251,35 +218,17 @@ class Tower(nn.Module):
         return self.towers.encode_image(x) if self.side == "image" else self.towers.encode_text(x)
 
 
-@contextmanager
-def _traceable() -> Iterator[None]:
-    """Turn off the fused inference kernel of torch's multi-head attention, which no exporter supports."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
-
-
-def export_torch(folder: Path, side: str, towers: Towers, example: Tensor) -> float:
-    """Write `SIDE.pt2`. Returns the largest difference of its features from the tower's."""
-    path, tower = folder / f"{side}.pt2", Tower(towers, side).eval()
-    with _traceable():
-        program = torch.export.export(tower, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},))
-        torch.export.save(program, path)
-        return _difference(torch.export.load(path).module(), tower, example)
-
-
-def export_onnx(folder: Path, side: str, towers: Towers, example: Tensor) -> float:
+@torch.no_grad()
+def _export_onnx(folder: Path, side: str, towers: Towers, example: Tensor) -> float:
     """Write `SIDE.onnx`. Returns the largest difference of its features, by onnxruntime, from the tower's."""
     import onnxruntime
 
     logging.getLogger("onnxscript").setLevel(logging.ERROR)  # it logs every constant that it does not fold
     path, tower = folder / f"{side}.onnx", Tower(towers, side).eval()
     shapes: Any = ({0: torch.export.Dim("batch")},)
-    with _traceable():
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # a fused kernel for inference, which no exporter supports
+    try:
         torch.onnx.export(
             tower,
             (example,),
@@ -292,20 +241,14 @@ def export_onnx(folder: Path, side: str, towers: Towers, example: Tensor) -> flo
             verbose=False,
         )
         session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-        return _difference(lambda x: torch.from_numpy(session.run(None, {side: x.numpy()})[0]), tower, example)
+        batches = (example, example[:2])  # of another size, too
+        found = [torch.from_numpy(session.run(None, {side: x.numpy()})[0]) for x in batches]
+        return float(torch.stack([(a - tower(x)).abs().max() for a, x in zip(found, batches, strict=True)]).max())
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
-def _difference(program: Callable[[Tensor], Tensor], tower: nn.Module, example: Tensor) -> float:
-    """The largest difference of features, of the whole example and of a smaller batch."""
-    return float(torch.stack([(program(x) - tower(x)).abs().max() for x in (example, example[:2])]).max())
-
-
-def require_onnx() -> None:
-    """Check that the packages for ONNX are installed.
-
-    Raises:
-        UserError: One of them is missing.
-    """
+def _require_onnx() -> None:
     missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f"ONNX export needs {', '.join(missing)}: pip install -c constraints.txt -e '.[onnx]'.")

@@ -1,4 +1,4 @@
-"""Export as a `transformers` model: `CLIPModel` or `SiglipModel`, refused if the features differ.
+"""Export as a `transformers` model: `CLIPModel` or `SiglipModel`, refused if weights are left over or features differ.
 
 `CLIPModel` is for open_clip's own ViTs: pre-norm transformers, class-token pooling, causal text pooled at the end
 token, projections without bias. `SiglipModel` is for SigLIP's family, SigLIP 2's models of fixed size among them:
@@ -9,6 +9,7 @@ timm's ViT with attention pooling, and a text tower without causal mask. Names a
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,22 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.errors import UserError
+from pipeline.errors import UserError, in_a_line
 from pipeline.model.evaluation_model import EvaluationModel
 from pipeline.model.foreign_weights import BLOCK_PARTS, NAMES
 from pipeline.model.model_folder import allow_by_umask
 
-# Settings of open_clip's towers that transformers' CLIP has no counterpart for -> the value that it implies.
-_IMAGE = {
-    "timm_model_name": None, "attentional_pool": False, "attn_pooler_queries": 256, "ls_init_value": None,
-    "no_ln_pre": False, "pool_type": "tok", "final_ln_after_pool": False, "pos_embed_type": "learnable",
-    "output_tokens": False, "block_type": None, "qk_norm": False, "scaled_cosine_attn": False,
-}  # fmt: skip
-_TEXT = {
-    "hf_model_name": None, "hf_tokenizer_name": "", "embed_cls": False, "no_causal_mask": False, "pool_type": "argmax",
-    "proj_type": "linear", "proj_bias": False, "final_ln_after_pool": False, "ls_init_value": None,
-}  # fmt: skip
-# Names of SigLIP's image tower in timm -> in transformers.
 _TRUNK = {
     "pos_embed": "embeddings.position_embedding.weight",
     "patch_embed.proj.weight": "embeddings.patch_embedding.weight",
@@ -43,9 +33,11 @@ _TRUNK = {
     "attn_pool.mlp.fc1.weight": "head.mlp.fc1.weight", "attn_pool.mlp.fc1.bias": "head.mlp.fc1.bias",
     "attn_pool.mlp.fc2.weight": "head.mlp.fc2.weight", "attn_pool.mlp.fc2.bias": "head.mlp.fc2.bias",
 }  # fmt: skip
+"""Names of SigLIP's image tower in timm -> in transformers, outside of the blocks."""
 _TIMM_BLOCK = {"norm1": "ln_1", "norm2": "ln_2", "attn.qkv": "attn.in_proj", "attn.proj": "attn.out_proj",
                "mlp.fc1": "mlp.c_fc", "mlp.fc2": "mlp.c_proj"}  # fmt: skip
-_POOL = ("attn_pool.q.weight", "attn_pool.q.bias", "attn_pool.kv.weight", "attn_pool.kv.bias")
+_POOL = "visual.trunk.attn_pool."
+_BLOCK = re.compile(r"(visual\.)?(?:trunk\.)?(?:transformer\.res)?blocks\.(\d+)\.(.+)[._](weight|bias)")
 
 
 def is_siglip(model_cfg: Mapping[str, Any]) -> bool:
@@ -54,37 +46,8 @@ def is_siglip(model_cfg: Mapping[str, Any]) -> bool:
     return bool(image.get("timm_model_name")) and image.get("timm_pool") == "map" and image.get("timm_proj") == "none"
 
 
-def why_not_clip(model_cfg: Mapping[str, Any]) -> str:
-    """Why transformers' `CLIPModel` cannot hold this architecture; empty when it can."""
-    image, text = model_cfg["vision_cfg"], model_cfg["text_cfg"]
-    if image.get("timm_model_name") or not isinstance(image.get("layers", 12), int):
-        kind = image.get("timm_model_name") or "a ResNet"
-        return f"its image tower is {kind}, and CLIPModel has open_clip's own ViT only"
-    for side, config, implied in (("vision_cfg", image, _IMAGE), ("text_cfg", text, _TEXT)):
-        for key, value in implied.items():
-            if config.get(key, value) != value and (config.get(key) or value):
-                return f"{side}.{key} = {config[key]!r}, and CLIPModel has {value!r}"
-    return ""
-
-
-def why_not_siglip(clip: Any, model_cfg: Mapping[str, Any]) -> str:
-    """Why `SiglipModel` cannot hold this model; empty when it can."""
-    text = model_cfg["text_cfg"]
-    if unknown := _trunk_state(clip.visual.trunk.state_dict())[1]:
-        return f"its image tower has {min(unknown)}, and SiglipModel has not"
-    for key, value in {"no_causal_mask": True, "pool_type": "last", "proj_bias": True}.items():
-        if text.get(key) != value:
-            return f"text_cfg.{key} = {text.get(key)!r}, and SiglipModel has {value!r}"
-    return "its text tower is one of transformers" if text.get("hf_model_name") else ""
-
-
 def write_transformers(
-    model: EvaluationModel,
-    folder: Path,
-    *,
-    examples: tuple[Tensor, Tensor],
-    logit_scale: float,
-    logit_bias: float = 0.0,
+    model: EvaluationModel, folder: Path, *, examples: tuple[Tensor, Tensor], logit: tuple[float, float | None]
 ) -> float:
     """Write `config.json`, `model.safetensors`, the image processor's and the tokenizer's files.
 
@@ -92,8 +55,7 @@ def write_transformers(
         model: The trained model.
         folder: An existing folder.
         examples: Images and tokens to compare features on.
-        logit_scale: log(1 / tau).
-        logit_bias: The bias of a sigmoid loss, which `SiglipModel` stores.
+        logit: log(1 / tau), and the bias of a sigmoid loss, which `SiglipModel` stores.
 
     Returns:
         The largest difference of any feature of the written model, loaded by transformers, from the trained one's.
@@ -101,38 +63,43 @@ def write_transformers(
     Raises:
         UserError: transformers is not installed, or its models cannot hold the architecture.
     """
-    clip: Any = model.towers.clip
-    config = model.architecture.model_cfg
-    sigmoid = is_siglip(config)
-    if problem := why_not_siglip(clip, config) if sigmoid else why_not_clip(config):
-        raise UserError(
-            f"{model.architecture.name} cannot be a transformers model: {problem}. Export it without --format: "
-            "open_clip and the hub's open_clip library load that."
-        )
     try:
         import transformers
     except ImportError as error:
         raise UserError(
             "--format transformers needs transformers: pip install -c constraints.txt -e '.[transformers]'."
         ) from error
-    sides = _configs(model, sigmoid=sigmoid)
-    converted: Any
-    if sigmoid:
-        converted = transformers.SiglipModel(transformers.SiglipConfig(**sides))
-        state = {**_siglip_state(clip), "logit_bias": torch.tensor([logit_bias])}
-    else:
-        converted = transformers.CLIPModel(transformers.CLIPConfig(**sides, projection_dim=model.dim))
-        state = _clip_state(clip.state_dict())
-    state["logit_scale"] = torch.tensor(logit_scale).view_as(converted.logit_scale)
-    missing, unexpected = converted.load_state_dict(state, strict=False)
-    lost = [name for name in missing if not name.endswith("position_ids")]
-    assert not lost, lost
-    assert not unexpected, unexpected
-    converted.save_pretrained(str(folder))
-    _write_processor(model, folder, kind="SiglipImageProcessor" if sigmoid else "CLIPImageProcessor")
-    _write_tokenizer(model, folder)
-    allow_by_umask(*folder.glob("*.safetensors"))
-    return _difference(model, folder, *examples)
+    sigmoid = is_siglip(model.architecture.model_cfg)
+    try:
+        sides = _configs(model, sigmoid=sigmoid)
+        if sigmoid:
+            converted = transformers.SiglipModel(transformers.SiglipConfig(**sides))
+        else:
+            converted = transformers.CLIPModel(transformers.CLIPConfig(**sides, projection_dim=model.dim))
+        state, left = _renamed(model.towers.clip.state_dict())
+        if sigmoid:
+            state["logit_bias"] = torch.tensor([logit[1] or 0.0])
+        state["logit_scale"] = torch.tensor(logit[0]).view_as(converted.logit_scale)
+        if not left:
+            missing, unexpected = converted.load_state_dict(state, strict=False)
+            left = [name for name in (*missing, *unexpected) if not name.endswith("position_ids")]
+        why = f"one of them does not have the weight {left[0]}" if left else ""
+    except (AttributeError, RuntimeError) as error:  # towers of other kinds, or weights of other shapes
+        why = in_a_line(error)
+    if not why:
+        converted.save_pretrained(str(folder))
+        _write_processor(model, folder, kind="SiglipImageProcessor" if sigmoid else "CLIPImageProcessor")
+        _write_tokenizer(model, folder)
+        allow_by_umask(*folder.glob("*.safetensors"))
+        difference = _difference(model, folder, *examples)
+        why = "" if difference < 1e-3 else f"features differ by {difference:.1e}"
+    if why:
+        kind = "SiglipModel" if sigmoid else "CLIPModel"
+        raise UserError(
+            f"{model.architecture.name} cannot be a {kind} of transformers: {why}. Export it without --format: "
+            "open_clip and the hub's open_clip library load that."
+        )
+    return difference
 
 
 def _configs(model: EvaluationModel, *, sigmoid: bool) -> dict[str, Any]:
@@ -173,66 +140,38 @@ def _sizes(blocks: Any, norm: nn.LayerNorm) -> dict[str, Any]:
     }
 
 
-def _clip_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """open_clip's weights under transformers' names; packed attention projections are split into three."""
-    ours = {key.removeprefix("text."): value for key, value in state.items()}
-    image = {key.removeprefix("visual."): value for key, value in state.items() if key.startswith("visual.")}
-    named = {
-        theirs: ours[name].T.contiguous() if theirs.endswith("_projection.weight") else ours[name]
-        for theirs, name in NAMES.items()
-        if name != "logit_scale"
-    }
-    return {**named, **_blocks_state(ours, "text_model"), **_blocks_state(image, "vision_model")}
+def _renamed(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    """open_clip's weights under transformers' names, and the names of those that have no counterpart.
 
-
-def _siglip_state(clip: Any) -> dict[str, Tensor]:
-    """open_clip's weights under transformers' names, for towers that pass `why_not_siglip`."""
-    text = clip.text.state_dict()
-    named = {theirs: text[name] for theirs, name in NAMES.items() if theirs.startswith("text_model.")}
-    head = {f"text_model.head.{kind}": text[f"text_projection.{kind}"] for kind in ("weight", "bias")}
-    image, _ = _trunk_state(clip.visual.trunk.state_dict())
-    return {**image, **named, **_blocks_state(text, "text_model"), **head}
-
-
-def _trunk_state(trunk: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """timm's weights under transformers' names, and the names of those that have no counterpart."""
+    Packed attention projections become three, but not the pooling's of SigLIP, which becomes one.
+    """
+    names = {ours: theirs for theirs, ours in NAMES.items()}
+    names |= {f"visual.trunk.{ours}": f"vision_model.{theirs}" for ours, theirs in _TRUNK.items()}
+    names |= {f"text_projection.{kind}": f"text_model.head.{kind}" for kind in ("weight", "bias")}
     state: dict[str, Tensor] = {}
-    unknown = []
-    for key, value in trunk.items():
-        number, _, part = key.removeprefix("blocks.").partition(".")
-        module, _, kind = part.rpartition(".")
-        if key in _TRUNK:
-            state["vision_model." + _TRUNK[key]] = value[0] if key == "pos_embed" else value
-        elif key.startswith("blocks.") and module in _TIMM_BLOCK:
-            named = _block(_TIMM_BLOCK[module], kind, value)
-            state |= {f"vision_model.encoder.layers.{number}.{k}": v for k, v in named.items()}
-        elif key not in _POOL:
-            unknown.append(key)
-    if all(key in trunk for key in _POOL):
-        for kind in ("weight", "bias"):
-            parts = [trunk[f"attn_pool.{name}.{kind}"] for name in ("q", "kv")]
-            state[f"vision_model.head.attention.in_proj_{kind}"] = torch.cat(parts)
-    else:
-        unknown.append("no attention pooling with a projection of its query")
-    return state, unknown
-
-
-def _blocks_state(tower: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    """The blocks of one of open_clip's own towers under transformers' names."""
-    state: dict[str, Tensor] = {}
-    for key, value in tower.items():
-        if key.startswith("transformer.resblocks."):
-            number, _, part = key.removeprefix("transformer.resblocks.").partition(".")
-            module, _, kind = part.replace("in_proj_", "in_proj.").rpartition(".")
-            state |= {f"{name}.encoder.layers.{number}.{k}": v for k, v in _block(module, kind, value).items()}
-    return state
-
-
-def _block(module: str, kind: str, value: Tensor) -> dict[str, Tensor]:
-    """One parameter of open_clip's block under transformers' names; packed projections become three."""
-    if module == "attn.in_proj":
-        return {f"self_attn.{name}_proj.{kind}": one for name, one in zip("qkv", value.chunk(3), strict=True)}
-    return {f"{BLOCK_PARTS[module]}.{kind}": value}
+    left = []
+    for key, value in weights.items():
+        name, block = key.removeprefix("text."), _BLOCK.fullmatch(key.removeprefix("text."))
+        if name in names:
+            theirs = names[name]
+            value = value.T if theirs.endswith("_projection.weight") else value
+            state[theirs] = value[0] if name.endswith(".pos_embed") else value
+        elif block:
+            tower, number, part, kind = block.groups()
+            part, place = _TIMM_BLOCK.get(part, part), f"{'vision' if tower else 'text'}_model.encoder.layers.{number}"
+            if part == "attn.in_proj":
+                for side, one in zip("qkv", value.chunk(3), strict=True):
+                    state[f"{place}.self_attn.{side}_proj.{kind}"] = one
+            elif part in BLOCK_PARTS:
+                state[f"{place}.{BLOCK_PARTS[part]}.{kind}"] = value
+            else:
+                left.append(key)
+        elif name.startswith(f"{_POOL}q."):
+            both = torch.cat([value, weights[key.replace(".q.", ".kv.")]])
+            state[f"vision_model.head.attention.in_proj_{name.rpartition('.')[2]}"] = both
+        elif not name.startswith(f"{_POOL}kv."):
+            left.append(key)
+    return state, left
 
 
 def _write_processor(model: EvaluationModel, folder: Path, *, kind: str) -> None:

@@ -22,9 +22,12 @@ from timm.models import VisionTransformer, register_model
 from jobs.export import command
 from pipeline.errors import UserError
 from pipeline.export import exporter
-from pipeline.export.transformers_model import is_siglip, why_not_clip, why_not_siglip
-from pipeline.model.evaluation_model import load_for_evaluation
+from pipeline.export.exporter import example_inputs
+from pipeline.export.transformers_model import write_transformers
+from pipeline.model.evaluation_model import for_evaluation, load_for_evaluation
+from pipeline.model.towers import ModelConfig, build_towers
 from tests.documents import ROOT, blocks
+from tests.unit.test_attention import KINDS, write_kind
 from tests.unit.test_export import write_run
 
 TEXTS = ["a red square", "a photo of two dogs, running", "x" * 200]
@@ -76,15 +79,6 @@ def test_transformers_reproduces_features_logits_and_tokens(run, tmp_path):
     card = (output / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\n")
     assert "red" in snippet(output)
-
-
-def test_architectures_that_convert_to_transformers():
-    for name, reason in {
-        "ViT-B-32": "", "ViT-L-14-quickgelu": "", "ViT-H-14": "", "RN50": "ResNet", "ViT-B-16-SigLIP": "vit_base",
-        "ViT-L-14-CLIPA": "CLIPModel has", "EVA02-B-16": "eva02", "xlm-roberta-base-ViT-B-32": "hf_model_name",
-    }.items():  # fmt: skip
-        found = why_not_clip(open_clip.get_model_config(name))
-        assert (reason in found) if reason else found == "", (name, found)
 
 
 def test_open_clip_card_runs_and_has_each_tag_once(run, tmp_path):
@@ -212,21 +206,24 @@ def test_siglip_model_reproduces_features_logits_and_tokens(tmp_path, tanh):
     logits = expected[0] @ expected[1].T - 7.5 / scale
     torch.testing.assert_close(found.logits_per_image / scale, logits, rtol=0, atol=1e-5)
     assert "red" in snippet(output)
+    trained.towers.clip.visual.trunk.cls_token = torch.nn.Parameter(torch.zeros(1, 1, 32))
+    with pytest.raises(UserError, match=r"cannot be a SiglipModel of transformers: .*cls_token"):
+        write_transformers(trained, tmp_path, examples=(image, ours), logit=(0.0, None))
 
 
-def test_siglip_architectures_that_cannot_be_converted_are_refused():
-    config = open_clip.get_model_config("ViT-B-16-SigLIP")
-    assert is_siglip(config)
-    assert not is_siglip(open_clip.get_model_config("ViT-B-32"))
-    config["vision_cfg"] |= {"timm_model_name": "vit_small_for_siglip_tests", "image_size": 16}
-    config["embed_dim"] = 32
-    config["text_cfg"] |= {"width": 24, "heads": 2, "layers": 1, "vocab_size": 50, "context_length": 8}
-    clip = open_clip.model.CustomTextCLIP(32, config["vision_cfg"], config["text_cfg"])
-    assert why_not_siglip(clip, config) == ""
-    config["text_cfg"]["no_causal_mask"] = False
-    assert "no_causal_mask = False" in why_not_siglip(clip, config)
-    clip.visual.trunk.cls_token = torch.nn.Parameter(torch.zeros(1, 1, 32))
-    assert "its image tower has cls_token" in why_not_siglip(clip, config)
+@pytest.mark.parametrize("kind", KINDS)
+def test_architectures_that_a_clip_model_cannot_hold_are_refused(kind, tmp_path):
+    """Their weights have no counterpart, or the features would differ."""
+    refused = {"bidirectional": "features differ by", "class_token": "cls_emb", "layer_scale": "ls_1",
+               "attentional_pool": "attn_pool"}  # fmt: skip
+    towers, architecture = build_towers(ModelConfig(arch=write_kind(tmp_path, kind), packed_attention=False), seed=0)
+    model = for_evaluation(towers, architecture, source="memory")
+    options: Any = {"examples": example_inputs(model), "logit": (3.0, None)}
+    if kind not in refused:
+        assert write_transformers(model, tmp_path, **options) < 1e-5
+        return
+    with pytest.raises(UserError, match=f"cannot be a CLIPModel of transformers: .*({refused[kind]})"):
+        write_transformers(model, tmp_path, **options)
 
 
 def test_the_code_of_the_page_runs(tmp_path, capsys):

@@ -205,7 +205,7 @@ def test_one_setting_puts_transparent_pictures_on_another_colour(tmp_path):
     write_tiny(tmp_path)
     train_here(*settings_in(tmp_path, "run", "data.background=green", "samples=16", "data.decoding=exact"))
     model = load_for_evaluation(str(tmp_path / "run"))
-    export(open_checkpoint(next((tmp_path / "run/checkpoints").glob("step-*"))), tmp_path / "hub", card=str)
+    export(open_checkpoint(next((tmp_path / "run/checkpoints").glob("step-*"))), tmp_path / "hub")
     for loaded in (model, load_for_evaluation(str(tmp_path / "hub"))):
         assert loaded.architecture.background == green
     decoder = ImageDecoder(size=SIDE, crop=FIXED, mode="fast", max_pixels=10**6, background=green)

@@ -69,6 +69,7 @@ def write_transformers(
         raise UserError(
             "--format transformers needs transformers: pip install -c constraints.txt -e '.[transformers]'."
         ) from error
+    converted: Any
     sigmoid = is_siglip(model.architecture.model_cfg)
     try:
         sides = _configs(model, sigmoid=sigmoid)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,8 +18,7 @@ from torch import Tensor, nn
 
 from pipeline.config import flatten, suggest
 from pipeline.errors import UserError, in_a_line
-from pipeline.files import read_bounded
-from pipeline.model.foreign_weights import stored_description, wrong_type
+from pipeline.model.foreign_weights import read_json, stored_description, wrong_type
 from pipeline.pictures.pixels import WHITE, Colour
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.txt")
@@ -96,7 +94,11 @@ def register(arch: str) -> str:
     open_clip = load_open_clip()
     path = Path(arch) if arch.endswith(".json") else OUR_CONFIGS / f"{arch}.json"
     if path.is_file():
-        _check_description(path)
+        if problem := wrong_type({"model_cfg": read_json(path)}, file=str(path)):  # which open_clip passes over
+            raise UserError(
+                f"model.arch = {path} is not an architecture in open_clip's format: {problem}. It has embed_dim (a "
+                "whole number), vision_cfg and text_cfg (objects), as the files in pipeline/model/model_configs/ do."
+            )
         open_clip.add_model_config(path)
         return path.stem
     if arch.endswith(".json"):
@@ -104,19 +106,6 @@ def register(arch: str) -> str:
     if arch not in open_clip.list_models():
         raise UserError(f"model.arch = {arch!r} is not known. {suggest(arch, architecture_names())}")
     return arch
-
-
-def _check_description(path: Path) -> None:
-    """Check the form of an architecture's JSON file, since open_clip passes over what it cannot read."""
-    try:
-        tree = json.loads(read_bounded(path).decode())
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"model.arch = {path} cannot be read as JSON: {error}.") from error
-    if problem := wrong_type({"model_cfg": tree}, file=str(path)):
-        raise UserError(
-            f"model.arch = {path} is not an architecture in open_clip's format: {problem}. It has embed_dim (a whole "
-            "number), vision_cfg and text_cfg (objects), as the files in pipeline/model/model_configs/ do."
-        )
 
 
 def check_tag(name: str, pretrained: str) -> None:
@@ -206,19 +195,6 @@ HARMLESS = frozenset({"additional_special_tokens", "clean", "language", "reducti
 """Options of open_clip's tokenizers; others go to transformers, which has some that run code or write files."""
 
 
-def needs_files(model_cfg: Mapping[str, Any]) -> bool:
-    """Whether the architecture's tokenizer is one of Hugging Face's."""
-    return bool(model_cfg["text_cfg"].get("hf_tokenizer_name"))
-
-
-def refuse_hidden_code(text_cfg: Mapping[str, Any]) -> None:
-    """Make a text tower of Hugging Face fail if it has code of its own; transformers would ask on the terminal."""
-    if text_cfg.get("hf_model_name"):
-        from transformers import dynamic_module_utils
-
-        dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
-
-
 @functools.cache
 def _plain_tokenizer() -> Any:
     """open_clip's own tokenizer; reading its vocabulary takes a quarter of a second."""
@@ -251,7 +227,7 @@ def build_tokenizer(
     trusted = trust_remote_code or os.environ.get(TRUST_VARIABLE, "").lower() in ("1", "true", "yes")
     if (odd := options.keys() - HARMLESS) and not trusted:
         raise UserError(_refusal(name, f"its description has the tokenizer options {', '.join(sorted(odd))}"))
-    if not needs_files(model_cfg):
+    if not text.get("hf_tokenizer_name"):
         if options:
             return own.SimpleTokenizer(context_length=length, **options)
         plain = copy.copy(_plain_tokenizer())

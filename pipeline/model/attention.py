@@ -291,23 +291,3 @@ def _grouped(sizes: np.ndarray, ends: np.ndarray) -> tuple[tuple[tuple[int, int]
         places.append(tokens.ravel())
         first += tokens.size
     return tuple(groups), np.concatenate(places), order
-
-
-def encode_packed(clip: nn.Module, text: PackedText) -> Tensor:
-    """`clip.encode_text` for packed texts, [B, d] before normalisation; for towers that `why_not_trimmed` accepts."""
-    from open_clip.model import CLIP
-
-    tower: Any = clip if isinstance(clip, CLIP) else clip.text
-    dtype = tower.transformer.get_cast_dtype()
-    embedded = tower.token_embedding(text.tokens).to(dtype)
-    x = embedded + lookup(text.positions, tower.positional_embedding).to(dtype)
-    x = tower.transformer(x, attn_mask=text.layout)[0]
-    return projected(tower, tower.ln_final(x.index_select(0, text.ends)))
-
-
-def projected(tower: Any, pooled: Tensor) -> Tensor:
-    """A text tower's output from its pooled token, as open_clip computes it."""
-    projection = tower.text_projection
-    if projection is None:
-        return pooled
-    return projection(pooled) if isinstance(projection, nn.Linear) else pooled @ projection

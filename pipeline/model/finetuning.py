@@ -145,10 +145,6 @@ def read_adapters(folder: Path) -> dict[str, Tensor]:
     }
 
 
-DROP_SETTINGS = ("p", "drop_prob", "prob", "share", "dropout")
-"""Names under which modules of torch, timm, open_clip and ours keep the probability of dropping something."""
-
-
 def lock_towers(clip: nn.Module, *, image: int | None, text: int | None) -> None:
     """Freeze towers in place.
 
@@ -191,28 +187,23 @@ def check_constant_image_tower(visual: nn.Module) -> None:
     Raises:
         UserError: Its weights are trained, its batch norms follow the batches, or it drops something at random.
     """
-    remedy = "Change that, or leave data.image_features out."
-    trained = [name for name, parameter in visual.named_parameters() if parameter.requires_grad]
-    if trained:
-        raise UserError(
-            f"data.image_features needs an image tower that is wholly locked: {len(trained)} of its parameters are "
-            f"trained, such as visual.{trained[0]}. (The projection behind timm's towers stays trainable when "
-            f"open_clip locks them.) {remedy}"
-        )
+    drops = ("p", "drop_prob", "prob", "share", "dropout")  # of torch, timm, open_clip and ours
+    why = ""
+    for name, parameter in visual.named_parameters():
+        if parameter.requires_grad:
+            why = f"visual.{name} is trained (open_clip's lock leaves the projection behind timm's towers trainable)"
     for name, module in visual.named_modules():
         if isinstance(module, _BatchNorm):
-            raise UserError(f"data.image_features: the batch norm visual.{name} follows the batches. {remedy}")
-        chance = _drop_probability(module)
-        if chance:
-            raise UserError(
-                f"data.image_features: visual.{name} ({type(module).__name__}) drops a random share of "
-                f"{chance:g}, so that features differ from step to step. Patch dropout ends with "
-                f"model.patch_dropout=0, the others with an architecture file without them. {remedy}"
-            )
-
-
-def _drop_probability(module: nn.Module) -> float:
-    if "drop" not in type(module).__name__.lower() and not isinstance(module, nn.MultiheadAttention):
-        return 0.0
-    values = (getattr(module, name, None) for name in DROP_SETTINGS)
-    return next((float(value) for value in values if isinstance(value, float | int) and value), 0.0)
+            why = f"the batch norm visual.{name} follows the batches"
+        elif "drop" in type(module).__name__.lower() or isinstance(module, nn.MultiheadAttention):
+            values = (getattr(module, key, None) for key in drops)
+            if chance := next((value for value in values if isinstance(value, float | int) and value), 0):
+                why = (
+                    f"visual.{name} ({type(module).__name__}) drops a random share of {chance:g} (patch dropout ends "
+                    "with model.patch_dropout=0, the others with an architecture file without them)"
+                )
+    if why:
+        raise UserError(
+            f"data.image_features needs an image tower that is wholly locked and always computes the same, and {why}. "
+            "Change that, or leave data.image_features out."
+        )

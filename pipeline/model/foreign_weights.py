@@ -37,10 +37,12 @@ BLOCK_PARTS = {
 _WRAPPERS = ("state_dict", "module", "model_state_dict", "model")
 _PREFIXES = ("module.", "_orig_mod.", "model.", "clip.")
 _OF_OPENAI = ("input_resolution", "context_length", "vocab_size")
-_TEXT_DEFAULTS = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 8,
-                  "vocab_size": 49408, "max_position_embeddings": 77}  # fmt: skip
-_IMAGE_DEFAULTS = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
-                   "image_size": 224, "patch_size": 32}  # fmt: skip
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "text": {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 8,
+             "vocab_size": 49408, "max_position_embeddings": 77, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5},
+    "vision": {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
+               "image_size": 224, "patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5},
+}  # fmt: skip
 NAMES = {
     "logit_scale": "logit_scale",
     "text_projection.weight": "text_projection",
@@ -68,13 +70,11 @@ def stored_description(folder: Path) -> dict[str, Any]:
     """
     path = folder / MODEL_CONFIG_NAME
     if path.is_file():
-        tree = _json(path)
+        tree = read_json(path)
     else:
         path = folder / TRANSFORMERS_CONFIG_NAME
         try:
-            tree = {"model_cfg": _clip_cfg(folder), "preprocess_cfg": _preprocessing(folder)}
-        except UserError:
-            raise
+            tree = {"model_cfg": _clip_cfg(path), "preprocess_cfg": _preprocessing(folder)}
         except (AttributeError, TypeError, ValueError, ZeroDivisionError) as error:
             raise UserError(f"The description of the model in {folder} is damaged: {in_a_line(error)}.") from error
     if problem := wrong_type(tree, file=str(path)):
@@ -109,7 +109,12 @@ def _without_none(tree: Any) -> Any:
     return {key: _without_none(value) for key, value in tree.items() if value is not None}
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object that somebody else may have written.
+
+    Raises:
+        UserError: The file holds none.
+    """
     try:
         tree = json.loads(read_bounded(path))
     except (OSError, ValueError, RecursionError) as error:
@@ -119,27 +124,24 @@ def _json(path: Path) -> dict[str, Any]:
     return tree
 
 
-def _clip_cfg(folder: Path) -> dict[str, Any]:
+def _clip_cfg(path: Path) -> dict[str, Any]:
     """open_clip's description of a `CLIPModel`, with the defaults of transformers' CLIPConfig."""
-    path = folder / TRANSFORMERS_CONFIG_NAME
-    config = _json(path)
-    kind = config.get("model_type")
-    if kind != "clip":
+    config = read_json(path)
+    if (kind := config.get("model_type")) != "clip":
         raise UserError(
-            f"{folder} holds a transformers model of the type {kind!r}, and only CLIPModel (type 'clip') is read. Give "
-            f"the same model in open_clip's layout ({MODEL_CONFIG_NAME}), as a tag or hf-hub:OWNER/NAME."
+            f"{path.parent} holds a transformers model of the type {kind!r}, and only CLIPModel (type 'clip') is read. "
+            f"Give the same model in open_clip's layout ({MODEL_CONFIG_NAME}), as a tag or hf-hub:OWNER/NAME."
         )
-    text = {**_TEXT_DEFAULTS, **(config.get("text_config") or {})}
-    image = {**_IMAGE_DEFAULTS, **(config.get("vision_config") or {})}
-    acts = {side.get("hidden_act", "quick_gelu") for side in (text, image)}
-    if len(acts) > 1 or not acts <= {"gelu", "quick_gelu"}:
-        raise UserError(f"{path}: open_clip has one activation gelu or quick_gelu: not {sorted(acts)}.")
-    odd = [side["layer_norm_eps"] for side in (text, image) if side.get("layer_norm_eps", 1e-5) != 1e-5]
-    if odd:
-        raise UserError(f"{path}: layer_norm_eps = {odd[0]}, and open_clip has 1e-05.")
+    text, image = ({**_DEFAULTS[side], **(config.get(f"{side}_config") or {})} for side in ("text", "vision"))
+    norms = {(side["hidden_act"], side["layer_norm_eps"]) for side in (text, image)}
+    if not (len(norms) == 1 and norms <= {("gelu", 1e-5), ("quick_gelu", 1e-5)}):
+        raise UserError(
+            f"{path}: open_clip has one activation for both towers, gelu or quick_gelu, and layer_norm_eps = 1e-05; "
+            f"these have {sorted(norms, key=str)}."
+        )
     head_width = image["hidden_size"] // image["num_attention_heads"]
     ratios = [side["intermediate_size"] / side["hidden_size"] for side in (image, text)]
-    cfg: dict[str, Any] = {
+    return {
         "embed_dim": config.get("projection_dim", 512),
         "vision_cfg": {
             "image_size": image["image_size"],
@@ -157,46 +159,33 @@ def _clip_cfg(folder: Path) -> dict[str, Any]:
             "layers": text["num_hidden_layers"],
             **({"mlp_ratio": ratios[1]} if ratios[1] != 4 else {}),
         },
+        **({"quick_gelu": True} if image["hidden_act"] == "quick_gelu" else {}),
     }
-    return {**cfg, "quick_gelu": True} if acts == {"quick_gelu"} else cfg
 
 
 def _preprocessing(folder: Path) -> dict[str, Any]:
     """open_clip's form of the image processor's settings; OpenAI's where there are none."""
     stored: dict[str, Any] = {}
     if (folder / "preprocessor_config.json").is_file():
-        stored = _json(folder / "preprocessor_config.json")
+        stored = read_json(folder / "preprocessor_config.json")
     elif (folder / "processor_config.json").is_file():
-        stored = _json(folder / "processor_config.json").get("image_processor") or {}
+        stored = read_json(folder / "processor_config.json").get("image_processor") or {}
     preprocessing = {key: stored[f"image_{key}"] for key in ("mean", "std") if stored.get(f"image_{key}")}
     return {**preprocessing, "interpolation": "bilinear" if stored.get("resample") == 2 else "bicubic"}
 
 
-def read_state(path: Path) -> dict[str, Tensor]:
-    """The weights in a file by open_clip's names, without what trainers wrap them in.
-
-    Raises:
-        UserError: It holds no weights, or none that are read without running code; the message says what it is.
-    """
-    return _unwrapped(_load(path), path)
-
-
 def _unwrapped(tree: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
+    """Weights by open_clip's names, without what trainers wrap them in."""
     for _ in _WRAPPERS:  # each once: a forged file may hold itself
         tree = next((tree[key] for key in _WRAPPERS if isinstance(tree.get(key), Mapping)), tree)
     state = {str(name): value for name, value in tree.items() if isinstance(value, Tensor)}
     while prefix := next((p for p in _PREFIXES if state and all(name.startswith(p) for name in state)), None):
         state = {name.removeprefix(prefix): value for name, value in state.items()}
-    if not state:
-        hint = ""
-        if "ds_version" in tree or "mp_rank" in path.name or "optim_states" in path.name:
-            hint = " It is a part of a DeepSpeed checkpoint: run the zero_to_fp32.py beside it, and give its result."
-        raise UserError(f"{path} holds no weights of a model.{hint}")
-    if any(value.numel() == 0 for value in state.values()):
-        raise UserError(
-            f"{path} holds placeholders for weights, as DeepSpeed's ZeRO 3 writes them: run the zero_to_fp32.py beside "
-            "it, and give its result."
-        )
+    placeholders = any(value.numel() == 0 for value in state.values())  # as ZeRO 3 writes them
+    if not state or placeholders:
+        of_deepspeed = placeholders or "ds_version" in tree or "mp_rank" in path.name or "optim_states" in path.name
+        hint = "It is a part of a DeepSpeed checkpoint: run the zero_to_fp32.py beside it, and give its result."
+        raise UserError(f"{path} holds no weights of a model. {hint if of_deepspeed else ''}".rstrip())
     if "vision_model.embeddings.class_embedding" in state:
         try:
             state = from_transformers(state)
@@ -248,21 +237,16 @@ def from_transformers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     for name, value in state.items():
         block = re.fullmatch(r"(text|vision)_model\.encoder\.layers\.(\d+)\.(.+)\.(weight|bias)", name)
-        if name.endswith("position_ids"):
-            continue
+        tower, number, part, kind = block.groups() if block else ("", "", "", "")
+        place = f"{'visual.' if tower == 'vision' else ''}transformer.resblocks.{number}"
         if name in NAMES:
             weights[NAMES[name]] = value.T if name.endswith("_projection.weight") else value
-        elif block:
-            tower, number, part, kind = block.groups()
-            place = f"{'visual.' if tower == 'vision' else ''}transformer.resblocks.{number}"
-            if part == "self_attn.q_proj":
-                beside = (name.replace("q_proj", f"{x}_proj") for x in "qkv")
-                weights[f"{place}.attn.in_proj_{kind}"] = torch.cat([state[each] for each in beside])
-            elif part in ours:
-                weights[f"{place}.{ours[part]}.{kind}"] = value
-            elif part not in ("self_attn.k_proj", "self_attn.v_proj"):
-                raise UserError(f"The transformers model has the weight {name}, which open_clip's CLIP has not.")
-        else:
+        elif part == "self_attn.q_proj":
+            beside = (name.replace("q_proj", f"{x}_proj") for x in "qkv")
+            weights[f"{place}.attn.in_proj_{kind}"] = torch.cat([state[each] for each in beside])
+        elif part in ours:
+            weights[f"{place}.{ours[part]}.{kind}"] = value
+        elif part not in ("self_attn.k_proj", "self_attn.v_proj") and not name.endswith("position_ids"):
             raise UserError(f"The transformers model has the weight {name}, which open_clip's CLIP has not.")
     return weights
 
@@ -272,26 +256,26 @@ def for_open_clip(path: Path, *, weights: bool) -> Iterator[Path]:
     """A file of weights, or a model folder, as open_clip loads it: itself, or a temporary copy in open_clip's form.
 
     Raises:
-        UserError: As `read_state` and `stored_description`.
+        UserError: It holds no weights, or none that are read without running code; the message says what it is.
     """
     from safetensors.torch import save_file
 
-    file, is_folder = path, path.is_dir()
-    if path.suffix in (".npz", ".npy") or (is_folder and (path / MODEL_CONFIG_NAME).is_file()):
+    if path.suffix in (".npz", ".npy") or (path / MODEL_CONFIG_NAME).is_file():
         yield path
         return
-    if is_folder and weights:
+    state, is_folder = None, path.is_dir()
+    if weights:
         file = next((path / name for name in TRANSFORMERS_WEIGHTS if (path / name).is_file()), path)
-        if file == path:
+        if file.is_dir():
             raise UserError(f"{path} has no weights ({' or '.join(TRANSFORMERS_WEIGHTS)}): copy them there.")
+        tree = _load(file)
+        state = _unwrapped(tree, file)
+        if not is_folder and state.keys() == tree.keys():
+            yield path
+            return
     with tempfile.TemporaryDirectory(prefix="neuclip-weights-") as temporary:
         copied = Path(temporary) / "model.safetensors"
-        if weights:
-            tree = _load(file)
-            state = _unwrapped(tree, file)
-            if state.keys() == tree.keys() and not is_folder:
-                yield path
-                return
+        if state is not None:
             save_file({name: value.contiguous().clone() for name, value in state.items()}, copied)
         if is_folder:
             (Path(temporary) / MODEL_CONFIG_NAME).write_text(json.dumps(stored_description(path)), encoding="utf-8")

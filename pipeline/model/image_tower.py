@@ -22,8 +22,6 @@ from pipeline.distributed.world import World, joined_world
 from pipeline.errors import UserError
 from pipeline.model.attention import PackedAttention, attend, replace_modules
 
-NO_PATCHES = "the last block computes the class token only. Build the towers with model.packed_attention=false."
-
 
 class ClassTokenAttention(PackedAttention):
     """Attention of the first token to all tokens."""
@@ -48,44 +46,18 @@ class ClassTokenBlock(ResidualAttentionBlock):
         return x + self.ls_2(self.mlp(self.ln_2(x)))
 
 
-class ClassTokenTower(VisionTransformer):
-    """A vision transformer whose last block computes the class token only, and which therefore returns no patches."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, 3, H, W] -> [B, d]."""
-        if self.output_tokens:
-            raise UserError(f"output_tokens: {NO_PATCHES}")
-        feature: Tensor = super().forward(x)
-        return feature
-
-    def forward_intermediates(self, *_: Any, **__: Any) -> Any:
-        raise UserError(f"forward_intermediates: {NO_PATCHES}")
-
-
 def use_class_token_block(clip: nn.Module) -> None:
-    """Let the image tower's last block compute the class token only, where that is exact.
+    """Let the image tower's last block compute the class token only, where nothing else of it is read.
 
-    The tower then refuses `forward_intermediates` and `output_tokens`, which would return the last block's patches.
-    Call this after `use_packed_attention`.
+    Call this after `use_packed_attention`: it needs open_clip's default transformer blocks with packed attention.
     """
     visual: Any = clip.visual
-    if why_all_tokens(visual) is None:
-        block = visual.transformer.resblocks[-1]
-        replace_modules(clip, {visual: ClassTokenTower, block: ClassTokenBlock, block.attn: ClassTokenAttention})
-
-
-def why_all_tokens(visual: Any) -> str | None:
-    """Why an image tower's last block must compute all tokens; None if the class token is enough."""
-    if type(visual) is not VisionTransformer:
-        return "The image tower is not a vision transformer of open_clip's own."
-    if visual.attn_pool is not None or visual.pool_type != "tok" or visual.output_tokens:
-        return "The image tower's features are not those of its class token alone."
-    if not visual.transformer.resblocks:
-        return "The image tower has no transformer blocks."
+    if type(visual) is not VisionTransformer or not visual.transformer.resblocks:
+        return
     block = visual.transformer.resblocks[-1]
-    if type(block) is not ResidualAttentionBlock or type(block.attn) is not PackedAttention:
-        return "It needs packed attention (model.packed_attention, and open_clip's default transformer blocks)."
-    return None
+    alone = visual.attn_pool is None and visual.pool_type == "tok" and not visual.output_tokens
+    if alone and type(block) is ResidualAttentionBlock and type(block.attn) is PackedAttention:
+        replace_modules(clip, {block: ClassTokenBlock, block.attn: ClassTokenAttention})
 
 
 class PatchDropout(nn.Module):
@@ -281,10 +253,6 @@ class PatchProduct(nn.Conv2d):
 def use_patch_product(visual: nn.Module) -> None:
     """Replace the patch embedding of a vision transformer, which has no other convolution, by a `PatchProduct`."""
     convolutions = [module for module in visual.modules() if isinstance(module, nn.Conv2d)]
-    if len(convolutions) == 1 and _is_patch_embedding(convolutions[0]):
-        replace_modules(visual, {convolutions[0]: PatchProduct})
-
-
-def _is_patch_embedding(module: nn.Conv2d) -> bool:
-    plain = module.padding in ((0, 0), "valid") and module.dilation == (1, 1) and module.groups == 1
-    return type(module) is nn.Conv2d and plain and module.kernel_size == module.stride
+    plain = [m for m in convolutions if m.padding in ((0, 0), "valid") and m.dilation == (1, 1) and m.groups == 1]
+    if len(convolutions) == 1 and plain and type(plain[0]) is nn.Conv2d and plain[0].kernel_size == plain[0].stride:
+        replace_modules(visual, {plain[0]: PatchProduct})

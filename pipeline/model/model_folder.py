@@ -23,12 +23,7 @@ from torch import Tensor, nn
 
 from pipeline.errors import UserError, explain_file_error, explain_memory_error, need_addresses
 from pipeline.files import UMASK, read_bounded, sha256_of
-from pipeline.model.architectures import (
-    Architecture,
-    load_open_clip,
-    refuse_hidden_code,
-    save_tokenizer,
-)
+from pipeline.model.architectures import Architecture, load_open_clip, save_tokenizer
 from pipeline.model.foreign_weights import for_open_clip
 from pipeline.model.starting_weights import Start
 from pipeline.run_files import EMA_NAME, META_NAME, MODEL_CONFIG_NAME, digest_of, parse_meta
@@ -137,10 +132,15 @@ def create_from(start: Start, **options: Any) -> nn.Module:
             its message.
     """
 
-    def of_other_threads(record: logging.LogRecord, thread: int = threading.get_ident()) -> bool:
+    thread = threading.get_ident()
+
+    def of_other_threads(record: logging.LogRecord) -> bool:
         return record.thread != thread
 
-    refuse_hidden_code(start.model_cfg.get("text_cfg") or {})
+    if start.model_cfg["text_cfg"].get("hf_model_name"):
+        from transformers import dynamic_module_utils
+
+        dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # a tower with code of its own fails instead of asking for leave
     name, required = start.name, start.has_weights
     if required and start.folder is not None and (file := start.folder / WEIGHTS_NAME).is_file():
         need_addresses(2 * file.stat().st_size)

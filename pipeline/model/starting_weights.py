@@ -140,16 +140,8 @@ def _download(name: str) -> Path:
     """The folder of a hub model."""
     import huggingface_hub
 
-    try:
-        with _hub_or_cache(f"{HUB}{name}", instead="Give a local folder."):
-            folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=list(HUB_FILES)))
-    except UserError:
-        raise
-    except Exception as error:  # the hub's client raises many kinds
-        raise UserError(
-            f"{HUB}{name} cannot be downloaded ({type(error).__name__}: {in_a_line(error)}). A "
-            "private model needs HF_TOKEN; without network, give a local folder."
-        ) from error
+    with _hub_or_cache(f"{HUB}{name}", instead="give a local folder."):
+        folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=list(HUB_FILES)))
     if not (folder / MODEL_CONFIG_NAME).is_file():
         raise UserError(f"{HUB}{name} has no {MODEL_CONFIG_NAME}: it is not an open_clip model.")
     return folder
@@ -173,7 +165,8 @@ def _hub_or_cache(what: str, *, instead: str) -> Iterator[str]:
     Yields why the hub cannot be asked, empty if it can.
 
     Raises:
-        UserError: They are not in the cache either. `what` is missing, `instead` says what to give.
+        UserError: They are not in the cache either, or the download fails. `what` is missing, `instead` says what to
+            give.
     """
     from huggingface_hub import constants
 
@@ -184,10 +177,13 @@ def _hub_or_cache(what: str, *, instead: str) -> Iterator[str]:
         yield why
     except UserError:
         raise
-    except Exception as error:
-        if not why:
-            raise
-        raise UserError(f"{what} is not in this machine's cache, and {why}. {instead}") from error
+    except Exception as error:  # the hub's client raises many kinds
+        if why:
+            raise UserError(f"{what} is not in this machine's cache, and {why}: {instead}") from error
+        raise UserError(
+            f"{what} cannot be downloaded ({type(error).__name__}: {in_a_line(error)}). A private model needs "
+            f"HF_TOKEN; without network, {instead}"
+        ) from error
     finally:
         constants.HF_HUB_OFFLINE = before
 
@@ -206,10 +202,10 @@ def check_fetched(arch: str, pretrained: str | None, *, tokenizer: str | None) -
     timm = str(vision.get("timm_model_name") or "").replace("hf_hub:", "hf-hub:")
     own_tokenizer = tokenizer is not None or start.folder is not None
     for what, repository, names, instead in (
-        ("text tower", text.get("hf_model_name"), ("config.json",), "Choose another model.arch."),
-        ("vision tower", timm.partition("hf-hub:")[2], ("config.json",), "Choose another model.arch."),
+        ("text tower", text.get("hf_model_name"), ("config.json",), "choose another model.arch."),
+        ("vision tower", timm.partition("hf-hub:")[2], ("config.json",), "choose another model.arch."),
         ("tokenizer", None if own_tokenizer else text.get("hf_tokenizer_name"), TOKENIZER_FILES,
-         "Give its folder as model.tokenizer."),
+         "give its folder as model.tokenizer."),
     ):  # fmt: skip
         if not repository or Path(repository).is_dir():
             continue
@@ -222,7 +218,7 @@ def check_fetched(arch: str, pretrained: str | None, *, tokenizer: str | None) -
 
         config = load_open_clip().get_pretrained_cfg(start.name, start.weights)
         what = f"model.pretrained = {start.weights} of {start.name}"
-        with _hub_or_cache(what, instead="Give a local file or folder.") as why:
+        with _hub_or_cache(what, instead="give a local file or folder.") as why:
             if why:
                 download_pretrained(config)  # offline, it looks into its caches
 

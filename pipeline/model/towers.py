@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from pipeline.config import section
 from pipeline.errors import UserError
-from pipeline.model.architectures import Architecture, describe, needs_files
+from pipeline.model.architectures import Architecture, describe
 from pipeline.model.attention import PackedText, use_fp32_embedding_sums, use_packed_attention
 from pipeline.model.finetuning import LoraConfig, add_adapters, lock_towers
 from pipeline.model.model_folder import LOGIT_KEYS, create_from
@@ -156,19 +156,17 @@ def image_format(visual: nn.Module) -> torch.memory_format:
 
 
 def _check_timm_size(name: str, visual: nn.Module) -> None:
-    """Check that a tower of timm's takes images of the size that its architecture states.
+    """Check that a timm tower takes images of the size that its architecture states, of which open_clip tells it none.
 
-    open_clip passes `model.image_size` on to timm, but not the size in a JSON file.
+    Raises:
+        UserError: It takes another one, as only a JSON file of the user's can have it.
     """
     patches = getattr(getattr(visual, "trunk", None), "patch_embed", None)
-    taken = getattr(patches, "img_size", None)
-    if not taken or not getattr(patches, "strict_img_size", False):
-        return
-    size: Any = visual.image_size
-    stated = (size, size) if isinstance(size, int) else tuple(size)
-    if tuple(taken) != stated:
+    taken, size = getattr(patches, "img_size", None), visual.image_size
+    stated = size[0] if isinstance(size, Sequence) else size
+    if taken and getattr(patches, "strict_img_size", False) and taken[0] != stated:
         raise UserError(
-            f"The architecture {name} states vision_cfg.image_size = {stated[0]}, and its timm model takes images of "
+            f"The architecture {name} states vision_cfg.image_size = {stated}, and its timm model takes images of "
             f"{taken[0]} px: write image_size {taken[0]} in its JSON file, or train at another size with "
             "model.image_size=SIZE."
         )
@@ -210,7 +208,7 @@ def check_start(config: ModelConfig) -> None:
         UserError: As `find_start`; or `tokenizer` is given for an architecture that would not read it.
     """
     start = find_start(config.arch, config.pretrained)
-    if config.tokenizer and not needs_files(start.model_cfg):
+    if config.tokenizer and not start.model_cfg["text_cfg"].get("hf_tokenizer_name"):
         raise UserError(
             f"model.tokenizer = {config.tokenizer!r} would have no effect: {start.name} reads text with open_clip's "
             "own tokenizer. Leave it out, or choose an architecture with one of Hugging Face."

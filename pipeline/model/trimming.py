@@ -20,9 +20,8 @@ from pipeline.model.attention import (
     CausalPackedAttention,
     PackedText,
     causal_text_transformer,
-    encode_packed,
+    lookup,
     pack,
-    projected,
 )
 
 MULTIPLE = 8
@@ -163,19 +162,29 @@ def encode_text(clip: nn.Module, text: Tensor | PackedText) -> Tensor:
     """`clip.encode_text` for texts of up to the model's context length, before normalisation.
 
     Same as open_clip's `CLIP.encode_text`, which only takes texts of exactly the context length, except that the
-    position embeddings are cut, too. Other classes cut them themselves. Packed texts are computed by `encode_packed`.
+    position embeddings are cut, too. Other classes cut them themselves.
     """
-    if isinstance(text, PackedText):
-        return encode_packed(clip, text)
     from open_clip.model import CLIP
     from open_clip.transformer import text_global_pool
 
-    if not isinstance(clip, CLIP) or text.shape[1] == clip.positional_embedding.shape[0]:
+    tower: Any = clip if isinstance(clip, CLIP) else clip.text
+    if isinstance(text, PackedText):
+        dtype = tower.transformer.get_cast_dtype()
+        embedded = tower.token_embedding(text.tokens).to(dtype)
+        x = embedded + lookup(text.positions, tower.positional_embedding).to(dtype)
+        x = tower.transformer(x, attn_mask=text.layout)[0]
+        pooled = tower.ln_final(x.index_select(0, text.ends))
+    elif not isinstance(clip, CLIP) or text.shape[1] == tower.positional_embedding.shape[0]:
         return clip.encode_text(text)  # type: ignore[operator]
-    dtype = clip.transformer.get_cast_dtype()
-    x = clip.token_embedding(text).to(dtype) + clip.positional_embedding[: text.shape[1]].to(dtype)
-    x = clip.ln_final(clip.transformer(x, attn_mask=clip.attn_mask))
-    return projected(clip, text_global_pool(x, text, clip.text_pool_type, getattr(clip, "text_eos_id", None)))
+    else:
+        dtype = tower.transformer.get_cast_dtype()
+        x = tower.token_embedding(text).to(dtype) + tower.positional_embedding[: text.shape[1]].to(dtype)
+        x = tower.ln_final(tower.transformer(x, attn_mask=tower.attn_mask))
+        pooled = text_global_pool(x, text, tower.text_pool_type, getattr(tower, "text_eos_id", None))
+    projection = tower.text_projection
+    if projection is None:
+        return pooled
+    return projection(pooled) if isinstance(projection, nn.Linear) else pooled @ projection
 
 
 def _pooling(clip: Any) -> tuple[str, int | None]:

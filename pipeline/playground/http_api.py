@@ -155,7 +155,8 @@ def _upload(explorer: Explorer, body: bytes, _: Callable[[], bool]) -> Any:
 
 def _classify(explorer: Explorer, body: bytes, is_gone: Callable[[], bool]) -> Any:
     asked = _json(body)
-    return explorer.classify(str(asked.get("image")), asked.get("classes"), asked.get("templates"), is_gone=is_gone)
+    lines: Any = asked.get("classes"), asked.get("templates")
+    return explorer.classify(str(asked.get("image")), *lines, is_gone=is_gone)
 
 
 ACTIONS: dict[str, tuple[Callable[[Explorer, bytes, Callable[[], bool]], Any], int, tuple[str, ...]]] = {

@@ -15,14 +15,14 @@ from torch import nn
 
 from pipeline.errors import UserError
 from pipeline.metrics.mfu import measure_flops
-from pipeline.model.attention import Fp32SumEmbedding, attend
-from pipeline.model.image_tower import ClassTokenBlock, Fp32BatchNorm2d, use_fp32_batch_norms, why_all_tokens
+from pipeline.model.attention import Fp32SumEmbedding, attend, use_packed_attention
+from pipeline.model.image_tower import ClassTokenBlock, Fp32BatchNorm2d, use_class_token_block, use_fp32_batch_norms
 from pipeline.model.towers import ModelConfig, Towers, build_towers
 from pipeline.training.gradient_check import compare_gradients
 from pipeline.training.step import frozen_statistics
 from tests.metrics import equal
 from tests.unit.test_architecture_families import write_tokenizer
-from tests.unit.test_attention import KINDS, batch, write_kind
+from tests.unit.test_attention import KINDS, write_kind
 
 
 def pair(folder: Path, kind: str, **settings: Any) -> tuple[Towers, Towers]:
@@ -35,7 +35,7 @@ def pair(folder: Path, kind: str, **settings: Any) -> tuple[Towers, Towers]:
     return whole, shortened
 
 
-def shortened_in(towers: Towers) -> int:
+def shortened_in(towers: nn.Module) -> int:
     return sum(isinstance(module, ClassTokenBlock) for module in towers.modules())
 
 
@@ -64,27 +64,20 @@ def test_towers_that_read_other_tokens_keep_them(tmp_path):
 
 
 def test_average_pooling_timm_resnets_and_coca_are_left_alone():
-    def reason(kind: Any, name: str, **changes: Any) -> str:
+    def shortened(kind: Any, name: str, **changes: Any) -> int:
         config = {k: v for k, v in open_clip.get_model_config(name).items() if k != "custom_text"}
         config["vision_cfg"] = {**config["vision_cfg"], **changes}
         with torch.device("meta"):
-            return str(why_all_tokens(kind(**config).visual))
+            clip = kind(**config)
+        use_packed_attention(clip)
+        use_class_token_block(clip)
+        return shortened_in(clip)
 
-    assert "class token alone" in reason(open_clip.CLIP, "ViT-B-32", pool_type="avg")
-    assert "class token alone" in reason(open_clip.CoCa, "coca_ViT-B-32")
-    assert "not a vision transformer of open_clip's own" in reason(open_clip.CLIP, "RN50")
-    assert "not a vision transformer of open_clip's own" in reason(open_clip.CustomTextCLIP, "ViT-B-16-SigLIP")
-
-
-def test_patches_that_are_not_computed_are_refused_instead_of_returned_empty(tmp_path):
-    whole, shortened = pair(tmp_path, "CLIP")
-    image, _ = batch()
-    assert whole.clip.visual.forward_intermediates(image)["image_intermediates"]
-    with pytest.raises(UserError, match=r"forward_intermediates: .* model\.packed_attention=false"):
-        shortened.clip.forward_intermediates(image)
-    shortened.clip.visual.output_tokens = True
-    with pytest.raises(UserError, match=r"output_tokens: .* model\.packed_attention=false"):
-        shortened.clip.visual(image)
+    assert shortened(open_clip.CLIP, "ViT-B-32") == 1
+    assert shortened(open_clip.CLIP, "ViT-B-32", pool_type="avg") == 0
+    assert shortened(open_clip.CoCa, "coca_ViT-B-32") == 0
+    assert shortened(open_clip.CLIP, "RN50") == 0
+    assert shortened(open_clip.CustomTextCLIP, "ViT-B-16-SigLIP") == 0
 
 
 def test_attention_in_bf16_on_a_cpu_is_that_of_fp32_rounded_once_and_float64_stays():

@@ -132,7 +132,7 @@ def test_a_size_that_the_timm_model_does_not_take_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"[]", "model_cfg is wrong: Input should be an object"),
+        (b"[]", "is not a JSON object"),
         (
             b'{"embed_dim": "x", "vision_cfg": {}, "text_cfg": {}}',
             "model_cfg.embed_dim is wrong: Input",

@@ -189,9 +189,6 @@ def check_constant_image_tower(visual: nn.Module) -> None:
     """
     drops = ("p", "drop_prob", "prob", "share", "dropout")  # of torch, timm, open_clip and ours
     why = ""
-    for name, parameter in visual.named_parameters():
-        if parameter.requires_grad:
-            why = f"visual.{name} is trained (open_clip's lock leaves the projection behind timm's towers trainable)"
     for name, module in visual.named_modules():
         if isinstance(module, _BatchNorm):
             why = f"the batch norm visual.{name} follows the batches"
@@ -202,6 +199,8 @@ def check_constant_image_tower(visual: nn.Module) -> None:
                     f"visual.{name} ({type(module).__name__}) drops a random share of {chance:g} (patch dropout ends "
                     "with model.patch_dropout=0, the others with an architecture file without them)"
                 )
+    if trained := [name for name, parameter in visual.named_parameters() if parameter.requires_grad]:
+        why = f"visual.{trained[0]} is trained (open_clip's lock leaves the projection behind timm's towers trainable)"
     if why:
         raise UserError(
             f"data.image_features needs an image tower that is wholly locked and always computes the same, and {why}. "

@@ -155,23 +155,6 @@ def image_format(visual: nn.Module) -> torch.memory_format:
     return torch.channels_last if measured else torch.contiguous_format
 
 
-def _check_timm_size(name: str, visual: nn.Module) -> None:
-    """Check that a timm tower takes images of the size that its architecture states, of which open_clip tells it none.
-
-    Raises:
-        UserError: It takes another one, as only a JSON file of the user's can have it.
-    """
-    patches = getattr(getattr(visual, "trunk", None), "patch_embed", None)
-    taken, size = getattr(patches, "img_size", None), visual.image_size
-    stated = size[0] if isinstance(size, Sequence) else size
-    if taken and getattr(patches, "strict_img_size", False) and taken[0] != stated:
-        raise UserError(
-            f"The architecture {name} states vision_cfg.image_size = {stated}, and its timm model takes images of "
-            f"{taken[0]} px: write image_size {taken[0]} in its JSON file, or train at another size with "
-            "model.image_size=SIZE."
-        )
-
-
 def without_weights(config: ModelConfig) -> ModelConfig:
     """The same towers and tokenizer, without the weights, where these come from elsewhere or do not matter."""
     folder = folder_of(config.pretrained) if config.pretrained else None
@@ -273,7 +256,6 @@ def build_towers(config: ModelConfig, *, seed: int, device: str | torch.device =
             force_patch_dropout=config.patch_dropout,
             device=device,
         )
-    _check_timm_size(start.name, clip.visual)  # type: ignore[arg-type]
     model_cfg = dict(start.model_cfg)
     if config.context_length is not None:
         model_cfg["text_cfg"] = {**model_cfg["text_cfg"], "context_length": config.context_length}

@@ -40,11 +40,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(tmp_path_factory.mktemp("export") / "run", bias=None)
 
 
-@pytest.fixture(scope="module")
-def siglip(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_run(tmp_path_factory.mktemp("export") / "siglip", bias=BIAS)
-
-
 def write_run(folder: Path, *, bias: float | None, arch: str | None = None, tokenizer: str | None = None) -> Path:
     """Write a run folder with one checkpoint and one score; a tiny architecture is beside it."""
     arch = arch or write_tiny(folder.parent)
@@ -74,37 +69,30 @@ def exported(source: Path, output: Path, *options: str) -> str:
     return result.output
 
 
-def test_open_clip_reproduces_features_and_logits(run, tmp_path):
-    assert "Step 10 exported" in exported(run, tmp_path / "out")
-    trained = load_for_evaluation(str(run))
+@pytest.mark.parametrize("bias", [None, BIAS])
+def test_open_clip_reproduces_features_and_logits(run, tmp_path, bias):
+    """SigLIP's bias is in the logits, too."""
+    source = run if bias is None else write_run(tmp_path / "siglip", bias=bias)
+    assert "Step 10 exported" in exported(source, tmp_path / "out")
+    trained = load_for_evaluation(str(source))
     image, text = example_inputs(trained)
     features = trained.encode_image(image), trained.encode_text(text)
-    open_clip.add_model_config(run.parent / "tiny-towers.json")
-    weights = str(tmp_path / "out" / "open_clip_model.safetensors")
-    for name, kwargs in (("tiny-towers", {"pretrained": weights}), (f"local-dir:{tmp_path / 'out'}", {})):
+    logits = torch.tensor(SCALE).exp() * features[0] @ features[1].T + (bias or 0.0)
+    open_clip.add_model_config(source.parent / "tiny-towers.json")
+    weights, options = (
+        str(tmp_path / "out" / "open_clip_model.safetensors"),
+        {} if bias is None else {"init_logit_bias": 0.0},
+    )
+    for name, kwargs in (("tiny-towers", {"pretrained": weights, **options}), (f"local-dir:{tmp_path / 'out'}", {})):
         model, _, preprocess = open_clip.create_model_and_transforms(name, **kwargs)
-        model.eval()
         assert preprocess.transforms[0].size in (16, (16, 16))
         with torch.no_grad():
-            found_image, found_text, scale = model(image, text)
-        torch.testing.assert_close(found_image, features[0], rtol=0, atol=1e-5)
-        torch.testing.assert_close(found_text, features[1], rtol=0, atol=1e-5)
-        assert scale.item() == pytest.approx(torch.tensor(SCALE).exp().item())
-
-
-def test_siglip_bias_is_in_the_logits_of_open_clip(siglip, tmp_path):
-    exported(siglip, tmp_path / "out")
-    trained = load_for_evaluation(str(siglip))
-    image, text = example_inputs(trained)
-    expected = torch.tensor(SCALE).exp() * trained.encode_image(image) @ trained.encode_text(text).T + BIAS
-    open_clip.add_model_config(siglip.parent / "tiny-towers.json")
-    weights = str(tmp_path / "out" / "open_clip_model.safetensors")
-    alone = open_clip.create_model("tiny-towers", pretrained=weights, init_logit_bias=0.0)
-    for model in (alone, open_clip.create_model(f"local-dir:{tmp_path / 'out'}")):
-        with torch.no_grad():
-            logits, _ = model.eval().get_logits(image, text)
-        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-3)
-    assert load_for_evaluation(tmp_path / "out").towers.logit[1] == BIAS
+            found = model.eval()(image, text)
+            torch.testing.assert_close(model.get_logits(image, text)[0], logits, rtol=0, atol=1e-3)
+        for ours, theirs in zip(features, found, strict=False):
+            torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-5)
+        assert found[2].item() == pytest.approx(torch.tensor(SCALE).exp().item())
+    assert load_for_evaluation(tmp_path / "out").towers.logit == (SCALE, bias)
 
 
 def test_programs_accept_any_batch_size_without_open_clip(run, tmp_path):

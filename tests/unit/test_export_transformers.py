@@ -6,16 +6,13 @@ import contextlib
 import io
 import json
 import os
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import open_clip
 import pytest
 import torch
-from click.testing import CliRunner
 from PIL import Image
 from timm.models import VisionTransformer, register_model
 
@@ -28,7 +25,7 @@ from pipeline.model.evaluation_model import for_evaluation, load_for_evaluation
 from pipeline.model.towers import ModelConfig, build_towers
 from tests.documents import ROOT, blocks
 from tests.unit.test_attention import KINDS, write_kind
-from tests.unit.test_export import write_run
+from tests.unit.test_export import exported, write_run
 
 TEXTS = ["a red square", "a photo of two dogs, running", "x" * 200]
 
@@ -36,12 +33,6 @@ TEXTS = ["a red square", "a photo of two dogs, running", "x" * 200]
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(tmp_path_factory.mktemp("transformers") / "run", bias=None)
-
-
-def export(source: Path, output: Path, *options: str) -> str:
-    result = CliRunner().invoke(command, [str(source), "--output", str(output), *options], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.output
 
 
 def snippet(output: Path) -> str:
@@ -56,7 +47,7 @@ def snippet(output: Path) -> str:
 def test_transformers_reproduces_features_logits_and_tokens(run, tmp_path):
     transformers = pytest.importorskip("transformers")
     output = tmp_path / "out"
-    assert "largest difference from the trained model" in export(run, output, "--format", "transformers")
+    assert "largest difference from the trained model" in exported(run, output, "--format", "transformers")
     modes = {path.name: path.stat().st_mode & 0o777 for path in output.iterdir() if path.is_file()}
     assert set(modes.values()) == {modes["config.json"]}, "the files' permissions differ"
     trained = load_for_evaluation(str(run))
@@ -82,7 +73,7 @@ def test_transformers_reproduces_features_logits_and_tokens(run, tmp_path):
 
 
 def test_open_clip_card_runs_and_has_each_tag_once(run, tmp_path):
-    export(run, tmp_path / "out", "--license", "apache-2.0")
+    exported(run, tmp_path / "out", "--license", "apache-2.0")
     card = (tmp_path / "out" / "README.md").read_text()
     front = card.split("---")[1]
     assert "license: apache-2.0" in front
@@ -90,79 +81,31 @@ def test_open_clip_card_runs_and_has_each_tag_once(run, tmp_path):
     assert "red" in snippet(tmp_path / "out")
 
 
-class Hub(BaseHTTPRequestHandler):
-    """The part of the hub's upload API that `huggingface_hub` uses."""
+class Hub:
+    """The calls of `huggingface_hub.HfApi` that an upload takes."""
 
-    log: list[tuple[str, Any]]
+    calls: ClassVar[list[Any]] = []
     refuse = False
 
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        self.log.append((self.path, body))
+    def create_repo(self, repository: str, **options: Any) -> None:
+        self.calls.append((repository, options))
         if self.refuse:
-            self.answer({"error": "you may not"}, 403)
-        elif self.path == "/api/repos/create":
-            self.answer({"url": f"http://{self.headers['Host']}/me/mine", "id": "1"})
-        elif "/preupload/" in self.path:
-            files = [
-                {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False, "oid": None}
-                for f in json.loads(body)["files"]
-            ]
-            self.answer({"files": files})
-        elif "/commit/" in self.path:
-            self.answer({"commitUrl": f"http://{self.headers['Host']}/me/mine/commit/abc", "commitOid": "abc"})
-        else:
-            self.answer({"success": True})
+            raise RuntimeError("you may not\nhere")
 
-    def do_GET(self) -> None:
-        self.log.append((self.path, b""))
-        self.answer({"id": "me/mine", "sha": "0" * 40, "siblings": []})
-
-    def answer(self, tree: Any, code: int = 200) -> None:
-        body = json.dumps(tree).encode()
-        self.send_response(code)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: Any) -> None:
-        pass
+    def upload_folder(self, **options: Any) -> Any:
+        self.calls.append((options["repo_id"], {"files": sorted(os.listdir(options["folder_path"]))}))
+        return SimpleNamespace(commit_url="https://hub/me/mine/commit/abc")
 
 
-@pytest.fixture
-def local_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
-    import huggingface_hub
-
-    handler = type("Handler", (Hub,), {"log": [], "refuse": False})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    real, address = huggingface_hub.HfApi, f"http://127.0.0.1:{server.server_address[1]}"
-    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: real(endpoint=address, token="hf_test"))
-    yield handler
-    server.shutdown()
-
-
-def test_push_uploads_every_file_in_one_commit(run, tmp_path, local_hub):
-    printed = export(run, tmp_path / "out", "--push", "me/mine", "--private")
-    assert "Uploaded: http://127.0.0.1" in printed
-    created = json.loads(next(body for path, body in local_hub.log if path == "/api/repos/create"))
-    assert created.get("visibility") == "private" or created.get("private")
-    commits = [body for path, body in local_hub.log if "/commit/" in path]
-    assert len(commits) == 1
-    lines = [json.loads(line) for line in commits[0].splitlines()]
-    sent = {line["value"]["path"] for line in lines if line["key"] == "file"}
-    assert sent == {path.name for path in (tmp_path / "out").iterdir()}
-
-
-def test_a_refused_push_keeps_the_export(run, tmp_path, local_hub):
-    local_hub.refuse = True
-    folder = tmp_path / "out"
-    export(run, folder)
-    with pytest.raises(UserError, match=r"me/mine could not be uploaded .*The export is in .*hf upload me/mine"):
-        exporter.push(folder, "me/mine")
-    assert (folder / "open_clip_model.safetensors").is_file()
-    assert os.listdir(folder)
+def test_push_uploads_the_folder_in_one_commit_or_keeps_it(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    assert "Uploaded: https://hub" in exported(run, tmp_path / "out", "--push", "me/mine", "--private")
+    files = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert Hub.calls == [("me/mine", {"private": True, "exist_ok": True}), ("me/mine", {"files": files})]
+    monkeypatch.setattr(Hub, "refuse", True)
+    with pytest.raises(UserError, match=r"me/mine could not be uploaded .*you may not.*is in .*hf upload me/mine"):
+        exporter.push(tmp_path / "out", "me/mine")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == files
 
 
 @register_model
@@ -186,7 +129,7 @@ def test_siglip_model_reproduces_features_logits_and_tokens(tmp_path, tanh):
     arch.write_text(json.dumps(config))
     source = write_run(tmp_path / "run", bias=-7.5, arch=str(arch), tokenizer=str(words))
     output = tmp_path / "out"
-    export(source, output, "--format", "transformers")
+    exported(source, output, "--format", "transformers")
     trained = load_for_evaluation(str(source))
     model = transformers.AutoModel.from_pretrained(str(output)).eval()
     assert type(model).__name__ == "SiglipModel"

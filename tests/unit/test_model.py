@@ -117,18 +117,6 @@ def test_a_tokenizer_that_would_not_be_read_is_refused(tmp_path):
         train_here(*given, "model.arch=scenes-vit-micro")
 
 
-def test_a_size_that_the_timm_model_does_not_take_is_refused(tmp_path):
-    path = tmp_path / "own-timm.json"
-    vision = {"timm_model_name": "vit_tiny_patch16_224", "timm_pool": "", "timm_proj": "linear", "image_size": 64}
-    text = {"context_length": 16, "width": 32, "heads": 2, "layers": 1}
-    path.write_text(json.dumps({"embed_dim": 16, "vision_cfg": vision, "text_cfg": text}))
-    with pytest.raises(
-        UserError, match=r"own-timm states vision_cfg.image_size = 64, .*of 224 px: write image_size 224"
-    ):
-        check_model(ModelConfig(arch=str(path)))
-    check_model(ModelConfig(arch=str(path), image_size=64))
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [

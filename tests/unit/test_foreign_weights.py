@@ -51,13 +51,14 @@ def features(model: EvaluationModel) -> tuple[Tensor, Tensor]:
     return model.encode_image(image), model.encode_text(model.tokenize(["a dog", "two red squares on a table"]))
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_weights_in_the_form_of_a_trainer_give_the_same_features(tiny, tmp_path, form):
+def test_weights_in_the_form_of_a_trainer_give_the_same_features(tiny, tmp_path):
     arch, state = tiny
-    torch.save(FORMS["plain"](state), tmp_path / "plain.pt")
-    torch.save(FORMS[form](state), tmp_path / "weights.pt")
-    expected, found = (features(load_for_evaluation(f"{arch}:{tmp_path / n}.pt")) for n in ("plain", "weights"))
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    torch.save(state, tmp_path / "plain.pt")
+    expected = features(load_for_evaluation(f"{arch}:{tmp_path / 'plain.pt'}"))
+    for form, wrapped in FORMS.items():
+        torch.save(wrapped(state), tmp_path / "weights.pt")
+        found = features(load_for_evaluation(f"{arch}:{tmp_path / 'weights.pt'}"))
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), form
     started = build_towers(ModelConfig(arch=arch, pretrained=str(tmp_path / "weights.pt")), seed=9)[0].clip
     assert all(torch.equal(value, state[name]) for name, value in started.state_dict().items())
 
@@ -182,9 +183,11 @@ def test_an_open_clip_checkpoint_becomes_a_transformers_model_and_comes_back(tin
     torch.testing.assert_close(image, model.encode_image(torch.ones(1, 3, 16, 16)), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("change", "wrong"),
-    [
+def test_descriptions_with_values_of_other_types_are_refused(tiny, tmp_path):
+    """Regression test: export and training ended in a stack."""
+    write_folder(tmp_path, tiny)
+    arguments = [str(tmp_path), "--output", str(tmp_path / "out")]
+    for change, wrong in (
         ({"model_cfg": 5}, "model_cfg is wrong"),
         ({"model_cfg": {**TINY, "embed_dim": "24"}}, "model_cfg.embed_dim"),
         ({"model_cfg": {**TINY, "vision_cfg": [1]}}, "model_cfg.vision_cfg"),
@@ -192,36 +195,27 @@ def test_an_open_clip_checkpoint_becomes_a_transformers_model_and_comes_back(tin
         ({"preprocess_cfg": {"mean": 0.5}}, "preprocess_cfg.mean"),
         ({"architecture": 3}, "architecture"),
         ({"background": [1, "red", 3]}, "background.1"),
-    ],
-)
-def test_a_description_with_values_of_other_types_is_refused(tiny, tmp_path, change, wrong):
-    """Regression test: export and training ended in a stack."""
-    write_folder(tmp_path, tiny)
-    stored = {"model_cfg": TINY, "preprocess_cfg": {}, **change}
-    (tmp_path / "open_clip_config.json").write_text(json.dumps(stored))
-    arguments = [str(tmp_path), "--output", str(tmp_path / "out")]
-    for load in (
-        lambda: export.main(arguments, standalone_mode=False),
-        lambda: check_towers(ModelConfig(arch="pretrained", pretrained=str(tmp_path))),
-        lambda: check_towers(ModelConfig(arch=tiny[0], pretrained=str(tmp_path))),
     ):
-        with pytest.raises(UserError, match=f"open_clip_config.json, {wrong}"):
-            load()
-
-
-@pytest.mark.parametrize(
-    "config",
-    [{"text_config": [1]}, {"vision_config": {"hidden_act": ["gelu"]}}, {"vision_config": {"num_attention_heads": 0}},
-     {"text_config": {"hidden_size": "wide", "intermediate_size": 4}}, {"projection_dim": None, "text_config": "x"}],
-)  # fmt: skip
-def test_damaged_descriptions_are_refused(config, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "clip", **config}))
-    with pytest.raises(UserError, match="is damaged"):
-        stored_description(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "clip"}))
-    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": "x"}))
-    with pytest.raises(UserError, match="is damaged"):
-        stored_description(tmp_path)
+        stored = {"model_cfg": TINY, "preprocess_cfg": {}, **change}
+        (tmp_path / "open_clip_config.json").write_text(json.dumps(stored))
+        for load in (
+            lambda: export.main(arguments, standalone_mode=False),
+            lambda: check_towers(ModelConfig(arch="pretrained", pretrained=str(tmp_path))),
+            lambda: check_towers(ModelConfig(arch=tiny[0], pretrained=str(tmp_path))),
+        ):
+            with pytest.raises(UserError, match=f"open_clip_config.json, {wrong}"):
+                load()
+    (tmp_path / "open_clip_config.json").unlink()
+    for config in (
+        {"text_config": [1]}, {"vision_config": {"hidden_act": ["gelu"]}},
+        {"vision_config": {"num_attention_heads": 0}}, {"text_config": {"hidden_size": "wide", "intermediate_size": 4}},
+        {"projection_dim": None, "text_config": "x"}, {},
+    ):  # fmt: skip
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "clip", **config}))
+        if not config:
+            (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": "x"}))
+        with pytest.raises(UserError, match="is damaged"):
+            stored_description(tmp_path)
 
 
 def test_forged_weights_are_refused(tmp_path):

@@ -32,6 +32,14 @@ def towers_of(folder: Path, kind: str, **settings: object) -> Towers:
     return build_towers(ModelConfig(arch=write_kind(folder, kind), **settings), seed=0)[0].train()
 
 
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    """Compare gradients in units of the largest one."""
+    assert found.keys() == expected.keys()
+    size = max(float(g.abs().max()) for g in expected.values())
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).abs().max() < tolerance * size, name
+
+
 @pytest.mark.parametrize("kind", sorted(TRIMMABLE))
 def test_trimming_does_not_change_features_and_gradients(kind, tmp_path):
     towers = towers_of(tmp_path, kind)
@@ -51,19 +59,15 @@ def test_trimming_does_not_change_features_and_gradients(kind, tmp_path):
     trimmed_features, found = gradients(towers, (image, text[:, :width]))
     for a, b in zip(features, trimmed_features, strict=True):
         assert (a - b).abs().max() < 1e-6
-    size = max(float(g.abs().max()) for g in expected.values())
-    for name, gradient in expected.items():
-        assert (found[name] - gradient).abs().max() < 1e-6 * size, name
+    assert_close(found, expected, 1e-6)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", sorted(TRIMMABLE))
-def test_packed_texts_give_the_features_and_gradients_of_one_text_at_a_time(kind, dtype, checkpointing, tmp_path):
-    towers = towers_of(tmp_path, kind, grad_checkpointing=checkpointing).to(dtype)
-    trimming = text_trimming(towers.clip)
+def test_packed_texts_give_the_features_and_gradients_of_one_text_at_a_time(kind, dtype, tmp_path):
+    towers = towers_of(tmp_path, kind, grad_checkpointing=kind == "CLIP").to(dtype)
     text = torch.cat([batch(length=12)[1] for _ in range(4)])[:17]
-    lengths = trimming.cut(text)[1]
+    lengths = text_trimming(towers.clip).cut(text)[1]
     assert len(set(lengths.tolist())) > 3
     upstream = torch.randn(len(text), 16, generator=torch.Generator().manual_seed(0))
     alone = torch.cat([towers.encode_text(row[None, :n]) for row, n in zip(text, lengths.tolist(), strict=True)])
@@ -77,57 +81,40 @@ def test_packed_texts_give_the_features_and_gradients_of_one_text_at_a_time(kind
     tolerance = 2e-6 if dtype == torch.float32 else 0.05
     assert (features - alone).abs().max() < tolerance
     found = {name: p.grad.float() for name, p in towers.named_parameters() if p.grad is not None}
-    assert found.keys() == expected.keys()
-    size = max(float(g.abs().max()) for g in expected.values())
-    for name, gradient in expected.items():
-        assert (found[name] - gradient).abs().max() < tolerance * size, name
+    assert_close(found, expected, tolerance)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 5, 64])
-def test_packed_attention_computes_little_padding(count):
-    lengths = torch.randint(3, 78, (count,), generator=torch.Generator().manual_seed(count))
-    layout = pack(torch.ones(count, 77, dtype=torch.int64), lengths, device=CPU).layout
-    assert sum(texts for texts, _ in layout.groups) == count
-    assert torch.equal(layout.places[layout.order], torch.arange(int(lengths.sum())))
-    assert layout.cumulative.tolist() == [0, *lengths.cumsum(0).tolist()]
-    if count == 64:
-        assert len(layout.places) < 1.3 * int(lengths.sum())
-
-
-def test_packing_is_refused_where_padding_matters(tmp_path):
-    packed = ModelConfig(text_batching="packed")
-    causal, bidirectional = (towers_of(tmp_path, kind).clip for kind in ("CLIP", "bidirectional"))
-    for clip, config, reason in (
-        (bidirectional, packed, "depend on the padding"),
-        (causal, replace(packed, compile=True), "in bf16 on GPUs only"),
-    ):
-        with pytest.raises(UserError, match=rf"text_batching=packed: .*{reason}.*text_batching=auto"):
-            text_batching(clip, config)
-        assert not text_batching(clip, replace(config, text_batching="auto"))[1]
-    assert text_batching(causal, ModelConfig())[1]
-    assert text_batching(causal, replace(packed, compile=True), by_kernel=True)[1]
+def test_little_padding_is_computed():
+    for count in (1, 2, 3, 5, 64):
+        lengths = torch.randint(3, 78, (count,), generator=torch.Generator().manual_seed(count))
+        layout = pack(torch.ones(count, 77, dtype=torch.int64), lengths, device=CPU).layout
+        assert sum(texts for texts, _ in layout.groups) == count
+        assert torch.equal(layout.places[layout.order], torch.arange(int(lengths.sum())))
+        assert layout.cumulative.tolist() == [0, *lengths.cumsum(0).tolist()]
+    assert len(layout.places) < 1.3 * int(lengths.sum())
+    for longest, width in ((1, 8), (8, 8), (9, 16), (72, 72), (73, 77), (77, 77)):
+        assert trimmed_width(torch.tensor([1, longest]), context_length=77) == width
 
 
 def test_texts_are_whole_where_the_padding_matters_and_where_that_is_wanted(tmp_path):
+    packed, whole = ModelConfig(text_batching="packed"), ModelConfig(text_batching="whole")
     for kind in sorted(set(KINDS) - TRIMMABLE):
         clip = towers_of(tmp_path, kind).clip
         assert "depend on the padding" in str(why_not_trimmed(clip))
         assert text_batching(clip, ModelConfig()) == (None, False)
-    plain = towers_of(tmp_path, "CLIP", packed_attention=False).clip
-    assert text_batching(plain, ModelConfig()) == (None, False)
-    causal, whole = towers_of(tmp_path, "CLIP").clip, ModelConfig(text_batching="whole")
-    assert text_batching(causal, whole) == (None, False)
-    for clip, config, reason in (
-        (plain, ModelConfig(), r"model\.packed_attention"),
-        (causal, whole, "text_batching is whole"),
+    causal, plain = (towers_of(tmp_path, "CLIP", packed_attention=given).clip for given in (True, False))
+    assert text_batching(plain, ModelConfig()) == text_batching(causal, whole) == (None, False)
+    assert text_batching(causal, ModelConfig())[1]
+    assert text_batching(causal, replace(packed, compile=True), by_kernel=True)[1]
+    assert not text_batching(causal, ModelConfig(compile=True))[1]
+    for given, config, reason in (
+        (clip, packed, r"text_batching=packed: .*depend on the padding.*text_batching=auto"),
+        (causal, replace(packed, compile=True), r"text_batching=packed: .*in bf16 on GPUs only.*text_batching=auto"),
+        (plain, ModelConfig(text_tokens=5), r"model\.text_tokens=5: .*model\.packed_attention"),
+        (causal, replace(whole, text_tokens=5), r"model\.text_tokens=5: .*text_batching is whole"),
     ):
-        with pytest.raises(UserError, match=rf"model\.text_tokens=5: .*{reason}"):
-            text_batching(clip, replace(config, text_tokens=5))
-
-
-@pytest.mark.parametrize(("longest", "width"), [(1, 8), (8, 8), (9, 16), (72, 72), (73, 77), (77, 77)])
-def test_widths_are_multiples_of_eight_up_to_the_context(longest, width):
-    assert trimmed_width(torch.tensor([1, longest]), context_length=77) == width
+        with pytest.raises(UserError, match=reason):
+            text_batching(given, config)
 
 
 def chunks_of(lengths: Tensor | None) -> TextChunks:
@@ -191,10 +178,8 @@ def test_a_step_on_trimmed_texts_has_the_same_loss_and_gradient(micro_batch, tmp
     assert widths == ([8, 12, 8, 12] if micro_batch else [12])
     assert trimmed.text_tokens == (10 if micro_batch else 12)
     assert float(trimmed.output.loss) == pytest.approx(float(whole.output.loss), abs=1e-6)
-    size = max(float(g.abs().max()) for g in expected.values())
-    for name, gradient in expected.items():
-        assert (gradients[name] - gradient).abs().max() < 1e-5 * size, name
-        assert (packed_gradients[name] - gradient).abs().max() < 1e-5 * size, name
+    assert_close(gradients, expected, 1e-5)
+    assert_close(packed_gradients, expected, 1e-5)
 
 
 def test_flops_count_only_the_computed_tokens(tmp_path):
@@ -208,12 +193,11 @@ def test_flops_count_only_the_computed_tokens(tmp_path):
     assert training_flops(fixed, text_tokens=4) == training_flops(fixed)
 
 
-@pytest.mark.parametrize("micro_batch", ["null", "4"])
-def test_a_resumed_run_on_packed_texts_is_bit_identical(micro_batch, tmp_path):
+def test_a_resumed_run_on_packed_texts_is_bit_identical(tmp_path):
     longer = {i: {**sample(i), "txt": b"a photo of a cat on a mat"[: 7 + i % 12]} for i in range(0, 40, 3)}
     write_shards(tmp_path / "shards", [20, 20], replace=longer)
     write_tiny(tmp_path)
-    shared = (f"engine.micro_batch={micro_batch}", "model.text_batching=packed", "checkpoint.every=2")
+    shared = ("engine.micro_batch=4", "model.text_batching=packed", "checkpoint.every=2")
     train_here(*settings_in(tmp_path, "whole", *shared, "samples=32"))
     train_here(*settings_in(tmp_path, "halves", *shared, "samples=16"))
     train_here(*settings_in(tmp_path, "halves", *shared, "samples=32"), resume="latest")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeline.config import flatten, suggest
 from pipeline.errors import UserError, in_a_line
@@ -156,37 +156,6 @@ def _shape_of(model_cfg: Mapping[str, Any]) -> dict[str, Any]:
         "init_logit_scale", "text_cfg.context_length", "text_cfg.hf_tokenizer_name", "text_cfg.hf_model_pretrained",
     )  # fmt: skip
     return {key: value for key, value in flatten(model_cfg).items() if key not in free}
-
-
-def describe(
-    name: str,
-    clip: nn.Module,
-    model_cfg: Mapping[str, Any],
-    *,
-    tokenizer: Path | None = None,
-    trust_remote_code: bool = False,
-    background: Colour = WHITE,
-) -> Architecture:
-    """Describe a model that open_clip built.
-
-    Args:
-        name: The architecture's name.
-        clip: open_clip's model, for its preprocessing and image size.
-        model_cfg: The architecture's config.
-        tokenizer: Folder with the files of the tokenizer, for architectures with one of Hugging Face's.
-        trust_remote_code: As for `build_tokenizer`.
-        background: As in `Architecture`.
-
-    Raises:
-        UserError: The tokenizer needs a package or files that are not there.
-    """
-    preprocess = dict(clip.visual.preprocess_cfg)  # type: ignore[union-attr, arg-type]
-    size = preprocess["size"]
-    described: dict[str, Any] = copy.deepcopy(dict(model_cfg))
-    described["vision_cfg"] = {**described["vision_cfg"], "image_size": size}
-    described["vision_cfg"].pop("patch_dropout", None)  # a training setting, not part of the trained model
-    tokenize = build_tokenizer(model_cfg, name=name, folder=tokenizer, trust_remote_code=trust_remote_code)
-    return Architecture(name, described, preprocess, tokenize, background)
 
 
 TRUST_VARIABLE = "NEUCLIP_TRUST_REMOTE_CODE"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import UserError, in_a_line
-from pipeline.model.architectures import Architecture, describe
+from pipeline.model.architectures import Architecture
 from pipeline.model.finetuning import LoraConfig
 from pipeline.model.model_folder import create_from, weights_digest
 from pipeline.model.starting_weights import logit_of, start_of
@@ -88,8 +88,7 @@ def load_for_evaluation(spec: str | os.PathLike[str], *, device: str | torch.dev
     except (RuntimeError, TypeError) as error:
         raise UserError(f"device = {device!r} is none: {in_a_line(error)}") from error
     start = start_of(spec)
-    clip = create_from(start)
-    architecture = describe(start.name, clip, start.model_cfg, tokenizer=start.folder, background=start.background)
+    clip, architecture = create_from(start)
     source = str(start.folder or spec)
     return for_evaluation(Towers(clip, logit=logit_of(clip)).to(device), architecture, source=source)
 

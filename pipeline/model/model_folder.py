@@ -6,6 +6,7 @@ state beside these two files. Weights and the optimizer's moments can be resized
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import logging
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from pipeline.errors import UserError, explain_file_error, explain_memory_error, need_addresses
 from pipeline.files import UMASK, read_bounded, sha256_of
-from pipeline.model.architectures import Architecture, load_open_clip, save_tokenizer
+from pipeline.model.architectures import Architecture, build_tokenizer, load_open_clip, save_tokenizer
 from pipeline.model.foreign_weights import for_open_clip
 from pipeline.model.starting_weights import Start
 from pipeline.run_files import EMA_NAME, META_NAME, MODEL_CONFIG_NAME, digest_of, parse_meta
@@ -121,17 +122,45 @@ def allow_by_umask(*paths: Path) -> None:
         path.chmod(0o666 & ~UMASK)
 
 
-def create_from(start: Start, **options: Any) -> nn.Module:
-    """open_clip's model, with options of `open_clip.create_model` and without its messages to the root logger.
+def create_from(
+    start: Start, *, tokenizer: Path | None = None, trust_remote_code: bool = False, **options: Any
+) -> tuple[nn.Module, Architecture]:
+    """open_clip's model and its description. In a checkpoint, the files are verified.
 
-    In a checkpoint, the files are verified. Where image size or context length differ from the weights', position
-    embeddings are interpolated (bicubic for images, linear for text).
+    Where image size or context length differ from the weights', position embeddings are interpolated (bicubic for
+    images, linear for text).
+
+    Args:
+        start: What it starts from.
+        tokenizer: Folder with the files of a Hugging Face tokenizer, instead of the start's.
+        trust_remote_code: As for `build_tokenizer`.
+        options: Of `open_clip.create_model`.
 
     Raises:
-        UserError: The weights cannot be read, are damaged or not finite, or open_clip failed, with the first lines of
-            its message.
+        UserError: The weights cannot be read, are damaged or not finite, open_clip failed, with the first lines of its
+            message, or the tokenizer needs a package or files that are not there.
     """
+    clip: Any = _create(start, options)
+    if start.has_weights:
+        if start.folder is not None:
+            _verify(start.folder)
+        for key, value in clip.named_parameters():
+            if not value.is_meta and not bool(value.isfinite().all()):
+                where = start.weights or start.folder
+                raise UserError(f"The weights {where} have values that are not finite (NaN or infinite), as in {key}.")
+    described: dict[str, Any] = copy.deepcopy(dict(start.model_cfg))
+    if options.get("force_context_length") is not None:
+        described["text_cfg"]["context_length"] = options["force_context_length"]
+    preprocess = dict(clip.visual.preprocess_cfg)
+    described["vision_cfg"] = {**described["vision_cfg"], "image_size": preprocess["size"]}
+    described["vision_cfg"].pop("patch_dropout", None)  # a training setting, not part of the trained model
+    folder = tokenizer or start.folder
+    tokenize = build_tokenizer(described, name=start.name, folder=folder, trust_remote_code=trust_remote_code)
+    return clip, Architecture(start.name, described, preprocess, tokenize, start.background)
 
+
+def _create(start: Start, options: dict[str, Any]) -> nn.Module:
+    """Call `open_clip.create_model`, without its messages to the root logger."""
     thread = threading.get_ident()
 
     def of_other_threads(record: logging.LogRecord) -> bool:
@@ -174,13 +203,6 @@ def create_from(start: Start, **options: Any) -> nn.Module:
         ) from error
     finally:
         logging.root.removeFilter(of_other_threads)
-    if required:
-        if start.folder is not None:
-            _verify(start.folder)
-        for key, value in model.named_parameters():
-            if not value.is_meta and not bool(value.isfinite().all()):
-                where = start.weights or start.folder
-                raise UserError(f"The weights {where} have values that are not finite (NaN or infinite), as in {key}.")
     return model
 
 

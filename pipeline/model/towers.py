@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from pipeline.config import section
 from pipeline.errors import UserError
-from pipeline.model.architectures import Architecture, describe
+from pipeline.model.architectures import Architecture
 from pipeline.model.attention import PackedText, use_fp32_embedding_sums, use_packed_attention
 from pipeline.model.finetuning import LoraConfig, add_adapters, lock_towers
 from pipeline.model.model_folder import LOGIT_KEYS, create_from
@@ -249,20 +249,15 @@ def build_towers(config: ModelConfig, *, seed: int, device: str | torch.device =
     start = find_start(config.arch, config.pretrained)
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(seed)
-        clip = create_from(
+        clip, architecture = create_from(
             start,
+            tokenizer=Path(config.tokenizer) if config.tokenizer else None,
+            trust_remote_code=config.trust_remote_code,
             force_image_size=config.image_size,
             force_context_length=config.context_length,
             force_patch_dropout=config.patch_dropout,
             device=device,
         )
-    model_cfg = dict(start.model_cfg)
-    if config.context_length is not None:
-        model_cfg["text_cfg"] = {**model_cfg["text_cfg"], "context_length": config.context_length}
-    tokenizer = Path(config.tokenizer) if config.tokenizer else start.folder
-    architecture = describe(
-        start.name, clip, model_cfg, tokenizer=tokenizer, trust_remote_code=config.trust_remote_code
-    )
     logit = logit_of(clip) if config.pretrained else None
     image_blocks = config.unlocked_image_blocks if config.lock_image else None
     text_blocks = config.unlocked_text_blocks if config.lock_text else None

@@ -183,6 +183,8 @@ def run(command: click.Command, argv: Sequence[str] | None = None, *, prog_name:
 def _hint(error: click.NoSuchOption, arguments: Sequence[str]) -> str:
     """How this command calls what `--optimizer.lr 1e-3`, `--lr 1e-3`, `--gpus 8` or `--output DIR` mean."""
     option, command = error.option_name, error.ctx.command if error.ctx else None
+    if option in DEPARTED:
+        return f" {DEPARTED[option]}"
     words = [word for argument in arguments for word in argument.split("=", 1)]
     following = words[words.index(option) + 1 :] if option in words else []
     value = following[0] if following and not following[0].startswith("--") else "VALUE"

@@ -21,7 +21,6 @@ MARKS = {"good": ("ok", "green"), "note": ("note", "yellow"), "broken": ("BROKEN
     "--output", type=click.Path(path_type=Path), default="runs", show_default=True, help="Folder of the runs."
 )
 @click.option("--data", "manifests", multiple=True, help="Folder of shards to try reading; may be given several times.")
-@click.option("--allow-commands", is_flag=True, help="Run the commands that --data's manifest names as shards.")
 @click.option("--allow-outside", is_flag=True, help="Read shards that --data's manifest names outside of its folder.")
 def command(run: Path | None, output: Path, manifests: tuple[str, ...], **allowed: bool) -> int:
     """Check this node, or say what happened to a RUN.

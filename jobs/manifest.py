@@ -9,9 +9,7 @@ import click
 
 @click.command(name="manifest")
 @click.argument("folder", type=click.Path(file_okay=False))
-@click.option(
-    "--shards", multiple=True, metavar="PATTERN", help="URLs, `pipe:` commands or paths of shards outside FOLDER."
-)
+@click.option("--shards", multiple=True, metavar="PATTERN", help="URLs or paths of shards outside FOLDER.")
 @click.option(
     "--caption",
     default="txt",
@@ -24,15 +22,13 @@ import click
 def command(folder: str, shards: tuple[str, ...], caption: str, leave_out: bool, replace: bool, threads: int) -> None:
     """Read webdataset shards once and write FOLDER/manifest.json, so that `data.sources=FOLDER` trains on them.
 
-    Reads all .tar files below FOLDER, or those given by --shards, such as 's3://bucket/laion/{00000..41407}.tar' or
-    'pipe:aws s3 cp s3://bucket/{00000..41407}.tar -'. The id of a sample is its position in this order. After an
-    interruption, the same command continues where it stopped.
+    Reads all .tar files below FOLDER, or those given by --shards, such as 's3://bucket/laion/{00000..41407}.tar'. The
+    id of a sample is its position in this order. After an interruption, the same command continues where it stopped.
     """
     from jobs.pairs import rows_bar
     from pipeline.config import parse
     from pipeline.data.data_config import DataConfig
     from pipeline.data.shards.make_manifest import index_shards
-    from pipeline.data.shards.storage import COMMAND, OUTSIDE
     from pipeline.data.shards.tar_reader import CaptionField
 
     field = CaptionField.parse(caption, option="--caption")
@@ -59,12 +55,10 @@ def command(folder: str, shards: tuple[str, ...], caption: str, leave_out: bool,
         )
     elif bad:
         click.echo("Training replaces each of these by another sample.")
-    commands, outside = (manifest.shards.places[kind][0] for kind in (COMMAND, OUTSIDE))
     settings = (
         f"data.sources={folder}",
         f"data.caption={caption}" if caption != "txt" else "",
-        "data.allow_commands=true" if commands else "",
-        "data.allow_outside=true" if outside else "",
+        "data.allow_outside=true" if manifest.shards.outside else "",
     )
     click.echo(f"Train with {' '.join(filter(None, settings))}")
 

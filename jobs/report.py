@@ -17,7 +17,6 @@ import click
 @click.option("--tensorboard/--no-tensorboard", default=True, help="Add scores as scalars to RUN/tensorboard [yes].")
 @click.option("--mixed", is_flag=True, help="Allow comparing runs evaluated with different settings or data.")
 @click.option("--caption", show_default="txt", help="Of a data set: a member's suffix, or json:FIELD.")
-@click.option("--allow-commands", is_flag=True, help="Run the commands that a data set's manifest names as shards.")
 @click.option("--allow-outside", is_flag=True, help="Read shards outside of a data set that its manifest names.")
 def command(
     runs: tuple[Path, ...],
@@ -25,7 +24,6 @@ def command(
     tensorboard: bool,
     mixed: bool,
     caption: str | None,
-    allow_commands: bool,
     allow_outside: bool,
 ) -> None:
     """Write report.html and report.md of one RUN, or a comparison of several, or report.html of one data set.
@@ -44,7 +42,7 @@ def command(
     if data := [folder for folder in runs if (folder / "manifest.json").is_file()]:
         if len(runs) > 1:
             raise UserError(f"{data[0]} is a data set, not a run: report on data sets one by one.")
-        click.echo(_data_report(data[0], output, caption, allow_commands=allow_commands, allow_outside=allow_outside))
+        click.echo(_data_report(data[0], output, caption, allow_outside=allow_outside))
         return
     click.echo(write_report(runs, output=output, mixed=mixed))
     if tensorboard:
@@ -52,7 +50,7 @@ def command(
             update_scores(folder)
 
 
-def _data_report(folder: Path, output: Path | None, caption: str | None, **allowed: bool) -> Path:
+def _data_report(folder: Path, output: Path | None, caption: str | None, *, allow_outside: bool) -> Path:
     from data_prep.dataset.ingest_report import write_report
     from pipeline.data.shards.check_shards import check_caption
     from pipeline.data.shards.manifest_format import load_manifest
@@ -60,8 +58,8 @@ def _data_report(folder: Path, output: Path | None, caption: str | None, **allow
 
     field = CaptionField.parse(caption or "txt", option="--caption")
     if caption is not None:
-        check_caption(load_manifest(folder, **allowed), caption, name="--caption")
-    return write_report(folder, output=output, caption=field, **allowed)
+        check_caption(load_manifest(folder, allow_outside=allow_outside), caption, name="--caption")
+    return write_report(folder, output=output, caption=field, allow_outside=allow_outside)
 
 
 if __name__ == "__main__":

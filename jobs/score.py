@@ -38,7 +38,6 @@ SHARE = FiniteRange(0, 1)
 @click.option("--batch-size", type=click.IntRange(min=1), default=64, show_default=True)
 @click.option("--workers", type=click.IntRange(min=0), default=2, show_default=True, help="Decoding threads per rank.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
-@click.option("--allow-commands", is_flag=True, help="Run the commands that DATA's manifest names as shards.")
 @click.option("--allow-outside", is_flag=True, help="Read shards outside of DATA that its manifest names.")
 @click.option("--list-worst", nargs=2, type=(SHARE, click.Path()), metavar="SHARE FILE",
               help="Write the names of the worst share, for `neuclip verify --remove`.")  # fmt: skip
@@ -52,7 +51,6 @@ def command(
     device: str,
     list_worst: tuple[float, str] | None,
     index_best: tuple[float, str] | None,
-    allow_commands: bool,
     allow_outside: bool,
     **how: Any,
 ) -> None:
@@ -68,7 +66,7 @@ def command(
     from pipeline.run_files import check_model
 
     check_model(model)
-    manifest = load_manifest(folder, allow_commands=allow_commands, allow_outside=allow_outside)
+    manifest = load_manifest(folder, allow_outside=allow_outside)
     # After what refuses a wrong path: these imports take seconds.
     import numpy as np
 

@@ -39,7 +39,6 @@ from pipeline.run_files import check_model, model_folder_in
 )
 @click.option("--workers", type=click.IntRange(min=0), default=2, show_default=True, help="Decoding threads per rank.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
-@click.option("--allow-commands", is_flag=True, help="Run the commands that DATA's manifests name as shards.")
 @click.option("--allow-outside", is_flag=True, help="Read shards outside of DATA that its manifests name.")
 def command(
     model: str,
@@ -52,7 +51,6 @@ def command(
     crop_scale: tuple[float, float],
     crop_ratio: tuple[float, float],
     device: str,
-    allow_commands: bool,
     allow_outside: bool,
     **how: int,
 ) -> None:
@@ -99,8 +97,7 @@ def command(
     crops = StoredCrops(augmentations, seed, crop.scale, crop.ratio) if augmentations else None
     field = CaptionField.parse(caption, option="--caption")
     warnings.filterwarnings("ignore", module=r"PIL\.")  # about odd metadata of images
-    allowed = {"allow_commands": allow_commands, "allow_outside": allow_outside}
-    manifests = [load_manifest(folder, **allowed) for folder in data]
+    manifests = [load_manifest(folder, allow_outside=allow_outside) for folder in data]
     for manifest in manifests if not images_only else ():
         check_caption(manifest, caption, name="--caption")
     mixture = make_mixture(manifests)

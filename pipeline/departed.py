@@ -13,6 +13,7 @@ SETTINGS: dict[str, str] = {
     "checkpoint.fallback": "The last checkpoint is tried for 10 minutes; checkpoint.mirror copies checkpoints to a second place.",
     "checkpoint.mirror_minutes": "The wait is two thirds of engine.timeout_minutes.",
     "checkpoint.retry_minutes": "The last checkpoint of a run is tried for 10 minutes.",
+    "data.allow_commands": "Shards are not read from shell commands any more: name them by URLs, such as s3://bucket/00000.tar.",
     "data.max_pixels": "Images of more than 178,956,970 pixels count as corrupt.",
     "data.prefetch": "Each worker keeps 2 batches ready.",
     "ema.warmup": "The average always warms up: min(decay, (1 + t) / (10 + t)) at step t.",
@@ -117,6 +118,7 @@ COMMANDS: dict[str, str] = {
     "doctor --quick": "The hashes of checkpoints are always compared.",
     "doctor --ranks": "All GPUs of the node take part, or two processes without a GPU.",
     "doctor --recipe": "`neuclip plan --measure` compares loading with a recipe's steps.",
+    "--allow-commands": "Shards are not read from shell commands any more: name them by URLs, such as s3://bucket/00000.tar.",
     "download --recipe icons": "The corpus of icons has left; commit c14979c has the program that makes it.",
     "plan --gpus-per-node": "--measure divides this machine's cores by its GPUs, or by --ranks; `taskset` gives it fewer.",
     "plan --images-per-core": "`neuclip plan --measure` measures what the loader delivers.",
@@ -132,4 +134,4 @@ COMMANDS: dict[str, str] = {
     "train --new-batch-size": "A run keeps its batch_size; begin a new run with the weights: model.arch=pretrained model.pretrained=RUN/checkpoints/STEP.",
     "verify --rebuild": "`neuclip verify FOLDER --delete-damaged` deletes damaged shards, and the same `neuclip download` as before fetches them again.",
 }
-"""Command, with or without an option -> the same."""
+"""Command, option of a command, or option of any command -> the same."""

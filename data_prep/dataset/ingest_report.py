@@ -61,7 +61,6 @@ def write_report(
     *,
     output: str | Path | None = None,
     caption: CaptionField | None = None,
-    allow_commands: bool = False,
     allow_outside: bool = False,
 ) -> Path:
     """Write the page of a data set with a manifest; for those of `neuclip download`, also the datasheet.
@@ -70,7 +69,6 @@ def write_report(
         root: The data set.
         output: Folder to write into; the data set's own by default.
         caption: Where captions are, in shards that `neuclip download` did not make; in `.txt` by default.
-        allow_commands: As for `load_manifest`.
         allow_outside: As for `load_manifest`.
 
     Returns:
@@ -80,7 +78,7 @@ def write_report(
         UserError: There is no manifest, or a file of the data set is missing or damaged.
     """
     folder, caption = Folder(Path(root)), caption or CaptionField()
-    manifest = load_manifest(folder.root, allow_commands=allow_commands, allow_outside=allow_outside)
+    manifest = load_manifest(folder.root, allow_outside=allow_outside)
     facts = _page_facts(folder, manifest, take_census(folder, manifest, caption), caption)
     place = Path(output or folder.root)
     place.mkdir(parents=True, exist_ok=True)

@@ -136,8 +136,7 @@ def local_manifest(root: str | Path, *, allow_outside: bool = False) -> Manifest
     """
     if "://" in str(root):
         raise UserError(f"{root} is not a folder on this machine: copy the data set here, or mount it, and check that.")
-    # Shards that are commands are refused below, for another reason.
-    manifest = load_manifest(root, allow_commands=True, allow_outside=allow_outside)
+    manifest = load_manifest(root, allow_outside=allow_outside)
     check_local(manifest)
     return manifest
 
@@ -148,7 +147,7 @@ def check_local(manifest: Manifest) -> None:
     Raises:
         UserError: A shard is not on this machine.
     """
-    remote = [shard.name for shard in manifest.shards if ":" in shard.name]  # a URL or `pipe:`
+    remote = [shard.name for shard in manifest.shards if ":" in shard.name]
     if remote:
         raise UserError(
             f"{len(remote):,} of {len(manifest.shards):,} shards of {manifest.root} are elsewhere, such as "

@@ -162,9 +162,6 @@ class DataConfig:
     stream has read the shard to its end: `stop` ends the run, `skip` reports it and replaces those of its samples that
     were not shown yet, which count as corrupt. `ignore` does not hash. Not checked are manifests without hashes, and
     shards of samples above 100 kB that a run enters in the middle."""
-    allow_commands: bool = False
-    """Allow manifests to name shards as shell commands (`pipe:aws s3 cp s3://bucket/00000.tar -`). Such a manifest runs
-    programs on this machine, so set this only for one that you wrote or have read."""
     allow_outside: bool = False
     """Allow manifests to name shards outside of their folder on this machine (absolute paths, `../`, `file://`) and
     URLs other than those of object stores and web servers (chains such as `simplecache::`)."""

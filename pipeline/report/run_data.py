@@ -190,7 +190,7 @@ def _read_manifests(folder: Path, config: Mapping[str, Any], notes: list[str]) -
         places = [Path(given), _started_in(folder, config) / given, folder / given]
         try:
             place = next((place for place in places if place.exists()), places[0])
-            manifests.append(load_manifest(place, allow_commands=True, allow_outside=True))  # a report reads no shards
+            manifests.append(load_manifest(place, allow_outside=True))  # a report reads no shards
         except UserError as error:
             notes.append(f"No ingestion figures of {given}: {error}")
     return tuple(manifests)

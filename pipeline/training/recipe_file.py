@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 DEFAULT_OBJECTIVE = "neuclip"
 BUDGETS, WARM_UPS = ("epochs", "samples"), ("warmup_share", "warmup_steps")
 SCALED_RATES = (("optimizer", "lr"), ("objective", "tau_lr"))
-CONSENTS = ("data.allow_commands", "data.allow_outside", "evaluation.allow_outside", "model.trust_remote_code")
+CONSENTS = ("data.allow_outside", "evaluation.allow_outside", "model.trust_remote_code")
 """Settings by which users let what they were given by others act on their machine."""
 RESOLVED = ("seed", "max_skipped_steps", "model", "optimizer", "schedule", "engine", "checkpoint", "telemetry")
 """Every resolved configuration has all of these, also of earlier versions: it is recognized under any name."""

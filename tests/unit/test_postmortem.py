@@ -165,8 +165,8 @@ CASES: dict[str, tuple[list[int], Callable[[Path], object], int, list[str], str]
         "no checkpoint is intact"], AGAIN),
     "a damaged last checkpoint": ([6, 10], lambda run: (trained(run), damage_weights(run, 10), end(run, 0)), 1, [
         "or its last checkpoint is damaged"], RESUME),
-    "consents": ([3], lambda run: (beat(run), edit(run, "sources: x", "sources: x, allow_commands: true")), 0, [
-        RESUME + "\n"], "the run had data.allow_commands=true: add that only if you trust the run and its data"),
+    "consents": ([3], lambda run: (beat(run), edit(run, "sources: x", "sources: x, allow_outside: true")), 0, [
+        RESUME + "\n"], "the run had data.allow_outside=true: add that only if you trust the run and its data"),
 }  # fmt: skip
 
 

@@ -30,7 +30,7 @@ MEMBERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("form", ["{}", "file://{}", "pipe:cat {}"])
+@pytest.mark.parametrize("form", ["{}", "file://{}"])
 @pytest.mark.parametrize("dialect", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
 def test_records_are_those_of_the_parser(form, dialect, tmp_path, monkeypatch):
     path = tmp_path / "a.tar"
@@ -50,9 +50,8 @@ def test_records_are_those_of_the_parser(form, dialect, tmp_path, monkeypatch):
             given = {"caption_suffix": suffix, "sample_bytes": size, "stream_hash": stream_hash, "index": index}
             with open_records(url, skip=skip, **given) as records:
                 assert [(record.image, record.caption) for record in records] == expected[suffix][skip:]
-                seeks = size and skip and not url.startswith("pipe:")
                 if stream_hash:
-                    assert stream_hash.finish() == (None if seeks else sha256_of(path))
+                    assert stream_hash.finish() == (None if size and skip else sha256_of(path))
     with open_records(url, caption_suffix="a-long-suffix", index=index) as records:
         assert [(record.image, record.caption) for record in records] == expected["a-long-suffix"]
 

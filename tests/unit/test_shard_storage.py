@@ -1,4 +1,4 @@
-"""Shards behind pipes, URLs and failing connections, and those that are not what their manifest says."""
+"""Shards behind URLs and failing connections, and those that are not what their manifest says."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from pipeline.data.shards import storage
 from pipeline.data.shards.check_shards import check_shards
 from pipeline.data.shards.manifest_format import Manifest, make_manifest
 from pipeline.data.shards.shard_index import scan_members
-from pipeline.data.shards.storage import open_records, open_shard
-from pipeline.data.shards.tar_reader import read_records
+from pipeline.data.shards.storage import open_records
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from tests.shards import reader, write_shards
@@ -63,10 +62,9 @@ def test_an_altered_shard_is_not_hashed_where_it_is_not_checked(tmp_path):
     assert [record.problem for record in reader(adopted, altered_shards="stop").read(0)] == [""] * 5
 
 
-@pytest.mark.parametrize("form", ["pipe:cat {}", "file://{}"])
-def test_pipes_and_urls_give_the_same_records_and_are_hashed_too(tmp_path, form):
+def test_urls_give_the_same_records_and_are_hashed_too(tmp_path):
     manifest = write_shards(tmp_path, [5, 4])
-    rows = [(form.format(tmp_path / s.name), s.samples, s.bytes, s.sha256) for s in manifest.shards]
+    rows = [(f"file://{tmp_path / s.name}", s.samples, s.bytes, s.sha256) for s in manifest.shards]
     remote = make_manifest(rows)
     check_shards(remote, World())
     for position in (0, 3, 6):
@@ -180,15 +178,6 @@ def test_running_out_of_file_descriptors_does_not_count_as_a_broken_shard(tmp_pa
     monkeypatch.setattr("pipeline.data.loading.stream_reader.open_records", exhausted)
     with pytest.raises(UserError, match=r"Too many open files.*ulimit -n.*data.streams"):
         list(reader(manifest).read(0))
-
-
-def test_a_failing_command_is_not_mistaken_for_a_short_tar(tmp_path):
-    write_shards(tmp_path, [5])
-    command = f"pipe:head -c 9000 {tmp_path}/00000.tar; echo no such bucket >&2; exit 3"
-    with open_shard(command) as file, pytest.raises(OSError, match="status 3: no such bucket"):
-        list(read_records(file))
-    remote = make_manifest([(command, 5, 0, "")])
-    assert {r.problem for r in reader(remote).read(0)} == {"", "shard cannot be read (OSError)"}
 
 
 REMOTE = make_manifest([("s3://bucket/00000.tar", 5, 100, "")])

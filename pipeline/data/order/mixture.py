@@ -74,8 +74,7 @@ def load_mixture(config: DataConfig) -> Mixture:
     Raises:
         UserError: A manifest is missing, damaged or of another format.
     """
-    allowed = {"allow_commands": config.allow_commands, "allow_outside": config.allow_outside}
-    manifests = [load_manifest(source.manifest, **allowed) for source in config.sources]
+    manifests = [load_manifest(source.manifest, allow_outside=config.allow_outside) for source in config.sources]
     weights = [source.weight for source in config.sources]
     return make_mixture(manifests, weights=weights, replacement=config.replacement)
 

@@ -52,10 +52,9 @@ def check_captions(config: DataConfig) -> None:
     Raises:
         UserError: None of a source's first samples has such a member or field; the message lists what they have.
     """
-    allowed = {"allow_commands": config.allow_commands, "allow_outside": config.allow_outside}
     for source in config.sources:
         try:
-            manifest = load_manifest(source.manifest, **allowed)
+            manifest = load_manifest(source.manifest, allow_outside=config.allow_outside)
         except (UserError, OSError):
             continue
         check_caption(manifest, source.caption or config.caption)
@@ -93,8 +92,7 @@ def _caption_places(path: str) -> list[str]:
 def check_shards(manifest: Manifest, world: World) -> int:
     """Compare sizes with the manifest and count the samples of one local shard; the ranks share the work.
 
-    The sizes of all local shards are compared. Of its remote shards each rank checks 32 and starts to read one; `pipe:`
-    commands are not run.
+    The sizes of all local shards are compared. Of its remote shards each rank checks 32 and starts to read one.
 
     Returns:
         The number of shards that this rank checked.
@@ -135,7 +133,7 @@ def _own_share(manifest: Manifest, world: World) -> tuple[list[int], list[int]]:
         return list(own), []
     names = {number: manifest.shards[number].name for number in own}
     local = [number for number, name in names.items() if is_local(shard_url(manifest.root, name))]
-    remote = [number for number, name in names.items() if not is_local(name) and not name.startswith("pipe:")]
+    remote = [number for number, name in names.items() if not is_local(name)]
     chosen = permutation(key(Purpose.PROBE, world.rank), len(remote))[:REMOTE_CHECKED]
     return local, [remote[number] for number in chosen.tolist()]
 
@@ -174,7 +172,7 @@ def _read(url: str) -> None:
     except Exception as error:
         raise UserError(
             f"The shard {url} exists, but cannot be read ({type(error).__name__}: {error}). A web server must support "
-            "range requests; for an object store, check the version of its client. `pipe:curl ...` needs neither."
+            "range requests; for an object store, check the version of its client."
         ) from error
 
 
@@ -230,9 +228,8 @@ def first_captions(config: DataConfig, *, count: int) -> list[str]:
 
 def _captions(config: DataConfig, index: int) -> Iterator[str]:
     source = config.sources[index]
-    allowed = {"allow_commands": config.allow_commands, "allow_outside": config.allow_outside}
     try:
-        manifest = load_manifest(source.manifest, **allowed)
+        manifest = load_manifest(source.manifest, allow_outside=config.allow_outside)
         field = CaptionField.parse(source.caption or config.caption)
         for shard in manifest.shards:
             url = manifest.url(shard)

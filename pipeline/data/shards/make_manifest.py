@@ -21,7 +21,7 @@ from typing import TextIO
 
 from pipeline.data.shards.manifest_format import JOURNAL, MANIFEST_NAME, Manifest, make_manifest, shard_url
 from pipeline.data.shards.shard_index import as_members, save_index
-from pipeline.data.shards.storage import StreamHash, is_local, list_shards, open_shard
+from pipeline.data.shards.storage import StreamHash, is_local, list_shards, open_shard, refuse_commands
 from pipeline.data.shards.tar_reader import (
     CaptionField,
     CorruptSample,
@@ -75,7 +75,7 @@ def index_shards(
 
     Args:
         root: Folder of the shards, or the folder for the manifest if `patterns` names shards elsewhere.
-        patterns: URLs, `pipe:` commands or paths of shards, with braces such as `{00000..00099}`. Without any, every
+        patterns: URLs or paths of shards, with braces such as `{00000..00099}`. Without any, every
             `.tar` below `root`, sorted by name.
         caption: Where captions are; only used to count samples without one.
         leave_out: Continue without shards that are damaged or empty.
@@ -127,6 +127,7 @@ def _expand(patterns: Sequence[str]) -> list[str]:
 
 
 def _check_names(names: Sequence[str]) -> None:
+    refuse_commands(names)
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise UserError(f"{len(twice):,} shards are named twice, such as {twice[0]}: name each of them once.")
     if odd := [name for name in names if as_text(name) != name]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import logging
 import os
 import shlex
 import textwrap
@@ -25,15 +24,13 @@ import numpy as np
 from pipeline.data.shards.shard_index import index_path, is_index, write_index
 from pipeline.data.shards.shard_table import Shard as Shard
 from pipeline.data.shards.shard_table import ShardTable, shard_table
-from pipeline.data.shards.storage import COMMAND, OUTSIDE, is_local
+from pipeline.data.shards.storage import is_local, refuse_commands
 from pipeline.data.shards.tar_reader import DamagedTar, keys
 from pipeline.errors import UserError
 from pipeline.files import read_bounded, replacing
 from pipeline.run_files import RUN_CONFIG_NAME
 
-log = logging.getLogger(__name__)
-
-MANIFEST_NAME = "manifest.json"
+MANIFEST_NAME, SHOWN = "manifest.json", 3
 MOST_BYTES = 2**32
 """Of a manifest, whose shards take some 200 bytes each."""
 JOURNAL = "manifest.partial.jsonl"
@@ -94,7 +91,7 @@ class Manifest:
         return shard, sample_id - shard.offset
 
     def url(self, shard: Shard) -> str:
-        """Where to read a shard: a path below `root`, or the name itself if that is a URL or `pipe:` command."""
+        """Where to read a shard: a path below `root`, or the name itself if that is a URL."""
         return shard_url(self.root, shard.name)
 
     def save(self, folder: str | Path) -> Path:
@@ -164,14 +161,13 @@ def make_manifest(
     return Manifest(shards=shard_table(entries), root=str(root), failures=failures or {}, facts=facts or {})
 
 
-def load_manifest(path: str | Path, *, allow_commands: bool = False, allow_outside: bool = False) -> Manifest:
+def load_manifest(path: str | Path, *, allow_outside: bool = False) -> Manifest:
     """Read and check a manifest, given its path or its folder.
 
     Args:
         path: The manifest or its folder.
-        allow_commands: Whether its shards may be the output of shell commands. A manifest comes from whoever made the
-            data, so only the user may say so.
-        allow_outside: The same for files outside of the manifest's folder, see `storage.kind_of_place`.
+        allow_outside: Whether its shards may be files outside of its folder, see `storage.is_outside`. A manifest comes
+            from whoever made the data, so only the user may say so.
 
     Raises:
         UserError: It is missing, of another format or version, contradicts itself, or has shards in places that are
@@ -191,7 +187,14 @@ def load_manifest(path: str | Path, *, allow_commands: bool = False, allow_outsi
         if path.exists():
             raise UserError(f"The manifest {path} cannot be read: {error.strerror}.") from error
         raise UserError(f"There is no manifest at {path}. {advice(path)}") from error
-    _check_places(table, path, allow_commands=allow_commands, allow_outside=allow_outside)
+    refuse_commands(table.outside)
+    if table.outside and not allow_outside:
+        raise UserError(
+            f"{path} lists {len(table.outside):,} shards outside of its folder, such as "
+            f"{', '.join(map(repr, table.outside[:SHOWN]))}, and could read any file of yours so. If you wrote this "
+            "manifest or trust whoever did, set data.allow_outside=true (--allow-outside in `neuclip score`, `doctor` "
+            "and `verify`)."
+        )
     return Manifest(shards=table, root=str(path.parent), failures=about["failures"], facts=about["facts"])
 
 
@@ -217,32 +220,6 @@ def advice(path: Path) -> str:
         f"{text}`neuclip pairs {source} --output FOLDER` makes shards of image-text pairs, `neuclip download` of a "
         "table of URLs; then train with data.sources=FOLDER."
     )
-
-
-def _check_places(table: ShardTable, path: Path, *, allow_commands: bool, allow_outside: bool) -> None:
-    commands, shown = table.places[COMMAND]
-    listed = ", ".join(repr(name) for name in shown)
-    if commands and not allow_commands:
-        raise UserError(
-            f"{path} lists {commands:,} shards that are shell commands, such as {listed}: reading them would run these "
-            "commands on this machine. If you trust whoever wrote this manifest, set data.allow_commands=true "
-            "(--allow-commands in `neuclip score` and `doctor`)."
-        )
-    if commands:
-        _announce(f"{path} lists {commands:,} shards that are commands, run whenever one is read, such as {listed}.")
-    outside, shown = table.places[OUTSIDE]
-    if outside and not allow_outside:
-        raise UserError(
-            f"{path} lists {outside:,} shards outside of its folder, such as {', '.join(map(repr, shown))}, and could "
-            "read any file of yours so. If you wrote this manifest or trust whoever did, set data.allow_outside=true "
-            "(--allow-outside in `neuclip score`, `doctor` and `verify`)."
-        )
-
-
-@functools.cache
-def _announce(message: str) -> None:
-    """Log a message, once in a process."""
-    log.warning(message)
 
 
 def _read(path: Path) -> tuple[ShardTable, dict[str, Any]]:

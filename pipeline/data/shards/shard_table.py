@@ -12,17 +12,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.shards.storage import COMMAND, OUTSIDE, kind_of_place
+from pipeline.data.shards.storage import is_outside
 
 Int64 = NDArray[np.int64]
 LONGEST_NAME = 4096
 _BLOCK = 1 << 14
-_SHOWN = 3
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One tar file. `name` is a path relative to the manifest's folder, a URL, or a `pipe:` command."""
+    """One tar file. `name` is a path relative to the manifest's folder, or a URL."""
 
     name: str
     samples: int
@@ -68,20 +67,15 @@ class ShardTable:
 
     @property
     def all_relative(self) -> bool:
-        """Whether every name is a path relative to the manifest's folder, rather than a URL or a `pipe:` command."""
+        """Whether every name is a path relative to the manifest's folder, rather than a URL."""
         return not (np.char.find(self._columns["name"], b":") >= 0).any()
 
     @functools.cached_property
-    def places(self) -> Mapping[str, tuple[int, list[str]]]:
-        """Number and first names of the shards that need the user's consent, by `kind_of_place`."""
+    def outside(self) -> list[str]:
+        """Names of the shards that need the user's consent, see `is_outside`."""
         names = self._columns["name"]
         odd = (np.char.find(names, b":") >= 0) | (np.char.find(names, b"..") >= 0) | np.char.startswith(names, b"/")
-        by_kind: dict[str, tuple[int, list[str]]] = {COMMAND: (0, []), OUTSIDE: (0, [])}
-        for name in map(bytes.decode, names[odd].tolist()):
-            if kind := kind_of_place(name):
-                count, first = by_kind[kind]
-                by_kind[kind] = count + 1, [*first, name][:_SHOWN]
-        return by_kind
+        return [name for name in map(bytes.decode, names[odd].tolist()) if is_outside(name)]
 
     def __len__(self) -> int:
         return len(self.samples)

@@ -1,13 +1,11 @@
-"""Open shards in any storage: a local path, a `pipe:` command, or a URL that fsspec supports (s3, gs, https, ...)."""
+"""Open shards in any storage: a local path, or a URL that fsspec supports (s3, gs, https, ...)."""
 
 from __future__ import annotations
 
 import hashlib
 import io
 import os
-import subprocess
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -29,24 +27,28 @@ REMOTE = frozenset({
     "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "hf", "hdfs", "webhdfs", "http", "https",
 })  # fmt: skip
 """URL schemes that a manifest may name without the user's consent: they read from servers only."""
-COMMAND, OUTSIDE = "command", "outside"
 
 
-def kind_of_place(name: str) -> str:
-    """What a shard's name in a manifest makes this machine do.
+def is_outside(name: str) -> bool:
+    """Whether a shard's name in a manifest is a file outside of the manifest's folder, or a URL that can be one.
 
-    Returns:
-        `COMMAND`: run a shell command. `OUTSIDE`: read a file outside of the manifest's folder, or a URL that can
-        (`file://`, chains such as `simplecache::`, and schemes other than those in `REMOTE`). "": read a file in that
-        folder, or from a server.
+    Such URLs are `file://`, chains such as `simplecache::`, and schemes other than those in `REMOTE`.
     """
-    if name.startswith("pipe:"):
-        return COMMAND
     scheme, separator, _ = name.partition("://")
     if separator and "::" not in name:
-        return "" if scheme.lower() in REMOTE else OUTSIDE
+        return scheme.lower() not in REMOTE
     path = os.path.normpath(name)
-    return OUTSIDE if ":" in name or os.path.isabs(path) or path.split(os.sep)[0] == os.pardir else ""
+    return ":" in name or os.path.isabs(path) or path.split(os.sep)[0] == os.pardir
+
+
+def refuse_commands(names: Iterable[str]) -> None:
+    """Refuse shards that are the output of shell commands, which earlier versions ran."""
+    if name := next((name for name in names if name.startswith("pipe:")), None):
+        raise UserError(
+            f"The shard {name!r} is a shell command, which is not run any more. Name shards by URLs: `neuclip manifest "
+            "FOLDER --replace --shards 's3://bucket/{00000..00099}.tar'` (also gs://, https:// and others), or copy "
+            "them to this machine."
+        )
 
 
 @contextmanager
@@ -61,8 +63,8 @@ def open_records(
 ) -> Iterator[Iterator[TarRecord]]:
     """The samples of a shard, starting at number `skip`.
 
-    With an index, reading starts at that sample, except through a `pipe:` command, or to compute the hash of small
-    samples. Otherwise all bytes before it are read once, in order.
+    With an index, reading starts at that sample, except to compute the hash of small samples. Otherwise all bytes
+    before it are read once, in order.
 
     Args:
         url: The shard.
@@ -82,8 +84,8 @@ def open_records(
             source = file if stream_hash is None else stream_hash.over(file)
             yield read_records(source, skip=skip, caption_suffix=caption_suffix)
         return
-    is_pipe, wanted = url.startswith("pipe:"), places[skip:]
-    seeks = skip > 0 and not is_pipe and (stream_hash is None or sample_bytes > SEEKING_PAYS)
+    wanted = places[skip:]
+    seeks = skip > 0 and (stream_hash is None or sample_bytes > SEEKING_PAYS)
     start = first_byte(wanted) if seeks else 0
     with open_shard(url, start=start) as file:
         source = file if stream_hash is None or seeks else stream_hash.over(file)
@@ -154,23 +156,18 @@ def list_shards(root: str | Path, suffixes: tuple[str, ...] = (".tar",)) -> list
 
 
 def is_local(url: str) -> bool:
-    """Whether `url` is a path on this machine rather than a URL or a `pipe:` command."""
-    return "://" not in url and not url.startswith("pipe:")
+    """Whether `url` is a path on this machine rather than a URL."""
+    return "://" not in url
 
 
 @contextmanager
 def open_shard(url: str, *, start: int = 0) -> Iterator[io.BufferedReader]:
     """The shard as a binary stream from byte `start` on, which is closed at the end.
 
-    A `pipe:` command can only be read from its start.
-
     Raises:
-        OSError: The shard cannot be opened, or its `pipe:` command fails.
+        OSError: The shard cannot be opened.
     """
-    if url.startswith("pipe:"):
-        with _pipe(url.removeprefix("pipe:")) as stream:
-            yield stream
-    elif "://" in url:
+    if "://" in url:
         import fsspec
 
         # `fsspec.open` would pass the block size to the file system's constructor, which S3's refuses. The next block
@@ -204,37 +201,3 @@ class _Forward(io.RawIOBase):
         data = self._file.read(len(buffer))
         buffer[: len(data)] = data
         return len(data)
-
-
-class _CommandOutput(io.RawIOBase):
-    """Output of a command. A failed command raises at the end, so that it is not mistaken for a short tar."""
-
-    def __init__(self, process: subprocess.Popen[bytes], errors: BinaryIO, command: str) -> None:
-        self._process = process
-        self._errors = errors
-        self._command = command
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        count = self._process.stdout.readinto(buffer)  # type: ignore[union-attr]
-        if not count and (status := self._process.wait()):
-            self._errors.seek(0)
-            message = self._errors.read()[-500:].decode("utf-8", "replace").strip()
-            raise OSError(f"the command {self._command!r} ended with status {status}: {message}")
-        return count
-
-
-@contextmanager
-def _pipe(command: str) -> Iterator[io.BufferedReader]:
-    with tempfile.TemporaryFile() as errors:
-        process = subprocess.Popen(command, shell=True, stdout=subprocess.PIPE, stderr=errors, bufsize=BUFFER)
-        try:
-            yield io.BufferedReader(_CommandOutput(process, errors, command), BUFFER)
-        finally:
-            if process.stdout is not None:
-                process.stdout.close()
-            if process.poll() is None:
-                process.kill()
-            process.wait()

@@ -1,13 +1,11 @@
 """Images per second and core of our data loader against open_clip's, alternating on the same shards.
 
     python -m jobs.bench.loader --shorter 256 --shorter 512
-    python -m jobs.bench.loader --shorter 256 --raw                 and from shards of decoded pixels
 
 Both loaders read, shuffle, decode, crop to 224 pixels and tokenize the whole dataset once per round, in this process
 with one thread. CPU time is reported, which other load on the machine hardly changes. Our loader leaves normalization
-to the device, as in training; the line "and normalized here" includes it. `--raw` also reads the
-same images from shards of decoded pixels (`neuclip pairs --raw`). The last column is what `data.altered_shards` costs:
-the SHA-256 of every shard, computed from the bytes as they are read.
+to the device, as in training; the line "and normalized here" includes it. The last column is what `data.altered_shards`
+costs: the SHA-256 of every shard, computed from the bytes as they are read.
 """
 
 from __future__ import annotations
@@ -64,10 +62,10 @@ def photo(rng: np.random.Generator, *, shorter: int) -> Image.Image:
     return Image.fromarray(np.clip(128 + 55 * channels / channels.std(), 0, 255).astype(np.uint8))
 
 
-def make_shards(folder: Path, *, shards: int, samples: int, shorter: int, raw: bool = False, distinct: int = 0) -> Path:
+def make_shards(folder: Path, *, shards: int, samples: int, shorter: int, distinct: int = 0) -> Path:
     """Write shards of generated images with captions and metadata in img2dataset's layout.
 
-    `raw`: images as binary PPM (a header, then 8-bit RGB) instead of JPEG. `distinct`: generate so many only.
+    `distinct`: generate so many only.
     """
     rng = np.random.default_rng(0)
     rows = []
@@ -78,9 +76,9 @@ def make_shards(folder: Path, *, shards: int, samples: int, shorter: int, raw: b
             for i in range(samples):
                 out = io.BytesIO()
                 image = given[(s * samples + i) % len(given)] if given else photo(rng, shorter=shorter)
-                image.save(out, "PPM" if raw else "JPEG", quality=QUALITY)
+                image.save(out, "JPEG", quality=QUALITY)
                 caption = " ".join(rng.choice(WORDS.split(), size=rng.integers(4, 16)))
-                members = {"ppm" if raw else "jpg": out.getvalue(), "json": META, "txt": caption.encode()}
+                members = {"jpg": out.getvalue(), "json": META, "txt": caption.encode()}
                 for suffix, data in members.items():
                     info = tarfile.TarInfo(f"{s:05d}{i:04d}.{suffix}")
                     info.size = len(data)
@@ -136,24 +134,16 @@ def compare(shorter: int, options: argparse.Namespace) -> None:
     make = functools.partial(make_shards, shards=4, samples=samples // 4, shorter=shorter)
     with tempfile.TemporaryDirectory() as name:
         folder = make(Path(name))
-        size = f"{_bytes_per_sample(folder, samples) / 1000:.0f} kB a sample"
+        size = f"{sum(path.stat().st_size for path in folder.glob('*.tar')) / samples / 1000:.0f} kB a sample"
         runs: dict[str, Callable[[], None]] = {
             "open_clip": functools.partial(run_open_clip, folder, samples=samples, tokenizer=tokenizer),
             "ours": functools.partial(ours, folder),
             "and normalized here": functools.partial(ours, folder, normalized=True),
-            "ours, scaled": functools.partial(ours, folder, decoding="scaled"),
             "ours, not hashed": functools.partial(ours, folder, altered_shards="ignore"),
             "ours, exact": functools.partial(ours, folder, decoding="exact"),
         }
         if torch.cuda.is_available():
             runs["ours, gpu"] = functools.partial(ours, folder, decoding="gpu")
-        if options.raw:
-            decoded = Path(name) / "raw"
-            decoded.mkdir()
-            make(decoded, raw=True)
-            size += f", raw {_bytes_per_sample(decoded, samples) / 1000:.0f} kB"
-            runs["raw"] = functools.partial(ours, decoded)
-            runs["raw, not hashed"] = functools.partial(ours, decoded, altered_shards="ignore")
         timed = {label: functools.partial(seconds, run) for label, run in runs.items()}
         times = alternate(timed, rounds=options.rounds)
     rates = {label: [samples / taken for taken in durations] for label, durations in times.items()}
@@ -166,14 +156,9 @@ def compare(shorter: int, options: argparse.Namespace) -> None:
     show(head, columns, rows, output=options.json)
 
 
-def _bytes_per_sample(folder: Path, samples: int) -> float:
-    return sum(path.stat().st_size for path in folder.glob("*.tar")) / samples
-
-
 def main() -> None:
     given = parser(__doc__, rounds=5)
     given.add_argument("--shorter", type=int, action="append", help="shorter side of the stored images, in pixels")
-    given.add_argument("--raw", action="store_true", help="also read shards of decoded pixels")
     given.add_argument("--samples", type=int, default=768)
     given.set_defaults(threads=1)
     options = given.parse_args()

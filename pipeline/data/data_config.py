@@ -143,11 +143,9 @@ class DataConfig:
     (`model.lock_image`), for these sources. No image is decoded, and the tower does not run. The loss is the same up to
     rounding, of bf16 where the tower would compute in it: features are fp32. They are of the central square
     (`data.crop.scale=[1,1] data.crop.ratio=[1,1]`) or, with `--augmentations`, of a few crops."""
-    decoding: Literal["fast", "scaled", "exact", "gpu"] = "fast"
+    decoding: Literal["fast", "exact", "gpu"] = "fast"
     """`fast` (libjpeg-turbo and torch's uint8 bicubic, within 2 of 255 of open_clip's pixels), `exact` (open_clip's own
-    PIL pixels), `scaled` (as `fast`, but images of twice the training size and more are decoded at 1/2, 1/4 or 1/8 of
-    their size: cheaper, and slightly other pixels) or `gpu` (ordinary JPEGs with nvJPEG, with slightly other
-    pixels; all else as `fast`)."""
+    PIL pixels) or `gpu` (ordinary JPEGs with nvJPEG, with slightly other pixels; all else as `fast`)."""
     background: ColourName = "white"
     """Colour behind what is transparent in pictures, by name or as #rrggbb. It is stored with the model: `evaluate` (on
     tasks of your own), `score`, `features` and `playground` use it."""

@@ -17,7 +17,7 @@ from torchvision.transforms import RandomResizedCrop
 
 from pipeline.data.data_config import AugmentConfig, CropConfig
 from pipeline.data.loading import decode
-from pipeline.data.loading.decode import ImageDecoder, crop_box, normalize, shrink_for, shrunk
+from pipeline.data.loading.decode import ImageDecoder, crop_box, normalize
 from pipeline.data.order.hashing import draw
 from pipeline.data.shards.tar_reader import CaptionField, CorruptSample, TarRecord
 from tests.images import encoded
@@ -39,7 +39,7 @@ def picture(number: int, *, size: tuple[int, int]) -> Image.Image:
     return Image.fromarray(np.clip(128 + 55 * waves / waves.std(), 0, 255).astype(np.uint8))
 
 
-def decoder(mode: Literal["fast", "scaled", "exact"], **options: Any) -> ImageDecoder:
+def decoder(mode: Literal["fast", "exact"], **options: Any) -> ImageDecoder:
     settings: dict[str, Any] = {"size": SIZE, "crop": CropConfig(scale=(0.3, 1.0)), "max_pixels": 10**6} | options
     return ImageDecoder(mode=mode, **settings)
 
@@ -121,40 +121,15 @@ def test_fast_mode_is_close_to_exact(encoding, size, limits):
         assert difference.mean() <= limits[1]
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
-@pytest.mark.parametrize("size", [(400, 260), (1603, 1207)])
-def test_scaled_mode_shows_the_same_crop(encoding, size):
-    """Averages over 8 x 8 pixels agree with the exact mode's: the crop moves by less than half a pixel."""
-    smooth = picture(3, size=(8, 6)).resize(size, Image.Resampling.BICUBIC)
-    data = ENCODINGS[encoding](smooth)
-    for state in range(5):
-        scaled, exact = (decoder(mode, max_pixels=10**7)(data, state=state).float() for mode in ("scaled", "exact"))
-        assert scaled.shape == (3, SIZE, SIZE)
-        difference = (scaled - exact).unfold(1, 8, 8).unfold(2, 8, 8).mean((-1, -2)).abs()
-        assert difference.max() < 6
-        assert difference.mean() < 1.2
-
-
-def test_scaled_mode_equals_fast_mode_on_images_below_twice_the_size():
-    data = ENCODINGS["jpeg"](picture(1, size=(2 * SIZE - 1, 2 * SIZE - 1)))
-    assert torch.equal(decoder("scaled")(data, state=4), decoder("fast")(data, state=4))
-
-
-@pytest.mark.parametrize(("side", "shrink"), [(100, 1), (447, 1), (448, 2), (895, 2), (896, 4), (1792, 8), (9000, 8)])
-def test_images_are_scaled_down_only_while_the_crop_has_enough_pixels(side, shrink):
-    assert shrink_for((3, 5, side, side + 50), size=224) == shrink_for((3, 5, side + 50, side), size=224) == shrink
-
-
-def test_crops_stay_inside_the_image_and_the_scaled_image():
+def test_crops_stay_inside_the_image():
     crop = CropConfig(scale=(0.01, 1.0), ratio=(0.1, 10.0))
     for i in range(1000):
         height, width = 1 + draw(5, i) % 50 * 70, 1 + draw(6, i) % 50 * 70
-        box = crop_box(height, width, crop=crop, state=i)
-        for shrink, (top, left, h, w) in ((1, box), (by := shrink_for(box, size=224), shrunk(box, by=by))):
-            assert min(top, left) >= 0
-            assert top + h <= -(-height // shrink)
-            assert left + w <= -(-width // shrink)
-            assert min(h, w) >= min(223, *box[2:]) >= 1
+        top, left, h, w = crop_box(height, width, crop=crop, state=i)
+        assert min(top, left) >= 0
+        assert min(h, w) >= 1
+        assert top + h <= height
+        assert left + w <= width
 
 
 def damaged() -> Iterator[bytes]:
@@ -173,7 +148,7 @@ def test_all_modes_agree_on_what_is_corrupt():
     verdicts = []
     for data in damaged():
         found = []
-        for mode in ("fast", "scaled", "exact"):
+        for mode in ("fast", "exact"):
             try:
                 decoder(mode, size=20)(data, state=1)
                 found.append("")

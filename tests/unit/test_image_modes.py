@@ -102,7 +102,7 @@ def test_all_readers_see_the_pixels_of_training(name, tmp_path):
         np.testing.assert_allclose(np.asarray(found), pixels, rtol=0, atol=slack, err_msg=reader)
     raw = convert(body, ImageOptions(raw=True))
     assert raw.suffix == "ppm"
-    for mode in ("fast", "scaled", "exact"):
+    for mode in ("fast", "exact"):
         decoder = ImageDecoder(size=SIDE, crop=FIXED, mode=mode, max_pixels=10**6)
         for stored in (body, raw.body):
             found = decoder(stored, state=1).permute(1, 2, 0).numpy()
@@ -146,7 +146,7 @@ def test_transparent_images_are_put_on_a_background_and_counted():
             assert abs(pixel - colour).max() <= 3
 
 
-@pytest.mark.parametrize("mode", ["fast", "scaled", "exact"])
+@pytest.mark.parametrize("mode", ["fast", "exact"])
 def test_crops_of_raw_images_and_damaged_ones(mode):
     image = picture().convert("RGB").resize((61, 47))
     body, data = encoded(image, "PPM"), np.asarray(image).tobytes()

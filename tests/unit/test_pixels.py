@@ -181,7 +181,7 @@ def test_what_cannot_be_read_has_a_reason_everywhere(name, tmp_path):
     assert refused.value.reason == wanted
     with pytest.raises(FetchError):
         downloaded(body)
-    for mode in ("fast", "scaled", "exact"):
+    for mode in ("fast", "exact"):
         with pytest.raises(CorruptSample):
             trained(mode)(body, state=0)
 
@@ -243,7 +243,7 @@ def test_a_jpeg_with_too_many_scans_is_refused_before_it_is_decoded(progressive)
         partial(convert, body, ImageOptions()),
         partial(served_image.check_image, body, content_type="", max_pixels=10**9),
         partial(served, body),
-        *(partial(trained(mode), body, state=0) for mode in ("fast", "scaled", "exact")),
+        *(partial(trained(mode), body, state=0) for mode in ("fast", "exact")),
     ]
     for reader in readers:
         with pytest.raises((ImageError, FetchError, TaskError, CorruptSample, UserError), match="too many scans"):
@@ -298,7 +298,7 @@ def test_a_jpeg_whose_data_end_before_its_end_marker_is_refused(share, mode, pro
     for reader in (read_rgb, served, partial(convert, options=ImageOptions())):
         with pytest.raises((ImageError, FetchError), match="truncated"):
             reader(cut)
-    for decoder in ("fast", "scaled", "exact"):
+    for decoder in ("fast", "exact"):
         with pytest.raises(CorruptSample, match="image cannot be decoded"):
             trained(decoder)(cut, state=0)
 

@@ -1,4 +1,4 @@
-"""From encoded bytes to pixels: deterministic crops, and three decoders that accept exactly the same images.
+"""From encoded bytes to pixels: deterministic crops, and two decoders that accept exactly the same images.
 
 Crops are open_clip's RandomResizedCrop with hashes in place of random numbers. With its defaults (scale 0.9 to 1), no
 random crop fits an image whose longer side is more than 1.5 times the shorter one, so such an image always gets the
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 import warnings
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -17,7 +16,6 @@ from typing import Annotated, Literal
 import numpy as np
 import simplejpeg
 import torch
-from numpy.typing import NDArray
 from PIL import Image, ImageEnhance
 from pydantic import Field
 from torch import Tensor
@@ -33,9 +31,6 @@ Box = tuple[int, int, int, int]
 CROP_ATTEMPTS = 10
 ENHANCERS = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
 RGB_JPEG = frozenset({"YCbCr", "RGB", "Gray"})
-PPM_HEADER = re.compile(rb"P6\s(\d{1,9})\s(\d{1,9})\s255\s")
-SHRINKS = (8, 4, 2)
-"""Scales of libjpeg-turbo that have SIMD code; others take as long as decoding at full size."""
 GPU_IMAGE_PIXELS, GPU_IMAGE_BYTES, GPU_REDUCTION = 1 << 24, 1 << 22, 40
 """Limits of what is decoded on a GPU: pixels, encoded bytes, and how many times a crop's side may be reduced."""
 
@@ -103,18 +98,6 @@ def _with_hue(picture: Image.Image, *, shift: float) -> Image.Image:
     return Image.frombytes("HSV", picture.size, hsv.tobytes()).convert("RGB")
 
 
-def shrink_for(box: Box, *, size: int) -> int:
-    """By how much an image may be scaled down in decoding, so that its crop keeps at least `size` pixels a side."""
-    return next((shrink for shrink in SHRINKS if min(box[2:]) // shrink >= size), 1)
-
-
-def shrunk(box: Box, *, by: int) -> Box:
-    """The same crop in an image scaled down `by` times, with edges on whole pixels."""
-    top, left, h, w = box
-    first_row, first_column = round(top / by), round(left / by)
-    return first_row, first_column, round((top + h) / by) - first_row, round((left + w) / by) - first_column
-
-
 @dataclass(frozen=True)
 class StoredCrops:
     """A few crops of each sample, of which a teacher's features were computed; a run shows one of them in each epoch.
@@ -154,11 +137,8 @@ class ImageDecoder:
 
     Mode "exact" gives the pixels of open_clip's training transform for the same box, except that it scales 16-bit grey
     to 8 bits where open_clip gets white. "fast" decodes JPEG with libjpeg-turbo and resizes with torch; its pixels
-    differ by at most 2 of 255 (by 9 where Pillow 13 resizes vertically first). "scaled" is "fast", but decodes a JPEG
-    at 1/2, 1/4 or 1/8 of its size where its crop is at least 2, 4 or 8 times as large as the result. The crop moves by
-    up to half a scaled pixel; pixels of the same crop differ by 1 to 4 of 255 on average, and by up to 100 at sharp
-    edges. Both read the pixels of a binary PPM in place. An image that libjpeg-turbo refuses is decoded by Pillow, so
-    all modes accept the same images.
+    differ by at most 2 of 255 (by 9 where Pillow 13 resizes vertically first). An image that libjpeg-turbo refuses is
+    decoded by Pillow, so both modes accept the same images.
 
     With `gpu`, ordinary JPEGs are left to `gpu_decode`, and other images are decoded as in `mode`. `state` is the hash
     key of a crop.
@@ -166,7 +146,7 @@ class ImageDecoder:
 
     size: int
     crop: CropConfig
-    mode: Literal["fast", "scaled", "exact"]
+    mode: Literal["fast", "exact"]
     max_pixels: int
     background: Colour = WHITE
     """Behind what is transparent."""
@@ -227,29 +207,15 @@ class ImageDecoder:
 
     def _window(self, data: bytes, state: int) -> Tensor | None:
         """The pixels of the crop, uint8 [h, w, 3]; None, or a ValueError, if Pillow has to decode the image."""
-        pixels_HWC: NDArray[np.uint8] | None = None
-        if data[:2] == b"\xff\xd8":
-            height, width, colorspace = jpeg.header(data)
-        elif (pixels_HWC := ppm_pixels(data)) is not None:
-            height, width, _ = pixels_HWC.shape
-        else:
+        if data[:2] != b"\xff\xd8":
             return None
+        height, width, colorspace = jpeg.header(data)
         self._check(height, width)
-        top, left, h, w = box = crop_box(height, width, crop=self.crop, state=state)
-        if pixels_HWC is None:
-            jpeg.check_scans(data)
-            if colorspace not in RGB_JPEG:
-                raise ValueError(f"Pillow decodes {colorspace}")
-            shrink = shrink_for(box, size=self.size) if self.mode == "scaled" else 1
-            pixels_HWC = simplejpeg.decode_jpeg(
-                data,
-                colorspace="RGB",
-                strict=True,
-                min_height=-(-height // shrink),  # the smallest size that is allowed is the one that is decoded
-                min_width=-(-width // shrink),
-                min_factor=shrink,
-            )
-            top, left, h, w = box if shrink == 1 else shrunk(box, by=shrink)
+        jpeg.check_scans(data)
+        if colorspace not in RGB_JPEG:
+            return None
+        pixels_HWC = simplejpeg.decode_jpeg(data, colorspace="RGB", strict=True)
+        top, left, h, w = crop_box(height, width, crop=self.crop, state=state)
         return torch.from_numpy(pixels_HWC[top : top + h, left : left + w].copy())
 
     def _exact(self, data: bytes, state: int) -> Tensor:
@@ -257,17 +223,6 @@ class ImageDecoder:
             warnings.simplefilter("ignore")  # PIL warns about large sizes, which `max_pixels` limits, and odd metadata
             image = rgb_image(data, max_pixels=self.max_pixels, background=self.background)
         return crop_exactly(image, crop=self.crop, size=self.size, state=state)
-
-
-def ppm_pixels(data: bytes) -> NDArray[np.uint8] | None:
-    """uint8 [H, W, 3], a view of a binary PPM of 8 bits a channel; None if the bytes are not exactly one."""
-    header = PPM_HEADER.match(data)
-    if header is None:
-        return None
-    width, height = int(header[1]), int(header[2])
-    if not width * height or len(data) != header.end() + 3 * height * width:
-        return None
-    return np.frombuffer(data, np.uint8, offset=header.end()).reshape(height, width, 3)
 
 
 def normalize(

@@ -134,7 +134,7 @@ def without_missing_teachers(units: list[Unit]) -> list[Unit]:
     """The runs whose teacher's features are there; the others are named: their teacher may be a run of this study."""
     ready = []
     for unit in units:
-        needed = [folder for folders in unit.run.data.stored_features.values() for folder in folders]
+        needed = list(unit.run.data.stored_features.values())
         if missing := [folder for folder in needed if not Path(folder).exists()]:
             comment = "a comment in the study's YAML file has the command that makes it."
             click.echo(f"Skipped: {unit.label} needs {missing[-1]}; {comment}")

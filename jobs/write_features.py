@@ -25,16 +25,6 @@ from pipeline.run_files import check_model, model_folder_in
 )
 @click.option("--caption", default="txt", show_default=True, help="A member's suffix, or json:FIELD.")
 @click.option(
-    "--augmentations",
-    type=click.IntRange(min=0, max=1000),
-    default=0,
-    show_default=True,
-    help="Crops of each image whose features are stored; 0: of the whole image.",
-)
-@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Of the crops.")
-@click.option("--crop-scale", type=(float, float), default=(0.9, 1.0), show_default=True, help="As data.crop.scale.")
-@click.option("--crop-ratio", type=(float, float), default=(3 / 4, 4 / 3), help="As data.crop.ratio: 3/4 to 4/3.")
-@click.option(
     "--batch-size", type=click.IntRange(min=1), default=64, show_default=True, help="Images encoded at a time."
 )
 @click.option("--workers", type=click.IntRange(min=0), default=2, show_default=True, help="Decoding threads per rank.")
@@ -46,10 +36,6 @@ def command(
     output: str,
     images_only: bool,
     caption: str,
-    augmentations: int,
-    seed: int,
-    crop_scale: tuple[float, float],
-    crop_ratio: tuple[float, float],
     device: str,
     allow_outside: bool,
     **how: int,
@@ -60,16 +46,10 @@ def command(
     objective.distill=1` learns from a teacher's image and text features, in fp16. With --images-only, a run with
     `data.image_features=OUTPUT model.lock_image=true` takes the outputs of its image tower from there, in fp32,
     instead of decoding images. Run it again to continue a stopped job.
-
-    With --augmentations, a run that uses the features shows one of these crops of a sample in each epoch, so that
-    teacher and student see the same part of the image.
     """
     check_model(model)  # before imports that take seconds
-    from pipeline import config as cfg
     from pipeline.analysis.feature_writer import write_features
     from pipeline.analysis.pair_scores import start_output, temperature_of
-    from pipeline.data.data_config import CropConfig
-    from pipeline.data.loading.decode import StoredCrops
     from pipeline.data.loading.stored_features import FACTS, FeatureFacts
     from pipeline.data.order.mixture import make_mixture
     from pipeline.data.shards.check_shards import check_caption
@@ -80,21 +60,11 @@ def command(
     from pipeline.model.evaluation_model import load_for_evaluation
     from pipeline.model.model_folder import image_tower_identity
 
-    given = click.get_current_context().get_parameter_source
-    crop_options = [name for name in ("seed", "crop_scale", "crop_ratio") if given(name) != ParameterSource.DEFAULT]
-    if crop_options and not augmentations:
-        options = ", ".join(f"--{name.replace('_', '-')}" for name in crop_options)
-        raise UserError(f"{options}: without --augmentations, features are of whole images, which have no crops.")
-    if images_only and given("caption") != ParameterSource.DEFAULT:
+    source = click.get_current_context().get_parameter_source("caption")
+    if images_only and source != ParameterSource.DEFAULT:
         raise UserError("--caption has no effect with --images-only: leave one of them out.")
     if len({Path(folder).resolve() for folder in data}) < len(data):
         raise UserError(f"--data has a folder twice: {' '.join(data)}. Name each once, as in data.sources.")
-    crop = cfg.parse(CropConfig, {"scale": list(crop_scale), "ratio": list(crop_ratio)})
-    if augmentations and crop.fixed:
-        raise UserError(
-            "--crop-scale and --crop-ratio of 1 1 make every crop the central square: leave --augmentations out."
-        )
-    crops = StoredCrops(augmentations, seed, crop.scale, crop.ratio) if augmentations else None
     field = CaptionField.parse(caption, option="--caption")
     warnings.filterwarnings("ignore", module=r"PIL\.")  # about odd metadata of images
     manifests = [load_manifest(folder, allow_outside=allow_outside) for folder in data]
@@ -107,14 +77,10 @@ def command(
         samples, digests = mixture.manifest.n, list(mixture.digests)
         if images_only:
             tower = image_tower_identity(encoder.towers.clip.state_dict(), encoder.architecture, decoding="fast")
-            facts = FeatureFacts(
-                tower["weights"], spec, 1.0, encoder.dim, digests, "", samples, crops=crops, tower=tower
-            )
+            facts = FeatureFacts(tower["weights"], spec, 1.0, encoder.dim, digests, "", samples, tower=tower)
         else:
             tau, bias = temperature_of(encoder, spec), encoder.towers.logit[1] if encoder.towers.logit else None
-            facts = FeatureFacts(
-                encoder.digest, spec, tau, encoder.dim, digests, str(field), samples, bias=bias, crops=crops
-            )
+            facts = FeatureFacts(encoder.digest, spec, tau, encoder.dim, digests, str(field), samples, bias=bias)
         start_output(Path(output) / FACTS, facts, what="features", apart=("source",))
         world.barrier()
         tell = click.echo if world.is_main else (lambda message: None)

@@ -129,6 +129,8 @@ COMMANDS: dict[str, str] = {
     "playground --captions": "Captions are not searched: the page finds images by text or by image.",
     "playground --open": "Open the printed address in a browser.",
     "playground --suite": "Type the classes on the page; `neuclip evaluate --suite` scores a suite.",
+    "--augmentations": "Features of several crops gained nothing where they were measured; features are of whole images, or of the central square with --images-only.",
+    "study cheap-crops": "This study has left, as several crops and teachers gained nothing; docs/studies/cheap-crops has its results, commit d855352b its program.",
     "study icons": "The corpus of icons has left; commit c14979c has the program that makes it. The study's results are in docs/studies/icons.",
     "study separation": "This study has left; docs/studies/separation has its results, commit c14979c its program.",
     "train --new-batch-size": "A run keeps its batch_size; begin a new run with the weights: model.arch=pretrained model.pretrained=RUN/checkpoints/STEP.",

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from pipeline.analysis.pair_scores import encode
 from pipeline.analysis.shard_pairs import UNREAD, ImageOf, PairBatch, PairReader, whole
 from pipeline.data.data_config import MAX_PIXELS, CropConfig
 from pipeline.data.loading.decode import ImageDecoder, normalize
-from pipeline.data.loading.stored_features import FACTS, FeatureFacts, FeatureStore
+from pipeline.data.loading.stored_features import FACTS, FeatureFacts
 from pipeline.data.order.mixture import Mixture
 from pipeline.data.shards.tar_reader import CaptionField
 from pipeline.distributed.world import World
@@ -42,8 +42,8 @@ def write_features(
     """Write what is missing, and the counts into `features.json`. Collective.
 
     `facts` are those of both the model (the teacher, or the one whose image tower it is) and the data; the folder
-    `output` holds no features of others. At most `batch_size` images, or the crops of one, are encoded at a time, and
-    `on_shard` is called with the number of this rank's finished shards, and of all its shards.
+    `output` holds no features of others. At most `batch_size` images are encoded at a time, and `on_shard` is called
+    with the number of this rank's finished shards, and of all its shards.
 
     Returns:
         The counts.
@@ -55,7 +55,6 @@ def write_features(
     file, shards, problems = facts.file(output), mixture.manifest.shards, Counter[str]()
     try:
         file.create()
-        store = FeatureStore(file, writable=True)
     except OSError as error:
         raise UserError(
             f"{file.path}, of {file.file_bytes / 1e6:,.1f} MB, cannot be created or opened: {error.strerror}."
@@ -63,7 +62,7 @@ def write_features(
 
     def missing(index: int) -> int:
         shard = shards[index]
-        return sum(store.read(row) is None for row in range(shard.offset, shard.offset + shard.samples))
+        return sum(file.read(row) is None for row in range(shard.offset, shard.offset + shard.samples))
 
     mine = range(world.rank, len(shards), world.size)
     left = [index for index in mine if missing(index)]
@@ -71,16 +70,15 @@ def write_features(
     on_shard(done, len(mine))
     image_of = image_reader(model, facts)
     caption = CaptionField.parse(facts.caption) if facts.caption else None
-    size = max(1, batch_size // facts.images)
-    pairs = PairReader(mixture.manifest, caption, image_of, batch_size=size, workers=workers, verified=True)
+    pairs = PairReader(mixture.manifest, caption, image_of, batch_size=batch_size, workers=workers, verified=True)
     for batch in pairs.read(left):
         if batch.sample_ids:
             try:
-                store.write(batch.sample_ids, _features(model, batch, facts))
+                file.write(batch.sample_ids, _features(model, batch, facts))
             except OSError:  # reported below, on every rank
                 break
         offset = shards[batch.shard].offset  # what an earlier start has stored is not lost
-        problems.update(problem for row, problem in batch.problems if store.read(offset + row) is None)
+        problems.update(problem for row, problem in batch.problems if file.read(offset + row) is None)
         if batch.ends_shard:
             on_shard(done := done + 1, len(mine))
     lost = sum(missing(index) for index in left) - problems.total()
@@ -105,30 +103,16 @@ def write_features(
 def _features(model: EvaluationModel, batch: PairBatch, facts: FeatureFacts) -> Tensor:
     """The values of a batch's records, [b, values]."""
     if facts.tower is None:
-        image, text = encode(model, batch)
-        return torch.cat([image.view(len(text), -1), text], dim=1)
-    outputs = model.image_outputs(batch.image.flatten(0, -4).to(next(model.towers.parameters()).device))
-    return outputs.view(len(batch.sample_ids), -1)
+        return torch.cat(encode(model, batch), dim=1)
+    return model.image_outputs(batch.image.to(next(model.towers.parameters()).device))
 
 
 def image_reader(model: EvaluationModel, facts: FeatureFacts) -> ImageOf:
-    """Takes the image, or all stored crops of it [K, 3, H, W], as the features are of.
-
-    Crops are what a run shows of the sample in training; of a teacher, but for its size and decoder. The outputs of an
-    image tower are of its pixels in training.
-    """
-    crops, tower = facts.crops, facts.tower
-    if crops is None and tower is None:
-        return whole(model.preprocess, model.architecture.background)
-    limits = CropConfig(scale=crops.scale, ratio=crops.ratio) if crops else CropConfig(scale=(1, 1), ratio=(1, 1))
-    mode: Literal["fast", "exact"] = "fast" if tower else "exact"
-    background = model.architecture.background
-    decoder = ImageDecoder(model.image_size, limits, mode, MAX_PIXELS, background)
-    mean, std = model.architecture.mean, model.architecture.std
-
-    def read(data: bytes, sample_id: int) -> Tensor:
-        states = [crops.state(sample_id, number) for number in range(crops.count)] if crops else [0]
-        images = normalize(torch.stack([decoder(data, state=state) for state in states]), mean=mean, std=std)
-        return images if crops else images[0]
-
-    return read
+    """Takes the image as an evaluation does; of outputs of an image tower, its pixels in training."""
+    architecture = model.architecture
+    if facts.tower is None:
+        return whole(model.preprocess, architecture.background)
+    central = CropConfig(scale=(1, 1), ratio=(1, 1))
+    decoder = ImageDecoder(model.image_size, central, "fast", MAX_PIXELS, architecture.background)
+    mean, std = architecture.mean, architecture.std
+    return lambda data: normalize(decoder(data, state=0)[None], mean=mean, std=std)[0]

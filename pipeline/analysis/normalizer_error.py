@@ -27,7 +27,6 @@ from pipeline import config as cfg
 from pipeline.checkpoint.reader import Checkpoint, open_checkpoint
 from pipeline.data.loading.decode import normalize
 from pipeline.data.loading.loader import Loader
-from pipeline.data.loading.stored_features import common_crops, open_features
 from pipeline.distributed.precision import true_fp32
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
@@ -171,9 +170,6 @@ def measure(
             raise UserError(
                 f"{run.objective.name} has no normalizers to compare: choose a run with a softmax objective."
             )
-        opened = open_features(run.data, loader.mixture.digests, seed=run.seed, named=run.data.stored_features)
-        if (crops := common_crops(opened)) is not None:
-            loader.use_crops(crops)
         objective.load_state_dict(checkpoint.objective())
         objective.load_row_state_dict(checkpoint.read_rows)
         image, text, ids = _encode_epoch(loader, towers, architecture, world)

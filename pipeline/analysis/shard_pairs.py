@@ -31,7 +31,7 @@ class PairBatch:
     """Positions in the shard of the readable pairs."""
     sample_ids: list[int]
     image: Tensor
-    """[b, 3, H, W], preprocessed; of several crops of each [b, K, 3, H, W]."""
+    """[b, 3, H, W], preprocessed."""
     captions: list[str]
     problems: list[tuple[int, str]]
     """Position and reason of the other pairs."""
@@ -40,13 +40,13 @@ class PairBatch:
 
 UNREAD = "shard cannot be read"
 """Of the samples of a shard that is away, how their problem begins."""
-ImageOf = Callable[[bytes, int], Tensor]
-"""Encoded image and sample id -> the preprocessed image. It raises `CorruptSample`."""
+ImageOf = Callable[[bytes], Tensor]
+"""Encoded image -> the preprocessed image. It raises `CorruptSample`."""
 
 
 def whole(preprocess: Callable[[Any], Tensor], background: Colour = WHITE) -> ImageOf:
     """The whole image, as an evaluation takes it; `preprocess` is of a PIL image."""
-    return lambda data, sample_id: preprocess(rgb_image(data, background=background))
+    return lambda data: preprocess(rgb_image(data, background=background))
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ class PairReader:
         shard = self.manifest.shards[number]
         good: list[tuple[int, Tensor, str]] = []
         bad: list[tuple[int, str]] = []
-        records = enumerate(self._records(shard), shard.offset)
-        for row, outcome in enumerate(thread_map(pool, self._decode, records, ahead=2 * self.batch_size)):
+        decoded = thread_map(pool, self._decode, self._records(shard), ahead=2 * self.batch_size)
+        for row, outcome in enumerate(decoded):
             if isinstance(outcome, str):
                 bad.append((row, outcome))
             else:
@@ -108,12 +108,11 @@ class PairReader:
         for _ in range(row, samples):
             yield TarRecord(None, None, problem=reason)
 
-    def _decode(self, numbered: tuple[int, TarRecord]) -> tuple[Tensor, str] | str:
-        sample_id, record = numbered
+    def _decode(self, record: TarRecord) -> tuple[Tensor, str] | str:
         try:
             if record.problem or record.image is None:
                 raise CorruptSample(record.problem or "image is missing")
-            return self.image_of(record.image, sample_id), self.caption.read(record) if self.caption else ""
+            return self.image_of(record.image), self.caption.read(record) if self.caption else ""
         except CorruptSample as error:
             return str(error)
 

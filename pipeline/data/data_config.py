@@ -134,15 +134,14 @@ class DataConfig:
     caption: _Caption = "txt"
     """Where captions are: a member's suffix, or `json:FIELD`. If the field holds several texts, one is drawn by hash
     each time that the sample is shown."""
-    teacher_features: str | tuple[str, ...] | None = None
-    """Folder of `neuclip features`: a teacher's features of these sources, for `objective.distill`; or a list of
-    several teachers'. They are of the whole image, preprocessed as for evaluation, or, with `--augmentations`, of a few
-    crops, which the run then shows; and of one of several captions."""
+    teacher_features: str | None = None
+    """Folder of `neuclip features`: a teacher's features of these sources, for `objective.distill`. They are of the
+    whole image, preprocessed as for evaluation, and of one of several captions."""
     image_features: str | None = None
     """Folder of `neuclip features --images-only`: the outputs of the run's image tower, which must be locked as a whole
     (`model.lock_image`), for these sources. No image is decoded, and the tower does not run. The loss is the same up to
     rounding, of bf16 where the tower would compute in it: features are fp32. They are of the central square
-    (`data.crop.scale=[1,1] data.crop.ratio=[1,1]`) or, with `--augmentations`, of a few crops."""
+    (`data.crop.scale=[1,1] data.crop.ratio=[1,1]`)."""
     decoding: Literal["fast", "exact", "gpu"] = "fast"
     """`fast` (libjpeg-turbo and torch's uint8 bicubic, within 2 of 255 of open_clip's pixels), `exact` (open_clip's own
     PIL pixels) or `gpu` (ordinary JPEGs with nvJPEG, with slightly other pixels; all else as `fast`)."""
@@ -166,29 +165,18 @@ class DataConfig:
     retries: int = Field(default=3, ge=0, le=100)
     """How often reading a shard is tried again without any progress before its remaining samples count as lost."""
 
-    @field_validator("teacher_features")
-    @classmethod
-    def _each_once(cls, folders: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
-        if isinstance(folders, tuple) and len(set(folders)) < len(folders):
-            raise ValueError("a teacher is listed twice: each counts once")
-        return folders
-
     @property
-    def stored_features(self) -> dict[str, tuple[str, ...]]:
+    def stored_features(self) -> dict[str, str]:
         """Folders of `neuclip features`, by the setting that names them."""
-        teachers, images = self.teacher_features, self.image_features
-        return {
-            TEACHER: (teachers,) if isinstance(teachers, str) else teachers or (),
-            IMAGES: () if images is None else (images,),
-        }
+        named = {TEACHER: self.teacher_features, IMAGES: self.image_features}
+        return {setting: folder for setting, folder in named.items() if folder}
 
     @model_validator(mode="after")
     def _augmented_here(self) -> DataConfig:
         if not self.augment:
             return self
-        for name, folders in self.stored_features.items():
-            if folders:
-                raise ValueError(f"data.augment changes colours, and {name} are of unchanged ones: use one of them")
+        for name in self.stored_features:
+            raise ValueError(f"data.augment changes colours, and {name} are of unchanged ones: use one of them")
         if self.decoding == "gpu":
             raise ValueError("data.augment works on pixels that workers decode: set data.decoding=fast, not gpu")
         return self

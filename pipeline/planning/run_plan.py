@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from pipeline.cores import usable_cores
-from pipeline.data.loading.stored_features import common_crops, how_to_write, open_features
+from pipeline.data.loading.stored_features import how_to_write, open_features
 from pipeline.data.order.canonical_order import Order, make_layout, make_order
 from pipeline.data.shards.check_shards import caption_notes, first_captions
 from pipeline.engine.engine_protocol import ENGINES
@@ -164,12 +164,12 @@ def _stored_features(run: RunConfig, data: Order | None) -> Iterator[str]:
         UserError: Those that are there do not fit the run.
     """
     named = run.data.stored_features
-    for setting, folder in ((setting, folder) for setting, folders in named.items() for folder in folders):
+    for setting, folder in named.items():
         if not Path(folder).exists():
             yield f"{setting}={folder} is not there yet: {how_to_write(setting, folder)}"
     if data is not None:
-        there = {setting: [folder for folder in folders if Path(folder).exists()] for setting, folders in named.items()}
-        common_crops(open_features(run.data, data.mixture.digests, seed=run.seed, named=there))
+        there = {setting: folder for setting, folder in named.items() if Path(folder).exists()}
+        open_features(run.data, data.mixture.digests, named=there)
 
 
 def stage_flops(run: RunConfig, *, accumulation: bool) -> list[tuple[str, float]]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pipeline.data.data_config import IMAGES, TEACHER
 from pipeline.data.loading.loader import Batch
-from pipeline.data.loading.stored_features import StoredFeatures, common_crops, open_features
+from pipeline.data.loading.stored_features import StoredFeatures, open_features
 from pipeline.distributed.devices import to_device
 from pipeline.distributed.timing import Meter
 from pipeline.distributed.world import NEXT_BATCH
@@ -146,11 +146,11 @@ class StepFeatures:
     device: torch.device
     images: StoredFeatures | None = None
     """Outputs of the image tower; None: the tower runs in every step."""
-    teachers: Sequence[StoredFeatures] = ()
+    teacher: StoredFeatures | None = None
     """Whose similarities the run learns from, too."""
 
     def of(self, batch: Batch, *, stand_in: bool = False) -> tuple[Tensor | None, list[Teacher]]:
-        """The image tower's outputs [b, d] of a batch, and the teachers' features; of a stand-in batch, zeros.
+        """The image tower's outputs [b, d] of a batch, and a teacher's features; of a stand-in batch, zeros.
 
         Raises:
             UserError: Those of a sample are missing or damaged.
@@ -159,15 +159,16 @@ class StepFeatures:
         def values(stored: StoredFeatures) -> Tensor:
             if stand_in:
                 return torch.zeros(stored.facts.sides, len(batch.text), stored.facts.dim, device=self.device)
-            return to_device(stored.read(batch.sample_id, epoch=batch.position.epoch), self.device).float()
+            return to_device(stored.read(batch.sample_id), self.device).float()
 
-        teachers = [(F.normalize(values(stored), dim=2), stored.facts.tau) for stored in self.teachers]
         image = None if self.images is None else values(self.images)[0]
-        return image, [Teacher(sides[0], sides[1], tau) for sides, tau in teachers]
+        if self.teacher is None:
+            return image, []
+        return image, [Teacher(*F.normalize(values(self.teacher), dim=2), self.teacher.facts.tau)]
 
 
 def open_step_features(state: RunState, *, report: Callable[[str], None]) -> StepFeatures | None:
-    """Open the stored features of a run, if any, and let the loader show their crops or decode no images. Collective.
+    """Open the stored features of a run. Behind those of its image tower, the loader decodes no images. Collective.
 
     Call it when the weights are those of the run, after a checkpoint was restored. `report` receives sentences.
 
@@ -175,20 +176,16 @@ def open_step_features(state: RunState, *, report: Callable[[str], None]) -> Ste
         UserError: They do not fit the run.
     """
     run, loader, named = state.run, state.loader, state.run.data.stored_features
-    if not any(named.values()):
+    if not named:
         return None
-    opened = open_features(run.data, loader.mixture.digests, seed=run.seed, named=named)
-    for setting, group in opened.items():
-        for number, stored in enumerate(group):
-            state.features[f"{setting}[{number}]" if number else setting] = stored.facts.identity
-            report(f"{'Teacher' if setting == TEACHER else 'Image features'}: {stored.describe()}.")
-    if (crops := common_crops(opened)) is not None:
-        loader.use_crops(crops)
-    images = next(iter(opened[IMAGES]), None)
-    if images is not None:
+    opened = open_features(run.data, loader.mixture.digests, named=named)
+    for setting, stored in opened.items():
+        state.features[setting] = stored.facts.identity
+        report(f"{'Teacher' if setting == TEACHER else 'Image features'}: {stored.describe()}.")
+    if (images := opened.get(IMAGES)) is not None:
         _check_tower(images, state)
         loader.use_features(images.file)
-    return StepFeatures(state.world.device, images, opened[TEACHER])
+    return StepFeatures(state.world.device, images, opened.get(TEACHER))
 
 
 def _check_tower(images: StoredFeatures, state: RunState) -> None:

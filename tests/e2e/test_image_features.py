@@ -29,7 +29,6 @@ from tests.training import SMALL, train_here
 
 EPOCH, EPOCHS = 6, 3
 """Steps of an epoch, which has 48 samples, and epochs of a run."""
-CROPS = ("data.crop.scale=[0.3,0.9]", "data.crop.ratio=[0.75,1.3333333333333333]")
 
 
 @pytest.fixture(scope="module")
@@ -109,17 +108,6 @@ def test_the_training_is_the_same_and_no_image_is_decoded(base, plain, monkeypat
     assert equal(weights(base / "whole"), uninterrupted)
 
 
-def test_stored_crops_are_those_that_a_teachers_run_shows(base):
-    options = ("--augmentations", "3", "--crop-scale", "0.3", "0.9")
-    store(base, "crops", *options)
-    given = [str(base / "first"), "--data", str(base / "shards"), "--output", str(base / "taught"), *options]
-    assert CliRunner().invoke(command, [*given, "--workers", "0", "--device", "cpu"]).exit_code == 0
-    teacher = ("objective.distill=1e-12", f"data.teacher_features={base / 'taught'}")
-    train_here(*settings(base, "shown", *CROPS, *teacher))
-    train_here(*settings(base, "read", *CROPS, stored="crops"))
-    assert_same(base, "shown", "read")
-
-
 def test_what_does_not_fit_the_run_is_refused(base):
     write_shards(base / "others", [48], first=100)
     train_here(f"output={base / 'second'}", f"data.sources={base / 'shards'}", "samples=8", "seed=1",
@@ -131,7 +119,7 @@ def test_what_does_not_fit_the_run_is_refused(base):
         (["model.image_size=24"], "(other weights, other architecture, other image size)"),
         (["data.decoding=exact"], "(other data.decoding)"),
         ([f"data.sources={base / 'others'}"], "are of other data than this run"),
-        (["data.crop.scale=[0.9,1]"], "are of crops with scale [1.0, 1.0] and ratio [1.0, 1.0]"),
+        (["data.crop.scale=[0.9,1]"], "are of the central square of each image: set data.crop.scale=[1,1]"),
         (["model.lock_image=false"], "set model.lock_image=true"),
         (["model.unlocked_image_blocks=1"], "model.unlocked_image_blocks=0"),
         (["model.patch_dropout=0.5"], "(PatchDropout) drops a random share of 0.5"),

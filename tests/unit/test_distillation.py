@@ -19,22 +19,18 @@ from click.testing import CliRunner, Result
 from open_clip.loss import DistillClipLoss
 from torch import Tensor
 
-from jobs.normalizers import command as normalizers
 from jobs.write_features import command
 from pipeline.data.data_config import TEACHER
-from pipeline.data.loading.decode import StoredCrops, normalize
-from pipeline.data.loading.loader import Loader
 from pipeline.data.loading.stored_features import StoredFeatures
 from pipeline.data.loading.worker_processes import NoBatch
 from pipeline.distributed.start import start_world
 from pipeline.errors import UserError
-from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
+from pipeline.model.evaluation_model import load_for_evaluation
 from pipeline.objectives import build_objective, objective_names
 from pipeline.objectives.distill import Teacher
 from pipeline.training.recipe import load_recipe
 from pipeline.training.run import setup
 from pipeline.training.run_state import RunEnds
-from pipeline.training.step import TrainStep
 from tests.launch import run
 from tests.metrics import equal, metrics, weights
 from tests.shards import write_shards
@@ -61,13 +57,13 @@ def reference(image: Tensor, text: Tensor, taus: tuple[Tensor, Tensor], teacher:
     return (divergences[0] + divergences[1]) / 2
 
 
-def computed(name: str, weight: float, *teachers: Teacher) -> tuple[Any, Any]:
+def computed(name: str, weight: float) -> tuple[Any, Any]:
     """The output of a batch in float64, the gradient by the temperature, and the temperatures."""
     own = {"prototypes": 8} if name.startswith("neuclip") else {}
     objective = build_objective({"name": name, "distill": weight, **own}, context=context(BATCH))
     image, text = unit_features(BATCH)
-    teacher = teachers or teacher_of(BATCH)
-    output = objective.compute(image, text, sample_ids=torch.arange(BATCH), teacher=teacher if weight else ())
+    teacher = teacher_of(BATCH) if weight else ()
+    output = objective.compute(image, text, sample_ids=torch.arange(BATCH), teacher=teacher)
     pending: Any = objective._pending
     tau = objective.temperature.of_anchors(
         BATCH, None if objective.table is None else objective.table.lookup(torch.arange(BATCH)).double()
@@ -106,17 +102,6 @@ def test_it_is_the_loss_of_open_clip():
     assert relative_error(output.grad_image, image.grad) < 1e-9
     assert relative_error(output.grad_text, text.grad) < 1e-9
     assert float(-slope * taus[0][0] ** 2) == pytest.approx(float(scale.grad), rel=1e-9)
-
-
-def test_several_teachers_are_averaged():
-    teachers = (teacher_of(BATCH), Teacher(*unit_features(BATCH, 7, seed=10), 0.05))
-    (plain, (_, taus)), (found, _) = computed("openclip", 0.0), computed("openclip", WEIGHT, *teachers)
-    image, text = (x.requires_grad_() for x in unit_features(BATCH))
-    loss = sum(reference(image, text, taus, teacher) for teacher in teachers) / 2
-    (WEIGHT * loss).backward()
-    assert float(found.metrics["distillation_loss"]) == pytest.approx(float(loss.detach()), rel=1e-10)
-    assert relative_error(found.grad_image - plain.grad_image, image.grad) < 1e-10
-    assert relative_error(found.grad_text - plain.grad_text, text.grad) < 1e-10
 
 
 def test_a_loop_of_your_own_and_large_batches(monkeypatch):
@@ -211,16 +196,11 @@ def test_features_are_those_of_the_model_and_what_is_missing_is_counted_and_adde
 
 
 def test_features_of_something_else_are_refused(base):
-    crops = ("--crop-scale", "1", "1", "--crop-ratio", "1", "1")
     for given, message in [
         (("--caption", "json:captoins"), "--caption = 'json:captoins' is in none of the first samples"),
-        (("--seed", "3", "--crop-scale", "0.5", "1"), "--seed, --crop-scale: without --augmentations"),
         (("--data", str(base / "shards")), "a folder twice"),
-        (("--augmentations", "2", *crops), "every crop the central square"),
     ]:
         assert message in str(features(base, *given, output="useless").exception)
-    too_long = features(base, "--augmentations", "2", "--seed", str(2**63), output="useless")
-    assert f"{2**63} is not in the range" in too_long.output
     assert not (base / "useless").exists()
     assert "holds features with another data" in str(features(base, data="other").exception)
     assert "another caption (txt, now json:url)" in str(features(base, "--caption", "json:url").exception)
@@ -339,26 +319,24 @@ def test_shards_that_are_away_or_altered_give_no_features_and_lose_none(base):
     assert "2 samples are in shards that cannot be read" in found
 
 
-def test_facts_that_are_impossible_or_of_other_records_are_refused(base, of_crops, tmp_path, monkeypatch):
+def test_facts_that_are_impossible_or_of_other_records_are_refused(base, tmp_path, monkeypatch):
     wrong = {"tau": math.nan, "bias": math.inf, "dim": 2.5, "data": "x", "crops": 3}
     refused: list[tuple[Path, dict[str, Any], str]] = [
         (base / "features", {"facts": {name: value}}, rf"\(in features\.json, {name} is wrong: ")
         for name, value in wrong.items()
     ]
     refused.append((base / "features", {"stored": 99}, r"no features of `neuclip features` \(features\.json says that"))
-    crop = {"seed": 8, "scale": [0.3, 0.9], "ratio": [3 / 4, 4 / 3]}
-    others = ({"model": "x"}, {"data": ["x"]}, {"caption": "json:url"}, {"crops": {**crop, "count": 3, "seed": 9}},
-              {"crops": {**crop, "count": 7}, "dim": 8})  # fmt: skip
     damaged = "48 of the 48 features checked are missing, damaged or of another"
-    refused += [(of_crops, {"facts": other}, damaged) for other in others]
+    others = ({"model": "x"}, {"data": ["x"]}, {"caption": "json:url"})
+    refused += [(base / "features", {"facts": other}, damaged) for other in others]
     for number, (stored, given, message) in enumerate(refused):
         with pytest.raises(UserError, match=message):
             StoredFeatures(changed(stored, tmp_path / str(number), **given), setting=TEACHER)
     teacher = StoredFeatures(base / "features", setting=TEACHER)
-    nan = b"\x00\x7e" * (len(teacher._store.read(4)) // 2)
-    monkeypatch.setattr(teacher._store, "read", lambda sample_id: nan)
+    nan = b"\x00\x7e" * (len(teacher.file.read(4)) // 2)
+    monkeypatch.setattr(teacher.file, "read", lambda sample_id: nan)
     with pytest.raises(UserError, match="has no features of sample 5, or damaged ones"):
-        teacher.read(torch.tensor([5]), epoch=0)
+        teacher.read(torch.tensor([5]))
 
 
 def test_a_run_goes_on_with_the_teacher_with_which_it_began(base, other_features):
@@ -377,102 +355,6 @@ def test_a_run_goes_on_with_the_teacher_with_which_it_began(base, other_features
     with pytest.raises(UserError, match="other features than data"):
         train_here(*settings(base, "taught", "checkpoint.every=3", stored="features-2"), resume="latest")
     train_here(*settings(base, "taught", "checkpoint.every=3", stored="moved"), resume="latest")
-
-
-@pytest.fixture(scope="module")
-def of_crops(base: Path) -> Path:
-    """Features of three crops of each image, and of other crops in `other-crops`."""
-    crops = ("--augmentations", "3", "--crop-scale", "0.3", "0.9")
-    encode, sizes = EvaluationModel.encode_image, []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EvaluationModel, "encode_image", lambda model, x: sizes.append(len(x)) or encode(model, x))
-        assert features(base, *crops, "--seed", "8", output="of-crops").exit_code == 0
-    assert set(sizes) <= {3, 6}, "batches of the given size, of 7 at most"
-    assert sum(sizes) == 3 * 47
-    assert features(base, *crops, output="other-crops").exit_code == 0
-    return base / "of-crops"
-
-
-CROPS = ("data.crop.scale=[0.3,0.9]", "checkpoint.every=3")
-
-
-def test_the_teacher_sees_the_crop_that_the_student_is_shown(base, of_crops, monkeypatch):
-    """The features of a batch are those of its own images, in every epoch and for any number of workers."""
-    teacher = load_for_evaluation(str(base / "teacher"))
-    mean, std = teacher.architecture.mean, teacher.architecture.std
-    compute, errors, shown = TrainStep.__call__, [], []
-
-    def compared(taken: TrainStep, inputs: tuple[Tensor, Tensor], **given: Any) -> Any:
-        (stored,) = given["teacher"]
-        own = teacher.encode_image(normalize((inputs[0] * torch.tensor(std).view(3, 1, 1) * 255
-                                              + torch.tensor(mean).view(3, 1, 1) * 255).round().byte(),
-                                             mean=mean, std=std))  # fmt: skip
-        errors.append(float((own - stored.image).abs().max()))
-        shown.append(dict(zip(given["sample_ids"].tolist(), stored.image.tolist(), strict=True)))
-        return compute(taken, inputs, **given)
-
-    monkeypatch.setattr(TrainStep, "__call__", compared)
-    for workers in (0, 2):
-        train_here(*settings(base, f"crops-{workers}", *CROPS, "samples=192", f"data.workers={workers}",
-                             "data.decoding=exact", "engine.probe=false", stored="of-crops"))  # fmt: skip
-    assert max(errors) < 2e-3
-    assert len(shown) == 48
-    assert shown[:24] == shown[24:]
-    of_sample_3 = {tuple(batch[3]) for batch in shown[:24] if 3 in batch}
-    assert 2 <= len(of_sample_3) <= 3, "each epoch shows one of three crops"
-    assert values(base, "crops-0") == values(base, "crops-2")
-
-
-def test_a_run_with_stored_crops_resumes_to_the_same_bits(base, of_crops):
-    folders = f"[{of_crops},{base / 'features'}]"
-    more = (*CROPS, f"data.teacher_features={folders}")
-    train_here(*settings(base, "crops-whole", *more))
-    train_here(*settings(base, "crops-stopped", *more))
-    shutil.rmtree(max((base / "crops-stopped" / "checkpoints").glob("step-*")))
-    train_here(*settings(base, "crops-stopped", *more), resume="latest")
-    assert equal(weights(base / "crops-stopped"), weights(base / "crops-whole"))
-    told = [record["message"] for record in metrics(base / "crops-whole", "event")]
-    assert sum(message.startswith("Teacher: ") for message in told) == 2
-    assert any(", 3 crops of each image" in message for message in told)
-
-
-def test_features_of_other_crops_are_refused(base, of_crops):
-    def refused(message: str, *more: str, stored: str = "of-crops", resume: str | None = None) -> None:
-        with pytest.raises(UserError, match=message):
-            train_here(*settings(base, "crops-refused", *more, stored=stored), resume=resume)
-        assert not (base / "crops-refused").exists()
-
-    refused(r"of crops with scale \[0\.3, 0\.9\] and ratio .*, and this run has data\.crop\.scale=\[0\.9, 1\.0\]")
-    refused(r"different crops, .*data\.teacher_features \(1\): 3 with seed 8; data\.teacher_features \(2\): 3 with "
-            "seed 0", *CROPS, f"data.teacher_features=[{of_crops},{base / 'other-crops'}]")  # fmt: skip
-    refused("a teacher is listed twice", f"data.teacher_features=[{of_crops},{of_crops}]")
-    shutil.copytree(of_crops, base / "copied-crops")
-    twice = f"data.teacher_features=[{of_crops},{base / 'copied-crops'}]"
-    refused("has the features of .*teacher.* twice", *CROPS, twice)
-    train_here(*settings(base, "crops-began", *CROPS, stored="of-crops"))
-    checkpoint = str(base / "crops-began" / "checkpoints" / "step-00000003")
-    refused(r"other features than data\.teacher_features names: crops was \{.*'seed': 8.*now \{.*'seed': 0",
-            *CROPS, stored="other-crops", resume=checkpoint)  # fmt: skip
-    given = ("--augmentations", "3", "--crop-scale", "0.3", "0.9")
-    assert "holds features with another crops" in str(features(base, *given, output="of-crops").exception)
-
-
-def test_other_crops_are_computed_though_the_facts_were_lost(base, of_crops):
-    """Regression test: the features of the former crops stayed, and the facts said that they were the new ones."""
-    crops = ("--augmentations", "3", "--crop-scale", "0.3", "0.9")
-    shutil.copytree(of_crops, base / "lost-facts")
-    (base / "lost-facts" / "features.json").unlink()
-    assert features(base, *crops, output="lost-facts").exit_code == 0
-    for name in ("features.npy", "features.json"):
-        assert (base / "lost-facts" / name).read_bytes() == (base / "other-crops" / name).read_bytes()
-
-
-def test_normalizers_are_measured_on_the_stored_crops(base, of_crops, monkeypatch):
-    train_here(*settings(base, "measured", *CROPS, stored="of-crops"))
-    shown: list[StoredCrops] = []
-    monkeypatch.setattr(Loader, "use_crops", lambda loader, crops: shown.append(crops))
-    assert CliRunner().invoke(normalizers, [str(base / "measured")]).exit_code == 0
-    assert [(crops.count, crops.seed) for crops in shown] == 2 * [(3, 8)], "of both checkpoints"
 
 
 def test_a_step_without_a_batch_needs_no_features(base):

@@ -14,16 +14,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.data.loading.stored_features import FeatureFile, FeatureStore
+from pipeline.data.loading.stored_features import FeatureFile
 from pipeline.errors import UserError
 
 DIM, N = 6, 40
 
 
-def make(folder: Path, dtype: str = "<f4") -> FeatureStore:
+def make(folder: Path, dtype: str = "<f4") -> FeatureFile:
     file = FeatureFile(folder / "below" / "features.npy", samples=N, dim=DIM, dtype=dtype)
     file.create()
-    return FeatureStore(file, writable=True)
+    return file
 
 
 def values(ids: range | list[int]) -> Tensor:
@@ -38,8 +38,8 @@ def test_values_come_back_bit_for_bit_and_numpy_reads_the_file(tmp_path):
         expected = values(ids).numpy().astype(dtype)
         assert [store.read(i) for i in ids] == [row.tobytes() for row in expected]
         assert [store.read(i) is None for i in range(N)] == [i not in ids for i in range(N)]
-        assert os.path.getsize(store.file.path) == store.file.file_bytes
-        plain = np.load(store.file.path)
+        assert os.path.getsize(store.path) == store.file_bytes
+        plain = np.load(store.path)
         assert np.array_equal(plain["values"][7], expected[1])
         assert np.flatnonzero(plain["crc32"]).tolist() == ids
 
@@ -47,8 +47,8 @@ def test_values_come_back_bit_for_bit_and_numpy_reads_the_file(tmp_path):
 def test_every_damage_of_a_record_is_noticed(tmp_path):
     store = make(tmp_path)
     store.write(range(N), values(range(N)))
-    path, size = store.file.path, store.file.record_bytes
-    first = len(store.file.header)
+    path, size = store.path, store.record_bytes
+    first = len(store.header)
     body = bytearray(path.read_bytes())
     body[first + 3 * size + 9] ^= 1  # one bit of sample 3
     body[first + 5 * size + size // 2 : first + 6 * size] = bytes(size - size // 2)  # half of sample 5 was written
@@ -56,7 +56,7 @@ def test_every_damage_of_a_record_is_noticed(tmp_path):
     body[first + 12 * size : first + 13 * size] = bytes(size)  # a block that never reached the disk
     path.write_bytes(body[: first + 38 * size])  # and the file's end is lost
     assert [i for i in range(N) if store.read(i) is None] == [3, 5, 8, 12, 38, 39]
-    store.file.create()  # as the next start does
+    store.create()  # as the next start does
     store.write(range(N), values(range(N)))
     assert all(store.read(i) for i in range(N))
 
@@ -64,7 +64,7 @@ def test_every_damage_of_a_record_is_noticed(tmp_path):
 def fill(file: FeatureFile, first: int) -> None:
     file.create()
     ids = range(first, N, 2)
-    FeatureStore(file, writable=True).write(ids, values(ids))
+    file.write(ids, values(ids))
 
 
 def test_processes_create_and_fill_a_file_together(tmp_path):
@@ -75,8 +75,7 @@ def test_processes_create_and_fill_a_file_together(tmp_path):
     for process in processes:
         process.join()
         assert process.exitcode == 0
-    store = FeatureStore(file)
-    assert [store.read(i) for i in range(N)] == [row.numpy().tobytes() for row in values(range(N))]
+    assert [file.read(i) for i in range(N)] == [row.numpy().tobytes() for row in values(range(N))]
 
 
 def test_values_that_are_not_finite_are_not_kept(tmp_path):

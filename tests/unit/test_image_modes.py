@@ -212,7 +212,7 @@ def test_one_setting_puts_transparent_pictures_on_another_colour(tmp_path):
     image_of = whole(lambda image: torch.from_numpy(np.array(image)), model.architecture.background)
     seen = {
         "training": decoder(body, state=0).permute(1, 2, 0),
-        "scored pairs": image_of(body, 0),
+        "scored pairs": image_of(body),
         "neuclip.score": _open(Image.open(io.BytesIO(body)), green),
         "playground": open_image(body, name="x", background=green),
         "own tasks": decode(body, name="x", background=background_of([model])),

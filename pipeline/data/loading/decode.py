@@ -11,13 +11,12 @@ import functools
 import math
 import warnings
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Literal
 
 import numpy as np
 import simplejpeg
 import torch
 from PIL import Image, ImageEnhance
-from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -96,29 +95,6 @@ def _with_hue(picture: Image.Image, *, shift: float) -> Image.Image:
     hsv = np.array(picture.convert("HSV"))
     hsv[..., 0] += np.uint8(int(shift * 255) % 256)
     return Image.frombytes("HSV", picture.size, hsv.tobytes()).convert("RGB")
-
-
-@dataclass(frozen=True)
-class StoredCrops:
-    """A few crops of each sample, of which a teacher's features were computed; a run shows one of them in each epoch.
-
-    This is dataset reinforcement (MobileCLIP, arXiv 2311.17049) with the crop as the augmentation.
-    """
-
-    count: Annotated[int, Field(ge=1)]
-    """Crops of a sample."""
-    seed: Annotated[int, Field(ge=0, lt=2**63)]
-    scale: tuple[float, float]
-    """This and `ratio` as in `CropConfig`."""
-    ratio: tuple[float, float]
-
-    def state(self, sample_id: int, number: int) -> int:
-        """The hash key of crop `number` of a sample."""
-        return draw(key(self.seed, Purpose.STORED_CROP, sample_id), number)
-
-    def shown(self, sample_id: int, *, seed: int, epoch: int) -> int:
-        """The number of the crop that an epoch of a run shows of a sample."""
-        return draw(key(seed, Purpose.CHOSEN_CROP, epoch), sample_id) % self.count
 
 
 @dataclass(frozen=True)

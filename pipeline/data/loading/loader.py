@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pipeline.data.data_config import MAX_PIXELS, PREFETCH, DataConfig, default_workers
 from pipeline.data.loading.blocks import Blocks
-from pipeline.data.loading.decode import ImageDecoder, StoredCrops
+from pipeline.data.loading.decode import ImageDecoder
 from pipeline.data.loading.gpu_decode import gpu_that_decodes, whole_batch
 from pipeline.data.loading.position import (
     DataReport,
@@ -253,11 +253,6 @@ class Loader:
         """From the next batch that is loaded on, decode no images: their features are in `file`."""
         self.close()
         self._dataset = replace(self._dataset, features=file)
-
-    def use_crops(self, crops: StoredCrops) -> None:
-        """From the next batch that is loaded on, show these crops of the samples."""
-        self.close()
-        self._dataset = replace(self._dataset, stored_crops=crops)
 
     def _start(self) -> None:
         data = self._dataset

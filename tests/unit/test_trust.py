@@ -14,8 +14,7 @@ from jobs import cli
 from pipeline.analysis.normalizer_error import run_of
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.config import dump, merge
-from pipeline.data.shards.manifest_format import load_manifest, make_manifest
-from pipeline.data.shards.shard_table import shard_table
+from pipeline.data.shards.manifest_format import ShardTable, load_manifest, make_manifest
 from pipeline.data.shards.storage import is_outside
 from pipeline.errors import UserError
 from pipeline.model.evaluation_model import load_for_evaluation
@@ -38,7 +37,7 @@ def test_places_that_need_consent(tmp_path):
         outside = name in OUTSIDE
         assert is_outside(name) == outside, name
         rows = [("0.tar", 1, 1, ""), (name, 1, 1, ""), ("1.tar", 1, 1, "")]
-        assert shard_table(rows).outside == ([name] if outside else [])
+        assert ShardTable(rows).outside == ([name] if outside else [])
         make_manifest(rows, root=tmp_path).save(tmp_path)
         assert load_manifest(tmp_path, allow_outside=True).n == 3
         if outside:

@@ -32,8 +32,7 @@ from data_prep.ingest import prepare
 from jobs.manifest import command as manifest_command
 from jobs.verify import command
 from pipeline.analysis.shard_pairs import facts_in
-from pipeline.data.shards.manifest_format import load_manifest
-from pipeline.data.shards.shard_table import shard_table
+from pipeline.data.shards.manifest_format import ShardTable, load_manifest
 from pipeline.errors import UserError
 from pipeline.files import sha256_of
 from tests.images import encoded
@@ -419,7 +418,7 @@ def test_shards_outside_the_folder_are_rejected_in_plain_words(copied, option):
     manifest = load_manifest(copied)
     rows = [(s.name, s.samples, s.bytes, s.sha256) for s in manifest.shards]
     rows[0] = ("s3://bucket/00000.tar", *rows[0][1:])
-    replace(manifest, shards=shard_table(rows)).save(copied)
+    replace(manifest, shards=ShardTable(rows)).save(copied)
     with pytest.raises(UserError, match=r"1 of 4 shards .* 's3://bucket/00000.tar'; only local folders are checked"):
         run(copied, *option)
     with pytest.raises(UserError, match="is not a folder on this machine"):

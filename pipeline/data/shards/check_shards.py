@@ -12,9 +12,9 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from pipeline.config import suggest
-from pipeline.data.data_config import DataConfig
+from pipeline.data.data_config import DataConfig, Source
 from pipeline.data.order.hashing import Purpose, key, permutation
-from pipeline.data.shards.manifest_format import Manifest, Shard, load_manifest, shard_url
+from pipeline.data.shards.manifest_format import Manifest, Shard, load_manifest
 from pipeline.data.shards.storage import is_local, open_records, open_shard
 from pipeline.data.shards.tar_reader import (
     IMAGE_SUFFIXES,
@@ -92,7 +92,8 @@ def _caption_places(path: str) -> list[str]:
 def check_shards(manifest: Manifest, world: World) -> int:
     """Compare sizes with the manifest and count the samples of one local shard; the ranks share the work.
 
-    The sizes of all local shards are compared. Of its remote shards each rank checks 32 and starts to read one.
+    The sizes of all local shards are compared. Of its remote shards each rank checks 32, chosen by hash, and starts to
+    read one.
 
     Returns:
         The number of shards that this rank checked.
@@ -100,17 +101,21 @@ def check_shards(manifest: Manifest, world: World) -> int:
     Raises:
         UserError: Shards are missing, differ from the manifest or cannot be read; the message names them.
     """
-    local, remote = _own_share(manifest, world)
+    local, remote = list[int](), list[int]()
+    for number, shard in enumerate(manifest.shards):
+        if number % world.size == world.rank:
+            (local if is_local(manifest.url(shard)) else remote).append(number)
+    chosen = permutation(key(Purpose.PROBE, world.rank), len(remote))[:REMOTE_CHECKED]
+    remote = [remote[number] for number in chosen.tolist()]
     checked, missing, other = local + remote, [], []
     with ThreadPoolExecutor(THREADS) as pool:
         for first in range(0, len(checked), CHECKED_TOGETHER):  # a million shards at once would fill the memory
             part = [manifest.shards[number] for number in checked[first : first + CHECKED_TOGETHER]]
-            sizes = list(pool.map(lambda shard: _size(manifest.url(shard)), part))
-            measured = list(zip(part, sizes, strict=True))
-            missing += [shard.name for shard, size in measured if size is None]
-            other += [
-                f"{s.name} has {size} bytes, not {s.bytes}" for s, size in measured if size not in (None, s.bytes)
-            ]
+            for shard, size in zip(part, pool.map(_size, map(manifest.url, part)), strict=True):
+                if size is None:
+                    missing.append(shard.name)
+                elif size != shard.bytes:
+                    other.append(f"{shard.name} has {size} bytes, not {shard.bytes}")
     if missing or other:
         raise UserError(
             f"The shards in {manifest.root} do not match their manifest: of {len(checked)} checked, {len(missing)} are "
@@ -121,21 +126,8 @@ def check_shards(manifest: Manifest, world: World) -> int:
     for number in remote[:1]:
         _read(manifest.url(manifest.shards[number]))
     if local:
-        smallest = local[int(manifest.shards.bytes[local].argmin())]
-        _count(manifest, manifest.shards[smallest])
+        _count(manifest, manifest.shards[local[int(manifest.shards.bytes[local].argmin())]])
     return len(checked)
-
-
-def _own_share(manifest: Manifest, world: World) -> tuple[list[int], list[int]]:
-    """Numbers of this rank's local shards, and of a sample of its remote ones, chosen by hash."""
-    own = range(world.rank, len(manifest.shards), world.size)
-    if manifest.shards.all_relative:
-        return list(own), []
-    names = {number: manifest.shards[number].name for number in own}
-    local = [number for number, name in names.items() if is_local(shard_url(manifest.root, name))]
-    remote = [number for number, name in names.items() if not is_local(name)]
-    chosen = permutation(key(Purpose.PROBE, world.rank), len(remote))[:REMOTE_CHECKED]
-    return local, [remote[number] for number in chosen.tolist()]
 
 
 def _size(url: str) -> int | None:
@@ -223,11 +215,10 @@ def first_captions(config: DataConfig, *, count: int) -> list[str]:
     What cannot be read is passed over: whatever reads the data reports it.
     """
     share = -(-min(count, SAMPLED) // len(config.sources))
-    return [text for index in range(len(config.sources)) for text in islice(_captions(config, index), share)]
+    return [text for source in config.sources for text in islice(_captions(config, source), share)]
 
 
-def _captions(config: DataConfig, index: int) -> Iterator[str]:
-    source = config.sources[index]
+def _captions(config: DataConfig, source: Source) -> Iterator[str]:
     try:
         manifest = load_manifest(source.manifest, allow_outside=config.allow_outside)
         field = CaptionField.parse(source.caption or config.caption)

@@ -8,35 +8,117 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import json
 import os
 import shlex
-import textwrap
 from array import array
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipeline.data.shards.shard_index import index_path, is_index, write_index
-from pipeline.data.shards.shard_table import Shard as Shard
-from pipeline.data.shards.shard_table import ShardTable, shard_table
-from pipeline.data.shards.storage import is_local, refuse_commands
+from pipeline.data.shards.storage import is_local, is_outside, refuse_commands
 from pipeline.data.shards.tar_reader import DamagedTar, keys
 from pipeline.errors import UserError
 from pipeline.files import read_bounded, replacing
 from pipeline.run_files import RUN_CONFIG_NAME
 
-MANIFEST_NAME, SHOWN = "manifest.json", 3
+Int64 = NDArray[np.int64]
+MANIFEST_NAME = "manifest.json"
 MOST_BYTES = 2**32
 """Of a manifest, whose shards take some 200 bytes each."""
 JOURNAL = "manifest.partial.jsonl"
 """Of a scan for a manifest that was stopped."""
-FORMAT = "neuclip-manifest"
-VERSION = 1
+FORMAT, VERSION = "neuclip-manifest", 1
+LONGEST_NAME, SHOWN = 4096, 3
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One tar file. `name` is a path relative to the manifest's folder, or a URL."""
+
+    name: str
+    samples: int
+    bytes: int
+    sha256: str
+    offset: int
+
+
+class ShardTable:
+    """An immutable sequence of shards as arrays, which take about 150 bytes a shard.
+
+    Args:
+        rows: `(name, samples, bytes, sha256)` of each shard, in order.
+
+    Raises:
+        AttributeError, TypeError: A value is of a wrong kind.
+        OverflowError: A number has more than 64 bits.
+        ValueError: A text is too long.
+    """
+
+    def __init__(self, rows: Iterable[tuple[str, int, int, str]]) -> None:
+        names, samples, sizes, digests = list(zip(*rows, strict=True)) or [()] * 4
+        self._names, self._digests = _texts(names), _texts(digests)
+        self.samples: Int64 = np.frombuffer(array("q", samples), np.int64)
+        """Samples of each shard, [m]."""
+        self.bytes: Int64 = np.frombuffer(array("q", sizes), np.int64)
+        """Size of each shard, [m]."""
+        self.offsets: Int64 = np.cumsum(self.samples) - self.samples
+        """Id of each shard's first sample, [m]."""
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """SHA-256 of names, samples and hashes, in order."""
+        return _digest(f"{shard.name} {shard.samples} {shard.sha256}" for shard in self)
+
+    @functools.cached_property
+    def content_digest(self) -> str:
+        """SHA-256 of samples and hashes, in order: shards may be moved without changing it."""
+        return _digest(f"{shard.samples} {shard.sha256 or shard.name}" for shard in self)
+
+    @functools.cached_property
+    def outside(self) -> list[str]:
+        """Names of the shards that need the user's consent, see `is_outside`."""
+        names = self._names
+        odd = (np.char.find(names, b":") >= 0) | (np.char.find(names, b"..") >= 0) | np.char.startswith(names, b"/")
+        return [name for name in map(bytes.decode, names[odd].tolist()) if is_outside(name)]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Shard:
+        i = range(len(self))[index]
+        return next(self._slice(i, i + 1))
+
+    def __iter__(self) -> Iterator[Shard]:
+        for first in range(0, len(self), 1 << 14):  # as objects they take several times the memory
+            yield from self._slice(first, first + (1 << 14))
+
+    def _slice(self, first: int, last: int) -> Iterator[Shard]:
+        columns = (self._names, self.samples, self.bytes, self._digests, self.offsets)
+        for name, samples, size, digest, offset in zip(*(c[first:last].tolist() for c in columns), strict=True):
+            yield Shard(name.decode(), samples, size, digest.decode(), offset)
+
+
+def _texts(values: Sequence[str]) -> NDArray[np.bytes_]:
+    texts = [value.encode() for value in values]
+    if too_long := [text for text in texts if len(text) > LONGEST_NAME]:
+        raise ValueError(f"{too_long[0][:60].decode(errors='replace')!r}... has more than {LONGEST_NAME:,} bytes")
+    return np.array(texts, dtype=np.bytes_)
+
+
+def _digest(lines: Iterable[str]) -> str:
+    hashed, separator = hashlib.sha256(), ""
+    for line in lines:
+        hashed.update((separator + line).encode())
+        separator = "\n"
+    return hashed.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -136,13 +218,9 @@ class Manifest:
             "failures": dict(sorted(self.failures.items(), key=lambda item: (-item[1], item[0]))),
             "facts": dict(self.facts),
         }
-        start, end = json.dumps({**header, "shards": []}, indent=1).rsplit("[]", 1)
         with path.open("w", encoding="utf-8") as file:
-            separator = start + "[\n"
-            for shard in self.shards:  # one at a time: there may be a million
-                file.write(separator + textwrap.indent(json.dumps(vars(shard), indent=1), "  "))
-                separator = ",\n"
-            file.write(f"\n ]{end}\n" if len(self.shards) else f"{start}[]{end}\n")
+            json.dump({**header, "shards": [asdict(shard) for shard in self.shards]}, file, indent=1)
+            file.write("\n")
 
 
 def shard_url(root: str | Path, name: str) -> str:
@@ -158,7 +236,7 @@ def make_manifest(
     facts: Mapping[str, Any] | None = None,
 ) -> Manifest:
     """A manifest from `(name, samples, bytes, sha256)` rows in order; `load_manifest` refuses empty shards."""
-    return Manifest(shards=shard_table(entries), root=str(root), failures=failures or {}, facts=facts or {})
+    return Manifest(shards=ShardTable(entries), root=str(root), failures=failures or {}, facts=facts or {})
 
 
 def load_manifest(path: str | Path, *, allow_outside: bool = False) -> Manifest:
@@ -223,33 +301,24 @@ def advice(path: Path) -> str:
 
 
 def _read(path: Path) -> tuple[ShardTable, dict[str, Any]]:
-    """Parse and check a manifest.
-
-    Returns:
-        The shards, and the mappings `failures` and `facts`.
-    """
-    rows, offsets = list[tuple[str, int, int, str]](), array("q")
-    fields = Shard.__dataclass_fields__.keys()
-
-    def collect(value: dict[str, Any]) -> dict[str, Any] | None:
-        if not value.keys() >= fields:
-            return value
-        rows.append((value["name"], value["samples"], value["bytes"], value["sha256"]))
-        offsets.append(value["offset"])
-        return None
-
+    """The shards of a manifest, which is checked, and its mappings `failures` and `facts`."""
     try:
-        tree = json.loads(read_bounded(path, most=MOST_BYTES).decode(), object_hook=collect)
+        tree = json.loads(read_bounded(path, most=MOST_BYTES).decode())
         if not isinstance(tree, dict):
             raise ValueError(f"it holds a {type(tree).__name__}")
-        _check_format(tree, path)
-        if other := [shard for shard in tree["shards"] if shard is not None]:
-            raise KeyError(next(name for name in fields if name not in other[0]))
-        table = shard_table(rows)
+        if "format" not in tree and path.name != MANIFEST_NAME:
+            raise UserError(f"{path} is not a manifest. {advice(path)}")
+        if tree.get("format") != FORMAT or tree.get("version") != VERSION:
+            raise UserError(
+                f"{path} has format {tree.get('format')!r}, version {tree.get('version')!r}; "
+                f"this program reads {FORMAT!r}, version {VERSION}."
+            )
+        rows = tree["shards"]
+        table = ShardTable((row["name"], row["samples"], row["bytes"], row["sha256"]) for row in rows)
         if not len(table) or table.samples.min() < 1:
             empty = [shard.name for shard in table if shard.samples < 1]
             raise UserError(f"{path} lists {len(table)} shards, of which {len(empty)} are empty ({empty[:3]}).")
-        offsets_fit = np.array_equal(table.offsets, np.frombuffer(offsets, np.int64))
+        offsets_fit = table.offsets.tolist() == [row["offset"] for row in rows]
         if not offsets_fit or tree["samples"] != table.samples.sum() or tree["digest"] != table.digest:
             raise UserError(
                 f"{path} contradicts itself (counts, offsets or digest): it was edited or truncated. Write it again."
@@ -262,16 +331,6 @@ def _read(path: Path) -> tuple[ShardTable, dict[str, Any]]:
     except (AttributeError, KeyError, TypeError, OverflowError) as error:
         what = f"it lacks {error}" if isinstance(error, KeyError) else f"a value is of the wrong kind ({error})"
         raise UserError(f"The manifest {path} is damaged: {what}. `neuclip manifest` writes a new one.") from error
-
-
-def _check_format(tree: Mapping[str, Any], path: Path) -> None:
-    if "format" not in tree and path.name != MANIFEST_NAME:
-        raise UserError(f"{path} is not a manifest. {advice(path)}")
-    if tree.get("format") != FORMAT or tree.get("version") != VERSION:
-        raise UserError(
-            f"{path} has format {tree.get('format')!r}, version {tree.get('version')!r}; "
-            f"this program reads {FORMAT!r}, version {VERSION}."
-        )
 
 
 def check_keys(manifest: Manifest, shards: Iterable[Shard]) -> None:

@@ -51,14 +51,14 @@ def test_a_worker_that_stays_stopped_is_reported_and_no_process_is_left_running(
     pids = done.stdout.split()
     assert "Rank 0: no batch came from the loading workers for 0.05 minutes" in done.stderr
     place = rf"sample \d+ of {re.escape(str(tmp_path))}/shards/0000[012]\.tar"
-    assert re.search(rf"Worker 0 \(process {pids[0]}\) is waiting at {place}", done.stderr), done.stderr[-2000:]
-    stopped = rf"Worker 1 \(process {pids[1]}\) is stopped \(SIGSTOP; SIGCONT continues it\) at {place}"
+    assert re.search(rf"Worker 0 \(process {pids[0]}\) is sleeping at {place}", done.stderr), done.stderr[-2000:]
+    stopped = rf"Worker 1 \(process {pids[1]}\) is stopped at {place}"
     assert re.search(stopped, done.stderr), done.stderr[-2000:]
     wait_for(lambda: not any(lives(int(pid)) for pid in pids), "the workers end with the run", seconds=20)
 
 
 def test_the_state_of_a_process_is_described():
-    assert [state_of(os.getpid()), state_of(2**22 + 1)] == ["is computing", "is gone"]
+    assert [state_of(os.getpid()), state_of(2**22 + 1)] == ["is running", "is gone"]
 
 
 def test_a_too_low_open_file_limit_is_rejected_before_a_worker_starts(tmp_path, monkeypatch):

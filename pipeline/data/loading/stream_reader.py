@@ -40,6 +40,8 @@ class SequentialReader:
     altered_shards: Literal["stop", "skip", "ignore"] = "ignore"
     """See DataConfig."""
     pause: Callable[[float], None] = time.sleep
+    on_sample: Callable[[int], None] = lambda sample_id: None
+    """Called with the id of each sample that a `StreamReader` is about to read."""
     lost: dict[int, tuple[int, str]] = field(default_factory=dict)
     """Shard number -> first lost sample, and the reason."""
     altered: set[int] = field(default_factory=set)
@@ -147,20 +149,11 @@ class StreamSample(NamedTuple):
 class StreamReader:
     """The samples of one stream in its shuffled order; each is read once.
 
-    The stream's place 0 is at the position `first` of the epoch. Samples before `turn` are skipped. `on_sample` is
-    called with the id of each sample before it is read.
+    The stream's place 0 is at the position `first` of the epoch. Samples before `turn` are skipped.
     """
 
-    def __init__(
-        self,
-        source: SequentialReader,
-        *,
-        order: StreamOrder,
-        first: int,
-        turn: int,
-        on_sample: Callable[[int], None] = lambda sample_id: None,
-    ) -> None:
-        self._order, self._first, self._on_sample = order, first, on_sample
+    def __init__(self, source: SequentialReader, *, order: StreamOrder, first: int, turn: int) -> None:
+        self._order, self._first = order, first
         self._source, self._offsets = source, source.mixture.manifest.shards.offsets
         self._next, self._used = order.resume(turn)
         self._records = source.read(first + self._next)
@@ -170,7 +163,7 @@ class StreamReader:
     def take(self, first: int, last: int) -> Iterator[StreamSample]:
         """The samples at the turns [first, last), each removed from the buffer when it is taken."""
         for place, sample_id, shard in self._located(first, last):
-            self._on_sample(sample_id)
+            self._source.on_sample(sample_id)
             while self._next <= place:
                 self._read_one()
             record = self._buffer.pop(place)
@@ -184,7 +177,7 @@ class StreamReader:
         beyond its limit.
         """
         ((place, sample_id, shard),) = self._located(turn, turn + 1)
-        self._on_sample(sample_id)
+        self._source.on_sample(sample_id)
         while self._next <= place and self._readable < READ_AHEAD * self._order.buffer:
             self._read_one()
         record = self._buffer[place] if place in self._buffer else next(self._source.read(self._first + place))

@@ -8,7 +8,7 @@ import operator
 import resource
 from collections import Counter
 from collections.abc import Callable, Iterator, MutableSequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -46,26 +46,64 @@ class Part:
     """Rows whose images a GPU is to decode, and their JPEGs."""
 
 
-@dataclass(kw_only=True)
-class DecodedRows:
-    """The rows of one part, in order, as they are decoded."""
+class EpochRows:
+    """The rows of some streams in the batches of one epoch, from `batch` on, decoded in order.
 
-    image_bHWC: Tensor
-    """Where images are written, each in its row; not with stored `features`."""
-    dataset: StreamDataset
-    source: SequentialReader
-    epoch: int
-    captions: list[str] = field(default_factory=list)
-    """Of the rows so far."""
-    encoded: list[tuple[int, EncodedJpeg]] = field(default_factory=list)
-    """The rows so far that a GPU is to decode."""
+    Args:
+        dataset: The rank's streams.
+        streams: Those of this worker.
+        epoch: Number of the epoch.
+        batch: The first batch whose rows are decoded.
+        on_sample: Called with the id of each sample before it is read.
+    """
 
-    def __post_init__(self) -> None:
-        seed = self.dataset.order.seed
-        self._crops, self._choices = (key(seed, purpose, self.epoch) for purpose in (Purpose.CROP, Purpose.CAPTION))
+    def __init__(
+        self, dataset: StreamDataset, streams: range, *, epoch: int, batch: int, on_sample: Callable[[int], None]
+    ) -> None:
+        self._dataset, self._order, self._epoch, self._streams = dataset, dataset.order, epoch, streams
+        self._crops, self._choices = (
+            key(self._order.seed, purpose, epoch) for purpose in (Purpose.CROP, Purpose.CAPTION)
+        )
+        self._source = SequentialReader(
+            self._order.mixture,
+            self._order.epoch_segments(epoch),
+            dataset.retries,
+            captions=dataset.captions,
+            altered_shards=dataset.altered_shards,
+            on_sample=on_sample,
+        )
+        self._readers = {c: self._open(c, turn=batch * self._order.layout.rows) for c in streams}
 
-    def add(self, sample: StreamSample, *, number: int) -> None:
-        """Decode a sample as the next row.
+    def part(self, batch: int, image_bHWC: Tensor) -> Part:
+        """The rows of a batch; their images are written to `image_bHWC`, each in its row."""
+        self._images, self._captions, self._encoded = image_bHWC, list[str](), list[tuple[int, EncodedJpeg]]()
+        rows, ids, corrupt = self._order.layout.rows, list[int](), Counter[tuple[str, str]]()
+        for stream, reader in self._readers.items():
+            for turn, sample in enumerate(reader.take(batch * rows, (batch + 1) * rows), batch * rows):
+                try:
+                    self._add(sample, stream, turn)
+                    ids.append(sample.id)
+                except CorruptSample as error:
+                    corrupt[(str(error), self._order.mixture.manifest.shards[sample.shard].name)] += 1
+                    ids.append(self._substitute(stream, turn, first=error))
+        sample_id = np.array(ids, np.int64)
+        return Part(
+            epoch=self._epoch,
+            batch=batch,
+            text=self._dataset.tokenize(self._captions).numpy(),
+            sample_id=sample_id,
+            order_hash=order_hash(sample_id, epoch=self._epoch, batch=batch, first_row=rows * self._streams.start),
+            corrupt=corrupt,
+            encoded=tuple(self._encoded),
+        )
+
+    def close(self) -> None:
+        """Close the shards of this epoch."""
+        for reader in self._readers.values():
+            reader.close()
+
+    def _add(self, sample: StreamSample, stream: int, turn: int) -> None:
+        """Decode a sample as the next row, that of a turn of a stream.
 
         The row's number in the epoch keys the crop: a sample may occur more than once in an epoch.
 
@@ -73,95 +111,61 @@ class DecodedRows:
             CorruptSample: It cannot be used; no row is added.
             UserError: Its features should be stored, and are not.
         """
-        record, decoder, features = sample.record, self.dataset.decoder, self.dataset.features
-        if record.problem or sample.shard in self.source.altered:
+        record, decoder, features = sample.record, self._dataset.decoder, self._dataset.features
+        if record.problem or sample.shard in self._source.altered:
             raise CorruptSample(record.problem or ALTERED)
         if record.image is None:
             raise CorruptSample("image is missing")
-        text = self.source.caption(sample.shard).read(record, state=draw(self._choices, number))
+        number, row = stream * self._order.layout.stream_length + turn, len(self._captions)
+        text = self._source.caption(sample.shard).read(record, state=draw(self._choices, number))
         state = draw(self._crops, number)
         if features is not None:
             if features.read(sample.id) is None:
                 decoder(record.image, state=state)  # a corrupt image has no features
                 raise features.missing(sample.id)
         elif decoder.gpu and (encoded := decoder.for_gpu(record.image, state=state)):
-            self.encoded.append((len(self.captions), encoded))
+            self._encoded.append((row, encoded))
         else:
-            pixels = decoder(record.image, state=state)
-            self.image_bHWC[len(self.captions)] = pixels.permute(1, 2, 0)
-        self.captions.append(text)
+            self._images[row] = decoder(record.image, state=state).permute(1, 2, 0)
+        self._captions.append(text)
 
-
-@dataclass(kw_only=True)
-class StreamFiller:
-    """Decoded rows of one stream in one epoch."""
-
-    order: Order
-    source: SequentialReader
-    epoch: int
-    stream: int
-    batch: int
-    """The first batch whose rows are filled."""
-    on_sample: Callable[[int], None]
-    """Called with the id of each sample before it is read."""
-
-    def __post_init__(self) -> None:
-        self._first_row = self.stream * self.order.layout.stream_length
-        """The number in the epoch of the row at turn 0."""
-        self._reader = self._open(self.stream, turn=self.batch * self.order.layout.rows)
-
-    def fill(self, batch: int, rows: DecodedRows, *, corrupt: Counter[tuple[str, str]]) -> list[int]:
-        """Decode this stream's rows of a batch, in order, and return their sample ids."""
-        first, last = batch * self.order.layout.rows, (batch + 1) * self.order.layout.rows
-        ids = []
-        for turn, sample in enumerate(self._reader.take(first, last), first):
-            try:
-                rows.add(sample, number=self._first_row + turn)
-                ids.append(sample.id)
-            except CorruptSample as error:
-                corrupt[(str(error), self.order.mixture.manifest.shards[sample.shard].name)] += 1
-                ids.append(self._substitute(turn, rows, first=error))
-        return ids
-
-    def close(self) -> None:
-        self._reader.close()
-
-    def _substitute(self, turn: int, rows: DecodedRows, *, first: CorruptSample) -> int:
+    def _substitute(self, stream: int, turn: int, *, first: CorruptSample) -> int:
         """Fill the row of a corrupt sample with the first readable one of a fixed sequence of other samples."""
         reasons = Counter([str(first)])
-        for stream, other in self._candidates(turn):
-            own = stream == self.stream
-            reader = self._reader if own else self._open(stream, turn=self.order.layout.stream_length)
-            sample = reader.peek(other)
+        for other, at in self._candidates(stream, turn):
+            reader = (
+                self._readers[stream] if other == stream else self._open(other, turn=self._order.layout.stream_length)
+            )
+            sample = reader.peek(at)
             try:
-                rows.add(sample, number=self._first_row + turn)
+                self._add(sample, stream, turn)
                 return sample.id
             except CorruptSample as error:
                 reasons[str(error)] += 1
-        lost = [self.order.mixture.manifest.shards[number].name for number in list(self.source.lost)[:10]]
+        lost = [self._order.mixture.manifest.shards[number].name for number in list(self._source.lost)[:10]]
         why = ", ".join(f"{reason} ({count})" for reason, count in reasons.most_common())
         raise UserError(
-            f"Epoch {self.epoch}, stream {self.stream}: no readable sample was found in {reasons.total() - 1} "
+            f"Epoch {self._epoch}, stream {stream}: no readable sample was found in {reasons.total() - 1} "
             f"attempts to replace a corrupt one, so most of the data cannot be used: {why}. Shards lost so far: "
             f"{', '.join(lost) or 'none'}. `neuclip verify` finds damaged shards, `neuclip manifest` counts "
             "samples without an image or a caption."
         )
 
-    def _candidates(self, turn: int) -> Iterator[tuple[int, int]]:
+    def _candidates(self, stream: int, turn: int) -> Iterator[tuple[int, int]]:
         """`(stream, turn)` of samples that may replace a corrupt one; never one of the same global batch.
 
         The first candidates are the same row of other batches of this stream, so that two corrupt rows of a batch never
         get the same sample: a later batch that is in the buffer or near it or, at the end of an epoch, any batch. If
         none of these can be read, any turn of any stream is tried.
         """
-        layout, b = self.order.layout, self.order.layout.rows
+        layout, b = self._order.layout, self._order.layout.rows
         batch, row = divmod(turn, b)
-        state = key(self.order.seed, Purpose.REFILL, self.epoch, self.stream, turn)
-        near, after = max(1, self.order.shuffle_buffer // b), layout.steps - 1 - batch
+        state = key(self._order.seed, Purpose.REFILL, self._epoch, stream, turn)
+        near, after = max(1, self._order.shuffle_buffer // b), layout.steps - 1 - batch
         for attempt in range(OWN_STREAM_ATTEMPTS if layout.steps > 1 else 0):
             window = min(near << attempt, after) or layout.steps - 1
             other = (batch + 1 + draw(state, attempt) % window) % layout.steps
-            yield self.stream, other * b + row
+            yield stream, other * b + row
         for attempt in range(OWN_STREAM_ATTEMPTS, OWN_STREAM_ATTEMPTS + ANY_STREAM_ATTEMPTS):
             stream = draw(state, 2 * attempt) % layout.streams
             other = draw(state, 2 * attempt + 1) % layout.stream_length
@@ -169,9 +173,8 @@ class StreamFiller:
                 yield stream, other
 
     def _open(self, stream: int, *, turn: int) -> StreamReader:
-        order = self.order.stream(epoch=self.epoch, stream=stream)
-        first = stream * order.length
-        return StreamReader(self.source, order=order, first=first, turn=turn, on_sample=self.on_sample)
+        order = self._order.stream(epoch=self._epoch, stream=stream)
+        return StreamReader(self._source, order=order, first=stream * order.length, turn=turn)
 
 
 @dataclass(frozen=True)
@@ -210,39 +213,16 @@ class StreamDataset(IterableDataset[Part | UserError]):
     def _parts(self, worker: int, *, workers: int) -> Iterator[Part]:
         epoch, first, s = self.epoch, self.batch, len(self.streams)
         streams = self.streams[s * worker // workers : s * (worker + 1) // workers]
-        note = functools.partial(operator.setitem, [-1] if self.reading is None else self.reading, worker)
-        b = self.order.layout.rows
+        reading = [-1] * workers if self.reading is None else self.reading
         assert self.blocks is not None
-        filled = itertools.count()
+        b, filled = self.order.layout.rows, itertools.count()
         while True:
-            source = SequentialReader(
-                self.order.mixture,
-                self.order.epoch_segments(epoch),
-                self.retries,
-                captions=self.captions,
-                altered_shards=self.altered_shards,
-            )
-            fillers = [
-                StreamFiller(order=self.order, source=source, epoch=epoch, stream=c, batch=first, on_sample=note)
-                for c in streams
-            ]
+            on_sample = functools.partial(operator.setitem, reading, worker)
+            rows = EpochRows(self, streams, epoch=epoch, batch=first, on_sample=on_sample)
             for batch in range(first, self.order.layout.steps):
-                image_bHWC = self.blocks.rows(next(filled), b * (streams.start - self.streams.start), b * len(streams))
-                rows = DecodedRows(image_bHWC=image_bHWC, dataset=self, source=source, epoch=epoch)
-                corrupt: Counter[tuple[str, str]] = Counter()
-                ids = [i for filler in fillers for i in filler.fill(batch, rows, corrupt=corrupt)]
-                sample_id = np.array(ids, np.int64)
-                yield Part(
-                    epoch=epoch,
-                    batch=batch,
-                    text=self.tokenize(rows.captions).numpy(),
-                    sample_id=sample_id,
-                    order_hash=order_hash(sample_id, epoch=epoch, batch=batch, first_row=b * streams.start),
-                    corrupt=corrupt,
-                    encoded=tuple(rows.encoded),
-                )
-            for filler in fillers:
-                filler.close()
+                first_row = b * (streams.start - self.streams.start)
+                yield rows.part(batch, self.blocks.rows(next(filled), first_row, b * len(streams)))
+            rows.close()
             epoch, first = epoch + 1, 0
 
 

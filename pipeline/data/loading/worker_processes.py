@@ -1,7 +1,7 @@
 """The worker processes of a rank's loader.
 
 The workers' fork server starts in `build_loader`, so that its imports overlap with building the model. A worker that is
-stuck cannot answer, so its state is read from /proc.
+stuck cannot answer, so its state is what the system says.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+import psutil
 from torch.utils.data import DataLoader
 
 from pipeline.data.data_config import PREFETCH, DataConfig
@@ -23,15 +23,6 @@ WORKER_IMPORTS = ("pipeline.data.loading.worker", "pipeline.data.loading.tokeniz
 """What the fork server imports once, for all workers."""
 WAIT_SECONDS = 1.0
 """How often a wait for a worker process asks whether it is to end."""
-STATES = {
-    "R": "is computing",
-    "S": "is waiting",
-    "D": "waits for storage or the network (uninterruptible)",
-    "T": "is stopped (SIGSTOP; SIGCONT continues it)",
-    "t": "is stopped by a debugger",
-    "Z": "has died",
-    "X": "has died",
-}
 
 
 class NoBatch(Exception):
@@ -98,7 +89,6 @@ def _as_is(part: Any) -> Any:
 def state_of(pid: int) -> str:
     """What a process is doing, in words."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
+        return f"is {psutil.Process(pid).status()}"
+    except psutil.NoSuchProcess:
         return "is gone"
-    return STATES.get(text.rpartition(")")[2].split()[0], "is in an unknown state")

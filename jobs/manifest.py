@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 
 import click
 
@@ -33,21 +34,21 @@ def command(folder: str, shards: tuple[str, ...], caption: str, leave_out: bool,
 
     field = CaptionField.parse(caption, option="--caption")
     with rows_bar("reading shards") as show:
-        indexed = index_shards(
+        manifest = index_shards(
             folder, shards, caption=field, leave_out=leave_out, replace=replace, threads=threads, on_shard=show
         )
-    manifest = indexed.manifest
+    unusable = Counter(manifest.facts["unusable"])
     click.echo(
         f"{len(manifest.shards):,} shards, {manifest.n:,} samples, {manifest.bytes / 1e6:,.1f} MB: "
         f"{folder}/manifest.json (to look at them: neuclip report {shlex.quote(str(folder))})"
     )
-    for name, problem in indexed.left_out.items():
+    for name, problem in manifest.facts["left out"].items():
         click.echo(f"  left out: {name} {problem}")
-    for reason, count in indexed.unusable.most_common():
+    for reason, count in unusable.most_common():
         click.echo(f"  {count:,} samples ({count / manifest.n:.1%}): {reason}")
-    for note, count in indexed.notes.most_common():
+    for note, count in Counter(manifest.facts.get("notes", {})).most_common():
         click.echo(f"  {count:,} {note}")
-    bad, limit = indexed.unusable.total() / manifest.n, parse(DataConfig, {"sources": folder}).corrupt_limit
+    bad, limit = unusable.total() / manifest.n, parse(DataConfig, {"sources": folder}).corrupt_limit
     if bad > limit:
         click.echo(
             f"Training stops at such a share: fix the shards, or set data.corrupt_limit (now {limit:g}) above "

@@ -97,7 +97,7 @@ def test_an_interrupted_scan_continues_where_it_stopped(shards):
 def test_a_shard_that_has_changed_is_read_again(shards):
     entry = {"name": "a/00000.tar", "samples": 99, "bytes": 1, "sha256": "", "unusable": {}, "problem": ""}
     (shards / JOURNAL).write_text(json.dumps(entry) + "\n")
-    assert index_shards(shards).manifest.n == 7
+    assert index_shards(shards).n == 7
     write(shards / "c.tar", [good(7), good(8)])
     (shards / "d.tar").write_bytes(b"")
     with pytest.raises(UserError, match=r"d\.tar is empty"):
@@ -154,10 +154,9 @@ def test_what_is_odd_about_shards_is_counted(tmp_path):
         root.mkdir(exist_ok=True)
         urls = () if seekable else (f"file://{tmp_path}/{{0,1,2,4}}.tar",)
         indexed = index_shards(root, urls)
-        counts = {note.split()[0] + note.split()[1]: count for note, count in indexed.notes.items()}
+        counts = {note.split()[0] + note.split()[1]: count for note, count in indexed.facts["notes"].items()}
         others = {"filesend": 1} if seekable else {}
         assert counts == {"shardsend": 1, "sampleshave": 18, "shardshave": 1, **others}
-        assert indexed.manifest.facts["notes"] == dict(indexed.notes)
     write_members(tmp_path / "1.tar", [("a.jpg", good(1)["jpg"]), ("a.txt", b"one"), *[("a.txt", b"two")] * 3])
     result = CliRunner().invoke(command, [str(tmp_path), "--replace"], catch_exceptions=False)
     assert "3 files are ignored, because their sample has one of the same name already" in result.output
@@ -172,7 +171,7 @@ def test_what_is_odd_about_shards_is_counted(tmp_path):
 def test_patterns_can_name_shards_in_other_folders(shards, tmp_path_factory):
     home = tmp_path_factory.mktemp("home")
     indexed = index_shards(home, [f"file://{shards}/{{a,b}}/00000.tar"])
-    assert [s.name for s in indexed.manifest.shards] == [f"file://{shards}/{d}/00000.tar" for d in "ab"]
+    assert [s.name for s in indexed.shards] == [f"file://{shards}/{d}/00000.tar" for d in "ab"]
     assert load_manifest(home, allow_outside=True).n == 7
 
 
@@ -241,14 +240,14 @@ def test_unreadable_shards_are_never_skipped(shards, monkeypatch):
         index_shards(shards, leave_out=True)
     assert not (shards / "manifest.json").exists()
     monkeypatch.setattr(make_manifest, "open_shard", whole)
-    assert index_shards(shards).manifest.n == 7
+    assert index_shards(shards).n == 7
 
 
 def test_links_to_folders_are_followed_without_endless_loops(shards, tmp_path_factory):
     home = tmp_path_factory.mktemp("home")
     (home / "disk").symlink_to(shards)
     (shards / "back").symlink_to(home)
-    assert [s.name for s in index_shards(home).manifest.shards] == ["disk/a/00000.tar", "disk/b/00000.tar"]
+    assert [s.name for s in index_shards(home).shards] == ["disk/a/00000.tar", "disk/b/00000.tar"]
 
 
 def test_an_interruption_does_not_wait_for_the_shards_in_flight(shards, monkeypatch):

@@ -134,7 +134,7 @@ def test_only_indexes_of_other_shards_are_deleted(tmp_path):
     assert {path.name for path in index.parent.iterdir()} == {index.name, "folder", *names[:2]}
     shutil.rmtree(index.parent)
     index.parent.write_text("a file of the user's")
-    assert index_shards(tmp_path, replace=True).manifest.n == 5
+    assert index_shards(tmp_path, replace=True).n == 5
     assert index.parent.read_text() == "a file of the user's"
 
 

@@ -12,7 +12,7 @@ import os
 import shlex
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from itertools import islice
@@ -35,7 +35,6 @@ from pipeline.errors import UserError
 from pipeline.files import as_text
 
 DOWNLOADED = "download.yaml"  # marks a folder that `neuclip download` made and maintains
-TEXT = CaptionField()
 EQUAL = "shards have the same bytes as another one, so that their samples are shown more than once"
 UNREAD = (".TAR", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst")
 SHOWN = 5
@@ -46,135 +45,6 @@ SCATTERED = (
     "samples have the name of an earlier one of their shard: the files of a sample must be neighbours (tar --sort=name)"
 )
 REPEATED = "files are ignored, because their sample has one of the same name already"
-
-
-@dataclass(frozen=True)
-class IndexedShards:
-    """The manifest that was written, and what training will not be able to use."""
-
-    manifest: Manifest
-    unusable: Counter[str]
-    """Samples in the manifest that training cannot use, by reason."""
-    notes: Counter[str]
-    """What else is odd about the shards, and how often."""
-    left_out: Mapping[str, str]
-    """Shards that are not in the manifest, with the reason."""
-
-
-def index_shards(
-    root: str | Path,
-    patterns: Sequence[str] = (),
-    *,
-    caption: CaptionField = TEXT,
-    leave_out: bool = False,
-    replace: bool = False,
-    threads: int = 8,
-    on_shard: Callable[[int, int], None] = lambda done, total: None,
-) -> IndexedShards:
-    """Read all shards and write `root/manifest.json`.
-
-    Args:
-        root: Folder of the shards, or the folder for the manifest if `patterns` names shards elsewhere.
-        patterns: URLs or paths of shards, with braces such as `{00000..00099}`. Without any, every
-            `.tar` below `root`, sorted by name.
-        caption: Where captions are; only used to count samples without one.
-        leave_out: Continue without shards that are damaged or empty.
-        replace: Overwrite an existing manifest.
-        threads: Shards that are read at a time.
-        on_shard: Called with the number of shards that are done, and of all.
-
-    Raises:
-        UserError: There is nothing to read, a manifest exists already, or a shard cannot be used.
-    """
-    root = Path(root)
-    if not root.is_dir():
-        raise UserError(f"There is no folder {root}: name the folder of the shards, or one for the manifest alone.")
-    _check_folder(root, replace=replace)
-    names = _expand(patterns) if patterns else list_shards(root)
-    others = 0 if patterns else len(list_shards(root, UNREAD))
-    if not names:
-        raise UserError(f"There is no .tar below {root}. Name shards in other places with --shards.")
-    _check_names(names)
-    scans = scan_shards(root, names, caption=caption, threads=threads, on_shard=on_shard)
-    ordered = [scans[name] for name in names]
-    _check_read(ordered, leave_out=leave_out)
-    kept = [one for one in ordered if not one.damage]
-    check_usable(root, kept, caption)
-    left_out = {one.name: one.damage for one in ordered if one.damage}
-    unusable = total_of(kept, "unusable")
-    notes = total_of(kept, "notes")
-    notes += Counter(
-        {
-            EQUAL: len(kept) - len({one.sha256 for one in kept}),
-            f"files end in {' or '.join(UNREAD)}, and are not read": others,
-        }
-    )
-    facts = {"made by": "neuclip manifest", "unusable": dict(unusable), "left out": left_out}
-    facts |= {"notes": dict(notes)} if notes else {}
-    manifest = make_manifest([(f.name, f.samples, f.bytes, f.sha256) for f in kept], root=root, facts=facts)
-    manifest.save(root)
-    (root / JOURNAL).unlink(missing_ok=True)
-    return IndexedShards(manifest, unusable, notes, left_out)
-
-
-def _expand(patterns: Sequence[str]) -> list[str]:
-    from braceexpand import braceexpand
-
-    try:
-        return [name for pattern in patterns for name in braceexpand(pattern, escape=False)]
-    except ValueError as error:
-        raise UserError(f"--shards: {error}. Braces must be balanced, as in {{00000..00099}}.") from error
-
-
-def _check_names(names: Sequence[str]) -> None:
-    refuse_commands(names)
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise UserError(f"{len(twice):,} shards are named twice, such as {twice[0]}: name each of them once.")
-    if odd := [name for name in names if as_text(name) != name]:
-        raise UserError(f"The name {as_text(odd[0])} is not UTF-8, which a manifest is: rename the shard.")
-    if odd := [name for name in names if is_local(name) and ":" in name]:
-        raise UserError(
-            f"The name {odd[0]!r} contains a colon, so a manifest would take it for a URL: rename the shard."
-        )
-
-
-def _check_folder(root: Path, *, replace: bool) -> None:
-    if (root / DOWNLOADED).exists():
-        raise UserError(
-            f"{root} was made by `neuclip download`, which maintains its manifest: see `neuclip verify "
-            f"{shlex.quote(str(root))}`."
-        )
-    if (root / MANIFEST_NAME).exists() and not replace:
-        raise UserError(
-            f"{root} has a manifest already. --replace overwrites it; if the shards have changed since, runs that used "
-            "the old one cannot be resumed."
-        )
-
-
-def _check_read(scans: Sequence[ShardScan], *, leave_out: bool) -> None:
-    """Refuse shards that could not be read, always, and damaged ones unless they may be left out.
-
-    A read error may be temporary, so such a shard is never left out.
-    """
-    if unread := [f"{one.name} ({one.unread})" for one in scans if one.unread]:
-        absent = sum(one.unread.startswith("FileNotFoundError") for one in scans)
-        gaps = (
-            f" {absent:,} do not exist: if their numbers have gaps, give --shards once for each row without gaps."
-            if absent
-            else ""
-        )
-        raise UserError(
-            f"{len(unread):,} of {len(scans):,} shards cannot be read: {'; '.join(unread[:SHOWN])}.{gaps} The "
-            "results of the others are saved: run the same command again when these can be read."
-        )
-    damaged = [f"{one.name} {one.damage}" for one in scans if one.damage]
-    if damaged and not leave_out:
-        raise UserError(
-            f"{len(damaged):,} of {len(scans):,} shards cannot be used: {'; '.join(damaged[:SHOWN])}. Download them "
-            "again, or continue without them with --leave-out. The results of the others are saved."
-        )
-    if len(damaged) == len(scans):
-        raise UserError(f"None of the {len(scans):,} shards can be used: {'; '.join(damaged[:SHOWN])}.")
 
 
 @dataclass(frozen=True)
@@ -199,17 +69,121 @@ class ShardScan:
     """When a local file was last changed, in nanoseconds: another one may have its size."""
 
 
-def scan_shards(
-    root: Path, names: Sequence[str], *, caption: CaptionField, threads: int, on_shard: Callable[[int, int], None]
-) -> dict[str, ShardScan]:
-    """Scan shards, except those in the journal whose files have not changed since, and return the results by name.
+def index_shards(
+    root: str | Path,
+    patterns: Sequence[str] = (),
+    *,
+    caption: CaptionField = CaptionField(),  # noqa: B008 (it is immutable)
+    leave_out: bool = False,
+    replace: bool = False,
+    threads: int = 8,
+    on_shard: Callable[[int, int], None] = lambda done, total: None,
+) -> Manifest:
+    """Read all shards and write `root/manifest.json`.
 
     Args:
-        root: The folder of the manifest.
-        names: Of the shards.
-        caption: Where captions are.
+        root: Folder of the shards, or the folder for the manifest if `patterns` names shards elsewhere.
+        patterns: URLs or paths of shards, with braces such as `{00000..00099}`. Without any, every `.tar` below `root`,
+            sorted by name.
+        caption: Where captions are; only used to count samples without one.
+        leave_out: Continue without shards that are damaged or empty.
+        replace: Overwrite an existing manifest.
         threads: Shards that are read at a time.
         on_shard: Called with the number of shards that are done, and of all.
+
+    Returns:
+        The manifest, whose facts count what training cannot use (`unusable`) and what else is odd (`notes`), and list
+        the shards that are `left out`, with the reason.
+
+    Raises:
+        UserError: There is nothing to read, a manifest exists already, or a shard cannot be used.
+    """
+    root = Path(root)
+    names = _names(root, patterns, replace=replace)
+    others = 0 if patterns else len(list_shards(root, UNREAD))
+    scans = _scan_shards(root, names, caption=caption, threads=threads, on_shard=on_shard)
+    ordered = [scans[name] for name in names]
+    _check_read(ordered, leave_out=leave_out)
+    kept = [one for one in ordered if not one.damage]
+    _check_usable(root, kept, caption)
+    notes = _total(kept, "notes") + Counter(
+        {
+            EQUAL: len(kept) - len({one.sha256 for one in kept}),
+            f"files end in {' or '.join(UNREAD)}, and are not read": others,
+        }
+    )
+    left_out = {one.name: one.damage for one in ordered if one.damage}
+    facts = {"made by": "neuclip manifest", "unusable": dict(_total(kept, "unusable")), "left out": left_out}
+    facts |= {"notes": dict(notes)} if notes else {}
+    manifest = make_manifest([(f.name, f.samples, f.bytes, f.sha256) for f in kept], root=root, facts=facts)
+    manifest.save(root)
+    (root / JOURNAL).unlink(missing_ok=True)
+    return manifest
+
+
+def _names(root: Path, patterns: Sequence[str], *, replace: bool) -> list[str]:
+    """The names of the shards in order.
+
+    Raises:
+        UserError: There are none, they are not valid, or the folder has a manifest.
+    """
+    from braceexpand import braceexpand
+
+    if not root.is_dir():
+        raise UserError(f"There is no folder {root}: name the folder of the shards, or one for the manifest alone.")
+    if (root / DOWNLOADED).exists():
+        raise UserError(
+            f"{root} was made by `neuclip download`, which maintains its manifest: see `neuclip verify "
+            f"{shlex.quote(str(root))}`."
+        )
+    if (root / MANIFEST_NAME).exists() and not replace:
+        raise UserError(
+            f"{root} has a manifest already. --replace overwrites it; if the shards have changed since, runs that used "
+            "the old one cannot be resumed."
+        )
+    try:
+        names = [name for pattern in patterns for name in braceexpand(pattern, escape=False)] or list_shards(root)
+    except ValueError as error:
+        raise UserError(f"--shards: {error}. Braces must be balanced, as in {{00000..00099}}.") from error
+    if not names:
+        raise UserError(f"There is no .tar below {root}. Name shards in other places with --shards.")
+    refuse_commands(names)
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise UserError(f"{len(twice):,} shards are named twice, such as {twice[0]}: name each of them once.")
+    if odd := [name for name in names if as_text(name) != name]:
+        raise UserError(f"The name {as_text(odd[0])} is not UTF-8, which a manifest is: rename the shard.")
+    if odd := [name for name in names if is_local(name) and ":" in name]:
+        raise UserError(
+            f"The name {odd[0]!r} contains a colon, so a manifest would take it for a URL: rename the shard."
+        )
+    return names
+
+
+def _check_read(scans: Sequence[ShardScan], *, leave_out: bool) -> None:
+    """Refuse shards that could not be read, always, and damaged ones unless they may be left out.
+
+    A read error may be temporary, so such a shard is never left out.
+    """
+    if unread := [f"{one.name} ({one.unread})" for one in scans if one.unread]:
+        absent = sum(one.unread.startswith("FileNotFoundError") for one in scans)
+        gaps = f" {absent:,} do not exist: if their numbers have gaps, give --shards once for each row without gaps."
+        raise UserError(
+            f"{len(unread):,} of {len(scans):,} shards cannot be read: {'; '.join(unread[:SHOWN])}."
+            f"{gaps if absent else ''} The results of the others are saved: run the same command again when these can "
+            "be read."
+        )
+    damaged = [f"{one.name} {one.damage}" for one in scans if one.damage]
+    if len(damaged) == len(scans) or (damaged and not leave_out):
+        raise UserError(
+            f"{len(damaged):,} of {len(scans):,} shards cannot be used: {'; '.join(damaged[:SHOWN])}. Download them "
+            "again, or continue without them with --leave-out. The results of the others are saved."
+        )
+
+
+def _scan_shards(
+    root: Path, names: Sequence[str], *, caption: CaptionField, threads: int, on_shard: Callable[[int, int], None]
+) -> dict[str, ShardScan]:
+    """The scans by name: of the journal, where files have not changed since, and new ones of the other shards.
 
     Raises:
         UserError: The first shards hold no sample that training can use: the scan ends at once.
@@ -230,7 +204,7 @@ def scan_shards(
                 on_shard(len(scans), len(names))
                 first.append(scan)
                 if len(first) == PROBED:
-                    check_usable(root, first, caption)
+                    _check_usable(root, first, caption)
         except BaseException:
             stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
@@ -262,7 +236,8 @@ def _read_shard(root: Path, name: str, caption: CaptionField, *, stop: threading
                 index=index,
             ):
                 samples += 1
-                unusable.update(_reasons(record, caption))
+                if (reason := _unusable(record, caption)) is not None:
+                    unusable[reason] += 1
                 notes.update({SCATTERED: record.key in keys, REPEATED: record.repeated})
                 keys.add(record.key)
             sha256 = hashed.finish() or ""
@@ -278,14 +253,15 @@ def _read_shard(root: Path, name: str, caption: CaptionField, *, stop: threading
     )
 
 
-def _reasons(record: TarRecord, caption: CaptionField) -> Iterator[str]:
+def _unusable(record: TarRecord, caption: CaptionField) -> str | None:
+    """Why training cannot use a sample."""
     if record.image is None:
-        yield "image is missing"
-        return
+        return "image is missing"
     try:
         caption.read(record)
     except CorruptSample as error:
-        yield str(error)
+        return str(error)
+    return None
 
 
 def _open_journal(root: Path) -> TextIO:
@@ -316,19 +292,19 @@ def _read_journal(root: Path) -> dict[str, ShardScan]:
     return scans
 
 
-def total_of(scans: Sequence[ShardScan], counts: str) -> Counter[str]:
+def _total(scans: Sequence[ShardScan], counts: str) -> Counter[str]:
     return sum((Counter(getattr(one, counts)) for one in scans), Counter[str]())
 
 
-def check_usable(root: Path, scans: Sequence[ShardScan], caption: CaptionField) -> None:
+def _check_usable(root: Path, scans: Sequence[ShardScan], caption: CaptionField) -> None:
     """Refuse shards that hold samples, but none that training can use."""
-    total, unusable = sum(one.samples for one in scans), total_of(scans, "unusable")
+    total, unusable = sum(one.samples for one in scans), _total(scans, "unusable")
     if not total or unusable.total() < total:
         return
     first = next(one.name for one in scans if one.samples)
     with open_shard(shard_url(root, first)) as file:
         names = [name for name, _ in islice(members(file), SHOWN)]
-    scattered = f" {count:,} {SCATTERED}." if (count := total_of(scans, "notes")[SCATTERED]) else ""
+    scattered = f" {count:,} {SCATTERED}." if (count := _total(scans, "notes")[SCATTERED]) else ""
     raise UserError(
         f"None of the first {total:,} samples can be used for training ({dict(unusable)}).{scattered} A sample is an "
         f"image (.jpg, .jpeg, .png or .webp) and a caption (now: {caption}) with the same name, next to each other in "

@@ -15,7 +15,7 @@ from pipeline.config import parse, section
 from pipeline.data.data_config import DataConfig
 from pipeline.data.loading.decode import normalize
 from pipeline.data.loading.loader import Loader, build_loader
-from pipeline.data.loading.position import replaced
+from pipeline.data.loading.position import check_place, place_of, report
 from pipeline.data.loading.worker import Tokenize
 from pipeline.data.order.canonical_order import default_streams
 from pipeline.data.shards.check_shards import check_captions
@@ -51,7 +51,7 @@ class OrderedDataset(IterableDataset[Rows]):
         limit = self.config.corrupt_limit / self.world.size
         for _ in range(loader.steps_per_epoch - loader.position.batch % loader.steps_per_epoch):
             batch = next(loader)
-            replaced(batch.position, loader.layout, World(), limit=limit)
+            report(batch.position, loader.layout, World(), limit=limit)
             image = batch.image
             if self.normalization is not None:
                 mean, std = self.normalization
@@ -67,7 +67,8 @@ class OrderedDataset(IterableDataset[Rows]):
 
         It is valid for any number of ranks and workers.
         """
-        return self._open().place
+        loader = self._open()
+        return place_of(loader.order, loader.position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the batch at which `state_dict` was called, without decoding earlier samples again.
@@ -85,7 +86,8 @@ class OrderedDataset(IterableDataset[Rows]):
                 f"The state is after batch {state['batch']} of epoch {state['epoch']}, but an epoch of this data set "
                 f"has {loader.steps_per_epoch} batches: give what state_dict() returned for it."
             )
-        loader.move_to(state)
+        loader.close()
+        loader.position = check_place(state, loader.order)
 
     def close(self) -> None:
         """End the decoding processes; iterating again starts new ones."""

@@ -92,7 +92,7 @@ class Observer:
             **state.skipped.scalars(),
             **state.objective.counters(),
             "text_tokens": float(state.world.all_gather(tokens).mean()),
-            "corrupt_samples": state.loader.replaced(position),
+            "corrupt_samples": state.loader.report(position).replaced,
             **rates,
             **slowest_rank(state.world, rates, batch_size=run.batch_size),
             **self.utilization.scalars(rates["samples_per_second"]),

@@ -22,9 +22,6 @@ from pipeline.data.loading.gpu_decode import gpu_that_decodes, whole_batch
 from pipeline.data.loading.position import (
     DataReport,
     Position,
-    check_place,
-    place_of,
-    replaced,
     report,
     restore_position,
     save_position,
@@ -120,8 +117,8 @@ class Loader:
         self._config = config
         self._world = world
         self._dataset = dataset
-        self.mixture = dataset.order.mixture
-        self.layout = dataset.order.layout
+        self.order = dataset.order
+        self.mixture, self.layout = self.order.mixture, self.order.layout
         self.n = self.mixture.manifest.n
         """Number of distinct samples; ids run over [0, n)."""
         self.steps_per_epoch = self.layout.steps
@@ -200,22 +197,13 @@ class Loader:
     def report(self, position: Position | None = None) -> DataReport:
         """The counts of the epoch up to a batch's `position` (default: the last batch that was returned).
 
-        A collective: every rank calls it at the end of an epoch.
+        A collective: every rank calls it.
 
         Raises:
             UserError: More of the epoch's samples are corrupt than `corrupt_limit` allows; raised on every rank.
         """
         limit = self._config.corrupt_limit
         return report(position or self.position, self.layout, self._world, limit=limit)
-
-    def replaced(self, position: Position | None = None) -> int:
-        """Corrupt samples of the epoch so far: a cheap collective for every logging step.
-
-        Raises:
-            UserError: As `report`.
-        """
-        limit = self._config.corrupt_limit
-        return replaced(position or self.position, self.layout, self._world, limit=limit)
 
     def state_dict(self, position: Position | None = None) -> dict[str, Any]:
         """The state after the batch with this `position` (default: the last batch that was returned).
@@ -234,20 +222,6 @@ class Loader:
         self.close()
         limit = self._config.corrupt_limit
         self.position = restore_position(state, self._dataset, world=self._world, limit=limit)
-
-    @property
-    def place(self) -> dict[str, Any]:
-        """The position after the last batch as plain values, without counts: the same on every rank, no collective."""
-        return place_of(self._dataset.order, self.position)
-
-    def move_to(self, place: Mapping[str, Any]) -> None:
-        """Continue after the batch of a `place`, with new counts.
-
-        Raises:
-            UserError: This loader's order differs from that of the place.
-        """
-        self.close()
-        self.position = check_place(place, self._dataset.order)
 
     def use_features(self, file: FeatureFile) -> None:
         """From the next batch that is loaded on, decode no images: their features are in `file`."""

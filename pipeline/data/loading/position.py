@@ -70,19 +70,6 @@ def too_many(corrupt: int, *, samples: int, planned: int, limit: float) -> bool:
     return corrupt > limit * max(samples, min(planned, max(planned // 10, LEAST_JUDGED)))
 
 
-def replaced(position: Position, layout: Layout, world: World, *, limit: float) -> int:
-    """Corrupt samples of the epoch so far: a collective of one number, plus a full report if there are too many.
-
-    Raises:
-        UserError: Too many samples are corrupt; raised on every rank.
-    """
-    total = sum(world.gather_objects(position.corrupt.total()))
-    samples, planned = position.batch * layout.global_batch, layout.steps * layout.global_batch
-    if too_many(total - position.judged, samples=samples, planned=planned, limit=limit):
-        report(position, layout, world, limit=limit)
-    return total
-
-
 def _merged(position: Position, world: World) -> tuple[str, Counts]:
     """Order hash and corrupt samples of all ranks: a collective with the same result on every rank."""
     everyone = world.gather_objects((position.order_hash, position.corrupt))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -23,52 +22,50 @@ from pipeline.distributed.world import World
 from pipeline.errors import UserError
 
 Rows = tuple[Tensor, Tensor, Tensor]
+Normalization = tuple[tuple[float, float, float], tuple[float, float, float]]
 Positive = Annotated[float, Field(gt=0)]
 
 
-@dataclass(kw_only=True, eq=False)
 class OrderedDataset(IterableDataset[Rows]):
     """One rank's rows of the global batches of an epoch: `(image, text, sample_id)`; see `dataset`.
 
     Every `iter` goes on where the last one stopped, to the end of the epoch.
     """
 
-    config: DataConfig
-    world: World
-    seed: int
-    decoding: Mapping[str, Any]
-    normalization: tuple[tuple[float, float, float], tuple[float, float, float]] | None
-    _loader: Loader | None = None
-    _state: dict[str, Any] | None = None
+    def __init__(self, loader: Loader, *, limit: float, normalization: Normalization | None) -> None:
+        self._loader, self._limit, self._normalization = loader, limit, normalization
 
     def __iter__(self) -> Iterator[Rows]:
         """The batches that are left of this epoch, or those of the next.
 
         Raises:
-            UserError: The data does not fit the settings, cannot be read, or has too many corrupt samples.
+            UserError: The data cannot be read, or has too many corrupt samples.
         """
-        loader = self._open()
-        limit = self.config.corrupt_limit / self.world.size
-        for _ in range(loader.steps_per_epoch - loader.position.batch % loader.steps_per_epoch):
-            batch = next(loader)
-            report(batch.position, loader.layout, World(), limit=limit)
+        if (info := get_worker_info()) is not None:
+            raise UserError(
+                f"num_workers={info.num_workers} of a DataLoader: its processes would repeat the first epoch, since "
+                "each epoch starts new ones, and several would give the rows of a batch to different batches. Use "
+                "num_workers=0, and `workers` of neuclip.dataset for decoding processes."
+            )
+        for _ in range(len(self) - self._loader.position.batch % len(self)):
+            batch = next(self._loader)
+            report(batch.position, self._loader.layout, World(), limit=self._limit)
             image = batch.image
-            if self.normalization is not None:
-                mean, std = self.normalization
+            if self._normalization is not None:
+                mean, std = self._normalization
                 image = normalize(image, mean=mean, std=std)
             yield image, batch.text, batch.sample_id
 
     def __len__(self) -> int:
         """Batches of an epoch."""
-        return self._open().steps_per_epoch
+        return self._loader.steps_per_epoch
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch that was taken, as plain values: the same on every rank.
 
         It is valid for any number of ranks and workers.
         """
-        loader = self._open()
-        return place_of(loader.order, loader.position)
+        return place_of(self._loader.order, self._loader.position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the batch at which `state_dict` was called, without decoding earlier samples again.
@@ -80,36 +77,17 @@ class OrderedDataset(IterableDataset[Rows]):
         given = state if isinstance(state, Mapping) else {}
         if wrong := sorted(key for key, kind in kinds.items() if not isinstance(given.get(key), kind)):
             raise UserError(f"The state lacks a valid {', '.join(wrong)}: give what state_dict() returned.")
-        loader = self._open()
-        if not (state["epoch"] >= 0 and 0 <= state["batch"] <= loader.steps_per_epoch):
+        if not (state["epoch"] >= 0 and 0 <= state["batch"] <= len(self)):
             raise UserError(
                 f"The state is after batch {state['batch']} of epoch {state['epoch']}, but an epoch of this data set "
-                f"has {loader.steps_per_epoch} batches: give what state_dict() returned for it."
+                f"has {len(self)} batches: give what state_dict() returned for it."
             )
-        loader.close()
-        loader.position = check_place(state, loader.order)
+        self.close()
+        self._loader.position = check_place(state, self._loader.order)
 
     def close(self) -> None:
         """End the decoding processes; iterating again starts new ones."""
-        if self._loader is not None:
-            self._loader.close()
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = self.state_dict() if self._loader is not None else self._state
-        return {**self.__dict__, "_loader": None, "_state": state}
-
-    def _open(self) -> Loader:
-        if (info := get_worker_info()) is not None:
-            raise UserError(
-                f"num_workers={info.num_workers} of a DataLoader: its processes would repeat the first epoch, since "
-                "each epoch starts new ones, and several would give the rows of a batch to different batches. Use "
-                "num_workers=0, and `workers` of neuclip.dataset for decoding processes."
-            )
-        if self._loader is None:
-            self._loader = build_loader(self.config, world=self.world, seed=self.seed, **self.decoding)
-            if self._state is not None:
-                self.load_state_dict(self._state)
-        return self._loader
+        self._loader.close()
 
 
 @section
@@ -129,7 +107,7 @@ def dataset(
     tokenize: Tokenize,
     image_size: int = 224,
     seed: int = 0,
-    normalization: tuple[tuple[float, float, float], tuple[float, float, float]] | None = None,
+    normalization: Normalization | None = None,
     rank: int | None = None,
     ranks: int | None = None,
     **settings: Any,
@@ -169,12 +147,12 @@ def dataset(
         settings["streams"] = default_streams(given.batch_size)
     config = parse(DataConfig, {**settings, "sources": sources}, prefix="data")
     check_captions(config)
-    ordered = OrderedDataset(
-        config=config,
+    loader = build_loader(
+        config,
         world=World(rank=given.rank, size=given.ranks),
+        global_batch=given.batch_size,
         seed=given.seed,
-        decoding={"global_batch": given.batch_size, "image_size": given.image_size, "tokenize": tokenize},
-        normalization=given.normalization,
+        image_size=given.image_size,
+        tokenize=tokenize,
     )
-    len(ordered)  # reads the manifest, so that data which is missing or does not fit is an error here
-    return ordered
+    return OrderedDataset(loader, limit=config.corrupt_limit / given.ranks, normalization=given.normalization)

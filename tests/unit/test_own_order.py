@@ -35,13 +35,13 @@ def test_an_order_of_ones_own_is_read_and_resumed(tmp_path, monkeypatch):
 
     with loader("as_stored", 2) as read:
         found = [next(read).sample_id.tolist() for _ in range(3)]
-        place = read.place
+        state = read.state_dict()
     assert found == [[9 * stream + 2 * batch + row for stream in range(4) for row in (0, 1)] for batch in range(3)]
     with loader("as_stored", 0) as resumed:
-        resumed.move_to(place)
+        resumed.load_state_dict(state)
         assert next(resumed).sample_id.tolist()[:2] == [6, 7]
     with loader("canonical", 0) as other, pytest.raises(UserError, match=r"data.order was as_stored, now canonical"):
-        other.move_to(place)
+        other.load_state_dict(state)
     with pytest.raises(UserError, match=r"data.order = 'as_stord': no such data order. The nearest is as_stored"):
         loader("as_stord", 0)
 

@@ -59,7 +59,6 @@ def everywhere(body: bytes, folder: Path) -> dict[str, np.ndarray]:
     found = {
         "download": Image.open(io.BytesIO(stored)),
         "download, kept": Image.open(io.BytesIO(kept)),
-        "pairs": Image.open(io.BytesIO(convert(body, ImageOptions(raw=True)).body)),
         "pairs, not turned by readers": Image.open(io.BytesIO(convert(body, ImageOptions(quality=100)).body)),
         "playground": open_image(body, name="x"),
         "score, a file": _open(file, WHITE),

@@ -145,7 +145,6 @@ def test_every_mode_and_format_is_read(name, tmp_path):
         "playground": shown(body, name="x"),
         "pairs": read_rgb(as_stored.body),
         "pairs, resized": read_rgb(convert(body, ImageOptions(size=HEIGHT - 1)).body).resize((WIDTH, HEIGHT)),
-        "pairs, raw": read_rgb(convert(body, ImageOptions(raw=True)).body),
     }
     see_through = ("RGBA" in name and "BMP" not in name) or "LA," in name
     on_white = (255 * RAMP + 255) / 2 if see_through else 255 * RAMP

@@ -63,13 +63,6 @@ def _central_box(height: int, width: int, *, ratio: tuple[float, float]) -> Box:
     return (height - h) // 2, (width - w) // 2, h, w
 
 
-def crop_exactly(image: Image.Image, *, crop: CropConfig, size: int, state: int) -> Tensor:
-    """uint8 [3, size, size] of the crop of an RGB image, with open_clip's pixels; channels are last in memory."""
-    top, left, h, w = crop_box(image.height, image.width, crop=crop, state=state)
-    resized = image.crop((left, top, left + w, top + h)).resize((size, size), Image.Resampling.BICUBIC)
-    return torch.frombuffer(bytearray(resized.tobytes()), dtype=torch.uint8).view(size, size, 3).permute(2, 0, 1)
-
-
 def augmented(image: Tensor, *, augment: AugmentConfig, state: int) -> Tensor:
     """uint8 [3, size, size] with changed colours, as by open_clip's `color_jitter` and `gray_scale`.
 
@@ -136,22 +129,10 @@ class ImageDecoder:
         Raises:
             CorruptSample: PIL cannot decode all of the image, or it has more than `max_pixels` or too many scans.
         """
-        image = self._resized(data, state)
+        image = self._fast(data, state) if self.mode == "fast" else None
+        if image is None:
+            image = self._exact(data, state)
         return augmented(image, augment=self.augment, state=state) if self.augment else image
-
-    def _resized(self, data: bytes, state: int) -> Tensor:
-        window_HWC = None
-        if self.mode != "exact":
-            try:
-                window_HWC = self._window(data, state)
-            except (ValueError, MemoryError) as error:
-                if isinstance(error, CorruptSample):
-                    raise
-        if window_HWC is None:
-            return self._exact(data, state)
-        # A dense window with a batch axis has strides that torch takes for channels-last, its fastest path for uint8.
-        window = window_HWC[None].permute(0, 3, 1, 2)
-        return F.interpolate(window, size=(self.size, self.size), mode="bicubic", antialias=True)[0]
 
     def for_gpu(self, data: bytes, *, state: int) -> EncodedJpeg | None:
         """What a GPU needs to decode an image; None if it is to be decoded here.
@@ -181,24 +162,35 @@ class ImageDecoder:
         if height * width > self.max_pixels:
             raise CorruptSample("image has too many pixels")
 
-    def _window(self, data: bytes, state: int) -> Tensor | None:
-        """The pixels of the crop, uint8 [h, w, 3]; None, or a ValueError, if Pillow has to decode the image."""
+    def _fast(self, data: bytes, state: int) -> Tensor | None:
+        """The crop of a JPEG by libjpeg-turbo and torch; None if Pillow has to decode the image."""
         if data[:2] != b"\xff\xd8":
             return None
-        height, width, colorspace = jpeg.header(data)
-        self._check(height, width)
-        jpeg.check_scans(data)
-        if colorspace not in RGB_JPEG:
+        try:
+            height, width, colorspace = jpeg.header(data)
+            self._check(height, width)
+            jpeg.check_scans(data)
+            if colorspace not in RGB_JPEG:
+                return None
+            pixels_HWC = simplejpeg.decode_jpeg(data, colorspace="RGB", strict=True)
+        except CorruptSample:
+            raise
+        except (ValueError, MemoryError):
             return None
-        pixels_HWC = simplejpeg.decode_jpeg(data, colorspace="RGB", strict=True)
         top, left, h, w = crop_box(height, width, crop=self.crop, state=state)
-        return torch.from_numpy(pixels_HWC[top : top + h, left : left + w].copy())
+        window_HWC = torch.from_numpy(pixels_HWC[top : top + h, left : left + w].copy())
+        # A dense window with a batch axis has strides that torch takes for channels-last, its fastest path for uint8.
+        window = window_HWC[None].permute(0, 3, 1, 2)
+        return F.interpolate(window, size=(self.size, self.size), mode="bicubic", antialias=True)[0]
 
     def _exact(self, data: bytes, state: int) -> Tensor:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PIL warns about large sizes, which `max_pixels` limits, and odd metadata
             image = rgb_image(data, max_pixels=self.max_pixels, background=self.background)
-        return crop_exactly(image, crop=self.crop, size=self.size, state=state)
+        top, left, h, w = crop_box(image.height, image.width, crop=self.crop, state=state)
+        resized = image.crop((left, top, left + w, top + h)).resize((self.size, self.size), Image.Resampling.BICUBIC)
+        pixels = torch.frombuffer(bytearray(resized.tobytes()), dtype=torch.uint8)
+        return pixels.view(self.size, self.size, 3).permute(2, 0, 1)
 
 
 def normalize(

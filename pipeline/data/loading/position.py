@@ -61,12 +61,13 @@ class DataReport:
     """Hash of which samples were in which rows."""
 
 
-def too_many(corrupt: int, *, samples: int, planned: int, limit: float) -> bool:
-    """Whether more than `limit` of an epoch's samples so far are corrupt.
+def _too_many(corrupt: int, position: Position, layout: Layout, *, limit: float) -> bool:
+    """Whether more than `limit` of an epoch's samples up to a position are corrupt.
 
     Early in an epoch a single lost shard would be a large share, so the share is taken of at least a tenth of the epoch
     or 10,000 samples.
     """
+    samples, planned = (batches * layout.global_batch for batches in (position.batch, layout.steps))
     return corrupt > limit * max(samples, min(planned, max(planned // 10, LEAST_JUDGED)))
 
 
@@ -100,7 +101,7 @@ def report(position: Position, layout: Layout, world: World, *, limit: float) ->
         order_hash=hashed,
     )
     new = result.replaced - position.judged
-    if too_many(new, samples=result.samples, planned=result.planned_samples, limit=limit):
+    if _too_many(new, position, layout, limit=limit):
         since = f" ({new} of them since this start)" if position.judged else ""
         raise UserError(
             f"{result.replaced} of the first {result.samples} samples of epoch {result.epoch}{since} are corrupt, more "
@@ -120,10 +121,6 @@ def _named(counts: Mapping[str, int]) -> str:
 
 
 DECODERS = ("simplejpeg", "pillow", "torch")
-ANOTHER_ORDER = (
-    "Batch {batch} of epoch {epoch} would not hold the checkpoint's samples although all settings are equal: this "
-    "program computes another order. Resume with the version that wrote the checkpoint."
-)
 log = logging.getLogger(__name__)
 
 
@@ -148,9 +145,8 @@ def restore_position(state: Mapping[str, Any], dataset: StreamDataset, *, world:
         UserError: This run's order differs from that of the state.
     """
     corrupt = Counts({(reason, shard): count for reason, shard, count in state["corrupt"]})
-    position, layout = check_place(state, dataset.order), dataset.order.layout
-    samples, planned = position.batch * layout.global_batch, layout.steps * layout.global_batch
-    stopped = too_many(corrupt.total(), samples=samples, planned=planned, limit=limit)
+    position = check_place(state, dataset.order)
+    stopped = _too_many(corrupt.total(), position, dataset.order.layout, limit=limit)
     position = replace(
         position,
         order_hash=int(state["order_hash"], 16) if world.is_main else 0,
@@ -180,9 +176,12 @@ def check_place(state: Mapping[str, Any], order: Order) -> Position:
             "a new run."
         )
     position = Position(epoch=state["epoch"], batch=state["batch"])
-    is_past = position.batch > order.layout.steps
-    if is_past or _proof(order, position) != state["proof"]:
-        raise UserError(ANOTHER_ORDER.format(batch=position.batch - 1, epoch=position.epoch))
+    if position.batch > order.layout.steps or _proof(order, position) != state["proof"]:
+        raise UserError(
+            f"Batch {position.batch - 1} of epoch {position.epoch} would not hold the checkpoint's samples although "
+            "all settings are equal: this program computes another order. Resume with the version that wrote the "
+            "checkpoint."
+        )
     return position
 
 

@@ -67,11 +67,6 @@ class CachedTokenizer:
     end: int
     _cache: dict[str, list[int]] = field(default_factory=dict, repr=False)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_cache", "_words")} | {
-            "_cache": {}
-        }
-
     def __call__(self, texts: list[str]) -> Tensor:
         result = np.zeros((len(texts), self.context_length), dtype=np.int64)
         for row, text in zip(result, texts, strict=True):

@@ -1,4 +1,4 @@
-"""The sample order as pure functions, how well it shuffles, and what `neuclip plan` reports about a run's data."""
+"""The sample order as pure functions, and what `neuclip plan` reports about a run's data."""
 
 from __future__ import annotations
 
@@ -151,66 +151,6 @@ def test_config_accepts_paths_and_refuses_invalid_values():
     for tree, message in bad:
         with pytest.raises(UserError, match=message):
             parse(DataConfig, tree, prefix="data")
-
-
-SHARDS, SAMPLES, BATCH = 120, 100, 256
-
-
-def order(*, streams: int = 64, buffer: int = 100) -> Order:
-    rows = [(f"{i}.tar", SAMPLES, SAMPLES, str(i)) for i in range(SHARDS)]
-    mixture = make_mixture([make_manifest(rows)])
-    layout = make_layout(samples=mixture.epoch_samples, global_batch=BATCH, streams=streams)
-    return Order(mixture=mixture, layout=layout, seed=1, shuffle_buffer=buffer)
-
-
-def epoch(planned: Order, number: int = 0) -> np.ndarray:
-    return planned_ids(planned, epoch=number, first=0, last=planned.layout.steps)
-
-
-def neighbour_distance(ids: np.ndarray) -> float:
-    """Mean distance, in steps, of samples that are stored next to each other, relative to a global shuffle's.
-
-    A global shuffle separates them by a third of all steps on average. 1 is a global shuffle, 0 the order of storage.
-
-    Args:
-        ids: Sample ids of a whole epoch, [steps, B].
-    """
-    steps, batch = ids.shape
-    order = np.argsort(ids, axis=None, kind="stable")
-    stored, step = ids.ravel()[order], order // batch
-    adjacent = np.diff(stored) == 1
-    return float(np.abs(np.diff(step))[adjacent].mean() / (steps / 3)) if adjacent.any() and steps > 1 else 0.0
-
-
-def quality(ids: np.ndarray) -> tuple[float, float]:
-    """Mean number of distinct shards in a batch, and the share of its pairs of samples that have the same shard."""
-    counts = [np.unique(row, return_counts=True)[1] for row in ids // SAMPLES]
-    return np.mean([len(c) for c in counts]), np.mean([(c * (c - 1)).sum() / (BATCH * (BATCH - 1)) for c in counts])
-
-
-IDEAL = SHARDS * (1 - (1 - 1 / SHARDS) ** BATCH), 1 / SHARDS
-"""Of a global shuffle."""
-
-
-def test_canonical_streams_are_shuffled_well():
-    """A broken shuffle (one stream, or a buffer of one sample) misses the limits by far."""
-    ids = epoch(order())
-    shards, same = quality(ids)
-    assert shards > 0.75 * IDEAL[0]
-    assert same < 2 * IDEAL[1]
-    assert neighbour_distance(ids) > 0.25
-    for broken, limit in ((order(streams=1), 0.1), (order(buffer=1), 0.05)):
-        assert neighbour_distance(epoch(broken)) < limit
-
-
-def test_batches_of_two_epochs_overlap_only_by_chance():
-    first, second = epoch(order(), 0), epoch(order(), 1)
-    partners = [{frozenset((a, b)) for row in ids // SAMPLES for a in set(row) for b in set(row) if a < b}
-                for ids in (first[:3], second[:3])]  # fmt: skip
-    assert len(partners[0] & partners[1]) < 0.9 * len(partners[0])
-    overlap = [len(set(a) & set(b)) for a, b in zip(first, second, strict=True)]
-    expected = BATCH**2 / (SHARDS * SAMPLES)
-    assert np.mean(overlap) < 2 * expected
 
 
 def test_plan_counts_match_the_manifest(tmp_path):

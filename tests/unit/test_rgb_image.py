@@ -7,26 +7,21 @@ import io
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeline.analysis.shard_pairs import PairBatch, PairReader, whole
-from pipeline.data.data_config import DataConfig, Source
-from pipeline.data.shards.manifest_format import Manifest, load_manifest
+from pipeline.data.shards.manifest_format import Manifest
 from pipeline.data.shards.tar_reader import CaptionField, CorruptSample, rgb_image
-from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.playground.gallery import open_image
 from pipeline.report.run_data import Run
 from pipeline.report.run_page import _sample
-from pipeline.training.recipe import ValidationConfig
-from pipeline.training.validation import HeldOutPairs
 from tests.images import encoded
 from tests.shards import jpeg, sample, write_shards
 
@@ -44,16 +39,6 @@ def as_tensor(image: Image.Image) -> Tensor:
     return torch.from_numpy(np.array(image.resize((SIDE, SIDE), Image.Resampling.NEAREST)))
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Shards with 16-bit grey (sample 1) and an image of another format (sample 2), and others to train on."""
-    found = tmp_path_factory.mktemp("pairs")
-    odd = {1: {"png": GREY_16, "txt": b"grey"}, 2: {"jpg": OTHER_FORMAT, "txt": b"other"}}
-    write_shards(found / "held", [4, 3], replace=odd)
-    write_shards(found / "train", [4], first=50)
-    return found
-
-
 def test_what_cannot_be_decoded_has_a_message(monkeypatch):
     whole_image = jpeg(0, size=(30, 20))
     assert rgb_image(whole_image, max_pixels=600).size == (30, 20)
@@ -68,31 +53,6 @@ def test_what_cannot_be_decoded_has_a_message(monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 299)  # Pillow refuses twice as many
     with pytest.raises(CorruptSample, match="too many pixels"):
         rgb_image(whole_image)
-
-
-def test_scored_pairs_are_decoded_as_in_training(folder):
-    (first, _) = read(load_manifest(folder / "held"), workers=2)
-    assert first.rows == [0, 1, 3]
-    assert first.problems == [(2, "image cannot be decoded")]
-    np.testing.assert_array_equal(first.image[1].numpy(), EXPECTED)
-
-
-def test_held_out_pairs_are_decoded_as_in_training(folder):
-    seen: dict[str, Any] = {}
-    model = SimpleNamespace(
-        towers=nn.Linear(1, 1),
-        dim=2,
-        preprocess=as_tensor,
-        tokenize=lambda captions: seen.update(captions=captions) or torch.zeros(len(captions), 2),
-        encode_image=lambda image: seen.update(image=image) or torch.zeros(len(image), 2),
-        encode_text=lambda text: text,
-    )
-    config = ValidationConfig(sources=(Source(manifest=str(folder / "held")),))
-    held = HeldOutPairs(config, DataConfig(sources=(Source(manifest=str(folder / "train")),)), World())
-    held.features(model)
-    assert held.dropped == {"image cannot be decoded": 1}
-    assert seen["captions"][:3] == ["caption 0", "grey", "caption 3"]
-    np.testing.assert_array_equal(seen["image"][1].numpy(), EXPECTED)
 
 
 def test_the_reports_samples_are_decoded_as_in_training(tmp_path, monkeypatch):

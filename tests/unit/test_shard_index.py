@@ -11,15 +11,13 @@ from pathlib import Path
 import pytest
 
 from data_prep.dataset.verification import verify
-from pipeline.data.loading.stream_reader import ALTERED, TRUNCATED
 from pipeline.data.shards import storage
 from pipeline.data.shards.make_manifest import index_shards
 from pipeline.data.shards.manifest_format import make_manifest
 from pipeline.data.shards.shard_index import index_path, load_index, save_index, scan_members
 from pipeline.data.shards.storage import StreamHash, open_records
-from pipeline.errors import UserError
 from pipeline.files import sha256_of
-from tests.shards import open_loader, reader, sample, write_members, write_shards
+from tests.shards import open_loader, reader, write_members, write_shards
 
 MEMBERS = [
     ("0.jpg", b"image"), ("0.json", b"{}"), ("0.txt", b"caption"),
@@ -136,21 +134,6 @@ def test_only_indexes_of_other_shards_are_deleted(tmp_path):
     index.parent.write_text("a file of the user's")
     assert index_shards(tmp_path, replace=True).n == 5
     assert index.parent.read_text() == "a file of the user's"
-
-
-def test_changes_since_the_index_was_written_are_noticed(tmp_path):
-    manifest = write_shards(tmp_path, [5])
-    path = tmp_path / "00000.tar"
-    whole = path.read_bytes()
-    place = whole.index(b"caption 0")
-    path.write_bytes(whole[:place] + b"C" + whole[place + 1 :])
-    with pytest.raises(UserError, match="are not those of its manifest"):
-        list(reader(manifest, altered_shards="stop").read(0))
-    assert [record.problem for record in reader(manifest, altered_shards="skip").read(0)] == [""] * 4 + [ALTERED]
-    path.write_bytes(whole[: whole.index(sample(3)["txt"]) + 2])
-    for altered in ("stop", "ignore"):
-        problems = [record.problem for record in reader(manifest, altered_shards=altered).read(0)]
-        assert problems == [""] * 3 + [TRUNCATED] * 2
 
 
 def test_the_indexes_of_joined_sources_are_used(tmp_path, monkeypatch):

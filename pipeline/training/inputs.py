@@ -164,7 +164,8 @@ class StepFeatures:
         image = None if self.images is None else values(self.images)[0]
         if self.teacher is None:
             return image, []
-        return image, [Teacher(*F.normalize(values(self.teacher), dim=2), self.teacher.facts.tau)]
+        of_image, of_text = F.normalize(values(self.teacher), dim=2)
+        return image, [Teacher(of_image, of_text, self.teacher.facts.tau)]
 
 
 def open_step_features(state: RunState, *, report: Callable[[str], None]) -> StepFeatures | None:

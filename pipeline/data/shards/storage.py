@@ -175,7 +175,7 @@ def open_shard(url: str, *, start: int = 0) -> Iterator[io.BufferedReader]:
         filesystem, path = fsspec.core.url_to_fs(url)
         ahead = {"cache_type": "background", "cache_options": {"maxblocks": BLOCKS_KEPT}}
         with filesystem.open(path, "rb", block_size=4 * BUFFER, **ahead) as file:
-            stream = io.BufferedReader(_Forward(file), BUFFER)
+            stream = cast(io.BufferedReader, io.BufferedReader(_Forward(file), BUFFER))
             if start:
                 try:
                     file.seek(start)

@@ -12,6 +12,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from pipeline.config import suggest
+from pipeline.cores import thread_map
 from pipeline.data.data_config import DataConfig, Source
 from pipeline.data.order.hashing import Purpose, key, permutation
 from pipeline.data.shards.manifest_format import Manifest, Shard, load_manifest
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from pipeline.distributed.world import World
 
 REMOTE_CHECKED = 32
-CHECKED_TOGETHER = 4096
 THREADS = 16
 SHOWN = 5
 FIRST_MEMBERS = 32
@@ -66,27 +66,22 @@ def check_caption(source: Manifest | str, wanted: str, *, name: str = "data.capt
     Raises:
         UserError: As `check_captions`.
     """
-    url = source if isinstance(source, str) else source.url(source.shards[0])
+    url, places = source if isinstance(source, str) else source.url(source.shards[0]), dict[str, None]()
+    if not is_local(url):
+        return
     try:
-        places = _caption_places(url) if is_local(url) else []
+        with open_shard(url) as file:
+            for member, payload in islice(members(file, wanted=lambda suffix: suffix == "json"), FIRST_MEMBERS):
+                suffix = split_name(member)[1]
+                if suffix and suffix not in IMAGE_SUFFIXES:
+                    places[suffix] = None
+                    places.update(dict.fromkeys(f"json:{field}" for field in record_of(payload) or {}))
     except (UserError, OSError, DamagedTar):
         return
     if places and wanted not in places:
         raise UserError(
             f"{name} = {wanted!r} is in none of the first samples of {url}. {suggest(wanted, tuple(places))}"
         )
-
-
-def _caption_places(path: str) -> list[str]:
-    """What `data.caption` could say, from the first samples of a shard: suffixes of members, and fields of JSON."""
-    places: dict[str, None] = {}
-    with open_shard(path) as file:
-        for name, payload in islice(members(file, wanted=lambda suffix: suffix == "json"), FIRST_MEMBERS):
-            suffix = split_name(name)[1]
-            if suffix and suffix not in IMAGE_SUFFIXES:
-                places[suffix] = None
-                places.update(dict.fromkeys(f"json:{field}" for field in record_of(payload) or {}))
-    return list(places)
 
 
 def check_shards(manifest: Manifest, world: World) -> int:
@@ -109,13 +104,12 @@ def check_shards(manifest: Manifest, world: World) -> int:
     remote = [remote[number] for number in chosen.tolist()]
     checked, missing, other = local + remote, [], []
     with ThreadPoolExecutor(THREADS) as pool:
-        for first in range(0, len(checked), CHECKED_TOGETHER):  # a million shards at once would fill the memory
-            part = [manifest.shards[number] for number in checked[first : first + CHECKED_TOGETHER]]
-            for shard, size in zip(part, pool.map(_size, map(manifest.url, part)), strict=True):
-                if size is None:
-                    missing.append(shard.name)
-                elif size != shard.bytes:
-                    other.append(f"{shard.name} has {size} bytes, not {shard.bytes}")
+        sizes = thread_map(pool, lambda number: _size(manifest.url(manifest.shards[number])), checked, ahead=64)
+        for shard, size in zip((manifest.shards[number] for number in checked), sizes, strict=True):
+            if size is None:
+                missing.append(shard.name)
+            elif size != shard.bytes:
+                other.append(f"{shard.name} has {size} bytes, not {shard.bytes}")
     if missing or other:
         raise UserError(
             f"The shards in {manifest.root} do not match their manifest: of {len(checked)} checked, {len(missing)} are "

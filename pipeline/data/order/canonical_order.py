@@ -22,7 +22,8 @@ from pipeline.errors import UserError
 from pipeline.registries import Registry
 
 Int64 = NDArray[np.int64]
-BLOCK, LOOKED_UP = 1 << 14, 1024
+BLOCK = 1024
+"""Places whose keys are sorted at a time; without influence on the order."""
 CANONICAL = "canonical"
 
 
@@ -103,10 +104,10 @@ class StreamOrder:
     places, and a reader that goes through the places in order keeps about S / 2 of them in memory.
     """
 
-    def __init__(self, *, state: int, length: int, buffer: int, block: int = BLOCK) -> None:
+    def __init__(self, *, state: int, length: int, buffer: int) -> None:
         self.length, self.buffer = length, min(buffer, length)
         self._state = state
-        self._block = max(block, self.buffer)
+        self._block = max(BLOCK, self.buffer)
         self._cached: tuple[int, int, Int64] = (-1, 0, np.empty(0, dtype=np.int64))
 
     def places(self, first: int, last: int) -> Int64:
@@ -157,7 +158,7 @@ class StreamOrder:
         return self._cached[1:]
 
 
-def stream_order(*, seed: int, epoch: int, stream: int, length: int, buffer: int, block: int = BLOCK) -> StreamOrder:
+def stream_order(*, seed: int, epoch: int, stream: int, length: int, buffer: int) -> StreamOrder:
     """The shuffle of stream `stream` in an epoch.
 
     Args:
@@ -166,10 +167,8 @@ def stream_order(*, seed: int, epoch: int, stream: int, length: int, buffer: int
         stream: Number of the stream.
         length: Its samples, L.
         buffer: The shuffle buffer, S.
-        block: Places whose keys are sorted at a time; without influence on the order. Large blocks are fastest for
-            reading a stream, small ones for looking up a few turns.
     """
-    return StreamOrder(state=key(seed, Purpose.SHUFFLE, epoch, stream), length=length, buffer=buffer, block=block)
+    return StreamOrder(state=key(seed, Purpose.SHUFFLE, epoch, stream), length=length, buffer=buffer)
 
 
 ORDERS: Registry[type[Order]] = Registry(
@@ -199,16 +198,10 @@ class Order:
         `[c L, (c + 1) L)`."""
         return plan_epoch(self.mixture, seed=self.seed, epoch=epoch)
 
-    def stream(self, *, epoch: int, stream: int, block: int = BLOCK) -> StreamOrder:
-        """The shuffle of one stream in one epoch; for `block` see `stream_order`."""
-        return stream_order(
-            seed=self.seed,
-            epoch=epoch,
-            stream=stream,
-            length=self.layout.stream_length,
-            buffer=self.shuffle_buffer,
-            block=block,
-        )
+    def stream(self, *, epoch: int, stream: int) -> StreamOrder:
+        """The shuffle of one stream in one epoch."""
+        length = self.layout.stream_length
+        return stream_order(seed=self.seed, epoch=epoch, stream=stream, length=length, buffer=self.shuffle_buffer)
 
     def epoch_segments(self, epoch: int) -> Segments:
         """`segments`, after a check of what another order returns.
@@ -273,8 +266,7 @@ def planned_ids(order: Order, *, epoch: int, first: int, last: int) -> Int64:
     b, length = layout.rows, layout.stream_length
     ids = np.empty((last - first, layout.streams, b), dtype=np.int64)
     for c in range(layout.streams):
-        stream = order.stream(epoch=epoch, stream=c, block=max(LOOKED_UP, (last - first) * b))
-        places = stream.places(first * b, last * b) + c * length
+        places = order.stream(epoch=epoch, stream=c).places(first * b, last * b) + c * length
         shards, numbers = segments.locate(places)
         ids[:, c] = (offsets[shards] + numbers).reshape(-1, b)
     return ids.reshape(last - first, layout.global_batch)

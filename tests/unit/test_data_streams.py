@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from typing import Any
 
@@ -12,15 +13,8 @@ from hypothesis import strategies as st
 
 from pipeline.config import parse
 from pipeline.data.data_config import DataConfig
-from pipeline.data.order.canonical_order import (
-    Order,
-    StreamOrder,
-    make_layout,
-    make_order,
-    planned_ids,
-    stream_order,
-)
-from pipeline.data.order.hashing import draw, draws, key, mix, permutation
+from pipeline.data.order.canonical_order import Order, StreamOrder, make_layout, make_order, planned_ids, stream_order
+from pipeline.data.order.hashing import Purpose, draw, draws, key, mix, permutation
 from pipeline.data.order.mixture import Mixture, Segments, make_mixture, plan_epoch
 from pipeline.data.shards.manifest_format import Manifest, make_manifest
 from pipeline.errors import UserError
@@ -97,6 +91,61 @@ def test_order_matches_recorded_values():
     layout = make_layout(samples=24, global_batch=8, streams=2)
     order = Order(mixture=mixture, layout=layout, seed=7, shuffle_buffer=4)
     assert planned_ids(order, epoch=2, first=0, last=3).tolist() == GOLDEN
+
+
+def listed_epoch(mixture: Mixture, *, seed: int, epoch: int) -> list[tuple[int, int, int]]:
+    """Return `(shard, first sample, samples)` of every segment of an epoch, in reading order."""
+    found: list[tuple[int, int, int]] = []
+    samples = [shard.samples for shard in mixture.manifest.shards]
+    for source, (low, high) in enumerate(itertools.pairwise(mixture.bounds)):
+        sizes, quota = samples[low:high], mixture.quotas[source]
+        begin, total, at = epoch * quota, sum(sizes), 0
+        first, last = begin // total, (begin + quota - 1) // total
+        at = first * total
+        for number in range(first, last + 1):
+            hashes = draws(key(seed, Purpose.PERMUTE, number, source), np.arange(len(sizes))).tolist()
+            for shard in sorted(range(len(sizes)), key=hashes.__getitem__):
+                cut = max(begin - at, 0), min(begin + quota - at, sizes[shard])
+                if cut[0] < cut[1]:
+                    found.append((low + shard, cut[0], cut[1] - cut[0]))
+                at += sizes[shard]
+    hashes = draws(key(seed, Purpose.INTERLEAVE, epoch), np.arange(len(found))).tolist()
+    return [found[i] for i in sorted(range(len(found)), key=hashes.__getitem__)]
+
+
+def listed_ids(order: Order, *, epoch: int) -> list[list[int]]:
+    """Return the sample ids of all batches of an epoch."""
+    shards, layout = list(order.mixture.manifest.shards), order.layout
+    segments = listed_epoch(order.mixture, seed=order.seed, epoch=epoch)
+    stored = [shards[shard].offset + k for shard, first, count in segments for k in range(first, first + count)]
+    streams, buffer = [], min(order.shuffle_buffer, layout.stream_length)
+    for c in range(layout.streams):
+        shifts = draws(key(order.seed, Purpose.SHUFFLE, epoch, c), np.arange(layout.stream_length)) >> np.uint64(32)
+        keys = [(i << 32) + int(shift) * buffer for i, shift in enumerate(shifts.tolist())]
+        places = sorted(range(layout.stream_length), key=keys.__getitem__)
+        streams.append([stored[c * layout.stream_length + place] for place in places])
+    b = layout.rows
+    return [[i for stream in streams for i in stream[t * b : (t + 1) * b]] for t in range(layout.steps)]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    sizes=st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=9), min_size=1, max_size=3),
+    weights=st.lists(st.sampled_from([0.5, 1.0, 1.5, 2.0]), min_size=3, max_size=3),
+    streams=st.sampled_from([1, 2, 4]),
+    seed=st.integers(0, 5),
+    epoch=st.integers(0, 3),
+    buffer=st.integers(1, 30),
+)
+def test_order_matches_the_list_reference(sizes, weights, streams, seed, epoch, buffer):
+    sources = [manifest(part, name=str(number)) for number, part in enumerate(sizes)]
+    mixture = make_mixture(sources, weights=weights[: len(sources)])
+    if mixture.epoch_samples < streams:
+        return
+    layout = make_layout(samples=mixture.epoch_samples, global_batch=streams, streams=streams)
+    order = Order(mixture=mixture, layout=layout, seed=seed, shuffle_buffer=buffer)
+    expected = listed_ids(order, epoch=epoch)
+    assert planned_ids(order, epoch=epoch, first=0, last=layout.steps).tolist() == expected
 
 
 @pytest.mark.parametrize(("weight", "epochs", "times"), [(0.5, 2, 1), (0.25, 4, 1), (2.0, 1, 2), (1.5, 2, 3)])

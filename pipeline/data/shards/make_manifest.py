@@ -35,6 +35,7 @@ from pipeline.errors import UserError
 from pipeline.files import as_text
 
 DOWNLOADED = "download.yaml"  # marks a folder that `neuclip download` made and maintains
+TEXT = CaptionField()
 EQUAL = "shards have the same bytes as another one, so that their samples are shown more than once"
 UNREAD = (".TAR", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst")
 SHOWN = 5
@@ -73,7 +74,7 @@ def index_shards(
     root: str | Path,
     patterns: Sequence[str] = (),
     *,
-    caption: CaptionField = CaptionField(),  # noqa: B008 (it is immutable)
+    caption: CaptionField = TEXT,
     leave_out: bool = False,
     replace: bool = False,
     threads: int = 8,
@@ -173,11 +174,13 @@ def _check_read(scans: Sequence[ShardScan], *, leave_out: bool) -> None:
             "be read."
         )
     damaged = [f"{one.name} {one.damage}" for one in scans if one.damage]
-    if len(damaged) == len(scans) or (damaged and not leave_out):
+    if damaged and not leave_out:
         raise UserError(
             f"{len(damaged):,} of {len(scans):,} shards cannot be used: {'; '.join(damaged[:SHOWN])}. Download them "
             "again, or continue without them with --leave-out. The results of the others are saved."
         )
+    if len(damaged) == len(scans):
+        raise UserError(f"None of the {len(scans):,} shards can be used: {'; '.join(damaged[:SHOWN])}.")
 
 
 def _scan_shards(

@@ -29,9 +29,7 @@ from data_prep.sources.metadata_tables import check_unchanged
 from pipeline.config import dump
 from pipeline.data.shards.manifest_format import Manifest
 from pipeline.errors import UserError
-from pipeline.files import read_tree, write_json, write_text
-
-_BEAT_SECONDS = 5.0
+from pipeline.files import write_text
 
 
 class PartDone(UserError):
@@ -68,13 +66,8 @@ def download(
     with (
         shared_lock(folder, config.fetch.workers),
         worker_lock(folder),
-        journal(folder, config.fetch) as beat,
+        journal(folder, config.fetch),
     ):
-
-        def show(progress: Progress) -> None:
-            beat()
-            on_progress(progress)
-
         if pending:
             on_note("A removal that had been interrupted was finished first.")
         recover(folder, own_shards)
@@ -84,9 +77,9 @@ def download(
         failures = {shard: _transient_failures(folder, shard) for shard in finished} if retry_failed else {}
         if retried := {shard: count for shard, count in failures.items() if count}:
             total = sum(retried.values())
-            fetch(config, tuple(retried), total=total, mode="retry", on_progress=show, on_note=on_note)
+            fetch(config, tuple(retried), total=total, mode="retry", on_progress=on_progress, on_note=on_note)
         if missing := tuple(sorted(set(own_shards).difference(finished))):
-            fetch(config, missing, total=sum(map(plan.rows_of, missing)), on_progress=show, on_note=on_note)
+            fetch(config, missing, total=sum(map(plan.rows_of, missing)), on_progress=on_progress, on_note=on_note)
         if left := plan.shards - len(folder.finished()):
             raise PartDone(
                 f"This worker's part is done, but {left:,} of {plan.shards:,} shards are unfinished, those of the "
@@ -164,48 +157,24 @@ def _transient_failures(folder: Folder, shard: int) -> int:
 
 
 @contextmanager
-def journal(folder: Folder, fetch: FetchConfig) -> Iterator[Callable[[], None]]:
-    """Write a line about one session to `sessions.jsonl` at its end, however it ends.
-
-    Until then the line is in the worker's staging folder, and the next session appends that of a killed one. The caller
-    holds the worker's lock. A disk too full for the journal does not stop the download.
-
-    Yields:
-        What the caller calls often, so that the duration of a killed session is known.
-    """
-    state, began, last = folder.staging / "session.json", time.monotonic(), -math.inf
+def journal(folder: Folder, fetch: FetchConfig) -> Iterator[None]:
+    """Write a line to `sessions.jsonl` when a session starts, and one when it ends; a killed one has no second line."""
     line = {"started": datetime.now(UTC).isoformat(timespec="seconds"), "host": socket.gethostname(),
             "worker": fetch.worker, "distributor": fetch.distributor}  # fmt: skip
-
-    def ended(outcome: str) -> dict[str, Any]:
-        return {**line, "seconds": round(time.monotonic() - began, 1), "outcome": outcome}
-
-    def beat() -> None:
-        nonlocal last
-        if time.monotonic() - last >= _BEAT_SECONDS:
-            last = time.monotonic()
-            with suppress(OSError):
-                write_json(state, ended("killed"))
-
-    if state.exists():
-        _append(folder, read_tree(state))
-    beat()
-    outcome = "finished"
+    _append(folder, line)
+    began, outcome = time.monotonic(), "finished"
     try:
-        yield beat
+        yield
     except BaseException as error:
         outcome = str(error) if isinstance(error, UserError) else f"{type(error).__name__} {error}".strip()
         raise
     finally:
-        with suppress(OSError):  # the state is kept, and the next session writes its line
-            _append(folder, ended(outcome))
-            state.unlink(missing_ok=True)
+        _append(folder, {**line, "seconds": round(time.monotonic() - began, 1), "outcome": outcome})
 
 
 def _append(folder: Folder, line: dict[str, Any]) -> None:
-    """Append a line; a truncated line before it (after a kill or a full disk) is terminated first."""
-    with open(folder.sessions, "a+b", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o666)) as file:
-        end = file.seek(0, os.SEEK_END)
-        file.seek(max(0, end - 1))
-        is_cut = file.read(1) not in (b"", b"\n")
-        file.write((b"\n" if is_cut else b"") + json.dumps(line).encode() + b"\n")
+    """Append a line, unless the disk is full: that does not stop the download."""
+    with suppress(OSError):
+        descriptor = os.open(folder.sessions, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+        with open(descriptor, "ab") as file:
+            file.write(json.dumps(line).encode() + b"\n")

@@ -1,12 +1,12 @@
 """The page of a data set (one HTML file for people), and a download's datasheet (Markdown, to stay with the shards).
 
-The meta files of `neuclip download` and `neuclip pairs` are read as a whole; of the shards, the first samples of some.
+Of the shards, the first samples of some are read.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
+import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -15,10 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 
-from data_prep.dataset.dataset_folder import Folder, read_meta
+from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.duplicates import near_duplicates, signature, stacked
 from data_prep.dataset.locks import REPORT, part_lock
 from data_prep.reasons import is_transient, meaning_of
@@ -43,15 +41,12 @@ from pipeline.report.page import render
 TEMPLATES = Path(__file__).parent / "templates"
 REPORT_NAME, DATASHEET_NAME = "report.html", "datasheet.md"
 _PICTURES, _NEAR_PAIRS = 18, 6
-_REASONS, _HOSTS = 40, 15
-"""Reasons and hosts that are listed one by one."""
+_REASONS = 40
+"""Reasons that are listed one by one."""
 _READ, _SHARDS_READ = 5_000, 32
 """Samples that are read, of so many shards."""
-_HOSTS_KEPT = 200_000
 _SIDES = np.array([0, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 1 << 31])
 _WORDS = np.array([0, 1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 1 << 31])
-_COLUMNS = ["url", "caption", "status", "reason", "width", "height", "original_width", "original_height"]
-_SESSION = {"started", "seconds", "host", "worker", "distributor", "outcome"}
 Place = tuple[int, int]
 """Number of a shard in the manifest, and of a sample in it."""
 
@@ -79,7 +74,7 @@ def write_report(
     """
     folder, caption = Folder(Path(root)), caption or CaptionField()
     manifest = load_manifest(folder.root, allow_outside=allow_outside)
-    facts = _page_facts(folder, manifest, take_census(folder, manifest, caption), caption)
+    facts = _page_facts(folder, manifest, take_census(manifest, caption), caption)
     place = Path(output or folder.root)
     place.mkdir(parents=True, exist_ok=True)
     is_own = folder.is_download and place.resolve() == folder.root.resolve()  # else the data set may be read-only
@@ -91,66 +86,31 @@ def write_report(
 
 @dataclass
 class Census:
-    """Statistics of a data set. Histograms count by `_SIDES` (pixels) and `_WORDS` (words)."""
+    """The samples that were read."""
 
-    hosts: Counter[str] = field(default_factory=Counter)
-    host_reasons: Counter[tuple[str, str | None]] = field(default_factory=Counter)
-    """URLs by host and reason; None: a sample."""
-    served_sides: np.ndarray = field(default_factory=lambda: np.zeros(len(_SIDES) - 1, np.int64))
-    stored_sides: np.ndarray = field(default_factory=lambda: np.zeros(len(_SIDES) - 1, np.int64))
-    caption_words: np.ndarray = field(default_factory=lambda: np.zeros(len(_WORDS) - 1, np.int64))
+    shards_read: int
     places: list[Place] = field(default_factory=list)
-    """The samples that were read, without those that cannot be used."""
-    shards_read: int = 0
+    """Those that can be used."""
+    sides: list[int] = field(default_factory=list)
+    """Their shorter sides in pixels."""
+    words: list[int] = field(default_factory=list)
+    """Numbers of words of their captions."""
     odd: Counter[str] = field(default_factory=Counter)
-    """Among those read: images with transparency, and of a single colour."""
+    """Images with transparency, and of a single colour."""
     problems: Counter[str] = field(default_factory=Counter)
-    """Samples among those read that training cannot use, by reason."""
+    """Samples that training cannot use, by reason."""
     near: list[tuple[Place, Place]] = field(default_factory=list)
-    """Near duplicates among the samples that were read, and the earlier sample that each resembles."""
+    """Near duplicates, and the earlier sample that each resembles."""
 
 
-def take_census(folder: Folder, manifest: Manifest, caption: CaptionField) -> Census:
-    """Read every meta file of a data set once, and some samples; `caption` says where these have their captions.
+def take_census(manifest: Manifest, caption: CaptionField) -> Census:
+    """Read the first samples of shards that are spread over the data set; `caption` says where their captions are.
 
     Raises:
-        UserError: A meta file or a shard is missing or damaged.
+        UserError: A shard is missing or damaged.
     """
-    census = Census()
-    for shard in folder.finished() if folder.is_download or folder.is_converted else ():
-        _count(census, read_meta(folder, shard, _COLUMNS))
-    _read_samples(census, manifest, caption)
-    return census
-
-
-def _count(census: Census, table: Any) -> None:
-    kept = table.filter(pc.equal(table["status"], "success"))
-    if "url" in table.column_names:
-        found = pc.extract_regex(table["url"], r"^[a-zA-Z][a-zA-Z0-9+.-]*://(?:[^/@]*@)?(?P<host>\[[^\]]*\]|[^/:?#]+)")
-        hosts = pc.fill_null(pc.utf8_lower(pc.struct_field(found, "host")), "(no host)").to_pylist()
-        census.hosts.update(hosts)
-        census.host_reasons.update(zip(hosts, table["reason"].to_pylist(), strict=True))
-        if len(census.hosts) > 2 * _HOSTS_KEPT:  # the page shows a few, and a crawl has millions
-            census.hosts = Counter(dict(census.hosts.most_common(_HOSTS_KEPT)))
-            census.host_reasons = Counter({k: n for k, n in census.host_reasons.items() if k[0] in census.hosts})
-    for name, into in (("original_", census.served_sides), ("", census.stored_sides)):
-        if f"{name}width" in kept.column_names:
-            sides = pc.min_element_wise(kept[f"{name}width"], kept[f"{name}height"]).drop_null().to_numpy()
-            into += np.histogram(sides, _SIDES)[0]
-    if "caption" in kept.column_names:
-        _count_words(census, kept["caption"])
-
-
-def _count_words(census: Census, captions: Any) -> None:
-    trimmed = pc.utf8_trim_whitespace(captions)
-    words = pc.if_else(pc.equal(trimmed, ""), 0, pc.list_value_length(pc.utf8_split_whitespace(trimmed)))
-    census.caption_words += np.histogram(words, _WORDS)[0]
-
-
-def _read_samples(census: Census, manifest: Manifest, caption: CaptionField) -> None:
-    """Read the first samples of shards that are spread over the data set."""
-    count = census.shards_read = min(_SHARDS_READ, len(manifest.shards))
-    sides, captions, signatures = list[int](), list[str](), []
+    count = min(_SHARDS_READ, len(manifest.shards))
+    census, signatures = Census(count), []
     for number in (len(manifest.shards) * k // count for k in range(count)):
         url = manifest.url(manifest.shards[number])
         for place, record in enumerate(_first_records(url, caption, -(-_READ // count))):
@@ -159,18 +119,15 @@ def _read_samples(census: Census, manifest: Manifest, caption: CaptionField) -> 
             except CorruptSample as problem:
                 census.problems[str(problem)] += 1
                 continue
-            sides.append(side)
-            captions.append(text)
+            census.sides.append(side)
+            census.words.append(len(text.split()))
             signatures.append(found)
             census.places.append((number, place))
             census.odd["transparent"] += has_transparency(record.image or b"")
             census.odd["single_colour"] += len({found[1][k : k + 3] for k in range(0, len(found[1]), 3)}) == 1
-    if not census.stored_sides.any():
-        census.stored_sides += np.histogram(sides, _SIDES)[0]
-    if captions and not census.caption_words.any():
-        _count_words(census, pa.array(captions))
     near = near_duplicates(stacked(signatures))
     census.near = [(census.places[later], census.places[earlier]) for later, earlier in near.items()]
+    return census
 
 
 def _first_records(url: str, caption: CaptionField, wanted: int) -> Iterator[TarRecord]:
@@ -192,7 +149,6 @@ def _examined(record: TarRecord, caption: CaptionField) -> tuple[int, str, tuple
 
 def _page_facts(folder: Folder, manifest: Manifest, census: Census, caption: CaptionField) -> dict[str, Any]:
     """The context of both templates."""
-    sessions, damaged = _read_sessions(folder)
     read = len(census.places)
     shown = [census.places[(2 * k + 1) * read // (2 * min(_PICTURES, read))] for k in range(min(_PICTURES, read))]
     near = census.near[:_NEAR_PAIRS]
@@ -204,14 +160,9 @@ def _page_facts(folder: Folder, manifest: Manifest, census: Census, caption: Cap
         "facts": manifest.facts,
         "odd": _odd(census, manifest),
         "reasons": _reasons(manifest, is_download=folder.is_download),
-        "hosts": _hosts(census),
-        "host_count": len(census.hosts),
-        "served": _bars(census.served_sides, _SIDES),
-        "stored": _bars(census.stored_sides, _SIDES),
-        "words": _bars(census.caption_words, _WORDS),
-        "sessions": sessions,
-        "damaged_sessions": damaged,
-        "seconds": sum(session["seconds"] for session in sessions),
+        "sides": _bars(census.sides, _SIDES),
+        "words": _bars(census.words, _WORDS),
+        "dates": _dates(folder),
         "pictures": [pictures[place] for place in shown],
         "near": [(pictures[earlier], pictures[later]) for later, earlier in near],
         "near_count": len(census.near),
@@ -222,18 +173,11 @@ def _page_facts(folder: Folder, manifest: Manifest, census: Census, caption: Cap
     }
 
 
-def _read_sessions(folder: Folder) -> tuple[list[dict[str, Any]], int]:
-    """The sessions of a download in order, and the number of damaged lines."""
-    sessions, damaged = [], 0
-    for line in filter(None, folder.sessions.read_bytes().splitlines() if folder.sessions.exists() else []):
-        try:
-            session = json.loads(line)
-            if not set(session) >= _SESSION:
-                raise ValueError("it lacks a field")
-            sessions.append(session)
-        except (ValueError, TypeError):
-            damaged += 1
-    return sessions, damaged
+def _dates(folder: Folder) -> list[str]:
+    """The first and the last day of a download, one if they are the same."""
+    text = folder.sessions.read_text(encoding="utf-8", errors="replace") if folder.sessions.exists() else ""
+    days = sorted(set(re.findall(r'"started": "(\d{4}-\d\d-\d\d)T', text)))
+    return [*days[:1], *days[1:][-1:]]
 
 
 def _odd(census: Census, manifest: Manifest) -> list[tuple[int, str]]:
@@ -251,32 +195,20 @@ def _odd(census: Census, manifest: Manifest) -> list[tuple[int, str]]:
 
 
 def _reasons(manifest: Manifest, *, is_download: bool) -> list[dict[str, Any]]:
-    """The most frequent reasons of failures, and the others in a row or two: those that may pass, and lasting ones."""
+    """The most frequent reasons of failures, and the others in one row."""
     ranked = sorted(manifest.failures.items(), key=lambda item: (-item[1], item[0]))
     rows: list[dict[str, Any]] = [
         {"name": name, "count": count, "meaning": meaning_of(name), "transient": is_transient(name) and is_download}
         for name, count in ranked[:_REASONS]
     ]
-    for transient in (True, False):
-        counts = [n for name, n in ranked[_REASONS:] if (is_transient(name) and is_download) == transient]
-        if counts:
-            name = f"{len(counts):,} other reasons"
-            rows.append({"name": name, "count": sum(counts), "meaning": "", "transient": transient})
+    if others := [count for _, count in ranked[_REASONS:]]:
+        rows.append({"name": f"{len(others):,} other reasons", "count": sum(others), "meaning": "", "transient": False})
     return [{**row, "share": row["count"] / max(1, manifest.attempted)} for row in rows]
 
 
-def _hosts(census: Census) -> list[dict[str, Any]]:
-    rows = []
-    for host, urls in census.hosts.most_common(_HOSTS):
-        outcomes = {reason: n for (name, reason), n in census.host_reasons.items() if name == host}
-        success = outcomes.pop(None, 0) / urls
-        worst = max(outcomes, key=lambda reason: outcomes[reason], default="")
-        rows.append({"name": host, "urls": urls, "success": success, "worst": worst})
-    return rows
-
-
-def _bars(counts: np.ndarray, edges: np.ndarray) -> list[dict[str, Any]]:
+def _bars(values: list[int], edges: np.ndarray) -> list[dict[str, Any]]:
     """One bar per bin between the first and the last that is not empty; `height` is relative to the tallest."""
+    counts = np.histogram(values, edges)[0]
     filled = np.flatnonzero(counts)
     bars = []
     for i in range(filled[0], filled[-1] + 1) if len(filled) else ():

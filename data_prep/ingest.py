@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
 import json
 import math
 import os
@@ -19,17 +21,20 @@ from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.locks import exclusive_lock, part_lock, shared_lock, worker_lock
 from data_prep.dataset.manifest_writer import changes, rules_of, write_manifest
 from data_prep.dataset.shard_plan import Plan, load_plan, make_plan, write_plan
-from data_prep.fetching import source_checks
 from data_prep.fetching.supervisor import Progress, fetch
 from data_prep.reasons import is_transient
 from data_prep.settings.download_config import DownloadConfig, FetchConfig
 from data_prep.settings.source_config import SourceConfig, resolve
+from data_prep.sources import metadata_tables
 from data_prep.sources.hub import pin
-from data_prep.sources.metadata_tables import check_unchanged
+from data_prep.sources.metadata_tables import check_rows, check_unchanged
+from data_prep.sources.text_columns import URL, columns_of
 from pipeline.config import dump
 from pipeline.data.shards.manifest_format import Manifest
 from pipeline.errors import UserError
 from pipeline.files import write_text
+
+_CHECKED_ROWS = 1_000
 
 
 class PartDone(UserError):
@@ -58,7 +63,11 @@ def download(
         Paused: Success collapses, or the engine no longer makes progress.
         PartDone: Only shards of other workers are missing.
     """
-    source_checks.check_distributor(config.fetch)
+    if config.fetch.distributor != "multiprocessing" and importlib.util.find_spec(config.fetch.distributor) is None:
+        raise UserError(
+            f"fetch.distributor = {config.fetch.distributor!r} needs a package that is not installed here: "
+            "`pip install -c constraints.txt -e '.[scale]'`, or use multiprocessing."
+        )
     config, plan = prepare(config, on_note=on_note)
     folder = Folder(Path(config.output), config.fetch.worker)
     own_shards = range(config.fetch.worker, plan.shards, config.fetch.workers)
@@ -92,7 +101,7 @@ def download(
 def prepare(
     config: DownloadConfig, *, on_note: Callable[[str], None] = lambda note: None
 ) -> tuple[DownloadConfig, Plan]:
-    """Check the settings and the source, fetch a few URLs if hashes are verified, and lay out the plan.
+    """Check the settings and the source, and lay out the plan.
 
     Returns:
         The resolved config, and the plan.
@@ -105,13 +114,11 @@ def prepare(
     plan_path = folder.plan / "plan.json"
     source = _as_planned(source, load_plan(folder)) if plan_path.exists() else pin(source)
     config = replace(config, source=source, output=str(folder.root))
-    source_checks.check_blur(config)
     several = config.fetch.workers > 1
     with folder.made(), part_lock(folder, "plan", seconds=math.inf if several else 0):
         is_new = not plan_path.exists()
         if is_new:
-            for note in [*source_checks.check_source(config), *source_checks.check_hashes(config)]:
-                on_note(note)
+            check_source(config, on_note=on_note)
         plan = make_plan(folder, source, config.subset, shard_size=config.fetch.shard_size, rules=rules_of(config))
         if not is_new and not check_unchanged(source, plan.files):
             on_note(f"source.table = {source.table!r} is gone: continuing with the list in {folder.plan}.")
@@ -122,6 +129,40 @@ def prepare(
             "UTF-8) and were left out."
         )
     return config, plan
+
+
+def check_source(config: DownloadConfig, *, on_note: Callable[[str], None] = lambda note: None) -> None:
+    """Check a resolved source: its files, its number of rows, and that its first thousand rows have URLs.
+
+    Raises:
+        UserError: Something is wrong; the message says what, and what would be right.
+    """
+    source = config.source
+    if source.table is not None:
+        metadata_tables.check_files(source)
+    if (known := metadata_tables.count_known(source)) is not None:
+        check_rows(source, known)
+    unreadable: list[int] = []
+    batches = metadata_tables.read(source, on_skipped=unreadable.append)
+    rows = list(itertools.islice(itertools.chain.from_iterable(b.to_pylist() for b in batches), _CHECKED_ROWS))
+    if not rows:
+        why = f"has {sum(unreadable):,} rows, none of which can be read" if unreadable else "has no rows"
+        raise UserError(
+            f"source.table = {source.table!r} {why}: each must have the right number of fields, and UTF-8 text in the "
+            f"columns {', '.join(columns_of(source))}."
+        )
+    shares = {name: sum(bool(URL.match(str(row[name]))) for row in rows) / len(rows) for name in rows[0]}
+    if shares[source.url] < 0.5:
+        better = next((name for name, share in shares.items() if share >= 0.5), None)
+        hint = f"Column {better!r} does: set source.url={better}." if better else "None of the columns read does."
+        raise UserError(
+            f"Column {source.url!r} does not hold URLs: {shares[source.url]:.0%} of its first {len(rows):,} values "
+            f"look like one, for example {str(rows[0][source.url])[:80]!r}. {hint}"
+        )
+    if not config.guard.contact:
+        on_note("No guard.contact is set: the owners of servers cannot reach you. Give a page or an e-mail address.")
+    if source.hub and source.revision:
+        on_note(f"{source.hub} is read at revision {source.revision}.")
 
 
 def _with_rules(folder: Folder, plan: Plan, rules: dict[str, Any]) -> Plan:

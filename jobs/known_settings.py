@@ -46,7 +46,7 @@ EXPERT = frozenset(
     objective.tau_schedule objective.tau_lr_fall objective.gamma_decay_epochs objective.npn_objective
     objective.npn_schedule objective.npn_update objective.npn_precision objective.reset_accumulator
     objective.restart_with objective.stop_gradient source.hash_kind source.rows guard.max_pixels
-    guard.host_connections guard.backoff fetch.total_timeout monitor.probe blank_class relock
+    guard.host_connections guard.backoff fetch.total_timeout blank_class relock
     """.split()  # noqa: SIM905
 )
 """Settings that hardly anybody changes: `neuclip settings` shows them when asked, docs/settings.md leaves them out."""

@@ -61,12 +61,12 @@ def made(site: Site, tmp_path_factory: pytest.TempPathFactory) -> DownloadConfig
     return config
 
 
-def prepared(folder: Path, columns: Mapping[str, Any] | Path, *, monitor: Any = None, **source: str) -> Any:
+def prepared(folder: Path, columns: Mapping[str, Any] | Path, **source: str) -> Any:
     """Return the configuration and plan of a download to `folder`/data of a table, given by its columns or file."""
     table = columns if isinstance(columns, Path) else folder / "urls.parquet"
     if not isinstance(columns, Path):
         pq.write_table(pa.table(dict(columns)), table)
-    return prepare(download_config(folder / "data", table, source=source, monitor=monitor or {}))
+    return prepare(download_config(folder / "data", table, source=source))
 
 
 def fetch_here(

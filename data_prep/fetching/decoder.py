@@ -96,10 +96,7 @@ class ImageConverter:
 
     def _encode(self, array: np.ndarray) -> bytes:
         kind = self.image.encode_format
-        if kind == "ppm" and array.ndim == 2:  # OpenCV would write grey pixels, which only Pillow reads
-            array = cv2.cvtColor(array, cv2.COLOR_GRAY2BGR)
-        quality = [_QUALITY[kind], self.image.encode_quality] if kind in _QUALITY else []
-        done, encoded = cv2.imencode(f".{kind}", array, quality)
+        done, encoded = cv2.imencode(f".{kind}", array, [_QUALITY[kind], self.image.encode_quality])
         if not done:
             raise FetchError(reasons.NOT_ENCODED, f"{array.shape[1]} x {array.shape[0]} as {kind}")
         return encoded.tobytes()

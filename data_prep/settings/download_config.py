@@ -41,10 +41,10 @@ class ImageConfig:
     give squares. Smaller images are not enlarged."""
     skip_reencode: bool = False
     """Keep the bytes as served if the image needs no change and its format is `encode_format`."""
-    encode_format: Literal["jpg", "png", "webp", "ppm"] = "jpg"
-    """Format of the stored images. `ppm` is decoded pixels: several times the bytes, and less work for the loader."""
+    encode_format: Literal["jpg", "png", "webp"] = "jpg"
+    """Format of the stored images."""
     encode_quality: int = Field(default=95, ge=0, le=100)
-    """JPEG or WebP quality; for png the compression level, 0 to 9. Unused for ppm."""
+    """JPEG or WebP quality; for png the compression level, 0 to 9."""
     background: ColourName = "white"
     """Colour behind what is transparent, by name or as #rrggbb."""
     min_size: int = Field(default=0, ge=0)
@@ -148,8 +148,6 @@ class MonitorConfig:
 
     min_success: float = Field(default=0.1, ge=0, le=1)
     """Pause when a smaller share of the last 1,000 URLs gave a sample; 0 never pauses."""
-    probe: int = Field(default=64, ge=0, le=1_000)
-    """URLs fetched before the run to check that the hash column holds hashes of the served bytes; 0 skips the check."""
 
 
 @section
@@ -170,3 +168,13 @@ class DownloadConfig:
     """How the work is spread."""
     monitor: MonitorConfig = dataclasses.field(default_factory=MonitorConfig)
     """When to pause."""
+
+    @pydantic.model_validator(mode="after")
+    def _blurs_all(self) -> DownloadConfig:
+        if self.source.blur and self.image.skip_reencode:
+            raise ValueError(
+                f"image.skip_reencode = true with source.blur = {self.source.blur!r}: images that need no resizing "
+                "would be stored as served, with the faces unblurred. Set image.skip_reencode=false, or "
+                "source.blur=null"
+            )
+        return self

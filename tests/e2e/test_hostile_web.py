@@ -228,7 +228,7 @@ def listed(folder: Path) -> Iterator[tuple[list[Case], DownloadConfig]]:
                 guard={"max_pixels": 4_000_000, "max_bytes": 250_000, "backoff": 0.01},
                 image={"size": SIZE},
                 fetch={"shard_size": SHARD, "processes": 2, "threads": 12, "timeout": 4, "retries": 0},
-                monitor={"probe": 0, "min_success": 0},
+                monitor={"min_success": 0},
             ),
         )
 

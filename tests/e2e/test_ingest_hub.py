@@ -49,7 +49,7 @@ def hub() -> Iterator[Hub]:
 
 
 def plan_only(hub: Hub, folder: Path, *words: str, offline: bool = False) -> subprocess.CompletedProcess[str]:
-    words += ("source.name=datacomp-small", f"source.rows={ROWS}", "monitor.probe=0", "fetch.shard_size=25")
+    words += ("source.name=datacomp-small", f"source.rows={ROWS}", "fetch.shard_size=25")
     return python("-m", "jobs.download", "--plan-only", f"output={folder / 'out'}", *words, **settings_of(hub, folder),
                   HF_HUB_OFFLINE="1" if offline else "0")  # fmt: skip
 

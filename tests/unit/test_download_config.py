@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import httpx
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 from huggingface_hub import HfApi, constants
 
+from data_prep import ingest
 from data_prep.dataset.manifest_writer import rules_of
-from data_prep.ingest import prepare
 from data_prep.settings.download_config import DownloadConfig
 from data_prep.settings.source_config import SourceConfig, resolve
 from data_prep.sources.hub import pin
 from pipeline.config import dump, merge, parse, parse_overrides, to_tree
 from pipeline.errors import UserError
+from tests.downloads import download_config
 
 
 @pytest.mark.parametrize(
@@ -33,6 +36,12 @@ from pipeline.errors import UserError
         ({"fetch": {"proceses": 2}}, "nearest valid key is fetch.processes"),
         ({"source": {"name": ["cc3m"]}}, "source.name"),
         ({"guard": {"contact": "a)\r\nX: y"}}, "guard.contact"),
+        ({"image": {"encode_format": "ppm"}}, "'jpg', 'png' or 'webp'"),
+        ({"monitor": {"probe": 64}}, "(given 64) was removed. A column of other hashes"),
+        (
+            {"source": {"name": "datacomp-small", "table": "x"}, "image": {"skip_reencode": True}},
+            "skip_reencode = true with source.blur = 'face_bboxes'",
+        ),
     ],
 )
 def test_invalid_settings_are_refused(tree, words):
@@ -83,14 +92,35 @@ def test_a_setting_that_equals_the_default_wins_over_the_named_source(word, name
     assert getattr(parse(DownloadConfig, to_tree(config)).source, name) == value, "the value must survive a round trip"
 
 
-def test_faces_are_not_stored_unblurred(tmp_path):
-    tree = {
-        "output": str(tmp_path),
-        "source": {"name": "datacomp-small", "table": "x"},
-        "image": {"skip_reencode": True},
-    }
-    with pytest.raises(UserError, match=r"skip_reencode = true with source\.blur = 'face_bboxes'"):
-        prepare(parse(DownloadConfig, tree))
+def test_wrong_tables_are_refused_with_the_remedy(tmp_path):
+    columns = {"url": [f"https://example.org/{k}.jpg" for k in range(20)], "caption": [f"{k} cats" for k in range(20)]}
+    pq.write_table(pa.table(columns), tmp_path / "urls.parquet")
+
+    def check(**source):
+        notes = []
+        ingest.check_source(
+            download_config(tmp_path / "out", tmp_path / "urls.parquet", source=source), on_note=notes.append
+        )
+        return notes
+
+    assert check(rows=20) == []
+    for source, words in (
+        ({"url": "link"}, "has no column 'link'. Its columns are 'url', 'caption'"),
+        ({"url": "caption", "caption": "url"}, "Column 'url' does: set source.url=url"),
+        ({"rows": 21}, "The table has 20 rows, but table is published with 21"),
+        ({"sha256": {"urls.parquet": "0" * 64}}, "it is damaged or another version"),
+        ({"sha256": {"other.parquet": "0" * 64}}, "names other.parquet, which is not among urls.parquet"),
+    ):
+        with pytest.raises(UserError) as caught:
+            check(**source)
+        assert words in str(caught.value)
+
+
+def test_unavailable_distributor_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(ingest.importlib.util, "find_spec", lambda name: None)
+    for name in ("pyspark", "ray"):
+        with pytest.raises(UserError, match=r"not installed here.*\.\[scale\]"):
+            ingest.download(download_config(tmp_path / "out", tmp_path / "none", fetch={"distributor": name}))
 
 
 @pytest.mark.parametrize("error", [httpx.ConnectError("no route\nto host"), httpx.ReadTimeout(""), RuntimeError()])

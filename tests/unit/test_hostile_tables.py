@@ -15,7 +15,6 @@ import pytest
 
 from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.shard_plan import read_shard
-from data_prep.fetching import source_checks
 from data_prep.ingest import prepare
 from data_prep.settings.download_config import DownloadConfig
 from data_prep.settings.source_config import SourceConfig
@@ -255,18 +254,6 @@ def test_the_error_names_the_part_with_an_incompatible_type(tmp_path):
     pq.write_table(pa.table(columns(2, score=[[1], [2]])), tmp_path / "1.parquet")
     with pytest.raises(UserError, match=r"Column 'score' is of type list<.*1.parquet and of type double in the files"):
         rows_of(SourceConfig(table=str(tmp_path), keep=("score",)))
-
-
-def test_the_error_quotes_an_invalid_hash(tmp_path):
-    for bad, words in (
-        ("c" * 32, r"'c+'\. It looks like md5: set source\.hash_kind=md5"),
-        ("b" * 40, r"'b+'\. Name the right column, or set source\.hash=null"),
-        (None, r"50% of the first 10 values are not, for example ''\. Name the right column"),
-    ):
-        pq.write_table(pa.table(columns(10, digest=["a" * 64] * 5 + [bad] * 5)), tmp_path / "a.parquet")
-        tree = {"output": "x", "source": {"table": str(tmp_path / "a.parquet"), "hash": "digest"}}
-        with pytest.raises(UserError, match=words):
-            source_checks.check_source(parse(DownloadConfig, tree))
 
 
 def test_a_table_without_read_permission_is_not_taken_for_a_damaged_one(tmp_path, monkeypatch):

@@ -73,7 +73,7 @@ def test_rows_without_a_hash_are_counted_as_such_and_not_requested(site, tmp_pat
         "caption": ["a cat"] * 300,
         "digest": [None, "", *hashes[2:]],
     }
-    config, plan = prepared(tmp_path, columns, monitor={"probe": 0}, hash="digest")
+    config, plan = prepared(tmp_path, columns, hash="digest")
     asked = len(site.agents)
     manifest = fetch_here(config, plan, [0])
     assert (manifest.n, manifest.failures) == (298, {"no hash": 2})

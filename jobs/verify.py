@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -134,8 +133,9 @@ def _overlap(folder: str, suite: str, output: Path, *, allow_outside: bool) -> N
     from data_prep.dataset.duplicates import find_overlap
 
     undecodable: list[str] = []
-    others = _outside_tars(suite, allow_outside=allow_outside)
-    overlap = find_overlap(folder, suite, others=others, allow_outside=allow_outside, on_undecodable=undecodable.append)
+    overlap = find_overlap(
+        folder, suite, allow_outside=allow_outside, on_undecodable=undecodable.append, on_unread=click.echo
+    )
     output.write_text("".join(f"{key}\n" for key in overlap), encoding="utf-8")
     for name, count in Counter(overlap.values()).most_common():
         click.echo(f"  {name:<48}{count:>8,}")
@@ -143,26 +143,6 @@ def _overlap(folder: str, suite: str, output: Path, *, allow_outside: bool) -> N
     click.echo(
         f"{len(overlap):,} samples look like an evaluation image; their keys are in {output}: check, then --remove."
     )
-
-
-def _outside_tars(suite: str, *, allow_outside: bool) -> Iterator[tuple[str, str, bytes]]:
-    """Task, name and encoded bytes of each image that a suite has in other files; says which cannot be compared."""
-    from pipeline.errors import UserError
-    from pipeline.evaluation.datasets.suite import open_suite, open_task
-    from pipeline.evaluation.datasets.webdataset import is_webdataset
-
-    try:
-        entries = open_suite(suite).entries
-    except UserError:  # tars without a suite around them
-        return
-    for entry in entries:
-        if entry.folder is not None and is_webdataset(entry.folder):
-            continue
-        try:
-            images = open_task(entry, allow_outside=allow_outside).images
-            yield from ((entry.task.key, images.name(index), images.read(index)) for index in range(len(images)))
-        except UserError as error:
-            click.echo(f"{entry.task.key} is not compared: {error}")
 
 
 def _report_undecodable(names: list[str]) -> None:

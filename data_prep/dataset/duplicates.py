@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,9 +27,9 @@ from data_prep.dataset.dataset_folder import Folder, read_meta
 from data_prep.dataset.manifest_writer import local_manifest
 from data_prep.settings.source_config import HASH_KINDS
 from pipeline.data.shards.manifest_format import Manifest
-from pipeline.data.shards.storage import list_shards
 from pipeline.data.shards.tar_reader import CorruptSample, counted_errors
 from pipeline.errors import UserError
+from pipeline.evaluation.datasets.suite import open_suite, open_task
 from pipeline.files import as_text
 from pipeline.pictures.pixels import load, open_image, to_rgb
 
@@ -69,6 +69,12 @@ class Signatures:
     thumbnails: np.ndarray
     """[n, 192] uint8, RGB."""
 
+    @classmethod
+    def stacked(cls, each: list[tuple[int, bytes]]) -> Signatures:
+        """Those of several images, from what `signature` gives."""
+        thumbnails = np.frombuffer(b"".join(thumbnail for _, thumbnail in each), np.uint8)
+        return cls(np.array([bits for bits, _ in each], dtype=np.uint64), thumbnails.reshape(-1, 3 * _SIDE**2))
+
     def first_equals(self) -> np.ndarray:
         """The first image with the same signature as each, [n]."""
         rows = np.concatenate([self.hashes[:, None].view(np.uint8), self.thumbnails], axis=1)
@@ -96,7 +102,7 @@ def find_duplicates(
     keys, signatures, stored = _signatures(local_manifest(root, allow_outside=allow_outside), on_undecodable)
     exact = exact_groups(Folder(Path(root)), dict(zip(keys, stored, strict=True)))
     same = {key: number for number, group in enumerate(exact) for key in group}
-    near = {keys[i]: keys[kept] for i, kept in near_duplicates(signatures).items()}
+    near = {keys[i]: keys[kept] for i, kept in near_duplicates(Signatures.stacked(signatures)).items()}
     return Duplicates(exact, {key: kept for key, kept in near.items() if same.get(key, -1) != same.get(kept, -2)})
 
 
@@ -104,27 +110,27 @@ def find_overlap(
     root: str | Path,
     suite: str | Path,
     *,
-    others: Iterable[tuple[str, str, bytes]] = (),
     allow_outside: bool = False,
     on_undecodable: Callable[[str], None] = lambda name: None,
+    on_unread: Callable[[str], None] = lambda problem: None,
 ) -> dict[str, str]:
-    """Samples that equal or look like an image of an evaluation set: the sample's key, and the set's folder.
+    """Samples that equal or look like an image of an evaluation set: the sample's key, and the set's.
 
     Equal are images with the same hash: that recorded of what was served, or that of what is stored.
 
     Args:
         root: The data set's folder.
-        suite: A folder of `wds_*` sets, as `neuclip evalsets` makes it, of which the tars are read.
-        others: Images of other sets: the set's name, the image's and its encoded bytes.
-        allow_outside: As for `find_duplicates`.
-        on_undecodable: As for `find_duplicates`; also for images of the suite, as TAR:KEY.
+        suite: A folder of evaluation sets, or a `tasks.yaml`, see `open_suite`.
+        allow_outside: As for `find_duplicates`; also for files of the suite.
+        on_undecodable: As for `find_duplicates`; also for images of the suite.
+        on_unread: Called with a line about each set that cannot be read.
 
     Raises:
-        UserError: The suite holds no images.
+        UserError: No set can be read.
     """
     names, equal = list[str](), dict[bytes, str]()
     theirs: list[tuple[int, bytes]] = []
-    for name, place, body in itertools.chain(_in_tars(Path(suite)), others):
+    for name, place, body in _evaluation_images(suite, allow_outside=allow_outside, on_unread=on_unread):
         for kind in HASH_KINDS:
             equal.setdefault(hashlib.new(kind, body).digest()[:_HASH_BYTES], name)
         try:
@@ -133,27 +139,32 @@ def find_overlap(
         except CorruptSample:
             on_undecodable(as_text(place))
     if not equal:
-        raise UserError(f"{suite} holds no tar or other data of an evaluation set: give that of `neuclip evalsets`.")
+        raise UserError(f"No evaluation set of {suite} can be read: give the folder of `neuclip evalsets`.")
     keys, ours, stored = _signatures(local_manifest(root, allow_outside=allow_outside), on_undecodable)
-    sets = (stacked(theirs), ours)
-    both = Signatures(np.concatenate([s.hashes for s in sets]), np.concatenate([s.thumbnails for s in sets]))
+    both = Signatures.stacked([*theirs, *ours])
     start, first, match = len(theirs), both.first_equals(), dict[int, int]()
     for i, j in near_pairs(both, first):
         if i < start <= j:
             match[j] = min(i, match.get(j, i))
     match |= {int(i): int(i) for i in set(first[start:][first[start:] < start].tolist())}
-    found = {key: names[match[int(head)]] for key, head in zip(keys, first[start:], strict=True) if int(head) in match}
+    overlap = {
+        key: names[match[int(head)]] for key, head in zip(keys, first[start:], strict=True) if int(head) in match
+    }
     hashes = itertools.chain(zip(keys, stored, strict=True), _recorded(Folder(Path(root))))
-    found |= {key: equal[digest] for key, digest in hashes if digest in equal}
-    return dict(sorted(found.items()))
+    overlap |= {key: equal[digest] for key, digest in hashes if digest in equal}
+    return dict(sorted(overlap.items()))
 
 
-def _in_tars(suite: Path) -> Iterator[tuple[str, str, bytes]]:
-    """Set, place and encoded bytes of every image in a suite's tars."""
-    for path in (suite / name for name in list_shards(suite)):
-        for key, parts in canonical_tar.intact_samples(path):
-            if body := canonical_tar.picture(parts):
-                yield path.relative_to(suite).parts[0], f"{path}:{key}", body
+def _evaluation_images(
+    suite: str | Path, *, allow_outside: bool, on_unread: Callable[[str], None]
+) -> Iterator[tuple[str, str, bytes]]:
+    """Task, name and encoded bytes of every image of a suite."""
+    for entry in open_suite(suite).entries:
+        try:
+            images = open_task(entry, allow_outside=allow_outside).images
+            yield from ((entry.task.key, images.name(index), images.read(index)) for index in range(len(images)))
+        except UserError as error:
+            on_unread(f"{entry.task.key} is not compared: {error}")
 
 
 def exact_groups(folder: Folder, stored: Mapping[str, bytes]) -> list[list[str]]:
@@ -238,28 +249,24 @@ def signature(body: bytes) -> tuple[int, bytes]:
     return int(np.packbits(bits).view(">u8")[0]), thumbnail.tobytes()
 
 
-def _signatures(manifest: Manifest, on_undecodable: Callable[[str], None]) -> tuple[list[str], Signatures, list[bytes]]:
+def _signatures(
+    manifest: Manifest, on_undecodable: Callable[[str], None]
+) -> tuple[list[str], list[tuple[int, bytes]], list[bytes]]:
     """Names, signatures and hashes of the images of all samples.
 
     A name is the key, or SHARD:KEY where several shards have the same keys.
     """
     names: list[tuple[str, str]] = []
     hashes: list[bytes] = []
-    found: list[tuple[int, bytes]] = []
+    signatures: list[tuple[int, bytes]] = []
     for shard in manifest.shards:
         for key, parts in canonical_tar.intact_samples(manifest.url(shard)):
             try:
                 body = canonical_tar.picture(parts)
-                found.append(signature(body))
+                signatures.append(signature(body))
                 names.append((shard.name, as_text(key)))
                 hashes.append(hashlib.sha256(body).digest()[:_HASH_BYTES])
             except CorruptSample:
                 on_undecodable(as_text(key))
     qualified = len({key for _, key in names}) < len(names)
-    return [f"{shard}:{key}" if qualified else key for shard, key in names], stacked(found), hashes
-
-
-def stacked(found: list[tuple[int, bytes]]) -> Signatures:
-    """Signatures of several images together."""
-    thumbnails = np.frombuffer(b"".join(thumbnail for _, thumbnail in found), np.uint8)
-    return Signatures(np.array([one for one, _ in found], dtype=np.uint64), thumbnails.reshape(-1, 3 * _SIDE**2))
+    return [f"{shard}:{key}" if qualified else key for shard, key in names], signatures, hashes

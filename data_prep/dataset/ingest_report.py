@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from data_prep.dataset.dataset_folder import Folder
-from data_prep.dataset.duplicates import near_duplicates, signature, stacked
+from data_prep.dataset.duplicates import Signatures, near_duplicates, signature
 from data_prep.dataset.locks import REPORT, part_lock
 from data_prep.reasons import is_transient, meaning_of
 from data_prep.settings.source_config import SourceConfig
@@ -125,7 +125,7 @@ def take_census(manifest: Manifest, caption: CaptionField) -> Census:
             census.places.append((number, place))
             census.odd["transparent"] += has_transparency(record.image or b"")
             census.odd["single_colour"] += len({found[1][k : k + 3] for k in range(0, len(found[1]), 3)}) == 1
-    near = near_duplicates(stacked(signatures))
+    near = near_duplicates(Signatures.stacked(signatures))
     census.near = [(census.places[later], census.places[earlier]) for later, earlier in near.items()]
     return census
 

@@ -429,12 +429,11 @@ def test_shards_elsewhere_are_compared_with_consent_only(copied, tmp_path):
     (tmp_path / "list").mkdir()
     pattern = str(copied / "shards" / "{00000..00003}.tar")
     index(tmp_path / "list", "--shards", pattern)
-    for option in (["--duplicates"], ["--overlap", str(copied)]):
-        arguments = [str(tmp_path / "list"), *option, str(tmp_path / "found.txt")]
-        with pytest.raises(UserError, match="--allow-outside"):
-            run(*arguments)
-        run(*arguments, "--allow-outside")
-        assert (tmp_path / "found.txt").read_text()
+    arguments = [str(tmp_path / "list"), "--duplicates", str(tmp_path / "found.txt")]
+    with pytest.raises(UserError, match="--allow-outside"):
+        run(*arguments)
+    run(*arguments, "--allow-outside")
+    assert (tmp_path / "found.txt").read_text()
 
 
 def test_samples_without_an_image_are_called_incomplete(tmp_path):
@@ -443,20 +442,6 @@ def test_samples_without_an_image_are_called_incomplete(tmp_path):
     canonical_tar.write(tmp_path / "a.tar", members)
     index(tmp_path)
     assert [str(problem) for problem in verify(tmp_path)] == ["a.tar: incomplete: sample 4 has no image, only txt"]
-
-
-def test_overlap_with_evaluation_sets_is_found(copied, tmp_path):
-    path = tmp_path / "suite/wds_pets_test/test/0.tar"
-    path.parent.mkdir(parents=True)
-    members = [("s0.cls", b"3"), ("s0.jpg", jpeg(side=53)), ("s1.cls", b"1"), ("s1.png", encoded(picture(90), "PNG"))]
-    canonical_tar.write(path, members)
-    listed = tmp_path / "overlap.txt"
-    words = [str(copied), "--overlap", str(tmp_path / "suite"), str(listed)]
-    result = run(*words)
-    assert listed.read_text().split() == ["0000000013"]
-    assert "1 samples look like an evaluation image" in result.output
-    with pytest.raises(UserError, match="holds no tar"):
-        duplicates.find_overlap(copied, tmp_path / "none")
 
 
 def test_overlap_is_found_in_every_layout_of_a_suite(copied, tmp_path):
@@ -470,11 +455,21 @@ def test_overlap_is_found_in_every_layout_of_a_suite(copied, tmp_path):
     pq.write_table(pa.table({"image": images, "caption": ["one", "two"]}), suite / "ds" / "test.parquet")
     described = "own: {folder: photos}\npairs: {dataset: ds, caption: caption}\ngone: {csv: gone.csv, label: x}\n"
     (suite / "tasks.yaml").write_text(described)
+    official = suite / "wds_pets_test"
+    (official / "test").mkdir(parents=True)
+    members = [("s0.cls", b"3"), ("s0.jpg", jpeg(side=53)), ("s1.cls", b"1"), ("s1.png", encoded(picture(90), "PNG"))]
+    canonical_tar.write(official / "test/0.tar", members)
+    for name, text in (("test/nshards.txt", "1"), ("classnames.txt", "a\nb\nc\nd"),
+                       ("zeroshot_classification_templates.txt", "a {c}")):  # fmt: skip
+        (official / name).write_text(text)
     listed = tmp_path / "overlap.txt"
-    for given in (suite, suite / "tasks.yaml"):
+    for given, keys in ((suite, [5, 7, 13]), (suite / "tasks.yaml", [5, 7])):
         result = run(copied, "--overlap", given, listed)
-        assert listed.read_text().split() == ["0000000005", "0000000007"], result.output
+        assert list(map(int, listed.read_text().split())) == keys, result.output
+        assert f"{len(keys)} samples look like an evaluation image" in result.output
         assert "gone is not compared: " in result.output
+    with pytest.raises(UserError, match="There is no suite"):
+        duplicates.find_overlap(copied, tmp_path / "none")
 
 
 def test_overlap_is_found_by_the_hash_of_what_was_served(copied, monkeypatch):
@@ -482,8 +477,9 @@ def test_overlap_is_found_by_the_hash_of_what_was_served(copied, monkeypatch):
     number = itertools.count()
     monkeypatch.setattr(duplicates, "signature", lambda body: (next(number) * 0x9E3779B97F4A7C15 % 2**64, bytes(192)))
     monkeypatch.setattr(duplicates, "near_pairs", lambda *_, **__: iter(()))
-    others = [("pets", "a.jpg", jpeg(side=53)), ("pets", "b.jpg", jpeg(side=180))]
-    assert duplicates.find_overlap(copied, "none", others=others) == {"0000000013": "pets"}
+    images = [("pets", "a.jpg", jpeg(side=53)), ("pets", "b.jpg", jpeg(side=180))]
+    monkeypatch.setattr(duplicates, "_evaluation_images", lambda *_, **__: images)
+    assert duplicates.find_overlap(copied, "none") == {"0000000013": "pets"}
 
 
 @pytest.mark.parametrize("distance", [0, 1, 3])
@@ -513,7 +509,7 @@ def test_near_duplicates_equal_those_of_an_all_pairs_search(distance):
 
 
 def signature(image: Image.Image, *, size: tuple[int, int] = (512, 384), quality: int = 95) -> duplicates.Signatures:
-    return duplicates.stacked([duplicates.signature(encoded(image.resize(size), "JPEG", quality=quality))])
+    return duplicates.Signatures.stacked([duplicates.signature(encoded(image.resize(size), "JPEG", quality=quality))])
 
 
 def test_signatures_survive_scaling_and_compression_and_tell_colours_apart():

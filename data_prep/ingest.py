@@ -21,7 +21,8 @@ from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.locks import exclusive_lock, part_lock, shared_lock, worker_lock
 from data_prep.dataset.manifest_writer import changes, rules_of, write_manifest
 from data_prep.dataset.shard_plan import Plan, load_plan, make_plan, write_plan
-from data_prep.fetching.supervisor import Progress, fetch
+from data_prep.fetching.shard_writer import Outcomes
+from data_prep.fetching.supervisor import fetch
 from data_prep.reasons import is_transient
 from data_prep.settings.download_config import DownloadConfig, FetchConfig
 from data_prep.settings.source_config import SourceConfig, resolve
@@ -45,7 +46,7 @@ def download(
     config: DownloadConfig,
     *,
     retry_failed: bool = False,
-    on_progress: Callable[[Progress], None] = lambda progress: None,
+    on_progress: Callable[[int, Outcomes], None] = lambda total, outcomes: None,
     on_note: Callable[[str], None] = lambda note: None,
 ) -> Manifest:
     """Fetch what is missing and write the manifest.
@@ -55,7 +56,7 @@ def download(
     Args:
         config: All settings.
         retry_failed: Fetch only the rows that failed for a transient reason.
-        on_progress: Called a few times a second.
+        on_progress: See `supervisor.fetch`.
         on_note: Called with one line for each note to the user.
 
     Raises:

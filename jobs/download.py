@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import click
 from jobs.known_settings import DOWNLOAD, RecipePath
 
 if TYPE_CHECKING:
-    from data_prep.fetching.supervisor import Progress
+    from data_prep.fetching.shard_writer import Outcomes
     from pipeline.data.shards.manifest_format import Manifest
 
 
@@ -78,32 +79,30 @@ def _note(text: str) -> None:
 
 
 @contextmanager
-def progress_bar() -> Iterator[Callable[[Progress], None]]:
+def progress_bar() -> Iterator[Callable[[int, Outcomes], None]]:
     """A progress bar on a terminal; otherwise a line every ten seconds."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from data_prep.fetching.shard_writer import SUCCESS
 
-    console, printed = Console(stderr=True), 0.0
+    console, began, printed = Console(stderr=True), time.monotonic(), 0.0
     plain = not console.is_terminal
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[detail]}"))
-    with Bar(*columns, TimeRemainingColumn(), console=console, disable=plain) as bar:
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=plain) as bar:
         task = bar.add_task("URLs", total=None, detail="starting")
 
-        def show(progress: Progress) -> None:
+        def show(total: int, outcomes: Outcomes) -> None:
             nonlocal printed
-            attempted, failures = progress.outcomes.total(), progress.outcomes.copy()
-            samples = failures.pop(SUCCESS, 0)
-            worst = failures.most_common(1)
-            success = f"{samples / attempted:.1%} good" if attempted else "starting"
-            rate = f"{attempted / progress.seconds:,.0f}/s" if progress.seconds > 1 else ""
-            detail = "  ".join(filter(None, [success, f"most failed: {worst[0][0]}" if worst else "", rate]))
-            bar.update(task, completed=attempted, total=progress.total, detail=detail)
-            if plain and progress.seconds - printed >= 10:
-                printed = progress.seconds
-                click.echo(f"{attempted:,} of {progress.total:,} URLs  {detail}", err=True)
+            attempted, seconds = outcomes.total(), time.monotonic() - began
+            worst = (outcomes - Counter({SUCCESS: attempted})).most_common(1)
+            detail = f"{outcomes[SUCCESS] / attempted:.1%} good" if attempted else "starting"
+            detail += f"  most failed: {worst[0][0]}" if worst else ""
+            detail += f"  {attempted / seconds:,.0f}/s" if seconds > 1 else ""
+            bar.update(task, completed=attempted, total=total, detail=detail)
+            if plain and seconds - printed >= 10:
+                printed = seconds
+                click.echo(f"{attempted:,} of {total:,} URLs  {detail}", err=True)
 
         yield show
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pyarrow as pa
 from img2dataset.distributor import multiprocessing_distributor, pyspark_distributor, ray_distributor
@@ -31,6 +31,7 @@ from data_prep.dataset.shard_plan import Plan, load_plan, read_shard
 from data_prep.fetching.decoder import Decoder
 from data_prep.fetching.opener import Opener
 from data_prep.fetching.shard_writer import ShardWriter
+from data_prep.fetching.supervisor import Mode
 from data_prep.settings.download_config import DownloadConfig, FetchConfig, GuardConfig, ImageConfig
 from pipeline.config import parse
 from pipeline.errors import UserError
@@ -46,10 +47,6 @@ _SPARK_SHARDS = 1000
 _LOOPBACK = "127.0.0.1"
 # Only shard names pass through Ray's store; by default it would take 30% of the machine's memory.
 _RAY_STORE_BYTES = 100_000_000
-
-
-Mode = Literal["fetch", "retry"]
-"""Ask for all rows, or for those that failed for a passing reason."""
 
 
 @dataclass(frozen=True)

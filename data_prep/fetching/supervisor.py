@@ -12,12 +12,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 
@@ -46,15 +44,8 @@ _ENGINE = "import sys; from data_prep.fetching.downloader import main; main(sys.
 """Not `-m`: then the pickled classes would be those of `__main__`, which workers on other machines do not have."""
 
 
-@dataclass(frozen=True)
-class Progress:
-    """Progress of a session."""
-
-    total: int
-    """URLs of the session."""
-    outcomes: Outcomes
-    """Of the URLs done so far."""
-    seconds: float
+Mode = Literal["fetch", "retry"]
+"""Request all rows, or those that failed for a transient reason."""
 
 
 class Paused(UserError):
@@ -66,8 +57,8 @@ def fetch(
     shards: tuple[int, ...],
     *,
     total: int,
-    mode: str = "fetch",
-    on_progress: Callable[[Progress], None] = lambda progress: None,
+    mode: Mode = "fetch",
+    on_progress: Callable[[int, Outcomes], None] = lambda total, outcomes: None,
     on_note: Callable[[str], None] = lambda note: None,
 ) -> None:
     """Fetch these shards, restarting the engine as often as necessary.
@@ -76,8 +67,8 @@ def fetch(
         config: All settings.
         shards: The numbers of the shards.
         total: Number of URLs to request, for progress.
-        mode: See `downloader.Mode`.
-        on_progress: Called a few times a second.
+        mode: What to request.
+        on_progress: Called a few times a second with `total` and the outcomes of the URLs done so far.
         on_note: Called with one line for each restart.
 
     Raises:
@@ -88,19 +79,17 @@ def fetch(
     # A retry requests rows that failed before: low success does not indicate a collapse.
     window = SuccessWindow(0.0 if is_retry else config.monitor.min_success)
     to_begin = STALL if config.fetch.distributor == "multiprocessing" else max(STALL, _CLUSTER_SECONDS)
-    monitor, log = Monitor(folder, shards), folder.staging / "engine.log"
-    started, fruitless = time.monotonic(), 0
-
-    def show() -> None:
-        on_progress(Progress(total, monitor.now, time.monotonic() - started))
-
+    monitor, log, fruitless = Monitor(folder, shards), folder.staging / "engine.log", 0
     while monitor.waiting:
         finished = len(monitor.finished)
         with _engine(config, folder, shards=sorted(monitor.waiting), mode=mode, log=log) as engine:
-            problem, collapse = _watch(engine, monitor, window, to_begin=to_begin, show=show)
+            for problem in _watch(engine, monitor, to_begin=to_begin):
+                on_progress(total, monitor.now)
+                if problem or window.has_collapsed(monitor.now):
+                    break
         monitor.end(had_records=is_retry)
-        if collapse:
-            raise Paused(_withdraw(folder, monitor, collapse, suspect_from=window.suspect_from))
+        if window.collapse:
+            raise Paused(_withdraw(folder, monitor, window))
         fruitless = 0 if len(monitor.finished) > finished else fruitless + 1
         if not monitor.waiting:
             break
@@ -117,7 +106,7 @@ def fetch(
 
 @contextmanager
 def _engine(
-    config: DownloadConfig, folder: Folder, *, shards: list[int], mode: str, log: Path
+    config: DownloadConfig, folder: Folder, *, shards: list[int], mode: Mode, log: Path
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Start the engine in a process group of its own; at the end of the block, all of the group's processes stop."""
     job = write_text(
@@ -142,37 +131,28 @@ def _engine(
                     process.wait(patience)
 
 
-def _watch(
-    engine: subprocess.Popen[bytes],
-    monitor: Monitor,
-    window: SuccessWindow,
-    *,
-    to_begin: float,
-    show: Callable[[], None],
-) -> tuple[str, str]:
-    """Follow one engine until it ends, or makes no progress: for `STALL` seconds, or `to_begin` before its first shard.
+def _watch(engine: subprocess.Popen[bytes], monitor: Monitor, *, to_begin: float) -> Iterator[str]:
+    """Follow one engine, polling it before each item, which is empty, or says how the engine ended.
 
-    Returns:
-        How it ended, and how success has collapsed; one of them is empty.
+    It also ends when it makes no progress: for `STALL` seconds, or `to_begin` before its first shard.
 
     Raises:
         UserError: A worker has refused a shard.
     """
     moved, activity, limit = time.monotonic(), monitor.activity, to_begin
     while True:
-        ended = engine.poll()
+        status = engine.poll()
         monitor.poll()
-        show()
-        if ended is not None:
-            return f"it ended with exit status {ended}", ""
-        if collapse := window.collapse(monitor.now):
-            return "", collapse
         if monitor.activity != activity or (monitor.live and limit != STALL):
             moved, activity, limit = time.monotonic(), monitor.activity, STALL
-        if time.monotonic() - moved > limit:
-            return f"no progress for {limit:g} s", ""
-        if dead := monitor.dead_workers():
-            return f"worker process {dead[0]} died in the middle of a shard (out of memory?)", ""
+        if status is not None:
+            yield f"it ended with exit status {status}"
+        elif time.monotonic() - moved > limit:
+            yield f"no progress for {limit:g} s"
+        elif dead := monitor.dead_workers():
+            yield f"worker process {dead[0]} died in the middle of a shard (out of memory?)"
+        else:
+            yield ""
         time.sleep(_POLL_SECONDS)
 
 
@@ -190,18 +170,18 @@ def _check_disk(folder: Folder) -> None:
         ) from error
 
 
-def _withdraw(folder: Folder, monitor: Monitor, collapse: str, *, suspect_from: int) -> str:
+def _withdraw(folder: Folder, monitor: Monitor, window: SuccessWindow) -> str:
     """Withdraw the shards that a collapse may have affected, so that their URLs are requested again.
 
     Returns:
         The message for the user.
     """
-    suspect = [shard for shard, attempted in monitor.finished if attempted >= suspect_from]
+    suspect = [shard for shard, attempted in monitor.finished if attempted >= window.suspect_from]
     for shard in suspect:
         withdraw(folder, shard)
     return (
-        f"Paused: {collapse}. Check the network, the name server and whether the hosts have banned this address. "
-        f"{len(monitor.finished) - len(suspect):,} shards of this run are kept, {len(suspect):,} that it may "
+        f"Paused: {window.collapse}. Check the network, the name server and whether the hosts have banned this "
+        f"address. {len(monitor.finished) - len(suspect):,} shards of this run are kept, {len(suspect):,} that it may "
         "have hit were withdrawn, and the same command continues. If the list is simply that old, lower "
         "monitor.min_success."
     )
@@ -280,33 +260,29 @@ class Monitor:
 
 
 class SuccessWindow:
-    """Detects that fewer than `min_success` of the latest URLs give a sample: no network, or we were banned."""
+    """Detects that fewer than `min_success` of `WINDOW` URLs give a sample: no network, or we were banned."""
 
     def __init__(self, min_success: float) -> None:
         self._min_success = min_success
-        self._history = deque([Outcomes()])
-        # Shards that were finished after this many URLs may have been hit: one window before the bad one began.
+        self._start = Outcomes()
         self.suspect_from = 0
+        """Shards that were finished after so many URLs may have been hit: one window before the present one."""
+        self.collapse = ""
+        """A sentence that describes it."""
 
-    def collapse(self, now: Outcomes) -> str:
-        """A sentence that describes the collapse; empty if there is none."""
-        if now.total() > self._history[-1].total():
-            self._history.append(now)
-        start = self._before(now.total() - WINDOW)
-        self.suspect_from = self._before(start.total() - WINDOW).total()
-        while len(self._history) > 2 and self._history[1].total() <= self.suspect_from:
-            self._history.popleft()
-        latest = now - start
-        attempted, samples = latest.total(), latest.pop(SUCCESS, 0)
-        if attempted < WINDOW or samples >= self._min_success * attempted:
-            return ""
+    def has_collapsed(self, now: Outcomes) -> bool:
+        """Judge the window, if it is full, and begin the next one."""
+        latest, attempted = now - self._start, now.total() - self._start.total()
+        if attempted < WINDOW:
+            return False
+        samples = latest.pop(SUCCESS, 0)
+        if samples >= self._min_success * attempted:
+            self.suspect_from, self._start = self._start.total(), now
+            return False
         shares = ", ".join(f"{reason} {count / attempted:.0%}" for reason, count in latest.most_common(3))
-        return (
+        self.collapse = (
             f"of the last {attempted:,} URLs only {samples / attempted:.1%} gave a sample "
             f"(monitor.min_success = {self._min_success:g}); reasons: {shares}"
             + (f" ({reasons.ALLOW_HINT})" if shares.startswith(reasons.REFUSED_ADDRESS) else "")
         )
-
-    def _before(self, attempted: int) -> Outcomes:
-        """The latest snapshot with at most that many URLs, or the first one."""
-        return next((each for each in reversed(self._history) if each.total() <= attempted), self._history[0])
+        return True

@@ -128,7 +128,7 @@ def test_a_collapse_of_the_success_rate_pauses_the_run_without_using_up_the_list
     folder = Folder(tmp_path / "out")
     config = settings(tmp_path / "out", table, monitor={"min_success": 0.2})
 
-    def ban(progress: object) -> None:
+    def ban(*_: object) -> None:
         down[0] = len(folder.finished()) >= 2
 
     with pytest.raises(Paused, match=r"http 403 \d+%") as caught:

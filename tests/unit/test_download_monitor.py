@@ -24,20 +24,20 @@ def outcomes(samples: int, **failures: int) -> Outcomes:
     return Outcomes({SUCCESS: samples, **failures})
 
 
-def test_collapse_is_detected_within_one_window(monkeypatch):
+def test_collapse_is_detected_when_a_window_is_full(monkeypatch):
     """Constant low success and a disabled limit are none."""
     monkeypatch.setattr(supervisor, "WINDOW", 100)
     window, low = SuccessWindow(0.2), SuccessWindow(0.2)
     for done in range(0, 1_000, 50):
-        assert not window.collapse(outcomes(done))
-    assert not window.collapse(outcomes(950, dns=60)), "too few to judge"
-    reason = window.collapse(outcomes(950, dns=100))
-    assert "of the last 100 URLs only 0.0% gave a sample" in reason
-    assert "reasons: dns 100%" in reason
-    assert window.suspect_from <= 850, "one window before the bad one began"
+        assert not window.has_collapsed(outcomes(done))
+    assert not window.has_collapsed(outcomes(950, dns=40)), "too few to judge"
+    assert window.has_collapsed(outcomes(905, dns=110))
+    assert "of the last 115 URLs only 4.3% gave a sample" in window.collapse
+    assert "reasons: dns 96%" in window.collapse
+    assert window.suspect_from == 800, "one window before the bad one began"
     for done in range(100, 2_000, 100):
-        assert not low.collapse(outcomes(done // 4, **{"http 404": done - done // 4}))
-    assert not SuccessWindow(0).collapse(outcomes(0, dns=1_000))
+        assert not low.has_collapsed(outcomes(done // 4, **{"http 404": done - done // 4}))
+    assert not SuccessWindow(0).has_collapsed(outcomes(0, dns=1_000))
 
 
 @pytest.fixture

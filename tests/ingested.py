@@ -16,7 +16,8 @@ from data_prep import ingest
 from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.manifest_writer import write_manifest
 from data_prep.dataset.shard_plan import Plan, load_plan
-from data_prep.fetching.downloader import Job, Mode, ShardDownloader
+from data_prep.fetching.downloader import ShardDownloader
+from data_prep.fetching.supervisor import Mode
 from data_prep.ingest import prepare
 from data_prep.settings.download_config import DownloadConfig
 from pipeline.config import dump
@@ -75,7 +76,7 @@ def fetch_here(
     """Do the work of the engine's workers in this process; then write the manifest, unless `manifest` is false."""
     folder = Folder(Path(config.output))
     folder.config.write_text(dump(config))
-    downloader = ShardDownloader(Job(config, folder, plan, mode))
+    downloader = ShardDownloader(config, folder, plan, mode)
     for shard in shards:
         ok, _ = downloader((shard, str(folder.staging / f"{shard}.arrow")))
         assert ok

@@ -13,9 +13,6 @@ import signal
 import sys
 import threading
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,26 +42,14 @@ DISTRIBUTORS = {
 # Shards per Spark job.
 _SPARK_SHARDS = 1000
 _LOOPBACK = "127.0.0.1"
-# Only shard names pass through Ray's store; by default it would take 30% of the machine's memory.
-_RAY_STORE_BYTES = 100_000_000
-
-
-@dataclass(frozen=True)
-class Job:
-    """The job of one engine process."""
-
-    config: DownloadConfig
-    folder: Folder
-    plan: Plan
-    mode: Mode = "fetch"
 
 
 class ShardDownloader(Downloader):
     """img2dataset's downloader for our job: installs the guarded opener, and publishes through ShardWriter."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        source, fetch = job.config.source, job.config.fetch
+    def __init__(self, config: DownloadConfig, folder: Folder, plan: Plan, mode: Mode = "fetch") -> None:
+        self._config, self._folder, self._plan, self._mode = config, folder, plan, mode
+        source, fetch = config.source, config.fetch
         hash_kind = source.hash_kind if source.hash else None
         columns = ["row", *(["blur"] if source.blur else []), "caption", *([hash_kind] if hash_kind else []), "url"]
         super().__init__(
@@ -73,16 +58,16 @@ class ShardDownloader(Downloader):
             thread_count=fetch.threads,
             save_caption=True,
             extract_exif=False,
-            output_folder=str(job.folder.staging),
+            output_folder=str(folder.staging),
             column_list=columns,
             timeout=fetch.timeout,
-            number_sample_per_shard=job.plan.shard_size,
+            number_sample_per_shard=plan.shard_size,
             oom_shard_count=5,
             compute_hash=hash_kind or "sha256",
             verify_hash_type=hash_kind,
-            encode_format=job.config.image.encode_format,
+            encode_format=config.image.encode_format,
             retries=0,  # the opener retries, and only transient failures
-            user_agent_token=job.config.guard.user_agent,
+            user_agent_token=config.guard.user_agent,
             disallowed_header_directives=None,  # the opener honours them, before the body is read
             blurring_bbox_col="blur" if source.blur else None,
         )
@@ -92,33 +77,34 @@ class ShardDownloader(Downloader):
 
         What only the user can mend is reported to the supervisor: another engine would meet it again.
         """
+        shard, path = row
         try:
-            with engine_lock(self._job.folder):
-                self._download_shard(*row)
+            with engine_lock(self._folder):
+                self._download_shard(shard, path)
         except UserError as error:
-            write_json(self._job.folder.staging / f"{row[0]:05d}.live", {"refusal": str(error)})
+            write_json(self._folder.staging / f"{shard:05d}.live", {"refusal": str(error)})
             raise
 
     def _download_shard(self, shard: int, path: str) -> None:
-        job = self._job
-        opener = _cached_opener(job.config.guard, job.config.fetch)
+        config, folder = self._config, self._folder
+        opener = _cached_opener(config.guard, config.fetch)
         urllib.request.install_opener(opener)  # type: ignore[arg-type]
-        table = read_shard(job.folder, shard)
+        table = read_shard(folder, shard)
         rows = table.to_pylist()
-        kept = settled_rows(job.folder, shard) if job.mode == "retry" else _unverifiable(rows, job.config)
-        opener.begin(_blocked(rows, job.folder))
-        decoder = _cached_decoder(job.config.image, job.config.guard, job.config.fetch, bool(job.config.source.blur))
+        kept = settled_rows(folder, shard) if self._mode == "retry" else _unverifiable(rows, config)
+        opener.begin(_blocked(rows, folder))
+        decoder = _cached_decoder(config.image, config.guard, config.fetch, bool(config.source.blur))
         writer = ShardWriter(
             shard,
-            job.folder,
-            job.plan,
+            folder,
+            self._plan,
             rows=rows,
-            encode_format=job.config.image.encode_format,
+            encode_format=config.image.encode_format,
             kept=kept,
             on_failure=opener.close,
             is_transparent=lambda: decoder.is_transparent,
         )
-        if job.mode == "fetch":
+        if self._mode == "fetch":
             writer.outcomes[reasons.NO_HASH] += len(kept)
         asked = table.filter(pa.array([row["row"] not in kept for row in rows], pa.bool_()))
         with pa.OSFile(path, "wb") as sink, pa.ipc.new_file(sink, asked.schema) as stream:
@@ -130,57 +116,7 @@ class ShardDownloader(Downloader):
         except Exception:
             if not writer.is_published:  # else only img2dataset's own statistics could not be written
                 raise
-        (job.folder.staging / f"{shard:05d}_stats.json").unlink(missing_ok=True)
-
-
-def run(job: Job, shards: list[int]) -> None:
-    """Fetch shards with the chosen distributor."""
-    fetch = job.config.fetch
-    with _cluster(fetch):
-        # The path of each shard's rows, which the worker itself writes.
-        rows = ((shard, str(job.folder.staging / f"{shard:05d}.arrow")) for shard in shards)
-        distribute = DISTRIBUTORS[fetch.distributor]
-        processes = min(fetch.processes, len(shards))  # one that has no shard would import for seconds
-        distribute(processes, ShardDownloader(job), rows, _SPARK_SHARDS, 1)
-
-
-@contextmanager
-def _cluster(fetch: FetchConfig) -> Iterator[None]:
-    """Join the given cluster, or start one on this machine; img2dataset uses the existing session.
-
-    A cluster started here listens on the loopback address only and serves no web UI.
-    """
-    if fetch.distributor == "pyspark":
-        from pyspark.sql import SparkSession
-
-        session = SparkSession.builder.master(fetch.master or f"local[{fetch.processes}]").appName("neuclip download")
-        if not fetch.master:
-            own: dict[str, Any] = {
-                "spark.driver.host": _LOOPBACK,
-                "spark.driver.bindAddress": _LOOPBACK,
-                "spark.ui.enabled": "false",
-            }
-            session = session.config(map=own)
-        with session.getOrCreate():
-            yield
-    elif fetch.distributor == "ray":
-        import ray
-
-        if fetch.master:
-            ray.init(address=fetch.master)
-        else:
-            ray.init(
-                num_cpus=fetch.processes,
-                include_dashboard=False,
-                object_store_memory=_RAY_STORE_BYTES,
-                _node_ip_address=_LOOPBACK,
-            )
-        try:
-            yield
-        finally:
-            ray.shutdown()
-    else:
-        yield
+        (folder.staging / f"{shard:05d}_stats.json").unlink(missing_ok=True)
 
 
 def main(path: str) -> None:
@@ -191,13 +127,33 @@ def main(path: str) -> None:
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True).start()
-    # Spark's workers otherwise take whichever python3 comes first on the PATH.
-    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     tree: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
     config = parse(DownloadConfig, tree["config"])
-    folder = Folder(Path(config.output), config.fetch.worker)
+    folder, shards, fetch = Folder(Path(config.output), config.fetch.worker), tree["shards"], config.fetch
     with engine_lock(folder):
-        run(Job(config, folder, load_plan(folder), mode=tree["mode"]), tree["shards"])
+        _join_cluster(fetch)
+        downloader = ShardDownloader(config, folder, load_plan(folder), tree["mode"])
+        # The path of each shard's rows, which the worker itself writes.
+        rows = ((shard, str(folder.staging / f"{shard:05d}.arrow")) for shard in shards)
+        processes = min(fetch.processes, len(shards))  # one that has no shard would import for seconds
+        DISTRIBUTORS[fetch.distributor](processes, downloader, rows, _SPARK_SHARDS, 1)
+
+
+def _join_cluster(fetch: FetchConfig) -> None:
+    """Join the given cluster, or start one on this machine that only this machine reaches; img2dataset uses it."""
+    if fetch.distributor == "pyspark":
+        from pyspark.sql import SparkSession
+
+        # Spark's workers otherwise take whichever python3 comes first on the PATH.
+        os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+        if not fetch.master:
+            os.environ["SPARK_LOCAL_IP"] = _LOOPBACK
+        SparkSession.builder.master(fetch.master or f"local[{fetch.processes}]").getOrCreate()
+    elif fetch.distributor == "ray":
+        import ray
+
+        own = {"num_cpus": fetch.processes, "include_dashboard": False, "_node_ip_address": _LOOPBACK}
+        ray.init(address=fetch.master, **({} if fetch.master else own))
 
 
 @functools.cache

@@ -32,7 +32,7 @@ from data_prep.dataset.verification import delete_damaged, verify
 from data_prep.fetching import downloader as downloader_module
 from data_prep.fetching import supervisor
 from data_prep.fetching.decoder import ImageConverter
-from data_prep.fetching.downloader import Job, ShardDownloader
+from data_prep.fetching.downloader import ShardDownloader
 from data_prep.fetching.supervisor import Monitor
 from data_prep.settings.download_config import DownloadConfig, ImageConfig
 from pipeline.data.shards.manifest_format import load_manifest
@@ -97,7 +97,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def fetch(config: DownloadConfig, shards: tuple[int, ...], *, mode: str = "fetch", **_: object) -> None:
         folder = Folder(Path(config.output), config.fetch.worker)
         Monitor(folder, shards)  # removes what a killed worker has left
-        downloader = ShardDownloader(Job(config, folder, load_plan(folder), mode))
+        downloader = ShardDownloader(config, folder, load_plan(folder), mode)
         for shard in shards:
             done, _row = downloader((shard, str(folder.staging / f"{shard}.arrow")))
             if not done:

@@ -13,7 +13,6 @@ import io
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
@@ -24,7 +23,7 @@ import numpy as np
 from data_prep import reasons
 from data_prep.fetching.served_image import Pixels, decode, extension, upright
 from data_prep.reasons import FetchError
-from data_prep.settings.download_config import FetchConfig, ImageConfig
+from data_prep.settings.download_config import ImageConfig
 from pipeline.pictures.pixels import colour_of
 
 Boxes = list[list[float]]
@@ -47,10 +46,16 @@ class ImageConverter:
     """Larger images are refused."""
     processes: int = 1
     """Number of processes on this machine that may decode at the same time."""
-    blurrer: Callable[..., np.ndarray] | None = None
-    """Blurs boxes in an array, for sources that have them."""
+    blur: bool = False
+    """Whether the source has boxes to blur."""
     is_transparent: bool = field(default=False, init=False)
     """Whether the latest image had pixels that are not opaque; an `Outcome` has no place for it."""
+
+    def __post_init__(self) -> None:
+        if self.blur:
+            from img2dataset.blurrer import BoundingBoxBlurrer  # here, because importing it takes seconds
+
+            self._blurrer = BoundingBoxBlurrer()
 
     def __call__(self, stream: io.BytesIO, boxes: Boxes | None = None) -> Outcome:
         cv2.setNumThreads(1)
@@ -70,8 +75,8 @@ class ImageConverter:
         self._check_shape(height, width)
         scaled = scale(pixels.array, self.image)
         is_scaled = scaled is not pixels.array
-        if boxes is not None and self.blurrer is not None:  # boxes are relative to the whole image, not turned
-            scaled = self.blurrer(img=scaled, bbox_list=boxes)
+        if boxes is not None and self.blur:  # boxes are relative to the whole image, not turned
+            scaled = self._blurrer(img=scaled, bbox_list=boxes)
         resized = frame(scaled, self.image) if is_scaled else scaled
         if pixels.orientation != 1:
             resized = upright(resized, pixels.orientation)
@@ -92,7 +97,7 @@ class ImageConverter:
     def _keeps(self, body: bytes, pixels: Pixels, resized: np.ndarray) -> bool:
         """Whether the served bytes can be stored: the image is unchanged and has the right format."""
         unchanged = resized is pixels.array and not pixels.is_changed and pixels.orientation == 1
-        return unchanged and self.image.skip_reencode and extension(body, "") == self.image.encode_format
+        return unchanged and self.image.skip_reencode and extension(body) == self.image.encode_format
 
     def _encode(self, array: np.ndarray) -> bytes:
         kind = self.image.encode_format
@@ -142,14 +147,12 @@ _ATTEMPTS = 2
 
 
 class Decoder:
-    """img2dataset's resizer interface, see ImageConverter."""
+    """img2dataset's resizer interface, see ImageConverter, whose `settings` it takes."""
 
     command = (sys.executable, "-m", "data_prep.fetching.decoder")
 
-    def __init__(self, image: ImageConfig, *, max_pixels: int, fetch: FetchConfig, has_boxes: bool = False) -> None:
-        self._seconds = SECONDS
-        self._settings = {"image": image, "max_pixels": max_pixels, "processes": fetch.processes}
-        self._has_boxes = has_boxes
+    def __init__(self, **settings: Any) -> None:
+        self._seconds, self._settings = SECONDS, settings
         self._pid = 0
         self.is_transparent = False
         self._process: subprocess.Popen[bytes] | None = None
@@ -205,7 +208,7 @@ class Decoder:
             )
         self._pid = os.getpid()
         try:
-            self._connection.send((self._settings, self._has_boxes))
+            self._connection.send(self._settings)
             return self._connection.poll(_START_SECONDS) and self._connection.recv() == _READY
         except (EOFError, OSError):
             return False
@@ -214,12 +217,7 @@ class Decoder:
 def main(descriptor: int) -> None:
     """Answer every image on the connection, whose first message has the settings."""
     with Connection(descriptor) as connection:
-        settings, has_boxes = connection.recv()
-        if has_boxes:
-            from img2dataset.blurrer import BoundingBoxBlurrer  # here, because importing it takes seconds
-
-            settings["blurrer"] = BoundingBoxBlurrer()
-        convert = ImageConverter(**settings)
+        convert = ImageConverter(**connection.recv())
         connection.send(_READY)
         while True:
             try:

@@ -93,13 +93,14 @@ class ShardDownloader(Downloader):
         rows = table.to_pylist()
         kept = settled_rows(folder, shard) if self._mode == "retry" else _unverifiable(rows, config)
         opener.begin(_blocked(rows, folder))
-        decoder = _cached_decoder(config.image, config.guard, config.fetch, bool(config.source.blur))
+        decoder = _cached_decoder(
+            config.image, config.guard.max_pixels, config.fetch.processes, bool(config.source.blur)
+        )
         writer = ShardWriter(
             shard,
             folder,
             self._plan,
             rows=rows,
-            encode_format=config.image.encode_format,
             kept=kept,
             on_failure=opener.close,
             is_transparent=lambda: decoder.is_transparent,
@@ -157,8 +158,8 @@ def _join_cluster(fetch: FetchConfig) -> None:
 
 
 @functools.cache
-def _cached_decoder(image: ImageConfig, guard: GuardConfig, fetch: FetchConfig, has_boxes: bool) -> Decoder:
-    return Decoder(image, max_pixels=guard.max_pixels, fetch=fetch, has_boxes=has_boxes)
+def _cached_decoder(image: ImageConfig, max_pixels: int, processes: int, blur: bool) -> Decoder:
+    return Decoder(image=image, max_pixels=max_pixels, processes=processes, blur=blur)
 
 
 @functools.cache

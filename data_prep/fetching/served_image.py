@@ -121,7 +121,7 @@ def _table_bytes(flags: int) -> int:
     return 3 << (flags & 7) + 1 if flags & 0x80 else 0
 
 
-def extension(body: bytes, default: str) -> str:
+def extension(body: bytes, default: str = "") -> str:
     """The file extension according to the bytes: stored originals keep their format, whatever the encoder's is."""
     if body.startswith(b"\xff\xd8\xff"):
         return "jpg"

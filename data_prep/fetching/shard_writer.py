@@ -50,14 +50,13 @@ class ShardWriter:
         plan: Plan,
         *,
         rows: list[dict[str, Any]],
-        encode_format: str,
         kept: Mapping[int, dict[str, Any]],
         on_failure: Callable[[], None],
-        is_transparent: Callable[[], bool] = lambda: False,
+        is_transparent: Callable[[], bool],
     ) -> None:
         self._shard, self._folder, self._plan = shard, folder, plan
         self._rows = {row["row"]: row for row in rows}
-        self._encode_format, self._kept, self._on_failure = encode_format, kept, on_failure
+        self._kept, self._on_failure = kept, on_failure
         self._is_transparent = is_transparent
         self._removed = folder.removed_names()
         self._meta: dict[int, dict[str, Any]] = {}
@@ -147,7 +146,7 @@ class ShardWriter:
     def _spool_sample(self, number: int, image: bytes, caption: str, record: dict[str, Any]) -> None:
         start = self._spool.tell()
         self._spool.write(image)
-        self._index[number] = (extension(image, self._encode_format), start, len(image), facts_text(record), caption)
+        self._index[number] = (extension(image), start, len(image), facts_text(record), caption)
 
     def _is_removed(self, row: dict[str, Any], meta: dict[str, Any]) -> bool:
         received = {kind: meta[kind] for kind in HASH_KINDS if meta.get(kind)}

@@ -34,7 +34,7 @@ from data_prep.fetching import supervisor
 from data_prep.fetching.decoder import ImageConverter
 from data_prep.fetching.downloader import ShardDownloader
 from data_prep.fetching.supervisor import Monitor
-from data_prep.settings.download_config import DownloadConfig, ImageConfig
+from data_prep.settings.download_config import DownloadConfig
 from pipeline.data.shards.manifest_format import load_manifest
 from pipeline.errors import UserError
 from tests.downloads import command_of, download_config
@@ -86,10 +86,6 @@ class Place:
         return {name: path.read_bytes() for name, path in named.items() if not name.startswith(_VARIES)}
 
 
-def decode_here(image: ImageConfig, *, max_pixels: int, **_: object) -> ImageConverter:
-    return ImageConverter(image, max_pixels=max_pixels)
-
-
 @pytest.fixture(autouse=True)
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the work of the engine's workers, and their decoders, in this process."""
@@ -103,7 +99,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
             if not done:
                 raise OSError("the shard failed; see the traceback above")
 
-    monkeypatch.setattr(downloader_module, "Decoder", decode_here)
+    monkeypatch.setattr(downloader_module, "Decoder", ImageConverter)
     monkeypatch.setattr(ingest, "fetch", fetch)
 
 

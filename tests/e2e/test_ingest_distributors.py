@@ -74,7 +74,6 @@ def test_every_distributor_gives_the_same_manifest(tmp_path, monkeypatch):
     if not others:
         pytest.skip("needs the extra `scale`, and for Spark a Java")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    monkeypatch.setenv("SPARK_LOCAL_IP", "127.0.0.1")  # the machine's host name might not resolve
     with serve() as site:
         for k in range(ROWS):
             site.image(f"/{k}", jpeg(side=16 + k))

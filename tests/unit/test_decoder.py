@@ -16,7 +16,7 @@ from data_prep.dataset.verification import verify
 from data_prep.fetching import decoder as decoder_module
 from data_prep.fetching import downloader
 from data_prep.fetching.decoder import Decoder, ImageConverter
-from data_prep.settings.download_config import FetchConfig, ImageConfig
+from data_prep.settings.download_config import ImageConfig
 from tests.ingested import fetch_here, own_opener, prepared, site  # noqa: F401
 from tests.launch import lives, python, wait_for
 from tests.web import jpeg
@@ -49,7 +49,7 @@ def doomed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def decoder() -> Iterator[Decoder]:
     # Long enough for starting a process on a busy machine.
-    decoder = Decoder(ImageConfig(), max_pixels=10**6, fetch=FetchConfig())
+    decoder = Decoder(image=ImageConfig(), max_pixels=10**6)
     yield decoder
     decoder.close()
 
@@ -81,7 +81,7 @@ def test_the_start_of_a_decoder_is_not_the_fault_of_the_image(monkeypatch):
     late = "time.sleep(3); from data_prep.fetching.decoder import main; main(int(sys.argv[1]))"
     for program, error in ((late, None), ("pass", "internal error: no decoder could be started")):
         monkeypatch.setattr(Decoder, "command", (sys.executable, "-c", f"import sys, time; {program}"))
-        with closing(Decoder(ImageConfig(), max_pixels=10**6, fetch=FetchConfig())) as decoder:
+        with closing(Decoder(image=ImageConfig(), max_pixels=10**6)) as decoder:
             assert decoder(io.BytesIO(jpeg()))[5] == error
 
 
@@ -90,8 +90,8 @@ def test_a_decoder_ends_with_its_worker():
     program = (
         "import io, os\n"
         "from data_prep.fetching.decoder import Decoder\n"
-        "from data_prep.settings.download_config import FetchConfig, ImageConfig\n"
-        "decoder = Decoder(ImageConfig(), max_pixels=9, fetch=FetchConfig())\n"
+        "from data_prep.settings.download_config import ImageConfig\n"
+        "decoder = Decoder(image=ImageConfig(), max_pixels=9)\n"
         "decoder(io.BytesIO(b'x'))\n"
         "print(decoder._process.pid, flush=True)\n"
         "os.kill(os.getpid(), 9)\n"

@@ -110,7 +110,7 @@ SIZES = [(80, 60), (61, 203), (300, 299), (32, 32), (333, 100), (64, 64)]
 def test_ordinary_images_are_stored_and_blurred_as_by_img2dataset(mode):
     boxes = [[0.1, 0.2, 0.4, 0.6]]
     theirs = Resizer(64, mode, True, max_image_area=PIXELS, blurrer=BoundingBoxBlurrer())
-    ours = ImageConverter(ImageConfig(size=64, resize_mode=mode), max_pixels=PIXELS, blurrer=BoundingBoxBlurrer())
+    ours = ImageConverter(ImageConfig(size=64, resize_mode=mode), max_pixels=PIXELS, blur=True)
     for size in SIZES:
         for body in (
             encoded(photograph(*size), "JPEG"),

@@ -19,7 +19,7 @@ from typing import Any
 from data_prep.dataset.commit import recover
 from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.locks import exclusive_lock, part_lock, shared_lock, worker_lock
-from data_prep.dataset.manifest_writer import changes, rules_of, write_manifest
+from data_prep.dataset.manifest_writer import changes, expected_manifest, rules_of
 from data_prep.dataset.shard_plan import Plan, load_plan, make_plan, write_plan
 from data_prep.fetching.shard_writer import Outcomes
 from data_prep.fetching.supervisor import fetch
@@ -96,7 +96,9 @@ def download(
                 f"other {config.fetch.workers - 1}. The last worker to finish writes the manifest."
             )
         with part_lock(folder, "manifest"):
-            return write_manifest(folder, plan)
+            manifest = expected_manifest(folder, plan)
+            manifest.save(folder.root)
+            return manifest
 
 
 def prepare(

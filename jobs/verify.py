@@ -6,14 +6,10 @@ import shlex
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from pipeline.departed import COMMANDS
-
-if TYPE_CHECKING:
-    from data_prep.dataset.verification import Verdict
 
 EXIT_PROBLEMS = 1
 _SHOWN = 20
@@ -64,6 +60,7 @@ def command(
     """
     from data_prep.dataset import verification
     from data_prep.dataset.dataset_folder import Folder
+    from data_prep.dataset.manifest_writer import local_manifest
     from pipeline.files import check_writable
 
     if remove:
@@ -74,36 +71,24 @@ def command(
     if overlap:
         _overlap(folder, overlap[0], check_writable(overlap[1]), allow_outside=allow_outside)
         return 0
-    verdict = _check(folder, decode, allow_outside=allow_outside)
-    if not verdict.problems:
+    problems = verification.verify(folder, decode=decode, allow_outside=allow_outside)
+    for problem in problems:
+        click.echo(str(problem))
+    if not problems:
+        manifest = local_manifest(folder, allow_outside=allow_outside)
+        size = f"{len(manifest.shards):,} shards, {manifest.n:,} samples, {manifest.bytes / 1e6:,.1f} MB"
+        click.echo(f"{size}: everything matches.")
         return 0
+    files = len({problem.shard for problem in problems})
+    kinds = ", ".join(f"{count:,} {kind}" for kind, count in Counter(p.kind for p in problems).most_common())
+    click.echo(f"There is a problem with {files:,} file{'s' * (files != 1)} ({kinds}).")
     if delete_damaged:
-        deleted = verification.delete_damaged(folder, verdict.problems)
+        deleted = verification.delete_damaged(folder, problems)
         shown = ", ".join(deleted[:_SHOWN]) + (", ..." if len(deleted) > _SHOWN else "")
         click.echo(f"Deleted ({len(deleted):,}): {shown}. The command that made {folder} makes them again: run it now.")
     else:
         click.echo(Folder(Path(folder)).repair_hint)
     return EXIT_PROBLEMS
-
-
-def _check(folder: str, decode: int, *, allow_outside: bool) -> Verdict:
-    from data_prep.dataset import verification
-
-    verdict = verification.inspect(folder, decode=decode, allow_outside=allow_outside)
-    problems, manifest = verdict.problems, verdict.manifest
-    for problem in problems:
-        click.echo(str(problem))
-    if not problems and manifest is not None:
-        size = f"{len(manifest.shards):,} shards, {manifest.n:,} samples, {manifest.bytes / 1e6:,.1f} MB"
-        click.echo(f"{size}: everything matches.")
-        return verdict
-    shards = len({problem.shard for problem in problems if problem.shard.endswith(".tar")})
-    others = len({problem.shard for problem in problems}) - shards
-    total = f" of {len(manifest.shards):,}" if manifest else ""
-    named = [f"{shards:,}{total} shards" if shards else "", f"{others:,} other file(s)" if others else ""]
-    kinds = ", ".join(f"{count:,} {kind}" for kind, count in Counter(p.kind for p in problems).most_common())
-    click.echo(f"There is a problem with {' and '.join(filter(None, named))} ({kinds}).")
-    return verdict
 
 
 def _duplicates(folder: str, output: Path, *, allow_outside: bool) -> None:

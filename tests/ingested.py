@@ -14,7 +14,7 @@ import pytest
 
 from data_prep import ingest
 from data_prep.dataset.dataset_folder import Folder
-from data_prep.dataset.manifest_writer import write_manifest
+from data_prep.dataset.manifest_writer import expected_manifest
 from data_prep.dataset.shard_plan import Plan, load_plan
 from data_prep.fetching.downloader import ShardDownloader
 from data_prep.fetching.supervisor import Mode
@@ -80,7 +80,11 @@ def fetch_here(
     for shard in shards:
         ok, _ = downloader((shard, str(folder.staging / f"{shard}.arrow")))
         assert ok
-    return write_manifest(folder, plan) if manifest else None
+    if not manifest:
+        return None
+    made = expected_manifest(folder, plan)
+    made.save(folder.root)
+    return made
 
 
 @pytest.fixture

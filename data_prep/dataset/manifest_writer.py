@@ -57,22 +57,11 @@ def _versions_used(records: list[ShardRecord]) -> dict[str, str]:
     return {name: ", ".join(versions) for name, versions in used.items() if versions}
 
 
-def write_manifest(folder: Folder, plan: Plan) -> Manifest:
-    """Write the manifest of a finished set into its folder.
+def expected_manifest(folder: Folder, plan: Plan) -> Manifest:
+    """The manifest of a finished download, from the plan and the records.
 
     Raises:
         UserError: Shards are missing, damaged or made with other settings, or no URL gave a sample.
-    """
-    manifest = expected_manifest(folder, plan)
-    manifest.save(folder.root)
-    return manifest
-
-
-def expected_manifest(folder: Folder, plan: Plan) -> Manifest:
-    """Build the manifest from the plan and the records.
-
-    Raises:
-        UserError: As for `write_manifest`.
     """
     finished = folder.finished()
     missing = sorted(set(range(plan.shards)) - set(finished))
@@ -137,19 +126,10 @@ def local_manifest(root: str | Path, *, allow_outside: bool = False) -> Manifest
     if "://" in str(root):
         raise UserError(f"{root} is not a folder on this machine: copy the data set here, or mount it, and check that.")
     manifest = load_manifest(root, allow_outside=allow_outside)
-    check_local(manifest)
-    return manifest
-
-
-def check_local(manifest: Manifest) -> None:
-    """Check that all shards of a manifest are local files.
-
-    Raises:
-        UserError: A shard is not on this machine.
-    """
     remote = [shard.name for shard in manifest.shards if ":" in shard.name]
     if remote:
         raise UserError(
-            f"{len(remote):,} of {len(manifest.shards):,} shards of {manifest.root} are elsewhere, such as "
-            f"{remote[0]!r}; only local folders are checked. Copy the data set here, or check it where it was made."
+            f"{len(remote):,} of {len(manifest.shards):,} shards of {root} are elsewhere, such as {remote[0]!r}; only "
+            "local folders are checked. Copy the data set here, or check it where it was made."
         )
+    return manifest

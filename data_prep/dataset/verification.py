@@ -18,7 +18,7 @@ from data_prep.dataset.commit import real_path
 from data_prep.dataset.dataset_folder import Folder, ShardRecord, read_lines, read_meta
 from data_prep.dataset.ingest_report import REPORT_NAME
 from data_prep.dataset.locks import exclusive_lock
-from data_prep.dataset.manifest_writer import check_local, expected_manifest, local_manifest, manifest_of_records
+from data_prep.dataset.manifest_writer import expected_manifest, local_manifest, manifest_of_records
 from data_prep.dataset.shard_files import difference, withdraw
 from data_prep.dataset.shard_plan import PLAN_NAME, Plan, check_list, load_plan
 from pipeline.data.shards.manifest_format import MANIFEST_NAME, Manifest, Shard, load_manifest
@@ -43,20 +43,7 @@ class Problem:
         return f"{self.shard}: {self.kind}: {self.detail}"
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What `inspect` found. `manifest` is None if it cannot be read."""
-
-    problems: list[Problem]
-    manifest: Manifest | None
-
-
-def verify(root: str | Path, *, decode: int = 16) -> list[Problem]:
-    """Find the problems of a data set; see `inspect`."""
-    return inspect(root, decode=decode).problems
-
-
-def inspect(root: str | Path, *, decode: int = 16, allow_outside: bool = False) -> Verdict:
+def verify(root: str | Path, *, decode: int = 16, allow_outside: bool = False) -> list[Problem]:
     """Check every shard of a manifest: presence, size, SHA-256, that it is a complete tar of the expected samples, and
     that `decode` of its images decode; and that there are no other tars.
 
@@ -70,20 +57,18 @@ def inspect(root: str | Path, *, decode: int = 16, allow_outside: bool = False) 
     """
     folder = Folder(Path(root))
     is_own = "://" not in str(root) and folder.is_download
-    problems = list[Problem]()
+    problems, listed = list[Problem](), set[str]()
     if is_own:
-        manifest = _check_download(folder, problems)
-        stated = manifest_of_records(folder)
-        check_local(manifest or stated)
+        listed, stated = _check_download(folder, problems), manifest_of_records(folder)
     else:
-        manifest = stated = local_manifest(root, allow_outside=allow_outside)
+        stated = local_manifest(root, allow_outside=allow_outside)
         problems += _check_records(folder, None) if folder.is_converted else []
     for shard in stated.shards:
         problems += _check_shard(stated, shard, folder if is_own else None, decode=decode)
-    listed = {shard.name for shard in (*stated.shards, *(manifest or stated).shards)}
+    listed |= {shard.name for shard in stated.shards}
     others = (name for name in list_shards(folder.root) if name not in listed)
     problems.extend(Problem(name, UNLISTED, "it is not in the manifest") for name in others)
-    return Verdict(problems, manifest)
+    return problems
 
 
 def delete_damaged(root: str | Path, problems: Iterable[Problem]) -> list[str]:
@@ -120,8 +105,8 @@ def delete_damaged(root: str | Path, problems: Iterable[Problem]) -> list[str]:
     return [*(folder.tar(number).relative_to(folder.root).as_posix() for number in numbers), *others]
 
 
-def _check_download(folder: Folder, problems: list[Problem]) -> Manifest | None:
-    """The manifest of a download if it can be read; adds the problems of the files besides the shards.
+def _check_download(folder: Folder, problems: list[Problem]) -> set[str]:
+    """Add the problems of a download's files besides the shards; returns the shards that its manifest lists.
 
     Raises:
         UserError: There is no manifest, because the download is not finished.
@@ -150,7 +135,7 @@ def _check_download(folder: Folder, problems: list[Problem]) -> Manifest | None:
     problems += of_records
     if plan is not None and manifest is not None and not of_records:
         problems += _check_manifest(folder, plan, manifest)
-    return manifest
+    return {shard.name for shard in manifest.shards} if manifest else set()
 
 
 def _check_records(folder: Folder, plan: Plan | None) -> Iterator[Problem]:

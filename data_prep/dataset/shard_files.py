@@ -15,7 +15,7 @@ import pyarrow as pa
 from data_prep import reasons
 from data_prep.dataset import canonical_tar
 from data_prep.dataset.commit import Commit
-from data_prep.dataset.dataset_folder import Folder, ShardRecord, read_meta, write_meta
+from data_prep.dataset.dataset_folder import Folder, ShardRecord, key_of, read_meta, write_meta
 from data_prep.settings.source_config import HASH_KINDS
 from pipeline.data.shards.shard_index import write_index
 from pipeline.errors import UserError
@@ -91,6 +91,11 @@ def check_tar(folder: Folder, path: Path, sha256: str) -> None:
         raise UserError(
             f"{path} is missing or differs from its record or the manifest; nothing was changed. {folder.repair_hint}"
         )
+
+
+def failed_row(row: Mapping[str, Any], reason: str, error: str | None = None) -> dict[str, Any]:
+    """The row of the meta file for a row of the plan that gave no sample."""
+    return {**row, "key": key_of(row["row"]), "status": "failed", "reason": reason, "error": error}
 
 
 def settled_rows(folder: Folder, shard: int) -> Rows:

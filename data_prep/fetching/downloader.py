@@ -21,9 +21,9 @@ from img2dataset.distributor import multiprocessing_distributor, pyspark_distrib
 from img2dataset.downloader import Downloader
 
 from data_prep import reasons
-from data_prep.dataset.dataset_folder import Folder, key_of, names_of
+from data_prep.dataset.dataset_folder import Folder, names_of
 from data_prep.dataset.locks import engine_lock
-from data_prep.dataset.shard_files import Rows, settled_rows
+from data_prep.dataset.shard_files import failed_row, settled_rows
 from data_prep.dataset.shard_plan import Plan, load_plan, read_shard
 from data_prep.fetching.decoder import Decoder
 from data_prep.fetching.opener import Opener
@@ -91,7 +91,11 @@ class ShardDownloader(Downloader):
         urllib.request.install_opener(opener)  # type: ignore[arg-type]
         table = read_shard(folder, shard)
         rows = table.to_pylist()
-        kept = settled_rows(folder, shard) if self._mode == "retry" else _unverifiable(rows, config)
+        if self._mode == "retry":
+            kept = settled_rows(folder, shard)
+        else:
+            without = [row for row in rows if config.source.hash and not row[config.source.hash_kind]]
+            kept = {row["row"]: failed_row(row, reasons.NO_HASH) for row in without}
         opener.begin(_blocked(rows, folder))
         decoder = _cached_decoder(
             config.image, config.guard.max_pixels, config.fetch.processes, bool(config.source.blur)
@@ -167,15 +171,6 @@ def _cached_opener(guard: GuardConfig, fetch: FetchConfig) -> Opener:
     """This process's opener, which keeps its state of each host between shards."""
     connections = max(1, guard.host_connections // fetch.processes)
     return Opener(guard, connections=connections, retries=fetch.retries, total_seconds=fetch.total_timeout)
-
-
-def _unverifiable(rows: list[dict[str, Any]], config: DownloadConfig) -> Rows:
-    """The outcomes of rows that lack the hash by which they would be verified."""
-    return {
-        row["row"]: {**row, "key": key_of(row["row"]), "status": "failed", "reason": reasons.NO_HASH, "error": None}
-        for row in rows
-        if config.source.hash and not row[config.source.hash_kind]
-    }
 
 
 def _blocked(rows: list[dict[str, Any]], folder: Folder) -> dict[str, str]:

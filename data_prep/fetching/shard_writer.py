@@ -17,7 +17,7 @@ from data_prep import reasons
 from data_prep.dataset import canonical_tar
 from data_prep.dataset.dataset_folder import Folder, ShardRecord, key_of, names_of
 from data_prep.dataset.manifest_writer import tool_versions
-from data_prep.dataset.shard_files import STORED_HASH, TRANSPARENT, facts_text, publish
+from data_prep.dataset.shard_files import STORED_HASH, TRANSPARENT, facts_text, failed_row, publish
 from data_prep.dataset.shard_plan import Plan
 from data_prep.fetching.served_image import extension
 from data_prep.settings.source_config import HASH_KINDS
@@ -56,10 +56,11 @@ class ShardWriter:
     ) -> None:
         self._shard, self._folder, self._plan = shard, folder, plan
         self._rows = {row["row"]: row for row in rows}
-        self._kept, self._on_failure = kept, on_failure
-        self._is_transparent = is_transparent
+        self._on_failure, self._is_transparent = on_failure, is_transparent
         self._removed = folder.removed_names()
-        self._meta: dict[int, dict[str, Any]] = {}
+        # Until img2dataset gives a row's outcome: it loses rows whose outcome raises an exception.
+        lost = {row["row"]: failed_row(row, reasons.INTERNAL, "lost") for row in rows}
+        self._meta, self._left = {**lost, **kept}, len(rows) - len(kept)
         self._index: dict[int, tuple[str, int, int, str, str]] = {}
         self._failure: Exception | None = None
         self.is_published = False
@@ -79,7 +80,7 @@ class ShardWriter:
             self._on_failure()
 
     def close(self) -> None:
-        """Publish the shard.
+        """Publish the shard: rows that were not requested are as before, and those that img2dataset lost have failed.
 
         Raises:
             Exception: A `write`, or publishing, failed. The published files are unchanged.
@@ -87,8 +88,22 @@ class ShardWriter:
         try:
             if self._failure is not None:
                 raise self._failure
-            self._complete()
-            self._publish()
+            self.outcomes[reasons.INTERNAL] += self._left
+            rows = [self._meta[number] for number in sorted(self._meta)]
+            samples = {row["row"] for row in rows if row["status"] == "success"}
+            record = ShardRecord(
+                self._shard,
+                self._plan.digest,
+                len(rows),
+                len(samples),
+                0,
+                "",
+                Counter(row["reason"] for row in rows if row["reason"]),
+                rules=self._plan.rules_digest,
+                tools=tool_versions(),
+                transparent=sum(bool(row.get(TRANSPARENT)) for row in rows),
+            )
+            publish(self._folder, record, self._members(samples - set(self._index)), rows)
             self.is_published = True
             self._beat()
         finally:
@@ -102,7 +117,8 @@ class ShardWriter:
         number = meta["row"]
         row = self._rows[number]
         reason = None if image is not None else reasons.of_message(meta["error_message"] or "")
-        if reason is None and self._removed and self._is_removed(row, meta):
+        received = {kind: meta[kind] for kind in HASH_KINDS if meta.get(kind)}
+        if reason is None and not self._removed.isdisjoint(names_of(row) | names_of({**row, **received})):
             reason = reasons.REMOVED
         if reason is None and not (caption or "").strip():
             reason = reasons.NO_CAPTION  # not usable in training
@@ -122,43 +138,14 @@ class ShardWriter:
             record[STORED_HASH] = hashlib.sha256(image).hexdigest()
             self._spool_sample(number, image, str(caption), record)
         self.outcomes[reason or SUCCESS] += 1
+        self._left -= 1
         self._meta[number] = record
         self._beat()
-
-    def _publish(self) -> None:
-        rows = [self._meta[number] for number in sorted(self._meta)]
-        successes = {row["row"] for row in rows if row["status"] == "success"}
-        failures = Counter(row["reason"] for row in rows if row["reason"])
-        record = ShardRecord(
-            self._shard,
-            self._plan.digest,
-            len(rows),
-            len(successes),
-            0,
-            "",
-            failures,
-            rules=self._plan.rules_digest,
-            tools=tool_versions(),
-            transparent=sum(bool(row.get(TRANSPARENT)) for row in rows),
-        )
-        publish(self._folder, record, self._members(successes - set(self._index)), rows)
 
     def _spool_sample(self, number: int, image: bytes, caption: str, record: dict[str, Any]) -> None:
         start = self._spool.tell()
         self._spool.write(image)
         self._index[number] = (extension(image), start, len(image), facts_text(record), caption)
-
-    def _is_removed(self, row: dict[str, Any], meta: dict[str, Any]) -> bool:
-        received = {kind: meta[kind] for kind in HASH_KINDS if meta.get(kind)}
-        return not (names_of(row) | names_of({**row, **received})).isdisjoint(self._removed)
-
-    def _complete(self) -> None:
-        """Add rows that were not requested, and count those whose outcome img2dataset lost because of an exception."""
-        for number, row in self._rows.items():
-            if number not in self._meta:
-                lost = {**row, "key": key_of(number), "status": "failed", "reason": reasons.INTERNAL, "error": "lost"}
-                self._meta[number] = self._kept.get(number, lost)
-                self.outcomes[reasons.INTERNAL] += number not in self._kept
 
     def _members(self, old: set[int]) -> Iterator[tuple[str, bytes]]:
         """All samples in order: the new ones, and the `old` ones of the tar that will be replaced."""

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.dataset.commit import recover
-from data_prep.dataset.dataset_folder import Folder
+from data_prep.dataset.dataset_folder import Folder, changed
 from data_prep.dataset.locks import exclusive_lock, part_lock, shared_lock, worker_lock
-from data_prep.dataset.manifest_writer import changes, expected_manifest, rules_of
+from data_prep.dataset.manifest_writer import expected_manifest, rules_of
 from data_prep.dataset.shard_plan import Plan, load_plan, make_plan, write_plan
 from data_prep.fetching.shard_writer import Outcomes
 from data_prep.fetching.supervisor import fetch
@@ -30,7 +30,7 @@ from data_prep.sources import metadata_tables
 from data_prep.sources.hub import pin
 from data_prep.sources.metadata_tables import check_rows, check_unchanged
 from data_prep.sources.text_columns import URL, columns_of
-from pipeline.config import dump
+from pipeline.config import dump, flatten
 from pipeline.data.shards.manifest_format import Manifest
 from pipeline.errors import UserError
 from pipeline.files import write_text
@@ -173,7 +173,8 @@ def _with_rules(folder: Folder, plan: Plan, rules: dict[str, Any]) -> Plan:
 
     Nor may they change while a download works with the former ones: its shards would be refused at the end.
     """
-    differences = changes(plan.rules, rules)
+    old = flatten(plan.rules)
+    differences = changed(old, {**dict.fromkeys(old), **flatten(rules)})
     if not differences:
         return plan
     if folder.finished() or folder.numbered(".commit"):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from data_prep.dataset.dataset_folder import Folder, ShardRecord, changed, tar_name, total_failures
+from data_prep.dataset.dataset_folder import Folder, ShardRecord, tar_name, total_failures
 from data_prep.dataset.shard_plan import Plan
 from data_prep.reasons import ALLOW_HINT, REFUSED_ADDRESS
 from data_prep.settings.download_config import DownloadConfig
@@ -34,15 +33,6 @@ def rules_of(config: DownloadConfig) -> dict[str, dict[str, Any]]:
     if image["background"] == "white":  # that of earlier versions, whose plans and records do not name it
         del image["background"]
     return {"image": image | _BUILT_IN["image"], "guard": guard | _BUILT_IN["guard"]}
-
-
-def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Describe the differences between two trees of sections."""
-    flat = [
-        {f"{section}.{key}": value for section in sorted(tree) for key, value in sorted(tree[section].items())}
-        for tree in (old, new)
-    ]
-    return changed(flat[0], {**dict.fromkeys(flat[0]), **flat[1]})
 
 
 def tool_versions() -> dict[str, str]:

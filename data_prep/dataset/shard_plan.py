@@ -25,7 +25,7 @@ from data_prep.settings.source_config import SourceConfig
 from data_prep.sources.metadata_tables import check_rows, check_unchanged, identity_of, is_same, read, stamp
 from data_prep.sources.subset import Subset
 from data_prep.sources.text_columns import first_captions, is_list
-from pipeline.config import to_tree
+from pipeline.config import flatten, to_tree
 from pipeline.errors import UserError
 from pipeline.files import flush, path_below, read_bounded, sha256_of, write_text
 
@@ -185,9 +185,7 @@ def read_shard(folder: Folder, shard: int) -> Any:
 
 
 def _matching(plan: Plan, settings: dict[str, Any], folder: Folder, *, index: str | None) -> Plan:
-    flat = {"shard_size": settings["shard_size"], **settings["source"], **settings["subset"]}
-    old = {"shard_size": plan.settings["shard_size"], **plan.settings["source"], **plan.settings["subset"]}
-    if different := changed(old, flat):
+    if different := changed(flatten(plan.settings), flatten(settings)):
         raise UserError(
             f"{folder.root} holds the URL list of other settings ({'; '.join(different)}). "
             "Use another output folder, or the old settings to continue."

@@ -71,6 +71,11 @@ class Place:
         ingest.download(self.config)
         write_report(self.root)
 
+    def download_while_busy(self) -> None:
+        self.is_busy = True
+        self.download()
+        self.is_busy = False
+
     def retry(self) -> None:
         ingest.download(self.config, retry_failed=True)
         write_report(self.root)
@@ -107,15 +112,6 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def place(tmp_path: Path) -> Iterator[Place]:
     with serve() as site:
         yield Place(site, tmp_path)
-
-
-def begin(place: Place, command: str) -> None:
-    """Prepare the state in which the command is run."""
-    if command == "download":
-        return
-    place.is_busy = command == "retry"
-    place.download()
-    place.is_busy = False
 
 
 @dataclass(frozen=True)
@@ -197,16 +193,15 @@ STEPS = {
         Step("data_prep.ingest:_append"),
     ],
     "retry": [SETTINGS, Step(SPOOL, "6"), *PUBLISHING, MANIFEST, REPORT],
-    "remove": [PENDING, *REPLACED, REPORT],  # each step in tests/unit/test_removal.py
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", STEPS)
 def test_a_command_killed_at_any_step_can_be_repeated(place, tmp_path, command):
-    begin(place, command)
     before = tmp_path / "before"
-    if place.root.exists():
+    if command == "retry":
+        place.download_while_busy()
         shutil.copytree(place.root, before)
     getattr(place, command)()
     expected = place.contents()
@@ -239,19 +234,14 @@ def test_two_workers_on_one_folder_produce_the_same_dataset(place):
     assert verify(place.root) == []
 
 
-@pytest.mark.parametrize("command", ["download", "retry"])
-def test_damaged_shards_are_fetched_again_to_the_same_bytes(place, command):
+def test_a_retry_fetches_damaged_shards_again_to_the_same_bytes(place):
     place.download()
     expected = place.contents()
     shutil.rmtree(place.root)
-    place.is_busy = command == "retry"
-    place.download()
-    place.is_busy = False
+    place.download_while_busy()
     (place.root / "shards/00001.tar").write_bytes(b"damaged")
-    problems = verify(place.root)
-    assert {problem.shard for problem in problems} == {"shards/00001.tar"}
-    assert delete_damaged(place.root, problems) == ["shards/00001.tar"]
-    getattr(place, command)()
+    assert delete_damaged(place.root, verify(place.root)) == ["shards/00001.tar"]
+    place.retry()
     assert place.contents() == expected
     assert verify(place.root) == []
 
@@ -260,11 +250,10 @@ def test_retry_requests_only_transient_failures_and_ends_as_if_they_had_not_occu
     place.download()
     expected = place.contents()
     shutil.rmtree(place.root)
-    place.is_busy = True
-    place.download()
+    place.download_while_busy()
     passing = sum(k % 3 == 0 and k % 5 != 4 for k in range(ROWS))
     assert load_manifest(place.root).failures["http 503"] == passing
-    place.is_busy, asked = False, len(place.site.agents)
+    asked = len(place.site.agents)
     place.retry()
     assert len(place.site.agents) == asked + passing, "only transient failures are requested again"
     assert place.contents() == expected
@@ -273,7 +262,7 @@ def test_retry_requests_only_transient_failures_and_ends_as_if_they_had_not_occu
 @pytest.mark.slow
 def test_a_retry_of_a_damaged_shard_ends_at_the_first_start(place, monkeypatch):
     """Regression test: the engine was started four times, and the message was about the engine."""
-    begin(place, "retry")
+    place.download_while_busy()
     tar = Folder(place.root).tar(0)
     tar.write_bytes(tar.read_bytes().replace(b'"width": 31', b'"width": 13', 1))  # as long as before
     monkeypatch.setattr(ingest, "fetch", supervisor.fetch)

@@ -69,17 +69,20 @@ def test_transparent_images_and_lists_of_captions_of_a_download(site, tmp_path):
     assert verify(config.output) == []
 
 
-def test_reasons_and_their_meanings_fit_a_phone_screen(tmp_path):
-    """Regression test: the meanings were cut off at the edge, one word a line."""
+def test_the_page_is_accessible_and_fits_a_phone_screen(tmp_path):
+    """Regression test: the meanings of reasons were cut off at the edge, one word a line."""
     names = write_images(tmp_path / "photos", 4)
     (tmp_path / "photos" / names[0]).write_bytes(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic")
     (tmp_path / "photos" / names[1]).write_bytes(b"no picture")
     rows = [("image", "caption"), *((name, f"picture {name}") for name in names)]
-    make(write_csv(tmp_path / "photos" / "list.csv", rows), tmp_path / "data")
-    page_of(tmp_path / "data")
-    with browser() as started, opened(started, tmp_path / "data" / "report.html", width=390) as tab:
-        assert "unsupported format" in tab.inner_text(".scroll")
-        assert tab.evaluate("(e => e.scrollWidth - e.clientWidth)(document.querySelector('.scroll'))") <= 0
+    folder = tmp_path / "a-data-set-with-rather-a-long-name-and-no-blank-in-it"
+    make(write_csv(tmp_path / "photos" / "list.csv", rows), folder)
+    assert 'alt=""' not in page_of(folder)
+    with browser() as started:
+        assert problems_everywhere(started, folder / "report.html") == []
+        with opened(started, folder / "report.html", width=390) as tab:
+            assert "unsupported format" in tab.inner_text(".scroll")
+            assert tab.evaluate("(e => e.scrollWidth - e.clientWidth)(document.querySelector('.scroll'))") <= 0
 
 
 def test_shards_from_elsewhere_have_a_page_in_another_folder(copied, tmp_path):
@@ -112,15 +115,6 @@ def test_pages_of_data_sets_are_written_one_by_one(copied, tmp_path):
     (copied / "shards/00001.tar").write_bytes(b"x" * 700)
     with pytest.raises(UserError, match=r"00001.tar is missing or damaged .* finds all damage"):
         page_of(copied)
-
-
-def test_the_report_is_accessible_and_fits_a_phone_screen(copied):
-    named = copied.rename(copied.with_name("a-data-set-with-rather-a-long-name-and-no-blank-in-it"))
-    page = write_report(named)
-    assert 'alt=""' not in page.read_text()
-    assert f'alt="picture {ROWS - 1}"' in page.read_text()
-    with browser() as started:
-        assert problems_everywhere(started, page) == []
 
 
 def test_a_caption_that_no_sample_has_is_refused(copied, tmp_path):

@@ -84,10 +84,11 @@ def download(
         write_text(folder.config, dump(config), durable=True)
         finished = [shard for shard in folder.finished() if shard in own_shards]
         folder.check_tars(finished)
-        failures = {shard: _transient_failures(folder, shard) for shard in finished} if retry_failed else {}
-        if retried := {shard: count for shard, count in failures.items() if count}:
-            total = sum(retried.values())
-            fetch(config, tuple(retried), total=total, mode="retry", on_progress=on_progress, on_note=on_note)
+        records = map(folder.read_record, finished) if retry_failed else ()
+        transient = {r.shard: sum(n for reason, n in r.failures.items() if is_transient(reason)) for r in records}
+        if retried := tuple(shard for shard, count in transient.items() if count):
+            total = sum(transient.values())
+            fetch(config, retried, total=total, mode="retry", on_progress=on_progress, on_note=on_note)
         if missing := tuple(sorted(set(own_shards).difference(finished))):
             fetch(config, missing, total=sum(map(plan.rows_of, missing)), on_progress=on_progress, on_note=on_note)
         if left := plan.shards - len(folder.finished()):
@@ -95,10 +96,9 @@ def download(
                 f"This worker's part is done, but {left:,} of {plan.shards:,} shards are unfinished, those of the "
                 f"other {config.fetch.workers - 1}. The last worker to finish writes the manifest."
             )
-        with part_lock(folder, "manifest"):
-            manifest = expected_manifest(folder, plan)
-            manifest.save(folder.root)
-            return manifest
+        manifest = expected_manifest(folder, plan)
+        manifest.save(folder.root)
+        return manifest
 
 
 def prepare(
@@ -195,10 +195,6 @@ def _as_planned(source: SourceConfig, plan: Plan) -> SourceConfig:
         moving = source.revision is None or len(source.revision) != 40
         return replace(source, revision=made["revision"] if moving else source.revision, table=made["table"])
     return source
-
-
-def _transient_failures(folder: Folder, shard: int) -> int:
-    return sum(count for reason, count in folder.read_record(shard).failures.items() if is_transient(reason))
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -161,20 +160,10 @@ def _check_records(folder: Folder, plan: Plan | None) -> Iterator[Problem]:
         else:
             if plan is not None and shard in others:
                 yield Problem(name, "contradicts", "it was made from another URL list, or with other settings")
-            if problem := _check_meta(folder, plan, record):
-                yield Problem(f"meta/{folder.meta(shard).name}", "damaged", problem)
-
-
-def _check_meta(folder: Folder, plan: Plan | None, record: ShardRecord) -> str:
-    """Problems of a shard's meta file, compared with its record and the plan."""
-    try:
-        reasons = read_meta(folder, record.shard, ["reason"]).column("reason").to_pylist()
-    except (UserError, UnicodeDecodeError, KeyError) as error:
-        return str(error)
-    rows = record.rows if plan is None else plan.rows_of(record.shard)
-    if len(reasons) != rows or Counter(filter(None, reasons)) != Counter(record.failures):
-        return "it does not agree with the shard's record"
-    return ""
+            try:
+                read_meta(folder, shard, ["row"])
+            except UserError as error:
+                yield Problem(f"meta/{folder.meta(shard).name}", "damaged", str(error))
 
 
 def _check_manifest(folder: Folder, plan: Plan, manifest: Manifest) -> Iterator[Problem]:

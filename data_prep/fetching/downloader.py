@@ -157,7 +157,7 @@ def _join_cluster(fetch: FetchConfig) -> None:
     elif fetch.distributor == "ray":
         import ray
 
-        own = {"num_cpus": fetch.processes, "include_dashboard": False, "_node_ip_address": _LOOPBACK}
+        own: dict[str, Any] = {"num_cpus": fetch.processes, "include_dashboard": False, "_node_ip_address": _LOOPBACK}
         ray.init(address=fetch.master, **({} if fetch.master else own))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -64,7 +63,7 @@ def command(
     from pipeline.files import check_writable
 
     if remove:
-        return _remove(folder, Path(remove), allow_outside=allow_outside)
+        return _remove(folder, remove, allow_outside=allow_outside)
     if duplicates:
         _duplicates(folder, check_writable(duplicates), allow_outside=allow_outside)
         return 0
@@ -135,36 +134,30 @@ def _report_undecodable(names: list[str]) -> None:
         click.echo(f"{len(names):,} images cannot be decoded and were not compared: {', '.join(names[:5])}")
 
 
-def _remove(folder: str, names: Path, *, allow_outside: bool) -> int:
+def _remove(folder: str, names: str, *, allow_outside: bool) -> int:
     from data_prep.dataset.dataset_folder import Folder, read_lines
     from data_prep.dataset.ingest_report import REPORT_NAME, write_report
-    from data_prep.dataset.manifest_writer import local_manifest
     from data_prep.dataset.removal import remove
     from pipeline.errors import UserError
 
-    try:
-        names.stat()
-        listed = set(read_lines(names))
-    except OSError as error:
-        raise UserError(f"Cannot read the removal list {names}: {error.strerror}.") from error
-    before = None
-    with suppress(UserError):  # it is missing or damaged: the removal says so, or writes it
-        before = local_manifest(folder).digest
+    if not Path(names).exists():
+        raise UserError(f"There is no removal list {names}: give a file with one uid, URL, hash or key a line.")
+    listed = set(read_lines(Path(names)))
     done, manifest = remove(folder, listed, allow_outside=allow_outside)  # also finishes one that was interrupted
     if not listed:
         click.echo(f"{names} names nothing: nothing was removed.")
         return 0
-    removed = done.asked - len(done.missing)
+    found = done.asked - len(done.missing)
     click.echo(
-        f"{removed:,} of {done.asked:,} names found, {done.samples:,} samples removed from {done.shards:,} shards."
+        f"{found:,} of {done.asked:,} names found, {done.samples:,} samples removed from {done.shards:,} shards."
     )
     if manifest is None:
         click.echo("The download is not finished: `neuclip download` will skip them, too, and write the manifest.")
     else:
         if (Path(folder) / REPORT_NAME).exists() or Folder(Path(folder)).is_download:
             write_report(folder)
-        changed = " The manifest has changed: runs on the old one cannot be resumed on it."
-        click.echo(f"{manifest.n:,} samples are left.{changed if manifest.digest != before else ''}")
+        changed = " The manifest has changed: runs on the old one cannot be resumed on it." if done.samples else ""
+        click.echo(f"{manifest.n:,} samples are left.{changed}")
     if not done.missing:
         return 0
     shown = ", ".join(map(repr, done.missing[:_SHOWN])) + (", ..." if len(done.missing) > _SHOWN else "")

@@ -74,7 +74,7 @@ def fetch_here(
     config: DownloadConfig, plan: Plan, shards: range | list[int], mode: Mode = "fetch", *, manifest: bool = True
 ) -> Any:
     """Do the work of the engine's workers in this process; then write the manifest, unless `manifest` is false."""
-    folder = Folder(Path(config.output))
+    folder = Folder(Path(config.output), config.fetch.worker)
     folder.config.write_text(dump(config))
     downloader = ShardDownloader(config, folder, plan, mode)
     for shard in shards:

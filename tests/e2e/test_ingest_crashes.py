@@ -27,18 +27,13 @@ from data_prep import ingest
 from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.ingest_report import write_report
 from data_prep.dataset.removal import remove
-from data_prep.dataset.shard_plan import load_plan
 from data_prep.dataset.verification import delete_damaged, verify
-from data_prep.fetching import downloader as downloader_module
-from data_prep.fetching import supervisor
+from data_prep.fetching import downloader, supervisor
 from data_prep.fetching.decoder import ImageConverter
-from data_prep.fetching.downloader import ShardDownloader
-from data_prep.fetching.supervisor import Monitor
-from data_prep.settings.download_config import DownloadConfig
 from pipeline.data.shards.manifest_format import load_manifest
 from pipeline.errors import UserError
 from tests.downloads import command_of, download_config
-from tests.ingested import own_opener  # noqa: F401
+from tests.ingested import fetch_in_process, own_opener  # noqa: F401 (a fixture)
 from tests.web import Site, jpeg, send, serve
 
 ROWS, SHARD = 18, 6
@@ -94,18 +89,8 @@ class Place:
 @pytest.fixture(autouse=True)
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the work of the engine's workers, and their decoders, in this process."""
-
-    def fetch(config: DownloadConfig, shards: tuple[int, ...], *, mode: str = "fetch", **_: object) -> None:
-        folder = Folder(Path(config.output), config.fetch.worker)
-        Monitor(folder, shards)  # removes what a killed worker has left
-        downloader = ShardDownloader(config, folder, load_plan(folder), mode)
-        for shard in shards:
-            done, _row = downloader((shard, str(folder.staging / f"{shard}.arrow")))
-            if not done:
-                raise OSError("the shard failed; see the traceback above")
-
-    monkeypatch.setattr(downloader_module, "Decoder", ImageConverter)
-    monkeypatch.setattr(ingest, "fetch", fetch)
+    monkeypatch.setattr(downloader, "Decoder", ImageConverter)
+    monkeypatch.setattr(ingest, "fetch", fetch_in_process)
 
 
 @pytest.fixture

@@ -134,7 +134,7 @@ def prepare(
     return config, plan
 
 
-def check_source(config: DownloadConfig, *, on_note: Callable[[str], None] = lambda note: None) -> None:
+def check_source(config: DownloadConfig, *, on_note: Callable[[str], None]) -> None:
     """Check a resolved source: its files, its number of rows, and that its first thousand rows have URLs.
 
     Raises:

@@ -146,10 +146,9 @@ def find_overlap(
     for i, j in near_pairs(both, first):
         if i < start <= j:
             match[j] = min(i, match.get(j, i))
-    match |= {int(i): int(i) for i in set(first[start:][first[start:] < start].tolist())}
-    overlap = {
-        key: names[match[int(head)]] for key, head in zip(keys, first[start:], strict=True) if int(head) in match
-    }
+    heads = first[start:].tolist()
+    match |= {head: head for head in heads if head < start}
+    overlap = {key: names[match[head]] for key, head in zip(keys, heads, strict=True) if head in match}
     hashes = itertools.chain(zip(keys, stored, strict=True), _recorded(Folder(Path(root))))
     overlap |= {key: equal[digest] for key, digest in hashes if digest in equal}
     return dict(sorted(overlap.items()))

@@ -153,7 +153,8 @@ def _join_cluster(fetch: FetchConfig) -> None:
         os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
         if not fetch.master:
             os.environ["SPARK_LOCAL_IP"] = _LOOPBACK
-        SparkSession.builder.master(fetch.master or f"local[{fetch.processes}]").getOrCreate()
+        master = fetch.master or f"local[{fetch.processes}]"
+        SparkSession.builder.master(master).appName("neuclip download").getOrCreate()
     elif fetch.distributor == "ray":
         import ray
 

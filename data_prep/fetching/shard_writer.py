@@ -117,9 +117,10 @@ class ShardWriter:
         number = meta["row"]
         row = self._rows[number]
         reason = None if image is not None else reasons.of_message(meta["error_message"] or "")
-        received = {kind: meta[kind] for kind in HASH_KINDS if meta.get(kind)}
-        if reason is None and not self._removed.isdisjoint(names_of(row) | names_of({**row, **received})):
-            reason = reasons.REMOVED
+        if reason is None and self._removed:
+            received = {kind: meta[kind] for kind in HASH_KINDS if meta.get(kind)}
+            is_removed = (names_of(row) | names_of({**row, **received})) & self._removed
+            reason = reasons.REMOVED if is_removed else None
         if reason is None and not (caption or "").strip():
             reason = reasons.NO_CAPTION  # not usable in training
         record = {

@@ -215,7 +215,8 @@ def journal(folder: Folder, fetch: FetchConfig) -> Iterator[None]:
 
 def _append(folder: Folder, line: dict[str, Any]) -> None:
     """Append a line, unless the disk is full: that does not stop the download."""
-    with suppress(OSError):
-        descriptor = os.open(folder.sessions, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
-        with open(descriptor, "ab") as file:
-            file.write(json.dumps(line).encode() + b"\n")
+    with (
+        suppress(OSError),
+        open(folder.sessions, "a+b", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o666)) as file,
+    ):
+        file.write(json.dumps(line).encode() + b"\n")

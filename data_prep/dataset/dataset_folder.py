@@ -235,11 +235,6 @@ def read_meta(folder: Folder, shard: int, columns: list[str] | None = None) -> A
         raise UserError(f"{path} is missing or differs from its record ({error}). {folder.repair_hint}") from error
 
 
-def write_meta(path: Path, table: Any) -> None:
-    """Write a pyarrow Table as a meta file."""
-    pq.write_table(table, path, compression="zstd", write_page_checksum=True)
-
-
 def tar_name(shard: int) -> str:
     """A shard's name in the manifest."""
     return f"shards/{shard:05d}.tar"

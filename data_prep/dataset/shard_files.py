@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from data_prep import reasons
 from data_prep.dataset import canonical_tar
 from data_prep.dataset.commit import Commit
-from data_prep.dataset.dataset_folder import Folder, ShardRecord, key_of, read_meta, write_meta
+from data_prep.dataset.dataset_folder import Folder, ShardRecord, key_of, read_meta
 from data_prep.settings.source_config import HASH_KINDS
 from pipeline.data.shards.shard_index import write_index
 from pipeline.errors import UserError
@@ -60,7 +61,8 @@ def stage(commit: Commit, folder: Folder, record: ShardRecord, meta: pa.Table) -
         write_index(folder.root, tar, sha256=record.sha256)
     else:
         commit.delete(path)
-    write_meta(new := commit.new(folder.meta(record.shard)), meta)
+    new = commit.new(folder.meta(record.shard))
+    pq.write_table(meta, new, compression="zstd", write_page_checksum=True)
     record = replace(record, meta_sha256=sha256_of(new))
     commit.new(folder.record(record.shard)).write_text(record.text(), encoding="utf-8")
     return record

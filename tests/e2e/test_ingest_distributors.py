@@ -7,7 +7,8 @@ import os
 import shutil
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
@@ -26,39 +27,28 @@ WORKERS = {"pyspark": "pyspark.daemon", "ray": "ray::"}
 """What the command lines of the workers contain."""
 
 
-class KilledWorker:
-    """Kills one worker of the download into `output` once a shard is finished, before all are."""
+@contextmanager
+def killed_worker(output: Path, name: str) -> Iterator[list[int]]:
+    """Kill the youngest worker of the download into `output` once a shard is finished; yields how many were by then."""
+    over, finished = threading.Event(), list[int]()
 
-    def __init__(self, output: Path, name: str) -> None:
-        self._output, self._name, self.was_in_time = output, name, False
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
+    def watch() -> None:
+        while not finished and not over.wait(0.05):
+            done = len(list(output.glob("meta/*.json")))
+            for process in sorted(psutil.Process().children(recursive=True), key=lambda process: -process.pid):
+                with suppress(psutil.Error):
+                    if done and name in " ".join(process.cmdline()):
+                        process.kill()
+                        finished.append(done)
+                        break
 
-    def __enter__(self) -> KilledWorker:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._over.wait(0.05):
-            done = len(list(self._output.glob("meta/*.json")))
-            workers = self._workers() if done else []
-            if workers:
-                workers[0].kill()
-                self.was_in_time = done < ROWS // SHARD
-                return
-
-    def _workers(self) -> list[psutil.Process]:
-        """Descendants of this process whose command line has the name, the youngest first."""
-        named = []
-        for process in psutil.Process().children(recursive=True):
-            with suppress(psutil.Error):
-                if self._name in " ".join(process.cmdline()):
-                    named.append(process)
-        return sorted(named, key=lambda process: -process.pid)
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield finished
+    finally:
+        over.set()
+        thread.join()
 
 
 def slow_404(handler: BaseHTTPRequestHandler) -> None:
@@ -90,9 +80,10 @@ def test_every_distributor_gives_the_same_manifest(tmp_path, monkeypatch):
                     patched.setattr(ingest, "fetch", fetch_in_process)
                     made[name] = ingest.download(config)
                 continue
-            with KilledWorker(tmp_path / name, WORKERS[name]) as killed:
+            with killed_worker(tmp_path / name, WORKERS[name]) as finished:
                 made[name] = ingest.download(config)
-            assert killed.was_in_time, "nothing was left to do when it was killed"
+            assert finished
+            assert finished[0] < ROWS // SHARD, "nothing was left to do when it was killed"
     for name in made:
         assert made[name].digest == made["multiprocessing"].digest
         assert made[name].failures == {"http 404": 10}

@@ -57,12 +57,7 @@ RECIPES_BATCH = 256
 @click.option("--subset", help="Configuration of a dataset on the hub.")
 @click.option("--revision", help="Commit or branch of a dataset on the hub.")
 @click.option("--allow-outside", is_flag=True, help="Take images that a table names outside of their folder.")
-@click.option("--background", default="white", show_default=True, help="Colour behind transparent pixels.")
 @click.option("--size", type=click.IntRange(min=16), help="Downscale larger images to this shorter side, in pixels.")
-@click.option(
-    "--quality", type=click.IntRange(1, 100), default=95, show_default=True, help="JPEG quality when re-encoding."
-)
-@click.option("--raw", is_flag=True, help="Store decoded pixels (PPM): far more bytes, and less work for the loader.")
 @click.option("--shard-size", type=click.IntRange(min=1), help="Rows per shard [1/32 of all, between 100 and 10,000].")
 @click.option("--processes", type=click.IntRange(min=1), help="Number of converting processes [one per core].")
 def command(
@@ -70,10 +65,7 @@ def command(
     output: Path,
     captions: str,
     header: str | None,
-    background: str,
     size: int | None,
-    quality: int,
-    raw: bool,
     shard_size: int | None,
     processes: int | None,
     **named: Any,
@@ -88,22 +80,17 @@ def command(
     After an interruption, the same command continues. OUTPUT/dropped.tsv lists every row that was dropped.
     """
     from data_prep.pairs.make_shards import DROPPED_NAME, PairsConfig, make_shards
-    from data_prep.pairs.pair import ImageOptions, SourceOptions
+    from data_prep.pairs.pair import SourceOptions
     from pipeline.pictures.image_error import UNSUPPORTED
-    from pipeline.pictures.pixels import colour_of
 
     columns = tuple(name.strip() for name in header.split(",")) if header else ()
     # The other options have the names of its fields.
     options = SourceOptions(captions="one" if captions == "one" else None, header=columns, **named)
-    try:
-        colour = colour_of(background)
-    except ValueError as error:
-        raise click.BadParameter(f"{error}.", param_hint="--background") from error
     config = PairsConfig(
         source,
         output,
         options=options,
-        image=ImageOptions(size=size, quality=quality, raw=raw, background=colour),
+        size=size,
         shard_size=shard_size,
         processes=processes or usable_cores(),
     )
@@ -153,7 +140,7 @@ def _show_counts(counts: Mapping[str, int], samples: int) -> None:
         share = f"{long:,} ({long / captions:.1%})"
         click.echo(f"  {share} have more than 77 tokens, which training cuts (or set model.context_length).")
     if transparent := counts["transparent"]:
-        click.echo(f"Images with transparency: {transparent:,}, put on the background (--background).")
+        click.echo(f"Images with transparency: {transparent:,}, put on white.")
     if plain := counts["single_colour"]:
         click.echo(f"Images of a single colour: {plain:,} of {samples:,}; `neuclip report` shows some of the data.")
 

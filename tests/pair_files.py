@@ -15,7 +15,7 @@ from PIL import Image
 
 from data_prep.dataset import canonical_tar
 from data_prep.pairs.make_shards import DROPPED_NAME, Conversion, PairsConfig, make_shards
-from data_prep.pairs.pair import ImageOptions, SourceOptions
+from data_prep.pairs.pair import SourceOptions
 from pipeline.data.shards.manifest_format import load_manifest
 from tests.images import encoded
 
@@ -50,10 +50,9 @@ def options_of(**options: Any) -> SourceOptions:
     return SourceOptions(caption=(caption,) if isinstance(caption, str) else caption, **options)
 
 
-def convert_all(source: Path | str, output: Path, *, image: ImageOptions | None = None, **options: Any) -> Conversion:
-    processes, shard_size = options.pop("processes", 1), options.pop("shard_size", 4)
-    config = PairsConfig(str(source), output, options=options_of(**options), image=image or ImageOptions(),
-                         processes=processes, shard_size=shard_size)  # fmt: skip
+def convert_all(source: Path | str, output: Path, **options: Any) -> Conversion:
+    named = {name: options.pop(name) for name in ("processes", "shard_size", "size") if name in options}
+    config = PairsConfig(str(source), output, options=options_of(**options), **{"shard_size": 4, **named})
     return make_shards(config)
 
 

@@ -40,11 +40,12 @@ from data_prep.dataset.removal import names_of_sample
 from data_prep.dataset.shard_files import stage
 from data_prep.pairs.find_source import is_hub, open_source
 from data_prep.pairs.listing import Listing, PairRow, PairSource, write_listing
-from data_prep.pairs.pair import ImageOptions, SourceOptions, convert
+from data_prep.pairs.pair import MAX_PIXELS, QUALITY, SourceOptions, convert
 from data_prep.reasons import REMOVED, FetchError
 from pipeline.data.shards.manifest_format import Manifest, make_manifest
 from pipeline.errors import UserError
 from pipeline.files import read_tree, replacing, write_text
+from pipeline.pictures.pixels import WHITE
 from pipeline.versions import version_of
 
 DROPPED_NAME = "dropped.tsv"
@@ -66,10 +67,16 @@ class PairsConfig:
     source: str
     output: Path
     options: SourceOptions = field(default_factory=SourceOptions)
-    image: ImageOptions = field(default_factory=ImageOptions)
+    size: int | None = None
+    """Images with a larger shorter side are reduced to it, in pixels."""
     shard_size: int | None = None
     """Rows of a shard; None: a thirty-second of the rows, between 100 and 10,000."""
     processes: int = 1
+
+    @property
+    def image(self) -> dict[str, Any]:
+        """How images are stored, with the options of earlier versions, whose folders can be continued."""
+        return {"size": self.size, "quality": QUALITY, "raw": False, "background": WHITE, "max_pixels": MAX_PIXELS}
 
 
 @dataclass(frozen=True)
@@ -112,10 +119,10 @@ def make_shards(
         if listing.merged:
             on_note(f"{listing.merged:,} more rows repeat an image: one sample, with all distinct captions")
         shard_size = config.shard_size or min(LARGEST, max(SMALLEST, listing.rows // SHARDS))
-        about = (source.about, listing.digest, asdict(config.image), shard_size)
+        about = (source.about, listing.digest, config.image, shard_size)
         plan = hashlib.sha256(repr(about).encode()).hexdigest()
         missing = sorted(set(range(-(-listing.rows // shard_size))) - set(folder.finished()))
-        job = _Job(source.read, listing, folder, plan, shard_size, config.image)
+        job = _Job(source.read, listing, folder, plan, shard_size, config.size)
         converted = sum(len(job.rows_of(shard)) for shard in missing)
         done = listing.rows - converted
         on_rows(done, listing.rows)
@@ -161,7 +168,7 @@ def _check_plan(config: PairsConfig, folder: Folder, listing: Listing) -> None:
     """
     path = folder.plan / "pairs.json"
     where = config.source if is_hub(config.source) else str(Path(config.source).resolve())
-    settings = json.loads(json.dumps({"source": where, **asdict(config.options), **asdict(config.image),
+    settings = json.loads(json.dumps({"source": where, **asdict(config.options), **config.image,
                                       "shard_size": config.shard_size}, default=str))  # fmt: skip
     if not listing.rows:
         raise UserError(f"{config.source} has no rows: there is nothing to convert.")
@@ -194,7 +201,7 @@ class _Job:
     folder: Folder
     plan: str
     shard_size: int
-    image: ImageOptions
+    size: int | None
 
     def rows_of(self, shard: int) -> range:
         """The rows of a shard."""
@@ -265,7 +272,7 @@ def _sample(number: int, pair: PairRow, job: _Job) -> tuple[dict[str, Any], dict
         return {**row, "reason": pair.problem, "error": pair.detail}, {}
     try:
         body = job.read(pair)
-        stored = convert(body, job.image)
+        stored = convert(body, job.size)
     except FetchError as error:
         return {**row, "reason": error.reason, "error": str(error).removeprefix(f"{error.reason}: ")}, {}
     about = {"captions": list(pair.captions), "source": pair.place}
@@ -317,7 +324,7 @@ def _finish(
     facts = {
         "made by": "neuclip pairs",
         "source": {**source.about, "digest": listing.digest},
-        "image": {key: value for key, value in asdict(config.image).items() if value is not None},
+        "image": {key: value for key, value in config.image.items() if value is not None},
         "tools": {name: version_of(name) for name in _TOOLS},
         "counts": {**listing.counts(lost), **counts},
     }

@@ -212,22 +212,8 @@ def not_utf8(error: UnicodeEncodeError | UnicodeDecodeError) -> str:
 
 
 _STORED = ("JPEG", "PNG", "WEBP")  # formats that training reads; others are re-encoded
-
-
-@dataclass(frozen=True)
-class ImageOptions:
-    """How images are stored."""
-
-    size: int | None = None
-    """Shorter side in pixels that larger images are reduced to; None keeps them."""
-    quality: int = 95
-    """Quality of re-encoded JPEGs."""
-    raw: bool = False
-    """Store every image decoded, as a binary PPM."""
-    background: pixels.Colour = pixels.WHITE
-    """Colour behind transparent pixels."""
-    max_pixels: int = 178_956_970
-    """Larger images are dropped (decompression bombs)."""
+QUALITY, MAX_PIXELS = 95, 178_956_970
+"""Of JPEGs that are made here, and of images: larger ones are dropped (decompression bombs)."""
 
 
 @dataclass(frozen=True)
@@ -266,37 +252,35 @@ def read_image(row: Any) -> bytes:
         raise FetchError(MISSING_FILE, f"{shown!r}: {error}") from error
 
 
-def convert(body: bytes, options: ImageOptions) -> StoredImage:
-    """The image to store: its own bytes if training can read them unchanged, otherwise a JPEG; or its pixels.
+def convert(body: bytes, size: int | None = None) -> StoredImage:
+    """The image to store: its own bytes if training can read them unchanged, otherwise a JPEG.
 
-    Images are re-encoded if `options.raw` is set, or if they are larger than `options.size`, have transparent pixels or
-    an EXIF rotation (training ignores both), or are not JPEG, PNG or WebP.
+    Images are re-encoded if their shorter side is larger than `size`, if they have transparent pixels (put on white) or
+    an EXIF rotation (training ignores both), or if they are not JPEG, PNG or WebP.
 
     Raises:
         FetchError: The body is empty, not an image, truncated, too large, or cannot be decoded.
     """
-    check_image(body, content_type="", max_pixels=options.max_pixels)
+    check_image(body, content_type="", max_pixels=MAX_PIXELS)
     try:
         with warnings.catch_warnings(action="ignore"), pixels.open_image(body) as image:
-            return _store(image, body, options)
+            return _store(image, body, size or min(image.size))
     except ImageError as error:
         raise FetchError(error.reason, error.detail) from error
 
 
-def _store(image: Image.Image, body: bytes, options: ImageOptions) -> StoredImage:
-    kind, size = image.format, options.size or min(image.size)
-    turned = pixels.orientation(image, body)
-    shrinks = min(image.size) > size
+def _store(image: Image.Image, body: bytes, size: int) -> StoredImage:
+    kind, turned, shrinks = image.format, pixels.orientation(image, body), min(image.size) > size
     pixels.load(image, body)
     transparent = pixels.transparent_layer(image) is not None
-    if not shrinks and turned == 1 and kind in _STORED and not options.raw and not transparent:
+    if not shrinks and turned == 1 and kind in _STORED and not transparent:
         plain = pixels.is_single_colour(image)
         return StoredImage(extension(body, str(kind).lower()), body, *image.size, plain=plain)
-    picture = pixels.upright(pixels.to_rgb(image, options.background), turned)
+    picture = pixels.upright(pixels.to_rgb(image), turned)
     if shrinks:
         scale = size / min(picture.size)
         width, height = (max(size, round(side * scale)) for side in picture.size)
         picture = picture.resize((width, height), Image.Resampling.BICUBIC, reducing_gap=3.0)
-    buffer, suffix = io.BytesIO(), "ppm" if options.raw else "jpg"
-    picture.save(buffer, "PPM" if options.raw else "JPEG", quality=options.quality)
-    return StoredImage(suffix, buffer.getvalue(), *picture.size, transparent, pixels.is_single_colour(picture))
+    buffer = io.BytesIO()
+    picture.save(buffer, "JPEG", quality=QUALITY)
+    return StoredImage("jpg", buffer.getvalue(), *picture.size, transparent, pixels.is_single_colour(picture))

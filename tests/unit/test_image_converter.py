@@ -17,7 +17,7 @@ from data_prep import reasons
 from data_prep.fetching import served_image as decoding
 from data_prep.fetching.decoder import ImageConverter
 from data_prep.fetching.served_image import check_image, decode
-from data_prep.pairs.pair import ImageOptions, convert
+from data_prep.pairs.pair import convert
 from data_prep.reasons import FetchError
 from data_prep.settings.download_config import ImageConfig
 from pipeline.pictures.pixels import read_rgb
@@ -76,7 +76,7 @@ def test_damaged_images_are_judged_as_by_pairs(kind):
     for _ in range(40):
         body = bytearray(whole)
         body[draw.integers(40, len(whole))] ^= 1 << int(draw.integers(8))
-        assert judged(decode, bytes(body)) == judged(lambda body: convert(body, ImageOptions()), bytes(body))
+        assert judged(decode, bytes(body)) == judged(convert, bytes(body))
 
 
 @pytest.mark.parametrize("kind", ["jpg", "png", "webp"])

@@ -14,7 +14,7 @@ from open_clip.transform import PreprocessCfg, image_transform_v2
 from PIL import Image
 
 from data_prep.fetching.decoder import ImageConverter
-from data_prep.pairs.pair import ImageOptions, convert
+from data_prep.pairs.pair import convert
 from data_prep.settings.download_config import ImageConfig
 from pipeline.analysis.shard_pairs import whole
 from pipeline.checkpoint.reader import open_checkpoint
@@ -113,11 +113,11 @@ def test_all_readers_see_the_pixels_of_training(name, tmp_path):
 @pytest.mark.parametrize("name", IMAGES)
 def test_imported_images_keep_their_pixels(name):
     body = IMAGES[name]
-    whole = convert(body, ImageOptions())
+    whole = convert(body)
     assert whole.transparent == (expected(name) != np.rint(expected_on_white(name))).any()
     assert whole.transparent or whole.body == body
     reduced = to_rgb(Image.open(io.BytesIO(body))).resize((24, 24), Image.Resampling.BICUBIC)
-    assert convert(body, ImageOptions(size=24)).body == encoded(reduced, "JPEG", quality=95)
+    assert convert(body, 24).body == encoded(reduced, "JPEG", quality=95)
 
 
 @pytest.mark.filterwarnings("error")
@@ -127,14 +127,14 @@ def test_transparent_images_are_put_on_a_background_and_counted():
     palette = Image.new("P", (8, 8), 1)
     palette.putpalette([9] * 768)
     cases: list[tuple[bytes, tuple[bool, bool], tuple[int, ...]]] = [
-        (encoded(clear, "PNG"), (True, True), (0, 0, 255)),
+        (encoded(clear, "PNG"), (True, True), (255, 255, 255)),
         (encoded(whole, "PNG"), (False, True), (255, 0, 0)),  # opaque: kept as it is
-        (encoded(palette, "PNG", transparency=bytes(range(256))), (True, True), (0, 0, 254)),
+        (encoded(palette, "PNG", transparency=bytes(range(256))), (True, True), (255, 255, 255)),
         (IMAGES["RGBA"], (True, False), ()),
         (IMAGES["1 bit"], (False, False), ()),
     ]
     for body, flags, colour in cases:
-        stored = convert(body, ImageOptions(background=(0, 0, 255)))
+        stored = convert(body)
         assert (stored.transparent, stored.plain) == flags
         assert (stored.body == body) == (not stored.transparent)
         if colour:

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from data_prep.fetching.decoder import ImageConverter
-from data_prep.pairs.pair import ImageOptions, convert
+from data_prep.pairs.pair import convert
 from data_prep.settings.download_config import ImageConfig
 from pipeline.model.evaluation_model import _open
 from pipeline.pictures.pixels import WHITE
@@ -59,7 +59,7 @@ def everywhere(body: bytes, folder: Path) -> dict[str, np.ndarray]:
     found = {
         "download": Image.open(io.BytesIO(stored)),
         "download, kept": Image.open(io.BytesIO(kept)),
-        "pairs, not turned by readers": Image.open(io.BytesIO(convert(body, ImageOptions(quality=100)).body)),
+        "pairs, not turned by readers": Image.open(io.BytesIO(convert(body).body)),
         "playground": open_image(body, name="x"),
         "score, a file": _open(file, WHITE),
         "score, an opened file": _open(Image.open(file), WHITE),
@@ -104,7 +104,7 @@ def test_an_invalid_orientation_is_ignored(kind, orientation, tmp_path):
     body = encoded(kind, orientation=orientation)
     assert_all(body, tmp_path, picture())
     if kind in ("JPEG", "PNG", "WEBP"):
-        assert convert(body, ImageOptions()).body == body
+        assert convert(body).body == body
 
 
 def test_exif_data_after_the_pixels_count(tmp_path):

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_prep.pairs.members import open_tars
-from data_prep.pairs.pair import NOT_UTF8, ImageOptions, SourceOptions
+from data_prep.pairs.pair import NOT_UTF8, SourceOptions
 from data_prep.settings.source_config import SourceConfig
 from data_prep.sources.metadata_tables import read
 from pipeline.data.shards.make_manifest import index_shards
@@ -223,7 +223,7 @@ def test_a_folder_that_is_not_what_it_was(table, tmp_path):
     out = tmp_path / "out"
     make(table, out)
     with pytest.raises(UserError, match=r"other settings \(size was None and is now 32\)"):
-        convert_all(table, out, image=ImageOptions(size=32))
+        convert_all(table, out, size=32)
     with pytest.raises(UserError, match="was not made by `neuclip pairs`"):
         make(table, table.parent / "images")
     table.write_text(table.read_text().replace("picture 3", "picture three"))

@@ -10,34 +10,29 @@ import shlex
 import signal
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pyarrow.parquet as pq
 import pytest
-import torch
 from click.testing import CliRunner
 from PIL import Image
 
 from data_prep.dataset.verification import verify
 from data_prep.pairs import make_shards
-from data_prep.pairs.pair import ImageOptions, convert
+from data_prep.pairs.pair import convert
 from jobs import pairs
+from jobs.cli import cli, run
 from jobs.known_settings import TRAINING
 from jobs.pairs import command
-from pipeline.config import parse
-from pipeline.data.data_config import DataConfig
-from pipeline.data.loading.loader import build_loader
 from pipeline.data.shards.manifest_format import advice
-from pipeline.distributed.world import World
+from pipeline.departed import COMMANDS
 from pipeline.errors import UserError
 from pipeline.training.recipe import load_recipe
 from pipeline.training.recipe_file import read_recipe
 from tests.launch import wait_for
 from tests.pair_files import convert_all, digests, dropped, make, picture, table, write_csv, write_images  # noqa: F401
-from tests.shards import count_tokens
 
 ROOT = Path(__file__).parents[2]
 
@@ -68,34 +63,15 @@ def test_every_dropped_row_is_recorded_with_position_and_reason(tmp_path):
 def test_images_are_rotated_upright_downscaled_and_converted():
     exif = Image.Exif()
     exif[0x0112] = 6  # to be rotated by 90 degrees
-    turned = convert(picture(0, size=(80, 40), exif=exif), ImageOptions())
+    turned = convert(picture(0, size=(80, 40), exif=exif))
     assert (turned.width, turned.height) == (40, 80)
-    small = convert(picture(0, size=(80, 40)), ImageOptions(size=20))
+    small = convert(picture(0, size=(80, 40)), 20)
     assert (small.suffix, small.width, small.height) == ("jpg", 40, 20)
     assert Image.open(io.BytesIO(small.body)).size == (40, 20)
     whole = picture(0, size=(80, 40))
-    assert convert(whole, ImageOptions(size=40)).body == whole  # never enlarged, never re-encoded needlessly
-    assert convert(picture(0, kind="GIF"), ImageOptions()).suffix == "jpg"
-    assert convert(picture(0, kind="WEBP"), ImageOptions()).suffix == "webp"
-
-
-def test_shards_of_decoded_pixels_train_like_the_images(table, tmp_path):
-    for name, option in (("encoded", ()), ("raw", ("--raw",))):
-        done = CliRunner().invoke(command, [str(table), "--output", str(tmp_path / name), "--processes", "1", *option])
-        assert done.exit_code == 0, done.output
-    with tarfile.open(next((tmp_path / "raw").rglob("*.tar"))) as tar:
-        assert sum(member.name.endswith(".ppm") for member in tar) == 10
-    seen = []
-    for name in ("encoded", "raw"):
-        config = parse(DataConfig, {"sources": str(tmp_path / name), "streams": 1, "workers": 0, "decoding": "exact"})
-        with build_loader(
-            config, world=World(), global_batch=5, seed=0, image_size=16, tokenize=count_tokens
-        ) as loader:
-            seen.append([next(loader) for _ in range(4)])
-    for stored, raw in zip(*seen, strict=True):
-        assert torch.equal(stored.sample_id, raw.sample_id)
-        assert torch.equal(stored.image, raw.image)
-        assert torch.equal(stored.text, raw.text)
+    assert convert(whole, 40).body == whole  # never enlarged, never re-encoded needlessly
+    assert convert(picture(0, kind="GIF")).suffix == "jpg"
+    assert convert(picture(0, kind="WEBP")).suffix == "webp"
 
 
 def test_several_processes_and_a_resumed_run_write_the_same_bytes(tmp_path):
@@ -222,6 +198,14 @@ def test_a_refused_source_leaves_what_was_there(table, tmp_path, before):
     assert output.exists() == (before is not None)
     assert [path.name for path in sorted(output.glob("*"))] == (["staging"] if before else [])
     assert all((output / "staging" / name).is_file() for name in before or ())
+
+
+def test_options_that_left_say_what_happens_instead(table, tmp_path, capsys):
+    arguments = ["pairs", str(table), "--output", str(tmp_path / "out")]
+    for option in (["--raw"], ["--quality", "90"], ["--background", "red"]):
+        with pytest.raises(SystemExit):
+            run(cli, [*arguments, *option], prog_name="neuclip")
+        assert f"It was removed. {COMMANDS[f'pairs {option[0]}']}" in " ".join(capsys.readouterr().err.split())
 
 
 def test_the_command_reports_the_result_and_how_to_train(table, tmp_path):

@@ -17,7 +17,7 @@ from PIL import Image, ImageCms
 
 from data_prep.fetching import served_image
 from data_prep.fetching.served_image import decode as served
-from data_prep.pairs.pair import ImageOptions, convert
+from data_prep.pairs.pair import convert
 from data_prep.reasons import FetchError
 from pipeline.data.data_config import CropConfig
 from pipeline.data.loading.decode import ImageDecoder
@@ -136,7 +136,7 @@ def grey_levels(image: Any) -> np.ndarray:
 def test_every_mode_and_format_is_read(name, tmp_path):
     body = GOOD[name]
     (tmp_path / "file").write_bytes(body)
-    as_stored = convert(body, ImageOptions())
+    as_stored = convert(body)
     readers = {
         "read_rgb": read_rgb(body),
         "evaluation": evaluated(body, name="x"),
@@ -144,7 +144,7 @@ def test_every_mode_and_format_is_read(name, tmp_path):
         "score, a PIL image": _open(Image.open(tmp_path / "file"), pixels.WHITE),
         "playground": shown(body, name="x"),
         "pairs": read_rgb(as_stored.body),
-        "pairs, resized": read_rgb(convert(body, ImageOptions(size=HEIGHT - 1)).body).resize((WIDTH, HEIGHT)),
+        "pairs, resized": read_rgb(convert(body, HEIGHT - 1).body).resize((WIDTH, HEIGHT)),
     }
     see_through = ("RGBA" in name and "BMP" not in name) or "LA," in name
     on_white = (255 * RAMP + 255) / 2 if see_through else 255 * RAMP
@@ -175,7 +175,7 @@ def test_what_cannot_be_read_has_a_reason_everywhere(name, tmp_path):
     with pytest.raises(UserError, match=r"^x "):
         shown(body, name="x")
     with pytest.raises(FetchError) as refused:
-        convert(body, ImageOptions())
+        convert(body)
     wanted = "empty" if name == "nothing" else reason
     assert refused.value.reason == wanted
     with pytest.raises(FetchError):
@@ -239,7 +239,7 @@ def test_a_jpeg_with_too_many_scans_is_refused_before_it_is_decoded(progressive)
         partial(read_rgb, body),
         partial(evaluated, body, name="x"),
         partial(shown, body, name="x"),
-        partial(convert, body, ImageOptions()),
+        partial(convert, body),
         partial(served_image.check_image, body, content_type="", max_pixels=10**9),
         partial(served, body),
         *(partial(trained(mode), body, state=0) for mode in ("fast", "exact")),
@@ -294,7 +294,7 @@ def test_a_jpeg_whose_data_end_before_its_end_marker_is_refused(share, mode, pro
         return
     Image.open(io.BytesIO(cut)).load()  # Pillow finds nothing
     served_image.check_image(cut, content_type="", max_pixels=10**6)
-    for reader in (read_rgb, served, partial(convert, options=ImageOptions())):
+    for reader in (read_rgb, served, convert):
         with pytest.raises((ImageError, FetchError), match="truncated"):
             reader(cut)
     for decoder in ("fast", "exact"):

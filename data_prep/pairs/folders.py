@@ -2,61 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from data_prep.pairs.listing import PairRow, PairSource
-from data_prep.pairs.members import LOOKED_AT, PairFiles, choose, spread
-from data_prep.pairs.pair import MISSING_FILE, SourceOptions, read_image, refuse_split
+from data_prep.pairs.pair import SourceOptions, read_image, refuse_split
 from data_prep.reasons import NO_CAPTION
 from pipeline.errors import UserError
 from pipeline.pictures.image_error import FORMAT_SUFFIXES
 
 _SPLITS = ("train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval")
 """As `datasets` finds them in names."""
-
-
-def open_folder(folder: Path, options: SourceOptions) -> PairSource:
-    """Images below a folder, with files of the same name for their captions.
-
-    A line of a text file is a caption, unless `options.captions` is "one". Text files without an image come last.
-
-    Raises:
-        UserError: There are no captions, or what is named is not there.
-    """
-    refuse_split(options, "this source, images with captions beside them")
-    some = spread(list(itertools.islice(_image_samples(folder), 10 * LOOKED_AT)), LOOKED_AT)
-    choice, note = choose(some, options, where=str(folder), lines=options.captions != "one")
-    about = {"kind": "folder of images with captions beside them", "caption": list(choice.captions)}
-
-    def rows() -> Iterator[PairRow]:
-        yield from map(choice.row, _image_samples(folder))
-        suffixes = tuple(f".{place}" for place in choice.captions if not place.startswith("json:"))
-        for root, files in walk(folder):
-            pictures = {known for name in files if is_image(name) for known in (name, Path(name).stem)}
-            for name in files:
-                if Path(name).suffix.lower() in suffixes and Path(name).stem not in pictures:
-                    place = Path(root, name).relative_to(folder).as_posix()
-                    yield PairRow(place, problem=MISSING_FILE, detail="no image of this name beside it")
-
-    return PairSource(about, rows(), folder, read_image, notes=(note,))
-
-
-def _image_samples(folder: Path) -> Iterator[PairFiles]:
-    """An image each, with the paths of the files of its name: `dog.txt` or `dog.jpg.txt` of `dog.jpg`."""
-    for root, files in walk(folder):
-        texts: dict[str, dict[str, str]] = {}
-        for name in files:
-            if not is_image(name):
-                texts.setdefault(Path(name).stem, {})[Path(name).suffix.lower()[1:]] = os.path.join(root, name)
-        for name in files:
-            if is_image(name):
-                path = Path(root, name)
-                parts = {path.suffix.lower()[1:]: str(path), **texts.get(name, {}), **texts.get(path.stem, {})}
-                yield PairFiles(path.relative_to(folder).as_posix(), str(path), parts)
 
 
 def open_classes(root: Path, options: SourceOptions) -> PairSource:
@@ -145,13 +103,18 @@ def walk(folder: Path) -> Iterator[tuple[str, list[str]]]:
         yield root, sorted(files)
 
 
-def files_below(folder: Path, wanted: Callable[[str], bool]) -> Iterator[Path]:
-    """The files with wanted names below a folder, in the order of `walk`.
+def files_below(folder: Path) -> Iterator[Path]:
+    """The files of all kinds below a folder, in the order of `walk`."""
+    return (Path(root, name) for root, names in walk(folder) for name in names)
+
+
+def regular_files(folder: Path, wanted: Callable[[str], bool]) -> list[Path]:
+    """The files with wanted names below a folder.
 
     Raises:
         UserError: One is a link to nothing, a pipe or a device.
     """
-    for path in (Path(root, name) for root, files in walk(folder) for name in files if wanted(name)):
-        if not path.is_file():
-            raise UserError(f"{path} is not a file, nor a link to one: mend it, or move it away.")
-        yield path
+    files = [path for path in files_below(folder) if wanted(path.name)]
+    if odd := [path for path in files if not path.is_file()]:
+        raise UserError(f"{odd[0]} is not a file, nor a link to one: mend it, or move it away.")
+    return files

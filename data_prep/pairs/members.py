@@ -1,4 +1,4 @@
-"""Samples of several files under one name: members of webdataset tars, and (in `folders`) images with captions beside.
+"""Samples of several files under one name: members of webdataset tars, or images with captions beside them.
 
 Which of the files are the image and the caption is decided by many samples, and can be named.
 """
@@ -6,7 +6,9 @@ Which of the files are the image and the caption is decided by many samples, and
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
+import os
 import shutil
 import zlib
 from collections import Counter
@@ -15,17 +17,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from data_prep.pairs.folders import is_image, walk
 from data_prep.pairs.listing import PairRow, PairSource
-from data_prep.pairs.pair import CAPTION_NAMES, MALFORMED_ROW, MISSING_FILE, SourceOptions, captions_in, read_image
+from data_prep.pairs.pair import (
+    CAPTION_NAMES,
+    MALFORMED_ROW,
+    MISSING_FILE,
+    SourceOptions,
+    captions_in,
+    read_image,
+    refuse_split,
+)
 from data_prep.reasons import NO_CAPTION
 from pipeline.data.shards.tar_reader import FORMAT_SUFFIXES, split_name
 from pipeline.errors import UserError
 from pipeline.files import read_bounded, text_lines
 from pipeline.tars import DamagedTar, headers, refuse_unended, skip_payload
 
-LOOKED_AT, _TARS_LOOKED_AT = 1_000, 10
+_LOOKED_AT, _TARS_LOOKED_AT = 1_000, 10
 """Samples, and tars, spread over the source, that decide which members are used."""
-LARGEST_IMAGE, LARGEST_TEXT = 1 << 30, 1 << 24
+_LARGEST_IMAGE, _LARGEST_TEXT = 1 << 30, 1 << 24
 _RATIO = 50
 """How many times its own size a compressed tar may have; images hardly shrink."""
 
@@ -43,9 +54,9 @@ class PairFiles:
         """The text of a part. Raises ValueError if it is too large for a caption, OSError if it cannot be read."""
         where = self.parts[suffix]
         if not isinstance(where, tuple):
-            return read_bounded(Path(where), most=LARGEST_TEXT).decode("utf-8-sig", "surrogateescape")
+            return read_bounded(Path(where), most=_LARGEST_TEXT).decode("utf-8-sig", "surrogateescape")
         offset, size = where
-        if size > LARGEST_TEXT:
+        if size > _LARGEST_TEXT:
             raise ValueError(f"{suffix} has {size:,} bytes")
         with open(self.file, "rb") as file:
             file.seek(offset)
@@ -98,7 +109,7 @@ class Choice:
         return captions_in(json.loads(text).get(name) if name else text_lines(text) if self.lines else text)
 
 
-def choose(
+def _choose(
     samples: Sequence[PairFiles], options: SourceOptions, *, where: str, lines: bool = False
 ) -> tuple[Choice, str]:
     """Which members are image and caption: as named, else the usual ones that most of these samples have.
@@ -148,7 +159,7 @@ def choose(
     )
 
 
-def spread(items: list[Any], count: int) -> list[Any]:
+def _spread(items: list[Any], count: int) -> list[Any]:
     """At most `count` of these, spread evenly."""
     return [items[len(items) * k // count] for k in range(count)] if len(items) > count else items
 
@@ -162,11 +173,11 @@ def open_tars(root: Path, tars: list[Path], options: SourceOptions, cache: Path)
     names = [tar.relative_to(root).as_posix() for tar in tars]
     files = [(_unpacked(tar, cache, number), name) for number, (tar, name) in enumerate(zip(tars, names, strict=True))]
     where = str(tars[0]) if len(tars) == 1 else str(root)
-    samples = [sample for file in spread(files, _TARS_LOOKED_AT) for sample in _tar_samples(*file)]
+    samples = [sample for file in _spread(files, _TARS_LOOKED_AT) for sample in _tar_samples(*file)]
     samples = samples or [sample for file in files for sample in _tar_samples(*file)]
     if not samples:
         raise UserError(f"{where} holds no samples.")
-    choice, note = choose(spread(samples, LOOKED_AT), options, where=where)
+    choice, note = _choose(_spread(samples, _LOOKED_AT), options, where=where)
     rows = (choice.row(sample) for file in files for sample in _tar_samples(*file))
     about = {"kind": "webdataset tars", "image": list(choice.images), "caption": list(choice.captions)}
     return PairSource(about, rows, root, read_image, group=False, notes=(note, *_gaps(names)))
@@ -206,7 +217,7 @@ def _tar_samples(tar: Path, shown: str) -> list[PairFiles]:
                     sample.problem = f"two members of its sample have the same suffix: {name}"
                 elif kind:
                     sample.problem = f"its member {name} is {kind}: store the file itself"
-                elif size > LARGEST_IMAGE:
+                elif size > _LARGEST_IMAGE:
                     sample.problem = f"its member {name} is large: {size:,} bytes"
                 sample.parts[suffix] = (offset, size)
                 last = key
@@ -238,3 +249,43 @@ def _unpacked(tar: Path, cache: Path, number: int) -> Path:
         raise UserError(f"{tar} is not a complete gzip file ({error}): fetch it again, or move it away.") from error
     shutil.copystat(tar, copy)
     return copy
+
+
+def open_folder(folder: Path, options: SourceOptions) -> PairSource:
+    """Images below a folder, with files of the same name for their captions.
+
+    A line of a text file is a caption, unless `options.captions` is "one". Text files without an image come last.
+
+    Raises:
+        UserError: There are no captions, or what is named is not there.
+    """
+    refuse_split(options, "this source, images with captions beside them")
+    some = _spread(list(itertools.islice(_image_samples(folder), 10 * _LOOKED_AT)), _LOOKED_AT)
+    choice, note = _choose(some, options, where=str(folder), lines=options.captions != "one")
+    about = {"kind": "folder of images with captions beside them", "caption": list(choice.captions)}
+
+    def rows() -> Iterator[PairRow]:
+        yield from map(choice.row, _image_samples(folder))
+        suffixes = tuple(f".{place}" for place in choice.captions if not place.startswith("json:"))
+        for root, files in walk(folder):
+            pictures = {known for name in files if is_image(name) for known in (name, Path(name).stem)}
+            for name in files:
+                if Path(name).suffix.lower() in suffixes and Path(name).stem not in pictures:
+                    place = Path(root, name).relative_to(folder).as_posix()
+                    yield PairRow(place, problem=MISSING_FILE, detail="no image of this name beside it")
+
+    return PairSource(about, rows(), folder, read_image, notes=(note,))
+
+
+def _image_samples(folder: Path) -> Iterator[PairFiles]:
+    """An image each, with the paths of the files of its name: `dog.txt` or `dog.jpg.txt` of `dog.jpg`."""
+    for root, files in walk(folder):
+        texts: dict[str, dict[str, str]] = {}
+        for name in files:
+            if not is_image(name):
+                texts.setdefault(Path(name).stem, {})[Path(name).suffix.lower()[1:]] = os.path.join(root, name)
+        for name in files:
+            if is_image(name):
+                path = Path(root, name)
+                parts = {path.suffix.lower()[1:]: str(path), **texts.get(name, {}), **texts.get(path.stem, {})}
+                yield PairFiles(path.relative_to(folder).as_posix(), str(path), parts)

@@ -6,12 +6,12 @@ The image is checked by decoding, rotated upright, put on a background if it is 
 from __future__ import annotations
 
 import ast
+import contextlib
 import io
 import json
 import math
 import os
 import re
-import tokenize
 import unicodedata
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -177,27 +177,23 @@ def captions_in(value: Any) -> tuple[str, ...]:
     return tuple(found)
 
 
+_STRING = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
+_LIST = re.compile(rf"\[\s*(?:(?:{_STRING})[\s,]*)*\]", re.DOTALL)
+
+
 def captions_of_list(text: str) -> tuple[str, ...]:
     """The captions of a text that is a JSON or Python list of them, such as `["a dog", "a brown dog"]`; else itself.
 
     The commas may be missing, as in texts of numpy arrays.
     """
-    if not (text.startswith("[") and text.endswith("]")):
+    if not _LIST.fullmatch(text):
         return (text,)
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        try:
-            tokens = [token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.string.strip()]
-            strings = [token.string for token in tokens if token.type == tokenize.STRING]
-            found = [ast.literal_eval(string) for string in strings] if strings else None
-            others = "".join(token.string for token in tokens if token.type != tokenize.STRING)
-            if others.replace(",", "") != "[]":
-                return (text,)
-        except (tokenize.TokenError, ValueError, SyntaxError, MemoryError):
-            return (text,)
-    is_list = isinstance(found, list) and all(isinstance(item, str) for item in found)
-    return captions_in(found) if is_list else (text,)
+        return captions_in(json.loads(text))
+    except ValueError:
+        with contextlib.suppress(ValueError, SyntaxError):  # of escapes
+            return captions_in([ast.literal_eval(string) for string in re.findall(_STRING, text)])
+    return (text,)
 
 
 def not_utf8(error: UnicodeEncodeError | UnicodeDecodeError) -> str:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import csv
 import hashlib
 import itertools
-import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,14 +27,12 @@ from data_prep.pairs.pair import (
     refuse_split,
     shortened,
 )
-from data_prep.sources.text_rows import first_lines, json_items, json_lines, json_tree, separated_values
+from data_prep.sources.text_rows import json_items, json_lines, json_tree, separated_values
 from pipeline.errors import UserError
 
 TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson")
-_DELIMITERS = ",\t;|"
-_HEAD, _NEAR = 100, 1_000
-"""Rows that columns are found in, and folders that are tried for their images."""
-_NUMBERED = re.compile(r"(.+\.\w{3,5})#(\d+)$")
+_HEAD = 100
+"""Rows that columns are found in."""
 _SPLITS = "splits"
 """Field of a row of Karpathy's splits: the names of all."""
 
@@ -71,24 +66,28 @@ class Columns:
         if at and isinstance(value, bytes | bytearray):
             return PairRow(place, hashlib.blake2b(value, digest_size=16).hexdigest(), texts, at=at)
         if isinstance(value, str) and value.strip():
-            name = _file_name(self.folder, value.strip())
-            return PairRow(place, path_of(self.folder, name, self.options, where=place), texts)
+            return PairRow(place, path_of(self.folder, value.strip(), self.options, where=place), texts)
         if at:
             return PairRow(place, problem=MISSING_FILE, detail="no image in this row")
         return PairRow(place, problem=MALFORMED_ROW, detail=f"no image path in {self.image!r}")
 
 
 def open_table(path: Path, options: SourceOptions) -> PairSource:
-    """Read the head of a table to find its columns, and where its images are.
+    """Read the head of a table to find its columns.
 
     Raises:
-        UserError: It is empty or unreadable, columns or images are not found, or the images are URLs.
+        UserError: It is empty or unreadable, columns are not found, or none of its first images exists.
     """
     head, image, captions = find_columns(path, options)
+    columns = Columns(image, captions, options.images.absolute() if options.images else path.parent, options)
     names = [row[image].strip() for row in head if isinstance(row.get(image), str)]
     if names and sum(bool(URL.match(name)) for name in names) > len(names) / 2:
         raise UserError(has_urls(str(path), image))
-    columns = Columns(image, captions, _folder_of(path, names, image, options), options)
+    if names and not any(_is_file(columns.folder / name) for name in names):
+        raise UserError(
+            f"None of the first {len(names)} images of {path}, such as {shortened(names[0])}, exists in "
+            f"{columns.folder}: name with --images the folder that the paths in column {image!r} start from."
+        )
     note = columns.description
     if splits := head[0].get(_SPLITS):
         note += f"; split {options.split or 'train'} of {splits} (--split a,b chooses others)"
@@ -110,38 +109,6 @@ def find_columns(path: Path, options: SourceOptions) -> tuple[list[Mapping[str, 
     is_text = path.suffix.lower() in (".csv", ".tsv", ".txt") and not options.header
     note = "If the table has no line of names, give them: --header image,caption." if is_text else ""
     return head, *choose_columns(names, options, where=str(path), note=note)
-
-
-def _folder_of(path: Path, names: Sequence[str], column: str, options: SourceOptions) -> Path:
-    """Where the paths of a table start: the folder that was named, the table's own, or one near it.
-
-    Raises:
-        UserError: None has any of the images, or several have.
-    """
-    own = options.images.absolute() if options.images else path.parent
-    tiers = [[own]]
-    if not options.images:
-        below, beside = ([p for p in one.iterdir() if p.is_dir()][:_NEAR] for one in (path.parent, path.parent.parent))
-        tiers += [sorted(below), [path.parent.parent], sorted(beside)]
-    if not names:
-        return own
-    for tier in tiers:
-        has = [folder for folder in tier if any(_is_file(folder / _file_name(folder, name)) for name in names)]
-        if len(has) == 1:
-            return has[0]
-        if has:
-            break
-    what = f"are in several folders, {', '.join(map(str, has[:3]))}" if has else f"do not exist in {own} or near it"
-    raise UserError(
-        f"The first {len(names)} images of {path}, such as {shortened(names[0])}, {what}: paths in column {column!r} "
-        "start from the table's folder, or from the one given by --images."
-    )
-
-
-def _file_name(folder: Path, name: str) -> str:
-    """The name of an image's file, without the number of the caption that Flickr8k appends: `dog.jpg#0`."""
-    numbered = _NUMBERED.match(name)
-    return numbered[1] if numbered and not _is_file(folder / name) else name
 
 
 def _is_file(path: Path) -> bool:
@@ -168,7 +135,7 @@ def _read(path: Path, options: SourceOptions, *, images: tuple[str, Path] | None
     else:
         names, rows = separated_values(
             path,
-            delimiter="\t" if suffix == ".tsv" else _delimiter(first_lines(path)),
+            delimiters="\t" if suffix == ".tsv" else "\t;,",
             header=options.header,
             identifies=images and (images[0], lambda name: _is_file(images[1] / name)),
         )
@@ -179,18 +146,6 @@ def _read(path: Path, options: SourceOptions, *, images: tuple[str, Path] | None
     for number, row in rows:
         place = f"{path.name}{mark}{number}"
         yield place, PairRow(place, problem=MALFORMED_ROW, detail=row) if isinstance(row, str) else row
-
-
-def _delimiter(lines: Sequence[str]) -> str:
-    """The delimiter that splits most of the lines into as many fields as the first, which must be several."""
-
-    def agreement(delimiter: str) -> tuple[int, int]:
-        counts = []
-        with contextlib.suppress(csv.Error):
-            counts += [len(fields) for fields in csv.reader(lines, delimiter=delimiter) if fields]
-        return (counts.count(counts[0]) if counts and counts[0] > 1 else 0, lines[0].count(delimiter) if lines else 0)
-
-    return max(_DELIMITERS, key=agreement)
 
 
 def _tree_rows(path: Path, tree: Any, options: SourceOptions) -> Iterator[tuple[str, Any]]:

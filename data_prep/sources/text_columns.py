@@ -161,7 +161,7 @@ def _text_rows(path: Path, source: SourceConfig, kind: str) -> Rows:
     if kind in ("csv", "tsv"):
         names, rows = separated_values(
             path,
-            delimiter="," if kind == "csv" else "\t",
+            delimiters="," if kind == "csv" else "\t",
             quotes=kind == "csv",  # in TSV, captions hold unbalanced ones
             header=source.header,
             needed=columns_of(source),

@@ -6,6 +6,7 @@ many, is no JSON or is not UTF-8, change texts (`007` becomes 7, `NA` nothing), 
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import itertools
@@ -62,23 +63,12 @@ def json_tree(path: Path) -> Any:
     Raises:
         ValueError: It is not JSON, or an object has a name twice. Or RecursionError.
     """
-    if _has_an_object_a_line(path):
-        return None
+    first, *others = [line for line in first_lines(path) if line.strip()] or [""]
+    with contextlib.suppress(ValueError, RecursionError):
+        if others and isinstance(json.loads(first), dict):
+            return None
     with open_text(path) as file:
         return json.load(file, object_pairs_hook=distinct_names)
-
-
-def _has_an_object_a_line(path: Path) -> bool:
-    """Whether most of the first lines are objects: a line may be damaged, and in one value, a line may be an object."""
-
-    def is_object(line: str) -> bool:
-        try:
-            return isinstance(json.loads(line), dict)
-        except (ValueError, RecursionError):
-            return False
-
-    lines = [line for line in first_lines(path) if line.strip()]
-    return len(lines) > 1 and not lines[0].lstrip().startswith("[") and 2 * sum(map(is_object, lines)) >= len(lines)
 
 
 def json_items(path: Path, tree: Any, *, keys: Collection[str], values: Collection[str]) -> Rows:
@@ -117,7 +107,7 @@ def json_items(path: Path, tree: Any, *, keys: Collection[str], values: Collecti
 def separated_values(
     path: Path,
     *,
-    delimiter: str,
+    delimiters: str,
     quotes: bool = True,
     header: Sequence[str] = (),
     needed: Collection[str] = (),
@@ -127,7 +117,7 @@ def separated_values(
 
     Args:
         path: The file.
-        delimiter: Between fields.
+        delimiters: What may be between fields: the first line has the most fields by it, or as many as `header`.
         quotes: Whether quotes surround fields with delimiters or line breaks.
         header: Names of all columns, if the first line has none.
         needed: If the first line has all of these names, it is a line of names after all.
@@ -135,8 +125,12 @@ def separated_values(
             quote that is not closed, and raises UserError: the text of other rows would become part of a value.
     """
     csv.field_size_limit(1 << 24)
-    form: Any = {"delimiter": delimiter, "quoting": csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE}
-    first = [name.strip() for name in next(csv.reader(first_lines(path), **form), [])]
+    form: dict[str, Any] = {"quoting": csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE}
+    head = first_lines(path)
+    splits = {mark: next(csv.reader(head, delimiter=mark, **form), []) for mark in delimiters}
+    delimiter = max(splits, key=lambda mark: (len(splits[mark]) == len(header), len(splits[mark])))
+    form["delimiter"] = delimiter
+    first = [name.strip() for name in splits[delimiter]]
     has_names = not header or (bool(needed) and set(needed) <= set(first))
     names = first if has_names else list(header)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +20,14 @@ from pipeline.errors import UserError, in_a_line
 _BATCH = 64  # rows with images in memory at a time
 
 
-@dataclass(frozen=True)
-class EmbeddedImages:
-    """Reads the image of a row from Arrow files, by data set and row; a row without a place there names a file."""
-
-    files: tuple[tuple[str, ...], ...]
-    """The files of each data set."""
-    column: str
-
-    def __call__(self, row: PairRow) -> bytes:
-        if not row.at:
-            return read_image(row)
-        number, index = row.at
-        table = _arrow(self.files[number]).with_format("arrow")[index : index + 1].select([self.column])
-        value = _checked(table, self.files[number][0])[self.column][0].as_py()
-        return bytes(value["bytes"] if isinstance(value, Mapping) else value)
+def _read(files: tuple[tuple[str, ...], ...], column: str, row: PairRow) -> bytes:
+    """Read the image of a row from the Arrow files of data sets; a row without a place there names a file."""
+    if not row.at:
+        return read_image(row)
+    number, index = row.at
+    table = _arrow(files[number]).with_format("arrow")[index : index + 1].select([column])
+    value = _checked(table, files[number][0])[column][0].as_py()
+    return bytes(value["bytes"] if isinstance(value, Mapping) else value)
 
 
 @functools.lru_cache(maxsize=4)
@@ -76,7 +69,8 @@ def _source(about: Mapping[str, Any], columns: Columns, sets: list[tuple[str, Pa
 
     files = tuple(tuple(file["filename"] for file in data.cache_files) for _, _, data in sets)
     about = {**about, "image": columns.image, "caption": list(columns.captions)}
-    return PairSource(about, rows(), columns.folder, EmbeddedImages(files, columns.image), notes=(columns.description,))
+    read = functools.partial(_read, files, columns.image)
+    return PairSource(about, rows(), columns.folder, read, notes=(columns.description,))
 
 
 def open_parquet(path: Path, files: list[Path], options: SourceOptions, cache: Path) -> PairSource:

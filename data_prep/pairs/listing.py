@@ -33,7 +33,6 @@ _SCHEMA = pa.schema(
         "problem": pa.string(),
         "detail": pa.string(),
         "at": pa.list_(pa.int64()),
-        "key": pa.int64(),
     }
 )
 
@@ -100,16 +99,34 @@ class Listing:
 
 def write_listing(path: Path, source: PairSource, *, lists: bool) -> Listing:
     """Store the rows of a source; with `lists`, a text that is a list of captions is several (`captions_of_list`)."""
-    _store(path, (_checked(row, lists=lists) for row in source.rows), group=source.group)
-    rows = _opened(path)
-    keys = rows.data.column("key").to_numpy()
+    images = array("q")
+
+    def rows() -> Iterator[PairRow]:
+        for number, row in enumerate(source.rows):
+            row = _checked(row, lists=lists)
+            images.append(_digest(_identity(row) if source.group and not row.problem else b"\0%d" % number))
+            yield row
+
+    _store(path, rows())
+    keys = np.frombuffer(images, np.int64) if images else np.empty(0, np.int64)
     _, first, image = np.unique(keys, return_index=True, return_inverse=True)
     if len(first) < len(keys):  # rows of one image become neighbours, at the place of its first
         order = np.argsort(first[image], kind="stable")
         merged = path.with_suffix(".merged")
-        _store(merged, _merged(_rows(rows.select(order)), iter(keys[order])), group=False)
+        _store(merged, _merged(_rows(_opened(path).select(order)), iter(keys[order])))
         os.replace(merged, path)
     return _listing(path, source.root, merged=len(keys) - len(first))
+
+
+def _store(path: Path, rows: Iterator[PairRow]) -> None:
+    with pa.ipc.new_stream(path, _SCHEMA) as writer:
+        while chunk := list(itertools.islice(rows, _CHUNK)):
+            trees = [
+                {**{each: getattr(row, each) for each in PairRow.__slots__}, "place": as_text(row.place),
+                 "detail": as_text(row.detail), "image": os.fsencode(row.image)}
+                for row in chunk
+            ]  # fmt: skip
+            writer.write_table(pa.Table.from_pylist(trees, schema=_SCHEMA))
 
 
 def _opened(path: Path) -> Any:
@@ -120,25 +137,9 @@ def _opened(path: Path) -> Any:
 
 def _rows(rows: Any) -> Iterator[PairRow]:
     for table in rows.with_format("arrow").iter(_CHUNK):
-        for tree in table.drop_columns("key").to_pylist():
+        for tree in table.to_pylist():
             captions, at = tuple(tree["captions"]), tuple(tree["at"])
             yield PairRow(**{**tree, "image": os.fsdecode(tree["image"]), "captions": captions, "at": at})
-
-
-def _store(path: Path, rows: Iterable[PairRow], *, group: bool) -> None:
-    from datasets.arrow_writer import ArrowWriter
-
-    numbered = enumerate(rows)
-    with ArrowWriter(path=str(path), schema=_SCHEMA) as writer:
-        while chunk := list(itertools.islice(numbered, _CHUNK)):
-            trees = []
-            for number, row in chunk:
-                key = _digest(_identity(row) if group and not row.problem else b"\0%d" % number)
-                tree = {each: getattr(row, each) for each in PairRow.__slots__}
-                texts = {"place": as_text(row.place), "detail": as_text(row.detail), "image": os.fsencode(row.image)}
-                trees.append({**tree, **texts, "key": key})
-            writer.write_table(pa.Table.from_pylist(trees, schema=_SCHEMA))
-        writer.finalize()
 
 
 def _identity(row: PairRow) -> bytes:
@@ -161,8 +162,9 @@ def _digest(text: bytes) -> int:
 def _merged(rows: Iterator[PairRow], keys: Iterator[int]) -> Iterator[PairRow]:
     """Neighbouring rows with the same key as one row, with all captions."""
     for _, group in itertools.groupby(zip(rows, keys, strict=True), key=lambda pair: int(pair[1])):
-        found = [row for row, _ in group]
-        yield replace(found[0], captions=tuple(dict.fromkeys(c for row in found for c in row.captions)))
+        first, *others = (row for row, _ in group)
+        captions = dict.fromkeys(c for row in (first, *others) for c in row.captions)
+        yield replace(first, captions=tuple(captions))
 
 
 def _checked(row: PairRow, *, lists: bool) -> PairRow:

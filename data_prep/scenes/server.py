@@ -12,10 +12,12 @@ import functools
 import hashlib
 import io
 import json
+import os
 import re
+import signal
 import socketserver
-import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
@@ -138,8 +140,7 @@ def corpus_digest(config: ScenesConfig, *further: Path) -> str:
     return digest.hexdigest()
 
 
-HOST = "127.0.0.1"
-SERVE_STDIN = "--serve-stdin"
+_HOST = "127.0.0.1"
 _STATUS = {
     Fault.NOT_FOUND: HTTPStatus.NOT_FOUND,
     Fault.FORBIDDEN: HTTPStatus.FORBIDDEN,
@@ -161,31 +162,36 @@ def serve_scenes(config: ScenesConfig, *, port: int = 0) -> Iterator[str]:
     Raises:
         UserError: The server cannot start, for example because the port is in use.
     """
-    process = subprocess.Popen(
-        [sys.executable, "-m", "data_prep.scenes", SERVE_STDIN],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
+    context = get_context("spawn")
+    connection, other = context.Pipe()
+    process = context.Process(target=_serve, args=(config, port, other), daemon=True)
+    process.start()
+    other.close()
     try:
-        process.stdin.write(json.dumps({"port": port, "config": asdict(config)}) + "\n")
-        process.stdin.flush()
-        answer = process.stdout.readline()
-        if not answer.startswith("http"):
-            reason = answer.strip() or f"exit code {process.wait()}"
-            raise UserError(f"The scenes server could not start on {HOST}:{port}: {reason}. Use port 0 for a free one.")
-        yield answer.strip()
+        listening, reason = connection.recv()
+        if reason:
+            raise UserError(
+                f"The scenes server could not start on {_HOST}:{port}: {reason}. Use port 0 for a free one."
+            )
+        yield f"http://{_HOST}:{listening}"
     finally:
-        with suppress(BrokenPipeError):
-            process.stdin.close()  # the server exits when its standard input is closed
-        try:
-            process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        process.stdout.close()
+        connection.close()
+        process.join(timeout=5)
+        process.kill()
+
+
+def _serve(config: ScenesConfig, port: int, connection: Any) -> None:
+    """Serve until the other end of the connection is closed, as when its process was killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides when to stop
+    try:
+        server = SceneServer(config, port)
+    except OSError as error:
+        return connection.send((port, os.strerror(error.errno or 0)))
+    connection.send((server.server_address[1], ""))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    with suppress(EOFError, ConnectionError):
+        connection.recv()
+    return None
 
 
 class SceneServer(socketserver.ThreadingTCPServer):
@@ -195,7 +201,7 @@ class SceneServer(socketserver.ThreadingTCPServer):
     request_queue_size = 1024
 
     def __init__(self, config: ScenesConfig, port: int) -> None:
-        super().__init__((HOST, port), _Handler)
+        super().__init__((_HOST, port), _Handler)
         self.config = config
         self.asked: set[int] = set()
 

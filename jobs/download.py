@@ -47,8 +47,13 @@ def command(recipe: str | None, plan_only: bool, retry_failed: bool, overrides: 
         click.echo(f"{plan.rows:,} of {plan.seen:,} rows in {plan.shards:,} shards; list {plan.digest[:16]}.")
         return
     try:
-        with progress_bar() as show:
-            manifest = download(config, retry_failed=retry_failed, on_progress=show, on_note=_note)
+        with progress_bar("URLs") as show:
+            began = time.monotonic()
+
+            def on_progress(total: int, outcomes: Outcomes) -> None:
+                show(outcomes.total(), total, how_it_goes(outcomes, seconds=time.monotonic() - began))
+
+            manifest = download(config, retry_failed=retry_failed, on_progress=on_progress, on_note=_note)
     except PartDone as done:
         click.echo(str(done))
         return
@@ -79,32 +84,37 @@ def _note(text: str) -> None:
 
 
 @contextmanager
-def progress_bar() -> Iterator[Callable[[int, Outcomes], None]]:
-    """A progress bar on a terminal; otherwise a line every ten seconds."""
+def progress_bar(what: str) -> Iterator[Callable[..., None]]:
+    """A bar on a terminal, otherwise a line every ten seconds; yields what shows (done, total, detail="")."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from data_prep.fetching.shard_writer import SUCCESS
-
-    console, began, printed = Console(stderr=True), time.monotonic(), 0.0
+    console, printed = Console(stderr=True), time.monotonic()
     plain = not console.is_terminal
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[detail]}"))
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=plain) as bar:
-        task = bar.add_task("URLs", total=None, detail="starting")
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=plain, transient=True) as bar:
+        task = bar.add_task(what, total=None, detail="")
 
-        def show(total: int, outcomes: Outcomes) -> None:
+        def show(done: int, total: int, detail: str = "") -> None:
             nonlocal printed
-            attempted, seconds = outcomes.total(), time.monotonic() - began
-            worst = (outcomes - Counter({SUCCESS: attempted})).most_common(1)
-            detail = f"{outcomes[SUCCESS] / attempted:.1%} good" if attempted else "starting"
-            detail += f"  most failed: {worst[0][0]}" if worst else ""
-            detail += f"  {attempted / seconds:,.0f}/s" if seconds > 1 else ""
-            bar.update(task, completed=attempted, total=total, detail=detail)
-            if plain and seconds - printed >= 10:
-                printed = seconds
-                click.echo(f"{attempted:,} of {total:,} URLs  {detail}", err=True)
+            bar.update(task, completed=done, total=total, detail=detail)
+            if plain and time.monotonic() - printed >= 10:
+                printed = time.monotonic()
+                click.echo(f"{done:,} of {total:,} {what}  {detail}".rstrip(), err=True)
 
         yield show
+
+
+def how_it_goes(outcomes: Outcomes, *, seconds: float) -> str:
+    """The share of samples, the most frequent failure and the rate of a download."""
+    from data_prep.fetching.shard_writer import SUCCESS
+
+    attempted = outcomes.total()
+    if not attempted:
+        return "starting"
+    worst = (outcomes - Counter({SUCCESS: attempted})).most_common(1)
+    detail = f"{outcomes[SUCCESS] / attempted:.1%} good" + (f"  most failed: {worst[0][0]}" if worst else "")
+    return detail + (f"  {attempted / seconds:,.0f}/s" if seconds > 1 else "")
 
 
 if __name__ == "__main__":

@@ -26,14 +26,14 @@ def command(folder: str, shards: tuple[str, ...], caption: str, leave_out: bool,
     Reads all .tar files below FOLDER, or those given by --shards, such as 's3://bucket/laion/{00000..41407}.tar'. The
     id of a sample is its position in this order. After an interruption, the same command continues where it stopped.
     """
-    from jobs.pairs import rows_bar
+    from jobs.download import progress_bar
     from pipeline.config import parse
     from pipeline.data.data_config import DataConfig
     from pipeline.data.shards.make_manifest import index_shards
     from pipeline.data.shards.tar_reader import CaptionField
 
     field = CaptionField.parse(caption, option="--caption")
-    with rows_bar("reading shards") as show:
+    with progress_bar("shards") as show:
         manifest = index_shards(
             folder, shards, caption=field, leave_out=leave_out, replace=replace, threads=threads, on_shard=show
         )

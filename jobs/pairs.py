@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +80,7 @@ def command(
     """
     from data_prep.pairs.make_shards import DROPPED_NAME, PairsConfig, make_shards
     from data_prep.pairs.pair import SourceOptions
+    from jobs.download import progress_bar
     from pipeline.pictures.image_error import UNSUPPORTED
 
     columns = tuple(name.strip() for name in header.split(",")) if header else ()
@@ -94,7 +94,7 @@ def command(
         shard_size=shard_size,
         processes=processes or usable_cores(),
     )
-    with rows_bar("converting rows") as show:
+    with progress_bar("rows") as show:
         outcome = make_shards(config, on_rows=show, on_note=click.echo)
     manifest = outcome.manifest
     megabytes, shards = manifest.bytes / 1e6, len(manifest.shards)
@@ -153,18 +153,6 @@ def small_batch(samples: int) -> str:
         return ""
     epochs = -(-LEAST_STEPS // max(1, samples // batch))
     return f" batch_size={batch} epochs={epochs}"
-
-
-@contextmanager
-def rows_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar, shown only on a terminal; yields what sets (done, total). `what` says what is counted."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 if __name__ == "__main__":

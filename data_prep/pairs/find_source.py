@@ -155,10 +155,10 @@ def _kind_of_folder(path: Path, options: SourceOptions) -> tuple[str, list[Path]
         return "tars", files
     # Of any kind: links to nothing and pipes are rows that are counted.
     images = list(itertools.islice((file for file in folders.files_below(path) if is_image(file.name)), 10_000))
-    names = (
-        (image, f"{name}.{suffix}") for image in images for name in (image.stem, image.name) for suffix in _CAPTIONS
+    beside_it = (
+        f"{name}.{suffix}" for image in images for name in (image, image.with_suffix("")) for suffix in _CAPTIONS
     )
-    if any(image.with_name(name).is_file() for image, name in names):
+    if any(Path(file).is_file() for file in beside_it):
         return "images", []
     if files := _fitting(sorted((*path.glob("*.json"), *path.glob("annotations/captions*.json"))), options, problems):
         raise UserError(f"{path} has captions in JSON: name the annotations, such as {files[0]}.")

@@ -13,6 +13,7 @@ import shutil
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from data_prep.pairs.pair import (
     SourceOptions,
     captions_in,
     read_image,
+    read_part,
     refuse_split,
 )
 from data_prep.reasons import NO_CAPTION
@@ -43,31 +45,25 @@ _RATIO = 50
 
 @dataclass
 class PairFiles:
-    """Files of one name: `parts` says by suffix where each is, offset and size in a tar or a path."""
+    """Files of one name: `parts` says by suffix where each is, as file, and in a tar with offset and size."""
 
     place: str
-    file: str
-    parts: dict[str, Any] = field(default_factory=dict)
+    parts: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     problem: str = ""
 
     def text(self, suffix: str) -> str:
         """The text of a part. Raises ValueError if it is too large for a caption, OSError if it cannot be read."""
-        where = self.parts[suffix]
-        if not isinstance(where, tuple):
-            return read_bounded(Path(where), most=_LARGEST_TEXT).decode("utf-8-sig", "surrogateescape")
-        offset, size = where
-        if size > _LARGEST_TEXT:
-            raise ValueError(f"{suffix} has {size:,} bytes")
-        with open(self.file, "rb") as file:
-            file.seek(offset)
-            return file.read(size).decode("utf-8-sig", "surrogateescape")
+        file, at = self.parts[suffix]
+        if at and at[1] > _LARGEST_TEXT:
+            raise ValueError(f"{suffix} has {at[1]:,} bytes")
+        body = read_part(file, at) if at else read_bounded(Path(file), most=_LARGEST_TEXT)
+        return body.decode("utf-8-sig", "surrogateescape")
 
     def names(self) -> list[str]:
         """Its suffixes, and as `json:FIELD` the fields of its JSON that hold texts; a damaged JSON has none."""
-        try:
-            tree = json.loads(self.text("json")) if "json" in self.parts else {}
-        except (ValueError, RecursionError, OSError):
-            tree = {}
+        tree = None
+        with suppress(ValueError, RecursionError, OSError):
+            tree = json.loads(self.text("json")) if "json" in self.parts else None
         fields = tree.items() if isinstance(tree, Mapping) else ()
         return [*self.parts, *(f"json:{name}" for name, value in fields if captions_in(value))]
 
@@ -83,23 +79,23 @@ class Choice:
 
     def row(self, sample: PairFiles) -> PairRow:
         """The row of a sample."""
+
+        def lost(problem: str, detail: str) -> PairRow:
+            return PairRow(sample.place, problem=problem, detail=detail)
+
         if sample.problem:
-            return PairRow(sample.place, problem=MALFORMED_ROW, detail=sample.problem)
+            return lost(MALFORMED_ROW, sample.problem)
         image = next((suffix for suffix in sample.parts if suffix in self.images), None)  # the first, as in training
         if image is None:
-            return PairRow(sample.place, problem=MISSING_FILE, detail=f"it has only {', '.join(sample.parts)}")
+            return lost(MISSING_FILE, f"it has only {', '.join(sample.parts)}")
         try:
             captions = next(filter(None, (self._texts(sample, place) for place in self.captions)), ())
         except (ValueError, AttributeError, RecursionError, OSError) as error:
-            return PairRow(sample.place, problem=MALFORMED_ROW, detail=f"its caption cannot be read ({error})")
+            return lost(MALFORMED_ROW, f"its caption cannot be read ({error})")
         if not captions:
-            return PairRow(
-                sample.place, problem=NO_CAPTION, detail=f"it has no {' or '.join(self.captions)}, or nothing in it"
-            )
-        where = sample.parts[image]
-        if isinstance(where, tuple):
-            return PairRow(sample.place, sample.file, captions, at=where)
-        return PairRow(sample.place, where, captions)
+            return lost(NO_CAPTION, f"it has no {' or '.join(self.captions)}, or nothing in it")
+        file, at = sample.parts[image]
+        return PairRow(sample.place, file, captions, at=at)
 
     def _texts(self, sample: PairFiles, place: str) -> tuple[str, ...]:
         suffix, _, name = place.partition(":")
@@ -112,23 +108,17 @@ class Choice:
 def _choose(
     samples: Sequence[PairFiles], options: SourceOptions, *, where: str, lines: bool = False
 ) -> tuple[Choice, str]:
-    """Which members are image and caption: as named, else the usual ones that most of these samples have.
-
-    Returns:
-        The choice, and a note about it for the user: also what the samples without these captions have instead.
-
-    Raises:
-        UserError: What is named is in no sample, or there is nothing usual; the message lists the members.
-    """
+    """Which members are image and caption: as named, else the usual ones that most of these samples have; and a note
+    about it for the user, also about what the samples without these captions have instead."""
     present = [sample.names() for sample in samples]
     counts = Counter(name for names in present for name in names)
     some = ", ".join(f"{name[:40]} {count:,}" for name, count in counts.most_common(15))
     listed = f"Members of {len(samples):,} samples: {some}{', ...' if len(counts) > 15 else ''}."
     pictures = [suffix for suffix, _ in counts.most_common() if suffix.rpartition(".")[2] in FORMAT_SUFFIXES]
     plain = [suffix for suffix in pictures if "." not in suffix]
+    images = [options.image] if options.image is not None else plain or pictures
     if options.image is not None and options.image not in counts:
         raise UserError(f"--image {options.image!r} is in no sample of {where}. {listed}")
-    images = [options.image] if options.image is not None else plain or pictures
     if not images:
         raise UserError(f"{where} has no images: these are not image-text pairs. {listed}")
     if len(images) > 1 and not plain:
@@ -171,7 +161,8 @@ def open_tars(root: Path, tars: list[Path], options: SourceOptions, cache: Path)
         UserError: A tar is not complete, or the members are not clear; the message names it.
     """
     names = [tar.relative_to(root).as_posix() for tar in tars]
-    files = [(_unpacked(tar, cache, number), name) for number, (tar, name) in enumerate(zip(tars, names, strict=True))]
+    files = [(_unpacked(tar, cache / f"{number}.tar"), name)
+             for number, (tar, name) in enumerate(zip(tars, names, strict=True))]  # fmt: skip
     where = str(tars[0]) if len(tars) == 1 else str(root)
     samples = [sample for file in _spread(files, _TARS_LOOKED_AT) for sample in _tar_samples(*file)]
     samples = samples or [sample for file in files for sample in _tar_samples(*file)]
@@ -193,11 +184,7 @@ def _gaps(tars: list[str]) -> Iterator[str]:
 
 
 def _tar_samples(tar: Path, shown: str) -> list[PairFiles]:
-    """The samples of a tar by its headers; members of one name need not be neighbours.
-
-    Raises:
-        UserError: The tar is not complete.
-    """
+    """The samples of a tar by its headers; members of one name need not be neighbours. Refuses a damaged tar."""
     samples: list[PairFiles] = []
     known: dict[str, PairFiles] = {}
     last = ""
@@ -211,7 +198,7 @@ def _tar_samples(tar: Path, shown: str) -> list[PairFiles]:
                 sample = known.get(key)
                 if sample is None or (suffix in sample.parts and key != last):
                     again = " (again)" if sample else ""  # webdataset, too, takes it for another sample
-                    sample = known[key] = PairFiles(f"{shown}:{key}{again}", str(tar))
+                    sample = known[key] = PairFiles(f"{shown}:{key}{again}")
                     samples.append(sample)
                 if suffix in sample.parts:
                     sample.problem = f"two members of its sample have the same suffix: {name}"
@@ -219,7 +206,7 @@ def _tar_samples(tar: Path, shown: str) -> list[PairFiles]:
                     sample.problem = f"its member {name} is {kind}: store the file itself"
                 elif size > _LARGEST_IMAGE:
                     sample.problem = f"its member {name} is large: {size:,} bytes"
-                sample.parts[suffix] = (offset, size)
+                sample.parts[suffix] = (str(tar), (offset, size))
                 last = key
     except (DamagedTar, OSError) as error:
         raise UserError(
@@ -228,17 +215,12 @@ def _tar_samples(tar: Path, shown: str) -> list[PairFiles]:
     return samples
 
 
-def _unpacked(tar: Path, cache: Path, number: int) -> Path:
-    """The tar, or if it is compressed, an unpacked copy with its date.
-
-    Raises:
-        UserError: It cannot be unpacked, or is many times larger than compressed.
-    """
+def _unpacked(tar: Path, copy: Path) -> Path:
+    """The tar, or if it is compressed, an unpacked copy with its date, unless that is many times larger."""
     with tar.open("rb") as file:
         if file.read(2) != b"\x1f\x8b":
             return tar
-    copy, limit = cache / f"{number}.tar", _RATIO * tar.stat().st_size + (1 << 20)
-    cache.mkdir(parents=True, exist_ok=True)
+    limit = _RATIO * tar.stat().st_size + (1 << 20)
     try:
         with gzip.open(tar) as packed, copy.open("wb") as file:
             while piece := packed.read(1 << 24):
@@ -280,12 +262,13 @@ def open_folder(folder: Path, options: SourceOptions) -> PairSource:
 def _image_samples(folder: Path) -> Iterator[PairFiles]:
     """An image each, with the paths of the files of its name: `dog.txt` or `dog.jpg.txt` of `dog.jpg`."""
     for root, files in walk(folder):
-        texts: dict[str, dict[str, str]] = {}
+        texts: dict[str, dict[str, Any]] = {}
         for name in files:
             if not is_image(name):
-                texts.setdefault(Path(name).stem, {})[Path(name).suffix.lower()[1:]] = os.path.join(root, name)
+                texts.setdefault(Path(name).stem, {})[Path(name).suffix.lower()[1:]] = (os.path.join(root, name), ())
         for name in files:
             if is_image(name):
                 path = Path(root, name)
-                parts = {path.suffix.lower()[1:]: str(path), **texts.get(name, {}), **texts.get(path.stem, {})}
-                yield PairFiles(path.relative_to(folder).as_posix(), str(path), parts)
+                image = {path.suffix.lower()[1:]: (str(path), ())}
+                parts = {**image, **texts.get(name, {}), **texts.get(path.stem, {})}
+                yield PairFiles(path.relative_to(folder).as_posix(), parts)

@@ -234,18 +234,20 @@ def read_image(row: Any) -> bytes:
     """
     shown = row.image if len(row.image) <= 200 else f"...{row.image[-197:]}"
     try:
-        if not row.at:
-            return pixels.read_file(row.image)
-        offset, size = row.at
-        with open(row.image, "rb") as file:
-            file.seek(offset)
-            return file.read(size)
-    except FileNotFoundError as error:
-        raise FetchError(MISSING_FILE, shown) from error
+        return read_part(row.image, row.at) if row.at else pixels.read_file(row.image)
     except OSError as error:
-        raise FetchError(MISSING_FILE, f"{shown}: {error.strerror}") from error
+        is_missing = isinstance(error, FileNotFoundError)
+        raise FetchError(MISSING_FILE, shown if is_missing else f"{shown}: {error.strerror}") from error
     except ValueError as error:  # a zero byte
         raise FetchError(MISSING_FILE, f"{shown!r}: {error}") from error
+
+
+def read_part(path: str, at: tuple[int, ...]) -> bytes:
+    """The bytes of a file at (offset, size)."""
+    offset, size = at
+    with open(path, "rb") as file:
+        file.seek(offset)
+        return file.read(size)
 
 
 def convert(body: bytes, size: int | None = None) -> StoredImage:

@@ -1,148 +1,298 @@
-"""Every URL table format yields the same rows."""
+"""URL tables in every format give the same rows; damaged or unusual ones are read, counted or refused by name."""
 
 from __future__ import annotations
 
 import gzip
+import io
 import json
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from data_prep.dataset.dataset_folder import Folder
-from data_prep.dataset.shard_plan import load_plan
+from data_prep.dataset.shard_plan import load_plan, read_shard
+from data_prep.fetching import source_checks
 from data_prep.ingest import prepare
-from data_prep.settings.source_config import SourceConfig
+from data_prep.settings.source_config import SOURCES, SourceConfig, resolve
 from data_prep.sources.metadata_tables import count_known, files_of, read
 from pipeline.errors import UserError
 from tests.downloads import download_config
+from tests.pair_files import write_files
+
+
+def rows_of(source: SourceConfig, skipped: list[int] | None = None) -> list[dict[str, Any]]:
+    on_skipped = (skipped if skipped is not None else []).append
+    return [row for batch in read(source, on_skipped=on_skipped) for row in batch.to_pylist()]
+
+
+def url(k: int) -> str:
+    return f"http://example.org/{k}.jpg"
+
+
+def columns(count: int, **more: Any) -> dict[str, Any]:
+    return {"url": [url(k) for k in range(count)], "caption": [f"a cat {k}" for k in range(count)], **more}
+
+
+def parquet(content: Any, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    pq.write_table(content if isinstance(content, pa.Table) else pa.table(content), buffer, **options)
+    return buffer.getvalue()
+
+
+def tree(value: object) -> bytes:
+    return json.dumps(value).encode()
+
+
+def jsonl(*rows: Mapping[str, Any]) -> bytes:
+    return b"".join(tree(row) + b"\n" for row in rows)
+
+
+def separated(mark: str, *rows: Any) -> bytes:
+    return "".join(mark.join(row) + "\n" for row in rows).encode()
+
 
 # Captions as found on the web: unbalanced quotes, commas, umlauts.
-CAPTIONS = ['a "cat', "b, c", "köter 犬", "it's 5' tall"]
-ROWS = [{"url": f"http://example.org/{k}.jpg", "caption": caption} for k, caption in enumerate(CAPTIONS)]
+ROWS = [{"url": url(k), "caption": text} for k, text in enumerate(['a "cat', "b, c", "köter 犬", "it's 5' tall"])]
+URLS, CAPTIONS = ([row[name] for row in ROWS] for name in ("url", "caption"))
+LISTS = [{**row, "caption": [row["caption"], "second"]} for row in ROWS]
+LINES = ["url,caption", *(f"{url(k)},a cat {k}" for k in range(5))]
+PLAIN = [{"url": url(k), "caption": f"a cat {k}"} for k in range(3)]
+SBU = {"image_urls": [url(k) for k in range(3)], "user_ids": ["x"] * 3, "captions": ["a", "b", "c"]}
+SBU_ROWS = [{"image_urls": url(k), "captions": "abc"[k]} for k in range(3)]
+SBU_COLUMNS = {"url": "image_urls", "caption": "captions"}
+MULTILINE = (
+    b'caption,url\n"one, ""two""\nsee http://a.org, and more\nthree",http://b.org/1.jpg\n5" tall,http://b.org/2.jpg\n'
+)
+BOXES = [[], None, [[0, 0, 1, 0.5]], [[0.1, 0.1, 0.2, 0.2]]]
+# As in LAION's parts: floats of two widths, and a column that is null in one part and text in another.
+PARTS = [
+    columns(3, similarity=pa.array([0.5, None, 0.25], pa.float32()), NSFW=pa.array([None] * 3, pa.null())),
+    columns(3, similarity=pa.array([0.1, 0.2, 0.3], pa.float64()), NSFW=pa.array(["NSFW"] * 3, pa.large_string())),
+    columns(3, similarity=pa.array([1, 0, 1], pa.int64()), NSFW=pa.array(["UNLIKELY"] * 3).dictionary_encode()),
+]
+READ: dict[str, tuple[dict[str, bytes], dict[str, Any], str, list[Any]]] = {
+    "parquet files by name": ({"1.parquet": parquet(pa.Table.from_pylist(ROWS[2:])),
+                               "0.parquet": parquet(pa.Table.from_pylist(ROWS[:2]))}, {}, "", ROWS),
+    "hidden copies": ({name: parquet(columns(3)) for name in (
+        "part.parquet", ".ipynb_checkpoints/part.parquet", ".part.parquet")}, {}, "", PLAIN),
+    "integer uids in a column of floats": ({"a.parquet": parquet(columns(3, id=[1e12, None, 1e12 + 2]))},
+                                           {"uid": "id"}, "id", ["1000000000000", None, "1000000000002"]),
+    "integer uids in lines of JSON": ({"a.jsonl": jsonl(*({**PLAIN[k], "id": k} for k in range(3)))}, {"uid": "id"},
+                                      "id", ["0", "1", "2"]),
+    "NaN, which pandas writes for a missing caption": (
+        {"a.parquet": parquet(columns(3, caption=pa.array([1.5, float("nan"), None])))}, {},
+        "caption", ["1.5", None, None]),
+    "parts with different types": ({f"{k}.parquet": parquet(part) for k, part in enumerate(PARTS)},
+                                   {"keep": ("similarity", "NSFW")}, "NSFW",
+                                   [None] * 3 + ["NSFW"] * 3 + ["UNLIKELY"] * 3),
+    "lists in parquet": ({"a.parquet": parquet(pa.Table.from_pylist(LISTS))}, {}, "", LISTS),
+    "lines, commas and URLs in quotes": ({"a.csv": MULTILINE}, {}, "caption",
+                                         ['one, "two"\nsee http://a.org, and more\nthree', '5" tall']),
+    "a line of a caption that is a URL": (
+        {"a.csv": b'url,caption\nhttp://b.org/1.jpg,"seen at\nhttp://a.org\nin May"\nhttp://b.org/2.jpg,two\n'}, {},
+        "caption", ["seen at\nhttp://a.org\nin May", "two"]),
+    "carriage returns alone": ({"a.csv": "\r".join(LINES).encode()}, {}, "caption", [f"a cat {k}" for k in range(5)]),
+    "a compressed TSV": ({"a.tsv.gz": gzip.compress(separated("\t", ROWS[0], *(row.values() for row in ROWS)))}, {},
+                         "", ROWS),
+    **{f"{name}'s list, without names or quotes": ({"a.tsv": separated("\t", *(
+        [row[column] for column in SOURCES[name].settings["header"]] for row in ROWS))}, {"name": name, "rows": 4},
+        "", ROWS) for name in ("cc3m", "cc12m")},
+    "a line of names where none should be": ({"a.tsv": separated("\t", PLAIN[0], *(row.values() for row in PLAIN))},
+                                             {"name": "cc3m"}, "", PLAIN),
+    "the same, with the caption first": ({"a.tsv": separated("\t", ("caption", "url"), *(
+        (row["caption"], row["url"]) for row in PLAIN))}, {"name": "cc3m"}, "", PLAIN),
+    "unused fields of any type": ({"a.jsonl": jsonl(*(
+        {**row, "score": odd} for row, odd in zip(ROWS, [1, "many", None, {"a": 1}], strict=True)))}, {}, "", ROWS),
+    "a kept field without its first value": ({"a.jsonl": jsonl(*(
+        {**row, "likes": None if k == 0 else k / 2} for k, row in enumerate(ROWS)))}, {"keep": ("likes",)},
+        "likes", [None, 0.5, 1.0, 1.5]),
+    "boxes": ({"a.jsonl.gz": gzip.compress(jsonl(*(
+        {**row, "faces": boxes, "x": k or "none"} for k, (row, boxes) in enumerate(zip(ROWS, BOXES, strict=True)))))},
+        {"blur": "faces"}, "faces", BOXES),
+    "one JSON object of columns": ({"sbu.json": tree(SBU)}, SBU_COLUMNS, "", SBU_ROWS),
+    "lines in a .json file": ({"sbu.json": jsonl(*({"box": [k], **row} for k, row in enumerate(SBU_ROWS)))},
+                              SBU_COLUMNS, "", SBU_ROWS),
+    "a mapping with escaped URLs": (
+        {"a.json": tree(dict(zip(URLS, CAPTIONS, strict=True))).replace(b"http://", b"http:\\/\\/")}, {}, "", ROWS),
+    **{f"{form} of {kind}": ({"a.json": body}, {}, "", rows) for kind, rows in (("texts", ROWS), ("lists", LISTS))
+       for form, body in (("a list", json.dumps(rows, indent=1).encode()), ("lines", jsonl(*rows)),
+                          ("a mapping", tree({row["url"]: row["caption"] for row in rows})),
+                          ("objects by URL", tree({row["url"]: {"caption": row["caption"], "x": 1} for row in rows})),
+                          ("columns", tree({"caption": [row["caption"] for row in rows], "url": URLS})))},
+}  # fmt: skip
 
 
-def rows_of(source: SourceConfig) -> list[dict[str, str]]:
-    return [row for batch in read(source) for row in batch.to_pylist()]
+@pytest.mark.parametrize("name", READ)
+def test_rows_of_every_format(name, tmp_path):
+    files, settings, column, expected = READ[name]
+    write_files(tmp_path, files)
+    table = tmp_path if len(files) > 1 else tmp_path / next(iter(files))
+    rows = rows_of(resolve(SourceConfig(table=str(table), **settings)))
+    assert [row[column] if column else row for row in rows] == expected
 
 
-def test_parquet_folder_is_read_in_name_order(tmp_path):
-    for k in (1, 0):
-        pq.write_table(pa.Table.from_pylist(ROWS[2 * k : 2 * k + 2]), tmp_path / f"part-{k}.parquet")
-    source = SourceConfig(table=str(tmp_path))
-    assert rows_of(source) == ROWS
-    assert count_known(source) == 4
-
-
-def test_local_copy_may_be_one_folder_or_the_whole_repository(tmp_path):
-    for scale in ("medium", "small"):
-        (tmp_path / scale).mkdir()
-        pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / scale / "a.parquet")
+def test_files_of_a_table(tmp_path):
+    for scale in ("medium", "small"):  # a local copy may be one folder or the whole repository
+        write_files(tmp_path, {f"{scale}/a.parquet": parquet(columns(4))})
     just, whole = (SourceConfig(name="datacomp-medium", table=str(path)) for path in (tmp_path / "medium", tmp_path))
     assert files_of(just) == files_of(whole) == [tmp_path / "medium/a.parquet"]
-    with pytest.raises(UserError, match="matches large/"):
-        files_of(replace(whole, files="large/*.parquet"))
+    assert (count_known(just), count_known(SourceConfig(table=str(tmp_path)))) == (4, 8)
+    for source, words in (
+        (replace(whole, files="large/*.parquet"), "matches large/"),
+        (SourceConfig(table=str(tmp_path / "none")), "neither a file nor a folder"),
+        (SourceConfig(table=str(tmp_path), format="csv"), "holds no file that ends in"),
+    ):
+        with pytest.raises(UserError, match=words):
+            files_of(source)
 
 
-@pytest.mark.parametrize("name", ["cc3m", "cc12m"])
-def test_conceptual_captions_tsv_without_header_or_quoting(tmp_path, name):
-    from data_prep.settings.source_config import SOURCES, resolve
+@pytest.mark.parametrize("kind", [pa.int64(), pa.large_string(), pa.binary(), pa.dictionary(pa.int32(), pa.string())])
+def test_uids_of_any_type_are_read_as_text(tmp_path, kind):
+    uids = [10**12 + k for k in range(4)]
+    values = pa.array(uids) if kind == pa.int64() else pa.array([str(uid) for uid in uids])
+    values = values.dictionary_encode() if pa.types.is_dictionary(kind) else values.cast(kind)
+    pq.write_table(pa.table(columns(4, SAMPLE_ID=values)), tmp_path / "a.parquet")
+    named, subset = {"uid": "SAMPLE_ID"}, {"fraction": 0.999999}
+    prepare(download_config(tmp_path / "out", tmp_path / "a.parquet", source=named, subset=subset))
+    assert read_shard(Folder(tmp_path / "out"), 0)["uid"].to_pylist() == [str(uid) for uid in uids]
 
-    header = SOURCES[name].settings["header"]
-    lines = ["\t".join(row[column] for column in header) for row in ROWS]
-    (tmp_path / "list.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    source = resolve(SourceConfig(name=name, table=str(tmp_path / "list.tsv"), rows=4))
-    assert rows_of(source) == ROWS
-    assert count_known(source) is None
+
+def test_parts_with_different_types_are_stored_with_one(tmp_path):
+    write_files(tmp_path, {f"{k}.parquet": parquet(part) for k, part in enumerate(PARTS)})
+    source = {"files": "?.parquet", "keep": ["similarity", "NSFW"]}
+    _, plan = prepare(download_config(tmp_path / "out", tmp_path, source=source, fetch={"shard_size": 4}))
+    tables = [read_shard(Folder(tmp_path / "out"), shard) for shard in range(plan.shards)]
+    assert {str(table.schema.field("similarity").type) for table in tables} == {"double"}
 
 
-@pytest.mark.parametrize("kind", ["tsv", "csv"])
-def test_lines_with_a_wrong_number_of_fields_are_skipped_and_counted(tmp_path, kind):
-    mark = {"tsv": "\t", "csv": ","}[kind]
-    lines = [f"a cat {k}{mark}http://example.org/{k}.jpg" for k in range(40)]
-    lines[7], lines[20] = f"one{mark}two{mark}three", "alone"
-    (tmp_path / f"list.{kind}").write_text("\n".join(lines) + "\n")
-    source, notes = {"header": ["caption", "url"], "rows": 40}, list[str]()
-    config = download_config(tmp_path / "out", tmp_path / f"list.{kind}", source=source)
-    _, plan = prepare(config, on_note=notes.append)
-    assert (plan.rows, plan.skipped, plan.seen) == (38, 2, 40)
-    assert notes == [
-        "2 of 40 rows cannot be read (a wrong number of fields, or text that is not UTF-8) and were left out."
-    ]
+UNREADABLE = "of {} rows cannot be read (a wrong number of fields, or text that is not UTF-8) and were left out."
+
+
+@pytest.mark.parametrize("kind", ["parquet", "csv", "tsv"])
+def test_rows_that_cannot_be_read_are_skipped_and_counted(tmp_path, kind):
+    mark, path = {"csv": b",", "tsv": b"\t"}.get(kind, b""), tmp_path / f"a.{kind}"
+    captions = [f"a cat {k}".encode() for k in range(200)]
+    captions[150], bad = b"caf\xe9", {150}
+    if kind == "parquet":
+        raw = pa.array(captions, pa.binary())
+        path.write_bytes(parquet(columns(200, caption=pa.Array.from_buffers(pa.string(), 200, raw.buffers()))))
+    else:
+        lines = [url(k).encode() + mark + caption for k, caption in enumerate(captions)]
+        lines[7], lines[20], bad = mark.join([b"one", b"two", b"three"]), b"alone", {7, 20, 150}
+        path.write_bytes(b"\n".join([b"url" + mark + b"caption", *lines]))
+    notes: list[str] = []
+    _, plan = prepare(download_config(tmp_path / "out", path, source={"rows": 200}), on_note=notes.append)
+    assert (plan.rows, plan.seen, plan.skipped) == (200 - len(bad), 200, len(bad))
+    assert notes == [f"{len(bad)} {UNREADABLE.format(200)}"]
+    kept = [url(k) for k in range(200) if k not in bad]
+    assert [row["url"] for row in read_shard(Folder(tmp_path / "out"), 0).to_pylist()] == kept
     assert load_plan(Folder(tmp_path / "out")) == plan
 
-    (tmp_path / f"list.{kind}").write_text("\n".join([lines[7]] * 40) + "\n")
-    with pytest.raises(UserError, match=r"40 of 40 rows are none, such as 1 \(3 fields instead of 2\)"):
-        rows_of(SourceConfig(table=str(tmp_path / f"list.{kind}"), header=("caption", "url")))
+
+def test_jsonl_with_a_byte_order_mark_and_an_early_bad_line(tmp_path):
+    line, skipped = jsonl(PLAIN[0]), []
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + line + line.replace(b"cat", b"\xff") + line)
+    assert len(rows_of(SourceConfig(table=str(tmp_path / "a.jsonl")), skipped)) == 2
+    assert sum(skipped) == 1
 
 
-def test_gzipped_tsv_and_jsonl(tmp_path):
-    tsv = "url\tcaption\n" + "".join(f"{row['url']}\t{row['caption']}\n" for row in ROWS)
-    (tmp_path / "list.tsv.gz").write_bytes(gzip.compress(tsv.encode()))
-    assert rows_of(SourceConfig(table=str(tmp_path / "list.tsv.gz"))) == ROWS
-    (tmp_path / "list.jsonl").write_text("".join(json.dumps({**row, "x": 1}) + "\n" for row in ROWS))
-    assert rows_of(SourceConfig(table=str(tmp_path / "list.jsonl"))) == ROWS
+def unclosed(where: str, closed_by: int | None) -> bytes:
+    names = ["ignored", "caption", "url"]
+    rows = [{"ignored": "x", "caption": f"a cat {k}", "url": url(k)} for k in range(60)]
+    rows[8][where] = '"' + rows[8][where]
+    if closed_by:
+        rows[closed_by]["caption"] = 'a dog" or two'
+    return separated(",", names, *([row[name] for name in names] for row in rows))
 
 
-@pytest.mark.parametrize("keep", [(), ("likes",)])
-def test_unused_jsonl_fields_may_hold_anything(tmp_path, keep):
-    odd = [1, "many", None, {"a": 1}]
-    rows = [{**row, "score": odd[k], "likes": None if k == 0 else k / 2} for k, row in enumerate(ROWS)]
-    (tmp_path / "list.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = rows_of(SourceConfig(table=str(tmp_path / "list.jsonl"), keep=keep))
-    assert found == [{name: row[name] for name in ("url", "caption", *keep)} for row in rows]
+WHOLE = parquet(columns(500))
+TWICE = pa.Table.from_arrays([pa.array([url(1)]), pa.array(["x"]), pa.array(["y"])], names=["url", *["caption"] * 2])
+CHECKED = parquet(columns(3), compression="none", use_dictionary=False, write_page_checksum=True)
+SWALLOWS = [LINES[0], LINES[1], f'{url(1)},"a quote that is not closed', LINES[3], f'{url(3)},a dog" or two']
+OPEN = r"a.csv: a quote is not closed .* would swallow \d+ lines"
+# Files may declare bytes to be text, which pyarrow does not check.
+NO_TEXT = pa.ListArray.from_arrays([0, 1, 2, 3], pa.Array.from_buffers(
+    pa.string(), 3, pa.array([b"\xff"] * 3).buffers()))  # fmt: skip
+ID, KEEP = {"uid": "id"}, {"keep": ("k",)}
+REFUSED: list[tuple[dict[str, bytes], dict[str, Any], str]] = [
+    ({"a.csv": b"url,caption,caption\nhttp://a/1,x,y\n"}, {}, "a.csv has several columns named 'caption'"),
+    ({"a.parquet": parquet(TWICE)}, {}, "a.parquet has several columns named 'caption'"),
+    *(({"a.jsonl": jsonl(*({**PLAIN[0], "id": x} for x in values))}, ID, "Field 'id' of .*a.jsonl has no single type")
+      for values in ((1, "two"), (2**70, 1))),
+    ({"a.parquet": parquet(columns(2, id=[[1], [2]]))}, ID,
+     r"Column 'id' of .*a.parquet is of type list<.*cannot be used as string"),
+    ({"a.csv": "\r".join(SWALLOWS).encode()}, {}, OPEN),
+    *(({"a.csv": unclosed(where, closed_by)}, {}, OPEN) for where in ("caption", "url", "ignored")
+      for closed_by in (None, 40)),
+    ({"a.tsv": separated("\t", *["abc"] * 40)}, {"header": ("url", "caption")},
+     r"40 of 40 rows are none, such as 1 \(3 fields instead of 2\)"),
+    ({"a.parquet": CHECKED.replace(b"a cat 1", b"a rat 1", 1)}, {}, r"a\.parquet cannot be read as parquet: .*CRC"),
+    ({"sbu.json": b'{"url": ["a"], "caption": 3}'}, {}, r"Column 'url' of .*sbu\.json is of type list"),
+    ({"sbu.json": b'{"url": ["a"], "caption": ["a", "b"]}'}, {},
+     r"columns of different lengths, .*: url 1, caption 2"),
+    ({"text.parquet": parquet({"url": ["x"], "text": ["y"]})}, {},
+     r"no column 'caption'\. Its columns are 'url', 'text'"),
+    ({"cut.parquet": WHOLE[:-200]}, {}, "cut.parquet"),
+    ({"page.parquet": b"<!doctype html><title>Sign in</title>" * 9}, {}, r"page\.parquet is not a complete.*a web pag"),
+    ({"empty.parquet": b""}, {}, "empty.parquet"),
+    ({"middle.parquet": WHOLE[:300] + bytes(2_000) + WHOLE[2_300:]}, {}, "middle.parquet"),
+    ({"cut.tsv.gz": gzip.compress(b"url\tcaption\n" + b"http://a.org/1\ta cat\n" * 9_000)[:-50]}, {}, "cut.tsv.gz"),
+    ({"bad.jsonl": jsonl(PLAIN[0]) + b'{"url": "http://a.o'}, {}, "bad.jsonl"),
+    ({"lists.jsonl": b"[1, 2]\n"}, {}, "cannot be read as jsonl"),
+    ({"quotes.jsonl": b"{'url': 1}\n"}, {}, "cannot be read as jsonl"),
+    ({"a.jsonl": jsonl(ROWS[0])}, {"blur": "faces"}, r"no column 'faces'\. Its columns are 'url', 'caption'"),
+    ({"odd.json": tree([PLAIN[0], 3])}, {}, r"1 of 2 rows are none, such as 1 \(a int, not an object"),
+    ({"map.json": b'{"http://a.org": "x", "b": "y"}'}, {}, "neither an object a line, nor a list of objects"),
+    ({"mixed.json": tree([PLAIN[0], {"url": 1, "caption": ["y"]}])}, {}, "has no single type"),
+    ({"text.json": tree([{"url": url(1), "text": "x"}])}, {}, r"no column 'caption'\. Its columns are 'url', 'text'"),
+    ({"deep.json": b"[" * 100_000}, {}, "cannot be read as jsonl"),
+    ({"0.parquet": parquet(columns(2, k=[1.5, 2.5])), "1.parquet": parquet(columns(2, k=[[1], [2]]))}, KEEP,
+     r"Column 'k' is of type list<.*1.parquet and of type double in the files"),
+    ({f"{name}.parquet": parquet(columns(1, caption=[caption])) for name, caption in (("a", ["x"]), ("b", "y"))}, {},
+     r"Column 'caption' of .*b\.parquet is of type string, which cannot be used as"),
+    ({"a.parquet": parquet(columns(3, k=NO_TEXT))}, KEEP, "Column 'k'.*Invalid UTF8"),
+]  # fmt: skip
 
 
-def test_jsonl_boxes_and_missing_columns(tmp_path):
-    path = tmp_path / "list.jsonl.gz"
-    boxes = [[], None, [[0, 0, 1, 0.5]], [[0.1, 0.1, 0.2, 0.2]]]
-    lines = [json.dumps({**row, "faces": boxes[k], "x": k or "none"}) + "\n" for k, row in enumerate(ROWS)]
-    path.write_bytes(gzip.compress("".join(lines).encode()))
-    assert [row["faces"] for row in rows_of(SourceConfig(table=str(path), blur="faces"))] == boxes
-    (tmp_path / "list.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
-    with pytest.raises(UserError, match=r"no column 'faces'\. Its columns are 'url', 'caption'"):
-        rows_of(SourceConfig(table=str(tmp_path / "list.jsonl"), blur="faces"))
+def test_the_error_names_the_table(tmp_path, monkeypatch):
+    for number, (files, settings, words) in enumerate(REFUSED):
+        folder = tmp_path / str(number)
+        write_files(folder, files)
+        source = SourceConfig(table=str(folder if len(files) > 1 else folder / next(iter(files))), **settings)
+        with pytest.raises(UserError, match=words):
+            _ = count_known(source), rows_of(source)
+
+    def refuse(path: Path, **options: object) -> None:
+        raise PermissionError(13, "Failed to open local file")  # as pyarrow does; root may read everything
+
+    monkeypatch.setattr(pq, "ParquetFile", refuse)
+    with pytest.raises(UserError, match=r"a\.parquet cannot be read: permission denied"):
+        count_known(SourceConfig(table=str(tmp_path / "1/a.parquet")))
 
 
-def test_missing_files_are_refused(tmp_path):
-    (tmp_path / "a.parquet").touch()
-    with pytest.raises(UserError, match="neither a file nor a folder"):
-        files_of(SourceConfig(table=str(tmp_path / "none")))
-    with pytest.raises(UserError, match="holds no file that ends in"):
-        files_of(SourceConfig(table=str(tmp_path), format="csv"))
+def test_a_plan_needs_readable_uids_and_one_meaning_of_captions(tmp_path):
+    for more, settings, words in (
+        ({"id": [b"\xff\xfe"] * 3}, ID, "has 3 rows, none of which can be read: .* the columns url, caption, id"),
+        ({"caption": [["x"]] * 3, "captions": [2] * 3}, {"keep": ["captions"]},
+         "The captions are lists, which are stored as `captions`"),
+    ):  # fmt: skip
+        (tmp_path / "a.parquet").write_bytes(parquet(columns(3, **more)))
+        with pytest.raises(UserError, match=words):
+            prepare(download_config(tmp_path / "out", tmp_path / "a.parquet", source=settings))
+        assert not (tmp_path / "out").exists()
 
 
-def test_json_lists_mappings_and_columns_give_the_same_rows(tmp_path):
-    """Their captions may be lists, as those of Karpathy's splits and SBU."""
-    urls = [row["url"] for row in ROWS]
-    lists = [[caption, "second"] for caption in CAPTIONS]
-    for captions in (CAPTIONS, lists):
-        rows = [{"url": url, "caption": caption} for url, caption in zip(urls, captions, strict=True)]
-        forms: dict[str, str] = {
-            "list": json.dumps(rows, indent=1),
-            "mapping": json.dumps(dict(zip(urls, captions, strict=True))).replace("http://", "http:\\/\\/"),
-            "mapping to objects": json.dumps({row["url"]: {"caption": row["caption"], "x": 1} for row in rows}),
-            "columns": json.dumps({"caption": captions, "url": urls}),
-            "lines": "".join(json.dumps(row) + "\n" for row in rows),
-            "lines of lists": "".join(
-                json.dumps({"caption": row["caption"], "url": row["url"]}) + "\n" for row in rows
-            ),
-        }
-        for name, text in forms.items():
-            (tmp_path / "list.json").write_text(text)
-            assert rows_of(SourceConfig(table=str(tmp_path / "list.json"))) == rows, name
-        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "list.parquet")
-        assert rows_of(SourceConfig(table=str(tmp_path / "list.parquet"))) == rows
-
-
-def test_caption_lists_and_texts_do_not_mix(tmp_path):
-    for name, caption in (("a", ["x"]), ("b", "y")):
-        pq.write_table(
-            pa.table({"url": ["http://a.org"], "caption": [caption], "captions": [2]}), tmp_path / f"{name}.parquet"
-        )
-    with pytest.raises(UserError, match=r"Column 'caption' of .*b\.parquet is of type string, which cannot be used as"):
-        rows_of(SourceConfig(table=str(tmp_path)))
-    (tmp_path / "b.parquet").unlink()
-    with pytest.raises(UserError, match="The captions are lists, which are stored as `captions`"):
-        prepare(download_config(tmp_path / "out", tmp_path, source={"keep": ["captions"]}))
+def test_the_error_quotes_an_invalid_hash(tmp_path):
+    for bad, words in (
+        ("c" * 32, r"'c+'\. It looks like md5: set source\.hash_kind=md5"),
+        ("b" * 40, r"'b+'\. Name the right column, or set source\.hash=null"),
+        (None, r"50% of the first 10 values are not, for example ''\. Name the right column"),
+    ):
+        pq.write_table(pa.table(columns(10, digest=["a" * 64] * 5 + [bad] * 5)), tmp_path / "a.parquet")
+        with pytest.raises(UserError, match=words):
+            source_checks.check_source(download_config(tmp_path, tmp_path / "a.parquet", source={"hash": "digest"}))

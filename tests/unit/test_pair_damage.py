@@ -84,6 +84,14 @@ DAMAGED: dict[str, tuple[str, Callable[[Path], bytes | dict[str, bytes]], list[s
         b"image,caption\n000.jpg,good\n000.jpg,caf\xe9\n000.jpg,fine\n"), ["good"], [("t.csv:3", NOT_UTF8, LATIN)]),
     "a caption in parquet that is not UTF-8": ("t.parquet", latin_parquet, ["one", "three", "four"],
         [("t.parquet row 1", NOT_UTF8, LATIN)]),
+    "images that are none": ("t.csv", lambda at: {
+        **PICTURES, "empty.jpg": b"", "page.jpg": b"<html>no</html>",
+        "cut.jpg": picture(1)[:-200], "noise.png": picture(2, kind="PNG")[:60] + bytes(200) + b"IEND",
+        "t.csv": b"image,caption\n000.jpg,fine\nlost.jpg,x\nempty.jpg,x\ncut.jpg,x\npage.jpg,x\nnoise.png,x\n"
+                   b"001.jpg,  \n002.jpg,three,fields\n"}, ["fine"],
+        [("t.csv:3", NO_IMAGE, "/"), ("t.csv:4", "empty", ""), ("t.csv:5", "truncated", "JPEG of"),
+         ("t.csv:6", "not an image", "text where"), ("t.csv:7", "truncated", "PNG of"), ("t.csv:8", NO_TEXT, ""),
+         ("t.csv:9", BAD_ROW, "3 fields instead of 2")]),
     "COCO's ids": ("t.json", lambda at: coco([[1], 2, 3, 3], ([1], "x"), (9, "lost")), ["x"],
         [("t.json images[1]", NO_TEXT, ""), ("t.json images[2]", BAD_ROW, "2 images have the id '3'"),
          ("t.json images[3]", BAD_ROW, "2 images have the id '3'"),

@@ -260,6 +260,8 @@ def test_long_and_equal_captions_and_odd_images_are_counted(tmp_path):
         (folder / f"{k}.png").write_bytes(picture(k, kind="PNG"))
         (folder / f"{k}.txt").write_text(text)
     Image.new("RGBA", (9, 9), (1, 2, 3, 0)).save(folder / "0.png")
+    (folder / "bad.jpg").write_bytes(b"no image")  # whose caption is not counted
+    (folder / "bad.txt").write_text("dog " * 99)
     said = run(folder, tmp_path / "out")
     assert "Captions: 5, of which 4 are distinct.\n  20% repeat another" in said
     assert "  2 (40.0%) have more than 77 tokens" in said
@@ -294,19 +296,6 @@ def test_what_else_a_folder_has_is_named(tmp_path):
             (tmp_path / name / path).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name / path).write_bytes(body)
         assert f"\nnot read, besides: {note}; to convert" in run(tmp_path / name, tmp_path / f"{name} out")
-
-
-def test_captions_of_dropped_rows_are_not_counted(tmp_path):
-    names = write_images(tmp_path, 2)
-    (tmp_path / "bad.jpg").write_bytes(b"no image")
-    rows = [
-        (names[0], "dog " * 75),
-        (names[1], "dog " * 76),
-        ("bad.jpg", "dog " * 99),
-        ("no.jpg", "y"),
-    ]
-    said = run(write_csv(tmp_path / "t.csv", [("image", "caption"), *rows]), tmp_path / "out")
-    assert "Captions: 2, of which 2 are distinct.\n  1 (50.0%) have more than 77 tokens" in said
 
 
 def test_gaps_between_tars_are_named(tmp_path):

@@ -38,11 +38,8 @@ def _arrow(files: tuple[str, ...]) -> Any:
 
 
 def _checked(table: Any, name: str) -> Any:
-    """A table whose memory-mapped values may be used: damaged ones could point anywhere, and end the process.
-
-    Raises:
-        UserError: They are damaged.
-    """
+    """A table whose memory-mapped values may be used; damaged ones, refused here, could point anywhere and end the
+    process."""
     for column in table.columns:
         try:
             column.validate(full=True)
@@ -106,11 +103,7 @@ def open_parquet(path: Path, files: list[Path], options: SourceOptions, cache: P
 
 
 def columns_of(file: Path, options: SourceOptions) -> tuple[str, tuple[str, ...]]:
-    """The columns of image and captions of a parquet file.
-
-    Raises:
-        UserError: It cannot be read, or they are not found.
-    """
+    """The columns of image and captions of a parquet file; refuses one that cannot be read, or has none."""
     schema = _opened(file).schema_arrow
     texts = [name for name, kind in zip(schema.names, schema.types, strict=True) if _is_text(kind)]
     return choose_columns(schema.names, options, where=str(file), texts=texts)
@@ -150,9 +143,12 @@ def open_dataset(name: str, options: SourceOptions) -> PairSource:
     shown = Path(name).name if Path(name).exists() else name
     about = {"kind": "datasets", "name": shown, "split": options.split, "subset": options.subset,
              "revision": options.revision}  # fmt: skip
-    columns = Columns(image, captions, Path(name), options)
     about = {key: value for key, value in about.items() if value}
-    return _source(about, columns, [(shown, Path(name), data.select_columns([image, *captions]))])
+    return _source(
+        about,
+        Columns(image, captions, Path(name), options),
+        [(shown, Path(name), data.select_columns([image, *captions]))],
+    )
 
 
 def _load(name: str, options: SourceOptions) -> Any:

@@ -130,11 +130,8 @@ def _kind_of(source: str, path: Path, options: SourceOptions) -> tuple[str, list
 
 
 def _kind_of_folder(path: Path, options: SourceOptions) -> tuple[str, list[Path]]:
-    """The first kind that fits, in an order in which the files beside img2dataset's output decide nothing.
-
-    Raises:
-        UserError: None does; the message says why the first file that could have does not.
-    """
+    """The first kind that fits, in an order in which the files beside img2dataset's output decide nothing; if none
+    does, the error says why the first file that could have does not."""
     if options.caption_template:
         return "images", []
     if any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json", "state.json")):

@@ -25,16 +25,11 @@ CONTEXT = 77
 """Tokens of a text in CLIP's models, with those for its start and end."""
 _CHUNK = 1_000
 _ZERO = "a zero byte; if the text is in UTF-16: iconv -f UTF-16LE -t UTF-8 FILE"
-_SCHEMA = pa.schema(
-    {
-        "place": pa.string(),
-        "image": pa.binary(),  # file names may be any bytes
-        "captions": pa.list_(pa.string()),
-        "problem": pa.string(),
-        "detail": pa.string(),
-        "at": pa.list_(pa.int64()),
-    }
-)
+_SCHEMA = pa.schema({
+    "place": pa.string(), "image": pa.binary(), "captions": pa.list_(pa.string()), "problem": pa.string(),
+    "detail": pa.string(), "at": pa.list_(pa.int64()),
+})  # fmt: skip
+"""Of the stored rows; file names may be any bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +58,6 @@ class PairSource:
     """Images below it are known by their relative names."""
     read: Callable[[PairRow], bytes]
     """Reads the encoded image of a row; can be pickled. Raises FetchError."""
-    group: bool = True
-    """Whether rows with the same image are one sample, which would otherwise be false negatives of each other."""
     notes: tuple[str, ...] = ()
     """What the user should know about how it is read."""
 
@@ -104,7 +97,7 @@ def write_listing(path: Path, source: PairSource, *, lists: bool) -> Listing:
     def rows() -> Iterator[PairRow]:
         for number, row in enumerate(source.rows):
             row = _checked(row, lists=lists)
-            images.append(_digest(_identity(row) if source.group and not row.problem else b"\0%d" % number))
+            images.append(_digest(_identity(row) or b"\0%d" % number))
             yield row
 
     _store(path, rows())
@@ -143,9 +136,18 @@ def _rows(rows: Any) -> Iterator[PairRow]:
 
 
 def _identity(row: PairRow) -> bytes:
-    """What rows of the same image have in common: a file has one, whatever names and links lead to it."""
+    """What rows of the same image, which become one sample, have in common; nothing for those of a tar.
+
+    Otherwise they would be false negatives of each other. A file has one, whatever names and links lead to it.
+    """
+    if row.problem or _is_in_tar(row):
+        return b""
     about = None if row.at else _stat(row.image)
     return b"%d %d" % (about.st_dev, about.st_ino) if about else os.fsencode(row.image)
+
+
+def _is_in_tar(row: PairRow) -> bool:
+    return bool(row.at) and os.path.isabs(row.image)
 
 
 def _stat(image: str) -> os.stat_result | None:
@@ -193,8 +195,7 @@ def _listing(path: Path, root: Path, *, merged: int) -> Listing:
     rows = _opened(path)
     for row in _rows(rows):
         image = row.image.removeprefix(prefix)
-        if row.at and os.path.isabs(image):  # a tar that was unpacked into the output
-            image = ""
+        image = "" if row.at and os.path.isabs(image) else image  # a tar that was unpacked into the output
         digest.update(repr((row.place, image, row.captions, row.problem, row.detail, row.at)).encode(errors="replace"))
         if row.image != last:
             last, about = row.image, _stat(row.image)

@@ -144,11 +144,7 @@ def _scratch(path: Path) -> Iterator[Path]:
 
 
 def _check_output(config: PairsConfig, folder: Folder) -> None:
-    """Check that the output folder can be used.
-
-    Raises:
-        UserError: It is a file, has other content, or is the source itself.
-    """
+    """Refuse an output folder that is a file, has other content, or is the source itself."""
     root = folder.root
     if root.exists() and not root.is_dir():
         raise UserError(f"{root} is a file: name a folder for the shards.")
@@ -161,11 +157,7 @@ def _check_output(config: PairsConfig, folder: Folder) -> None:
 
 
 def _check_plan(config: PairsConfig, folder: Folder, listing: Listing) -> None:
-    """Compare settings and rows with those that the folder was begun with, or write them down.
-
-    Raises:
-        UserError: They differ, or there are no rows.
-    """
+    """Compare settings and rows with those that the folder was begun with, or write them down; refuse others."""
     path = folder.plan / "pairs.json"
     where = config.source if is_hub(config.source) else str(Path(config.source).resolve())
     settings = json.loads(json.dumps({"source": where, **asdict(config.options), **config.image,
@@ -235,11 +227,7 @@ def _end_with_parent() -> None:
 
 
 def write_shard(job: _Job, shard: int) -> int:
-    """Write one shard: the tar, the outcome of each row, and the record, which marks the shard as finished.
-
-    Returns:
-        The number of rows.
-    """
+    """Write one shard: the tar, the outcome of each row, and the record, which marks it as done; returns its rows."""
     from webdataset import TarWriter  # which imports torch
 
     folder, numbers = job.folder, job.rows_of(shard)
@@ -289,11 +277,8 @@ def _sample(number: int, pair: PairRow, job: _Job) -> tuple[dict[str, Any], dict
 def _finish(
     config: PairsConfig, folder: Folder, source: PairSource, listing: Listing
 ) -> tuple[Manifest, tuple[tuple[str, str, str], ...]]:
-    """Write the list of dropped rows and the manifest; returns it, and the first few rows of each reason.
-
-    Raises:
-        UserError: No sample is left to train on.
-    """
+    """Write the list of dropped rows and the manifest; returns it, and the first few rows of each reason. Refuses a
+    source that gave no sample."""
     records = [folder.read_record(shard) for shard in folder.finished()]
     shown: list[tuple[str, str, str]] = []
     counts, lost = Counter[str](several_captions=0, **dict.fromkeys(_FLAGS, 0)), set[int]()

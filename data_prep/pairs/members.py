@@ -171,7 +171,7 @@ def open_tars(root: Path, tars: list[Path], options: SourceOptions, cache: Path)
     choice, note = _choose(_spread(samples, _LOOKED_AT), options, where=where)
     rows = (choice.row(sample) for file in files for sample in _tar_samples(*file))
     about = {"kind": "webdataset tars", "image": list(choice.images), "caption": list(choice.captions)}
-    return PairSource(about, rows, root, read_image, group=False, notes=(note, *_gaps(names)))
+    return PairSource(about, rows, root, read_image, notes=(note, *_gaps(names)))
 
 
 def _gaps(tars: list[str]) -> Iterator[str]:

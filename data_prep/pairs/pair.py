@@ -76,14 +76,9 @@ def refuse_split(options: SourceOptions, source: str) -> None:
 def choose_columns(
     present: Iterable[str], options: SourceOptions, *, where: str, texts: Iterable[str] | None = None, note: str = ""
 ) -> tuple[str, tuple[str, ...]]:
-    """The columns of image and captions.
+    """The columns of image and captions among those that are `present`.
 
-    Args:
-        present: The existing columns.
-        options: Those that the user has chosen.
-        where: What the columns belong to, for messages.
-        texts: The columns that can hold a caption, if the source knows their types.
-        note: A further sentence for the message that no column is found.
+    `texts` are those that can hold a caption, if the source knows their types; `where` and `note` are for messages.
 
     Raises:
         UserError: A named column does not exist, none is found, or several match.
@@ -131,12 +126,7 @@ NOT_UTF8 = "caption is not UTF-8"
 
 
 def path_of(folder: Path, name: str, options: SourceOptions, *, where: str) -> str:
-    """The path of an image that a table names.
-
-    Raises:
-        UserError: It leads out of the folder, which is not allowed: somebody else may have made the table. Or it is a
-            URL.
-    """
+    """The path of an image that a table names. Refuses URLs, and what leads out of the folder: tables are shared."""
     if URL.match(name):
         raise UserError(has_urls(where, options.image or "image"))
     path = os.path.normpath(os.path.join(folder, name))
@@ -151,11 +141,6 @@ def path_of(folder: Path, name: str, options: SourceOptions, *, where: str) -> s
 def shortened(text: str) -> str:
     """A value of a user's, short enough for a message."""
     return repr(text if len(text) <= 80 else text[:77] + "...")
-
-
-def captions_in_first(row: Mapping[str, Any], names: Sequence[str]) -> tuple[str, ...]:
-    """The texts of the first of these fields that has any."""
-    return next(filter(None, (captions_in(row.get(name)) for name in names)), ())
 
 
 def captions_in(value: Any) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from data_prep.pairs.pair import (
     URL,
     URL_NAMES,
     SourceOptions,
-    captions_in_first,
+    captions_in,
     choose_columns,
     has_urls,
     path_of,
@@ -55,12 +55,9 @@ class Columns:
         return f"images: {self.image}; captions: {', else '.join(self.captions)}"
 
     def row(self, place: str, values: Mapping[str, Any], at: tuple[int, ...] = ()) -> PairRow:
-        """A row as listed; `at` says where it is if it holds the image itself.
-
-        Raises:
-            UserError: It names an image outside of the folder, which is not allowed, or a URL.
-        """
-        value, texts = values.get(self.image), captions_in_first(values, self.captions)
+        """A row as listed; `at` says where it is if it holds the image itself. Refuses what `path_of` does."""
+        value = values.get(self.image)
+        texts = next(filter(None, (captions_in(values.get(name)) for name in self.captions)), ())
         if isinstance(value, Mapping):
             value = value.get("bytes") or value.get("path")
         if at and isinstance(value, bytes | bytearray):
@@ -123,12 +120,7 @@ def _read(path: Path, options: SourceOptions, *, images: tuple[str, Path] | None
     suffix, mark = path.suffix.lower(), ":"
     rows: Any
     if suffix == ".json":
-        try:
-            tree = json_tree(path)
-        except UserError:
-            raise
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{path} is not valid JSON ({error}).") from error
+        tree = json_tree(path)
         rows, mark = (json_lines(path), ":") if tree is None else (_tree_rows(path, tree, options), " ")
     elif suffix in (".jsonl", ".ndjson"):
         rows = json_lines(path)
@@ -149,11 +141,7 @@ def _read(path: Path, options: SourceOptions, *, images: tuple[str, Path] | None
 
 
 def _tree_rows(path: Path, tree: Any, options: SourceOptions) -> Iterator[tuple[str, Any]]:
-    """The rows of a JSON value with their places in it; a text says what is wrong with its row.
-
-    Raises:
-        UserError: It is of no known form, or has no such split.
-    """
+    """The rows of a JSON value with their places in it; a text says what is wrong with its row."""
     fields: Any = tree if isinstance(tree, dict) else {}
     images, annotations = fields.get("images"), fields.get("annotations")
     if _are_objects(images) and not _are_objects(annotations) and any("sentences" in item for item in images):

@@ -61,14 +61,17 @@ def json_tree(path: Path) -> Any:
     """The value of a JSON file, read whole (118,000 images of COCO take 0.5 GB); None if it has one object a line.
 
     Raises:
-        ValueError: It is not JSON, or an object has a name twice. Or RecursionError.
+        UserError: It is not JSON, or an object has a name twice.
     """
     first, *others = [line for line in first_lines(path) if line.strip()] or [""]
     with contextlib.suppress(ValueError, RecursionError):
         if others and isinstance(json.loads(first), dict):
             return None
-    with open_text(path) as file:
-        return json.load(file, object_pairs_hook=distinct_names)
+    try:
+        with open_text(path) as file:
+            return json.load(file, object_pairs_hook=distinct_names)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not valid JSON ({error}).") from error
 
 
 def json_items(path: Path, tree: Any, *, keys: Collection[str], values: Collection[str]) -> Rows:

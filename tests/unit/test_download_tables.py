@@ -250,7 +250,7 @@ REFUSED: list[tuple[dict[str, bytes], dict[str, Any], str]] = [
     ({"map.json": b'{"http://a.org": "x", "b": "y"}'}, {}, "neither an object a line, nor a list of objects"),
     ({"mixed.json": tree([PLAIN[0], {"url": 1, "caption": ["y"]}])}, {}, "has no single type"),
     ({"text.json": tree([{"url": url(1), "text": "x"}])}, {}, r"no column 'caption'\. Its columns are 'url', 'text'"),
-    ({"deep.json": b"[" * 100_000}, {}, "cannot be read as jsonl"),
+    ({"deep.json": b"[" * 100_000}, {}, "is not valid JSON"),
     ({"0.parquet": parquet(columns(2, k=[1.5, 2.5])), "1.parquet": parquet(columns(2, k=[[1], [2]]))}, KEEP,
      r"Column 'k' is of type list<.*1.parquet and of type double in the files"),
     ({f"{name}.parquet": parquet(columns(1, caption=[caption])) for name, caption in (("a", ["x"]), ("b", "y"))}, {},

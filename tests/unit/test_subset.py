@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
@@ -61,40 +60,28 @@ HASHES_SEED_0 = [3244421341483603138, 16629034431890738719, 15909306776136436135
 
 def test_uid_index_selects_its_members(tmp_path):
     chosen = sorted(NAMES[::7])
-    halves = [(int(name[:16], 16), int(name[16:], 16)) for name in chosen]
-    np.save(tmp_path / "index.npy", np.array(halves, np.dtype("u8,u8")))
+    index = np.array([(int(name[:16], 16), int(name[16:], 16)) for name in chosen], np.dtype("u8,u8"))
+    np.save(tmp_path / "index.npy", index)
     subset = Subset(SubsetConfig(index=str(tmp_path / "index.npy")))
     assert not subset.keeps_all
     assert [n for n, inside in zip(NAMES, subset.mask(NAMES), strict=True) if inside] == chosen
-    with pytest.raises(UserError, match="32 hexadecimal digits"):
-        subset.mask(["http://example.org/a.jpg"])
-    np.save(tmp_path / "wrong.npy", np.arange(4))
-    with pytest.raises(UserError, match="not pairs of 64-bit halves"):
-        Subset(SubsetConfig(index=str(tmp_path / "wrong.npy")))
-    for name in ("0" * 31, "0" * 33, "+" + "0" * 31):
+    for name in ("http://example.org/a.jpg", "0" * 31, "0" * 33, "+" + "0" * 31):
         with pytest.raises(UserError, match="32 hexadecimal digits"):
             subset.mask([name])
-    whole = np.load(tmp_path / "index.npy")
-    for number, (stored, words) in enumerate(
-        (
-            (whole[::-1], "is not sorted, so uids in it would not be found"),
-            (whole[:0], "holds no uids"),
-            (whole.astype("f8,f8"), "not pairs of 64-bit halves"),
-        )
+    np.savez(tmp_path / "several.npz", index)
+    for stored, words in (
+        (np.arange(4), "not pairs of 64-bit halves"),
+        (index.astype("f8,f8"), "not pairs of 64-bit halves"),
+        (index[::-1], "is not sorted, so uids in it would not be found"),
+        (index[:0], "holds no uids"),
+        ((tmp_path / "several.npz").read_bytes(), "several arrays"),
+        ((tmp_path / "index.npy").read_bytes()[:200], "not a complete"),
+        (b"", "not a complete"),
     ):
-        np.save(tmp_path / f"{number}.npy", stored)
+        path = tmp_path / "wrong.npy"
+        path.write_bytes(stored) if isinstance(stored, bytes) else np.save(path, stored)
         with pytest.raises(UserError, match=words):
-            Subset(SubsetConfig(index=str(tmp_path / f"{number}.npy")))
-    np.savez(tmp_path / "several.npz", whole)
-    (tmp_path / "empty.npy").touch()
-    (tmp_path / "cut.npy").write_bytes((tmp_path / "index.npy").read_bytes()[:200])
-    for name, words in (
-        ("several.npz", "several arrays"),
-        ("empty.npy", "not a complete"),
-        ("cut.npy", "not a complete"),
-    ):
-        with pytest.raises(UserError, match=words):
-            Subset(SubsetConfig(index=str(tmp_path / name)))
+            Subset(SubsetConfig(index=str(path)))
 
 
 def source_in(folder: Path, rows: int = 1_000) -> SourceConfig:
@@ -121,6 +108,8 @@ def test_the_plan_contains_exactly_the_members(tmp_path):
     assert (plan.seen, plan.columns) == (1_000, ("url", "caption", "uid", "score"))
     assert [read_shard(folder, s).num_rows for s in range(plan.shards)] == [plan.rows_of(s) for s in range(plan.shards)]
     assert load_plan(folder) == make_plan(folder, source, subset, shard_size=30) == plan
+    with pytest.raises(UserError, match="No row is left of the 1,000"):
+        make_plan(Folder(tmp_path / "none"), source, SubsetConfig(fraction=1e-9), shard_size=10)
 
 
 def test_a_changed_index_is_refused_and_a_missing_one_is_not_needed(tmp_path):
@@ -139,37 +128,31 @@ def test_a_changed_index_is_refused_and_a_missing_one_is_not_needed(tmp_path):
     assert make_plan(folder, source, subset, shard_size=4) == plan
 
 
-def test_the_digest_of_the_list_does_not_depend_on_how_it_was_read(tmp_path):
-    digests = set()
+def test_the_list_does_not_depend_on_how_the_table_was_read_and_may_have_parts(tmp_path):
+    plans = []
     for name, size in (("one", 64), ("two", 1_000)):
         folder = Folder(tmp_path / name)
         folder.make()
         source = source_in(folder.root)
-        table = pq.read_table(source.table)
-        pq.write_table(table, source.table, row_group_size=size)
-        digests.add(make_plan(folder, source, SubsetConfig(fraction=0.5), shard_size=100).digest)
-    assert len(digests) == 1
-
-
-def test_tables_with_several_parts(tmp_path):
-    folder = Folder(tmp_path / "out")
-    folder.make()
-    plan = make_plan(folder, source_in(tmp_path), SubsetConfig(), shard_size=7)
-    assert plan.shards == 143
+        pq.write_table(pq.read_table(source.table), source.table, row_group_size=size)
+        plans.append(make_plan(folder, source, SubsetConfig(), shard_size=7))
+    assert plans[0].digest == plans[1].digest
+    assert plans[0].shards == 143
     assert len(list(folder.plan.glob("part-*"))) == 2
     assert read_shard(folder, 142)["row"].to_pylist() == [994, 995, 996, 997, 998, 999]
 
 
 @pytest.mark.parametrize("name", ["urls.csv", "urls.jsonl", "urls.parquet"])
 def test_row_counts_are_compared_with_the_published_count_for_every_format(tmp_path, name):
-    table = pa.table({"url": [f"http://example.org/{k}.jpg" for k in range(50)], "caption": ["a cat"] * 50})
+    rows = [{"url": f"http://example.org/{k}.jpg", "caption": "a cat"} for k in range(50)]
     path = tmp_path / name
-    if name.endswith("csv"):
-        pa.csv.write_csv(table, path)
-    elif name.endswith("jsonl"):
-        path.write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()))
+    if name.endswith("parquet"):
+        pq.write_table(pa.Table.from_pylist(rows), path)
     else:
-        pq.write_table(table, path)
+        lines = (
+            map(json.dumps, rows) if name.endswith("jsonl") else ["url,caption", *(",".join(r.values()) for r in rows)]
+        )
+        path.write_text("\n".join(lines))
     folder = Folder(tmp_path / "out")
     folder.make()
     half = SubsetConfig(fraction=0.5)
@@ -178,10 +161,3 @@ def test_row_counts_are_compared_with_the_published_count_for_every_format(tmp_p
     assert not (folder.plan / "plan.json").exists()
     plan = make_plan(folder, SourceConfig(table=str(path), rows=50), half, shard_size=10)
     assert plan.rows < plan.seen == 50, "rows counts the table, not the subset"
-
-
-def test_an_empty_subset_is_rejected(tmp_path):
-    folder = Folder(tmp_path / "out")
-    folder.make()
-    with pytest.raises(UserError, match="No row is left of the 1,000"):
-        make_plan(folder, source_in(tmp_path), SubsetConfig(fraction=1e-9), shard_size=10)

@@ -57,12 +57,14 @@ def _placements(scene: Scene, draws: Draws) -> Iterator[Placement]:
         yield from _pair(scene, draws)
     elif scene.count > 1:
         for x, y in draws.shuffled(GROUP_CELLS)[: scene.count]:
-            jitter = draws.between(-0.02, 0.02), draws.between(-0.02, 0.02)
-            yield scene.item, x + jitter[0], y + jitter[1], draws.between(*GROUP_RADIUS)
+            yield _jittered(scene.item, x, y, GROUP_RADIUS, draws)
     else:
         x, y = POSITIONS[scene.position or "centre"][0]
-        jitter = draws.between(-0.02, 0.02), draws.between(-0.02, 0.02)
-        yield scene.item, x + jitter[0], y + jitter[1], draws.between(*RADIUS[scene.size or "medium"])
+        yield _jittered(scene.item, x, y, RADIUS[scene.size or "medium"], draws)
+
+
+def _jittered(item: SceneItem, x: float, y: float, radius: tuple[float, float], draws: Draws) -> Placement:
+    return item, x + draws.between(-0.02, 0.02), y + draws.between(-0.02, 0.02), draws.between(*radius)
 
 
 def _pair(scene: Scene, draws: Draws) -> Iterator[Placement]:
@@ -70,12 +72,10 @@ def _pair(scene: Scene, draws: Draws) -> Iterator[Placement]:
     assert scene.other is not None
     a, b = draws.between(0.17, 0.21), draws.between(0.17, 0.21)
     x, y = draws.between(0.44, 0.56), draws.between(0.44, 0.56)
-    if scene.relation == "beside":
-        yield scene.item, x - 0.25, y, a
-        yield scene.other, x + 0.25, y, b
-    elif scene.relation == "above":
-        yield scene.item, x, y - 0.25, a
-        yield scene.other, x, y + 0.25, b
+    if scene.relation in ("beside", "above"):
+        right, down = (0.25, 0.0) if scene.relation == "beside" else (0.0, 0.25)
+        yield scene.item, x - right, y - down, a
+        yield scene.other, x + right, y + down, b
     elif scene.relation == "inside":
         yield scene.other, x, y, draws.between(0.38, 0.42)
         yield scene.item, x, y, draws.between(0.13, 0.16)
@@ -247,16 +247,7 @@ def _snow(size: int, rng: np.random.Generator) -> np.ndarray:
     return _mix((214, 224, 238), (246, 249, 253), _clouds(size, rng, 0.25)) + rng.normal(0, 3, (size, size, 1))
 
 
-_PAINTERS = {
-    "sky": _sky,
-    "grass": _grass,
-    "night": _night,
-    "sand": _sand,
-    "brick": _brick,
-    "water": _water,
-    "wood": _wood,
-    "snow": _snow,
-}
+_PAINTERS = dict(zip(BACKGROUNDS, (_sky, _grass, _night, _sand, _brick, _water, _wood, _snow), strict=True))
 
 
 Point = tuple[float, float]

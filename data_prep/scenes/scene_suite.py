@@ -18,8 +18,6 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -47,54 +45,32 @@ SHARD_SIZE = 1_000
 Facts = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Attribute:
-    """A zero-shot task: the class of a scene (None: not part of this task), the classes and the prompts."""
-
-    label: Callable[[Scene], object]
-    classes: Sequence[object]
-    names: Sequence[str]
-    templates: Sequence[str]
-
-
-def _of_item(name: str) -> Callable[[Scene], object]:
-    """An attribute of the object; scenes with two kinds of objects are excluded, as they have no single answer."""
-    return lambda scene: getattr(scene.item, name) if scene.other is None else None
-
-
-def _count(scene: Scene) -> int | None:
-    """The count; large single objects are excluded, because their size would reveal the answer."""
-    return scene.count if scene.other is None and scene.size != "large" else None
-
-
-def _attribute(label: Callable[[Scene], object], table: dict, templates: Sequence[str]) -> Attribute:
-    """The task whose classes are the entries of a table, under their canonical names."""
-    return Attribute(label, list(table), [words(table, key)[0] for key in table], templates)
-
-
 _THINGS = ("a {c} shape", "a {c} object", "a photo of a {c} thing", "an image of a {c} shape")
 _PLACES = ("a shape {c}", "an object {c}", "a photo of a thing {c}", "an image of a shape {c}")
-ATTRIBUTES: dict[str, Attribute] = {
-    "shape": _attribute(
-        _of_item("shape"), SHAPES, ("a {c}", "a photo of a {c}", "an image of a {c}", "a drawing of a {c}")
-    ),
-    "colour": _attribute(_of_item("colour"), COLOURS, _THINGS),
-    "texture": _attribute(_of_item("texture"), TEXTURES, _THINGS),
-    "background": _attribute(attrgetter("background"), BACKGROUNDS, _PLACES),
-    "position": _attribute(attrgetter("position"), POSITIONS, _PLACES),
-    "size": _attribute(attrgetter("size"), SIZES, _THINGS),
-    "count": Attribute(
-        _count,
-        list(COUNTS),
-        [f"{words(COUNTS, key)[0]} {'shape' if key == 1 else 'shapes'}" for key in COUNTS],
-        ("{c}", "a photo of {c}", "an image of {c}", "picture of {c}"),
-    ),
-    "relation": _attribute(
-        attrgetter("relation"),
+ATTRIBUTES: dict[str, tuple[dict, Sequence[str]]] = {
+    "shape": (SHAPES, ("a {c}", "a photo of a {c}", "an image of a {c}", "a drawing of a {c}")),
+    "colour": (COLOURS, _THINGS),
+    "texture": (TEXTURES, _THINGS),
+    "background": (BACKGROUNDS, _PLACES),
+    "position": (POSITIONS, _PLACES),
+    "size": (SIZES, _THINGS),
+    "count": (COUNTS, ("{c}", "a photo of {c}", "an image of {c}", "picture of {c}")),
+    "relation": (
         RELATIONS,
         ("a shape {c} another shape", "an object {c} another object", "a photo of a thing {c} another thing"),
     ),
 }
+"""The zero-shot tasks: the table whose keys are the classes, and the prompts."""
+
+
+def label_of(scene: Scene, attribute: str) -> Any:
+    """The class of a scene in the task of an attribute, a key of its table; None if it is not part of the task."""
+    if attribute == "count" and scene.size == "large":
+        return None  # its size would reveal the answer
+    if attribute in ("background", "position", "size", "relation"):
+        return getattr(scene, attribute)
+    # Scenes with two kinds of objects have no single answer.
+    return None if scene.other else getattr(scene if attribute == "count" else scene.item, attribute)
 
 
 def write_suite(config: ScenesConfig, folder: str | Path) -> list[str]:
@@ -106,34 +82,35 @@ def write_suite(config: ScenesConfig, folder: str | Path) -> list[str]:
     folder = Path(folder)
     training = {describe(config, index) for index in range(config.pairs)}
     facts: dict[str, Facts] = {}
-    for name, attribute in ATTRIBUTES.items():
-        facts[f"scenes/{name}"] = _write_zeroshot(config, attribute, training, folder / f"wds_scenes-{name}_test")
+    for name in ATTRIBUTES:
+        facts[f"scenes/{name}"] = _write_zeroshot(config, name, training, folder / f"wds_scenes-{name}_test")
     facts["scenes/retrieval"] = _write_retrieval(config, training, folder / "wds_scenes-retrieval_test")
     summary = {"seed": config.seed, "training_pairs": config.pairs, "tasks": facts}
     (folder / "suite.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     return list(facts)
 
 
-def _write_zeroshot(config: ScenesConfig, attribute: Attribute, training: set[Scene], folder: Path) -> Facts:
-    classes = list(attribute.classes)
+def _write_zeroshot(config: ScenesConfig, attribute: str, training: set[Scene], folder: Path) -> Facts:
+    table, templates = ATTRIBUTES[attribute]
+    classes, names = list(table), [words(table, key)[0] for key in table]
+    if attribute == "count":
+        names = [f"{name} {'shape' if key == 1 else 'shapes'}" for key, name in zip(classes, names, strict=True)]
     each, more = divmod(config.held_out, len(classes))
     room = {key: each + (k < more) for k, key in enumerate(classes)}
     chosen, taken, excluded = dict[int, int](), set[Scene](), Counter[str]()
 
     def is_wanted(scene: Scene) -> bool:
-        label = attribute.label(scene)
-        return label is not None and room[label] > 0
+        return room.get(label_of(scene, attribute), 0) > 0
 
     for index, scene in _held_out(config, training, taken, excluded, is_wanted=is_wanted):
         taken.add(scene)
-        label = attribute.label(scene)
+        label = label_of(scene, attribute)
         room[label] -= 1
         chosen[index] = classes.index(label)
         if len(chosen) == config.held_out:
             break
     samples = ((jpeg(config, index), str(label)) for index, label in chosen.items())
-    digests = _write_set(folder, samples, "cls", classnames=attribute.names,
-                         zeroshot_classification_templates=attribute.templates)  # fmt: skip
+    digests = _write_set(folder, samples, "cls", classnames=names, zeroshot_classification_templates=templates)
     facts = {"samples": len(chosen), "sha256": digests, "classes": len(classes), "chance": 1 / len(classes)}
     return {**facts, "excluded": dict(excluded)}
 

@@ -23,7 +23,7 @@ from data_prep.scenes import server
 from data_prep.scenes.caption import web
 from data_prep.scenes.render import jpeg
 from data_prep.scenes.scene import HELD_OUT_START, FaultRates, ScenesConfig, describe
-from data_prep.scenes.scene_suite import ATTRIBUTES, write_suite
+from data_prep.scenes.scene_suite import ATTRIBUTES, label_of, write_suite
 from data_prep.scenes.server import Fault, corpus_digest, fault_of, published, serve_scenes, url, write_url_table
 from jobs.demo import check_corpus
 from pipeline.errors import UserError
@@ -170,11 +170,11 @@ def members_of(folder):
 def test_zero_shot_sets(suite):
     by_bytes = {jpeg(SUITE_CONFIG, index): index for index in range(HELD_OUT_START, HELD_OUT_START + 400)}
     facts = json.loads((suite / "suite.json").read_text())["tasks"]
-    for name, attribute in ATTRIBUTES.items():
+    for name, (table, _) in ATTRIBUTES.items():
         folder = suite / f"wds_scenes-{name}_test"
         classes = (folder / "classnames.txt").read_text().splitlines()
         templates = (folder / "zeroshot_classification_templates.txt").read_text().splitlines()
-        assert len(classes) == len(set(classes)) == len(attribute.classes)
+        assert len(classes) == len(set(classes)) == len(table)
         assert all("{c}" in template for template in templates)
         members = members_of(folder)
         labels = Counter(int(body) for key, body in members.items() if key.endswith(".cls"))
@@ -187,7 +187,7 @@ def test_zero_shot_sets(suite):
         assert name == "relation" or len(known) > 40
         for key, index in known.items():
             label = int(members[key.replace(".jpg", ".cls")])
-            assert attribute.classes[label] == attribute.label(describe(SUITE_CONFIG, index))
+            assert list(table)[label] == label_of(describe(SUITE_CONFIG, index), name)
         digest = hashlib.sha256((folder / "test/0.tar").read_bytes()).hexdigest()
         assert facts[f"scenes/{name}"]["sha256"] == {"test/0.tar": digest}
         assert facts[f"scenes/{name}"]["chance"] == 1 / len(classes)

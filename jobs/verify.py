@@ -8,15 +8,9 @@ from pathlib import Path
 
 import click
 
-from pipeline.departed import COMMANDS
 
 EXIT_PROBLEMS = 1
 _SHOWN = 20
-
-
-def _departed(_: click.Context, __: click.Parameter, given: bool) -> None:
-    if given:
-        raise click.UsageError(COMMANDS["verify --rebuild"])
 
 
 @click.command(name="verify")
@@ -30,7 +24,6 @@ def _departed(_: click.Context, __: click.Parameter, given: bool) -> None:
     is_flag=True,
     help="Delete damaged shards of a download or of `neuclip pairs`; the same command as before makes them again.",
 )
-@click.option("--rebuild", is_flag=True, hidden=True, expose_value=False, callback=_departed)
 @click.option(
     "--duplicates", type=click.Path(dir_okay=False), help="Find duplicates; list all but the first in this file."
 )

@@ -120,7 +120,8 @@ def separated_values(
 
     Args:
         path: The file.
-        delimiters: What may be between fields: the first line has the most fields by it, or as many as `header`.
+        delimiters: What may be between fields: the first line has the most fields by it (or as many as `header`), and
+            of several such, the second.
         quotes: Whether quotes surround fields with delimiters or line breaks.
         header: Names of all columns, if the first line has none.
         needed: If the first line has all of these names, it is a line of names after all.
@@ -130,10 +131,11 @@ def separated_values(
     csv.field_size_limit(1 << 24)
     form: dict[str, Any] = {"quoting": csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE}
     head = first_lines(path)
-    splits = {mark: next(csv.reader(head, delimiter=mark, **form), []) for mark in delimiters}
-    delimiter = max(splits, key=lambda mark: (len(splits[mark]) == len(header), len(splits[mark])))
+    fields = {mark: [len(row) for row in itertools.islice(csv.reader(head, delimiter=mark, **form), 2)]
+              for mark in delimiters}  # fmt: skip
+    delimiter = max(fields, key=lambda mark: (fields[mark][:1] == [len(header)], fields[mark]))
     form["delimiter"] = delimiter
-    first = [name.strip() for name in splits[delimiter]]
+    first = [name.strip() for name in next(csv.reader(head, **form), [])]
     has_names = not header or (bool(needed) and set(needed) <= set(first))
     names = first if has_names else list(header)
 

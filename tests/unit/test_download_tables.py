@@ -16,7 +16,6 @@ import pytest
 
 from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.shard_plan import load_plan, read_shard
-from data_prep.fetching import source_checks
 from data_prep.ingest import prepare
 from data_prep.settings.source_config import SOURCES, SourceConfig, resolve
 from data_prep.sources.metadata_tables import count_known, files_of, read
@@ -285,14 +284,3 @@ def test_a_plan_needs_readable_uids_and_one_meaning_of_captions(tmp_path):
         with pytest.raises(UserError, match=words):
             prepare(download_config(tmp_path / "out", tmp_path / "a.parquet", source=settings))
         assert not (tmp_path / "out").exists()
-
-
-def test_the_error_quotes_an_invalid_hash(tmp_path):
-    for bad, words in (
-        ("c" * 32, r"'c+'\. It looks like md5: set source\.hash_kind=md5"),
-        ("b" * 40, r"'b+'\. Name the right column, or set source\.hash=null"),
-        (None, r"50% of the first 10 values are not, for example ''\. Name the right column"),
-    ):
-        pq.write_table(pa.table(columns(10, digest=["a" * 64] * 5 + [bad] * 5)), tmp_path / "a.parquet")
-        with pytest.raises(UserError, match=words):
-            source_checks.check_source(download_config(tmp_path, tmp_path / "a.parquet", source={"hash": "digest"}))

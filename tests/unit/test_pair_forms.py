@@ -152,6 +152,8 @@ FORMS: dict[str, tuple[Callable[[Path], Files], dict[str, Any], list[list[str]]]
         {"image": "where", "caption": "what"}, TEXTS),
     "semicolons, and commas in a name": (lambda at: {**PICTURES, "b.csv": separated(";", "where", "what, or more")},
         {"image": "where", "caption": "what, or more"}, TEXTS),
+    "commas, and a semicolon in a name": (lambda at: {**PICTURES, "b.csv": separated(",", "image", "what; or more")},
+        {"caption": "what; or more"}, TEXTS),
     "usual names written otherwise": (lambda at: {**PICTURES, "c.csv": separated(";", "Image Path", "Alt-Text")},
         {}, TEXTS),
     "upper case": (lambda at: {**PICTURES, "D.TSV": separated("\t", "image", "caption")}, {}, TEXTS),

@@ -178,11 +178,13 @@ def test_a_refused_source_leaves_what_was_there(table, tmp_path, before):
 
 
 def test_options_that_left_say_what_happens_instead(table, tmp_path, capsys):
-    arguments = ["pairs", str(table), "--output", str(tmp_path / "out")]
-    for option in (["--raw"], ["--quality", "90"], ["--background", "red"]):
+    pairs_of = ["pairs", str(table), "--output", str(tmp_path / "out")]
+    for arguments in ([*pairs_of, "--raw"], [*pairs_of, "--quality", "90"], [*pairs_of, "--background", "red"],
+                      ["verify", "--rebuild", str(tmp_path)]):  # fmt: skip
         with pytest.raises(SystemExit):
-            run(cli, [*arguments, *option], prog_name="neuclip")
-        assert f"It was removed. {COMMANDS[f'pairs {option[0]}']}" in " ".join(capsys.readouterr().err.split())
+            run(cli, arguments, prog_name="neuclip")
+        option = next(word for word in arguments if word in ("--raw", "--quality", "--background", "--rebuild"))
+        assert f"It was removed. {COMMANDS[f'{arguments[0]} {option}']}" in " ".join(capsys.readouterr().err.split())
 
 
 def test_the_command_reports_the_result_and_how_to_train(table, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Images in folders, with files of the same name for their captions, or in folders that have the names of classes."""
+"""Folders: their files, splits by name, and images in folders that have the names of classes."""
 
 from __future__ import annotations
 

@@ -163,8 +163,8 @@ def _kind_of_folder(path: Path, options: SourceOptions) -> tuple[str, list[Path]
         raise problems[0]
     if images:
         raise UserError(
-            f"{path} has images, but no captions: neither a table in it, nor .txt or .json files beside them. If the "
-            "folders that they are in have the names of classes: --caption-template 'a photo of a {class}'."
+            f"{path} has images, but no captions: neither a table (CSV, TSV, JSONL) in it, nor .txt or .json files "
+            "beside them. If they are in folders with the names of classes: --caption-template 'a photo of a {class}'."
         )
     raise UserError(f"{path} holds no supported kind of source. A source is {_KNOWN}.")
 

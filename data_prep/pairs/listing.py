@@ -140,14 +140,10 @@ def _identity(row: PairRow) -> bytes:
 
     Otherwise they would be false negatives of each other. A file has one, whatever names and links lead to it.
     """
-    if row.problem or _is_in_tar(row):
+    if row.problem or (row.at and os.path.isabs(row.image)):
         return b""
     about = None if row.at else _stat(row.image)
     return b"%d %d" % (about.st_dev, about.st_ino) if about else os.fsencode(row.image)
-
-
-def _is_in_tar(row: PairRow) -> bool:
-    return bool(row.at) and os.path.isabs(row.image)
 
 
 def _stat(image: str) -> os.stat_result | None:

@@ -130,7 +130,7 @@ def separated_values(
     """
     csv.field_size_limit(1 << 24)
     form: dict[str, Any] = {"quoting": csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE}
-    head = first_lines(path)
+    head = [line[: 1 << 19] for line in first_lines(path)]  # shorter than the limit
     fields = {mark: [len(row) for row in itertools.islice(csv.reader(head, delimiter=mark, **form), 2)]
               for mark in delimiters}  # fmt: skip
     delimiter = max(fields, key=lambda mark: (fields[mark][:1] == [len(header)], fields[mark]))

@@ -232,6 +232,11 @@ def test_a_folder_that_is_not_what_it_was(table, tmp_path):
     make(table, out)
     with pytest.raises(UserError, match=r"other settings \(size was None and is now 32\)"):
         convert_all(table, out, size=32)
+    plan = out / "plan/pairs.json"  # of an earlier version, with an option that left
+    plan.write_text(plan.read_text().replace('"raw": false', '"raw": true'))
+    with pytest.raises(UserError, match=r"other settings \(raw was True and is now False\)"):
+        make(table, out)
+    plan.write_text(plan.read_text().replace('"raw": true', '"raw": false'))
     with pytest.raises(UserError, match="was not made by `neuclip pairs`"):
         make(table, table.parent / "images")
     table.write_text(table.read_text().replace("picture 3", "picture three"))

@@ -1,19 +1,21 @@
-"""Detect the kind of a SOURCE and open it as rows."""
+"""Detect the kind of a SOURCE, its split and its classes, and open it as rows."""
 
 from __future__ import annotations
 
 import itertools
 import os
+import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from data_prep.pairs import embedded, folders, members
-from data_prep.pairs.folders import is_image
-from data_prep.pairs.listing import PairSource
-from data_prep.pairs.pair import SourceOptions
+from data_prep.pairs import embedded, members
+from data_prep.pairs.listing import PairRow, PairSource
+from data_prep.pairs.members import files_below, is_image, regular_files, walk
+from data_prep.pairs.pair import SourceOptions, read_image, refuse_split
 from data_prep.pairs.pair_tables import TABLE_SUFFIXES, find_columns, open_table
+from data_prep.reasons import NO_CAPTION
 from pipeline.data.shards.manifest_format import JOURNAL
 from pipeline.errors import UserError
 from pipeline.pictures.image_error import FORMAT_SUFFIXES
@@ -48,6 +50,10 @@ _APPLIES = {
 }
 
 
+_SPLITS = ("train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval")
+"""As `datasets` finds them in names."""
+
+
 def open_source(source: str, options: SourceOptions, cache: Path) -> PairSource:
     """Open a file, a folder or a name on the hub; `cache` is a folder for copies.
 
@@ -65,12 +71,12 @@ def open_source(source: str, options: SourceOptions, cache: Path) -> PairSource:
     root = path if path.is_dir() else path.parent
     chosen, notes = files, tuple[str, ...]()
     if kind == "parquet" or (kind == "table" and files[0].suffix.lower() != ".json"):  # a JSON may name splits itself
-        chosen, notes = folders.of_split(root, files, options)
+        chosen, notes = _of_split(root, files, options)
     match kind:
         case "table":
             opened = _open_tables(root, chosen, options)
         case "images":
-            opened = (folders.open_classes if options.caption_template else members.open_folder)(path, options)
+            opened = (_open_classes if options.caption_template else members.open_folder)(path, options)
         case "tars":
             opened = members.open_tars(root, chosen, options, cache)
         case "parquet":
@@ -96,7 +102,7 @@ def _open_tables(root: Path, files: list[Path], options: SourceOptions) -> PairS
 def _unread(folder: Path, kind: str, files: list[Path]) -> Iterator[str]:
     """A note about what a folder has besides its source, and what is not read."""
     counts, used = Counter[str](), set(files)
-    for path in folders.files_below(folder) if kind in _BESIDE else ():
+    for path in files_below(folder) if kind in _BESIDE else ():
         fits = (what for what, suffixes in _SUFFIXES.items() if path.name.lower().endswith(suffixes))
         what = next(fits, "") if path not in used else ""
         counts[what] += what not in ("", *_BESIDE[kind])
@@ -136,7 +142,7 @@ def _kind_of_folder(path: Path, options: SourceOptions) -> tuple[str, list[Path]
         return "images", []
     if any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json", "state.json")):
         return "datasets", []
-    if files := folders.regular_files(path, lambda name: name in _METADATA):
+    if files := regular_files(path, lambda name: name in _METADATA):
         return "table", files
     problems: list[UserError] = []
     beside = sorted(file for file in path.iterdir() if file.is_file() and file.name != JOURNAL)
@@ -145,13 +151,13 @@ def _kind_of_folder(path: Path, options: SourceOptions) -> tuple[str, list[Path]
             names = ", ".join(table.name for table in files[:5])
             raise UserError(f"{path} has several tables ({names}): name one of them.")
         return "table", files
-    files = folders.regular_files(path, lambda name: name.lower().endswith(".parquet"))
+    files = regular_files(path, lambda name: name.lower().endswith(".parquet"))
     if _fitting(files[:1], options, problems):
         return "parquet", files
-    if files := folders.regular_files(path, lambda name: name.lower().endswith(_TARS)):
+    if files := regular_files(path, lambda name: name.lower().endswith(_TARS)):
         return "tars", files
     # Of any kind: links to nothing and pipes are rows that are counted.
-    images = list(itertools.islice((file for file in folders.files_below(path) if is_image(file.name)), 10_000))
+    images = list(itertools.islice((file for file in files_below(path) if is_image(file.name)), 10_000))
     beside_it = (
         f"{name}.{suffix}" for image in images for name in (image, image.with_suffix("")) for suffix in _CAPTIONS
     )
@@ -179,3 +185,65 @@ def _fitting(files: Iterable[Path], options: SourceOptions, problems: list[UserE
         except UserError as problem:
             problems.append(problem)
     return fitting
+
+
+def _open_classes(root: Path, options: SourceOptions) -> PairSource:
+    """Images in folders with the names of their classes, perhaps below folders of splits.
+
+    A class takes the place of `{class}` in each template, and the name of the folder above it that of `{parent}`.
+    """
+    templates = options.caption_template
+    if wrong := [template for template in templates if "{class}" not in template]:
+        raise UserError(f"--caption-template {wrong[0]!r} has no {{class}}, the place for the name of a folder.")
+    below = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+    folders, notes = [root], tuple[str, ...]()
+    if below and all(_split_of(path, root) for path in below):
+        folders, notes = _of_split(root, below, options)
+    else:
+        refuse_split(options, "this source, whose folders are not all named after splits")
+    tops, with_parent = (root, *folders), any("{parent}" in template for template in templates)
+
+    def rows() -> Iterator[PairRow]:
+        for path in (Path(at, name) for top in folders for at, files in walk(top) for name in files if is_image(name)):
+            place, here = path.relative_to(root).as_posix(), path.parent
+            if here in tops or (with_parent and here.parent in tops):
+                yield PairRow(place, problem=NO_CAPTION, detail="it is in no folder of a class")
+            else:
+                label, parent = (re.sub(r"[_\s]+", " ", folder.name) for folder in (here, here.parent))
+                texts = (text.replace("{class}", label).replace("{parent}", parent) for text in templates)
+                yield PairRow(place, str(path), tuple(texts))
+
+    classes = {Path(row.image).parent for row in rows() if not row.problem}
+    if not classes:
+        raise UserError(f"{root} has no folders with images, whose names would be the classes of --caption-template.")
+    notes += (f"classes: {_names(classes)}",)
+    if (above := {folder.parent for folder in classes if folder.parent not in tops}) and not with_parent:
+        notes += (f"in no caption: the folders above, {_names(above)}; {{parent}} in a template takes their names",)
+    about = {"kind": "folders of classes", "caption": list(templates)}
+    return PairSource(about, rows(), root, read_image, notes=notes)
+
+
+def _names(folders: Collection[Path]) -> str:
+    names = sorted({folder.name for folder in folders})
+    return f"{len(names):,} ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''})"
+
+
+def _of_split(root: Path, paths: list[Path], options: SourceOptions) -> tuple[list[Path], tuple[str, ...]]:
+    """Files or folders of one split if all are of splits, else all; and a note about the choice."""
+    splits = {path: _split_of(path, root) for path in paths}
+    names = sorted(set(splits.values()) - {""})
+    if not names:
+        refuse_split(options, "this source, in which nothing has the name of a split")
+    if not options.split and ("" in splits.values() or len(names) < 2):
+        return paths, ()
+    wanted = options.split or "train"
+    if wanted not in names:
+        raise UserError(f"{root} has no split {wanted!r}: choose with --split. It has: {', '.join(names)}.")
+    chosen = [path for path, split in splits.items() if split == wanted]
+    return chosen, (f"split {wanted} of {', '.join(names)} (--split chooses another)",)
+
+
+def _split_of(path: Path, root: Path) -> str:
+    """The split that a file or folder is of, by its name or that of a folder above it; empty for none."""
+    words = (re.split(r"[-_. ]", part)[0].lower() for part in path.relative_to(root).parts)
+    return next((word for word in words if word in _SPLITS), "")

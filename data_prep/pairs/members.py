@@ -12,13 +12,12 @@ import os
 import shutil
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from data_prep.pairs.folders import is_image, walk
 from data_prep.pairs.listing import PairRow, PairSource
 from data_prep.pairs.pair import (
     CAPTION_NAMES,
@@ -272,3 +271,31 @@ def _image_samples(folder: Path) -> Iterator[PairFiles]:
                 image = {path.suffix.lower()[1:]: (str(path), ())}
                 parts = {**image, **texts.get(name, {}), **texts.get(path.stem, {})}
                 yield PairFiles(path.relative_to(folder).as_posix(), parts)
+
+
+def is_image(name: str) -> bool:
+    """Whether a file is an image by its name."""
+    return name.rpartition(".")[2].lower() in FORMAT_SUFFIXES and not name.startswith(".")
+
+
+def walk(folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """Folders below a folder, links followed, with their files; without hidden folders, such as `.ipynb_checkpoints`,
+    and links to a folder that they are in."""
+    for root, below, files in os.walk(folder, followlinks=True):
+        here = Path(root).resolve()
+        visible = (name for name in below if not name.startswith("."))
+        below[:] = sorted(name for name in visible if not here.is_relative_to((here / name).resolve()))
+        yield root, sorted(files)
+
+
+def files_below(folder: Path) -> Iterator[Path]:
+    """The files of all kinds below a folder, in the order of `walk`."""
+    return (Path(root, name) for root, names in walk(folder) for name in names)
+
+
+def regular_files(folder: Path, wanted: Callable[[str], bool]) -> list[Path]:
+    """The files with wanted names below a folder. Refuses a link to nothing, a pipe or a device."""
+    files = [path for path in files_below(folder) if wanted(path.name)]
+    if odd := [path for path in files if not path.is_file()]:
+        raise UserError(f"{odd[0]} is not a file, nor a link to one: mend it, or move it away.")
+    return files

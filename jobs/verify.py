@@ -8,7 +8,6 @@ from pathlib import Path
 
 import click
 
-
 EXIT_PROBLEMS = 1
 _SHOWN = 20
 

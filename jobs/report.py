@@ -14,40 +14,32 @@ import click
     type=click.Path(path_type=Path, file_okay=False),
     help="Folder to write into [RUN, or comparison/ for several].",
 )
-@click.option("--tensorboard/--no-tensorboard", default=True, help="Add scores as scalars to RUN/tensorboard [yes].")
-@click.option("--mixed", is_flag=True, help="Allow comparing runs evaluated with different settings or data.")
 @click.option("--caption", show_default="txt", help="Of a data set: a member's suffix, or json:FIELD.")
 @click.option("--allow-outside", is_flag=True, help="Read shards outside of a data set that its manifest names.")
 def command(
     runs: tuple[Path, ...],
     output: Path | None,
-    tensorboard: bool,
-    mixed: bool,
     caption: str | None,
     allow_outside: bool,
 ) -> None:
     """Write report.html and report.md of one RUN, or a comparison of several, or report.html of one data set.
 
     A RUN is a folder written by `neuclip train` or `neuclip demo`. The report lists what is missing. The HTML page
-    needs no other files and no network. A comparison also writes its tables as markdown, CSV and LaTeX, with
-    differences from the first RUN and their bootstrap confidence intervals. If a run logs to TensorBoard, its scores
-    are added there.
+    needs no other files and no network. A comparison also writes its tables as markdown and CSV, with differences from
+    the first RUN and their bootstrap confidence intervals.
 
     A data set is a folder with a manifest.json, of `neuclip download`, `pairs` or `manifest`. Its page shows samples,
     what was left out and why, sizes, captions and near duplicates.
     """
     from pipeline.errors import UserError
-    from pipeline.report import update_scores, write_report
+    from pipeline.report import write_report
 
     if data := [folder for folder in runs if (folder / "manifest.json").is_file()]:
         if len(runs) > 1:
             raise UserError(f"{data[0]} is a data set, not a run: report on data sets one by one.")
         click.echo(_data_report(data[0], output, caption, allow_outside=allow_outside))
         return
-    click.echo(write_report(runs, output=output, mixed=mixed))
-    if tensorboard:
-        for folder in runs:
-            update_scores(folder)
+    click.echo(write_report(runs, output=output))
 
 
 def _data_report(folder: Path, output: Path | None, caption: str | None, *, allow_outside: bool) -> Path:

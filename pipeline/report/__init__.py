@@ -2,7 +2,7 @@
 
     from pipeline.report import write_report
     page = write_report(["runs/demo"])                # runs/demo/report.html, report.md
-    page = write_report(["runs/a", "runs/b"])         # comparison/comparison.html, .md, .csv, .tex
+    page = write_report(["runs/a", "runs/b"])         # comparison/comparison.html, .md, .csv
 
 Importing this package is cheap.
 """
@@ -21,13 +21,12 @@ FOLDER = Path("tensorboard") / "evaluation"
 """Where a run's scores are as TensorBoard scalars."""
 
 
-def write_report(runs: Sequence[str | Path], *, output: str | Path | None = None, mixed: bool = False) -> Path:
+def write_report(runs: Sequence[str | Path], *, output: str | Path | None = None) -> Path:
     """Write the report of one run, or a comparison of several runs with the first as the baseline.
 
     Args:
         runs: Folders of runs.
         output: Folder to write into; by default the run's own, or `comparison` for several.
-        mixed: Allow runs that were evaluated with different settings or on different data.
 
     Returns:
         The path of the HTML page; the other files are in the same folder.
@@ -42,9 +41,9 @@ def write_report(runs: Sequence[str | Path], *, output: str | Path | None = None
         from pipeline.report.run_page import write_page
 
         return write_page(read[0], Path(output or read[0].folder))
-    from pipeline.report.comparison_page import write_comparison
+    from pipeline.report.comparison import write_comparison
 
-    return write_comparison(read, Path(output or "comparison"), mixed=mixed)
+    return write_comparison(read, Path(output or "comparison"))
 
 
 def update_scores(run: str | Path) -> None:

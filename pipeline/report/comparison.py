@@ -1,47 +1,33 @@
-"""Comparison of several runs: shared tasks, aggregates, differences with intervals, means over seeds.
-
-The intervals are of a paired bootstrap over a task's samples: the uncertainty due to the finite test set. They do not
-include the variation between training seeds; repeat runs with other seeds to measure that.
-"""
+"""Comparison of several runs: shared tasks, aggregates and differences with intervals, as a page, markdown and CSV."""
 
 from __future__ import annotations
 
-import hashlib
-import json
+import csv
+import io
+import itertools
 import math
-import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from pipeline.config import flatten
 from pipeline.errors import UserError
-from pipeline.evaluation.datasets.datacomp import AGGREGATES, TASKS
-from pipeline.report.run_data import Run
+from pipeline.evaluation.datasets.datacomp import AGGREGATES
+from pipeline.files import write_text
+from pipeline.report.bootstrap import Difference, difference, resample
+from pipeline.report.charts import COLD, GAP, Chart, curves, quantity, quantity_chart
+from pipeline.report.figures import SERIES, Line
+from pipeline.report.page import render, short
+from pipeline.report.run_data import Run, flat
 from pipeline.report.stored_scores import Score, StoredEvaluation
 
 SETTINGS = ("blank_class", "micro_batch", "precision", "task_data")
 """Evaluation inputs that must be equal for scores to be comparable."""
 NOT_OFFICIAL = "not the official data"
-SEED_KEYS = ("seed", "output", "name")  # settings that may differ between repetitions of a run
-RESAMPLES = 1_000
-LEVEL = 0.95
-Outcomes = Mapping[str, np.ndarray]
-Statistic = Callable[[np.ndarray], float]
-
-
-@dataclass(frozen=True)
-class Difference:
-    """A difference of scores and its confidence interval, which is None if per-sample outcomes were not stored."""
-
-    value: float
-    interval: tuple[float, float] | None = None
-
-    @property
-    def is_clear(self) -> bool:
-        """Whether the interval excludes zero."""
-        return self.interval is not None and (self.interval[0] > 0 or self.interval[1] < 0)
+Named = Sequence[tuple[str, Run, str]]
+"""Runs, each with its label before it and its colour behind it."""
 
 
 @dataclass(frozen=True)
@@ -55,44 +41,55 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Method:
-    """Runs that differ only in their seed: mean of each aggregate and, for two or more runs, standard deviation."""
-
-    name: str
-    runs: int
-    values: tuple[tuple[float, float | None] | None, ...]
-
-
-@dataclass(frozen=True)
 class Comparison:
     """The comparison of several runs, the first of which is the baseline."""
 
-    runs: tuple[Run, ...]
     labels: tuple[str, ...]
     """One short, distinct name per run."""
     aggregates: tuple[Row, ...]
     tasks: tuple[Row, ...]
-    methods: tuple[Method, ...]
     notes: tuple[str, ...]
-    """Remarks about missing or differing data."""
+    """Remarks about missing data."""
 
 
-def compare(runs: Sequence[Run], *, mixed: bool = False) -> Comparison:
-    """Compare the latest evaluation of every run with that of the first.
-
-    With `mixed`, scores may be from different settings or data; the notes list the differences.
+def write_comparison(runs: Sequence[Run], output: Path) -> Path:
+    """Write `comparison.html`, `.md` and `.csv` to `output`. Returns the path of the page.
 
     Raises:
-        UserError: A task was evaluated with different settings or on different data, and `mixed` is not given.
+        UserError: The runs were evaluated with different settings or on different data.
     """
-    latest = [run.latest for run in runs]
+    comparison = compare(runs)
+    named = list(zip(comparison.labels, runs, itertools.cycle(SERIES), strict=False))
+    context = {
+        "c": comparison,
+        "title": " · ".join(comparison.labels),
+        "summary": _summary(named),
+        "settings": _different_settings(runs),
+        "curves": _performance_curves(named),
+        "training": [
+            *(drawn for key in ("loss", "tau", GAP) for drawn in quantity_chart(key, named)),
+            *quantity_chart(COLD, named, title=f"{quantity(GAP).title}, cold"),
+            *quantity_chart("samples_per_second", named),
+        ],
+        "percent": percent,
+        "change": change,
+    }
+    write_text(output / "comparison.csv", to_csv(comparison))
+    write_text(output / "comparison.md", render("comparison.md", context))
+    return write_text(output / "comparison.html", render("comparison.html", context))
+
+
+def compare(runs: Sequence[Run]) -> Comparison:
+    """Compare the latest evaluation of every run with that of the first.
+
+    Raises:
+        UserError: A task was evaluated with different settings or on different data.
+    """
+    latest, names = [run.latest for run in runs], labels(runs)
     by_task = {score.task: score for e in latest if e is not None for score in e.scores}
     scores = {key: [evaluation.score(key) if evaluation else None for evaluation in latest] for key in by_task}
-    different = [text for key in by_task for text in _different_inputs(key, labels(runs), scores[key])]
-    if different and not mixed:
-        raise UserError(
-            f"{different[0]} Evaluate the runs with equal settings on equal data, or compare them with --mixed."
-        )
+    for key in by_task:
+        _check_inputs(key, names, scores[key])
     drawn = {key: _per_run(of) for key, of in scores.items()}
     tasks = [
         _row(sample.label, [s.score if s else None for s in scores[key]], drawn[key], chance=sample.chance)
@@ -103,14 +100,7 @@ def compare(runs: Sequence[Run], *, mixed: bool = False) -> Comparison:
         known = [part for key in keys if (part := drawn.get(key)) is not None]
         values = np.mean(known, axis=0) if len(known) == len(keys) else None
         aggregates.append(_row(name, [mean_score(e, keys) for e in latest], values))
-    return Comparison(
-        runs=tuple(runs),
-        labels=tuple(labels(runs)),
-        aggregates=tuple(aggregates),
-        tasks=tuple(tasks),
-        methods=tuple(_methods(runs, aggregates)),
-        notes=(*different, *_notes(runs)),
-    )
+    return Comparison(tuple(names), tuple(aggregates), tuple(tasks), tuple(_notes(names, runs)))
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
@@ -143,8 +133,8 @@ def groups_of(evaluations: Sequence[StoredEvaluation | None]) -> dict[str, tuple
     return groups
 
 
-def _different_inputs(task: str, names: Sequence[str], scores: Sequence[Score | None]) -> Iterator[str]:
-    """One sentence per difference in how the runs evaluated a task."""
+def _check_inputs(task: str, names: Sequence[str], scores: Sequence[Score | None]) -> None:
+    """Refuse runs that evaluated a task differently."""
     for setting in SETTINGS:
         values = {
             name: str(score.inputs[setting])[:12]
@@ -154,7 +144,10 @@ def _different_inputs(task: str, names: Sequence[str], scores: Sequence[Score | 
         if len(set(values.values())) > 1:
             shown = ", ".join(f"{name}: {value}" for name, value in values.items())
             what = "on different data" if setting == "task_data" else f"with different {setting}"
-            yield f"{task} was evaluated {what} ({shown})."
+            raise UserError(
+                f"{task} was evaluated {what} ({shown}): such scores do not compare. Evaluate the runs with equal "
+                "settings on equal data (`neuclip evaluate`)."
+            )
 
 
 def mean_score(evaluation: StoredEvaluation | None, keys: Sequence[str]) -> float | None:
@@ -174,109 +167,91 @@ def _per_run(scores: Sequence[Score | None]) -> np.ndarray | None:
     return full
 
 
-def _row(name: str, scores: Sequence[float | None], values: np.ndarray | None, *, chance: float | None = None) -> Row:
+def _row(
+    name: str, scores: Sequence[float | None], resampled: np.ndarray | None, *, chance: float | None = None
+) -> Row:
+    first = scores[0]
     differences: list[Difference | None] = [None]
     for k, score in enumerate(scores[1:], 1):
-        both = (values[0], values[k]) if values is not None else (None, None)
-        known = score is not None and scores[0] is not None
-        differences.append(difference(score - scores[0], *both) if known else None)  # type: ignore[operator]
+        both = score is not None and first is not None
+        differences.append(difference(score - first, resampled, k) if both else None)  # type: ignore[operator]
     return Row(name, tuple(scores), tuple(differences), chance=chance)
 
 
-def _methods(runs: Sequence[Run], aggregates: Sequence[Row]) -> list[Method]:
-    members: dict[str, list[int]] = {}
-    for k, run in enumerate(runs):
-        identity = {key: value for key, value in run.config.items() if key not in SEED_KEYS}
-        members.setdefault(json.dumps(flatten(identity) or k, sort_keys=True, default=str), []).append(k)
-    objectives = [str(run.setting("objective.name", "")) for run in runs]
-    methods = []
-    for group in members.values():
-        values: list[tuple[float, float | None] | None] = []
-        for row in aggregates:
-            full = [score for k in group if (score := row.scores[k]) is not None]
-            spread = statistics.stdev(full) if len(full) > 1 else None
-            values.append((statistics.fmean(full), spread) if len(full) == len(group) else None)
-        mine, others = objectives[group[0]], [name for k, name in enumerate(objectives) if k not in group]
-        name = mine if mine and mine not in others else ", ".join(labels(runs)[k] for k in group)
-        methods.append(Method(name, len(group), tuple(values)))
-    return methods
-
-
-def _notes(runs: Sequence[Run]) -> list[str]:
-    notes = [f"{name}: {note}" for name, run in zip(labels(runs), runs, strict=True) for note in run.notes]
-    latest = {name: run.latest for name, run in zip(labels(runs), runs, strict=True) if run.latest is not None}
-    for name, evaluation in latest.items():
-        notes += [f"{name}: {task} could not be scored: {reason}" for task, reason in evaluation.failures.items()]
+def _notes(names: Sequence[str], runs: Sequence[Run]) -> Iterator[str]:
+    for name, run in zip(names, runs, strict=True):
+        yield from (f"{name}: {note}" for note in run.notes)
+        failures = run.latest.failures if run.latest else {}
+        yield from (f"{name}: {task} could not be scored: {reason}" for task, reason in failures.items())
+    latest = {name: run.latest for name, run in zip(names, runs, strict=True) if run.latest is not None}
     if len({evaluation.samples for evaluation in latest.values()}) > 1:
         shown = ", ".join(f"{name} {e.samples:,}" if e.samples else f"{name} ?" for name, e in latest.items())
-        notes.append(f"The latest evaluations are not at the same number of samples seen: {shown}.")
-    return notes
+        yield f"The latest evaluations are not at the same number of samples seen: {shown}."
 
 
-def resample(scores: Sequence[Score], *, resamples: int = RESAMPLES) -> np.ndarray | None:
-    """The main metric of one task on bootstrap samples, `[runs, resamples]`; every run uses the same samples.
-
-    Returns None if outcomes are missing, the runs were evaluated on different data, or the metric is not supported.
-    """
-    if len({str(score.inputs.get("task_data")) for score in scores}) != 1:
-        return None
-    stored = [score.read_outcomes() for score in scores]
-    statistics = [statistic(s, outcomes) for s, outcomes in zip(scores, stored, strict=True) if outcomes is not None]
-    usable = [pair for pair in statistics if pair is not None]
-    if len(usable) != len(scores) or len({units for units, _ in usable}) != 1:
-        return None
-    units = usable[0][0]
-    seed = int.from_bytes(hashlib.sha256(scores[0].task.encode()).digest()[:8], "big")
-    rng = np.random.default_rng(seed)
-    values = np.empty((len(scores), resamples))
-    for k in range(resamples):
-        drawn = rng.integers(units, size=units)
-        values[:, k] = [compute(drawn) for _, compute in usable]
-    return values
+def percent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.2f}"
 
 
-def difference(value: float, baseline: np.ndarray | None, other: np.ndarray | None) -> Difference:
-    """The difference `value` with the percentile interval of `other - baseline`, `[resamples]` each."""
-    if baseline is None or other is None:
-        return Difference(value)
-    tail = 100 * (1 - LEVEL) / 2
-    low, high = np.percentile(other - baseline, [tail, 100 - tail])
-    return Difference(value, (float(low), float(high)))
+def change(value: Difference | None) -> str:
+    """`+1.23 [+0.10, +2.31]` in points; the brackets are the 95% confidence interval."""
+    if value is None:
+        return ""
+    text = f"{100 * value.value:+.2f}"
+    if value.interval is None:
+        return text
+    return f"{text} [{100 * value.interval[0]:+.2f}, {100 * value.interval[1]:+.2f}]"
 
 
-def statistic(score: Score, outcomes: Outcomes) -> tuple[int, Statistic] | None:
-    """The number of samples of a task, and its main metric as a function of the samples drawn."""
-    metric = score.main_metric
-    if score.protocol == "retrieval" and metric == "mean_recall@1":
-        return _recall(outcomes)
-    if score.protocol == "association":
-        counted = (outcomes["candidates"] >= (10 if metric.endswith("10-12") else 1)).astype(np.float64)
-        values = outcomes["jaccard"] * counted
-        return len(values), lambda drawn: float(values[drawn].sum() / max(1.0, counted[drawn].sum()))
-    if score.protocol != "classification":
-        return None
-    if metric in ("acc1", "acc5"):
-        right = outcomes["rank"] < (1 if metric == "acc1" else 5)
-        return len(right), lambda drawn: float(right[drawn].mean())
-    # Metrics over classes and groups are computed by the evaluation's own functions.
-    from pipeline.evaluation.protocol import group_metrics, macro_recall
-
-    rows, task = len(outcomes["target"]), TASKS.get(score.task)
-    if metric == "mean_per_class_recall":
-        return rows, lambda drawn: macro_recall(outcomes["target"][drawn], outcomes["prediction"][drawn])
-    if task is None or not task.fields:
-        return None
-    return rows, lambda drawn: group_metrics(task, {k: v[drawn] for k, v in outcomes.items()})[task.main_metric]
+def to_csv(comparison: Comparison) -> str:
+    """One line per task and run; values are fractions, not percent; empty if missing."""
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(["kind", "task", "run", "score", "difference", "ci_low", "ci_high", "chance"])
+    for kind, rows in (("aggregate", comparison.aggregates), ("task", comparison.tasks)):
+        for row in rows:
+            for label, score, delta in zip(comparison.labels, row.scores, row.differences, strict=True):
+                low, high = delta.interval if delta and delta.interval else (None, None)
+                values = [score, delta.value if delta else None, low, high, row.chance]
+                writer.writerow([kind, row.name, label, *("" if v is None else repr(v) for v in values)])
+    return buffer.getvalue()
 
 
-def _recall(outcomes: Outcomes) -> tuple[int, Statistic]:
-    """Mean R@1 of both directions; an image is resampled together with all its captions."""
-    owner = outcomes["caption_owner"]
-    image = (outcomes["image_rank"] < 1).astype(np.float64)
-    captions = np.bincount(owner, minlength=len(image)).astype(np.float64)
-    hits = np.bincount(owner, weights=outcomes["caption_rank"] < 1, minlength=len(image))
+def _summary(named: Named) -> list[dict[str, Any]]:
+    rows = []
+    for label, run, colour in named:
+        _, speed = run.curve("samples_per_second")
+        rows.append(
+            {
+                "label": label,
+                "colour": colour,
+                "method": run.setting("objective.name", "–"),
+                "arch": run.architecture or "–",
+                "batch": run.setting("batch_size", "–"),
+                "seed": run.setting("seed", "–"),
+                "samples": short(run.rows[-1]["samples"]) if run.rows else "–",
+                "speed": short(float(np.median(speed))) if len(speed) else "–",
+            }
+        )
+    return rows
 
-    def compute(drawn: np.ndarray) -> float:
-        return float(0.5 * (image[drawn].mean() + hits[drawn].sum() / captions[drawn].sum()))
 
-    return len(image), compute
+def _performance_curves(named: Named) -> list[Chart]:
+    """Every aggregate over samples seen, one curve per run."""
+    made = []
+    for name, keys in groups_of([run.latest for _, run, _ in named]).items():
+        lines = []
+        for label, run, colour in named:
+            scores = [(e.samples, mean_score(e, keys)) for e in run.evaluations if e.samples is not None]
+            points = np.array([p for p in scores if p[1] is not None], dtype=np.float64).reshape(-1, 2)
+            lines.append(Line(points[:, 0], points[:, 1], label=label, colour=colour, marked=True))
+        made += curves(name, lines, percent=True)
+    return made
+
+
+def _different_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """The settings in which the runs differ, with the value of each run; a dash if a run does not have the key."""
+    trees = [dict(flat(run.config)) for run in runs]
+    keys = dict.fromkeys(key for tree in trees for key in tree)
+    rows = [(key, [tree.get(key, "–") for tree in trees]) for key in keys]
+    return [(key, values) for key, values in rows if len(set(values)) > 1 and key != "output"]

@@ -86,6 +86,6 @@ def test_a_source_of_urls(tmp_path):
 
 def test_a_chart(tmp_path, caplog):
     run = make_run(tmp_path / "run")
-    CliRunner().invoke(report.command, [str(run), "--no-tensorboard"], catch_exceptions=False)
+    CliRunner().invoke(report.command, [str(run)], catch_exceptions=False)
     assert "Twice the loss" in (run / "report.html").read_text()
     assert ".broken is left out: AttributeError(" in caplog.text

@@ -11,7 +11,6 @@ from PIL import Image
 
 from pipeline.data.shards.manifest_format import make_manifest
 from pipeline.files import sha256_of
-from tests.shards import jpeg, write_tar
 
 
 def make_run(folder: Path, *, name: str = "neuclip", right: int = 60, steps: tuple[int, ...] = (50, 100)) -> Path:
@@ -20,7 +19,6 @@ def make_run(folder: Path, *, name: str = "neuclip", right: int = 60, steps: tup
     shards = folder / "shards"
     shards.mkdir()
     failures = {"http 404": 7, "<b>odd</b>": 3}
-    _write_shard(shards / "0.tar")
     make_manifest([("0.tar", 90, 1_000, "0" * 64)], failures=failures, facts={"source": "scenes", "urls": 100}).save(
         shards
     )
@@ -66,12 +64,6 @@ def _make_evaluation(folder: Path, *, right: int) -> None:
     (folder / "scenes-retrieval.json").write_text(json.dumps(retrieval | common))
     summary = {"failures": {"scenes/size": "the data is cut short"}, "aggregates": {}}
     (folder / "summary.json").write_text(json.dumps(summary))
-    names = ["red", "blue"]
-    classes = [{"name": name, "samples": 50, "accuracy": right / 100} for name in names]
-    matrix = [[right // 2, 50 - right // 2], [0, 50]]
-    (folder / "classes").mkdir()
-    tree = {"classes": classes, "matrix": matrix, "confusions": [{"true": 0, "predicted": 1, "count": matrix[0][1]}]}
-    (folder / "classes" / "scenes-colour.json").write_text(json.dumps(tree))
     examples = folder / "scenes-retrieval.examples"
     examples.mkdir()
     for index in range(3):
@@ -82,8 +74,3 @@ def _make_evaluation(folder: Path, *, right: int) -> None:
     captions = [{"caption": f"caption <{k}>", "score": 0.5, "right": k == 1} for k in range(2)]
     described = {"image": 1, "file": "1.jpg", "rank": 1, "own": ["caption <1>"], "captions": captions}
     (examples / "images.json").write_text(json.dumps([described]))
-
-
-def _write_shard(path: Path) -> None:
-    """Write two of the samples that the manifest lists."""
-    write_tar(path, [{"jpg": jpeg(k, size=(8, 8)), "txt": f"pair <{k}>".encode()} for k in range(2)])

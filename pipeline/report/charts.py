@@ -1,4 +1,4 @@
-"""The charts of a run's page: curves, bars and small multiples from the data that was read.
+"""The charts of a run's page: curves over samples seen, and small multiples of its tasks.
 
 Unknown logged quantities are shown under their own names.
 """
@@ -6,17 +6,16 @@ Unknown logged quantities are shown under their own names.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 
 from pipeline.registries import load_entry_points
 from pipeline.report.figures import SERIES, SMALL, Line, line_chart
-from pipeline.report.page import Bar, Bars, duration, percent, rounded, short
+from pipeline.report.page import rounded
 from pipeline.report.run_data import RECALLS, Run
-from pipeline.report.stored_scores import Score
 
 MAIN = ("samples_per_second", "data_wait", "lr", "gradient_norm")
 GAP, COLD = "normalizer_gap", "normalizer_gap_cold"
@@ -98,17 +97,16 @@ def quantity(key: str) -> Quantity:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves with a title, a note on how to read them, and a summary in words."""
+    """Curves with a title, a note on how to read them, and their last values in words."""
 
     title: str
     svg: str
-    note: str = ""
-    hover: Mapping[str, Any] = field(default_factory=dict)
-    summary: str = ""
+    note: str
+    end: str
 
 
 def chart(title: str, lines: Sequence[Line], *, note: str = "", percent: bool = False, **options: Any) -> Chart:
-    """Curves as a chart with a summary in words.
+    """Curves as a chart.
 
     Args:
         title: The title.
@@ -117,11 +115,9 @@ def chart(title: str, lines: Sequence[Line], *, note: str = "", percent: bool = 
         percent: The values are fractions, shown in percent.
         options: Passed to `line_chart`.
     """
-    svg, hover = line_chart(lines, percent=percent, **options)
     last = [f"{100 * line.y[-1]:.1f}%" if percent else rounded(float(line.y[-1])) for line in lines]
     ends = ", ".join(f"{line.label} {end}".strip() for line, end in zip(lines, last, strict=True))
-    reach = f"{short(lines[0].x[0])} to {short(lines[0].x[-1])}"
-    return Chart(title, svg, note, hover, f"Over {reach} samples seen; at the end {ends}.")
+    return Chart(title, line_chart(lines, percent=percent, **options), note, f"At the end {ends}.")
 
 
 def curves(title: str, lines: Iterable[Line], **options: Any) -> list[Chart]:
@@ -218,45 +214,3 @@ def progress_charts(run: Run) -> list[Chart]:
         line = Line(x, y, marked=len(x) < 30, colour="series-1" if chance is not None else "series-4")
         made.append(chart(title, [line], percent=True, level=chance, size=SMALL))
     return made
-
-
-def score_chart(scores: Sequence[Score]) -> Bars:
-    """Scores of tasks on one scale, each with a tick at chance level."""
-    best = sorted(scores, key=lambda s: (-s.score, s.task))
-    bars = [Bar(s.label, s.score, f"{100 * s.score:.1f}%", mark=s.chance) for s in best]
-    return Bars("Zero-shot accuracy", tuple(bars), 1.0, "The tick marks chance: what guessing would score.")
-
-
-def retrieval_chart(score: Score, *, named: bool = False) -> Bars:
-    """Recall at 1, 5 and 10 in both directions; with `named`, the title includes the task's name."""
-    bars = []
-    for direction, prefix, colour in (("image → text", "text", "series-1"), ("text → image", "image", "series-3")):
-        for k in (1, 5, 10):
-            value = score.metrics.get(f"{prefix}_retrieval_recall@{k}")
-            if value is not None:
-                mark = min(1.0, k / score.samples)
-                bars.append(Bar(f"{direction}, R@{k}", value, f"{100 * value:.1f}%", mark=mark, colour=colour))
-    title = f"{score.label}: retrieval" if named else "Retrieval"
-    note = "R@k: the right one is among the best k. The tick marks chance: k / number of images."
-    return Bars(f"{title} among {score.samples:,} pairs", tuple(bars), 1.0, note)
-
-
-def failure_chart(run: Run) -> Bars | None:
-    """Reasons why URLs or rows gave no sample."""
-    failures = sorted(run.failures.items(), key=lambda item: (-item[1], item[0]))
-    if not failures:
-        return None
-    tried = sum(manifest.attempted for manifest in run.manifests)
-    bars = [Bar(reason, count, f"{count:,}", remark=percent(count / tried), colour="bad") for reason, count in failures]
-    note = f"Count, and share of all {run.counted}."
-    return Bars(f"Why {run.counted} gave no sample", tuple(bars), failures[0][1], note)
-
-
-def stage_chart(run: Run) -> Bars | None:
-    """Duration of every stage, the longest first."""
-    stages = sorted(run.stages.items(), key=lambda stage: -stage[1])
-    if not stages:
-        return None
-    total = sum(run.stages.values()) or 1.0
-    bars = [Bar(name, seconds, duration(seconds), remark=f"{seconds / total:.0%}") for name, seconds in stages]
-    return Bars("Time by stage", tuple(bars), stages[0][1] or 1.0, f"Together {duration(total)}.")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -66,18 +66,14 @@ class Line:
 
 def line_chart(
     lines: Sequence[Line], *, percent: bool = False, level: float | None = None, size: tuple[int, int] = SIZE
-) -> tuple[str, dict[str, Any]]:
-    """Curves over samples seen; both axes begin at 0.
+) -> str:
+    """Curves over samples seen, as SVG; both axes begin at 0.
 
     Args:
         lines: What to draw; labels make a legend.
         percent: The values are fractions, shown in percent.
         level: A dashed horizontal line, for example chance.
         size: Width and height in units of the SVG.
-
-    Returns:
-        The SVG, and for the page's script, which shows values under the pointer: the position of the axes in the SVG,
-        their limits, and the plotted points of every line.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -86,10 +82,11 @@ def line_chart(
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(size[0] / 72, size[1] / 72), layout="constrained")
         axes = figure.add_subplot()
-        drawn = [_draw_line(axes, line) for line in lines]
+        for line in lines:
+            _draw_line(axes, line)
         if level is not None:
             axes.axhline(level, color=COLOURS["muted"], linewidth=1, linestyle=(0, (4, 3)))
-        last = max((float(x.max()) for x, _ in drawn if len(x)), default=1.0)
+        last = max((float(line.x.max()) for line in lines if len(line.x)), default=1.0)
         _style(axes.xaxis, axes.set_xlim, 0.0, last, ticks=2 if small else 4, end=last)
         low, high = map(float, axes.dataLim.intervaly if axes.has_data() else (0.0, 1.0))
         _style(axes.yaxis, axes.set_ylim, low, high, ticks=3 if small else 5, percent=percent)
@@ -99,22 +96,7 @@ def line_chart(
         if labels := [line.label for line in lines if line.label]:
             _legend_above(axes, labels, width=size[0])
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    place = axes.get_position()
-    hover: dict[str, Any] = {
-        "box": _numbers([place.x0 * size[0], (1 - place.y1) * size[1], place.x1 * size[0], (1 - place.y0) * size[1]]),
-        "x": _numbers(axes.get_xlim()),
-        "y": _numbers(axes.get_ylim()),
-        "percent": percent,
-        "lines": [
-            {"label": line.label, "colour": line.colour, "x": _numbers(x), "y": _numbers(y, digits=4)}
-            for line, (x, y) in zip(lines, drawn, strict=True)
-        ],
-    }
-    return _for_page(buffer.getvalue()), hover
-
-
-def _numbers(values: Iterable[float], *, digits: int = 6) -> list[float]:
-    return [float(f"{value:.{digits}g}") for value in values]
+    return _for_page(buffer.getvalue())
 
 
 def _style(
@@ -139,8 +121,7 @@ def _legend_above(axes: Axes, labels: Sequence[str], *, width: int) -> None:
     axes.set_title(" ", fontsize=12, pad=4 + 17 * (rows - 1))
 
 
-def _draw_line(axes: Axes, line: Line) -> tuple[np.ndarray, np.ndarray]:
-    """Draw a line. Returns the points of the main curve, at most `MAX_POINTS`."""
+def _draw_line(axes: Axes, line: Line) -> None:
     colour = COLOURS[line.colour]
     x, y = pooled(line.x, line.y)
     if line.smooth and len(x) > 20:
@@ -150,7 +131,6 @@ def _draw_line(axes: Axes, line: Line) -> tuple[np.ndarray, np.ndarray]:
     label = ("\u200b" if line.label.startswith("_") else "") + line.label.replace("$", r"\$")
     marker = "o" if line.marked or len(x) == 1 else None
     axes.plot(x, y, color=colour, label=label or None, linewidth=2, marker=marker, markersize=4.5, clip_on=False)
-    return x, y
 
 
 def pooled(x: np.ndarray, y: np.ndarray, limit: int = MAX_POINTS) -> tuple[np.ndarray, np.ndarray]:

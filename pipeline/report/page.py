@@ -4,34 +4,10 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
-
-
-@dataclass(frozen=True)
-class Bar:
-    """One horizontal bar with its text and a muted remark."""
-
-    label: str
-    value: float
-    text: str
-    remark: str = ""
-    mark: float | None = None
-    """A tick on the same scale, for example chance level."""
-    colour: str = "series-1"
-
-
-@dataclass(frozen=True)
-class Bars:
-    """Horizontal bars, the first at the top; `limit` is the value of a full-width bar."""
-
-    title: str
-    bars: tuple[Bar, ...]
-    limit: float
-    note: str = ""
 
 
 def render(template: str, context: Mapping[str, Any], *, folder: Path | None = None) -> str:

@@ -11,15 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.data.shards.manifest_format import Manifest
-from pipeline.data.shards.storage import is_local, open_records
-from pipeline.data.shards.tar_reader import CaptionField
 from pipeline.files import write_text
 from pipeline.report import charts
-from pipeline.report.page import Bar, Bars, duration, percent, render, short
+from pipeline.report.page import duration, percent, render, short
 from pipeline.report.run_data import RECALLS, Run, flat, is_finite
 from pipeline.report.stored_scores import StoredEvaluation
-from pipeline.run_files import finished_checkpoints
 
 HTML_NAME, MARKDOWN_NAME = "report.html", "report.md"
 
@@ -42,21 +38,18 @@ def write_page(run: Run, output: Path) -> Path:
 
 def _context(run: Run) -> dict[str, Any]:
     latest = run.latest or StoredEvaluation("", None, None, ())
-    zero_shot, retrieval = latest.of("classification"), latest.of("retrieval")
     return {
         "run": run,
         "title": run.name,
         "subtitle": " · ".join(_subtitle(run)),
         "tiles": tiles(run),
-        "zero_shot_chart": charts.score_chart(zero_shot) if zero_shot else None,
-        "retrieval_charts": [charts.retrieval_chart(score, named=len(retrieval) > 1) for score in retrieval],
         "progress": charts.progress_charts(run),
         "latest": latest,
-        "temperatures": temperatures(run),
         "training_charts": charts.training_charts(run),
         "constants": charts.constants(run),
-        "failure_chart": charts.failure_chart(run),
-        "stage_chart": charts.stage_chart(run),
+        "stage_seconds": sum(run.stages.values()) or 1.0,
+        "failures": run.failures.most_common(),
+        "tried": sum(manifest.attempted for manifest in run.manifests),
         "data_facts": _data_facts(run),
         "data_provenance": [pair for manifest in run.manifests for pair in flat(manifest.facts)],
         "provenance": _provenance(latest),
@@ -186,81 +179,3 @@ def _provenance(latest: StoredEvaluation) -> list[tuple[str, str]]:
         if values:
             rows.append((f"{key} digest" if key == "checkpoint" else key, " and ".join(sorted(values))))
     return [*rows, *inputs[0].get("packages", {}).items()]
-
-
-METHODS = ("isogclr", "fastclip_v2")
-TAU, MOMENT, END = 2, 4, 6
-"""First columns of a row of these methods' table: after two of log u, tau and its first moment have two each."""
-BINS, SHOWN, SIDE = 12, 6, 160
-"""Of a distribution; samples of the lowest and of the highest temperature; pixels of their images."""
-
-
-def temperatures(run: Run) -> dict[str, Any]:
-    """The learned temperatures of samples in the newest checkpoint (iSogCLR, figures 8 to 11); empty without.
-
-    Two distributions, and the samples whose images have the lowest and the highest temperature.
-    """
-    if run.setting("objective.name") not in METHODS or not (folders := finished_checkpoints(run.folder)):
-        return {}
-    ids, taus = _rows(folders[-1])
-    if not len(ids):
-        return {}
-    distributions = []
-    for side, of_side in zip(("images", "captions"), taus.T, strict=True):
-        counts, edges = np.histogram(of_side, BINS)
-        bars = [
-            Bar(f"{low:.4f} to {high:.4f}", count, percent(count / len(ids)))
-            for low, high, count in zip(edges[:-1], edges[1:], counts.tolist(), strict=True)
-        ]
-        title, note = f"Temperatures of {side}", f"Mean {of_side.mean():.4f}."
-        distributions.append(Bars(title, tuple(bars), float(counts.max()), note))
-    order = np.argsort(taus[:, 0], kind="stable")
-    ends = {"lowest": order[:SHOWN], "highest": order[::-1][:SHOWN]}
-    return {
-        "charts": distributions,
-        "samples": {end: [_sample(run, int(ids[k]), tau=taus[k, 0]) for k in chosen] for end, chosen in ends.items()},
-        "seen": f"{len(ids):,} samples of {folders[-1].name}",
-    }
-
-
-def _rows(checkpoint: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and both temperatures of the samples that have been trained on: the moment of any other is 0."""
-    from safetensors.numpy import load_file
-
-    ids, taus = [np.empty(0, np.int64)], [np.empty((0, 2), np.float32)]
-    for path in sorted(checkpoint.glob("rows-*.safetensors")):
-        for name, values in load_file(path).items():
-            seen = np.flatnonzero(values[:, MOMENT:END].any(1))
-            ids.append(int(name.rpartition("/")[2]) + seen)
-            taus.append(values[seen, TAU:MOMENT])
-    return np.concatenate(ids), np.concatenate(taus)
-
-
-def _sample(run: Run, number: int, *, tau: float) -> dict[str, Any]:
-    """A sample's temperature, with its caption and image where its shard is in a local data set."""
-    from pipeline.data.shards.tar_reader import rgb_image, thumbnail_url
-
-    shown: dict[str, Any] = {"tau": f"{tau:.4f}", "caption": f"sample {number:,}", "image": None}
-    place = _shard_of(run.manifests, number)
-    if place is not None:
-        try:
-            field = CaptionField.parse(str(run.setting("data.caption", "txt")))
-            with open_records(str(place[0]), skip=place[1], caption_suffix=field.suffix) as records:
-                record = next(iter(records))
-            image = thumbnail_url(rgb_image(record.image or b""), (SIDE, SIDE))
-            shown |= {"caption": field.read(record), "image": image}
-        except (OSError, ValueError, StopIteration):
-            pass  # its number is shown
-    return shown
-
-
-def _shard_of(manifests: tuple[Manifest, ...], number: int) -> tuple[Path, int] | None:
-    """The shard of a sample and its row there; None unless it is a file in the folder of its manifest."""
-    for manifest in manifests:
-        if number < manifest.n:
-            shard, row = manifest.locate(number)
-            url = manifest.url(shard)
-            inside = is_local(url) and Path(url).resolve().is_relative_to(Path(manifest.root).resolve())
-            return (Path(url), row) if inside and Path(url).is_file() else None
-        number -= manifest.n
-    return None

@@ -28,8 +28,6 @@ from pipeline.run_files import EMA_NAME
 
 T = TypeVar("T")
 SUMMARY, TIMINGS = "summary.json", "timings.json"
-WHOLE_MATRIX, CONFUSIONS = 16, 15
-"""Up to how many classes a confusion matrix is shown in full, and how many confusions are listed otherwise."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +64,6 @@ class StoredEvaluation:
     described: tuple[Mapping[str, Any], ...] = ()
     """Images, each with the `rank` of its best own caption (0 is first), its `own` captions as one text, and the best
     `captions`, one of them `right` if an own one is `found`."""
-    confusions: tuple[Mapping[str, Any], ...] = ()
-    """Per classification task a `label`, a `summary`, class `names`, and the whole `matrix` (shares of the true class,
-    [C, C]) or, of many classes, the most frequent confusions: `pairs` of a `true` and a `predicted` class."""
 
     def score(self, task: str) -> Score | None:
         return next((score for score in self.scores if score.task == task), None)
@@ -129,12 +124,6 @@ def _read_checkpoint(folder: Path, step: int | None, samples: int | None, notes:
             entries = partial(_each, partial(parse, path))
             yield from stored(path / name, entries, what=what, notes=notes) or ()
 
-    confusions = []
-    for score in scores:
-        if (path := folder / "classes" / score.path.name).is_file():
-            what = f"The classes of {score.task} cannot be shown"
-            parsed = stored(path, partial(_confusions, score.label), what=what, notes=notes)
-            confusions += [parsed] if parsed else []
     return StoredEvaluation(
         checkpoint=folder.name,
         step=step,
@@ -145,7 +134,6 @@ def _read_checkpoint(folder: Path, step: int | None, samples: int | None, notes:
         average=Path(str(read_tree(folder / TIMINGS).get("source", ""))).name == EMA_NAME,
         examples=tuple(retrieved("examples.json", _example)),
         described=tuple(retrieved("images.json", _described)),
-        confusions=tuple(confusions),
     )
 
 
@@ -193,24 +181,4 @@ def _described(folder: Path, entry: Mapping[str, Any]) -> dict[str, Any]:
         "captions": captions,
         "own": " / ".join(entry["own"]),
         "found": any(right for _, right in captions),
-    }
-
-
-def _confusions(label: str, text: bytes) -> dict[str, Any]:
-    """A small matrix in full, or the most frequent confusions of a larger one."""
-    tree = json.loads(text)
-    classes = [(one["name"] or "(blank)", one["accuracy"]) for one in tree["classes"]]
-    known = [one for one in classes if one[1] is not None]
-    worst, lowest = min(known, key=lambda one: one[1], default=("", 0.0))
-    matrix = [[cell / max(1, sum(row)) for cell in row] for row in tree["matrix"] or ()]
-    whole = bool(matrix) and len(classes) <= WHOLE_MATRIX
-    return {
-        "label": label,
-        "summary": f"{len(classes):,} classes, lowest “{worst}” with {100 * lowest:.0f}%",
-        "names": [name for name, _ in classes],
-        "matrix": matrix if whole else None,
-        "pairs": [
-            {"true": classes[c["true"]][0], "predicted": classes[c["predicted"]][0], "count": f"{c['count']:,}"}
-            for c in ([] if whole else tree["confusions"][:CONFUSIONS])
-        ],
     }

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +18,6 @@ from pipeline.data.shards.manifest_format import Manifest
 from pipeline.data.shards.tar_reader import CaptionField, CorruptSample, rgb_image
 from pipeline.errors import UserError
 from pipeline.playground.gallery import open_image
-from pipeline.report.run_data import Run
-from pipeline.report.run_page import _sample
 from tests.images import encoded
 from tests.shards import jpeg, sample, write_shards
 
@@ -53,19 +49,6 @@ def test_what_cannot_be_decoded_has_a_message(monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 299)  # Pillow refuses twice as many
     with pytest.raises(CorruptSample, match="too many pixels"):
         rgb_image(whole_image)
-
-
-def test_the_reports_samples_are_decoded_as_in_training(tmp_path, monkeypatch):
-    grey, other = {"png": GREY_16, "txt": b"grey"}, {"jpg": OTHER_FORMAT, "txt": b"other"}
-    manifest = write_shards(tmp_path, [1, 1, 1], replace={0: grey, 1: other})
-    run = Run(tmp_path, manifests=(manifest,))
-    grey_one, *others = (_sample(run, number, tau=0.1) for number in range(3))
-    assert [grey_one["caption"], *(one["caption"] for one in others)] == ["grey", "sample 1", "caption 2"]
-    body = base64.b64decode(grey_one["image"].partition("base64,")[2])
-    shown = np.asarray(Image.open(io.BytesIO(body)).convert("RGB")).astype(int)
-    assert np.abs(shown - EXPECTED).max() < 32, "a JPEG of the ramp, and not white"
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 200)  # 24 x 20 pixels are more than twice as many
-    assert _sample(run, 2, tau=0.1)["image"] is None
 
 
 @dataclass(frozen=True)

@@ -104,19 +104,9 @@ class LazyGroup(click.Group):
                 formatter.write_dl([(f"{name:<{widest}}", help_line) for name, (_, help_line) in group.items()])
 
 
-def _version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
-    if wanted:
-        from neuclip import __version__  # here, because reading it would delay every start
-
-        click.echo(f"neuclip, version {__version__}")
-        context.exit()
-
-
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--debug", is_flag=True, help="Show the full traceback of an error.")
-@click.option(
-    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Show the version and exit."
-)
+@click.version_option(package_name="neuclip")
 def cli(debug: bool) -> None:
     """Pretrain CLIP models with few GPUs: from URLs to an evaluated model.
 

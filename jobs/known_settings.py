@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import annotated_types
 import click
 import yaml
-from click.shell_completion import CompletionItem
 from pydantic.fields import FieldInfo
 
 from pipeline.config import SYNONYMS, flatten, parse_overrides, section_in, suggest
@@ -218,31 +217,16 @@ def _either(parts: list[str]) -> str:
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} or {parts[-1]}"
 
 
-def run_settings() -> list[str]:
-    """Every dotted setting of a run."""
-    return _settings(TRAINING_TITLE, OBJECTIVE_TITLE)
-
-
-def _settings(*programs: str) -> list[str]:
-    from pipeline.objectives import objective_names
-
-    chosen = (one.settings for one in chapters(objective_names()) if any(name in one.program for name in programs))
-    return sorted({setting.key for settings in chosen for setting in settings if "[]" not in setting.key})
-
-
 def settings_named(word: str, *, command: str) -> list[str]:
     """The settings of a command that `--WORD` may stand for: of that name, or what people call so."""
-    name = SYNONYMS.get(word, word)
+    from pipeline.objectives import objective_names
+
     of_a_run = command in ("train", "plan", "demo", "study", "normalizers")
-    known = [*run_settings(), "epochs"] if of_a_run else _settings(f"`neuclip {command}`")
+    programs = (TRAINING_TITLE, OBJECTIVE_TITLE) if of_a_run else (f"`neuclip {command}`",)
+    listed = (one.settings for one in chapters(objective_names()) if any(name in one.program for name in programs))
+    known = sorted({setting.key for settings in listed for setting in settings if "[]" not in setting.key})
+    name = SYNONYMS.get(word, word)
     return [name] if name in known else [key for key in known if key.rpartition(".")[2] == name]
-
-
-def complete_settings(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Settings of a run that start with `incomplete`, each followed by `=`."""
-    if "=" in incomplete:
-        return []
-    return [CompletionItem(f"{key}=") for key in run_settings() if key.startswith(incomplete)]
 
 
 def load_run(
@@ -313,9 +297,3 @@ class RecipePath(click.ParamType):
         if given.is_dir():
             raise UserError(f"{value} is a folder. Give a YAML file, or a name: {', '.join(known)}.")
         raise UserError(f"There is no recipe {value}. {suggest(given.stem, known)} A path works, too.")
-
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """Recipe names, or files if `incomplete` looks like a path."""
-        if "/" in incomplete or incomplete.startswith("."):
-            return [CompletionItem(incomplete, type="file")]
-        return [CompletionItem(path.stem) for path in sorted(self.folder.glob(f"{incomplete}*.yaml"))]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from jobs.known_settings import TRAINING, FiniteRange, RecipePath, complete_settings, load_run
+from jobs.known_settings import TRAINING, FiniteRange, RecipePath, load_run
 
 if TYPE_CHECKING:
     from pipeline.planning.run_plan import RunPlan
@@ -36,7 +36,7 @@ ABOVE_0 = FiniteRange(min=0, min_open=True)
 @click.option("--gpu-gib", type=ABOVE_0, default=80.0, help="Memory of one GPU, in GiB.")
 @click.option("--measure", is_flag=True, help="Also run the recipe on this machine for a minute; forecast from that.")
 @click.option("--seconds", default=60.0, type=FiniteRange(min=1), help="Duration of --measure.")
-@click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...", shell_complete=complete_settings)
+@click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
 def command(
     recipe: str | None,
     ranks: int,

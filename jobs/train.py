@@ -14,7 +14,7 @@ from pathlib import Path
 
 import click
 
-from jobs.known_settings import TRAINING, RecipePath, complete_settings, load_run
+from jobs.known_settings import TRAINING, RecipePath, load_run
 from pipeline.departed import COMMANDS
 from pipeline.distributed.signals import exit_on_stop_signals
 from pipeline.errors import UserError
@@ -35,7 +35,7 @@ EXIT_CODES = (
 @click.option("--announced", is_flag=True, hidden=True)  # by the launcher of --ranks
 @click.option("--local_rank", "--local-rank", type=int, hidden=True, help="Set by the deepspeed launcher.")
 @click.option("--ranks", type=click.IntRange(min=1), help="Number of processes to start on this machine, one per GPU.")
-@click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...", shell_complete=complete_settings)
+@click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
 def command(
     recipe: str | None,
     resume: str | None,

@@ -10,12 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.shell_completion import ShellComplete
 from safetensors.torch import load_file, save_file
 
 from jobs.cli import cli
 from jobs.cli import run as run_command
-from jobs.known_settings import complete_settings, run_settings
 from pipeline.config import parse
 from pipeline.distributed import start as start_module
 from pipeline.distributed.heartbeat import Heartbeat
@@ -267,13 +265,3 @@ def test_too_many_open_files_are_no_network_error(monkeypatch):
         start_world(),
     ):
         pass
-
-
-def test_settings_and_recipes_are_completed():
-    assert {"optimizer.lr", "objective.tau_init", "objective.name", "epochs", "data.streams"} <= set(run_settings())
-    assert "optimizer" not in run_settings()
-    completer = ShellComplete(cli, {}, "neuclip", "_NEUCLIP_COMPLETE")
-    found = [item.value for item in completer.get_completions(["train"], "optimizer.l")]
-    assert found == ["optimizer.layer_decay=", "optimizer.lr="]
-    assert "cc3m" in [item.value for item in completer.get_completions(["train", "--recipe"], "cc")]
-    assert complete_settings(None, None, "optimizer.lr=") == []

@@ -1,23 +1,21 @@
 """Kill a run at random moments and resume it, each time on another layout: is anything lost?
 
-    python -m jobs.bench.kills --output kills.json           # 200 kills
-    python -m jobs.bench.kills --kills 4 --same-layout 2 --fork 1 --tables 1 --epoch 10     # a short form
-    python -m jobs.bench.kills --kills 0 --same-layout 0 --fork 0   # only those of methods with tables
+    python -m jobs.bench.kills --output kills.json           # 190 kills
+    python -m jobs.bench.kills --kills 4 --same-layout 2 --tables 1 --epoch 10      # a short form; 0 leaves a case out
 
 Runs of the same settings on generated shards: one undisturbed (2 ranks, ZeRO stage 1), one killed with SIGKILL and
 resumed on 1, 2 or 4 ranks at a ZeRO stage from 0 to 3, and one killed and resumed on the undisturbed layout. They have
 two stages of image sizes, are evaluated every few steps, roll back once or more (the loss of three batches in a row is
-NaN, and of single batches in later epochs), and copy their checkpoints to a mirror. A fork begins at a checkpoint of
-the undisturbed run; it is killed, too, and started again by its unchanged command. The methods
-with a table entry per sample, sogclr and isogclr, are killed on changing layouts in shorter runs of their own.
+NaN, and of single batches in later epochs), and copy their checkpoints to a mirror. The methods with a table entry per
+sample, sogclr and isogclr, are killed on changing layouts in shorter runs of their own.
 
 Kills alternate between all ranks and a single one (the others then get two seconds, and are killed as a launcher
 would), and fall into the start, into steps, into the writing of checkpoints, into evaluations, and between the last
 checkpoint of a stage and the first of the next, where every run is killed at least once. After some of them the
-checkpoints on disk are removed, and the mirror's are used. A run that has reached its end is not killed again. The
-result, one JSON file, says whether every epoch had the same samples in the same order as in the undisturbed run, how
-far losses differ, and whether weights, losses, scores and rollbacks are the same bits where the layout
-stayed. Exit code 1: something was lost. On a slow disk, TMPDIR=/dev/shm saves most of the time.
+checkpoints on disk are removed, and the mirror's are used. The result, one JSON file, says whether every epoch had the
+same samples in the same order as in the undisturbed run, how far losses differ, and whether weights, losses, scores and
+rollbacks are the same bits where the layout stayed. Exit code 1: something was lost. On a slow disk, TMPDIR=/dev/shm
+saves most of the time.
 """
 
 from __future__ import annotations
@@ -54,7 +52,6 @@ from pipeline.run_files import (
     METRICS_NAME,
     PREFIX,
     finished_checkpoints,
-    name_of,
     read_meta,
     read_records,
     step_of,
@@ -84,8 +81,6 @@ BAD_STEPS = range(7, 10)
 BORDER = 0.5
 """Where the second stage begins, as a share of the run."""
 NEUCLIP = ("objective.prototypes=48", "objective.restart_every=8", "objective.inner_steps=2", "objective.rho=2.5")
-KEPT = ("checkpoint.keep_every=4",)
-"""Checkpoints of the undisturbed run that are not pruned: the fork begins at the first."""
 Result = dict[str, dict[str, Any]]
 TOLERANCE = 1e-4
 """Largest relative difference of a loss between layouts: sums are rounded in another order."""
@@ -105,8 +100,6 @@ class Case:
     """Ranks and ZeRO stages of its starts."""
     more: tuple[str, ...] = NEUCLIP
     """Settings that not all runs have."""
-    resume: tuple[str, ...] = ("--resume", "latest")
-    """How every start continues."""
 
     @property
     def border(self) -> int:
@@ -242,7 +235,7 @@ def killed_run(work: Path, case: Case, *, seed: int) -> dict[str, int]:
         draw = random.Random(f"{seed}, {case.name}, {done['kills']}")
         ranks, stage = draw.choice(case.layouts)
         begin = time.monotonic()
-        processes = start([*settings(work, case, stage=stage), *case.resume], ranks=ranks, log=log)
+        processes = start([*settings(work, case, stage=stage), "--resume", "latest"], ranks=ranks, log=log)
         if done["kills"] < case.kills:
             ahead, is_last = case.border - last_step(run), done["kills"] == case.kills - 1
             moment = "border" if ahead > 0 and (ahead <= NEAR_BORDER or is_last) else draw.choice(MOMENTS)
@@ -321,7 +314,7 @@ def is_intact(result: Result) -> bool:
         all(case[key] for key in same)
         and case["evaluations"] > 0
         and case["rollbacks"] > 0
-        and (case["same_bits"] or name not in ("same-layout", "fork"))
+        and (case["same_bits"] or name != "same-layout")
         and case["largest_relative_difference_of_a_loss"] <= TOLERANCE
         for name, case in cases.items()
     )
@@ -340,13 +333,10 @@ def measure(work: Path, options: argparse.Namespace, *, report: Callable[[Result
 
     epoch, seed = options.epoch, options.seed
     every = tuple((ranks, stage) for ranks in RANKS for stage in STAGES)
-    plain = Case("undisturbed", 0, whole_epochs(max(options.kills, options.same_layout)), more=(*NEUCLIP, *KEPT))
-    origin = ("--resume", str(work / plain.name / FOLDER_NAME / name_of(4)))
-    forked = Case("undisturbed-fork", 0, plain.steps, resume=origin)
+    plain = Case("undisturbed", 0, whole_epochs(max(options.kills, options.same_layout)))
     pairs = [
         (plain, Case("changing-layouts", options.kills, plain.steps, every)),
         (plain, Case("same-layout", options.same_layout, plain.steps)),
-        (forked, replace(forked, name="fork", kills=options.fork)),
     ]
     for method in TABLES:
         calm = Case(f"undisturbed-{method}", 0, whole_epochs(options.tables), more=(f"objective.name={method}",))
@@ -374,7 +364,6 @@ def main() -> None:
     counts = {
         "kills": (110, "kills on changing layouts; 0 leaves a case out"),
         "same-layout": (30, "kills on one layout"),
-        "fork": (10, "kills of a run that was begun from another run's checkpoint"),
         "tables": (25, f"kills on changing layouts of each of {', '.join(TABLES)}"),
     }
     for name, (count, meaning) in counts.items():

@@ -65,7 +65,7 @@ def photo(rng: np.random.Generator, *, shorter: int) -> Image.Image:
 def make_shards(folder: Path, *, shards: int, samples: int, shorter: int, distinct: int = 0) -> Path:
     """Write shards of generated images with captions and metadata in img2dataset's layout.
 
-    `distinct`: generate so many only.
+    `distinct`: generate so many images only.
     """
     rng = np.random.default_rng(0)
     rows = []
@@ -131,10 +131,9 @@ def compare(shorter: int, options: argparse.Namespace) -> None:
 
     tokenizer, samples = open_clip.get_tokenizer("ViT-B-32"), options.samples
     ours = functools.partial(run_ours, samples=samples, tokenize=fast_tokenizer(tokenizer))
-    make = functools.partial(make_shards, shards=4, samples=samples // 4, shorter=shorter)
     with tempfile.TemporaryDirectory() as name:
-        folder = make(Path(name))
-        size = f"{sum(path.stat().st_size for path in folder.glob('*.tar')) / samples / 1000:.0f} kB a sample"
+        folder = make_shards(Path(name), shards=4, samples=samples // 4, shorter=shorter)
+        size = sum(path.stat().st_size for path in folder.glob("*.tar")) / samples
         runs: dict[str, Callable[[], None]] = {
             "open_clip": functools.partial(run_open_clip, folder, samples=samples, tokenizer=tokenizer),
             "ours": functools.partial(ours, folder),
@@ -152,7 +151,7 @@ def compare(shorter: int, options: argparse.Namespace) -> None:
         for label, speeds in rates.items()
     }
     columns = {"images/s/core": ".0f", "/ open_clip": ".2f", "lowest": ".2f", "highest": ".2f", "/ not hashed": ".2f"}
-    head = f"shorter side {shorter}, {size}, {samples} samples, {options.rounds} rounds"
+    head = f"shorter side {shorter}, {size / 1000:.0f} kB a sample, {samples} samples, {options.rounds} rounds"
     show(head, columns, rows, output=options.json)
 
 

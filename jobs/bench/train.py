@@ -2,7 +2,6 @@
 
     python -m jobs.bench.train --arch ViT-B-32 --batch 32 --threads 1                         on a CPU
     python -m jobs.bench.train --arch ViT-B-16 --batch 640                                    on a GPU
-    python -m jobs.bench.train --arch ViT-B-16 --batch 5120 --accumulate 8 --captions full
     python -m jobs.bench.train --arch ViT-B-16 --batch 5120 --ranks 8 --captions full
     python -m jobs.bench.train --variant model.text_batching=padded --variant model.text_batching=whole
 
@@ -67,11 +66,9 @@ WORDS = (
     "new big small two three on in under near with and the of at by"
 )
 """One token each."""
-CAPTIONS = {"cc12m": (20.2, 16.3), "cc3m": (10.3, 4.5), "datacomp": (10.2, 7.0), "full": (1000.0, 0.0)}
-"""Mean and standard deviation of a caption's length, in words. **Not checked**: quoted from memory, because the papers
-could not be looked up. CC3M and CC12M: Changpinyo et al. 2021 (arXiv 2102.08981), table 1. DataComp-1B, of whose pool
-DFN is a selection: the mean is in Li et al. 2024 (2406.08478; "about ten" in a summary, paperium.net/article/en/9921),
-the deviation is an assumption: its ratio to the mean is between those of the other two."""
+CAPTIONS = {"cc12m": (20.2, 16.3), "full": (1000.0, 0.0)}
+"""Mean and standard deviation of a caption's length, in words. **Not checked**: CC12M's are quoted from memory of
+Changpinyo et al. 2021 (arXiv 2102.08981), table 1."""
 TOKENS_PER_WORD = 1.3
 """Assumed for CLIP's tokenizer, which adds a start and an end token."""
 
@@ -79,14 +76,11 @@ TOKENS_PER_WORD = 1.3
 def options() -> argparse.ArgumentParser:
     given = parser(__doc__, rounds=5)
     given.add_argument("--arch", default="ViT-B-32")
-    given.add_argument("--image-size", type=int, help="pixels, for a smaller test of the same architecture")
     given.add_argument("--batch", type=int, default=32, help="global batch")
     given.add_argument("--ranks", type=int, default=1, help="of which one is measured")
-    given.add_argument("--accumulate", type=int, default=1, help="micro-batches per step (both sides use GradCache)")
     given.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
     given.add_argument("--captions", choices=CAPTIONS, default="cc12m", help="lengths (from memory) [cc12m]")
     given.add_argument("--steps", type=int, default=2, help="steps per contender and round")
-    given.add_argument("--prototypes", type=int, help="of neuclip's network [4096, or the batch size if smaller]")
     given.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     given.add_argument("--objectives", nargs="+", default=["openclip", "neuclip"])
     given.add_argument("--variant", action="append", default=[], metavar="SETTINGS", help="also with these settings")
@@ -108,10 +102,9 @@ class Data:
 
 def make_data(args: argparse.Namespace) -> Data:
     """Random pixels, the same in every batch, and captions as long as `args` says, from a fixed seed."""
-    if args.batch % (args.ranks * args.accumulate):
-        raise SystemExit(f"--ranks {args.ranks} and --accumulate {args.accumulate} do not divide --batch {args.batch}.")
-    config, rows = ModelConfig(arch=args.arch, image_size=args.image_size), args.batch // args.ranks
-    architecture = build_towers(config, seed=0, device="meta")[1]
+    if args.batch % args.ranks:
+        raise SystemExit(f"--ranks {args.ranks} does not divide --batch {args.batch}.")
+    rows, architecture = args.batch // args.ranks, build_towers(ModelConfig(arch=args.arch), seed=0, device="meta")[1]
     generator, size = torch.Generator().manual_seed(0), architecture.image_size
     pixels = torch.randint(0, 256, (rows, 3, size, size), generator=generator, dtype=torch.uint8)
     pixels, ids = pinned(pixels.contiguous(memory_format=torch.channels_last)), torch.arange(rows)
@@ -199,9 +192,7 @@ def ours(
     make_shards(shards, shards=1, samples=data.rows, shorter=8, distinct=1)  # a run needs some; they are not read
     run = load_recipe(None, [
         f"output={folder}", f"data.sources={shards}", "data.streams=1", "data.workers=0",
-        f"model.arch={args.arch}", f"model.image_size={args.image_size or 'null'}",
-        f"batch_size={data.rows}", f"samples={data.rows * 10**6}",
-        f"engine.micro_batch={data.rows // args.accumulate if args.accumulate > 1 else 'null'}",
+        f"model.arch={args.arch}", f"batch_size={data.rows}", f"samples={data.rows * 10**6}",
         f"engine.device={world.device.type}", "engine.probe=false",
         f"engine.deepspeed={'auto' if args.precision == 'bf16' else 'zero0_fp32'}",
         "telemetry.tensorboard=false", "telemetry.progress=quiet", *settings,
@@ -227,13 +218,12 @@ def take_steps(trainer: Trainer, steps: int) -> None:
 
 
 class SyntheticLoader:
-    """A data loader as open_clip_train expects it: micro-batches of normalized pixels and tokens."""
+    """A data loader as open_clip_train expects it: batches of normalized pixels and tokens."""
 
-    def __init__(self, data: Data, *, micro_batch: int) -> None:
+    def __init__(self, data: Data) -> None:
         image = normalize(data.batches[0].image, mean=data.architecture.mean, std=data.architecture.std).float()
-        images = pinned(image.contiguous()).split(micro_batch)
-        parts = (zip(images, batch.text.split(micro_batch), strict=True) for batch in data.batches)
-        self._batches = itertools.cycle([micro for batch in parts for micro in batch])
+        image = pinned(image.contiguous())
+        self._batches = itertools.cycle([(image, batch.text) for batch in data.batches])
         self.num_samples, self.num_batches = len(image), 0
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -248,26 +238,25 @@ def open_clip_train(
     from open_clip_train.train import train_one_epoch
 
     defaults = OptimizerConfig()
-    model = open_clip.create_model(args.arch, force_image_size=args.image_size, output_dict=True).to(device)
+    model = open_clip.create_model(args.arch, output_dict=True).to(device)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     free = [p for name, p in named if p.ndim < 2 or "bn" in name or "ln" in name or "bias" in name or "logit" in name]
     decayed = [p for _, p in named if not any(p is other for other in free)]
     groups = [{"params": free, "weight_decay": 0.0}, {"params": decayed, "weight_decay": defaults.weight_decay}]
     optimizer = torch.optim.AdamW(groups, lr=defaults.lr * LR_SCALE, betas=defaults.betas, eps=defaults.eps)
     trained: Any = torch.compile(model) if compiled else model
-    loader = SyntheticLoader(data, micro_batch=args.batch // args.accumulate)
+    loader = SyntheticLoader(data)
     bf16 = args.precision == "bf16"
     settings = SimpleNamespace(
         device=str(device), precision="amp_bf16" if bf16 else "fp32", distill=False,
-        accum_freq=args.accumulate, skip_scheduler=True, grad_clip_norm=None, horovod=False, rank=0, local_rank=0,
-        log_local=False, log_every_n_steps=10**9, batch_size=args.batch // args.accumulate, world_size=1, wandb=False,
+        accum_freq=1, skip_scheduler=True, grad_clip_norm=None, horovod=False, rank=0, local_rank=0,
+        log_local=False, log_every_n_steps=10**9, batch_size=args.batch, world_size=1, wandb=False,
     )  # fmt: skip
     source = {"train": SimpleNamespace(dataloader=loader, set_epoch=lambda _: None)}
-    towers = ModelConfig(arch=args.arch, image_size=args.image_size)
-    utilization = Utilization(towers, device=device, ranks=1, bf16=bf16, peak_tflops=None)
+    utilization = Utilization(ModelConfig(arch=args.arch), device=device, ranks=1, bf16=bf16, peak_tflops=None)
 
     def run(steps: int) -> None:
-        loader.num_batches = steps * args.accumulate
+        loader.num_batches = steps
         with as_its_main(device):
             train_one_epoch(trained, source, open_clip.ClipLoss(), 0, optimizer, None, None, None, settings)
         utilization.count(text_tokens=data.architecture.context_length)
@@ -303,7 +292,7 @@ def contenders(
         builders[THEIRS] = built(open_clip_train, device=world.device)
         if world.device.type == "cuda" if args.torchcompile is None else args.torchcompile:
             builders[COMPILED] = built(open_clip_train, device=world.device, compiled=True)
-    network = f"objective.prototypes={args.prototypes or min(4096, args.batch)}"
+    network = f"objective.prototypes={min(4096, args.batch)}"
     for name, variant in [(name, "") for name in args.objectives] + [(args.objectives[0], v) for v in args.variant]:
         chosen = parse_overrides(variant.split()).get("objective", {}).get("name", name)  # a variant may name its own
         settings = [network] * (chosen == "neuclip") + [*variant.split(), f"objective.name={chosen}"]
@@ -311,14 +300,6 @@ def contenders(
         full_name = ", ".join(["ours", chosen, *rest])
         builders[full_name] = built(ours, world=world, stack=stack, settings=settings)
     return builders
-
-
-def head(args: argparse.Namespace, device: torch.device) -> str:
-    """What is measured, and where."""
-    size = f" at {args.image_size} px" if args.image_size else ""
-    batch = f"batch {args.batch}" + (f" of which {args.batch // args.ranks} here" if args.ranks > 1 else "")
-    batch += f" in {args.accumulate}" if args.accumulate > 1 else ""
-    return f"{args.arch}{size}, {batch}, {args.precision}, texts {args.captions}, {place(device, args.threads)}"
 
 
 def compare(args: argparse.Namespace, built: Mapping[str, Contender], device: torch.device) -> dict[str, Any]:
@@ -337,7 +318,9 @@ def compare(args: argparse.Namespace, built: Mapping[str, Contender], device: to
         mfu = contender.utilization.scalars(rate).get("mfu")
         rows[name] = (1e3 * median(times[name]), rate, *compared, mfu, peak or None)
     columns |= {"MFU": ".1%", "peak GiB": ".1f"}
-    return show(head(args, device), columns, rows, output=args.json)
+    batch = f"batch {args.batch}" + (f" of which {args.batch // args.ranks} here" if args.ranks > 1 else "")
+    head = f"{args.arch}, {batch}, {args.precision}, texts {args.captions}, {place(device, args.threads)}"
+    return show(head, columns, rows, output=args.json)
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ import torch
 from jobs.bench import train
 from jobs.bench.train import COMPILED, THEIRS
 from pipeline.distributed.world import World
+from pipeline.model.towers import ModelConfig, build_towers
 from tests.launch import run
 
 SMALL = ("--arch", "scenes-vit-micro", "--batch", "8", "--rounds", "1", "--device", "cpu", "--threads", "1")
@@ -37,12 +38,12 @@ def test_open_clip_is_compiled_on_gpus_and_where_it_is_asked_for(device, words, 
 
 
 def test_texts_have_the_lengths_of_web_captions_or_the_full_one():
-    for name, (low, high) in {"cc12m": (25, 31), "cc3m": (14, 17), "full": (77, 77)}.items():
-        words = ["--arch", "ViT-B-32", "--image-size", "32", "--batch", "512", "--captions", name]
-        batches = train.make_data(train.options().parse_args(words)).batches
-        lengths = torch.cat([batch.text for batch in batches]).argmax(1) + 1
-        assert low <= lengths.float().mean() <= high, name
-        assert not torch.equal(batches[0].text, batches[1].text)
+    tokenize = build_towers(ModelConfig(arch="ViT-B-32"), seed=0, device="meta")[1].tokenize
+    for name, (low, high) in {"cc12m": (25, 31), "full": (77, 77)}.items():
+        generator = torch.Generator().manual_seed(0)
+        first, second = (tokenize(train.captions(name, 1024, generator)) for _ in range(2))
+        assert low <= (first.argmax(1) + 1).float().mean() <= high, name
+        assert not torch.equal(first, second)
 
 
 @pytest.mark.daily

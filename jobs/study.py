@@ -25,7 +25,6 @@ from pipeline.files import file_lock, write_json
 if TYPE_CHECKING:
     from jobs.studies.declare import Study, Unit
 
-TORCHRUN = "{python} -m torch.distributed.run --standalone --nproc-per-node {ranks} -m"
 SBATCH = """#!/bin/bash
 #SBATCH --job-name=study-{name}
 #SBATCH --array=0-{last}
@@ -49,24 +48,20 @@ wait "$child"
 @click.option("--size", type=click.Choice(["desk", "smoke", "paper"]), default="desk", show_default=True)
 @click.option("--output", help="Folder of runs and results [runs/studies/SIZE]; identical runs are shared by studies.")
 @click.option("--parallel", type=click.IntRange(min=1), help="Runs in parallel [one per GPU, else one per core].")
-@click.option("--launcher", help="Launch command before the module, e.g. 'deepspeed --num_gpus {ranks} --module'.")
 @click.option("--list", "list_units", is_flag=True, help="List the runs and their status, and exit.")
 @click.option("--unit", type=click.IntRange(min=0), help="Run only this entry of the list: a task of a job array.")
 @click.option("--slurm", is_flag=True, help="Print a Slurm job array over all runs, and exit.")
 @click.option("--render", "only_render", is_flag=True, help="Render the finished runs; run nothing.")
-@click.option("--publish", type=click.Path(file_okay=False), help="Also write the results below this folder.")
 def command(
     name: str | None,
     overrides: tuple[str, ...],
     size: str,
     output: str | None,
     parallel: int | None,
-    launcher: str | None,
     list_units: bool,
     unit: int | None,
     slurm: bool,
     only_render: bool,
-    publish: str | None,
 ) -> int:
     """Reproduce a table or figure of the papers: small on the built-in corpus, or in full on the real data.
 
@@ -94,21 +89,21 @@ def command(
     if unit is not None and unit >= len(units):
         raise click.BadParameter(f"{unit}: {name} has {len(units)} runs at this size, 0 to {len(units) - 1}.")
     chosen = units if unit is None else [units[unit]]
-    failed = {}
-    if not only_render:
-        failed = run_units(study, chosen, size=size, place=place, parallel=parallel, launcher=launcher)
+    failed = {} if only_render else run_units(study, chosen, size=size, place=place, parallel=parallel)
     if unit is None:
-        options = f" --size {size}" if size != "desk" else ""
+        from jobs.studies.outcomes import read_outcomes
+        from jobs.studies.publish import publish
+
+        outcomes, options = read_outcomes(units, place), f" --size {size}" if size != "desk" else ""
         shown = " ".join([f"neuclip study {name}{options}", *overrides])
-        render(name, size=size, units=units, place=place, publish=publish, command=shown)
+        files = publish(name, size=size, units=units, outcomes=outcomes, folder=place / name, command=shown)
+        click.echo(f"{len(outcomes)} of {len(units)} runs in {place / name}: {', '.join(file.name for file in files)}")
     for label, code in failed.items():
         click.echo(f"FAILED: {label} (exit code {code})", err=True)
     return 1 if failed else 0
 
 
-def run_units(
-    study: Study, units: list[Unit], *, size: str, place: Path, parallel: int | None, launcher: str | None
-) -> dict[str, int]:
+def run_units(study: Study, units: list[Unit], *, size: str, place: Path, parallel: int | None) -> dict[str, int]:
     """Run the units that are not finished. Returns the exit codes of failed runs by label."""
     from jobs.studies.declare import SPEC_NAME, load_size
 
@@ -127,7 +122,7 @@ def run_units(
                 overrides.append(f"evaluation.suite={data[each.corpus] / 'suite'}")
         spec = {"label": each.label, "recipe": str(each.recipe), "overrides": overrides, "measure": study.measure}
         write_json(each.folder(place) / SPEC_NAME, {**spec, "anchors": load_size(size).anchors})
-    return run_all(left, place, parallel=1 if study.alone else parallel, launcher=launcher)
+    return run_all(left, place, parallel=1 if study.alone else parallel)
 
 
 def without_missing_teachers(units: list[Unit]) -> list[Unit]:
@@ -180,15 +175,10 @@ def prepare_corpora(names: set[str], *, size: str, place: Path) -> dict[str, Pat
     return folders
 
 
-def command_of(unit: Unit, folder: Path, *, launcher: str | None) -> list[str]:
-    """The command that runs a unit, whose specification is in `folder`.
-
-    `launcher` is the launch command before the module name, in which {ranks} and {python} are substituted. None: plain
-    Python for one rank, torchrun for several.
-    """
-    template = launcher or (TORCHRUN if unit.ranks > 1 else "{python} -m")
-    words = shlex.split(template.format(ranks=unit.ranks, python=shlex.quote(sys.executable)))
-    return [*words, "jobs.studies.unit", str(folder)]
+def command_of(unit: Unit, folder: Path) -> list[str]:
+    """The command that runs a unit, whose specification is in `folder`: plain Python for one rank, else torchrun."""
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(unit.ranks), "-m"]
+    return [sys.executable, "-m", *(torchrun if unit.ranks > 1 else []), "jobs.studies.unit", str(folder)]
 
 
 def usable_gpus() -> list[str]:
@@ -200,8 +190,8 @@ def usable_gpus() -> list[str]:
     return [name.strip() for name in visible.split(",")][:count] if visible else [str(n) for n in range(count)]
 
 
-def run_all(units: Sequence[Unit], output: Path, *, parallel: int | None, launcher: str | None) -> dict[str, int]:
-    """Run units, each with its specification in its folder below `output`.
+def run_all(units: Sequence[Unit], output: Path, *, parallel: int | None) -> dict[str, int]:
+    """Run units, each with its specification in its folder below `output`, and each on GPUs of its own.
 
     A failed unit does not stop the others. SIGINT, SIGTERM or SIGUSR1 terminates the running ones, which can be
     continued later.
@@ -214,21 +204,20 @@ def run_all(units: Sequence[Unit], output: Path, *, parallel: int | None, launch
         UserError: A unit needs more GPUs than there are.
     """
     gpus = usable_gpus()
-    if gpus and launcher is None and (large := [unit for unit in units if unit.ranks > len(gpus)]):
+    if gpus and (large := [unit for unit in units if unit.ranks > len(gpus)]):
         needs = f"{large[0].label} needs {large[0].ranks} GPUs"
         raise UserError(f"{needs}, but {len(gpus)} are visible here: see --slurm.")
-    count = max(1, min(parallel or len(gpus) or usable_cores(), len(units)))
+    count = min(parallel or len(gpus) or usable_cores(), len(gpus) or len(units), len(units))
     processes, stopped, taking = list[subprocess.Popen](), threading.Event(), threading.Lock()
     free = queue.SimpleQueue[str]()
-    shared = all(unit.ranks == 1 for unit in units)  # a GPU has several runs at a time only if each needs one
-    for number in range(max(count, len(gpus)) if gpus and shared else len(gpus)):
-        free.put(gpus[number % len(gpus)])
+    for gpu in gpus:
+        free.put(gpu)
 
     def one(number: int, unit: Unit) -> int:
         folder, mine, environment = unit.folder(output), list[str](), dict(os.environ)
         if count > 1 and gpus:  # a single run may use the whole machine
-            with taking:  # a launcher of the user's own may have more GPUs elsewhere
-                mine = sorted((free.get() for _ in range(min(unit.ranks, len(gpus)))), key=gpus.index)
+            with taking:
+                mine = sorted((free.get() for _ in range(unit.ranks)), key=gpus.index)
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
         elif count > 1:
             environment |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
@@ -237,8 +226,9 @@ def run_all(units: Sequence[Unit], output: Path, *, parallel: int | None, launch
                 return EXIT_INTERRUPTED
             began = time.monotonic()
             with (folder / "log.txt").open("ab") as log:
-                words = command_of(unit, folder, launcher=launcher)
-                process = subprocess.Popen(words, env=environment, stdout=log, stderr=subprocess.STDOUT)
+                process = subprocess.Popen(
+                    command_of(unit, folder), env=environment, stdout=log, stderr=subprocess.STDOUT
+                )
             processes.append(process)
             code = process.wait()
         finally:
@@ -260,17 +250,6 @@ def run_all(units: Sequence[Unit], output: Path, *, parallel: int | None, launch
             for process in processes:
                 process.terminate()  # the run writes a checkpoint; leaving the pool waits for it
             raise
-
-
-def render(name: str, *, size: str, units: list[Unit], place: Path, publish: str | None, command: str) -> None:
-    """Write tables and figures of the finished runs."""
-    from jobs.studies.outcomes import read_outcomes
-    from jobs.studies.publish import publish as write
-
-    outcomes = read_outcomes(units, place)
-    for folder in [place / name] + ([Path(publish) / name] if publish else []):
-        files = write(name, size=size, units=units, outcomes=outcomes, folder=folder, command=command)
-        click.echo(f"{len(outcomes)} of {len(units)} runs in {folder}: {', '.join(file.name for file in files)}")
 
 
 def show(units: list[Unit], place: Path) -> None:

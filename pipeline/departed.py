@@ -139,6 +139,8 @@ COMMANDS: dict[str, str] = {
     "report --mixed": "Runs that were evaluated differently are not compared: evaluate them with equal settings on equal data.",
     "report --no-tensorboard": "Scores are written to TensorBoard when they are computed, where the run logs to it.",
     "report --tensorboard": "Scores are written to TensorBoard when they are computed, where the run logs to it.",
+    "study --launcher": "Runs of several ranks are started with torchrun.",
+    "study --publish": "Copy the results: OUTPUT/NAME, as the command prints it.",
     "study icons": "The corpus of icons has left; commit c14979c has the program that makes it. The study's results are in docs/studies/icons.",
     "study separation": "This study has left; docs/studies/separation has its results, commit c14979c its program.",
     "train --new-batch-size": "A run keeps its batch_size; begin a new run with the weights: model.arch=pretrained model.pretrained=RUN/checkpoints/STEP.",

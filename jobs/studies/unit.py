@@ -1,6 +1,6 @@
 """One run of a study in its own processes: train with periodic evaluation, measure normalizers, write `result.json`.
 
-    python -m jobs.studies.unit FOLDER          (or under torchrun / deepspeed; FOLDER/unit.json specifies the run)
+    python -m jobs.studies.unit FOLDER          (or under torchrun; FOLDER/unit.json specifies the run)
 
 Run again, it continues from the newest checkpoint. The result is written last, so it exists only for finished runs.
 """
@@ -155,10 +155,8 @@ def cost_of(run: RunConfig, rows: Sequence[Mapping[str, Any]]) -> dict[str, floa
 
 
 if __name__ == "__main__":
-    # Launchers put their own arguments (--local_rank=0) before ours.
-    given = [argument for argument in sys.argv[1:] if not argument.startswith("--local")]
     try:
-        code = main(Path(given[-1]))
+        code = main(Path(sys.argv[1]))
     except UserError as error:
         print(f"Error: {error}", file=sys.stderr)
         code = 2

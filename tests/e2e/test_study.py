@@ -45,9 +45,9 @@ def test_a_study_runs_renders_and_repeats_no_finished_run(place):
 
 @pytest.mark.slow
 def test_a_failed_run_is_reported_and_the_rest_is_rendered(place):
-    done = study("gamma", "--launcher", "false", place=place)  # a program that exits with 1
+    done = study("gamma", "model.arch=nowhere.json", place=place)
     assert done.returncode == 1
-    assert "FAILED: gamma/many-epochs/sogclr/seed0 (exit code 1)" in done.stderr
+    assert "FAILED: gamma/many-epochs/sogclr/seed0 (exit code 2)" in done.stderr
     assert (place / "gamma" / "results.md").exists()
 
 

@@ -176,15 +176,13 @@ def test_each_rank_of_a_run_gets_a_gpu_that_the_study_may_use(tmp_path, monkeypa
     monkeypatch.setattr(job.signal, "signal", lambda *_: None)
     for unit in units:
         unit.folder(tmp_path).mkdir(parents=True)
-    given: Any = {"parallel": None, "launcher": None}
-    assert job.run_all(units, tmp_path, **given) == {}
+    assert job.run_all(units, tmp_path, parallel=None) == {}
     assert sorted(ranks for ranks, _ in seen) == sorted(unit.ranks for unit in units)
     assert all(len(set(mine)) == ranks and set(mine) <= {"4", "GPU-a", "6", "7"} for ranks, mine in seen)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(UserError, match="needs 4 GPUs, but 2 are visible here"):
-        job.run_all(units, tmp_path, **given)
-    assert job.run_all(units, tmp_path, **{**given, "launcher": "srun -n {ranks}"}) == {}
+        job.run_all(units, tmp_path, parallel=None)
 
 
 def test_a_unit_is_started_as_declared(tmp_path, monkeypatch):
@@ -193,16 +191,14 @@ def test_a_unit_is_started_as_declared(tmp_path, monkeypatch):
     monkeypatch.setattr("jobs.study.prepare_corpora", lambda names, **_: {name: Path(name) for name in names})
     monkeypatch.setattr(job, "run_all", lambda units, place, **_: {})
     study = load_study("scaling")
-    assert run_units(study, [four, one, four], size="desk", place=tmp_path, parallel=None, launcher=None) == {}
+    assert run_units(study, [four, one, four], size="desk", place=tmp_path, parallel=None) == {}
     folder = four.folder(tmp_path)
     spec = json.loads((folder / "unit.json").read_text())
     run = load_recipe(spec["recipe"], spec["overrides"])
     shards = f"{four.corpus}/shards"
     assert (run.batch_size, run.output, run.data.sources[0].manifest) == (256, str(folder), shards)
-    assert "--nproc-per-node 4" in " ".join(command_of(four, folder, launcher=None))
-    assert "torch.distributed.run" not in command_of(one, folder, launcher=None)
-    words = command_of(four, folder, launcher="deepspeed --num_gpus {ranks} --module")
-    assert words == ["deepspeed", "--num_gpus", "4", "--module", "jobs.studies.unit", str(folder)]
+    assert "--nproc-per-node 4" in " ".join(command_of(four, folder))
+    assert command_of(one, folder)[1:] == ["-m", "jobs.studies.unit", str(folder)]
 
 
 def test_the_job_array_has_one_task_per_unit():

@@ -6,7 +6,7 @@ Unknown logged quantities are shown under their own names.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -105,8 +105,8 @@ class Chart:
     end: str
 
 
-def chart(title: str, lines: Sequence[Line], *, note: str = "", percent: bool = False, **options: Any) -> Chart:
-    """Curves as a chart.
+def chart(title: str, lines: Iterable[Line], *, note: str = "", percent: bool = False, **options: Any) -> Chart | None:
+    """The curves that have points, as a chart; None if none has.
 
     Args:
         title: The title.
@@ -115,22 +115,19 @@ def chart(title: str, lines: Sequence[Line], *, note: str = "", percent: bool = 
         percent: The values are fractions, shown in percent.
         options: Passed to `line_chart`.
     """
-    last = [f"{100 * line.y[-1]:.1f}%" if percent else rounded(float(line.y[-1])) for line in lines]
-    ends = ", ".join(f"{line.label} {end}".strip() for line, end in zip(lines, last, strict=True))
-    return Chart(title, line_chart(lines, percent=percent, **options), note, f"At the end {ends}.")
-
-
-def curves(title: str, lines: Iterable[Line], **options: Any) -> list[Chart]:
-    """A chart of the curves that have points, as a list of one; empty if none has."""
     drawn = [line for line in lines if len(line.x)]
-    return [chart(title, drawn, **options)] if drawn else []
+    if not drawn:
+        return None
+    last = [f"{100 * line.y[-1]:.1f}%" if percent else rounded(float(line.y[-1])) for line in drawn]
+    ends = ", ".join(f"{line.label} {end}".strip() for line, end in zip(drawn, last, strict=True))
+    return Chart(title, line_chart(drawn, percent=percent, **options), note, f"At the end {ends}.")
 
 
-def quantity_chart(key: str, runs: Iterable[tuple[str, Run, str]], *, title: str = "") -> list[Chart]:
+def quantity_chart(key: str, runs: Iterable[tuple[str, Run, str]]) -> Chart | None:
     """A logged quantity of runs, each with its label before it and its colour behind it."""
     shown = quantity(key)
     lines = [Line(*run.curve(key), label=label, colour=colour, smooth=shown.smooth) for label, run, colour in runs]
-    return curves(title or shown.title, lines, note=shown.note, percent=shown.share)
+    return chart(shown.title, lines, note=shown.note, percent=shown.share)
 
 
 CHARTS: list[Callable[[Run], Chart | None]] = []
@@ -150,8 +147,8 @@ def training_charts(run: Run) -> list[Chart]:
     """Curves of all logged values that change, the most useful ones first, and registered charts."""
     load_entry_points("neuclip.charts", what="chart")
 
-    def of(*keys: str) -> list[Chart]:
-        return [drawn for key in keys for drawn in quantity_chart(key, [("", run, SERIES[0])])]
+    def of(key: str) -> Chart | None:
+        return quantity_chart(key, [("", run, SERIES[0])])
 
     gap = quantity(GAP)
     both = ("in use", "cold") if len(run.curve(COLD)[0]) else ("", "")
@@ -160,29 +157,25 @@ def training_charts(run: Run) -> list[Chart]:
         for key, label, colour in zip((GAP, COLD), both, SERIES, strict=False)
     ]
     others = [key for key in _varying(run) if key not in FIRST]
-    charts = [*of("loss"), *_validation(run), *of("tau"), *curves(gap.title, lines, note=gap.note), *of(*MAIN, *others)]
+    charts = [of("loss"), *_validation(run), of("tau"), chart(gap.title, lines, note=gap.note)]
+    charts += map(of, (*MAIN, *others))
     for make in CHARTS:
         try:
-            drawn = make(run)
+            charts.append(make(run))
         except Exception as error:  # a chart of a user's own may raise anything
             log.warning("The chart %s.%s is left out: %r.", make.__module__, make.__qualname__, error)
-        else:
-            charts += [drawn] if drawn is not None else []
-    return charts
+    return [drawn for drawn in charts if drawn is not None]
 
 
-def _validation(run: Run) -> list[Chart]:
-    loss = Line(*run.validation("loss"), marked=True)
+def _validation(run: Run) -> Iterator[Chart | None]:
     note = "The contrastive loss of held-out pairs against each other, at a fixed temperature."
-    charts = curves("Validation loss", [loss], note=note)
+    yield chart("Validation loss", [Line(*run.validation("loss"), marked=True)], note=note)
     recalls = [
         Line(*run.validation(key), label=label, colour=colour, marked=True)
         for key, label, colour in zip(RECALLS, ("image → text", "text → image"), SERIES, strict=False)
     ]
-    if all(len(line.x) for line in recalls):
-        note = "The share of held-out pairs whose other half ranks first."
-        charts.append(chart("Validation R@1", recalls, note=note, percent=True))
-    return charts
+    note = "The share of held-out pairs whose other half ranks first."
+    yield chart("Validation R@1", recalls, note=note, percent=True)
 
 
 def constants(run: Run) -> list[tuple[str, str]]:
@@ -210,7 +203,6 @@ def progress_charts(run: Run) -> list[Chart]:
         series.append((last.label, points, last.chance))
     made = []
     for title, points, chance in series:
-        x, y = np.array(points, dtype=np.float64).reshape(-1, 2).T
-        line = Line(x, y, marked=len(x) < 30, colour="series-1" if chance is not None else "series-4")
-        made.append(chart(title, [line], percent=True, level=chance, size=SMALL))
-    return made
+        x, y = np.array(points, dtype=np.float64).T
+        made.append(chart(title, [Line(x, y, marked=True)], percent=True, level=chance, size=SMALL))
+    return list(filter(None, made))

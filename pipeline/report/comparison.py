@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -17,14 +16,16 @@ from pipeline.errors import UserError
 from pipeline.evaluation.datasets.datacomp import AGGREGATES
 from pipeline.files import write_text
 from pipeline.report.bootstrap import Difference, difference, resample
-from pipeline.report.charts import COLD, GAP, Chart, curves, quantity, quantity_chart
+from pipeline.report.charts import GAP, Chart, chart, quantity_chart
 from pipeline.report.figures import SERIES, Line
-from pipeline.report.page import render, short
+from pipeline.report.page import render
 from pipeline.report.run_data import Run, flat
 from pipeline.report.stored_scores import Score, StoredEvaluation
 
 SETTINGS = ("blank_class", "micro_batch", "precision", "task_data")
 """Evaluation inputs that must be equal for scores to be comparable."""
+COMPARED = ("loss", "tau", GAP, "samples_per_second")
+"""Logged quantities whose curves are shown."""
 NOT_OFFICIAL = "not the official data"
 Named = Sequence[tuple[str, Run, str]]
 """Runs, each with its label before it and its colour behind it."""
@@ -63,14 +64,9 @@ def write_comparison(runs: Sequence[Run], output: Path) -> Path:
     context = {
         "c": comparison,
         "title": " · ".join(comparison.labels),
-        "summary": _summary(named),
         "settings": _different_settings(runs),
-        "curves": _performance_curves(named),
-        "training": [
-            *(drawn for key in ("loss", "tau", GAP) for drawn in quantity_chart(key, named)),
-            *quantity_chart(COLD, named, title=f"{quantity(GAP).title}, cold"),
-            *quantity_chart("samples_per_second", named),
-        ],
+        "curves": list(filter(None, _performance_curves(named))),
+        "training": list(filter(None, (quantity_chart(key, named) for key in COMPARED))),
         "percent": percent,
         "change": change,
     }
@@ -217,36 +213,15 @@ def to_csv(comparison: Comparison) -> str:
     return buffer.getvalue()
 
 
-def _summary(named: Named) -> list[dict[str, Any]]:
-    rows = []
-    for label, run, colour in named:
-        _, speed = run.curve("samples_per_second")
-        rows.append(
-            {
-                "label": label,
-                "colour": colour,
-                "method": run.setting("objective.name", "–"),
-                "arch": run.architecture or "–",
-                "batch": run.setting("batch_size", "–"),
-                "seed": run.setting("seed", "–"),
-                "samples": short(run.rows[-1]["samples"]) if run.rows else "–",
-                "speed": short(float(np.median(speed))) if len(speed) else "–",
-            }
-        )
-    return rows
-
-
-def _performance_curves(named: Named) -> list[Chart]:
+def _performance_curves(named: Named) -> Iterator[Chart | None]:
     """Every aggregate over samples seen, one curve per run."""
-    made = []
     for name, keys in groups_of([run.latest for _, run, _ in named]).items():
         lines = []
         for label, run, colour in named:
             scores = [(e.samples, mean_score(e, keys)) for e in run.evaluations if e.samples is not None]
             points = np.array([p for p in scores if p[1] is not None], dtype=np.float64).reshape(-1, 2)
             lines.append(Line(points[:, 0], points[:, 1], label=label, colour=colour, marked=True))
-        made += curves(name, lines, percent=True)
-    return made
+        yield chart(name, lines, percent=True)
 
 
 def _different_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:

@@ -19,15 +19,7 @@ from typing import Any, NoReturn
 import click
 
 from pipeline.departed import COMMANDS as DEPARTED
-from pipeline.errors import (
-    EXIT_BUG,
-    EXIT_INTERRUPTED,
-    EXIT_USER_ERROR,
-    UserError,
-    explain_file_error,
-    explain_memory_error,
-    is_out_of_memory,
-)
+from pipeline.errors import EXIT_INTERRUPTED, UserError, exit_code_of, explain
 
 ROOT = Path(__file__).resolve().parents[1]
 # Group -> subcommand -> (module whose `command` it is, one line for `neuclip --help`).
@@ -67,8 +59,6 @@ OTHER_VALUES = ("accum_freq", "precision")
 """Options of open_clip that are settings with other values here."""
 SETTINGS_METAVAR = "KEY=VALUE"
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
-
-
 ALLOCATOR_SETTINGS = frozenset({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"})
 """torch's name of the variable, and its older one."""
 
@@ -148,25 +138,16 @@ def run(command: click.Command, argv: Sequence[str] | None = None, *, prog_name:
             error = click.UsageError(f"{error.format_message()} {meaning}", error.ctx)
         error.show()
         sys.exit(error.exit_code)
-    except UserError as error:
-        if debug:
-            traceback.print_exc()
-        _fail(str(error), error.exit_code)
     except Exception as error:
         if debug:
             traceback.print_exc()
-        if interrupts:  # modules written in C turn one into an ImportError or a SystemError
+        if interrupts and not isinstance(
+            error, UserError
+        ):  # modules written in C turn one into an ImportError or a SystemError
             _fail("Interrupted.", EXIT_INTERRUPTED)
-        if is_out_of_memory(error):
-            _fail(
-                f"{error} Lower engine.micro_batch (auto tries what fits), or set model.grad_checkpointing=true: "
-                "docs/cluster.md, 'A large batch on few GPUs'; `neuclip plan` estimates what each saves.",
-                EXIT_USER_ERROR,
-            )
-        hint = "" if debug else f" Show where with: {prog_name} --debug ..."
-        if explained := explain_file_error(error) or explain_memory_error(error):
-            _fail(f"{explained}{hint}", EXIT_USER_ERROR)
-        _fail(f"Unexpected {type(error).__name__}: {error}. This is probably a bug in neuclip.{hint}", EXIT_BUG)
+        explained = explain(error) or f"Unexpected {type(error).__name__}: {error}. This is probably a bug in neuclip."
+        hint = "" if debug or isinstance(error, UserError) else f" Show where with: {prog_name} --debug ..."
+        _fail(explained + hint, exit_code_of(error))
     _leave(result if isinstance(result, int) else 0)
 
 

@@ -42,14 +42,23 @@ def in_a_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
 
 
+def explain(error: BaseException) -> str | None:
+    """What an error means and what to do, if the user can do something, else None."""
+    if isinstance(error, UserError):
+        return str(error)
+    if is_out_of_memory(error):
+        return (
+            f"{error} Lower engine.micro_batch (auto tries what fits), or set model.grad_checkpointing=true: "
+            "docs/cluster.md, 'A large batch on few GPUs'; `neuclip plan` estimates what each saves."
+        )
+    return explain_file_error(error) or explain_memory_error(error)
+
+
 def exit_code_of(error: BaseException) -> int:
     """The exit code of a program that an error ends."""
-    if isinstance(error, UserError):
-        return error.exit_code
     if isinstance(error, KeyboardInterrupt):
         return EXIT_INTERRUPTED
-    known = is_out_of_memory(error) or explain_file_error(error) or explain_memory_error(error)
-    return EXIT_USER_ERROR if known else EXIT_BUG
+    return getattr(error, "exit_code", EXIT_USER_ERROR) if explain(error) is not None else EXIT_BUG
 
 
 def explain_file_error(error: BaseException) -> str | None:

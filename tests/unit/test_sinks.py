@@ -6,7 +6,8 @@ import json
 import resource
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from pipeline import files
 from pipeline.errors import UserError
 from pipeline.metrics.logger import Telemetry, TelemetryConfig, sink_names
-from pipeline.metrics.sinks import SINKS, JsonLines, QuietSink, SinkContext, headline, register_sink
+from pipeline.metrics.sinks import SINKS, JsonLines, QuietSink, SinkContext, headline
 
 
 class Diary(QuietSink):
@@ -32,20 +33,6 @@ class Diary(QuietSink):
         self.seen.append(("event", message, dict(facts)))
 
 
-@pytest.fixture
-def diaries() -> Iterator[list[Diary]]:
-    """Register the tracker, and collect the instances that are created."""
-    made: list[Diary] = []
-
-    @register_sink("diary")
-    def make(context: SinkContext) -> Diary:
-        made.append(Diary(context))
-        return made[-1]
-
-    yield made
-    del SINKS.registered["diary"]
-
-
 def opened(run: Path, *, first_step: int = 0, is_main: bool = True, **settings: Any) -> Telemetry:
     config = TelemetryConfig(progress="quiet", tensorboard=False, **settings)
     telemetry = Telemetry(run, config=config, total_steps=9, first_step=first_step, is_main=is_main)
@@ -57,24 +44,30 @@ def lines(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_user_defined_tracker_receives_the_same_records(tmp_path, diaries):
-    telemetry = opened(tmp_path, first_step=3, trackers=("diary",))
-    telemetry.train(step=4, scalars={"loss": 1 / 3})
-    telemetry.evaluation(step=4, scores={"a": 0.5})
-    telemetry.event("Something.", facts_of=1)
-    telemetry.close()
+def test_a_user_defined_tracker_on_rank_0_receives_the_same_records(tmp_path, monkeypatch):
+    diaries: list[Diary] = []
+
+    def make(context: SinkContext) -> Diary:
+        diaries.append(Diary(context))
+        return diaries[-1]
+
+    monkeypatch.setitem(SINKS.registered, "diary", make)
+    for is_main in (False, True):
+        assert not list(tmp_path.iterdir())
+        telemetry = opened(tmp_path, first_step=3, trackers=("diary",), is_main=is_main)
+        telemetry.train(step=4, scalars={"loss": 1 / 3})
+        telemetry.evaluation(step=4, scores={"a": 0.5})
+        telemetry.distributions(step=4, values={"x": torch.ones(3)})
+        telemetry.event("Something.", facts_of=1)
+        telemetry.close()
     (diary,) = diaries
     assert (diary.context.run, diary.context.first_step, diary.context.total_steps) == (tmp_path, 3, 9)
     assert diary.seen == [
-        ("train", 4, {"loss": 1 / 3}),
-        ("evaluation", 4, {"a": 0.5}),
-        ("event", "Something.", {"facts_of": 1}),
-    ]
+        ("train", 4, {"loss": 1 / 3}), ("evaluation", 4, {"a": 0.5}), ("event", "Something.", {"facts_of": 1}),
+    ]  # fmt: skip
     assert [(line["kind"], line.get("message")) for line in lines(tmp_path)] == [
-        ("train", None),
-        ("evaluation", None),
-        ("event", "Something."),
-    ]
+        ("train", None), ("evaluation", None), ("distribution", None), ("event", "Something."),
+    ]  # fmt: skip
 
 
 def test_nothing_is_written_before_the_run_begins_or_after_its_end(tmp_path):
@@ -102,34 +95,11 @@ def test_settings_that_cannot_be_meant_are_rejected():
     assert TelemetryConfig(profile=(3, 3)).profile == (3, 3)
 
 
-def test_other_ranks_write_nothing(tmp_path):
-    telemetry = opened(tmp_path, is_main=False)
-    telemetry.train(step=1, scalars={"loss": 1.0})
-    telemetry.distributions(step=1, values={"x": torch.ones(3)})
-    telemetry.close()
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_resumed_run_replaces_the_records_of_later_steps(tmp_path):
-    telemetry = opened(tmp_path)
-    for step in (1, 2, 3):
-        telemetry.train(step=step, scalars={"loss": float(step)})
-    telemetry.event("Kept.")
-    telemetry.close()
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"kind": "train", "st')  # truncated by a crash
-    telemetry = opened(tmp_path, first_step=2)
-    telemetry.train(step=3, scalars={"loss": 30.0})
-    telemetry.close()
-    assert [(line.get("step"), line.get("loss")) for line in lines(tmp_path)] == [
-        (1, 1.0), (2, 2.0), (None, None), (3, 30.0),
-    ]  # fmt: skip
-
-
-def test_resuming_never_costs_the_records_of_earlier_steps(tmp_path, monkeypatch):
+def test_a_resumed_run_replaces_the_records_of_later_steps_and_loses_no_earlier_one(tmp_path, monkeypatch):
     path = tmp_path / "metrics.jsonl"
-    lines = [json.dumps({"kind": "train", "step": step, "loss": 1.0}) for step in (1, 2)]
-    path.write_text("\n".join([*lines, "5", "{}", '{"kind": "train"}', "\0\0", '{"kind": "tr']))
+    kept = ['{"kind": "train", "step": 1, "loss": 1.0}', '{"message": "Kept."}', "{}"]
+    outdated = ['{"kind": "train", "step": 2, "loss": 2.0}', "5", '{"kind": "train"}', "\0\0", '{"kind": "tr']
+    path.write_text("\n".join([*kept, *outdated]))  # the last line was cut by a crash
     before = path.read_text()
 
     def full(*_: Any) -> None:
@@ -138,10 +108,14 @@ def test_resuming_never_costs_the_records_of_earlier_steps(tmp_path, monkeypatch
     with monkeypatch.context() as patched:
         patched.setattr(files.os, "replace", full)  # a kill or a full disk while the records are written again
         with pytest.raises(OSError, match="No space"):
-            SINKS["jsonl"](SinkContext(tmp_path, total_steps=3, first_step=1))
+            opened(tmp_path, first_step=1)
     assert path.read_text() == before
-    SINKS["jsonl"](SinkContext(tmp_path, total_steps=3, first_step=1)).close()
-    assert path.read_text().splitlines() == [lines[0], "{}"]
+    telemetry = opened(tmp_path, first_step=1)
+    telemetry.train(step=2, scalars={"loss": 20.0})
+    telemetry.close()
+    written = path.read_text().splitlines()
+    assert written[:-1] == kept
+    assert json.loads(written[-1])["loss"] == 20.0
 
 
 def test_distributions_contain_only_finite_values(tmp_path):
@@ -192,22 +166,17 @@ def test_lines_that_a_full_disk_refuses_are_written_when_it_has_room(tmp_path, c
 
 def test_threads_report_one_after_the_other(tmp_path, monkeypatch, capsys):
     """Regression test: an upload reported beside a step's metrics raised BufferError, and a record was lost."""
-    inside: list[int] = []
+    inside = threading.Lock()
 
     def slow(sink: JsonLines) -> None:
-        assert not inside
-        inside.append(1)
+        assert inside.acquire(blocking=False)
         time.sleep(0.05)
-        inside.pop()
+        inside.release()
 
     telemetry = opened(tmp_path)
-    with monkeypatch.context() as patched:
+    with monkeypatch.context() as patched, ThreadPoolExecutor(4) as pool:
         patched.setattr(JsonLines, "_flush", slow)
-        threads = [threading.Thread(target=telemetry.event, args=(f"{number}",)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        list(pool.map(telemetry.event, "0123"))
     telemetry.close()
     assert sorted(record["message"] for record in lines(tmp_path)) == ["0", "1", "2", "3"]
     assert capsys.readouterr().err == ""

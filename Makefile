@@ -20,7 +20,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 # make hands variables of its command line to programs, and jobs/cluster/train.sbatch would train with this interpreter.
 unexport PYTHON
 
-.PHONY: demo test lint docs settings bench clean environment
+.PHONY: demo test lint docs settings clean environment
 .DEFAULT_GOAL := help
 
 help:
@@ -29,7 +29,6 @@ help:
 	@echo "make lint   ruff and mypy"
 	@echo "make docs   the documentation as a site, in build/site"
 	@echo "make settings  docs/settings.md, from the configuration classes"
-	@echo "make bench  the benchmarks"
 	@echo "make clean  remove caches and the demo's run"
 
 environment: $(READY)
@@ -74,9 +73,6 @@ settings: $(READY)
 # Needs no network. Serve the result with `python -m http.server --directory build/site`.
 docs: $(DOCUMENTABLE)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
-
-bench: $(READY)
-	$(BIN)/python -m jobs.bench
 
 clean:
 	rm -rf runs/demo .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info

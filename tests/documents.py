@@ -114,7 +114,7 @@ def _python(arguments: list[str]) -> None:
 def _module(module: str, arguments: list[str]) -> None:
     if module.startswith(("jobs.bench.", "data_prep.")):
         _parsers_module(module, arguments)
-    elif module != "jobs.bench":  # which takes no arguments
+    else:
         assert module.startswith("jobs."), module
         check_job(module.removeprefix("jobs."), arguments)
 

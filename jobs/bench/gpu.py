@@ -22,7 +22,6 @@ import argparse
 import functools
 import gc
 import logging
-import math
 import os
 import shutil
 import signal
@@ -58,6 +57,8 @@ ROOT = Path(__file__).parents[2]
 FIGURES = ("loss", "samples_per_second", "mfu", "data_wait", "memory_gib", "cpu_ms", "time_")
 BUILD_SECONDS, MEASURE_SECONDS, RUN_SECONDS = 150.0, 120.0, 180.0
 """Limits: to build a contender and compile it, for rounds of steps or a trace, and for a command."""
+TOTAL_SECONDS = 630.0
+"""Of all measurements, without imports."""
 TRACED_STEPS = 3
 NETWORK = (
     "objective.npn_update=replicated", "objective.npn_update=prototypes",
@@ -160,7 +161,7 @@ def steps(results: Results, part: str, words: Sequence[str], *, world: World, tr
         results.measure(part, "steps", lambda: train.compare(args, built, world.device), seconds=MEASURE_SECONDS)
         if traced and (ours := built.get("ours, openclip")):
             path = results.path.with_name(f"{results.path.stem}-{part}.json.gz")
-            trace = functools.partial(trace_steps, ours.run, TRACED_STEPS, path=path)
+            trace = functools.partial(trace_steps, ours[0], TRACED_STEPS, path=path)
             results.measure(part, "trace", trace, seconds=MEASURE_SECONDS)
 
 
@@ -271,18 +272,15 @@ def parts(results: Results, *, world: World) -> dict[str, Callable[[], None]]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("gpu.json"), help="the results [gpu.json]")
-    parser.add_argument("--minutes", type=float, default=10.5, help="time of all measurements, without imports [10.5]")
     parser.add_argument("--only", nargs="+", metavar="PART", choices=("b16", "b32", "run", "network", "tests"))
     parser.add_argument("--tiny", action="store_true", help="every part in a tiny form on the CPU")
     args = parser.parse_args(argv)
-    if not args.minutes > 0 or math.isinf(args.minutes):
-        parser.error(f"--minutes must be a number above 0, not {args.minutes:g}")
     check_start(args)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)  # which ends a command that runs, too
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore", category=UserWarning)
-    results = Results(args.output, args.tiny, 60 * args.minutes)
+    results = Results(args.output, args.tiny, TOTAL_SECONDS)
     with start_world(device="cpu" if args.tiny else "cuda") as world:
         for name, take in parts(results, world=world).items():
             if not args.only or name in args.only:

@@ -128,32 +128,8 @@ def pinned(x: Tensor) -> Tensor:
     return x.pin_memory() if torch.cuda.is_available() else x
 
 
-class Contender:
-    """Training steps, and what they cost. The first ones, in which programs are compiled, are taken at once.
-
-    Args:
-        make: Builds it: a function that takes so many steps, and what counts their FLOPs.
-        device: On which it runs.
-    """
-
-    def __init__(self, make: Callable[[], tuple[Callable[[int], None], Utilization]], *, device: torch.device) -> None:
-        self._device = device
-        before = self._allocated()
-        self.run, self.utilization = make()
-        self.run(BATCHES)
-        self._own = self._allocated() - before
-
-    def take(self, steps: int, *, threads: int) -> tuple[float, float]:
-        """Seconds per step, and the peak of the memory in GiB without that of the other contenders (0 on a CPU)."""
-        others = self._allocated() - self._own
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        taken = seconds(lambda: self.run(steps), device=self._device, threads=threads) / steps
-        peak = torch.cuda.max_memory_allocated() - others if self._device.type == "cuda" else 0
-        return taken, peak / 2**30
-
-    def _allocated(self) -> int:
-        return torch.cuda.memory_allocated() if self._device.type == "cuda" else 0
+Contender = tuple[Callable[[int], None], Utilization]
+"""Takes so many training steps, and counts their FLOPs."""
 
 
 @dataclass(frozen=True)
@@ -183,9 +159,7 @@ def random_features(rows: int, dim: int, device: str) -> Tensor:
     return torch.nn.functional.normalize(torch.randn(rows, dim, generator=generator), dim=1).to(device)
 
 
-def ours(
-    args: argparse.Namespace, data: Data, *, world: World, stack: ExitStack, settings: Sequence[str]
-) -> tuple[Callable[[int], None], Utilization]:
+def ours(args: argparse.Namespace, data: Data, *, world: World, stack: ExitStack, settings: Sequence[str]) -> Contender:
     """Our training step on these batches, with the defaults of a recipe and these settings, until `stack` ends."""
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="neuclip-bench-"))
     (shards := Path(folder) / "shards").mkdir()
@@ -230,9 +204,7 @@ class SyntheticLoader:
         return itertools.islice(self._batches, self.num_batches)
 
 
-def open_clip_train(
-    args: argparse.Namespace, data: Data, *, device: torch.device, compiled: bool = False
-) -> tuple[Callable[[int], None], Utilization]:
+def open_clip_train(args: argparse.Namespace, data: Data, *, device: torch.device, compiled: bool = False) -> Contender:
     """The package's own training loop."""
     import open_clip
     from open_clip_train.train import train_one_epoch
@@ -284,8 +256,13 @@ def contenders(
 ) -> dict[str, Callable[[], Contender]]:
     """What builds each contender, by its name; ours live until the end of `stack`."""
 
-    def built(make: Callable[..., Any], **given: Any) -> Callable[[], Contender]:
-        return lambda: Contender(functools.partial(make, args, data, **given), device=world.device)
+    def built(make: Callable[..., Contender], **given: Any) -> Callable[[], Contender]:
+        def build() -> Contender:
+            run, utilization = make(args, data, **given)
+            run(BATCHES)  # in which programs are compiled
+            return run, utilization
+
+        return build
 
     builders = {}
     if args.ranks == 1:
@@ -304,20 +281,22 @@ def contenders(
 
 def compare(args: argparse.Namespace, built: Mapping[str, Contender], device: torch.device) -> dict[str, Any]:
     """Let the contenders take turns, and print medians over rounds; ratios are medians of the per-round ratios."""
-    takes = {name: functools.partial(one.take, args.steps, threads=args.threads) for name, one in built.items()}
-    costs = alternate(takes, rounds=args.rounds)
-    times = {name: [taken for taken, _ in rounds] for name, rounds in costs.items()}
+    takes = {
+        name: functools.partial(seconds, functools.partial(run, args.steps), device=device, threads=args.threads)
+        for name, (run, _) in built.items()
+    }
+    times = alternate(takes, rounds=args.rounds)
     columns = {"ms/step": ".1f", "samples/s": ".1f"}
     others = [name for name in (THEIRS, COMPILED) if name in times] or list(times)[:1]
     for name, spread in zip(others, (("lowest", "highest"), ("least", "most")), strict=False):
         columns |= dict.fromkeys((f"/ {name.split()[-1]}", *spread), ".3f")
     rows = dict[str, tuple[Value, ...]]()
-    for name, contender in built.items():
-        rate, peak = args.batch / args.ranks / median(times[name]), max(peak for _, peak in costs[name])
+    for name, (_, utilization) in built.items():
+        taken = median(times[name]) / args.steps
+        rate = args.batch / args.ranks / taken
         compared = [ratio for other in others for ratio in ratios(times[other], times[name])]
-        mfu = contender.utilization.scalars(rate).get("mfu")
-        rows[name] = (1e3 * median(times[name]), rate, *compared, mfu, peak or None)
-    columns |= {"MFU": ".1%", "peak GiB": ".1f"}
+        rows[name] = (1e3 * taken, rate, *compared, utilization.scalars(rate).get("mfu"))
+    columns |= {"MFU": ".1%"}
     batch = f"batch {args.batch}" + (f" of which {args.batch // args.ranks} here" if args.ranks > 1 else "")
     head = f"{args.arch}, {batch}, {args.precision}, texts {args.captions}, {place(device, args.threads)}"
     return show(head, columns, rows, output=args.json)

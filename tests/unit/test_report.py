@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -15,7 +16,6 @@ from pipeline.errors import UserError
 from pipeline.report import update_scores, write_report
 from pipeline.report.figures import SMALL, Line, line_chart, pooled, smoothed
 from pipeline.report.run_data import read_run
-from pipeline.report.stored_scores import read_evaluations
 from tests.report_runs import make_run
 
 
@@ -40,43 +40,31 @@ def test_ends_of_epochs_do_not_hide_other_events(run):
     assert re.findall(r"<td>(.*?)</td>", table) == ["started", "A step was skipped", "Epoch 50 done"]
 
 
-def test_the_validation_loss_is_drawn_over_samples_seen(run):
-    assert "Validation loss" not in write_report([run]).read_text()
-    steps = [row["step"] for row in read_run(run).rows]
-    losses = ((steps[0], 9.0), (steps[0], 4.0), (steps[-1], 3.25), (steps[-1] + 1, float("nan")))
-    append(run, *({"kind": "validation", "step": step, "loss": loss} for step, loss in losses))
-    x, y = read_run(run).validation("loss")  # the last line of a step counts, as after a resume
-    assert (x.tolist(), y.tolist()) == ([8 * steps[0], 8 * steps[-1]], [4.0, 3.25])
-    html = write_report([run]).read_text()
-    assert html.index("<h3>Loss</h3>") < html.index("<h3>Validation loss</h3>") < html.index("<h3>Temperature")
-    assert "At the end 3.25." in html
-    assert f"at step {steps[-1]}, the lowest of 2" in html
-    assert "Validation R@1" not in html
-
-
-def test_timings_that_are_no_numbers_are_left_out_with_a_note(run):
-    for text in ('{"train": NaN}', '{"train": [1]}', "[3]", '{"train": "x"}'):
-        (run / "stages.json").write_text(text)
-        assert "No timings of the stages" in write_report([run]).read_text(), text
-
-
 def test_a_run_that_was_only_validated_shows_its_result(run):
     """Fine-tuning: no evaluation, no stages. Nothing is missing, so no box says so."""
+    assert "Validation loss" not in write_report([run]).read_text()
     shutil.rmtree(run / "evaluation")
     (run / "stages.json").unlink()
-    for step, loss, text, image in ((50, 1.5, 0.25, 0.35), (100, 1.0, 0.5, 0.7), (150, 2.0, 0.4, 0.4)):
+    rows = (
+        (50, 9.0, 0.1, 0.1),
+        (50, 1.5, 0.25, 0.35),
+        (100, 1.0, 0.5, 0.7),
+        (150, 2.0, 0.4, 0.4),
+        (151, math.nan, 0, 0),
+    )
+    for step, loss, text, image in rows:
         scores = {"loss": loss, "image_to_text_r1": text, "text_to_image_r1": image, "pairs": 100.0}
         append(run, {"kind": "validation", "step": step, **scores})
+    x, y = read_run(run).validation("loss")  # the last line of a step counts, as after a resume
+    assert (x.tolist(), y.tolist()) == ([400, 800, 1200], [1.5, 1.0, 2.0])
     html = write_report([run]).read_text()
     assert 'role="note"' not in html
+    assert html.index("<h3>Loss</h3>") < html.index("<h3>Validation loss</h3>") < html.index("<h3>Temperature")
     for part in (
-        "60.0%",
-        "mean of 50.0% and 70.0% among 100 held-out pairs",
-        "at step 100, the lowest of 3; 2.000 at step 150",
-        "<h3>Validation R@1</h3>",
-        f"<code>neuclip evaluate {run} --suite FOLDER</code>",
+        "60.0%", "mean of 50.0% and 70.0% among 100 held-out pairs", "at step 100, the lowest of 3; 2.000 at step 150",
+        "At the end 2.", "<h3>Validation R@1</h3>", f"<code>neuclip evaluate {run} --suite FOLDER</code>",
         f"Next: <code>neuclip evaluate {run} --suite FOLDER</code>",
-    ):
+    ):  # fmt: skip
         assert part in html
 
 
@@ -96,14 +84,6 @@ def test_axes_begin_at_0_and_enclose_the_curves(values, options, labels):
     found = re.findall(r">([^<>]+)</text>", svg.replace("\u2212", "-"))
     below = "0 200k" if "size" in options else "0 100k 200k"
     assert " ".join(found) == f"{below} {labels}"
-
-
-def test_the_page_ends_with_the_next_commands(run):
-    end, shards = write_report([run]).read_text().split("<footer>")[1], read_run(run).manifests[0].root
-    assert f"Next: <code>neuclip playground {run} --images {shards}</code>" in end
-    assert f"<code>neuclip export {run} --output hub/run</code>" in end
-    assert "neuclip evaluate" not in end
-    assert f"Next: `neuclip playground {run} --images {shards}` lets you try it" in (run / "report.md").read_text()
 
 
 def test_page_is_self_contained_and_escaped(run):
@@ -133,17 +113,10 @@ def test_page_reports_the_results_of_the_run(run):
     titles = ["Loss", "Normalizer gap", "Temperature τ", "Learning rate of the encoders"]
     titles += ["Throughput, samples per second", "Waiting for data, share of a step", "Largest ratio of normalizers"]
     for part in (
-        *(f"<h3>{title}</h3>" for title in titles),
-        "ViT-B-32",
-        "60.0%",
-        "rank 42",
-        "90.0% of 100 URLs",
-        "Why URLs gave no sample",
-        "the data is cut short",
-        "1 min 15 s",
+        *(f"<h3>{title}</h3>" for title in titles), "ViT-B-32", "60.0%", "rank 42", "90.0% of 100 URLs",
+        "Why URLs gave no sample", "the data is cut short", "1 min 15 s", "At the end in use 0.1, cold 0.4.",
         "Constant throughout: Corrupt samples in this epoch 0.",
-        "At the end in use 0.1, cold 0.4.",
-    ):
+    ):  # fmt: skip
         assert part in html
     assert re.search(r">colour</th>.*?width: 60.00%.*?left: 10.00%.*?>60.0%</td>", html), "a bar with a tick at chance"
     part = html[html.index("Every task over samples seen") : html.index("Images retrieved for captions")]
@@ -151,6 +124,12 @@ def test_page_reports_the_results_of_the_run(run):
     text = (run / "report.md").read_text()
     for part in ("| colour | acc1 | 60.0% | 10.0% | 100 |", "| http 404 | 7 |", "scenes/size could not be scored: the"):
         assert part in text
+    end, shards = html.split("<footer>")[1], read_run(run).manifests[0].root
+    assert f"Next: <code>neuclip playground {run} --images {shards}</code>" in end
+    assert f"<code>neuclip export {run} --output hub/run</code>" in end
+    assert "neuclip evaluate" not in end
+    assert f"Next: `neuclip playground {run} --images {shards}` lets you try it" in text
+    assert write_report([run]).read_text() == html, "the same run gives the same bytes"
 
 
 @pytest.mark.parametrize(("facts", "counted"), [({"made by": "neuclip pairs"}, "rows"), ({}, "samples")])
@@ -167,11 +146,6 @@ def test_data_that_were_not_downloaded_have_no_urls(tmp_path, facts, counted):
     assert ("None of 90 samples failed." in html) != bool(failures)
     assert "URL" not in re.sub(r"<(script|style).*?</\1>", "", html, flags=re.DOTALL)
     assert "URL" not in markdown
-
-
-def test_the_same_run_gives_the_same_bytes(run, tmp_path):
-    first, second = (write_report([run], output=tmp_path / name) for name in "ab")
-    assert first.read_bytes() == second.read_bytes()
 
 
 def test_missing_inputs_are_listed_and_not_invented(tmp_path):
@@ -192,6 +166,9 @@ def test_missing_inputs_are_listed_and_not_invented(tmp_path):
     for text in ("samples: !!bool x", "\0"):
         (folder / "config.yaml").write_text(text)
         assert "No configuration: config.yaml cannot be read" in " ".join(read_run(folder).notes)
+    for text in ('{"train": NaN}', '{"train": [1]}', "[3]", '{"train": "x"}'):
+        (folder / "stages.json").write_text(text)
+        assert "No timings of the stages" in write_report([folder]).read_text(), text
 
 
 def test_relative_paths_are_relative_to_where_the_run_was_started(tmp_path, monkeypatch):
@@ -251,18 +228,12 @@ def test_scores_as_tensorboard_scalars(run):
     assert found == [(50, 0.3), (100, 0.6)]
 
 
-def test_curves_of_trained_and_averaged_weights_are_noted(tmp_path):
-    run = make_run(tmp_path / "run")
+def test_curves_of_trained_and_averaged_weights_are_noted(run):
     for step, source in ((50, "run/checkpoints/step-00000050/ema"), (100, "run/checkpoints/step-00000100")):
-        timings = {"source": source, "tasks": {}}
-        (run / f"evaluation/step-{step:08d}/timings.json").write_text(json.dumps(timings))
-    notes: list[str] = []
-    read_evaluations(run / "evaluation", lambda step: step, notes)
-    assert any("step-00000050 are of the average of the weights (EMA)" in note for note in notes)
+        (run / f"evaluation/step-{step:08d}/timings.json").write_text(json.dumps({"source": source, "tasks": {}}))
+    assert any("step-00000050 are of the average of the weights (EMA)" in note for note in read_run(run).notes)
     shutil.rmtree(run / "evaluation/step-00000100")
-    notes.clear()
-    read_evaluations(run / "evaluation", lambda step: step, notes)
-    assert not any("average" in note for note in notes)
+    assert not any("average" in note for note in read_run(run).notes)
 
 
 def test_pooling_and_smoothing_preserve_means_and_lines():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import queue
-import shlex
 import signal
 import subprocess
 import sys
@@ -25,22 +24,6 @@ from pipeline.files import file_lock, write_json
 if TYPE_CHECKING:
     from jobs.studies.declare import Study, Unit
 
-SBATCH = """#!/bin/bash
-#SBATCH --job-name=study-{name}
-#SBATCH --array=0-{last}
-#SBATCH --nodes=1
-#SBATCH --gpus-per-node=8
-#SBATCH --cpus-per-task=64
-#SBATCH --requeue
-#SBATCH --signal=B:USR1@120
-#SBATCH --output=study-{name}-%a.log
-# One task runs one unit; a task that is started again continues it. Then: neuclip study {name} --size {size} --render
-trap 'kill -USR1 "$child"; wait "$child"; [ $? -eq 130 ] && scontrol requeue "$SLURM_JOB_ID"' USR1
-neuclip study {name} --size {size} --output {output} --unit "$SLURM_ARRAY_TASK_ID" {overrides} &
-child=$!
-wait "$child"
-"""
-
 
 @click.command(name="study")
 @click.argument("name", required=False)
@@ -50,7 +33,6 @@ wait "$child"
 @click.option("--parallel", type=click.IntRange(min=1), help="Runs in parallel [one per GPU, else one per core].")
 @click.option("--list", "list_units", is_flag=True, help="List the runs and their status, and exit.")
 @click.option("--unit", type=click.IntRange(min=0), help="Run only this entry of the list: a task of a job array.")
-@click.option("--slurm", is_flag=True, help="Print a Slurm job array over all runs, and exit.")
 @click.option("--render", "only_render", is_flag=True, help="Render the finished runs; run nothing.")
 def command(
     name: str | None,
@@ -60,7 +42,6 @@ def command(
     parallel: int | None,
     list_units: bool,
     unit: int | None,
-    slurm: bool,
     only_render: bool,
 ) -> int:
     """Reproduce a table or figure of the papers: small on the built-in corpus, or in full on the real data.
@@ -81,10 +62,6 @@ def command(
     study, units = load_study(name), units_of(name, size=size, overrides=overrides)
     if list_units:
         show(units, place)
-        return 0
-    if slurm:
-        facts = {"name": name, "size": size, "output": shlex.quote(str(place)), "last": len(units) - 1}
-        click.echo(SBATCH.format(**facts, overrides=shlex.join(overrides)), nl=False)
         return 0
     if unit is not None and unit >= len(units):
         raise click.BadParameter(f"{unit}: {name} has {len(units)} runs at this size, 0 to {len(units) - 1}.")
@@ -206,7 +183,7 @@ def run_all(units: Sequence[Unit], output: Path, *, parallel: int | None) -> dic
     gpus = usable_gpus()
     if gpus and (large := [unit for unit in units if unit.ranks > len(gpus)]):
         needs = f"{large[0].label} needs {large[0].ranks} GPUs"
-        raise UserError(f"{needs}, but {len(gpus)} are visible here: see --slurm.")
+        raise UserError(f"{needs}, but {len(gpus)} are visible here.")
     count = min(parallel or len(gpus) or usable_cores(), len(gpus) or len(units), len(units))
     processes, stopped, taking = list[subprocess.Popen](), threading.Event(), threading.Lock()
     free = queue.SimpleQueue[str]()

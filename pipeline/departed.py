@@ -141,6 +141,7 @@ COMMANDS: dict[str, str] = {
     "report --tensorboard": "Scores are written to TensorBoard when they are computed, where the run logs to it.",
     "study --launcher": "Runs of several ranks are started with torchrun.",
     "study --publish": "Copy the results: OUTPUT/NAME, as the command prints it.",
+    "study --slurm": "A task of a job array runs one entry of --list: --unit $SLURM_ARRAY_TASK_ID; then --render.",
     "study icons": "The corpus of icons has left; commit c14979c has the program that makes it. The study's results are in docs/studies/icons.",
     "study separation": "This study has left; docs/studies/separation has its results, commit c14979c its program.",
     "train --new-batch-size": "A run keeps its batch_size; begin a new run with the weights: model.arch=pretrained model.pretrained=RUN/checkpoints/STEP.",

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import scipy.stats
 import torch
-from click.testing import CliRunner
 
 from jobs import study as job
 from jobs.studies import declare, study_names
@@ -24,7 +23,7 @@ from jobs.studies.declare import SIZES, load_study
 from jobs.studies.outcomes import COLUMNS, PAIRED, Outcome, Spread, curve, holm, paired, spread
 from jobs.studies.publish import as_markdown, render
 from jobs.studies.unit import cost_of
-from jobs.study import command, command_of, prepare_corpora, run_units, without_missing_teachers
+from jobs.study import command_of, prepare_corpora, run_units, without_missing_teachers
 from pipeline.errors import UserError
 from pipeline.metrics.mfu import training_flops
 from pipeline.training.recipe import load_recipe
@@ -199,13 +198,6 @@ def test_a_unit_is_started_as_declared(tmp_path, monkeypatch):
     assert (run.batch_size, run.output, run.data.sources[0].manifest) == (256, str(folder), shards)
     assert "--nproc-per-node 4" in " ".join(command_of(four, folder))
     assert command_of(one, folder)[1:] == ["-m", "jobs.studies.unit", str(folder)]
-
-
-def test_the_job_array_has_one_task_per_unit():
-    words = ["methods", "--size", "paper", "--output", "/data/my runs", "--slurm", "evaluation.suite=/data/s x"]
-    script = CliRunner().invoke(command, words, catch_exceptions=False).output
-    assert f"#SBATCH --array=0-{len(units_of('methods', size='paper')) - 1}\n" in script
-    assert "--output '/data/my runs' --unit \"$SLURM_ARRAY_TASK_ID\" 'evaluation.suite=/data/s x' &" in script
 
 
 def outcome(arm: str, seed: int, score: float, *, mse: float = 0.1) -> Outcome:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import io
 import statistics
 import textwrap
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from jobs.studies.declare import Size, Study, size_of
+from jobs.studies.declare import Size, Study, Variant, size_of
 from jobs.studies.outcomes import COLUMNS, Outcome, curve, spread
 
 STYLE: Any = {
@@ -46,24 +46,32 @@ def draw(study: Study, size: str, outcomes: Sequence[Outcome]) -> dict[str, str]
     return figures
 
 
+def _panels(settings: Mapping[str, Variant], *, rows: int = 1, size: tuple[float, float], **shared: bool) -> Any:
+    """A figure of `size` inches, and its axes by row and setting, each with the setting's title."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(rows, len(settings), squeeze=False, **shared)
+    for line in panels:
+        for axes, (setting, variant) in zip(line, settings.items(), strict=True):
+            axes.set_title(textwrap.fill(variant.title or setting, 32), loc="left")
+    return figure, panels
+
+
 def _final(study: Study, size: Size, outcomes: Sequence[Outcome]) -> str:
     """The study's first column: a dot per seed, a bar at the mean, a line at the baseline; one panel per setting."""
-    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    column, settings, arms = study.columns[0], size.settings, list(size.arms)
-    figure = Figure(figsize=(min(9.0, 1.2 + 3.6 * len(settings)), 0.9 + 0.24 * len(arms)), layout="constrained")
-    panels = figure.subplots(1, len(settings), sharey=True, squeeze=False)[0]
-    for axes, (setting, variant) in zip(panels, settings.items(), strict=True):
+    column, arms = study.columns[0], list(size.arms)
+    inches = (min(9.0, 1.2 + 3.6 * len(size.settings)), 0.9 + 0.24 * len(arms))
+    figure, (panels,) = _panels(size.settings, size=inches, sharey=True)
+    for axes, setting in zip(panels, size.settings, strict=True):
         for row, arm in enumerate(arms):
-            values = spread(outcomes, setting, arm, column)
-            if values is not None:
+            if values := spread(outcomes, setting, arm, column):
                 axes.scatter(values.values, [row] * len(values.values), s=16, color=DOT, alpha=0.65, linewidths=0)
                 axes.plot([values.mean] * 2, [row - 0.32, row + 0.32], color="#1a202c", linewidth=1.6)
-        before = spread(outcomes, setting, size.baseline, column)
-        if before is not None:
+        if before := spread(outcomes, setting, size.baseline, column):
             axes.axvline(before.mean, color="#8a8f98", linewidth=0.8, linestyle=":", zorder=0)
-        axes.set_title(_wrapped(variant.title or setting), loc="left")
         axes.set_xlabel(COLUMNS[column].title)
         axes.xaxis.set_major_locator(MaxNLocator(5))
         axes.set_yticks(range(len(arms)), arms)
@@ -74,19 +82,14 @@ def _final(study: Study, size: Size, outcomes: Sequence[Outcome]) -> str:
 
 def _against(study: Study, size: Size, outcomes: Sequence[Outcome], cost: str) -> str:
     """The study's first column over `cost`: means with standard deviations of both; one panel per setting."""
-    from matplotlib.figure import Figure
-
-    column, settings, arms = study.columns[0], size.settings, list(size.arms)
-    look = _looks(arms)
-    figure = Figure(figsize=(1.9 + 3.6 * len(settings), 3.0), layout="constrained")
-    panels = figure.subplots(1, len(settings), squeeze=False)[0]
-    for axes, (setting, variant) in zip(panels, settings.items(), strict=True):
-        for arm in arms:
+    column, look = study.columns[0], _looks(size.arms)
+    figure, (panels,) = _panels(size.settings, size=(1.9 + 3.6 * len(size.settings), 3.0))
+    for axes, setting in zip(panels, size.settings, strict=True):
+        for arm in size.arms:
             x, y = (spread(outcomes, setting, arm, name) for name in (cost, column))
             if x is not None and y is not None:
                 colour = look[arm][0]
                 axes.errorbar(x.mean, y.mean, xerr=x.sd, yerr=y.sd, fmt="o", markersize=5, color=colour, label=arm)
-        axes.set_title(_wrapped(variant.title or setting), loc="left")
         axes.set_xlabel(COLUMNS[cost].title)
         axes.set_xlim(left=0)
     panels[0].set_ylabel(COLUMNS[column].title)
@@ -94,37 +97,32 @@ def _against(study: Study, size: Size, outcomes: Sequence[Outcome], cost: str) -
     return _as_svg(figure)
 
 
-def _looks(arms: Sequence[str]) -> dict[str, tuple[Any, str]]:
-    """Colour and line style of every arm."""
-    import matplotlib
-
-    palette = matplotlib.colormaps["tab10"].colors  # type: ignore[attr-defined]
-    return {arm: (palette[number % 10], "--" if number >= 10 else "-") for number, arm in enumerate(arms)}
-
-
 def _curves(study: Study, size: Size, outcomes: Sequence[Outcome], column: str, curved: Collection[str]) -> str:
     """Mean over seeds with the range as a shaded area; rows are groups of arms, columns the settings in `curved`."""
-    from matplotlib.figure import Figure
-
     settings = {name: variant for name, variant in size.settings.items() if name in curved}
-    arms = list(size.arms)
-    rows = [[a for a in names if a in arms] for names in study.groups.values()] or [arms]
+    rows = [[a for a in names if a in size.arms] for names in study.groups.values()] or [list(size.arms)]
     rows = [names for names in rows if names]
-    look = _looks(arms)
-    width = 1.9 + min(4, len(settings)) * 2.6
-    figure = Figure(figsize=(width, 0.4 + 2.1 * len(rows)), layout="constrained")
-    panels = figure.subplots(len(rows), len(settings), squeeze=False, sharey=True)
+    inches = (1.9 + min(4, len(settings)) * 2.6, 0.4 + 2.1 * len(rows))
+    figure, panels = _panels(settings, rows=len(rows), size=inches, sharey=True)
+    look = _looks(size.arms)
     for names, line in zip(rows, panels, strict=True):
-        for axes, (setting, variant) in zip(line, settings.items(), strict=True):
+        for axes, setting in zip(line, settings, strict=True):
             for arm in names:
                 _draw_curve(axes, curve(outcomes, setting, arm, column), label=arm, look=look[arm])
-            axes.set_title(_wrapped(variant.title or setting), loc="left")
             axes.set_xlabel("samples seen, thousands")
             if column.startswith("mse"):
                 axes.set_yscale("log")
         line[0].set_ylabel(COLUMNS[column].title)
         line[-1].legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return _as_svg(figure)
+
+
+def _looks(arms: Iterable[str]) -> dict[str, tuple[Any, str]]:
+    """Colour and line style of every arm."""
+    import matplotlib
+
+    palette = matplotlib.colormaps["tab10"].colors  # type: ignore[attr-defined]
+    return {arm: (palette[number % 10], "--" if number >= 10 else "-") for number, arm in enumerate(arms)}
 
 
 def _draw_curve(axes: Any, points: list[tuple[float, list[float]]], *, label: str, look: tuple[Any, str]) -> None:
@@ -136,10 +134,6 @@ def _draw_curve(axes: Any, points: list[tuple[float, list[float]]], *, label: st
     means = [statistics.fmean(values) for _, values in whole]
     axes.plot(x, means, color=colour, linestyle=style, label=label, linewidth=1.5, marker="o", markersize=2.5)
     axes.fill_between(x, [min(v) for _, v in whole], [max(v) for _, v in whole], color=colour, alpha=0.13, linewidth=0)
-
-
-def _wrapped(title: str) -> str:
-    return textwrap.fill(title, 32)
 
 
 def _as_svg(figure: Any) -> str:

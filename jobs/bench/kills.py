@@ -63,6 +63,8 @@ RANKS, STAGES = (1, 2, 4), (0, 1, 2, 3)
 SAME = (2, 1)
 """Ranks and ZeRO stage of the undisturbed run, and of the run whose layout does not change."""
 MOMENTS = ("start", "step", "checkpoint", "checkpoint", "evaluation")
+LONGEST_WAIT = {"start": 0.0, "step": 0.5, "checkpoint": 0.03, "evaluation": 0.3, "border": 1.0}
+"""Seconds after the moment is reached."""
 NEAR_BORDER = 4
 """A run that starts at most so many steps before the border of its stages is killed just after it."""
 TABLES = ("sogclr", "isogclr")
@@ -189,30 +191,21 @@ def wait_for_moment(
 
     A start takes about `seconds`.
     """
-    here, deadline = last_step(run), time.monotonic() + SECONDS_PER_START
-    tested = set((run / "evaluation").glob("step-*"))
+    here, tested = last_step(run), set((run / "evaluation").glob("step-*"))
+    deadline = time.monotonic() + (draw.uniform(0, seconds) if moment == "start" else SECONDS_PER_START)
 
-    def runs() -> bool:
-        return time.monotonic() < deadline and all(rank.is_alive() for rank in ranks)
+    def wait_until(is_reached: Callable[[], bool]) -> None:
+        while time.monotonic() < deadline and all(rank.is_alive() for rank in ranks) and not is_reached():
+            time.sleep(0.0005 if moment == "checkpoint" else 0.01)
 
-    def wait_until(reached: Callable[[], bool], *, then: float, every: float = 0.01) -> None:
-        while runs() and not reached():
-            time.sleep(every)
-        time.sleep(draw.uniform(0, then))
-
-    if moment == "start":
-        deadline = min(deadline, time.monotonic() + draw.uniform(0, seconds))
-        wait_until(lambda: last_step(run) > here, then=0)  # one rank starts faster than four
-    elif moment == "border":
-        wait_until(lambda: last_step(run) >= border, then=1.0)
-    else:
-        wait_until(lambda: last_step(run) > here, then=0)
-        if moment == "evaluation":
-            wait_until(lambda: set((run / "evaluation").glob("step-*")) > tested, then=0.3)
-        elif moment == "checkpoint":
-            wait_until(lambda: any((run / FOLDER_NAME).glob(f".{PREFIX}*")), then=0.03, every=0.0005)
-        else:
-            time.sleep(draw.uniform(0, 0.5))
+    wait_until(lambda: last_step(run) > here)  # also at a "start": one rank starts faster than four
+    if moment == "border":
+        wait_until(lambda: last_step(run) >= border)
+    elif moment == "evaluation":
+        wait_until(lambda: set((run / "evaluation").glob("step-*")) > tested)
+    elif moment == "checkpoint":
+        wait_until(lambda: any((run / FOLDER_NAME).glob(f".{PREFIX}*")))
+    time.sleep(draw.uniform(0, LONGEST_WAIT[moment]))
 
 
 def end(processes: list[ForkProcess], victims: list[ForkProcess]) -> list[int | None]:

@@ -64,13 +64,8 @@ def test_all_ablations_of_the_paper_are_included():
 def test_the_equal_compute_arm_compensates_for_the_cost_of_the_network():
     """NeuCLIP Table 13, with the time shares of Table 5."""
     units = {(unit.setting, unit.arm): unit.run.samples for unit in units_of("methods", size="paper") if not unit.seed}
-    for setting, share in {
-        "cc3m": 0.0930,
-        "cc12m": 0.0603,
-        "dfn14m": 0.0603,
-        "dfn192m": 0.0598,
-        "dfn1b": 0.0598,
-    }.items():
+    shares = {"cc3m": 0.0930, "cc12m": 0.0603, "dfn14m": 0.0603, "dfn192m": 0.0598, "dfn1b": 0.0598}
+    for setting, share in shares.items():
         less = units[setting, "literal_same_compute"] / units[setting, "neuclip_literal"]
         assert less == pytest.approx(1 - share, rel=1e-6)
 
@@ -79,32 +74,28 @@ def test_errors_are_compared_at_equal_samples_between_restarts():
     """NeuCLIP, section 5.2 and appendix B.6: five checkpoints per run, after the same numbers of samples."""
     seen: dict[str, set[tuple[int, ...]]] = {}
     for unit in units_of("normalizers", size="paper"):
-        run = unit.run
-        steps = [run.checkpoint.keep_every * k for k in range(1, 6)]
-        assert run.checkpoint.every == run.checkpoint.keep_every
-        assert steps[-1] < run.samples // run.batch_size < steps[-1] + run.checkpoint.every
-        assert not [step for step in steps if step % 500 == 0], "a restart"
-        seen.setdefault(unit.setting.partition("-")[0].replace("1.4m", "14m"), set()).add(
-            tuple(step * run.batch_size for step in steps)
-        )
-    assert {name: len(found) for name, found in seen.items()} == {"cc3m": 1, "dfn14m": 1}
+        run, every = unit.run, unit.run.checkpoint.keep_every
+        steps = [every * k for k in range(1, 6)]
+        assert run.checkpoint.every == every
+        assert steps[-1] < run.samples // run.batch_size < steps[-1] + every
+        assert all(step % 500 for step in steps), "a restart"
+        name = unit.setting.partition("-")[0].replace("1.4m", "14m")
+        seen.setdefault(name, set()).add(tuple(step * run.batch_size for step in steps))
+    assert {name: len(samples) for name, samples in seen.items()} == {"cc3m": 1, "dfn14m": 1}
 
 
-def test_studies_share_identical_runs():
+def test_studies_share_identical_runs_whatever_their_folder(tmp_path):
     methods = {unit.arm: unit.key for unit in units_of("methods", size="desk") if unit.setting == "many-epochs"}
     gamma = {unit.arm: unit.key for unit in units_of("gamma", size="desk")}
     assert gamma["fastclip_v3"] == methods["fastclip_v3"]
     assert gamma["v3_constant"] not in methods.values()
-    assert {unit.key for unit in units_of("temperature", size="desk")} < {
-        unit.key for unit in units_of("methods", size="desk")
-    }
-
-
-def test_a_key_depends_on_the_run_and_not_on_its_folder(tmp_path):
-    here = units_of("gamma", size="smoke")[0]
-    there = units_of("gamma", size="smoke", overrides=(f"output={tmp_path}",))[0]
-    other = units_of("gamma", size="smoke", overrides=("optimizer.lr=1e-4",))[0]
-    assert here.key == there.key != other.key
+    every = {unit.key for unit in units_of("methods", size="desk")}
+    assert {unit.key for unit in units_of("temperature", size="desk")} < every
+    here, there, other = (
+        units_of("gamma", size="smoke", overrides=overrides)[0].key
+        for overrides in ((), (f"output={tmp_path}",), ("optimizer.lr=1e-4",))
+    )
+    assert here == there != other
 
 
 def test_wrong_names_and_settings_are_rejected():
@@ -152,16 +143,15 @@ def test_each_rank_of_a_run_gets_a_gpu_that_the_study_may_use(tmp_path, monkeypa
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, GPU-a,6,7")
     units = [unit for unit in units_of("scaling", size="desk") if unit.ranks in (1, 4)][:6]
-    assert {unit.ranks for unit in units} == {1, 4}
-    used, seen = set[str](), []
-    lock = threading.Lock()
+    used, seen, lock = set[str](), list[tuple[int, int]](), threading.Lock()
 
-    def popen(command: list[str], *, env: dict[str, str], **_: Any) -> Any:
+    def popen(words: list[str], *, env: dict[str, str], **_: Any) -> Any:
         mine = env["CUDA_VISIBLE_DEVICES"].split(",")
         with lock:
             assert not used & set(mine), "two runs have a GPU at a time"
+            assert set(mine) <= {"4", "GPU-a", "6", "7"}
             used.update(mine)
-            seen.append((4 if "--nproc-per-node" in command else 1, mine))
+            seen.append((4 if "--nproc-per-node" in words else 1, len(set(mine))))
 
         def wait() -> int:
             time.sleep(0.05)
@@ -176,9 +166,8 @@ def test_each_rank_of_a_run_gets_a_gpu_that_the_study_may_use(tmp_path, monkeypa
     for unit in units:
         unit.folder(tmp_path).mkdir(parents=True)
     assert job.run_all(units, tmp_path, parallel=None) == {}
-    assert sorted(ranks for ranks, _ in seen) == sorted(unit.ranks for unit in units)
-    assert all(len(set(mine)) == ranks and set(mine) <= {"4", "GPU-a", "6", "7"} for ranks, mine in seen)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    assert sorted(seen) == sorted((unit.ranks, unit.ranks) for unit in units)
+    assert {ranks for ranks, _ in seen} == {1, 4}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(UserError, match="needs 4 GPUs, but 2 are visible here"):
         job.run_all(units, tmp_path, parallel=None)

@@ -163,7 +163,7 @@ def _hint(error: click.NoSuchOption, arguments: Sequence[str]) -> str:
     if command is None:
         return ""
     if left := DEPARTED.get(f"{command.name} {option}"):
-        return f" It was removed. {left}"
+        return f" {left}"
     if answer := _as_parameter(command, SYNONYMS.get(key, key), value):
         return f" {answer}"
     if not any(SETTINGS_METAVAR in str(parameter.metavar).upper() for parameter in command.params):

@@ -99,7 +99,7 @@ ANSWERED = [
     ("features data/mine --model M --output x", "MODEL is an argument: neuclip features MODEL"),
     ("manifest --folder x", "FOLDER is an argument: neuclip manifest FOLDER"),
     ("report R --frobnicate 4", "No such option '--frobnicate'."),
-    ("report A B --mixed", "It was removed. Runs that were evaluated differently are not compared"),
+    ("report A B --mixed", "Runs that were evaluated differently are not compared"),
 ]
 
 

@@ -26,7 +26,7 @@ LEVEL = 0.05
 
 @dataclass(frozen=True)
 class Spread:
-    """Values over seeds, or paired differences of them; what needs two seeds, and values that differ, is None else."""
+    """Values over seeds, or paired differences of them."""
 
     values: tuple[float, ...]
 
@@ -42,37 +42,24 @@ class Spread:
 
     @property
     def sd(self) -> float | None:
-        """Of the sample; 0 for equal values."""
+        """Of the sample; None for one value, 0 for equal ones."""
         if len(self.values) < 2:
             return None
         return statistics.stdev(self.values) if all(map(math.isfinite, self.values)) else math.nan
 
-    @property
-    def t(self) -> float | None:
-        """The mean in standard errors."""
-        return self.mean / (self.sd / math.sqrt(len(self.values))) if self.sd else None
-
-    @property
-    def p(self) -> float | None:
-        """Two-sided, of Student's distribution; 1 if a value is not finite."""
-        if self.t is None:
-            return None
-        return 1.0 if math.isnan(self.t) else float(2 * scipy.stats.t.sf(abs(self.t), len(self.values) - 1))
-
-    @property
-    def half_width(self) -> float:
-        """Half of the 95% interval of the mean."""
-        n = len(self.values)
-        return (self.sd or 0.0) / math.sqrt(n) * float(scipy.stats.t.isf(LEVEL / 2, n - 1))
+    def test(self, null: float) -> Any:
+        """Scipy's t-test that the mean of values that differ is not `null`; its p is NaN if a value is not finite."""
+        return scipy.stats.ttest_1samp(self.values, null)
 
 
 def holm(p_values: Mapping[Name, float]) -> dict[Name, float]:
     """Holm's adjusted p-values: a comparison is significant at a level if its adjusted p is at most that level.
 
-    The error rate holds over all comparisons that are given, whatever their dependence.
+    The error rate holds over all comparisons that are given, whatever their dependence. NaN counts as 1.
     """
     adjusted, largest = {}, 0.0
-    for rank, (name, p) in enumerate(sorted(p_values.items(), key=lambda item: item[1])):
+    known = {name: 1.0 if math.isnan(p) else p for name, p in p_values.items()}
+    for rank, (name, p) in enumerate(sorted(known.items(), key=lambda item: item[1])):
         largest = max(largest, min(1.0, p * (len(p_values) - rank)))
         adjusted[name] = largest
     return adjusted

@@ -156,24 +156,23 @@ def _comparisons(study: Study, size: str, outcomes: Sequence[Outcome]) -> list[l
     at_size = size_of(study, size)
     baseline = at_size.baseline
     columns = [column for column in study.columns if column in COMPARED]
-    compared: dict[tuple[str, str, str], Spread] = {}
+    compared: dict[tuple[str, str, str], tuple[Spread, Any]] = {}
     for setting, column, arm in itertools.product(at_size.settings, columns, at_size.arms):
         difference = paired(outcomes, setting, arm, kind=column, baseline=baseline)
-        if arm != baseline and difference is not None and difference.t is not None:
-            equal = float(column == "saving")  # a ratio is compared with 1
-            compared[setting, column, arm] = Spread(tuple(value - equal for value in difference.values))
-    adjusted = holm({name: one.p for name, one in compared.items() if one.p is not None})
+        if arm != baseline and difference is not None and difference.sd:
+            compared[setting, column, arm] = difference, difference.test(float(column == "saving"))  # a ratio is 1
+    adjusted = holm({name: test.pvalue for name, (_, test) in compared.items()})
     clear = sum(p <= LEVEL for p in adjusted.values())
     title = f"{len(adjusted)} comparisons, {clear} significant"
     rows = [[title, "difference", "95% interval", "t", "p", "p, corrected"]]
-    for (setting, column, arm), one in compared.items():
+    for (setting, column, arm), (difference, test) in compared.items():
         heading = [f"**{at_size.settings[setting].title or setting}**"]
         if heading not in rows:
             rows.append(heading)
-        base, form, half = float(column == "saving"), COMPARED[column], one.half_width
-        ends = " to ".join(f"{base + one.mean + sign * half:{form}}" for sign in (-1, 1))
-        tests = (f"{one.t:+.1f}", f"{one.p:.2g}", f"{adjusted[setting, column, arm]:.2g}")
-        rows.append([f"{_title(column, baseline)}: `{arm}`", f"{base + one.mean:{form}}", ends, *tests])
+        form = COMPARED[column]
+        ends = " to ".join(f"{end:{form}}" for end in test.confidence_interval(1 - LEVEL))
+        tests = (f"{test.statistic:+.1f}", f"{test.pvalue:.2g}", f"{adjusted[setting, column, arm]:.2g}")
+        rows.append([f"{_title(column, baseline)}: `{arm}`", f"{difference.mean:{form}}", ends, *tests])
     return rows if compared else []
 
 

@@ -218,12 +218,12 @@ def draw(study: Study, size: str, outcomes: Sequence[Outcome]) -> dict[str, str]
     return figures
 
 
-def _panels(settings: Mapping[str, Variant], *, rows: int = 1, size: tuple[float, float], **shared: bool) -> Any:
+def _panels(settings: Mapping[str, Variant], *, rows: int = 1, size: tuple[float, float], sharey: bool = False) -> Any:
     """A figure of `size` inches, and its axes by row and setting, each with the setting's title."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
-    panels = figure.subplots(rows, len(settings), squeeze=False, **shared)
+    panels = figure.subplots(rows, len(settings), squeeze=False, sharey=sharey)
     for line in panels:
         for axes, (setting, variant) in zip(line, settings.items(), strict=True):
             axes.set_title(textwrap.fill(variant.title or setting, 32), loc="left")

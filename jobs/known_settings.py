@@ -15,7 +15,6 @@ from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import annotated_types
 import click
 import yaml
 from pydantic.fields import FieldInfo
@@ -38,6 +37,7 @@ OBJECTIVES = """\
 `objective.name` selects the method: {methods}. It decides
 which other settings the section has; equations are in [Methods](methods.md). Where methods have different defaults,
 the default column names them."""
+SIGNS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 EXPERT = frozenset(
     """
     max_skipped_steps data.replacement data.timeout_minutes data.retries data.altered_shards model.packed_attention
@@ -72,12 +72,6 @@ class Chapter:
     heading: str
     about: str
     settings: Sequence[Setting]
-
-    @property
-    def title(self) -> str:
-        """For the terminal."""
-        of_methods = self.program == OBJECTIVE_TITLE and self.heading
-        return f"{self.program}: {self.heading.replace('`', '')}" if of_methods else self.program
 
 
 def chapters(methods: Sequence[str]) -> Iterator[Chapter]:
@@ -172,21 +166,16 @@ def _default(field: FieldInfo) -> str:
 
 def _allowed(field: FieldInfo) -> str:
     """The kind of value and its range, for example `integer ≥ 1`, `number in [0, 1)` or "`cosine` or `constant`"."""
-    low = high = None
+    bounds: dict[str, str] = {}
     for item in field.metadata:
         registry = getattr(getattr(item, "func", None), "__self__", None)
         if isinstance(registry, Registry):
             return _either([f"`{name}`" for name in registry.names()])
-        match item:
-            case annotated_types.Gt(bound):
-                low = f"({_figure(bound)}", f" > {_figure(bound)}"
-            case annotated_types.Ge(bound):
-                low = f"[{_figure(bound)}", f" ≥ {_figure(bound)}"
-            case annotated_types.Lt(bound):
-                high = f"{_figure(bound)})", f" < {_figure(bound)}"
-            case annotated_types.Le(bound):
-                high = f"{_figure(bound)}]", f" ≤ {_figure(bound)}"
-    limits = f" in {low[0]}, {high[0]}" if low and high else (low or high or ("", ""))[1]
+        bounds |= {name: _figure(getattr(item, name)) for name in SIGNS if hasattr(item, name)}
+    limits = "".join(f" {SIGNS[name]} {bound}" for name, bound in bounds.items())
+    if len(bounds) == 2:
+        ends = ", ".join(bounds[name] for name in SIGNS if name in bounds)
+        limits = f" in {'(' if 'gt' in bounds else '['}{ends}{')' if 'lt' in bounds else ']'}"
     kind = _kind(field.annotation)
     return kind.replace(" or null", f"{limits} or null") if " or null" in kind else kind + limits
 

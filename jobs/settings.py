@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import click
 
-from jobs.known_settings import EXPERT, Setting, chapters
+from jobs.known_settings import EXPERT, OBJECTIVE_TITLE, Chapter, Setting, chapters
 from pipeline.config import suggest
 from pipeline.errors import UserError
 
@@ -41,7 +41,7 @@ def command(everything: bool, markdown: bool, words: tuple[str, ...]) -> None:
     if markdown:
         click.echo(page(objective_names()), nl=False)
         return
-    listed = [(chapter.title, setting) for chapter in chapters(objective_names()) for setting in chapter.settings]
+    listed = [(_title(chapter), setting) for chapter in chapters(objective_names()) for setting in chapter.settings]
     chosen = [(title, setting) for title, setting in listed if all(_has(setting, word) for word in words)]
     if not chosen:
         known = tuple(sorted({part for _, setting in listed for part in (setting.key, *setting.key.split("."))}))
@@ -60,6 +60,11 @@ def command(everything: bool, markdown: bool, words: tuple[str, ...]) -> None:
         click.echo(textwrap.fill(meaning, 110, initial_indent=" " * 6, subsequent_indent=" " * 6))
     if hidden:
         click.echo(f"\n{len(hidden)} expert settings are left out; --all has them.")
+
+
+def _title(chapter: Chapter) -> str:
+    of_methods = chapter.program == OBJECTIVE_TITLE and chapter.heading
+    return f"{chapter.program}: {_plain(chapter.heading)}" if of_methods else chapter.program
 
 
 def _has(setting: Setting, word: str) -> bool:

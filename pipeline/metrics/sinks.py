@@ -72,8 +72,6 @@ class Sink:
     def close(self) -> None: ...
 
 
-QuietSink = Sink
-"""The name under which packages of users have the base class."""
 SINKS: Registry[Callable[[SinkContext], Sink]] = Registry(
     "tracker", setting="telemetry.trackers", package="pipeline.metrics", group="neuclip.trackers"
 )

@@ -22,14 +22,14 @@ from tests.report_runs import make_run
 
 PACKAGE = """
 from data_prep.settings.source_config import SOURCES, Known
-from pipeline.metrics.sinks import QuietSink, register_sink
+from pipeline.metrics.sinks import Sink, register_sink
 from pipeline.report.charts import chart, register_chart
 from pipeline.report.figures import Line
 
 SOURCES["toy"] = Known("A toy.", {"url": "address", "caption": "words"})
 
 @register_sink("toy")
-class Toy(QuietSink):
+class Toy(Sink):
     def __init__(self, context):
         self.file = context.run / "toy.txt"
 

@@ -17,10 +17,10 @@ import torch
 from pipeline import files
 from pipeline.errors import UserError
 from pipeline.metrics.logger import Telemetry, TelemetryConfig, sink_names
-from pipeline.metrics.sinks import SINKS, JsonLines, QuietSink, SinkContext, headline
+from pipeline.metrics.sinks import SINKS, JsonLines, Sink, SinkContext, headline
 
 
-class Diary(QuietSink):
+class Diary(Sink):
     """A user-defined tracker."""
 
     def __init__(self, context: SinkContext) -> None:

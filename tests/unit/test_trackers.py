@@ -19,7 +19,6 @@ from pipeline.metrics.logger import Telemetry, TelemetryConfig, sink_names
 from tests.launch import wait_for
 from tests.training import train_here
 
-
 LOSSES = [(1, 3.0), (2, 2.0), (2, 2.4375)]
 """By step."""
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import numpy as np
 import torch
 from pydantic import BeforeValidator, Field, field_validator
 from torch import Tensor
@@ -16,9 +15,7 @@ from torch import Tensor
 from pipeline.config import section, suggest
 from pipeline.errors import UserError
 from pipeline.metrics import trackers  # noqa: F401 (registers its sinks)
-from pipeline.metrics.sinks import SINKS, Distribution, Sink, SinkContext
-
-QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
+from pipeline.metrics.sinks import SINKS, Sink, SinkContext
 
 
 def _names(value: Any) -> Any:
@@ -153,14 +150,10 @@ class Telemetry:
 
     def distributions(self, *, step: int, values: Mapping[str, Tensor]) -> None:
         """Log the distributions of the finite values of CPU tensors; tensors without finite values are skipped."""
-        if not self._sinks:
-            return
-        summaries = {}
-        for name, value in values.items():
-            finite = value[torch.isfinite(value)].flatten()
-            if finite.numel():
-                summaries[name] = Distribution(finite, np.quantile(finite.numpy(), QUANTILES).tolist())
-        self._each(lambda sink: sink.distributions(step=step, levels=QUANTILES, values=summaries))
+        if self._sinks:
+            finite = {name: value[torch.isfinite(value)].flatten() for name, value in values.items()}
+            known = {name: value for name, value in finite.items() if value.numel()}
+            self._each(lambda sink: sink.distributions(step=step, values=known))
 
     def event(self, message: str, **facts: Any) -> None:
         """Log an event; `facts` are added to its record."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from torch import Tensor
 
 from pipeline.files import write_text
@@ -25,6 +26,8 @@ LINE_SECONDS = 5.0
 """Between plain lines of training."""
 STRAGGLES = 1.2
 """The progress line has the slowest rank when it takes more than this many times the median rank's time."""
+QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
+"""Of distributions, in metrics.jsonl."""
 STEPWISE = ("train", "evaluation", "validation", "distribution")
 """Record kinds that belong to a step. A run that continues from an earlier step writes them again."""
 
@@ -46,14 +49,6 @@ class SinkContext:
     """The run's settings."""
 
 
-@dataclass(frozen=True)
-class Distribution:
-    """A distribution at a step: its finite values (a CPU tensor [n], n > 0) and some of their quantiles."""
-
-    values: Tensor
-    quantiles: Sequence[float]
-
-
 class Sink:
     """A destination of metrics, which ignores what it has no method for.
 
@@ -63,8 +58,8 @@ class Sink:
     def scalars(self, kind: str, *, step: int, values: Mapping[str, float]) -> None:
         """Metrics of kind "train", or scores of kind "evaluation" or "validation"."""
 
-    def distributions(self, *, step: int, levels: Sequence[float], values: Mapping[str, Distribution]) -> None:
-        """Distributions over a batch or of the objective's state; `levels` are those of the quantiles, in [0, 1]."""
+    def distributions(self, *, step: int, values: Mapping[str, Tensor]) -> None:
+        """Distributions over a batch or of the objective's state: finite values, each a CPU tensor [n] with n > 0."""
 
     def event(self, message: str, *, facts: Mapping[str, Any]) -> None:
         """An event."""
@@ -93,9 +88,10 @@ class JsonLines(Sink):
         rounded = {name: float(f"{value:.9g}") for name, value in values.items()}
         self._write({"kind": kind, "step": step, "time": round(time.time(), 3), **rounded})
 
-    def distributions(self, *, step: int, levels: Sequence[float], values: Mapping[str, Distribution]) -> None:
-        quantiles = {name: [float(f"{q:.6g}") for q in summary.quantiles] for name, summary in values.items()}
-        self._write({"kind": "distribution", "step": step, "quantiles": list(levels), **quantiles})
+    def distributions(self, *, step: int, values: Mapping[str, Tensor]) -> None:
+        quantiles = {name: np.quantile(value.numpy(), QUANTILES) for name, value in values.items()}
+        rounded = {name: [float(f"{q:.6g}") for q in each] for name, each in quantiles.items()}
+        self._write({"kind": "distribution", "step": step, "quantiles": list(QUANTILES), **rounded})
 
     def event(self, message: str, *, facts: Mapping[str, Any]) -> None:
         self._write({"kind": "event", "time": round(time.time(), 3), "message": message, **facts})

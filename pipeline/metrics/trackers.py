@@ -12,11 +12,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from pipeline.config import flatten
 from pipeline.errors import UserError, in_a_line
 from pipeline.files import write_text
-from pipeline.metrics.sinks import Distribution, Sink, SinkContext, register_sink
+from pipeline.metrics.sinks import Sink, SinkContext, register_sink
 
 PACKAGES = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "trackio", "wandb")
 """Names of accelerate's trackers that need a package of the same name."""
@@ -101,9 +102,9 @@ class TensorBoard(TrackerSink):
     def _opened(self, context: SinkContext) -> None:
         self._board = self._tracker.tracker
 
-    def distributions(self, *, step: int, levels: Sequence[float], values: Mapping[str, Distribution]) -> None:
-        for name, distribution in values.items():
-            self._board.add_histogram(f"distribution/{name}", distribution.values, step)
+    def distributions(self, *, step: int, values: Mapping[str, Tensor]) -> None:
+        for name, value in values.items():
+            self._board.add_histogram(f"distribution/{name}", value, step)
 
 
 class WeightsAndBiases(TrackerSink):
@@ -127,10 +128,10 @@ class WeightsAndBiases(TrackerSink):
     def scalars(self, kind: str, *, step: int, values: Mapping[str, float]) -> None:
         self._tracker.log({"step": step, **{f"{kind}/{name}": value for name, value in values.items()}})
 
-    def distributions(self, *, step: int, levels: Sequence[float], values: Mapping[str, Distribution]) -> None:
+    def distributions(self, *, step: int, values: Mapping[str, Tensor]) -> None:
         from wandb import Histogram
 
-        counts = {name: np.histogram(distribution.values.numpy(), bins=64) for name, distribution in values.items()}
+        counts = {name: np.histogram(value.numpy(), bins=64) for name, value in values.items()}
         histograms = {f"distribution/{name}": Histogram(np_histogram=count) for name, count in counts.items()}
         self._tracker.log({"step": step, **histograms})
 

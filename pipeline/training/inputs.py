@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pipeline.data.data_config import IMAGES, TEACHER
 from pipeline.data.loading.loader import Batch
+from pipeline.data.loading.position import differences
 from pipeline.data.loading.stored_features import StoredFeatures, open_features
 from pipeline.distributed.devices import to_device
 from pipeline.distributed.timing import Meter
@@ -25,6 +26,7 @@ from pipeline.model.model_folder import image_tower_identity
 from pipeline.model.towers import ModelConfig, text_batching
 from pipeline.model.trimming import TextChunks
 from pipeline.objectives.distill import Teacher
+from pipeline.training.run_folder import OTHERWISE
 from pipeline.training.run_state import RunState
 
 
@@ -174,14 +176,20 @@ def open_step_features(state: RunState, *, report: Callable[[str], None]) -> Ste
     Call it when the weights are those of the run, after a checkpoint was restored. `report` receives sentences.
 
     Raises:
-        UserError: They do not fit the run.
+        UserError: They do not fit the run, or are not those with which it began.
     """
     run, loader, named = state.run, state.loader, state.run.data.stored_features
     if not named:
         return None
     opened = open_features(run.data, loader.mixture.digests, named=named)
     for setting, stored in opened.items():
-        state.features[setting] = stored.facts.identity
+        now = stored.facts.identity
+        if changed := differences(state.features.get(setting, now), now):
+            raise UserError(
+                f"The run has used other features than {setting} names: {'; '.join(changed)}. "
+                f"{OTHERWISE.format(run.output)}"
+            )
+        state.features[setting] = now
         report(f"{'Teacher' if setting == TEACHER else 'Image features'}: {stored.describe()}.")
     if (images := opened.get(IMAGES)) is not None:
         _check_tower(images, state)

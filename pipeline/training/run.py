@@ -30,14 +30,7 @@ from pipeline.training.inputs import open_step_features
 from pipeline.training.loop import Trainer
 from pipeline.training.periodic_tests import missed_tests
 from pipeline.training.recipe import RunConfig, check_run
-from pipeline.training.run_folder import (
-    STARTING,
-    changed_settings,
-    check_features,
-    find_start,
-    folder_of_a_start,
-    hold_folder,
-)
+from pipeline.training.run_folder import STARTING, changed_settings, find_start, folder_of_a_start, hold_folder
 from pipeline.training.run_state import EXIT_NOT_SAVED
 from pipeline.training.stages import check_stages, stage_at
 
@@ -173,8 +166,6 @@ def setup(run: RunConfig, *, world: World, resume: str | Checkpoint | None, firs
             if changes := changed_settings(checkpoint.meta["config"], to_tree(before)):
                 telemetry.event(f"Settings that differ from the checkpoint's: {'; '.join(changes)}.")
         trainer.features = open_step_features(trainer.state, report=telemetry.event)
-        if checkpoint is not None:
-            check_features(checkpoint, trainer.state.features)
         if run.schedule.stages:
             telemetry.event(stage.describe(image_size=trainer.state.architecture.image_size))
         if trainer.gradient_check is not None:

@@ -10,16 +10,14 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from pipeline.checkpoint.mirror import Mirror
 from pipeline.checkpoint.reader import Checkpoint, agreed_checkpoint
 from pipeline.config import Tree, departed, dump, flatten, had_effect
-from pipeline.data.loading.position import differences
 from pipeline.distributed.exit_record import FOLDER_NAME as HEARTBEATS
 from pipeline.distributed.exit_record import read_ends, record_exit, remove_records, stop_recording
 from pipeline.distributed.heartbeat import Heartbeat
@@ -35,6 +33,11 @@ STARTING = ".starting"
 """Folder of the heartbeats until a start has passed all checks."""
 RECORD_SECONDS = 15.0
 """In which all ranks have recorded that a start is refused, or have seen that one has."""
+OTHERWISE = (
+    "Use the former, or begin a new run with the weights: another output, and model.arch=pretrained "
+    "model.pretrained={} instead of --resume."
+)
+"""What to do where a run cannot continue from a checkpoint."""
 LOCK_SECONDS = 100  # a file server may hold a dead machine's lock for 90
 
 
@@ -242,7 +245,7 @@ def check_continuation(checkpoint: Checkpoint, run: RunConfig) -> None:
         if (before := settings.get(key, value)) != value:
             raise UserError(
                 f"{name} was written with {key} = {before!r}, and this run has {value!r}, which cannot continue with "
-                f"its state. {_with_weights_of(checkpoint)}"
+                f"its state. {OTHERWISE.format(checkpoint.path)}"
             )
     if checkpoint.step > steps:
         raise UserError(
@@ -250,29 +253,6 @@ def check_continuation(checkpoint: Checkpoint, run: RunConfig) -> None:
             f"has trained {checkpoint.step} ({checkpoint.meta['samples']:,} samples). Give more samples, or another "
             "output with --resume and the folder of an earlier checkpoint."
         )
-
-
-def check_features(checkpoint: Checkpoint, features: Mapping[str, Mapping[str, Any]]) -> None:
-    """Check that a run goes on with the stored features with which it began; `features` as `RunState.features`.
-
-    Raises:
-        UserError: A setting names features of another model.
-    """
-    for setting, now in features.items():
-        before = checkpoint.meta.get("features", {}).get(setting, now)
-        if changed := differences(before, now):
-            raise UserError(
-                f"The run of {checkpoint.path.name} has used other features than {setting} names: "
-                f"{'; '.join(changed)}. {_with_weights_of(checkpoint)}"
-            )
-
-
-def _with_weights_of(checkpoint: Checkpoint) -> str:
-    """What to do where a run cannot continue from a checkpoint."""
-    return (
-        "Use the former, or begin a new run with the weights: another output, and "
-        f"model.arch=pretrained model.pretrained={checkpoint.path} instead of --resume."
-    )
 
 
 def changed_settings(before: Tree, now: Tree) -> list[str]:

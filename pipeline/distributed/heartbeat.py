@@ -31,6 +31,7 @@ from typing import NoReturn
 
 from pipeline.distributed.exit_record import EXIT_STALLED, ExitRecord, read_ends, record_exit, start_recording
 from pipeline.distributed.signals import EXIT_PREEMPTED
+from pipeline.distributed.timing import Phases
 from pipeline.distributed.world import World, lost_contact
 from pipeline.files import write_text
 from pipeline.run_files import read_as
@@ -75,7 +76,7 @@ class Heartbeat:
 
     def __init__(self, folder: Path, *, world: World, lost_after: float, limit: float) -> None:
         self.folder, self.world, self._lost_after, self._limit = folder, world, lost_after, limit
-        self._phases = world.phases
+        self._phases = world.phases or Phases(world.device)
         self._host, self._interval = socket.gethostname(), min(5.0, lost_after / 5)
         self._number, self._suspects = 0, set[ExitRecord]()
         self._next: Beat | None = None

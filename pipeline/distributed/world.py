@@ -40,8 +40,8 @@ class World:
     local_rank: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     traffic: Counter[str] = field(default_factory=Counter, compare=False)
-    phases: Phases = field(default_factory=lambda: Phases(torch.device("cpu")), compare=False)
-    """Where this rank is; times collectives and the parts of a step."""
+    phases: Phases | None = field(default=None, compare=False)
+    """Times collectives and the parts of a step; None: nothing is timed."""
     cores: int = field(default_factory=usable_cores, compare=False)
     """CPU cores of this rank, without those of the other ranks on its node."""
     patient: bool = field(default=False, compare=False)
@@ -119,15 +119,19 @@ class World:
         Raises:
             UserError: The work has raised it. On every rank.
         """
-        result, failure, before = None, None, self.phases.latest.phase
+        result, failure = None, None
+        phases = self.phases if self.size > 1 else None
+        before = phases.latest.phase if phases else ""
         if self.is_main:
             try:
                 result = work()
             except Exception as error:
                 failure = error
-        self.phases.mark("wait for rank 0")  # rank 0 is behind while it works, and not afterwards
+        if phases:  # rank 0 is behind while it works, and not afterwards
+            phases.mark("wait for rank 0")
         self.wait_for_all()
-        self.phases.mark(before)
+        if phases:
+            phases.mark(before)
         problem = self.gather_objects(str(failure) if isinstance(failure, UserError) else "")[0]
         if failure is not None:
             raise failure
@@ -137,7 +141,8 @@ class World:
 
     def progress(self) -> None:
         """Note that the work of a long phase goes on, so that the heartbeat does not take it for a hang."""
-        self.phases.progress()
+        if self.phases is not None:
+            self.phases.progress()
 
     def barrier(self) -> None:
         if self.size > 1:
@@ -148,8 +153,8 @@ class World:
         return slice(self.rank * local, (self.rank + 1) * local)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Time a block under `name`, which is its name in torch's profiler, too."""
-        return self.phases(name)
+        """Time a block under `name`, if `phases` is set; in torch's profiler it is a range of that name in any case."""
+        return self.phases(name) if self.phases is not None else torch.profiler.record_function(name)
 
     def _communication(self, collective: str, x: Tensor) -> AbstractContextManager[None]:
         self.traffic[f"{collective}.calls"] += 1

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import fsspec
 import pytest
+import torch
 
 from pipeline.checkpoint.mirror import Mirror
+from pipeline.distributed.timing import Phases
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from tests.thread_world import on_ranks
@@ -15,6 +17,8 @@ def test_the_others_wait_for_the_work_of_rank_0_or_its_error():
     """As the heartbeats see it, rank 0 is behind meanwhile, so that it is named if it makes no progress."""
 
     def program(world: World) -> tuple[tuple[str, int] | None, int, str]:
+        object.__setattr__(world, "phases", Phases(torch.device("cpu")))
+        assert world.phases is not None
         marks = lambda: world.phases.latest.count  # noqa: E731
         done, error = world.work_on_main(lambda: ("done", marks())), ""
         try:

@@ -84,6 +84,7 @@ def test_which_errors_mean_lost_contact():
 def test_no_rank_ends_while_one_makes_progress(tmp_path):
     heart = heartbeat(tmp_path)
     phases = heart.world.phases
+    assert phases is not None
     phases.latest = replace(phases.latest, since=phases.latest.since - 70)
     heart._write()
     beat(tmp_path, 1, seconds=50)

@@ -222,12 +222,12 @@ def test_a_gpu_without_nvjpeg_is_named(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("decoding", ["fast", "exact", "gpu"])
-@pytest.mark.parametrize("mode", ["L", "RGB"])
 @pytest.mark.usefixtures("gpu")
-def test_a_chroma_subsampling_without_a_name_costs_one_row_at_most(tmp_path, decoding, mode):
+def test_a_chroma_subsampling_without_a_name_costs_its_rows_at_most(tmp_path, decoding):
     """simplejpeg raises a KeyError at 4:4:1."""
-    odd = patched(11, 0x14, mode=mode, size=(16, 64))
-    write_shards(tmp_path / "sh", [20, 28], replace={7: {"jpg": odd, "txt": b"caption 7"}})
+    odd = {i: patched(11, 0x14, mode=mode, size=(16, 64)) for i, mode in ((7, "L"), (30, "RGB"))}
+    replaced = {i: {"jpg": data, "txt": f"caption {i}".encode()} for i, data in odd.items()}
+    write_shards(tmp_path / "sh", [20, 28], replace=replaced)
     found = batches(opened(tmp_path / "sh", decoding, corrupt_limit=1), 6)
     assert sum(len(batch.sample_id) for batch in found) == 48
-    assert sum(batch.replaced for batch in found) <= 1
+    assert sum(batch.replaced for batch in found) <= 2

@@ -138,7 +138,7 @@ def _facts(checkpoint: Checkpoint, *, average: bool) -> list[tuple[str, str]]:
         ("samples seen", f"{meta['samples']:,}"),
         ("global batch", f"{config['batch_size']:,}"),
         ("learning rate", f"{config['optimizer']['lr']:g}"),
-        *([("weights", f"moving average (EMA) of the trained ones, decay {decay:g}")] if average else []),
+        *([("weights", f"an exponential moving average of the trained ones (decay {decay:g})")] if average else []),
         ("software", ", ".join(f"{name} {version}" for name, version in meta.get("versions", {}).items())),
     ]
 

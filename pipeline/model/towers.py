@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -257,6 +257,12 @@ def build_towers(config: ModelConfig, *, seed: int, device: str | torch.device =
             force_context_length=config.context_length,
             force_patch_dropout=config.patch_dropout,
             device=device,
+        )
+    patches: Any = getattr(getattr(clip.visual, "trunk", None), "patch_embed", None)
+    if getattr(patches, "strict_img_size", False) and patches.img_size[0] != architecture.image_size:
+        raise UserError(
+            f"The architecture {start.name} states vision_cfg.image_size = {architecture.image_size}, and its timm "
+            f"model takes images of {patches.img_size[0]} px: write that in its JSON file, or set model.image_size."
         )
     logit = logit_of(clip) if config.pretrained else None
     image_blocks = config.unlocked_image_blocks if config.lock_image else None

@@ -117,6 +117,9 @@ def test_a_tokenizer_that_would_not_be_read_is_refused(tmp_path):
         train_here(*given, "model.arch=scenes-vit-micro")
 
 
+TIMM = {"timm_model_name": "vit_tiny_patch16_224", "timm_pool": "", "timm_proj": "linear", "image_size": 64}
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -128,6 +131,10 @@ def test_a_tokenizer_that_would_not_be_read_is_refused(tmp_path):
         (b"{", "cannot be read as JSON"),
         (b"\xe9", "cannot be read as JSON"),
         (None, "there is no such file"),
+        (
+            json.dumps({"embed_dim": 16, "text_cfg": {"layers": 1}, "vision_cfg": TIMM}).encode(),
+            "image_size = 64, and its timm model takes images of 224 px",
+        ),
     ],
 )
 def test_a_file_that_describes_no_architecture_is_refused(tmp_path, content, message):

@@ -154,16 +154,14 @@ def run(command: click.Command, argv: Sequence[str] | None = None, *, prog_name:
 def _hint(error: click.NoSuchOption, arguments: Sequence[str]) -> str:
     """How this command calls what `--optimizer.lr 1e-3`, `--lr 1e-3`, `--gpus 8` or `--output DIR` mean."""
     option, command = error.option_name, error.ctx.command if error.ctx else None
-    if option in DEPARTED:
-        return f" {DEPARTED[option]}"
     words = [word for argument in arguments for word in argument.split("=", 1)]
     following = words[words.index(option) + 1 :] if option in words else []
     value = following[0] if following and not following[0].startswith("--") else "VALUE"
     key = option.lstrip("-").replace("-", "_")
+    if left := DEPARTED.get(option) or (command and DEPARTED.get(f"{command.name} {option}")):
+        return f" It was removed. {left}"
     if command is None:
         return ""
-    if left := DEPARTED.get(f"{command.name} {option}"):
-        return f" {left}"
     if answer := _as_parameter(command, SYNONYMS.get(key, key), value):
         return f" {answer}"
     if not any(SETTINGS_METAVAR in str(parameter.metavar).upper() for parameter in command.params):

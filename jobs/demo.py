@@ -115,7 +115,7 @@ def ingest(scenes: Any, data: Path) -> str:
     from data_prep.ingest import download
     from data_prep.scenes.server import serve_scenes, write_url_table
     from data_prep.settings.download_config import DownloadConfig
-    from jobs.download import progress_bar, shown
+    from jobs.download import download_progress
     from pipeline.config import merge, parse, read_yaml
     from pipeline.data.shards.manifest_format import MANIFEST_NAME, load_manifest
 
@@ -131,9 +131,9 @@ def ingest(scenes: Any, data: Path) -> str:
             click.echo(f"  {scenes.pairs:,} URLs on {base}, a server that misbehaves like the web")
             write_url_table(scenes, base, table, processes=2)
         given = {"output": str(shards), "source": {"table": str(table)}}
-        with progress_bar("URLs") as show:
+        with download_progress() as show:
             config = parse(DownloadConfig, merge(read_yaml(INGESTION), given))
-            manifest = download(config, on_progress=lambda progress: show(*shown(progress)))
+            manifest = download(config, on_progress=show)
     write_ingestion_report(shards)
     return _counted(manifest)
 

@@ -47,13 +47,8 @@ def command(recipe: str | None, plan_only: bool, retry_failed: bool, overrides: 
         click.echo(f"{plan.rows:,} of {plan.seen:,} rows in {plan.shards:,} shards; list {plan.digest[:16]}.")
         return
     try:
-        with progress_bar("URLs") as show:
-            began = time.monotonic()
-
-            def on_progress(total: int, outcomes: Outcomes) -> None:
-                show(outcomes.total(), total, how_it_goes(outcomes, seconds=time.monotonic() - began))
-
-            manifest = download(config, retry_failed=retry_failed, on_progress=on_progress, on_note=_note)
+        with download_progress() as show:
+            manifest = download(config, retry_failed=retry_failed, on_progress=show, on_note=_note)
     except PartDone as done:
         click.echo(str(done))
         return
@@ -105,16 +100,23 @@ def progress_bar(what: str) -> Iterator[Callable[..., None]]:
         yield show
 
 
-def how_it_goes(outcomes: Outcomes, *, seconds: float) -> str:
-    """The share of samples, the most frequent failure and the rate of a download."""
+@contextmanager
+def download_progress() -> Iterator[Callable[[int, Outcomes], None]]:
+    """A `progress_bar` with the share of samples, the most frequent failure and the rate of a download."""
     from data_prep.fetching.shard_writer import SUCCESS
 
-    attempted = outcomes.total()
-    if not attempted:
-        return "starting"
-    worst = (outcomes - Counter({SUCCESS: attempted})).most_common(1)
-    detail = f"{outcomes[SUCCESS] / attempted:.1%} good" + (f"  most failed: {worst[0][0]}" if worst else "")
-    return detail + (f"  {attempted / seconds:,.0f}/s" if seconds > 1 else "")
+    began = time.monotonic()
+    with progress_bar("URLs") as show:
+
+        def show_outcomes(total: int, outcomes: Outcomes) -> None:
+            attempted, seconds = outcomes.total(), time.monotonic() - began
+            worst = (outcomes - Counter({SUCCESS: attempted})).most_common(1)
+            detail = f"{outcomes[SUCCESS] / attempted:.1%} good" if attempted else "starting"
+            detail += f"  most failed: {worst[0][0]}" if worst else ""
+            detail += f"  {attempted / seconds:,.0f}/s" if seconds > 1 else ""
+            show(attempted, total, detail)
+
+        yield show_outcomes
 
 
 if __name__ == "__main__":

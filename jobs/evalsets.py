@@ -6,15 +6,9 @@ from pathlib import Path
 
 import click
 
-from pipeline.departed import COMMANDS
 from pipeline.errors import UserError
 
 EXIT_PROBLEMS = 1
-
-
-def _departed(_: click.Context, __: click.Parameter, given: str | None) -> None:
-    if given:
-        raise click.UsageError(COMMANDS["evalsets --endpoint"])
 
 
 @click.command(name="evalsets")
@@ -23,7 +17,6 @@ def _departed(_: click.Context, __: click.Parameter, given: str | None) -> None:
 @click.option(
     "--mirror", type=click.Path(file_okay=False), help="A local folder of the sets, such as DataComp's own download."
 )
-@click.option("--endpoint", hidden=True, expose_value=False, callback=_departed)
 @click.option("--check", is_flag=True, help="Only verify the sets already in FOLDER; needs no network.")
 @click.option(
     "--lock", is_flag=True, help="Record counts and digests of all tasks in FOLDER, including your own, in suite.json."

@@ -15,7 +15,6 @@ from pathlib import Path
 import click
 
 from jobs.known_settings import TRAINING, RecipePath, load_run
-from pipeline.departed import COMMANDS
 from pipeline.distributed.signals import exit_on_stop_signals
 from pipeline.errors import UserError
 
@@ -28,7 +27,6 @@ EXIT_CODES = (
 @click.command(name="train", epilog=EXIT_CODES)
 @click.option("--recipe", type=RecipePath(TRAINING), help="YAML with the run's settings, or a name: cc12m.")
 @click.option("--resume", metavar="latest|DIR", help="Continue from the newest good checkpoint, or from the given one.")
-@click.option("--new-batch-size", is_flag=True, hidden=True)  # has left
 @click.option(
     "--dry-run", is_flag=True, help="Check the settings, print what would be trained and every setting, and exit."
 )
@@ -39,7 +37,6 @@ EXIT_CODES = (
 def command(
     recipe: str | None,
     resume: str | None,
-    new_batch_size: bool,
     dry_run: bool,
     announced: bool,
     local_rank: int | None,
@@ -55,8 +52,6 @@ def command(
     `neuclip settings` and docs/settings.md list every setting with its default. config.yaml, metrics.jsonl,
     tensorboard/ and checkpoints/ are written to the run's folder (`output`).
     """
-    if new_batch_size:
-        raise click.UsageError(COMMANDS["train --new-batch-size"])
     exit_on_stop_signals()
     scaled: dict[str, str] = {}
     run = load_run(recipe, overrides, scaled=scaled)

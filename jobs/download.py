@@ -113,7 +113,7 @@ def download_progress() -> Iterator[Callable[[int, Outcomes], None]]:
             worst = (outcomes - Counter({SUCCESS: attempted})).most_common(1)
             detail = f"{outcomes[SUCCESS] / attempted:.1%} good" if attempted else "starting"
             detail += f"  most failed: {worst[0][0]}" if worst else ""
-            detail += f"  {attempted / seconds:,.0f}/s" if seconds > 1 else ""
+            detail += f"  {attempted / seconds:,.0f}/s" if attempted and seconds > 1 else ""
             show(attempted, total, detail)
 
         yield show_outcomes

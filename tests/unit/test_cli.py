@@ -83,7 +83,7 @@ ANSWERED = [
     ("train --recipe own objective.name=clip", "The nearest is openclip"),
     ("plan --recipe own ranks=8", "give --ranks 8"),
     ("plan --sample-bytes=30000", "`neuclip plan --measure` measures what the loader delivers."),
-    ("doctor --quick", "No such option '--quick'. The hashes of checkpoints are always compared."),
+    ("doctor --quick", "No such option '--quick'. It was removed. The hashes of checkpoints are always compared."),
     ("evaluate M --suite s --batch-size 3", "written without dashes: batch_size=3"),
     ("evaluate M --suite s output=x", "give --output x"),
     ("watch R --suite s --interval 3", "written without dashes: interval=3"),

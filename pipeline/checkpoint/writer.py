@@ -124,7 +124,8 @@ class CheckpointWriter:
         self._config, self._world, self._architecture, self._on_event = config, world, architecture, on_event
         self._thread: threading.Thread | None = None
         self._written = threading.Event()
-        """Set when the thread has written its checkpoint, and at most uploads it still."""
+        """Set unless a thread is writing a checkpoint: threads may still upload earlier ones."""
+        self._written.set()
         self._seconds_to_wait, self._mirror_seconds = 600.0, 60 * mirror_minutes
         self._resumed_from = resumed_from.name if resumed_from and resumed_from.parent == self.folder else ""
         self._verified = {self._resumed_from}
@@ -133,8 +134,10 @@ class CheckpointWriter:
         self.run_id = (run_id_of(run) or new_run_id()) if world.is_main else ""
         """The run's id. Known on rank 0."""
         self._mirror: Mirror | None = None
-        self._mirror_lock, self._newest, self._uploading = threading.Lock(), Path(), ""
-        """Held by the thread that uploads; the last checkpoint to upload; the name of the one that is uploaded."""
+        self._mirror_lock, self._uploading = threading.Lock(), ""
+        """Held by the thread that uploads; the name of the checkpoint that it uploads."""
+        self._newest = self._uploaded = Path()
+        """The last checkpoint to upload, and the last one that was."""
         self._begun = self._gave_up = False  # the latter: `finish` has waited in vain for the mirror
 
     def begin(self) -> None:
@@ -166,9 +169,9 @@ class CheckpointWriter:
         self._world.barrier()
         self._written.clear()
         try:
-            self._start(self._write, snapshot, temporary, refused)
+            self._start(self._write, [snapshot], temporary, refused)
         except RuntimeError:  # there are no more threads or addresses: the next step waits for it
-            self._write(snapshot, temporary, refused)
+            self._write([snapshot], temporary, refused)
 
     def wait(self) -> None:
         """Return when this rank is not writing."""
@@ -203,8 +206,9 @@ class CheckpointWriter:
         thread.start()
         self._thread = thread
 
-    def _write(self, snapshot: Snapshot, temporary: Path, refused: OSError | None) -> None:
-        final = None
+    def _write(self, snapshots: list[Snapshot], temporary: Path, refused: OSError | None) -> None:
+        """Write the only one of `snapshots`, which nothing else holds: it is freed before the upload."""
+        snapshot, final = snapshots.pop(), None
         try:
             self.problem = ""
             if refused is not None:
@@ -225,16 +229,18 @@ class CheckpointWriter:
                 )
         finally:
             self._written.set()
-        if final is not None and self._mirror is not None:
-            self._upload(final)
+            del snapshot
+        if self._mirror is not None:
+            self._upload(final or self._newest)
 
     def _upload(self, path: Path) -> None:
         """Copy a checkpoint to the mirror after the upload before, unless a newer one waits for that, too."""
         with self._mirror_lock:
             self._uploading = path.name
-            if path == self._newest and self._mirror is not None:
+            if path == self._newest != self._uploaded and self._mirror is not None:
                 update = partial(self._mirror.update, run_id=self.run_id, resumed_from=self._resumed_from)
                 self._on_event(update(path, outdated=self._outdated))
+                self._uploaded = path
             self._uploading = ""
 
     def _write_part(self, snapshot: Snapshot, temporary: Path) -> None:

@@ -8,6 +8,7 @@ import shutil
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +18,10 @@ import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem
 
+from pipeline.checkpoint import writer as writer_module
 from pipeline.checkpoint.layout import best_checkpoint
 from pipeline.checkpoint.mirror import Mirror
+from pipeline.checkpoint.writer import Snapshot
 from pipeline.distributed.world import WRITER, World
 from pipeline.errors import UserError
 from pipeline.files import write_text
@@ -27,7 +30,7 @@ from pipeline.training.recipe import load_recipe
 from pipeline.training.run import setup
 from tests.mirrors import begin, fetch, fetched, steps_in, write, writer_of
 from tests.training import SMALL, prepare, settings_in, train_here
-from tests.written_checkpoints import snapshot
+from tests.written_checkpoints import failing, snapshot
 
 SETTINGS = [*SMALL, "samples=80", "data.sources=nowhere"]
 OTHER = "0123456789abcdef"
@@ -195,6 +198,35 @@ def test_a_rollback_removes_later_checkpoints_from_the_mirror(tmp_path, towers, 
     released.set()
     writer.finish()
     assert steps_in(Mirror(url, run)) == [1]
+    write(run, url, towers, [2])
+    writer = writer_of(run, url, towers)
+    writer.abandon_after(1)  # before it has written anything
+    writer.finish()
+    assert steps_in(Mirror(url, run)) == [1]
+
+
+def test_uploads_hold_no_snapshots_and_are_waited_for_after_a_failure(tmp_path, towers, monkeypatch):
+    run, url, released = tmp_path / "run", f"file://{tmp_path}/store", threading.Event()
+    original = Mirror.upload
+    monkeypatch.setattr(Mirror, "upload", lambda self, path: (released.wait(30), original(self, path)))
+    writer, held = writer_of(run, url, towers), list[weakref.ref[Snapshot]]()
+    for step in (1, 2):
+        given = snapshot(towers, step)
+        held.append(weakref.ref(given))
+        writer.save(given)
+        del given
+        writer.wait()
+    until = time.monotonic() + 30
+    while any(reference() for reference in held) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not any(reference() for reference in held)
+    monkeypatch.setattr(writer_module, "save_tensors", failing(1))
+    writer.save(snapshot(towers, 3))
+    writer.wait()
+    threading.Timer(0.2, released.set).start()
+    writer.finish()
+    assert writer.problem
+    assert steps_in(Mirror(url, run)) == [1, 2]
 
 
 def test_the_end_of_a_run_waits_for_the_mirror_only_once(tmp_path, towers, monkeypatch):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ from torch import Tensor
 from pipeline.cores import cores_of_rank, cpu_quota
 from pipeline.errors import UserError, in_a_line
 
+REPORT_AFTER = timedelta(minutes=2)
+"""Ranks that have not come by then are reported."""
 NAMED = 8
 """A message names at most as many ranks."""
 
@@ -110,7 +113,7 @@ def describe_rank(rank: int, device: torch.device, *, problem: str = "") -> Rank
 def exchange_devices(store: dist.Store, own: RankDevice, *, ranks: int, limit: timedelta) -> int:
     """Exchange `describe_rank` with all ranks through their store. Returns this rank's number of cores.
 
-    Rank 0 judges.
+    Rank 0 judges, after `REPORT_AFTER` also a contradiction among those that have come.
 
     Raises:
         UserError: The ranks do not fit together, or some have not come within `limit`.
@@ -118,10 +121,18 @@ def exchange_devices(store: dist.Store, own: RankDevice, *, ranks: int, limit: t
     keys = [f"neuclip/rank-{rank}" for rank in range(ranks)]
     store.set(keys[own.rank], json.dumps(asdict(own)))
     if own.rank == 0:
-        with suppress(dist.DistStoreError):  # the time is up
-            store.wait(keys, limit)
-        present = [RankDevice(**json.loads(store.get(key))) for key in keys if store.check([key])]
-        problem = contradiction(present) or _missing(present, ranks=ranks, seconds=limit.total_seconds())
+        waited = timedelta()
+        for until in sorted({min(REPORT_AFTER, limit), limit}):
+            with suppress(dist.DistStoreError):  # the time is up
+                store.wait(keys, until - waited)
+            waited = until
+            present = [RankDevice(**json.loads(store.get(key))) for key in keys if store.check([key])]
+            missing = _missing(present, ranks=ranks, seconds=until.total_seconds())
+            problem = contradiction(present) or missing
+            if not missing or problem != missing:
+                break
+            if until < limit:
+                print(f"Waiting for the other ranks. {missing}", file=sys.stderr, flush=True)
         cores = [_share_of_cores(rank, present) for rank in present]
         store.set("neuclip/verdict", json.dumps({"problem": problem, "cores": cores}))
     store.wait(["neuclip/verdict"], limit + timedelta(seconds=30))

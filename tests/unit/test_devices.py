@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -146,12 +147,15 @@ def test_ranks_learn_their_share_of_cores():
     assert meet_all([*shared[:3], replace(shared[3], host="node9")], size=4) == [21, 21, 21, 64]
 
 
-def test_missing_ranks_are_named():
+def test_missing_ranks_are_named(monkeypatch, capsys):
+    monkeypatch.setattr(devices, "REPORT_AFTER", timedelta(seconds=0.2))
     (error,) = meet_all([GPU], size=3, limit=1.0)
     assert "1 of 3 ranks have come" in str(error)
     assert "(node1 with 1); missing: 1, 2." in str(error)
-    errors = meet_all([GPU, CPU], size=3, limit=1.0)
+    assert "Waiting for the other ranks. 1 of 3 ranks have come after 0 s" in capsys.readouterr().err
+    errors, began = meet_all([GPU, CPU], size=3, limit=60.0), time.monotonic()
     assert all("The odd ones: rank 1 on node2" in str(e) for e in errors), "although a rank is missing"
+    assert time.monotonic() - began < 30
 
 
 def test_missing_ranks_are_named_where_rank_0_keeps_the_store(monkeypatch):

@@ -70,7 +70,6 @@ class Trainer:
             parts.callback(telemetry.close)
             self.phases = world.phases or Phases(world.device)
             self.state = state = build_state(stage, world=world, parts=parts)
-            self.normalized = state.normalized
             trains, plain = (resumed.step if resumed else 0) < stage.end, None
             if run.engine.probe and trains:  # in fp32 and with open_clip's own attention
                 model = replace(without_weights(run.model), grad_checkpointing=True, packed_attention=False)
@@ -205,7 +204,7 @@ class Trainer:
             pixels = inputs.image if stored is None else None  # with stored features, no pixels are read
             keys = batch_keys(batch.text, inputs.sample_ids, pixels)
         result = self.take_step(
-            (self.normalized(inputs.image) if stored is None else stored, inputs.texts),
+            (self.state.normalized(inputs.image) if stored is None else stored, inputs.texts),
             sample_ids=inputs.sample_ids,
             step=step,
             lr_scale=lr_scale,

@@ -129,7 +129,7 @@ class PrototypeNpn(Npn):
         return network | {"npn.live": self.live} | self.queue.state()
 
     def adapted_state(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The queue begins empty where the checkpoint's batches, or this run's, had no use for one."""
+        """The queue begins empty where `restart_with` has changed, and one of its values had no use for a queue."""
         own, saved = self.queue.state(), state.get("npn.queue")
         if saved is None or saved.shape == own["npn.queue"].shape or saved.numel() * own["npn.queue"].numel():
             return state

@@ -50,7 +50,7 @@ CODES: Mapping[int, str] = {
     EXIT_STALLED: "another rank or a loading worker hung or was gone",
     EXIT_INTERRUPTED: "it was interrupted without a checkpoint (a second Ctrl-C)",
     EXIT_PREEMPTED: "it was stopped by a signal",
-    EXIT_DONE: "it ended its budget of samples, which has been raised since, or its last checkpoint is damaged",
+    EXIT_DONE: "it ended its budget of samples, which has been raised since",
 }
 
 
@@ -176,6 +176,8 @@ def _outcome(evidence: Evidence) -> DoctorFinding:
             f"frozen, or the machine was lost{others}",
             "an out-of-memory kill is in `dmesg` and in the scheduler's log, a pre-emption in the scheduler's",
         )
+    if cause.code == EXIT_DONE and 0 < evidence.total_steps <= evidence.steps:
+        return DoctorFinding("run", "broken", "trained to its end, but its last checkpoint is damaged or missing")
     reason = f": {textwrap.shorten(cause.reason, REASON_LENGTH)}" if cause.reason else ""
     text = f"ended with {cause.code}: {CODES.get(cause.code, f'exit code {cause.code}')}{reason}"
     return DoctorFinding("run", "note" if cause.code in HARMLESS else "broken", text)

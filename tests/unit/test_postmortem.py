@@ -164,7 +164,9 @@ CASES: dict[str, tuple[list[int], Callable[[Path], object], int, list[str], str]
     "no intact checkpoint": ([6], lambda run: (damage_weights(run, 6), end(run, 75)), 1, [
         "no checkpoint is intact"], AGAIN),
     "a damaged last checkpoint": ([6, 10], lambda run: (trained(run), damage_weights(run, 10), end(run, 0)), 1, [
-        "or its last checkpoint is damaged"], RESUME),
+        "trained to its end, but its last checkpoint is damaged or missing"], RESUME),
+    "a missing last checkpoint": ([6], lambda run: (trained(run), end(run, 0)), 1, [
+        "trained to its end, but its last checkpoint is damaged or missing"], RESUME),
     "consents": ([3], lambda run: (beat(run), edit(run, "sources: x", "sources: x, allow_outside: true")), 0, [
         RESUME + "\n"], "the run had data.allow_outside=true: add that only if you trust the run and its data"),
 }  # fmt: skip

@@ -75,6 +75,8 @@ def stored_description(folder: Path) -> dict[str, Any]:
         path = folder / TRANSFORMERS_CONFIG_NAME
         try:
             tree = {"model_cfg": _clip_cfg(path), "preprocess_cfg": _preprocessing(folder)}
+        except UserError:  # a ValueError, too
+            raise
         except (AttributeError, TypeError, ValueError, ZeroDivisionError) as error:
             raise UserError(f"The description of the model in {folder} is damaged: {in_a_line(error)}.") from error
     if problem := wrong_type(tree, file=str(path)):

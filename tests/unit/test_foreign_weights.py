@@ -135,7 +135,7 @@ def test_a_clip_model_of_transformers_is_evaluated_and_starts_a_run(transformers
 def test_a_folder_of_another_kind_is_refused(transformers_folder, tmp_path):
     config = json.loads((transformers_folder / "config.json").read_text())
     for change, message in (
-        ({"model_type": "siglip"}, "of the type 'siglip'"),
+        ({"model_type": "siglip"}, r"^\S+ holds a transformers model of the type 'siglip'"),
         ({"text_config": {**config["text_config"], "hidden_act": "relu"}}, "one activation"),
         ({"vision_config": {**config["vision_config"], "layer_norm_eps": 1e-6}}, "layer_norm_eps"),
         ({}, "has no weights"),

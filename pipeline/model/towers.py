@@ -259,10 +259,11 @@ def build_towers(config: ModelConfig, *, seed: int, device: str | torch.device =
             device=device,
         )
     patches: Any = getattr(getattr(clip.visual, "trunk", None), "patch_embed", None)
-    if getattr(patches, "strict_img_size", False) and patches.img_size[0] != architecture.image_size:
+    taken = patches.img_size if getattr(patches, "strict_img_size", False) else None  # None also if it takes any
+    if taken and taken[0] != architecture.image_size:
         raise UserError(
             f"The architecture {start.name} states vision_cfg.image_size = {architecture.image_size}, and its timm "
-            f"model takes images of {patches.img_size[0]} px: write that in its JSON file, or set model.image_size."
+            f"model takes images of {taken[0]} px: write that in its JSON file, or set model.image_size."
         )
     logit = logit_of(clip) if config.pretrained else None
     image_blocks = config.unlocked_image_blocks if config.lock_image else None

@@ -85,8 +85,8 @@ def write_transformers(
             missing, unexpected = converted.load_state_dict(state, strict=False)
             left = [name for name in (*missing, *unexpected) if not name.endswith("position_ids")]
         why = f"one of them does not have the weight {left[0]}" if left else ""
-    except (AttributeError, RuntimeError) as error:  # towers of other kinds, or weights of other shapes
-        why = in_a_line(error)
+    except (AttributeError, LookupError, RuntimeError) as error:
+        why = f"its towers are of another kind or shape ({in_a_line(error)})"
     if not why:
         converted.save_pretrained(str(folder))
         _write_processor(model, folder, kind="SiglipImageProcessor" if sigmoid else "CLIPImageProcessor")

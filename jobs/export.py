@@ -62,11 +62,13 @@ def command(
     folder, chosen = model_folder_in(Path(model)), None
     if best or average or (folder is not None and (folder / META_NAME).is_file()):
         chosen = choose_checkpoint(Path(model), best=best)
-    difference = export(chosen or model, output, form=form, onnx=onnx, average=average, licence=licence)
+    difference, note = export(chosen or model, output, form=form, onnx=onnx, average=average, licence=licence)
     for path in sorted(path for path in output.rglob("*") if path.is_file()):
         click.echo(f"{path.stat().st_size:>14,} B  {path}")
     what, other = (f"Step {chosen.step:,}", "trained") if chosen else (model, "given")
     click.echo(f"{what} exported; largest difference from the {other} model {difference:.1e}.")
+    if note:
+        click.echo(note)
     if chosen and best and not average and validated_model(chosen.path) != chosen.path:
         click.echo("The validation loss was that of the average of the weights (EMA); --ema exports it.")
     if push:

@@ -30,7 +30,7 @@ from pipeline.checkpoint.reader import Checkpoint, open_checkpoint
 from pipeline.config import dump
 from pipeline.errors import UserError, in_a_line
 from pipeline.export.model_card import model_card
-from pipeline.export.transformers_model import write_transformers
+from pipeline.export.transformers_model import is_siglip, write_transformers
 from pipeline.files import check_new_folder, new_folder
 from pipeline.model.architectures import save_tokenizer
 from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
@@ -75,7 +75,7 @@ def export(
     onnx: bool = False,
     average: bool = False,
     licence: str | None = None,
-) -> float:
+) -> tuple[float, str]:
     """Write a folder, and compare everything in it with the trained towers before it is kept.
 
     Args:
@@ -87,7 +87,8 @@ def export(
         licence: The hub's identifier of the weights' licence, for the model card.
 
     Returns:
-        The largest difference of any feature or logit from the trained model's.
+        The largest difference of any feature or logit from the trained model's, and a sentence about what the form
+        cannot hold, which is in the model card, too; empty if it holds all.
 
     Raises:
         UserError: `output` is not empty, the run kept no average, packages are missing, transformers' models cannot
@@ -102,7 +103,10 @@ def export(
         if not given.is_dir():
             raise UserError(f"{source.path} has no average of the weights: train with ema.decay=0.999, say.")
     model = load_for_evaluation(given)
-    card = model_card(source, model.architecture, form=form, licence=licence, average=average)
+    bias, note = (model.towers.logit or (DEFAULT_LOGIT, None))[1], ""
+    if bias and form == "transformers" and not is_siglip(model.architecture.model_cfg):
+        note = f"A CLIPModel has no logit bias: add {bias:.4f} to its logits before a sigmoid."
+    card = model_card(source, model.architecture, form=form, licence=licence, average=average, note=note)
     target = output.resolve()  # the folder itself, not `.` or a link to it
     try:
         with new_folder(target) as temporary:
@@ -122,7 +126,7 @@ def export(
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
             raise
         raise UserError(f"Another process has written to {output} meanwhile: choose another output folder.") from error
-    return worst
+    return worst, note
 
 
 def _write(

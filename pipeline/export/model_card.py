@@ -24,6 +24,7 @@ def model_card(
     form: str = "open_clip",
     licence: str | None = None,
     average: bool = False,
+    note: str = "",
 ) -> str:
     """README.md with the front matter that model hubs read: how to load the model, its data, settings and scores.
 
@@ -33,6 +34,7 @@ def model_card(
         form: What loads the folder, open_clip or transformers.
         licence: The hub's identifier of the weights' licence.
         average: The export has the average of the weights (EMA).
+        note: A sentence about what the form cannot hold.
 
     Raises:
         UserError: The checkpoint lacks settings of a run.
@@ -68,7 +70,7 @@ def model_card(
     siglip = is_siglip(architecture.model_cfg)
     usage = _USAGE_TRANSFORMERS.format(**(_OF_SIGLIP if siglip else _OF_CLIP)) if form != "open_clip" else _USAGE
     usage = usage.replace('"white"', f'"{colour_name(architecture.background)}"')
-    return "\n\n".join(("\n".join(("---", *head, "---")), f"# {title}", usage, *parts)) + "\n"
+    return "\n\n".join(filter(None, ("\n".join(("---", *head, "---")), f"# {title}", usage, note, *parts))) + "\n"
 
 
 def _base_model(arch: str, start: str) -> str:

@@ -72,6 +72,14 @@ def test_transformers_reproduces_features_logits_and_tokens(run, tmp_path):
     assert "red" in snippet(output)
 
 
+def test_a_logit_bias_that_a_clip_model_cannot_hold_is_told(tmp_path):
+    pytest.importorskip("transformers")
+    source, lost = write_run(tmp_path / "run", bias=-7.5), "no logit bias: add -7.5000 to its logits"
+    assert lost in exported(source, tmp_path / "out", "--format", "transformers")
+    assert lost in (tmp_path / "out" / "README.md").read_text()
+    assert "no logit bias" not in exported(source, tmp_path / "other")
+
+
 def test_open_clip_card_runs_and_has_each_tag_once(run, tmp_path):
     exported(run, tmp_path / "out", "--license", "apache-2.0")
     card = (tmp_path / "out" / "README.md").read_text()

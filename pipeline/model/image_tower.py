@@ -46,6 +46,13 @@ class ClassTokenBlock(ResidualAttentionBlock):
         return x + self.ls_2(self.mlp(self.ln_2(x)))
 
 
+class ClassTokenTower(VisionTransformer):
+    """A vision transformer whose last block computes the class token only."""
+
+    def forward_intermediates(self, *_: Any, **__: Any) -> Any:
+        raise UserError("The last block has no patches to return: build the towers with model.packed_attention=false.")
+
+
 def use_class_token_block(clip: nn.Module) -> None:
     """Let the image tower's last block compute the class token only, where nothing else of it is read.
 
@@ -57,7 +64,7 @@ def use_class_token_block(clip: nn.Module) -> None:
     block = visual.transformer.resblocks[-1]
     alone = visual.attn_pool is None and visual.pool_type == "tok" and not visual.output_tokens
     if alone and type(block) is ResidualAttentionBlock and type(block.attn) is PackedAttention:
-        replace_modules(clip, {block: ClassTokenBlock, block.attn: ClassTokenAttention})
+        replace_modules(clip, {visual: ClassTokenTower, block: ClassTokenBlock, block.attn: ClassTokenAttention})
 
 
 class PatchDropout(nn.Module):

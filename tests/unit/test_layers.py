@@ -48,6 +48,9 @@ def test_towers_that_read_other_tokens_keep_them(tmp_path):
         for packed in (False, True):
             towers = build_towers(ModelConfig(arch=arch, packed_attention=packed), seed=0, device="meta")[0]
             assert shortened_in(towers) == int(packed and kind != "attentional_pool")
+            if shortened_in(towers):
+                with pytest.raises(UserError, match=r"no patches to return: .*model\.packed_attention=false"):
+                    towers.clip.forward_intermediates(torch.empty(1, 3, 32, 32, device="meta"))
     config = json.loads(Path(write_kind(tmp_path, "CLIP")).read_text())
     config["vision_cfg"]["layers"] = 0
     (tmp_path / "no-blocks.json").write_text(json.dumps(config))

@@ -42,7 +42,7 @@ def command(model: str, images: Path | None, limit: int, host: str, port: int, d
 
     def progress(count: int) -> None:
         if sys.stderr.isatty():
-            click.echo(f"\r{count:,} images encoded", nl=False, err=True)
+            click.echo(f"{count:,} images encoded\r", nl=False, err=True)
 
     with listen(host, port) as listening, start_processes(device) as (_, where):
         explorer, dropped = Explorer(load_checkpoint(model, device=where)), Dropped()

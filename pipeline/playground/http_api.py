@@ -67,7 +67,8 @@ def make_app(explorer: Explorer, *, local: bool) -> Starlette:
         architecture, model = explorer.model.architecture, explorer.model
         facts = (architecture.name, f"{model.image_size} px", f"temperature {1 / explorer.scale:.2g}")
         html = jinja2.Template(PAGE.read_text(encoding="utf-8"), autoescape=True)
-        return HTMLResponse(html.render(title=model.source, facts=facts, images=len(explorer.names)), headers=HEADERS)
+        title = "/".join(Path(model.source).parts[-3:])  # of a run RUN/checkpoints/STEP; others may see the page
+        return HTMLResponse(html.render(title=title, facts=facts, images=len(explorer.names)), headers=HEADERS)
 
     async def thumbnail(request: Request) -> Response:
         number = explorer.gallery_number(request.path_params["number"])

@@ -171,7 +171,9 @@ def _create(start: Start, options: dict[str, Any]) -> nn.Module:
 
         dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # a tower with code of its own fails instead of asking for leave
     name, required = start.name, start.has_weights
-    if required and start.folder is not None and (file := start.folder / WEIGHTS_NAME).is_file():
+    if required and start.folder is not None and (file := start.folder / WEIGHTS_NAME).exists():
+        if not file.is_file():  # the library would wait for a pipe without end
+            raise UserError(f"{file} is not a file of weights, nor a link to one.")
         need_addresses(2 * file.stat().st_size)
     logging.root.addFilter(of_other_threads)  # applies to what is logged on the root logger itself
     try:

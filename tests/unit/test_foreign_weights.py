@@ -231,3 +231,7 @@ def test_forged_weights_are_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe.pt")
     with pytest.raises(UserError, match="is not a file"), for_open_clip(tmp_path / "pipe.pt", weights=True):
         pass
+    (tmp_path / "open_clip_config.json").write_text(json.dumps({"model_cfg": TINY, "preprocess_cfg": {}}))
+    os.mkfifo(tmp_path / "open_clip_model.safetensors")
+    with pytest.raises(UserError, match="is not a file"):
+        load_for_evaluation(tmp_path)

@@ -52,7 +52,9 @@ def model_card(
                 "forged, or of another version."
             ) from error
         if form == "open_clip":
-            parts.append("Every setting is in `config.yaml`.")
+            merged = " The LoRA adapters are merged into the weights; `adapters/` has them alone."
+            adapted = merged if source.meta.get("adapters_of") else ""
+            parts.append(f"Every setting is in `config.yaml`.{adapted}")
         parts.append("## Evaluation\n\n" + _evaluation(source, average=average))
         started = f", and of the starting weights, `{in_markdown(start)}`," if start else ""
         unstated = (

@@ -172,6 +172,7 @@ def test_adapters_are_trained_merged_saved_alone_and_resumed_to_the_bit(base):
     assert "adapters/adapter_model.safetensors" in exported.output
     for path in adapters.iterdir():
         assert (folder / "adapters" / path.name).read_bytes() == path.read_bytes()
+    assert "`adapters/` has them alone" in (folder / "README.md").read_text()
 
     train(base, "again", *given, resume=str(checkpoint(base, "lora", 2)))
     for file in ("open_clip_model", "adapters/adapter_model", "moments", "objective"):

@@ -22,12 +22,7 @@ from tests.images import encoded
 from tests.shards import jpeg, sample, write_shards
 
 SIDE = 16
-RAMP = np.linspace(0, 65535, SIDE * SIDE).round().astype(np.uint16).reshape(SIDE, SIDE)
-
-
-GREY_16 = encoded(Image.fromarray(RAMP), "PNG")
 OTHER_FORMAT = encoded(Image.new("RGB", (SIDE, SIDE), "red"), "PCX")
-EXPECTED = np.repeat((RAMP / 257).round().astype(np.uint8)[..., None], 3, axis=2)
 
 
 def as_tensor(image: Image.Image) -> Tensor:

@@ -133,6 +133,7 @@ COMMANDS: dict[str, str] = {
     "playground --suite": "Type the classes on the page; `neuclip evaluate --suite` scores a suite.",
     "--augmentations": "Features of several crops gained nothing where they were measured; features are of whole images, or of the central square with --images-only.",
     "study cheap-crops": "This study has left, as several crops and teachers gained nothing; docs/studies/cheap-crops has its results, commit d855352b its program.",
+    "normalizers --save": "The table and normalizers.jsonl have the errors.",
     "pairs --background": "Pictures with transparency are put on white.",
     "pairs --quality": "JPEGs that have to be made have quality 95.",
     "pairs --raw": "Images are stored encoded.",

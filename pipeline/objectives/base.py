@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipeline.distributed.precision import true_fp32
 from pipeline.errors import UserError
-from pipeline.objectives.distill import Teachers
+from pipeline.objectives.distill import Teacher
 from pipeline.objectives.facts import ObjectiveConfig, ObjectiveContext, ObjectiveMemory, ObjectiveOutput
 from pipeline.objectives.parts import DriftGuard, Pair, StatefulPart, WithGradient, check_batch, load_tensors
 
@@ -83,7 +83,13 @@ class Objective(ABC):
 
     @torch.no_grad()
     def compute(
-        self, image: Tensor, text: Tensor, *, sample_ids: Tensor, teacher: Teachers = (), keys: Tensor | None = None
+        self,
+        image: Tensor,
+        text: Tensor,
+        *,
+        sample_ids: Tensor,
+        teacher: Teacher | None = None,
+        keys: Tensor | None = None,
     ) -> ObjectiveOutput:
         """Loss and feature gradients of one batch. Lasting state changes only in `commit`.
 
@@ -91,7 +97,7 @@ class Objective(ABC):
             image: [b, d] unit-norm features of this rank, without graph; b must be the same on all ranks.
             text: The same of the texts.
             sample_ids: [b] int64, stable ids in [0, n).
-            teacher: Features of a teacher, or of several, which the setting `distill` needs.
+            teacher: Features of a teacher, which the setting `distill` needs.
             keys: [b, k] int64, which the setting `mask_equal` needs: pairs with an equal key in a column are not each
                 other's negatives. `equal_pairs.batch_keys` makes them.
 
@@ -106,7 +112,7 @@ class Objective(ABC):
                 "discard() when there was none. The global batch goes into one compute() or loss(); gradients of "
                 "several cannot be accumulated."
             )
-        given = ({"teacher": teacher} if teacher else {}) | ({} if keys is None else {"keys": keys})
+        given = {name: value for name, value in (("teacher", teacher), ("keys", keys)) if value is not None}
         if self.context.device.type != "meta":
             for setting, name in (("distill", "teacher"), ("mask_equal", "keys")):
                 value = getattr(self.config, setting)
@@ -153,7 +159,7 @@ class Objective(ABC):
         text: Tensor,
         *,
         sample_ids: Tensor | None = None,
-        teacher: Teachers = (),
+        teacher: Teacher | None = None,
         keys: Tensor | None = None,
     ) -> Tensor:
         """The loss of the global batch with a graph to this rank's features, for training loops outside this project.
@@ -166,7 +172,7 @@ class Objective(ABC):
             text: The same of the texts.
             sample_ids: [b] stable ids in [0, n), for methods with per-sample state and for `neuclip_plus`, which
                 without them cannot exclude a sample's own features of earlier batches.
-            teacher: Features of teachers, which the setting `distill` needs.
+            teacher: Features of a teacher, which the setting `distill` needs.
             keys: [b, k] int64 of equal pairs, which the setting `mask_equal` needs.
 
         Raises:

@@ -12,7 +12,6 @@ side, text side).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,10 +34,6 @@ class Teacher:
     """The teacher's temperature."""
 
 
-Teachers = Teacher | Sequence[Teacher]
-"""One, or several whose losses are averaged; an empty sequence is none."""
-
-
 @dataclass(frozen=True)
 class Relational:
     """The relational loss of a batch and its derivatives."""
@@ -49,15 +44,6 @@ class Relational:
     """d loss / d features of this rank, [b, d] each."""
     tau_slopes: Tensor
     """[B, 2]: B times d loss / d tau of each anchor of both sides."""
-
-
-def mean_of(losses: Sequence[Relational]) -> Relational:
-    """The mean over several teachers, as in MobileCLIP."""
-    loss, first, second, slopes = (
-        torch.stack(parts).mean(0)
-        for parts in zip(*((one.loss, *one.gradients, one.tau_slopes) for one in losses), strict=True)
-    )
-    return Relational(loss, (first, second), slopes)
 
 
 def relational_loss(own: Pair, features: Pair, tau: Tensor, *, teacher: Teacher, world: World) -> Relational:

@@ -23,7 +23,7 @@ from torch.profiler import record_function
 from pipeline.distributed.precision import true_fp32
 from pipeline.objectives import pairwise
 from pipeline.objectives.base import Objective
-from pipeline.objectives.distill import Teacher, Teachers, mean_of, relational_loss
+from pipeline.objectives.distill import Teacher, relational_loss
 from pipeline.objectives.facts import ObjectiveConfig, ObjectiveContext, ObjectiveOutput
 from pipeline.objectives.parts import Pair, StatefulPart, Temperature
 
@@ -158,13 +158,19 @@ class SoftmaxObjective(Objective):
         return NormalizerEstimates(*(values[:, batch.rows] for values in estimates))
 
     def loss_and_gradients(
-        self, image: Tensor, text: Tensor, *, sample_ids: Tensor, teacher: Teachers = (), keys: Tensor | None = None
+        self,
+        image: Tensor,
+        text: Tensor,
+        *,
+        sample_ids: Tensor,
+        teacher: Teacher | None = None,
+        keys: Tensor | None = None,
     ) -> tuple[ObjectiveOutput, AnchorWeights]:
         with record_function("objective.gather"):
             batch = self._gather((image, text), sample_ids, keys)
         with record_function("objective.anchor_weights"):
             weights = self.anchor_weights(batch)
-        if teacher:
+        if teacher is not None:
             with record_function("objective.distill"):
                 weights = self._distilled(weights, batch, (image, text), teacher)
         with record_function("objective.gradient"):
@@ -175,24 +181,24 @@ class SoftmaxObjective(Objective):
         metrics = {"loss": weights.loss, **weights.metrics}
         return ObjectiveOutput(weights.loss, grad_image, grad_text, metrics, seen), weights
 
-    def _distilled(self, weights: AnchorWeights, batch: AnchorBatch, own: Pair, teacher: Teachers) -> AnchorWeights:
-        """The weights with the teachers' loss added to loss and gradients."""
-        teachers = [teacher] if isinstance(teacher, Teacher) else teacher
-        means = mean_of(
-            [relational_loss(own, batch.features, batch.tau, teacher=one, world=self.world) for one in teachers]
-        )
+    def _distilled(self, weights: AnchorWeights, batch: AnchorBatch, own: Pair, teacher: Teacher) -> AnchorWeights:
+        """The weights with the teacher's loss added to loss and gradients."""
+        guided = relational_loss(own, batch.features, batch.tau, teacher=teacher, world=self.world)
         scale = self.config.distill
         further = weights.feature_gradient or (torch.zeros_like(own[0]), torch.zeros_like(own[1]))
         to_tau = weights.tau_gradient
         if to_tau is not None:
-            slopes = scale * means.tau_slopes
+            slopes = scale * guided.tau_slopes
             to_tau = to_tau + (slopes if to_tau.dim() else slopes.sum(1).mean())  # of every anchor, or of one for all
         return replace(
             weights,
-            loss=weights.loss + scale * means.loss,
-            feature_gradient=(further[0] + scale * means.gradients[0], further[1] + scale * means.gradients[1]),
+            loss=weights.loss + scale * guided.loss,
+            feature_gradient=(
+                further[0] + scale * guided.gradients[0],
+                further[1] + scale * guided.gradients[1],
+            ),
             tau_gradient=to_tau,
-            metrics={**weights.metrics, "contrastive_loss": weights.loss, "distillation_loss": means.loss},
+            metrics={**weights.metrics, "contrastive_loss": weights.loss, "distillation_loss": guided.loss},
         )
 
     def update_state(self, pending: AnchorWeights, *, lr_scale: float) -> None:

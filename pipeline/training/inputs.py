@@ -151,7 +151,7 @@ class StepFeatures:
     teacher: StoredFeatures | None = None
     """Whose similarities the run learns from, too."""
 
-    def of(self, batch: Batch, *, stand_in: bool = False) -> tuple[Tensor | None, list[Teacher]]:
+    def of(self, batch: Batch, *, stand_in: bool = False) -> tuple[Tensor | None, Teacher | None]:
         """The image tower's outputs [b, d] of a batch, and a teacher's features; of a stand-in batch, zeros.
 
         Raises:
@@ -165,9 +165,9 @@ class StepFeatures:
 
         image = None if self.images is None else values(self.images)[0]
         if self.teacher is None:
-            return image, []
+            return image, None
         of_image, of_text = F.normalize(values(self.teacher), dim=2)
-        return image, [Teacher(of_image, of_text, self.teacher.facts.tau)]
+        return image, Teacher(of_image, of_text, self.teacher.facts.tau)
 
 
 def open_step_features(state: RunState, *, report: Callable[[str], None]) -> StepFeatures | None:

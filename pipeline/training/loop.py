@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -192,14 +192,14 @@ class Trainer:
         if not (unread or stop):
             self.batches.fetch_ahead(step)
         stored: Tensor | None = None
-        teachers: Sequence[Teacher] = ()
+        teacher: Teacher | None = None
         keys = None
         if self.features is not None:
             try:
-                stored, teachers = self.features.of(batch, stand_in=unread)
+                stored, teacher = self.features.of(batch, stand_in=unread)
             except UserError as error:
                 problem = error
-                stored, teachers = self.features.of(batch, stand_in=True)
+                stored, teacher = self.features.of(batch, stand_in=True)
         if self.take_step.objective.config.mask_equal:
             pixels = inputs.image if stored is None else None  # with stored features, no pixels are read
             keys = batch_keys(batch.text, inputs.sample_ids, pixels)
@@ -210,7 +210,7 @@ class Trainer:
             lr_scale=lr_scale,
             stop=stop,
             missing=problem is not None,
-            teacher=teachers,
+            teacher=teacher,
             keys=keys,
         )
         if result.missing:

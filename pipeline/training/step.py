@@ -83,7 +83,7 @@ class TrainStep:
         lr_scale: float,
         stop: bool = False,
         missing: bool = False,
-        teacher: Sequence[Teacher] = (),
+        teacher: Teacher | None = None,
         keys: Tensor | None = None,
     ) -> StepResult:
         """Take one step. Collective.
@@ -95,7 +95,7 @@ class TrainStep:
             lr_scale: The learning rate as a share of its peak.
             stop: Whether this rank has received a signal to stop.
             missing: This rank has no batch, and `inputs` stand in for it: no rank takes the step.
-            teacher: Features of teachers of these samples, with `objective.distill`.
+            teacher: A teacher's features of these samples, with `objective.distill`.
             keys: int64 [b, k] of equal pairs, with `objective.mask_equal`.
         """
         image, texts = inputs
@@ -112,7 +112,7 @@ class TrainStep:
                     features = self.engine.forward(image, texts.tokens(0))
         with self.phases("objective"):
             f_image, f_text = (f.detach() for f in features)
-            given: dict[str, Any] = {"teacher": teacher} if teacher else {}  # most objectives know of none
+            given: dict[str, Any] = {} if teacher is None else {"teacher": teacher}  # most objectives know of none
             given |= {} if keys is None else {"keys": keys}
             output = self.objective.compute(f_image, f_text, sample_ids=sample_ids, **given)
             total = output.loss + output.grad_image.sum() + output.grad_text.sum()

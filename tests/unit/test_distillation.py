@@ -62,7 +62,7 @@ def computed(name: str, weight: float) -> tuple[Any, Any]:
     own = {"prototypes": 8} if name.startswith("neuclip") else {}
     objective = build_objective({"name": name, "distill": weight, **own}, context=context(BATCH))
     image, text = unit_features(BATCH)
-    teacher = teacher_of(BATCH) if weight else ()
+    teacher = teacher_of(BATCH) if weight else None
     output = objective.compute(image, text, sample_ids=torch.arange(BATCH), teacher=teacher)
     pending: Any = objective._pending
     tau = objective.temperature.of_anchors(
@@ -120,7 +120,7 @@ def test_a_teacher_and_its_weight_need_each_other_and_a_softmax():
     image, text = unit_features(BATCH)
     with pytest.raises(UserError, match="siglip has no softmax"):
         build_objective({"name": "siglip", "distill": 1.0}, context=context(BATCH))
-    for weight, teacher in ((1.0, ()), (0.0, teacher_of(BATCH)), (0.0, [teacher_of(BATCH)])):
+    for weight, teacher in ((1.0, None), (0.0, teacher_of(BATCH))):
         objective = build_objective({"name": "openclip", "distill": weight}, context=context(BATCH))
         with pytest.raises(UserError, match="need each other"):
             objective.compute(image, text, sample_ids=torch.arange(BATCH), teacher=teacher)

@@ -141,12 +141,11 @@ def run(command: click.Command, argv: Sequence[str] | None = None, *, prog_name:
     except Exception as error:
         if debug:
             traceback.print_exc()
-        if interrupts and not isinstance(
-            error, UserError
-        ):  # modules written in C turn one into an ImportError or a SystemError
+        by_user = isinstance(error, UserError)
+        if interrupts and not by_user:  # modules written in C turn one into an ImportError or a SystemError
             _fail("Interrupted.", EXIT_INTERRUPTED)
         explained = explain(error) or f"Unexpected {type(error).__name__}: {error}. This is probably a bug in neuclip."
-        hint = "" if debug or isinstance(error, UserError) else f" Show where with: {prog_name} --debug ..."
+        hint = "" if debug or by_user else f" Show where with: {prog_name} --debug ..."
         _fail(explained + hint, exit_code_of(error))
     _leave(result if isinstance(result, int) else 0)
 

@@ -22,7 +22,7 @@ from typing import Any, TypeVar, dataclass_transform
 import pydantic
 import yaml
 
-from pipeline.departed import DEFAULTS
+from pipeline.departed import DEFAULTS, VALUES
 from pipeline.departed import SETTINGS as DEPARTED
 from pipeline.errors import UserError
 
@@ -268,10 +268,10 @@ def without_departed(stored: Mapping[str, Any], *, file: str | Path, prefix: str
         if isinstance(value, Mapping) and value:
             if (section := without_departed(value, file=file, prefix=f"{name}.")) or departed(name) is None:
                 tree[key] = section
-        elif departed(name) is None:
+        elif (left := VALUES.get((name, str(value))) or departed(name)) is None:
             tree[key] = value
         elif had_effect(name, value):
-            log.warning("%s: %s = %r is ignored. %s", file, name, value, departed(name))
+            log.warning("%s: %s = %r is ignored. %s", file, name, value, left)
     return tree
 
 
@@ -296,6 +296,8 @@ def _explain(problem: Any, *, dot: str, valid: list[str]) -> str:
     message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
     if not problem["loc"]:
         return message.rstrip(".") + "."
+    if left := VALUES.get((key, str(problem["input"]))):
+        return f"{key} = {problem['input']!r} was removed. {left}"
     shown = problem["input"] if not dataclasses.is_dataclass(problem["input"]) else "this section"
     return f"{key} = {shown!r}: {message.rstrip('.')}."
 

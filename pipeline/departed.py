@@ -113,6 +113,13 @@ DEFAULTS: dict[str, Any] = {
 }
 """Key -> the value that stored configurations have where nobody set it; of all other keys it is null, false or empty."""
 
+VALUES: dict[tuple[str, Any], str] = {
+    ("data.decoding", "scaled"): "`fast` decodes all; images stored at about 256 px gain nothing from less.",
+    ("image.encode_format", "ppm"): "Images are stored encoded.",
+    ("telemetry.progress", "brief"): "`auto` prints what any run prints.",
+}
+"""Key and value -> the same; a stored configuration that has it gets the default."""
+
 COMMANDS: dict[str, str] = {
     "doctor --constraints": "Installed versions are compared with this repository's constraints.txt.",
     "doctor --mfu": "`neuclip plan --measure` compares loading with a recipe's steps.",

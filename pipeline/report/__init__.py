@@ -49,7 +49,7 @@ def write_report(runs: Sequence[str | Path], *, output: str | Path | None = None
 def update_scores(run: str | Path) -> None:
     """Write every score and complete aggregate of a run as TensorBoard scalars, in place of earlier ones.
 
-    Evaluations, watchers and reports call it, several at a time: every file is complete when it appears. A run that
+    Evaluations and watchers call it, several at a time: every file is complete when it appears. A run that
     does not log to TensorBoard is left alone. If the disk refuses it, that is printed: the scores themselves are safe.
     """
     from pipeline.report.stored_scores import read_evaluations

@@ -165,9 +165,15 @@ def test_what_has_left_says_what_to_use_instead(tmp_path, monkeypatch, caplog):
     assert "The setting optimizer.gone (given 1) was removed. It is automatic." in refused("optimizer.gone=1")
     with pytest.raises(UserError, match=r"The command gone was removed. Use neuclip plan\."):
         cli.main(["gone"], standalone_mode=False)
+    assert "data.decoding = 'scaled' was removed. `fast` decodes all" in refused("data.decoding=scaled")
     monkeypatch.setitem(departed.DEFAULTS, "gone.b", 16)
-    for value, logged in (({"a": 1, "b": 16}, ["gone.a = 1 is ignored"]), ({"a": None, "b": 16}, [])):
-        stored = cfg.merge(cfg.to_tree(load_recipe(None, BASE)), {"gone": value, "optimizer": {"gone": 0}})
+    brief = {"telemetry": {"progress": "brief"}}
+    for value, logged in (
+        ({"gone": {"a": 1, "b": 16}}, ["gone.a = 1 is ignored"]),
+        ({"gone": {"a": None, "b": 16}}, []),
+        (brief, ["telemetry.progress = 'brief' is ignored"]),  # of every demo's run
+    ):
+        stored = cfg.merge(cfg.to_tree(load_recipe(None, BASE)), {**value, "optimizer": {"gone": 0}})
         (tmp_path / "config.yaml").write_text(yaml.safe_dump(stored))
         caplog.clear()
         assert load_recipe(tmp_path / "config.yaml") == load_recipe(None, BASE)

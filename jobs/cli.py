@@ -76,8 +76,6 @@ class LazyGroup(click.Group):
         return command
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        if args and args[0] in DEPARTED:
-            raise UserError(f"The command {args[0]} was removed. {DEPARTED[args[0]]}")
         if args and args[0] not in COMMANDS:
             from pipeline.config import suggest
 

@@ -155,4 +155,4 @@ COMMANDS: dict[str, str] = {
     "train --new-batch-size": "A run keeps its batch_size; begin a new run with the weights: model.arch=pretrained model.pretrained=RUN/checkpoints/STEP.",
     "verify --rebuild": "`neuclip verify FOLDER --delete-damaged` deletes damaged shards, and the same `neuclip download` as before fetches them again.",
 }
-"""Command, option of a command, or option of any command -> the same."""
+"""Command with an option or argument, or option of any command -> the same."""

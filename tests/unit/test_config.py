@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from jobs.cli import cli
 from pipeline import config as cfg
 from pipeline import departed
 from pipeline.config import parse_overrides, read_yaml
@@ -160,11 +159,8 @@ def test_keys_of_recipes_are_suggested():
 def test_what_has_left_says_what_to_use_instead(tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(departed.SETTINGS, "gone.", "Use what stays.")
     monkeypatch.setitem(departed.SETTINGS, "optimizer.gone", "It is automatic.")
-    monkeypatch.setitem(departed.COMMANDS, "gone", "Use neuclip plan.")
     assert "The setting gone (given {'a': {'b': 1}}) was removed. Use what stays." in refused("gone.a.b=1")
     assert "The setting optimizer.gone (given 1) was removed. It is automatic." in refused("optimizer.gone=1")
-    with pytest.raises(UserError, match=r"The command gone was removed. Use neuclip plan\."):
-        cli.main(["gone"], standalone_mode=False)
     assert "data.decoding = 'scaled' was removed. `fast` decodes all" in refused("data.decoding=scaled")
     monkeypatch.setitem(departed.DEFAULTS, "gone.b", 16)
     brief = {"telemetry": {"progress": "brief"}}

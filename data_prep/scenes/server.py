@@ -168,7 +168,11 @@ def serve_scenes(config: ScenesConfig, *, port: int = 0) -> Iterator[str]:
     process.start()
     other.close()
     try:
-        listening, reason = connection.recv()
+        try:
+            listening, reason = connection.recv()
+        except EOFError:
+            process.join()
+            listening, reason = port, f"exit code {process.exitcode}"
         if reason:
             raise UserError(
                 f"The scenes server could not start on {_HOST}:{port}: {reason}. Use port 0 for a free one."

@@ -7,6 +7,7 @@ import hashlib
 import http.client
 import io
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -31,6 +32,13 @@ from tests.launch import python, wait_for
 
 EVEN = FaultRates(**dict.fromkeys(FaultRates.__dataclass_fields__, 1 / 14))
 CONFIG = ScenesConfig(pairs=200, image_size=48, faults=EVEN, slow_seconds=0.05, stall_seconds=3.0)
+
+
+class Crashing:
+    """Ends the process that it is sent to."""
+
+    def __reduce__(self):
+        return os._exit, (3,)
 
 
 def drawn() -> str:
@@ -96,8 +104,9 @@ def test_every_fault_is_served(base):
         with pytest.raises(error):
             served(fault, timeout=0.5 if fault is Fault.STALL else 2.0)
     port = int(base.rpartition(":")[2])
-    with pytest.raises(UserError, match=f"{port}: Address already in use"), serve_scenes(CONFIG, port=port):
-        pass
+    for config, words in ((CONFIG, f"{port}: Address already in use"), (Crashing(), f"{port}: exit code 3")):
+        with pytest.raises(UserError, match=words), serve_scenes(config, port=port):
+            pass
 
 
 def test_server_stops_when_its_parent_is_killed():

@@ -1,6 +1,6 @@
 """One pair of a source: which column holds its image and which its caption, and the image on its way into a shard.
 
-The image is checked by decoding, rotated upright, put on a background if it is transparent, and resized if requested.
+The image is checked by decoding, rotated upright, put on white if it is transparent, and resized if requested.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class SourceOptions:
     caption_template: tuple[str, ...] = ()
     """Captions of images in folders of classes, with `{class}` in place of the folder's name."""
     images: Path | None = None
-    """Folder that image paths start from; None takes that of the table, or one near COCO's file."""
+    """Folder that image paths start from; None takes that of the table."""
     captions: str | None = None
     """"one": a text file of several lines, or a list in one text, is one caption; None: it is several."""
     header: tuple[str, ...] = ()
@@ -162,8 +162,8 @@ def captions_in(value: Any) -> tuple[str, ...]:
     return tuple(found)
 
 
-_STRING = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
-_LIST = re.compile(rf"\[\s*(?:(?:{_STRING})[\s,]*)*\]", re.DOTALL)
+_STRING = r"""u?(?:'(?:[^'\\]|\\.)*+'|"(?:[^"\\]|\\.)*+")"""
+_LIST = re.compile(rf"\[\s*(?:{_STRING}[\s,]*+)*+\]", re.DOTALL)
 
 
 def captions_of_list(text: str) -> tuple[str, ...]:

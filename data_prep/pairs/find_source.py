@@ -119,7 +119,7 @@ def _kind_of(source: str, path: Path, options: SourceOptions) -> tuple[str, list
     """The kind of a source (table, tars, images, parquet, datasets, hub) and its files."""
     if path.is_dir():
         return _kind_of_folder(path, options)
-    kinds = {"table": (*TABLE_SUFFIXES, ".txt", ".json"), "parquet": (".parquet",), "tars": _TARS}
+    kinds = {"table": (*TABLE_SUFFIXES, ".txt", ".token", ".json"), "parquet": (".parquet",), "tars": _TARS}
     kind = next((kind for kind, suffixes in kinds.items() if path.name.lower().endswith(suffixes)), "")
     if path.is_file():
         if kind:
@@ -169,8 +169,9 @@ def _kind_of_folder(path: Path, options: SourceOptions) -> tuple[str, list[Path]
         raise problems[0]
     if images:
         raise UserError(
-            f"{path} has images, but no captions: neither a table (CSV, TSV, JSONL) in it, nor .txt or .json files "
-            "beside them. If they are in folders with the names of classes: --caption-template 'a photo of a {class}'."
+            f"{path} has images, but no captions: neither a table (CSV, TSV, JSONL; a .txt file must be named) in it, "
+            "nor .txt or .json files beside them. If they are in folders with the names of classes: --caption-template "
+            "'a photo of a {class}'."
         )
     raise UserError(f"{path} holds no supported kind of source. A source is {_KNOWN}.")
 

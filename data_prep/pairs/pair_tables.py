@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -63,7 +64,8 @@ class Columns:
         if at and isinstance(value, bytes | bytearray):
             return PairRow(place, hashlib.blake2b(value, digest_size=16).hexdigest(), texts, at=at)
         if isinstance(value, str) and value.strip():
-            return PairRow(place, path_of(self.folder, value.strip(), self.options, where=place), texts)
+            name = _file_name(self.folder, value.strip())
+            return PairRow(place, path_of(self.folder, name, self.options, where=place), texts)
         if at:
             return PairRow(place, problem=MISSING_FILE, detail="no image in this row")
         return PairRow(place, problem=MALFORMED_ROW, detail=f"no image path in {self.image!r}")
@@ -80,7 +82,7 @@ def open_table(path: Path, options: SourceOptions) -> PairSource:
     names = [row[image].strip() for row in head if isinstance(row.get(image), str)]
     if names and sum(bool(URL.match(name)) for name in names) > len(names) / 2:
         raise UserError(has_urls(str(path), image))
-    if names and not any(_is_file(columns.folder / name) for name in names):
+    if names and not any(_is_file(columns.folder / _file_name(columns.folder, name)) for name in names):
         raise UserError(
             f"None of the first {len(names)} images of {path}, such as {shortened(names[0])}, exists in "
             f"{columns.folder}: name with --images the folder that the paths in column {image!r} start from."
@@ -103,9 +105,15 @@ def find_columns(path: Path, options: SourceOptions) -> tuple[list[Mapping[str, 
         raise UserError(f"{path} has no row that can be read: it must be UTF-8 text with a line of column names (CSV, "
                         "TSV), one JSON object a line (JSONL), or a JSON list of objects.")  # fmt: skip
     names = list(dict.fromkeys(name for row in head for name in row))
-    is_text = path.suffix.lower() in (".csv", ".tsv", ".txt") and not options.header
+    is_text = path.suffix.lower() in (".csv", ".tsv", ".txt", ".token") and not options.header
     note = "If the table has no line of names, give them: --header image,caption." if is_text else ""
     return head, *choose_columns(names, options, where=str(path), note=note)
+
+
+def _file_name(folder: Path, name: str) -> str:
+    """The name of an image's file, without the number of the caption that Flickr's lists append: `dog.jpg#0`."""
+    numbered = re.fullmatch(r"(.+\.\w{3,5})#\d+", name)
+    return numbered[1] if numbered and not _is_file(folder / name) else name
 
 
 def _is_file(path: Path) -> bool:
@@ -127,9 +135,9 @@ def _read(path: Path, options: SourceOptions, *, images: tuple[str, Path] | None
     else:
         names, rows = separated_values(
             path,
-            delimiters="\t" if suffix == ".tsv" else "\t;,",
+            delimiters="\t" if suffix == ".tsv" else "\t;|,",
             header=options.header,
-            identifies=images and (images[0], lambda name: _is_file(images[1] / name)),
+            identifies=images and (images[0], lambda name: _is_file(images[1] / _file_name(images[1], name))),
         )
         if twice := sorted(name for name in set(names) if name and names.count(name) > 1):
             raise UserError(

@@ -120,8 +120,8 @@ def separated_values(
 
     Args:
         path: The file.
-        delimiters: What may be between fields: the first line has the most fields by it (or as many as `header`), and
-            of several such, the second.
+        delimiters: What may be between fields: by it, most of the first rows have as many fields as the first of them,
+            or as `header`.
         quotes: Whether quotes surround fields with delimiters or line breaks.
         header: Names of all columns, if the first line has none.
         needed: If the first line has all of these names, it is a line of names after all.
@@ -131,10 +131,13 @@ def separated_values(
     csv.field_size_limit(1 << 24)
     form: dict[str, Any] = {"quoting": csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE}
     head = [line[: 1 << 19] for line in first_lines(path)]  # shorter than the limit
-    fields = {mark: [len(row) for row in itertools.islice(csv.reader(head, delimiter=mark, **form), 2)]
-              for mark in delimiters}  # fmt: skip
-    delimiter = max(fields, key=lambda mark: (fields[mark][:1] == [len(header)], fields[mark]))
-    form["delimiter"] = delimiter
+    widths = {mark: [len(row) for row in csv.reader(head, delimiter=mark, **form) if row] for mark in delimiters}
+
+    def agreement(mark: str) -> tuple[int, list[int]]:
+        wide = len(header) or next(iter(widths[mark]), 0)
+        return widths[mark].count(wide) if wide > 1 else 0, widths[mark][:1]
+
+    form["delimiter"] = delimiter = max(delimiters, key=agreement)
     first = [name.strip() for name in next(csv.reader(head, **form), [])]
     has_names = not header or (bool(needed) and set(needed) <= set(first))
     names = first if has_names else list(header)

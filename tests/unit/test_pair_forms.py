@@ -34,6 +34,7 @@ NAMES = [f"{k:03d}.jpg" for k in range(4)]
 PICTURES = {name: picture(k) for k, name in enumerate(NAMES)}
 TEXTS = [[f"caption {k}"] for k in range(4)]
 TWO = [["a 0", "b 0"], ["a 1", "b 1"]]
+COMMAS = [["a, 0", "b, 0"], ["a, 1", "b, 1"]]
 
 
 def run(source: Path, output: Path, *options: str) -> str:
@@ -187,6 +188,14 @@ FORMS: dict[str, tuple[Callable[[Path], Files], dict[str, Any], list[list[str]]]
         **{f"Images/{name}": body for name, body in PICTURES.items()}, "captions.txt": b"image,caption\n" + b"".join(
             b"%03d.jpg,%s %d\n" % (k, word, k) for k in range(2) for word in (b"a", b"b"))},
         {"source": "captions.txt", "images": "Images"}, TWO),
+    "Flickr30k's results.csv": (lambda at: {
+        **PICTURES, "results.csv": b"image_name| comment_number| comment\n" + b"".join(
+        b"%03d.jpg| %d| %s, %d\n" % (k, n, word, k) for k in range(2) for n, word in enumerate((b"a", b"b")))},
+        {}, COMMAS),
+    "Flickr's numbered captions": (lambda at: {**PICTURES, "odd.jpg#1": picture(8), "results.token": b"".join(
+        b"%03d.jpg#%d\t%s, %d\n" % (k, n, word, k) for k in range(2) for n, word in enumerate((b"a", b"b")))
+        + b"odd.jpg#1\tas named, so\n"}, {"header": ("image", "caption"), "source": "results.token"},
+        [*COMMAS, ["as named, so"]]),
     "tars with long names and captions in JSON": (lambda at: {"a/0.tar": tar(at, []), **{f"{part}.tar": tar(at, [
         (f"deep/{k}é.{suffix}", body) for k in numbers
         for suffix, body in (("jpg", picture(k)), ("json", tree({"caption": f"caption {k}"})))],
@@ -394,6 +403,7 @@ LISTS = {
     "['a dog', 'it\\'s brown']": ("a dog", "it's brown"),
     "['a cat' 'a dog']": ("a cat", "a dog"),
     "['a cat'\n \"a dog's\"]": ("a cat", "a dog's"),
+    "[u'a cat', u'a dog']": ("a cat", "a dog"),  # as Python 2 writes them
     **{text: (text,) for text in ("[untitled]", "[1, 2]", '["a dog"', "[a dog's]", "[b'x']", "[['a'], ['b']]")},
     "[]": (),
     "['']": (),

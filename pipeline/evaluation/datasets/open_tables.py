@@ -179,14 +179,16 @@ def _open_cached(folder: Path, split: str) -> Table:
     return Table(rows, folder=version, layout="datasets cache", files=[*files, info])
 
 
-def open_csv(path: Path, *, images: Path | None = None, column: str = "", members: Members | None = None) -> Table:
+def open_csv(
+    path: Path, *, images: Path | None = None, column: str = "", archives: Sequence[Path] | None = None
+) -> Table:
     """Open a CSV of texts.
 
     Args:
         path: The CSV.
         images: The folder that names in its column of images are relative to.
         column: That column, with which a quote that is not closed is noticed.
-        members: The images, where they are in zip archives.
+        archives: Zip archives of the images, where they are in some.
     """
     import datasets
 
@@ -207,13 +209,12 @@ def open_csv(path: Path, *, images: Path | None = None, column: str = "", member
             _check_quotes(row, header.index(column), images, where=f"row {number} of {path}")
     text = datasets.Features({name: datasets.Value("string") for name in header})
     columns = dict(zip(header, map(list, zip(*rows, strict=True)) if rows else ([] for _ in header), strict=True))
-    archives = dict.fromkeys(archive for archive, _ in (members or {}).values())
     return Table(
         datasets.Dataset.from_dict(columns, features=text),
         folder=images or path.parent,
-        layout="csv+files" if members is None else "csv+zip",
-        files=(path, *archives),
-        members=members,
+        layout="csv+files" if archives is None else "csv+zip",
+        files=(path, *(archives or ())),
+        members=None if archives is None else _zip_members(archives),
         names=(path, 1),
     )
 
@@ -230,8 +231,8 @@ def _check_quotes(row: Sequence[str], place: int, images: Path, *, where: str) -
 
 def _find_csv(folder: Path, paths: Sequence[Path], columns: Sequence[str]) -> Table:
     """Open the only CSV that has these columns, with all zip archives below `folder`."""
-    members = _zip_members(files_below(folder, ".zip"))
-    tables = [open_csv(path, members=members) for path in paths]
+    archives = files_below(folder, ".zip")
+    tables = [open_csv(path, archives=archives) for path in paths]
     fitting = [table for table in tables if set(columns) <= set(table.columns)]
     if len(fitting) != 1:
         raise TaskError(

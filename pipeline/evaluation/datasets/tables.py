@@ -22,6 +22,8 @@ from pipeline.pictures.pixels import read_file
 
 Members = Mapping[str, tuple[Path, str]]
 """Archive and member of every image in zip archives, by its names."""
+_HELD = object()
+"""Instead of an image's name: its bytes are in the cell."""
 _COMPARED = 64
 """Rows of a copy, with their images, that are compared at a time."""
 
@@ -86,10 +88,11 @@ class Table:
         import pyarrow as pa
         import pyarrow.compute as pc
 
+        are_lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
         rows: list[Any] = []
         """A cell of each row, or a list of them."""
         for chunk in self._read(column, slice(None)).chunks:
-            if pa.types.is_list(chunk.type) or pa.types.is_large_list(chunk.type):
+            if any(test(chunk.type) for test in are_lists):
                 cells = iter(_contents(chunk.flatten()))
                 rows += [list(islice(cells, length or 0)) for length in pc.list_value_length(chunk).to_pylist()]
             else:
@@ -109,7 +112,7 @@ class Table:
         return pictures
 
     def _source(self, name: Any, row: int, column: str) -> Path | tuple[Path, str] | None:
-        if name is True:
+        if name is _HELD:
             return None
         if not isinstance(name, str) or not name.strip():
             raise TaskError(f"{self.row_name(row)} holds no image, and names none, in the column {column}.")
@@ -168,22 +171,23 @@ def _are_equal(first: Any, second: Any) -> bool:
 
 
 def _contents(cells: Any) -> list[Any]:
-    """What cells of images hold, as an arrow array: True for bytes, else the name of the image, or something else.
+    """What cells of images hold, as an arrow array: `_HELD` for bytes, else the name of the image, or something else.
 
     An image of `datasets` is a mapping of its bytes and its path, one of them null.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    stored, names = None, cells
+    stored = names = cells
     if pa.types.is_struct(cells.type):
         fields = {field.name: pc.struct_field(cells, field.name) for field in cells.type}
         stored, names = fields.get("bytes"), fields.get("path")
-    elif pa.types.is_binary(cells.type) or pa.types.is_large_binary(cells.type):
-        stored, names = cells, None
-    held = [False] * len(cells) if stored is None else pc.is_valid(stored).to_pylist()
-    texts = [None] * len(cells) if names is None else names.to_pylist()
-    return [is_held or text for is_held, text in zip(held, texts, strict=True)]
+    if stored is None or not (pa.types.is_binary(stored.type) or pa.types.is_large_binary(stored.type)):
+        held = [False] * len(cells)
+    else:
+        held = pc.is_valid(stored).to_pylist()
+    texts = [None] * len(cells) if names is None or (names is stored and any(held)) else names.to_pylist()
+    return [_HELD if is_held else text for is_held, text in zip(held, texts, strict=True)]
 
 
 class TableImages:

@@ -201,6 +201,7 @@ BREAKS: list[tuple[str, Callable[[Path], object], str]] = [
     (V2, lambda f: cut_file("test/1.tar", header_of(f / "test/1.tar", 4), f), "1.tar .*no end-of-archive mark"),
     (V2, partial(cut_file, "test/0.tar", 0), r"^The shard \S+/0\.tar is damaged or cut short"),
     (V2, lambda f: shutil.copy(f / "test/0.tar", f / "test/2.tar"), "nshards.txt says 2 shards"),
+    (V2, lambda f: (f / "test/2.tar").symlink_to("gone.tar"), "nshards.txt says 2 shards"),
     (V2, lambda f: (f / "test/1.tar").write_bytes(bytes(10_240)), "holds no samples at all"),
     (V2, copy_with_new_date, "it is a copy"),
     (V2, lambda f: (f / "test/1.tar").open("ab").write(bytes(1 << 20)), "was its download not finished"),

@@ -58,6 +58,15 @@ def test_unchanged_results_are_not_recomputed(model, suite, tmp_path):
     assert not other.reused
 
 
+def test_results_from_before_a_crash_are_kept(model, suite, tmp_path):
+    def crash(key: str, evaluations: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(model, suite=suite, output=tmp_path, config=QUICK, progress=crash)
+    assert len(scored(model, suite, tmp_path).reused) == 1
+
+
 def corrupt_one_image(folder: Path) -> None:
     """Overwrite the pixels of one image in the second shard."""
     path = folder / "test/1.tar"

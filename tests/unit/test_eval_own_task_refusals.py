@@ -8,6 +8,7 @@ from decimal import Decimal
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from pipeline.errors import UserError
@@ -180,6 +181,8 @@ def test_cells_that_are_no_text_are_not_scored_as_text(tmp_path):
         ({"label": [[0], [1]]}, r"row 0 of .* has the labels \[0\]"),
         ({"caption": ["a", "[" * 9_999]}, "row 1 of .* should be a list"),
         ({"label": [0.0, float("nan")]}, "row 1 of .* has no label"),
+        ({"label": [0, 1], "image": [True, False]}, "row 0 of .* holds no image, and names none"),
+        ({"label": [0, 1], "image": [{"bytes": "a"}, {"bytes": "b"}]}, "row 0 of .* holds no image, and names none"),
         ({"caption": [["a", None], ["b", "c"]]}, "row 0 of .* has an empty caption"),
         ({"caption": ["one", "two"], "Split": [b"test", b"train"]}, "is of the split b'train', and 'test' is scored"),
         ({"caption": ["one", "two"], "split": ["test", None]}, "row 1 of .* is of the split None, and 'test' is"),
@@ -193,7 +196,8 @@ def test_cells_that_are_no_text_are_not_scored_as_text(tmp_path):
 
 def test_bytes_and_decimals_are_read_as_text_and_numbers(tmp_path):
     columns = {"kind": [b"cat", b"dog"], "number": [Decimal("1.00"), Decimal("0.00")]}
-    write_parquet(tmp_path / "ds/test.parquet", caption=[b"one", b"two"], **columns)
+    image = pa.array([[body] for _, body in bodies(2)], pa.list_(pa.binary(), 1))
+    write_parquet(tmp_path / "ds/test.parquet", caption=[b"one", b"two"], image=image, **columns)
     assert opened(tmp_path, "mine: {dataset: ds, caption: caption}").captions == (("one",), ("two",))
     assert opened(tmp_path, "mine: {dataset: ds, label: kind}").classnames == ("cat", "dog")
     assert opened(tmp_path, "mine: {dataset: ds, label: number}").classnames == ("0", "1")

@@ -143,9 +143,10 @@ def _names(root: Path, patterns: Sequence[str], *, replace: bool) -> list[str]:
             "the old one cannot be resumed."
         )
     try:
-        names = [name for pattern in patterns for name in braceexpand(pattern, escape=False)] or list_shards(root)
+        names = [name for pattern in patterns for name in braceexpand(pattern, escape=False)]
     except ValueError as error:
         raise UserError(f"--shards: {error}. Braces must be balanced, as in {{00000..00099}}.") from error
+    names = names or list_shards(root)
     if not names:
         raise UserError(f"There is no .tar below {root}. Name shards in other places with --shards.")
     refuse_commands(names)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import shutil
 import tarfile
 import zipfile
@@ -232,6 +233,7 @@ BREAKS: list[tuple[str, Callable[[Path], object], str]] = [
     *((FMOW, partial(edit_groups, value=v), "must be whole and not negative") for v in (np.nan, -1)),
     (FLICKR, lambda f: (f / PARTS[1]).unlink(), "1 of 2 parts"),
     (FLICKR, lambda f: shutil.copy(f / PARTS[0], f / PARTS[1]), "would count twice"),
+    (FLICKR, lambda f: ((f / PARTS[1]).unlink(), os.mkfifo(f / PARTS[1])), "parquet is no file: reading a pipe"),
     (FLICKR, partial(cut_file, PARTS[1], 200), "not a complete parquet file"),
     (FLICKR, lambda f: renamed(f, "test-00001-of-00003.parquet"), "of different versions"),
     (FLICKR, lambda f: renamed(f, "0000.parquet", "0002.parquet"), r"1 of 3 parts .* are missing \(number 1\)"),

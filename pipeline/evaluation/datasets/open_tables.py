@@ -39,6 +39,10 @@ def find_table(folder: Path, *, split: str = "test", csv_columns: Sequence[str] 
         split: The split that is scored.
         csv_columns: What a CSV with a zip of images must have; without them there is no CSV.
     """
+    tables = (path for path in files_below(folder) if path.suffix in (".arrow", ".json", ".parquet", ".zip"))
+    strange = next((path for path in tables if path.exists() and not path.is_file()), None)
+    if strange is not None:
+        raise TaskError(f"{strange} is no file: reading a pipe or a device would not end.")
     if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
         return _open_saved(folder, split)
     if files_below(folder, ".arrow"):

@@ -40,7 +40,7 @@ def reading(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        where = error.filename or path
+        where = path if isinstance(error.filename, int) else error.filename or path
         raise TaskError(f"Cannot read {where}: {error.strerror}. The task's data is incomplete.") from error
 
 

@@ -96,8 +96,9 @@ def download(
                 f"This worker's part is done, but {left:,} of {plan.shards:,} shards are unfinished, those of the "
                 f"other {config.fetch.workers - 1}. The last worker to finish writes the manifest."
             )
-        manifest = expected_manifest(folder, plan)
-        manifest.save(folder.root)
+        with part_lock(folder, "manifest"):  # else that of a worker that read older records could be the last
+            manifest = expected_manifest(folder, plan)
+            manifest.save(folder.root)
         return manifest
 
 

@@ -75,8 +75,11 @@ MEANINGS = {
 }
 """What the report says about each reason."""
 
-# Added to messages about refused addresses.
-ALLOW_HINT = "loopback and private addresses are fetched only when guard.allow_addresses lists them"
+# Added to messages about downloads that give hardly any samples.
+HINTS = {
+    REFUSED_ADDRESS: "loopback and private addresses are fetched only when guard.allow_addresses lists them",
+    HASH_MISMATCH: "source.hash must name hashes of the files as served; null verifies none, in a new output folder",
+}
 
 # Failures that may be transient: a retry requests only these again.
 TRANSIENT = frozenset({TIMEOUT, DNS, CONNECTION, CUT_OFF, TOO_LITTLE_MEMORY, INTERNAL})

@@ -8,7 +8,7 @@ from typing import Any
 
 from data_prep.dataset.dataset_folder import Folder, ShardRecord, tar_name, total_failures
 from data_prep.dataset.shard_plan import Plan
-from data_prep.reasons import ALLOW_HINT, REFUSED_ADDRESS
+from data_prep.reasons import HINTS
 from data_prep.settings.download_config import DownloadConfig
 from pipeline.config import to_tree
 from pipeline.data.shards.manifest_format import Manifest, load_manifest, make_manifest
@@ -71,8 +71,8 @@ def expected_manifest(folder: Folder, plan: Plan) -> Manifest:
     rows = entries_of(records)
     if not rows:
         named = ", ".join(f"{reason}: {count:,}" for reason, count in failures.most_common())
-        hint = f" Note that {ALLOW_HINT}." if failures[REFUSED_ADDRESS] else ""
-        raise UserError(f"None of {plan.rows:,} URLs gave a sample ({named}): there is nothing to train on.{hint}")
+        hints = "".join(f" Note: {hint}." for reason, hint in HINTS.items() if failures[reason])
+        raise UserError(f"None of {plan.rows:,} URLs gave a sample ({named}): there is nothing to train on.{hints}")
     return make_manifest(rows, root=folder.root, failures=dict(failures), facts=_facts(plan, records))
 
 

@@ -85,7 +85,7 @@ def fetch(
         with _engine(config, folder, shards=sorted(monitor.waiting), mode=mode, log=log) as engine:
             for problem in _watch(engine, monitor, to_begin=to_begin):
                 on_progress(total, monitor.now)
-                if problem or window.has_collapsed(monitor.now):
+                if window.has_collapsed(monitor.now) or problem:
                     break
         monitor.end(had_records=is_retry)
         if window.collapse:
@@ -283,6 +283,6 @@ class SuccessWindow:
         self.collapse = (
             f"of the last {attempted:,} URLs only {samples / attempted:.1%} gave a sample "
             f"(monitor.min_success = {self._min_success:g}); reasons: {shares}"
-            + (f" ({reasons.ALLOW_HINT})" if shares.startswith(reasons.REFUSED_ADDRESS) else "")
+            + "".join(f" ({hint})" for reason, hint in reasons.HINTS.items() if shares.startswith(reason))
         )
         return True

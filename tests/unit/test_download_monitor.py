@@ -37,6 +37,8 @@ def test_collapse_is_detected_when_a_window_is_full(monkeypatch):
     for done in range(100, 2_000, 100):
         assert not low.has_collapsed(outcomes(done // 4, **{"http 404": done - done // 4}))
     assert not SuccessWindow(0).has_collapsed(outcomes(0, dns=1_000))
+    assert low.has_collapsed(outcomes(475, **{"http 404": 1_425, "hash mismatch": 100}))
+    assert "hash mismatch 100% (source.hash must name" in low.collapse
 
 
 @pytest.fixture

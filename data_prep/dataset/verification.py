@@ -194,8 +194,8 @@ def _check_shard(manifest: Manifest, shard: Shard, own: Folder | None, *, decode
         return
     size, digest = path.stat().st_size, sha256_of(path)
     if (size, digest) != (shard.bytes, shard.sha256):
-        detail = f"{size:,} bytes instead of {shard.bytes:,}, {digest[:16]}... instead of {shard.sha256[:16]}..."
-        yield Problem(shard.name, "sha256", detail)
+        sizes = "" if size == shard.bytes else f"{size:,} bytes instead of {shard.bytes:,}, "
+        yield Problem(shard.name, "sha256", f"{sizes}{digest[:16]}... instead of {shard.sha256[:16]}...")
         return
     rows = dict[str, dict[str, Any]]()
     if own and (number := own.number_of(shard.name)) is not None:

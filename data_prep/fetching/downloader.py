@@ -6,6 +6,7 @@ affect the program that supervises it. It exits, with all its workers, when that
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
 import os
@@ -154,7 +155,8 @@ def _join_cluster(fetch: FetchConfig) -> None:
         if not fetch.master:
             os.environ["SPARK_LOCAL_IP"] = _LOOPBACK
         master = fetch.master or f"local[{fetch.processes}]"
-        SparkSession.builder.master(master).appName("neuclip download").getOrCreate()
+        session = SparkSession.builder.master(master).appName("neuclip download").getOrCreate()
+        atexit.register(session.stop)  # else the cluster counts the application as lost
     elif fetch.distributor == "ray":
         import ray
 

@@ -26,11 +26,14 @@ import pytest
 from data_prep import ingest
 from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.ingest_report import write_report
+from data_prep.dataset.locks import part_lock
+from data_prep.dataset.manifest_writer import expected_manifest
 from data_prep.dataset.removal import remove
+from data_prep.dataset.shard_plan import Plan
 from data_prep.dataset.verification import delete_damaged, verify
 from data_prep.fetching import downloader, supervisor
 from data_prep.fetching.decoder import ImageConverter
-from pipeline.data.shards.manifest_format import load_manifest
+from pipeline.data.shards.manifest_format import Manifest, load_manifest
 from pipeline.errors import UserError
 from tests.downloads import command_of, download_config
 from tests.ingested import fetch_in_process, own_opener  # noqa: F401 (a fixture)
@@ -206,7 +209,13 @@ def test_a_command_killed_at_any_step_can_be_repeated(place, tmp_path, command):
         assert verify(place.root) == [], (action, step)
 
 
-def test_two_workers_on_one_folder_produce_the_same_dataset(place):
+def test_two_workers_on_one_folder_produce_the_same_dataset(place, monkeypatch):
+    def manifest_of(folder: Folder, plan: Plan) -> Manifest:
+        with pytest.raises(UserError, match="Another process"), part_lock(folder, "manifest", seconds=0):
+            pass  # else one that read older records could be written last
+        return expected_manifest(folder, plan)
+
+    monkeypatch.setattr(ingest, "expected_manifest", manifest_of)
     place.download()
     expected = (place.root / "manifest.json").read_bytes()
     shutil.rmtree(place.root)

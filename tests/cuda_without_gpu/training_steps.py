@@ -69,9 +69,8 @@ def take(file: str, arch: str, *, ranks: int, micro: int | None, record: Record)
     position = SimpleNamespace(epoch=0, batch=1)
     batch: Any = SimpleNamespace(image=image, text=text, sample_id=ids, position=position)
     trainer: Any = SimpleNamespace(
-        state=SimpleNamespace(step=0),
+        state=SimpleNamespace(step=0, normalized=lambda image: image),
         batches=SimpleNamespace(inputs=lambda _: inputs, fetch_ahead=lambda _: None),
-        normalized=lambda image: image,
         take_step=step,
         meter=Meter(LOCAL, phases),
         phases=phases,

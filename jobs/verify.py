@@ -60,8 +60,7 @@ def command(
         _duplicates(folder, check_writable(duplicates), allow_outside=allow_outside)
         return 0
     if overlap:
-        _overlap(folder, overlap[0], check_writable(overlap[1]), allow_outside=allow_outside)
-        return 0
+        return _overlap(folder, overlap[0], check_writable(overlap[1]), allow_outside=allow_outside)
     problems = verification.verify(folder, decode=decode, allow_outside=allow_outside)
     for problem in problems:
         click.echo(str(problem))
@@ -105,12 +104,12 @@ def _duplicates(folder: str, output: Path, *, allow_outside: bool) -> None:
     )
 
 
-def _overlap(folder: str, suite: str, output: Path, *, allow_outside: bool) -> None:
+def _overlap(folder: str, suite: str, output: Path, *, allow_outside: bool) -> int:
     from data_prep.dataset.duplicates import find_overlap
 
-    undecodable: list[str] = []
+    undecodable, unread = list[str](), list[str]()
     overlap = find_overlap(
-        folder, suite, allow_outside=allow_outside, on_undecodable=undecodable.append, on_unread=click.echo
+        folder, suite, allow_outside=allow_outside, on_undecodable=undecodable.append, on_unread=unread.append
     )
     output.write_text("".join(f"{key}\n" for key in overlap), encoding="utf-8")
     for name, count in Counter(overlap.values()).most_common():
@@ -119,6 +118,9 @@ def _overlap(folder: str, suite: str, output: Path, *, allow_outside: bool) -> N
     click.echo(
         f"{len(overlap):,} samples look like an evaluation image; their keys are in {output}: check, then --remove."
     )
+    for problem in unread:
+        click.echo(problem, err=True)
+    return EXIT_PROBLEMS if unread else 0
 
 
 def _report_undecodable(names: list[str]) -> None:

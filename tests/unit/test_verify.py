@@ -415,6 +415,7 @@ def test_overlap_is_found_in_every_layout_of_a_suite(copied, tmp_path):
         assert list(map(int, listed.read_text().split())) == keys, result.output
         assert f"{len(keys)} samples look like an evaluation image" in result.output
         assert "gone is not compared: " in result.output
+        assert result.return_value == 1, "not all sets were compared"
     with pytest.raises(UserError, match="There is no suite"):
         duplicates.find_overlap(copied, tmp_path / "none")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -161,8 +162,11 @@ def _check_records(folder: Folder, plan: Plan | None) -> Iterator[Problem]:
             if plan is not None and shard in others:
                 yield Problem(name, "contradicts", "it was made from another URL list, or with other settings")
             try:
-                read_meta(folder, shard, ["row"])
-            except UserError as error:
+                reasons = read_meta(folder, shard, ["reason"]).column("reason").to_pylist()
+                rows = record.rows if plan is None else plan.rows_of(shard)
+                if len(reasons) != rows or Counter(filter(None, reasons)) != Counter(record.failures):
+                    raise UserError("it does not agree with the shard's record")
+            except (UserError, UnicodeDecodeError, KeyError) as error:
                 yield Problem(f"meta/{folder.meta(shard).name}", "damaged", str(error))
 
 

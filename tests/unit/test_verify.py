@@ -115,6 +115,7 @@ DAMAGES: list[tuple[str, str, Callable[[Path], object], int]] = [
     (RECORD, RECORD, lambda path: sign(path, rules="0" * 16), SHARD),
     (RECORD, TAR, lambda path: sign(path, sha256="0" * 64), SHARD),
     (RECORD, META, lambda path: sign(path, meta_sha256="0" * 64), SHARD),
+    (RECORD, META, lambda path: sign(path, samples=SHARD - 1, failures={"timeout": 1}), SHARD),
     (RECORD, RECORD, lambda path: shutil.copy(path.with_name("00002.json"), path), SHARD),
     (META, META, lambda path: flip(path, 200), SHARD),
     (PLAN, PLAN, lambda path: path.write_text("[]"), 0),

@@ -36,7 +36,7 @@ from tests.downloads import download_config
         ({"fetch": {"proceses": 2}}, "nearest valid key is fetch.processes"),
         ({"source": {"name": ["cc3m"]}}, "source.name"),
         ({"guard": {"contact": "a)\r\nX: y"}}, "guard.contact"),
-        ({"image": {"encode_format": "ppm"}}, "'jpg', 'png' or 'webp'"),
+        ({"image": {"encode_format": "ppm"}}, "was removed. Images are stored encoded: jpg, png or webp"),
         ({"monitor": {"probe": 64}}, "(given 64) was removed. A column of other hashes"),
         (
             {"source": {"name": "datacomp-small", "table": "x"}, "image": {"skip_reencode": True}},

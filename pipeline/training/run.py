@@ -67,8 +67,10 @@ def train(
         Heartbeat(Path(run.output, STARTING), world=world, lost_after=lost_after, limit=limit) as heartbeat,
         signals,
     ):
-        with folder_of_a_start(run, heartbeat=heartbeat, resume=resume):
-            trainer = setup(run, world=world, resume=resume)
+        with ExitStack() as refused:  # closes the trainer if the folder cannot be written
+            with folder_of_a_start(run, heartbeat=heartbeat, resume=resume):
+                trainer = refused.enter_context(setup(run, world=world, resume=resume))
+            refused.pop_all()
         while True:
             with trainer:
                 trainer.signals = signals
@@ -122,9 +124,9 @@ def _end_recorded() -> Iterator[None]:
 def setup(run: RunConfig, *, world: World, resume: str | Checkpoint | None, first: bool = True) -> Trainer:
     """Build every part of a run and, if asked, restore a checkpoint. Cheap checks come first.
 
-    Nothing in the run's folder changes before every check has passed. `resume` is that of `train`, or the
-    checkpoint to which the run rolls back. `first`: this process has not trained the run
-    before; tests that were due at the checkpoint, but were prevented, are done, and the mirror is asked.
+    Nothing in the run's folder changes before every check has passed. `resume` is that of `train`, or the checkpoint to
+    which the run rolls back. `first`: this process has not trained the run before; tests that were due at the
+    checkpoint, but were prevented, are done, and the mirror is asked.
 
     Raises:
         UserError: Anything that keeps the run from starting.

@@ -24,8 +24,6 @@ from pipeline.run_files import METRICS_NAME, record_of
 
 LINE_SECONDS = 5.0
 """Between plain lines of training."""
-STRAGGLES = 1.2
-"""The progress line has the slowest rank when it takes more than this many times the median rank's time."""
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 """Of distributions, in metrics.jsonl."""
 STEPWISE = ("train", "evaluation", "validation", "distribution")
@@ -201,12 +199,7 @@ def headline(scalars: Mapping[str, float]) -> str:
         ("normalizer_gap", "normalizer gap {:.3f}"),
         ("data_wait", "data wait {:.0%}"),
     )
-    parts = [form.format(scalars[name]) for name, form in shown if name in scalars]
-    if (slowest := scalars.get("slowest_rank_ms", 0.0)) > STRAGGLES * scalars.get("median_rank_ms", slowest):
-        times = f"{slowest:,.0f} ms, median {scalars['median_rank_ms']:,.0f} ms"
-        wait = scalars["slowest_rank_data_wait"]
-        parts.append(f"slowest rank {scalars['slowest_rank']:.0f}: {times}, data wait {wait:.0%}")
-    return "  ".join(parts)
+    return "  ".join(form.format(scalars[name]) for name, form in shown if name in scalars)
 
 
 def score_line(kind: str, step: int, scores: Mapping[str, float]) -> str:

@@ -59,16 +59,6 @@ KNOWN: dict[str, Quantity] = {
     "samples_per_second": Quantity("Throughput, samples per second"),
     "cpu_ms": Quantity("CPU time of a step, ms", "All threads of rank 0, without its loading workers."),
     "data_wait": Quantity("Waiting for data, share of a step", "Near zero: loading is not the limit.", share=True),
-    "slowest_rank": Quantity(
-        "Slowest rank", "The others wait for it; far from random: look at its node.", smooth=False
-    ),
-    "slowest_rank_ms": Quantity(
-        "Step time of the slowest rank, ms", "Of its own: without waiting in the objective's collectives."
-    ),
-    "median_rank_ms": Quantity("Step time of the median rank, ms", "As for the slowest rank."),
-    "slowest_rank_data_wait": Quantity(
-        "The slowest rank's wait for data", "Share of a step. High: its loading is why it is slow.", share=True
-    ),
     "ratio_max": Quantity(
         "Largest ratio of normalizers", "Batch's normalizer over the predicted one, after the cap; near 1 is good."
     ),

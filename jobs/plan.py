@@ -14,11 +14,7 @@ if TYPE_CHECKING:
     from pipeline.training.recipe import RunConfig
 
 GIB = 2**30
-GPUS = {989.0: "H100 or H200", 312.0: "A100", 362.0: "L40S", 65.0: "T4 in fp16"}
-"""By their dense peaks in bf16."""
-PEAKS = ", ".join(f"{name} {peak:g}" for peak, name in GPUS.items())
-
-
+PEAKS = "H100 and H200 989, A100 312, L40S 362, T4 in fp16 65"
 ABOVE_0 = FiniteRange(min=0, min_open=True)
 
 
@@ -77,11 +73,12 @@ def command(
 
 def describe(plan: RunPlan, run: RunConfig, *, mfu: float, peak_tflops: float) -> list[tuple[str, str]]:
     """FLOPs, time, data and notes as lines of (label, text)."""
+    from pipeline.planning.run_costs import host_bytes
+
     towers, pairs = plan.towers, run.total_steps * run.batch_size
     hours = plan.gpu_hours(peak_tflops=peak_tflops, mfu=mfu)
-    gpu = f"{GPUS[peak_tflops]}, " if peak_tflops in GPUS else ""
     times = f"{pairs / plan.dataset_size:.2f} times the data"
-    at = f"{100 * mfu:.3g}% utilization (--mfu) of {peak_tflops:g} TFLOP/s ({gpu}--peak-tflops)"
+    at = f"{100 * mfu:.3g}% utilization (--mfu) of {peak_tflops:g} TFLOP/s (--peak-tflops)"
     took = f"{_hours(hours)} GPU hours, {_hours(hours / plan.gpus)} h on {_count(plan.gpus, 'GPU')}"
     size = f"{towers.parameters / 1e6:,.1f}M parameters"
     lines = [
@@ -98,7 +95,7 @@ def describe(plan: RunPlan, run: RunConfig, *, mfu: float, peak_tflops: float) -
         if layout.dropped:
             unused = f"{_count(layout.dropped, 'sample')} left over, which fill no batch"
         size = f"{_count(manifest.n, 'sample')} in {_count(len(manifest.shards), 'shard')}, {_size(manifest.bytes)}"
-        buffers, batches = map(_size, plan.host)
+        buffers, batches = map(_size, host_bytes(run.data, plan.data, ranks=plan.gpus, image_size=plan.image_size))
         memory = f"{buffers} of encoded samples (data.shuffle_buffer), {batches} of decoded batches per rank"
         lines += [("data", size), ("epoch", f"{_count(layout.steps, 'step')} of {layout.global_batch:,}; {unused}")]
         lines.append(("host memory", memory))
@@ -111,15 +108,13 @@ def _print_memory(plan: RunPlan, *, title: str, capacity: float) -> None:
     from rich.table import Table
 
     table = Table(title=title, caption=_memory_note(plan, capacity=capacity), caption_justify="left")
-    names = ("weights", "gradients", "masters", "moments", "buffers", "activations", "objective", "GiB", "fits")
     table.add_column("ZeRO")
-    for name in names:
+    for name in (*plan.memory[0], "GiB", "fits"):
         table.add_column(name, justify="right")
-    for stage, part in plan.engine.items():
+    for stage, parts in plan.memory.items():
         total = plan.gpu_bytes(stage) / GIB
-        columns = (part.weights, part.gradients, part.masters, part.moments, part.buffers, plan.activations[stage])
+        cells = [f"{value / GIB:.{2 + (name == 'objective')}f}" for name, value in parts.items()]
         name, fits = f"{stage} (recipe)" if stage == plan.stage else str(stage), total < 0.9 * capacity
-        cells = [*(f"{value / GIB:.2f}" for value in columns), f"{plan.objective.replicated / GIB:.3f}"]
         table.add_row(name, *cells, f"{total:.2f}", "yes" if fits else "no")
     Console(soft_wrap=False, width=None if Console().is_terminal else 110).print(table)
 

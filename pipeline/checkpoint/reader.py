@@ -14,20 +14,16 @@ from torch import Tensor
 
 from pipeline.checkpoint.layout import (
     ADAPTERS_NAME,
-    BEST_NAME,
-    LATEST_NAME,
     MOMENTS_NAME,
     OBJECTIVE_NAME,
-    best_checkpoint,
     id_in,
     is_foreign,
-    remove,
     run_id_of,
     wrong_meta,
 )
 from pipeline.distributed.world import World, lost_contact
 from pipeline.errors import UserError, in_a_line, is_out_of_memory, too_many_files
-from pipeline.files import flush, sha256_of, write_text
+from pipeline.files import sha256_of
 from pipeline.model.finetuning import read_adapters
 from pipeline.model.model_folder import LOGIT_KEYS, WEIGHTS_NAME, load_tensors
 from pipeline.run_files import (
@@ -133,29 +129,22 @@ def _weights_in(folder: Path) -> dict[str, Tensor]:
 
 
 def open_checkpoint(path: Path, *, world: World | None = None) -> Checkpoint:
-    """Open a checkpoint's folder, and compare the size and SHA-256 of every file with `checkpoint.json`; see `damage`.
+    """Open a checkpoint's folder, and compare every file with `checkpoint.json`. The ranks of `world`, by default this
+    process alone, share the files; all of them call this and get the same answer.
 
     Raises:
         UserError: It is not a checkpoint, or a file is damaged. The message is what `damage` returns.
     """
-    if problem := damage(path, world=world):
+    world = world or World()
+    problems = world.gather_objects(damage(path, rank=world.rank, ranks=world.size))
+    if problem := next(filter(None, problems), ""):
         raise UserError(problem)
     return Checkpoint(path, read_meta(path))
 
 
-def damage(path: Path, *, world: World | None = None) -> str | None:
-    """What is wrong with a checkpoint's folder, naming the file; None when every file is as it was written.
-
-    The ranks of `world` share the files: all of them call this and get the same answer. By default this process checks
-    them alone.
-    """
-    world = world or World()
-    problem = _damage_of_share(path, rank=world.rank, ranks=world.size)
-    return next(filter(None, world.gather_objects(problem)), None)
-
-
-def _damage_of_share(path: Path, *, rank: int, ranks: int) -> str | None:
-    """`damage` of this rank's share of the files."""
+def damage(path: Path, *, rank: int = 0, ranks: int = 1) -> str:
+    """What is wrong with a checkpoint's folder, naming the file; empty when every file of this rank's share has the
+    size and SHA-256 that `checkpoint.json` lists."""
     try:
         meta = read_meta(path)
     except (OSError, ValueError) as error:
@@ -171,7 +160,7 @@ def _damage_of_share(path: Path, *, rank: int, ranks: int) -> str | None:
             return f"{name} has {file.stat().st_size} bytes instead of {entry['bytes']}."
         if sha256_of(file) != entry["sha256"]:
             return f"the contents of {name} do not match their SHA-256."
-    return None
+    return ""
 
 
 def agreed_checkpoint(
@@ -249,18 +238,3 @@ def taken_by(place: str, later: list[str], resume: str | None) -> str:
         f"{place} has later checkpoints than {resume} ({', '.join(later)}), which --resume latest would prefer to "
         f"those of this run: choose another output, with --resume {resume}, or remove them."
     )
-
-
-def abandon_after(run: Path, step: int) -> None:
-    """Remove the checkpoints of later steps than `step`, to which the run has rolled back. Call it on one rank.
-
-    Otherwise `--resume latest` would continue from them.
-    """
-    folder, run_id = run / FOLDER_NAME, run_id_of(run)
-    write_text(folder / LATEST_NAME, name_of(step) + "\n", durable=True)
-    for path in checkpoint_folders(run):
-        if step_of(path) > step and not is_foreign(id_in(path), run_id):
-            remove(path)
-    if best_checkpoint(run) is None:
-        (folder / BEST_NAME).unlink(missing_ok=True)
-    flush(folder)

@@ -29,6 +29,7 @@ from pipeline.checkpoint.layout import (
     OBJECTIVE_NAME,
     best_checkpoint,
     id_in,
+    is_foreign,
     outdated,
     publish,
     remove,
@@ -37,14 +38,23 @@ from pipeline.checkpoint.layout import (
     write_meta,
 )
 from pipeline.checkpoint.mirror import Mirror
-from pipeline.checkpoint.reader import abandon_after, damage
+from pipeline.checkpoint.reader import damage
 from pipeline.config import section
 from pipeline.distributed.world import WRITER, World
 from pipeline.files import flush, sha256_of, write_json, write_text
 from pipeline.model.architectures import Architecture
 from pipeline.model.finetuning import Adapters
 from pipeline.model.model_folder import save_open_clip, save_tensors
-from pipeline.run_files import EMA_NAME, FOLDER_NAME, finished_checkpoints, name_of, new_run_id, step_of, write_run_id
+from pipeline.run_files import (
+    EMA_NAME,
+    FOLDER_NAME,
+    checkpoint_folders,
+    finished_checkpoints,
+    name_of,
+    new_run_id,
+    step_of,
+    write_run_id,
+)
 
 
 @section
@@ -196,7 +206,13 @@ class CheckpointWriter:
     def abandon_after(self, step: int) -> None:
         """Remove the checkpoints of later steps, to which the run has rolled back. Call it on rank 0."""
         self.begin()
-        abandon_after(self.run, step)
+        write_text(self.folder / LATEST_NAME, name_of(step) + "\n", durable=True)
+        for path in checkpoint_folders(self.run):  # otherwise `--resume latest` would continue from them
+            if step_of(path) > step and not is_foreign(id_in(path), self.run_id):
+                remove(path)
+        if best_checkpoint(self.run) is None:
+            (self.folder / BEST_NAME).unlink(missing_ok=True)
+        flush(self.folder)
         if self._mirror is not None:
             self._newest = self.folder / name_of(step)
             self._start(self._upload, self._newest)  # which removes later ones from the mirror

@@ -70,12 +70,10 @@ class Evidence:
     beats: Sequence[Beat]
     """Heartbeats that are still there: a rank that reaches the end removes its own."""
     exits: Sequence[ExitRecord]
-    checkpoints: Mapping[Path, str]
-    """What is wrong with each checkpoint, oldest first; empty if it is intact."""
-
-    @property
-    def intact(self) -> list[Path]:
-        return [path for path, problem in self.checkpoints.items() if not problem]
+    damaged: Mapping[Path, str]
+    """Checkpoints, and what is wrong with each."""
+    intact: Sequence[Path]
+    """Checkpoints, oldest first."""
 
     @property
     def saved(self) -> int:
@@ -108,26 +106,34 @@ class Evidence:
         return early or (f"{self.total_steps:,} steps" if 0 < self.total_steps <= self.saved else "")
 
 
-def diagnose(run: Path) -> list[DoctorFinding]:
-    """All findings: the outcome first, the command to continue last.
+def diagnose(run: Path) -> Iterator[DoctorFinding]:
+    """All findings: the outcome first, the command to continue last. Checkpoints of a run in progress are left alone.
 
     Raises:
         UserError: It is not the folder of a run.
     """
     evidence = read_evidence(run)
+    yield _outcome(evidence)
     codes = {record.rank: f"exit code {record.code}" for record in evidence.exits}
+    for beat in evidence.beats:
+        end = codes.get(beat.rank, "no record of its end")
+        yield DoctorFinding(f"rank {beat.rank}", "note", f"last heartbeat: {beat}; {end}")
     total = f" of {evidence.total_steps:,}" if evidence.total_steps else ""
     last = f"; last message: {evidence.events[-1]}" if evidence.events else ""
-    return [
-        _outcome(evidence),
-        *(
-            DoctorFinding(f"rank {b.rank}", "note", f"last heartbeat: {b}; {codes.get(b.rank, 'no record of its end')}")
-            for b in evidence.beats
-        ),
-        DoctorFinding("steps", "good" if evidence.steps else "note", f"{evidence.steps:,}{total} logged{last}"),
-        *_checkpoints(evidence),
-        _command(evidence),
-    ]
+    yield DoctorFinding("steps", "good" if evidence.steps else "note", f"{evidence.steps:,}{total} logged{last}")
+    if evidence.holder:
+        yield DoctorFinding("next", "good", "wait for it")
+        return
+    for path, problem in evidence.damaged.items():
+        yield DoctorFinding(path.name, "broken", problem, "it is skipped by --resume latest; delete it")
+    lost = evidence.steps - evidence.saved
+    loss = f"; {lost:,} logged steps after the newest are trained again" if lost > 0 else ""
+    if evidence.intact:
+        names = ", ".join(path.name for path in evidence.intact)
+        yield DoctorFinding("checkpoints", "good", f"intact: {names}{loss}")
+    else:
+        yield DoctorFinding("checkpoints", "note", "none is intact" if evidence.damaged else "none was finished")
+    yield _command(evidence)
 
 
 def read_evidence(run: Path) -> Evidence:
@@ -142,21 +148,18 @@ def read_evidence(run: Path) -> Evidence:
     steps = [record.get("step") for record in records if record.get("kind") == "train"]
     messages = [str(record["message"]) for record in records if record.get("kind") == "event" and "message" in record]
     starts = [number for number, message in enumerate(messages) if message.startswith("Resumed from")]
-    checkpoints: dict[Path, str] = {}
-    for path in checkpoint_folders(run):
-        with suppress(FileNotFoundError):
-            problem = damage(path) or ""
-            if path.is_dir():  # else a run that goes on has removed it since
-                checkpoints[path] = problem
+    holder = lock_holder(run / LOCK_NAME)
+    problems = {path: damage(path) for path in ([] if holder else checkpoint_folders(run))}
     return Evidence(
         run=run,
         config=config,
-        holder=lock_holder(run / LOCK_NAME),
+        holder=holder,
         steps=max((step for step in steps if isinstance(step, int)), default=0),
         events=messages[starts[-1] :] if starts else messages,
         beats=[beat for path in sorted((run / HEARTBEATS).glob("rank-*.json")) if (beat := read_as(Beat, path))],
         exits=read_ends(run / HEARTBEATS),
-        checkpoints=checkpoints,
+        damaged={path: problem for path, problem in problems.items() if problem},
+        intact=[path for path, problem in problems.items() if not problem],
     )
 
 
@@ -183,22 +186,8 @@ def _outcome(evidence: Evidence) -> DoctorFinding:
     return DoctorFinding("run", "note" if cause.code in HARMLESS else "broken", text)
 
 
-def _checkpoints(evidence: Evidence) -> Iterator[DoctorFinding]:
-    for path, problem in evidence.checkpoints.items():
-        if problem:
-            yield DoctorFinding(path.name, "broken", problem, "it is skipped by --resume latest; delete it")
-    if not evidence.intact:
-        yield DoctorFinding("checkpoints", "note", "none is intact" if evidence.checkpoints else "none was finished")
-        return
-    names, lost = ", ".join(path.name for path in evidence.intact), evidence.steps - evidence.saved
-    loss = f"; {lost:,} logged steps after the newest are trained again" if lost > 0 and not evidence.holder else ""
-    yield DoctorFinding("checkpoints", "good", f"intact: {names}{loss}")
-
-
 def _command(evidence: Evidence) -> DoctorFinding:
     run, intact = shlex.quote(str(evidence.run)), evidence.intact
-    if evidence.holder:
-        return DoctorFinding("next", "good", "wait for it")
     if evidence.end:
         return DoctorFinding("next", "good", f"neuclip report {run}")
     crashed = evidence.cause is not None and evidence.cause.code in CRASHES
@@ -218,7 +207,7 @@ def _command(evidence: Evidence) -> DoctorFinding:
     start = f"neuclip train --recipe {shlex.quote(str(evidence.run / RUN_CONFIG_NAME))}{ranks}"
     begun = read_origin(evidence.run)
     origin = f" --resume {shlex.quote(begun.checkpoint)}" if begun is not None else ""
-    if evidence.checkpoints and not intact:
+    if evidence.damaged and not intact:
         again = shlex.quote(f"{evidence.run}-again")
         return DoctorFinding("next", "broken", f"no checkpoint is intact: {start}{origin} output={again}")
     command = f"{start}{origin if origin and not intact else ' --resume latest'} output={run}"

@@ -93,8 +93,7 @@ def _measure(trainer: Trainer, run: RunConfig, *, ranks: int, seconds: float) ->
     written = time.perf_counter() - start
     memory = f"host {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB without its workers"
     if world.device.type == "cuda":  # a reading is the peak since the one before
-        peaks = phases.get("memory_gib", 0.0), together.get("memory_gib", 0.0)
-        memory = f"GPU {max(*peaks, torch.cuda.max_memory_allocated() / 2**30):.2f} GiB, {memory}"
+        memory = f"GPU {max(phases['memory_gib'], together['memory_gib']):.2f} GiB, {memory}"
     step, training, waited = local / alone, together["samples_per_second"], together["data_wait"]
     parts = {name: part for name in PHASES if (part := phases.get(f"time_{name}")) is not None}
     shares = ", ".join(f"{name} {part / sum(parts.values()):.0%}" for name, part in parts.items())

@@ -24,21 +24,6 @@ from pipeline.objectives.facts import ObjectiveConfig
 META = torch.device("meta")
 
 
-@dataclass(frozen=True)
-class EngineMemory:
-    """Bytes on one GPU that do not depend on the batch; `buffers` are those of the engine's communication."""
-
-    weights: int
-    gradients: int
-    masters: int
-    moments: int
-    buffers: int
-
-    @property
-    def total(self) -> int:
-        return sum(vars(self).values())
-
-
 def engine_memory(
     parameters: int,
     *,
@@ -48,8 +33,8 @@ def engine_memory(
     bucket: int = BUCKET,
     average: bool = False,
     trained: int | None = None,
-) -> EngineMemory:
-    """Bytes per GPU of DeepSpeed's ZeRO stages with AdamW, configured as in `ds_configs/`.
+) -> dict[str, int]:
+    """Bytes on one GPU, whatever the batch, of DeepSpeed's ZeRO stages with AdamW, configured as in `ds_configs/`.
 
     Stage 0 keeps fp32 weights (bf16 by autocast). Stages 1 to 3 hold weights in bf16 (or fp32) and partition fp32
     masters and moments among the ranks. They accumulate gradients in fp32: whole at stage 1, partitioned at 2 and 3.
@@ -63,12 +48,13 @@ def engine_memory(
     trained = parameters if trained is None else trained
     share, bucket = -(-trained // ranks), min(bucket, trained)
     if stage == 0:
-        kept = 4 * trained if average else 0
-        return EngineMemory(compute * parameters, 4 * trained, kept, 8 * trained, 4 * bucket)
-    weights = compute * (-(-parameters // ranks) if stage == 3 else parameters)
-    gradients = 4 * (trained if stage == 1 else share)
-    reduced = 4 if stage == 1 else compute  # stage 1 reduces the fp32 accumulators
-    return EngineMemory(weights, gradients, (8 if average else 4) * share, 8 * share, reduced * bucket)
+        values = compute * parameters, 4 * trained, 4 * trained if average else 0, 8 * trained, 4 * bucket
+    else:
+        weights = compute * (-(-parameters // ranks) if stage == 3 else parameters)
+        gradients = 4 * (trained if stage == 1 else share)
+        reduced = 4 if stage == 1 else compute  # stage 1 reduces the fp32 accumulators
+        values = weights, gradients, (8 if average else 4) * share, 8 * share, reduced * bucket
+    return dict(zip(("weights", "gradients", "masters", "moments", "buffers"), values, strict=True))
 
 
 @dataclass(frozen=True)

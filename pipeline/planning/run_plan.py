@@ -21,7 +21,7 @@ from pipeline.metrics.mfu import TowerCosts, activation_bytes, measure_towers
 from pipeline.model.architectures import Architecture
 from pipeline.model.towers import ModelConfig, build_towers, check_start, text_batching, without_weights
 from pipeline.objectives import ObjectiveMemory
-from pipeline.planning.run_costs import EngineMemory, engine_memory, host_bytes, simulate_objective
+from pipeline.planning.run_costs import engine_memory, simulate_objective
 from pipeline.training.recipe import RunConfig, check_captions_of, check_run
 from pipeline.training.stages import check_stages, stages_of
 
@@ -42,20 +42,15 @@ class RunPlan:
     stage: int
     """ZeRO stage of the recipe."""
     towers: TowerCosts
-    engine: dict[int, EngineMemory]
-    """Memory by ZeRO stage."""
-    activations: dict[int, int]
-    """Bytes of activations of one micro-batch by ZeRO stage: at 0, bf16 is autocast."""
+    memory: dict[int, dict[str, int]]
+    """Bytes on one GPU by ZeRO stage: `engine_memory`, activations of one micro-batch, the objective's state."""
     objective: ObjectiveMemory
-    traffic: dict[str, int]
-    """Calls and bytes of each collective of the objective in a step, as a rank contributes them."""
     stages: list[tuple[str, float]]
     """Description and FLOPs, as executed, of each stage; one without `schedule.stages`."""
     dataset_size: int
+    image_size: int
     data: Order | None
     """None if there is no manifest yet."""
-    host: tuple[int, int]
-    """Bytes of a rank's shuffle buffers and decoded batches, see `host_bytes`; with data."""
     data_missing: str
     """Why `data` is None."""
     notes: tuple[str, ...]
@@ -72,7 +67,7 @@ class RunPlan:
 
     def gpu_bytes(self, stage: int) -> int:
         """Estimated bytes on one GPU at a ZeRO stage."""
-        return self.engine[stage].total + self.activations[stage] + self.objective.replicated
+        return sum(self.memory[stage].values())
 
 
 def plan_run(run: RunConfig, *, gpus: int, dataset_size: int | None = None) -> RunPlan:
@@ -101,7 +96,7 @@ def plan_run(run: RunConfig, *, gpus: int, dataset_size: int | None = None) -> R
     )
     local = run.batch_size // gpus
     micro = run.engine.rows(local)
-    objective, traffic = simulate_objective(
+    objective, _ = simulate_objective(
         run.objective,
         dim=architecture.dim,
         batch_size=run.batch_size,
@@ -121,28 +116,27 @@ def plan_run(run: RunConfig, *, gpus: int, dataset_size: int | None = None) -> R
         micro_batch=micro,
         stage=engine.stage,
         towers=towers,
-        engine={
-            stage: engine_memory(
-                towers.parameters,
-                stage=stage,
-                bf16=engine.bf16,
-                ranks=gpus,
-                bucket=engine.bucket,
-                average=run.ema.decay is not None,
-                trained=towers.trained_parameters,
-            )
-            for stage in range(4)
-        },
-        activations={
-            stage: activation_bytes(largest, micro_batch=micro, bf16=engine.bf16, autocast=stage == 0)
+        memory={
+            stage: {
+                **engine_memory(
+                    towers.parameters,
+                    stage=stage,
+                    bf16=engine.bf16,
+                    ranks=gpus,
+                    bucket=engine.bucket,
+                    average=run.ema.decay is not None,
+                    trained=towers.trained_parameters,
+                ),
+                "activations": activation_bytes(largest, micro_batch=micro, bf16=engine.bf16, autocast=stage == 0),
+                "objective": objective.replicated,
+            }
             for stage in range(4)
         },
         objective=objective,
-        traffic=traffic,
         stages=stage_flops(run, accumulation=micro < local),
         dataset_size=dataset_size,
+        image_size=architecture.image_size,
         data=data,
-        host=host_bytes(run.data, data, ranks=gpus, image_size=architecture.image_size) if data else (0, 0),
         data_missing=missing,
         notes=tuple(dict.fromkeys(notes)),
     )

@@ -168,8 +168,7 @@ def test_the_plan_counts_no_pass_of_the_tower(base):
     assert found[0].flops == pytest.approx(samples * (towers.image_flops + 3 * towers.text_flops))
     assert found[1].flops == pytest.approx(samples * 3 * towers.text_flops)
     assert any("y is not there yet: `neuclip features MODEL --images-only --data DATA" in n for n in found[1].notes)
-    engine = found[0].engine[1]
-    assert engine.moments == 8 * towers.trained_parameters < 8 * towers.parameters
+    assert found[0].memory[1]["moments"] == 8 * towers.trained_parameters < 8 * towers.parameters
 
 
 def test_the_fixed_crop_is_the_central_square():

@@ -20,12 +20,7 @@ from safetensors.torch import save_file
 from pipeline.checkpoint import reader
 from pipeline.checkpoint import writer as writer_module
 from pipeline.checkpoint.layout import restore_replaced
-from pipeline.checkpoint.reader import (
-    Checkpoint,
-    abandon_after,
-    agreed_checkpoint,
-    damage,
-)
+from pipeline.checkpoint.reader import Checkpoint, agreed_checkpoint, damage
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.evaluation.ledger import forget_after
@@ -100,7 +95,7 @@ def test_evaluation_state_of_abandoned_steps_is_deleted(tmp_path, towers):
     for name in folders[1:]:
         for step in (1, 2, 3):
             (tmp_path / name / name_of(step)).mkdir(parents=True)
-    abandon_after(tmp_path, 2)
+    writer_of(tmp_path, towers).abandon_after(2)
     forget_after(tmp_path, 2)
     left = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.glob("**/step-0000000[123]"))
     assert left == sorted(f"{name}/{name_of(step)}" for name in folders for step in (1, 2))
@@ -118,7 +113,7 @@ def test_damaged_checkpoint_is_reported_and_skipped(tmp_path, towers, how):
         victim.unlink()
     else:
         victim.write_bytes(changed[how])
-    assert victim.name in (damage(newest) or "")
+    assert victim.name in damage(newest)
     events: list[str] = []
     found = latest(tmp_path, on_event=events.append)
     assert found.step == 1
@@ -270,7 +265,7 @@ def test_copies_beside_checkpoints_are_left_alone(tmp_path, towers):
     assert latest(tmp_path).step == 2
     events = write(tmp_path, towers, [3], keep_last=1)
     assert [event for event in events if "could NOT" in event] == []
-    abandon_after(tmp_path, 3)
+    writer_of(tmp_path, towers).abandon_after(3)
     assert sorted(path.name for path in folder.glob("step-*")) == ["step-00000001.bak", name_of(3)]
 
 

@@ -171,5 +171,5 @@ def test_all_ranks_end_when_one_is_lost(place, ranks, how, victim, tmp_path):
         stacks = (tmp_path / "heartbeats" / f"stacks-{rank:05d}.txt").read_text()
         assert "lost_rank.py" in stacks, "where the training thread waited"
     (tmp_path / "config.yaml").write_text("{}")
-    outcome = diagnose(tmp_path)[0]
+    outcome = next(diagnose(tmp_path))
     assert SAID.get(how, SAID["killed"]).format(victim) in outcome.found

@@ -106,7 +106,7 @@ def test_a_plan_sums_over_its_stages():
     assert staged.flops == first + second
     assert second == pytest.approx(0.6 * whole.flops)
     assert first < 0.5 * 0.4 * whole.flops
-    assert staged.activations == whole.activations
+    assert staged.memory == whole.memory
 
 
 @pytest.mark.parametrize("name", ["cc12m", "dfn192m", "dfn1b"])

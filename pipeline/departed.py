@@ -116,7 +116,7 @@ DEFAULTS: dict[str, Any] = {
 VALUES: dict[tuple[str, Any], str] = {
     ("data.decoding", "scaled"): "`fast` decodes all; images stored at about 256 px gain nothing from less.",
     ("image.encode_format", "ppm"): "Images are stored encoded: jpg, png or webp.",
-    ("telemetry.progress", "brief"): "`auto` prints what any run prints.",
+    **dict.fromkeys((("telemetry.progress", v) for v in ("bar", "brief", "lines")), "`auto` prints plain lines."),
 }
 """Key and value -> the same; a stored configuration that has it gets the default."""
 

@@ -6,16 +6,15 @@ python -m pipeline.distributed.collective_check cpu 2
 
 from __future__ import annotations
 
-import os
 import socket
 import sys
 import time
 
 import torch
-from torch.multiprocessing.spawn import start_processes
 
+from pipeline.distributed.launch import launch
 from pipeline.distributed.start import start_world
-from pipeline.distributed.world import free_port, leave
+from pipeline.distributed.world import leave
 
 SIZES = {"cpu": 2**22, "cuda": 2**27}
 """Numbers in the all-reduce that is timed: on GPUs, more than latency would hide."""
@@ -43,25 +42,9 @@ def main(device: str) -> None:
             )
 
 
-def run_ranks(device: str, ranks: int) -> None:
-    """Run the test on this machine; the ranks are forks of this process, so that torch is imported only once.
-
-    Raises:
-        ProcessException: A rank has failed; the others are ended then.
-    """
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    start_processes(_run_rank, args=(device,), nprocs=ranks, start_method="fork")
-
-
-def _run_rank(rank: int, device: str) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    main(device)
-
-
 if __name__ == "__main__":
-    if len(sys.argv) > 2:
-        run_ranks(sys.argv[1], int(sys.argv[2]))
-    else:
-        main(sys.argv[1])
+    device, *ranks = sys.argv[1:]
+    if ranks:
+        sys.exit(launch("pipeline.distributed.collective_check", [device], ranks=int(ranks[0])))
+    main(device)
     leave(0)

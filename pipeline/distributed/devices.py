@@ -133,7 +133,10 @@ def exchange_devices(store: dist.Store, own: RankDevice, *, ranks: int, limit: t
                 break
             if until < limit:
                 print(f"Waiting for the other ranks. {missing}", file=sys.stderr, flush=True)
-        cores = [_share_of_cores(rank, present) for rank in present]
+        cores = []
+        for rank in present:
+            others = [other.cores for other in present if other.host == rank.host and other is not rank]
+            cores.append(cores_of_rank(rank.cores, others=others, quota=cpu_quota()))
         store.set("neuclip/verdict", json.dumps({"problem": problem, "cores": cores}))
     store.wait(["neuclip/verdict"], limit + timedelta(seconds=30))
     verdict = json.loads(store.get("neuclip/verdict"))
@@ -184,11 +187,6 @@ def contradiction(found: Sequence[RankDevice]) -> str:
                 "start at most one process per GPU, or give each task its own (srun --gpus-per-task=1)."
             )
     return ""
-
-
-def _share_of_cores(own: RankDevice, found: Sequence[RankDevice]) -> int:
-    others = [rank.cores for rank in found if rank.host == own.host and rank.rank != own.rank]
-    return cores_of_rank(own.cores, others=others, quota=cpu_quota())
 
 
 def _shortened(names: Sequence[str]) -> str:

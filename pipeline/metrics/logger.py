@@ -37,8 +37,8 @@ class TelemetryConfig:
     The scores of `evaluation.suite` and the validation loss are included."""
     project: str = "neuclip"
     """The project in trackers; a run has the name of its folder there."""
-    progress: Literal["auto", "bar", "lines", "quiet"] = "auto"
-    """`auto`: a bar on a terminal, plain lines elsewhere."""
+    progress: Literal["auto", "quiet"] = "auto"
+    """`auto` prints a line every few seconds."""
     profile: tuple[int, int] | None = None
     """Run torch's profiler from the first to the last of these steps (counted from 0), on rank 0: RUN/profile/."""
     peak_tflops: float | None = Field(default=None, gt=0)
@@ -136,17 +136,9 @@ class Telemetry:
                         why = error if isinstance(error, OSError) else repr(error)
                         print(f"{name} cannot be written ({why}): {lost}.", file=sys.stderr, flush=True)
 
-    def train(self, *, step: int, scalars: Mapping[str, float]) -> None:
-        """Log training metrics after `step` steps."""
-        self._each(lambda sink: sink.scalars("train", step=step, values=scalars))
-
-    def evaluation(self, *, step: int, scores: Mapping[str, float]) -> None:
-        """Log evaluation scores of the weights after `step` steps."""
-        self._each(lambda sink: sink.scalars("evaluation", step=step, values=scores))
-
-    def validation(self, *, step: int, scores: Mapping[str, float]) -> None:
-        """Log the loss on held-out pairs of the weights after `step` steps."""
-        self._each(lambda sink: sink.scalars("validation", step=step, values=scores))
+    def scalars(self, kind: str, *, step: int, values: Mapping[str, float]) -> None:
+        """Log metrics of kind "train", or scores of kind "evaluation" or "validation", of the weights after a step."""
+        self._each(lambda sink: sink.scalars(kind, step=step, values=values))
 
     def distributions(self, *, step: int, values: Mapping[str, Tensor]) -> None:
         """Log the distributions of the finite values of CPU tensors; tensors without finite values are skipped."""

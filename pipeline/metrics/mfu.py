@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.hooks import RemovableHandle
 
 from pipeline.model.towers import ModelConfig, build_towers, without_weights
 from pipeline.model.trimming import why_not_trimmed
@@ -23,26 +24,22 @@ from pipeline.model.trimming import why_not_trimmed
 
 @dataclass(frozen=True)
 class TowerCosts:
-    """What both towers cost per image-text pair."""
+    """What both towers cost per image-text pair. FLOPs are of the forward pass; a multiply-add counts as 2."""
 
     parameters: int
-    """Of both towers."""
     trained_parameters: int
     """Those that are not locked."""
     image_flops: float
-    """Forward, of one image; a multiply-add counts as 2."""
     text_flops: float
-    """Forward, of one text."""
     saved_bytes: float
     """What autograd saves for the backward pass of one pair, in fp32."""
+    autocast_bytes: float
+    """The same under autocast to bf16."""
     trained: tuple[bool, bool]
     """Whether any part of the image tower, and of the text tower, is trained."""
-    autocast_bytes: float = 0.0
-    """What autograd saves under autocast to bf16."""
 
     @property
     def forward_flops(self) -> float:
-        """Of one pair."""
         return self.image_flops + self.text_flops
 
 
@@ -50,15 +47,15 @@ def measure_towers(towers: nn.Module, *, image_size: int, context_length: int) -
     """Count parameters, FLOPs and saved tensors of towers that were built on the meta device."""
     towers.train()
     saved, autocast = _saved_bytes(towers, image_size=image_size, context_length=context_length)
-    image, text = _inputs(2, image_size, context_length)
+    image = measure_flops(towers, image_size=image_size, context_length=None)
     return TowerCosts(
         parameters=sum(p.numel() for p in towers.parameters()),
         trained_parameters=sum(p.numel() for p in towers.parameters() if p.requires_grad),
-        image_flops=_flops(lambda: towers(image, None)) / 2,
-        text_flops=_flops(lambda: towers.encode_text(text)) / 2,  # type: ignore[operator]
+        image_flops=image,
+        text_flops=measure_flops(towers, image_size=image_size, context_length=context_length) - image,
         saved_bytes=saved,
-        trained=trained_towers(towers),
         autocast_bytes=autocast,
+        trained=trained_towers(towers),
     )
 
 
@@ -73,14 +70,10 @@ def measure_flops(towers: nn.Module, *, image_size: int, context_length: int | N
     """Forward FLOPs of one pair, or without a context length of one image, in training, on the meta device."""
     towers.train()
     image, text = _inputs(2, image_size, context_length or 1)
-    return _flops(lambda: towers(image, text if context_length else None)) / 2
-
-
-def _flops(forward: Callable[[], Any]) -> int:
     # With gradients: without them, a parameter that is expanded (timm's pooling by attention) fails in the counter.
     with FlopCounterMode(display=False) as counter:
-        forward()
-    return counter.get_total_flops()
+        towers(image, text if context_length else None)
+    return counter.get_total_flops() / 2
 
 
 def _inputs(rows: int, image_size: int, context_length: int) -> tuple[Tensor, Tensor]:
@@ -176,10 +169,12 @@ def _saved_by(
             if block in of_texts:  # whose embeddings are in fp32, and all that is added to them
                 wide.add(_storage(given[0]))
 
-    stacks = {name: m for name, m in towers.named_modules() if name.endswith("resblocks")}
-    blocks = [block for name, m in stacks.items() if _checkpointed(towers, name) for block in m.children()]
-    of_texts = {block for name, m in stacks.items() if ".visual." not in name for block in m.children()}
-    handles = [block.register_forward_pre_hook(enter) for block in blocks]
+    handles, of_texts = list[RemovableHandle](), set[nn.Module]()
+    for name, stack in towers.named_modules():
+        if name.endswith("resblocks"):
+            of_texts.update(stack.children() if ".visual." not in name else ())
+            if getattr(towers.get_submodule(name.rpartition(".")[0]), "grad_checkpointing", False):
+                handles += [block.register_forward_pre_hook(enter) for block in stack.children()]
     if norms_in_fp32:
         functional.layer_norm = normalized
     try:
@@ -192,11 +187,6 @@ def _saved_by(
     del output
     in_fp32 = sum(_bytes(tensor) for tensor in plain.values())
     return in_fp32, sum(_bytes(tensor) * (1.0 if key in wide else 0.5) for key, tensor in autocast.items())
-
-
-def _checkpointed(towers: nn.Module, name: str) -> bool:
-    """Whether the blocks of the stack `name` are activation-checkpointed."""
-    return bool(getattr(towers.get_submodule(name.rpartition(".")[0]), "grad_checkpointing", False))
 
 
 def _bytes(tensor: Tensor) -> int:

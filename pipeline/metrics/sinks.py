@@ -39,7 +39,7 @@ class SinkContext:
     total_steps: int
     first_step: int
     """The step at which this process continues; records of later steps are outdated."""
-    progress: Literal["auto", "bar", "lines", "quiet"] = "auto"
+    progress: Literal["auto", "quiet"] = "auto"
     """The setting `telemetry.progress`."""
     project: str = "neuclip"
     """The setting `telemetry.project`."""
@@ -130,63 +130,28 @@ def _remains(line: str, first_step: int) -> bool:
 
 
 @register_sink("progress")
-def progress(context: SinkContext) -> Sink:
-    """The terminal: a progress bar on a terminal, else plain lines, as set by `telemetry.progress`."""
-    if context.progress == "quiet":
-        return Sink()
-    bar = context.progress == "bar" or (context.progress == "auto" and sys.stdout.isatty())
-    return ProgressBarSink(context) if bar else ProgressLines(context)
-
-
 class ProgressLines(Sink):
-    """One plain line per record, at most one of training every few seconds: for log files."""
+    """One plain line per record, at most one of training every few seconds; with `telemetry.progress=quiet` none."""
 
     def __init__(self, context: SinkContext) -> None:
-        self._total, self._last = context.total_steps, 0.0
+        self._is_quiet, self._total, self._last = context.progress == "quiet", context.total_steps, 0.0
         self._first, self._start = context.first_step, time.monotonic()
 
     def scalars(self, kind: str, *, step: int, values: Mapping[str, float]) -> None:
-        if kind == "train":
-            self._train(step, values)
-        else:
+        now = time.monotonic()
+        if kind != "train":
             self._print(score_line(kind, step, values))
+        elif now - self._last >= LINE_SECONDS or step >= self._total:
+            self._last = now
+            left = (now - self._start) / max(1, step - self._first) * (self._total - step)
+            self._print(f"step {step}/{self._total}  {headline(values)}  ETA {clock(left)}")
 
     def event(self, message: str, *, facts: Mapping[str, Any]) -> None:
         self._print(message)
 
-    def _train(self, step: int, values: Mapping[str, float]) -> None:
-        now = time.monotonic()
-        if now - self._last < LINE_SECONDS and step < self._total:
-            return
-        self._last = now
-        left = (now - self._start) / max(1, step - self._first) * (self._total - step)
-        self._print(f"step {step}/{self._total}  {headline(values)}  ETA {clock(left)}")
-
     def _print(self, message: str) -> None:
-        print(message, flush=True)
-
-
-class ProgressBarSink(ProgressLines):
-    """A progress bar with the most important metrics."""
-
-    def __init__(self, context: SinkContext) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        super().__init__(context)
-        metrics, ends = TextColumn("{task.fields[metrics]}"), (TextColumn("ETA"), TimeRemainingColumn())
-        columns = (TextColumn("train"), BarColumn(bar_width=24), MofNCompleteColumn(), metrics, *ends)
-        self._bar = Progress(*columns, refresh_per_second=4)
-        self._task = self._bar.add_task("train", total=context.total_steps, completed=context.first_step, metrics="")
-        self._bar.start()
-
-    def close(self) -> None:
-        self._bar.stop()
-
-    def _train(self, step: int, values: Mapping[str, float]) -> None:
-        self._bar.update(self._task, completed=step, metrics=headline(values))
-
-    def _print(self, message: str) -> None:
-        self._bar.console.print(message, highlight=False)
+        if not self._is_quiet:
+            print(message, flush=True)
 
 
 def headline(scalars: Mapping[str, float]) -> str:

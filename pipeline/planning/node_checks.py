@@ -113,8 +113,8 @@ def check_collectives() -> DoctorFinding:
         return DoctorFinding(backend, "broken", late, hint)
     reported = re.search(r"round trip: (.*)", done.stdout)
     if done.returncode or reported is None:
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        return DoctorFinding(backend, "broken", f"{ranks} processes failed: {last[:200]}", hint)
+        lines = [line for line in done.stderr.splitlines() if not re.match(r"[EIW]\d{4} ", line)]  # the launcher's
+        return DoctorFinding(backend, "broken", f"{ranks} processes failed: {(lines or ['no output'])[-1][:200]}", hint)
     return DoctorFinding(backend, "good", reported[1])
 
 

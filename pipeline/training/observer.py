@@ -50,7 +50,7 @@ class Observer:
             self._warn_of_captions(batch)
         try:
             if result.stop or step == self.end or step % every == 0:
-                self.telemetry.train(step=step, scalars=self._scalars(batch, result))
+                self.telemetry.scalars("train", step=step, values=self._scalars(batch, result))
                 collect_garbage()
             if batch.position.batch == self.state.loader.steps_per_epoch:
                 self._report_epoch(batch)

@@ -116,7 +116,7 @@ class PeriodicTests:
         if self._pairs is not None and validation_is_due(self.state.run, step=step) and not self._stopped(result):
             scores = self._pairs.scores(self._copy("validation"), tau=self._tau)
             self.state.validation.add(scores["loss"], step=step)
-            self.telemetry.validation(step=step, scores=scores)
+            self.telemetry.scalars("validation", step=step, values=scores)
 
     def evaluate(self, batch: Batch | None = None, result: StepResult | None = None) -> None:
         """Evaluate the suite if that is due. Collective; call it after `validate`, which it ends."""
@@ -124,7 +124,7 @@ class PeriodicTests:
         due = evaluation_is_due(self.state.run, step=step, ended=self.state.ended_early) and not self._stopped(result)
         if self._evaluation is not None and due:
             scores, failures = self._evaluation(self._copy("evaluation"), step=step)
-            self.telemetry.evaluation(step=step, scores=scores)
+            self.telemetry.scalars("evaluation", step=step, values=scores)
             if failures:
                 self.telemetry.warning(
                     f"Evaluation at step {step}: {len(failures)} tasks failed. {brief(failures)}",

@@ -112,7 +112,7 @@ def test_two_nodes_with_deepspeed(base, tmp_path):
 def test_slurm_requeues_after_a_signal_and_a_checkpoint(base, slurm, tmp_path):
     run = tmp_path / "run"
     long = f"samples={4000 * BATCH}"
-    job = ["bash", str(SBATCH), str(base / "recipe.yaml"), f"output={run}", "telemetry.progress=lines"]
+    job = ["bash", str(SBATCH), str(base / "recipe.yaml"), f"output={run}", "telemetry.progress=auto"]
     first = subprocess.Popen([*job, long], cwd=ROOT, env=slurm, stdout=subprocess.PIPE, text=True)
     metrics = run / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and '"step": 2,' in metrics.read_text(), "2 steps", process=first, seconds=200)

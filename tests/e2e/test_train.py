@@ -168,7 +168,7 @@ def test_evaluation_during_training_gives_the_scores_of_the_checkpoint(base):
     damaged.mkdir(parents=True)
     (damaged / "nshards.txt").write_text("3\n")
     arguments = settings(base, "watched", f"evaluation.suite={base / 'suite'}", "evaluation.every=6")
-    printed = run("jobs.train", *arguments, "telemetry.progress=lines", ranks=2).stdout
+    printed = run("jobs.train", *arguments, "telemetry.progress=auto", ranks=2).stdout
     failed = [line for line in metrics(base / "watched", "event") if "failures" in line]
     assert [(line["step"], list(line["failures"]), line["level"]) for line in failed] == [
         (6, ["damaged"], "warning"),

@@ -66,9 +66,9 @@ def test_a_tracker(tmp_path, capsys):
     config = TelemetryConfig(trackers=("toy",), tensorboard=False, progress="quiet")
     telemetry = Telemetry(tmp_path / "run", config=config, total_steps=2, first_step=0, is_main=True)
     telemetry.begin()
-    telemetry.train(step=1, scalars={"loss": 0.5})
+    telemetry.scalars("train", step=1, values={"loss": 0.5})
     for step in (1, 2):
-        telemetry.evaluation(step=step, scores={"acc1": 0.5})  # which it does not expect
+        telemetry.scalars("evaluation", step=step, values={"acc1": 0.5})  # which it does not expect
     assert capsys.readouterr().err == "Toy cannot be written (KeyError('loss')): metrics are missing there.\n"
     telemetry.close()
     assert (tmp_path / "run/toy.txt").read_text() == "train 1 0.5"

@@ -55,8 +55,8 @@ def test_a_user_defined_tracker_on_rank_0_receives_the_same_records(tmp_path, mo
     for is_main in (False, True):
         assert not list(tmp_path.iterdir())
         telemetry = opened(tmp_path, first_step=3, trackers=("diary",), is_main=is_main)
-        telemetry.train(step=4, scalars={"loss": 1 / 3})
-        telemetry.evaluation(step=4, scores={"a": 0.5})
+        telemetry.scalars("train", step=4, values={"loss": 1 / 3})
+        telemetry.scalars("evaluation", step=4, values={"a": 0.5})
         telemetry.distributions(step=4, values={"x": torch.ones(3)})
         telemetry.event("Something.", facts_of=1)
         telemetry.close()
@@ -111,7 +111,7 @@ def test_a_resumed_run_replaces_the_records_of_later_steps_and_loses_no_earlier_
             opened(tmp_path, first_step=1)
     assert path.read_text() == before
     telemetry = opened(tmp_path, first_step=1)
-    telemetry.train(step=2, scalars={"loss": 20.0})
+    telemetry.scalars("train", step=2, values={"loss": 20.0})
     telemetry.close()
     written = path.read_text().splitlines()
     assert written[:-1] == kept
@@ -130,11 +130,11 @@ def test_distributions_contain_only_finite_values(tmp_path):
 
 
 def test_progress_lines_show_the_most_important_metrics(tmp_path, capsys):
-    config = TelemetryConfig(progress="lines", tensorboard=False)
+    config = TelemetryConfig(tensorboard=False)
     telemetry = Telemetry(tmp_path, config=config, total_steps=9, first_step=0, is_main=True)
     telemetry.begin()
-    telemetry.train(step=9, scalars={"loss": 0.5, "samples_per_second": 1234.0, "lr": 1.0})
-    telemetry.evaluation(step=9, scores={"a": 0.25})
+    telemetry.scalars("train", step=9, values={"loss": 0.5, "samples_per_second": 1234.0, "lr": 1.0})
+    telemetry.scalars("evaluation", step=9, values={"a": 0.25})
     telemetry.event("Something.")
     first, second, third = capsys.readouterr().out.splitlines()
     assert first.startswith("step 9/9  1,234 samples/s  loss 0.5000  ETA ")
@@ -149,11 +149,11 @@ def test_lines_that_a_full_disk_refuses_are_written_when_it_has_room(tmp_path, c
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))  # takes a part of a line, as a full disk does
         for step in (1, 2, 3):
-            telemetry.train(step=step, scalars={"loss": 0.5})
+            telemetry.scalars("train", step=step, values={"loss": 0.5})
         assert (tmp_path / "metrics.jsonl").stat().st_size == 100
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    telemetry.train(step=4, scalars={"loss": 0.5})
+    telemetry.scalars("train", step=4, values={"loss": 0.5})
     telemetry.close()
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4]
     assert capsys.readouterr().err == (

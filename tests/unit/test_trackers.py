@@ -35,14 +35,14 @@ def report(run: Path, name: str) -> None:
     """Report steps 1 and 2, and after a resume steps 2 and 3 with scores."""
     run.mkdir()
     telemetry = opened(run, name)
-    telemetry.train(step=1, scalars={"loss": 3.0})
-    telemetry.train(step=2, scalars={"loss": 2.0})
+    telemetry.scalars("train", step=1, values={"loss": 3.0})
+    telemetry.scalars("train", step=2, values={"loss": 2.0})
     telemetry.distributions(step=2, values={"gap": torch.arange(10.0)})
     telemetry.close()
     telemetry = opened(run, name, first_step=1)
-    telemetry.train(step=2, scalars={"loss": 2.4375})
-    telemetry.validation(step=3, scores={"loss": 1.5})
-    telemetry.evaluation(step=3, scores={"imagenet": 0.3125})
+    telemetry.scalars("train", step=2, values={"loss": 2.4375})
+    telemetry.scalars("validation", step=3, values={"loss": 1.5})
+    telemetry.scalars("evaluation", step=3, values={"imagenet": 0.3125})
     telemetry.close()
 
 
@@ -147,7 +147,7 @@ def test_a_tracker_that_is_missing_or_fails_is_reported(tmp_path, monkeypatch, c
         opened(tmp_path, "tensorboard")
     client.init = lambda **_: SimpleNamespace(log=fail)
     telemetry = opened(tmp_path, "trackio")
-    telemetry.train(step=1, scalars={"loss": 1.0})
-    telemetry.train(step=2, scalars={"loss": 1.0})
+    telemetry.scalars("train", step=1, values={"loss": 1.0})
+    telemetry.scalars("train", step=2, values={"loss": 1.0})
     assert capsys.readouterr().err.count("trackio cannot be written (RuntimeError('no network'))") == 1
     assert (tmp_path / "metrics.jsonl").read_text().count("loss") == 2

@@ -53,19 +53,20 @@ class TrackerSink(Sink):
     advice = "Log in with its own command, or train without it: telemetry.trackers=[]."
     """What to do when the tracker cannot be opened."""
 
-    def __init__(self, name: str, context: SinkContext) -> None:
+    name: str
+
+    def __init__(self, context: SinkContext) -> None:
         from accelerate import PartialState
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-        self.name = name
         try:
             PartialState()  # accelerate's trackers need it
-            self._tracker: Any = LOGGER_TYPE_TO_CLASS[name](**self._options(context))
+            self._tracker: Any = LOGGER_TYPE_TO_CLASS[self.name](**self._options(context))
             self._tracker.start()
             self._opened(context)
         except Exception as error:  # a failed login, no network, ...
             raise UserError(
-                f"The tracker {name} cannot be opened ({type(error).__name__}: {error}). {self.advice}"
+                f"The tracker {self.name} cannot be opened ({type(error).__name__}: {error}). {self.advice}"
             ) from error
 
     def _options(self, context: SinkContext) -> dict[str, Any]:
@@ -165,11 +166,5 @@ class Trackio(TrackerSink):
 KINDS = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "mlflow": MLflow, "trackio": Trackio}
 
 
-def _register(name: str) -> None:
-    @register_sink(name)
-    def open_tracker(context: SinkContext) -> TrackerSink:
-        return KINDS.get(name, TrackerSink)(name, context)
-
-
 for _name in ("tensorboard", *PACKAGES):
-    _register(_name)
+    register_sink(_name)(type(_name, (KINDS.get(_name, TrackerSink),), {"name": _name}))

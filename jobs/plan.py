@@ -73,31 +73,31 @@ def command(
 
 def describe(plan: RunPlan, run: RunConfig, *, mfu: float, peak_tflops: float) -> list[tuple[str, str]]:
     """FLOPs, time, data and notes as lines of (label, text)."""
-    from pipeline.planning.run_costs import host_bytes
+    from pipeline.planning.run_plan import host_bytes
 
     towers, pairs = plan.towers, run.total_steps * run.batch_size
     hours = plan.gpu_hours(peak_tflops=peak_tflops, mfu=mfu)
     times = f"{pairs / plan.dataset_size:.2f} times the data"
     at = f"{100 * mfu:.3g}% utilization (--mfu) of {peak_tflops:g} TFLOP/s (--peak-tflops)"
-    took = f"{_hours(hours)} GPU hours, {_hours(hours / plan.gpus)} h on {_count(plan.gpus, 'GPU')}"
+    took = f"{_hours(hours)} GPU hours, {_hours(hours / plan.gpus)} h on {counted(plan.gpus, 'GPU')}"
     size = f"{towers.parameters / 1e6:,.1f}M parameters"
     lines = [
         ("model", f"{size}, {towers.forward_flops / 1e9:,.2f} GFLOP forward a pair"),
-        ("budget", f"{_count(run.total_steps, 'step')}, {pairs:,} pairs ({times})"),
+        ("budget", f"{counted(run.total_steps, 'step')}, {pairs:,} pairs ({times})"),
         ("time", f"{_size(plan.flops, 'FLOP')}; at {at} {took}"),
     ]
     if len(plan.stages) > 1:
         lines += [("stage", f"{what} {flops / plan.flops:.0%} of the arithmetic") for what, flops in plan.stages]
     if plan.data is None:
-        lines.append(("data", f"{_count(plan.dataset_size, 'sample')}, assumed"))
+        lines.append(("data", f"{counted(plan.dataset_size, 'sample')}, assumed"))
     else:
         layout, manifest, unused = plan.data.layout, plan.data.mixture.manifest, "every sample is in a batch"
         if layout.dropped:
-            unused = f"{_count(layout.dropped, 'sample')} left over, which fill no batch"
-        size = f"{_count(manifest.n, 'sample')} in {_count(len(manifest.shards), 'shard')}, {_size(manifest.bytes)}"
+            unused = f"{counted(layout.dropped, 'sample')} left over, which fill no batch"
+        size = f"{counted(manifest.n, 'sample')} in {counted(len(manifest.shards), 'shard')}, {_size(manifest.bytes)}"
         buffers, batches = map(_size, host_bytes(run.data, plan.data, ranks=plan.gpus, image_size=plan.image_size))
         memory = f"{buffers} of encoded samples (data.shuffle_buffer), {batches} of decoded batches per rank"
-        lines += [("data", size), ("epoch", f"{_count(layout.steps, 'step')} of {layout.global_batch:,}; {unused}")]
+        lines += [("data", size), ("epoch", f"{counted(layout.steps, 'step')} of {layout.global_batch:,}; {unused}")]
         lines.append(("host memory", memory))
     return [*lines, *(("note", note) for note in plan.notes)]
 
@@ -145,7 +145,8 @@ def _size(count: float, unit: str = "B") -> str:
     return f"{count:.3g} E{unit}"
 
 
-def _count(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
+    """A number with its noun, such as `1 step`."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 

@@ -9,15 +9,26 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from jobs.known_settings import TRAINING, RecipePath, load_run
+from jobs.plan import counted
+from pipeline.cores import usable_cores
 from pipeline.distributed.signals import exit_on_stop_signals
 from pipeline.errors import UserError
 
+if TYPE_CHECKING:
+    from pipeline.training.recipe import RunConfig
+
+CORE_GFLOPS = 50.0
+"""What a CPU core reaches in fp32, roughly."""
+LONG_STEP = 60.0
+"""Seconds of a step from which on a CPU is hardly what was meant."""
 EXIT_CODES = (
     "Exit codes: 0 done, 2 invalid input, 74 the last checkpoint could not be written, 75 stopped by a signal (while "
     "training: after a checkpoint), 76 another rank or a loading worker hangs or has died (printed: which one, where)."
@@ -57,7 +68,6 @@ def command(
     run = load_run(recipe, overrides, scaled=scaled)
     from pipeline.config import dump
     from pipeline.data.order.mixture import load_mixture
-    from pipeline.planning.run_plan import start_lines
     from pipeline.training.recipe import check_captions_of, check_run
 
     if ranks is not None:
@@ -94,6 +104,66 @@ def command(
     if code == 0 and is_main and run.telemetry.progress != "quiet":
         click.echo(after_training(Path(run.output)))
     return code
+
+
+def start_lines(run: RunConfig, *, pairs: int | None, ranks: int, scaled: Mapping[str, str]) -> list[str]:
+    """What a run says before its first step, and a warning where the device cannot be meant.
+
+    `pairs` are those in the data (None: it is not there yet), and `scaled` the rates that `reference_batch` has
+    changed, as `scale_rates` gives them.
+
+    Raises:
+        UserError: There is no such architecture.
+    """
+    import torch
+
+    from pipeline.engine.engine_protocol import ENGINES
+    from pipeline.planning.run_plan import measured_towers, stage_flops
+
+    towers, architecture, _ = measured_towers(run.model)
+    facts = ENGINES[run.engine.name].facts(
+        run.engine, optimizer=run.optimizer, global_batch=run.batch_size, world_size=ranks
+    )
+    on_cpu = run.engine.device == "cpu" or not torch.cuda.is_available()
+    device = "CPU" if on_cpu else torch.cuda.get_device_name()
+    trained = towers.trained_parameters
+    some = f", {trained / 1e6:,.1f}M of them trained" if trained < towers.parameters else ""
+    was = f" = {scaled['optimizer.lr']}" if "optimizer.lr" in scaled else ""
+    steps, output = run.total_steps, shlex.quote(run.output)
+    board = f", or tensorboard --logdir {output}" if run.telemetry.tensorboard else ""
+    lines = {
+        "model": f"{architecture.name}, {towers.parameters / 1e6:,.1f}M parameters{some}; method {run.objective.name}",
+        "data": f"{pairs:,} pairs" if pairs else "not there yet",
+        "budget": (
+            f"{counted(steps, 'step')} of batch_size={run.batch_size}"
+            + (f" ({steps * run.batch_size / pairs:,.2f} times the data)" if pairs else "")
+        ),
+        "device": f"{device}, {counted(ranks, 'rank')}, {'bf16' if facts.bf16 else 'fp32'}",
+        "learning rate": f"{run.optimizer.lr:g}{was}",
+        "output": f"{run.output}; to look at it: neuclip report {output}{board}",
+    }
+    rows = [f"{label:<14} {text}" for label, text in lines.items()]
+    if on_cpu:
+        step = sum(flops for _, flops in stage_flops(run, accumulation=False)) / steps
+        rows += _unlikely(step=step, ranks=ranks)
+    return rows
+
+
+def _unlikely(*, step: float, ranks: int) -> list[str]:
+    """Warnings about a run on a CPU; `step` in FLOP."""
+    cores, here = usable_cores(), int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    warnings = []
+    if (seconds := step * here / ranks / (1e9 * CORE_GFLOPS * cores)) > LONG_STEP:
+        warnings.append(
+            f"WARNING: torch uses no GPU here: a step is {step / 1e12:,.1f} TFLOP, which takes "
+            f"{counted(cores, 'core')} about {seconds / 60:,.0f} min. `neuclip doctor` says why a GPU is not seen."
+        )
+    if here > cores:
+        warnings.append(
+            f"WARNING: {here} ranks share {counted(cores, 'core')}, without a GPU: they only wait for each other. "
+            f"Use --ranks {cores} at most."
+        )
+    return warnings
 
 
 def after_training(run: Path) -> str:

@@ -23,15 +23,11 @@ def usable_cores() -> int:
 
 
 def cores_of_rank(own: Sequence[int], *, others: Sequence[Sequence[int]], quota: int | None = None) -> int:
-    """The whole cores of one rank, where several ranks run on a node.
+    """The whole cores of a rank with these cores in its affinity, beside `others` on its node.
 
     A core that is in the affinity of several ranks is divided among them: `torchrun` gives every rank all cores of the
-    node, while `srun` with `--cpus-per-task` gives each its own.
-
-    Args:
-        own: Core numbers in this rank's affinity.
-        others: Those of every other rank on the node.
-        quota: Cores that the node's container grants to all ranks together; None: no limit.
+    node, while `srun` with `--cpus-per-task` gives each its own. The node's container may grant all of them together
+    only `quota` cores.
     """
     seen = [set(cores) for cores in others]
     share = sum(1 / (1 + sum(core in cores for cores in seen)) for core in own)

@@ -194,16 +194,10 @@ def outdated(
     keep_every: int | None,
     held: set[str],
 ) -> list[str]:
-    """The checkpoints to remove after one was written.
+    """Which of the run's finished checkpoints, `names`, to remove after `written` was written: all up to it except the
+    newest `keep_last` ones that are intact, multiples of `keep_every`, and those that are `held`.
 
-    Args:
-        names: All finished checkpoints of the run.
-        written: The one that was written. Later ones, which a run leaves behind when it goes on from an older one, are
-            left alone.
-        is_good: Whether a checkpoint is intact. Only the newest ones are asked.
-        keep_last: How many of the newest intact ones stay.
-        keep_every: Those whose step is a multiple of this stay, too.
-        held: These stay in any case.
+    Later ones, which a run leaves behind when it goes on from an older one, are left alone.
     """
     steps = {name: step_of(Path(name)) for name in names}
     past = sorted((name for name, step in steps.items() if step <= step_of(Path(written))), key=steps.__getitem__)

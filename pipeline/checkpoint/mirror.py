@@ -163,16 +163,10 @@ class Mirror:
             self._files.pipe_file(BEST_NAME, f"{path.name}\n".encode())
 
     def update(self, path: Path, *, run_id: str, resumed_from: str, outdated: Callable[..., list[str]]) -> str:
-        """Upload a checkpoint, and remove outdated ones, and later ones before which the run has rolled back.
+        """Upload a checkpoint of the run `run_id`, and remove outdated ones, but neither the best one nor that from
+        which the run was resumed, and later ones before which it has rolled back.
 
-        Args:
-            path: A finished checkpoint of the run `run_id`.
-            run_id: Another run's mirror is left alone.
-            resumed_from: The checkpoint that the run continues; it and the best one are never removed.
-            outdated: `layout.outdated` with the run's settings.
-
-        Returns:
-            What to report. An error of the client library, which has tried again, must not end the training.
+        Returns what to report: an error of the client library, which has tried again, must not end the training.
         """
         try:
             metas = self.checkpoints(run_id)

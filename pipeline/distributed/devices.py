@@ -1,8 +1,7 @@
 """Which device a rank computes on, and whether the devices of all ranks fit together.
 
-Before the ranks join a process group, each publishes its host, backend, GPU and cores in the group's store and reads
-those of all others. A node that would compute on its CPU while the others wait for it in NCCL, or two ranks on one GPU,
-are found here, and the message names them.
+Before the ranks join a process group, rank 0 compares their hosts, backends and GPUs, so that a message names a node
+that would compute on its CPU while the others wait for it in NCCL, or two ranks on one GPU.
 """
 
 from __future__ import annotations
@@ -56,7 +55,6 @@ def choose_device(name: str, *, local_rank: int) -> torch.device:
     """This rank's device by its `name`, "auto", "cpu" or "cuda"; it becomes torch's current one.
 
     Where torch sees a single GPU, every rank takes it: `srun --gpus-per-task=1` shows each rank its own.
-    `exchange_devices` finds ranks that share one.
 
     Raises:
         UserError: There is no such device, or it cannot be used.
@@ -94,7 +92,7 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
 
 
 def describe_rank(rank: int, device: torch.device, *, problem: str = "") -> RankDevice:
-    """What this process tells the others; with a problem, it has no device, and comes to say so."""
+    """What this process tells the others."""
     name, gpu = "CPU", ""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

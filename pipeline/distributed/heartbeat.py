@@ -38,7 +38,6 @@ from pipeline.run_files import read_as
 
 HARMLESS = (0, 74, EXIT_PREEMPTED)
 """Exit codes at whose sight others go on: all ranks reach the same end by themselves."""
-HOW_TO_GO_ON = f"Exit code {EXIT_STALLED}; start again with --resume latest (checkpoints that were written are intact)."
 
 
 @dataclass(frozen=True)
@@ -173,7 +172,9 @@ class Heartbeat:
     def _leave(self, text: str) -> NoReturn:
         """End this process, whose training thread may wait forever."""
         with suppress(OSError, ValueError):
-            print(f"Rank {self.world.rank} on {self._host}: {text}\n{HOW_TO_GO_ON}", file=sys.stderr, flush=True)
+            advice = "start again with --resume latest (checkpoints that were written are intact)."
+            end = f"Exit code {EXIT_STALLED}; {advice}"
+            print(f"Rank {self.world.rank} on {self._host}: {text}\n{end}", file=sys.stderr, flush=True)
         record_exit(EXIT_STALLED, text)
         path = self.folder / f"stacks-{self.world.rank:05d}.txt"
         with suppress(OSError), path.open("w", encoding="utf-8") as file:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -40,7 +40,9 @@ def start_world(*, timeout_minutes: float = 30.0, device: str = "auto") -> Itera
         device: "auto" (CUDA if there is a GPU), "cpu" or "cuda".
 
     Raises:
-        UserError: The launcher's environment is incomplete, or there is no such device.
+        UserError: The launcher's environment is incomplete, the meeting point is taken or cannot be reached, or the
+            ranks' devices do not fit together.
+        LostRank: The process group cannot be made.
     """
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     present = [name for name in names if name in os.environ]
@@ -83,30 +85,20 @@ def start_world(*, timeout_minutes: float = 30.0, device: str = "auto") -> Itera
 @contextmanager
 def environment(**values: str | None) -> Iterator[None]:
     """Inside, these variables have these values, or are not set where that is None."""
-    before = {name: os.environ.get(name) for name in values}
-    _set_variables(values)
+    before = dict(os.environ)
+    for name in values:
+        os.environ.pop(name, None)
+    os.environ.update({name: value for name, value in values.items() if value is not None})
     try:
         yield
     finally:
-        _set_variables(before)
-
-
-def _set_variables(values: Mapping[str, str | None]) -> None:
-    for name, value in values.items():
-        if value is None:
+        for name in values:
             os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+        os.environ.update({name: before[name] for name in values if name in before})
 
 
 def _join(rank: int, size: int, device: torch.device, timeout: timedelta, *, problem: str = "") -> int:
-    """Create the process group. Returns this rank's number of cores.
-
-    Raises:
-        UserError: The meeting point is taken or cannot be reached, a rank has a problem, or the ranks' devices do not
-            fit together.
-        LostRank: The group cannot be made.
-    """
+    """Create the process group. Returns this rank's number of cores. Errors as for `start_world`."""
     limit = min(timeout, START_LIMIT)
     try:
         store = _store(rank, size, limit)

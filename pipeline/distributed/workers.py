@@ -46,11 +46,8 @@ def start_forkserver() -> Any:
 
 
 def start_workers(loader: DataLoader[T]) -> Iterator[T]:
-    """The loader's iterator, with its workers started. They do not import the program's main module.
-
-    A script without `if __name__ == "__main__"` would otherwise run again in each of them. Only a loader with an object
-    that is defined in the main module needs that module.
-    """
+    """The loader's iterator, with its workers started. They import the program's main module, in which a script without
+    `if __name__ == "__main__"` would run again, only if the loader has an object that is defined there."""
     if not loader.num_workers:
         return iter(loader)
     with signals_blocked():  # torch may start helper processes here
@@ -63,10 +60,8 @@ def start_workers(loader: DataLoader[T]) -> Iterator[T]:
 
 
 def means_worker_died(error: Exception) -> bool:
-    """Whether torch noticed that a worker ended, or a tensor that a worker sent can no longer be fetched from it.
-
-    Errors that a worker itself raised arrive as "Caught ... in DataLoader worker process ...".
-    """
+    """Whether torch noticed that a worker ended, or a tensor that it sent can no longer be fetched from it. Errors that
+    a worker itself raised arrive as "Caught ... in DataLoader worker process ..."."""
     message = str(error)
     return "DataLoader worker (pid" in message or (isinstance(error, (OSError, EOFError)) and "Caught" not in message)
 

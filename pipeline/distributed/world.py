@@ -89,11 +89,8 @@ class World:
         return values
 
     def wait_for_all(self) -> None:
-        """Wait until all ranks are here, however long their work takes. Collective.
-
-        A collective has a time limit, which is too short for work that one rank does while the others wait, such as
-        scoring a task. This has none: the heartbeats show which ranks work, and end the run when none does.
-        """
+        """Wait until all ranks are here. Unlike a collective, this has no time limit, for work that one rank does while
+        the others wait, such as scoring a task: the heartbeats end the run when no rank works. Collective."""
         if self.size == 1:
             return
         self.traffic["wait_for_all.calls"] += 1
@@ -104,8 +101,7 @@ class World:
             arrived, pause = self.count(key), min(2 * pause, 0.25)
 
     def count(self, name: str, amount: int = 0) -> int:
-        """Add to a number that the ranks share, and return it. Not collective, and callable in any thread; of several
-        ranks only."""
+        """Add to a number that several ranks share, and return it. Not collective, and callable in any thread."""
         return int(distributed_c10d._get_default_store().add(name, amount)) if self.size > 1 else 0
 
     def work_on_main(self, work: Callable[[], T]) -> T | None:
@@ -140,7 +136,7 @@ class World:
         return result
 
     def progress(self) -> None:
-        """Note that the work of a long phase goes on, so that the heartbeat does not take it for a hang."""
+        """Note that the work of a long phase goes on: see `Phases.progress`."""
         if self.phases is not None:
             self.phases.progress()
 
@@ -163,10 +159,7 @@ class World:
 
 
 def joined_world() -> World:
-    """The ranks of the process group that this process has already joined, or one rank on the CPU if there is none.
-
-    Its device is the current CUDA device if the group's backend communicates on GPUs.
-    """
+    """The ranks of the process group that this process has joined, or one rank on the CPU if there is none."""
     if not dist.is_initialized():
         return World()
     on_gpus = dist.get_backend() != "gloo" and torch.cuda.is_available()
@@ -175,11 +168,8 @@ def joined_world() -> World:
 
 
 def limit_collectives(minutes: float) -> None:
-    """Set the time limit of all process groups of this process, including those of libraries.
-
-    DeepSpeed creates groups with NCCL's default limit of 10 minutes, which would end a run before the heartbeats report
-    which rank is behind.
-    """
+    """Set the time limit of all process groups, including DeepSpeed's, whose default of 10 minutes would end a run
+    before the heartbeats report which rank is behind."""
     if dist.is_initialized():
         for group in list(distributed_c10d._world.pg_map):
             distributed_c10d._set_pg_timeout(timedelta(minutes=minutes), group)

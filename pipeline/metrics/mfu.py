@@ -229,12 +229,8 @@ def known_peak(device_name: str) -> float | None:
 def training_flops(model: ModelConfig, *, text_tokens: float | None = None, images: float = 1.0) -> float:
     """FLOPs of forward and backward for one pair; recomputation and the objective are not counted.
 
-    A tower that is locked as a whole has no backward pass.
-
-    Args:
-        model: the recipe's `model` section.
-        text_tokens: tokens that the text tower computes per text, where texts are trimmed; None: its context length.
-        images: images that the image tower computes per pair: none if its outputs are stored.
+    A tower that is locked as a whole has no backward pass. The towers compute `text_tokens` per text (None: the context
+    length) and `images` per pair: none if the image tower's outputs are stored.
     """
     image, text, length = _measured(replace(without_weights(model), sync_batchnorm=False, compile=False))
     tokens = (model.text_tokens or length) if text_tokens is None else text_tokens
@@ -269,7 +265,7 @@ class Utilization:
         peak_tflops: float | None,
         images: bool = True,
     ) -> None:
-        """`images`: whether the image tower runs."""
+        """`images`: whether the image tower runs; `ranks` devices share the work."""
         if peak_tflops is None and device.type == "cuda" and bf16:
             peak_tflops = known_peak(torch.cuda.get_device_name(device))
         self._model, self._peak = model, None if peak_tflops is None else peak_tflops * 1e12 * ranks

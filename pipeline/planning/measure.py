@@ -34,17 +34,14 @@ WAITING = 0.1
 def measure(run: RunConfig, *, ranks: int, seconds: float = 60.0) -> dict[str, str]:
     """Measure one rank's part of a recipe, with the recipe's model, data, workers and engine, and forecast the run.
 
-    Args:
-        run: the recipe. Its data must be there.
-        ranks: of the run that is planned; the one that is measured has its share of batch and streams, and of this
-            machine's cores: one rank for each GPU, or without GPUs all ranks, divide them.
-        seconds: for everything that is repeated; building the model and one checkpoint come on top.
+    The rank has its share of batch and streams, and of this machine's cores: one rank for each GPU, or without GPUs all
+    ranks, divide them. What is repeated takes `seconds`; building the model and one checkpoint come on top.
 
     Returns:
         Figures and forecast as texts by label. Communication between ranks is not in the forecast.
 
     Raises:
-        UserError: the recipe cannot be trained here, or there is no manifest.
+        UserError: The recipe cannot be trained here, or there is no manifest.
     """
     with tempfile.TemporaryDirectory(prefix=".neuclip-measure-", dir=existing_folder(Path(run.output))) as folder:
         trial = _trial(run, ranks=ranks, folder=Path(folder))

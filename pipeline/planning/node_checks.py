@@ -104,17 +104,15 @@ def check_collectives() -> DoctorFinding:
         hint = "run again with NCCL_DEBUG=INFO; check the driver, NCCL_SOCKET_IFNAME, NCCL_IB_DISABLE and /dev/shm"
     command = [sys.executable, "-m", "pipeline.distributed.collective_check", device, str(ranks)]
     environment = without_launcher(os.environ) | {"OMP_NUM_THREADS": "1"}
+    limit = COLLECTIVE_SECONDS
     try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=COLLECTIVE_SECONDS, cwd=ROOT
-        )
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit, cwd=ROOT)
     except subprocess.TimeoutExpired:
-        late = f"{ranks} processes did not connect within {COLLECTIVE_SECONDS} s"
-        return DoctorFinding(backend, "broken", late, hint)
+        return DoctorFinding(backend, "broken", f"{ranks} processes did not connect within {limit} s", hint)
     reported = re.search(r"round trip: (.*)", done.stdout)
     if done.returncode or reported is None:
-        lines = [line for line in done.stderr.splitlines() if not re.match(r"[EIW]\d{4} ", line)]  # the launcher's
-        return DoctorFinding(backend, "broken", f"{ranks} processes failed: {(lines or ['no output'])[-1][:200]}", hint)
+        said = [line for line in done.stderr.splitlines() if not re.match(r"[EIW]\d{4} ", line)]  # not by the launcher
+        return DoctorFinding(backend, "broken", f"{ranks} processes failed: {(said or ['no output'])[-1][:200]}", hint)
     return DoctorFinding(backend, "good", reported[1])
 
 

@@ -1,34 +1,121 @@
-"""The plan of a recipe (memory, time and data, without computing), and what a run says before its first step."""
+"""The plan of a recipe: memory, time and data, without computing values.
+
+Memory counts weights, gradients, optimizer, normalizer network, tables and what autograd saves for backward; workspaces
+of kernels and fragmentation come on top. An objective's part is that of a step on the meta device, on one of many ranks
+that do not exist.
+"""
 
 from __future__ import annotations
 
 import functools
-import os
-import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from pipeline.cores import usable_cores
+from pipeline.data.data_config import PREFETCH, DataConfig
+from pipeline.data.loading.blocks import SPARE
 from pipeline.data.loading.stored_features import how_to_write, open_features
 from pipeline.data.order.canonical_order import Order, make_layout, make_order
 from pipeline.data.shards.check_shards import caption_notes, first_captions
+from pipeline.distributed.world import World
+from pipeline.engine.engine_config import BUCKET
 from pipeline.engine.engine_protocol import ENGINES
 from pipeline.errors import UserError
 from pipeline.metrics.mfu import TowerCosts, activation_bytes, measure_towers
 from pipeline.model.architectures import Architecture
 from pipeline.model.towers import ModelConfig, build_towers, check_start, text_batching, without_weights
-from pipeline.objectives import ObjectiveMemory
-from pipeline.planning.run_costs import engine_memory, simulate_objective
+from pipeline.objectives import ObjectiveMemory, build_objective
+from pipeline.objectives.facts import ObjectiveConfig
 from pipeline.training.recipe import RunConfig, check_captions_of, check_run
 from pipeline.training.stages import check_stages, stages_of
 
-CORE_GFLOPS = 50.0
-"""What a CPU core reaches in fp32, roughly."""
-LONG_STEP = 60.0
-"""Seconds of a step from which on a CPU is hardly what was meant."""
+META = torch.device("meta")
+
+
+def engine_memory(
+    parameters: int,
+    *,
+    stage: int,
+    bf16: bool,
+    ranks: int,
+    bucket: int = BUCKET,
+    average: bool = False,
+    trained: int | None = None,
+) -> dict[str, int]:
+    """Bytes on one GPU, whatever the batch, of DeepSpeed's ZeRO stages with AdamW, configured as in `ds_configs/`.
+
+    Stage 0 keeps fp32 weights (bf16 by autocast). Stages 1 to 3 hold weights in bf16 (or fp32) and partition fp32
+    masters and moments among the ranks. They accumulate gradients in fp32: whole at stage 1, partitioned at 2 and 3.
+    Stage 3 also partitions the weights; the layers that it gathers at a time are counted as buffers. An average of the
+    weights (EMA) is counted with the masters.
+
+    Of the towers' `parameters`, those that are not `trained` (None: all are) have no gradients, masters or moments.
+    `bucket` is the number of elements that are reduced at once.
+    """
+    compute = 2 if bf16 and stage > 0 else 4
+    trained = parameters if trained is None else trained
+    share, bucket = -(-trained // ranks), min(bucket, trained)
+    if stage == 0:
+        values = compute * parameters, 4 * trained, 4 * trained if average else 0, 8 * trained, 4 * bucket
+    else:
+        weights = compute * (-(-parameters // ranks) if stage == 3 else parameters)
+        gradients = 4 * (trained if stage == 1 else share)
+        reduced = 4 if stage == 1 else compute  # stage 1 reduces the fp32 accumulators
+        values = weights, gradients, (8 if average else 4) * share, 8 * share, reduced * bucket
+    return dict(zip(("weights", "gradients", "masters", "moments", "buffers"), values, strict=True))
+
+
+@dataclass(frozen=True)
+class SimulatedRanks(World):
+    """One of `size` ranks whose collectives return tensors of the right shapes, and count calls and bytes."""
+
+    def all_gather(self, x_b: Tensor) -> Tensor:
+        if self.size == 1:
+            return x_b
+        with self._communication("all_gather", x_b):
+            return x_b.new_empty((self.size * (x_b.shape[0] if x_b.dim() else 1), *x_b.shape[1:]))
+
+    def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
+        if self.size == 1:
+            return x.clone()
+        with self._communication("all_reduce", x):
+            return x.clone()
+
+
+def simulate_objective(
+    config: ObjectiveConfig, *, dim: int, batch_size: int, ranks: int, **facts: Any
+) -> tuple[ObjectiveMemory, dict[str, int]]:
+    """Take two steps of an objective without values: the memory of one rank's part, and the traffic of the second step.
+
+    `batch_size` is over all ranks; `facts` are dataset_size, steps_per_epoch and total_steps, as for `build_objective`.
+
+    Returns:
+        Bytes, and calls of each collective and bytes that this rank contributes, see `World.traffic`.
+    """
+    world = SimulatedRanks(size=ranks, device=META)
+    objective = build_objective(config, dim=dim, batch_size=batch_size, world=world, device=META, **facts)
+    objective.drift.every = 0  # its comparison reads values, which do not exist here
+    local = batch_size // ranks
+    image, text = (torch.empty(local, dim, device=META) for _ in range(2))
+    ids = torch.empty(local, dtype=torch.int64, device=META)
+    for _ in range(2):
+        world.traffic.clear()
+        objective.prefetch(ids)
+        objective.compute(image, text, sample_ids=ids)
+        objective.commit()
+    return objective.memory(), dict(world.traffic)
+
+
+def host_bytes(config: DataConfig, order: Order, *, ranks: int, image_size: int) -> tuple[int, int]:
+    """One rank's host memory: encoded samples in its shuffle buffers, on average, and decoded batches kept ready."""
+    layout, manifest = order.layout, order.mixture.manifest
+    buffered = min(config.shuffle_buffer, layout.stream_length) / 2 * layout.streams / ranks
+    local = layout.global_batch // ranks
+    return round(buffered * manifest.bytes / manifest.n), (PREFETCH + SPARE) * local * 3 * image_size**2
 
 
 @dataclass(frozen=True)
@@ -191,62 +278,3 @@ def measured_towers(model: ModelConfig) -> tuple[TowerCosts, Architecture, tuple
     length = min(model.text_tokens or architecture.context_length, architecture.context_length)
     costs = measure_towers(towers, image_size=architecture.image_size, context_length=length)
     return costs, architecture, towers.notes
-
-
-def start_lines(run: RunConfig, *, pairs: int | None, ranks: int, scaled: Mapping[str, str]) -> list[str]:
-    """What a run says before its first step, and a warning where the device cannot be meant.
-
-    `pairs` are those in the data (None: it is not there yet), and `scaled` the rates that `reference_batch` has
-    changed, as `scale_rates` gives them.
-
-    Raises:
-        UserError: There is no such architecture.
-    """
-    towers, architecture, _ = measured_towers(run.model)
-    facts = ENGINES[run.engine.name].facts(
-        run.engine, optimizer=run.optimizer, global_batch=run.batch_size, world_size=ranks
-    )
-    on_cpu = run.engine.device == "cpu" or not torch.cuda.is_available()
-    device = "CPU" if on_cpu else torch.cuda.get_device_name()
-    trained = towers.trained_parameters
-    some = f", {trained / 1e6:,.1f}M of them trained" if trained < towers.parameters else ""
-    was = f" = {scaled['optimizer.lr']}" if "optimizer.lr" in scaled else ""
-    steps, output = run.total_steps, shlex.quote(run.output)
-    board = f", or tensorboard --logdir {output}" if run.telemetry.tensorboard else ""
-    lines = {
-        "model": f"{architecture.name}, {towers.parameters / 1e6:,.1f}M parameters{some}; method {run.objective.name}",
-        "data": f"{pairs:,} pairs" if pairs else "not there yet",
-        "budget": (
-            f"{_count(steps, 'step')} of batch_size={run.batch_size}"
-            + (f" ({steps * run.batch_size / pairs:,.2f} times the data)" if pairs else "")
-        ),
-        "device": f"{device}, {_count(ranks, 'rank')}, {'bf16' if facts.bf16 else 'fp32'}",
-        "learning rate": f"{run.optimizer.lr:g}{was}",
-        "output": f"{run.output}; to look at it: neuclip report {output}{board}",
-    }
-    rows = [f"{label:<14} {text}" for label, text in lines.items()]
-    if on_cpu:
-        step = sum(flops for _, flops in stage_flops(run, accumulation=False)) / steps
-        rows += _unlikely(step=step, ranks=ranks)
-    return rows
-
-
-def _unlikely(*, step: float, ranks: int) -> list[str]:
-    """Warnings about a run on a CPU; `step` in FLOP."""
-    cores, here = usable_cores(), int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    warnings = []
-    if (seconds := step * here / ranks / (1e9 * CORE_GFLOPS * cores)) > LONG_STEP:
-        warnings.append(
-            f"WARNING: torch uses no GPU here: a step is {step / 1e12:,.1f} TFLOP, which takes {_count(cores, 'core')} "
-            f"about {seconds / 60:,.0f} min. `neuclip doctor` says why a GPU is not seen."
-        )
-    if here > cores:
-        warnings.append(
-            f"WARNING: {here} ranks share {_count(cores, 'core')}, without a GPU: they only wait for each other. "
-            f"Use --ranks {cores} at most."
-        )
-    return warnings
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'s' * (number != 1)}"

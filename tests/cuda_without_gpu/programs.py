@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pipeline.model.attention import PackedAttention, replace_modules
 from pipeline.objectives import build_objective
 from pipeline.objectives.npn import kernels
-from pipeline.planning.run_costs import SimulatedRanks
+from pipeline.planning.run_plan import SimulatedRanks
 from tests.cuda_without_gpu.kernel_trace import Kernel, KernelTrace, fake_gpu
 
 DIM, PROTOTYPES, INNER_STEPS = 512, 4096, 10

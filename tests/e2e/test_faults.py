@@ -5,14 +5,10 @@ from __future__ import annotations
 import json
 import re
 import signal
-import socket
 
 import pytest
 
-from pipeline.checkpoint.reader import damage
-from pipeline.distributed.exit_record import read_ends
 from pipeline.evaluation.datasets.datacomp import TASKS
-from pipeline.run_files import finished_checkpoints
 from tests.e2e.test_train import BATCH, STEPS, base, equal, settings, two_ranks, weights  # noqa: F401 (fixtures)
 from tests.evaluation_suite import write_classification
 from tests.launch import python, run
@@ -50,20 +46,6 @@ def test_a_sleeping_rank_is_reported_with_its_step_and_phase(base):  # noqa: F81
     assert re.search(r"rank 1 \(.*\): step 2, forward, for \d+ s; BEHIND$", printed, re.MULTILINE), printed[-3000:]
     assert "doomed_run.py" in (base / "asleep" / "heartbeats" / "stacks-00001.txt").read_text()
     assert done.returncode == 76, printed[-3000:]
-
-
-@pytest.mark.slow
-def test_a_killed_rank_is_reported_and_the_last_checkpoint_is_whole(base):  # noqa: F811
-    arguments = settings(base, "gone", "engine.probe=false", "engine.timeout_minutes=0.1", "checkpoint.every=2")
-    done = run("tests.e2e.doomed_run", FORWARD, "5", "1", *arguments, ranks=2, check=False)
-    assert done.returncode == 76
-    assert f"Rank 0 on {socket.gethostname()}: lost contact with another rank" in done.stderr
-    assert "rank 1 without a heartbeat" in done.stderr
-    assert not re.search(r"lost contact[^\n]*\.\.", done.stderr), "a sentence ends with one period"
-    (end,) = read_ends(base / "gone" / "heartbeats")
-    assert (end.rank, end.code) == (0, 76)
-    (last,) = finished_checkpoints(base / "gone")[-1:]
-    assert not damage(last)
 
 
 def test_the_launcher_has_the_exit_code_of_a_killed_rank():

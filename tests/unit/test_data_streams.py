@@ -18,7 +18,7 @@ from pipeline.data.order.hashing import Purpose, draw, draws, key, mix, permutat
 from pipeline.data.order.mixture import Mixture, Segments, make_mixture, plan_epoch
 from pipeline.data.shards.manifest_format import Manifest, make_manifest
 from pipeline.errors import UserError
-from pipeline.planning.run_costs import host_bytes
+from pipeline.planning.run_plan import host_bytes
 from tests.shards import write_shards
 
 GOLDEN = [[0, 2, 1, 14, 22, 21, 23, 6], [3, 15, 4, 16, 5, 8, 7, 9], [17, 18, 20, 19, 10, 11, 12, 13]]

@@ -8,11 +8,11 @@ import pytest
 import torch
 from huggingface_hub import constants
 
+from jobs import train
 from pipeline.errors import UserError
 from pipeline.metrics.logger import TelemetryConfig
 from pipeline.metrics.trackers import check_trackers
 from pipeline.model.starting_weights import check_fetched
-from pipeline.planning import run_plan
 from pipeline.training import run
 from pipeline.training.recipe import load_recipe
 from pipeline.training.run_folder import changed_settings
@@ -21,7 +21,7 @@ from tests.towers import write_tiny
 
 def test_the_block_says_what_will_be_trained(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(run_plan, "usable_cores", lambda: 2)
+    monkeypatch.setattr(train, "usable_cores", lambda: 2)
     recipe = tmp_path / "r.yaml"
     recipe.write_text("{reference_batch: 256, optimizer: {lr: 1.0e-5}, schedule: {warmup_steps: 1}}")
     scaled: dict[str, str] = {}
@@ -29,7 +29,7 @@ def test_the_block_says_what_will_be_trained(tmp_path, monkeypatch):
 
     def block(arch: str, *, ranks: int) -> str:
         run = load_recipe(recipe, [*given, f"model.arch={arch}"], scaled=scaled)
-        return "\n".join(run_plan.start_lines(run, pairs=320, ranks=ranks, scaled=scaled))
+        return "\n".join(train.start_lines(run, pairs=320, ranks=ranks, scaled=scaled))
 
     tiny = block(write_tiny(tmp_path), ranks=1)
     for part in ("10 steps of batch_size=64 (2.00 times", "320 pairs", "CPU, 1 rank", "2.5e-06 = 1e-05 x 64/256"):

@@ -146,11 +146,20 @@ def write_json(path: str | Path, tree: Any, *, durable: bool = False) -> Path:
 
 def read_tree(path: Path) -> dict[str, Any]:
     """The mapping in a JSON file; empty when it is missing, damaged or something else."""
+    with suppress(OSError, ValueError):
+        return parse_mapping(read_bounded(path))  # opening, not stat: NFS revalidates what is opened
+    return {}
+
+
+def parse_mapping(text: str | bytes) -> dict[str, Any]:
+    """The mapping in a text in JSON; a ValueError if it has none."""
     try:
-        tree = json.loads(read_bounded(path).decode())  # opening, not stat: NFS revalidates what is opened
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return tree if isinstance(tree, dict) else {}
+        tree = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    if not isinstance(tree, dict):
+        raise ValueError("not a mapping")
+    return tree
 
 
 def existing_folder(path: Path) -> Path:

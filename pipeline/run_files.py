@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter
 
 from pipeline.errors import UserError
-from pipeline.files import read_bounded, write_text
+from pipeline.files import parse_mapping, read_bounded, write_text
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -66,18 +66,7 @@ def read_meta(path: Path) -> dict[str, Any]:
         OSError: It cannot be read.
         ValueError: It is not a JSON mapping.
     """
-    return parse_meta(read_bounded(path / META_NAME))
-
-
-def parse_meta(text: str | bytes) -> dict[str, Any]:
-    """The contents of a `checkpoint.json`, as `read_meta`."""
-    try:
-        meta = json.loads(text)
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
-    if not isinstance(meta, dict):
-        raise ValueError("not a mapping")
-    return meta
+    return parse_mapping(read_bounded(path / META_NAME))
 
 
 def digest_of(meta: Mapping[str, Any]) -> str:
@@ -177,6 +166,6 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 def record_of(line: str | bytes) -> dict[str, Any] | None:
     """The mapping in a line of JSON, such as one of metrics.jsonl; None if it is damaged, for example cut off."""
     try:
-        return parse_meta(line)
+        return parse_mapping(line)
     except ValueError:
         return None

@@ -17,13 +17,12 @@ from pipeline.checkpoint.layout import BEST_NAME, LATEST_NAME, best_checkpoint, 
 from pipeline.checkpoint.reader import damage, taken_by
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.files import MOST_TEXT, write_json, write_text
+from pipeline.files import MOST_TEXT, parse_mapping, write_json, write_text
 from pipeline.run_files import (
     FOLDER_NAME,
     META_NAME,
     finished_checkpoints,
     is_name,
-    parse_meta,
     read_meta,
     step_of,
     valid_run_id,
@@ -91,7 +90,7 @@ class Mirror:
             if text := self.read(f"{name}/{META_NAME}"):  # otherwise, its upload was interrupted
                 metas[name] = {}
                 with suppress(ValueError):
-                    metas[name] = parse_meta(text)
+                    metas[name] = parse_mapping(text)
         ids = [other_id for meta in reversed(metas.values()) if (other_id := valid_run_id(meta.get("run_id")))]
         own = ids[0] if run_id is None and ids else run_id
         if other := next((other_id for other_id in ids if other_id != own), ""):

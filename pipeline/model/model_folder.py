@@ -23,11 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.errors import UserError, explain_file_error, explain_memory_error, need_addresses
-from pipeline.files import UMASK, read_bounded, sha256_of
+from pipeline.files import UMASK, sha256_of
 from pipeline.model.architectures import Architecture, build_tokenizer, load_open_clip, save_tokenizer
 from pipeline.model.foreign_weights import for_open_clip
 from pipeline.model.starting_weights import Start
-from pipeline.run_files import EMA_NAME, META_NAME, MODEL_CONFIG_NAME, digest_of, parse_meta
+from pipeline.run_files import EMA_NAME, META_NAME, MODEL_CONFIG_NAME, digest_of, read_meta
 
 WEIGHTS_NAME = "open_clip_model.safetensors"
 LOCAL = "local-dir:"
@@ -234,7 +234,7 @@ def stated_files(folder: Path) -> dict[str, Mapping[str, Any]]:
     path = _meta_of(folder)
     if not path.is_file():
         return {}
-    meta = parse_meta(read_bounded(path))
+    meta = read_meta(path.parent)
     if "digest" in meta and meta["digest"] != digest_of(meta):
         raise ValueError("its contents do not match their SHA-256")
     files = meta.get("files", {})

@@ -5,9 +5,8 @@ from __future__ import annotations
 import shlex
 import signal
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ CRASHES = (128 + signal.SIGSEGV, 128 + signal.SIGABRT, 128 + signal.SIGBUS)
 HARMLESS = (EXIT_PREEMPTED, EXIT_INTERRUPTED, EXIT_DONE)
 
 # From the exit code that says most about the cause to the one that says least.
-CODES: Mapping[int, str] = {
+CODES = {
     EXIT_NOT_SAVED: "its last checkpoint could not be written: free some space",
     128 + signal.SIGABRT: "its process aborted (SIGABRT), as NCCL's watchdog does when a collective fails",
     128 + signal.SIGSEGV: "its process crashed (SIGSEGV)",
@@ -54,48 +53,52 @@ CODES: Mapping[int, str] = {
 }
 
 
-@dataclass(frozen=True)
 class Evidence:
-    """What a run's folder says about its last start."""
+    """What a run's folder says about its last start.
 
-    run: Path
-    config: Mapping[str, Any]
-    """The resolved settings; empty if they cannot be read."""
-    holder: str
-    """Who holds the folder's lock now, so trains in it; empty: nobody."""
-    steps: int
-    """The last step in metrics.jsonl."""
-    events: Sequence[str]
-    """Messages of the last start, oldest first."""
-    beats: Sequence[Beat]
-    """Heartbeats that are still there: a rank that reaches the end removes its own."""
-    exits: Sequence[ExitRecord]
-    damaged: Mapping[Path, str]
-    """Checkpoints, and what is wrong with each."""
-    intact: Sequence[Path]
-    """Checkpoints, oldest first."""
+    Raises:
+        UserError: It is not the folder of a run.
+    """
 
-    @property
-    def saved(self) -> int:
-        """The step of the newest intact checkpoint."""
-        return max(map(step_of, self.intact), default=0)
-
-    @property
-    def total_steps(self) -> int:
-        """Steps of the whole run; 0 if the settings cannot be read."""
+    def __init__(self, run: Path) -> None:
+        known = (run / RUN_CONFIG_NAME).is_file() or (run / FOLDER_NAME).is_dir() or (run / LOCK_NAME).is_file()
+        if not known:
+            raise UserError(f"{run} is not the folder of a run: it has no {RUN_CONFIG_NAME} and no {FOLDER_NAME}/.")
+        self.run = run
+        self.config: dict[str, Any] = {}
+        """The resolved settings; empty if they cannot be read."""
+        with suppress(OSError, ValueError):
+            tree = parse_yaml(read_bounded(run / RUN_CONFIG_NAME).decode())
+            self.config = tree if isinstance(tree, dict) else {}
         samples, batch = self.config.get("samples"), self.config.get("batch_size")
-        return samples // batch if isinstance(samples, int) and isinstance(batch, int) and batch else 0
-
-    @property
-    def cause(self) -> ExitRecord | None:
-        """The exit that says most about the cause."""
+        self.total_steps = samples // batch if isinstance(samples, int) and isinstance(batch, int) and batch else 0
+        """0 if the settings cannot be read."""
+        records = read_records(run / METRICS_NAME)
+        steps = [record.get("step") for record in records if record.get("kind") == "train"]
+        self.steps = max((step for step in steps if isinstance(step, int)), default=0)
+        """The last step in metrics.jsonl."""
+        events = [str(record["message"]) for record in records if record.get("kind") == "event" and "message" in record]
+        starts = [number for number, message in enumerate(events) if message.startswith("Resumed from")]
+        self.events = events[starts[-1] :] if starts else events
+        """Messages of the last start, oldest first."""
+        files = sorted((run / HEARTBEATS).glob("rank-*.json"))
+        self.beats = [beat for path in files if (beat := read_as(Beat, path))]
+        """Heartbeats that are still there: a rank that reaches the end removes its own."""
+        self.exits = read_ends(run / HEARTBEATS)
         order = [*CODES, *(record.code for record in self.exits)]
-        return min(self.exits, key=lambda r: (order.index(r.code), r.time), default=None)
-
-    @property
-    def killed(self) -> list[int]:
+        self.cause = min(self.exits, key=lambda r: (order.index(r.code), r.time), default=None)
+        """The exit that says most about the cause."""
+        ended = {record.rank for record in self.exits}
+        self.killed = [beat.rank for beat in self.beats if beat.rank not in ended]
         """Ranks with a heartbeat and no record of their end: killed from outside, or their machine is gone."""
-        return [beat.rank for beat in self.beats if beat.rank not in {record.rank for record in self.exits}]
+        self.holder = lock_holder(run / LOCK_NAME)
+        """Who holds the folder's lock now, so trains in it; empty: nobody."""
+        problems = {path: damage(path) for path in ([] if self.holder else checkpoint_folders(run))}
+        self.damaged = {path: problem for path, problem in problems.items() if problem}
+        self.intact = [path for path, problem in problems.items() if not problem]
+        """Checkpoints, oldest first."""
+        self.saved = max(map(step_of, self.intact), default=0)
+        """The step of the newest intact checkpoint."""
 
     @property
     def end(self) -> str:
@@ -109,10 +112,9 @@ class Evidence:
 def diagnose(run: Path) -> Iterator[DoctorFinding]:
     """All findings: the outcome first, the command to continue last. Checkpoints of a run in progress are left alone.
 
-    Raises:
-        UserError: It is not the folder of a run.
+    Errors as for `Evidence`.
     """
-    evidence = read_evidence(run)
+    evidence = Evidence(run)
     yield _outcome(evidence)
     codes = {record.rank: f"exit code {record.code}" for record in evidence.exits}
     for beat in evidence.beats:
@@ -134,33 +136,6 @@ def diagnose(run: Path) -> Iterator[DoctorFinding]:
     else:
         yield DoctorFinding("checkpoints", "note", "none is intact" if evidence.damaged else "none was finished")
     yield _command(evidence)
-
-
-def read_evidence(run: Path) -> Evidence:
-    """Read a run's folder; errors as for `diagnose`."""
-    if not (run / RUN_CONFIG_NAME).is_file() and not (run / FOLDER_NAME).is_dir() and not (run / LOCK_NAME).is_file():
-        raise UserError(f"{run} is not the folder of a run: it has no {RUN_CONFIG_NAME} and no {FOLDER_NAME}/.")
-    config: dict[str, Any] = {}
-    with suppress(OSError, ValueError):
-        tree = parse_yaml(read_bounded(run / RUN_CONFIG_NAME).decode())
-        config = tree if isinstance(tree, dict) else {}
-    records = read_records(run / METRICS_NAME)
-    steps = [record.get("step") for record in records if record.get("kind") == "train"]
-    messages = [str(record["message"]) for record in records if record.get("kind") == "event" and "message" in record]
-    starts = [number for number, message in enumerate(messages) if message.startswith("Resumed from")]
-    holder = lock_holder(run / LOCK_NAME)
-    problems = {path: damage(path) for path in ([] if holder else checkpoint_folders(run))}
-    return Evidence(
-        run=run,
-        config=config,
-        holder=holder,
-        steps=max((step for step in steps if isinstance(step, int)), default=0),
-        events=messages[starts[-1] :] if starts else messages,
-        beats=[beat for path in sorted((run / HEARTBEATS).glob("rank-*.json")) if (beat := read_as(Beat, path))],
-        exits=read_ends(run / HEARTBEATS),
-        damaged={path: problem for path, problem in problems.items() if problem},
-        intact=[path for path, problem in problems.items() if not problem],
-    )
 
 
 def _outcome(evidence: Evidence) -> DoctorFinding:

@@ -66,7 +66,7 @@ def test_one_rank_equals_two(one_rank, two_ranks):
     alone, together = records(one_rank), records(two_ranks)
     assert list(alone) == list(together) == list(range(1, STEPS + 1))
     for step, record in alone.items():
-        for key in ("loss", "tau", "normalizer_gap", "lr", "samples", "epoch"):
+        for key in ("loss", "tau", "normalizer_gap", "lr", "samples", "epoch", "text_tokens"):
             assert record[key] == pytest.approx(together[step][key], rel=1e-5, abs=1e-6), (step, key)
     for name, value in weights(one_rank).items():
         torch.testing.assert_close(value, weights(two_ranks)[name], rtol=1e-4, atol=1e-5)

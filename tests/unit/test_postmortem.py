@@ -23,7 +23,7 @@ from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.metrics.sinks import JsonLines, SinkContext
 from pipeline.planning import diagnosis
-from pipeline.planning.diagnosis import read_evidence
+from pipeline.planning.diagnosis import Evidence
 from pipeline.run_files import write_run_id
 from pipeline.training.run_folder import Origin
 from pipeline.training.validation import ValidationHistory
@@ -210,7 +210,7 @@ def test_never_started_and_moved(run, towers, tmp_path):
     (new / "config.yaml").write_text(CONFIG.format(run=new))
     assert "every rank ended without a word" in examine(new)[0]
     with pytest.raises(UserError, match="is not the folder of a run"):
-        read_evidence(tmp_path)
+        Evidence(tmp_path)
     write(run, towers, [6])
     moved = run.rename(run.with_name("moved"))
     assert last_line(examine(moved)[0]).endswith(f"--recipe {moved}/config.yaml --resume latest output={moved}")
@@ -242,7 +242,7 @@ def test_the_record_of_an_exit_fits_on_a_full_disk(run, tmp_path):
     assert not (tmp_path / "refused").exists()
     start_recording(run / "heartbeats", rank=0)
     before = (run / "heartbeats" / "reserved-00000.json").stat()
-    assert not read_evidence(run).exits
+    assert not Evidence(run).exits
     record_exit(74, "No space left on device \U0001f4be" * 1000)
     stop_recording()
     after = (run / "heartbeats" / "exit-00000.json").stat()

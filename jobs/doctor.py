@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Literal
 
 import click
 
-if TYPE_CHECKING:
-    from pipeline.planning.node_checks import DoctorFinding
+from pipeline.distributed.launch import without_launcher
+from pipeline.errors import UserError, in_a_line
+from pipeline.files import existing_folder
+from pipeline.planning import DoctorFinding
+from pipeline.versions import version_of
 
 EXIT_BROKEN = 1
 MARKS = {"good": ("ok", "green"), "note": ("note", "yellow"), "broken": ("BROKEN", "red")}
+GIB = 2**30
+ROOT = Path(__file__).parents[1]
+NEEDED_GIB = 5.0
+"""Free space for the checkpoints of a run."""
+READ_LIMIT, READ_SECONDS = 256 * 2**20, 10.0
+COLLECTIVE_SECONDS = 180
 
 
 @click.command(name="doctor", epilog="Exit codes: 0 a run can start or continue, 1 something is broken.")
@@ -41,17 +56,18 @@ def command(run: Path | None, output: Path, manifests: tuple[str, ...], **allowe
 
 
 def examine(output: Path, manifests: tuple[str, ...], **allowed: bool) -> Iterator[DoctorFinding]:
-    """Run all checks, the cheap ones first, and yield each finding as soon as it is known."""
-    from pipeline.planning import node_checks
+    """Run all checks, the cheap ones first; none raises.
 
-    yield from node_checks.check_versions()
-    yield node_checks.check_compiler()
-    yield from node_checks.check_shared_memory()
-    yield node_checks.check_disk(output)
+    "broken" means that a run on this node would fail; "note" that it may be slow, or differ from what was tested.
+    """
+    yield from check_versions()
+    yield check_compiler()
+    yield from check_shared_memory()
+    yield check_disk(output)
     for manifest in manifests:
-        yield node_checks.check_data(manifest, **allowed)
-    yield node_checks.check_collectives()  # before this process allocates GPU memory itself
-    yield from node_checks.check_gpus()
+        yield check_data(manifest, **allowed)
+    yield check_collectives()  # before this process allocates GPU memory itself
+    yield from check_gpus()
 
 
 def show(findings: Iterable[DoctorFinding]) -> int:
@@ -64,6 +80,143 @@ def show(findings: Iterable[DoctorFinding]) -> int:
             click.echo(f"{'':<22} -> {finding.remedy}")
         broken += finding.status == "broken"
     return broken
+
+
+def check_versions(constraints: Path = ROOT / "constraints.txt") -> Iterator[DoctorFinding]:
+    """Python, and the installed packages that have another version than the tested one."""
+    yield DoctorFinding("python", "good", sys.version.split()[0])
+    if not constraints.is_file():
+        return
+    pinned = re.findall(r"^([A-Za-z0-9._-]+)==([^\s;#]+)", constraints.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    other = [
+        f"{name} {version} (tested {tested})"
+        for name, tested in pinned
+        if (version := version_of(name)) not in ("absent", tested)
+    ]
+    if other:
+        shown = ", ".join(other[:6]) + (f" and {len(other) - 6} more" if len(other) > 6 else "")
+        found = f"{len(other)} differ from the tested ones: {shown}"
+        yield DoctorFinding("versions", "note", found, "pip install -e . -c constraints.txt")
+    else:
+        yield DoctorFinding("versions", "good", f"equal to those in {constraints.name}")
+
+
+def check_gpus() -> Iterator[DoctorFinding]:
+    """GPUs that torch sees, and whether other processes use them."""
+    import torch
+
+    from pipeline.distributed.precision import why_bf16_is_slow
+
+    in_fp32 = "use engine.deepspeed=zero1_fp32"
+    if not torch.cuda.is_available():
+        if shutil.which("nvidia-smi") or Path("/dev/nvidia0").exists():
+            found = f"a driver is installed, but torch {torch.__version__} sees no GPU"
+            remedy = "install a torch build for this driver; a container needs --gpus all (Docker) or --nv (Apptainer)"
+            yield DoctorFinding("GPUs", "broken", found, remedy)
+            return
+        yield DoctorFinding("GPUs", "note", "none: training runs on the CPU", "real runs need a GPU")
+        if slow := why_bf16_is_slow(torch.device("cpu")):
+            yield DoctorFinding("bf16", "note", slow.rstrip("."), in_fp32)
+        return
+    for index in range(torch.cuda.device_count()):
+        gpu = f"GPU {index}"
+        try:
+            free, total = torch.cuda.mem_get_info(index)
+            text = f"{torch.cuda.get_device_name(index)}, {free / GIB:.1f} of {total / GIB:.1f} GiB free"
+            with torch.cuda.device(index):
+                slow = why_bf16_is_slow(torch.device("cuda", index))
+        except RuntimeError as error:
+            remedy = "see nvidia-smi: another program holds it, or it needs a reset"
+            yield DoctorFinding(gpu, "broken", f"it cannot be used: {in_a_line(error)}", remedy)
+            continue
+        if slow:
+            yield DoctorFinding(gpu, "note", f"{text}, no bf16", in_fp32)
+        elif free < 0.9 * total:
+            yield DoctorFinding(gpu, "note", text, "other processes hold memory: see nvidia-smi")
+        else:
+            yield DoctorFinding(gpu, "good", text)
+
+
+def check_collectives() -> DoctorFinding:
+    """Let this node's GPUs exchange numbers by NCCL, or without GPUs two processes by gloo."""
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    backend, device, ranks = ("NCCL", "cuda", gpus) if gpus else ("gloo", "cpu", 2)
+    hint = "check that 127.0.0.1 is reachable and that GLOO_SOCKET_IFNAME names an interface that exists"
+    if gpus:
+        hint = "run again with NCCL_DEBUG=INFO; check the driver, NCCL_SOCKET_IFNAME, NCCL_IB_DISABLE and /dev/shm"
+    command = [sys.executable, "-m", "pipeline.distributed.collective_check", device, str(ranks)]
+    environment = without_launcher(os.environ) | {"OMP_NUM_THREADS": "1"}
+    limit = COLLECTIVE_SECONDS
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit, cwd=ROOT)
+    except subprocess.TimeoutExpired:
+        return DoctorFinding(backend, "broken", f"{ranks} processes did not connect within {limit} s", hint)
+    reported = re.search(r"round trip: (.*)", done.stdout)
+    if done.returncode or reported is None:
+        said = [line for line in done.stderr.splitlines() if not re.match(r"[EIW]\d{4} ", line)]  # not by the launcher
+        return DoctorFinding(backend, "broken", f"{ranks} processes failed: {(said or ['no output'])[-1][:200]}", hint)
+    return DoctorFinding(backend, "good", reported[1])
+
+
+def check_disk(folder: Path) -> DoctorFinding:
+    """Free space in the folder of runs, and whether this user may write there."""
+    existing = existing_folder(folder)
+    free = shutil.disk_usage(existing).free / GIB
+    found = f"{free:.1f} GiB free at {existing}"
+    if not os.access(existing, os.W_OK):
+        return DoctorFinding("disk", "broken", f"{existing} cannot be written", "choose another output")
+    if free < NEEDED_GIB:
+        remedy = "free some, or choose another output; checkpoint.keep_last limits what a run keeps"
+        return DoctorFinding("disk", "broken", f"{found}, {NEEDED_GIB:g} are needed", remedy)
+    return DoctorFinding("disk", "good", found)
+
+
+def check_shared_memory(shm: Path = Path("/dev/shm")) -> Iterator[DoctorFinding]:
+    """Shared memory, which NCCL and the workers of loaders and evaluations use."""
+    if shm.is_dir():
+        usage = shutil.disk_usage(shm)
+        free, remedy = usage.free / GIB, "start the container with --shm-size=16g or --ipc=host"
+        text = f"{free:.2f} of {usage.total / GIB:.2f} GiB free"
+        status: Literal["good", "note", "broken"] = "good" if free >= 2 else "note" if free >= 0.25 else "broken"
+        yield DoctorFinding("shared memory", status, text, "" if status == "good" else remedy)
+
+
+def check_compiler() -> DoctorFinding:
+    """ninja and a C++ compiler, which only DeepSpeed's compiled operations and torch.compile need."""
+    compiler = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
+    ninja = shutil.which("ninja") or (version_of("ninja") != "absent" and "the ninja package")
+    missing = [name for name, there in (("a C++ compiler", compiler), ("ninja", ninja)) if not there]
+    if missing:
+        found = f"{' and '.join(missing)} missing: no model.compile, no DeepSpeed ops"
+        return DoctorFinding("compiler", "note", found, "apt-get install g++; pip install ninja")
+    return DoctorFinding("compiler", "good", f"{compiler}, {ninja}")
+
+
+def check_data(manifest: str, **allowed: bool) -> DoctorFinding:
+    """Read the first shards of a manifest, or its folder, for a few seconds; `allowed` as for `load_manifest`."""
+    from pipeline.data.shards.manifest_format import load_manifest
+    from pipeline.data.shards.storage import open_shard
+
+    try:
+        loaded = load_manifest(manifest, **allowed)
+    except UserError as error:
+        return DoctorFinding("data", "broken", str(error), "name the folder of a manifest")
+    count, start = 0, time.perf_counter()
+    for url in map(loaded.url, loaded.shards):
+        if count > READ_LIMIT or time.perf_counter() - start > READ_SECONDS:
+            break
+        try:
+            with open_shard(url) as file:
+                while (data := file.read(2**20)) and count <= READ_LIMIT and time.perf_counter() - start < READ_SECONDS:
+                    count += len(data)
+        except OSError as error:
+            found = f"{url} cannot be read: {error}"
+            return DoctorFinding("data", "broken", found, "check mounts, credentials and the manifest")
+    speed = count / (time.perf_counter() - start)
+    rate = f"{speed / 2**20:,.0f} MiB/s, {speed * loaded.n / loaded.bytes:,.0f} samples/s"
+    return DoctorFinding("data", "good", f"{loaded.n:,} samples; one reader reaches {rate} (the page cache included)")
 
 
 if __name__ == "__main__":

@@ -1,1 +1,14 @@
-"""Before a run: estimates of memory and time, and whether this node can train; after it: how it ended."""
+"""What a run will cost, what a node can do, and what happened to a run."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class DoctorFinding:
+    """The result of one check; `remedy` says what to do about a "note" or "broken"."""
+
+    subject: str
+    status: Literal["good", "note", "broken"]
+    found: str
+    remedy: str = ""

@@ -18,7 +18,7 @@ from pipeline.distributed.heartbeat import Beat
 from pipeline.distributed.signals import EXIT_PREEMPTED
 from pipeline.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
 from pipeline.files import lock_holder, read_bounded
-from pipeline.planning.node_checks import DoctorFinding
+from pipeline.planning import DoctorFinding
 from pipeline.run_files import (
     FOLDER_NAME,
     METRICS_NAME,

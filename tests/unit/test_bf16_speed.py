@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from jobs import doctor
 from jobs.demo import RECIPE, in_faster_precision
 from pipeline.config import dump
 from pipeline.distributed import precision
 from pipeline.distributed.precision import keep_fp32, true_fp32
 from pipeline.engine.engine_config import EngineConfig, in_fp32
-from pipeline.planning import node_checks
 from pipeline.run_files import RUN_CONFIG_NAME
 from pipeline.training.recipe import RunConfig, load_recipe
 from tests.metrics import metrics
@@ -29,7 +29,7 @@ def slowdown(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_doctor_notes_a_cpu_that_is_slow_in_bf16(slowdown):
-    found = [finding for finding in node_checks.check_gpus() if finding.subject == "bf16"]
+    found = [finding for finding in doctor.check_gpus() if finding.subject == "bf16"]
     assert [(f.status, f.found, f.remedy) for f in found] == (
         [("note", SLOW[:-1], "use engine.deepspeed=zero1_fp32")] if slowdown > 3 else []
     )

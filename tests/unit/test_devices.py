@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from jobs import doctor
 from pipeline.cores import cores_of_rank, cpu_quota, only_cores, usable_cores
 from pipeline.data.data_config import DataConfig, default_workers
 from pipeline.distributed import devices, start
@@ -24,7 +25,6 @@ from pipeline.distributed.world import World, free_port
 from pipeline.errors import UserError
 from pipeline.evaluation.run import session
 from pipeline.evaluation.run.session import EvaluationConfig, connected_world
-from pipeline.planning import node_checks
 from tests.launch import ROOT
 
 GPU = RankDevice(rank=0, host="node1", backend="nccl", device="H100", gpu="GPU-a", cores=[0, 1])
@@ -79,7 +79,7 @@ def test_a_gpu_that_cannot_be_used_is_named(monkeypatch):
     with pytest.raises(UserError, match=r"GPU 3 of node7 cannot be used: CUDA error: .* unavailable\. .*nvidia-smi"):
         choose_device("auto", local_rank=3)
     monkeypatch.setattr(torch.cuda, "mem_get_info", busy)
-    findings = list(node_checks.check_gpus())
+    findings = list(doctor.check_gpus())
     assert [(f.subject, f.status) for f in findings] == [(f"GPU {index}", "broken") for index in range(8)]
     assert "busy or unavailable" in findings[0].found
 

@@ -1,8 +1,7 @@
 """The plan of a recipe: memory, time and data, without computing values.
 
 Memory counts weights, gradients, optimizer, normalizer network, tables and what autograd saves for backward; workspaces
-of kernels and fragmentation come on top. An objective's part is that of a step on the meta device, on one of many ranks
-that do not exist.
+of kernels and fragmentation come on top. Towers and objective are built on the meta device.
 """
 
 from __future__ import annotations
@@ -11,10 +10,8 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from pipeline.data.data_config import PREFETCH, DataConfig
 from pipeline.data.loading.blocks import SPARE
@@ -29,7 +26,6 @@ from pipeline.metrics.mfu import TowerCosts, activation_bytes, measure_towers
 from pipeline.model.architectures import Architecture
 from pipeline.model.towers import ModelConfig, build_towers, check_start, text_batching, without_weights
 from pipeline.objectives import ObjectiveMemory, build_objective
-from pipeline.objectives.facts import ObjectiveConfig
 from pipeline.training.recipe import RunConfig, check_captions_of, check_run
 from pipeline.training.stages import check_stages, stages_of
 
@@ -67,47 +63,6 @@ def engine_memory(
         reduced = 4 if stage == 1 else compute  # stage 1 reduces the fp32 accumulators
         values = weights, gradients, (8 if average else 4) * share, 8 * share, reduced * bucket
     return dict(zip(("weights", "gradients", "masters", "moments", "buffers"), values, strict=True))
-
-
-@dataclass(frozen=True)
-class SimulatedRanks(World):
-    """One of `size` ranks whose collectives return tensors of the right shapes, and count calls and bytes."""
-
-    def all_gather(self, x_b: Tensor) -> Tensor:
-        if self.size == 1:
-            return x_b
-        with self._communication("all_gather", x_b):
-            return x_b.new_empty((self.size * (x_b.shape[0] if x_b.dim() else 1), *x_b.shape[1:]))
-
-    def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
-        if self.size == 1:
-            return x.clone()
-        with self._communication("all_reduce", x):
-            return x.clone()
-
-
-def simulate_objective(
-    config: ObjectiveConfig, *, dim: int, batch_size: int, ranks: int, **facts: Any
-) -> tuple[ObjectiveMemory, dict[str, int]]:
-    """Take two steps of an objective without values: the memory of one rank's part, and the traffic of the second step.
-
-    `batch_size` is over all ranks; `facts` are dataset_size, steps_per_epoch and total_steps, as for `build_objective`.
-
-    Returns:
-        Bytes, and calls of each collective and bytes that this rank contributes, see `World.traffic`.
-    """
-    world = SimulatedRanks(size=ranks, device=META)
-    objective = build_objective(config, dim=dim, batch_size=batch_size, world=world, device=META, **facts)
-    objective.drift.every = 0  # its comparison reads values, which do not exist here
-    local = batch_size // ranks
-    image, text = (torch.empty(local, dim, device=META) for _ in range(2))
-    ids = torch.empty(local, dtype=torch.int64, device=META)
-    for _ in range(2):
-        world.traffic.clear()
-        objective.prefetch(ids)
-        objective.compute(image, text, sample_ids=ids)
-        objective.commit()
-    return objective.memory(), dict(world.traffic)
 
 
 def host_bytes(config: DataConfig, order: Order, *, ranks: int, image_size: int) -> tuple[int, int]:
@@ -183,15 +138,16 @@ def plan_run(run: RunConfig, *, gpus: int, dataset_size: int | None = None) -> R
     )
     local = run.batch_size // gpus
     micro = run.engine.rows(local)
-    objective, _ = simulate_objective(
+    objective = build_objective(
         run.objective,
         dim=architecture.dim,
         batch_size=run.batch_size,
-        ranks=gpus,
         dataset_size=dataset_size,
         steps_per_epoch=dataset_size // run.batch_size,
         total_steps=run.total_steps,
-    )
+        world=World(size=gpus, device=META),
+        device=META,
+    ).memory()
     every = [measured_towers(stage.run.model) for stage in stages_of(run)]
     largest = max((measured for measured, _, _ in every), key=lambda measured: measured.saved_bytes)
     notes = [note for *_, notes in every for note in notes]

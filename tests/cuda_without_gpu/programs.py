@@ -12,20 +12,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pipeline.distributed.world import World
 from pipeline.model.attention import PackedAttention, replace_modules
 from pipeline.objectives import build_objective
 from pipeline.objectives.npn import kernels
-from pipeline.planning.run_plan import SimulatedRanks
 from tests.cuda_without_gpu.kernel_trace import Kernel, KernelTrace, fake_gpu
 
 DIM, PROTOTYPES, INNER_STEPS = 512, 4096, 10
 
 
 @dataclass(frozen=True)
-class TracedRanks(SimulatedRanks):
-    """Parts of the program are marked in the trace."""
+class TracedRanks(World):
+    """One of `size` ranks whose collectives return tensors of the right shapes. Parts of the program are marked in the
+    trace."""
 
     trace: KernelTrace = field(default_factory=KernelTrace, compare=False)
+
+    def all_gather(self, x_b: Tensor) -> Tensor:
+        if self.size == 1:
+            return x_b
+        with self._communication("all_gather", x_b):
+            return x_b.new_empty((self.size * (x_b.shape[0] if x_b.dim() else 1), *x_b.shape[1:]))
+
+    def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
+        if self.size == 1:
+            return x.clone()
+        with self._communication("all_reduce", x):
+            return x.clone()
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         return self.trace.within(self.trace.part if name == "communication" else name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.objectives import build_objective, parts
-from pipeline.planning.run_plan import SimulatedRanks, measured_towers, plan_run, simulate_objective
-from pipeline.training.recipe import RunConfig, load_recipe
+from pipeline.objectives import Objective, build_objective
+from pipeline.planning.run_plan import measured_towers, plan_run
+from pipeline.training.recipe import load_recipe
 
 FOLDER = Path(__file__).parents[2] / "jobs" / "recipes"
 RECIPES = sorted(path.stem for path in FOLDER.glob("*.yaml") if not path.stem.endswith("-fast"))
@@ -27,25 +26,32 @@ META = torch.device("meta")
 pytestmark = pytest.mark.filterwarnings("ignore:objective.npn_lr")
 
 
-@pytest.fixture
-def ranks(request: pytest.FixtureRequest) -> Iterator[int]:
-    """A process group of that many ranks, all but one of which do not exist."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=request.param)
-    yield request.param
-    dist.destroy_process_group()
+def sent(config: object, *, ranks: int, dim: int, batch_size: int, **facts: int) -> dict[str, int]:
+    """`World.traffic` of an objective's second step, in a process group whose other ranks do not exist."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        world, local = World(size=ranks, device=META), batch_size // ranks
+        objective = build_objective(config, dim=dim, batch_size=batch_size, world=world, device=META, **facts)
+        image, text = (torch.empty(local, dim, device=META) for _ in range(2))
+        for _ in range(2):
+            world.traffic.clear()
+            output = objective.compute(image, text, sample_ids=torch.empty(local, dtype=torch.int64, device=META))
+            objective.commit()
+        assert output.grad_image.shape == image.shape
+        return dict(world.traffic)
+    finally:
+        dist.destroy_process_group()
 
 
-def sent(run: RunConfig, ranks: int) -> tuple[int, int]:
-    """Calls and bytes of the objective's collectives in a step, of one rank."""
-    facts = {"dataset_size": SAMPLES, "steps_per_epoch": SAMPLES // run.batch_size, "total_steps": run.total_steps}
-    dim = measured_towers(run.model)[1].dim
-    _, traffic = simulate_objective(run.objective, dim=dim, batch_size=run.batch_size, ranks=ranks, **facts)
-    return tuple(sum(n for name, n in traffic.items() if name.endswith(what)) for what in (".calls", ".bytes"))
+def total(traffic: dict[str, int], what: str) -> int:
+    return sum(count for name, count in traffic.items() if name.endswith(what))
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes_are_laid_out_on_simulated_clusters(name):
     run = load_recipe(str(Path("jobs/recipes") / f"{name}.yaml"), (), dataset_size=SAMPLES)
+    facts = {"dataset_size": SAMPLES, "steps_per_epoch": SAMPLES // run.batch_size, "total_steps": run.total_steps}
+    facts |= {"dim": measured_towers(run.model)[1].dim, "batch_size": run.batch_size}
     for size in SIZES:
         if name not in LARGE and (run.batch_size % size or run.data.streams % size):
             with pytest.raises(UserError, match=f"{size} ranks"):
@@ -55,15 +61,15 @@ def test_recipes_are_laid_out_on_simulated_clusters(name):
         assert plan.local_batch * size == run.batch_size
         assert run.data.streams % size == 0
         assert plan.gpu_bytes(plan.stage) < 80 * 2**30
-        assert sent(run, size)[1] < 0.2 * 4 * plan.towers.trained_parameters, "less than a fifth of the gradients"
+        traffic = sent(run.objective, ranks=size, **facts)
+        assert total(traffic, ".bytes") < 0.2 * 4 * plan.towers.trained_parameters, "less than a fifth of the gradients"
         if size == 8:
-            smaller = plan
+            smaller, usual = plan, traffic
             continue
         assert plan.gpu_bytes(plan.stage) < smaller.gpu_bytes(plan.stage)
         assert plan.objective.replicated <= smaller.objective.replicated
-        (calls, shrunk), (usual, whole) = sent(run, size), sent(run, 8)
-        assert calls == usual
-        assert shrunk <= whole, "a rank's share of the features shrinks"
+        assert total(traffic, ".calls") == total(usual, ".calls")
+        assert total(traffic, ".bytes") <= total(usual, ".bytes"), "a rank's share of the features shrinks"
 
 
 OBJECTIVES = {
@@ -93,42 +99,21 @@ def by_hand(name: str, ranks: int) -> int:
     return features + scalars + further.get(name, 0)
 
 
-@pytest.mark.parametrize("ranks", SIZES, indirect=True)
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_bytes_of_collectives_are_those_of_the_real_ones(name, ranks):
-    """The plan's simulated ranks, torch's own collectives in a fake process group, and a calculation by hand agree."""
-    _, traffic = simulate_objective(OBJECTIVES[name], dim=DIM, batch_size=BATCH, ranks=ranks, **FACTS)
-    world = World(size=ranks, device=META)
-    objective = build_objective(OBJECTIVES[name], dim=DIM, batch_size=BATCH, world=world, device=META, **FACTS)
-    image, text = (torch.empty(BATCH // ranks, DIM, device=META) for _ in range(2))
-    for _ in range(2):
-        world.traffic.clear()
-        output = objective.compute(image, text, sample_ids=torch.empty(BATCH // ranks, dtype=torch.int64, device=META))
-        objective.commit()
-    assert output.grad_image.shape == image.shape
-    assert traffic == dict(world.traffic)
-    total = sum(count for key, count in traffic.items() if key.endswith("bytes"))
-    if name != "siglip":
-        assert total == by_hand(name, ranks)
-
-
-def test_comparisons_of_the_ranks_state_do_not_stop_the_simulation(monkeypatch):
-    _, without = simulate_objective(OBJECTIVES["prototypes"], dim=DIM, batch_size=BATCH, ranks=8, **FACTS)
-    for every in (1, 2):
-        monkeypatch.setattr(parts, "DRIFT_CHECK_EVERY", every)
-        _, found = simulate_objective(OBJECTIVES["prototypes"], dim=DIM, batch_size=BATCH, ranks=8, **FACTS)
-        assert found == without
+def test_bytes_of_collectives_are_those_by_hand(name):
+    for ranks in SIZES:
+        traffic = sent(OBJECTIVES[name], ranks=ranks, dim=DIM, batch_size=BATCH, **FACTS)
+        assert name == "siglip" or total(traffic, ".bytes") == by_hand(name, ranks)
 
 
 def test_a_rank_keeps_its_share_of_the_prototypes_and_of_the_rows():
-    def memory(ranks: int, settings: dict[str, object]) -> tuple[int, float]:
-        found, _ = simulate_objective(settings, dim=DIM, batch_size=BATCH, ranks=ranks, **FACTS)
-        return found.replicated, found.per_sample
+    def built(ranks: int, name: str) -> Objective:
+        world = World(size=ranks, device=META)
+        return build_objective(OBJECTIVES[name], dim=DIM, batch_size=BATCH, world=world, device=META, **FACTS)
 
-    one, many = (memory(size, OBJECTIVES["prototypes"])[0] for size in (1, 64))
+    one, many = (built(size, "prototypes").memory().replicated for size in (1, 64))
     prototypes = 2 * 2 * 2048 * DIM * 4  # both sides, with the optimizer's accumulator
     assert one - many == prototypes - prototypes // 64
-    assert memory(64, OBJECTIVES["replicated"])[0] == one
-    world = SimulatedRanks(size=64, device=META)
-    table = build_objective(OBJECTIVES["isogclr"], dim=DIM, batch_size=BATCH, world=world, device=META, **FACTS).table
-    assert table.values.nbytes == pytest.approx(memory(64, OBJECTIVES["isogclr"])[1] * SAMPLES / 64, rel=1e-6)
+    assert built(64, "replicated").memory().replicated == one
+    table = built(64, "isogclr")
+    assert table.table.values.nbytes == pytest.approx(table.memory().per_sample * SAMPLES / 64, rel=1e-6)

@@ -142,25 +142,15 @@ def _saved_by(
 ) -> tuple[float, float]:
     """Bytes of the distinct storages that autograd keeps for backward, without parameters: in fp32, and under autocast.
 
-    With `norms_in_fp32`, a layer norm gets a copy of its input under autocast; in fp32 it keeps the input itself.
-    Activation checkpointing hides what it saves: the inputs of the blocks.
+    Under autocast, layer norms keep their inputs in fp32 if `norms_in_fp32`. Activation checkpointing hides what it
+    saves: the inputs of the blocks.
     """
     own = {_storage(p) for p in towers.parameters()}
-    plain, autocast = dict[int, Tensor](), dict[int, Tensor]()
-    copies, wide = dict[int, tuple[Tensor, Tensor]](), set[int]()
-    functional: Any = nn.functional
-    layer_norm = functional.layer_norm
-
-    def normalized(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        copy = x.clone()
-        copies[_storage(copy)] = copy, x
-        wide.add(_storage(copy))
-        return layer_norm(copy, *args, **kwargs)
+    kept, wide = dict[int, Tensor](), set[int]()
 
     def keep(tensor: Tensor) -> Tensor:
-        _, original = copies.get(_storage(tensor), (None, tensor))
-        if _storage(original) not in own:
-            plain[_storage(original)], autocast[_storage(tensor)] = original, tensor
+        if _storage(tensor) not in own:
+            kept[_storage(tensor)] = tensor
         return tensor
 
     def enter(block: nn.Module, given: tuple[Tensor, ...]) -> None:
@@ -169,28 +159,26 @@ def _saved_by(
             if block in of_texts:  # whose embeddings are in fp32, and all that is added to them
                 wide.add(_storage(given[0]))
 
+    def normalize(_: nn.Module, given: tuple[Tensor, ...]) -> None:
+        wide.add(_storage(given[0]))
+
     handles, of_texts = list[RemovableHandle](), set[nn.Module]()
-    for name, stack in towers.named_modules():
+    for name, module in towers.named_modules():
+        if isinstance(module, nn.LayerNorm) and norms_in_fp32:
+            handles.append(module.register_forward_pre_hook(normalize))
         if name.endswith("resblocks"):
-            of_texts.update(stack.children() if ".visual." not in name else ())
+            of_texts.update(module.children() if ".visual." not in name else ())
             if getattr(towers.get_submodule(name.rpartition(".")[0]), "grad_checkpointing", False):
-                handles += [block.register_forward_pre_hook(enter) for block in stack.children()]
-    if norms_in_fp32:
-        functional.layer_norm = normalized
+                handles += [block.register_forward_pre_hook(enter) for block in module.children()]
     try:
         with _fused_attention(), saved_tensors_hooks(keep, lambda tensor: tensor):
             output = encode(inputs)
     finally:
-        functional.layer_norm = layer_norm
         for handle in handles:
             handle.remove()
     del output
-    in_fp32 = sum(_bytes(tensor) for tensor in plain.values())
-    return in_fp32, sum(_bytes(tensor) * (1.0 if key in wide else 0.5) for key, tensor in autocast.items())
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.untyped_storage().nbytes()
+    sizes = {key: tensor.untyped_storage().nbytes() for key, tensor in kept.items()}
+    return sum(sizes.values()), sum(size * (1.0 if key in wide else 0.5) for key, size in sizes.items())
 
 
 def _storage(tensor: Tensor) -> int:

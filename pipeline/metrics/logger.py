@@ -61,8 +61,8 @@ def sink_names(config: TelemetryConfig) -> list[str]:
     for name in config.trackers:
         if name not in SINKS.names():
             raise UserError(f"telemetry.trackers: there is no sink {name!r}. {suggest(name, SINKS.names())}")
-    built_in = ["jsonl", *(["tensorboard"] if config.tensorboard else []), "progress"]
-    return list(dict.fromkeys([*built_in, *config.trackers]))
+    built_in = {"jsonl": True, "tensorboard": config.tensorboard, "progress": config.progress == "auto"}
+    return list(dict.fromkeys([*filter(built_in.get, built_in), *config.trackers]))
 
 
 class Telemetry:
@@ -96,12 +96,7 @@ class Telemetry:
         names = sink_names(config)
         self._names = names if is_main else []
         self._context = SinkContext(
-            run,
-            total_steps=total_steps,
-            first_step=first_step,
-            progress=config.progress,
-            project=config.project,
-            settings=settings or {},
+            run, total_steps=total_steps, first_step=first_step, project=config.project, settings=settings or {}
         )
         self._sinks: list[Sink] = []
         self._kept: list[Callable[[Sink], None]] | None = [] if is_main else None

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -39,8 +39,6 @@ class SinkContext:
     total_steps: int
     first_step: int
     """The step at which this process continues; records of later steps are outdated."""
-    progress: Literal["auto", "quiet"] = "auto"
-    """The setting `telemetry.progress`."""
     project: str = "neuclip"
     """The setting `telemetry.project`."""
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -131,27 +129,23 @@ def _remains(line: str, first_step: int) -> bool:
 
 @register_sink("progress")
 class ProgressLines(Sink):
-    """One plain line per record, at most one of training every few seconds; with `telemetry.progress=quiet` none."""
+    """One plain line per record, at most one of training every few seconds."""
 
     def __init__(self, context: SinkContext) -> None:
-        self._is_quiet, self._total, self._last = context.progress == "quiet", context.total_steps, 0.0
+        self._total, self._last = context.total_steps, 0.0
         self._first, self._start = context.first_step, time.monotonic()
 
     def scalars(self, kind: str, *, step: int, values: Mapping[str, float]) -> None:
         now = time.monotonic()
         if kind != "train":
-            self._print(score_line(kind, step, values))
+            print(score_line(kind, step, values), flush=True)
         elif now - self._last >= LINE_SECONDS or step >= self._total:
             self._last = now
             left = (now - self._start) / max(1, step - self._first) * (self._total - step)
-            self._print(f"step {step}/{self._total}  {headline(values)}  ETA {clock(left)}")
+            print(f"step {step}/{self._total}  {headline(values)}  ETA {clock(left)}", flush=True)
 
     def event(self, message: str, *, facts: Mapping[str, Any]) -> None:
-        self._print(message)
-
-    def _print(self, message: str) -> None:
-        if not self._is_quiet:
-            print(message, flush=True)
+        print(message, flush=True)
 
 
 def headline(scalars: Mapping[str, float]) -> str:

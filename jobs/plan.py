@@ -59,7 +59,7 @@ def command(
     plan = plan_run(run, gpus=ranks, dataset_size=dataset_size)
     if plan.data is None:
         click.echo(f"The data is assumed, not read: {plan.data_missing}\n")
-    title = f"{run.objective.name} on {plan.architecture}: {plan.gpus} x {plan.local_batch} pairs"
+    title = f"{run.objective.name} on {plan.architecture.name}: {plan.gpus} x {plan.local_batch} pairs"
     _print_memory(plan, title=title, capacity=gpu_gib)
     _print_lines(describe(plan, run, mfu=mfu, peak_tflops=peak_tflops))
     if measure:
@@ -95,7 +95,8 @@ def describe(plan: RunPlan, run: RunConfig, *, mfu: float, peak_tflops: float) -
         if layout.dropped:
             unused = f"{counted(layout.dropped, 'sample')} left over, which fill no batch"
         size = f"{counted(manifest.n, 'sample')} in {counted(len(manifest.shards), 'shard')}, {_size(manifest.bytes)}"
-        buffers, batches = map(_size, host_bytes(run.data, plan.data, ranks=plan.gpus, image_size=plan.image_size))
+        pixels = plan.architecture.image_size
+        buffers, batches = map(_size, host_bytes(run.data, plan.data, ranks=plan.gpus, image_size=pixels))
         memory = f"{buffers} of encoded samples (data.shuffle_buffer), {batches} of decoded batches per rank"
         lines += [("data", size), ("epoch", f"{counted(layout.steps, 'step')} of {layout.global_batch:,}; {unused}")]
         lines.append(("host memory", memory))

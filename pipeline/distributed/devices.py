@@ -30,19 +30,19 @@ NAMED = 8
 """A message names at most as many ranks."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RankDevice:
     """What a rank tells the others about itself."""
 
     rank: int
-    host: str
+    host: str = field(default_factory=socket.gethostname)
     backend: str
     """"nccl" or "gloo"."""
     device: str
     """The GPU's name, or "CPU"."""
     gpu: str = ""
     """The GPU's UUID; empty on a CPU."""
-    cores: list[int] = field(default_factory=list)
+    cores: list[int] = field(default_factory=lambda: sorted(os.sched_getaffinity(0)))
     """Cores of its affinity."""
     problem: str = ""
     """Why it has no device; empty if it has one."""
@@ -91,25 +91,8 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
 
 
-def describe_rank(rank: int, device: torch.device, *, problem: str = "") -> RankDevice:
-    """What this process tells the others."""
-    name, gpu = "CPU", ""
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        name, gpu = properties.name, str(getattr(properties, "uuid", ""))
-    return RankDevice(
-        rank=rank,
-        host=socket.gethostname(),
-        backend="nccl" if device.type == "cuda" else "gloo",
-        device=name,
-        gpu=gpu,
-        cores=sorted(os.sched_getaffinity(0)),
-        problem=problem,
-    )
-
-
 def exchange_devices(store: dist.Store, own: RankDevice, *, ranks: int, limit: timedelta) -> int:
-    """Exchange `describe_rank` with all ranks through their store. Returns this rank's number of cores.
+    """Tell the other ranks about this one through their store. Returns this rank's number of cores.
 
     Rank 0 judges, after `REPORT_AFTER` also a contradiction among those that have come.
 

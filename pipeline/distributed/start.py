@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipeline.distributed.devices import choose_device, describe_rank, exchange_devices
+from pipeline.distributed.devices import RankDevice, choose_device, exchange_devices
 from pipeline.distributed.exit_record import EXIT_STALLED
 from pipeline.distributed.precision import keep_fp32
 from pipeline.distributed.timing import Phases
@@ -103,9 +103,11 @@ def _join(rank: int, size: int, device: torch.device, timeout: timedelta, *, pro
     try:
         store = _store(rank, size, limit)
         store.set_timeout(timeout)
-        cores = exchange_devices(store, describe_rank(rank, device, problem=problem), ranks=size, limit=limit)
         on_gpu = device.type == "cuda"
-        backend = "nccl" if on_gpu else "gloo"
+        backend, gpu = ("nccl", torch.cuda.get_device_properties(device)) if on_gpu else ("gloo", None)
+        name, number = (gpu.name, str(getattr(gpu, "uuid", ""))) if gpu else ("CPU", "")
+        own = RankDevice(rank=rank, backend=backend, device=name, gpu=number, problem=problem)
+        cores = exchange_devices(store, own, ranks=size, limit=limit)
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("default_pg", store),

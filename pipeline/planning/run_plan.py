@@ -77,7 +77,7 @@ def host_bytes(config: DataConfig, order: Order, *, ranks: int, image_size: int)
 class RunPlan:
     """All estimates of a run."""
 
-    architecture: str
+    architecture: Architecture
     gpus: int
     local_batch: int
     micro_batch: int
@@ -90,7 +90,6 @@ class RunPlan:
     stages: list[tuple[str, float]]
     """Description and FLOPs, as executed, of each stage; one without `schedule.stages`."""
     dataset_size: int
-    image_size: int
     data: Order | None
     """None if there is no manifest yet."""
     data_missing: str
@@ -153,7 +152,7 @@ def plan_run(run: RunConfig, *, gpus: int, dataset_size: int | None = None) -> R
     notes = [note for *_, notes in every for note in notes]
     notes += [*_stored_features(run, data), *_caption_notes(run, architecture)]
     return RunPlan(
-        architecture=architecture.name,
+        architecture=architecture,
         gpus=gpus,
         local_batch=local,
         micro_batch=micro,
@@ -178,7 +177,6 @@ def plan_run(run: RunConfig, *, gpus: int, dataset_size: int | None = None) -> R
         objective=objective,
         stages=stage_flops(run, accumulation=micro < local),
         dataset_size=dataset_size,
-        image_size=architecture.image_size,
         data=data,
         data_missing=missing,
         notes=tuple(dict.fromkeys(notes)),

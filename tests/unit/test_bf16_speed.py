@@ -35,14 +35,14 @@ def test_the_doctor_notes_a_cpu_that_is_slow_in_bf16(slowdown):
     )
 
 
-@pytest.mark.parametrize("deepspeed", ["zero1_bf16", "zero1_fp32"])
-def test_a_run_in_bf16_warns_there(slowdown, deepspeed, tmp_path):
+def test_a_run_in_bf16_warns_there(slowdown, tmp_path):
     prepare(tmp_path, [16])
-    train_here(*settings_in(tmp_path, "run", f"engine.deepspeed={deepspeed}", "samples=8", "data.streams=1"))
-    records = [record for record in metrics(tmp_path / "run", "event") if "in bf16" in record["message"]]
-    warnings = [record["message"] for record in records if record["level"] == "warning"]
-    expected = [f"{SLOW} Training in fp32 is faster here: engine.deepspeed=zero1_fp32."]
-    assert warnings == (expected if slowdown > 3 and deepspeed == "zero1_bf16" else [])
+    for name in ("zero1_bf16", "zero1_fp32"):
+        train_here(*settings_in(tmp_path, name, f"engine.deepspeed={name}", "samples=8", "data.streams=1"))
+        records = [record for record in metrics(tmp_path / name, "event") if "in bf16" in record["message"]]
+        warnings = [record["message"] for record in records if record["level"] == "warning"]
+        expected = [f"{SLOW} Training in fp32 is faster here: engine.deepspeed=zero1_fp32."]
+        assert warnings == (expected if slowdown > 3 and name == "zero1_bf16" else [])
 
 
 def test_the_advice_names_a_file_that_exists():
@@ -54,21 +54,13 @@ def demo(*overrides: str, output: Path) -> RunConfig:
     return in_faster_precision(load_recipe(RECIPE, [f"output={output}", *overrides]), overrides)
 
 
-def test_the_demo_trains_in_fp32_there(slowdown, tmp_path, capsys):
+def test_the_demo_trains_in_fp32_there_unless_its_precision_is_given(slowdown, tmp_path, capsys):
     assert demo(output=tmp_path).engine.deepspeed == ("zero1_fp32" if slowdown > 3 else "zero1_bf16")
     assert capsys.readouterr().out.startswith(SLOW) == (slowdown > 3)
-
-
-def test_the_demo_takes_the_precision_that_the_user_names(slowdown, tmp_path):
-    assert slowdown
     assert demo("engine.deepspeed=zero2_bf16", output=tmp_path).engine.deepspeed == "zero2_bf16"
-
-
-@pytest.mark.parametrize("deepspeed", ["zero1_bf16", "zero1_fp32"])
-def test_a_demo_that_is_continued_keeps_its_precision(slowdown, deepspeed, tmp_path):
-    assert slowdown
-    (tmp_path / RUN_CONFIG_NAME).write_text(dump(load_recipe(RECIPE, [f"engine.deepspeed={deepspeed}"])))
-    assert demo(output=tmp_path).engine.deepspeed == deepspeed
+    for before in ("zero1_bf16", "zero1_fp32"):  # of a demo that is continued
+        (tmp_path / RUN_CONFIG_NAME).write_text(dump(load_recipe(RECIPE, [f"engine.deepspeed={before}"])))
+        assert demo(output=tmp_path).engine.deepspeed == before
 
 
 def test_convolutions_on_a_gpu_do_not_use_tf32(monkeypatch):

@@ -101,14 +101,10 @@ def test_the_end_of_another_rank_counts_from_the_second_look_on(code, counts, tm
     assert heart._lost() == ""
     end(tmp_path, 3, code, reason="a shard is damaged")
     assert heart._lost() == ""
-    assert heart._lost() == (f"rank 3 (node3, process 7) ended with {code}: a shard is damaged" if counts else "")
-
-
-def test_the_first_cause_is_passed_on(tmp_path):
-    heart = heartbeat(tmp_path, size=4)
-    end(tmp_path, 2, 76, reason="rank 3 (node3, process 7) ended with 2: damaged.")
-    assert heart._lost() == ""
-    assert heart._lost() == "rank 3 (node3, process 7) ended with 2: damaged."
+    said = f"rank 3 (node3, process 7) ended with {code}: a shard is damaged" if counts else ""
+    assert heart._lost() == said
+    end(tmp_path, 3, 76, reason="the first cause")
+    assert (heart._lost(), heart._lost()) == ("", "the first cause")
 
 
 def first_found(heart: Heartbeat, before: Callable[[int], object] = lambda look: None, *, blind: bool = False) -> str:

@@ -16,7 +16,6 @@ from pipeline.cores import only_cores, usable_cores
 from pipeline.data.loading.loader import Batch
 from pipeline.distributed.start import start_world
 from pipeline.distributed.world import World
-from pipeline.errors import UserError
 from pipeline.files import existing_folder
 from pipeline.training.loop import Trainer
 from pipeline.training.recipe import RunConfig
@@ -32,7 +31,7 @@ WAITING = 0.1
 
 
 def measure(run: RunConfig, *, ranks: int, seconds: float = 60.0) -> dict[str, str]:
-    """Measure one rank's part of a recipe, with the recipe's model, data, workers and engine, and forecast the run.
+    """Measure one rank's part of a recipe that `plan_run` has accepted, and forecast the run.
 
     The rank has its share of batch and streams, and of this machine's cores: one rank for each GPU, or without GPUs all
     ranks, divide them. What is repeated takes `seconds`; building the model and one checkpoint come on top.
@@ -41,7 +40,7 @@ def measure(run: RunConfig, *, ranks: int, seconds: float = 60.0) -> dict[str, s
         Figures and forecast as texts by label. Communication between ranks is not in the forecast.
 
     Raises:
-        UserError: The recipe cannot be trained here, or there is no manifest.
+        UserError: The recipe cannot be trained here.
     """
     with tempfile.TemporaryDirectory(prefix=".neuclip-measure-", dir=existing_folder(Path(run.output))) as folder:
         trial = _trial(run, ranks=ranks, folder=Path(folder))
@@ -56,10 +55,6 @@ def measure(run: RunConfig, *, ranks: int, seconds: float = 60.0) -> dict[str, s
 
 def _trial(run: RunConfig, *, ranks: int, folder: Path) -> RunConfig:
     """One rank's share of the recipe, which trains for as long as needed and leaves no trace, here or elsewhere."""
-    if run.batch_size % ranks or run.data.streams % ranks:
-        raise UserError(
-            f"{ranks} ranks must divide batch_size = {run.batch_size} and data.streams = {run.data.streams}."
-        )
     return replace(
         run,
         output=str(folder),

@@ -17,6 +17,7 @@ from pipeline.planning.run_plan import engine_memory, plan_run
 from pipeline.training.recipe import load_recipe
 from tests.shards import write_shards
 from tests.towers import TINY, write_tiny
+from tests.training import in_this_process
 
 P = 1_000_003
 
@@ -116,8 +117,11 @@ def test_a_measurement_uploads_nothing(tmp_path):
 def test_the_command_prints_the_plan_and_the_data(arch, tmp_path):
     write_shards(tmp_path / "shards", [60, 60])
     arguments = settings(arch, f"data.sources={tmp_path / 'shards'}", "engine.micro_batch=10")
-    result = CliRunner().invoke(command, [*arguments, "--ranks", "2"])
+    arguments += [f"output={tmp_path / 'run'}", "engine.device=cpu"]
+    with in_this_process():
+        result = CliRunner().invoke(command, [*arguments, "--ranks", "2", "--measure", "--seconds", "1"])
     assert result.exit_code == 0, result.output
+    assert not (tmp_path / "run").exists()
     for part in (
         " on tiny-towers: 2 x 20 pairs",
         "1 (recipe)",
@@ -126,6 +130,8 @@ def test_the_command_prints_the_plan_and_the_data(arch, tmp_path):
         "3 steps of 40; every sample is in a batch",
         "25 steps, 1,000 pairs (8.33 times the data)",
         "of decoded batches per rank",
+        "one rank, 20 pairs a step",
+        "2 times one rank's, without communication",
     ):
         assert part in result.output
     absent = CliRunner().invoke(command, [*settings(arch, "model.image_size=33"), "--dataset-size", "400"])

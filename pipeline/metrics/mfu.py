@@ -220,7 +220,7 @@ def training_flops(model: ModelConfig, *, text_tokens: float | None = None, imag
     A tower that is locked as a whole has no backward pass. The towers compute `text_tokens` per text (None: the context
     length) and `images` per pair: none if the image tower's outputs are stored.
     """
-    image, text, length = _measured(replace(without_weights(model), sync_batchnorm=False, compile=False))
+    image, text, length = _measured(replace(without_weights(model), compile=False))
     tokens = (model.text_tokens or length) if text_tokens is None else text_tokens
     return images * image + float(np.polynomial.polynomial.polyval(tokens, text))
 

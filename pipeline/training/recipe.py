@@ -180,18 +180,11 @@ def check_run(run: RunConfig, *, world_size: int) -> None:
     facts = ENGINES[run.engine.name].facts(
         run.engine, optimizer=run.optimizer, global_batch=run.batch_size, world_size=world_size
     )
-    if run.model.sync_batchnorm and world_size > 1 and facts.stage > 1:
-        raise UserError(
-            f"model.sync_batchnorm=true with ZeRO stage {facts.stage} (engine.deepspeed): batch norms and DeepSpeed "
-            "would both communicate during the backward pass, in two groups of NCCL, which can wait for each other "
-            "forever. Take a lower stage, for example engine.deepspeed=zero1_bf16."
-        )
-    together = facts.stage == 3 or (world_size > 1 and (facts.stage == 2 or run.model.sync_batchnorm))
+    together = facts.stage == 3 or (world_size > 1 and facts.stage == 2)
     if run.engine.micro_batch == "auto" and together:
         raise UserError(
             "engine.micro_batch=auto tries on each rank alone what fits into memory, which is not possible at ZeRO "
-            "stage 3, nor on several ranks at stage 2 or with model.sync_batchnorm=true: give a number, or take "
-            "engine.deepspeed=zero1_bf16 without synchronised batch norms."
+            "stage 3, nor on several ranks at stage 2: give a number, or take engine.deepspeed=zero1_bf16."
         )
     if run.model.lora.rank is not None:
         refused = {

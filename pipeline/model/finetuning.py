@@ -30,23 +30,20 @@ BASE, IN_PEFT = ".base_layer.", "base_model.model."
 
 @section
 class LoraConfig:
-    """Low-rank adapters (LoRA, 2106.09685) for fine-tuning: the pretrained weights stay as they are, and beside a layer
-    $W$ two small matrices are trained: $W + (\\mathrm{alpha} / \\mathrm{rank}) B A$. Needs `pip install
-    'neuclip[lora]'`."""
+    """Low-rank adapters (LoRA, 2106.09685) for fine-tuning: the pretrained weights stay as they are, and beside every
+    linear layer $W$ in the blocks of the towers that are not locked two small matrices are trained:
+    $W + (\\mathrm{alpha} / \\mathrm{rank}) B A$. In open_clip's own towers these layers are the MLPs: attention is one
+    joint matrix there, which is not adapted. Needs `pip install 'neuclip[lora]'`."""
 
     rank: int | None = Field(default=None, ge=1)
     """Rows of $A$, usually 4 to 64; None: no adapters, the weights themselves are trained."""
     alpha: float | None = Field(default=None, gt=0)
     """Weight of the adapters, divided by the rank; None: twice the rank."""
-    targets: tuple[str, ...] | None = None
-    """Names of the layers to adapt, such as [c_fc, c_proj]; None: every linear layer of the blocks of both towers, or
-    of the one that is not locked. In open_clip's own towers these are the MLPs: their attention is one joint matrix,
-    which is no layer, and is not adapted."""
 
     @model_validator(mode="after")
     def _of_adapters(self) -> LoraConfig:
-        if self.rank is None and (self.alpha is not None or self.targets is not None):
-            raise ValueError("alpha and targets are of adapters, and there are none: set model.lora.rank, too")
+        if self.rank is None and self.alpha is not None:
+            raise ValueError("alpha is of adapters, and there are none: set model.lora.rank, too")
         return self
 
     @property
@@ -62,7 +59,7 @@ def add_adapters(clip: nn.Module, config: LoraConfig, *, seed: int, locked: tupl
     `seed` is that of A's initial values, B starts at 0; `locked`: whether image and text tower stay as they are.
 
     Raises:
-        UserError: peft is not installed, or there is nothing to adapt.
+        UserError: peft is not installed, or the model has batch norms.
     """
     if config.rank is None:
         return
@@ -70,7 +67,10 @@ def add_adapters(clip: nn.Module, config: LoraConfig, *, seed: int, locked: tupl
         import peft
     except ImportError as error:
         raise UserError(f"model.lora needs the package peft: pip install 'neuclip[lora]' ({error}).") from error
-    layers = _layers(clip, config, locked=locked)
+    if any(isinstance(module, _BatchNorm) for module in clip.modules()):
+        raise UserError("model.lora: the statistics of this architecture's batch norms would change beside adapters.")
+    linear = (name for name, module in clip.named_modules() if type(module) is nn.Linear and IN_BLOCK.search(name))
+    layers = [name for name in linear if not locked[0 if name.startswith("visual.") else 1]]
     # One expression for the layers that differ in their number: peft would also adapt others by a plain list of names.
     expressions = sorted({re.sub(r"(?<=\\\.)\d+(?=\\\.)", r"\\d+", re.escape(name)) for name in layers})
     alpha: Any = config.scale * config.rank  # peft declares an integer; a float serves as well
@@ -79,24 +79,6 @@ def add_adapters(clip: nn.Module, config: LoraConfig, *, seed: int, locked: tupl
         torch.manual_seed(seed)
         peft.inject_adapter_in_model(settings, clip)
     clip.adapters = settings
-
-
-def _layers(clip: nn.Module, config: LoraConfig, *, locked: tuple[bool, bool]) -> list[str]:
-    """Names of the linear layers in the blocks of the towers that are not locked."""
-    linear = (name for name, module in clip.named_modules() if type(module) is nn.Linear and IN_BLOCK.search(name))
-    offered = [name for name in linear if not locked[0 if name.startswith("visual.") else 1]]
-    norms = any(isinstance(module, _BatchNorm) for module in clip.modules())
-    wanted = None if config.targets is None else set(config.targets)
-    chosen = [name for name in offered if wanted is None or wanted & {name.rpartition(".")[2], name}]
-    missing = sorted((wanted or set()) - {part for name in chosen for part in (name.rpartition(".")[2], name)})
-    if norms or missing or not chosen:
-        what = "the statistics of batch norms would change beside the adapters" if norms else "there is no such layer"
-        names = ", ".join(sorted({name.rpartition(".")[2] for name in offered})) or "none"
-        raise UserError(
-            f"model.lora: {what}{f' as {missing}' if missing else ''}. The linear layers in the blocks of the towers "
-            f"that are not locked: {names}. (The attention of open_clip's own towers is no such layer.)"
-        )
-    return chosen
 
 
 def is_adapter(name: str) -> bool:

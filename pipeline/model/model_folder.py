@@ -122,9 +122,7 @@ def allow_by_umask(*paths: Path) -> None:
         path.chmod(0o666 & ~UMASK)
 
 
-def create_from(
-    start: Start, *, tokenizer: Path | None = None, trust_remote_code: bool = False, **options: Any
-) -> tuple[nn.Module, Architecture]:
+def create_from(start: Start, *, tokenizer: Path | None = None, **options: Any) -> tuple[nn.Module, Architecture]:
     """open_clip's model and its description. In a checkpoint, the files are verified.
 
     Where image size or context length differ from the weights', position embeddings are interpolated (bicubic for
@@ -133,7 +131,6 @@ def create_from(
     Args:
         start: What it starts from.
         tokenizer: Folder with the files of a Hugging Face tokenizer, instead of the start's.
-        trust_remote_code: As for `build_tokenizer`.
         options: Of `open_clip.create_model`.
 
     Raises:
@@ -155,7 +152,7 @@ def create_from(
     described["vision_cfg"] = {**described["vision_cfg"], "image_size": preprocess["size"]}
     described["vision_cfg"].pop("patch_dropout", None)  # a training setting, not part of the trained model
     folder = tokenizer or start.folder
-    tokenize = build_tokenizer(described, name=start.name, folder=folder, trust_remote_code=trust_remote_code)
+    tokenize = build_tokenizer(described, name=start.name, folder=folder)
     return clip, Architecture(start.name, described, preprocess, tokenize, start.background)
 
 

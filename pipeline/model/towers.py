@@ -52,9 +52,6 @@ class ModelConfig:
     tokenizer: str | None = None
     """Folder with the files of a Hugging Face tokenizer, for architectures that use one (SigLIP, CLIPA, XLM-R); None:
     that of the pretrained folder, else the hub's."""
-    trust_remote_code: bool = False
-    """Let a tokenizer of Hugging Face run the Python code that comes with it: with your rights, on every rank. No model
-    folder can set this; read the code first."""
     lock_image: bool = False
     """Keep the image tower as it is (LiT): only the text tower is trained."""
     unlocked_image_blocks: int = Field(default=0, ge=0)
@@ -250,7 +247,6 @@ def build_towers(config: ModelConfig, *, seed: int, device: str | torch.device =
         clip, architecture = create_from(
             start,
             tokenizer=Path(config.tokenizer) if config.tokenizer else None,
-            trust_remote_code=config.trust_remote_code,
             force_image_size=config.image_size,
             force_context_length=config.context_length,
             force_patch_dropout=config.patch_dropout,

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 DEFAULT_OBJECTIVE = "neuclip"
 BUDGETS, WARM_UPS = ("epochs", "samples"), ("warmup_share", "warmup_steps")
 SCALED_RATES = (("optimizer", "lr"), ("objective", "tau_lr"))
-CONSENTS = ("data.allow_outside", "evaluation.allow_outside", "model.trust_remote_code")
+CONSENTS = ("data.allow_outside", "evaluation.allow_outside")
 """Settings by which users let what they were given by others act on their machine."""
 RESOLVED = ("seed", "max_skipped_steps", "model", "optimizer", "schedule", "engine", "checkpoint", "telemetry")
 """Every resolved configuration has all of these, also of earlier versions: it is recognized under any name."""
@@ -113,8 +113,7 @@ def consents_in(stored: Mapping[str, Any]) -> list[str]:
 def without_consents(stored: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """A configuration that was read from a checkpoint or a run's folder, without the consents in it.
 
-    It comes from whoever wrote the checkpoint. Users consent for themselves: in a recipe of their own, by an override,
-    or by the environment (NEUCLIP_TRUST_REMOTE_CODE=1).
+    It comes from whoever wrote the checkpoint. Users consent for themselves, in a recipe or by an override.
     """
     return {
         key: without_consents(value, f"{prefix}.{key}") if isinstance(value, Mapping) else value

@@ -73,11 +73,11 @@ def test_commands_of_a_manifest_are_not_run(command, stranger, tmp_path, capsys)
     assert not [path for path in tmp_path.iterdir() if path.is_file()]
 
 
-CONSENTS = {"data": {"allow_outside": True}, "model": {"trust_remote_code": True}}
+CONSENTS = {"data": {"allow_outside": True}, "evaluation": {"allow_outside": True}}
 
 
 def consents(run: RunConfig) -> list[bool]:
-    return [run.data.allow_outside, run.model.trust_remote_code]
+    return [run.data.allow_outside, run.evaluation.allow_outside]
 
 
 @pytest.mark.parametrize("extra", [CONSENTS, {"methods": {"neuclip": CONSENTS}}])
@@ -89,7 +89,7 @@ def test_a_run_of_a_stranger_does_not_consent_for_the_user(tmp_path, caplog, ext
     assert consents(load_recipe(own)) == [True] * 2
     caplog.clear()
     assert consents(load_recipe(strange)) == [False] * 2
-    assert "data.allow_outside=true model.trust_remote_code=true: it is not" in caplog.text
+    assert "data.allow_outside=true evaluation.allow_outside=true: it is not" in caplog.text
     assert consents(load_recipe(strange, ["data.allow_outside=true"])) == [True, False]
     (tmp_path / "child.yaml").write_text("extends: config")
     assert consents(load_recipe(tmp_path / "child.yaml")) == [False] * 2
@@ -155,38 +155,11 @@ def write_model(folder: Path, **text_cfg: Any) -> None:
 )
 def test_a_model_folder_runs_no_code(model, tmp_path, options, why):
     write_model(model, tokenizer_kwargs=options)
-    with pytest.raises(UserError, match=why + r".*model\.trust_remote_code=true .*NEUCLIP_TRUST_REMOTE_CODE=1"):
+    with pytest.raises(UserError, match=why + ".*a model whose tokenizer needs none"):
         check_model(ModelConfig(arch="pretrained", pretrained=str(model)))
     with pytest.raises(UserError, match=why):
         load_for_evaluation(str(model))
     assert not (tmp_path / "ran").exists()
-
-
-def test_the_user_can_allow_the_code_of_a_tokenizer(model, tmp_path, monkeypatch):
-    write_model(model, tokenizer_kwargs={"trust_remote_code": True})
-    check_model(ModelConfig(arch="pretrained", pretrained=str(model), trust_remote_code=True))
-    assert (tmp_path / "ran").exists()
-    monkeypatch.setenv("NEUCLIP_TRUST_REMOTE_CODE", "1")
-    assert load_for_evaluation(str(model)).tokenize(["a cat"]).shape == (1, 16)
-
-
-@pytest.mark.parametrize(
-    ("body", "why"),
-    [
-        ("def __init__(self, **_): raise RuntimeError()", "RuntimeError: RuntimeError"),
-        ("def __call__(self, *_, **__): return None", "AttributeError"),
-        (
-            "def __call__(self, *_, **__): return type('R', (), {'input_ids': torch.zeros(3)})",
-            "16 token ids for a text",
-        ),
-    ],
-)
-def test_allowed_code_that_does_not_work_is_no_bug_of_ours(model, body, why):
-    code = CODE.format(marker=str(model / "ran")).replace("    pass\n", f"    {body}\n")
-    (model / "own.py").write_text(f"import torch\n{code}")
-    write_model(model)
-    with pytest.raises(UserError, match=why):
-        check_model(ModelConfig(arch="pretrained", pretrained=str(model), trust_remote_code=True))
 
 
 def test_a_text_tower_with_code_of_its_own_is_refused_without_a_question(tmp_path, monkeypatch):

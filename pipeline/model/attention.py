@@ -192,7 +192,7 @@ def _can_pack(attention: object) -> TypeGuard[nn.MultiheadAttention]:
 
 
 class Fp32SumEmbedding(nn.Embedding):
-    """`nn.Embedding` that reads its table with `lookup` where that matters."""
+    """`nn.Embedding` that reads its table with `lookup`."""
 
     def forward(self, input: Tensor) -> Tensor:
         """[...] ids -> [..., D]."""
@@ -204,30 +204,8 @@ def lookup(ids: Tensor, table: Tensor, *, padding: int | None = None) -> Tensor:
 
     Unlike indexing, its backward pass adds in a fixed order on CUDA, and in fp32 on CPUs.
     """
-    if table.device.type != "cpu" or table.dtype == torch.float32:
-        return nn.functional.embedding(ids, table, padding)
-    rows: Tensor = _Lookup.apply(ids, table, padding)
-    return rows
-
-
-class _Lookup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, ids: Tensor, table: Tensor, padding: int | None) -> Tensor:
-        ctx.save_for_backward(ids)
-        ctx.shape, ctx.padding = table.shape, padding
-        return torch.embedding(table, ids)
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[None, Tensor, None]:
-        (ids,) = ctx.saved_tensors
-        used, place = ids.flatten().unique(return_inverse=True)
-        width = ctx.shape[1]
-        sums = torch.zeros((len(used), width)).index_add_(0, place, upstream[0].reshape(-1, width).float())
-        if ctx.padding is not None:
-            sums[used == ctx.padding] = 0
-        gradient = upstream[0].new_zeros(ctx.shape)
-        gradient[used] = sums.to(gradient.dtype)
-        return None, gradient, None
+    in_fp32 = table.float() if table.device.type == "cpu" and table.dtype != torch.float64 else table
+    return F.embedding(ids, in_fp32, padding).to(table.dtype)
 
 
 def use_fp32_embedding_sums(model: nn.Module) -> None:

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.errors import UserError, in_a_line
+from pipeline.errors import UserError
 from pipeline.model.architectures import Architecture
 from pipeline.model.finetuning import LoraConfig
 from pipeline.model.model_folder import create_from, weights_digest
-from pipeline.model.starting_weights import logit_of, start_of
-from pipeline.model.towers import ModelConfig, Towers, build_towers, without_weights
+from pipeline.model.starting_weights import start_of
+from pipeline.model.towers import ModelConfig, Towers, build_towers, logit_of, without_weights
 from pipeline.pictures.pixels import Colour, orientation, read_file, read_rgb, to_rgb, upright
 
 
@@ -78,19 +78,12 @@ def load_for_evaluation(spec: str | os.PathLike[str], *, device: str | torch.dev
         device: Where to put the model.
 
     Raises:
-        UserError: There is no model at `spec`, the weights do not fit the architecture, or there is no such device.
+        UserError: There is no model at `spec`, or the weights do not fit the architecture.
     """
-    if not isinstance(spec, str | os.PathLike):
-        raise UserError(f"The model is {spec!r} ({type(spec).__name__}): give a folder, or ARCH:PRETRAINED.")
-    spec = os.fspath(spec)
-    try:
-        device = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise UserError(f"device = {device!r} is none: {in_a_line(error)}") from error
-    start = start_of(spec)
+    start = start_of(os.fspath(spec))
     clip, architecture = create_from(start)
-    source = str(start.folder or spec)
-    return for_evaluation(Towers(clip, logit=logit_of(clip)).to(device), architecture, source=source)
+    towers = Towers(clip, logit=logit_of(clip)).to(device)
+    return for_evaluation(towers, architecture, source=str(start.folder or spec))
 
 
 def copy_for_evaluation(
@@ -142,19 +135,10 @@ def score(
         or always [n, m] with `matrix`.
 
     Raises:
-        UserError: The numbers of images and texts differ, something given is of another type, or an image cannot be
-            read.
+        UserError: The numbers of images and texts differ, or an image cannot be read.
     """
-    if type(batch_size) is not int or batch_size < 1:
-        raise UserError(f"batch_size = {batch_size!r} must be a whole number of at least 1.")
     one_image, one_text = isinstance(images, str | Path) or hasattr(images, "convert"), isinstance(texts, str)
-    images = [images] if one_image else images
-    texts = [texts] if isinstance(texts, str) else texts
-    if not _is_sequence(images):
-        raise UserError(f"The images are {images!r} ({type(images).__name__}): give paths or PIL images, or one.")
-    wrong = [text for text in texts if not isinstance(text, str)] if _is_sequence(texts) else [texts]
-    if wrong:
-        raise UserError(f"The texts include {wrong[0]!r} ({type(wrong[0]).__name__}): give a str, or a list of them.")
+    images, texts = [images] if one_image else images, [texts] if isinstance(texts, str) else texts
     if not matrix and len(images) != len(texts):
         raise UserError(
             f"{len(images)} images and {len(texts)} texts were given: give one text per image, or matrix=True to "
@@ -166,11 +150,6 @@ def score(
         return image @ text.T
     pairs = (image * text).sum(1)
     return pairs[0] if one_image and one_text else pairs
-
-
-def _is_sequence(items: Any) -> bool:
-    """Whether something has a length and numbered items, as lists, tuples, arrays and columns of tables do."""
-    return hasattr(items, "__len__") and hasattr(items, "__getitem__") and not isinstance(items, Mapping)
 
 
 def _features(model: EvaluationModel, items: Sequence[Any], *, size: int, of_texts: bool = False) -> Tensor:
@@ -189,8 +168,6 @@ def _features(model: EvaluationModel, items: Sequence[Any], *, size: int, of_tex
 
 def _open(image: Any, background: Colour) -> Any:
     """A PIL image in RGB, as a viewer shows it: cameras store turned pictures with a note to turn them back (EXIF)."""
-    if not (isinstance(image, str | Path) or hasattr(image, "convert")):
-        raise UserError(f"The images include {image!r} ({type(image).__name__}): give paths or PIL images.")
     try:
         if isinstance(image, str | Path):
             return read_rgb(read_file(image), background=background, turned=True)

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
-
 from pipeline.errors import UserError, in_a_line
 from pipeline.model.architectures import TOKENIZER_FILES, check_same_towers, check_tag, load_open_clip, register
 from pipeline.model.foreign_weights import stored_description
@@ -221,27 +219,3 @@ def check_fetched(arch: str, pretrained: str | None, *, tokenizer: str | None) -
         with _hub_or_cache(what, instead="give a local file or folder.") as why:
             if why:
                 download_pretrained(config)  # offline, it looks into its caches
-
-
-def interpolated(start: Start, *, image_size: int | None, context_length: int | None) -> list[str]:
-    """Sentences about the position embeddings that were interpolated when the weights were loaded."""
-    if not start.has_weights:
-        return []
-    stored = start.model_cfg if start.folder is None else start_in(start.folder).model_cfg
-    notes = []
-    for what, before, now in (
-        ("image size", stored["vision_cfg"].get("image_size", 224), image_size),
-        ("context length", stored["text_cfg"].get("context_length", 77), context_length),
-    ):
-        before = before[0] if isinstance(before, list | tuple) else before
-        if now is not None and now != before:
-            notes.append(f"The weights' {what} is {before}, the model's {now}: position embeddings are interpolated.")
-    return notes
-
-
-def logit_of(clip: nn.Module) -> tuple[float, float | None] | None:
-    """`(log(1/tau), bias)` of a model, as its weights have them."""
-    scale, bias = (getattr(clip, name, None) for name in ("logit_scale", "logit_bias"))
-    if not isinstance(scale, Tensor) or scale.device.type == "meta":
-        return None
-    return float(scale.detach()), None if bias is None else float(bias.detach())

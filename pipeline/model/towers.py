@@ -7,7 +7,6 @@ Shape legend: B images or texts, L tokens, d feature dimension.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -23,13 +22,7 @@ from pipeline.model.architectures import Architecture
 from pipeline.model.attention import PackedText, use_fp32_embedding_sums, use_packed_attention
 from pipeline.model.finetuning import LoraConfig, add_adapters, lock_towers
 from pipeline.model.model_folder import LOGIT_KEYS, create_from
-from pipeline.model.starting_weights import (
-    FROM_WEIGHTS,
-    find_start,
-    folder_of,
-    interpolated,
-    logit_of,
-)
+from pipeline.model.starting_weights import FROM_WEIGHTS, find_start, folder_of
 from pipeline.model.trimming import TextTrimming, encode_text, text_trimming, why_not_trimmed
 
 
@@ -103,11 +96,11 @@ class Towers(nn.Module):
     """Image and text encoder in one module. Features are unit-norm fp32, whatever the dtype of the weights."""
 
     def __init__(
-        self, clip: nn.Module, *, logit: tuple[float, float | None] | None = None, notes: Sequence[str] = ()
+        self, clip: nn.Module, *, logit: tuple[float, float | None] | None = None, notes: tuple[str, ...] = ()
     ) -> None:
-        """`logit`: log(1/tau) and bias of the pretrained weights. `notes`: for the run's log, how these were fitted."""
+        """`logit`: log(1/tau) and bias of the pretrained weights. `notes`: what a run's log says about the towers."""
         super().__init__()
-        self.logit, self.notes = logit, tuple(notes)
+        self.logit, self.notes = logit, notes
         for name in LOGIT_KEYS:  # a 0-dim parameter crashes DeepSpeed, and bf16 would round it
             if getattr(clip, name, None) is not None:
                 delattr(clip, name)
@@ -203,20 +196,28 @@ def check_model(config: ModelConfig) -> None:
     build_towers(without_weights(config), seed=0, device="meta")
 
 
-def unread_pixels(visual: nn.Module, image_size: int) -> list[str]:
+def logit_of(clip: nn.Module) -> tuple[float, float | None] | None:
+    """`(log(1/tau), bias)` of a model, as its weights have them."""
+    scale, bias = (getattr(clip, name, None) for name in LOGIT_KEYS)
+    if not isinstance(scale, Tensor) or scale.is_meta:
+        return None
+    return float(scale.detach()), None if bias is None else float(bias.detach())
+
+
+def unread_pixels(visual: nn.Module, image_size: int) -> tuple[str, ...]:
     """A sentence about the pixels at the right and the bottom that fill no whole patch, if there are any."""
     patches = getattr(getattr(visual, "trunk", None), "patch_embed", visual)
     patch = getattr(patches, "patch_size", None)
     side = int(patch[0] if isinstance(patch, tuple) else patch or 1)
     if not (left := image_size % side):
-        return []
+        return ()
     below = image_size - left
     note = (
         f"Images of {image_size} px hold {below // side} x {below // side} patches of {side} px: the last {left} px at "
         f"the right and at the bottom are never read. model.image_size={below} is cheaper and reads as much; "
         f"{below + side} has none left over."
     )
-    return [note]
+    return (note,)
 
 
 def build_towers(config: ModelConfig, *, seed: int, device: str | torch.device = "cpu") -> tuple[Towers, Architecture]:
@@ -271,9 +272,7 @@ def build_towers(config: ModelConfig, *, seed: int, device: str | torch.device =
         use_packed_attention(clip)
         use_class_token_block(clip)
     add_adapters(clip, config.lora, seed=seed, locked=(config.lock_image, config.lock_text))
-    notes = interpolated(start, image_size=config.image_size, context_length=config.context_length)
-    notes += unread_pixels(clip.visual, architecture.image_size)  # type: ignore[arg-type]
-    towers = Towers(clip, logit=logit, notes=notes)
+    towers = Towers(clip, logit=logit, notes=unread_pixels(clip.visual, architecture.image_size))  # type: ignore[arg-type]
     if config.grad_checkpointing:
         towers.clip.set_grad_checkpointing(True)  # type: ignore[operator]
     return towers, architecture

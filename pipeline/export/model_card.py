@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import open_clip
+
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.errors import UserError
 from pipeline.export.transformers_model import is_siglip
-from pipeline.model.architectures import Architecture, load_open_clip
+from pipeline.model.architectures import Architecture
 from pipeline.model.model_folder import weights_digest
 from pipeline.model.starting_weights import HUB
 from pipeline.pictures.pixels import colour_name
@@ -81,7 +83,7 @@ def _base_model(arch: str, start: str) -> str:
         return start.removeprefix(HUB)
     if not start or Path(start).exists():
         return ""
-    published = load_open_clip().get_pretrained_cfg(arch, start) or {}
+    published = open_clip.get_pretrained_cfg(arch, start) or {}
     return "/".join(str(published.get("hf_hub") or "").split("/")[:2])
 
 

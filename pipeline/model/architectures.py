@@ -1,13 +1,12 @@
-"""open_clip's architectures by name, and checks that need no weights: is the name known, do the weights fit it?
+"""open_clip's architectures by name, whether weights fit them, and their tokenizers.
 
-49 of them (SigLIP, SigLIP 2, CLIPA, XLM-R and others) read text with a tokenizer from Hugging Face: from a folder, a
-cache or the hub. open_clip expects its files inside a model folder, so checkpoints of such models carry them.
+49 of them (SigLIP, CLIPA, XLM-R and others) read text with a tokenizer from Hugging Face, whose files open_clip expects
+inside a model folder: checkpoints of such models carry them.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,13 @@ from pipeline.pictures.pixels import WHITE, Colour
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.txt")
 OUR_CONFIGS = Path(__file__).parent / "model_configs"
+HARMLESS = frozenset({"additional_special_tokens", "clean", "language", "reduction_mask", "strip_sep_token"})
+"""Options of open_clip's tokenizers; others go to transformers, which has some that run code or write files."""
+MAY_DIFFER = {
+    "vision_cfg.image_size", "vision_cfg.patch_dropout", "vision_cfg.timm_model_pretrained", "init_logit_bias",
+    "init_logit_scale", "text_cfg.context_length", "text_cfg.hf_tokenizer_name", "text_cfg.hf_model_pretrained",
+}  # fmt: skip
+"""Settings of open_clip's description that do not define the towers; image size and context length may change."""
 
 
 @dataclass(frozen=True)
@@ -69,35 +75,24 @@ class Architecture:
 
 def architecture_names() -> tuple[str, ...]:
     """Every name that `model.arch` accepts; it also accepts the path of a JSON file."""
-    open_clip = load_open_clip()
+    import open_clip
+
     ours = sorted(path.stem for path in OUR_CONFIGS.glob("*.json"))
     return (*ours, *(name for name in open_clip.list_models() if name not in ours))
 
 
-def load_open_clip() -> Any:
-    """The module `open_clip`, imported on first use because the import takes seconds."""
-    import open_clip
-
-    return open_clip
-
-
 def register(arch: str) -> str:
-    """Register `arch` with open_clip if it is one of our configs or a JSON file.
-
-    Returns:
-        The name by which open_clip knows the architecture.
+    """The name by which open_clip knows `arch`, which is registered there if it is one of our configs or a JSON file.
 
     Raises:
         UserError: There is no such architecture.
     """
-    open_clip = load_open_clip()
+    import open_clip
+
     path = Path(arch) if arch.endswith(".json") else OUR_CONFIGS / f"{arch}.json"
     if path.is_file():
         if problem := wrong_type({"model_cfg": read_json(path)}, file=str(path)):  # which open_clip passes over
-            raise UserError(
-                f"model.arch = {path} is not an architecture in open_clip's format: {problem}. It has embed_dim (a "
-                "whole number), vision_cfg and text_cfg (objects), as the files in pipeline/model/model_configs/ do."
-            )
+            raise UserError(f"model.arch = {path} is not an architecture in open_clip's format: {problem}.")
         open_clip.add_model_config(path)
         return path.stem
     if arch.endswith(".json"):
@@ -113,7 +108,8 @@ def check_tag(name: str, pretrained: str) -> None:
     Raises:
         UserError: The tag does not exist, or its weights need the other kind of GELU.
     """
-    open_clip = load_open_clip()
+    import open_clip
+
     tags = tuple(open_clip.list_pretrained_tags_by_model(name))
     if pretrained not in tags:
         raise UserError(
@@ -134,11 +130,13 @@ def check_same_towers(folder: Path, name: str) -> None:
     """Check that the model in `folder` has the architecture `name`, under which its weights will be saved.
 
     Raises:
-        UserError: They differ, with the settings in which they do.
+        UserError: They differ.
     """
+    import open_clip
+
     stored = stored_description(folder)
-    theirs, ours = _shape_of(stored["model_cfg"]), _shape_of(load_open_clip().get_model_config(name))
-    differ = sorted(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key))
+    theirs, ours = flatten(stored["model_cfg"]), flatten(open_clip.get_model_config(name))
+    differ = sorted(key for key in (theirs.keys() | ours.keys()) - MAY_DIFFER if theirs.get(key) != ours.get(key))
     if differ:
         known = stored.get("architecture")
         remedy = f"Set model.arch={known}." if known else "Set model.arch to a JSON file that holds its model_cfg."
@@ -146,27 +144,6 @@ def check_same_towers(folder: Path, name: str) -> None:
             f"model.pretrained = {folder} holds another architecture than model.arch = {name}: they differ in "
             f"{', '.join(differ)}. {remedy}"
         )
-
-
-def _shape_of(model_cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that define the towers, by dotted key; image size and context length may change."""
-    free = (
-        "vision_cfg.image_size", "vision_cfg.patch_dropout", "vision_cfg.timm_model_pretrained", "init_logit_bias",
-        "init_logit_scale", "text_cfg.context_length", "text_cfg.hf_tokenizer_name", "text_cfg.hf_model_pretrained",
-    )  # fmt: skip
-    return {key: value for key, value in flatten(model_cfg).items() if key not in free}
-
-
-HARMLESS = frozenset({"additional_special_tokens", "clean", "language", "reduction_mask", "strip_sep_token"})
-"""Options of open_clip's tokenizers; others go to transformers, which has some that run code or write files."""
-
-
-@functools.cache
-def _plain_tokenizer() -> Any:
-    """open_clip's own tokenizer; reading its vocabulary takes a quarter of a second."""
-    from open_clip import tokenizer
-
-    return tokenizer.SimpleTokenizer()
 
 
 def build_tokenizer(model_cfg: Mapping[str, Any], *, name: str, folder: Path | None = None) -> Any:
@@ -190,7 +167,7 @@ def build_tokenizer(model_cfg: Mapping[str, Any], *, name: str, folder: Path | N
     if not text.get("hf_tokenizer_name"):
         if options:
             return own.SimpleTokenizer(context_length=length, **options)
-        plain = copy.copy(_plain_tokenizer())
+        plain = copy.copy(own._tokenizer)  # reading its vocabulary again would take a quarter of a second
         plain.context_length = length
         return plain
     source = str(folder) if folder is not None else str(text["hf_tokenizer_name"])
@@ -222,14 +199,8 @@ def _refusal(name: str, why: str) -> str:
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> list[Path]:
-    """Write the files of a Hugging Face tokenizer into a model folder, so that open_clip finds them there.
-
-    Returns:
-        The files written; none for open_clip's own tokenizer.
-    """
-    plain = getattr(tokenizer, "tokenizer", None)
-    if plain is None or not hasattr(plain, "save_pretrained"):
-        return []
+    """Write the files of a Hugging Face tokenizer into a model folder, where open_clip looks for them. Returns them."""
     before = set(folder.iterdir())
-    plain.save_pretrained(str(folder))
-    return sorted(path for path in folder.iterdir() if path not in before)
+    if hasattr(tokenizer, "tokenizer"):
+        tokenizer.tokenizer.save_pretrained(str(folder))
+    return sorted(set(folder.iterdir()) - before)

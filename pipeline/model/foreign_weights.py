@@ -198,10 +198,14 @@ def _unwrapped(tree: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
     return state
 
 
-def _load(path: Path) -> Mapping[str, Any]:
-    if not path.is_file():
+def _check_file(path: Path) -> None:
+    if not path.is_file():  # a pipe would be waited for without end
         raise UserError(f"{path} is not a file of weights, nor a link to one.")
     need_addresses(2 * path.stat().st_size)
+
+
+def _load(path: Path) -> Mapping[str, Any]:
+    _check_file(path)
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
@@ -263,6 +267,8 @@ def for_open_clip(path: Path, *, weights: bool) -> Iterator[Path]:
     from safetensors.torch import save_file
 
     if path.suffix in (".npz", ".npy") or (path / MODEL_CONFIG_NAME).is_file():
+        for file in path.glob("open_clip_*") if weights else ():
+            _check_file(file)
         yield path
         return
     state, is_folder = None, path.is_dir()

@@ -12,7 +12,6 @@ import json
 import logging
 import math
 import textwrap
-import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 
 from pipeline.errors import UserError, explain_file_error, explain_memory_error, need_addresses
 from pipeline.files import UMASK, sha256_of
-from pipeline.model.architectures import Architecture, build_tokenizer, load_open_clip, save_tokenizer
+from pipeline.model.architectures import Architecture, build_tokenizer, save_tokenizer
 from pipeline.model.foreign_weights import for_open_clip
 from pipeline.model.starting_weights import Start
 from pipeline.run_files import EMA_NAME, META_NAME, MODEL_CONFIG_NAME, digest_of, read_meta
@@ -134,8 +133,7 @@ def create_from(start: Start, *, tokenizer: Path | None = None, **options: Any) 
         options: Of `open_clip.create_model`.
 
     Raises:
-        UserError: The weights cannot be read, are damaged or not finite, open_clip failed, with the first lines of its
-            message, or the tokenizer needs a package or files that are not there.
+        UserError: The weights are damaged or not finite, open_clip failed, or the tokenizer is not there.
     """
     clip: Any = _create(start, options)
     if start.has_weights:
@@ -151,41 +149,33 @@ def create_from(start: Start, *, tokenizer: Path | None = None, **options: Any) 
     preprocess = dict(clip.visual.preprocess_cfg)
     described["vision_cfg"] = {**described["vision_cfg"], "image_size": preprocess["size"]}
     described["vision_cfg"].pop("patch_dropout", None)  # a training setting, not part of the trained model
-    folder = tokenizer or start.folder
-    tokenize = build_tokenizer(described, name=start.name, folder=folder)
+    tokenize = build_tokenizer(described, name=start.name, folder=tokenizer or start.folder)
     return clip, Architecture(start.name, described, preprocess, tokenize, start.background)
 
 
 def _create(start: Start, options: dict[str, Any]) -> nn.Module:
     """Call `open_clip.create_model`, without its messages to the root logger."""
-    thread = threading.get_ident()
+    import open_clip
 
-    def of_other_threads(record: logging.LogRecord) -> bool:
-        return record.thread != thread
+    def nothing(_: logging.LogRecord) -> bool:
+        return False
 
     if start.model_cfg["text_cfg"].get("hf_model_name"):
         from transformers import dynamic_module_utils
 
         dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # a tower with code of its own fails instead of asking for leave
-    name, required = start.name, start.has_weights
-    if required and start.folder is not None and (file := start.folder / WEIGHTS_NAME).exists():
-        if not file.is_file():  # the library would wait for a pipe without end
-            raise UserError(f"{file} is not a file of weights, nor a link to one.")
-        need_addresses(2 * file.stat().st_size)
-    logging.root.addFilter(of_other_threads)  # applies to what is logged on the root logger itself
+    name, weights, required = start.name, start.weights, start.has_weights
+    logging.root.addFilter(nothing)  # applies to what is logged on the root logger itself
     try:
-        open_clip = load_open_clip()
         with ExitStack() as stack:
             if start.folder is not None:
                 name = f"{LOCAL}{stack.enter_context(for_open_clip(start.folder, weights=start.load))}"
                 options["load_weights"] = start.load
-            else:
-                weights = start.weights
-                if weights is not None and Path(weights).is_file():
-                    weights = str(stack.enter_context(for_open_clip(Path(weights), weights=True)))
-                # Without weights both towers start from scratch: no weights of the text tower's base model.
-                options |= {"pretrained": weights, "pretrained_text": False}
-            model: nn.Module = open_clip.create_model(name, require_pretrained=required, **options)
+            elif weights is not None and Path(weights).is_file():
+                weights = str(stack.enter_context(for_open_clip(Path(weights), weights=True)))
+            # Without weights both towers start from scratch: no weights of the text tower's base model.
+            options |= {"pretrained": weights, "pretrained_text": False, "require_pretrained": required}
+            model: nn.Module = open_clip.create_model(name, **options)
     except UserError:
         raise
     except Exception as error:
@@ -201,7 +191,7 @@ def _create(start: Start, options: dict[str, Any]) -> nn.Module:
             f"{' '.join(lines) or type(error).__name__}{hint}"
         ) from error
     finally:
-        logging.root.removeFilter(of_other_threads)
+        logging.root.removeFilter(nothing)
     return model
 
 

@@ -1,8 +1,7 @@
 """What a model starts from: an architecture by name, and weights of any published or local form; nothing is loaded.
 
 `model.pretrained` is one of: an open_clip tag; a weights file; a model folder (ours, any with `open_clip_config.json`,
-or a `CLIPModel` of transformers); a run's folder, of which the latest checkpoint is taken; `hf-hub:OWNER/NAME`. What is
-needed from the hub is found missing before anything is loaded, in one line.
+or a `CLIPModel` of transformers); a run's folder, of which the latest checkpoint is taken; `hf-hub:OWNER/NAME`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import UserError, in_a_line
-from pipeline.model.architectures import TOKENIZER_FILES, check_same_towers, check_tag, load_open_clip, register
+from pipeline.model.architectures import TOKENIZER_FILES, check_same_towers, check_tag, register
 from pipeline.model.foreign_weights import stored_description
 from pipeline.pictures.pixels import WHITE, Colour
 from pipeline.run_files import MODEL_CONFIG_NAME, model_folder_in, no_model
@@ -101,8 +100,10 @@ def resolve(arch: str, pretrained: str | None) -> Start:
                 f"model.arch = {arch} is a model folder: give it as model.pretrained, with model.arch=pretrained."
             )
         return start_in(Path(arch), load=False)
+    import open_clip
+
     name = register(arch)
-    model_cfg = load_open_clip().get_model_config(name)
+    model_cfg = open_clip.get_model_config(name)
     if folder is not None:
         check_same_towers(folder, name)
     elif pretrained and not Path(pretrained).is_file():
@@ -160,11 +161,8 @@ def _unreachable(endpoint: str) -> str:
 def _hub_or_cache(what: str, *, instead: str) -> Iterator[str]:
     """Inside, the hub's client takes files from its cache at once where the hub cannot be asked; it would try for long.
 
-    Yields why the hub cannot be asked, empty if it can.
-
-    Raises:
-        UserError: They are not in the cache either, or the download fails. `what` is missing, `instead` says what to
-            give.
+    Yields why the hub cannot be asked, empty if it can. Where that fails, a `UserError` says that `what` is missing,
+    and `instead` of it what to give.
     """
     from huggingface_hub import constants
 
@@ -187,35 +185,30 @@ def _hub_or_cache(what: str, *, instead: str) -> Iterator[str]:
 
 
 def check_fetched(arch: str, pretrained: str | None, *, tokenizer: str | None) -> None:
-    """Check, before anything is loaded, that what a start needs from the hub can be had: descriptions of towers, a
-    tokenizer, and weights.
+    """Fetch the small files that a start needs from the hub (descriptions of towers, a tokenizer) before anything is
+    loaded, and check that its weights can be had.
 
     Raises:
-        UserError: As `find_start`; or it is not in the cache, and the hub cannot be asked.
+        UserError: As `find_start`; or something is not in the cache, and the hub cannot be asked.
     """
-    from huggingface_hub import try_to_load_from_cache
+    import open_clip
+    from huggingface_hub import snapshot_download
+    from open_clip.pretrained import download_pretrained
 
     start = find_start(arch, pretrained)
     text, vision = start.model_cfg.get("text_cfg") or {}, start.model_cfg.get("vision_cfg") or {}
     timm = str(vision.get("timm_model_name") or "").replace("hf_hub:", "hf-hub:")
-    own_tokenizer = tokenizer is not None or start.folder is not None
-    for what, repository, names, instead in (
+    words = None if tokenizer or start.folder else text.get("hf_tokenizer_name")
+    for what, repository, files, instead in (
         ("text tower", text.get("hf_model_name"), ("config.json",), "choose another model.arch."),
-        ("vision tower", timm.partition("hf-hub:")[2], ("config.json",), "choose another model.arch."),
-        ("tokenizer", None if own_tokenizer else text.get("hf_tokenizer_name"), TOKENIZER_FILES,
-         "give its folder as model.tokenizer."),
-    ):  # fmt: skip
-        if not repository or Path(repository).is_dir():
-            continue
-        if not any(isinstance(try_to_load_from_cache(repository, name), str) for name in names):
-            with _hub_or_cache(f"The {what} {repository}", instead=instead) as why:
-                if why:
-                    raise FileNotFoundError(repository)
+        ("vision tower", timm.partition(HUB)[2], ("config.json",), "choose another model.arch."),
+        ("tokenizer", words, TOKENIZER_FILES, "give its folder as model.tokenizer."),
+    ):
+        if repository and not Path(repository).is_dir():
+            with _hub_or_cache(f"The {what} {repository}", instead=instead):
+                snapshot_download(repository, allow_patterns=[*files])
     if start.weights is not None and not Path(start.weights).is_file():
-        from open_clip.pretrained import download_pretrained
-
-        config = load_open_clip().get_pretrained_cfg(start.name, start.weights)
         what = f"model.pretrained = {start.weights} of {start.name}"
         with _hub_or_cache(what, instead="give a local file or folder.") as why:
-            if why:
-                download_pretrained(config)  # offline, it looks into its caches
+            if why:  # offline, it looks into its caches
+                download_pretrained(open_clip.get_pretrained_cfg(start.name, start.weights))

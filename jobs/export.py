@@ -24,31 +24,17 @@ from pipeline.run_files import META_NAME, check_model, model_folder_in
 @click.option("--best", is_flag=True, help="Of a run, the checkpoint with the lowest validation loss, not the newest.")
 @click.option("--ema", "average", is_flag=True, help="The average of the weights (EMA) instead of the trained weights.")
 @click.option("--license", "licence", metavar="ID", help="Licence of the weights, for the model card: apache-2.0, ...")
-@click.option("--push", metavar="REPO", help="Upload the export to this hub repository (OWNER/NAME).")
-@click.option("--private", is_flag=True, help="With --push: make a newly created repository private.")
-def command(
-    model: str,
-    output: Path,
-    onnx: bool,
-    form: str,
-    best: bool,
-    average: bool,
-    licence: str | None,
-    push: str | None,
-    private: bool,
-) -> None:
+def command(model: str, output: Path, onnx: bool, form: str, best: bool, average: bool, licence: str | None) -> None:
     """Export MODEL, which is what `neuclip evaluate` takes (of a run, its newest checkpoint).
 
     Load OUTPUT/open_clip_model.safetensors with open_clip.create_model_and_transforms(ARCH, pretrained=FILE), the
-    folder as "local-dir:OUTPUT", or after an upload "hf-hub:NAME". --format transformers writes a CLIPModel or
-    SiglipModel instead.
-    All exported models are compared with the trained model.
+    folder as "local-dir:OUTPUT", or after `hf upload NAME OUTPUT` as "hf-hub:NAME". --format transformers writes a
+    CLIPModel or SiglipModel instead. All exported models are compared with the trained model.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # removes temporary folders
     check_new_folder(output)  # before imports that take seconds
     check_model(model)
     for wrong, message in (
-        (private and not push, "--private is for --push, which is not given."),
         (form == "transformers" and onnx, "--onnx goes with the open_clip format: export twice, into two folders."),
         (licence and not re.fullmatch(r"[\w.+-]+", licence),
          f"--license {licence!r} is not the identifier of a licence, such as apache-2.0 or mit."),
@@ -57,7 +43,6 @@ def command(
             raise UserError(message)
     from pipeline.checkpoint.layout import validated_model
     from pipeline.export.exporter import choose_checkpoint, export
-    from pipeline.export.exporter import push as upload
 
     folder, chosen = model_folder_in(Path(model)), None
     if best or average or (folder is not None and (folder / META_NAME).is_file()):
@@ -71,8 +56,6 @@ def command(
         click.echo(note)
     if chosen and best and not average and validated_model(chosen.path) != chosen.path:
         click.echo("The validation loss was that of the average of the weights (EMA); --ema exports it.")
-    if push:
-        click.echo(f"Uploaded: {upload(output, push, private=private)}")
 
 
 if __name__ == "__main__":

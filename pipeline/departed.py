@@ -136,6 +136,8 @@ COMMANDS: dict[str, str] = {
     "plan --images-per-core": "`neuclip plan --measure` measures what the loader delivers.",
     "plan --sample-bytes": "`neuclip plan --measure` measures what the loader delivers.",
     "evalsets --endpoint": "Another hub with the same interface: set the environment's HF_ENDPOINT.",
+    "export --private": "`hf upload OWNER/NAME FOLDER --private` uploads the export.",
+    "export --push": "`hf upload OWNER/NAME FOLDER` uploads the export.",
     "export --torch": "--onnx writes programs that run without open_clip.",
     "playground --caption": "Captions of shards are not read: the page finds images by text or by image.",
     "playground --captions": "Captions are not searched: the page finds images by text or by image.",

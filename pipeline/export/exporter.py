@@ -12,12 +12,10 @@ The ONNX programs map normalised images [B, 3, H, W] or tokens [B, L] to unit-no
 
 from __future__ import annotations
 
-import errno
 import importlib.util
 import logging
 import math
 import os
-import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,7 @@ from torch import Tensor, nn
 from pipeline.checkpoint.layout import ADAPTERS_NAME, best_checkpoint
 from pipeline.checkpoint.reader import Checkpoint, open_checkpoint
 from pipeline.config import dump
-from pipeline.errors import UserError, in_a_line
+from pipeline.errors import UserError
 from pipeline.export.model_card import model_card
 from pipeline.export.transformers_model import is_siglip, write_transformers
 from pipeline.files import check_new_folder, new_folder
@@ -39,6 +37,7 @@ from pipeline.model.model_folder import WEIGHTS_NAME, save_open_clip
 from pipeline.model.towers import Towers
 from pipeline.run_files import EMA_NAME, META_NAME, MODEL_CONFIG_NAME, RUN_CONFIG_NAME, finished_checkpoints
 
+SIDES = ("image", "text")
 TOLERANCE = 1e-5
 DEFAULT_LOGIT = math.log(100.0)
 """CLIP's, for weights without a temperature."""
@@ -87,16 +86,17 @@ def export(
         licence: The hub's identifier of the weights' licence, for the model card.
 
     Returns:
-        The largest difference of any feature or logit from the trained model's, and a sentence about what the form
-        cannot hold, which is in the model card, too; empty if it holds all.
+        The largest difference of any feature or logit from the trained model's, and a sentence for the user and the
+        model card about what the form cannot hold, if anything.
 
     Raises:
         UserError: `output` is not empty, the run kept no average, packages are missing, transformers' models cannot
             hold the architecture, or a result differs by more than 1e-5.
     """
     check_new_folder(output)
-    if onnx:
-        _require_onnx()
+    missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
+    if onnx and missing:
+        raise UserError(f"ONNX export needs {', '.join(missing)}: pip install -c constraints.txt -e '.[onnx]'.")
     given: Path | str = source.path if isinstance(source, Checkpoint) else source
     if isinstance(source, Checkpoint) and average:
         given = source.path / EMA_NAME
@@ -108,24 +108,19 @@ def export(
         note = f"A CLIPModel has no logit bias: add {bias:.4f} to its logits before a sigmoid."
     card = model_card(source, model.architecture, form=form, licence=licence, average=average, note=note)
     target = output.resolve()  # the folder itself, not `.` or a link to it
-    try:
-        with new_folder(target) as temporary:
-            (temporary / "README.md").write_text(card, encoding="utf-8")
-            worst = _write(temporary, model, source, Path(given), form=form, onnx=onnx)
-            if not worst <= TOLERANCE:  # also when it is NaN
-                raise UserError(
-                    f"The export differs from the trained model by {worst:.1e}, more than {TOLERANCE:g}: it is not "
-                    "kept. Other versions of torch or open_clip than those of the checkpoint may be the cause."
-                )
-            check_new_folder(output)  # again: another process may have written there
-            if target.exists() and target.samefile(os.curdir):  # a shell's folder must not be replaced under it
-                for path in temporary.iterdir():
-                    path.replace(target / path.name)
-                temporary.rmdir()
-    except OSError as error:
-        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-            raise
-        raise UserError(f"Another process has written to {output} meanwhile: choose another output folder.") from error
+    with new_folder(target) as temporary:
+        (temporary / "README.md").write_text(card, encoding="utf-8")
+        worst = _write(temporary, model, source, Path(given), form=form, onnx=onnx)
+        if not worst <= TOLERANCE:  # also when it is NaN
+            raise UserError(
+                f"The export differs from the trained model by {worst:.1e}, more than {TOLERANCE:g}: it is not kept. "
+                "Other versions of torch or open_clip than those of the checkpoint may be the cause."
+            )
+        check_new_folder(output)  # again: another process may have written there
+        if target.exists() and target.samefile(os.curdir):  # a shell's folder must not be replaced under it
+            for path in temporary.iterdir():
+                path.replace(target / path.name)
+            temporary.rmdir()
     return worst, note
 
 
@@ -183,34 +178,6 @@ def _check_open_clip(
     return float(torch.stack([(a - b).abs().max() for a, b in pairs]).max())  # NaN if any is
 
 
-def push(folder: Path, repository: str, *, private: bool = False) -> str:
-    """Create the repository if needed and upload the folder in one commit, whose address is returned.
-
-    Uses the hub at `HF_ENDPOINT` (huggingface.co by default) and the account of `HF_TOKEN` or `hf auth login`.
-
-    Raises:
-        UserError: The hub refuses the upload or cannot be reached. The folder is unchanged.
-    """
-    import huggingface_hub
-
-    api = huggingface_hub.HfApi()
-    try:
-        api.create_repo(repository, private=private, exist_ok=True)
-        commit = api.upload_folder(
-            folder_path=str(folder), repo_id=repository, commit_message="Upload by neuclip export"
-        )
-    except Exception as error:  # the client raises many exception types
-        again = f"hf upload {repository} {shlex.quote(str(folder))}"
-        raise UserError(
-            f"{repository} could not be uploaded ({type(error).__name__}: {in_a_line(error)}). The export is in "
-            f"{folder}; once the account may write there (hf auth login, or HF_TOKEN), `{again}` does it."
-        ) from error
-    return str(commit.commit_url)
-
-
-SIDES = ("image", "text")
-
-
 class Tower(nn.Module):
     """[B, 3, H, W] normalised images, or [B, L] tokens -> [B, d] unit-norm features."""
 
@@ -250,9 +217,3 @@ def _export_onnx(folder: Path, side: str, towers: Towers, example: Tensor) -> fl
         return float(torch.stack([(a - tower(x)).abs().max() for a, x in zip(found, batches, strict=True)]).max())
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
-
-
-def _require_onnx() -> None:
-    missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UserError(f"ONNX export needs {', '.join(missing)}: pip install -c constraints.txt -e '.[onnx]'.")

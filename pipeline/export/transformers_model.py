@@ -69,16 +69,13 @@ def write_transformers(
         raise UserError(
             "--format transformers needs transformers: pip install -c constraints.txt -e '.[transformers]'."
         ) from error
-    converted: Any
-    sigmoid = is_siglip(model.architecture.model_cfg)
+    siglip = is_siglip(model.architecture.model_cfg)
+    kind = "Siglip" if siglip else "CLIP"
+    model_of, config_of, processor_of = (getattr(transformers, kind + s) for s in ("Model", "Config", "ImageProcessor"))
     try:
-        sides = _configs(model, sigmoid=sigmoid)
-        if sigmoid:
-            converted = transformers.SiglipModel(transformers.SiglipConfig(**sides))
-        else:
-            converted = transformers.CLIPModel(transformers.CLIPConfig(**sides, projection_dim=model.dim))
+        converted = model_of(config_of(**_configs(model, siglip=siglip)))
         state, left = _renamed(model.towers.clip.state_dict())
-        if sigmoid:
+        if siglip:
             state["logit_bias"] = torch.tensor([logit[1] or 0.0])
         state["logit_scale"] = torch.tensor(logit[0]).view_as(converted.logit_scale)
         if not left:
@@ -89,41 +86,35 @@ def write_transformers(
         why = f"its towers are of another kind or shape ({in_a_line(error)})"
     if not why:
         converted.save_pretrained(str(folder))
-        _write_processor(model, folder, kind="SiglipImageProcessor" if sigmoid else "CLIPImageProcessor")
+        processor_of(**_preprocessing(model, siglip=siglip)).save_pretrained(str(folder))
         _write_tokenizer(model, folder)
         allow_by_umask(*folder.glob("*.safetensors"))
         difference = _difference(model, folder, *examples)
         why = "" if difference < 1e-3 else f"features differ by {difference:.1e}"
     if why:
-        kind = "SiglipModel" if sigmoid else "CLIPModel"
         raise UserError(
-            f"{model.architecture.name} cannot be a {kind} of transformers: {why}. Export it without --format: "
+            f"{model.architecture.name} cannot be a {kind}Model of transformers: {why}. Export it without --format: "
             "open_clip and the hub's open_clip library load that."
         )
     return difference
 
 
-def _configs(model: EvaluationModel, *, sigmoid: bool) -> dict[str, Any]:
-    """The arguments of transformers' `CLIPConfig` or `SiglipConfig` for both towers, read from these."""
+def _configs(model: EvaluationModel, *, siglip: bool) -> dict[str, Any]:
+    """The arguments of transformers' `CLIPConfig` or `SiglipConfig`, read from both towers."""
     clip: Any = model.towers.clip
-    text = getattr(clip, "text", clip)
-    if sigmoid:
-        trunk, text_only = clip.visual.trunk, {"projection_size": model.dim}
-        image = {**_sizes(trunk.blocks, trunk.norm), "patch_size": trunk.patch_embed.patch_size[0]}
-    else:
-        tower, common = clip.visual, {"projection_dim": model.dim}
-        text_only = {**common, "bos_token_id": 49406, "eos_token_id": 49407}
-        patch = tower.conv1.kernel_size[0]
-        image = {**_sizes(tower.transformer.resblocks, tower.ln_post), "patch_size": patch, **common}
-    return {
-        "vision_config": {**image, "image_size": model.image_size},
-        "text_config": {
-            **_sizes(text.transformer.resblocks, text.ln_final),
-            "max_position_embeddings": text.positional_embedding.shape[0],
-            "vocab_size": text.token_embedding.num_embeddings,
-            **text_only,
-        },
+    text, tower, width = getattr(clip, "text", clip), clip.visual, {"projection_dim": model.dim}
+    words = {
+        **_sizes(text.transformer.resblocks, text.ln_final),
+        "max_position_embeddings": text.positional_embedding.shape[0],
+        "vocab_size": text.token_embedding.num_embeddings,
     }
+    if siglip:
+        image = {**_sizes(tower.trunk.blocks, tower.trunk.norm), "patch_size": tower.trunk.patch_embed.patch_size[0]}
+        words["projection_size"], width = model.dim, {}
+    else:
+        image = {**_sizes(tower.transformer.resblocks, tower.ln_post), "patch_size": tower.conv1.kernel_size[0]}
+        words |= {"bos_token_id": 49406, "eos_token_id": 49407}
+    return {"vision_config": {**image, **width, "image_size": model.image_size}, "text_config": words | width, **width}
 
 
 def _sizes(blocks: Any, norm: nn.LayerNorm) -> dict[str, Any]:
@@ -175,26 +166,17 @@ def _renamed(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str
     return state, left
 
 
-def _write_processor(model: EvaluationModel, folder: Path, *, kind: str) -> None:
-    """Write the settings of an image processor: CLIP's cuts the middle, SigLIP's resizes to a square."""
-    preprocess = model.architecture.preprocess_cfg
-    bicubic, square = 3, {"height": model.image_size, "width": model.image_size}  # PIL's number
-    resize: dict[str, Any] = {"size": square}
-    if kind == "CLIPImageProcessor":
-        resize = {"size": {"shortest_edge": model.image_size}, "do_center_crop": True, "crop_size": square}
-    tree = {
-        "image_processor_type": kind,
-        "do_resize": True,
-        **resize,
-        "resample": bicubic if preprocess.get("interpolation") == "bicubic" else 2,
-        "do_rescale": True,
-        "rescale_factor": 1 / 255,
-        "do_normalize": True,
+def _preprocessing(model: EvaluationModel, *, siglip: bool) -> dict[str, Any]:
+    """The settings of an image processor: CLIP's cuts the middle, SigLIP's resizes to a square."""
+    preprocess, square = model.architecture.preprocess_cfg, {"height": model.image_size, "width": model.image_size}
+    bicubic, bilinear = 3, 2  # PIL's numbers
+    return {
+        **({"size": square} if siglip else {"size": {"shortest_edge": model.image_size}, "crop_size": square}),
+        "resample": bicubic if preprocess.get("interpolation") == "bicubic" else bilinear,
         "image_mean": list(preprocess["mean"]),
         "image_std": list(preprocess["std"]),
         "do_convert_rgb": True,
     }
-    (folder / "preprocessor_config.json").write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_tokenizer(model: EvaluationModel, folder: Path) -> None:

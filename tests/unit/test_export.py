@@ -131,7 +131,6 @@ def test_invalid_sources_and_outputs_are_refused(run, tmp_path):
     shutil.copytree(chosen.path, forged)
     write_meta(forged, {**chosen.meta, "config": {"batch_size": 8}})
     for source, options, message in (
-        (run, ["--private"], "is for --push"),
         (run, ["--license", "mit\nx: y"], "not the identifier of"),
         (run, ["--format", "transformers", "--onnx"], "export twice"),
         (run, ["--ema"], "has no average of the weights"),

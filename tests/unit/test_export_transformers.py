@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import open_clip
 import pytest
@@ -18,7 +16,6 @@ from timm.models import VisionTransformer, register_model
 
 from jobs.export import command
 from pipeline.errors import UserError
-from pipeline.export import exporter
 from pipeline.export.exporter import example_inputs
 from pipeline.export.transformers_model import write_transformers
 from pipeline.model.evaluation_model import for_evaluation, load_for_evaluation
@@ -87,33 +84,6 @@ def test_open_clip_card_runs_and_has_each_tag_once(run, tmp_path):
     assert "license: apache-2.0" in front
     assert sorted(set(front.splitlines())) == sorted([*front.splitlines()[1:], ""])
     assert "red" in snippet(tmp_path / "out")
-
-
-class Hub:
-    """The calls of `huggingface_hub.HfApi` that an upload takes."""
-
-    calls: ClassVar[list[Any]] = []
-    refuse = False
-
-    def create_repo(self, repository: str, **options: Any) -> None:
-        self.calls.append((repository, options))
-        if self.refuse:
-            raise RuntimeError("you may not\nhere")
-
-    def upload_folder(self, **options: Any) -> Any:
-        self.calls.append((options["repo_id"], {"files": sorted(os.listdir(options["folder_path"]))}))
-        return SimpleNamespace(commit_url="https://hub/me/mine/commit/abc")
-
-
-def test_push_uploads_the_folder_in_one_commit_or_keeps_it(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
-    assert "Uploaded: https://hub" in exported(run, tmp_path / "out", "--push", "me/mine", "--private")
-    files = sorted(path.name for path in (tmp_path / "out").iterdir())
-    assert Hub.calls == [("me/mine", {"private": True, "exist_ok": True}), ("me/mine", {"files": files})]
-    monkeypatch.setattr(Hub, "refuse", True)
-    with pytest.raises(UserError, match=r"me/mine could not be uploaded .*you may not.*is in .*hf upload me/mine"):
-        exporter.push(tmp_path / "out", "me/mine")
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == files
 
 
 @register_model

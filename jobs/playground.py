@@ -37,18 +37,16 @@ def command(model: str, images: Path | None, limit: int, host: str, port: int, d
         ) from error
     from pipeline.evaluation.run.checkpoint import load_checkpoint
     from pipeline.evaluation.run.session import start_processes
-    from pipeline.playground.explorer import Explorer
-    from pipeline.playground.gallery import Dropped, read_images
+    from pipeline.playground.explorer import Explorer, lines_of
 
     def progress(count: int) -> None:
         if sys.stderr.isatty():
             click.echo(f"{count:,} images encoded\r", nl=False, err=True)
 
     with listen(host, port) as listening, start_processes(device) as (_, where):
-        explorer, dropped = Explorer(load_checkpoint(model, device=where)), Dropped()
+        explorer = Explorer(load_checkpoint(model, device=where))
         if images is not None:
-            explorer.add_images(read_images(images, limit=limit, dropped=dropped), dropped=dropped, progress=progress)
-            lines = "\n".join(dropped.lines())
+            lines = lines_of(explorer.add_images(images, limit=limit, progress=progress))
             if not explorer.names:
                 raise UserError(f"{images} has no image that can be used. {lines}")
             click.echo(f"{len(explorer.names):,} images (at most {limit:,}: --limit). {lines}")

@@ -1,4 +1,4 @@
-"""What the page computes: features of texts and images, and the similarities between them.
+"""What the page computes: features of texts and of the images of a folder, and the similarities between them.
 
 Shape legend: n images, C classes, d feature dimension.
 """
@@ -6,28 +6,111 @@ Shape legend: n images, C classes, d feature dimension.
 from __future__ import annotations
 
 import hashlib
+import io
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipeline.cores import thread_map
+from pipeline.data.shards.storage import list_shards, open_records
+from pipeline.data.shards.tar_reader import DamagedTar
 from pipeline.errors import UserError
 from pipeline.evaluation.compute import Compute
 from pipeline.evaluation.protocols.texts import class_vectors, encode_texts
 from pipeline.model.evaluation_model import EvaluationModel
-from pipeline.playground.gallery import Dropped, open_image, thumbnail
+from pipeline.pictures.image_error import FORMAT_SUFFIXES, ImageError
+from pipeline.pictures.pixels import WHITE, Colour, read_file, read_rgb
 
 BATCH = 32
 SHOWN = 12
 """Results of a search."""
+SIDE = 384
+"""Pixels of the longer side of the images that the page shows."""
+LARGEST_PIXELS = 64_000_000
 KEPT_UPLOADS = 64
 """Features of this many images that were dropped onto the page are kept."""
 MOST_CLASSES, MOST_TEMPLATES, MOST_PROMPTS, LONGEST_TEXT = 1000, 100, 10_000, 1000
+Dropped = defaultdict[str, list[str]]
+"""The names of what could not be used, by reason."""
+
+
+def lines_of(dropped: Dropped) -> str:
+    """One line per reason, with the first example."""
+    return "\n".join(f"{len(names):,} skipped: {reason} (first: {names[0]})" for reason, names in dropped.items())
+
+
+def read_images(folder: Path, *, limit: int, dropped: Dropped) -> Iterator[tuple[str, bytes]]:
+    """The names and encoded images of the first `limit` samples in a folder of images, or of shards.
+
+    Raises:
+        UserError: There is nothing of that kind.
+    """
+    paths = [folder / name for name in list_shards(folder, ("",)) if not Path(name).name.startswith(".")]
+    shards = [path for path in paths if path.suffix == ".tar"]
+    images = [path for path in paths if path.suffix.lower().removeprefix(".") in FORMAT_SUFFIXES]
+    if not shards and not images:
+        formats = ", ".join(FORMAT_SUFFIXES)
+        raise UserError(f"--images {folder}: there are no images in such a folder ({formats}) and no shards (*.tar).")
+    if shards and images:
+        dropped["images beside shards are not read"] += map(_shown, images)
+    samples = _from_shards(shards, dropped) if shards else _from_files(images, folder, dropped)
+    for name, image in itertools.islice(samples, limit):
+        if image is None:
+            dropped["image is missing"].append(name)
+        else:
+            yield name, image
+
+
+def _from_files(paths: list[Path], root: Path, dropped: Dropped) -> Iterator[tuple[str, bytes]]:
+    for path in paths:
+        try:
+            yield _shown(path.relative_to(root)), read_file(path)
+        except OSError as error:
+            dropped["the file cannot be read"].append(f"{_shown(path)}: {error.strerror}")
+
+
+def _from_shards(shards: list[Path], dropped: Dropped) -> Iterator[tuple[str, bytes | None]]:
+    for shard in shards:
+        try:
+            with open_records(str(shard)) as records:
+                for row, record in enumerate(records):
+                    yield f"{_shown(Path(shard.name))}, sample {row}", record.image
+        except (DamagedTar, OSError) as error:
+            dropped["the shard is damaged"].append(f"{_shown(shard)}: {error}")
+
+
+def _shown(path: Path) -> str:
+    """A path as text; bytes that are no UTF-8 become replacement characters."""
+    return os.fsencode(path).decode(errors="replace")
+
+
+def open_image(body: bytes, *, name: str, background: Colour = WHITE) -> Any:
+    """The image in RGB, turned as its EXIF data asks.
+
+    Raises:
+        UserError: It is not an image, damaged, or has too many pixels.
+    """
+    try:
+        return read_rgb(body, max_pixels=LARGEST_PIXELS, background=background, turned=True)
+    except ImageError as error:
+        what = f"PNG, JPEG, WebP and others of at most {LARGEST_PIXELS:,} pixels"
+        raise UserError(f"{name} cannot be used ({error}); the page takes {what}.") from error
+
+
+def thumbnail(image: Any) -> bytes:
+    """A JPEG of at most `SIDE` pixels."""
+    image.thumbnail((SIDE, SIDE))
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", quality=86)
+    return buffer.getvalue()
 
 
 class Explorer:
@@ -53,10 +136,8 @@ class Explorer:
         logit = self.model.towers.logit
         return 100.0 if logit is None else math.exp(logit[0])
 
-    def add_images(
-        self, images: Iterable[tuple[str, bytes]], *, dropped: Dropped, progress: Callable[[int], None]
-    ) -> None:
-        """Encode named images as the gallery; those that cannot be decoded are counted in `dropped`."""
+    def add_images(self, folder: Path, *, limit: int, progress: Callable[[int], None] = lambda _: None) -> Dropped:
+        """Encode the first `limit` images in a folder of images, or of shards. Returns what could not be used."""
 
         def prepare(named: tuple[str, bytes]) -> tuple[str, Tensor | None, bytes]:
             try:
@@ -65,13 +146,14 @@ class Explorer:
                 return str(error), None, b""
             return named[0], self.model.preprocess(image), thumbnail(image)
 
-        features = [self._gallery]
+        features, dropped = [self._gallery], Dropped(list)
         with ThreadPoolExecutor(4) as pool:
+            images = read_images(folder, limit=limit, dropped=dropped)
             prepared = thread_map(pool, prepare, images, ahead=2 * BATCH)
             while some := list(itertools.islice(prepared, BATCH)):
-                for problem in (name for name, pixels, _ in some if pixels is None):
-                    dropped.add("the image cannot be decoded", problem)
                 usable = [(name, pixels, small) for name, pixels, small in some if pixels is not None]
+                if problems := [name for name, pixels, _ in some if pixels is None]:
+                    dropped["the image cannot be decoded"] += problems
                 if usable:
                     names, pixels, thumbnails = zip(*usable, strict=True)
                     self.names += names
@@ -79,6 +161,7 @@ class Explorer:
                     features.append(self._encode(torch.stack(pixels)))
                 progress(len(self.names))
         self._gallery = torch.cat(features)
+        return dropped
 
     def add_upload(self, body: bytes) -> str:
         """Encode an image that was dropped onto the page. Returns its name for `search` and `classify`.

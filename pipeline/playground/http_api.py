@@ -40,11 +40,10 @@ HEADERS = {
 
 
 def make_app(explorer: Explorer, *, local: bool) -> Starlette:
-    """The application.
+    """The application, which computes one request at a time, and none whose client is gone.
 
     With `local`, it serves requests for this machine's own name only, so that other web pages cannot reach the server
-    by a name of their own that resolves to it. Requests of other pages are refused; the others are computed one at a
-    time, and not at all where the client is gone.
+    by a name of their own that resolves to it.
     """
     one_at_a_time = asyncio.Lock()
 

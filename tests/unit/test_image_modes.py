@@ -29,7 +29,7 @@ from pipeline.export import model_card
 from pipeline.export.exporter import export
 from pipeline.model.evaluation_model import _open, load_for_evaluation
 from pipeline.pictures.pixels import WHITE, to_rgb
-from pipeline.playground.gallery import open_image
+from pipeline.playground.explorer import open_image
 from tests.images import encoded
 from tests.shards import write_shards
 from tests.towers import write_tiny

@@ -16,7 +16,7 @@ from data_prep.pairs.pair import convert
 from data_prep.settings.download_config import ImageConfig
 from pipeline.model.evaluation_model import _open
 from pipeline.pictures.pixels import WHITE
-from pipeline.playground.gallery import open_image
+from pipeline.playground.explorer import open_image
 from tests import images
 
 KINDS = ("JPEG", "PNG", "WEBP", "TIFF", "AVIF")

@@ -29,7 +29,7 @@ from pipeline.model.evaluation_model import _open
 from pipeline.pictures import image_error, jpeg, pixels
 from pipeline.pictures.image_error import ImageError
 from pipeline.pictures.pixels import read_rgb
-from pipeline.playground.gallery import open_image as shown
+from pipeline.playground.explorer import open_image as shown
 from tests.images import encoded
 from tests.unit.test_imports import MODULES, name_of
 

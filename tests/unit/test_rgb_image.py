@@ -17,7 +17,7 @@ from pipeline.analysis.shard_pairs import PairBatch, PairReader, whole
 from pipeline.data.shards.manifest_format import Manifest
 from pipeline.data.shards.tar_reader import CaptionField, CorruptSample, rgb_image
 from pipeline.errors import UserError
-from pipeline.playground.gallery import open_image
+from pipeline.playground.explorer import open_image
 from tests.images import encoded
 from tests.shards import jpeg, sample, write_shards
 
@@ -36,7 +36,7 @@ def test_what_cannot_be_decoded_has_a_message(monkeypatch):
     for body in (OTHER_FORMAT, b"", b"text", jpeg(1)[:-200]):
         with pytest.raises(CorruptSample, match="image cannot be decoded"):
             rgb_image(body)
-    for body, message in ((OTHER_FORMAT, "x is not an image that can be read"), (jpeg(1)[:-200], "x is damaged")):
+    for body, message in ((OTHER_FORMAT, "x cannot be used"), (jpeg(1)[:-200], r"x cannot be used \(truncated")):
         with pytest.raises(UserError, match=message):
             open_image(body, name="x")
     with pytest.raises(CorruptSample, match="too many pixels"):

@@ -28,8 +28,6 @@ from pipeline.playground.explorer import Explorer
 PAGE = Path(__file__).with_name("page.html")
 MOST_CLIENTS = 32
 """Connections at a time."""
-MOST_SECONDS = 60.0
-"""To receive a request: a client that is slower would keep its connection from others."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; img-src 'self' blob: data:; connect-src 'self'; style-src "
@@ -59,8 +57,7 @@ def make_app(explorer: Explorer, *, local: bool) -> Starlette:
 
     async def refuse(_: Request, error: Exception) -> Response:
         status, message = getattr(error, "status_code", 400), getattr(error, "detail", str(error))
-        headers = HEADERS | (getattr(error, "headers", None) or {})
-        return JSONResponse({"error": message}, status_code=status, headers=headers)
+        return JSONResponse({"error": message}, status_code=status, headers=HEADERS)
 
     async def page(_: Request) -> Response:
         architecture, model = explorer.model.architecture, explorer.model
@@ -108,11 +105,7 @@ def serve(app: Starlette, listening: socket.socket) -> None:
 
 
 def _check_sender(headers: Any, kinds: tuple[str, ...]) -> None:
-    """Refuse requests of other web pages: their origin is another, or a form or a script could send them unasked.
-
-    Raises:
-        HTTPException: The origin is not this server's, or the content is not of one of these kinds.
-    """
+    """Refuse requests of other web pages: their origin is another, or a form or a script could send them unasked."""
     origin, kind = headers.get("origin"), headers.get("content-type", "").partition(";")[0].strip().lower()
     if origin is not None and origin.lower().partition("://")[2] != headers.get("host", "").lower():
         raise HTTPException(403, f"Requests of other web pages are refused (Origin: {origin[:100]}).")
@@ -121,24 +114,13 @@ def _check_sender(headers: Any, kinds: tuple[str, ...]) -> None:
 
 
 async def _body(request: Request, limit: int) -> bytes:
-    """The request's body; reading stops as soon as it is too large or takes too long.
-
-    Raises:
-        HTTPException: It is or does.
-    """
+    """The request's body; reading stops as soon as it is too large."""
     body, length = bytearray(), int(request.headers.get("content-length") or 0)
-    try:
-        async with asyncio.timeout(MOST_SECONDS):
-            stream = request.stream()
-            while max(length, len(body)) <= limit:
-                body += await anext(stream)
+    async for part in request.stream():
+        body += part
+        if max(length, len(body)) > limit:
             raise HTTPException(413, f"The file has more than {limit >> 20} MiB: make it smaller.")
-    except StopAsyncIteration:
-        return bytes(body)
-    except TimeoutError as error:
-        # Otherwise what comes of the body is read, and not kept.
-        closing = {"Connection": "close"}
-        raise HTTPException(408, f"The request did not arrive within {MOST_SECONDS:g} s.", closing) from error
+    return bytes(body)
 
 
 def _search(explorer: Explorer, body: bytes, _: Callable[[], bool]) -> Any:
@@ -148,8 +130,6 @@ def _search(explorer: Explorer, body: bytes, _: Callable[[], bool]) -> Any:
 
 
 def _upload(explorer: Explorer, body: bytes, _: Callable[[], bool]) -> Any:
-    if not body:
-        raise UserError("The file is empty.")
     return explorer.add_upload(body)
 
 

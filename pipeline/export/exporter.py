@@ -1,4 +1,4 @@
-"""Export a checkpoint, or what is evaluated: a folder that open_clip or transformers loads, with a model card.
+"""Export a model: a folder that open_clip or transformers loads, with a model card.
 
     EXPORT/
         open_clip_config.json, open_clip_model.safetensors   what open_clip loads, by folder or as `pretrained=FILE`
@@ -49,17 +49,14 @@ def choose_checkpoint(source: Path, *, best: bool = False) -> Checkpoint:
     Raises:
         UserError: There is no checkpoint, or it is damaged.
     """
-    path = source
     if best:
-        checkpoint = best_checkpoint(source)
-        if checkpoint is None:
-            raise UserError(f"{source} has no best checkpoint: it is not a run with validation.sources.")
-        path = checkpoint
-    elif not (path / META_NAME).is_file():
-        finished = finished_checkpoints(source)
-        if not finished:
-            raise UserError(f"{source} is neither a checkpoint ({META_NAME} is missing) nor a run with checkpoints.")
-        path = finished[-1]
+        path = best_checkpoint(source)
+    else:
+        path = source if (source / META_NAME).is_file() else next(reversed(finished_checkpoints(source)), None)
+    if path is None:
+        no_best = "has no best checkpoint: it is not a run with validation.sources"
+        none = f"is neither a checkpoint ({META_NAME} is missing) nor a run with checkpoints"
+        raise UserError(f"{source} {no_best if best else none}.")
     try:
         return open_checkpoint(path)
     except UserError as error:

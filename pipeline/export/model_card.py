@@ -30,13 +30,7 @@ def model_card(
 ) -> str:
     """README.md with the front matter that model hubs read: how to load the model, its data, settings and scores.
 
-    Args:
-        source: The exported checkpoint, or what was given to `neuclip export` instead.
-        architecture: Of the exported model.
-        form: What loads the folder, open_clip or transformers.
-        licence: The hub's identifier of the weights' licence.
-        average: The export has the average of the weights (EMA).
-        note: A sentence about what the form cannot hold.
+    Arguments are those of `export`; `note` is its sentence about what the form cannot hold.
 
     Raises:
         UserError: The checkpoint lacks settings of a run.
@@ -71,8 +65,9 @@ def model_card(
     head += [f"license: {licence}"] if licence else []
     head += [f"base_model: {base}"] if base else []
     head += ["tags:", *(f"- {tag}" for tag in dict.fromkeys(("clip", form, "neuclip", method)))]
-    siglip = is_siglip(architecture.model_cfg)
-    usage = _USAGE_TRANSFORMERS.format(**(_OF_SIGLIP if siglip else _OF_CLIP)) if form != "open_clip" else _USAGE
+    usage = _USAGE if form == "open_clip" else _USAGE_TRANSFORMERS
+    if form != "open_clip" and is_siglip(architecture.model_cfg):
+        usage = usage.replace("softmax(0)", "sigmoid()")
     usage = usage.replace('"white"', f'"{colour_name(architecture.background)}"')
     return "\n\n".join(filter(None, ("\n".join(("---", *head, "---")), f"# {title}", usage, note, *parts))) + "\n"
 
@@ -109,28 +104,21 @@ print(dict(zip(classes, logits[0].softmax(0).tolist())))
 _USAGE_TRANSFORMERS = """```python
 import torch
 from PIL import Image
-from transformers import AutoImageProcessor, AutoModel, {tokenizer}
+from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
 
 FOLDER = "."  # this folder, or a hub repository: "OWNER/NAME"
 model = AutoModel.from_pretrained(FOLDER).eval()
-tokenizer, processor = {tokenizer}.from_pretrained(FOLDER), AutoImageProcessor.from_pretrained(FOLDER)
+tokenizer, processor = AutoTokenizer.from_pretrained(FOLDER), AutoImageProcessor.from_pretrained(FOLDER)
 picture = Image.new("RGBA", (640, 480), "red")  # yours: Image.open(...).convert("RGBA")
 image = Image.new("RGB", picture.size, "white")  # as in training
 image.paste(picture, mask=picture)
 classes = ["red", "green", "blue"]
-prompts = [f"a photo of something {{name}}" for name in classes]{lower}
-texts = tokenizer(prompts, padding={padding}, truncation=True, return_tensors="pt")
+prompts = [f"a photo of something {name}" for name in classes]  # in lower case, as in training
+texts = tokenizer(prompts, padding="max_length", truncation=True, return_tensors="pt")
 with torch.no_grad():
     logits = model(input_ids=texts["input_ids"], **processor(image, return_tensors="pt")).logits_per_image
-print(dict(zip(classes, logits[0].{activation}.tolist())))
+print(dict(zip(classes, logits[0].softmax(0).tolist())))
 ```"""
-_OF_CLIP = {"tokenizer": "CLIPTokenizer", "lower": "", "padding": "True", "activation": "softmax(0)"}
-_OF_SIGLIP = {
-    "tokenizer": "AutoTokenizer",
-    "lower": "  # lower case, no punctuation, as in training",
-    "padding": '"max_length"',
-    "activation": "sigmoid()",
-}
 
 
 def _facts(checkpoint: Checkpoint, *, average: bool) -> list[tuple[str, str]]:

@@ -2,11 +2,10 @@
 
 `nn.MultiheadAttention`, which open_clip's transformers use, copies the joint projection into another layout and gives
 a causal mask as a matrix of floats, for which there are no flash kernels. The classes here compute the same function
-with views of the projection and `is_causal`, on the same parameters.
+with views of the projection and `is_causal`.
 
 Packed texts are one behind the other in a row, without padding: all of a causal text tower but its attention works on
-each token alone, so as many tokens are computed as there are, instead of the longest text's for each. `PackedLayout`
-tells the attention where each text is. Features and gradients stay the same up to rounding.
+each token alone. `PackedLayout` tells the attention where each text is.
 
 torch's CPU kernel adds the gradients of a token's occurrences in the dtype of the embedding table. In bf16 a sum stops
 growing once it is 256 times a summand, which the padding token of a micro-batch exceeds easily. So lookups here sum in
@@ -20,7 +19,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 import torch
@@ -95,20 +94,10 @@ class CausalPackedAttention(PackedAttention):
 def attend(
     q_BLD: Tensor, k_BLD: Tensor, v_BLD: Tensor, *, heads: int, mask: Tensor | None = None, causal: bool = False
 ) -> Tensor:
-    """Multi-head attention.
+    """Multi-head attention of queries, of which there may be fewer than keys and values; [B, L, D] as the queries.
 
     On CPUs bf16 inputs are computed in fp32, in which the backward pass of torch's fused attention is faster there.
-
-    Args:
-        q_BLD: Queries, [B, L, D]; there may be fewer of them than keys.
-        k_BLD: Keys.
-        v_BLD: Values.
-        heads: H, a divisor of D.
-        mask: Added to the logits, [L, L] or open_clip's [B H, L, L].
-        causal: Use the causal mask instead of `mask`.
-
-    Returns:
-        As `q_BLD`.
+    `mask` is added to the logits, [L, L] or open_clip's [B H, L, L], unless attention is `causal`.
     """
     rows, length, _ = q_BLD.shape
     if causal:
@@ -161,7 +150,8 @@ def use_packed_attention(clip: nn.Module) -> int:
     classes: dict[nn.Module, type[nn.Module]] = {}
     for block in clip.modules():
         attention = getattr(block, "attn", None)
-        if isinstance(block, ResidualAttentionBlock) and not hasattr(block, "ln_1_kv") and _can_pack(attention):
+        plain = isinstance(block, ResidualAttentionBlock) and not hasattr(block, "ln_1_kv")
+        if plain and type(attention) is nn.MultiheadAttention and _can_pack(attention):
             classes[attention] = CausalPackedAttention if block in inside else PackedAttention
     replace_modules(clip, classes)
     return len(classes)
@@ -180,15 +170,9 @@ def causal_text_transformer(clip: nn.Module) -> nn.Module | None:
     return text.transformer if type(text.transformer) is Transformer else None
 
 
-def _can_pack(attention: object) -> TypeGuard[nn.MultiheadAttention]:
-    return (
-        type(attention) is nn.MultiheadAttention
-        and attention._qkv_same_embed_dim
-        and attention.batch_first
-        and attention.bias_k is None
-        and not attention.add_zero_attn
-        and attention.dropout == 0.0
-    )
+def _can_pack(attention: Any) -> bool:
+    odd = attention.bias_k is not None or attention.add_zero_attn or attention.dropout
+    return bool(attention._qkv_same_embed_dim and attention.batch_first and not odd)
 
 
 class Fp32SumEmbedding(nn.Embedding):
@@ -232,13 +216,9 @@ class PackedText:
 
 
 def pack(text: Tensor, lengths: Tensor, *, device: torch.device, by_kernel: bool = False) -> PackedText:
-    """Pack [B, L] tokens of the host, and copy all that the towers need of them to the device at once.
+    """Pack [B, L] tokens of the host, `lengths` [B] of each, and copy all that the towers need to the device at once.
 
-    Args:
-        text: The tokens.
-        lengths: int64 [B], tokens of each text.
-        device: Where the towers are.
-        by_kernel: Attention is computed by a kernel for packed texts, which needs no groups: on GPUs in 16 bits.
+    `by_kernel`: attention is computed by a kernel for packed texts, which needs no groups: on GPUs in 16 bits.
     """
     sizes = lengths.numpy()
     ends = np.cumsum(sizes)

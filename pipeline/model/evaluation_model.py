@@ -1,7 +1,4 @@
-"""Load a model for evaluation: weights, preprocessing and tokenizer of a checkpoint or of published weights.
-
-`score` and `similarity` compare images and texts under it: the CLIP score of pairs, or all images against all texts.
-"""
+"""Load a model for evaluation, with its preprocessing and tokenizer; `score` compares images and texts under it."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ class EvaluationModel:
 
     @cached_property
     def digest(self) -> str:
-        """`weights_digest` of the model, computed when it is first asked for: a validation never does."""
+        """`weights_digest` of the model; a validation never asks for it."""
         return weights_digest(self.towers.clip.state_dict())
 
     @property
@@ -89,15 +86,7 @@ def load_for_evaluation(spec: str | os.PathLike[str], *, device: str | torch.dev
 def copy_for_evaluation(
     config: ModelConfig, weights: Mapping[str, Tensor], *, device: torch.device, source: str, background: Colour
 ) -> EvaluationModel:
-    """Towers of their own with these weights, as `load_for_evaluation` has them.
-
-    Args:
-        config: Of the towers.
-        weights: A state dict by open_clip's names.
-        device: Where to put the model.
-        source: As in `EvaluationModel`.
-        background: As in `Architecture`.
-    """
+    """New towers of a `model` section with these weights by open_clip's names, as `load_for_evaluation` has them."""
     # The same attention as in `neuclip evaluate`, so that both compute the same scores.
     plain = replace(without_weights(config), packed_attention=False, lora=LoraConfig())
     towers, architecture = build_towers(plain, seed=0)

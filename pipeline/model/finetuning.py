@@ -1,8 +1,7 @@
 """What fine-tuning leaves as it is: locked towers (LiT, arXiv:2111.07991), and frozen layers with LoRA beside them.
 
-LoRA (arXiv:2106.09685), by the package peft, trains small matrices beside frozen layers instead of the layers. A run's
-checkpoints have the adapted weights under open_clip's names, so that everything that reads a model reads them, and the
-adapters alone in peft's format.
+A run's checkpoints have the adapted weights under open_clip's names, so that everything that reads a model reads them,
+and the adapters alone in peft's format.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class LoraConfig:
 def add_adapters(clip: nn.Module, config: LoraConfig, *, seed: int, locked: tuple[bool, bool]) -> None:
     """Add adapters to a model in place and freeze everything else; nothing without a rank.
 
-    `seed` is that of A's initial values, B starts at 0; `locked`: whether image and text tower stay as they are.
+    `seed`: of A's initial values, B starts at 0; `locked`: whether image and text tower stay as they are.
 
     Raises:
         UserError: peft is not installed, or the model has batch norms.
@@ -128,12 +127,7 @@ def read_adapters(folder: Path) -> dict[str, Tensor]:
 
 
 def lock_towers(clip: nn.Module, *, image: int | None, text: int | None) -> None:
-    """Freeze towers in place.
-
-    Args:
-        clip: open_clip's model.
-        image: Blocks at the end of the image tower that stay trainable, 0 for none; None does not lock the tower.
-        text: Likewise of the text tower.
+    """Freeze towers in place, but for so many blocks at their ends; None does not lock a tower.
 
     Raises:
         UserError: This architecture cannot be locked so, or nothing would be left to train.

@@ -1,9 +1,8 @@
 """Replacements in open_clip's image towers: patch dropout on the device, a last block for one token, norms, patches.
 
-A CLIP ViT's feature is its class token after the last block. In that block, patches only matter as keys and values:
-their queries, their output projection and their MLP are computed and then thrown away. That is 5/6 of the products of
-the block's matrices, about 7% of a tower of 12 blocks. The blocks here leave them out; feature and gradients stay the
-same up to rounding, and so does the state dict.
+A CLIP ViT's feature is its class token after the last block, where patches only matter as keys and values. Their
+queries, output projection and MLP, about 7% of the products of a tower of 12 blocks, are left out here; feature and
+gradients stay the same up to rounding, and so does the state dict.
 
 Shape legend: B images, L tokens (the class token and the patches), D width.
 """
@@ -102,8 +101,8 @@ def use_patch_dropout_on_device(clip: nn.Module) -> None:
 class Fp32BatchNorm2d(nn.BatchNorm2d):
     """`nn.BatchNorm2d` for bf16 training: statistics, gain and bias are used in fp32; the output has the input's dtype.
 
-    torch's own module refuses bf16 gains together with fp32 running statistics, and bf16 running statistics would
-    stop moving: at momentum 0.1, every change below one per cent is rounded away. The state dict keeps its names.
+    torch's own module refuses bf16 gains with fp32 running statistics, and bf16 ones would stop moving: at momentum
+    0.1, every change below one per cent is rounded away.
     """
 
     def forward(self, x: Tensor) -> Tensor:

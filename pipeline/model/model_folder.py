@@ -46,10 +46,7 @@ def weights_digest(state: Mapping[str, Tensor]) -> str:
 
 
 def image_tower_identity(weights: Mapping[str, Tensor], architecture: Architecture, *, decoding: str) -> dict[str, Any]:
-    """Plain values that determine an image tower's outputs for given images and crops.
-
-    `weights` are by open_clip's names; `decoding` as in `data.decoding`.
-    """
+    """Plain values that determine an image tower's outputs for given images and crops; weights by open_clip's names."""
     visual = {name: value for name, value in weights.items() if name.startswith("visual.")}
     facts = {
         "weights": weights_digest(visual),
@@ -68,7 +65,7 @@ def save_open_clip(
 ) -> list[Path]:
     """Fill an existing folder so that `open_clip.create_model("local-dir:FOLDER")` loads it. Returns the files written.
 
-    `state` are fp32 weights by open_clip's names; `logit` is log(1/tau) and the bias of a sigmoid loss, or None.
+    `state` are fp32 weights by open_clip's names; `logit` is log(1/tau) and a sigmoid loss's bias.
     """
     scale, bias = logit
     model_cfg = dict(architecture.model_cfg)
@@ -236,14 +233,10 @@ RESIZABLE = "positional_embedding"
 
 
 def resized(name: str, value: Tensor, *, shape: torch.Size, nonnegative: bool = False) -> Tensor:
-    """A parameter, or a moment of it, in the shape that it has at another image size.
+    """A parameter of open_clip's state dict, or a moment of it, in the shape that it has at another image size.
 
-    Args:
-        name: The parameter's name in open_clip's state dict.
-        value: [1 + g * g, D], or any tensor of `shape`, which is returned as it is.
-        shape: The shape at the new size, [1 + G * G, D].
-        nonnegative: Interpolate linearly, which keeps the sign, as second moments need; else by open_clip's
-            bicubic rule.
+    From [1 + g * g, D] to [1 + G * G, D], by open_clip's bicubic rule, or linearly where it must stay `nonnegative`, as
+    second moments do; unchanged if it has this shape.
 
     Raises:
         UserError: Only position embeddings of square grids can change their shape.

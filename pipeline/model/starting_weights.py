@@ -50,11 +50,7 @@ class Start:
 
 
 def find_start(arch: str, pretrained: str | None) -> Start:
-    """Resolve `model.arch` and `model.pretrained` for training.
-
-    Raises:
-        UserError: As `resolve`, or no objective here trains such a model.
-    """
+    """Resolve `model.arch` and `model.pretrained` for training; errors as `resolve`, and for models of CoCa."""
     start = resolve(arch, pretrained)
     if "multimodal_cfg" in start.model_cfg:
         raise UserError(
@@ -65,11 +61,7 @@ def find_start(arch: str, pretrained: str | None) -> Start:
 
 
 def start_of(spec: str) -> Start:
-    """What `evaluate`, `export`, `score`, `playground` and `features` load: a model folder, a run, or ARCH:PRETRAINED.
-
-    Raises:
-        UserError: There is no model at `spec`, or the weights do not fit the architecture.
-    """
+    """What `evaluate`, `export` and others load: a model folder, a run, or ARCH:PRETRAINED; errors as `resolve`."""
     folder = _download(spec.removeprefix(HUB)) if spec.startswith(HUB) else model_folder_in(Path(spec))
     if folder is not None:
         return start_in(folder)

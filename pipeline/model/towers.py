@@ -187,11 +187,7 @@ def check_start(config: ModelConfig) -> None:
 
 
 def check_model(config: ModelConfig) -> None:
-    """Check everything about a `model` section that can be checked without loading weights.
-
-    Raises:
-        UserError: As `check_start` and `build_towers`.
-    """
+    """Check everything about a `model` section that can be checked without loading weights; errors as there."""
     check_start(config)
     build_towers(without_weights(config), seed=0, device="meta")
 
@@ -221,15 +217,7 @@ def unread_pixels(visual: nn.Module, image_size: int) -> tuple[str, ...]:
 
 
 def build_towers(config: ModelConfig, *, seed: int, device: str | torch.device = "cpu") -> tuple[Towers, Architecture]:
-    """Build a recipe's towers in fp32.
-
-    Args:
-        config: The recipe's `model` section.
-        seed: Of the initial weights, where `config.pretrained` gives none.
-        device: "meta" builds shapes without values.
-
-    Returns:
-        The towers and their description.
+    """Build a recipe's towers in fp32; `seed` is that of weights that are not pretrained, `device="meta"` gives none.
 
     Raises:
         UserError: Unknown architecture, pretrained weights that do not exist or do not fit, or settings that this

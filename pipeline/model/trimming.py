@@ -16,13 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.distributed.devices import to_device
-from pipeline.model.attention import (
-    CausalPackedAttention,
-    PackedText,
-    causal_text_transformer,
-    lookup,
-    pack,
-)
+from pipeline.model.attention import CausalPackedAttention, PackedText, causal_text_transformer, lookup, pack
 
 MULTIPLE = 8
 """Widths are multiples of this: efficient for kernels, and few different shapes to compile."""
@@ -59,10 +53,10 @@ def trimmed_width(lengths: Tensor, *, context_length: int) -> int:
 
 
 class TextChunks:
-    """The texts of a local batch in micro-batches on a device, cut and, where there are several, sorted by length.
+    """The texts of a local batch in micro-batches on a device: packed, or cut and, if there are several, sorted.
 
-    Only texts are sorted, so a micro-batch's images and texts are of different pairs. Features and gradients are given
-    and taken in the batch's order. All that the device needs is copied when this is made, without waiting for it.
+    A micro-batch's images and texts may be of different pairs; features and gradients are given and taken in the
+    batch's order. All that the device needs is copied when this is made, without waiting for it.
     """
 
     def __init__(
@@ -75,14 +69,14 @@ class TextChunks:
         by_kernel: bool = False,
         device: torch.device | None = None,
     ) -> None:
-        """Divide [b, L] tokens.
+        """Divide [b, L] tokens of the host (unpacked ones may be on the device), pinned if they go to a GPU.
 
         Args:
-            text: The tokens, on the host (unpacked ones may be on the device); pinned if they go to a GPU.
+            text: The tokens.
             chunks: Rows of each micro-batch, without gaps from 0 to b.
-            lengths: [b] on the host, of `TextTrimming`; None: neither cut nor sort.
+            lengths: [b] on the host, of `TextTrimming`; None: neither pack nor cut.
             packed: Pack each micro-batch instead of cutting it.
-            by_kernel: The device has a kernel for packed texts, which needs no groups of similar lengths.
+            by_kernel: As for `pack`.
             device: Where the towers are; None: where the tokens are.
         """
         self.text, self.chunks = text, chunks
@@ -159,10 +153,9 @@ def why_not_trimmed(clip: nn.Module) -> str | None:
 
 
 def encode_text(clip: nn.Module, text: Tensor | PackedText) -> Tensor:
-    """`clip.encode_text` for texts of up to the model's context length, before normalisation.
+    """`clip.encode_text` for packed texts, or for texts of up to the model's context length, before normalisation.
 
-    Same as open_clip's `CLIP.encode_text`, which only takes texts of exactly the context length, except that the
-    position embeddings are cut, too. Other classes cut them themselves.
+    open_clip's `CLIP.encode_text` takes texts of exactly the context length; other classes cut the position embeddings.
     """
     from open_clip.model import CLIP
     from open_clip.transformer import text_global_pool

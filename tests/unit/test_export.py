@@ -79,11 +79,9 @@ def test_open_clip_reproduces_features_and_logits(run, tmp_path, bias):
     features = trained.encode_image(image), trained.encode_text(text)
     logits = torch.tensor(SCALE).exp() * features[0] @ features[1].T + (bias or 0.0)
     open_clip.add_model_config(source.parent / "tiny-towers.json")
-    weights, options = (
-        str(tmp_path / "out" / "open_clip_model.safetensors"),
-        {} if bias is None else {"init_logit_bias": 0.0},
-    )
-    for name, kwargs in (("tiny-towers", {"pretrained": weights, **options}), (f"local-dir:{tmp_path / 'out'}", {})):
+    by_file = {"pretrained": str(tmp_path / "out" / "open_clip_model.safetensors")}
+    by_file |= {} if bias is None else {"init_logit_bias": 0.0}
+    for name, kwargs in (("tiny-towers", by_file), (f"local-dir:{tmp_path / 'out'}", {})):
         model, _, preprocess = open_clip.create_model_and_transforms(name, **kwargs)
         assert preprocess.transforms[0].size in (16, (16, 16))
         with torch.no_grad():
@@ -101,10 +99,8 @@ def test_programs_accept_any_batch_size_without_open_clip(run, tmp_path):
     exported(run, output, "--onnx")
     trained = load_for_evaluation(str(run))
     image, text = example_inputs(trained, batch=7)
-    for side, inputs, features in (
-        ("image", image, trained.encode_image(image)),
-        ("text", text, trained.encode_text(text)),
-    ):
+    expected = trained.encode_image(image), trained.encode_text(text)
+    for side, inputs, features in zip(("image", "text"), (image, text), expected, strict=True):
         session = onnxruntime.InferenceSession(str(output / f"{side}.onnx"), providers=["CPUExecutionProvider"])
         (found,) = session.run(None, {side: inputs.numpy()})
         torch.testing.assert_close(torch.from_numpy(found), features, rtol=0, atol=1e-5)

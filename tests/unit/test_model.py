@@ -124,10 +124,7 @@ TIMM = {"timm_model_name": "vit_tiny_patch16_224", "timm_pool": "", "timm_proj":
     ("content", "message"),
     [
         (b"[]", "is not a JSON object"),
-        (
-            b'{"embed_dim": "x", "vision_cfg": {}, "text_cfg": {}}',
-            "model_cfg.embed_dim is wrong: Input",
-        ),
+        (b'{"embed_dim": "x", "vision_cfg": {}, "text_cfg": {}}', "model_cfg.embed_dim is wrong: Input"),
         (b"{", "cannot be read as JSON"),
         (b"\xe9", "cannot be read as JSON"),
         (None, "there is no such file"),

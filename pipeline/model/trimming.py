@@ -79,8 +79,7 @@ class TextChunks:
             by_kernel: As for `pack`.
             device: Where the towers are; None: where the tokens are.
         """
-        self.text, self.chunks = text, chunks
-        self._device = device = device or text.device
+        self.text, device = text, device or text.device
         self._rows = list[slice | Tensor](chunks)
         self.computed_tokens = text.numel()
         """Tokens that one forward pass over the local batch computes."""

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import json
 import math
-import os
-import socket
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +18,7 @@ from data_prep.dataset.shard_plan import Plan, load_plan, make_plan, write_plan
 from data_prep.fetching.shard_writer import Outcomes
 from data_prep.fetching.supervisor import fetch
 from data_prep.reasons import is_transient
-from data_prep.settings.download_config import DownloadConfig, FetchConfig
+from data_prep.settings.download_config import DownloadConfig
 from data_prep.settings.source_config import SourceConfig, resolve
 from data_prep.sources import metadata_tables
 from data_prep.sources.hub import pin
@@ -72,14 +66,7 @@ def download(
     config, plan = prepare(config, on_note=on_note)
     folder = Folder(Path(config.output), config.fetch.worker)
     own_shards = range(config.fetch.worker, plan.shards, config.fetch.workers)
-    pending = folder.pending_removal.exists()
-    with (
-        shared_lock(folder, config.fetch.workers),
-        worker_lock(folder),
-        journal(folder, config.fetch),
-    ):
-        if pending:
-            on_note("A removal that had been interrupted was finished first.")
+    with shared_lock(folder, config.fetch.workers), worker_lock(folder):
         recover(folder, own_shards)
         write_text(folder.config, dump(config), durable=True)
         finished = [shard for shard in folder.finished() if shard in own_shards]
@@ -196,28 +183,3 @@ def _as_planned(source: SourceConfig, plan: Plan) -> SourceConfig:
         moving = source.revision is None or len(source.revision) != 40
         return replace(source, revision=made["revision"] if moving else source.revision, table=made["table"])
     return source
-
-
-@contextmanager
-def journal(folder: Folder, fetch: FetchConfig) -> Iterator[None]:
-    """Write a line to `sessions.jsonl` when a session starts, and one when it ends; a killed one has no second line."""
-    line = {"started": datetime.now(UTC).isoformat(timespec="seconds"), "host": socket.gethostname(),
-            "worker": fetch.worker, "distributor": fetch.distributor}  # fmt: skip
-    _append(folder, line)
-    began, outcome = time.monotonic(), "finished"
-    try:
-        yield
-    except BaseException as error:
-        outcome = str(error) if isinstance(error, UserError) else f"{type(error).__name__} {error}".strip()
-        raise
-    finally:
-        _append(folder, {**line, "seconds": round(time.monotonic() - began, 1), "outcome": outcome})
-
-
-def _append(folder: Folder, line: dict[str, Any]) -> None:
-    """Append a line, unless the disk is full: that does not stop the download."""
-    with (
-        suppress(OSError),
-        open(folder.sessions, "a+b", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o666)) as file,
-    ):
-        file.write(json.dumps(line).encode() + b"\n")

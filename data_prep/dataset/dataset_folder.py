@@ -1,7 +1,7 @@
 """The folder of one data set: where each file is, and the record that marks a shard as finished.
 
 manifest.json           what training reads
-report.html datasheet.md
+report.html             the page
 shards/00000.tar        the samples
 index/                  where the members of each shard are, by its SHA-256
 meta/00000.parquet      one row per URL of that shard, with its outcome
@@ -9,7 +9,6 @@ meta/00000.json         the shard's record; a shard without one is not finished
 meta/00000.commit       present while the files of a shard are replaced, see commit.py
 plan/                   the URL list after subsetting, one row group per shard, and plan.json
 download.yaml           the settings, resolved
-sessions.jsonl          when and where each run took place; dates are kept here, not in the manifest
 removed.txt             uids, URLs, hashes or keys that are excluded permanently
 removal.pending         present while a removal replaces files, see commit.py
 staging/                unfinished work; may be deleted when no process is running
@@ -83,7 +82,6 @@ class Folder:
         self.locks = root / "staging"
         self.staging = self.locks / f"worker-{worker}"
         self.config = root / "download.yaml"
-        self.sessions = root / "sessions.jsonl"
         self.removed = root / "removed.txt"
         self.pending_removal = root / "removal.pending"
         self._contents = root / "shards", root / "meta", self.plan

@@ -1,14 +1,9 @@
-"""The page of a data set (one HTML file for people), and a download's datasheet (Markdown, to stay with the shards).
-
-Of the shards, the first samples of some are read.
-"""
+"""The page of a data set: one HTML file for people. Of the shards, the first samples of some are read."""
 
 from __future__ import annotations
 
 import itertools
-import re
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,35 +15,37 @@ from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.duplicates import Signatures, near_duplicates, signature
 from data_prep.dataset.locks import REPORT, part_lock
 from data_prep.reasons import is_transient, meaning_of
-from data_prep.settings.source_config import SourceConfig
-from pipeline.config import to_tree
 from pipeline.data.shards.manifest_format import Manifest, load_manifest
 from pipeline.data.shards.storage import open_records
 from pipeline.data.shards.tar_reader import (
     CaptionField,
     CorruptSample,
     DamagedTar,
-    TarRecord,
     counted_errors,
     rgb_image,
     thumbnail_url,
 )
 from pipeline.errors import UserError
 from pipeline.files import write_text
-from pipeline.pictures.pixels import has_transparency, open_image
+from pipeline.pictures.pixels import open_image
 from pipeline.report.page import render
 
 TEMPLATES = Path(__file__).parent / "templates"
-REPORT_NAME, DATASHEET_NAME = "report.html", "datasheet.md"
-_PICTURES, _NEAR_PAIRS = 18, 6
+REPORT_NAME = "report.html"
+_PICTURES = 18
 _REASONS = 40
 """Reasons that are listed one by one."""
 _READ, _SHARDS_READ = 5_000, 32
 """Samples that are read, of so many shards."""
 _SIDES = np.array([0, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 1 << 31])
 _WORDS = np.array([0, 1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 1 << 31])
-Place = tuple[int, int]
-"""Number of a shard in the manifest, and of a sample in it."""
+_COUNTS = {
+    "distinct_captions": "Distinct captions",
+    "long_captions": "Captions of more than 77 tokens",
+    "transparent": "Images with transparency",
+    "single_colour": "Images of a single colour",
+}
+"""Counts in a manifest that may be other than the user expects."""
 
 
 def write_report(
@@ -58,7 +55,7 @@ def write_report(
     caption: CaptionField | None = None,
     allow_outside: bool = False,
 ) -> Path:
-    """Write the page of a data set with a manifest; for those of `neuclip download`, also the datasheet.
+    """Write the page of a data set with a manifest.
 
     Args:
         root: The data set.
@@ -72,16 +69,28 @@ def write_report(
     Raises:
         UserError: There is no manifest, or a file of the data set is missing or damaged.
     """
-    folder, caption = Folder(Path(root)), caption or CaptionField()
+    folder = Folder(Path(root))
     manifest = load_manifest(folder.root, allow_outside=allow_outside)
-    facts = _page_facts(folder, manifest, take_census(manifest, caption), caption)
+    census = take_census(manifest, caption or CaptionField())
+    counts = manifest.facts.get("counts", {})
+    facts = {
+        "title": folder.root.absolute().name,
+        "is_download": folder.is_download,
+        "manifest": manifest,
+        "facts": manifest.facts,
+        "counts": [(counts[name], words) for name, words in _COUNTS.items() if counts.get(name)],
+        "reasons": _reasons(manifest, is_download=folder.is_download),
+        "census": census,
+        "sides": _bars(census.sides, _SIDES),
+        "words": _bars(census.words, _WORDS),
+        "problems": census.problems.most_common(_REASONS),
+        "removed": len(folder.removed_names()),
+    }
     place = Path(output or folder.root)
     place.mkdir(parents=True, exist_ok=True)
     is_own = folder.is_download and place.resolve() == folder.root.resolve()  # else the data set may be read-only
     with part_lock(folder, REPORT) if is_own else nullcontext():
-        for name in (REPORT_NAME, DATASHEET_NAME) if folder.is_download else (REPORT_NAME,):
-            write_text(place / name, render(f"{name}.j2", facts, folder=TEMPLATES), durable=True)
-    return place / REPORT_NAME
+        return write_text(place / REPORT_NAME, render(f"{REPORT_NAME}.j2", facts, folder=TEMPLATES), durable=True)
 
 
 @dataclass
@@ -89,18 +98,17 @@ class Census:
     """The samples that were read."""
 
     shards_read: int
-    places: list[Place] = field(default_factory=list)
-    """Those that can be used."""
+    samples_read: int = 0
     sides: list[int] = field(default_factory=list)
-    """Their shorter sides in pixels."""
+    """Shorter sides in pixels, of samples that can be used."""
     words: list[int] = field(default_factory=list)
     """Numbers of words of their captions."""
-    odd: Counter[str] = field(default_factory=Counter)
-    """Images with transparency, and of a single colour."""
     problems: Counter[str] = field(default_factory=Counter)
     """Samples that training cannot use, by reason."""
-    near: list[tuple[Place, Place]] = field(default_factory=list)
-    """Near duplicates, and the earlier sample that each resembles."""
+    near: int = 0
+    """Near duplicates of earlier samples."""
+    pictures: list[dict[str, str]] = field(default_factory=list)
+    """Thumbnails as data URLs, and captions, of samples that are spread over those that were read."""
 
 
 def take_census(manifest: Manifest, caption: CaptionField) -> Census:
@@ -110,88 +118,34 @@ def take_census(manifest: Manifest, caption: CaptionField) -> Census:
         UserError: A shard is missing or damaged.
     """
     count = min(_SHARDS_READ, len(manifest.shards))
-    census, signatures = Census(count), []
-    for number in (len(manifest.shards) * k // count for k in range(count)):
-        url = manifest.url(manifest.shards[number])
-        for place, record in enumerate(_first_records(url, caption, -(-_READ // count))):
-            try:
-                side, text, found = _examined(record, caption)
-            except CorruptSample as problem:
-                census.problems[str(problem)] += 1
-                continue
-            census.sides.append(side)
-            census.words.append(len(text.split()))
-            signatures.append(found)
-            census.places.append((number, place))
-            census.odd["transparent"] += has_transparency(record.image or b"")
-            census.odd["single_colour"] += len({found[1][k : k + 3] for k in range(0, len(found[1]), 3)}) == 1
-    near = near_duplicates(Signatures.stacked(signatures))
-    census.near = [(census.places[later], census.places[earlier]) for later, earlier in near.items()]
+    each = -(-_READ // count)
+    shards = [manifest.shards[len(manifest.shards) * k // count] for k in range(count)]
+    planned = sum(min(each, shard.samples) for shard in shards)
+    census, signatures = Census(count), list[tuple[int, bytes]]()
+    for url in map(manifest.url, shards):
+        try:
+            with open_records(url, caption_suffix=caption.suffix) as records:
+                for record in itertools.islice(records, each):
+                    census.samples_read += 1
+                    try:
+                        if record.problem or not record.image:
+                            raise CorruptSample(record.problem or "image is missing")
+                        with counted_errors(), open_image(record.image) as image:
+                            side = min(image.size)
+                        text = caption.read(record)
+                        signatures.append(signature(record.image))
+                    except CorruptSample as problem:
+                        census.problems[str(problem)] += 1
+                        continue
+                    census.sides.append(side)
+                    census.words.append(len(text.split()))
+                    if len(census.pictures) * planned < census.samples_read * min(_PICTURES, planned):
+                        source = thumbnail_url(rgb_image(record.image), (192, 192))
+                        census.pictures.append({"source": source, "caption": text})
+        except (OSError, DamagedTar) as error:
+            raise UserError(f"{url} is missing or damaged ({error}): `neuclip verify` finds all damage.") from error
+    census.near = len(near_duplicates(Signatures.stacked(signatures)))
     return census
-
-
-def _first_records(url: str, caption: CaptionField, wanted: int) -> Iterator[TarRecord]:
-    try:
-        with open_records(url, caption_suffix=caption.suffix) as records:
-            yield from itertools.islice(records, wanted)
-    except (OSError, DamagedTar) as error:
-        raise UserError(f"{url} is missing or damaged ({error}): `neuclip verify` finds all damage.") from error
-
-
-def _examined(record: TarRecord, caption: CaptionField) -> tuple[int, str, tuple[int, bytes]]:
-    """The shorter side, the caption and the signature of a sample."""
-    if record.problem or not record.image:
-        raise CorruptSample(record.problem or "image is missing")
-    with counted_errors(), open_image(record.image) as image:
-        side = min(image.size)
-    return side, caption.read(record), signature(record.image)
-
-
-def _page_facts(folder: Folder, manifest: Manifest, census: Census, caption: CaptionField) -> dict[str, Any]:
-    """The context of both templates."""
-    read = len(census.places)
-    shown = [census.places[(2 * k + 1) * read // (2 * min(_PICTURES, read))] for k in range(min(_PICTURES, read))]
-    near = census.near[:_NEAR_PAIRS]
-    pictures = _pictures(manifest, caption, {*shown, *(place for pair in near for place in pair)})
-    return {
-        "title": folder.root.absolute().name,
-        "manifest": manifest,
-        "source": {**to_tree(SourceConfig()), **manifest.facts["source"]} if folder.is_download else None,
-        "facts": manifest.facts,
-        "odd": _odd(census, manifest),
-        "reasons": _reasons(manifest, is_download=folder.is_download),
-        "sides": _bars(census.sides, _SIDES),
-        "words": _bars(census.words, _WORDS),
-        "dates": _dates(folder),
-        "pictures": [pictures[place] for place in shown],
-        "near": [(pictures[earlier], pictures[later]) for later, earlier in near],
-        "near_count": len(census.near),
-        "samples_read": read + census.problems.total(),
-        "shards_read": census.shards_read,
-        "problems": census.problems.most_common(_REASONS),
-        "removed": len(folder.removed_names()),
-    }
-
-
-def _dates(folder: Folder) -> list[str]:
-    """The first and the last day of a download, one if they are the same."""
-    text = folder.sessions.read_text(encoding="utf-8", errors="replace") if folder.sessions.exists() else ""
-    days = sorted(set(re.findall(r'"started": "(\d{4}-\d\d-\d\d)T', text)))
-    return [*days[:1], *days[1:][-1:]]
-
-
-def _odd(census: Census, manifest: Manifest) -> list[tuple[int, str]]:
-    """Numbers of captions and images that may be other than the user expects: counted, or among the samples read."""
-    counts = manifest.facts.get("counts")
-    among = "" if counts else f" among {len(census.places):,} that were read"
-    words = {
-        "distinct_captions": "Distinct captions",
-        "long_captions": "Captions of more than 77 tokens",
-        "transparent": "Images with transparency",
-        "single_colour": "Images of a single colour",
-    }
-    return [(number, f"{words[name]}{among}") for name, number in (counts or census.odd).items()
-            if name in words and number]  # fmt: skip
 
 
 def _reasons(manifest: Manifest, *, is_download: bool) -> list[dict[str, Any]]:
@@ -217,16 +171,3 @@ def _bars(values: list[int], edges: np.ndarray) -> list[dict[str, Any]]:
         height = counts[i] / counts.max()
         bars.append({"label": label, "count": int(counts[i]), "height": height, "share": counts[i] / counts.sum()})
     return bars
-
-
-def _pictures(manifest: Manifest, caption: CaptionField, places: set[Place]) -> dict[Place, dict[str, str]]:
-    """Thumbnails of samples, as data URLs, and their captions."""
-    pictures = {}
-    for number in sorted({number for number, _ in places}):
-        wanted = {place for shard, place in places if shard == number}
-        with open_records(manifest.url(manifest.shards[number]), caption_suffix=caption.suffix) as records:
-            for place, record in zip(range(max(wanted) + 1), records, strict=False):
-                if place in wanted:
-                    source = thumbnail_url(rgb_image(record.image or b""), (192, 192))
-                    pictures[number, place] = {"source": source, "caption": caption.read(record)}
-    return pictures

@@ -20,7 +20,7 @@ from pipeline.errors import UserError
 from pipeline.files import file_lock, write_text
 
 REPORT = "report"
-"""The part of the work that writes the report and the datasheet."""
+"""The part of the work that writes the page."""
 _WHOLE, _ENGINE = "folder", "engine-"
 _PATIENCE = 15.0
 """Seconds to wait for the engine and workers of a killed command."""

@@ -11,17 +11,12 @@ UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
 def render(template: str, context: Mapping[str, Any], *, folder: Path | None = None) -> str:
-    """Render a template of this folder, or of another one that extends `base.html`.
-
-    Values are escaped for HTML or for tables of markdown, by the template's name.
-    """
+    """Render a template of this folder, or of another one that extends `base.html`."""
     import jinja2
 
-    in_html, folders = ".html" in template, [Path(__file__).parent, *([folder] if folder else [])]
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(folders),
-        autoescape=in_html,
-        finalize=None if in_html else in_markdown,
+        loader=jinja2.FileSystemLoader([Path(__file__).parent, *([folder] if folder else [])]),
+        autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -289,17 +289,15 @@ def test_hundreds_of_urls_with_known_outcomes(tmp_path):
 
 
 def check_report(root: Path) -> None:
-    """Report, datasheet and statistics account for every URL."""
-    manifest, page, sheet = load_manifest(root), write_report(root).read_text(), (root / "datasheet.md").read_text()
-    for reason, count in manifest.failures.items():
+    """The page and its statistics account for every URL."""
+    manifest, page = load_manifest(root), write_report(root).read_text()
+    for reason in manifest.failures:
         assert f"<td>{reason}<" in page
-        assert f"| {reason} | {count} |" in sheet
     assert page.count("<figure>") >= 18
     assert "src=" not in page.replace('src="data:', ""), "the page is self-contained"
     assert manifest.digest in page
-    assert manifest.digest in sheet
     census = take_census(manifest, CaptionField())
-    assert len(census.sides) == len(census.words) == len(census.places) == manifest.n
+    assert len(census.sides) == len(census.words) == manifest.n
 
 
 def test_a_huge_transparent_image_in_a_small_file_does_not_stop_a_run(tmp_path, monkeypatch):

@@ -69,7 +69,7 @@ def test_publishing_a_shard_is_progress(made, tmp_path, monkeypatch):
 
 def test_leftovers_of_killed_commands_are_removed_and_other_files_are_not(copied):
     folder, token = Folder(copied), "0" * 32
-    of_folder = [copied / f".datasheet.md.{token}.tmp", copied / f"plan/.plan.json.{token}.tmp"]
+    of_folder = [copied / f".report.html.{token}.tmp", copied / f"plan/.plan.json.{token}.tmp"]
     of_shards = [copied / f"shards/.00001.tar.{token}.tmp", copied / f"meta/.00001.json.{token}.tmp", folder.commit(1)]
     others, mine = copied / f"meta/.00007.json.{token}.tmp", [copied / ".mine.tmp", copied / "shards/00001.tar.new"]
 

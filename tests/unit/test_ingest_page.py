@@ -44,8 +44,7 @@ def test_converted_pairs_have_a_page(tmp_path):
     assert "of 10 rows" in page
     assert "<td>not an image</td>" in page
     assert "All samples were compared: 1 looks like an earlier one." in page
-    assert page.count('alt="picture 007.jpg"') == 2  # among the samples, and beside the one that it resembles
-    assert not (tmp_path / "data" / "datasheet.md").exists()
+    assert page.count('alt="picture 007.jpg"') == 1
 
 
 def test_transparent_images_and_lists_of_captions_of_a_download(site, tmp_path):

@@ -99,11 +99,7 @@ def contents(root: Path) -> dict[str, bytes]:
     """All files of a data set, through links, but for logs, locks, pages and indexes."""
     files = ((Path(folder) / name) for folder, _, names in os.walk(root, followlinks=True) for name in names)
     named = {str(path.relative_to(root)): path.read_bytes() for path in files}
-    return {
-        name: body
-        for name, body in named.items()
-        if not re.search(r"staging/|index/|sessions\.jsonl|download\.yaml", name)
-    }
+    return {name: body for name, body in named.items() if not re.search(r"staging/|index/|download\.yaml", name)}
 
 
 def keys(root: Path) -> list[str]:

@@ -8,13 +8,11 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from data_prep.dataset.commit import recover
-from data_prep.dataset.dataset_folder import Folder, changed
-from data_prep.dataset.locks import exclusive_lock, part_lock, shared_lock, worker_lock
+from data_prep.dataset.commit import part_lock, recover, shared_lock, worker_lock
+from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.manifest_writer import expected_manifest, rules_of
-from data_prep.dataset.shard_plan import Plan, load_plan, make_plan, write_plan
+from data_prep.dataset.shard_plan import Plan, load_plan, make_plan
 from data_prep.fetching.shard_writer import Outcomes
 from data_prep.fetching.supervisor import fetch
 from data_prep.reasons import is_transient
@@ -24,7 +22,7 @@ from data_prep.sources import metadata_tables
 from data_prep.sources.hub import pin
 from data_prep.sources.metadata_tables import check_rows, check_unchanged
 from data_prep.sources.text_columns import URL, columns_of
-from pipeline.config import dump, flatten
+from pipeline.config import dump
 from pipeline.data.shards.manifest_format import Manifest
 from pipeline.errors import UserError
 from pipeline.files import write_text
@@ -98,7 +96,7 @@ def prepare(
         The resolved config, and the plan.
 
     Raises:
-        UserError: Something is wrong with the settings or the table, or they have changed since shards were made.
+        UserError: Something is wrong with the settings or the table, or they have changed since the list was made.
     """
     source = resolve(config.source)
     folder = Folder(Path(config.output).absolute(), config.fetch.worker)
@@ -113,7 +111,6 @@ def prepare(
         plan = make_plan(folder, source, config.subset, shard_size=config.fetch.shard_size, rules=rules_of(config))
         if not is_new and not check_unchanged(source, plan.files):
             on_note(f"source.table = {source.table!r} is gone: continuing with the list in {folder.plan}.")
-        plan = _with_rules(folder, plan, rules_of(config))
     if is_new and plan.skipped:
         on_note(
             f"{plan.skipped:,} of {plan.seen:,} rows cannot be read (a wrong number of fields, or text that is not "
@@ -154,26 +151,6 @@ def check_source(config: DownloadConfig, *, on_note: Callable[[str], None]) -> N
         on_note("No guard.contact is set: the owners of servers cannot reach you. Give a page or an e-mail address.")
     if source.hub and source.revision:
         on_note(f"{source.hub} is read at revision {source.revision}.")
-
-
-def _with_rules(folder: Folder, plan: Plan, rules: dict[str, Any]) -> Plan:
-    """The plan with these settings for images and guard, which may change only until the first shard is finished.
-
-    Nor may they change while a download works with the former ones: its shards would be refused at the end.
-    """
-    old = flatten(plan.rules)
-    differences = changed(old, {**dict.fromkeys(old), **flatten(rules)})
-    if not differences:
-        return plan
-    if folder.finished() or folder.numbered(".commit"):
-        raise UserError(
-            f"{folder.root} holds shards that were made with other settings ({'; '.join(differences)}). "
-            "Use another output folder, or the old settings to continue."
-        )
-    plan = replace(plan, rules=rules)
-    with exclusive_lock(folder):
-        write_plan(folder, plan)
-    return plan
 
 
 def _as_planned(source: SourceConfig, plan: Plan) -> SourceConfig:

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from data_prep.dataset.commit import REPORT, part_lock
 from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.duplicates import Signatures, near_duplicates, signature
-from data_prep.dataset.locks import REPORT, part_lock
 from data_prep.reasons import is_transient, meaning_of
 from pipeline.data.shards.manifest_format import Manifest, load_manifest
 from pipeline.data.shards.storage import open_records

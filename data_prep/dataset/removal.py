@@ -18,9 +18,8 @@ import pyarrow as pa
 
 from data_prep import reasons
 from data_prep.dataset import canonical_tar
-from data_prep.dataset.commit import Commit, delete_leftovers, real_path
+from data_prep.dataset.commit import Commit, delete_leftovers, exclusive_lock, real_path
 from data_prep.dataset.dataset_folder import Folder, as_stored, names_of, read_meta
-from data_prep.dataset.locks import exclusive_lock
 from data_prep.dataset.manifest_writer import local_manifest, manifest_of_records
 from data_prep.dataset.shard_files import check_tar, stage
 from data_prep.dataset.shard_plan import load_plan, read_shard

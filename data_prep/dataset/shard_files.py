@@ -1,10 +1,10 @@
-"""The files of a shard (tar, meta file, record): written together, read again, and compared with each other."""
+"""The files of a shard (tar, meta file, record), which are written together, and what they say of one row."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_prep import reasons
-from data_prep.dataset import canonical_tar
 from data_prep.dataset.commit import Commit
 from data_prep.dataset.dataset_folder import Folder, ShardRecord, key_of, read_meta
 from data_prep.settings.source_config import HASH_KINDS
@@ -29,22 +28,6 @@ _INT32 = ("width", "height", "original_width", "original_height")
 _TEXTS = ("url", "caption", "uid", "key", "status", "reason", "error", STORED_HASH, *HASH_KINDS)
 # Columns that are not stored in a sample's JSON.
 _NOT_IN_JSON = ("row", "status", "reason", "error", STORED_HASH, TRANSPARENT)
-Rows = dict[int, dict[str, Any]]
-
-
-def publish(
-    folder: Folder, record: ShardRecord, members: Iterable[tuple[str, bytes]], rows: list[dict[str, Any]]
-) -> None:
-    """Publish one shard of a download: the tar's members, sorted by name, and the meta file's rows, in order.
-
-    Raises:
-        UserError: The members do not match the rows. Nothing was changed.
-    """
-    with Commit(folder.root, folder.commit(record.shard)) as commit:
-        checked = _checked(folder, record.shard, members, rows)
-        canonical_tar.write(commit.new(folder.tar(record.shard)), checked)
-        stage(commit, folder, record, _meta_table(rows))
-        commit.finish()
 
 
 def stage(commit: Commit, folder: Folder, record: ShardRecord, meta: pa.Table) -> ShardRecord:
@@ -99,7 +82,7 @@ def failed_row(row: Mapping[str, Any], reason: str, error: str | None = None) ->
     return {**row, "key": key_of(row["row"]), "status": "failed", "reason": reason, "error": error}
 
 
-def settled_rows(folder: Folder, shard: int) -> Rows:
+def settled_rows(folder: Folder, shard: int) -> dict[int, dict[str, Any]]:
     """Rows that a retry does not request again: samples and permanent failures.
 
     Raises:
@@ -110,30 +93,6 @@ def settled_rows(folder: Folder, shard: int) -> Rows:
         check_tar(folder, folder.tar(shard), record.sha256)
     rows = {row["row"]: row for row in read_meta(folder, shard).to_pylist()}
     return {number: row for number, row in rows.items() if not (row["reason"] and reasons.is_transient(row["reason"]))}
-
-
-def _checked(
-    folder: Folder, shard: int, members: Iterable[tuple[str, bytes]], rows: list[dict[str, Any]]
-) -> Iterator[tuple[str, bytes]]:
-    """Pass on the members and compare them with the rows: keys, captions, and hashes of the images."""
-    expected = iter([row for row in rows if row["status"] == "success"])
-    row: dict[str, Any] = {"key": ""}
-    try:
-        for name, payload in members:
-            key, _, suffix = name.partition(".")
-            if key != row["key"]:
-                row = next(expected, {"key": None})
-            if key != row["key"]:
-                raise ValueError(f"sample {key} has no row")
-            problem = difference(row, suffix, payload)
-            if problem:
-                raise ValueError(f"sample {key}: {problem}")
-            yield name, payload
-        missing = next(expected, None)
-        if missing is not None:
-            raise ValueError(f"sample {missing['key']} is missing")
-    except (ValueError, FileNotFoundError) as error:
-        raise UserError(f"{folder.tar(shard)} differs from its record ({error}). {folder.repair_hint}") from error
 
 
 def difference(row: Mapping[str, Any], suffix: str, payload: bytes) -> str:
@@ -158,8 +117,8 @@ def facts_text(row: Mapping[str, Any]) -> str:
     return json.dumps(facts, ensure_ascii=False, sort_keys=True, default=str)
 
 
-def _meta_table(rows: list[dict[str, Any]]) -> pa.Table:
-    """The table of a meta file."""
+def meta_table(rows: list[dict[str, Any]]) -> pa.Table:
+    """The table of a download's meta file."""
     known: dict[str, Any] = {"row": pa.int64(), **dict.fromkeys(_TEXTS, pa.string())}
     known |= {**dict.fromkeys(_INT32, pa.int32()), TRANSPARENT: pa.bool_()}
     present = {name for row in rows for name in row}

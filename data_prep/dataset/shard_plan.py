@@ -42,7 +42,6 @@ class Plan:
     seen: int
     """Rows of the source."""
     shard_size: int
-    columns: tuple[str, ...]
     digest: str
     """Digest that identifies the list."""
     settings: dict[str, Any] = field(default_factory=dict)
@@ -80,7 +79,7 @@ def make_plan(
     subset: SubsetConfig,
     *,
     shard_size: int,
-    rules: dict[str, Any] | None = None,
+    rules: dict[str, Any],
 ) -> Plan:
     """Read the source once and write the plan, or return the existing one if it was made from the same settings.
 
@@ -97,25 +96,26 @@ def make_plan(
     settings = {"source": to_tree(source), "subset": to_tree(subset), "shard_size": shard_size}
     path = folder.plan / PLAN_NAME
     if path.exists():
-        return _matching(load_plan(folder), settings, folder, index=subset.index)
+        plan = load_plan(folder)
+        _check_same(folder, plan, settings, rules, subset.index)
+        return plan
     for old in folder.plan.glob("part-*"):
         old.unlink()
     files = identity_of(source)
     counts: Counter[str] = Counter()
     batches = _selected(source, Subset(subset), counts)
-    rows, columns, digest, parts = _write_list(folder, batches, shard_size)
+    rows, digest, parts = _write_list(folder, batches, shard_size)
     seen = counts.total()
     plan = Plan(
         rows=rows,
         seen=seen,
         shard_size=shard_size,
-        columns=columns,
         digest=digest,
         settings=settings,
         skipped=counts["skipped"],
         files=files,
         index=stamp(Path(subset.index)) if subset.index else {},
-        rules=rules or {},
+        rules=rules,
         parts=parts,
     )
     if plan.rows == 0:
@@ -123,7 +123,7 @@ def make_plan(
     check_rows(source, seen)
     check_unchanged(source, files)
     _check_records(folder, plan)
-    write_plan(folder, plan)
+    write_text(path, stored_text(asdict(plan)), durable=True)  # marks the plan as complete
     return plan
 
 
@@ -136,11 +136,6 @@ def _check_records(folder: Folder, plan: Plan) -> None:
                 f"the plan that they belong to is gone. Restore the table and the settings ({folder.config}), or use "
                 "another output folder."
             )
-
-
-def write_plan(folder: Folder, plan: Plan) -> None:
-    """Write `plan.json`, which marks the plan as complete."""
-    write_text(folder.plan / PLAN_NAME, stored_text(asdict(plan)), durable=True)
 
 
 def load_plan(folder: Folder) -> Plan:
@@ -184,10 +179,13 @@ def read_shard(folder: Folder, shard: int) -> Any:
         raise UserError(f"{folder.plan_part(part)} is missing or damaged ({error}). {folder.repair_hint}") from error
 
 
-def _matching(plan: Plan, settings: dict[str, Any], folder: Folder, *, index: str | None) -> Plan:
-    if different := changed(flatten(plan.settings), flatten(settings)):
+def _check_same(folder: Folder, plan: Plan, settings: dict[str, Any], rules: dict[str, Any], index: str | None) -> None:
+    """Refuse other settings and another index than the plan was made with."""
+    different = changed(flatten(plan.settings), flatten(settings))
+    different += changed(old := flatten(plan.rules), {**dict.fromkeys(old), **flatten(rules)})
+    if different:
         raise UserError(
-            f"{folder.root} holds the URL list of other settings ({'; '.join(different)}). "
+            f"{folder.root} holds a list or shards that were made with other settings ({'; '.join(different)}). "
             "Use another output folder, or the old settings to continue."
         )
     if index and plan.index and Path(index).exists() and not is_same(Path(index), plan.index):
@@ -195,7 +193,6 @@ def _matching(plan: Plan, settings: dict[str, Any], folder: Folder, *, index: st
             f"subset.index = {index!r} has changed since the URL list was made. Use another output folder for the "
             "changed index, or put the former one back to continue."
         )
-    return plan
 
 
 def _selected(source: SourceConfig, subset: Subset, counts: Counter[str]) -> Iterator[Any]:
@@ -225,20 +222,17 @@ def _selected(source: SourceConfig, subset: Subset, counts: Counter[str]) -> Ite
         yield batch
 
 
-def _write_list(
-    folder: Folder, batches: Iterator[Any], shard_size: int
-) -> tuple[int, tuple[str, ...], str, dict[str, str]]:
+def _write_list(folder: Folder, batches: Iterator[Any], shard_size: int) -> tuple[int, str, dict[str, str]]:
     """Write the list: a row group for each shard, and a hundred of them per file.
 
     Returns:
-        The number of rows, their columns, the digest that identifies the list, and the SHA-256 of its files.
+        The number of rows, the digest that identifies the list, and the SHA-256 of its files.
     """
     digest, rows = hashlib.sha256(), 0
-    columns: tuple[str, ...] = ()
     parts: dict[str, str] = {}
     shards = _in_shards(batches, shard_size)
     for part, first in enumerate(shards):
-        path, columns = folder.plan_part(part), tuple(first.schema.names)
+        path = folder.plan_part(part)
         schema = first.schema.insert(0, pa.field("row", pa.int64()))
         with pq.ParquetWriter(path, schema, compression="zstd", write_page_checksum=True) as file:
             for table in itertools.chain([first], itertools.islice(shards, _SHARDS_PER_PART - 1)):
@@ -248,7 +242,7 @@ def _write_list(
                 rows += table.num_rows
         flush(path)
         parts[path.name] = sha256_of(path)
-    return rows, columns, digest.hexdigest(), parts
+    return rows, digest.hexdigest(), parts
 
 
 def _in_shards(batches: Iterator[Any], shard_size: int) -> Iterator[Any]:

@@ -14,10 +14,8 @@ from typing import Any
 import numpy as np
 
 from data_prep.dataset import canonical_tar
-from data_prep.dataset.commit import real_path
+from data_prep.dataset.commit import exclusive_lock, real_path
 from data_prep.dataset.dataset_folder import Folder, ShardRecord, read_lines, read_meta
-from data_prep.dataset.ingest_report import REPORT_NAME
-from data_prep.dataset.locks import exclusive_lock
 from data_prep.dataset.manifest_writer import expected_manifest, local_manifest, manifest_of_records
 from data_prep.dataset.shard_files import difference, withdraw
 from data_prep.dataset.shard_plan import PLAN_NAME, Plan, check_list, load_plan
@@ -171,7 +169,7 @@ def _check_records(folder: Folder, plan: Plan | None) -> Iterator[Problem]:
 
 
 def _check_manifest(folder: Folder, plan: Plan, manifest: Manifest) -> Iterator[Problem]:
-    """Compare the manifest and the report with the plan and the records."""
+    """Compare the manifest with the plan and the records."""
     try:
         expected = expected_manifest(folder, plan)
     except UserError as error:
@@ -184,9 +182,6 @@ def _check_manifest(folder: Folder, plan: Plan, manifest: Manifest) -> Iterator[
             yield Problem(MANIFEST_NAME, name, "it does not match the plan and the shards' records")
     if manifest.digest != expected.digest:
         yield Problem(MANIFEST_NAME, "shards", "it lists other shards than the records")
-    report = folder.root / REPORT_NAME
-    if report.exists() and manifest.digest not in report.read_text(encoding="utf-8", errors="replace"):
-        yield Problem(REPORT_NAME, "stale", "it describes other shards")
 
 
 def _check_shard(manifest: Manifest, shard: Shard, own: Folder | None, *, decode: int) -> Iterator[Problem]:

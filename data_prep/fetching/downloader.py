@@ -22,8 +22,8 @@ from img2dataset.distributor import multiprocessing_distributor, pyspark_distrib
 from img2dataset.downloader import Downloader
 
 from data_prep import reasons
+from data_prep.dataset.commit import engine_lock
 from data_prep.dataset.dataset_folder import Folder, names_of
-from data_prep.dataset.locks import engine_lock
 from data_prep.dataset.shard_files import failed_row, settled_rows
 from data_prep.dataset.shard_plan import Plan, load_plan, read_shard
 from data_prep.fetching.decoder import Decoder

@@ -15,9 +15,10 @@ from typing import Any
 
 from data_prep import reasons
 from data_prep.dataset import canonical_tar
+from data_prep.dataset.commit import Commit
 from data_prep.dataset.dataset_folder import Folder, ShardRecord, key_of, names_of
 from data_prep.dataset.manifest_writer import tool_versions
-from data_prep.dataset.shard_files import STORED_HASH, TRANSPARENT, facts_text, failed_row, publish
+from data_prep.dataset.shard_files import STORED_HASH, TRANSPARENT, facts_text, failed_row, meta_table, stage
 from data_prep.dataset.shard_plan import Plan
 from data_prep.fetching.served_image import extension
 from data_prep.settings.source_config import HASH_KINDS
@@ -103,7 +104,11 @@ class ShardWriter:
                 tools=tool_versions(),
                 transparent=sum(bool(row.get(TRANSPARENT)) for row in rows),
             )
-            publish(self._folder, record, self._members(samples - set(self._index)), rows)
+            with Commit(self._folder.root, self._folder.commit(self._shard)) as commit:
+                members = self._members(samples - set(self._index))
+                canonical_tar.write(commit.new(self._folder.tar(self._shard)), members)
+                stage(commit, self._folder, record, meta_table(rows))
+                commit.finish()
             self.is_published = True
             self._beat()
         finally:
@@ -164,7 +169,10 @@ class ShardWriter:
     def _spooled(self, number: int) -> dict[str, bytes]:
         suffix, start, length, text, caption = self._index[number]
         self._spool.seek(start)
-        return {suffix: self._spool.read(length), "json": text.encode(), "txt": caption.encode()}
+        image = self._spool.read(length)
+        if hashlib.sha256(image).hexdigest() != self._meta[number][STORED_HASH]:
+            raise OSError(f"{self._spool.name} does not hold the image of row {number} that was written to it")
+        return {suffix: image, "json": text.encode(), "txt": caption.encode()}
 
     def _beat(self) -> None:
         """Write the live file, unless it is new."""

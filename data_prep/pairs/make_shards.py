@@ -23,7 +23,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from data_prep.dataset.commit import Commit
+from data_prep.dataset.commit import Commit, engine_lock, exclusive_lock
 from data_prep.dataset.dataset_folder import (
     Folder,
     ShardRecord,
@@ -34,7 +34,6 @@ from data_prep.dataset.dataset_folder import (
     tar_name,
     total_failures,
 )
-from data_prep.dataset.locks import engine_lock, exclusive_lock
 from data_prep.dataset.manifest_writer import entries_of
 from data_prep.dataset.removal import names_of_sample
 from data_prep.dataset.shard_files import stage

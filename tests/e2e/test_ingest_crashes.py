@@ -24,9 +24,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_prep import ingest
+from data_prep.dataset.commit import part_lock
 from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.ingest_report import write_report
-from data_prep.dataset.locks import part_lock
 from data_prep.dataset.manifest_writer import expected_manifest
 from data_prep.dataset.removal import remove
 from data_prep.dataset.shard_plan import Plan
@@ -171,7 +171,7 @@ REPLACED = [Step("pathlib:Path.replace", f"{name}.", after=True) for name in (".
 STEPS = {
     "download": [
         Step("data_prep.dataset.shard_plan:_update"),
-        Step("data_prep.dataset.shard_plan:write_plan"),
+        Step("data_prep.dataset.shard_plan:write_text"),
         SETTINGS,
         Step(SPOOL, "7"),
         *PUBLISHING,
@@ -303,15 +303,13 @@ def test_a_permanently_full_disk_ends_with_a_message_and_damages_nothing(place, 
         subprocess.run(["umount", str(place.root)], check=True)
 
 
-def test_settings_can_change_only_before_the_first_shard_is_written(place):
-    smaller = replace(place.config, image=replace(place.config.image, size=64))
-    ingest.prepare(place.config)
-    ingest.prepare(smaller)
-    place.config = smaller
+def test_settings_of_samples_cannot_change(place):
+    place.config = smaller = replace(place.config, image=replace(place.config.image, size=64, background="green"))
     place.download()
     manifest = (place.root / "manifest.json").read_bytes()
     for section, values, words in (
         ("image", {"size": 32}, r"image\.size was 64 and is now 32"),
+        ("image", {"background": "white"}, r"image\.background was 'green' and is now None"),
         ("guard", {"opt_outs": ()}, r"guard\.opt_outs was \[.*\] and is now \[\]"),
     ):
         other = replace(smaller, **{section: replace(getattr(smaller, section), **values)})

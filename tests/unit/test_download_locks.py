@@ -14,12 +14,11 @@ from typing import IO
 
 import pytest
 
-from data_prep.dataset import locks
-from data_prep.dataset.commit import recover
+from data_prep.dataset import commit
+from data_prep.dataset.commit import engine_lock, exclusive_lock, part_lock, recover, shared_lock, worker_lock
 from data_prep.dataset.dataset_folder import Folder
-from data_prep.dataset.locks import engine_lock, exclusive_lock, part_lock, shared_lock, worker_lock
 from data_prep.dataset.removal import remove
-from data_prep.dataset.shard_plan import load_plan, read_shard
+from data_prep.dataset.shard_plan import read_shard
 from data_prep.dataset.verification import delete_damaged
 from data_prep.fetching import shard_writer
 from data_prep.fetching.supervisor import Monitor
@@ -122,19 +121,6 @@ def test_workers_that_start_together_do_not_refuse_each_other(copied, monkeypatc
         list(pool.map(work, range(4), timeout=30))
 
 
-def test_settings_of_samples_cannot_change_while_a_download_works(made, tmp_path):
-    """Regression test: before its first shard they could, and its shards were refused at the end."""
-    first = replace(made, output=str(tmp_path / "new"))
-    other = replace(first, image=replace(first.image, size=99))
-    _, plan = prepare(first)
-    with shared_lock(Folder(tmp_path / "new")):
-        assert prepare(first)[1] == plan
-        with pytest.raises(UserError, match="Another process is working"):
-            prepare(other)
-        assert load_plan(Folder(tmp_path / "new")) == plan
-    assert prepare(other)[1].rules["image"]["size"] == 99
-
-
 def test_removals_and_deletions_are_refused_while_another_process_uses_the_folder(made, copied):
     folder = Folder(copied)
     with shared_lock(folder), shared_lock(folder), part_lock(folder, 0):
@@ -154,10 +140,10 @@ def test_a_command_waits_for_the_engine_of_a_killed_one(copied, monkeypatch, loc
     with ExitStack() as engine:
         engine.enter_context(engine_lock(folder))
         engine.enter_context(engine_lock(folder))  # a worker's
-        monkeypatch.setattr(locks, "_PATIENCE", 0.1)
+        monkeypatch.setattr(commit, "_PATIENCE", 0.1)
         with pytest.raises(UserError, match="Another process is working"), lock(folder):
             pass
-        monkeypatch.setattr(locks, "_PATIENCE", 60.0)
+        monkeypatch.setattr(commit, "_PATIENCE", 60.0)
         threading.Timer(0.2, engine.close).start()
         began = time.monotonic()
         with lock(folder):

@@ -176,7 +176,7 @@ def test_public_class_names_are_unique():
         ("data_prep.ingest", "pipeline.training.run"),
         ("data_prep.ingest", "jobs.cli"),
         ("data_prep.dataset.shard_plan", "data_prep.fetching.guard"),
-        ("data_prep.reasons", "data_prep.dataset.locks"),
+        ("data_prep.reasons", "data_prep.dataset.commit"),
     ],
 )
 def test_a_forbidden_import_is_detected(name, other):

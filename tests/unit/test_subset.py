@@ -100,16 +100,16 @@ def test_the_plan_contains_exactly_the_members(tmp_path):
     folder = Folder(tmp_path / "out")
     folder.make()
     subset = SubsetConfig(fraction=0.25, seed=3)
-    plan = make_plan(folder, source, subset, shard_size=30)
+    plan = make_plan(folder, source, subset, shard_size=30, rules={})
     expected = [name for name in NAMES[:1_000] if name in members(NAMES[:1_000], 0.25, 3)]
     rows = [row for shard in range(plan.shards) for row in read_shard(folder, shard).to_pylist()]
     assert [row["uid"] for row in rows] == expected
     assert [row["row"] for row in rows] == list(range(plan.rows)) == list(range(len(expected)))
-    assert (plan.seen, plan.columns) == (1_000, ("url", "caption", "uid", "score"))
+    assert (plan.seen, list(rows[0])) == (1_000, ["row", "url", "caption", "uid", "score"])
     assert [read_shard(folder, s).num_rows for s in range(plan.shards)] == [plan.rows_of(s) for s in range(plan.shards)]
-    assert load_plan(folder) == make_plan(folder, source, subset, shard_size=30) == plan
+    assert load_plan(folder) == make_plan(folder, source, subset, shard_size=30, rules={}) == plan
     with pytest.raises(UserError, match="No row is left of the 1,000"):
-        make_plan(Folder(tmp_path / "none"), source, SubsetConfig(fraction=1e-9), shard_size=10)
+        make_plan(Folder(tmp_path / "none"), source, SubsetConfig(fraction=1e-9), shard_size=10, rules={})
 
 
 def test_a_changed_index_is_refused_and_a_missing_one_is_not_needed(tmp_path):
@@ -118,14 +118,14 @@ def test_a_changed_index_is_refused_and_a_missing_one_is_not_needed(tmp_path):
     folder.make()
     subset = SubsetConfig(index=str(index))
     np.save(index, np.array([(0, k) for k in range(10)], np.dtype("u8,u8")))
-    plan = make_plan(folder, source, subset, shard_size=4)
+    plan = make_plan(folder, source, subset, shard_size=4, rules={})
     index.write_bytes(index.read_bytes())  # the same, at another time
-    assert make_plan(folder, source, subset, shard_size=4) == plan
+    assert make_plan(folder, source, subset, shard_size=4, rules={}) == plan
     np.save(index, np.array([(0, k + 5) for k in range(10)], np.dtype("u8,u8")))
     with pytest.raises(UserError, match=r"subset.index = '.*index.npy' has changed since the URL list was made\. "):
-        make_plan(folder, source, subset, shard_size=4)
+        make_plan(folder, source, subset, shard_size=4, rules={})
     index.unlink()
-    assert make_plan(folder, source, subset, shard_size=4) == plan
+    assert make_plan(folder, source, subset, shard_size=4, rules={}) == plan
 
 
 def test_the_list_does_not_depend_on_how_the_table_was_read_and_may_have_parts(tmp_path):
@@ -135,7 +135,7 @@ def test_the_list_does_not_depend_on_how_the_table_was_read_and_may_have_parts(t
         folder.make()
         source = source_in(folder.root)
         pq.write_table(pq.read_table(source.table), source.table, row_group_size=size)
-        plans.append(make_plan(folder, source, SubsetConfig(), shard_size=7))
+        plans.append(make_plan(folder, source, SubsetConfig(), shard_size=7, rules={}))
     assert plans[0].digest == plans[1].digest
     assert plans[0].shards == 143
     assert len(list(folder.plan.glob("part-*"))) == 2
@@ -157,7 +157,7 @@ def test_row_counts_are_compared_with_the_published_count_for_every_format(tmp_p
     folder.make()
     half = SubsetConfig(fraction=0.5)
     with pytest.raises(UserError, match="The table has 50 rows, but table is published with 51"):
-        make_plan(folder, SourceConfig(table=str(path), rows=51), half, shard_size=10)
+        make_plan(folder, SourceConfig(table=str(path), rows=51), half, shard_size=10, rules={})
     assert not (folder.plan / "plan.json").exists()
-    plan = make_plan(folder, SourceConfig(table=str(path), rows=50), half, shard_size=10)
+    plan = make_plan(folder, SourceConfig(table=str(path), rows=50), half, shard_size=10, rules={})
     assert plan.rows < plan.seen == 50, "rows counts the table, not the subset"

@@ -13,14 +13,12 @@ from data_prep.dataset.commit import part_lock, recover, shared_lock, worker_loc
 from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.manifest_writer import expected_manifest, rules_of
 from data_prep.dataset.shard_plan import Plan, load_plan, make_plan
+from data_prep.download_config import DownloadConfig, SourceConfig, resolve
 from data_prep.fetching.shard_writer import Outcomes
 from data_prep.fetching.supervisor import fetch
 from data_prep.reasons import is_transient
-from data_prep.settings.download_config import DownloadConfig
-from data_prep.settings.source_config import SourceConfig, resolve
 from data_prep.sources import metadata_tables
-from data_prep.sources.hub import pin
-from data_prep.sources.metadata_tables import check_rows, check_unchanged
+from data_prep.sources.metadata_tables import check_rows, check_unchanged, pin
 from data_prep.sources.text_columns import URL, columns_of
 from pipeline.config import dump
 from pipeline.data.shards.manifest_format import Manifest

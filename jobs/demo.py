@@ -112,9 +112,9 @@ def ingest(scenes: Any, data: Path) -> str:
         A one-line summary.
     """
     from data_prep.dataset.ingest_report import write_report as write_ingestion_report
+    from data_prep.download_config import DownloadConfig
     from data_prep.ingest import download
     from data_prep.scenes.server import serve_scenes, write_url_table
-    from data_prep.settings.download_config import DownloadConfig
     from jobs.download import download_progress
     from pipeline.config import merge, parse, read_yaml
     from pipeline.data.shards.manifest_format import MANIFEST_NAME, load_manifest

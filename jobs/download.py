@@ -34,11 +34,11 @@ def command(recipe: str | None, plan_only: bool, retry_failed: bool, overrides: 
     guard.allow_addresses.
 
     Sections: source, subset, image, guard, fetch, monitor. `--plan-only` writes only the plan. All settings and their
-    defaults are in data_prep/settings/download_config.py; those of a download are stored in OUTPUT/download.yaml.
+    defaults are in data_prep/download_config.py; those of a download are stored in OUTPUT/download.yaml.
     """
     from data_prep.dataset.ingest_report import write_report
+    from data_prep.download_config import DownloadConfig
     from data_prep.ingest import PartDone, download, prepare
-    from data_prep.settings.download_config import DownloadConfig
     from pipeline.config import merge, parse, parse_overrides, read_yaml
 
     config = parse(DownloadConfig, merge(read_yaml(recipe) if recipe else {}, parse_overrides(overrides)))

@@ -76,7 +76,7 @@ class Chapter:
 
 def chapters(methods: Sequence[str]) -> Iterator[Chapter]:
     """All settings by program and section, those of these objectives last."""
-    from data_prep.settings.download_config import DownloadConfig
+    from data_prep.download_config import DownloadConfig
     from pipeline.evaluation.run.session import EvaluationConfig
     from pipeline.evaluation.watcher import WatchConfig
     from pipeline.training.recipe import RunConfig

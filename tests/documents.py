@@ -20,8 +20,7 @@ from unittest import mock
 
 import click
 
-from data_prep.settings.download_config import DownloadConfig
-from data_prep.settings.source_config import resolve
+from data_prep.download_config import DownloadConfig, resolve
 from jobs.cli import COMMANDS, cli
 from pipeline.config import merge, parse, parse_overrides, read_yaml
 from pipeline.evaluation.run.session import EvaluationConfig

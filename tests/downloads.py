@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from data_prep.settings.download_config import DownloadConfig
+from data_prep.download_config import DownloadConfig
 from pipeline.config import dump, parse
 
 

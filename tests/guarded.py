@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from data_prep import reasons
+from data_prep.download_config import GuardConfig
 from data_prep.fetching.opener import Opener
 from data_prep.reasons import FetchError
-from data_prep.settings.download_config import GuardConfig
 from tests.web import Site, serve
 
 

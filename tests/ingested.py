@@ -16,10 +16,10 @@ from data_prep import ingest
 from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.manifest_writer import expected_manifest
 from data_prep.dataset.shard_plan import Plan, load_plan
+from data_prep.download_config import DownloadConfig
 from data_prep.fetching.downloader import ShardDownloader
 from data_prep.fetching.supervisor import Mode
 from data_prep.ingest import prepare
-from data_prep.settings.download_config import DownloadConfig
 from pipeline.config import dump
 from tests.downloads import download_config
 from tests.images import encoded

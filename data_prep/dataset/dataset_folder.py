@@ -31,7 +31,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pydantic
 
-from data_prep.settings.source_config import HASH_KINDS
+from data_prep.download_config import HASH_KINDS
 from pipeline.errors import UserError
 from pipeline.files import read_bounded, sha256_of, text_lines
 

@@ -25,7 +25,7 @@ from PIL import Image
 from data_prep.dataset import canonical_tar
 from data_prep.dataset.dataset_folder import Folder, read_meta
 from data_prep.dataset.manifest_writer import local_manifest
-from data_prep.settings.source_config import HASH_KINDS
+from data_prep.download_config import HASH_KINDS
 from pipeline.data.shards.manifest_format import Manifest
 from pipeline.data.shards.tar_reader import CorruptSample, counted_errors
 from pipeline.errors import UserError
@@ -60,27 +60,20 @@ class Duplicates:
         return sorted({*self.near, *(key for group in self.exact for key in group[1:])})
 
 
-@dataclass(frozen=True)
 class Signatures:
-    """What near duplicates are found by, of n images."""
+    """What near duplicates are found by, of n images, from what `signature` gives of each."""
 
-    hashes: np.ndarray
-    """[n] uint64, difference hashes."""
-    thumbnails: np.ndarray
-    """[n, 192] uint8, RGB."""
-
-    @classmethod
-    def stacked(cls, each: list[tuple[int, bytes]]) -> Signatures:
-        """Those of several images, from what `signature` gives."""
+    def __init__(self, each: list[tuple[int, bytes]]) -> None:
+        self.hashes = np.array([bits for bits, _ in each], dtype=np.uint64)
+        """[n], difference hashes."""
         thumbnails = np.frombuffer(b"".join(thumbnail for _, thumbnail in each), np.uint8)
-        return cls(np.array([bits for bits, _ in each], dtype=np.uint64), thumbnails.reshape(-1, 3 * _SIDE**2))
-
-    def first_equals(self) -> np.ndarray:
-        """The first image with the same signature as each, [n]."""
+        self.thumbnails = thumbnails.reshape(-1, 3 * _SIDE**2)
+        """[n, 192] uint8, RGB."""
         rows = np.concatenate([self.hashes[:, None].view(np.uint8), self.thumbnails], axis=1)
         whole = np.ascontiguousarray(rows).view(np.dtype((np.void, rows.shape[1])))[:, 0]
         _, first, inverse = np.unique(whole, return_index=True, return_inverse=True)
-        return first[inverse]
+        self.first = first[inverse]
+        """[n], the first image with the same signature as each."""
 
     def near(self, one: int, others: np.ndarray) -> np.ndarray:
         """Those of the others whose thumbnails are near, a mask."""
@@ -102,7 +95,7 @@ def find_duplicates(
     keys, signatures, stored = _signatures(local_manifest(root, allow_outside=allow_outside), on_undecodable)
     exact = exact_groups(Folder(Path(root)), dict(zip(keys, stored, strict=True)))
     same = {key: number for number, group in enumerate(exact) for key in group}
-    near = {keys[i]: keys[kept] for i, kept in near_duplicates(Signatures.stacked(signatures)).items()}
+    near = {keys[i]: keys[kept] for i, kept in near_duplicates(signatures).items()}
     return Duplicates(exact, {key: kept for key, kept in near.items() if same.get(key, -1) != same.get(kept, -2)})
 
 
@@ -141,12 +134,12 @@ def find_overlap(
     if not equal:
         raise UserError(f"No evaluation set of {suite} can be read: give the folder of `neuclip evalsets`.")
     keys, ours, stored = _signatures(local_manifest(root, allow_outside=allow_outside), on_undecodable)
-    both = Signatures.stacked([*theirs, *ours])
-    start, first, match = len(theirs), both.first_equals(), dict[int, int]()
-    for i, j in near_pairs(both, first):
+    both = Signatures([*theirs, *ours])
+    start, match = len(theirs), dict[int, int]()
+    for i, j in near_pairs(both):
         if i < start <= j:
             match[j] = min(i, match.get(j, i))
-    heads = first[start:].tolist()
+    heads = both.first[start:].tolist()
     match |= {head: head for head in heads if head < start}
     overlap = {key: names[match[head]] for key, head in zip(keys, heads, strict=True) if head in match}
     hashes = itertools.chain(zip(keys, stored, strict=True), _recorded(Folder(Path(root))))
@@ -190,11 +183,11 @@ def _recorded(folder: Folder) -> Iterator[tuple[str, bytes]]:
                 yield key, bytes.fromhex(digest)[:_HASH_BYTES]
 
 
-def near_duplicates(signatures: Signatures, *, distance: int = MAX_DISTANCE) -> dict[int, int]:
+def near_duplicates(each: list[tuple[int, bytes]]) -> dict[int, int]:
     """Each image that is a near duplicate of an earlier one that is kept, and that one; in order."""
-    first = signatures.first_equals()
-    found: dict[int, int] = {}
-    for i, j in sorted(near_pairs(signatures, first, distance=distance), key=lambda pair: (pair[1], pair[0])):
+    signatures, found = Signatures(each), dict[int, int]()
+    first = signatures.first
+    for i, j in sorted(near_pairs(signatures), key=lambda pair: (pair[1], pair[0])):
         if i not in found:
             found.setdefault(j, i)
     for copy in np.flatnonzero(first != np.arange(len(first))):
@@ -203,9 +196,9 @@ def near_duplicates(signatures: Signatures, *, distance: int = MAX_DISTANCE) -> 
     return dict(sorted(found.items()))
 
 
-def near_pairs(signatures: Signatures, first: np.ndarray, *, distance: int = MAX_DISTANCE) -> Iterator[tuple[int, int]]:
+def near_pairs(signatures: Signatures) -> Iterator[tuple[int, int]]:
     """All pairs `i < j` of near duplicates among the images that are the first with their signature, in no order."""
-    heads = np.flatnonzero(first == np.arange(len(first)))
+    heads = np.flatnonzero(signatures.first == np.arange(len(signatures.first)))
     values, inverse = np.unique(signatures.hashes[heads], return_inverse=True)
     order = np.argsort(inverse, kind="stable")
     members = np.split(heads[order], np.flatnonzero(np.diff(inverse[order])) + 1)
@@ -213,13 +206,13 @@ def near_pairs(signatures: Signatures, first: np.ndarray, *, distance: int = MAX
         for place, i in enumerate(group[:-1]):
             others = group[place + 1 :]
             yield from ((int(i), int(j)) for j in others[signatures.near(i, others)])
-    for a, b in set(_close_values(values, distance)):
+    for a, b in set(_close_values(values)):
         for i in members[a]:
             yield from ((int(min(i, j)), int(max(i, j))) for j in members[b][signatures.near(i, members[b])])
 
 
-def _close_values(values: np.ndarray, distance: int) -> Iterator[tuple[int, int]]:
-    """Pairs of indices of distinct hashes that differ in at most `distance` bits; some come several times."""
+def _close_values(values: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Pairs of indices of distinct hashes that differ in at most `MAX_DISTANCE` bits; some come several times."""
     for blocks in itertools.combinations(_BLOCKS, 2):
         mask = np.uint64(sum(((1 << (end - start)) - 1) << start for start, end in blocks))
         masked = values & mask
@@ -228,7 +221,7 @@ def _close_values(values: np.ndarray, distance: int) -> Iterator[tuple[int, int]
         for run in np.split(order, edges):
             for place, i in enumerate(run[:-1]):
                 others = run[place + 1 :]
-                near = np.bitwise_count(values[i] ^ values[others]) <= distance
+                near = np.bitwise_count(values[i] ^ values[others]) <= MAX_DISTANCE
                 yield from ((int(i), int(j)) for j in others[near])
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from data_prep.dataset.commit import REPORT, part_lock
 from data_prep.dataset.dataset_folder import Folder
-from data_prep.dataset.duplicates import Signatures, near_duplicates, signature
+from data_prep.dataset.duplicates import near_duplicates, signature
 from data_prep.reasons import is_transient, meaning_of
 from pipeline.data.shards.manifest_format import Manifest, load_manifest
 from pipeline.data.shards.storage import open_records
@@ -144,7 +144,7 @@ def take_census(manifest: Manifest, caption: CaptionField) -> Census:
                         census.pictures.append({"source": source, "caption": text})
         except (OSError, DamagedTar) as error:
             raise UserError(f"{url} is missing or damaged ({error}): `neuclip verify` finds all damage.") from error
-    census.near = len(near_duplicates(Signatures.stacked(signatures)))
+    census.near = len(near_duplicates(signatures))
     return census
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from data_prep.dataset.dataset_folder import Folder, ShardRecord, tar_name, total_failures
 from data_prep.dataset.shard_plan import Plan
+from data_prep.download_config import DownloadConfig
 from data_prep.reasons import HINTS
-from data_prep.settings.download_config import DownloadConfig
 from pipeline.config import to_tree
 from pipeline.data.shards.manifest_format import Manifest, load_manifest, make_manifest
 from pipeline.errors import UserError

@@ -23,7 +23,7 @@ from data_prep.dataset.dataset_folder import Folder, as_stored, names_of, read_m
 from data_prep.dataset.manifest_writer import local_manifest, manifest_of_records
 from data_prep.dataset.shard_files import check_tar, stage
 from data_prep.dataset.shard_plan import load_plan, read_shard
-from data_prep.settings.source_config import HASH_KINDS
+from data_prep.download_config import HASH_KINDS
 from pipeline.data.shards.manifest_format import MANIFEST_NAME, Manifest, Shard, check_keys, make_manifest
 from pipeline.data.shards.storage import list_shards
 from pipeline.errors import UserError

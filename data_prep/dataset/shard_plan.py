@@ -20,8 +20,7 @@ import pyarrow.parquet as pq
 import pydantic
 
 from data_prep.dataset.dataset_folder import Folder, changed, stored_text
-from data_prep.settings.download_config import SubsetConfig
-from data_prep.settings.source_config import SourceConfig
+from data_prep.download_config import SourceConfig, SubsetConfig
 from data_prep.sources.metadata_tables import check_rows, check_unchanged, identity_of, is_same, read, stamp
 from data_prep.sources.subset import Subset
 from data_prep.sources.text_columns import first_captions, is_list
@@ -238,7 +237,8 @@ def _write_list(folder: Folder, batches: Iterator[Any], shard_size: int) -> tupl
             for table in itertools.chain([first], itertools.islice(shards, _SHARDS_PER_PART - 1)):
                 numbers = pa.array(range(rows, rows + table.num_rows), pa.int64())
                 file.write_table(table.add_column(0, "row", numbers), row_group_size=shard_size)
-                _update(digest, table)
+                for name in ("url", "caption"):
+                    digest.update("\n".join(table.column(name).to_pylist()).encode() + b"\n")
                 rows += table.num_rows
         flush(path)
         parts[path.name] = sha256_of(path)
@@ -259,13 +259,3 @@ def _in_shards(batches: Iterator[Any], shard_size: int) -> Iterator[Any]:
             waiting, waiting_rows = table.to_batches(), table.num_rows
     if waiting_rows:
         yield pa.Table.from_batches(waiting).combine_chunks()
-
-
-def _update(digest: Any, table: Any) -> None:
-    """Add a shard's URLs and captions, one per line, to the digest that identifies the list; no Python loop."""
-    for name in ("url", "caption"):
-        lines = []
-        for chunk in table.column(name).chunks:
-            one_list = pa.ListArray.from_arrays(pa.array([0, len(chunk)], pa.int32()), chunk)
-            lines.append(pc.binary_join(one_list, "\n")[0].as_buffer().to_pybytes())
-        digest.update(b"\n".join(lines) + b"\n")

@@ -21,9 +21,9 @@ import cv2
 import numpy as np
 
 from data_prep import reasons
+from data_prep.download_config import ImageConfig
 from data_prep.fetching.served_image import Pixels, decode, extension, upright
 from data_prep.reasons import FetchError
-from data_prep.settings.download_config import ImageConfig
 from pipeline.pictures.pixels import colour_of
 
 Boxes = list[list[float]]

@@ -26,11 +26,11 @@ from data_prep.dataset.commit import engine_lock
 from data_prep.dataset.dataset_folder import Folder, names_of
 from data_prep.dataset.shard_files import failed_row, settled_rows
 from data_prep.dataset.shard_plan import Plan, load_plan, read_shard
+from data_prep.download_config import DownloadConfig, FetchConfig, GuardConfig, ImageConfig
 from data_prep.fetching.decoder import Decoder
 from data_prep.fetching.opener import Opener
 from data_prep.fetching.shard_writer import ShardWriter
 from data_prep.fetching.supervisor import Mode
-from data_prep.settings.download_config import DownloadConfig, FetchConfig, GuardConfig, ImageConfig
 from pipeline.config import parse
 from pipeline.errors import UserError
 from pipeline.files import write_json

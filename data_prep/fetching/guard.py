@@ -25,8 +25,8 @@ from email.message import Message
 from email.utils import parsedate_to_datetime
 
 from data_prep import reasons
+from data_prep.download_config import GuardConfig
 from data_prep.reasons import FetchError
-from data_prep.settings.download_config import GuardConfig
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 # Special addresses that Python 3.11 considers global.

@@ -28,10 +28,10 @@ from urllib3.exceptions import InvalidHeader
 from urllib3.util import Retry, make_headers, parse_url
 
 from data_prep import reasons
+from data_prep.download_config import GuardConfig
 from data_prep.fetching.guard import AddressFilter, check_response, checked_url
 from data_prep.fetching.served_image import check_image
 from data_prep.reasons import FetchError
-from data_prep.settings.download_config import GuardConfig
 
 # urllib3 warns of headers that cannot be parsed; they are counted as `bad headers`.
 logging.getLogger("urllib3.connection").setLevel(logging.ERROR)

@@ -20,8 +20,8 @@ from data_prep.dataset.dataset_folder import Folder, ShardRecord, key_of, names_
 from data_prep.dataset.manifest_writer import tool_versions
 from data_prep.dataset.shard_files import STORED_HASH, TRANSPARENT, facts_text, failed_row, meta_table, stage
 from data_prep.dataset.shard_plan import Plan
+from data_prep.download_config import HASH_KINDS
 from data_prep.fetching.served_image import extension
-from data_prep.settings.source_config import HASH_KINDS
 from pipeline.files import write_json
 
 _HEARTBEAT_SECONDS = 0.5

@@ -23,8 +23,8 @@ from data_prep import reasons
 from data_prep.dataset.commit import recover
 from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.shard_files import withdraw
+from data_prep.download_config import DownloadConfig
 from data_prep.fetching.shard_writer import SUCCESS, Outcomes
-from data_prep.settings.download_config import DownloadConfig
 from pipeline.config import to_tree
 from pipeline.errors import UserError
 from pipeline.files import LEFTOVERS, read_tree, write_text

@@ -6,19 +6,21 @@ Also whether a table is the one that was published, or that a plan was made from
 from __future__ import annotations
 
 import csv
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pyarrow.dataset import ParquetFragmentScanOptions
 
-from data_prep.settings.source_config import SOURCES, SourceConfig
-from data_prep.sources import hub
+from data_prep.download_config import SOURCES, SourceConfig
 from data_prep.sources.text_columns import BATCH_ROWS, columns_of, is_text, need_columns, normalized, text_batches
-from pipeline.errors import UserError
+from pipeline.errors import UserError, in_a_line
 from pipeline.files import sha256_of
 
 _SUFFIXES = {
@@ -27,6 +29,8 @@ _SUFFIXES = {
     "tsv": (".tsv", ".txt"),
     "jsonl": (".jsonl", ".ndjson", ".json"),
 }
+
+_COMMIT = re.compile(r"^[0-9a-f]{40}$")
 
 
 def files_of(source: SourceConfig) -> list[Path]:
@@ -80,7 +84,7 @@ def read(source: SourceConfig, *, on_skipped: Callable[[int], None] = lambda row
     """
     if source.table is None:
         kinds: dict[str, Any] = {}
-        tables = hub.read(source, columns_of(source), BATCH_ROWS)
+        tables = _read_hub(source)
         batches = ((str(source.hub), batch) for table in tables for batch in table.to_batches())
     else:
         files = files_of(source)
@@ -242,3 +246,65 @@ def check_rows(source: SourceConfig, found: int) -> None:
             f"The table has {found:,} rows, but {source.name} is published with {source.rows:,} (source.rows): it is "
             "incomplete or another version. Fetch it again, or set source.rows to what you mean to use."
         )
+
+
+def pin(source: SourceConfig) -> SourceConfig:
+    """Pin the source's revision to a commit, so that the same data can be read again.
+
+    Offline (HF_HUB_OFFLINE=1), the repository's snapshot in the hub's cache is read like a local folder.
+
+    Raises:
+        UserError: The hub, or offline the cache, does not have the data set.
+    """
+    if source.hub is None or source.table is not None:
+        return source
+    from huggingface_hub import HfApi, constants, snapshot_download
+
+    try:
+        if constants.HF_HUB_OFFLINE:
+            folder = snapshot_download(source.hub, repo_type="dataset", revision=source.revision, local_files_only=True)
+            return replace(source, table=folder, revision=folder.rstrip("/").rpartition("/")[2])
+        if source.revision and _COMMIT.match(source.revision):
+            return source
+        found = HfApi().dataset_info(source.hub, revision=source.revision)
+        return replace(source, revision=found.sha)
+    except Exception as error:  # the hub's client raises its own exceptions and those of its HTTP library
+        raise _unreachable(source, error) from error
+
+
+def _read_hub(source: SourceConfig) -> Iterator[Any]:
+    """Read the rows of a data set on the hub in order as pyarrow Tables.
+
+    Raises:
+        UserError: The data set cannot be read, or lacks a column.
+    """
+    import datasets
+
+    columns, options = columns_of(source), dict[str, Any]()
+    if source.format == "parquet":
+        # Parquet can leave unwanted columns on the server; other formats cannot.
+        checked = ParquetFragmentScanOptions(page_checksum_verification=True)
+        options = {"columns": columns, "fragment_scan_options": checked}
+    try:
+        rows = datasets.load_dataset(
+            source.hub,
+            revision=source.revision,
+            split=source.split,
+            data_files=source.files,
+            streaming=True,
+            **options,
+        )
+        for table in rows.with_format("arrow").iter(batch_size=BATCH_ROWS):
+            need_columns(columns, table.column_names, str(source.hub))
+            yield table.select(columns)
+    except UserError:
+        raise
+    except Exception as error:  # `datasets` and its dependencies raise many exception types
+        raise _unreachable(source, error) from error
+
+
+def _unreachable(source: SourceConfig, error: Exception) -> UserError:
+    return UserError(
+        f"source.hub = {source.hub!r} at revision {source.revision!r} cannot be read ({in_a_line(error)}). "
+        "Is it spelt right, reachable, and do you have access? A local copy is read with source.table=<its folder>."
+    )

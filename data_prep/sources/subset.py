@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from data_prep.settings.download_config import SubsetConfig
+from data_prep.download_config import SubsetConfig
 from pipeline.errors import UserError
 
 

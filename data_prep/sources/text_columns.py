@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from data_prep.settings.source_config import SourceConfig
+from data_prep.download_config import SourceConfig
 from data_prep.sources.text_rows import Rows, json_items, json_lines, json_tree, separated_values
 from pipeline.errors import UserError
 

@@ -31,7 +31,7 @@ from data_prep import ingest, reasons
 from data_prep.dataset import canonical_tar
 from data_prep.dataset.ingest_report import take_census, write_report
 from data_prep.dataset.verification import verify
-from data_prep.settings.download_config import DownloadConfig
+from data_prep.download_config import DownloadConfig
 from pipeline.data.shards.manifest_format import load_manifest
 from pipeline.data.shards.tar_reader import CaptionField
 from tests.downloads import command_of, download_config

@@ -170,7 +170,7 @@ PENDING = Step(WRITING, "removal.pending", after=True)
 REPLACED = [Step("pathlib:Path.replace", f"{name}.", after=True) for name in (".00001.tar", ".manifest.json")]
 STEPS = {
     "download": [
-        Step("data_prep.dataset.shard_plan:_update"),
+        Step("data_prep.dataset.shard_plan:flush"),
         Step("data_prep.dataset.shard_plan:write_text"),
         SETTINGS,
         Step(SPOOL, "7"),

@@ -16,9 +16,9 @@ import pytest
 
 from data_prep import ingest
 from data_prep.dataset.dataset_folder import Folder
+from data_prep.download_config import DownloadConfig
 from data_prep.fetching.supervisor import Paused
 from data_prep.ingest import download, prepare
-from data_prep.settings.download_config import DownloadConfig
 from pipeline.data.shards.manifest_format import Manifest
 from pipeline.errors import UserError
 from tests.downloads import command_of, download_config

@@ -13,10 +13,10 @@ from contextlib import closing
 import pytest
 
 from data_prep.dataset.verification import verify
+from data_prep.download_config import ImageConfig
 from data_prep.fetching import decoder as decoder_module
 from data_prep.fetching import downloader
 from data_prep.fetching.decoder import Decoder, ImageConverter
-from data_prep.settings.download_config import ImageConfig
 from tests.ingested import fetch_here, own_opener, prepared, site  # noqa: F401
 from tests.launch import lives, python, wait_for
 from tests.web import jpeg
@@ -90,7 +90,7 @@ def test_a_decoder_ends_with_its_worker():
     program = (
         "import io, os\n"
         "from data_prep.fetching.decoder import Decoder\n"
-        "from data_prep.settings.download_config import ImageConfig\n"
+        "from data_prep.download_config import ImageConfig\n"
         "decoder = Decoder(image=ImageConfig(), max_pixels=9)\n"
         "decoder(io.BytesIO(b'x'))\n"
         "print(decoder._process.pid, flush=True)\n"

@@ -11,9 +11,8 @@ from huggingface_hub import HfApi, constants
 
 from data_prep import ingest
 from data_prep.dataset.manifest_writer import rules_of
-from data_prep.settings.download_config import DownloadConfig
-from data_prep.settings.source_config import SourceConfig, resolve
-from data_prep.sources.hub import pin
+from data_prep.download_config import DownloadConfig, SourceConfig, resolve
+from data_prep.sources.metadata_tables import pin
 from pipeline.config import dump, merge, parse, parse_overrides, to_tree
 from pipeline.errors import UserError
 from tests.downloads import download_config

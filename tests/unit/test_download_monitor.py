@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from data_prep.dataset.dataset_folder import Folder, ShardRecord
+from data_prep.download_config import DownloadConfig
 from data_prep.fetching import supervisor
 from data_prep.fetching.shard_writer import SUCCESS, Outcomes
 from data_prep.fetching.supervisor import Monitor, Paused, SuccessWindow
-from data_prep.settings.download_config import DownloadConfig
 from pipeline.config import parse
 
 

@@ -16,8 +16,8 @@ import pytest
 
 from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.shard_plan import load_plan, read_shard
+from data_prep.download_config import SOURCES, SourceConfig, resolve
 from data_prep.ingest import prepare
-from data_prep.settings.source_config import SOURCES, SourceConfig, resolve
 from data_prep.sources.metadata_tables import count_known, files_of, read
 from pipeline.errors import UserError
 from tests.downloads import download_config

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.settings.download_config import DownloadConfig
-from data_prep.settings.source_config import SOURCES, resolve
+from data_prep.download_config import SOURCES, DownloadConfig, resolve
 from pipeline.config import merge, parse, parse_overrides, read_yaml
 
 JOBS = Path(__file__).parents[2] / "jobs"

@@ -14,12 +14,12 @@ from img2dataset.resizer import Resizer
 from PIL import Image, ImageOps
 
 from data_prep import reasons
+from data_prep.download_config import ImageConfig
 from data_prep.fetching import served_image as decoding
 from data_prep.fetching.decoder import ImageConverter
 from data_prep.fetching.served_image import check_image, decode
 from data_prep.pairs.pair import convert
 from data_prep.reasons import FetchError
-from data_prep.settings.download_config import ImageConfig
 from pipeline.pictures.pixels import read_rgb
 from tests.images import encoded, png, see_through, sixteen_bits
 

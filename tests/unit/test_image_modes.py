@@ -13,9 +13,9 @@ import torch
 from open_clip.transform import PreprocessCfg, image_transform_v2
 from PIL import Image
 
+from data_prep.download_config import ImageConfig
 from data_prep.fetching.decoder import ImageConverter
 from data_prep.pairs.pair import convert
-from data_prep.settings.download_config import ImageConfig
 from pipeline.analysis.shard_pairs import whole
 from pipeline.checkpoint.reader import open_checkpoint
 from pipeline.config import parse

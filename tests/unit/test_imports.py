@@ -37,13 +37,13 @@ PIPELINE = {
 }
 # The same for the folders and top-level modules of `data_prep/`; all of them may import `reasons`.
 DATA_PREP = {
-    "settings": set(),
+    "download_config": set(),
     "scenes": {"dataset"},
-    "sources": {"settings"},
-    "dataset": {"settings", "sources"},
+    "sources": {"download_config"},
+    "dataset": {"download_config", "sources"},
     "evaluation_sets": set(),
-    "fetching": {"dataset", "settings", "sources"},
-    "ingest": {"dataset", "fetching", "settings", "sources"},
+    "fetching": {"dataset", "download_config", "sources"},
+    "ingest": {"dataset", "fetching", "download_config", "sources"},
     "pairs": {"dataset", "fetching", "sources"},
 }
 # What data_prep may import from the pipeline in addition to BASE: formats and facts that both sides must agree on.

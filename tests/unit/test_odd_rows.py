@@ -13,9 +13,9 @@ from data_prep.dataset import canonical_tar, duplicates
 from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.ingest_report import write_report
 from data_prep.dataset.verification import verify
+from data_prep.download_config import GuardConfig
 from data_prep.ingest import prepare
 from data_prep.reasons import is_transient
-from data_prep.settings.download_config import GuardConfig
 from pipeline.errors import UserError
 from tests.ingested import fetch_here, made, own_opener, prepared, site  # noqa: F401
 from tests.web import jpeg

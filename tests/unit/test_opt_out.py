@@ -6,9 +6,9 @@ from email.message import Message
 
 import pytest
 
+from data_prep.download_config import GuardConfig
 from data_prep.fetching.guard import check_response, is_opted_out
 from data_prep.reasons import FetchError
-from data_prep.settings.download_config import GuardConfig
 
 ALL = ("noai", "noimageai", "noindex", "noimageindex")
 

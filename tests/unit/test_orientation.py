@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from data_prep.download_config import ImageConfig
 from data_prep.fetching.decoder import ImageConverter
 from data_prep.pairs.pair import convert
-from data_prep.settings.download_config import ImageConfig
 from pipeline.model.evaluation_model import _open
 from pipeline.pictures.pixels import WHITE
 from pipeline.playground.explorer import open_image

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 
-from data_prep.settings.source_config import SOURCES
+from data_prep.download_config import SOURCES
 from jobs import download, report
 from pipeline.errors import UserError
 from pipeline.metrics.logger import Telemetry, TelemetryConfig
@@ -21,7 +21,7 @@ from tests.plugins import install
 from tests.report_runs import make_run
 
 PACKAGE = """
-from data_prep.settings.source_config import SOURCES, Known
+from data_prep.download_config import SOURCES, Known
 from pipeline.metrics.sinks import Sink, register_sink
 from pipeline.report.charts import chart, register_chart
 from pipeline.report.figures import Line

@@ -20,9 +20,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from data_prep.download_config import SourceConfig
 from data_prep.pairs.members import open_tars
 from data_prep.pairs.pair import NOT_UTF8, SourceOptions
-from data_prep.settings.source_config import SourceConfig
 from data_prep.sources.metadata_tables import read
 from pipeline.data.shards.make_manifest import index_shards
 from pipeline.errors import UserError

@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 import pytest
 
-from data_prep.settings.download_config import DownloadConfig
+from data_prep.download_config import DownloadConfig
 from jobs.cli import COMMANDS, cli
 from pipeline.config import keys
 from pipeline.evaluation.run.session import EvaluationConfig

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.shard_plan import load_plan, make_plan, read_shard
-from data_prep.settings.download_config import SubsetConfig
-from data_prep.settings.source_config import SourceConfig
+from data_prep.download_config import SourceConfig, SubsetConfig
 from data_prep.sources.subset import Subset, hashes
 from pipeline.errors import UserError
 

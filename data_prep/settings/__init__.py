@@ -1,1 +1,0 @@
-"""Every setting of `neuclip download`, and the published sources with theirs."""

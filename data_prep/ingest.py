@@ -71,7 +71,7 @@ def download(
         transient = {r.shard: sum(n for reason, n in r.failures.items() if is_transient(reason)) for r in records}
         if retried := tuple(shard for shard, count in transient.items() if count):
             total = sum(transient.values())
-            fetch(config, retried, total=total, mode="retry", on_progress=on_progress, on_note=on_note)
+            fetch(config, retried, total=total, on_progress=on_progress, on_note=on_note)
         if missing := tuple(sorted(set(own_shards).difference(finished))):
             fetch(config, missing, total=sum(map(plan.rows_of, missing)), on_progress=on_progress, on_note=on_note)
         if left := plan.shards - len(folder.finished()):

@@ -18,7 +18,6 @@ from data_prep.dataset.manifest_writer import expected_manifest
 from data_prep.dataset.shard_plan import Plan, load_plan
 from data_prep.download_config import DownloadConfig
 from data_prep.fetching.downloader import ShardDownloader
-from data_prep.fetching.supervisor import Mode
 from data_prep.ingest import prepare
 from pipeline.config import dump
 from tests.downloads import download_config
@@ -70,13 +69,11 @@ def prepared(folder: Path, columns: Mapping[str, Any] | Path, **source: str) -> 
     return prepare(download_config(folder / "data", table, source=source))
 
 
-def fetch_here(
-    config: DownloadConfig, plan: Plan, shards: range | list[int], mode: Mode = "fetch", *, manifest: bool = True
-) -> Any:
+def fetch_here(config: DownloadConfig, plan: Plan, shards: range | list[int], *, manifest: bool = True) -> Any:
     """Do the work of the engine's workers in this process; then write the manifest, unless `manifest` is false."""
     folder = Folder(Path(config.output), config.fetch.worker)
     folder.config.write_text(dump(config))
-    downloader = ShardDownloader(config, folder, plan, mode)
+    downloader = ShardDownloader(config, folder, plan)
     for shard in shards:
         ok, _ = downloader((shard, str(folder.staging / f"{shard}.arrow")))
         assert ok
@@ -93,9 +90,9 @@ def copied(made: DownloadConfig, tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-def fetch_in_process(config: DownloadConfig, shards: tuple[int, ...], *, mode: Mode = "fetch", **_: object) -> None:
+def fetch_in_process(config: DownloadConfig, shards: tuple[int, ...], **_: object) -> None:
     """In place of `data_prep.ingest.fetch`."""
-    fetch_here(config, load_plan(Folder(Path(config.output))), list(shards), mode, manifest=False)
+    fetch_here(config, load_plan(Folder(Path(config.output))), list(shards), manifest=False)
 
 
 @pytest.fixture(autouse=True)

@@ -153,7 +153,6 @@ class Decoder:
 
     def __init__(self, **settings: Any) -> None:
         self._seconds, self._settings = SECONDS, settings
-        self._pid = 0
         self.is_transparent = False
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection[Any, Any]
@@ -180,7 +179,7 @@ class Decoder:
 
     def close(self) -> None:
         """End the process."""
-        if self._process is not None and self._pid == os.getpid():
+        if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._connection.close()
@@ -192,7 +191,7 @@ class Decoder:
         Returns:
             Whether it is ready.
         """
-        if self._process is not None and self._pid == os.getpid():  # a fork must not use its parent's
+        if self._process is not None:
             return True
         self._connection, other = Pipe()
         # Workers of a cluster find our packages in places that their children would not know.
@@ -206,7 +205,6 @@ class Decoder:
                 pass_fds=[other.fileno()],
                 env=environment,
             )
-        self._pid = os.getpid()
         try:
             self._connection.send(self._settings)
             return self._connection.poll(_START_SECONDS) and self._connection.recv() == _READY

@@ -30,7 +30,6 @@ from data_prep.download_config import DownloadConfig, FetchConfig, GuardConfig, 
 from data_prep.fetching.decoder import Decoder
 from data_prep.fetching.opener import Opener
 from data_prep.fetching.shard_writer import ShardWriter
-from data_prep.fetching.supervisor import Mode
 from pipeline.config import parse
 from pipeline.errors import UserError
 from pipeline.files import write_json
@@ -48,8 +47,8 @@ _LOOPBACK = "127.0.0.1"
 class ShardDownloader(Downloader):
     """img2dataset's downloader for our job: installs the guarded opener, and publishes through ShardWriter."""
 
-    def __init__(self, config: DownloadConfig, folder: Folder, plan: Plan, mode: Mode = "fetch") -> None:
-        self._config, self._folder, self._plan, self._mode = config, folder, plan, mode
+    def __init__(self, config: DownloadConfig, folder: Folder, plan: Plan) -> None:
+        self._config, self._folder, self._plan = config, folder, plan
         source, fetch = config.source, config.fetch
         hash_kind = source.hash_kind if source.hash else None
         columns = ["row", *(["blur"] if source.blur else []), "caption", *([hash_kind] if hash_kind else []), "url"]
@@ -92,7 +91,7 @@ class ShardDownloader(Downloader):
         urllib.request.install_opener(opener)  # type: ignore[arg-type]
         table = read_shard(folder, shard)
         rows = table.to_pylist()
-        if self._mode == "retry":
+        if is_retry := folder.record(shard).exists():
             kept = settled_rows(folder, shard)
         else:
             without = [row for row in rows if config.source.hash and not row[config.source.hash_kind]]
@@ -110,7 +109,7 @@ class ShardDownloader(Downloader):
             on_failure=opener.close,
             is_transparent=lambda: decoder.is_transparent,
         )
-        if self._mode == "fetch":
+        if not is_retry:
             writer.outcomes[reasons.NO_HASH] += len(kept)
         asked = table.filter(pa.array([row["row"] not in kept for row in rows], pa.bool_()))
         with pa.OSFile(path, "wb") as sink, pa.ipc.new_file(sink, asked.schema) as stream:
@@ -138,7 +137,7 @@ def main(path: str) -> None:
     folder, shards, fetch = Folder(Path(config.output), config.fetch.worker), tree["shards"], config.fetch
     with engine_lock(folder):
         _join_cluster(fetch)
-        downloader = ShardDownloader(config, folder, load_plan(folder), tree["mode"])
+        downloader = ShardDownloader(config, folder, load_plan(folder))
         # The path of each shard's rows, which the worker itself writes.
         rows = ((shard, str(folder.staging / f"{shard:05d}.arrow")) for shard in shards)
         processes = min(fetch.processes, len(shards))  # one that has no shard would import for seconds
@@ -178,8 +177,7 @@ def _cached_opener(guard: GuardConfig, fetch: FetchConfig) -> Opener:
 
 def _blocked(rows: list[dict[str, Any]], folder: Folder) -> dict[str, str]:
     """URLs that are not requested, with the reason. If a removed URL is in a kept row as well, the writer decides."""
-    removed = folder.removed_names()
-    out = [not removed.isdisjoint(names_of(row)) for row in rows] if removed else [False] * len(rows)
-    kept = {row["url"] for row, is_out in zip(rows, out, strict=True) if not is_out}
-    gone = {row["url"] for row, is_out in zip(rows, out, strict=True) if is_out} - kept
-    return dict.fromkeys(gone, reasons.REMOVED)
+    if not (removed := folder.removed_names()):
+        return {}
+    kept = {row["url"] for row in rows if removed.isdisjoint(names_of(row))}
+    return dict.fromkeys({row["url"] for row in rows} - kept, reasons.REMOVED)

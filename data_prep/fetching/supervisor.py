@@ -5,7 +5,6 @@ While a worker works on a shard, it reports in a file in the staging folder (`Sh
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -15,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 
@@ -27,7 +26,7 @@ from data_prep.download_config import DownloadConfig
 from data_prep.fetching.shard_writer import SUCCESS, Outcomes
 from pipeline.config import to_tree
 from pipeline.errors import UserError
-from pipeline.files import LEFTOVERS, read_tree, write_text
+from pipeline.files import LEFTOVERS, read_tree, write_json, write_text
 
 _POLL_SECONDS = 0.25
 _GRACE_SECONDS = 10.0
@@ -44,10 +43,6 @@ _ENGINE = "import sys; from data_prep.fetching.downloader import main; main(sys.
 """Not `-m`: then the pickled classes would be those of `__main__`, which workers on other machines do not have."""
 
 
-Mode = Literal["fetch", "retry"]
-"""Request all rows, or those that failed for a transient reason."""
-
-
 class Paused(UserError):
     """Fetching has paused itself; finished shards are kept, and the same command resumes."""
 
@@ -57,17 +52,17 @@ def fetch(
     shards: tuple[int, ...],
     *,
     total: int,
-    mode: Mode = "fetch",
     on_progress: Callable[[int, Outcomes], None] = lambda total, outcomes: None,
     on_note: Callable[[str], None] = lambda note: None,
 ) -> None:
     """Fetch these shards, restarting the engine as often as necessary.
 
+    Of shards that have a record, only the rows that failed for a transient reason are requested.
+
     Args:
         config: All settings.
         shards: The numbers of the shards.
         total: Number of URLs to request, for progress.
-        mode: What to request.
         on_progress: Called a few times a second with `total` and the outcomes of the URLs done so far.
         on_note: Called with one line for each restart.
 
@@ -75,19 +70,19 @@ def fetch(
         Paused: Success collapses, or the engine no longer makes progress.
         UserError: A shard that is to be written again is damaged.
     """
-    folder, is_retry = Folder(Path(config.output), config.fetch.worker), mode == "retry"
-    # A retry requests rows that failed before: low success does not indicate a collapse.
-    window = SuccessWindow(0.0 if is_retry else config.monitor.min_success)
-    to_begin = STALL if config.fetch.distributor == "multiprocessing" else max(STALL, _CLUSTER_SECONDS)
+    folder = Folder(Path(config.output), config.fetch.worker)
     monitor, log, fruitless = Monitor(folder, shards), folder.staging / "engine.log", 0
+    # A retry requests rows that failed before: low success does not indicate a collapse.
+    window = SuccessWindow(0.0 if monitor.recorded else config.monitor.min_success)
+    to_begin = STALL if config.fetch.distributor == "multiprocessing" else max(STALL, _CLUSTER_SECONDS)
     while monitor.waiting:
         finished = len(monitor.finished)
-        with _engine(config, folder, shards=sorted(monitor.waiting), mode=mode, log=log) as engine:
+        with _engine(config, folder, shards=sorted(monitor.waiting), log=log) as engine:
             for problem in _watch(engine, monitor, to_begin=to_begin):
                 on_progress(total, monitor.now)
                 if window.has_collapsed(monitor.now) or problem:
                     break
-        monitor.end(had_records=is_retry)
+        monitor.end()
         if window.collapse:
             raise Paused(_withdraw(folder, monitor, window))
         fruitless = 0 if len(monitor.finished) > finished else fruitless + 1
@@ -106,12 +101,10 @@ def fetch(
 
 @contextmanager
 def _engine(
-    config: DownloadConfig, folder: Folder, *, shards: list[int], mode: Mode, log: Path
+    config: DownloadConfig, folder: Folder, *, shards: list[int], log: Path
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Start the engine in a process group of its own; at the end of the block, all of the group's processes stop."""
-    job = write_text(
-        folder.staging / "job.json", json.dumps({"config": to_tree(config), "shards": shards, "mode": mode})
-    )
+    job = write_json(folder.staging / "job.json", {"config": to_tree(config), "shards": shards})
     log.unlink(missing_ok=True)
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -193,6 +186,8 @@ class Monitor:
     def __init__(self, folder: Folder, shards: tuple[int, ...]) -> None:
         self._folder = folder
         self.waiting = set(shards)
+        self.recorded = self.waiting.intersection(folder.finished())
+        """Shards that are retried: that they have records does not show that they were published now."""
         # Published shards in order, with the number of URLs done at the time this was noticed.
         self.finished: list[tuple[int, int]] = []
         self.live: list[dict[str, Any]] = []
@@ -218,16 +213,12 @@ class Monitor:
                 self.live.append(state)
         self._add(published)
 
-    def end(self, *, had_records: bool) -> None:
-        """Finish and count what an engine that has ended has committed, and remove what else it has left.
-
-        Args:
-            had_records: Whether the shards had records before, which do not show that they were published now.
-        """
+    def end(self) -> None:
+        """Finish and count what an engine that has ended has committed, and remove what else it has left."""
         recover(self._folder, self.waiting)
         self.poll()
         self._clear()
-        published = () if had_records else self.waiting.intersection(self._folder.finished())  # without saying so
+        published = self.waiting.intersection(self._folder.finished()) - self.recorded  # without saying so
         records = map(self._folder.read_record, published)
         self._add({record.shard: Outcomes({SUCCESS: record.samples, **record.failures}) for record in records})
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import io
-import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -99,15 +98,6 @@ def test_a_decoder_ends_with_its_worker():
     ended = python("-c", program)
     assert ended.returncode == -signal.SIGKILL
     wait_for(lambda: not lives(int(ended.stdout)), "the decoder ends with its worker")
-
-
-def test_a_fork_has_a_decoder_of_its_own(decoder):
-    decoder(io.BytesIO(jpeg()))
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if decoder(io.BytesIO(jpeg()))[5] is None else 1)
-    assert os.waitpid(child, 0)[1] == 0
-    assert decoder(io.BytesIO(jpeg(side=50)))[5] is None
 
 
 def test_a_shard_with_such_images_is_finished(site, tmp_path):

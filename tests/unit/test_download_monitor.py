@@ -68,7 +68,7 @@ def test_monitor_counts_each_shard_once(folder):
     live(folder, 0, published=True, success=8, timeout=2)
     folder.record(1).write_text(ShardRecord(1, "p", 10, 6, 1, "", {"dns": 4}).text())
     left = live(folder, 2, success=2)
-    monitor.end(had_records=False)
+    monitor.end()
     assert (monitor.waiting, monitor.finished) == ({2}, [(0, 14), (1, 20)])
     assert monitor.now == {"success": 14, "timeout": 2, "dns": 4}
     assert (left.exists(), bool(monitor.live)) == (False, False)
@@ -77,7 +77,7 @@ def test_monitor_counts_each_shard_once(folder):
 def test_a_record_from_before_a_retry_does_not_end_it(folder):
     folder.record(0).write_text(ShardRecord(0, "p", 10, 6, 1, "", {"timeout": 4}).text())
     monitor = Monitor(folder, (0,))
-    monitor.end(had_records=True)
+    monitor.end()
     assert monitor.waiting == {0}
     live(folder, 0, published=True, success=1, timeout=3)
     monitor.poll()

@@ -122,9 +122,9 @@ class ImageConfig:
 
     size: int = Field(default=256, ge=16, le=4096)
     """Target side in pixels."""
-    resize_mode: Literal["no", "keep_ratio", "keep_ratio_largest", "center_crop", "border"] = "keep_ratio"
-    """`keep_ratio` scales the shorter side to `size`, `keep_ratio_largest` the longer one; `center_crop` and `border`
-    give squares. Smaller images are not enlarged."""
+    resize_mode: Literal["no", "keep_ratio", "keep_ratio_largest"] = "keep_ratio"
+    """`keep_ratio` scales the shorter side to `size`, `keep_ratio_largest` the longer one. Smaller images are not
+    enlarged."""
     skip_reencode: bool = False
     """Keep the bytes as served if the image needs no change and its format is `encode_format`."""
     encode_format: Literal["jpg", "png", "webp"] = "jpg"

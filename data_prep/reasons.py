@@ -6,67 +6,7 @@ import re
 
 from pipeline.pictures import image_error
 
-TIMEOUT = "timeout"
-DNS = "dns"
-CONNECTION = "connection"
-TLS = "tls"
-CUT_OFF = "cut off"
-REDIRECTS = "redirects"
-BAD_HEADERS = "bad headers"
-BAD_URL = "bad url"
-REFUSED_SCHEME = "refused scheme"
-REFUSED_ADDRESS = "refused address"
-OPTED_OUT = "opted out"
-REMOVED = "removed"
-EMPTY = "empty"
-NOT_AN_IMAGE = image_error.NOT_AN_IMAGE
-UNSUPPORTED = image_error.UNSUPPORTED
-TRUNCATED = image_error.TRUNCATED
-TOO_MANY_BYTES = "too many bytes"
-TOO_MANY_PIXELS = image_error.TOO_MANY_PIXELS
-TOO_MANY_SCANS = image_error.TOO_MANY_SCANS
-TOO_SMALL = "too small"
-EXTREME_ASPECT = "extreme aspect ratio"
-HASH_MISMATCH = "hash mismatch"
-NO_HASH = "no hash"
-UNDECODABLE = image_error.UNDECODABLE
-NOT_ENCODED = "not encoded"
-TOO_LITTLE_MEMORY = "too little memory"
-TOO_SLOW = "too slow to decode"
-QUARANTINED = "quarantined"
-NO_CAPTION = "no caption"
-INTERNAL = "internal error"
-MEANINGS = {
-    "timeout": "no answer, or not all of it, in time",
-    "dns": "the host name does not resolve",
-    "connection": "refused, reset or closed without an answer",
-    "tls": "the certificate or the encryption failed",
-    "cut off": "fewer bytes received than announced",
-    "redirects": "too many redirects, or a loop",
-    "bad headers": "a line of the response's headers cannot be read, and may have been an opt-out",
-    "bad url": "not a URL that can be requested",
-    "refused scheme": "neither http nor https",
-    "refused address": "private, loopback or another special address",
-    "opted out": "the owner's headers say not to use it (X-Robots-Tag)",
-    "removed": "on this set's removal list",
-    "empty": "an answer without a body",
-    "not an image": "a page or another file where an image should be",
-    "truncated": "an image file that stops before its end",
-    "too many bytes": "larger than guard.max_bytes",
-    "too many pixels": "larger than guard.max_pixels",
-    "too many scans": "a JPEG that would take minutes to decode",
-    "unsupported format": "HEIC, JPEG XL, EPS or another format that is not read",
-    "too small": "smaller than image.min_size",
-    "extreme aspect ratio": "longer than image.max_aspect_ratio",
-    "no hash": "the table has no hash for it, so it cannot be verified",
-    "hash mismatch": "no longer the file that was published",
-    "undecodable": "the image decoder failed",
-    "not encoded": "the image could not be encoded",
-    "too little memory": "decoding it needs more memory than the machine had left",
-    "quarantined": "decoding it killed its process twice",
-    "too slow to decode": "decoding it took longer than 30 seconds, twice",
-    "no caption": "the table has no text for it",
-    "internal error": "lost to a bug in neuclip",
+MEANINGS: dict[str, str] = {
     "http 403": "forbidden",
     "http 404": "not found",
     "http 410": "gone for good",
@@ -75,9 +15,46 @@ MEANINGS = {
 }
 """What the report says about each reason."""
 
+
+def _reason(name: str, meaning: str) -> str:
+    MEANINGS[name] = meaning
+    return name
+
+
+TIMEOUT = _reason("timeout", "no answer, or not all of it, in time")
+DNS = _reason("dns", "the host name does not resolve")
+CONNECTION = _reason("connection", "refused, reset or closed without an answer")
+TLS = _reason("tls", "the certificate or the encryption failed")
+CUT_OFF = _reason("cut off", "fewer bytes received than announced")
+REDIRECTS = _reason("redirects", "too many redirects, or a loop")
+BAD_HEADERS = _reason("bad headers", "a line of the response's headers cannot be read, and may have been an opt-out")
+BAD_URL = _reason("bad url", "not a URL that can be requested")
+REFUSED_SCHEME = _reason("refused scheme", "neither http nor https")
+REFUSED_ADDRESS = _reason("refused address", "private, loopback or another special address")
+OPTED_OUT = _reason("opted out", "the owner's headers say not to use it (X-Robots-Tag)")
+REMOVED = _reason("removed", "on this set's removal list")
+EMPTY = _reason("empty", "an answer without a body")
+NOT_AN_IMAGE = _reason(image_error.NOT_AN_IMAGE, "a page or another file where an image should be")
+UNSUPPORTED = _reason(image_error.UNSUPPORTED, "HEIC, JPEG XL, EPS or another format that is not read")
+TRUNCATED = _reason(image_error.TRUNCATED, "an image file that stops before its end")
+TOO_MANY_BYTES = _reason("too many bytes", "larger than guard.max_bytes")
+TOO_MANY_PIXELS = _reason(image_error.TOO_MANY_PIXELS, "larger than guard.max_pixels")
+TOO_MANY_SCANS = _reason(image_error.TOO_MANY_SCANS, "a JPEG that would take minutes to decode")
+TOO_SMALL = _reason("too small", "smaller than image.min_size")
+EXTREME_ASPECT = _reason("extreme aspect ratio", "longer than image.max_aspect_ratio")
+HASH_MISMATCH = _reason("hash mismatch", "no longer the file that was published")
+NO_HASH = _reason("no hash", "the table has no hash for it, so it cannot be verified")
+UNDECODABLE = _reason(image_error.UNDECODABLE, "the image decoder failed")
+NOT_ENCODED = _reason("not encoded", "the image could not be encoded")
+TOO_LITTLE_MEMORY = _reason("too little memory", "decoding it needs more memory than the machine had left")
+TOO_SLOW = _reason("too slow to decode", "decoding it took longer than 30 seconds, twice")
+QUARANTINED = _reason("quarantined", "decoding it killed its process twice")
+NO_CAPTION = _reason("no caption", "the table has no text for it")
+INTERNAL = _reason("internal error", "lost to a bug in neuclip")
+
 # Added to messages about downloads that give hardly any samples.
 HINTS = {
-    REFUSED_ADDRESS: "loopback and private addresses are fetched only when guard.allow_addresses lists them",
+    REFUSED_ADDRESS: "loopback and private addresses are fetched only with guard.allow_addresses, in a new output folder",
     HASH_MISMATCH: "source.hash must name hashes of the files as served; null verifies none, in a new output folder",
 }
 

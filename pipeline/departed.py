@@ -120,6 +120,15 @@ VALUES: dict[tuple[str, Any], str] = {
     ("data.decoding", "scaled"): "`fast` decodes all; images stored at about 256 px gain nothing from less.",
     ("image.encode_format", "ppm"): "Images are stored encoded: jpg, png or webp.",
     **dict.fromkeys((("telemetry.progress", v) for v in ("bar", "brief", "lines")), "`auto` prints plain lines."),
+    (
+        "image.resize_mode",
+        "border",
+    ): "Images keep their shape: `keep_ratio_largest` scales the longer side to image.size.",
+    (
+        "image.resize_mode",
+        "center_crop",
+    ): "Images keep their shape, and training crops them: `keep_ratio` scales the shorter side to image.size.",
+    ("telemetry.progress", "brief"): "`auto` prints what any run prints.",
 }
 """Key and value -> the same; a stored configuration that has it gets the default."""
 

@@ -73,11 +73,9 @@ class ImageConverter:
         self.is_transparent = pixels.is_transparent
         height, width = pixels.array.shape[:2]
         self._check_shape(height, width)
-        scaled = scale(pixels.array, self.image)
-        is_scaled = scaled is not pixels.array
-        if boxes is not None and self.blur:  # boxes are relative to the whole image, not turned
-            scaled = self._blurrer(img=scaled, bbox_list=boxes)
-        resized = frame(scaled, self.image) if is_scaled else scaled
+        resized = scale(pixels.array, self.image)
+        if boxes is not None and self.blur:  # boxes are relative to the image as stored, not turned
+            resized = self._blurrer(img=resized, bbox_list=boxes)
         if pixels.orientation != 1:
             resized = upright(resized, pixels.orientation)
             if pixels.orientation >= 5:
@@ -117,26 +115,12 @@ def scale(array: np.ndarray, image: ImageConfig) -> np.ndarray:
     if image.resize_mode == "no":
         return array
     height, width = array.shape[:2]
-    side = min(height, width) if image.resize_mode in ("keep_ratio", "center_crop") else max(height, width)
+    side = min(height, width) if image.resize_mode == "keep_ratio" else max(height, width)
     if side <= image.size:
         return array
     factor = image.size / side
     target = (max(1, round(width * factor)), max(1, round(height * factor)))
     return cv2.resize(array, target, interpolation=cv2.INTER_AREA)
-
-
-def frame(array: np.ndarray, image: ImageConfig) -> np.ndarray:
-    """The square of `image.size` that the modes `center_crop` and `border` store, from a scaled image."""
-    size, (height, width) = image.size, array.shape[:2]
-    if image.resize_mode == "border":
-        down, right = max(0, size - height), max(0, size - width)
-        top, left = down // 2, right // 2
-        white = [255, 255, 255]
-        return cv2.copyMakeBorder(array, top, down - top, left, right - left, cv2.BORDER_CONSTANT, value=white)
-    if image.resize_mode != "center_crop":
-        return array
-    top, left = (height - size) // 2, (width - size) // 2
-    return np.ascontiguousarray(array[top : top + size, left : left + size])
 
 
 _START_SECONDS, _READY = 300.0, "ready"

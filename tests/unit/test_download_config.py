@@ -36,6 +36,7 @@ from tests.downloads import download_config
         ({"source": {"name": ["cc3m"]}}, "source.name"),
         ({"guard": {"contact": "a)\r\nX: y"}}, "guard.contact"),
         ({"image": {"encode_format": "ppm"}}, "was removed. Images are stored encoded: jpg, png or webp"),
+        ({"image": {"resize_mode": "border"}}, "was removed. Images keep their shape: `keep_ratio_largest`"),
         ({"monitor": {"probe": 64}}, "(given 64) was removed. A column of other hashes"),
         (
             {"source": {"name": "datacomp-small", "table": "x"}, "image": {"skip_reencode": True}},

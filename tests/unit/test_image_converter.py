@@ -102,7 +102,7 @@ def test_the_transparent_level_of_a_grey_png_becomes_white():
         assert (stored(body, skip_reencode=True)[:, :8] == 255).all()
 
 
-MODES = ["no", "keep_ratio", "keep_ratio_largest", "center_crop", "border"]
+MODES = ["no", "keep_ratio", "keep_ratio_largest"]
 SIZES = [(80, 60), (61, 203), (300, 299), (32, 32), (333, 100), (64, 64)]
 
 

@@ -39,15 +39,9 @@ def download(
     on_progress: Callable[[int, Outcomes], None] = lambda total, outcomes: None,
     on_note: Callable[[str], None] = lambda note: None,
 ) -> Manifest:
-    """Fetch what is missing and write the manifest.
+    """Fetch what is missing, with `retry_failed` also the rows that failed for a transient reason; write the manifest.
 
     A run that was stopped in any way resumes where it was and ends with the manifest of an uninterrupted run.
-
-    Args:
-        config: All settings.
-        retry_failed: Fetch only the rows that failed for a transient reason.
-        on_progress: See `supervisor.fetch`.
-        on_note: Called with one line for each note to the user.
 
     Raises:
         UserError: The settings, the table or its columns are wrong (raised before the first URL).
@@ -88,10 +82,7 @@ def download(
 def prepare(
     config: DownloadConfig, *, on_note: Callable[[str], None] = lambda note: None
 ) -> tuple[DownloadConfig, Plan]:
-    """Check the settings and the source, and lay out the plan.
-
-    Returns:
-        The resolved config, and the plan.
+    """Check the settings and the source, and lay out the plan; returns the resolved settings and the plan.
 
     Raises:
         UserError: Something is wrong with the settings or the table, or they have changed since the list was made.

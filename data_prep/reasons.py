@@ -54,7 +54,7 @@ INTERNAL = _reason("internal error", "lost to a bug in neuclip")
 
 # Added to messages about downloads that give hardly any samples.
 HINTS = {
-    REFUSED_ADDRESS: "loopback and private addresses are fetched only with guard.allow_addresses, in a new output folder",
+    REFUSED_ADDRESS: "loopback and private addresses need guard.allow_addresses, in a new output folder",
     HASH_MISMATCH: "source.hash must name hashes of the files as served; null verifies none, in a new output folder",
 }
 

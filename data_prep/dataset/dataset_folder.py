@@ -56,7 +56,6 @@ class ShardRecord:
     """Digest of the settings that determine its samples, see `rules_of`; empty for `neuclip pairs`."""
     tools: Mapping[str, str] = field(default_factory=dict)
     """Versions of the packages that encoded its images."""
-
     transparent: int = 0
     """Images that had transparent pixels when they were downloaded."""
 

@@ -109,14 +109,9 @@ def find_overlap(
 ) -> dict[str, str]:
     """Samples that equal or look like an image of an evaluation set: the sample's key, and the set's.
 
-    Equal are images with the same hash: that recorded of what was served, or that of what is stored.
-
-    Args:
-        root: The data set's folder.
-        suite: A folder of evaluation sets, or a `tasks.yaml`, see `open_suite`.
-        allow_outside: As for `find_duplicates`; also for files of the suite.
-        on_undecodable: As for `find_duplicates`; also for images of the suite.
-        on_unread: Called with a line about each set that cannot be read.
+    Equal are images with the same hash: that recorded of what was served, or that of what is stored. `suite` is a
+    folder of evaluation sets or a `tasks.yaml`, to whose files the options of `find_duplicates` apply, too; `on_unread`
+    is called with a line about each set that cannot be read.
 
     Raises:
         UserError: No set can be read.

@@ -55,16 +55,9 @@ def write_report(
     caption: CaptionField | None = None,
     allow_outside: bool = False,
 ) -> Path:
-    """Write the page of a data set with a manifest.
+    """Write the page of a data set with a manifest into the folder `output`, by default its own; returns its path.
 
-    Args:
-        root: The data set.
-        output: Folder to write into; the data set's own by default.
-        caption: Where captions are, in shards that `neuclip download` did not make; in `.txt` by default.
-        allow_outside: As for `load_manifest`.
-
-    Returns:
-        The path of the page.
+    `caption` says where captions are, by default in `.txt`; `allow_outside` is that of `load_manifest`.
 
     Raises:
         UserError: There is no manifest, or a file of the data set is missing or damaged.

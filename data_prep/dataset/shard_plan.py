@@ -82,13 +82,6 @@ def make_plan(
 ) -> Plan:
     """Read the source once and write the plan, or return the existing one if it was made from the same settings.
 
-    Args:
-        folder: The data set.
-        source: The table of URLs.
-        subset: The rows of it that are wanted.
-        shard_size: Rows per shard.
-        rules: Settings that determine the samples, see `rules_of`.
-
     Raises:
         UserError: The folder has a plan with other settings, or no row is left.
     """

@@ -13,7 +13,6 @@ Several headers are combined; proxies join them with commas. The strictest appli
 from __future__ import annotations
 
 import contextlib
-import functools
 import ipaddress
 import re
 import unicodedata
@@ -50,7 +49,6 @@ class AddressFilter:
 
     def __init__(self, allowed: tuple[str, ...]) -> None:
         self._allowed = [ipaddress.ip_network(text, strict=False) for text in allowed]
-        self._refusal = functools.lru_cache(maxsize=65_536)(self._judge)
 
     def check(self, text: str) -> None:
         """Refuse an IP address that is special and not explicitly allowed.
@@ -58,23 +56,16 @@ class AddressFilter:
         Raises:
             FetchError: The address is refused.
         """
-        refusal = self._refusal(text)
-        if refusal:
-            raise FetchError(reasons.REFUSED_ADDRESS, refusal)
-
-    def _judge(self, text: str) -> str | None:
-        """Why an address is refused, or None; a pure function of the text, so that results can be cached."""
         address = ipaddress.ip_address(text.partition("%")[0])
         if any(address in network for network in self._allowed):
-            return None
-        inner = _inner(address)
-        if inner is not None:
-            return self._judge(str(inner))
+            return
         listed = any(address in network for network in _SPECIAL)
         # Python considers site-local and IPv4-compatible addresses (::/96) global.
         local = isinstance(address, ipaddress.IPv6Address) and address.is_site_local
-        special = not address.is_global or address.is_multicast or address.is_reserved or local or listed
-        return f"{address} is {_kind(address)}" if special else None
+        if (inner := _inner(address)) is not None:
+            self.check(str(inner))
+        elif not address.is_global or address.is_multicast or address.is_reserved or local or listed:
+            raise FetchError(reasons.REFUSED_ADDRESS, f"{address} is not a public address")
 
 
 def _inner(address: Address) -> ipaddress.IPv4Address | None:
@@ -85,12 +76,6 @@ def _inner(address: Address) -> ipaddress.IPv4Address | None:
         return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
     teredo = address.teredo
     return address.ipv4_mapped or address.sixtofour or (teredo[1] if teredo else None)
-
-
-def _kind(address: Address) -> str:
-    kinds = ("unspecified", "loopback", "link_local", "site_local", "multicast", "private", "reserved")
-    found = next((kind for kind in kinds if getattr(address, f"is_{kind}", False)), "not a public address")
-    return found.replace("_", "-")
 
 
 def checked_url(url: str, *, what: str = "") -> urllib.parse.SplitResult:

@@ -57,14 +57,9 @@ def fetch(
 ) -> None:
     """Fetch these shards, restarting the engine as often as necessary.
 
-    Of shards that have a record, only the rows that failed for a transient reason are requested.
-
-    Args:
-        config: All settings.
-        shards: The numbers of the shards.
-        total: Number of URLs to request, for progress.
-        on_progress: Called a few times a second with `total` and the outcomes of the URLs done so far.
-        on_note: Called with one line for each restart.
+    Of shards that have a record, only the rows that failed for a transient reason are requested. `on_progress` is
+    called a few times a second with `total`, the number of URLs to request, and the outcomes so far; `on_note` with one
+    line for each restart.
 
     Raises:
         Paused: Success collapses, or the engine no longer makes progress.

@@ -73,11 +73,8 @@ def read(source: SourceConfig, *, on_skipped: Callable[[int], None] = lambda row
     """pyarrow RecordBatches with exactly `columns_of(source)`, in the table's order.
 
     URLs, captions, uids and hashes are strings whatever the files hold; kept columns have one type in all files.
-
-    Args:
-        source: The table.
-        on_skipped: Called with the number of rows that cannot be read: text that is not UTF-8, and, at the end of a
-            file, lines with another number of fields than the rest, or that are no JSON objects.
+    `on_skipped` is called with the number of rows that cannot be read: text that is not UTF-8, and, at the end of a
+    file, lines with another number of fields than the rest, or that are no JSON objects.
 
     Raises:
         UserError: A column is missing or of an unfit type, or a file cannot be read as its format.

@@ -1,14 +1,20 @@
-"""Settings of downloads from servers on this machine."""
+"""Settings of downloads and guarded requests to servers on this machine."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from data_prep.download_config import DownloadConfig
+import pytest
+
+from data_prep import reasons
+from data_prep.download_config import DownloadConfig, GuardConfig
+from data_prep.fetching.opener import Opener
+from data_prep.reasons import FetchError
 from pipeline.config import dump, parse
+from tests.web import Site, serve
 
 
 def download_config(
@@ -25,3 +31,21 @@ def command_of(config: DownloadConfig) -> list[str]:
     recipe = Path(f"{config.output}.yaml")
     recipe.write_text(dump(config))
     return [sys.executable, "-m", "jobs.download", "--recipe", str(recipe)]
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    with serve() as site:
+        yield site
+
+
+def opener(retries: int = 0, total: float = 5.0, connections: int = 8, **guard: object) -> Opener:
+    settings = {"allow_addresses": ("127.0.0.1",), "backoff": 0.05, **guard}
+    return Opener(GuardConfig(**settings), connections=connections, retries=retries, total_seconds=total)
+
+
+def refusal(given: Opener, url: str) -> str:
+    with pytest.raises(FetchError) as caught:
+        given.open(url, timeout=2)
+    assert reasons.of_message(str(caught.value)) == caught.value.reason
+    return caught.value.reason

@@ -30,7 +30,7 @@ from data_prep.dataset.ingest_report import write_report
 from data_prep.dataset.manifest_writer import expected_manifest
 from data_prep.dataset.removal import remove
 from data_prep.dataset.shard_plan import Plan
-from data_prep.dataset.verification import delete_damaged, verify
+from data_prep.dataset.verification import verify
 from data_prep.fetching import downloader, supervisor
 from data_prep.fetching.decoder import ImageConverter
 from pipeline.data.shards.manifest_format import Manifest, load_manifest
@@ -223,18 +223,6 @@ def test_two_workers_on_one_folder_produce_the_same_dataset(place, monkeypatch):
     assert not (place.root / "manifest.json").exists()
     ingest.download(two)
     assert (place.root / "manifest.json").read_bytes() == expected
-    assert verify(place.root) == []
-
-
-def test_a_retry_fetches_damaged_shards_again_to_the_same_bytes(place):
-    place.download()
-    expected = place.contents()
-    shutil.rmtree(place.root)
-    place.download_while_busy()
-    (place.root / "shards/00001.tar").write_bytes(b"damaged")
-    assert delete_damaged(place.root, verify(place.root)) == ["shards/00001.tar"]
-    place.retry()
-    assert place.contents() == expected
     assert verify(place.root) == []
 
 

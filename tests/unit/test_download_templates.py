@@ -18,21 +18,19 @@ RECIPES = sorted(JOBS.glob("recipes/download/*.yaml"))
 TEMPLATES = sorted(JOBS.glob("cluster/download-*.sh"))
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_recipe_parses_and_its_source_resolves(recipe):
-    tree = merge(read_yaml(recipe), {"source": {"table": "urls.parquet"}})
-    config = parse(DownloadConfig, tree)
-    assert resolve(config.source).name in SOURCES
-    assert config.output
-
-
-def test_dfn_subsets_are_nested_with_the_stated_fractions():
-    found = {p.stem: parse(DownloadConfig, read_yaml(p)).subset for p in RECIPES if p.stem.startswith("dfn")}
-    names = ("dfn-1.37m", "dfn-14m", "dfn-192m", "dfn-1b")
-    fractions = [found[name].fraction for name in names]
-    assert fractions == sorted(fractions)
-    assert len({found[name].seed for name in names}) == 1
-    assert fractions[0] * 10 == pytest.approx(fractions[1])
+def test_recipes_parse_and_the_subsets_of_dfn_are_nested():
+    subsets = {}
+    for recipe in RECIPES:
+        config = parse(DownloadConfig, merge(read_yaml(recipe), {"source": {"table": "urls.parquet"}}))
+        assert resolve(config.source).name in SOURCES
+        subsets[recipe.stem] = config.subset
+        for line in recipe.read_text().splitlines():
+            if "--recipe" in line:
+                assert f"jobs/recipes/download/{recipe.name}" in shlex.split(line.lstrip("# "))
+    dfn = [subsets[name] for name in ("dfn-1.37m", "dfn-14m", "dfn-192m", "dfn-1b")]
+    assert [subset.fraction for subset in dfn] == sorted(subset.fraction for subset in dfn)
+    assert len({subset.seed for subset in dfn}) == 1
+    assert dfn[0].fraction * 10 == pytest.approx(dfn[1].fraction)
 
 
 @pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.stem)
@@ -89,10 +87,3 @@ def test_slurm_template_runs_with_a_fake_sbatch(tmp_path):
     assert {config.output for config in configs} == {str(tmp_path / "out put")}
     assert {config.source.table for config in configs} == {"a b.tsv"}
     assert [config.fetch.worker for config in configs] == [0, 0, 0, 3]
-
-
-def test_command_lines_in_recipes_name_their_file():
-    for recipe in RECIPES:
-        for line in recipe.read_text().splitlines():
-            if "--recipe" in line:
-                assert f"jobs/recipes/download/{recipe.name}" in shlex.split(line.lstrip("# "))

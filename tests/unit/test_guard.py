@@ -14,7 +14,7 @@ from data_prep.fetching import guard
 from data_prep.fetching import opener as opener_module
 from data_prep.fetching.guard import AddressFilter, ascii_url
 from data_prep.reasons import FetchError
-from tests.guarded import opener, refusal, site  # noqa: F401
+from tests.downloads import opener, refusal, site  # noqa: F401
 from tests.web import jpeg, send
 
 SPECIAL = (

@@ -17,7 +17,7 @@ from data_prep import reasons
 from data_prep.fetching import opener as opener_module
 from data_prep.fetching.opener import retry_after
 from data_prep.reasons import FetchError
-from tests.guarded import opener, refusal, site  # noqa: F401
+from tests.downloads import opener, refusal, site  # noqa: F401
 from tests.web import jpeg, send
 
 

@@ -1,10 +1,14 @@
-"""Fixtures: a dataset of 24 images in 4 shards, made by img2dataset's downloader in this process."""
+"""A data set of 24 images in 4 shards, made by img2dataset's downloader in this process, and faults at any step."""
 
 from __future__ import annotations
 
+import errno
+import gc
+import itertools
+import os
 import shutil
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -99,3 +103,42 @@ def fetch_in_process(config: DownloadConfig, shards: tuple[int, ...], **_: objec
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `download` fetch in this process, in the modules that import this fixture."""
     monkeypatch.setattr(ingest, "fetch", fetch_in_process)
+
+
+def in_a_fork(work: Callable[[], object], steps: list[tuple[Any, str]], at: int, action: str = "kill") -> int:
+    """Do some work in a fork that is killed, or meets a full disk, at call number `at` of a step.
+
+    Args:
+        work: Called without arguments.
+        steps: Functions whose calls count, each as its owner and name.
+        at: The number of the call, from 1.
+        action: `kill` or `full`.
+
+    Returns:
+        The exit status: 0, 9 if it was killed, 3 if the disk was full, 1 for another error.
+    """
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    gc.disable()  # what belongs to threads of libraries that the fork lacks must not be collected here
+    calls = itertools.count(1)
+
+    def counted(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            if next(calls) == at:
+                if action == "kill":
+                    os._exit(9)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return real(*arguments, **options)
+
+        return call
+
+    for owner, name in steps:
+        setattr(owner, name, counted(getattr(owner, name)))
+    try:
+        work()
+    except OSError:
+        os._exit(3)
+    except BaseException:
+        os._exit(1)
+    os._exit(0)

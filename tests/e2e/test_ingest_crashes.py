@@ -6,16 +6,12 @@ worker processes, so that each of the many cases takes a fraction of a second; t
 
 from __future__ import annotations
 
-import errno
-import functools
-import gc
-import importlib
+import itertools
 import os
 import shutil
-import signal
 import subprocess
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_prep import ingest
+from data_prep.dataset import canonical_tar, commit, ingest_report, shard_plan
 from data_prep.dataset.commit import part_lock
 from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.ingest_report import write_report
@@ -33,10 +30,11 @@ from data_prep.dataset.shard_plan import Plan
 from data_prep.dataset.verification import verify
 from data_prep.fetching import downloader, supervisor
 from data_prep.fetching.decoder import ImageConverter
+from data_prep.fetching.shard_writer import ShardWriter
 from pipeline.data.shards.manifest_format import Manifest, load_manifest
 from pipeline.errors import UserError
 from tests.downloads import command_of, download_config
-from tests.ingested import fetch_in_process, own_opener  # noqa: F401 (a fixture)
+from tests.ingested import fetch_in_process, in_a_fork, own_opener  # noqa: F401 (a fixture)
 from tests.web import Site, jpeg, send, serve
 
 ROWS, SHARD = 18, 6
@@ -102,84 +100,17 @@ def place(tmp_path: Path) -> Iterator[Place]:
         yield Place(site, tmp_path)
 
 
-@dataclass(frozen=True)
-class Step:
-    """A call at which the program is killed, or meets a full disk: of `module:object.attribute` with such arguments."""
-
-    place: str
-    words: str = ""
-    """What an argument's name or text must contain, such as the file to be written."""
-    after: bool = False
-    """After the call instead of before it."""
-
-    def strike(self, action: str, once: Path) -> None:
-        """Patch the function; the file `once` is created when it happens, and it happens only once."""
-        module, _, path = self.place.partition(":")
-        *owners, name = path.split(".")
-        owner = functools.reduce(getattr, owners, importlib.import_module(module))
-        original = getattr(owner, name)
-
-        @functools.wraps(original)
-        def fatal(*args: Any, **kwargs: Any) -> Any:
-            texts = ["" if isinstance(value, Folder) else str(getattr(value, "shard", value)) for value in args]
-            is_it = any(self.words in text for text in texts) and not once.exists()
-            result = original(*args, **kwargs) if self.after or not is_it else None
-            if is_it:
-                once.touch()
-                if action == "kill":
-                    os.kill(os.getpid(), signal.SIGKILL)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "disk")
-            return result
-
-        setattr(owner, name, fatal)
-
-
-def forked(work: Callable[[], None], step: Step, once: Path, *, action: str = "kill") -> int:
-    """Run `work` with a fault in a fork of this process.
-
-    Returns:
-        The exit status as reported by `waitpid`.
-    """
-    child = os.fork()
-    if child == 0:
-        gc.disable()  # what belongs to threads of libraries that the fork lacks must not be collected here
-        step.strike(action, once)
-        try:
-            work()
-        except BaseException:
-            os._exit(3)
-        os._exit(0)
-    return os.waitpid(child, 0)[1]
-
-
-WRITING = "data_prep.dataset.commit:write_text"
-PUBLISHING = [  # every step of the protocol: tests/unit/test_removal.py
-    Step("data_prep.dataset.canonical_tar:write", ".00001.tar.", after=True),
-    Step(WRITING, "00001.commit"),
-    Step(WRITING, "00001.commit", after=True),
-    Step("pathlib:Path.replace", ".00001.parquet.", after=True),
-    Step("pathlib:Path.unlink", "00001.commit", after=True),
-]
-
-
-SETTINGS = Step("data_prep.ingest:write_text", "download.yaml")
-MANIFEST = Step("pipeline.data.shards.manifest_format:Manifest.save")
-REPORT = Step("data_prep.dataset.ingest_report:write_text")
-SPOOL = "data_prep.fetching.shard_writer:ShardWriter._spool_sample"
-PENDING = Step(WRITING, "removal.pending", after=True)
-REPLACED = [Step("pathlib:Path.replace", f"{name}.", after=True) for name in (".00001.tar", ".manifest.json")]
-STEPS = {
-    "download": [
-        Step("data_prep.dataset.shard_plan:flush"),
-        Step("data_prep.dataset.shard_plan:write_text"),
-        SETTINGS,
-        Step(SPOOL, "7"),
-        *PUBLISHING,
-        MANIFEST,
-        REPORT,
-    ],
-    "retry": [SETTINGS, Step(SPOOL, "6"), *PUBLISHING, MANIFEST, REPORT],
-}
+Step = tuple[Any, str, int]
+"""A function, by its owner and name, and the number of the call at which a command is killed or meets a full disk."""
+# Every step of publishing: tests/unit/test_removal.py.
+PUBLISHING: list[Step] = [(canonical_tar, "write", 2), (commit, "write_text", 3),
+                          *((Path, "replace", k) for k in (4, 5, 6)), (commit, "flush", 18)]  # fmt: skip
+FINISHING: list[Step] = [(Manifest, "save", 1), (ingest_report, "write_text", 1)]
+STEPS: dict[str, list[Step]] = {
+    "download": [(shard_plan, "flush", 1), (shard_plan, "write_text", 1), (ingest, "write_text", 1),
+                 (ShardWriter, "_spool_sample", 7), *PUBLISHING, *FINISHING],
+    "retry": [(ingest, "write_text", 1), (ShardWriter, "_spool_sample", 3), *PUBLISHING, *FINISHING],
+}  # fmt: skip
 
 
 @pytest.mark.slow
@@ -192,19 +123,17 @@ def test_a_command_killed_at_any_step_can_be_repeated(place, tmp_path, command):
     getattr(place, command)()
     expected = place.contents()
     assert verify(place.root) == []
-    for number, (step, action) in enumerate((step, action) for step in STEPS[command] for action in ("kill", "full")):
+    for (owner, name, at), action in itertools.product(STEPS[command], ("kill", "full")):
         shutil.rmtree(place.root)
         if before.exists():
             shutil.copytree(before, place.root)
-        ended = forked(getattr(place, command), step, tmp_path / f"once-{number}", action=action)
-        assert (tmp_path / f"once-{number}").exists(), f"{command} never reached {step}"
-        if action == "kill":
-            assert os.WIFSIGNALED(ended), step
+        ended = in_a_fork(getattr(place, command), [(owner, name)], at, action)
+        assert ended in {"kill": (9,), "full": (1, 3)}[action], (owner, name, at, "was never reached, or no error")
         getattr(place, command)()
         found = place.contents()
-        assert sorted(found) == sorted(expected), (action, step)
-        assert [name for name in found if found[name] != expected[name]] == [], (action, step)
-        assert verify(place.root) == [], (action, step)
+        assert sorted(found) == sorted(expected), (action, name, at)
+        assert [path for path in found if found[path] != expected[path]] == [], (action, name, at)
+        assert verify(place.root) == [], (action, name, at)
 
 
 def test_two_workers_on_one_folder_produce_the_same_dataset(place, monkeypatch):
@@ -258,13 +187,12 @@ def test_the_next_download_completes_a_killed_removal(place, tmp_path):
     place.remove()
     expected = place.contents()
     one_of_two = replace(place.config, fetch=replace(place.config.fetch, worker=0, workers=2))
-    for number, step in enumerate((PENDING, REPLACED[0])):
+    for at in (1, 2):  # once the note is written, and after the first file is in its place
         shutil.rmtree(place.root)
         shutil.copytree(tmp_path / "before", place.root)
-        forked(place.remove, step, tmp_path / f"once-{number}")
+        assert in_a_fork(place.remove, [(Path, "replace")], at) == 9
         assert [problem.kind for problem in verify(place.root) if problem.shard == "removal.pending"] == ["unfinished"]
-        forked(lambda: ingest.download(one_of_two), REPLACED[1], tmp_path / f"again-{number}")
-        assert (tmp_path / f"again-{number}").exists()
+        assert in_a_fork(lambda: ingest.download(one_of_two), [(Path, "replace")], 1) == 9
         ingest.download(place.config)
         assert place.contents() == expected
 

@@ -3,7 +3,6 @@
 # ruff: noqa: F811 (imported fixtures are requested by name)
 from __future__ import annotations
 
-import errno
 import itertools
 import json
 import os
@@ -29,7 +28,7 @@ from pipeline.data.shards.manifest_format import load_manifest
 from pipeline.data.shards.shard_index import INDEX_FOLDER, load_index, scan_members
 from pipeline.data.shards.tar_reader import read_records
 from pipeline.errors import UserError
-from tests.ingested import copied, in_process, made, own_opener, site  # noqa: F401
+from tests.ingested import copied, in_a_fork, in_process, made, own_opener, site  # noqa: F401
 from tests.pair_files import dropped, write_csv, write_images
 from tests.shards import sample, write_members
 
@@ -152,34 +151,6 @@ STEPS = [(commit, "flush"), (commit, "write_text"), (canonical_tar, "write"), (o
          (Path, "unlink")]  # fmt: skip
 
 
-def in_a_fork(work: Callable[[], object], action: str, at: int) -> int:
-    """Do some work in a fork that is killed, or meets a full disk, at call number `at` of a step; its exit status."""
-    child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    calls = itertools.count(1)
-
-    def counted(real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            if next(calls) == at:
-                if action == "kill":
-                    os._exit(9)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return real(*arguments, **options)
-
-        return call
-
-    for owner, name in STEPS:
-        setattr(owner, name, counted(getattr(owner, name)))
-    try:
-        work()
-    except OSError:
-        os._exit(3)
-    except BaseException:
-        os._exit(1)
-    os._exit(0)
-
-
 @pytest.mark.parametrize(
     ("build", "action"),
     [("download", "kill"), ("of_pairs", "kill"), ("behind_links", "kill"), ("foreign", "full")],
@@ -192,7 +163,7 @@ def test_a_removal_that_is_interrupted_anywhere_can_be_repeated(build, action, t
         shutil.rmtree(place, ignore_errors=True)
         shutil.copytree(build, place, symlinks=True, ignore=shutil.ignore_patterns("place"))
         before = contents(root)
-        ended = in_a_fork(lambda: remove(root, NAMES), action, at)
+        ended = in_a_fork(lambda: remove(root, NAMES), STEPS, at, action)
         if not expected:
             assert ended == 0
             expected = contents(root)

@@ -65,7 +65,7 @@ class AddressFilter:
         if (inner := _inner(address)) is not None:
             self.check(str(inner))
         elif not address.is_global or address.is_multicast or address.is_reserved or local or listed:
-            raise FetchError(reasons.REFUSED_ADDRESS, f"{address} is not a public address")
+            raise FetchError(reasons.REFUSED_ADDRESS, f"{address} is {_kind(address)}")
 
 
 def _inner(address: Address) -> ipaddress.IPv4Address | None:
@@ -76,6 +76,12 @@ def _inner(address: Address) -> ipaddress.IPv4Address | None:
         return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
     teredo = address.teredo
     return address.ipv4_mapped or address.sixtofour or (teredo[1] if teredo else None)
+
+
+def _kind(address: Address) -> str:
+    kinds = ("unspecified", "loopback", "link_local", "site_local", "multicast", "private", "reserved")
+    kind = next((kind for kind in kinds if getattr(address, f"is_{kind}", False)), "not a public address")
+    return kind.replace("_", "-")
 
 
 def checked_url(url: str, *, what: str = "") -> urllib.parse.SplitResult:

@@ -67,18 +67,11 @@ def test_uid_index_selects_its_members(tmp_path):
         with pytest.raises(UserError, match="32 hexadecimal digits"):
             subset.mask([name])
     np.savez(tmp_path / "several.npz", index)
-    for stored, words in (
-        (np.arange(4), "not pairs of 64-bit halves"),
-        (index.astype("f8,f8"), "not pairs of 64-bit halves"),
-        (index[::-1], "is not sorted, so uids in it would not be found"),
-        (index[:0], "holds no uids"),
-        ((tmp_path / "several.npz").read_bytes(), "several arrays"),
-        ((tmp_path / "index.npy").read_bytes()[:200], "not a complete"),
-        (b"", "not a complete"),
-    ):
-        path = tmp_path / "wrong.npy"
+    path, several = tmp_path / "wrong.npy", (tmp_path / "several.npz").read_bytes()
+    for stored in (np.arange(4), index.astype("f8,f8"), index[::-1], index[:0], several,
+                   (tmp_path / "index.npy").read_bytes()[:200], b""):  # fmt: skip
         path.write_bytes(stored) if isinstance(stored, bytes) else np.save(path, stored)
-        with pytest.raises(UserError, match=words):
+        with pytest.raises(UserError, match=r"must be one sorted array of pairs of 64-bit|is not a complete \.npy"):
             Subset(SubsetConfig(index=str(path)))
 
 

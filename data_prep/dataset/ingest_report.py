@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from pipeline.data.shards.tar_reader import (
     CaptionField,
     CorruptSample,
     DamagedTar,
+    TarRecord,
     counted_errors,
     rgb_image,
     thumbnail_url,
@@ -115,30 +117,33 @@ def take_census(manifest: Manifest, caption: CaptionField) -> Census:
     shards = [manifest.shards[len(manifest.shards) * k // count] for k in range(count)]
     planned = sum(min(each, shard.samples) for shard in shards)
     census, signatures = Census(count), list[tuple[int, bytes]]()
-    for url in map(manifest.url, shards):
+    for record in itertools.chain.from_iterable(_first_records(manifest.url(s), caption, each) for s in shards):
+        census.samples_read += 1
         try:
-            with open_records(url, caption_suffix=caption.suffix) as records:
-                for record in itertools.islice(records, each):
-                    census.samples_read += 1
-                    try:
-                        if record.problem or not record.image:
-                            raise CorruptSample(record.problem or "image is missing")
-                        with counted_errors(), open_image(record.image) as image:
-                            side = min(image.size)
-                        text = caption.read(record)
-                        signatures.append(signature(record.image))
-                    except CorruptSample as problem:
-                        census.problems[str(problem)] += 1
-                        continue
-                    census.sides.append(side)
-                    census.words.append(len(text.split()))
-                    if len(census.pictures) * planned < census.samples_read * min(_PICTURES, planned):
-                        source = thumbnail_url(rgb_image(record.image), (192, 192))
-                        census.pictures.append({"source": source, "caption": text})
-        except (OSError, DamagedTar) as error:
-            raise UserError(f"{url} is missing or damaged ({error}): `neuclip verify` finds all damage.") from error
+            if record.problem or not record.image:
+                raise CorruptSample(record.problem or "image is missing")
+            with counted_errors(), open_image(record.image) as image:
+                side = min(image.size)
+            text = caption.read(record)
+            signatures.append(signature(record.image))
+        except CorruptSample as problem:
+            census.problems[str(problem)] += 1
+            continue
+        census.sides.append(side)
+        census.words.append(len(text.split()))
+        if len(census.pictures) * planned < census.samples_read * min(_PICTURES, planned):
+            source = thumbnail_url(rgb_image(record.image), (192, 192))
+            census.pictures.append({"source": source, "caption": text})
     census.near = len(near_duplicates(signatures))
     return census
+
+
+def _first_records(url: str, caption: CaptionField, wanted: int) -> Iterator[TarRecord]:
+    try:
+        with open_records(url, caption_suffix=caption.suffix) as records:
+            yield from itertools.islice(records, wanted)
+    except (OSError, DamagedTar) as error:
+        raise UserError(f"{url} is missing or damaged ({error}): `neuclip verify` finds all damage.") from error
 
 
 def _reasons(manifest: Manifest, *, is_download: bool) -> list[dict[str, Any]]:

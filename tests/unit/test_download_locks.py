@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,6 @@ from data_prep.dataset.removal import remove
 from data_prep.dataset.shard_plan import read_shard
 from data_prep.dataset.verification import delete_damaged
 from data_prep.fetching import shard_writer
-from data_prep.fetching.supervisor import Monitor
 from data_prep.ingest import download, prepare
 from pipeline.errors import UserError
 from tests.ingested import ROWS, SHARD, copied, fetch_here, made, own_opener, site  # noqa: F401
@@ -55,15 +53,6 @@ def test_publishing_a_shard_is_progress(made, tmp_path, monkeypatch):
     monkeypatch.setattr(shard_writer, "write_json", lambda path, state: stored.append(state["stored"]))
     fetch_here(config, plan, [0], manifest=False)
     assert stored[-SHARD - 1 :] == [*range(1, SHARD + 1), SHARD]
-    monitor = Monitor(Folder(tmp_path / "other"), (0,))
-    activities = set()
-    path = tmp_path / "other/staging/worker-0/00000.live"
-    path.parent.mkdir(parents=True)
-    for count in (1, 2):
-        path.write_text(json.dumps({"outcomes": {"success": 6}, "stored": count}))
-        monitor.poll()
-        activities.add(monitor.activity)
-    assert activities == {(6, 1), (6, 2)}
 
 
 def test_leftovers_of_killed_commands_are_removed_and_other_files_are_not(copied):

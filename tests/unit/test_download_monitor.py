@@ -49,7 +49,7 @@ def folder(tmp_path: Path) -> Folder:
 
 
 def live(folder: Folder, shard: int, *, pid: int = os.getpid(), published: bool = False, **done: int) -> Path:
-    state = {"pid": pid, "host": socket.gethostname(), "outcomes": done, "stored": 0, "is_published": published}
+    state = {"pid": pid, "host": socket.gethostname(), "outcomes": done, "stored": 3, "is_published": published}
     path = folder.staging / f"{shard:05d}.live"
     path.write_text(json.dumps(state))
     return path
@@ -64,7 +64,7 @@ def test_monitor_counts_each_shard_once(folder):
     monitor.poll()
     assert monitor.now == {"success": 11, "timeout": 2, "dns": 1}
     assert (monitor.waiting, monitor.finished, bool(monitor.live)) == ({1, 2}, [(0, 14)], True)
-    assert monitor.dead_workers() == []
+    assert (monitor.activity, monitor.dead_workers()) == ((14, 3), [])
     live(folder, 0, published=True, success=8, timeout=2)
     folder.record(1).write_text(ShardRecord(1, "p", 10, 6, 1, "", {"dns": 4}).text())
     left = live(folder, 2, success=2)

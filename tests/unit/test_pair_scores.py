@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 
 from data_prep.dataset import canonical_tar
-from data_prep.sources.subset import _contained
+from data_prep.dataset.shard_plan import _contained
 from jobs.manifest import command as manifest_command
 from jobs.score import command
 from jobs.verify import command as verify_command

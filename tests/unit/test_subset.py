@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_prep.dataset.dataset_folder import Folder
-from data_prep.dataset.shard_plan import load_plan, make_plan, read_shard
+from data_prep.dataset.shard_plan import Subset, hashes, load_plan, make_plan, read_shard
 from data_prep.download_config import SourceConfig, SubsetConfig
-from data_prep.sources.subset import Subset, hashes
 from pipeline.errors import UserError
 
 NAMES = [f"{k:032x}" for k in range(20_000)]

@@ -235,7 +235,7 @@ SYNONYMS = {
     "checkpoint_every": "every", "loss": "name", "accum_freq": "micro_batch", "grad_clip_norm": "gradient_clipping",
     "train_data": "sources", "output_dir": "output", "num_samples": "samples", "resolution": "image_size",
     "model": "arch", "precision": "deepspeed", "report_to": "trackers", "force_image_size": "image_size",
-    "force_patch_dropout": "patch_dropout", "torchcompile": "compile", "use_bn_sync": "sync_batchnorm",
+    "force_patch_dropout": "patch_dropout", "torchcompile": "compile",
     "train_num_samples": "samples", "lr_scheduler": "kind", "logs": "output", "data": "sources", "url_list": "table",
     "output_folder": "output",
 }  # fmt: skip

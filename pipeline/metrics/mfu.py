@@ -246,7 +246,7 @@ def training_flops(model: ModelConfig, *, text_tokens: float | None = None, imag
         text_tokens: tokens that the text tower computes per text, where texts are trimmed; None: its context length.
         images: images that the image tower computes per pair: none if its outputs are stored.
     """
-    image, text, length = _measured(replace(without_weights(model), sync_batchnorm=False, compile=False))
+    image, text, length = _measured(replace(without_weights(model), compile=False))
     tokens = (model.text_tokens or length) if text_tokens is None else text_tokens
     return images * image + float(np.polynomial.polynomial.polyval(tokens, text))
 

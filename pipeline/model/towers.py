@@ -69,8 +69,6 @@ class ModelConfig:
     grad_checkpointing: bool = False
     """Activation checkpointing: keep only the inputs of each transformer block and compute the rest again in the
     backward pass. Less memory for about a third more compute."""
-    sync_batchnorm: bool = False
-    """Batch norms use the statistics of all ranks' rows (with `engine.micro_batch`: of all ranks' micro-batches)."""
     packed_attention: bool = True
     """Compute attention from one matrix product for queries, keys and values, and with a causal mask that flash kernels
     know, and the last block of open_clip's own ViTs for the class token only, if nothing else of it is read (7% fewer
@@ -269,7 +267,7 @@ def build_towers(config: ModelConfig, *, seed: int, device: str | torch.device =
     image_blocks = config.unlocked_image_blocks if config.lock_image else None
     text_blocks = config.unlocked_text_blocks if config.lock_text else None
     lock_towers(clip, image=image_blocks, text=text_blocks)
-    use_fp32_batch_norms(clip, synchronised=config.sync_batchnorm)
+    use_fp32_batch_norms(clip)
     use_fp32_embedding_sums(clip)
     use_patch_dropout_on_device(clip)
     use_patch_product(clip.visual)  # type: ignore[arg-type]

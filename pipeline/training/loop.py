@@ -30,7 +30,7 @@ from pipeline.run_files import new_run_id
 from pipeline.training.build import build_state, choose_micro_batch
 from pipeline.training.gradient_check import GradientCheck
 from pipeline.training.inputs import PrefetchedBatches, StepFeatures, text_layout
-from pipeline.training.observer import Observer, StepProfiler
+from pipeline.training.observer import Observer
 from pipeline.training.periodic_tests import PeriodicTests
 from pipeline.training.run_state import EXIT_NOT_SAVED, RunEnds
 from pipeline.training.saving import Saver
@@ -109,11 +109,9 @@ class Trainer:
             self.tests = PeriodicTests(state, telemetry)
             self.saver = Saver(state, self.writer, telemetry, stage.end)
             self.observer = Observer(state, telemetry, self.meter, self.utilization, stage.end)
-            self.profiler = None
-            if world.is_main and run.telemetry.profile is not None:
-                self.profiler = StepProfiler(state, telemetry, run.telemetry.profile)
-            hooks: tuple[Hook | None, ...] = (state.average, self.gradient_check, self.profiler, self.observer)
-            self.hooks: list[Hook] = [*filter(None, hooks), self.tests.validate, self.saver, self.tests.evaluate]
+            checks: list[Hook] = [] if self.gradient_check is None else [self.gradient_check]
+            tests = self.tests
+            self.hooks: list[Hook] = [state.average, *checks, self.observer, tests.validate, self.saver, tests.evaluate]
             self.parts = parts.pop_all()
 
     def __enter__(self) -> Self:
@@ -142,8 +140,6 @@ class Trainer:
                 if not stop and self.tests.make_up(self.missed):
                     self.saver.save()
                 self._end_early(stop=stop)
-                if self.profiler is not None:
-                    self.profiler.start()
                 self.observer.start()
                 while state.step < self.end:
                     batch, problem = self._next_batch()

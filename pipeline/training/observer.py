@@ -1,4 +1,4 @@
-"""What is logged of a step: metrics, and on rank 0 distributions and profiles, as `telemetry` sets them."""
+"""What is logged of a step: metrics, and on rank 0 distributions over the batch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 
@@ -124,40 +123,6 @@ class Observer:
         histograms = {**output.distributions, **self.state.objective.distributions(), **norms}
         values = {name: value.float().cpu() for name, value in histograms.items()}
         self.telemetry.distributions(step=self.state.step, values=values)
-
-
-@dataclass
-class StepProfiler:
-    """Runs torch's profiler from the first to the last of `steps` (numbered from 0): a Chrome trace and a table."""
-
-    state: RunState
-    telemetry: Telemetry
-    steps: tuple[int, int]
-    _running: torch.profiler.profile | None = None
-
-    def start(self) -> None:
-        """Call it before the first step of this start."""
-        self._first, last = max(self.steps[0], self.state.step), self.steps[1]
-        if self._first <= last:
-            wait, active = self._first - self.state.step, last + 1 - self._first
-            warmup = min(1, wait)
-            schedule = torch.profiler.schedule(wait=wait - warmup, warmup=warmup, active=active, repeat=1)
-            self._running = torch.profiler.profile(schedule=schedule, on_trace_ready=self._write)
-            self._running.start()
-
-    def __call__(self, batch: Batch, result: StepResult) -> None:
-        """Go on to the next step, and write the profile after the last of them."""
-        if self._running is not None:
-            self._running.step()
-
-    def _write(self, profiler: torch.profiler.profile) -> None:
-        folder, last = Path(self.state.run.output) / "profile", self.state.step - 1
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"steps-{self._first}-{last}.json"
-        profiler.export_chrome_trace(str(path))
-        key = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-        path.with_suffix(".txt").write_text(profiler.key_averages().table(sort_by=key, row_limit=60))
-        self.telemetry.event(f"Profile of steps {self._first} to {last}: {path} (chrome://tracing, perfetto) and .txt.")
 
 
 def slowest_rank(world: World, rates: Mapping[str, float], *, batch_size: int) -> dict[str, float]:

@@ -20,73 +20,30 @@ from pipeline.metrics.logger import Telemetry
 from pipeline.model.evaluation_model import EvaluationModel, copy_for_evaluation
 from pipeline.pictures.pixels import colour_of
 from pipeline.run_files import EMA_NAME, FOLDER_NAME, METRICS_NAME, name_of, read_records
-from pipeline.training.recipe import InTrainingConfig, RunConfig
+from pipeline.training.recipe import InTrainingConfig, RunConfig, ValidationConfig
 from pipeline.training.run_state import RunState
 from pipeline.training.step import StepResult
 from pipeline.training.validation import HeldOutPairs, ValidationHistory
 
 
-class PeriodicEvaluation:
-    """Evaluates a run's current weights.
-
-    Raises:
-        UserError: The suite is missing or incomplete.
-    """
-
-    def __init__(self, config: InTrainingConfig, *, run: Path, world: World) -> None:
-        self._suite = open_suite(config.suite or "")
-        self._suite.check_places()
-        self._run, self._world = run, world
-        self._settings = EvaluationConfig(workers=config.workers, allow_outside=config.allow_outside)
-
-    def __call__(self, model: EvaluationModel, *, step: int) -> tuple[dict[str, float], dict[str, str]]:
-        """Evaluate the weights after `step` steps, which are on this rank's device. Collective.
-
-        The results are stored as those of the step's checkpoint, so that `neuclip evaluate` reuses them if it evaluates
-        the same weights. Whatever fails is returned, on all ranks alike, because training continues.
-
-        Returns:
-            Scores by task, and by aggregate if all of its tasks were evaluated; reasons of failures by task.
-        """
-        folder = self._run / "evaluation" / name_of(step)
-        processes = (replace(self._world, patient=True), self._world.device)
-        try:
-            (evaluation,) = evaluate(
-                model, suite=self._suite, output=folder, config=self._settings, processes=processes
-            )
-            results, failures = evaluation.results, dict(evaluation.failures)
-        except UserError as error:  # a full disk, a damaged lock
-            results, failures = {}, dict.fromkeys(self._suite.keys, str(error))
-        scores = {task: result.score for task, result in results.items()}
-        means = {name: mean.score for name, mean in aggregate(results).items() if mean.score is not None}
-        return {**scores, **means}, failures
+def is_due(config: ValidationConfig | InTrainingConfig, run: RunConfig, *, step: int, ended: bool = False) -> bool:
+    """Whether the weights after `step` steps are tested; those of the run's end, which `ended` may be, always are."""
+    return ended or step == run.total_steps or step % config.every == 0
 
 
 def missed_tests(run: RunConfig, checkpoint: Checkpoint, *, world: World) -> set[str]:
     """Which of `validation` and `evaluation` were due at a checkpoint, but prevented (signal, kill). Collective."""
-    step = checkpoint.step
+    step, missed = checkpoint.step, set[str]()
     history = ValidationHistory(**checkpoint.meta["validation"])
-    validated = history.step == step or not run.validation.sources
-    ended = history.ends_run(run.validation.patience)
-    evaluated = run.evaluation.suite is None or not evaluation_is_due(run, step=step, ended=ended)
-    missed = set()
-    if not validated and validation_is_due(run, step=step):
+    if run.validation.sources and history.step != step and is_due(run.validation, run, step=step):
         missed.add("validation")
-    records = read_records(Path(run.output, METRICS_NAME)) if world.is_main and not evaluated else []
-    evaluated |= any(record.get("kind") == "evaluation" and record.get("step") == step for record in records)
-    if not world.gather_objects(evaluated)[0]:
-        missed.add("evaluation")
+    ended = history.ends_run(run.validation.patience)
+    if run.evaluation.suite is not None and is_due(run.evaluation, run, step=step, ended=ended):
+        records = read_records(Path(run.output, METRICS_NAME)) if world.is_main else []
+        logged = any(record.get("kind") == "evaluation" and record.get("step") == step for record in records)
+        if not world.gather_objects(logged)[0]:
+            missed.add("evaluation")
     return missed
-
-
-def validation_is_due(run: RunConfig, *, step: int) -> bool:
-    """Whether the weights after `step` steps are validated; those of the last step always are."""
-    return step == run.total_steps or step % run.validation.every == 0
-
-
-def evaluation_is_due(run: RunConfig, *, step: int, ended: bool) -> bool:
-    """Whether the weights after `step` steps are evaluated: also if the validation loss has ended the run with them."""
-    return ended or step == run.total_steps or step % run.evaluation.every == 0
 
 
 @dataclass
@@ -94,6 +51,9 @@ class PeriodicTests:
     """Validation and evaluation. They share a copy of the weights (or of their average), which exists only meanwhile.
 
     After a signal nothing is tested before the last step, because the job is killed within minutes.
+
+    Raises:
+        UserError: The suite, or the held-out pairs, are missing or incomplete.
     """
 
     state: RunState
@@ -101,30 +61,49 @@ class PeriodicTests:
     _model: EvaluationModel | None = None
 
     def __post_init__(self) -> None:
-        run, world = self.state.run, self.state.world
-        self._pairs = self._evaluation = None
+        run = self.state.run
+        self._pairs = self._suite = None
         if run.validation.sources:
-            self._pairs = HeldOutPairs(run.validation, run.data, world, self.telemetry.event)
+            self._pairs = HeldOutPairs(run.validation, run.data, self.state.world, self.telemetry.event)
             # Else the temperature with which the objective starts: a checkpoint is restored later.
             self._tau = run.validation.tau or math.exp(-self.state.objective.logit_parameters()[0])
         if run.evaluation.suite is not None:
-            self._evaluation = PeriodicEvaluation(run.evaluation, run=Path(run.output), world=world)
+            self._suite = open_suite(run.evaluation.suite)
+            self._suite.check_places()
 
     def validate(self, batch: Batch | None = None, result: StepResult | None = None) -> None:
         """Validate if that is due. Collective."""
-        step = self.state.step
-        if self._pairs is not None and validation_is_due(self.state.run, step=step) and not self._stopped(result):
+        step, run = self.state.step, self.state.run
+        if self._pairs is not None and is_due(run.validation, run, step=step) and not self._stopped(result):
             scores = self._pairs.scores(self._copy("validation"), tau=self._tau)
             self.state.validation.add(scores["loss"], step=step)
             self.telemetry.validation(step=step, scores=scores)
 
     def evaluate(self, batch: Batch | None = None, result: StepResult | None = None) -> None:
-        """Evaluate the suite if that is due. Collective; call it after `validate`, which it ends."""
-        step = self.state.step
-        due = evaluation_is_due(self.state.run, step=step, ended=self.state.ended_early) and not self._stopped(result)
-        if self._evaluation is not None and due:
-            scores, failures = self._evaluation(self._copy("evaluation"), step=step)
-            self.telemetry.evaluation(step=step, scores=scores)
+        """Evaluate the suite if that is due. Collective; call it after `validate`, whose copy of the weights it frees.
+
+        The results are stored as those of the step's checkpoint, so that `neuclip evaluate` reuses them if it evaluates
+        the same weights. Whatever fails is logged, on all ranks alike, because training continues.
+        """
+        step, run, world = self.state.step, self.state.run, self.state.world
+        due = is_due(run.evaluation, run, step=step, ended=self.state.ended_early) and not self._stopped(result)
+        if self._suite is not None and due:
+            model = self._copy("evaluation")
+            config = EvaluationConfig(workers=run.evaluation.workers, allow_outside=run.evaluation.allow_outside)
+            try:
+                (evaluation,) = evaluate(
+                    model,
+                    suite=self._suite,
+                    output=Path(run.output) / "evaluation" / name_of(step),
+                    config=config,
+                    processes=(replace(world, patient=True), world.device),
+                )
+                results, failures = evaluation.results, dict(evaluation.failures)
+            except UserError as error:  # a full disk, a damaged lock
+                results, failures = {}, dict.fromkeys(self._suite.keys, str(error))
+            means = {name: mean.score for name, mean in aggregate(results).items() if mean.score is not None}
+            scores = {task: result.score for task, result in results.items()}
+            self.telemetry.evaluation(step=step, scores={**scores, **means})
             if failures:
                 self.telemetry.warning(
                     f"Evaluation at step {step}: {len(failures)} tasks failed. {brief(failures)}",
@@ -156,12 +135,11 @@ class PeriodicTests:
         if self._model is None:
             state = self.state
             source = Path(state.run.output) / FOLDER_NAME / name_of(state.step)
-            folder = source / EMA_NAME if state.ema is not None else source
             self._model = copy_for_evaluation(
                 state.run.model,
                 state.weights_to_evaluate(),
                 device=state.world.device,
-                source=str(folder),
+                source=str(source if state.ema is None else source / EMA_NAME),
                 background=colour_of(state.run.data.background),
             )
         return self._model

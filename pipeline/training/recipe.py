@@ -29,11 +29,9 @@ from pipeline.objectives import ObjectiveConfig, parse_objective
 from pipeline.training.recipe_file import (
     DEFAULT_OBJECTIVE,
     RECIPE_KEYS,
-    add_recipe_keys,
-    choose_method,
     read_recipe,
     resolve_budget,
-    scale_rates,
+    resolve_methods,
 )
 
 
@@ -123,14 +121,13 @@ def load_recipe(
         path: The recipe.
         overrides: `section.key=value`.
         dataset_size: Samples of an epoch, for plans of data that is not there yet.
-        scaled: Gets the rates that `reference_batch` changes, as `scale_rates`.
+        scaled: Gets the rates that `reference_batch` changes, as `resolve_methods`.
 
     Raises:
         UserError: It names every wrong key.
     """
     tree = read_recipe(Path(path)) if path is not None else {}
-    tree, above = add_recipe_keys(tree, cfg.parse_overrides(overrides))
-    tree = scale_rates(choose_method(tree, above), above, scaled=scaled)
+    tree, above = resolve_methods(tree, cfg.parse_overrides(overrides), scaled=scaled)
     try:
         resolved = resolve_budget(tree, above, dataset_size=dataset_size)
     except UserError:
@@ -180,18 +177,10 @@ def check_run(run: RunConfig, *, world_size: int) -> None:
     facts = ENGINES[run.engine.name].facts(
         run.engine, optimizer=run.optimizer, global_batch=run.batch_size, world_size=world_size
     )
-    if run.model.sync_batchnorm and world_size > 1 and facts.stage > 1:
-        raise UserError(
-            f"model.sync_batchnorm=true with ZeRO stage {facts.stage} (engine.deepspeed): batch norms and DeepSpeed "
-            "would both communicate during the backward pass, in two groups of NCCL, which can wait for each other "
-            "forever. Take a lower stage, for example engine.deepspeed=zero1_bf16."
-        )
-    together = facts.stage == 3 or (world_size > 1 and (facts.stage == 2 or run.model.sync_batchnorm))
-    if run.engine.micro_batch == "auto" and together:
+    if run.engine.micro_batch == "auto" and (facts.stage == 3 or (facts.stage == 2 and world_size > 1)):
         raise UserError(
             "engine.micro_batch=auto tries on each rank alone what fits into memory, which is not possible at ZeRO "
-            "stage 3, nor on several ranks at stage 2 or with model.sync_batchnorm=true: give a number, or take "
-            "engine.deepspeed=zero1_bf16 without synchronised batch norms."
+            "stage 3, nor on several ranks at stage 2: give a number, or take engine.deepspeed=zero1_bf16."
         )
     if run.model.lora.rank is not None:
         refused = {

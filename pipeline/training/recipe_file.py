@@ -123,61 +123,51 @@ def without_consents(stored: Mapping[str, Any], prefix: str = "") -> dict[str, A
     }
 
 
-def add_recipe_keys(recipe: Mapping[str, Any], above: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The recipe with the overrides that only a recipe resolves (`methods`, `reference_batch`), and the others.
+def resolve_methods(
+    recipe: Mapping[str, Any], overrides: Mapping[str, Any], *, scaled: dict[str, str] | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Resolve `methods` and `reference_batch`: a recipe with what it has for the chosen method, and with learning rates
+    scaled linearly with the batch size, as FastCLIP (appendix B) does over numbers of nodes.
+
+    Args:
+        recipe: The recipe's tree.
+        overrides: The overrides' tree. Its `methods` and `reference_batch` are laid over the recipe's.
+        scaled: Gets each changed rate that counts, as "1e-05 x 64/256".
+
+    Returns:
+        The recipe's tree, and that of the other overrides.
 
     Raises:
-        UserError: `methods` names no method, a value is of the wrong type, or the overrides have `extends`.
+        UserError: There is no such method, a value is of the wrong type, or the overrides have `extends`.
     """
-    given = {key: value for key, value in above.items() if key in cfg.keys(RecipeKeys) and key not in BUDGETS}
+    given = {key: value for key, value in overrides.items() if key in cfg.keys(RecipeKeys) and key not in BUDGETS}
+    above = {key: value for key, value in overrides.items() if key not in given}
     parsed = cfg.parse(RecipeKeys, given)
     if parsed.extends is not None:
         raise UserError(f"extends = {parsed.extends!r} is for recipes only: give --recipe {parsed.extends}.")
     for name in parsed.methods or {}:
         parse_objective({"name": name})  # an unknown name ends here
-    return cfg.merge(recipe, given), {key: value for key, value in above.items() if key not in given}
-
-
-def choose_method(recipe: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """The recipe with what its `methods` has for the chosen method, `objective.name` of the overrides, else its own.
-
-    Raises:
-        UserError: The recipe's `methods` are malformed, or there is no such method.
-    """
-    tree = dict(recipe)
-    methods = tree.pop("methods", None)
-    if methods is None:
-        return tree
-    if not isinstance(methods, Mapping) or not all(isinstance(part, Mapping) for part in methods.values()):
-        raise UserError("methods must map names of objectives to sections, as in the recipes of jobs/recipes/.")
+    tree = cfg.merge(recipe, given)
+    methods = cfg.parse(RecipeKeys, {"methods": tree.pop("methods", None)}).methods
     name = cfg.merge(_section(tree, "objective"), _section(above, "objective")).get("name", DEFAULT_OBJECTIVE)
-    if name not in methods:
-        parse_objective({"name": name})  # an unknown name ends here
+    if methods is not None and name not in methods:
+        parse_objective({"name": name})
         log.warning(
             "This recipe has no settings for objective.name = %s: the method's defaults are used. A part under "
             "`methods` sets others.",
             name,
         )
-        return tree
-    return cfg.merge(tree, methods[name])
-
-
-def scale_rates(
-    recipe: Mapping[str, Any], above: Mapping[str, Any], *, scaled: dict[str, str] | None = None
-) -> dict[str, Any]:
-    """Scale the learning rates linearly with the batch size, as FastCLIP (appendix B) does over numbers of nodes: see
-    `RecipeKeys.reference_batch`. `scaled` gets each rate that counts as "1e-05 x 64/256"."""
-    tree = dict(recipe)
+    tree = cfg.merge(tree, (methods or {}).get(name, {}))
     reference = cfg.parse(RecipeKeys, {"reference_batch": tree.pop("reference_batch", None)}).reference_batch
     if reference is None or (size := _sizes({**tree, **above}).batch_size) == reference:
-        return tree
+        return tree, above
     for section_name, key in SCALED_RATES:
         values = _section(tree, section_name)
         if key in values:
             tree[section_name] = {**values, key: float(values[key]) * size / reference}
             if scaled is not None and key not in _section(above, section_name):
                 scaled[f"{section_name}.{key}"] = f"{float(values[key]):g} x {size}/{reference}"
-    return tree
+    return tree, above
 
 
 def resolve_budget(
@@ -216,16 +206,15 @@ def _merged_in_one_unit(names: tuple[str, str], recipe: Mapping[str, Any], above
     """The recipe merged with its overrides, where one budget has two names: a name that the overrides give replaces
     either one of the recipe, and a null there removes the recipe's of that name.
     """
-    removed = {name for name in names if name in above and above[name] is None}
-    recipe = {key: value for key, value in recipe.items() if key not in removed}
-    recipe, above = ({k: v for k, v in tree.items() if k not in names or v is not None} for tree in (recipe, above))
-    if any(all(name in tree for name in names) for tree in (recipe, above)):
+    replaced = {name for name in names if name in above}
+    if any(above[name] is not None for name in replaced):
+        replaced = set(names)
+    merged = cfg.merge({key: value for key, value in recipe.items() if key not in replaced}, above)
+    if all(merged.get(name) is not None for name in names):
         raise UserError(
             f"Both {names[0]} and {names[1]} are given, which are two ways to say the same: give one of them."
         )
-    if any(name in above for name in names):
-        recipe = {key: value for key, value in recipe.items() if key not in names}
-    return cfg.merge(recipe, above)
+    return {key: value for key, value in merged.items() if key not in names or value is not None}
 
 
 def _samples_of(tree: Mapping[str, Any], dataset_size: int | None) -> int:

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from pipeline.data.data_config import DataConfig
 from pipeline.data.loading.stream_reader import SequentialReader
-from pipeline.data.order.mixture import Mixture, Segments, load_mixture
+from pipeline.data.order.mixture import Segments, load_mixture
 from pipeline.data.shards.tar_reader import CaptionField, CorruptSample, rgb_image
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
@@ -25,42 +25,43 @@ from pipeline.pictures.pixels import colour_of
 from pipeline.training.recipe import ValidationConfig
 
 
-@dataclass
 class HeldOutPairs:
     """This rank's share of the validation pairs, read once and kept encoded in memory.
 
     The pairs are cut into batches of `BATCH_SIZE`, and every rank has consecutive batches, so that features and
     loss are bit-identical on any number of ranks.
+
+    Args:
+        config: Which pairs.
+        data: What is trained on, and how captions and images are read.
+        world: The ranks.
+        report: Gets a sentence on rank 0, with the first validation.
+
+    Raises:
+        UserError: There are fewer than two pairs, a manifest is missing, or shards are trained on.
     """
 
-    config: ValidationConfig
-    data: DataConfig
-    world: World
-    report: Callable[[str], None] = lambda text: None
-    """Gets a sentence on rank 0, with the first validation."""
-    dropped: Counter[str] = field(default_factory=Counter)
-    """Pairs of this rank that cannot be used, by reason; known after the first validation."""
-
-    def __post_init__(self) -> None:
-        chosen = self.mixture  # raises if a manifest is missing
+    def __init__(
+        self,
+        config: ValidationConfig,
+        data: DataConfig,
+        world: World,
+        report: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.config, self.data, self.world, self.report = config, data, world, report
+        self.dropped: Counter[str] = Counter()
+        """Pairs of this rank that cannot be used, by reason; known after the first validation."""
+        self.mixture = load_mixture(replace(data, sources=config.sources))
+        held = self.mixture.manifest.n
+        self.n = held if config.samples is None else min(held, config.samples)
+        """Pairs over all ranks, unusable ones included."""
         if self.n < 2:
             raise UserError("validation.sources hold fewer than two pairs, which a contrastive loss needs.")
-        shared = set(chosen.digests) & set(load_mixture(self.data).digests)
-        if shared:
+        if set(self.mixture.digests) & set(load_mixture(data).digests):
             raise UserError(
                 "validation.sources has shards that are trained on (data.sources): their loss says nothing about "
                 "unseen pairs. Set pairs aside, for example with `neuclip pairs` on a table of their own."
             )
-
-    @cached_property
-    def mixture(self) -> Mixture:
-        return load_mixture(replace(self.data, sources=self.config.sources))
-
-    @property
-    def n(self) -> int:
-        """Number of validation pairs over all ranks, unusable ones included."""
-        held = self.mixture.manifest.n
-        return held if self.config.samples is None else min(held, self.config.samples)
 
     def scores(self, model: EvaluationModel, *, tau: float) -> dict[str, float]:
         """The `validation_scores` of a model. Collective; the same on all ranks.
@@ -85,7 +86,8 @@ class HeldOutPairs:
     def features(self, model: EvaluationModel) -> tuple[Tensor, Tensor]:
         """Unit-norm fp32 features of all usable pairs on the CPU, [n, d] of images and of texts. Collective."""
         device, background = next(model.towers.parameters()).device, colour_of(self.data.background)
-        rows: list[tuple[Tensor, Tensor]] = []
+        empty = torch.empty(0, model.dim)
+        rows = [(empty, empty)]
         with ThreadPoolExecutor(min(8, self.world.cores)) as pool:
             for pairs in self._batches:
                 images = list(pool.map(lambda pair: model.preprocess(rgb_image(pair[0], background=background)), pairs))
@@ -93,17 +95,14 @@ class HeldOutPairs:
                 image = model.encode_image(torch.stack(images).to(device))
                 rows.append((image.float().cpu(), model.encode_text(text.to(device)).float().cpu()))
                 self.world.progress()
-        empty = torch.empty(0, model.dim)
-        sides = [torch.cat([empty, *side]) for side in zip(*rows, strict=True)] if rows else [empty, empty]
-        return self._gather(sides[0]), self._gather(sides[1])
-
-    def _gather(self, rows: Tensor) -> Tensor:
-        """The rows of all ranks, which may have different numbers of them, in rank order."""
+        sides = torch.stack([torch.cat(side) for side in zip(*rows, strict=True)], dim=1)
+        # The ranks may have different numbers of rows.
         self.world.wait_for_all()
-        counts: list[int] = self.world.gather_objects(len(rows))
-        padded = F.pad(rows, (0, 0, 0, max(counts) - len(rows))).to(self.world.device)
+        counts: list[int] = self.world.gather_objects(len(sides))
+        padded = F.pad(sides, (0, 0, 0, 0, 0, max(counts) - len(sides))).to(self.world.device)
         parts = self.world.all_gather(padded).cpu().split(max(counts))
-        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+        image, text = torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)]).unbind(1)
+        return image.contiguous(), text.contiguous()
 
     @cached_property
     def _batches(self) -> list[list[tuple[bytes, str]]]:

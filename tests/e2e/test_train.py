@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -123,11 +122,11 @@ def test_activation_checkpointing_is_bit_identical(base):
 
 
 @pytest.mark.slow
-def test_histograms_utilization_and_a_profile_can_be_read_back(base, monkeypatch):
+def test_histograms_and_utilization_can_be_read_back(base, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     monkeypatch.setattr(observer, "DISTRIBUTIONS_EVERY", 4)
-    wanted = ("tensorboard=true", "profile=[3,4]", "peak_tflops=1e-3")
+    wanted = ("tensorboard=true", "peak_tflops=1e-3")
     padded = "model.text_batching=padded"  # so that every step computes as many tokens
     train_here(
         *settings(base, "observed", "objective.name=neuclip"), padded, *(f"telemetry.{setting}" for setting in wanted)
@@ -150,9 +149,6 @@ def test_histograms_utilization_and_a_profile_can_be_read_back(base, monkeypatch
     rates = [record["mfu"] / record["samples_per_second"] for record in records(base / "observed").values()]
     assert rates == pytest.approx([rates[0]] * STEPS, rel=1e-6)
     assert {event.step for event in board.Scalars("train/mfu")} == set(range(1, STEPS + 1))
-    trace = json.loads((base / "observed" / "profile" / "steps-3-4.json").read_text())
-    for phase in ("forward", "objective", "backward", "optimizer", "npn"):
-        assert sum(event.get("name") == phase and event.get("ph") == "X" for event in trace["traceEvents"]) == 2, phase
 
 
 @pytest.mark.slow

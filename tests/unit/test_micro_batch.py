@@ -85,9 +85,8 @@ def test_auto_is_refused_where_ranks_compute_together():
         given = ["output=y", "samples=64", "data.sources=x", "schedule.warmup_steps=1", "engine.micro_batch=auto"]
         check_run(load_recipe(None, [*given, "batch_size=16", *more]), world_size=ranks)
 
-    for more, ranks in (("engine.deepspeed=zero3_fp32", 1), ("engine.deepspeed=zero2_bf16", 2),
-                        ("model.sync_batchnorm=true", 2)):  # fmt: skip
+    for more, ranks in (("engine.deepspeed=zero3_fp32", 1), ("engine.deepspeed=zero2_bf16", 2)):
         with pytest.raises(UserError, match=r"auto tries on each rank alone .*give a number"):
             check(more, ranks=ranks)
-    check("engine.deepspeed=zero2_bf16", "model.sync_batchnorm=true", ranks=1)
+    check("engine.deepspeed=zero2_bf16", ranks=1)
     check(ranks=2)

@@ -16,7 +16,6 @@ from pipeline.engine.engine_protocol import ENGINES, EngineFacts, register_engin
 from pipeline.engine.optim import OptimizerConfig, build_optimizer, parameter_groups, set_lr
 from pipeline.errors import UserError
 from pipeline.model.towers import Towers
-from pipeline.training.recipe import check_run, load_recipe
 from tests.metrics import metrics
 from tests.training import prepare, settings_in, train_here
 
@@ -172,20 +171,6 @@ def test_gradients_of_nan_are_found_with_a_file_that_does_not_ask_for_it(tmp_pat
     file.write_text(json.dumps(own))
     found = deepspeed_settings(EngineConfig(deepspeed=str(file)), global_batch=8, world_size=1)
     assert found["bf16"] == {"enabled": True, "check_grad_overflow": True}
-
-
-def test_batch_norms_and_deepspeed_do_not_communicate_at_the_same_time():
-    def check(stage: int, ranks: int) -> None:
-        given = ["model.arch=RN50", "model.sync_batchnorm=true", "samples=64", "batch_size=16", "data.sources=x"]
-        given += ["output=y", "schedule.warmup_steps=1", f"engine.deepspeed=zero{stage}_bf16"]
-        run = load_recipe(None, given)
-        check_run(run, world_size=ranks)
-
-    for stage in (2, 3):
-        with pytest.raises(UserError, match=f"sync_batchnorm=true with ZeRO stage {stage} .*zero1_bf16"):
-            check(stage, ranks=2)
-    check(1, ranks=2)
-    check(2, ranks=1)
 
 
 def test_values_that_deepspeed_refuses_are_a_user_error(tmp_path):

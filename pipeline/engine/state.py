@@ -9,7 +9,7 @@ for that moment it takes their place.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,8 +25,6 @@ from pipeline.errors import UserError
 
 # The entry of torch's optimizer state that is one number per parameter rather than one per weight.
 COUNTER = "step"
-GATHERED_VALUES = 2**26
-"""Values that one collective gathers at stages 1 and 2, in fp32: 256 MiB."""
 
 
 class DeepSpeedState:
@@ -66,10 +64,9 @@ class DeepSpeedState:
         return [(name, p) for name, p in self._clip.named_parameters() if p.requires_grad]
 
     def weights(self, *, keep: bool = True) -> Iterator[tuple[str, Tensor]]:
-        items, trained = self._state_dict_items(), dict(self.named_parameters())
-        partitioned = self._gathered([p for name, p in items if name in trained and self._stage > 0])
-        for name, value in items:
-            full = next(partitioned) if name in trained and self._stage > 0 else self._frozen.get(name, value)
+        trained = dict(self.named_parameters())
+        for name, value in self._state_dict_items():
+            full = self._full(value) if name in trained and self._stage > 0 else self._frozen.get(name, value)
             if keep:
                 yield name, _on_the_host(full).reshape(self._shape(value))
 
@@ -83,14 +80,10 @@ class DeepSpeedState:
             key for state in states.values() for key, v in state.items() if key != COUNTER and isinstance(v, Tensor)
         }
         for key in sorted(keys):
-            partitioned = self._gathered([p for _, p in named if self._stage > 0], key)
             for name, p in named:
-                if self._stage > 0:
-                    value = next(partitioned)
-                elif key not in states.get(p, {}):  # Muon's matrices have other moments than the rest
-                    continue
-                else:
-                    value = states[p][key]
+                if self._stage == 0 and key not in states.get(p, {}):
+                    continue  # Muon's matrices have other moments than the rest
+                value = self._full(p, key) if self._stage > 0 else states[p][key]
                 if keep:
                     yield name, key, _on_the_host(value).reshape(self._shape(p))
 
@@ -130,30 +123,12 @@ class DeepSpeedState:
                         if isinstance(value, Tensor):
                             value.zero_()
 
-    @torch.no_grad()
-    def _gathered(self, parameters: Sequence[Tensor], key: str | None = None) -> Iterator[Tensor]:
-        """Whole fp32 tensors on the device, in order: the parameters' masters, or their moments of this name.
-
-        Stage 3 gathers one tensor at a time. At stages 1 and 2, many are gathered by one collective: the sum of buffers
-        in which each rank fills in its fragments.
-        """
-        from deepspeed import comm
+    def _full(self, p: Tensor, key: str | None = None) -> Tensor:
+        """The whole fp32 master of a parameter of stages 1 to 3, or its moment of this name, on the device."""
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-        if self._stage == 3:
-            for p in parameters:
-                yield safe_get_full_optimizer_state(p, key) if key else safe_get_full_fp32_param(p)
-            return
-        for bucket in in_buckets(parameters, GATHERED_VALUES):
-            sizes = [p.numel() for p in bucket]
-            whole = torch.zeros(sum(sizes), dtype=torch.float32, device=bucket[0].device)
-            for p, values in zip(bucket, whole.split(sizes), strict=True):
-                fragment: Any = p._hp_mapping  # type: ignore[attr-defined]
-                if fragment is not None:  # this rank has a part of the parameter
-                    at = fragment.lp_fragment_address
-                    values[at.start : at.start + at.numel].copy_(fragment.get_hp_fragment(key))
-            comm.all_reduce(whole, group=bucket[0]._dp_group)  # type: ignore[attr-defined]
-            yield from whole.split(sizes)
+        full: Tensor = safe_get_full_optimizer_state(p, key) if key else safe_get_full_fp32_param(p)
+        return full
 
     def _state_dict_items(self) -> list[tuple[str, Tensor]]:
         """Live parameters and buffers of open_clip's state dict (whose own values are detached at stage 3)."""
@@ -235,18 +210,6 @@ def _check_shapes(what: str, given: Mapping[Any, Tensor], expected: Mapping[Any,
             f"The checkpoint's {what} do not fit this model: {len(wrong)} differ, for example {wrong[0]} (checkpoint "
             f"{there and tuple(there)}, model {here and tuple(here)}). Use the recipe it was made with."
         )
-
-
-def in_buckets(tensors: Sequence[Tensor], values: int) -> Iterator[list[Tensor]]:
-    """The tensors in order, in lists of at most so many values, or of one tensor that is larger."""
-    bucket: list[Tensor] = []
-    for tensor in tensors:
-        if bucket and sum(t.numel() for t in bucket) + tensor.numel() > values:
-            yield bucket
-            bucket = []
-        bucket.append(tensor)
-    if bucket:
-        yield bucket
 
 
 def _on_the_host(value: Tensor) -> Tensor:

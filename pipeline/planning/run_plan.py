@@ -22,8 +22,8 @@ from pipeline.model.architectures import Architecture
 from pipeline.model.towers import ModelConfig, build_towers, check_start, text_batching, without_weights
 from pipeline.objectives import ObjectiveMemory
 from pipeline.planning.run_costs import EngineMemory, engine_memory, host_bytes, simulate_objective
-from pipeline.training.recipe import RunConfig, check_captions_of, check_run
-from pipeline.training.stages import check_stages, stages_of
+from pipeline.training.build import check_stages
+from pipeline.training.recipe import RunConfig, check_captions_of, check_run, stages_of
 
 CORE_GFLOPS = 50.0
 """What a CPU core reaches in fp32, roughly."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from contextlib import ExitStack
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -22,14 +21,13 @@ from pipeline.errors import UserError, is_out_of_memory
 from pipeline.evaluation.run.images import WORKER_IMPORTS
 from pipeline.metrics.mfu import known_peak, training_flops
 from pipeline.model.architectures import Architecture
-from pipeline.model.towers import Towers, build_towers, check_start
+from pipeline.model.model_folder import resized_state
+from pipeline.model.towers import Towers, build_towers, check_start, text_batching, without_weights
 from pipeline.objectives import Objective, ObjectiveConfig, ObjectiveContext, build_objective
 from pipeline.objectives.temperature import TAU_MAX
 from pipeline.pictures.pixels import colour_of
-from pipeline.run_files import model_folder_in
-from pipeline.training.recipe import RunConfig
+from pipeline.training.recipe import RunConfig, Stage, stages_of
 from pipeline.training.run_state import RunState
-from pipeline.training.stages import Stage
 from pipeline.training.step import batch_norms_of, frozen_statistics, seeded
 
 COMPILING_SECONDS = 75.0
@@ -41,11 +39,7 @@ USUAL_MFU, UNKNOWN_PEAK = 0.3, 100.0
 
 
 def loader_of(run: RunConfig, *, architecture: Architecture, world: World) -> Loader:
-    """The loader of this rank, at the start of epoch 0.
-
-    Raises:
-        UserError: The data cannot be read, or does not fit the run.
-    """
+    """The loader of this rank, at the start of epoch 0. Raises a `UserError` if the data does not fit the run."""
     return build_loader(
         run.data,
         world=world,
@@ -94,21 +88,18 @@ def starting_objective(run: RunConfig, logit: tuple[float, float | None] | None)
     return replace(config, **changes)
 
 
-def describe_start(run: RunConfig, logit: tuple[float, float | None] | None) -> str:
-    """A log message about the weights a run starts from; empty without pretrained weights."""
-    if logit is None:
-        return ""
-    tau, bias = math.exp(-logit[0]), "" if logit[1] is None else f" and bias {logit[1]:.4g}"
-    weights = model_folder_in(Path(str(run.model.pretrained))) or run.model.pretrained
-    initial = getattr(starting_objective(run, logit), "tau_init", None)
-    then = "the objective starts there"
-    if not run.model.pretrained_temperature:
-        then = "the objective starts at its own (model.pretrained_temperature=false)"
-    elif initial is None:
-        then = f"{run.objective.name} has a fixed temperature, which is a setting: objective.tau"
-    elif not math.isclose(initial, tau, rel_tol=1e-3):
-        then = f"the objective starts at {initial:.4g}, its bound nearest to that (objective.tau_min, 1)"
-    return f"Starting from the weights {weights}, whose temperature is {tau:.4g}{bias}; {then}."
+def check_stages(run: RunConfig) -> None:
+    """Raise a `UserError` if a stage's towers cannot be built, or cannot start from the weights of the stage before.
+    Only shapes are computed."""
+    if not run.schedule.stages:
+        return
+    before: dict[str, Tensor] = {}
+    for stage in stages_of(run):
+        towers, _ = build_towers(without_weights(stage.run.model), seed=0, device="meta")
+        text_batching(towers.clip, stage.run.model)
+        weights = towers.clip.state_dict()
+        resized_state(before, shapes={name: value.shape for name, value in weights.items()})
+        before = weights
 
 
 def build_state(stage: Stage, *, world: World, parts: ExitStack) -> RunState:

@@ -36,12 +36,7 @@ class GradientCheck:
     """
 
     def __init__(
-        self,
-        step: TrainStep,
-        plain: Towers,
-        *,
-        clipping: float = 0.0,
-        report: Callable[[str], None] = lambda text: None,
+        self, step: TrainStep, plain: Towers, *, clipping: float = 0.0, report: Callable[[str], None] = print
     ) -> None:
         self._step, self._engine, self._world = step, step.engine, step.world
         self._clipping, self._report = clipping, report
@@ -95,23 +90,19 @@ class GradientCheck:
             UserError: It is too large.
         """
         assert self._plain is not None
-        after = self._moments()
-        moments = gradient_in_moment(self._engine.optimizer_config)
-        keys = {name: next(key for key in moments if (name, key) in after) for name in self._expected}
+        after, optimizer = self._moments(), self._engine.optimizer_config
+        moments = gradient_in_moment(optimizer)
         norm = math.sqrt(sum(float(g.double().square().sum()) for g in self._expected.values()))
         clip = min(1.0, self._clipping / norm) if self._clipping and norm else 1.0
-        applied = {}
-        for name, key in keys.items():
-            decay, scale = moments[key]
-            applied[name] = (after[name, key] - decay * self._before.get((name, key), torch.tensor(0.0))) / scale
-        weights = dict(self._plain.clip.named_parameters())
-        expected = {
-            name: clip * g + decay_in_gradient(self._engine.optimizer_config, weights[name]).cpu()
-            for name, g in self._expected.items()
-        }
-        self._plain, self._before = None, {}
-        del weights
-        self._expected = {}
+        applied, expected = {}, {}
+        for name, weight in self._plain.clip.named_parameters():
+            if name in self._expected:
+                key = next(key for key in moments if (name, key) in after)
+                decay, scale = moments[key]
+                applied[name] = (after[name, key] - decay * self._before.get((name, key), torch.tensor(0.0))) / scale
+                expected[name] = clip * self._expected[name] + decay_in_gradient(optimizer, weight).cpu()
+        self._plain, self._before, self._expected = None, {}, {}
+        del weight
         if self._world.device.type == "cuda":  # exclude the copy from the run's memory statistics
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()

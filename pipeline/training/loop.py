@@ -19,7 +19,6 @@ from pipeline.data.loading.worker_processes import NoBatch
 from pipeline.distributed.signals import EXIT_PREEMPTED, StopSignals
 from pipeline.distributed.timing import Meter, Phases, present_objects_kept
 from pipeline.distributed.world import World
-from pipeline.engine.optim import lr_scale as scheduled_scale
 from pipeline.errors import EXIT_USER_ERROR, UserError
 from pipeline.metrics.logger import Telemetry
 from pipeline.metrics.mfu import Utilization
@@ -32,10 +31,11 @@ from pipeline.training.gradient_check import GradientCheck
 from pipeline.training.inputs import PrefetchedBatches, StepFeatures, text_layout
 from pipeline.training.observer import Observer
 from pipeline.training.periodic_tests import PeriodicTests
+from pipeline.training.recipe import Stage
 from pipeline.training.run_state import EXIT_NOT_SAVED, RunEnds
 from pipeline.training.saving import Saver
-from pipeline.training.stages import Stage
 from pipeline.training.step import StepResult, TrainStep, micro_batches
+from pipeline.training.step import lr_scale as scheduled_scale
 
 Hook = Callable[[Batch, StepResult], None]
 """Called after every step that counts, on every rank. It may raise `RunEnds`."""

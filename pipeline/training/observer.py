@@ -13,7 +13,6 @@ from pipeline.data.loading.loader import Batch
 from pipeline.data.shards.check_shards import caption_notes
 from pipeline.distributed.timing import Meter, collect_garbage
 from pipeline.distributed.world import World
-from pipeline.engine.optim import lr_scale
 from pipeline.errors import EXIT_USER_ERROR, UserError
 from pipeline.metrics.logger import Telemetry
 from pipeline.metrics.mfu import Utilization
@@ -77,7 +76,6 @@ class Observer:
         metrics = dict(result.output.metrics)
         values = torch.stack([value.float() for value in metrics.values()]).tolist()
         norm = state.engine.gradient_norm()
-        scale = lr_scale(run.schedule, step=state.step - 1, total_steps=run.total_steps)
         rates = self.meter.read()
         tokens = torch.tensor([result.text_tokens], dtype=torch.float64, device=state.world.device)
         return {
@@ -85,10 +83,11 @@ class Observer:
             "epoch": position.epoch + position.batch / state.loader.steps_per_epoch,
             "loss": float(result.output.loss),
             **dict(zip(metrics, values, strict=True)),
-            "lr": run.optimizer.lr * scale,
-            **state.objective.learning_rates(lr_scale=scale),
+            "lr": run.optimizer.lr * result.lr_scale,
+            **state.objective.learning_rates(lr_scale=result.lr_scale),
             **({} if norm is None else {"gradient_norm": norm}),
-            **state.skipped.scalars(),
+            "skipped_steps": state.skipped.skipped,
+            "rollbacks": state.skipped.rollbacks,
             **state.objective.counters(),
             "text_tokens": float(state.world.all_gather(tokens).mean()),
             "corrupt_samples": state.loader.report(position).replaced,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -102,6 +102,52 @@ class RunConfig:
     def total_steps(self) -> int:
         """Whole batches in the sample budget."""
         return self.samples // self.batch_size
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a run with its own `model` section: number `number` (from 0), the steps from `first` to before `end`.
+
+    Every stage has towers, engine and loader of its own, which start from the checkpoint at the end of the one before.
+    Passing to the next stage is therefore the same as resuming, and a run that is interrupted at a boundary ends with
+    the weights of one that is not.
+    """
+
+    number: int
+    first: int
+    end: int
+    run: RunConfig
+    """The run's configuration with this stage's `model` section."""
+
+    def describe(self, *, image_size: int) -> str:
+        """A sentence for the log."""
+        model = self.run.model
+        text = f", texts of up to {model.text_tokens} tokens" if model.text_tokens else ""
+        patches = f", {model.patch_dropout:.0%} of the patches dropped" if model.patch_dropout else ""
+        steps = f"steps {self.first:,} to {self.end:,} of {self.run.total_steps:,}"
+        return f"Stage {self.number + 1}, {steps}: images of {image_size} px{text}{patches}."
+
+
+def stages_of(run: RunConfig) -> Iterator[Stage]:
+    """The stages of a run in order; the last one has the recipe's own `model` section."""
+    first = 0
+    for number, (settings, end) in enumerate(stage_steps(run.schedule, total_steps=run.total_steps)):
+        model = run.model
+        if settings is not None:
+            model = replace(
+                model,
+                image_size=settings.image_size or model.image_size,
+                text_tokens=settings.text_tokens or model.text_tokens,
+                patch_dropout=model.patch_dropout if settings.patch_dropout is None else settings.patch_dropout,
+            )
+        yield Stage(number, first, end, replace(run, model=model))
+        first = end
+
+
+def stage_at(run: RunConfig, step: int) -> Stage:
+    """The stage that takes step `step` (from 0); after the run's end, the last one."""
+    stages = list(stages_of(run))
+    return next((stage for stage in stages if step < stage.end), stages[-1])
 
 
 MANY = 2**40

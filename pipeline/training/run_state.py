@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -27,11 +28,12 @@ from pipeline.objectives import Objective
 from pipeline.training.recipe import RunConfig
 from pipeline.training.run_folder import read_origin
 from pipeline.training.step import StepResult
-from pipeline.training.validation import ValidationHistory
 from pipeline.versions import versions
 
 EXIT_DONE, EXIT_NOT_SAVED = 0, 74
 """74 (EX_IOERR): the last checkpoint could not be written; make room, and start again with --resume latest."""
+STOPPED_EARLY = "Stopped early"
+"""Beginning of the message when `validation.patience` ends a run."""
 FINITE_STEPS = 3
 """Applied steps after a checkpoint that show that its weights were not ruined already."""
 
@@ -89,13 +91,6 @@ class SkippedSteps:
             return newest(checkpoint.step - 1) or checkpoint
         return checkpoint
 
-    def roll_back(self, to: int) -> None:
-        """Count a roll-back to the checkpoint of this step."""
-        self.in_a_row, self.rollbacks, self.rolled_back_to = 0, self.rollbacks + 1, to
-
-    def scalars(self) -> dict[str, float]:
-        return {"skipped_steps": self.skipped, "rollbacks": self.rollbacks}
-
     def check(self, run: RunConfig, *, step: int) -> bool:
         """Whether to roll back now, after step number `step` (from 0).
 
@@ -115,6 +110,39 @@ class SkippedSteps:
             f"{self.in_a_row} steps in a row were skipped, up to step {step} (max_skipped_steps = "
             f"{run.max_skipped_steps}): the run has diverged. Their sample ids are in metrics.jsonl. {advice} Resume "
             "from an earlier checkpoint with a smaller optimizer.lr."
+        )
+
+
+@dataclass
+class ValidationHistory:
+    """The best validation so far; part of every checkpoint."""
+
+    best_loss: float | None = None
+    best_step: int | None = None
+    since_best: int = 0
+    """Validations since the best one."""
+    step: int = 0
+    """Step of the last validation."""
+
+    def add(self, loss: float, *, step: int) -> None:
+        """Record a validation; a loss that is not finite is never the best."""
+        self.step = step
+        if math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss):
+            self.best_loss, self.best_step, self.since_best = loss, step, 0
+        else:
+            self.since_best += 1
+
+    def ends_run(self, patience: int | None) -> bool:
+        return patience is not None and self.since_best >= patience
+
+    def describe_end(self) -> str:
+        """A message for the log when `ends_run`."""
+        wanted = "finite loss"
+        if self.best_loss is not None:
+            wanted = f"lower loss than {self.best_loss:.4f} at step {self.best_step}"
+        return (
+            f"{STOPPED_EARLY}: {self.since_best} validations in a row without a {wanted} (validation.patience). To "
+            "train on: --resume latest validation.patience=null."
         )
 
 

@@ -119,7 +119,7 @@ class Saver:
                 f"{count} steps in a row were skipped, and there is no checkpoint from before step {here - count}, the "
                 "first of them, to roll back to. Start again with a smaller optimizer.lr."
             )
-        skipped.roll_back(checkpoint.step)
+        skipped.in_a_row, skipped.rollbacks, skipped.rolled_back_to = 0, skipped.rollbacks + 1, checkpoint.step
         if world.is_main:
             self.writer.abandon_after(checkpoint.step)
             forget_after(Path(run.output), checkpoint.step)

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.engine.optim import lr_scale
 from pipeline.errors import UserError
+from pipeline.training.build import check_stages
 from pipeline.training.recipe import load_recipe
-from pipeline.training.stages import check_stages
+from pipeline.training.step import lr_scale
 from tests.e2e.test_train import BATCH, STEPS, equal, records, settings, weights
 from tests.metrics import metrics
 from tests.towers import TINY

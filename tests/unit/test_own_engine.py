@@ -13,7 +13,7 @@ from torch import Tensor
 from pipeline.distributed.world import World
 from pipeline.engine.engine_config import DS_CONFIGS, EngineConfig, deepspeed_settings
 from pipeline.engine.engine_protocol import ENGINES, EngineFacts, register_engine
-from pipeline.engine.optim import OptimizerConfig, build_optimizer, parameter_groups, set_lr
+from pipeline.engine.optim import OptimizerConfig, build_optimizer, parameter_groups
 from pipeline.errors import UserError
 from pipeline.model.towers import Towers
 from tests.metrics import metrics
@@ -78,7 +78,8 @@ class PlainEngine:
     def step(self, *, lr_scale: float) -> bool:
         applied = all(bool(p.grad.isfinite().all()) for p in self.module.parameters() if p.grad is not None)
         if applied:
-            set_lr(self._optimizer, self.optimizer_config.lr * lr_scale)
+            for group in self._optimizer.param_groups:
+                group["lr"] = self.optimizer_config.lr * lr_scale * group["lr_share"]
             self._optimizer.step()
         self._optimizer.zero_grad()
         return applied

@@ -132,14 +132,8 @@ def stages_of(run: RunConfig) -> Iterator[Stage]:
     """The stages of a run in order; the last one has the recipe's own `model` section."""
     first = 0
     for number, (settings, end) in enumerate(stage_steps(run.schedule, total_steps=run.total_steps)):
-        model = run.model
-        if settings is not None:
-            model = replace(
-                model,
-                image_size=settings.image_size or model.image_size,
-                text_tokens=settings.text_tokens or model.text_tokens,
-                patch_dropout=model.patch_dropout if settings.patch_dropout is None else settings.patch_dropout,
-            )
+        given = {key: getattr(settings, key, None) for key in ("image_size", "text_tokens", "patch_dropout")}
+        model = replace(run.model, **{key: value for key, value in given.items() if value is not None})
         yield Stage(number, first, end, replace(run, model=model))
         first = end
 

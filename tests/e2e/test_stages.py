@@ -67,7 +67,7 @@ def test_image_and_text_sizes_grow_and_the_order_is_unchanged(whole, base):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stop", [FIRST - 2, FIRST, FIRST + 2])
+@pytest.mark.parametrize("stop", [FIRST - 2, FIRST])
 def test_interrupted_runs_end_with_the_same_weights(stop, whole, base):
     name = f"stopped-{stop}"
     shutil.copytree(whole, base / name)

@@ -72,22 +72,6 @@ def test_one_rank_equals_two(one_rank, two_ranks):
 
 
 @pytest.mark.slow
-def test_resuming_on_the_same_layout_is_bit_identical(base, two_ranks):
-    resumed = base / "two-resumed"
-    shutil.copytree(two_ranks, resumed)
-    shutil.rmtree(resumed / "checkpoints" / f"step-{STEPS:08d}")
-    run("jobs.train", *settings(base, resumed.name), "--resume", "latest", ranks=2)
-    assert equal(weights(resumed), weights(two_ranks))
-    for name in ("objective", "moments"):
-        files = [
-            folder / "checkpoints" / f"step-{STEPS:08d}" / f"{name}.safetensors" for folder in (resumed, two_ranks)
-        ]
-        assert equal(*map(load_file, files)), name
-    # Records of repeated steps replace the old ones.
-    assert list(records(resumed)) == list(range(1, STEPS + 1))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "ranks"), [("zero2_fp32", 0), ("zero3_fp32", 2)])
 def test_resuming_on_another_stage_and_number_of_ranks(base, two_ranks, one_rank, stage, ranks):
     """From ZeRO-1 x 2 to one rank, and from ZeRO-1 x 1 to two."""

@@ -35,17 +35,14 @@ def test_the_doctor_notes_a_cpu_that_is_slow_in_bf16(slowdown):
     )
 
 
-@pytest.mark.parametrize("deepspeed", ["zero1_bf16", "zero1_fp32"])
-def test_a_run_in_bf16_warns_there(slowdown, deepspeed, tmp_path):
+def test_a_run_in_bf16_warns_there(slowdown, tmp_path):
     prepare(tmp_path, [16])
-    train_here(*settings_in(tmp_path, "run", f"engine.deepspeed={deepspeed}", "samples=8", "data.streams=1"))
-    records = [record for record in metrics(tmp_path / "run", "event") if "in bf16" in record["message"]]
-    warnings = [record["message"] for record in records if record["level"] == "warning"]
-    expected = [f"{SLOW} Training in fp32 is faster here: engine.deepspeed=zero1_fp32."]
-    assert warnings == (expected if slowdown > 3 and deepspeed == "zero1_bf16" else [])
-
-
-def test_the_advice_names_a_file_that_exists():
+    for deepspeed in ("zero1_bf16", "zero1_fp32"):
+        train_here(*settings_in(tmp_path, deepspeed, f"engine.deepspeed={deepspeed}", "samples=8", "data.streams=1"))
+        records = [record for record in metrics(tmp_path / deepspeed, "event") if "in bf16" in record["message"]]
+        warnings = [record["message"] for record in records if record["level"] == "warning"]
+        expected = [f"{SLOW} Training in fp32 is faster here: engine.deepspeed=zero1_fp32."]
+        assert warnings == (expected if slowdown > 3 and deepspeed == "zero1_bf16" else [])
     assert in_fp32(EngineConfig(deepspeed="zero2_bf16")) == "zero2_fp32"
     assert in_fp32(EngineConfig(deepspeed="/home/me/own_bf16.json")) == "zero1_fp32"
 
@@ -54,21 +51,13 @@ def demo(*overrides: str, output: Path) -> RunConfig:
     return in_faster_precision(load_recipe(RECIPE, [f"output={output}", *overrides]), overrides)
 
 
-def test_the_demo_trains_in_fp32_there(slowdown, tmp_path, capsys):
+def test_the_demo_trains_in_fp32_there_unless_it_is_given_a_precision_or_has_begun_with_one(slowdown, tmp_path, capsys):
     assert demo(output=tmp_path).engine.deepspeed == ("zero1_fp32" if slowdown > 3 else "zero1_bf16")
     assert capsys.readouterr().out.startswith(SLOW) == (slowdown > 3)
-
-
-def test_the_demo_takes_the_precision_that_the_user_names(slowdown, tmp_path):
-    assert slowdown
     assert demo("engine.deepspeed=zero2_bf16", output=tmp_path).engine.deepspeed == "zero2_bf16"
-
-
-@pytest.mark.parametrize("deepspeed", ["zero1_bf16", "zero1_fp32"])
-def test_a_demo_that_is_continued_keeps_its_precision(slowdown, deepspeed, tmp_path):
-    assert slowdown
-    (tmp_path / RUN_CONFIG_NAME).write_text(dump(load_recipe(RECIPE, [f"engine.deepspeed={deepspeed}"])))
-    assert demo(output=tmp_path).engine.deepspeed == deepspeed
+    for deepspeed in ("zero1_bf16", "zero1_fp32"):
+        (tmp_path / RUN_CONFIG_NAME).write_text(dump(load_recipe(RECIPE, [f"engine.deepspeed={deepspeed}"])))
+        assert demo(output=tmp_path).engine.deepspeed == deepspeed
 
 
 def test_convolutions_on_a_gpu_do_not_use_tf32(monkeypatch):

@@ -88,18 +88,12 @@ class PlainEngine:
         return None
 
 
-@pytest.fixture(scope="module")
-def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
-    """The losses of the same run with each engine."""
-    folder = prepare(tmp_path_factory.mktemp("engines"))
-    found = {}
+def test_a_registered_engine_trains_like_deepspeed(tmp_path):
+    prepare(tmp_path)
+    losses = {}
     for name in ("plain", "deepspeed"):
-        train_here(*settings_in(folder, name, f"engine.name={name}", "samples=32", "engine.deepspeed=zero0_fp32"))
-        found[name] = [record["loss"] for record in metrics(folder / name, "train")]
-    return found
-
-
-def test_a_registered_engine_trains_like_deepspeed(losses):
+        train_here(*settings_in(tmp_path, name, f"engine.name={name}", "samples=32", "engine.deepspeed=zero0_fp32"))
+        losses[name] = [record["loss"] for record in metrics(tmp_path / name, "train")]
     assert len(losses["plain"]) == 4
     assert losses["plain"] == pytest.approx(losses["deepspeed"], rel=1e-5)
 
@@ -156,21 +150,14 @@ def test_a_deepspeed_file_with_unknown_keys_or_against_the_recipe_is_refused(giv
         deepspeed_settings(EngineConfig(deepspeed=str(file)), global_batch=8, world_size=1)
 
 
-def test_a_deepspeed_file_may_name_settings_of_stage_3_as_deepspeed_documents_them(tmp_path):
+def test_a_deepspeed_file_may_have_settings_of_stage_3_and_never_applies_gradients_of_nan(tmp_path):
+    """Regression test: DeepSpeed's default for bf16 is to apply them."""
     zero = {"stage": 3, "stage3_prefetch_bucket_size": 1000, "offload_optimizer": {"device": "cpu"}}
     file = tmp_path / "own.json"
-    file.write_text(json.dumps({"managed_gradient_accumulation": False, "zero_optimization": zero}))
-    found = deepspeed_settings(EngineConfig(deepspeed=str(file)), global_batch=8, world_size=1)
-    assert found["zero_optimization"] == zero
-
-
-def test_gradients_of_nan_are_found_with_a_file_that_does_not_ask_for_it(tmp_path):
-    """Regression test: DeepSpeed's default for bf16 is to apply them."""
-    file = tmp_path / "own.json"
-    own = json.loads((DS_CONFIGS / "zero1_bf16.json").read_text())
-    del own["bf16"]["check_grad_overflow"]
+    own = {"managed_gradient_accumulation": False, "zero_optimization": zero, "bf16": {"enabled": True}}
     file.write_text(json.dumps(own))
     found = deepspeed_settings(EngineConfig(deepspeed=str(file)), global_batch=8, world_size=1)
+    assert found["zero_optimization"] == zero
     assert found["bf16"] == {"enabled": True, "check_grad_overflow": True}
 
 

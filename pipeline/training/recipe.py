@@ -167,7 +167,8 @@ def load_recipe(
         UserError: It names every wrong key.
     """
     tree = read_recipe(Path(path)) if path is not None else {}
-    tree, above = resolve_methods(tree, cfg.parse_overrides(overrides), scaled=scaled)
+    above = cfg.parse_overrides(overrides)
+    tree = resolve_methods(tree, above, scaled=scaled)
     try:
         resolved = resolve_budget(tree, above, dataset_size=dataset_size)
     except UserError:

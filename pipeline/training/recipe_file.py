@@ -26,6 +26,7 @@ from pipeline.run_files import RUN_CONFIG_NAME
 
 log = logging.getLogger(__name__)
 DEFAULT_OBJECTIVE = "neuclip"
+ONLY_IN_RECIPES = ("extends", "methods", "reference_batch")
 BUDGETS, WARM_UPS = ("epochs", "samples"), ("warmup_share", "warmup_steps")
 SCALED_RATES = (("optimizer", "lr"), ("objective", "tau_lr"))
 CONSENTS = ("data.allow_outside", "evaluation.allow_outside", "model.trust_remote_code")
@@ -44,11 +45,11 @@ class RecipeKeys:
     epochs: float | None = Field(default=None, gt=0, le=1e6)
     """Passes over the data, instead of `samples`."""
     reference_batch: int | None = Field(default=None, ge=1)
-    """The batch size for which the recipe's `optimizer.lr` and `objective.tau_lr` were chosen: both are multiplied by
-    batch_size / reference_batch, unless they are given as overrides."""
+    """Only in a recipe: the batch size for which its `optimizer.lr` and `objective.tau_lr` were chosen: both are
+    multiplied by batch_size / reference_batch, unless they are given as overrides."""
     methods: dict[str, dict[str, Any]] | None = None
-    """Settings by method, `{NAME: {section: {key: value}}}`: those of `objective.name` override the rest of the recipe.
-    A method without settings here trains with its defaults."""
+    """Only in a recipe: settings by method, `{NAME: {section: {key: value}}}`: those of `objective.name` override the
+    rest. A method without settings here trains with its defaults."""
 
 
 @section
@@ -124,30 +125,25 @@ def without_consents(stored: Mapping[str, Any], prefix: str = "") -> dict[str, A
 
 
 def resolve_methods(
-    recipe: Mapping[str, Any], overrides: Mapping[str, Any], *, scaled: dict[str, str] | None = None
-) -> tuple[dict[str, Any], dict[str, Any]]:
+    recipe: Mapping[str, Any], above: Mapping[str, Any], *, scaled: dict[str, str] | None = None
+) -> dict[str, Any]:
     """Resolve `methods` and `reference_batch`: a recipe with what it has for the chosen method, and with learning rates
     scaled linearly with the batch size, as FastCLIP (appendix B) does over numbers of nodes.
 
     Args:
         recipe: The recipe's tree.
-        overrides: The overrides' tree. Its `methods` and `reference_batch` are laid over the recipe's.
+        above: The overrides' tree.
         scaled: Gets each changed rate that counts, as "1e-05 x 64/256".
 
-    Returns:
-        The recipe's tree, and that of the other overrides.
-
     Raises:
-        UserError: There is no such method, a value is of the wrong type, or the overrides have `extends`.
+        UserError: There is no such method, a value is of the wrong type, or an override is for recipes only.
     """
-    given = {key: value for key, value in overrides.items() if key in cfg.keys(RecipeKeys) and key not in BUDGETS}
-    above = {key: value for key, value in overrides.items() if key not in given}
-    parsed = cfg.parse(RecipeKeys, given)
-    if parsed.extends is not None:
-        raise UserError(f"extends = {parsed.extends!r} is for recipes only: give --recipe {parsed.extends}.")
-    for name in parsed.methods or {}:
-        parse_objective({"name": name})  # an unknown name ends here
-    tree = cfg.merge(recipe, given)
+    if only := [key for key in ONLY_IN_RECIPES if key in above]:
+        raise UserError(
+            f"{only[0]} = {above[only[0]]!r} is for recipes only: give settings themselves, such as optimizer.lr, or "
+            "write a recipe with `extends: NAME` that changes the one of that name."
+        )
+    tree = dict(recipe)
     methods = cfg.parse(RecipeKeys, {"methods": tree.pop("methods", None)}).methods
     name = cfg.merge(_section(tree, "objective"), _section(above, "objective")).get("name", DEFAULT_OBJECTIVE)
     if methods is not None and name not in methods:
@@ -160,14 +156,14 @@ def resolve_methods(
     tree = cfg.merge(tree, (methods or {}).get(name, {}))
     reference = cfg.parse(RecipeKeys, {"reference_batch": tree.pop("reference_batch", None)}).reference_batch
     if reference is None or (size := _sizes({**tree, **above}).batch_size) == reference:
-        return tree, above
+        return tree
     for section_name, key in SCALED_RATES:
         values = _section(tree, section_name)
         if key in values:
             tree[section_name] = {**values, key: float(values[key]) * size / reference}
             if scaled is not None and key not in _section(above, section_name):
                 scaled[f"{section_name}.{key}"] = f"{float(values[key]):g} x {size}/{reference}"
-    return tree, above
+    return tree
 
 
 def resolve_budget(

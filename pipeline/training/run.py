@@ -136,8 +136,9 @@ def setup(run: RunConfig, *, world: World, resume: str | Checkpoint | None, firs
     notes: list[str] = []
     if first:
         world.work_on_main(lambda: _check_services(run))
-    checkpoint = resume if isinstance(resume, Checkpoint) else None
-    if not isinstance(resume, Checkpoint):
+    if isinstance(resume, Checkpoint):
+        checkpoint: Checkpoint | None = resume
+    else:
         mirror = run.checkpoint.mirror if first else None
         checkpoint = find_start(run, resume, world=world, mirror=mirror, on_event=notes.append)
     check_stages(run)

@@ -29,7 +29,7 @@ SETTINGS: dict[str, str] = {
     "guard.schemes": "URLs of http and https are fetched.",
     "held_out.": "The corpus of icons has left; commit c14979c has the program that makes it.",
     "image.resize_only_if_bigger": "Smaller images are stored as they are.",
-    "model.sync_batchnorm": "Batch norms use the statistics of each rank's rows.",
+    "model.sync_batchnorm": "Batch norms use the statistics of a rank's rows, as open_clip does without --use-bn-sync.",
     "model.trim_image": "The class token alone is computed where that is exact; model.packed_attention=false computes all as open_clip does.",
     "model.trim_text": "model.text_batching=whole computes texts at their whole length.",
     "model.image_features_cache": "Store the outputs once with `neuclip features MODEL --data DATA --images-only --output FOLDER`, and set data.image_features=FOLDER.",

@@ -135,11 +135,8 @@ class DeepSpeedEngine:
         return self._engine(image, text)
 
     def backward(self, features: tuple[Tensor, Tensor], gradients: tuple[Tensor, Tensor]) -> None:
-        """See `Engine.backward`.
-
-        DeepSpeed averages gradients over the K ranks, while the true gradient is the sum of the ranks' parts: hence the
-        factor K.
-        """
+        """See `Engine.backward`. DeepSpeed averages gradients over the K ranks, while the true gradient is the sum of
+        the ranks' parts: hence the factor K."""
         surrogate = sum((f * g.to(f.dtype)).sum() for f, g in zip(features, gradients, strict=True))
         assert isinstance(surrogate, Tensor)
         self._engine.backward(self.world.size * surrogate)
@@ -172,11 +169,7 @@ def _precision(settings: dict[str, Any]) -> tuple[torch.dtype, bool]:
 
 
 def _check_by_deepspeed(deepspeed: Any, settings: dict[str, Any], name: str) -> None:
-    """Let DeepSpeed parse its settings.
-
-    Raises:
-        UserError: It refuses them, for example for a value of the wrong type.
-    """
+    """Raise a `UserError` if DeepSpeed refuses its settings, for example for a value of the wrong type."""
     own = {key: value for key, value in copy.deepcopy(settings).items() if key not in BATCH_KEYS}
     try:
         deepspeed.DeepSpeedConfig({**own, "train_micro_batch_size_per_gpu": 1})  # it may not know the ranks yet

@@ -55,11 +55,7 @@ class EngineState(Protocol):
         ...
 
     def load(self, *, weights: Mapping[str, Tensor], moments: Mapping[tuple[str, str], Tensor], counter: int) -> None:
-        """Restore weights, moments and the update counter.
-
-        Raises:
-            UserError: Names are missing, or shapes differ.
-        """
+        """Restore weights, moments and the update counter; a `UserError` if names are missing, or shapes differ."""
         ...
 
 
@@ -146,11 +142,7 @@ class EngineClass(Protocol):
     def facts(
         self, config: EngineConfig, *, optimizer: OptimizerConfig, global_batch: int, world_size: int
     ) -> EngineFacts:
-        """Describe the engine, after all checks that need neither model nor GPU.
-
-        Raises:
-            UserError: The settings are refused.
-        """
+        """Describe the engine; a `UserError` if settings are refused, as far as that needs neither model nor GPU."""
         ...
 
 

@@ -41,23 +41,12 @@ class DeepSpeedState:
     ) -> None:
         """`frozen`: fp32 values of the parameters that are not trained; the engine may hold them in bf16."""
         self._frozen, self._optimizer = dict(frozen or {}), optimizer
-        self._engine = engine
-        self._stage = stage
-        self._world = world
-
-    @property
-    def _clip(self) -> nn.Module:
-        clip = self._engine.module.clip
-        assert isinstance(clip, nn.Module)
-        return clip
-
-    @property
-    def _torch_optimizer(self) -> torch.optim.Optimizer:
-        """The torch optimizer inside the engine's wrappers."""
-        optimizer = self._engine.optimizer
-        while not isinstance(optimizer, torch.optim.Optimizer):
-            optimizer = optimizer.optimizer
-        return optimizer
+        self._engine, self._stage, self._world = engine, stage, world
+        self._clip: nn.Module = engine.module.clip
+        inner = engine.optimizer  # in DeepSpeed's wrappers
+        while not isinstance(inner, torch.optim.Optimizer):
+            inner = inner.optimizer
+        self._torch_optimizer = inner
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Trainable parameters by open_clip's names, in one fixed order."""
@@ -92,7 +81,12 @@ class DeepSpeedState:
         return int(states[0][COUNTER]) if states else 0
 
     def masters(self) -> list[Tensor]:
-        return self._flat_masters() if self._stage > 0 else [p for _, p in self.named_parameters()]
+        if self._stage == 0:
+            return [p for _, p in self.named_parameters()]
+        # The flat fp32 partitions that the wrapped optimizer steps; each ZeRO wrapper has its own name for them.
+        attributes = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
+        wrapper = self._engine.optimizer
+        return next(list(getattr(wrapper, name)) for name in attributes if hasattr(wrapper, name))
 
     def load(self, *, weights: Mapping[str, Tensor], moments: Mapping[tuple[str, str], Tensor], counter: int) -> None:
         expected = self.shapes()
@@ -155,9 +149,7 @@ class DeepSpeedState:
     def _load_moments(self, moments: Mapping[tuple[str, str], Tensor], counter: int) -> None:
         from deepspeed.utils import safe_set_full_optimizer_state
 
-        optimizer = self._torch_optimizer
-        named = self.named_parameters()
-        keys = sorted({key for _, key in moments})
+        optimizer, named, keys = self._torch_optimizer, self.named_parameters(), sorted({key for _, key in moments})
         if self._stage == 0:
             for name, p in named:
                 own = [key for key in keys if (name, key) in moments]
@@ -165,7 +157,10 @@ class DeepSpeedState:
                 if own or not keys:
                     optimizer.state[p] = {COUNTER: step_counter(optimizer, p, counter), **state}
             return
-        self._make_states(optimizer, keys)
+        for master in self.masters():  # a checkpoint is loaded before the first step, at which its state appears
+            state = optimizer.state[master]
+            state.setdefault(COUNTER, step_counter(optimizer, master))
+            state.update({key: torch.zeros_like(master) for key in keys if key not in state})
         self._link_states()
         for key in keys:
             for name, p in named:
@@ -174,12 +169,6 @@ class DeepSpeedState:
         for master, state in optimizer.state.items():
             if COUNTER in state:
                 state[COUNTER] = step_counter(optimizer, master, counter)
-
-    def _flat_masters(self) -> list[Tensor]:
-        """The flat fp32 partitions that the wrapped optimizer steps; each ZeRO wrapper has its own name for them."""
-        attributes = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
-        wrapper = self._engine.optimizer
-        return next(list(getattr(wrapper, name)) for name in attributes if hasattr(wrapper, name))
 
     def _link_states(self) -> None:
         """Renew the links through which stages 1 and 2 find moments.
@@ -190,15 +179,6 @@ class DeepSpeedState:
         if self._stage in (1, 2):
             self._engine.optimizer._hp_optimizer_states_linked = False
             self._engine.optimizer._lazy_init_hp_params_optimizer_state()
-
-    def _make_states(self, optimizer: torch.optim.Optimizer, keys: list[str]) -> None:
-        """Create the optimizer state, which otherwise appears at the first step: a checkpoint is loaded before it."""
-        for master in self._flat_masters():
-            state = optimizer.state[master]
-            state.setdefault(COUNTER, step_counter(optimizer, master))
-            for key in keys:
-                if key not in state:
-                    state[key] = torch.zeros_like(master)
 
 
 def _check_shapes(what: str, given: Mapping[Any, Tensor], expected: Mapping[Any, torch.Size | None]) -> None:

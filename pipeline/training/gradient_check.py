@@ -27,12 +27,8 @@ class GradientCheck:
     """Checks the first step that is applied: `begin` before it, `reference` between backward and update, and a call, as
     a hook, after every step.
 
-    Args:
-        step: Takes the step that is checked.
-        plain: fp32 towers of the check's own, which take the engine's weights. Their backward pass should recompute
-            activations: an fp32 copy of the model leaves little memory.
-        clipping: `engine.gradient_clipping`.
-        report: Gets a sentence after the check.
+    `plain` are fp32 towers of the check's own, which take the engine's weights. Their backward pass should recompute
+    activations: an fp32 copy of the model leaves little memory. `report` gets a sentence after the check.
     """
 
     def __init__(
@@ -55,10 +51,8 @@ class GradientCheck:
     def reference(self, inputs: tuple[Tensor, Tensor], gradients: tuple[Tensor, Tensor], step: int) -> None:
         """Compute the gradient by plain autograd, over the same micro-batches and random streams, summed over ranks.
 
-        Args:
-            inputs: This rank's images [b, 3, H, W] and whole tokens [b, L], on any device.
-            gradients: d(global loss)/d(features) of this rank, twice [b, d].
-            step: Number of the step.
+        `inputs` are this rank's images [b, 3, H, W] and whole tokens [b, L], on any device, and `gradients`
+        d(global loss)/d(features) of this rank, twice [b, d].
         """
         if self._plain is None:
             return
@@ -81,14 +75,7 @@ class GradientCheck:
             )
 
     def finish(self) -> float:
-        """Compare the gradient that was applied with the reference, and free the copy of the towers. Collective.
-
-        Returns:
-            Their relative L2 distance.
-
-        Raises:
-            UserError: It is too large.
-        """
+        """Free the copy of the towers, and `compare_gradients`: the one that was applied, and the reference."""
         assert self._plain is not None
         after, optimizer = self._moments(), self._engine.optimizer_config
         moments = gradient_in_moment(optimizer)

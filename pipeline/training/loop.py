@@ -42,15 +42,10 @@ Hook = Callable[[Batch, StepResult], None]
 
 
 class Trainer:
-    """The parts of a stage of a run on one rank, and the loop over its steps.
+    """The parts of a stage of a run (without stages, of the whole run) on one rank, and the loop over its steps.
 
-    A context manager, which closes the parts, and the telemetry, at its end.
-
-    Args:
-        stage: What is trained; without stages, the whole run.
-        world: The ranks.
-        telemetry: Receives what is reported.
-        resumed: The checkpoint that will be restored.
+    A context manager, which closes the parts, and the telemetry, at its end. `resumed` is the checkpoint that will be
+    restored.
 
     Raises:
         UserError: A part cannot be built.

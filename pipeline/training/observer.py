@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 import torch
@@ -12,7 +10,6 @@ import torch
 from pipeline.data.loading.loader import Batch
 from pipeline.data.shards.check_shards import caption_notes
 from pipeline.distributed.timing import Meter, collect_garbage
-from pipeline.distributed.world import World
 from pipeline.errors import EXIT_USER_ERROR, UserError
 from pipeline.metrics.logger import Telemetry
 from pipeline.metrics.mfu import Utilization
@@ -92,7 +89,6 @@ class Observer:
             "text_tokens": float(state.world.all_gather(tokens).mean()),
             "corrupt_samples": state.loader.report(position).replaced,
             **rates,
-            **slowest_rank(state.world, rates, batch_size=run.batch_size),
             **self.utilization.scalars(rates["samples_per_second"]),
         }
 
@@ -122,33 +118,3 @@ class Observer:
         histograms = {**output.distributions, **self.state.objective.distributions(), **norms}
         values = {name: value.float().cpu() for name, value in histograms.items()}
         self.telemetry.distributions(step=self.state.step, values=values)
-
-
-def slowest_rank(world: World, rates: Mapping[str, float], *, batch_size: int) -> dict[str, float]:
-    """The slowest rank of the steps since the last record; empty for a single rank. Collective.
-
-    All ranks take equally long for a step, because the fast ones wait for the slow ones in a collective. What differs
-    is the time outside the objective's collectives and the optimizer's phase, in which ZeRO stages 0 and 1 reduce the
-    gradients: loading, forward and backward pass. Stages 2 and 3 reduce them during the backward pass, where a slow
-    rank is therefore not found.
-
-    `rates` are this rank's, from `Meter.read`; `batch_size` samples are of a step over all ranks.
-
-    Returns:
-        `slowest_rank` (the lowest of equally slow ones), its `slowest_rank_ms` per step without these, the same as
-        `median_rank_ms` of the median rank (of two: the faster), and `slowest_rank_data_wait` as a share of its time.
-    """
-    if world.size == 1:
-        return {}
-    speed = rates["samples_per_second"]
-    waited = rates.get("time_communication", 0.0) + rates.get("time_optimizer", 0.0)
-    own_ms = 1e3 * batch_size / speed * max(0.0, 1.0 - waited) if speed else 0.0
-    gathered = world.all_gather(torch.tensor([[own_ms, rates["data_wait"]]], device=world.device)).tolist()
-    times = [own for own, _ in gathered]
-    slowest = times.index(max(times))
-    return {
-        "slowest_rank": float(slowest),
-        "slowest_rank_ms": times[slowest],
-        "median_rank_ms": statistics.median_low(times),
-        "slowest_rank_data_wait": gathered[slowest][1],
-    }

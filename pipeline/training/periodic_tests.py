@@ -129,11 +129,8 @@ class PeriodicTests:
         self._model = None
 
     def make_up(self, missed: Collection[str]) -> bool:
-        """Test the restored weights where that was prevented, see `missed_tests`. Collective.
-
-        Returns:
-            Whether the history of validations has changed, so that the checkpoint is to be written again.
-        """
+        """Do the `missed_tests` of the restored weights. Collective. Returns whether the history of validations has
+        changed, so that the checkpoint is to be written again."""
         step = self.state.step
         for name, test in (("validation", self.validate), ("evaluation", self.evaluate)):
             if name in missed:
@@ -165,13 +162,8 @@ class HeldOutPairs:
     """This rank's share of the validation pairs, read once and kept encoded in memory.
 
     The pairs are cut into batches of `BATCH_SIZE`, and every rank has consecutive batches, so that features and
-    loss are bit-identical on any number of ranks.
-
-    Args:
-        config: Which pairs.
-        data: What is trained on, and how captions and images are read.
-        world: The ranks.
-        report: Gets a sentence on rank 0, with the first validation.
+    loss are bit-identical on any number of ranks. `data` is what is trained on; `report` gets a sentence on rank 0,
+    with the first validation.
 
     Raises:
         UserError: There are fewer than two pairs, a manifest is missing, or shards are trained on.
@@ -200,11 +192,7 @@ class HeldOutPairs:
             )
 
     def scores(self, model: EvaluationModel, *, tau: float) -> dict[str, float]:
-        """The `validation_scores` of a model. Collective; the same on all ranks.
-
-        Raises:
-            UserError: Fewer than two pairs can be used.
-        """
+        """The `validation_scores` of a model. Collective. A `UserError` if fewer than two pairs can be used."""
         is_first = "_batches" not in vars(self)
         image, text = self.features(model)
         if is_first:
@@ -277,11 +265,8 @@ class HeldOutPairs:
 def validation_scores(image: Tensor, text: Tensor, *, tau: float, world: World | None = None) -> dict[str, float]:
     """The loss of all pairs against each other, and the share whose own partner is the nearest. Collective.
 
-    Args:
-        image: [n, d] unit-norm features, the same on all ranks.
-        text: [n, d]; row i belongs to image i.
-        tau: Temperature.
-        world: The ranks, which take the blocks of rows in turn; None: this one.
+    `image` and `text` are [n, d] unit-norm features, the same on all ranks; row i of both is one pair. The ranks take
+    blocks of rows in turn.
 
     Returns:
         `loss`, the mean of both directions' cross-entropies (CLIP, arXiv:2103.00020, figure 3, with n for the batch);

@@ -192,11 +192,7 @@ def parse_recipe(tree: Mapping[str, Any]) -> RunConfig:
 
 
 def check_run(run: RunConfig, *, world_size: int) -> None:
-    """Check the combinations of settings that can be checked without data.
-
-    Raises:
-        UserError: Settings contradict each other or the number of ranks.
-    """
+    """Raise a `UserError` if settings contradict each other or the number of ranks, as far as that needs no data."""
     sink_names(run.telemetry)
     if run.validation.patience is not None and not run.validation.sources:
         raise UserError("validation.patience needs held-out pairs: set validation.sources to a folder of shards.")
@@ -218,7 +214,8 @@ def check_run(run: RunConfig, *, world_size: int) -> None:
     facts = ENGINES[run.engine.name].facts(
         run.engine, optimizer=run.optimizer, global_batch=run.batch_size, world_size=world_size
     )
-    if run.engine.micro_batch == "auto" and (facts.stage == 3 or (facts.stage == 2 and world_size > 1)):
+    together = facts.stage == 3 or (world_size > 1 and facts.stage == 2)
+    if run.engine.micro_batch == "auto" and together:
         raise UserError(
             "engine.micro_batch=auto tries on each rank alone what fits into memory, which is not possible at ZeRO "
             "stage 3, nor on several ranks at stage 2: give a number, or take engine.deepspeed=zero1_bf16."
@@ -252,11 +249,7 @@ def check_run(run: RunConfig, *, world_size: int) -> None:
 
 
 def check_captions_of(run: RunConfig) -> None:
-    """Check the captions of a run's data and of its validation, as far as they are on this machine.
-
-    Raises:
-        UserError: As `check_captions`.
-    """
+    """`check_captions` of a run's data and of its validation, as far as they are on this machine."""
     for sources in filter(None, (run.data.sources, run.validation.sources)):
         check_captions(replace(run.data, sources=sources))
 

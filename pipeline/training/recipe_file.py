@@ -65,11 +65,8 @@ RECIPE_KEYS = (*cfg.keys(RecipeKeys), *(f"schedule.{key}" for key in cfg.keys(Sc
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """A recipe's tree, laid over that of the recipe beside it that it `extends`, if any.
-
-    Raises:
-        UserError: A file cannot be read, or recipes extend each other in a circle.
-    """
+    """A recipe's tree, laid over that of the recipe beside it that it `extends`, if any. A `UserError` if a file cannot
+    be read, or if recipes extend each other in a circle."""
     tree, seen = _read_one(path), {path.resolve()}
     while "extends" in tree:
         base = path.parent / f"{tree.pop('extends')}.yaml"
@@ -130,10 +127,7 @@ def resolve_methods(
     """Resolve `methods` and `reference_batch`: a recipe with what it has for the chosen method, and with learning rates
     scaled linearly with the batch size, as FastCLIP (appendix B) does over numbers of nodes.
 
-    Args:
-        recipe: The recipe's tree.
-        above: The overrides' tree.
-        scaled: Gets each changed rate that counts, as "1e-05 x 64/256".
+    `above` is the overrides' tree; `scaled` gets each changed rate that counts, as "1e-05 x 64/256".
 
     Raises:
         UserError: There is no such method, a value is of the wrong type, or an override is for recipes only.
@@ -172,10 +166,8 @@ def resolve_budget(
     """Merge a recipe with its overrides, convert `epochs` and `schedule.warmup_share` to samples and steps, and derive
     `data.streams` if it is not given.
 
-    Args:
-        recipe: The recipe's tree.
-        above: The overrides' tree; a budget given there replaces the recipe's budget, also one in the other unit.
-        dataset_size: Samples of an epoch if the manifests of the data are missing.
+    A budget in the overrides' tree, `above`, replaces the recipe's, also one in the other unit. `dataset_size` are the
+    samples of an epoch if the manifests of the data are missing.
 
     Raises:
         UserError: A budget is given in both units in one place, or a value is out of range.

@@ -43,7 +43,7 @@ def train(
     world: World | None = None,
     on_trainer: Callable[[Trainer], object] = lambda trainer: None,
 ) -> int:
-    """Train one run on this rank to its last checkpoint.
+    """Train one run on this rank to its last checkpoint, and return the exit code.
 
     Each stage of the run has a trainer, and so has the time after a roll-back. Each starts from a checkpoint, as a run
     that is resumed.
@@ -53,9 +53,6 @@ def train(
         resume: None (a new run), "latest" (a new run when there are no checkpoints) or the folder of a checkpoint.
         world: The ranks, if they are connected already.
         on_trainer: Called with each trainer before its first step.
-
-    Returns:
-        The exit code.
 
     Raises:
         UserError: The run cannot start or go on.

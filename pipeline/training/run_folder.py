@@ -79,9 +79,6 @@ def folder_of_a_start(run: RunConfig, *, heartbeat: Heartbeat, resume: str | Non
 
     The run's settings, its origin and what `neuclip doctor` reads about a start replace those of the start before when
     every check has passed; in a new folder they are written before, so that a start that is killed leaves them, too.
-
-    Raises:
-        UserError: What the block raises.
     """
     folder, world = Path(run.output), heartbeat.world
 
@@ -195,11 +192,8 @@ def find_start(
 
 
 def _has_begun(folder: Path, origin: Origin, *, world: World, copies: Mirror | None) -> bool:
-    """Whether a fork has checkpoints of its own, also if its disk was lost and its mirror has them. Collective.
-
-    Raises:
-        UserError: The folder has checkpoints of a run with another origin. On every rank.
-    """
+    """Whether a fork has checkpoints of its own, also if its disk was lost and its mirror has them. Collective. A
+    `UserError` on every rank if the folder has checkpoints of a run with another origin."""
 
     def begun() -> bool:
         if folders := checkpoint_folders(folder):

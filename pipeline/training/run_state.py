@@ -92,11 +92,8 @@ class SkippedSteps:
         return checkpoint
 
     def check(self, run: RunConfig, *, step: int) -> bool:
-        """Whether to roll back now, after step number `step` (from 0).
-
-        Raises:
-            UserError: Too many steps were skipped, and no further rollback is allowed.
-        """
+        """Whether to roll back now, after step number `step` (from 0); a `UserError` if no further rollback is allowed,
+        and too many steps were skipped."""
         if self.in_a_row <= run.max_skipped_steps:
             return False
         if self.rollbacks < run.max_rollbacks:

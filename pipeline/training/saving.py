@@ -68,9 +68,7 @@ class Saver:
     def finish(self, *, stopped: Callable[[], bool], again: bool) -> bool:
         """Wait for the last checkpoint on every rank. Returns whether it is on disk.
 
-        Args:
-            stopped: Whether a signal has arrived; rank 0's ends the attempts.
-            again: Try again if it could not be written.
+        If it could not be written, it is tried `again` until rank 0 knows of a signal (`stopped`).
         """
         self.state.mark("last checkpoint")
         self.writer.finish()

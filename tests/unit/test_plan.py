@@ -213,7 +213,7 @@ def test_utilization_is_the_flop_count_over_the_peak(tmp_path):
     expected += patches * width * 3 * vision["patch_size"] ** 2 + (width + text["width"]) * TINY["embed_dim"]
     flops = training_flops(model)
     assert flops == pytest.approx(3 * 2 * expected, rel=0.01)
-    # Shapes do not depend on the initial weights.
+    # Shapes depend neither on the initial weights nor on other ranks.
     assert training_flops(replace(model, pretrained="runs/old/checkpoints/step-00000001")) == flops
     cpu = torch.device("cpu")
     given = Utilization(model, device=cpu, ranks=2, bf16=False, peak_tflops=1e-6)

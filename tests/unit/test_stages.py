@@ -23,7 +23,6 @@ from pipeline.training.build import check_stages
 from pipeline.training.periodic_tests import PeriodicTests
 from pipeline.training.recipe import RunConfig, load_recipe, stage_at, stages_of
 from pipeline.training.run import train
-from pipeline.training.saving import Saver
 from tests.metrics import equal, metrics, weights
 from tests.own_tasks import write_class_folders
 from tests.shards import write_shards
@@ -155,8 +154,6 @@ def whole(base: Path) -> Path:
     ("owner", "name"),
     [
         (PeriodicTests, "validate"),
-        (Saver, "save"),
-        (PeriodicTests, "evaluate"),
         (CheckpointWriter, "finish"),
         (run_module, "check_stages"),  # of the next stage
     ],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +15,6 @@ from pipeline import config as cfg
 from pipeline.checkpoint.writer import CheckpointConfig
 from pipeline.config import section
 from pipeline.data.data_config import DataConfig, Source, as_sources
-from pipeline.data.order.canonical_order import default_streams
 from pipeline.data.shards.check_shards import check_captions
 from pipeline.engine.engine_config import EngineConfig
 from pipeline.engine.engine_protocol import ENGINES
@@ -161,7 +159,7 @@ def load_recipe(
         path: The recipe.
         overrides: `section.key=value`.
         dataset_size: Samples of an epoch, for plans of data that is not there yet.
-        scaled: Gets the rates that `reference_batch` changes, as `resolve_methods`.
+        scaled: Gets the rates that `reference_batch` changes, as in `resolve_methods`.
 
     Raises:
         UserError: It names every wrong key.
@@ -258,12 +256,10 @@ def _check_ranks(run: RunConfig, *, world_size: int) -> None:
     """Check that the ranks divide streams and batch, and micro-batches the local batch."""
     batch, streams, micro_batch = run.batch_size, run.data.streams, run.engine.micro_batch
     if batch % world_size or streams % world_size:
-        if batch % world_size == 0:
-            nearest, fitting = batch, world_size * default_streams(batch // world_size)
-        else:
-            fitting = max(1, round(streams / world_size)) * world_size
-            unit = math.lcm(fitting, world_size * (micro_batch if isinstance(micro_batch, int) else 1))
-            nearest = max(1, round(batch / unit)) * unit
+        unit = world_size * (micro_batch if isinstance(micro_batch, int) and batch % world_size else 1)
+        nearest = max(1, round(batch / unit)) * unit
+        each = range(1, 1 + max(1, round(streams / world_size)))
+        fitting = world_size * max(count for count in each if nearest // world_size % count == 0)
         raise UserError(
             f"batch_size = {batch} and data.streams = {streams} do not fit {world_size} ranks, which must divide both; "
             f"the streams must divide the batch. Use batch_size={nearest} data.streams={fitting}, for example, or "

@@ -29,6 +29,8 @@ CALM: dict[str, dict[str, Any]] = {"neuclip_literal": {"npn_lr": 0.01}}
 """AdaGrad at the paper's rate of 1 moves each coordinate by 1 in its first step, so that rounding decides the direction
 of those whose gradient is near zero: for some batches, losses with and without micro-batches then differ by 1e-4."""
 OPTIMIZER = OptimizerConfig(lr=1e-3)
+CLIPPING = 1e-3
+"""A gradient norm below that of every step."""
 
 
 def towers(arch: str) -> Towers:
@@ -56,8 +58,8 @@ def make_objective(settings: dict[str, Any], world: World) -> Objective:
     return build_objective(settings, context=context)
 
 
-def make_step(arch: str, name: str, world: World, micro_batch: int | None = None) -> TrainStep:
-    config = EngineConfig(deepspeed=name, micro_batch=micro_batch)
+def make_step(arch: str, name: str, world: World, micro_batch: int | None = None, clipping: float = 0.0) -> TrainStep:
+    config = EngineConfig(deepspeed=name, micro_batch=micro_batch, gradient_clipping=clipping)
     engine = DeepSpeedEngine(towers(arch), config=config, optimizer=OPTIMIZER, world=world, global_batch=BATCH)
     engine.train()
     objective = make_objective({"name": "openclip", "tau_lr": 0.0}, world)
@@ -147,9 +149,14 @@ def scenario(arch: str, name: str, world: World) -> dict[str, Any]:
     overflow(overflowed)
     not_finite(overflowed)
     cached = losses(make_step(arch, name, world, micro_batch=2), 0, half)
+    clipped = make_step(arch, name, world, clipping=CLIPPING)
+    check_clipped = GradientCheck(clipped, towers(arch), clipping=CLIPPING)
+    check_clipped.begin()
+    losses(clipped, 0, 1)
     return {
         "losses": first + second,
         "probe": distance,
+        "probe with clipping": check_clipped.finish(),
         "weights restored": same,
         "resumed": resumed,
         "cached": cached,

@@ -28,12 +28,11 @@ from pipeline.objectives.pairwise import batch_keys
 from pipeline.run_files import new_run_id
 from pipeline.training.build import build_state, choose_micro_batch
 from pipeline.training.gradient_check import GradientCheck
+from pipeline.training.hooks import Observer, Saver
 from pipeline.training.inputs import PrefetchedBatches, StepFeatures, text_layout
-from pipeline.training.observer import Observer
 from pipeline.training.periodic_tests import PeriodicTests
 from pipeline.training.recipe import Stage
 from pipeline.training.run_state import EXIT_NOT_SAVED, RunEnds
-from pipeline.training.saving import Saver
 from pipeline.training.step import StepResult, TrainStep, micro_batches
 from pipeline.training.step import lr_scale as scheduled_scale
 

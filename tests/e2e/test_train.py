@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.objectives import objective_names
-from pipeline.training import observer
+from pipeline.training import hooks
 from tests.launch import run
 from tests.metrics import equal, metrics
 from tests.training import prepare, settings_in, train_here
@@ -109,7 +109,7 @@ def test_activation_checkpointing_is_bit_identical(base):
 def test_histograms_and_utilization_can_be_read_back(base, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    monkeypatch.setattr(observer, "DISTRIBUTIONS_EVERY", 4)
+    monkeypatch.setattr(hooks, "DISTRIBUTIONS_EVERY", 4)
     wanted = ("tensorboard=true", "peak_tflops=1e-3")
     padded = "model.text_batching=padded"  # so that every step computes as many tokens
     train_here(

@@ -158,9 +158,6 @@ class DeepSpeedEngine:
         norm = self._engine.get_global_grad_norm()
         return None if norm is None else float(norm)
 
-    def train(self) -> None:
-        self._engine.train()
-
 
 def _precision(settings: dict[str, Any]) -> tuple[torch.dtype, bool]:
     """The type of the weights that compute, and whether products are computed in bf16."""

@@ -98,10 +98,6 @@ class Engine(Protocol):
         """Norm of the last step's gradient over all ranks, before clipping; None where it is not known."""
         ...
 
-    def train(self) -> None:
-        """Put the towers in training mode."""
-        ...
-
 
 @dataclass(frozen=True)
 class EngineFacts:

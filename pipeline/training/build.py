@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import ExitStack
 from dataclasses import fields, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from pipeline.data.loading.tokenize import fast_tokenizer
 from pipeline.distributed.workers import preload
 from pipeline.distributed.world import World, limit_collectives
 from pipeline.engine.engine_protocol import ENGINES, EngineFacts
-from pipeline.engine.state import WeightAverage
 from pipeline.errors import UserError, is_out_of_memory
 from pipeline.evaluation.run.images import WORKER_IMPORTS
 from pipeline.metrics.mfu import known_peak, training_flops
@@ -78,14 +77,9 @@ def starting_objective(run: RunConfig, logit: tuple[float, float | None] | None)
     config = run.objective
     if logit is None or not run.model.pretrained_temperature:
         return config
-    names = {field.name for field in fields(config)}
-    changes: dict[str, Any] = {}
-    if "tau_init" in names:
-        tau = math.exp(-logit[0])
-        changes["tau_init"] = min(max(tau, getattr(config, "tau_min", tau)), TAU_MAX)
-    if "bias_init" in names and logit[1] is not None:
-        changes["bias_init"] = logit[1]
-    return replace(config, **changes)
+    tau, names = math.exp(-logit[0]), {field.name for field in fields(config)}
+    values = {"tau_init": min(max(tau, getattr(config, "tau_min", tau)), TAU_MAX), "bias_init": logit[1]}
+    return replace(config, **{key: value for key, value in values.items() if key in names and value is not None})
 
 
 def check_stages(run: RunConfig) -> None:
@@ -108,11 +102,11 @@ def build_state(stage: Stage, *, world: World, parts: ExitStack) -> RunState:
     if run.evaluation.suite is not None and run.evaluation.workers != 0:
         preload(*WORKER_IMPORTS)  # the fork server starts with the loader, and serves the evaluation, too
     check_start(run.model)
-    towers, architecture = build_towers(run.model, seed=run.seed)
-    architecture = replace(architecture, background=colour_of(run.data.background))
-    loader = parts.enter_context(loader_of(run, architecture=architecture, world=world))
+    towers, arch = build_towers(run.model, seed=run.seed)
+    arch = replace(arch, background=colour_of(run.data.background))
+    loader = parts.enter_context(loader_of(run, architecture=arch, world=world))
     starting = replace(run, objective=starting_objective(run, towers.logit))
-    objective = objective_of(starting, loader=loader, architecture=architecture, world=world)
+    objective = objective_of(starting, loader=loader, architecture=arch, world=world)
     make_engine = ENGINES[run.engine.name]
     facts = make_engine.facts(run.engine, optimizer=run.optimizer, global_batch=run.batch_size, world_size=world.size)
     engine = make_engine(
@@ -124,10 +118,9 @@ def build_state(stage: Stage, *, world: World, parts: ExitStack) -> RunState:
         compile_towers=compiled_towers(run, facts, world=world, steps=stage.end - stage.first),
     )
     limit_collectives(collectives_limit(run))
-    engine.train()
-    ema = WeightAverage(run.ema, engine.state) if run.ema.decay is not None else None
+    engine.module.train()
     return RunState(
-        run=run, world=world, architecture=architecture, loader=loader, engine=engine, objective=objective, ema=ema
+        run=run, end=stage.end, world=world, architecture=arch, loader=loader, engine=engine, objective=objective
     )
 
 

@@ -47,8 +47,6 @@ class Observer:
     telemetry: Telemetry
     meter: Meter
     utilization: Utilization
-    end: int
-    """The step at which the stage ends."""
 
     def start(self) -> None:
         """Call it before the first step."""
@@ -65,7 +63,7 @@ class Observer:
         if step == 1:
             self._warn_of_captions(batch)
         try:
-            if result.stop or step == self.end or step % every == 0:
+            if result.stop or step == self.state.end or step % every == 0:
                 self.telemetry.train(step=step, scalars=self._scalars(batch, result))
                 collect_garbage()
             if batch.position.batch == self.state.loader.steps_per_epoch:
@@ -145,8 +143,6 @@ class Saver:
     state: RunState
     writer: CheckpointWriter
     telemetry: Telemetry
-    end: int
-    """The step at which the stage ends."""
     step: int = 0
     """The step of the last checkpoint that was begun."""
 
@@ -154,7 +150,7 @@ class Saver:
         """Save if that is due: at the end, after the best validation, and regularly unless steps are being skipped."""
         state = self.state
         regular = state.step % state.run.checkpoint.every == 0 and not state.skipped.in_a_row
-        ends = result.stop or state.step == self.end or state.ended_early
+        ends = result.stop or state.step == state.end or state.ended_early
         if regular or ends or state.validation.best_step == state.step:
             self.save()
 
@@ -165,7 +161,7 @@ class Saver:
         snapshot = state.snapshot()
         if ruined := state.world.gather_objects(snapshot.not_finite)[0]:
             message = f"{ruined} is not finite after step {step}: the run has diverged. No checkpoint is written."
-            if step == self.end:
+            if step == state.end:
                 raise UserError(f"{message} Resume from an earlier one or start again, with a smaller optimizer.lr.")
             self.telemetry.warning(message)
             return

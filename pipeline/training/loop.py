@@ -56,7 +56,7 @@ class Trainer:
     """The tests that were due at the checkpoint that was restored, but were prevented."""
 
     def __init__(self, stage: Stage, *, world: World, telemetry: Telemetry, resumed: Checkpoint | None) -> None:
-        self.run, self.world, self.telemetry, self.end = stage.run, world, telemetry, stage.end
+        self.run, self.world, self.telemetry = stage.run, world, telemetry
         self.signals = StopSignals()
         """Shared by the trainers of a run."""
         run, on_event = stage.run, telemetry.event
@@ -101,8 +101,8 @@ class Trainer:
                 images=run.data.image_features is None,
             )
             self.tests = PeriodicTests(state, telemetry)
-            self.saver = Saver(state, self.writer, telemetry, stage.end)
-            self.observer = Observer(state, telemetry, self.meter, self.utilization, stage.end)
+            self.saver = Saver(state, self.writer, telemetry)
+            self.observer = Observer(state, telemetry, self.meter, self.utilization)
             checks: list[Hook] = [] if self.gradient_check is None else [self.gradient_check]
             tests = self.tests
             self.hooks: list[Hook] = [state.average, *checks, self.observer, tests.validate, self.saver, tests.evaluate]
@@ -135,7 +135,7 @@ class Trainer:
                     self.saver.save()
                 self._end_early(stop=stop)
                 self.observer.start()
-                while state.step < self.end:
+                while state.step < state.end:
                     batch, problem = self._next_batch()
                     result = self.train_step(batch, stop=bool(received), problem=problem)
                     state.advance(batch, result)

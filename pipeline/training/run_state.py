@@ -72,11 +72,6 @@ class SkippedSteps:
     rolled_back_to: int | None = None
     """The step of the checkpoint to which the last roll-back returned."""
 
-    def count(self, *, applied: bool) -> None:
-        """Count one more step."""
-        self.skipped += not applied
-        self.in_a_row = 0 if applied else self.in_a_row + 1
-
     def last_good(self, step: int) -> int:
         """After `step` steps, checkpoints of this step and of earlier ones are good."""
         return step - self.in_a_row - FINITE_STEPS
@@ -148,13 +143,15 @@ class RunState:
     """The parts of a run that have state."""
 
     run: RunConfig
+    end: int
+    """The step at which the stage ends."""
     world: World
     architecture: Architecture
     loader: Loader
     engine: Engine
     objective: Objective
     skipped: SkippedSteps = field(default_factory=SkippedSteps)
-    ema: WeightAverage | None = None
+    ema: WeightAverage | None = field(default=None, init=False)
     """The average of the weights; None without one."""
     validation: ValidationHistory = field(default_factory=ValidationHistory)
     base: str = ""
@@ -170,6 +167,8 @@ class RunState:
 
     def __post_init__(self) -> None:
         mean, std, engine = self.architecture.mean, self.architecture.std, self.engine
+        if self.run.ema.decay is not None:
+            self.ema = WeightAverage(self.run.ema, engine.state)
         self.normalized: Callable[[Tensor], Tensor] = partial(
             normalize, mean=mean, std=std, dtype=engine.dtype, memory_format=engine.module.image_format
         )
@@ -182,9 +181,9 @@ class RunState:
 
     def advance(self, batch: Batch, result: StepResult) -> None:
         """Count a step that was taken or skipped."""
-        self.step += 1
-        self.position = batch.position
-        self.skipped.count(applied=result.applied)
+        self.step, self.position = self.step + 1, batch.position
+        self.skipped.skipped += not result.applied
+        self.skipped.in_a_row = 0 if result.applied else self.skipped.in_a_row + 1
 
     def average(self, batch: Batch, result: StepResult) -> None:
         """Add the weights after a step to their average, if there is one."""

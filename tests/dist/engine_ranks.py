@@ -61,7 +61,7 @@ def make_objective(settings: dict[str, Any], world: World) -> Objective:
 def make_step(arch: str, name: str, world: World, micro_batch: int | None = None, clipping: float = 0.0) -> TrainStep:
     config = EngineConfig(deepspeed=name, micro_batch=micro_batch, gradient_clipping=clipping)
     engine = DeepSpeedEngine(towers(arch), config=config, optimizer=OPTIMIZER, world=world, global_batch=BATCH)
-    engine.train()
+    engine.module.train()
     objective = make_objective({"name": "openclip", "tau_lr": 0.0}, world)
     chunks = micro_batches(BATCH // world.size, micro_batch)
     return TrainStep(engine, objective, world=world, seed=0, chunks=chunks)

@@ -81,7 +81,7 @@ def under_engine(
         engine = DeepSpeedEngine(
             towers(arch), config=EngineConfig(deepspeed=files), optimizer=config, world=world, global_batch=BATCH
         )
-        engine.train()
+        engine.module.train()
         return engine
 
     engine = make()

@@ -255,7 +255,7 @@ def test_the_last_checkpoint_is_retried(tmp_path, towers, monkeypatch, failures,
     monkeypatch.setattr(hooks, "RETRY_MINUTES", 0.01)
     state = SimpleNamespace(world=World(), step=5, snapshot=lambda: snapshot(towers, 5), mark=str)
     writer.save(snapshot(towers, 5))
-    saver = hooks.Saver(state, writer, SimpleNamespace(event=events.append), end=5)
+    saver = hooks.Saver(state, writer, SimpleNamespace(event=events.append))
     assert saver.finish(stopped=lambda: False, again=True) == saved
     if saved:
         assert latest(run).step == 5

@@ -65,9 +65,6 @@ class PlainEngine:
         self._optimizer = build_optimizer(optimizer, parameter_groups(towers, optimizer))
         self.state = PlainState(towers, self._optimizer)
 
-    def train(self) -> None:
-        self.module.train()
-
     def forward(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
         features: tuple[Tensor, Tensor] = self.module(image, text)
         return features

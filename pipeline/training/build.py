@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import ExitStack
 from dataclasses import fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -79,7 +79,8 @@ def starting_objective(run: RunConfig, logit: tuple[float, float | None] | None)
         return config
     tau, names = math.exp(-logit[0]), {field.name for field in fields(config)}
     values = {"tau_init": min(max(tau, getattr(config, "tau_min", tau)), TAU_MAX), "bias_init": logit[1]}
-    return replace(config, **{key: value for key, value in values.items() if key in names and value is not None})
+    changes: dict[str, Any] = {key: value for key, value in values.items() if key in names and value is not None}
+    return replace(config, **changes)
 
 
 def check_stages(run: RunConfig) -> None:

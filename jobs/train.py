@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -88,8 +87,7 @@ def command(
     if is_main and not announced and run.telemetry.progress != "quiet":
         with suppress(UserError):  # the start says what is wrong, on every rank
             pairs, size = load_mixture(run.data).epoch_samples, ranks or int(os.environ.get("WORLD_SIZE", "1"))
-            click.echo("\n".join(start_lines(run, pairs=pairs, ranks=size, scaled=scaled)))
-            sys.stdout.flush()
+            print("\n".join(start_lines(run, pairs=pairs, ranks=size, scaled=scaled)), flush=True)
     if ranks is not None and ranks > 1:
         from pipeline.distributed.launch import launch
 

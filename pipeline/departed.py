@@ -60,6 +60,7 @@ SETTINGS: dict[str, str] = {
     "telemetry.histograms_every": "Distributions are written every 1,000 steps.",
     "telemetry.images": "Images of a batch are not written any more.",
     "telemetry.images_every": "Images of a batch are not written any more.",
+    "telemetry.profile": "`python -m jobs.bench.gpu` profiles steps; nsys and py-spy profile a run from outside.",
     "threads": "Set the environment's OMP_NUM_THREADS.",
     "ttl": "The file system releases the lock of a watcher that was killed.",
     "together": "Four waiting checkpoints share one pass over the images.",

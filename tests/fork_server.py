@@ -27,7 +27,7 @@ SECONDS_TO_FOLLOW = 40.0
 
 def preload() -> None:
     """Import what a training run imports, and keep Python's garbage collector from looking at it in every fork."""
-    import deepspeed  # noqa: F401
+    import deepspeed.runtime.zero.muon.original_muon  # noqa: F401 (it loads torch's compiler)
     import open_clip  # noqa: F401
 
     from pipeline.model.architectures import build_tokenizer

@@ -30,9 +30,8 @@ from pipeline.objectives.softmax import SoftmaxObjective
 from pipeline.report.run_data import Run, read_run
 from pipeline.run_files import finished_checkpoints, step_of
 from pipeline.training.loop import Trainer
-from pipeline.training.recipe import RunConfig, load_recipe
+from pipeline.training.recipe import RunConfig, load_recipe, stages_of
 from pipeline.training.run import ranks_of, train
-from pipeline.training.stages import stages_of
 from pipeline.versions import source_commit, versions
 
 

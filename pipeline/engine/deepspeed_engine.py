@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
 import io
 import logging
 import os
@@ -21,7 +20,7 @@ from pipeline.distributed.start import environment
 from pipeline.distributed.world import World
 from pipeline.engine.engine_config import BATCH_KEYS, BUCKET, EngineConfig, deepspeed_settings, zero_stage
 from pipeline.engine.engine_protocol import EngineFacts, register_engine
-from pipeline.engine.optim import OptimizerConfig, build_optimizer, check_stage, parameter_groups, set_lr
+from pipeline.engine.optim import OptimizerConfig, build_optimizer, check_stage, parameter_groups
 from pipeline.engine.state import DeepSpeedState
 from pipeline.errors import UserError, in_a_line, is_out_of_memory
 from pipeline.model.attention import PackedText
@@ -136,11 +135,8 @@ class DeepSpeedEngine:
         return self._engine(image, text)
 
     def backward(self, features: tuple[Tensor, Tensor], gradients: tuple[Tensor, Tensor]) -> None:
-        """See `Engine.backward`.
-
-        DeepSpeed averages gradients over the K ranks, while the true gradient is the sum of the ranks' parts: hence the
-        factor K.
-        """
+        """See `Engine.backward`. DeepSpeed averages gradients over the K ranks, while the true gradient is the sum of
+        the ranks' parts: hence the factor K."""
         surrogate = sum((f * g.to(f.dtype)).sum() for f, g in zip(features, gradients, strict=True))
         assert isinstance(surrogate, Tensor)
         self._engine.backward(self.world.size * surrogate)
@@ -152,7 +148,8 @@ class DeepSpeedEngine:
             if self.world.all_reduce((~torch.isfinite(norm)).float(), "max"):
                 self._engine.zero_grad()
                 return False
-        set_lr(self._wrapped, self.optimizer_config.lr * lr_scale)
+        for group in self._wrapped.param_groups:
+            group["lr"] = self.optimizer_config.lr * lr_scale * group.get("lr_share", 1.0)
         self._engine.step()
         return bool(self._engine.was_step_applied())
 
@@ -160,9 +157,6 @@ class DeepSpeedEngine:
         """See `Engine.gradient_norm`; None at ZeRO stage 0 in fp32 and under autocast."""
         norm = self._engine.get_global_grad_norm()
         return None if norm is None else float(norm)
-
-    def train(self) -> None:
-        self._engine.train()
 
 
 def _precision(settings: dict[str, Any]) -> tuple[torch.dtype, bool]:
@@ -172,11 +166,7 @@ def _precision(settings: dict[str, Any]) -> tuple[torch.dtype, bool]:
 
 
 def _check_by_deepspeed(deepspeed: Any, settings: dict[str, Any], name: str) -> None:
-    """Let DeepSpeed parse its settings.
-
-    Raises:
-        UserError: It refuses them, for example for a value of the wrong type.
-    """
+    """Raise a `UserError` if DeepSpeed refuses its settings, for example for a value of the wrong type."""
     own = {key: value for key, value in copy.deepcopy(settings).items() if key not in BATCH_KEYS}
     try:
         deepspeed.DeepSpeedConfig({**own, "train_micro_batch_size_per_gpu": 1})  # it may not know the ranks yet
@@ -191,17 +181,10 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 @contextlib.contextmanager
 def _quiet_deepspeed(world: World) -> Iterator[Any]:
-    """The deepspeed package, without its banner, the two-minute build of a CPU collective that we do not need, and a
-    compiler: it would load one (1 s) to import the formulas of its own Muon, which it does at stages 1 to 3."""
+    """The deepspeed package, without its banner and the two-minute build of a CPU collective that we do not need."""
     os.environ.setdefault("DS_ACCELERATOR", world.device.type)
     import deepspeed
-    from deepspeed.runtime import compiler
 
-    compiled, compiler.compile = compiler.compile, lambda: lambda formula: formula
-    try:
-        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
-    finally:
-        compiler.compile = compiled
     deepspeed.utils.logger.setLevel(logging.WARNING)
     deepspeed.utils.logger.addFilter(_is_news)
     if world.device.type == "cpu":

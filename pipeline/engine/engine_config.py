@@ -21,7 +21,6 @@ Our engine never takes more than the model has parameters."""
 # Keys of a DeepSpeed file that the recipe decides: a file that sets one must agree with the recipe.
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 RECIPE_KEYS = (*BATCH_KEYS, "gradient_clipping")
-FORBIDDEN_KEYS = ("optimizer", "scheduler", "fp16")
 KNOWN_KEYS = (
     *RECIPE_KEYS, "zero_optimization", "managed_gradient_accumulation", "zero_allow_untested_optimizer", "bf16",
     "data_types", "communication_data_type", "torch_autocast", "prescale_gradients", "gradient_predivide_factor",
@@ -135,9 +134,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _check_settings(settings: Mapping[str, Any], filled: Mapping[str, Any], *, path: Path, world_size: int) -> None:
-    for key in FORBIDDEN_KEYS:
-        if key in settings:
-            raise UserError(f"{path} sets {key!r}, which the recipe decides (see optimizer.*, schedule.*): remove it.")
     zero = settings.get("zero_optimization", {})
     offload = [key for name in ("offload_optimizer", "offload_param") for key in zero.get(name, {})]
     for keys, known, where in (
@@ -148,7 +144,7 @@ def _check_settings(settings: Mapping[str, Any], filled: Mapping[str, Any], *, p
         if unknown := [key for key in keys if key not in known]:
             raise UserError(
                 f"{path} sets {where}{unknown[0]!r}, which a DeepSpeed file cannot set here: remove it. Allowed are "
-                f"{', '.join(known)}; a run's own records are in the telemetry section."
+                f"{', '.join(known)}; optimizer, schedule and a run's own records (telemetry) are the recipe's."
             )
     stage = zero.get("stage", 0)
     if type(stage) is not int or not 0 <= stage <= 3:

@@ -1,10 +1,8 @@
 """The interface of an engine, and `register_engine`, which makes one selectable as `engine.name`.
 
 An engine is a class with the methods of `Engine` and the static method `EngineClass.facts`: in a file of
-`pipeline.engine`, or in an installed package with an entry point of the group `neuclip.engines`.
-
-Per step, training calls `forward` (features with their graph), `backward` (gradients of these features) and `step`
-(reduce, clip, update). An engine is independent of the objective.
+`pipeline.engine`, or in an installed package with an entry point of the group `neuclip.engines`. It does not know the
+objective.
 """
 
 from __future__ import annotations
@@ -33,8 +31,7 @@ class EngineState(Protocol):
     def weights(self, *, keep: bool = True) -> Iterator[tuple[str, Tensor]]:
         """fp32 master weights and buffers on the CPU, by the names of open_clip's state dict.
 
-        Args:
-            keep: Whether this rank needs them. Without it, the rank takes part, copies nothing and yields nothing.
+        A rank that does not `keep` them takes part, copies nothing and yields nothing.
         """
         ...
 
@@ -58,11 +55,7 @@ class EngineState(Protocol):
         ...
 
     def load(self, *, weights: Mapping[str, Tensor], moments: Mapping[tuple[str, str], Tensor], counter: int) -> None:
-        """Restore weights, moments and the update counter.
-
-        Raises:
-            UserError: Names are missing, or shapes differ.
-        """
+        """Restore weights, moments and the update counter; a `UserError` if names are missing, or shapes differ."""
         ...
 
 
@@ -93,10 +86,7 @@ class Engine(Protocol):
         ...
 
     def step(self, *, lr_scale: float) -> bool:
-        """Reduce, clip and apply the accumulated gradient.
-
-        Args:
-            lr_scale: The learning rate as a share of `optimizer.lr`.
+        """Reduce, clip and apply the accumulated gradient, with `lr_scale` times the learning rate `optimizer.lr`.
 
         Returns:
             False when the step was skipped because the gradient holds inf or NaN, and nothing of it is kept. The same
@@ -106,10 +96,6 @@ class Engine(Protocol):
 
     def gradient_norm(self) -> float | None:
         """Norm of the last step's gradient over all ranks, before clipping; None where it is not known."""
-        ...
-
-    def train(self) -> None:
-        """Put the towers in training mode."""
         ...
 
 
@@ -140,15 +126,9 @@ class EngineClass(Protocol):
         global_batch: int,
         compile_towers: bool | Literal["auto"] = False,
     ) -> Engine:
-        """Build the engine.
+        """Build the engine for towers on this rank's device, which take `global_batch` samples a step over all ranks.
 
-        Args:
-            towers: The model, on this rank's device.
-            config: The engine's section of the recipe.
-            optimizer: The optimizer's section.
-            world: The ranks.
-            global_batch: Samples per step over all ranks.
-            compile_towers: Compile the towers with torch.compile; "auto": unless that fails.
+        `compile_towers`: with torch.compile; "auto": unless that fails.
 
         Raises:
             UserError: Settings, optimizer and towers do not go together.
@@ -158,11 +138,7 @@ class EngineClass(Protocol):
     def facts(
         self, config: EngineConfig, *, optimizer: OptimizerConfig, global_batch: int, world_size: int
     ) -> EngineFacts:
-        """Describe the engine, after all checks that need neither model nor GPU.
-
-        Raises:
-            UserError: The settings are refused.
-        """
+        """Describe the engine; a `UserError` if settings are refused, as far as that needs neither model nor GPU."""
         ...
 
 

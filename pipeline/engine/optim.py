@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -70,7 +69,7 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
         UserError: A parameter has two names, so that it would be updated twice, or is a scalar; or Muon has no matrix.
     """
     named = [(name, p) for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad]
-    seen: dict[int, str] = {}
+    seen, kinds = dict[int, str](), dict[str, str]()
     for name, p in named:
         if id(p) in seen:
             raise UserError(f"The parameter {name} is the same tensor as {seen[id(p)]}: it would be updated twice.")
@@ -79,8 +78,6 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
                 f"The parameter {name} is a scalar, which DeepSpeed cannot train: keep it in the objective."
             )
         seen[id(p)] = name
-    kinds: dict[str, str] = {}
-    for name, p in named:
         hidden = config.name == "muon" and p.dim() >= 2 and p.shape[1] > 1 and isinstance(_place(name), tuple)
         kinds[name] = "hidden" if hidden else "decay" if p.dim() >= 2 else "no_decay"
     if config.name == "muon" and "hidden" not in kinds.values():
@@ -88,7 +85,7 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
             "optimizer.name = 'muon', but no trained parameter is a matrix of a block: choose another optimizer, or "
             "lock fewer layers."
         )
-    shares = rate_shares([name for name, _ in named], decay=config.layer_decay)
+    shares = _rate_shares([name for name, _ in named], decay=config.layer_decay)
     groups = []
     for share in sorted(set(shares.values()), reverse=True):
         for kind in ("hidden", "decay", "no_decay"):
@@ -99,11 +96,7 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
 
 
 def check_stage(config: OptimizerConfig, *, stage: int) -> None:
-    """Check that the optimizer works at a ZeRO stage.
-
-    Raises:
-        UserError: It does not.
-    """
+    """Raise a `UserError` if the optimizer does not work at a ZeRO stage."""
     if stage > 0 and config.per_layer:
         raise UserError(
             f"optimizer.name = '{config.name}' does not work with ZeRO stage {stage}: {config.per_layer}, and "
@@ -113,7 +106,7 @@ def check_stage(config: OptimizerConfig, *, stage: int) -> None:
 
 
 def build_optimizer(config: OptimizerConfig, groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
-    """The named optimizer over `parameter_groups`; `set_lr` sets its learning rate before every step.
+    """The named optimizer over `parameter_groups`. Before every step, a group's rate is set to its `lr_share`.
 
     LAMB scales every matrix by its trust ratio, with and without weight decay, as FastCLIP's Procedure 4 does. Gains
     and biases are not scaled, which is timm's rule and not the Procedure's. timm's gradient clipping is off.
@@ -122,33 +115,28 @@ def build_optimizer(config: OptimizerConfig, groups: Iterable[dict[str, Any]]) -
     updates scaled by 0.2 sqrt(max(rows, columns)) as in 2502.16982. A convolution's kernel is one matrix with a row per
     output channel, and attention's packed qkv weight is one matrix. Groups that are not "hidden" get AdamW.
     """
-    groups, lr = list(groups), config.lr
+    from timm.optim import Lamb, Lion, Muon
+
+    groups, lr, rest = list(groups), config.lr, list[dict[str, Any]]()
+    optimizer: torch.optim.Optimizer
     if config.name == "adamw":
         return _adamw(groups, config)
-    optimizer: torch.optim.Optimizer
     if config.name == "sgd":
         optimizer = torch.optim.SGD(groups, lr=lr, momentum=config.momentum)
     elif config.name == "lion":
-        from timm.optim import Lion
-
         optimizer = Lion(groups, lr=lr, betas=config.betas)
     elif config.name == "muon":
-        from timm.optim import Muon
-
-        hidden, rest = ([g for g in groups if (g["name"] == "hidden") == wanted] for wanted in (True, False))
+        # Without `use_muon`, timm looks at the shape.
+        hidden = [{**group, "use_muon": True} for group in groups if group["name"] == "hidden"]
+        rest = [group for group in groups if group["name"] != "hidden"]
         fixed: dict[str, Any] = {"nesterov": True, "ns_coefficients": "original", "adjust_lr_fn": "match_rms_adamw"}
-        matrices = [{**group, "use_muon": True} for group in hidden]  # without it, timm looks at the shape
-        optimizer = Muon(matrices, lr=lr, momentum=config.momentum, **fixed)
-        optimizer.register_step_post_hook(_count_steps)
-        return _Together([optimizer, *([_adamw(rest, config)] if rest else [])])
+        optimizer = Muon(hidden, lr=lr, momentum=config.momentum, **fixed)
     else:
-        from timm.optim import Lamb
-
         adapted = [{**group, "always_adapt": group["name"] == "decay"} for group in groups]
         optimizer = Lamb(adapted, lr=lr, betas=config.betas, eps=config.eps, max_grad_norm=None)
         optimizer.register_step_pre_hook(_restore_group_counter)
     optimizer.register_step_post_hook(_count_steps)
-    return optimizer
+    return _Together([optimizer, _adamw(rest, config)]) if rest else optimizer
 
 
 class _Together(torch.optim.Optimizer):
@@ -197,12 +185,6 @@ def _restore_group_counter(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             group["step"] = torch.as_tensor(counters[0], dtype=torch.float32).cpu().clone()
 
 
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of every group: its share of `lr`."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group.get("lr_share", 1.0)
-
-
 def gradient_in_moment(config: OptimizerConfig) -> dict[str, tuple[float, float]]:
     """How to recover a step's gradient g: `{key: (decay, scale)}` with state[key] = decay * old + scale * g.
 
@@ -211,10 +193,8 @@ def gradient_in_moment(config: OptimizerConfig) -> dict[str, tuple[float, float]
     if config.name == "sgd":
         return {"momentum_buffer": (config.momentum, 1.0)}
     kept = config.betas[1] if config.name == "lion" else config.betas[0]
-    shares = {"exp_avg": (kept, 1.0 - kept)}
-    if config.name == "muon":
-        shares["momentum_buffer"] = (config.momentum, 1.0 - config.momentum)
-    return shares
+    muon = {"momentum_buffer": (config.momentum, 1.0 - config.momentum)} if config.name == "muon" else {}
+    return {"exp_avg": (kept, 1.0 - kept), **muon}
 
 
 def moment_keys(config: OptimizerConfig, groups: Iterable[Mapping[str, Any]]) -> Callable[[Tensor], list[str]]:
@@ -235,7 +215,7 @@ def decay_in_gradient(config: OptimizerConfig, parameter: Tensor) -> Tensor:
     return parameter.detach() * (config.weight_decay if decays else 0.0)
 
 
-def rate_shares(names: Iterable[str], *, decay: float) -> dict[str, float]:
+def _rate_shares(names: Iterable[str], *, decay: float) -> dict[str, float]:
     """The learning-rate factor of each parameter for layer-wise decay (BEiT, 2106.08254).
 
     In both towers the last layers (projection, final norm) have 1, the last block `decay`, the one before it `decay`^2,
@@ -307,16 +287,3 @@ class ScheduleConfig:
 def stage_steps(config: ScheduleConfig, *, total_steps: int) -> list[tuple[StageConfig | None, int]]:
     """The stages with the steps at which they end; None: the rest of the run, after the last stage."""
     return [*((stage, round(stage.until * total_steps)) for stage in config.stages), (None, total_steps)]
-
-
-def lr_scale(config: ScheduleConfig, *, step: int, total_steps: int) -> float:
-    """The learning rate of step `step` (from 0) as a share of its peak: warm-up and decay, times the stage's factor."""
-    factor = next((stage.lr_scale for stage in config.stages if step < round(stage.until * total_steps)), 1.0)
-    if step < config.warmup_steps:
-        return factor * ((step + 1) / config.warmup_steps)
-    if config.kind == "constant":
-        cooldown = config.cooldown_steps(total_steps=total_steps)
-        past = max(0, step - (total_steps - cooldown))
-        return factor * (1.0 - math.sqrt(past / cooldown)) if past else factor
-    progress = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
-    return factor * 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))

@@ -9,7 +9,7 @@ for that moment it takes their place.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,8 +25,6 @@ from pipeline.errors import UserError
 
 # The entry of torch's optimizer state that is one number per parameter rather than one per weight.
 COUNTER = "step"
-GATHERED_VALUES = 2**26
-"""Values that one collective gathers at stages 1 and 2, in fp32: 256 MiB."""
 
 
 class DeepSpeedState:
@@ -43,33 +41,21 @@ class DeepSpeedState:
     ) -> None:
         """`frozen`: fp32 values of the parameters that are not trained; the engine may hold them in bf16."""
         self._frozen, self._optimizer = dict(frozen or {}), optimizer
-        self._engine = engine
-        self._stage = stage
-        self._world = world
-
-    @property
-    def _clip(self) -> nn.Module:
-        clip = self._engine.module.clip
-        assert isinstance(clip, nn.Module)
-        return clip
-
-    @property
-    def _torch_optimizer(self) -> torch.optim.Optimizer:
-        """The torch optimizer inside the engine's wrappers."""
-        optimizer = self._engine.optimizer
-        while not isinstance(optimizer, torch.optim.Optimizer):
-            optimizer = optimizer.optimizer
-        return optimizer
+        self._engine, self._stage, self._world = engine, stage, world
+        self._clip: nn.Module = engine.module.clip
+        inner = engine.optimizer  # in DeepSpeed's wrappers
+        while not isinstance(inner, torch.optim.Optimizer):
+            inner = inner.optimizer
+        self._torch_optimizer = inner
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Trainable parameters by open_clip's names, in one fixed order."""
         return [(name, p) for name, p in self._clip.named_parameters() if p.requires_grad]
 
     def weights(self, *, keep: bool = True) -> Iterator[tuple[str, Tensor]]:
-        items, trained = self._state_dict_items(), dict(self.named_parameters())
-        partitioned = self._gathered([p for name, p in items if name in trained and self._stage > 0])
-        for name, value in items:
-            full = next(partitioned) if name in trained and self._stage > 0 else self._frozen.get(name, value)
+        trained = dict(self.named_parameters())
+        for name, value in self._state_dict_items():
+            full = self._full(value) if name in trained and self._stage > 0 else self._frozen.get(name, value)
             if keep:
                 yield name, _on_the_host(full).reshape(self._shape(value))
 
@@ -83,14 +69,10 @@ class DeepSpeedState:
             key for state in states.values() for key, v in state.items() if key != COUNTER and isinstance(v, Tensor)
         }
         for key in sorted(keys):
-            partitioned = self._gathered([p for _, p in named if self._stage > 0], key)
             for name, p in named:
-                if self._stage > 0:
-                    value = next(partitioned)
-                elif key not in states.get(p, {}):  # Muon's matrices have other moments than the rest
-                    continue
-                else:
-                    value = states[p][key]
+                if self._stage == 0 and key not in states.get(p, {}):
+                    continue  # Muon's matrices have other moments than the rest
+                value = self._full(p, key) if self._stage > 0 else states[p][key]
                 if keep:
                     yield name, key, _on_the_host(value).reshape(self._shape(p))
 
@@ -99,7 +81,12 @@ class DeepSpeedState:
         return int(states[0][COUNTER]) if states else 0
 
     def masters(self) -> list[Tensor]:
-        return self._flat_masters() if self._stage > 0 else [p for _, p in self.named_parameters()]
+        if self._stage == 0:
+            return [p for _, p in self.named_parameters()]
+        # The flat fp32 partitions that the wrapped optimizer steps; each ZeRO wrapper has its own name for them.
+        attributes = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
+        wrapper = self._engine.optimizer
+        return next(list(getattr(wrapper, name)) for name in attributes if hasattr(wrapper, name))
 
     def load(self, *, weights: Mapping[str, Tensor], moments: Mapping[tuple[str, str], Tensor], counter: int) -> None:
         expected = self.shapes()
@@ -130,30 +117,12 @@ class DeepSpeedState:
                         if isinstance(value, Tensor):
                             value.zero_()
 
-    @torch.no_grad()
-    def _gathered(self, parameters: Sequence[Tensor], key: str | None = None) -> Iterator[Tensor]:
-        """Whole fp32 tensors on the device, in order: the parameters' masters, or their moments of this name.
-
-        Stage 3 gathers one tensor at a time. At stages 1 and 2, many are gathered by one collective: the sum of buffers
-        in which each rank fills in its fragments.
-        """
-        from deepspeed import comm
+    def _full(self, p: Tensor, key: str | None = None) -> Tensor:
+        """The whole fp32 master of a parameter of stages 1 to 3, or its moment of this name, on the device."""
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-        if self._stage == 3:
-            for p in parameters:
-                yield safe_get_full_optimizer_state(p, key) if key else safe_get_full_fp32_param(p)
-            return
-        for bucket in in_buckets(parameters, GATHERED_VALUES):
-            sizes = [p.numel() for p in bucket]
-            whole = torch.zeros(sum(sizes), dtype=torch.float32, device=bucket[0].device)
-            for p, values in zip(bucket, whole.split(sizes), strict=True):
-                fragment: Any = p._hp_mapping  # type: ignore[attr-defined]
-                if fragment is not None:  # this rank has a part of the parameter
-                    at = fragment.lp_fragment_address
-                    values[at.start : at.start + at.numel].copy_(fragment.get_hp_fragment(key))
-            comm.all_reduce(whole, group=bucket[0]._dp_group)  # type: ignore[attr-defined]
-            yield from whole.split(sizes)
+        full: Tensor = safe_get_full_optimizer_state(p, key) if key else safe_get_full_fp32_param(p)
+        return full
 
     def _state_dict_items(self) -> list[tuple[str, Tensor]]:
         """Live parameters and buffers of open_clip's state dict (whose own values are detached at stage 3)."""
@@ -180,9 +149,7 @@ class DeepSpeedState:
     def _load_moments(self, moments: Mapping[tuple[str, str], Tensor], counter: int) -> None:
         from deepspeed.utils import safe_set_full_optimizer_state
 
-        optimizer = self._torch_optimizer
-        named = self.named_parameters()
-        keys = sorted({key for _, key in moments})
+        optimizer, named, keys = self._torch_optimizer, self.named_parameters(), sorted({key for _, key in moments})
         if self._stage == 0:
             for name, p in named:
                 own = [key for key in keys if (name, key) in moments]
@@ -190,7 +157,10 @@ class DeepSpeedState:
                 if own or not keys:
                     optimizer.state[p] = {COUNTER: step_counter(optimizer, p, counter), **state}
             return
-        self._make_states(optimizer, keys)
+        for master in self.masters():  # a checkpoint is loaded before the first step, at which its state appears
+            state = optimizer.state[master]
+            state.setdefault(COUNTER, step_counter(optimizer, master))
+            state.update({key: torch.zeros_like(master) for key in keys if key not in state})
         self._link_states()
         for key in keys:
             for name, p in named:
@@ -199,12 +169,6 @@ class DeepSpeedState:
         for master, state in optimizer.state.items():
             if COUNTER in state:
                 state[COUNTER] = step_counter(optimizer, master, counter)
-
-    def _flat_masters(self) -> list[Tensor]:
-        """The flat fp32 partitions that the wrapped optimizer steps; each ZeRO wrapper has its own name for them."""
-        attributes = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
-        wrapper = self._engine.optimizer
-        return next(list(getattr(wrapper, name)) for name in attributes if hasattr(wrapper, name))
 
     def _link_states(self) -> None:
         """Renew the links through which stages 1 and 2 find moments.
@@ -216,15 +180,6 @@ class DeepSpeedState:
             self._engine.optimizer._hp_optimizer_states_linked = False
             self._engine.optimizer._lazy_init_hp_params_optimizer_state()
 
-    def _make_states(self, optimizer: torch.optim.Optimizer, keys: list[str]) -> None:
-        """Create the optimizer state, which otherwise appears at the first step: a checkpoint is loaded before it."""
-        for master in self._flat_masters():
-            state = optimizer.state[master]
-            state.setdefault(COUNTER, step_counter(optimizer, master))
-            for key in keys:
-                if key not in state:
-                    state[key] = torch.zeros_like(master)
-
 
 def _check_shapes(what: str, given: Mapping[Any, Tensor], expected: Mapping[Any, torch.Size | None]) -> None:
     """Check that the expected tensors have been given, and none of those for which None is expected."""
@@ -235,18 +190,6 @@ def _check_shapes(what: str, given: Mapping[Any, Tensor], expected: Mapping[Any,
             f"The checkpoint's {what} do not fit this model: {len(wrong)} differ, for example {wrong[0]} (checkpoint "
             f"{there and tuple(there)}, model {here and tuple(here)}). Use the recipe it was made with."
         )
-
-
-def in_buckets(tensors: Sequence[Tensor], values: int) -> Iterator[list[Tensor]]:
-    """The tensors in order, in lists of at most so many values, or of one tensor that is larger."""
-    bucket: list[Tensor] = []
-    for tensor in tensors:
-        if bucket and sum(t.numel() for t in bucket) + tensor.numel() > values:
-            yield bucket
-            bucket = []
-        bucket.append(tensor)
-    if bucket:
-        yield bucket
 
 
 def _on_the_host(value: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field
 from torch import Tensor
 
 from pipeline.config import section, suggest
@@ -39,17 +39,8 @@ class TelemetryConfig:
     """The project in trackers; a run has the name of its folder there."""
     progress: Literal["auto", "quiet"] = "auto"
     """`auto` prints a line every few seconds."""
-    profile: tuple[int, int] | None = None
-    """Run torch's profiler from the first to the last of these steps (counted from 0), on rank 0: RUN/profile/."""
     peak_tflops: float | None = Field(default=None, gt=0)
     """Peak of one device, for the MFU. None: from the GPU's data sheet where it is known, else no MFU is reported."""
-
-    @field_validator("profile")
-    @classmethod
-    def _in_order(cls, steps: tuple[int, int] | None) -> tuple[int, int] | None:
-        if steps is not None and not 0 <= steps[0] <= steps[1]:
-            raise ValueError("the first step, counted from 0, and the last, which is not before it, such as [8,12]")
-        return steps
 
 
 def sink_names(config: TelemetryConfig) -> list[str]:

@@ -30,8 +30,7 @@ from pipeline.run_files import (
 )
 from pipeline.training.recipe_file import consents_in
 from pipeline.training.run_folder import LOCK_NAME, read_origin
-from pipeline.training.run_state import EXIT_DONE, EXIT_NOT_SAVED
-from pipeline.training.validation import STOPPED_EARLY
+from pipeline.training.run_state import EXIT_DONE, EXIT_NOT_SAVED, STOPPED_EARLY
 
 REASON_LENGTH = 400
 CRASHES = (128 + signal.SIGSEGV, 128 + signal.SIGABRT, 128 + signal.SIGBUS)

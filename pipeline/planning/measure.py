@@ -63,7 +63,7 @@ def _trial(run: RunConfig, *, ranks: int, folder: Path) -> RunConfig:
         data=replace(run.data, streams=run.data.streams // ranks),
         engine=replace(run.engine, probe=False),
         checkpoint=replace(run.checkpoint, mirror=None),
-        telemetry=replace(run.telemetry, tensorboard=False, trackers=(), progress="quiet", profile=None),
+        telemetry=replace(run.telemetry, tensorboard=False, trackers=(), progress="quiet"),
         evaluation=replace(run.evaluation, suite=None),
     )
 

@@ -26,8 +26,8 @@ from pipeline.metrics.mfu import TowerCosts, activation_bytes, measure_towers
 from pipeline.model.architectures import Architecture
 from pipeline.model.towers import ModelConfig, build_towers, check_start, text_batching, without_weights
 from pipeline.objectives import ObjectiveMemory, build_objective
-from pipeline.training.recipe import RunConfig, check_captions_of, check_run
-from pipeline.training.stages import check_stages, stages_of
+from pipeline.training.build import check_stages
+from pipeline.training.recipe import RunConfig, check_captions_of, check_run, stages_of
 
 META = torch.device("meta")
 

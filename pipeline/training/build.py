@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from contextlib import ExitStack
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -17,19 +16,17 @@ from pipeline.data.loading.tokenize import fast_tokenizer
 from pipeline.distributed.workers import preload
 from pipeline.distributed.world import World, limit_collectives
 from pipeline.engine.engine_protocol import ENGINES, EngineFacts
-from pipeline.engine.state import WeightAverage
 from pipeline.errors import UserError, is_out_of_memory
 from pipeline.evaluation.run.images import WORKER_IMPORTS
 from pipeline.metrics.mfu import known_peak, training_flops
 from pipeline.model.architectures import Architecture
-from pipeline.model.towers import Towers, build_towers, check_start
+from pipeline.model.model_folder import resized_state
+from pipeline.model.towers import Towers, build_towers, check_start, text_batching, without_weights
 from pipeline.objectives import Objective, ObjectiveConfig, ObjectiveContext, build_objective
 from pipeline.objectives.temperature import TAU_MAX
 from pipeline.pictures.pixels import colour_of
-from pipeline.run_files import model_folder_in
-from pipeline.training.recipe import RunConfig
+from pipeline.training.recipe import RunConfig, Stage, stages_of
 from pipeline.training.run_state import RunState
-from pipeline.training.stages import Stage
 from pipeline.training.step import batch_norms_of, frozen_statistics, seeded
 
 COMPILING_SECONDS = 75.0
@@ -41,11 +38,7 @@ USUAL_MFU, UNKNOWN_PEAK = 0.3, 100.0
 
 
 def loader_of(run: RunConfig, *, architecture: Architecture, world: World) -> Loader:
-    """The loader of this rank, at the start of epoch 0.
-
-    Raises:
-        UserError: The data cannot be read, or does not fit the run.
-    """
+    """The loader of this rank, at the start of epoch 0. Raises a `UserError` if the data does not fit the run."""
     return build_loader(
         run.data,
         world=world,
@@ -84,31 +77,24 @@ def starting_objective(run: RunConfig, logit: tuple[float, float | None] | None)
     config = run.objective
     if logit is None or not run.model.pretrained_temperature:
         return config
-    names = {field.name for field in fields(config)}
-    changes: dict[str, Any] = {}
-    if "tau_init" in names:
-        tau = math.exp(-logit[0])
-        changes["tau_init"] = min(max(tau, getattr(config, "tau_min", tau)), TAU_MAX)
-    if "bias_init" in names and logit[1] is not None:
-        changes["bias_init"] = logit[1]
+    tau, names = math.exp(-logit[0]), {field.name for field in fields(config)}
+    values = {"tau_init": min(max(tau, getattr(config, "tau_min", tau)), TAU_MAX), "bias_init": logit[1]}
+    changes: dict[str, Any] = {key: value for key, value in values.items() if key in names and value is not None}
     return replace(config, **changes)
 
 
-def describe_start(run: RunConfig, logit: tuple[float, float | None] | None) -> str:
-    """A log message about the weights a run starts from; empty without pretrained weights."""
-    if logit is None:
-        return ""
-    tau, bias = math.exp(-logit[0]), "" if logit[1] is None else f" and bias {logit[1]:.4g}"
-    weights = model_folder_in(Path(str(run.model.pretrained))) or run.model.pretrained
-    initial = getattr(starting_objective(run, logit), "tau_init", None)
-    then = "the objective starts there"
-    if not run.model.pretrained_temperature:
-        then = "the objective starts at its own (model.pretrained_temperature=false)"
-    elif initial is None:
-        then = f"{run.objective.name} has a fixed temperature, which is a setting: objective.tau"
-    elif not math.isclose(initial, tau, rel_tol=1e-3):
-        then = f"the objective starts at {initial:.4g}, its bound nearest to that (objective.tau_min, 1)"
-    return f"Starting from the weights {weights}, whose temperature is {tau:.4g}{bias}; {then}."
+def check_stages(run: RunConfig) -> None:
+    """Raise a `UserError` if a stage's towers cannot be built, or cannot start from the weights of the stage before.
+    Only shapes are computed."""
+    if not run.schedule.stages:
+        return
+    before: dict[str, Tensor] = {}
+    for stage in stages_of(run):
+        towers, _ = build_towers(without_weights(stage.run.model), seed=0, device="meta")
+        text_batching(towers.clip, stage.run.model)
+        weights = towers.clip.state_dict()
+        resized_state(before, shapes={name: value.shape for name, value in weights.items()})
+        before = weights
 
 
 def build_state(stage: Stage, *, world: World, parts: ExitStack) -> RunState:
@@ -117,11 +103,11 @@ def build_state(stage: Stage, *, world: World, parts: ExitStack) -> RunState:
     if run.evaluation.suite is not None and run.evaluation.workers != 0:
         preload(*WORKER_IMPORTS)  # the fork server starts with the loader, and serves the evaluation, too
     check_start(run.model)
-    towers, architecture = build_towers(run.model, seed=run.seed)
-    architecture = replace(architecture, background=colour_of(run.data.background))
-    loader = parts.enter_context(loader_of(run, architecture=architecture, world=world))
+    towers, arch = build_towers(run.model, seed=run.seed)
+    arch = replace(arch, background=colour_of(run.data.background))
+    loader = parts.enter_context(loader_of(run, architecture=arch, world=world))
     starting = replace(run, objective=starting_objective(run, towers.logit))
-    objective = objective_of(starting, loader=loader, architecture=architecture, world=world)
+    objective = objective_of(starting, loader=loader, architecture=arch, world=world)
     make_engine = ENGINES[run.engine.name]
     facts = make_engine.facts(run.engine, optimizer=run.optimizer, global_batch=run.batch_size, world_size=world.size)
     engine = make_engine(
@@ -133,10 +119,9 @@ def build_state(stage: Stage, *, world: World, parts: ExitStack) -> RunState:
         compile_towers=compiled_towers(run, facts, world=world, steps=stage.end - stage.first),
     )
     limit_collectives(collectives_limit(run))
-    engine.train()
-    ema = WeightAverage(run.ema, engine.state) if run.ema.decay is not None else None
+    engine.module.train()
     return RunState(
-        run=run, world=world, architecture=architecture, loader=loader, engine=engine, objective=objective, ema=ema
+        run=run, end=stage.end, world=world, architecture=arch, loader=loader, engine=engine, objective=objective
     )
 
 

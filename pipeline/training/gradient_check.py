@@ -27,21 +27,12 @@ class GradientCheck:
     """Checks the first step that is applied: `begin` before it, `reference` between backward and update, and a call, as
     a hook, after every step.
 
-    Args:
-        step: Takes the step that is checked.
-        plain: fp32 towers of the check's own, which take the engine's weights. Their backward pass should recompute
-            activations: an fp32 copy of the model leaves little memory.
-        clipping: `engine.gradient_clipping`.
-        report: Gets a sentence after the check.
+    `plain` are fp32 towers of the check's own, which take the engine's weights. Their backward pass should recompute
+    activations: an fp32 copy of the model leaves little memory. `report` gets a sentence after the check.
     """
 
     def __init__(
-        self,
-        step: TrainStep,
-        plain: Towers,
-        *,
-        clipping: float = 0.0,
-        report: Callable[[str], None] = lambda text: None,
+        self, step: TrainStep, plain: Towers, *, clipping: float = 0.0, report: Callable[[str], None] = print
     ) -> None:
         self._step, self._engine, self._world = step, step.engine, step.world
         self._clipping, self._report = clipping, report
@@ -60,10 +51,8 @@ class GradientCheck:
     def reference(self, inputs: tuple[Tensor, Tensor], gradients: tuple[Tensor, Tensor], step: int) -> None:
         """Compute the gradient by plain autograd, over the same micro-batches and random streams, summed over ranks.
 
-        Args:
-            inputs: This rank's images [b, 3, H, W] and whole tokens [b, L], on any device.
-            gradients: d(global loss)/d(features) of this rank, twice [b, d].
-            step: Number of the step.
+        `inputs` are this rank's images [b, 3, H, W] and whole tokens [b, L], on any device, and `gradients`
+        d(global loss)/d(features) of this rank, twice [b, d].
         """
         if self._plain is None:
             return
@@ -86,32 +75,21 @@ class GradientCheck:
             )
 
     def finish(self) -> float:
-        """Compare the gradient that was applied with the reference, and free the copy of the towers. Collective.
-
-        Returns:
-            Their relative L2 distance.
-
-        Raises:
-            UserError: It is too large.
-        """
+        """Free the copy of the towers, and `compare_gradients`: the one that was applied, and the reference."""
         assert self._plain is not None
-        after = self._moments()
-        moments = gradient_in_moment(self._engine.optimizer_config)
-        keys = {name: next(key for key in moments if (name, key) in after) for name in self._expected}
+        after, optimizer = self._moments(), self._engine.optimizer_config
+        moments = gradient_in_moment(optimizer)
         norm = math.sqrt(sum(float(g.double().square().sum()) for g in self._expected.values()))
         clip = min(1.0, self._clipping / norm) if self._clipping and norm else 1.0
-        applied = {}
-        for name, key in keys.items():
-            decay, scale = moments[key]
-            applied[name] = (after[name, key] - decay * self._before.get((name, key), torch.tensor(0.0))) / scale
-        weights = dict(self._plain.clip.named_parameters())
-        expected = {
-            name: clip * g + decay_in_gradient(self._engine.optimizer_config, weights[name]).cpu()
-            for name, g in self._expected.items()
-        }
-        self._plain, self._before = None, {}
-        del weights
-        self._expected = {}
+        applied, expected = {}, {}
+        for name, weight in self._plain.clip.named_parameters():
+            if name in self._expected:
+                key = next(key for key in moments if (name, key) in after)
+                decay, scale = moments[key]
+                applied[name] = (after[name, key] - decay * self._before.get((name, key), torch.tensor(0.0))) / scale
+                expected[name] = clip * self._expected[name] + decay_in_gradient(optimizer, weight).cpu()
+        self._plain, self._before, self._expected = None, {}, {}
+        del weight
         if self._world.device.type == "cuda":  # exclude the copy from the run's memory statistics
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()

@@ -40,12 +40,6 @@ class Inputs:
     sample_ids: Tensor
     """int64 [b]."""
 
-    @classmethod
-    def of(cls, batch: Batch, *, texts: Callable[[Tensor], TextChunks], device: torch.device) -> Inputs:
-        """Copy a batch to the device, without waiting for it if the batch is in page-locked memory."""
-        image, ids = (values.to(device, non_blocking=True) for values in (batch.image, batch.sample_id))
-        return cls(image, texts(batch.text), ids)
-
 
 def text_layout(
     engine: Engine, config: ModelConfig, chunks: Sequence[slice], *, device: torch.device
@@ -120,7 +114,7 @@ class PrefetchedBatches:
         """A batch on the device; the work queued there from now on waits for it, not the host."""
         copy, self._copy = self._copy, None
         if copy is None or copy[0] is not batch:
-            return Inputs.of(batch, texts=self._texts, device=self._device)
+            return self._moved(batch)
         _, inputs, done = copy
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(done)
@@ -128,11 +122,16 @@ class PrefetchedBatches:
             values.record_stream(stream)  # its memory belongs to the other stream
         return inputs
 
+    def _moved(self, batch: Batch) -> Inputs:
+        """Copy a batch to the device, without waiting for it if the batch is in page-locked memory."""
+        image, ids = (values.to(self._device, non_blocking=True) for values in (batch.image, batch.sample_id))
+        return Inputs(image, self._texts(batch.text), ids)
+
     def _fetch(self, ahead: Future[_Copy], copies: torch.cuda.Stream) -> None:
         try:
             with torch.cuda.stream(copies):  # and its device, which a new thread would not use for pinned memory
                 batch = next(self._loader)
-                inputs = Inputs.of(batch, texts=self._texts, device=self._device)
+                inputs = self._moved(batch)
                 done = copies.record_event(torch.cuda.Event(blocking=True))
             ahead.set_result((batch, inputs, done))
         except Exception as error:
@@ -152,11 +151,8 @@ class StepFeatures:
     """Whose similarities the run learns from, too."""
 
     def of(self, batch: Batch, *, stand_in: bool = False) -> tuple[Tensor | None, Teacher | None]:
-        """The image tower's outputs [b, d] of a batch, and a teacher's features; of a stand-in batch, zeros.
-
-        Raises:
-            UserError: Those of a sample are missing or damaged.
-        """
+        """The image tower's outputs [b, d] of a batch, and a teacher's features; of a stand-in batch, zeros. A
+        `UserError` if those of a sample are missing or damaged."""
 
         def values(stored: StoredFeatures) -> Tensor:
             if stand_in:

@@ -19,7 +19,6 @@ from pipeline.data.loading.worker_processes import NoBatch
 from pipeline.distributed.signals import EXIT_PREEMPTED, StopSignals
 from pipeline.distributed.timing import Meter, Phases, present_objects_kept
 from pipeline.distributed.world import World
-from pipeline.engine.optim import lr_scale as scheduled_scale
 from pipeline.errors import EXIT_USER_ERROR, UserError
 from pipeline.metrics.logger import Telemetry
 from pipeline.metrics.mfu import Utilization
@@ -29,28 +28,23 @@ from pipeline.objectives.pairwise import batch_keys
 from pipeline.run_files import new_run_id
 from pipeline.training.build import build_state, choose_micro_batch
 from pipeline.training.gradient_check import GradientCheck
+from pipeline.training.hooks import Observer, Saver
 from pipeline.training.inputs import PrefetchedBatches, StepFeatures, text_layout
-from pipeline.training.observer import Observer, StepProfiler
 from pipeline.training.periodic_tests import PeriodicTests
+from pipeline.training.recipe import Stage
 from pipeline.training.run_state import EXIT_NOT_SAVED, RunEnds
-from pipeline.training.saving import Saver
-from pipeline.training.stages import Stage
 from pipeline.training.step import StepResult, TrainStep, micro_batches
+from pipeline.training.step import lr_scale as scheduled_scale
 
 Hook = Callable[[Batch, StepResult], None]
 """Called after every step that counts, on every rank. It may raise `RunEnds`."""
 
 
 class Trainer:
-    """The parts of a stage of a run on one rank, and the loop over its steps.
+    """The parts of a stage of a run (without stages, of the whole run) on one rank, and the loop over its steps.
 
-    A context manager, which closes the parts, and the telemetry, at its end.
-
-    Args:
-        stage: What is trained; without stages, the whole run.
-        world: The ranks.
-        telemetry: Receives what is reported.
-        resumed: The checkpoint that will be restored.
+    A context manager, which closes the parts, and the telemetry, at its end. `resumed` is the checkpoint that will be
+    restored.
 
     Raises:
         UserError: A part cannot be built.
@@ -62,7 +56,7 @@ class Trainer:
     """The tests that were due at the checkpoint that was restored, but were prevented."""
 
     def __init__(self, stage: Stage, *, world: World, telemetry: Telemetry, resumed: Checkpoint | None) -> None:
-        self.run, self.world, self.telemetry, self.end = stage.run, world, telemetry, stage.end
+        self.run, self.world, self.telemetry = stage.run, world, telemetry
         self.signals = StopSignals()
         """Shared by the trainers of a run."""
         run, on_event = stage.run, telemetry.event
@@ -107,13 +101,11 @@ class Trainer:
                 images=run.data.image_features is None,
             )
             self.tests = PeriodicTests(state, telemetry)
-            self.saver = Saver(state, self.writer, telemetry, stage.end)
-            self.observer = Observer(state, telemetry, self.meter, self.utilization, stage.end)
-            self.profiler = None
-            if world.is_main and run.telemetry.profile is not None:
-                self.profiler = StepProfiler(state, telemetry, run.telemetry.profile)
-            hooks: tuple[Hook | None, ...] = (state.average, self.gradient_check, self.profiler, self.observer)
-            self.hooks: list[Hook] = [*filter(None, hooks), self.tests.validate, self.saver, self.tests.evaluate]
+            self.saver = Saver(state, self.writer, telemetry)
+            self.observer = Observer(state, telemetry, self.meter, self.utilization)
+            checks: list[Hook] = [] if self.gradient_check is None else [self.gradient_check]
+            tests = self.tests
+            self.hooks: list[Hook] = [state.average, *checks, self.observer, tests.validate, self.saver, tests.evaluate]
             self.parts = parts.pop_all()
 
     def __enter__(self) -> Self:
@@ -142,10 +134,8 @@ class Trainer:
                 if not stop and self.tests.make_up(self.missed):
                     self.saver.save()
                 self._end_early(stop=stop)
-                if self.profiler is not None:
-                    self.profiler.start()
                 self.observer.start()
-                while state.step < self.end:
+                while state.step < state.end:
                     batch, problem = self._next_batch()
                     result = self.train_step(batch, stop=bool(received), problem=problem)
                     state.advance(batch, result)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +15,6 @@ from pipeline import config as cfg
 from pipeline.checkpoint.writer import CheckpointConfig
 from pipeline.config import section
 from pipeline.data.data_config import DataConfig, Source, as_sources
-from pipeline.data.order.canonical_order import default_streams
 from pipeline.data.shards.check_shards import check_captions
 from pipeline.engine.engine_config import EngineConfig
 from pipeline.engine.engine_protocol import ENGINES
@@ -29,11 +27,9 @@ from pipeline.objectives import ObjectiveConfig, parse_objective
 from pipeline.training.recipe_file import (
     DEFAULT_OBJECTIVE,
     RECIPE_KEYS,
-    add_recipe_keys,
-    choose_method,
     read_recipe,
     resolve_budget,
-    scale_rates,
+    resolve_methods,
 )
 
 
@@ -106,6 +102,46 @@ class RunConfig:
         return self.samples // self.batch_size
 
 
+@dataclass(frozen=True)
+class Stage:
+    """A part of a run with its own `model` section: number `number` (from 0), the steps from `first` to before `end`.
+
+    Every stage has towers, engine and loader of its own, which start from the checkpoint at the end of the one before.
+    Passing to the next stage is therefore the same as resuming, and a run that is interrupted at a boundary ends with
+    the weights of one that is not.
+    """
+
+    number: int
+    first: int
+    end: int
+    run: RunConfig
+    """The run's configuration with this stage's `model` section."""
+
+    def describe(self, *, image_size: int) -> str:
+        """A sentence for the log."""
+        model = self.run.model
+        text = f", texts of up to {model.text_tokens} tokens" if model.text_tokens else ""
+        patches = f", {model.patch_dropout:.0%} of the patches dropped" if model.patch_dropout else ""
+        steps = f"steps {self.first:,} to {self.end:,} of {self.run.total_steps:,}"
+        return f"Stage {self.number + 1}, {steps}: images of {image_size} px{text}{patches}."
+
+
+def stages_of(run: RunConfig) -> Iterator[Stage]:
+    """The stages of a run in order; the last one has the recipe's own `model` section."""
+    first = 0
+    for number, (settings, end) in enumerate(stage_steps(run.schedule, total_steps=run.total_steps)):
+        given = {key: getattr(settings, key, None) for key in ("image_size", "text_tokens", "patch_dropout")}
+        model = replace(run.model, **{key: value for key, value in given.items() if value is not None})
+        yield Stage(number, first, end, replace(run, model=model))
+        first = end
+
+
+def stage_at(run: RunConfig, step: int) -> Stage:
+    """The stage that takes step `step` (from 0); after the run's end, the last one."""
+    stages = list(stages_of(run))
+    return next((stage for stage in stages if step < stage.end), stages[-1])
+
+
 MANY = 2**40
 """Samples that are assumed in order to check settings without the data."""
 
@@ -123,14 +159,14 @@ def load_recipe(
         path: The recipe.
         overrides: `section.key=value`.
         dataset_size: Samples of an epoch, for plans of data that is not there yet.
-        scaled: Gets the rates that `reference_batch` changes, as `scale_rates`.
+        scaled: Gets the rates that `reference_batch` changes, as in `resolve_methods`.
 
     Raises:
         UserError: It names every wrong key.
     """
     tree = read_recipe(Path(path)) if path is not None else {}
-    tree, above = add_recipe_keys(tree, cfg.parse_overrides(overrides))
-    tree = scale_rates(choose_method(tree, above), above, scaled=scaled)
+    above = cfg.parse_overrides(overrides)
+    tree = resolve_methods(tree, above, scaled=scaled)
     try:
         resolved = resolve_budget(tree, above, dataset_size=dataset_size)
     except UserError:
@@ -154,11 +190,7 @@ def parse_recipe(tree: Mapping[str, Any]) -> RunConfig:
 
 
 def check_run(run: RunConfig, *, world_size: int) -> None:
-    """Check the combinations of settings that can be checked without data.
-
-    Raises:
-        UserError: Settings contradict each other or the number of ranks.
-    """
+    """Raise a `UserError` if settings contradict each other or the number of ranks, as far as that needs no data."""
     sink_names(run.telemetry)
     if run.validation.patience is not None and not run.validation.sources:
         raise UserError("validation.patience needs held-out pairs: set validation.sources to a folder of shards.")
@@ -215,11 +247,7 @@ def check_run(run: RunConfig, *, world_size: int) -> None:
 
 
 def check_captions_of(run: RunConfig) -> None:
-    """Check the captions of a run's data and of its validation, as far as they are on this machine.
-
-    Raises:
-        UserError: As `check_captions`.
-    """
+    """`check_captions` of a run's data and of its validation, as far as they are on this machine."""
     for sources in filter(None, (run.data.sources, run.validation.sources)):
         check_captions(replace(run.data, sources=sources))
 
@@ -228,12 +256,10 @@ def _check_ranks(run: RunConfig, *, world_size: int) -> None:
     """Check that the ranks divide streams and batch, and micro-batches the local batch."""
     batch, streams, micro_batch = run.batch_size, run.data.streams, run.engine.micro_batch
     if batch % world_size or streams % world_size:
-        if batch % world_size == 0:
-            nearest, fitting = batch, world_size * default_streams(batch // world_size)
-        else:
-            fitting = max(1, round(streams / world_size)) * world_size
-            unit = math.lcm(fitting, world_size * (micro_batch if isinstance(micro_batch, int) else 1))
-            nearest = max(1, round(batch / unit)) * unit
+        unit = world_size * (micro_batch if isinstance(micro_batch, int) and batch % world_size else 1)
+        nearest = max(1, round(batch / unit)) * unit
+        each = range(1, 1 + max(1, round(streams / world_size)))
+        fitting = world_size * max(count for count in each if nearest // world_size % count == 0)
         raise UserError(
             f"batch_size = {batch} and data.streams = {streams} do not fit {world_size} ranks, which must divide both; "
             f"the streams must divide the batch. Use batch_size={nearest} data.streams={fitting}, for example, or "

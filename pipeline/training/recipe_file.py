@@ -26,6 +26,7 @@ from pipeline.run_files import RUN_CONFIG_NAME
 
 log = logging.getLogger(__name__)
 DEFAULT_OBJECTIVE = "neuclip"
+ONLY_IN_RECIPES = ("extends", "methods", "reference_batch")
 BUDGETS, WARM_UPS = ("epochs", "samples"), ("warmup_share", "warmup_steps")
 SCALED_RATES = (("optimizer", "lr"), ("objective", "tau_lr"))
 CONSENTS = ("data.allow_outside", "evaluation.allow_outside")
@@ -44,11 +45,11 @@ class RecipeKeys:
     epochs: float | None = Field(default=None, gt=0, le=1e6)
     """Passes over the data, instead of `samples`."""
     reference_batch: int | None = Field(default=None, ge=1)
-    """The batch size for which the recipe's `optimizer.lr` and `objective.tau_lr` were chosen: both are multiplied by
-    batch_size / reference_batch, unless they are given as overrides."""
+    """Only in a recipe: the batch size for which its `optimizer.lr` and `objective.tau_lr` were chosen: both are
+    multiplied by batch_size / reference_batch, unless they are given as overrides."""
     methods: dict[str, dict[str, Any]] | None = None
-    """Settings by method, `{NAME: {section: {key: value}}}`: those of `objective.name` override the rest of the recipe.
-    A method without settings here trains with its defaults."""
+    """Only in a recipe: settings by method, `{NAME: {section: {key: value}}}`: those of `objective.name` override the
+    rest. A method without settings here trains with its defaults."""
 
 
 @section
@@ -64,11 +65,8 @@ RECIPE_KEYS = (*cfg.keys(RecipeKeys), *(f"schedule.{key}" for key in cfg.keys(Sc
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """A recipe's tree, laid over that of the recipe beside it that it `extends`, if any.
-
-    Raises:
-        UserError: A file cannot be read, or recipes extend each other in a circle.
-    """
+    """A recipe's tree, laid over that of the recipe beside it that it `extends`, if any. A `UserError` if a file cannot
+    be read, or if recipes extend each other in a circle."""
     tree, seen = _read_one(path), {path.resolve()}
     while "extends" in tree:
         base = path.parent / f"{tree.pop('extends')}.yaml"
@@ -122,51 +120,33 @@ def without_consents(stored: Mapping[str, Any], prefix: str = "") -> dict[str, A
     }
 
 
-def add_recipe_keys(recipe: Mapping[str, Any], above: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The recipe with the overrides that only a recipe resolves (`methods`, `reference_batch`), and the others.
+def resolve_methods(
+    recipe: Mapping[str, Any], above: Mapping[str, Any], *, scaled: dict[str, str] | None = None
+) -> dict[str, Any]:
+    """Resolve `methods` and `reference_batch`: a recipe with what it has for the chosen method, and with learning rates
+    scaled linearly with the batch size, as FastCLIP (appendix B) does over numbers of nodes.
+
+    `above` is the overrides' tree; `scaled` gets each changed rate that counts, as "1e-05 x 64/256".
 
     Raises:
-        UserError: `methods` names no method, a value is of the wrong type, or the overrides have `extends`.
+        UserError: There is no such method, a value is of the wrong type, or an override is for recipes only.
     """
-    given = {key: value for key, value in above.items() if key in cfg.keys(RecipeKeys) and key not in BUDGETS}
-    parsed = cfg.parse(RecipeKeys, given)
-    if parsed.extends is not None:
-        raise UserError(f"extends = {parsed.extends!r} is for recipes only: give --recipe {parsed.extends}.")
-    for name in parsed.methods or {}:
-        parse_objective({"name": name})  # an unknown name ends here
-    return cfg.merge(recipe, given), {key: value for key, value in above.items() if key not in given}
-
-
-def choose_method(recipe: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """The recipe with what its `methods` has for the chosen method, `objective.name` of the overrides, else its own.
-
-    Raises:
-        UserError: The recipe's `methods` are malformed, or there is no such method.
-    """
+    if only := [key for key in ONLY_IN_RECIPES if key in above]:
+        raise UserError(
+            f"{only[0]} = {above[only[0]]!r} is for recipes only: give settings themselves, such as optimizer.lr, or "
+            "write a recipe with `extends: NAME` that changes the one of that name."
+        )
     tree = dict(recipe)
-    methods = tree.pop("methods", None)
-    if methods is None:
-        return tree
-    if not isinstance(methods, Mapping) or not all(isinstance(part, Mapping) for part in methods.values()):
-        raise UserError("methods must map names of objectives to sections, as in the recipes of jobs/recipes/.")
+    methods = cfg.parse(RecipeKeys, {"methods": tree.pop("methods", None)}).methods
     name = cfg.merge(_section(tree, "objective"), _section(above, "objective")).get("name", DEFAULT_OBJECTIVE)
-    if name not in methods:
-        parse_objective({"name": name})  # an unknown name ends here
+    if methods is not None and name not in methods:
+        parse_objective({"name": name})
         log.warning(
             "This recipe has no settings for objective.name = %s: the method's defaults are used. A part under "
             "`methods` sets others.",
             name,
         )
-        return tree
-    return cfg.merge(tree, methods[name])
-
-
-def scale_rates(
-    recipe: Mapping[str, Any], above: Mapping[str, Any], *, scaled: dict[str, str] | None = None
-) -> dict[str, Any]:
-    """Scale the learning rates linearly with the batch size, as FastCLIP (appendix B) does over numbers of nodes: see
-    `RecipeKeys.reference_batch`. `scaled` gets each rate that counts as "1e-05 x 64/256"."""
-    tree = dict(recipe)
+    tree = cfg.merge(tree, (methods or {}).get(name, {}))
     reference = cfg.parse(RecipeKeys, {"reference_batch": tree.pop("reference_batch", None)}).reference_batch
     if reference is None or (size := _sizes({**tree, **above}).batch_size) == reference:
         return tree
@@ -185,10 +165,8 @@ def resolve_budget(
     """Merge a recipe with its overrides, convert `epochs` and `schedule.warmup_share` to samples and steps, and derive
     `data.streams` if it is not given.
 
-    Args:
-        recipe: The recipe's tree.
-        above: The overrides' tree; a budget given there replaces the recipe's budget, also one in the other unit.
-        dataset_size: Samples of an epoch if the manifests of the data are missing.
+    A budget in the overrides' tree, `above`, replaces the recipe's, also one in the other unit. `dataset_size` are the
+    samples of an epoch if the manifests of the data are missing.
 
     Raises:
         UserError: A budget is given in both units in one place, or a value is out of range.
@@ -215,16 +193,15 @@ def _merged_in_one_unit(names: tuple[str, str], recipe: Mapping[str, Any], above
     """The recipe merged with its overrides, where one budget has two names: a name that the overrides give replaces
     either one of the recipe, and a null there removes the recipe's of that name.
     """
-    removed = {name for name in names if name in above and above[name] is None}
-    recipe = {key: value for key, value in recipe.items() if key not in removed}
-    recipe, above = ({k: v for k, v in tree.items() if k not in names or v is not None} for tree in (recipe, above))
-    if any(all(name in tree for name in names) for tree in (recipe, above)):
+    replaced = {name for name in names if name in above}
+    if any(above[name] is not None for name in replaced):
+        replaced = set(names)
+    merged = cfg.merge({key: value for key, value in recipe.items() if key not in replaced}, above)
+    if all(merged.get(name) is not None for name in names):
         raise UserError(
             f"Both {names[0]} and {names[1]} are given, which are two ways to say the same: give one of them."
         )
-    if any(name in above for name in names):
-        recipe = {key: value for key, value in recipe.items() if key not in names}
-    return cfg.merge(recipe, above)
+    return {key: value for key, value in merged.items() if key not in names or value is not None}
 
 
 def _samples_of(tree: Mapping[str, Any], dataset_size: int | None) -> int:

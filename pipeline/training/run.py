@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -25,14 +26,14 @@ from pipeline.metrics.logger import Telemetry
 from pipeline.metrics.trackers import check_trackers
 from pipeline.model.starting_weights import check_fetched
 from pipeline.model.trimming import why_not_trimmed
-from pipeline.training.build import collectives_limit, describe_start
+from pipeline.run_files import model_folder_in
+from pipeline.training.build import check_stages, collectives_limit
 from pipeline.training.inputs import open_step_features
 from pipeline.training.loop import Trainer
 from pipeline.training.periodic_tests import missed_tests
-from pipeline.training.recipe import RunConfig, check_run
+from pipeline.training.recipe import RunConfig, check_run, stage_at
 from pipeline.training.run_folder import STARTING, changed_settings, find_start, folder_of_a_start, hold_folder
 from pipeline.training.run_state import EXIT_NOT_SAVED
-from pipeline.training.stages import check_stages, stage_at
 
 
 def train(
@@ -42,7 +43,7 @@ def train(
     world: World | None = None,
     on_trainer: Callable[[Trainer], object] = lambda trainer: None,
 ) -> int:
-    """Train one run on this rank to its last checkpoint.
+    """Train one run on this rank to its last checkpoint, and return the exit code.
 
     Each stage of the run has a trainer, and so has the time after a roll-back. Each starts from a checkpoint, as a run
     that is resumed.
@@ -52,9 +53,6 @@ def train(
         resume: None (a new run), "latest" (a new run when there are no checkpoints) or the folder of a checkpoint.
         world: The ranks, if they are connected already.
         on_trainer: Called with each trainer before its first step.
-
-    Returns:
-        The exit code.
 
     Raises:
         UserError: The run cannot start or go on.
@@ -135,8 +133,9 @@ def setup(run: RunConfig, *, world: World, resume: str | Checkpoint | None, firs
     notes: list[str] = []
     if first:
         world.work_on_main(lambda: _check_services(run))
-    checkpoint = resume if isinstance(resume, Checkpoint) else None
-    if not isinstance(resume, Checkpoint):
+    if isinstance(resume, Checkpoint):
+        checkpoint: Checkpoint | None = resume
+    else:
         mirror = run.checkpoint.mirror if first else None
         checkpoint = find_start(run, resume, world=world, mirror=mirror, on_event=notes.append)
     check_stages(run)
@@ -190,11 +189,16 @@ def _check_services(run: RunConfig) -> None:
 def _report_start(trainer: Trainer, notes: list[str], *, is_new: bool) -> None:
     """Report what the start found, and what makes this run slower than it could be."""
     run, world, engine, telemetry = trainer.run, trainer.world, trainer.state.engine, trainer.telemetry
-    if is_new:
-        notes = [*notes, describe_start(run, engine.module.logit), *engine.module.notes]
     if untrimmed := why_not_trimmed(engine.module.clip):
         notes = [f"Texts are not trimmed to their lengths. {untrimmed}", *notes]
-    for note in filter(None, notes):
+    if is_new:
+        if (logit := engine.module.logit) is not None:
+            weights = model_folder_in(Path(str(run.model.pretrained))) or run.model.pretrained
+            theirs, initial = (math.exp(-log) for log in (logit[0], trainer.state.objective.logit_parameters()[0]))
+            text = f"Starting from the weights {weights}, whose temperature is {theirs:.4g}"
+            notes = [*notes, f"{text}; that of the objective starts at {initial:.4g}."]
+        notes = [*notes, *engine.module.notes]
+    for note in notes:
         telemetry.event(note)
     if engine.bf16 and world.is_main and (slow := why_bf16_is_slow(world.device)):
         file = in_fp32(run.engine, world_size=world.size, optimizer=run.optimizer)

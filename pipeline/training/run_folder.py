@@ -79,18 +79,19 @@ def folder_of_a_start(run: RunConfig, *, heartbeat: Heartbeat, resume: str | Non
 
     The run's settings, its origin and what `neuclip doctor` reads about a start replace those of the start before when
     every check has passed; in a new folder they are written before, so that a start that is killed leaves them, too.
-
-    Raises:
-        UserError: What the block raises.
     """
     folder, world = Path(run.output), heartbeat.world
 
     def write() -> None:
         write_text(folder / RUN_CONFIG_NAME, dump(run))
-        record_origin(run, resume)
+        path = folder / ORIGIN_NAME
+        if origin := Origin.of_start(run, resume):
+            if origin.digest or not path.exists():  # else what is recorded says more
+                write_text(path, json.dumps(asdict(origin)) + "\n")
+        elif resume is None:
+            path.unlink(missing_ok=True)
 
-    fresh = world.is_main and {path.name for path in folder.iterdir()} <= {LOCK_NAME, STARTING}
-    fresh = world.gather_objects(fresh)[0]
+    (fresh, *_) = world.gather_objects(world.is_main and {p.name for p in folder.iterdir()} <= {LOCK_NAME, STARTING})
     if fresh:
         heartbeat.move(folder / HEARTBEATS)
         if world.is_main:
@@ -131,6 +132,17 @@ class Origin:
     digest: str
     """SHA-256 of its `checkpoint.json`; empty if it could not be read: it may have been removed since."""
 
+    @classmethod
+    def of_start(cls, run: RunConfig, resume: str | None) -> Origin | None:
+        """That of a run that begins with `--resume DIR`; None if DIR is in the run's own folder, or not given."""
+        path = Path(resume or "latest").resolve()
+        if resume in (None, "latest") or path.is_relative_to(Path(run.output).resolve()):
+            return None
+        digest = ""
+        with suppress(OSError, ValueError):
+            digest = str(read_meta(path).get("digest", ""))
+        return cls(str(path), digest)
+
     def is_of(self, other: Origin | None) -> bool:
         """Whether both are the same checkpoint, as far as it could be read."""
         if other is None or self.checkpoint != other.checkpoint:
@@ -138,41 +150,13 @@ class Origin:
         return not (self.digest and other.digest) or self.digest == other.digest
 
 
-def origin_of_start(run: RunConfig, resume: str | None) -> Origin | None:
-    """The origin of a run that begins with `--resume DIR`; None if DIR is in the run's own folder, or not given."""
-    if resume is None or resume == "latest":
-        return None
-    path = Path(resume).resolve()
-    if path.is_relative_to(Path(run.output).resolve()):
-        return None
-    digest = ""
-    with suppress(OSError, ValueError):
-        digest = str(read_meta(path).get("digest", ""))
-    return Origin(str(path), digest)
-
-
 def read_origin(folder: Path) -> Origin | None:
     """The origin that a run's folder records; None if it is no fork, or the record is damaged."""
     return read_as(Origin, folder / ORIGIN_NAME)
 
 
-def record_origin(run: RunConfig, resume: str | None) -> None:
-    """Write a fork's origin into its folder; a run that begins anew has none."""
-    path = Path(run.output, ORIGIN_NAME)
-    if origin := origin_of_start(run, resume):
-        if origin.digest or not path.exists():  # else what is recorded says more
-            write_text(path, json.dumps(asdict(origin)) + "\n")
-    elif resume is None:
-        path.unlink(missing_ok=True)
-
-
 def find_start(
-    run: RunConfig,
-    resume: str | None,
-    *,
-    world: World,
-    mirror: str | None,
-    on_event: Callable[[str], None],
+    run: RunConfig, resume: str | None, *, world: World, mirror: str | None, on_event: Callable[[str], None]
 ) -> Checkpoint | None:
     """The checkpoint to continue from; None for a new run. Collective.
 
@@ -184,7 +168,7 @@ def find_start(
     folder = Path(run.output)
     # The writer opens it on rank 0 only; here, all ranks raise what is wrong with its address.
     copies = Mirror(mirror, folder, progress=world.progress) if mirror else None
-    origin = origin_of_start(run, resume)
+    origin = Origin.of_start(run, resume)
     if origin is not None and _has_begun(folder, origin, world=world, copies=copies):
         on_event(f"This run was begun from {resume} and has checkpoints of its own: it continues from the newest.")
         resume = "latest"
@@ -208,11 +192,8 @@ def find_start(
 
 
 def _has_begun(folder: Path, origin: Origin, *, world: World, copies: Mirror | None) -> bool:
-    """Whether a fork has checkpoints of its own, also if its disk was lost and its mirror has them. Collective.
-
-    Raises:
-        UserError: The folder has checkpoints of a run with another origin. On every rank.
-    """
+    """Whether a fork has checkpoints of its own, also if its disk was lost and its mirror has them. Collective. A
+    `UserError` on every rank if the folder has checkpoints of a run with another origin."""
 
     def begun() -> bool:
         if folders := checkpoint_folders(folder):
@@ -232,12 +213,8 @@ def _has_begun(folder: Path, origin: Origin, *, world: World, copies: Mirror | N
 
 
 def check_continuation(checkpoint: Checkpoint, run: RunConfig) -> None:
-    """Check that a run's batch size, objective, optimizer and budget can continue a checkpoint.
-
-    Raises:
-        UserError: The checkpoint has trained more steps, or other batches, or its state is another objective's or
-            optimizer's.
-    """
+    """Raise a `UserError` if a checkpoint has trained more steps than the run has, or other batches, or if its state is
+    another objective's or optimizer's."""
     name, steps = checkpoint.path.name, run.total_steps
     settings = flatten(checkpoint.meta["config"])
     now = {"batch_size": run.batch_size, "objective.name": run.objective.name, "optimizer.name": run.optimizer.name}

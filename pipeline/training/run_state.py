@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -27,11 +28,12 @@ from pipeline.objectives import Objective
 from pipeline.training.recipe import RunConfig
 from pipeline.training.run_folder import read_origin
 from pipeline.training.step import StepResult
-from pipeline.training.validation import ValidationHistory
 from pipeline.versions import versions
 
 EXIT_DONE, EXIT_NOT_SAVED = 0, 74
 """74 (EX_IOERR): the last checkpoint could not be written; make room, and start again with --resume latest."""
+STOPPED_EARLY = "Stopped early"
+"""Beginning of the message when `validation.patience` ends a run."""
 FINITE_STEPS = 3
 """Applied steps after a checkpoint that show that its weights were not ruined already."""
 
@@ -70,11 +72,6 @@ class SkippedSteps:
     rolled_back_to: int | None = None
     """The step of the checkpoint to which the last roll-back returned."""
 
-    def count(self, *, applied: bool) -> None:
-        """Count one more step."""
-        self.skipped += not applied
-        self.in_a_row = 0 if applied else self.in_a_row + 1
-
     def last_good(self, step: int) -> int:
         """After `step` steps, checkpoints of this step and of earlier ones are good."""
         return step - self.in_a_row - FINITE_STEPS
@@ -89,19 +86,9 @@ class SkippedSteps:
             return newest(checkpoint.step - 1) or checkpoint
         return checkpoint
 
-    def roll_back(self, to: int) -> None:
-        """Count a roll-back to the checkpoint of this step."""
-        self.in_a_row, self.rollbacks, self.rolled_back_to = 0, self.rollbacks + 1, to
-
-    def scalars(self) -> dict[str, float]:
-        return {"skipped_steps": self.skipped, "rollbacks": self.rollbacks}
-
     def check(self, run: RunConfig, *, step: int) -> bool:
-        """Whether to roll back now, after step number `step` (from 0).
-
-        Raises:
-            UserError: Too many steps were skipped, and no further rollback is allowed.
-        """
+        """Whether to roll back now, after step number `step` (from 0); a `UserError` if no further rollback is allowed,
+        and too many steps were skipped."""
         if self.in_a_row <= run.max_skipped_steps:
             return False
         if self.rollbacks < run.max_rollbacks:
@@ -118,18 +105,53 @@ class SkippedSteps:
         )
 
 
+@dataclass
+class ValidationHistory:
+    """The best validation so far; part of every checkpoint."""
+
+    best_loss: float | None = None
+    best_step: int | None = None
+    since_best: int = 0
+    """Validations since the best one."""
+    step: int = 0
+    """Step of the last validation."""
+
+    def add(self, loss: float, *, step: int) -> None:
+        """Record a validation; a loss that is not finite is never the best."""
+        self.step = step
+        if math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss):
+            self.best_loss, self.best_step, self.since_best = loss, step, 0
+        else:
+            self.since_best += 1
+
+    def ends_run(self, patience: int | None) -> bool:
+        return patience is not None and self.since_best >= patience
+
+    def describe_end(self) -> str:
+        """A message for the log when `ends_run`."""
+        wanted = "finite loss"
+        if self.best_loss is not None:
+            wanted = f"lower loss than {self.best_loss:.4f} at step {self.best_step}"
+        return (
+            f"{STOPPED_EARLY}: {self.since_best} validations in a row without a {wanted} (validation.patience). To "
+            "train on: --resume latest validation.patience=null."
+        )
+
+
 @dataclass(kw_only=True)
 class RunState:
     """The parts of a run that have state."""
 
     run: RunConfig
+    end: int
+    """The step at which the stage ends."""
     world: World
     architecture: Architecture
     loader: Loader
     engine: Engine
     objective: Objective
     skipped: SkippedSteps = field(default_factory=SkippedSteps)
-    ema: WeightAverage | None = None
+    ema: WeightAverage | None = field(default=None, init=False)
     """The average of the weights; None without one."""
     validation: ValidationHistory = field(default_factory=ValidationHistory)
     base: str = ""
@@ -145,6 +167,8 @@ class RunState:
 
     def __post_init__(self) -> None:
         mean, std, engine = self.architecture.mean, self.architecture.std, self.engine
+        if self.run.ema.decay is not None:
+            self.ema = WeightAverage(self.run.ema, engine.state)
         self.normalized: Callable[[Tensor], Tensor] = partial(
             normalize, mean=mean, std=std, dtype=engine.dtype, memory_format=engine.module.image_format
         )
@@ -157,9 +181,9 @@ class RunState:
 
     def advance(self, batch: Batch, result: StepResult) -> None:
         """Count a step that was taken or skipped."""
-        self.step += 1
-        self.position = batch.position
-        self.skipped.count(applied=result.applied)
+        self.step, self.position = self.step + 1, batch.position
+        self.skipped.skipped += not result.applied
+        self.skipped.in_a_row = 0 if result.applied else self.skipped.in_a_row + 1
 
     def average(self, batch: Batch, result: StepResult) -> None:
         """Add the weights after a step to their average, if there is one."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from pipeline.distributed.timing import Phases
 from pipeline.distributed.world import World
 from pipeline.engine.engine_protocol import Engine
+from pipeline.engine.optim import ScheduleConfig
 from pipeline.model.trimming import TextChunks
 from pipeline.objectives.base import Objective
 from pipeline.objectives.distill import Teacher
@@ -43,6 +45,8 @@ class StepResult:
     """Some rank had no batch: the step has changed nothing and does not count."""
     text_tokens: float
     """Tokens per text that this rank's towers computed."""
+    lr_scale: float
+    """The learning rate as a share of its peak."""
 
 
 OnGradients = Callable[[tuple[Tensor, Tensor], tuple[Tensor, Tensor], int], None]
@@ -145,7 +149,7 @@ class TrainStep:
                 "False: the weights are lost, the last checkpoint is intact."
             )
         tokens = texts.computed_tokens / len(texts.text)
-        return StepResult(output, not bad, applied=applied, stop=stop, missing=skipped, text_tokens=tokens)
+        return StepResult(output, not bad, applied, stop, missing=skipped, text_tokens=tokens, lr_scale=lr_scale)
 
     def _cached_features(self, image: Tensor, texts: TextChunks, step: int) -> tuple[Tensor, Tensor]:
         """[b, d] features of both sides, without a graph."""
@@ -206,6 +210,19 @@ def micro_batches(local_batch: int, micro_batch: int | None) -> list[slice]:
     """The rows of each micro-batch of a rank; None makes one of the whole local batch."""
     size = micro_batch or local_batch
     return [slice(i, min(i + size, local_batch)) for i in range(0, local_batch, size)]
+
+
+def lr_scale(config: ScheduleConfig, *, step: int, total_steps: int) -> float:
+    """The learning rate of step `step` (from 0) as a share of its peak: warm-up and decay, times the stage's factor."""
+    factor = next((stage.lr_scale for stage in config.stages if step < round(stage.until * total_steps)), 1.0)
+    if step < config.warmup_steps:
+        return factor * ((step + 1) / config.warmup_steps)
+    if config.kind == "constant":
+        cooldown = config.cooldown_steps(total_steps=total_steps)
+        past = max(0, step - (total_steps - cooldown))
+        return factor * (1.0 - math.sqrt(past / cooldown)) if past else factor
+    progress = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
+    return factor * 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
 
 
 class Flags:

@@ -54,7 +54,7 @@ def take(file: str, arch: str, *, ranks: int, micro: int | None, record: Record)
     )
     current = get_accelerator().current
     assert current == {0}, f"DeepSpeed takes GPU {current}, where each task sees only its own"
-    engine.train()
+    engine.module.train()
     objective = build_objective(
         {"name": "openclip"}, dim=architecture.dim, batch_size=ranks * LOCAL, world=world, device=world.device
     )

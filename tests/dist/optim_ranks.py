@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from pipeline.distributed.start import start_world
 from pipeline.distributed.world import World, leave
 from pipeline.engine.deepspeed_engine import DeepSpeedEngine
-from pipeline.engine.engine_config import DS_CONFIGS, EngineConfig
+from pipeline.engine.engine_config import EngineConfig
 from pipeline.engine.optim import OptimizerConfig, build_optimizer, parameter_groups
 from pipeline.engine.state import EmaConfig, WeightAverage
 from pipeline.errors import UserError
@@ -82,7 +81,7 @@ def under_engine(
         engine = DeepSpeedEngine(
             towers(arch), config=EngineConfig(deepspeed=files), optimizer=config, world=world, global_batch=BATCH
         )
-        engine.train()
+        engine.module.train()
         return engine
 
     engine = make()
@@ -107,50 +106,7 @@ def under_engine(
     return dict(engine.state.weights()), dict(average.weights())
 
 
-def bf16_weights(arch: str, file: str, *, parts: int, clipping: float, world: World) -> tuple[Tensor, float | None]:
-    """Return all weights after some steps in bf16, each in `parts` micro-batches, and the last gradient's norm."""
-    rows = world.rows(BATCH // world.size)
-    engine = DeepSpeedEngine(
-        towers(arch),
-        config=EngineConfig(deepspeed=file, gradient_clipping=clipping),
-        optimizer=CONFIGS["adamw"],
-        world=world,
-        global_batch=BATCH,
-    )
-    engine.train()
-    for step in range(STEPS):
-        image, text, *gradients = (x[rows] for x in batch(step))
-        for part in torch.arange(len(image)).chunk(parts):
-            engine.backward(engine.forward(image[part], text[part]), (gradients[0][part], gradients[1][part]))
-        assert engine.step(lr_scale=1.0)
-    return torch.cat([weight.flatten() for _, weight in engine.state.weights()]), engine.gradient_norm()
-
-
-def small_buckets(folder: Path) -> str:
-    """The default DeepSpeed file with buckets so small that a tiny model has many: their reductions overlap."""
-    settings = json.loads((DS_CONFIGS / "zero2_bf16.json").read_text())
-    settings["zero_optimization"]["reduce_bucket_size"] = 1000
-    path = folder / "small_buckets.json"
-    path.write_text(json.dumps(settings))
-    return str(path)
-
-
-def overlapping(arch: str, folder: Path) -> None:
-    """Compare the stages in bf16, whose gradients are reduced after and during the backward pass."""
-    with start_world(device="cpu") as world:
-        found = {}
-        for file in ("zero1_bf16", "zero2_bf16", small_buckets(folder)):
-            for parts, clipping in ((1, 0.0), (2, 0.0), (2, 0.5)):
-                weights = bf16_weights(arch, file, parts=parts, clipping=clipping, world=world)
-                found[Path(file).stem, parts, clipping] = weights
-        if world.is_main:
-            torch.save(found, folder / "overlap.pt")
-
-
 def main(arch: str, out: Path, files: list[str]) -> None:
-    if files == ["overlap"]:
-        overlapping(arch, out.parent)
-        return
     with start_world(device="cpu") as world:
         found = {}
         for name, config in CONFIGS.items():

@@ -68,7 +68,7 @@ def test_a_run_starts_from_another_with_its_temperature_at_other_sizes(base):
     printed = train(base, "second", "model.arch=pretrained", f"model.pretrained={base}/first", "model.image_size=32",
                     "model.context_length=16", "objective.name=openclip",
                     "optimizer.lr=1e-12", "objective.tau_lr=0")  # fmt: skip
-    assert f"whose temperature is {learned:.4g}; the objective starts there" in printed
+    assert f"whose temperature is {learned:.4g}; that of the objective starts at {learned:.4g}." in printed
     assert first_tau(base, "second") == pytest.approx(learned, rel=1e-5)
     before, after = weights(base, "first"), weights(base, "second")
     assert after["visual.positional_embedding"].shape == (17, 32)
@@ -88,7 +88,7 @@ def test_the_initial_temperature_of_the_objective_can_be_used(base):
     printed = train(base, "own-tau", f"model.arch={base}/small.json", f"model.pretrained={file}",
                     "objective.name=openclip", "model.pretrained_temperature=false", "objective.tau_init=0.07",
                     "objective.tau_lr=0")  # fmt: skip
-    assert "the objective starts at its own" in printed
+    assert "that of the objective starts at 0.07." in printed
     assert first_tau(base, "own-tau") == pytest.approx(0.07)
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.engine.optim import lr_scale
 from pipeline.errors import UserError
+from pipeline.training.build import check_stages
 from pipeline.training.recipe import load_recipe
-from pipeline.training.stages import check_stages
+from pipeline.training.step import lr_scale
 from tests.e2e.test_train import BATCH, STEPS, equal, records, settings, weights
 from tests.metrics import metrics
 from tests.towers import TINY
@@ -67,7 +67,7 @@ def test_image_and_text_sizes_grow_and_the_order_is_unchanged(whole, base):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stop", [FIRST - 2, FIRST, FIRST + 2])
+@pytest.mark.parametrize("stop", [FIRST - 2, FIRST])
 def test_interrupted_runs_end_with_the_same_weights(stop, whole, base):
     name = f"stopped-{stop}"
     shutil.copytree(whole, base / name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.objectives import objective_names
-from pipeline.training import observer
+from pipeline.training import hooks
 from tests.launch import run
 from tests.metrics import equal, metrics
 from tests.training import prepare, settings_in, train_here
@@ -73,22 +72,6 @@ def test_one_rank_equals_two(one_rank, two_ranks):
 
 
 @pytest.mark.slow
-def test_resuming_on_the_same_layout_is_bit_identical(base, two_ranks):
-    resumed = base / "two-resumed"
-    shutil.copytree(two_ranks, resumed)
-    shutil.rmtree(resumed / "checkpoints" / f"step-{STEPS:08d}")
-    run("jobs.train", *settings(base, resumed.name), "--resume", "latest", ranks=2)
-    assert equal(weights(resumed), weights(two_ranks))
-    for name in ("objective", "moments"):
-        files = [
-            folder / "checkpoints" / f"step-{STEPS:08d}" / f"{name}.safetensors" for folder in (resumed, two_ranks)
-        ]
-        assert equal(*map(load_file, files)), name
-    # Records of repeated steps replace the old ones.
-    assert list(records(resumed)) == list(range(1, STEPS + 1))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "ranks"), [("zero2_fp32", 0), ("zero3_fp32", 2)])
 def test_resuming_on_another_stage_and_number_of_ranks(base, two_ranks, one_rank, stage, ranks):
     """From ZeRO-1 x 2 to one rank, and from ZeRO-1 x 1 to two."""
@@ -123,11 +106,11 @@ def test_activation_checkpointing_is_bit_identical(base):
 
 
 @pytest.mark.slow
-def test_histograms_utilization_and_a_profile_can_be_read_back(base, monkeypatch):
+def test_histograms_and_utilization_can_be_read_back(base, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    monkeypatch.setattr(observer, "DISTRIBUTIONS_EVERY", 4)
-    wanted = ("tensorboard=true", "profile=[3,4]", "peak_tflops=1e-3")
+    monkeypatch.setattr(hooks, "DISTRIBUTIONS_EVERY", 4)
+    wanted = ("tensorboard=true", "peak_tflops=1e-3")
     padded = "model.text_batching=padded"  # so that every step computes as many tokens
     train_here(
         *settings(base, "observed", "objective.name=neuclip"), padded, *(f"telemetry.{setting}" for setting in wanted)
@@ -150,9 +133,6 @@ def test_histograms_utilization_and_a_profile_can_be_read_back(base, monkeypatch
     rates = [record["mfu"] / record["samples_per_second"] for record in records(base / "observed").values()]
     assert rates == pytest.approx([rates[0]] * STEPS, rel=1e-6)
     assert {event.step for event in board.Scalars("train/mfu")} == set(range(1, STEPS + 1))
-    trace = json.loads((base / "observed" / "profile" / "steps-3-4.json").read_text())
-    for phase in ("forward", "objective", "backward", "optimizer", "npn"):
-        assert sum(event.get("name") == phase and event.get("ph") == "X" for event in trace["traceEvents"]) == 2, phase
 
 
 @pytest.mark.slow

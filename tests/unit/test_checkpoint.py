@@ -28,7 +28,7 @@ from pipeline.files import UMASK
 from pipeline.model.evaluation_model import load_for_evaluation
 from pipeline.model.model_folder import save_tensors, weights_digest
 from pipeline.run_files import finished_checkpoints, name_of, step_of
-from pipeline.training import saving
+from pipeline.training import hooks
 from pipeline.versions import versions
 from tests.launch import python, run
 from tests.thread_world import on_ranks
@@ -232,14 +232,14 @@ def test_the_last_checkpoint_is_retried(tmp_path, towers, monkeypatch, failures,
     write(run, towers, [1])
     writer = writer_of(run, towers, on_event=events.append)
     monkeypatch.setattr(writer_module, "save_tensors", failing(failures))
-    monkeypatch.setattr(saving, "PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr(saving, "RETRY_MINUTES", 0.01)
+    monkeypatch.setattr(hooks, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(hooks, "RETRY_MINUTES", 0.01)
     state = SimpleNamespace(world=World(), step=5, snapshot=lambda: snapshot(towers, 5), mark=str)
     writer.save(snapshot(towers, 5))
     writer.wait()
     assert "could NOT be written (OSError: [Errno 28] No space left" in events[0]
     assert {path.name for path in (run / "checkpoints").iterdir()} == {"step-00000001", "latest"}
-    saver = saving.Saver(state, writer, SimpleNamespace(event=events.append), end=5)
+    saver = hooks.Saver(state, writer, SimpleNamespace(event=events.append))
     assert saver.finish(stopped=lambda: False, again=True) == saved
     if saved:
         assert latest(run).step == 5

@@ -11,7 +11,7 @@ from pipeline.checkpoint.reader import damage
 from pipeline.checkpoint.writer import CheckpointWriter, Snapshot
 from pipeline.distributed.exit_record import read_ends
 from pipeline.run_files import finished_checkpoints, name_of
-from pipeline.training import saving
+from pipeline.training import hooks
 from pipeline.training.recipe import load_recipe
 from pipeline.training.run import train
 from pipeline.training.run_state import EXIT_NOT_SAVED
@@ -32,7 +32,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saving, "RETRY_MINUTES", 0.0)
+    monkeypatch.setattr(hooks, "RETRY_MINUTES", 0.0)
 
 
 def settings(base: Path, output: Path, *more: str) -> list[str]:

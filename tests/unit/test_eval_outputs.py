@@ -7,7 +7,9 @@ import json
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -22,7 +24,8 @@ from pipeline.evaluation.datasets.task_data import FileImages, TaskData, TaskErr
 from pipeline.evaluation.protocols.classification import class_details
 from pipeline.evaluation.protocols.retrieval import write_examples
 from pipeline.evaluation.run.session import attempt
-from pipeline.training.periodic_tests import InTrainingConfig, PeriodicEvaluation
+from pipeline.training.periodic_tests import PeriodicTests
+from pipeline.training.recipe import InTrainingConfig, ValidationConfig
 from tests.checkpoints import contents, make_model, scored
 from tests.evaluation_suite import image_bytes, write_classification
 
@@ -147,9 +150,12 @@ def test_full_disk_ends_every_process_with_the_same_message(model, suite, tmp_pa
 
 def test_training_survives_an_evaluation_that_cannot_be_written(model, suite, tmp_path, monkeypatch):
     monkeypatch.setattr("pipeline.evaluation.run.results.write_text", full_disk)
-    periodic = PeriodicEvaluation(InTrainingConfig(suite=str(suite), workers=0), run=tmp_path, world=World())
-    scores, failures = periodic(model, step=3)
-    assert not scores
+    evaluation, telemetry = InTrainingConfig(suite=str(suite), workers=0), Mock()
+    run = SimpleNamespace(output=tmp_path, evaluation=evaluation, validation=ValidationConfig(), total_steps=3)
+    state: Any = SimpleNamespace(run=run, world=World(), step=3, ended_early=False, mark=Mock())
+    PeriodicTests(state, telemetry, model).evaluate()
+    telemetry.scalars.assert_called_once_with("evaluation", step=3, values={})
+    failures = telemetry.warning.call_args.kwargs["failures"]
     assert set(failures) == set(open_suite(suite).keys)
     assert "No space left" in next(iter(failures.values()))
 

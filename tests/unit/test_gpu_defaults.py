@@ -31,7 +31,7 @@ GPU = torch.device("cuda", 0)
 @pytest.mark.parametrize(
     ("device", "ranks", "optimizer", "stage"),
     [("cuda", 1, "adamw", 1), ("cuda", 8, "adamw", 1), ("cuda", 1, "muon", 0), ("cpu", 1, "adamw", 0),
-     ("auto", 1, "adamw", 0), ("cpu", 2, "adamw", 1)],
+     ("auto", 1, "adamw", 0), ("cpu", 2, "adamw", 1), ("cpu", 2, "lamb", 0)],
 )  # fmt: skip
 def test_bf16_weights_where_the_optimizer_allows_them(device, ranks, optimizer, stage):
     config: Any = EngineConfig(device=device)

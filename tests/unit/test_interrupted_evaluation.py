@@ -120,26 +120,10 @@ def test_scores_that_were_not_logged_are_logged_and_a_whole_evaluation_is_not_re
     assert evaluated(base / "done") == [2, 4]
 
 
-def test_at_the_boundary_of_stages_it_is_done_before_the_weights_are_resized(base, kill_at):
-    more = (f"model.arch={base / 'larger.json'}", STAGES)
-    train(base, "staged-whole", *more)
-    kill_at.append(2)
-    with pytest.raises(Killed):
-        train(base, "staged", *more)
-    kill_at.clear()
-    train(base, "staged", *more)
-    assert evaluated(base / "staged") == [2, 4]
-    assert scores(base / "staged") == scores(base / "staged-whole")
-
-
 @pytest.mark.parametrize("stages", [(), (STAGES,)], ids=["within a stage", "at its end"])
-def test_a_validation_that_a_signal_prevented_is_done(base, monkeypatch, stages):
-    more = (
-        f"model.arch={base / 'larger.json'}",
-        f"validation.sources={base / 'held-out'}",
-        "validation.every=2",
-        *stages,
-    )
+def test_what_a_signal_prevented_is_done_with_the_weights_of_its_stage(base, monkeypatch, stages):
+    held_out = (f"validation.sources={base / 'held-out'}", "validation.every=2")
+    more = (f"model.arch={base / 'larger.json'}", *held_out, *stages)
     whole, stopped = f"validated-{len(stages)}", f"prevented-{len(stages)}"
     train(base, whole, *more)
     take = TrainStep.__call__
@@ -158,6 +142,7 @@ def test_a_validation_that_a_signal_prevented_is_done(base, monkeypatch, stages)
             [(record["step"], record.get("loss")) for record in metrics(base / name, kind)] for name in (stopped, whole)
         )
         assert found == expected
+    assert scores(base / stopped) == scores(base / whole)
     histories = [read_meta(finished_checkpoints(base / name)[-1])["validation"] for name in (stopped, whole)]
     assert histories[0] == histories[1]
     assert histories[0]["step"] == 4

@@ -26,7 +26,7 @@ from pipeline.planning import diagnosis
 from pipeline.planning.diagnosis import Evidence
 from pipeline.run_files import write_run_id
 from pipeline.training.run_folder import Origin
-from pipeline.training.validation import ValidationHistory
+from pipeline.training.run_state import ValidationHistory
 from tests.launch import ROOT
 from tests.written_checkpoints import write
 

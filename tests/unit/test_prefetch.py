@@ -84,28 +84,18 @@ def batch(name: str) -> Any:
 
 
 @pytest.mark.usefixtures("streams")
-@pytest.mark.parametrize("ahead", [[True] * 3, [False] * 3, [True, False, True]])
-def test_batches_keep_their_order_with_and_without_prefetching(ahead):
-    source = map(batch, "abcde")
-    batches, taken = prefetched(source), []
-    for step, fetch in enumerate(ahead):
-        taken.append(batches.next().name)
-        if fetch:
-            batches.fetch_ahead(step)
-            batches.fetch_ahead(step)  # nothing more
-    assert [*taken, batches.next().name] == ["a", "b", "c", "d"]
-    assert next(source).name == "e", "a batch was fetched but not returned"
-
-
-@pytest.mark.usefixtures("streams")
-def test_nothing_is_prefetched_past_the_last_step_or_on_a_cpu():
-    source = map(batch, "abc")
-    batches = prefetched(source, steps=2)
-    batches.next()
-    batches.fetch_ahead(0)
-    assert batches.next().name == "b"
-    batches.fetch_ahead(1)
-    assert next(source).name == "c"
+def test_batches_keep_their_order_and_none_is_fetched_past_the_last_step_or_on_a_cpu():
+    for ahead in ([True] * 3, [False] * 3, [True, False, True]):
+        source = map(batch, "abcde")
+        batches, taken = prefetched(source, steps=4), []
+        for step, fetch in enumerate(ahead):
+            taken.append(batches.next().name)
+            if fetch:
+                batches.fetch_ahead(step)
+                batches.fetch_ahead(step)  # nothing more
+        assert [*taken, batches.next().name] == ["a", "b", "c", "d"]
+        batches.fetch_ahead(3)
+        assert next(source).name == "e", "a batch was fetched but not returned"
     on_cpu = PrefetchedBatches(map(batch, "abc"), texts=texts, steps=9, meter=Meter(1, Phases(CPU)), device=CPU)
     on_cpu.fetch_ahead(0)
     assert on_cpu._ahead is None

@@ -114,17 +114,7 @@ def test_an_invalid_output_folder_is_a_user_error(tmp_path):
             pass
 
 
-def test_a_refused_start_leaves_nothing_behind(tmp_path):
-    run = config(tmp_path / "run")
-    with pytest.raises(UserError, match="no"), start(run):
-        raise UserError("no")
-    assert not (tmp_path / "run").exists()
-    with start(run):
-        pass
-    assert (tmp_path / "run" / "config.yaml").exists()
-
-
-def test_a_refused_start_removes_nothing_of_others(tmp_path):
+def test_a_refused_start_leaves_nothing_behind_and_removes_nothing_of_others(tmp_path):
     """Regression test: the whole folder was removed, with what others had put there meanwhile."""
     run, note = config(tmp_path / "run"), tmp_path / "run" / "heartbeats" / "note"
 
@@ -133,9 +123,15 @@ def test_a_refused_start_removes_nothing_of_others(tmp_path):
             note.write_text("of somebody else")
             raise UserError("no")
 
+    with pytest.raises(UserError, match="no"), start(run):
+        raise UserError("no")
+    assert not (tmp_path / "run").exists()
     with pytest.raises(UserError, match="no"):
         refused()
     assert [path for path in (tmp_path / "run").rglob("*") if path.is_file()] == [note]
+    with start(run):
+        pass
+    assert (tmp_path / "run" / "config.yaml").exists()
 
 
 def test_a_run_that_could_write_no_checkpoint_does_not_start(tmp_path):

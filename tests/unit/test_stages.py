@@ -19,11 +19,10 @@ from pipeline.model.towers import ModelConfig, build_towers
 from pipeline.model.trimming import TextTrimming
 from pipeline.planning.run_plan import plan_run
 from pipeline.training import run as run_module
+from pipeline.training.build import check_stages
 from pipeline.training.periodic_tests import PeriodicTests
-from pipeline.training.recipe import RunConfig, load_recipe
+from pipeline.training.recipe import RunConfig, load_recipe, stage_at, stages_of
 from pipeline.training.run import train
-from pipeline.training.saving import Saver
-from pipeline.training.stages import check_stages, stage_at, stages_of
 from tests.metrics import equal, metrics, weights
 from tests.own_tasks import write_class_folders
 from tests.shards import write_shards
@@ -155,8 +154,6 @@ def whole(base: Path) -> Path:
     ("owner", "name"),
     [
         (PeriodicTests, "validate"),
-        (Saver, "save"),
-        (PeriodicTests, "evaluate"),
         (CheckpointWriter, "finish"),
         (run_module, "check_stages"),  # of the next stage
     ],

@@ -26,8 +26,7 @@ from jobs.studies.unit import cost_of
 from jobs.study import command_of, prepare_corpora, run_units, without_missing_teachers
 from pipeline.errors import UserError
 from pipeline.metrics.mfu import training_flops
-from pipeline.training.recipe import load_recipe
-from pipeline.training.stages import stages_of
+from pipeline.training.recipe import load_recipe, stages_of
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.filterwarnings("ignore:objective.npn_lr", "ignore:objective.rho")

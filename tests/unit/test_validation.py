@@ -23,9 +23,10 @@ from pipeline.errors import UserError
 from pipeline.model import evaluation_model
 from pipeline.model.evaluation_model import load_for_evaluation
 from pipeline.run_files import finished_checkpoints
-from pipeline.training import validation
+from pipeline.training import periodic_tests
+from pipeline.training.periodic_tests import HeldOutPairs, validation_scores
 from pipeline.training.recipe import ValidationConfig, load_recipe
-from pipeline.training.validation import HeldOutPairs, ValidationHistory, validation_scores
+from pipeline.training.run_state import ValidationHistory
 from tests.metrics import equal, metrics
 from tests.shards import sample, write_shards
 from tests.thread_world import on_ranks
@@ -36,7 +37,7 @@ from tests.training import SMALL, train_here
 @pytest.fixture(scope="module", autouse=True)
 def several_batches() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(validation, "BATCH_SIZE", 4)
+        patch.setattr(periodic_tests, "BATCH_SIZE", 4)
         yield
 
 
@@ -71,7 +72,7 @@ def test_the_loss_is_open_clips_and_independent_of_blocks(monkeypatch):
     similarity = image @ text.T
     assert found["image_to_text_r1"] == pytest.approx(float((similarity.argmax(1) == torch.arange(30)).float().mean()))
     assert found["text_to_image_r1"] == pytest.approx(float((similarity.argmax(0) == torch.arange(30)).float().mean()))
-    monkeypatch.setattr(validation, "ROWS", 7)
+    monkeypatch.setattr(periodic_tests, "ROWS", 7)
     blockwise = validation_scores(image, text, tau=0.05)
     assert blockwise == pytest.approx(found, rel=1e-9)
 
@@ -144,7 +145,9 @@ def test_a_run_logs_the_loss_of_its_weights_and_keeps_the_best_checkpoint(base):
 
 def test_patience_ends_the_run_and_survives_a_resume(base, monkeypatch):
     scores = validation_scores
-    monkeypatch.setattr(validation, "validation_scores", lambda *given, **how: {**scores(*given, **how), "loss": 3.0})
+    monkeypatch.setattr(
+        periodic_tests, "validation_scores", lambda *given, **how: {**scores(*given, **how), "loss": 3.0}
+    )
     run = base / "patient"
     given = [*settings(base), f"output={run}", "checkpoint.keep_last=1", "checkpoint.every=1"]
     train_here(*given, "validation.patience=2", "samples=24")  # interrupted after the first validation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from pipeline.pictures import image_error
+from pipeline import pictures
 
 TIMEOUT = "timeout"
 DNS = "dns"
@@ -19,17 +19,17 @@ REFUSED_ADDRESS = "refused address"
 OPTED_OUT = "opted out"
 REMOVED = "removed"
 EMPTY = "empty"
-NOT_AN_IMAGE = image_error.NOT_AN_IMAGE
-UNSUPPORTED = image_error.UNSUPPORTED
-TRUNCATED = image_error.TRUNCATED
+NOT_AN_IMAGE = pictures.NOT_AN_IMAGE
+UNSUPPORTED = pictures.UNSUPPORTED
+TRUNCATED = pictures.TRUNCATED
 TOO_MANY_BYTES = "too many bytes"
-TOO_MANY_PIXELS = image_error.TOO_MANY_PIXELS
-TOO_MANY_SCANS = image_error.TOO_MANY_SCANS
+TOO_MANY_PIXELS = pictures.TOO_MANY_PIXELS
+TOO_MANY_SCANS = pictures.TOO_MANY_SCANS
 TOO_SMALL = "too small"
 EXTREME_ASPECT = "extreme aspect ratio"
 HASH_MISMATCH = "hash mismatch"
 NO_HASH = "no hash"
-UNDECODABLE = image_error.UNDECODABLE
+UNDECODABLE = pictures.UNDECODABLE
 NOT_ENCODED = "not encoded"
 TOO_LITTLE_MEMORY = "too little memory"
 TOO_SLOW = "too slow to decode"

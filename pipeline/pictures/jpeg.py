@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from pipeline.pictures.image_error import TOO_MANY_SCANS, TRUNCATED, ImageError
+from pipeline.pictures import TOO_MANY_SCANS, TRUNCATED, ImageError
 
 MAX_SCANS = 100
 """Scans of a JPEG; libtiff has the same limit. Encoders write up to about a dozen. A file of 1.5 MB can have 12,000,

@@ -23,8 +23,7 @@ import numpy as np
 from PIL import Image, ImageColor, ImageFile, UnidentifiedImageError
 from pydantic import AfterValidator
 
-from pipeline.pictures import jpeg
-from pipeline.pictures.image_error import NOT_AN_IMAGE, TOO_MANY_PIXELS, TRUNCATED, UNDECODABLE, UNSUPPORTED, ImageError
+from pipeline.pictures import NOT_AN_IMAGE, TOO_MANY_PIXELS, TRUNCATED, UNDECODABLE, UNSUPPORTED, ImageError, jpeg
 
 Colour = tuple[int, int, int]
 WHITE: Colour = (255, 255, 255)

@@ -12,18 +12,18 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from pipeline import pictures
 from pipeline.data.shards.storage import list_shards, open_records
 from pipeline.data.shards.tar_reader import DamagedTar
 from pipeline.errors import UserError
-from pipeline.pictures import image_error
 from pipeline.pictures.pixels import WHITE, Colour, read_file, read_rgb
 
 SIDE = 384
 """Pixels of the longer side of the images that the page shows."""
 LARGEST_PIXELS = 64_000_000
 _WHY = {
-    image_error.NOT_AN_IMAGE: "is not an image that can be read (PNG, JPEG, WebP and others)",
-    image_error.TRUNCATED: "is damaged: it cannot be decoded to its end",
+    pictures.NOT_AN_IMAGE: "is not an image that can be read (PNG, JPEG, WebP and others)",
+    pictures.TRUNCATED: "is damaged: it cannot be decoded to its end",
 }
 
 
@@ -51,9 +51,9 @@ def read_images(folder: Path, *, limit: int, dropped: Dropped) -> Iterator[tuple
     """
     paths = [folder / name for name in list_shards(folder, ("",)) if not Path(name).name.startswith(".")]
     shards = [path for path in paths if path.suffix == ".tar"]
-    images = [path for path in paths if path.suffix.lower().removeprefix(".") in image_error.FORMAT_SUFFIXES]
+    images = [path for path in paths if path.suffix.lower().removeprefix(".") in pictures.FORMAT_SUFFIXES]
     if not shards and not images:
-        formats = ", ".join(image_error.FORMAT_SUFFIXES)
+        formats = ", ".join(pictures.FORMAT_SUFFIXES)
         raise UserError(f"--images {folder}: there are no images in such a folder ({formats}) and no shards (*.tar).")
     if shards and images:
         dropped.add("images beside shards are not read", _shown(images[0]), count=len(images))
@@ -96,8 +96,8 @@ def open_image(body: bytes, *, name: str, background: Colour = WHITE) -> Any:
     """
     try:
         return read_rgb(body, max_pixels=LARGEST_PIXELS, background=background, turned=True)
-    except image_error.ImageError as error:
-        if error.reason == image_error.TOO_MANY_PIXELS:
+    except pictures.ImageError as error:
+        if error.reason == pictures.TOO_MANY_PIXELS:
             limit = f"more than the {LARGEST_PIXELS:,} pixels allowed"
             size = re.sub(r".*\((\d+ pixels)\).*", r"\1", error.detail)  # Pillow's own limit has a text of its own
             raise UserError(f"{name} has {size}, {limit}: make it smaller.") from error

@@ -17,8 +17,7 @@ from pipeline.data.loading.stream_reader import ALTERED
 from pipeline.data.shards import storage
 from pipeline.data.shards.check_shards import check_shards
 from pipeline.data.shards.manifest_format import Manifest, make_manifest
-from pipeline.data.shards.shard_index import scan_members
-from pipeline.data.shards.storage import open_records
+from pipeline.data.shards.storage import open_records, scan_members
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from tests.shards import reader, write_shards

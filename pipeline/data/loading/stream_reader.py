@@ -13,8 +13,7 @@ from typing import Literal, NamedTuple
 from pipeline.data.order.canonical_order import StreamOrder
 from pipeline.data.order.mixture import Mixture, Segments
 from pipeline.data.shards.manifest_format import Shard
-from pipeline.data.shards.shard_index import load_index
-from pipeline.data.shards.storage import StreamHash, is_local, open_records
+from pipeline.data.shards.storage import StreamHash, is_local, load_index, open_records
 from pipeline.data.shards.tar_reader import CaptionField, DamagedTar, TarRecord
 from pipeline.errors import UserError
 

@@ -124,8 +124,6 @@ class DataConfig:
     shuffle_buffer: int = Field(default=1000, ge=1, le=10_000_000)
     """$S$: a sample moves by fewer than $S$ places within its stream. About $S/2$ encoded samples of each stream are in
     memory. Part of the order: it cannot change within a run."""
-    replacement: bool = False
-    """Draw shards with replacement instead of permuting them."""
     workers: Annotated[Annotated[int, Field(ge=0, le=1024)] | None, BeforeValidator(_or_auto)] = None
     """Decoding processes per rank, at most one for each of its streams; 0 decodes in the training process. `auto` or
     None: the rank's share of its node's cores less one, at most 12. `neuclip plan --measure` measures the loader."""

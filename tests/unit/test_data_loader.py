@@ -118,7 +118,7 @@ def second(folder: Path) -> Path:
     return other
 
 
-@pytest.mark.parametrize("settings", [{}, {"replacement": True}, {"weights": (0.5, 1.5)}])
+@pytest.mark.parametrize("settings", [{}, {"weights": (0.5, 1.5)}])
 def test_mixtures_resume_exactly_on_another_layout(folder, second, settings):
     options = dict(settings)
     weights = options.pop("weights", (1.0, 1.0))

@@ -231,7 +231,6 @@ class Order:
             "global batch": self.layout.global_batch,
             "data.streams": self.layout.streams,
             "data.shuffle_buffer": self.shuffle_buffer,
-            "data.replacement": self.mixture.replacement,
             "weights": list(self.mixture.weights),
             "contents of the shards": list(self.mixture.digests),
         }

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 
 import pytest
 
 from pipeline.data.data_config import DataConfig
-from pipeline.data.loading import worker_processes
+from pipeline.data.loading import worker
 from pipeline.data.loading.loader import build_loader
-from pipeline.data.loading.worker_processes import state_of
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from tests.launch import lives, python, wait_for
@@ -57,13 +55,9 @@ def test_a_worker_that_stays_stopped_is_reported_and_no_process_is_left_running(
     wait_for(lambda: not any(lives(int(pid)) for pid in pids), "the workers end with the run", seconds=20)
 
 
-def test_the_state_of_a_process_is_described():
-    assert [state_of(os.getpid()), state_of(2**22 + 1)] == ["is running", "is gone"]
-
-
 def test_a_too_low_open_file_limit_is_rejected_before_a_worker_starts(tmp_path, monkeypatch):
     write_shards(tmp_path, [20])
-    monkeypatch.setattr(worker_processes, "allow_open_files", lambda: 40)
+    monkeypatch.setattr(worker, "allow_open_files", lambda: 40)
     config = DataConfig(sources=str(tmp_path), streams=4, workers=2)
     with pytest.raises(UserError, match=r"40 files open \(ulimit -n\), but 2 loading workers with 4 streams need"):
         build_loader(config, world=World(), global_batch=8, seed=0, image_size=16, tokenize=count_tokens)

@@ -63,15 +63,12 @@ def whole_batch(parts: Sequence[Part], image: Tensor, *, device: torch.device, m
 
 
 def decode_on_gpu(images: Sequence[EncodedJpeg], *, size: int, device: torch.device) -> Iterator[Tensor]:
-    """Decode JPEGs with nvJPEG through torchvision, crop and resize them.
+    """Decode JPEGs with nvJPEG through torchvision, crop and resize them: uint8 [3, size, size] each, in order.
 
     An image that nvJPEG refuses is decoded by Pillow. Both passes of the resizing round to 8 bits, as those of "fast"
     do, so the same decoded pixels give results within 2 of 255. But nvJPEG's pixels are others, and may depend on the
     kind of GPU: chroma in particular, which torchvision does not ask it to interpolate. On a CPU, torchvision's
     libjpeg-turbo decodes.
-
-    Returns:
-        uint8 [3, size, size] on the device for each image, in order.
 
     Raises:
         CorruptSample: No decoder can read an image: the one after the last that was returned.

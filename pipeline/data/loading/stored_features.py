@@ -69,8 +69,7 @@ class FeatureFile:
         """The descriptor of the file, which is opened for reading unless it is open.
 
         Raises:
-            OSError: It cannot be opened.
-            ValueError: It is no file of this form and size.
+            OSError, ValueError: It cannot be opened, or is no file of this form and size.
         """
         if self._descriptor < 0:
             descriptor = os.open(self.path, os.O_RDONLY)
@@ -87,8 +86,7 @@ class FeatureFile:
         Every process may call this at the same time. The disk's blocks are taken as records are written.
 
         Raises:
-            UserError: The disk has too little space for the records that it does not hold yet, or there is another
-                file.
+            UserError: The disk has too little space for the missing records, or there is another file.
             OSError: The file cannot be created.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -124,7 +122,7 @@ class FeatureFile:
         """Store the values of samples [m], which are [m, d], except those that are not finite, after `create`.
 
         Raises:
-            OSError: They cannot be written, for example because the disk is full.
+            OSError: They cannot be written.
         """
         rows = values.cpu().numpy().astype(self.dtype)
         for sample_id, row in zip(sample_ids, rows, strict=True):
@@ -199,7 +197,7 @@ class StoredFeatures:
         setting: Which names it: `data.teacher_features` or `data.image_features`.
 
     Raises:
-        UserError: There are no complete features for this setting, or `features.json` and the file do not go together.
+        UserError: There are none for this setting, or `features.json` and the file do not go together.
     """
 
     def __init__(self, folder: Path, *, setting: str) -> None:
@@ -255,9 +253,8 @@ class StoredFeatures:
         values = np.empty((len(sample_ids), self.file.dim), dtype=self.file.dtype)
         for row, sample_id in enumerate(sample_ids.tolist()):
             record = self.file.read(sample_id)
-            if record is not None:
-                values[row] = np.frombuffer(record, dtype=self.file.dtype)
-            if record is None or not np.isfinite(values[row]).all():
+            values[row] = np.nan if record is None else np.frombuffer(record, dtype=self.file.dtype)
+            if not np.isfinite(values[row]).all():
                 raise self.file.missing(sample_id)
         return torch.from_numpy(values.reshape(len(values), -1, self.facts.dim).swapaxes(0, 1))
 
@@ -270,12 +267,9 @@ def how_to_write(setting: str, folder: str | Path) -> str:
 
 
 def open_features(data: DataConfig, digests: Iterable[str], *, named: Mapping[str, str]) -> dict[str, StoredFeatures]:
-    """Stored features for a run, by the setting that names their folder.
+    """Stored features for a run, by the setting that names their folder (`named`).
 
-    Args:
-        data: The `data` section.
-        digests: Hash of each source's contents.
-        named: Folders by the setting that names them.
+    `digests` are the hash of each source's contents.
 
     Raises:
         UserError: They are not complete, or of other data or crops.

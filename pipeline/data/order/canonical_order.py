@@ -128,11 +128,7 @@ class StreamOrder:
         return np.concatenate(pieces)
 
     def resume(self, turn: int) -> tuple[int, set[int]]:
-        """What a reader that resumes at `turn` has to skip.
-
-        Returns:
-            The first place whose turn has not come, and the later places whose turn has.
-        """
+        """Where a reader resumes at `turn`: the first place whose turn has not come, and later ones whose turn has."""
         if turn >= self.length:
             return self.length, set()
         first = int(self.places(turn, turn + 2 * self.buffer + 1).min())
@@ -159,15 +155,7 @@ class StreamOrder:
 
 
 def stream_order(*, seed: int, epoch: int, stream: int, length: int, buffer: int) -> StreamOrder:
-    """The shuffle of stream `stream` in an epoch.
-
-    Args:
-        seed: Of the run.
-        epoch: Number of the epoch.
-        stream: Number of the stream.
-        length: Its samples, L.
-        buffer: The shuffle buffer, S.
-    """
+    """The shuffle of stream number `stream` in an epoch, of its L = `length` samples with a shuffle buffer S."""
     return StreamOrder(state=key(seed, Purpose.SHUFFLE, epoch, stream), length=length, buffer=buffer)
 
 
@@ -242,22 +230,15 @@ def make_order(config: DataConfig, *, ranks: int, global_batch: int, seed: int) 
     Raises:
         UserError: Data, batch size, streams and ranks do not fit together, or there is no such order.
     """
-    chosen, mixture = ORDERS[config.order], load_mixture(config)
+    order, mixture = ORDERS[config.order], load_mixture(config)
     layout = make_layout(samples=mixture.epoch_samples, global_batch=global_batch, streams=config.streams, ranks=ranks)
-    return chosen(mixture=mixture, layout=layout, seed=seed, shuffle_buffer=config.shuffle_buffer, name=config.order)
+    return order(mixture, layout, seed, config.shuffle_buffer, config.order)
 
 
 def planned_ids(order: Order, *, epoch: int, first: int, last: int) -> Int64:
-    """Sample ids of the batches [first, last) if no sample is corrupt; reads no data.
+    """Sample ids of an epoch's batches [first, last) in row order, [last - first, B], if no sample is corrupt.
 
-    Args:
-        order: The run's order.
-        epoch: Number of the epoch.
-        first: The first batch.
-        last: The batch after the last.
-
-    Returns:
-        Ids in row order, [last - first, B].
+    Reads no data.
     """
     layout = order.layout
     segments = order.epoch_segments(epoch)

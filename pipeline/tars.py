@@ -172,11 +172,7 @@ def read_payload(file: BinaryIO, size: int) -> bytes:
 
 
 def read_exactly(file: BinaryIO, size: int) -> bytes:
-    """The next `size` bytes.
-
-    Raises:
-        DamagedTar: The file ends before, or no image or caption is as large.
-    """
+    """The next `size` bytes; DamagedTar if the file ends before, or no image or caption is as large."""
     if size > LARGEST_PAYLOAD:
         raise DamagedTar(f"has a file of {size:,} bytes, which is no image or caption")
     pieces, left = list[bytes](), size
@@ -194,11 +190,7 @@ def skip_payload(file: BinaryIO, size: int) -> None:
 
 
 def skip(file: BinaryIO, count: int) -> None:
-    """Go `count` bytes ahead; a stream that cannot seek is read.
-
-    Raises:
-        DamagedTar: The stream ends before.
-    """
+    """Go `count` bytes ahead; a stream that cannot seek is read, and raises DamagedTar if it ends before."""
     if file.seekable():
         file.seek(count, 1)
         return

@@ -98,11 +98,10 @@ class AugmentConfig:
 
 def as_sources(value: Any) -> Any:
     """Expand the short forms: a path is a list of one source, and a path in a list is a source of weight 1."""
-    if isinstance(value, str):
-        value = [value]
-    if isinstance(value, (list, tuple)):
-        return [{"manifest": item} if isinstance(item, str) else item for item in value]
-    return value
+    listed = [value] if isinstance(value, str) else value
+    if not isinstance(listed, (list, tuple)):
+        return value
+    return [{"manifest": item} if isinstance(item, str) else item for item in listed]
 
 
 PREFETCH = 2

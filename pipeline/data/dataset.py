@@ -36,11 +36,7 @@ class OrderedDataset(IterableDataset[Rows]):
         self._loader, self._limit, self._normalization = loader, limit, normalization
 
     def __iter__(self) -> Iterator[Rows]:
-        """The batches that are left of this epoch, or those of the next.
-
-        Raises:
-            UserError: The data cannot be read, or has too many corrupt samples.
-        """
+        """The batches that are left of this epoch, or those of the next; UserError as in training."""
         if (info := get_worker_info()) is not None:
             raise UserError(
                 f"num_workers={info.num_workers} of a DataLoader: its processes would repeat the first epoch, since "
@@ -61,10 +57,7 @@ class OrderedDataset(IterableDataset[Rows]):
         return self._loader.steps_per_epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last batch that was taken, as plain values: the same on every rank.
-
-        It is valid for any number of ranks and workers.
-        """
+        """The position after the last batch, as plain values: the same on every rank, valid for any number of ranks."""
         return place_of(self._loader.order, self._loader.position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -115,11 +115,7 @@ class ImageDecoder:
     """The GPU to which `gpu_decode` leaves ordinary JPEGs, with versions: part of what determines pixels."""
 
     def __call__(self, data: bytes, *, state: int) -> Tensor:
-        """Decode, crop, resize and augment.
-
-        Raises:
-            CorruptSample: PIL cannot decode all of the image, or it has more than `max_pixels` or too many scans.
-        """
+        """Decode, crop, resize and augment; CorruptSample if PIL cannot decode all of it, or it is too large."""
         image = self._fast(data, state) if self.mode == "fast" else None
         if image is None:
             image = self._exact(data, state)

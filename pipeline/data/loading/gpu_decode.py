@@ -32,13 +32,8 @@ log = logging.getLogger(__name__)
 
 
 def whole_batch(parts: Sequence[Part], image: Tensor, *, device: torch.device, manifest: Manifest) -> Tensor:
-    """All images of a batch: the rows of `image` (uint8 [b, 3, H, W]) that the workers have decoded, and the others.
-
-    Returns:
-        uint8 [b, 3, H, W] on the device, channels last in memory.
-
-    Raises:
-        UserError: An image that was left to the GPU cannot be decoded.
+    """All images of a batch, uint8 [b, 3, H, W] on the device, channels last in memory: the rows of `image` that the
+    workers have decoded, and the others. UserError if one of those cannot be decoded.
     """
     firsts = list(itertools.accumulate((len(part.sample_id) for part in parts), initial=0))
     encoded = [(first + i, jpeg) for part, first in zip(parts, firsts, strict=False) for i, jpeg in part.encoded]
@@ -53,7 +48,7 @@ def whole_batch(parts: Sequence[Part], image: Tensor, *, device: torch.device, m
             whole[encoded[at - 1][0]] = values
     except CorruptSample as error:
         number = int(np.concatenate([part.sample_id for part in parts])[encoded[at][0]])
-        shard = manifest.url(manifest.locate(number)[0])
+        shard = manifest.url(manifest.shard_of(number))
         raise UserError(
             f"Sample {number} of {shard}: neither the GPU nor the CPU can decode its image ({error}), and by then "
             "the batch is complete, so it cannot be replaced. Continue with --resume latest data.decoding=fast, "

@@ -85,8 +85,8 @@ def build_loader(
         tokenize: Captions -> int64 [b, L]. It runs in the workers, so it must be picklable if there are any.
 
     Raises:
-        UserError: Data, batch size, streams and ranks do not fit together, shards do not match their manifest, or
-            this machine cannot run the workers.
+        UserError: The settings do not fit together, shards do not match their manifest, or this machine cannot run
+            the workers.
     """
     order = make_order(config, ranks=world.size, global_batch=global_batch, seed=seed)
     share = config.streams // world.size
@@ -148,12 +148,7 @@ class Loader:
         return self
 
     def __next__(self) -> Batch:
-        """The next batch.
-
-        Raises:
-            UserError: The data cannot be read any more.
-            NoBatch: The run is to stop, and no batch has come.
-        """
+        """The next batch; UserError if the data cannot be read, NoBatch if the run is to stop and none has come."""
         if self._blocks is None:
             self._start()
         try:
@@ -293,7 +288,7 @@ class Loader:
         lines, manifest = [], self.mixture.manifest
         for number, worker in enumerate(getattr(self._parts, "_workers", [])):
             sample = self._reading[number]
-            place = f" at sample {sample} of {manifest.url(manifest.locate(sample)[0])}" if sample >= 0 else ""
+            place = f" at sample {sample} of {manifest.url(manifest.shard_of(sample))}" if sample >= 0 else ""
             state = "gone"
             with suppress(psutil.NoSuchProcess):
                 state = psutil.Process(worker.pid).status()

@@ -76,10 +76,8 @@ def merged(position: Position, world: World) -> tuple[str, Counts]:
 
 
 def report(position: Position, layout: Layout, world: World, *, limit: float) -> DataReport:
-    """The counts of all ranks at a position: a collective.
-
-    Raises:
-        UserError: More than `limit` of the samples so far are corrupt; the message names reasons and the worst shards.
+    """The counts of all ranks at a position: a collective. UserError with reasons and the worst shards if more than
+    `limit` of the samples so far are corrupt.
     """
     hashed, corrupt = merged(position, world)
     reasons, shards = Counter[str](), Counter[str]()
@@ -123,11 +121,7 @@ def place_of(order: Order, position: Position) -> dict[str, Any]:
 
 
 def check_place(state: Mapping[str, Any], order: Order) -> Position:
-    """The position in what `place_of` returned, without counts.
-
-    Raises:
-        UserError: `order` differs from that of the state.
-    """
+    """The position in what `place_of` returned, without counts; UserError if it is of another order."""
     if changed := differences({"data.order": CANONICAL, **state["order"]}, order.identity):
         raise UserError(
             f"The checkpoint's data order cannot be continued: {'; '.join(changed)}. Restore these settings, or start "

@@ -66,11 +66,7 @@ class FeatureFile:
         return {**self.__dict__, "_descriptor": -1}
 
     def open(self) -> int:
-        """The descriptor of the file, which is opened for reading unless it is open.
-
-        Raises:
-            OSError, ValueError: It cannot be opened, or is no file of this form and size.
-        """
+        """The descriptor of the file, opened for reading if needed; OSError or ValueError if it is no such file."""
         if self._descriptor < 0:
             descriptor = os.open(self.path, os.O_RDONLY)
             header, size = os.pread(descriptor, len(self.header), 0), os.fstat(descriptor).st_size
@@ -106,11 +102,7 @@ class FeatureFile:
             os.ftruncate(self._descriptor, self.file_bytes)
 
     def read(self, sample_id: int) -> bytes | None:
-        """The values of a sample, None if they are missing.
-
-        Raises:
-            UserError: The file cannot be read.
-        """
+        """The values of a sample, None if they are missing; UserError if the file cannot be read."""
         try:
             record = os.pread(self.open(), self.record_bytes, len(self.header) + sample_id * self.record_bytes)
         except OSError as error:
@@ -119,11 +111,7 @@ class FeatureFile:
         return values if record[:CHECKSUM_BYTES] == self._checksum(values, sample_id) else None
 
     def write(self, sample_ids: Sequence[int], values: Tensor) -> None:
-        """Store the values of samples [m], which are [m, d], except those that are not finite, after `create`.
-
-        Raises:
-            OSError: They cannot be written.
-        """
+        """After `create`, store the values [m, d] of samples [m] but those that are not finite; OSError if it fails."""
         rows = values.cpu().numpy().astype(self.dtype)
         for sample_id, row in zip(sample_ids, rows, strict=True):
             if np.isfinite(row).all():
@@ -245,11 +233,7 @@ class StoredFeatures:
         return f"{facts.source} (weights {facts.model[:12]}{tau}{lacks})"
 
     def read(self, sample_ids: Tensor) -> Tensor:
-        """The features [sides, b, d] of samples, [b] int64.
-
-        Raises:
-            UserError: Those of a sample are missing or damaged.
-        """
+        """The features [sides, b, d] of samples, [b] int64; UserError if those of one are missing or damaged."""
         values = np.empty((len(sample_ids), self.file.dim), dtype=self.file.dtype)
         for row, sample_id in enumerate(sample_ids.tolist()):
             record = self.file.read(sample_id)
@@ -267,12 +251,9 @@ def how_to_write(setting: str, folder: str | Path) -> str:
 
 
 def open_features(data: DataConfig, digests: Iterable[str], *, named: Mapping[str, str]) -> dict[str, StoredFeatures]:
-    """Stored features for a run, by the setting that names their folder (`named`).
+    """Stored features for a run by the setting that names their folder, of data whose sources have these `digests`.
 
-    `digests` are the hash of each source's contents.
-
-    Raises:
-        UserError: They are not complete, or of other data or crops.
+    UserError if they are not complete, or of other data or crops.
     """
     opened = {setting: StoredFeatures(Path(folder), setting=setting) for setting, folder in named.items()}
     captions = sorted({str(CaptionField.parse(source.caption or data.caption)) for source in data.sources})

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pipeline.data.order.canonical_order import StreamOrder
 from pipeline.data.order.mixture import Mixture, Segments
@@ -67,7 +67,10 @@ class SequentialReader:
         stored = self.mixture.manifest.shards[shard]
         url = self.mixture.manifest.url(stored)
         index = load_index(self.mixture.folders[self._source(shard)], sha256=stored.sha256, samples=stored.samples)
-        common = {"caption_suffix": self.caption(shard).suffix, "sample_bytes": stored.bytes / stored.samples}
+        common: dict[str, Any] = {
+            "caption_suffix": self.caption(shard).suffix,
+            "sample_bytes": stored.bytes / stored.samples,
+        }
         stop, failures, opened = start + count, 0, start
         while start < stop and start < self.lost.get(shard, (stop, ""))[0]:
             stream_hash = StreamHash() if stored.sha256 and self.altered_shards != "ignore" else None

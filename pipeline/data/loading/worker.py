@@ -226,11 +226,7 @@ class StreamDataset(IterableDataset[Part | UserError]):
 
 
 def allow_open_files() -> int:
-    """Raise the soft limit of open files, usually 1,024: every stream keeps a shard open.
-
-    Returns:
-        The limit.
-    """
+    """Raise the soft limit of open files, usually 1,024, since every stream keeps a shard open; the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -57,11 +57,7 @@ class Layout:
 
 
 def make_layout(*, samples: int, global_batch: int, streams: int, ranks: int = 1) -> Layout:
-    """The sizes of an epoch.
-
-    Raises:
-        UserError: The numbers do not fit together.
-    """
+    """The sizes of an epoch; UserError if the numbers do not fit together."""
     if global_batch % streams:
         raise UserError(
             f"The global batch of {global_batch} is not divisible by data.streams = {streams}: every stream fills the "
@@ -192,11 +188,7 @@ class Order:
         return stream_order(seed=self.seed, epoch=epoch, stream=stream, length=length, buffer=self.shuffle_buffer)
 
     def epoch_segments(self, epoch: int) -> Segments:
-        """`segments`, after a check of what another order returns.
-
-        Raises:
-            UserError: They are not `mixture.epoch_samples` samples that exist.
-        """
+        """`segments`; UserError if what another order returns is not `mixture.epoch_samples` samples that exist."""
         whole, sizes = self.segments(epoch), self.mixture.sizes
         if type(self).segments is not Order.segments:
             counts = np.diff(whole.position, append=whole.length)
@@ -227,8 +219,7 @@ class Order:
 def make_order(config: DataConfig, *, ranks: int, global_batch: int, seed: int) -> Order:
     """The order of a run, after reading the manifests; `global_batch` is over all ranks.
 
-    Raises:
-        UserError: Data, batch size, streams and ranks do not fit together, or there is no such order.
+    UserError if data, batch size, streams and ranks do not fit together, or there is no such order.
     """
     order, mixture = ORDERS[config.order], load_mixture(config)
     layout = make_layout(samples=mixture.epoch_samples, global_batch=global_batch, streams=config.streams, ranks=ranks)

@@ -68,11 +68,7 @@ class Segments:
 
 
 def load_mixture(config: DataConfig) -> Mixture:
-    """Read the manifests of a config. Sample ids of later sources follow those of earlier ones.
-
-    Raises:
-        UserError: A manifest is missing, damaged or of another format.
-    """
+    """Read the manifests of a config, see `load_manifest`. Ids of later sources follow those of earlier ones."""
     manifests = [load_manifest(source.manifest, allow_outside=config.allow_outside) for source in config.sources]
     return make_mixture(manifests, weights=[source.weight for source in config.sources])
 

@@ -46,12 +46,9 @@ SAMPLED = 1000
 
 
 def check_captions(config: DataConfig) -> None:
-    """Check that captions are where `data.caption` says: in the first samples of every source on this machine.
+    """Raise a UserError if the first samples of a source on this machine have no captions where `data.caption` says.
 
     A source without a readable manifest or first shard is passed over: whatever reads the data reports it.
-
-    Raises:
-        UserError: None of a source's first samples has such a member or field; the message lists what they have.
     """
     for source in config.sources:
         try:
@@ -62,11 +59,7 @@ def check_captions(config: DataConfig) -> None:
 
 
 def check_caption(manifest: Manifest, wanted: str, *, name: str = "data.caption") -> None:
-    """As `check_captions` for one source; `name` is the setting or option for captions.
-
-    Raises:
-        UserError: As `check_captions`.
-    """
+    """`check_captions` for one source; `name` is the setting or option for captions."""
     url, places = manifest.url(manifest.shards[0]), dict[str, None]()
     if not is_local(url):
         return
@@ -83,16 +76,10 @@ def check_caption(manifest: Manifest, wanted: str, *, name: str = "data.caption"
 
 
 def check_shards(manifest: Manifest, world: World) -> int:
-    """Compare sizes with the manifest and count the samples of one local shard; the ranks share the work.
+    """Raise a UserError if shards are missing, differ from the manifest or cannot be read; the ranks share the work.
 
-    The sizes of all local shards are compared. Of its remote shards each rank checks 32, chosen by hash, and starts to
-    read one.
-
-    Returns:
-        The number of shards that this rank checked.
-
-    Raises:
-        UserError: Shards are missing, differ from the manifest or cannot be read; the message names them.
+    The sizes of all local shards are compared, and the samples of one are counted. Of its remote shards each rank
+    checks 32, chosen by hash, and starts to read one. Returns the number of shards that this rank checked.
     """
     shards = [manifest.shards[number] for number in range(world.rank, len(manifest.shards), world.size)]
     local = [shard for shard in shards if is_local(manifest.url(shard))]

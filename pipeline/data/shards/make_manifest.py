@@ -69,7 +69,7 @@ class ShardScan:
     damage: str = ""
     """Why no sample of the shard should be used."""
     unread: str = ""
-    """Why the shard could not be read at all; the cause may be temporary."""
+    """Why the shard could not be read; the cause may be temporary."""
     caption: str = "txt"
     """Where captions were expected."""
     changed: int = 0
@@ -125,11 +125,7 @@ def index_shards(
 
 
 def _names(root: Path, patterns: Sequence[str], *, replace: bool) -> list[str]:
-    """The names of the shards in order.
-
-    Raises:
-        UserError: There are none, they are not valid, or the folder has a manifest.
-    """
+    """The names of the shards in order; UserError if there are none or invalid ones, or the folder has a manifest."""
     from braceexpand import braceexpand
 
     if not root.is_dir():
@@ -191,8 +187,7 @@ def _scan_shards(
 ) -> list[ShardScan]:
     """The scans in the order of names: of the journal, where files have not changed since, and new ones of the others.
 
-    Raises:
-        UserError: The first shards hold no sample that training can use: the scan ends at once.
+    It ends at once with a UserError if the first shards hold no sample that training can use.
     """
     wanted, stop, first = set(names), threading.Event(), list[ShardScan]()
     known = _read_journal(root).items()

@@ -100,9 +100,7 @@ class ShardTable:
     @functools.cached_property
     def outside(self) -> list[str]:
         """Names of the shards that need the user's consent, see `is_outside`."""
-        names = self._names
-        odd = (np.char.find(names, b":") >= 0) | (np.char.find(names, b"..") >= 0) | np.char.startswith(names, b"/")
-        return [name for name in map(bytes.decode, names[odd].tolist()) if is_outside(name)]
+        return [shard.name for shard in self if is_outside(shard.name)]
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -122,11 +120,10 @@ class ShardTable:
 
 
 def _texts(values: Sequence[str]) -> NDArray[np.bytes_]:
-    texts = np.array([value.encode() for value in values], dtype=np.bytes_)
-    if texts.dtype.itemsize > LONGEST_NAME:
-        longest = max(values, key=len)
-        raise ValueError(f"{longest[:60]!r}... has more than {LONGEST_NAME:,} bytes")
-    return texts
+    texts = [value.encode() for value in values]
+    if too_long := [text for text in texts if len(text) > LONGEST_NAME]:
+        raise ValueError(f"{too_long[0][:60].decode(errors='replace')!r}... has more than {LONGEST_NAME:,} bytes")
+    return np.array(texts, dtype=np.bytes_)
 
 
 def _digest(lines: Iterable[str]) -> str:
@@ -166,8 +163,7 @@ class Manifest:
 
     @property
     def counted(self) -> str:
-        """What `attempted` counts: URLs (`neuclip download`), rows (`neuclip pairs`), or samples of shards that were
-        there before."""
+        """What `attempted` counts: URLs (of `neuclip download`), rows (`pairs`) or samples (`manifest`)."""
         if "urls" in self.facts:
             return "URLs"
         return "rows" if self.facts.get("made by") == "neuclip pairs" else "samples"
@@ -177,16 +173,9 @@ class Manifest:
         """SHA-256 of the shard list: manifests with equal digests give the same ids to the same samples."""
         return _digest(f"{shard.name} {shard.samples} {shard.sha256}" for shard in self.shards)
 
-    def locate(self, sample_id: int) -> tuple[Shard, int]:
-        """The shard of a sample and the sample's position in it.
-
-        Raises:
-            IndexError: `sample_id` is outside [0, n).
-        """
-        if not 0 <= sample_id < self.n:
-            raise IndexError(f"sample id {sample_id} is outside [0, {self.n})")
-        shard = self.shards[int(np.searchsorted(self.shards.offsets, sample_id, side="right")) - 1]
-        return shard, sample_id - shard.offset
+    def shard_of(self, sample_id: int) -> Shard:
+        """The shard of a sample."""
+        return self.shards[int(np.searchsorted(self.shards.offsets, sample_id, side="right")) - 1]
 
     def url(self, shard: Shard) -> str:
         """Where to read a shard: a path below `root`, or the name itself if that is a URL."""
@@ -252,16 +241,14 @@ def make_manifest(
     facts: Mapping[str, Any] | None = None,
 ) -> Manifest:
     """A manifest from `(name, samples, bytes, sha256)` rows in order; `load_manifest` refuses empty shards."""
-    return Manifest(shards=ShardTable(entries), root=str(root), failures=failures or {}, facts=facts or {})
+    return Manifest(ShardTable(entries), str(root), failures or {}, facts or {})
 
 
 def load_manifest(path: str | Path, *, allow_outside: bool = False) -> Manifest:
     """Read and check a manifest, given its path or its folder.
 
-    Args:
-        path: The manifest or its folder.
-        allow_outside: Whether its shards may be files outside of its folder, see `storage.is_outside`. A manifest comes
-            from whoever made the data, so only the user may say so.
+    `allow_outside` is whether its shards may be files outside of its folder, see `is_outside`. A manifest comes from
+    whoever made the data, so only the user may say so.
 
     Raises:
         UserError: It is missing, of another format or version, contradicts itself, or has shards in places that are
@@ -330,7 +317,7 @@ def _read(path: Path) -> Manifest:
             )
         rows = tree["shards"]
         table = ShardTable((row["name"], row["samples"], row["bytes"], row["sha256"]) for row in rows)
-        manifest = Manifest(table, root=str(path.parent), failures=tree["failures"], facts=tree["facts"])
+        manifest = Manifest(table, str(path.parent), tree["failures"], tree["facts"])
         if not len(table) or table.samples.min() < 1:
             empty = [shard.name for shard in table if shard.samples < 1]
             raise UserError(f"{path} lists {len(table)} shards, of which {len(empty)} are empty ({empty[:3]}).")
@@ -350,17 +337,10 @@ def _read(path: Path) -> Manifest:
 
 
 def check_keys(manifest: Manifest, shards: Iterable[Shard]) -> None:
-    """Check that in each of these shards a key names one sample; those that are elsewhere or damaged are left out.
-
-    Raises:
-        UserError: Several samples of a shard have the same key.
-    """
+    """Raise a UserError if a key names several samples of a shard; remote and damaged shards are passed over."""
     for shard in shards:
-        url = manifest.url(shard)
-        if not is_local(url):
-            continue
         seen = set[str]()
-        with contextlib.suppress(DamagedTar, OSError), open(url, "rb") as file:
+        with contextlib.suppress(DamagedTar, OSError), open(manifest.url(shard), "rb") as file:
             for key in keys(file):
                 if key in seen:
                     raise UserError(

@@ -41,12 +41,9 @@ CONVERTED = 256
 
 
 def list_shards(root: str | Path, suffixes: tuple[str, ...] = (".tar",)) -> list[str]:
-    """The names of all files with one of these suffixes below a folder, sorted.
+    """The names of all files with one of these suffixes below a folder, sorted; UserError if one cannot be read.
 
     Links to folders are followed, and each is listed once. There are none if `root` is no folder.
-
-    Raises:
-        UserError: A folder cannot be read.
     """
 
     def refuse(error: OSError) -> None:
@@ -71,11 +68,7 @@ def is_local(url: str) -> bool:
 
 @contextmanager
 def open_shard(url: str, *, start: int = 0) -> Iterator[io.BufferedReader]:
-    """The shard as a binary stream from byte `start` on, which is closed at the end.
-
-    Raises:
-        OSError: The shard cannot be opened.
-    """
+    """The shard as a binary stream from byte `start` on, which is closed at the end; OSError if it cannot be opened."""
     if is_local(url):
         with open(url, "rb", buffering=BUFFER) as file:
             file.seek(start)
@@ -232,20 +225,12 @@ def is_index(name: str) -> bool:
 
 
 def write_index(folder: str | Path, tar: Path, *, sha256: str) -> None:
-    """Write the index of a local shard; `folder` is that of the manifest.
-
-    Raises:
-        DamagedTar: The shard is not a complete tar.
-    """
+    """Write the index of a local shard, or raise DamagedTar; `folder` is that of the manifest."""
     save_index(folder, scan_members(tar), sha256=sha256)
 
 
 def scan_members(tar: Path) -> NDArray[np.void]:
-    """The members of a shard, `MEMBERS` [m], from its headers.
-
-    Raises:
-        DamagedTar: The shard is not a complete tar.
-    """
+    """The members of a shard, `MEMBERS` [m], from its headers; DamagedTar if it is not a complete tar."""
     places: list[MemberPlace] = []
     with tar.open("rb") as file:
         for _ in read_records(file, skip=sys.maxsize, index=places):

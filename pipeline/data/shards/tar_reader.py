@@ -104,10 +104,8 @@ def read_records(
 def _parts(
     file: BinaryIO, *, strict: bool = False, on_unended: Callable[[], None] = lambda: None
 ) -> Iterator[tuple[str, str, str, int, int]]:
-    """`(key, suffix, name, size, first byte)` of each member that is part of a sample, as `headers`.
-
-    Raises:
-        DamagedTar: As `headers`; a file is sparse or, if the reading is `strict`, has no content of its own.
+    """`(key, suffix, name, size, first byte)` of each member of a sample; DamagedTar as `headers`, and if one is sparse
+    or, where the reading is `strict`, has no content of its own.
     """
     for name, size, offset, kind in headers(file, strict=strict, on_unended=on_unended):
         # Webdataset's rule, which ignores `README` and macOS's `._0.jpg`.
@@ -126,11 +124,7 @@ def _parts(
 
 
 def keys(file: BinaryIO) -> Iterator[str]:
-    """The key of each sample; reads headers only.
-
-    Raises:
-        DamagedTar: The tar is truncated or damaged.
-    """
+    """The key of each sample, from headers only; DamagedTar if the tar is truncated or damaged."""
     for key, _ in itertools.groupby(members(file), key=lambda member: split_name(member[0])[0]):
         yield key
 
@@ -138,10 +132,8 @@ def keys(file: BinaryIO) -> Iterator[str]:
 def members(
     file: BinaryIO, *, wanted: Callable[[str], bool] = lambda suffix: False, strict: bool = False
 ) -> Iterator[tuple[str, bytes]]:
-    """The name of each member and, if its suffix is `wanted`, its payload, else nothing; `strict` as in `read_records`.
-
-    Raises:
-        DamagedTar: The tar is truncated or damaged.
+    """The name of each member and, if its suffix is `wanted`, its payload, else nothing; `strict` and errors as in
+    `read_records`.
     """
     for _, suffix, name, size, _ in _parts(file, strict=strict):
         payload = read_payload(file, size) if wanted(suffix) else b""
@@ -166,11 +158,7 @@ class CaptionField:
 
     @classmethod
     def parse(cls, text: str, *, option: str = "") -> CaptionField:
-        """Parse `txt`, another suffix, or `json:FIELD`, which was given by an option of the command line.
-
-        Raises:
-            UserError: `text` is none of these.
-        """
+        """Parse `txt`, another suffix or `json:FIELD`, or raise a UserError, which names the command's `option`."""
         suffix, colon, field = text.partition(":")
         valid = suffix == "json" and field if colon else suffix and not suffix.startswith(".") and "/" not in suffix
         if not valid or suffix.lower() in IMAGE_SUFFIXES:
@@ -184,8 +172,7 @@ class CaptionField:
     def read(self, record: TarRecord, *, state: int = 0) -> str:
         """The caption of a sample; the hash key `state` draws one text where a JSON field holds several.
 
-        Raises:
-            CorruptSample: The caption is missing, empty or not UTF-8.
+        CorruptSample if it is missing, empty or not UTF-8.
         """
         if record.caption is None:
             raise CorruptSample("caption is missing")
@@ -215,11 +202,7 @@ def _choose(value: Any, state: int) -> str:
 
 
 def rgb_image(data: bytes, *, max_pixels: int | None = None, background: Colour = WHITE) -> Image.Image:
-    """Decode an image to RGB as `pixels.read_rgb` does.
-
-    Raises:
-        CorruptSample: The image cannot be used; samples are counted under the message.
-    """
+    """`pixels.read_rgb`, with CorruptSample for an image that cannot be used."""
     with counted_errors():
         return read_rgb(data, max_pixels=max_pixels, background=background)
 
@@ -234,11 +217,7 @@ def thumbnail_url(image: Image.Image, size: tuple[int, int]) -> str:
 
 @contextmanager
 def counted_errors() -> Iterator[None]:
-    """Raise an ImageError of this block as the CorruptSample under which samples are counted.
-
-    Raises:
-        CorruptSample: With one of a few messages.
-    """
+    """Raise an ImageError of this block as the CorruptSample under whose message samples are counted."""
     try:
         yield
     except ImageError as error:

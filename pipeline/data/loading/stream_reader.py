@@ -67,15 +67,13 @@ class SequentialReader:
         stored = self.mixture.manifest.shards[shard]
         url = self.mixture.manifest.url(stored)
         index = load_index(self.mixture.folders[self._source(shard)], sha256=stored.sha256, samples=stored.samples)
-        common: dict[str, Any] = {
-            "caption_suffix": self.caption(shard).suffix,
-            "sample_bytes": stored.bytes / stored.samples,
-        }
+        suffix, size = self.caption(shard).suffix, stored.bytes / stored.samples
+        common: dict[str, Any] = {"caption_suffix": suffix, "sample_bytes": size, "index": index}
         stop, failures, opened = start + count, 0, start
         while start < stop and start < self.lost.get(shard, (stop, ""))[0]:
             stream_hash = StreamHash() if stored.sha256 and self.altered_shards != "ignore" else None
             try:
-                with open_records(url, skip=start, stream_hash=stream_hash, index=index, **common) as records:
+                with open_records(url, skip=start, stream_hash=stream_hash, **common) as records:
                     for record in records:
                         start += 1
                         # Before the last sample is passed on: a stream is not read any further at the end of an epoch.

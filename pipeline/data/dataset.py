@@ -61,11 +61,7 @@ class OrderedDataset(IterableDataset[Rows]):
         return place_of(self._loader.order, self._loader.position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the batch at which `state_dict` was called, without decoding earlier samples again.
-
-        Raises:
-            UserError: This data set has another order than that of the state, or it is not such a state.
-        """
+        """Continue after the batch at which `state_dict` was called; UserError if its order was another."""
         self.close()
         try:
             self._loader.position = check_place(state, self._loader.order)

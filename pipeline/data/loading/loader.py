@@ -201,10 +201,9 @@ class Loader:
         return report(position or self.position, self.layout, self._world, limit=limit)
 
     def state_dict(self, position: Position | None = None) -> dict[str, Any]:
-        """The state after the batch with this `position` (default: the last batch that was returned).
+        """The state after the batch with this `position` (default: the last one), as plain values. Collective.
 
-        A collective: every rank calls it. The state holds plain values and is the same on every rank and for any number
-        of ranks and workers.
+        It is the same on every rank, and for any number of ranks and workers.
         """
         position = position or self.position
         hashed, corrupt = merged(position, self._world)
@@ -216,14 +215,11 @@ class Loader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the batch at which `state_dict` was called, without decoding earlier samples again.
+        """Continue after the batch at which `state_dict` was called; UserError if it was in another order.
 
         Rank 0 takes over the counts so far. If these exceed `corrupt_limit`, the run was stopped for them, and the data
         may have been mended since: only further ones stop it again. A different decoding is allowed with a warning: it
         changes pixels, not the order.
-
-        Raises:
-            UserError: This run's order differs from that of the state.
         """
         self.close()
         corrupt = Counts({(reason, shard): count for reason, shard, count in state["corrupt"]})

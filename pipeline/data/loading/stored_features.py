@@ -1,12 +1,10 @@
 """Stored features of all samples of a dataset, which `neuclip features` writes and runs read by sample id.
 
-Either a teacher's unit-norm image and text features in fp16 (`data.teacher_features`), or the outputs of an image tower
-before the normalisation to unit length in fp32 (`data.image_features`), behind which a run that locks the tower goes on
-as it would from the tower.
-
-They are in a numpy array, which `numpy.load` reads. A record is a checksum and the values of one sample; a record that
-was never written, or was torn by a kill or a full disk, has no valid checksum and counts as missing. Processes
-therefore need no locks: two that write the same sample write the same values up to rounding.
+They are a teacher's unit-norm image and text features in fp16 (`data.teacher_features`), or a locked image tower's
+outputs before the normalisation to unit length in fp32 (`data.image_features`), in an array that `numpy.load` reads. A
+record is a checksum and the values of one sample; one that was never written, or was torn by a kill or a full disk, has
+no valid checksum and counts as missing. So processes need no locks: two that write the same sample write the same
+values up to rounding.
 """
 
 from __future__ import annotations
@@ -79,11 +77,8 @@ class FeatureFile:
     def create(self) -> None:
         """Open the file for writing: a new one, or what a killed process left of it, which is extended.
 
-        Every process may call this at the same time. The disk's blocks are taken as records are written.
-
-        Raises:
-            UserError: The disk has too little space for the missing records, or there is another file.
-            OSError: The file cannot be created.
+        Every process may call this at the same time. The disk's blocks are taken as records are written. UserError if
+        the disk has too little space for the missing records, or there is another file; OSError if it cannot be made.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -178,14 +173,10 @@ class FeatureFacts:
 
 
 class StoredFeatures:
-    """Complete features of `neuclip features`, which are read by sample id.
+    """Complete features of `neuclip features`, read by sample id, in a folder that `data.teacher_features` or
+    `data.image_features` (`setting`) names.
 
-    Args:
-        folder: Where they are.
-        setting: Which names it: `data.teacher_features` or `data.image_features`.
-
-    Raises:
-        UserError: There are none for this setting, or `features.json` and the file do not go together.
+    UserError if there are none for this setting, or `features.json` and the file do not go together.
     """
 
     def __init__(self, folder: Path, *, setting: str) -> None:

@@ -178,8 +178,7 @@ class Order:
     """Which registered order this is."""
 
     def segments(self, epoch: int) -> Segments:
-        """The samples of an epoch in reading order, `mixture.epoch_samples` in all; of these, stream c reads
-        `[c L, (c + 1) L)`."""
+        """The `mixture.epoch_samples` of an epoch in reading order, of which stream c reads `[c L, (c + 1) L)`."""
         return plan_epoch(self.mixture, seed=self.seed, epoch=epoch)
 
     def stream(self, *, epoch: int, stream: int) -> StreamOrder:

@@ -154,13 +154,9 @@ def _count(manifest: Manifest, shard: Shard) -> None:
 
 
 def caption_notes(tokens_bL: Tensor, *, tokenize: Callable[[list[str]], Tensor], of: str, masked: bool) -> list[str]:
-    """What to know about captions, which are tokens of the model.
+    """What to know about captions, as tokens of a model's tokenizer; `of` says whose they are, "the first batch's".
 
-    Args:
-        tokens_bL: As the model's tokenizer gives them.
-        tokenize: The tokenizer.
-        of: Whose captions these are, "the first batch's".
-        masked: `objective.mask_equal`.
+    `masked` is `objective.mask_equal`, with which equal captions need no note.
     """
     length, notes = tokens_bL.shape[1], []
     empty, long = tokenize(["", "word " * length])
@@ -182,10 +178,7 @@ def caption_notes(tokens_bL: Tensor, *, tokenize: Callable[[list[str]], Tensor],
 
 
 def first_captions(config: DataConfig, *, count: int) -> list[str]:
-    """Up to `count` captions from the beginning of the sources on this machine, at most `SAMPLED`.
-
-    What cannot be read is passed over: whatever reads the data reports it.
-    """
+    """Up to `count` captions from the beginning of the sources on this machine that can be read, at most `SAMPLED`."""
     share = -(-min(count, SAMPLED) // len(config.sources))
     return [text for source in config.sources for text in islice(_captions(config, source), share)]
 

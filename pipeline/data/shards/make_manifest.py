@@ -100,10 +100,8 @@ def index_shards(
 
     Returns:
         The manifest, whose facts count what training cannot use (`unusable`) and what else is odd (`notes`), and list
-        the shards that are `left out`, with the reason.
-
-    Raises:
-        UserError: There is nothing to read, a manifest exists already, or a shard cannot be used.
+        the shards that are `left out`, with the reason. UserError if there is nothing to read, a manifest exists
+        already, or a shard cannot be used.
     """
     root = Path(root)
     names = _names(root, patterns, replace=replace)

@@ -151,10 +151,10 @@ def open_records(
     stream_hash: StreamHash | None = None,
     index: NDArray[np.void] | None = None,
 ) -> Iterator[Iterator[TarRecord]]:
-    """The samples of a shard, starting at number `skip`.
+    """The samples of a shard, starting at number `skip`; OSError if it cannot be read, DamagedTar if it is damaged.
 
-    With an index, reading starts at that sample, except to compute the hash of small samples. Otherwise all bytes
-    before it are read once, in order.
+    With an index of `load_index`, reading starts at that sample, except to compute the hash of small samples.
+    Otherwise all bytes before it are read once, in order.
 
     Args:
         url: The shard.
@@ -162,11 +162,7 @@ def open_records(
         caption_suffix: Of the member with the caption.
         sample_bytes: Mean size of a sample.
         stream_hash: Takes the bytes as they are read, unless some of them are not.
-        index: Of `load_index`.
-
-    Raises:
-        OSError: The shard cannot be read.
-        DamagedTar: The tar is truncated or damaged.
+        index: Where the members are; None: the shard is parsed.
     """
     places = None if index is None else sample_places(index, caption_suffix)
     seeks = places is not None and skip > 0 and (stream_hash is None or sample_bytes > SEEKING_PAYS)

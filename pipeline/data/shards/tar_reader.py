@@ -1,8 +1,4 @@
-"""The samples of webdataset tars, read in one pass, with what their captions and images are.
-
-Payloads are read only if they are needed. A sample's caption is a member of the tar, or in a field of its JSON member
-(`CaptionField`).
-"""
+"""The samples of webdataset tars, read in one pass, with what their captions and images are."""
 
 from __future__ import annotations
 

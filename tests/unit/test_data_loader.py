@@ -142,16 +142,6 @@ def test_resume_with_another_order_is_refused(folder, second, caplog):
     assert "data.decoding was fast, now exact" in caplog.text, "another decoder is allowed"
 
 
-def test_loader_can_be_closed_and_continued(folder):
-    expected, _ = run(loaders(folder), 8)
-    (loader,) = loaders(folder, workers=2)
-    with loader:
-        first, _ = run([loader], 3)
-        loader.close()
-        second, _ = run([loader], 5)
-    assert torch.equal(torch.cat([first, second]), expected)
-
-
 def test_an_altered_shard_stops_the_run_or_its_remaining_samples_are_replaced_and_counted(tmp_path):
     """In a worker process. The shard is altered so that every sample can still be read."""
     write_shards(tmp_path, [12, 12, 12, 12])
@@ -184,7 +174,7 @@ def test_unreadable_data_ends_the_run_with_a_message(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
-def test_batches_that_are_kept_are_not_written_again(folder, workers):
+def test_batches_that_are_kept_are_not_written_again_and_a_closed_loader_continues(folder, workers):
     """More batches than the loader has memory for are kept, and some of them only as a view of their images."""
     (loader,) = loaders(folder, workers=workers)
     (other,) = loaders(folder)
@@ -194,6 +184,7 @@ def test_batches_that_are_kept_are_not_written_again(folder, workers):
         assert all(torch.equal(*pair) for pair in zip(kept, expected, strict=True))
         loader.close()
         assert all(torch.equal(*pair) for pair in zip(kept, expected, strict=True))
+        assert torch.equal(run([loader], 2)[0], run([other], 2)[0])
 
 
 def test_resume_does_not_decode_skipped_samples(folder):

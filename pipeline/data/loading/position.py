@@ -79,7 +79,7 @@ def report(position: Position, layout: Layout, world: World, *, limit: float) ->
     """
     hashed, corrupt = merged(position, world)
     reasons, shards = Counter[str](), Counter[str]()
-    for (reason, shard), count in sorted(corrupt.items()):  # `most_common` keeps the order of equal counts
+    for (reason, shard), count in corrupt.items():
         reasons[reason] += count
         shards[shard] += count
     result = DataReport(
@@ -89,8 +89,8 @@ def report(position: Position, layout: Layout, world: World, *, limit: float) ->
         planned_samples=layout.steps * layout.global_batch,
         dropped=layout.dropped,
         replaced=reasons.total(),
-        corrupt_by_reason=dict(reasons.most_common()),
-        corrupt_by_shard=dict(shards.most_common(NAMED_SHARDS)),
+        corrupt_by_reason=dict(_ranked(reasons)),
+        corrupt_by_shard=dict(_ranked(shards)[:NAMED_SHARDS]),
         order_hash=hashed,
     )
     new = result.replaced - position.judged
@@ -103,6 +103,10 @@ def report(position: Position, layout: Layout, world: World, *, limit: float) ->
             "limit."
         )
     return result
+
+
+def _ranked(counts: Counter[str]) -> list[tuple[str, int]]:
+    return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
 
 
 def _named(counts: Mapping[str, int]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from pipeline.pictures import image_error
+from pipeline import pictures
 
 MEANINGS: dict[str, str] = {
     "http 403": "forbidden",
@@ -34,17 +34,17 @@ REFUSED_ADDRESS = _reason("refused address", "private, loopback or another speci
 OPTED_OUT = _reason("opted out", "the owner's headers say not to use it (X-Robots-Tag)")
 REMOVED = _reason("removed", "on this set's removal list")
 EMPTY = _reason("empty", "an answer without a body")
-NOT_AN_IMAGE = _reason(image_error.NOT_AN_IMAGE, "a page or another file where an image should be")
-UNSUPPORTED = _reason(image_error.UNSUPPORTED, "HEIC, JPEG XL, EPS or another format that is not read")
-TRUNCATED = _reason(image_error.TRUNCATED, "an image file that stops before its end")
+NOT_AN_IMAGE = _reason(pictures.NOT_AN_IMAGE, "a page or another file where an image should be")
+UNSUPPORTED = _reason(pictures.UNSUPPORTED, "HEIC, JPEG XL, EPS or another format that is not read")
+TRUNCATED = _reason(pictures.TRUNCATED, "an image file that stops before its end")
 TOO_MANY_BYTES = _reason("too many bytes", "larger than guard.max_bytes")
-TOO_MANY_PIXELS = _reason(image_error.TOO_MANY_PIXELS, "larger than guard.max_pixels")
-TOO_MANY_SCANS = _reason(image_error.TOO_MANY_SCANS, "a JPEG that would take minutes to decode")
+TOO_MANY_PIXELS = _reason(pictures.TOO_MANY_PIXELS, "larger than guard.max_pixels")
+TOO_MANY_SCANS = _reason(pictures.TOO_MANY_SCANS, "a JPEG that would take minutes to decode")
 TOO_SMALL = _reason("too small", "smaller than image.min_size")
 EXTREME_ASPECT = _reason("extreme aspect ratio", "longer than image.max_aspect_ratio")
 HASH_MISMATCH = _reason("hash mismatch", "no longer the file that was published")
 NO_HASH = _reason("no hash", "the table has no hash for it, so it cannot be verified")
-UNDECODABLE = _reason(image_error.UNDECODABLE, "the image decoder failed")
+UNDECODABLE = _reason(pictures.UNDECODABLE, "the image decoder failed")
 NOT_ENCODED = _reason("not encoded", "the image could not be encoded")
 TOO_LITTLE_MEMORY = _reason("too little memory", "decoding it needs more memory than the machine had left")
 TOO_SLOW = _reason("too slow to decode", "decoding it took longer than 30 seconds, twice")

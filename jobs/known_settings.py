@@ -40,7 +40,7 @@ the default column names them."""
 SIGNS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 EXPERT = frozenset(
     """
-    max_skipped_steps data.replacement data.timeout_minutes data.retries data.altered_shards model.packed_attention
+    max_skipped_steps data.timeout_minutes data.retries data.altered_shards model.packed_attention
     optimizer.eps engine.probe engine.timeout_minutes engine.lost_rank_seconds telemetry.peak_tflops objective.eps
     objective.tau_schedule objective.tau_lr_fall objective.gamma_decay_epochs objective.npn_objective
     objective.npn_schedule objective.npn_update objective.npn_precision objective.reset_accumulator

@@ -81,7 +81,7 @@ def command(
     from data_prep.pairs.make_shards import DROPPED_NAME, PairsConfig, make_shards
     from data_prep.pairs.pair import SourceOptions
     from jobs.download import progress_bar
-    from pipeline.pictures.image_error import UNSUPPORTED
+    from pipeline.pictures import UNSUPPORTED
 
     columns = tuple(name.strip() for name in header.split(",")) if header else ()
     # The other options have the names of its fields.

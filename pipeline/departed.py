@@ -16,6 +16,7 @@ SETTINGS: dict[str, str] = {
     "data.allow_commands": "Shards are not read from shell commands any more: name them by URLs, such as s3://bucket/00000.tar.",
     "data.max_pixels": "Images of more than 178,956,970 pixels count as corrupt.",
     "data.prefetch": "Each worker keeps 2 batches ready.",
+    "data.replacement": "Every epoch permutes the shards by a hash; a source's weight says how often it is shown.",
     "ema.warmup": "The average always warms up: min(decay, (1 + t) / (10 + t)) at step t.",
     "ema.evaluate": "The average is evaluated and validated while training; `neuclip evaluate RUN` evaluates the trained weights.",
     "engine.rehearse_widest": "Texts are packed; with model.text_batching=padded, engine.micro_batch=auto tries the widest ones before the first step.",

@@ -1,8 +1,7 @@
 """The only reader of tars: the headers of an archive in one pass, with what makes an archive unusable.
 
-Supports USTAR, PAX and GNU long names, the formats that webdataset, img2dataset and our own ingestion write. About five
-times as fast per sample as Python's tarfile, which builds an object for each member, and stops without an error at a
-damaged header or a block of zeros.
+Supports USTAR, PAX and GNU long names. About five times as fast per sample as Python's tarfile, which builds an object
+for each member, and stops without an error at a damaged header or a block of zeros.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ def headers(
         elif kind == GNU_LONG_NAME:
             override = {"path": _extension(file, size).rstrip(b"\0").decode("utf-8", "surrogateescape")}
         else:
-            size = _parsed_size(override["size"]) if "size" in override else size
+            size = _number(override["size"]) if "size" in override else size
             name = override.get("GNU.sparse.name", override.get("path", name))
             is_sparse = any(keyword.startswith("GNU.sparse.") for keyword in override)
             more = kind == GNU_SPARSE and header[482]
@@ -120,14 +119,9 @@ def _parse(header: bytes) -> tuple[str, int, bytes]:
         raise DamagedTar("ends inside a header")
     if header[:2] == b"\x1f\x8b":
         raise DamagedTar("is compressed, so readers cannot seek in it: store it as a plain tar")
-    try:
-        stored = int(header[148:156].rstrip(b"\0 ") or b"0", 8)
-        field = header[124:136]  # octal, or GNU's base-256 encoding for 8 GiB and more
-        size = int.from_bytes(field[1:], "big") if field[0] & 0x80 else int(field.strip(b"\0 ") or b"0", 8)
-    except ValueError as error:
-        raise DamagedTar("has a damaged header") from error
-    if not 0 <= size <= LARGEST:
-        raise DamagedTar("has a damaged header")
+    stored, field = _number(header[148:156], base=8), header[124:136]
+    # Octal, or GNU's base-256 encoding for 8 GiB and more.
+    size = _number(int.from_bytes(field[1:], "big")) if field[0] & 0x80 else _number(field, base=8)
     if stored != sum(header) - sum(header[148:156]) + 8 * ord(" "):
         raise DamagedTar("has a header with a wrong checksum")
     name = header[:100].partition(b"\0")[0]
@@ -136,15 +130,15 @@ def _parse(header: bytes) -> tuple[str, int, bytes]:
     return name.decode("utf-8", "surrogateescape"), size, header[156:157]
 
 
-def _parsed_size(text: str) -> int:
-    """The size in a PAX record, which replaces that of the header."""
+def _number(value: bytes | str | int, *, base: int = 10) -> int:
+    """A size or checksum."""
     try:
-        size = int(text)
+        number = int(value.strip(b"\0 ") or b"0", base) if isinstance(value, bytes) else int(value)
     except ValueError as error:
-        raise DamagedTar("has a damaged PAX header") from error
-    if not 0 <= size <= LARGEST:
-        raise DamagedTar("has a damaged PAX header")
-    return size
+        raise DamagedTar("has a damaged header") from error
+    if not 0 <= number <= LARGEST:
+        raise DamagedTar("has a damaged header")
+    return number
 
 
 def _pax(payload: bytes) -> dict[str, str]:
@@ -178,24 +172,16 @@ def read_payload(file: BinaryIO, size: int) -> bytes:
 
 
 def read_exactly(file: BinaryIO, size: int) -> bytes:
-    """The next `size` bytes.
-
-    Raises:
-        DamagedTar: The file ends before, or no image or caption is as large.
-    """
+    """The next `size` bytes; DamagedTar if the file ends before, or no image or caption is as large."""
     if size > LARGEST_PAYLOAD:
         raise DamagedTar(f"has a file of {size:,} bytes, which is no image or caption")
-    data = file.read(size) if size <= PIECE else b"".join(_pieces(file, size))
-    if len(data) < size:
+    pieces, left = list[bytes](), size
+    while left and (piece := file.read(min(left, PIECE))):
+        pieces.append(piece)
+        left -= len(piece)
+    if left:
         raise DamagedTar("ends inside a file")
-    return data
-
-
-def _pieces(file: BinaryIO, size: int) -> Iterator[bytes]:
-    """`size` bytes, or as many as there are."""
-    while size and (piece := file.read(min(size, PIECE))):
-        yield piece
-        size -= len(piece)
+    return b"".join(pieces)
 
 
 def skip_payload(file: BinaryIO, size: int) -> None:
@@ -204,11 +190,7 @@ def skip_payload(file: BinaryIO, size: int) -> None:
 
 
 def skip(file: BinaryIO, count: int) -> None:
-    """Go `count` bytes ahead; a stream that cannot seek is read.
-
-    Raises:
-        DamagedTar: The stream ends before.
-    """
+    """Go `count` bytes ahead; a stream that cannot seek is read, and raises DamagedTar if it ends before."""
     if file.seekable():
         file.seek(count, 1)
         return

@@ -11,8 +11,9 @@ import tarfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from pipeline.data.shards.tar_reader import FORMAT_SUFFIXES, DamagedTar, members, split_name
+from pipeline.data.shards.tar_reader import DamagedTar, members, split_name
 from pipeline.errors import UserError
+from pipeline.pictures import FORMAT_SUFFIXES
 
 
 def samples(path: str | Path) -> Iterator[tuple[str, dict[str, bytes]]]:

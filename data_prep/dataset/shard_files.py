@@ -16,7 +16,7 @@ from data_prep import reasons
 from data_prep.dataset.commit import Commit
 from data_prep.dataset.dataset_folder import Folder, ShardRecord, key_of, read_meta
 from data_prep.download_config import HASH_KINDS
-from pipeline.data.shards.shard_index import write_index
+from pipeline.data.shards.storage import write_index
 from pipeline.errors import UserError
 from pipeline.files import sha256_of
 

@@ -20,8 +20,7 @@ from data_prep.dataset.manifest_writer import expected_manifest, local_manifest,
 from data_prep.dataset.shard_files import difference, withdraw
 from data_prep.dataset.shard_plan import PLAN_NAME, Plan, check_list, load_plan
 from pipeline.data.shards.manifest_format import MANIFEST_NAME, Manifest, Shard, load_manifest
-from pipeline.data.shards.shard_index import INDEX_FOLDER, index_path, load_index, scan_members
-from pipeline.data.shards.storage import list_shards
+from pipeline.data.shards.storage import INDEX_FOLDER, index_path, list_shards, load_index, scan_members
 from pipeline.data.shards.tar_reader import CorruptSample, DamagedTar, rgb_image
 from pipeline.errors import UserError
 from pipeline.files import sha256_of

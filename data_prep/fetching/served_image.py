@@ -13,8 +13,7 @@ import psutil
 
 from data_prep import reasons
 from data_prep.reasons import FetchError
-from pipeline.pictures import jpeg
-from pipeline.pictures.image_error import ImageError
+from pipeline.pictures import ImageError, jpeg
 from pipeline.pictures.pixels import (
     WHITE,
     Colour,

@@ -18,7 +18,7 @@ from data_prep.pairs.pair_tables import TABLE_SUFFIXES, find_columns, open_table
 from data_prep.reasons import NO_CAPTION
 from pipeline.data.shards.manifest_format import JOURNAL
 from pipeline.errors import UserError
-from pipeline.pictures.image_error import FORMAT_SUFFIXES
+from pipeline.pictures import FORMAT_SUFFIXES
 
 _KNOWN = (
     "a CSV, TSV, JSONL or JSON table of image files, a folder with such a table, a folder of images with .txt or .json "

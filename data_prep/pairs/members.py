@@ -30,9 +30,10 @@ from data_prep.pairs.pair import (
     refuse_split,
 )
 from data_prep.reasons import NO_CAPTION
-from pipeline.data.shards.tar_reader import FORMAT_SUFFIXES, split_name
+from pipeline.data.shards.tar_reader import split_name
 from pipeline.errors import UserError
 from pipeline.files import read_bounded, text_lines
+from pipeline.pictures import FORMAT_SUFFIXES
 from pipeline.tars import DamagedTar, headers, refuse_unended, skip_payload
 
 _LOOKED_AT, _TARS_LOOKED_AT = 1_000, 10

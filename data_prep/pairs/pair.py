@@ -25,8 +25,7 @@ from data_prep.fetching.served_image import check_image, extension
 from data_prep.reasons import FetchError
 from pipeline.config import suggest
 from pipeline.errors import UserError
-from pipeline.pictures import pixels
-from pipeline.pictures.image_error import ImageError
+from pipeline.pictures import ImageError, pixels
 
 IMAGE_NAMES = (
     "image", "image_path", "image_file", "image_name", "filepath", "file_path", "file_name", "filename", "path", "file",

@@ -98,11 +98,10 @@ class AugmentConfig:
 
 def as_sources(value: Any) -> Any:
     """Expand the short forms: a path is a list of one source, and a path in a list is a source of weight 1."""
-    if isinstance(value, str):
-        value = [value]
-    if isinstance(value, (list, tuple)):
-        return [{"manifest": item} if isinstance(item, str) else item for item in value]
-    return value
+    listed = [value] if isinstance(value, str) else value
+    if not isinstance(listed, (list, tuple)):
+        return value
+    return [{"manifest": item} if isinstance(item, str) else item for item in listed]
 
 
 PREFETCH = 2
@@ -124,8 +123,6 @@ class DataConfig:
     shuffle_buffer: int = Field(default=1000, ge=1, le=10_000_000)
     """$S$: a sample moves by fewer than $S$ places within its stream. About $S/2$ encoded samples of each stream are in
     memory. Part of the order: it cannot change within a run."""
-    replacement: bool = False
-    """Draw shards with replacement instead of permuting them."""
     workers: Annotated[Annotated[int, Field(ge=0, le=1024)] | None, BeforeValidator(_or_auto)] = None
     """Decoding processes per rank, at most one for each of its streams; 0 decodes in the training process. `auto` or
     None: the rank's share of its node's cores less one, at most 12. `neuclip plan --measure` measures the loader."""

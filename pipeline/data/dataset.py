@@ -27,7 +27,7 @@ Positive = Annotated[float, Field(gt=0)]
 
 
 class OrderedDataset(IterableDataset[Rows]):
-    """One rank's rows of the global batches of an epoch: `(image, text, sample_id)`; see `dataset`.
+    """One rank's rows of the global batches: `(image, text, sample_id)`; see `dataset`.
 
     Every `iter` goes on where the last one stopped, to the end of the epoch.
     """
@@ -36,11 +36,7 @@ class OrderedDataset(IterableDataset[Rows]):
         self._loader, self._limit, self._normalization = loader, limit, normalization
 
     def __iter__(self) -> Iterator[Rows]:
-        """The batches that are left of this epoch, or those of the next.
-
-        Raises:
-            UserError: The data cannot be read, or has too many corrupt samples.
-        """
+        """The batches that are left of this epoch, or those of the next; UserError as in training."""
         if (info := get_worker_info()) is not None:
             raise UserError(
                 f"num_workers={info.num_workers} of a DataLoader: its processes would repeat the first epoch, since "
@@ -61,29 +57,16 @@ class OrderedDataset(IterableDataset[Rows]):
         return self._loader.steps_per_epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last batch that was taken, as plain values: the same on every rank.
-
-        It is valid for any number of ranks and workers.
-        """
+        """The position after the last batch, as plain values: the same on every rank, valid for any number of ranks."""
         return place_of(self._loader.order, self._loader.position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the batch at which `state_dict` was called, without decoding earlier samples again.
-
-        Raises:
-            UserError: This data set has another order than that of the state, or it is not such a state.
-        """
-        kinds = {"epoch": int, "batch": int, "proof": str, "order": Mapping}
-        given = state if isinstance(state, Mapping) else {}
-        if wrong := sorted(key for key, kind in kinds.items() if not isinstance(given.get(key), kind)):
-            raise UserError(f"The state lacks a valid {', '.join(wrong)}: give what state_dict() returned.")
-        if not (state["epoch"] >= 0 and 0 <= state["batch"] <= len(self)):
-            raise UserError(
-                f"The state is after batch {state['batch']} of epoch {state['epoch']}, but an epoch of this data set "
-                f"has {len(self)} batches: give what state_dict() returned for it."
-            )
+        """Continue after the batch at which `state_dict` was called; UserError if its order was another."""
         self.close()
-        self._loader.position = check_place(state, self._loader.order)
+        try:
+            self._loader.position = check_place(state, self._loader.order)
+        except (TypeError, KeyError, AttributeError) as error:
+            raise UserError(f"This is not what state_dict() returned ({type(error).__name__}: {error}).") from error
 
     def close(self) -> None:
         """End the decoding processes; iterating again starts new ones."""
@@ -132,14 +115,19 @@ def dataset(
     Raises:
         UserError: A setting is not valid, the data is missing or does not fit, or its first samples lack the captions.
     """
-    rank = int(os.environ.get("RANK", 0)) if rank is None else rank
-    ranks = int(os.environ.get("WORLD_SIZE", 1)) if ranks is None else ranks
     if not callable(tokenize):
         raise UserError(f"tokenize = {tokenize!r} must be callable, such as open_clip.get_tokenizer('ViT-B-32').")
-    values = {"batch_size": batch_size, "image_size": image_size, "seed": seed, "normalization": normalization}
-    given = parse(_Given, {**values, "rank": rank, "ranks": ranks})
+    values = {
+        "batch_size": batch_size,
+        "image_size": image_size,
+        "seed": seed,
+        "normalization": normalization,
+        "rank": int(os.environ.get("RANK", 0)) if rank is None else rank,
+        "ranks": int(os.environ.get("WORLD_SIZE", 1)) if ranks is None else ranks,
+    }
+    given = parse(_Given, values)
     if given.rank >= given.ranks:
-        raise UserError(f"rank = {rank} must be below ranks = {ranks}.")
+        raise UserError(f"rank = {given.rank} must be below ranks = {given.ranks}.")
     if "sources" in settings:
         raise UserError("sources: give the folder, or a list of them, as the first argument.")
     sources = os.fspath(folder) if isinstance(folder, os.PathLike) else folder

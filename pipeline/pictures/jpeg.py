@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from pipeline.pictures.image_error import TOO_MANY_SCANS, TRUNCATED, ImageError
+from pipeline.pictures import TOO_MANY_SCANS, TRUNCATED, ImageError
 
 MAX_SCANS = 100
 """Scans of a JPEG; libtiff has the same limit. Encoders write up to about a dozen. A file of 1.5 MB can have 12,000,
@@ -24,12 +24,8 @@ _TABLES = frozenset({0xC4, 0xDB, 0xDD, *range(0xE0, 0xF0), 0xFE})
 
 
 def check_scans(data: bytes) -> None:
-    """Refuse a JPEG with more than `MAX_SCANS` scans, or fewer if it is large; other data pass.
-
-    Raises:
-        ImageError: It has too many.
-    """
-    if data[:2] != b"\xff\xd8" or _has_one_scan(data) or count_scans(data, limit=ORDINARY_SCANS) <= ORDINARY_SCANS:
+    """Refuse a JPEG with more than `MAX_SCANS` scans, or fewer if it is large, with ImageError; other data pass."""
+    if data[:2] != b"\xff\xd8" or count_scans(data, limit=ORDINARY_SCANS) <= ORDINARY_SCANS:
         return
     limit = min(MAX_SCANS, max(ORDINARY_SCANS, MAX_SCANNED_PIXELS // max(1, _frame_pixels(data))))
     if count_scans(data, limit=limit) > limit:
@@ -47,11 +43,7 @@ def has_end(data: bytes) -> bool:
 
 
 def header(data: bytes) -> tuple[int, int, str]:
-    """Height and width in pixels and the colour space of a JPEG, as libjpeg-turbo names it.
-
-    Raises:
-        ValueError: libjpeg-turbo cannot read it.
-    """
+    """Height and width in pixels and the colour space of a JPEG by libjpeg-turbo; ValueError if it cannot read it."""
     import simplejpeg
 
     try:
@@ -130,9 +122,8 @@ def _frame_pixels(data: bytes) -> int:
     """The pixels of a JPEG by its first frame header; 0 without one."""
     for marker, place in markers(data):
         if marker in _FRAMES:
-            return int.from_bytes(data[place + 3 : place + 5], "big") * int.from_bytes(
-                data[place + 5 : place + 7], "big"
-            )
+            height, width = (int.from_bytes(data[place + k : place + k + 2], "big") for k in (3, 5))
+            return height * width
         if marker in (_SCAN, _END):
             break
     return 0

@@ -23,8 +23,7 @@ import numpy as np
 from PIL import Image, ImageColor, ImageFile, UnidentifiedImageError
 from pydantic import AfterValidator
 
-from pipeline.pictures import jpeg
-from pipeline.pictures.image_error import NOT_AN_IMAGE, TOO_MANY_PIXELS, TRUNCATED, UNDECODABLE, UNSUPPORTED, ImageError
+from pipeline.pictures import NOT_AN_IMAGE, TOO_MANY_PIXELS, TRUNCATED, UNDECODABLE, UNSUPPORTED, ImageError, jpeg
 
 Colour = tuple[int, int, int]
 WHITE: Colour = (255, 255, 255)
@@ -32,8 +31,6 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000
 """The formats that are read, by Pillow's names; AVIF needs Pillow 11.3, and HEIF (HEIC) the package pillow-heif."""
 _MAX_FILE_BYTES = 2**31
 """The largest picture that Pillow opens has 1.4 GB with eight bytes per pixel."""
-
-# Formats that are recognised, to be refused by name.
 _REFUSED = {
     rb"....ftyp(?:hei[cmsx]|hev[cmsx]|mif[12]|msf1|miaf|avc[is])": "HEIC, which needs: pip install 'neuclip[heif]'",
     rb"\xff\x0a|\0\0\0\x0cJXL ": "JPEG XL",
@@ -44,10 +41,9 @@ _REFUSED = {
     rb"II\xbc\x01": "JPEG XR",
     rb"\x76\x2f\x31\x01": "OpenEXR",
 }
+"""Formats that are recognised, to be refused by name."""
 _TIFF_BITS, _TIFF_INTERPRETATION, _TIFF_SAMPLE_FORMAT = 258, 262, 339
 _TIFF_WHITE_IS_ZERO, _TIFF_UNSIGNED = 0, (1, 4)
-
-
 _ORIENTATION = 0x0112
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -61,11 +57,7 @@ _TURNS = {
 
 
 def colour_of(text: str) -> Colour:
-    """A colour by its name, such as white, or as #f0f0f0.
-
-    Raises:
-        ValueError: It is none.
-    """
+    """A colour by its name, such as white, or as #f0f0f0; ValueError if it is none."""
     try:
         red, green, blue = ImageColor.getrgb(text)[:3]
     except ValueError:
@@ -73,12 +65,7 @@ def colour_of(text: str) -> Colour:
     return red, green, blue
 
 
-def _checked(text: str) -> str:
-    colour_of(text)
-    return text
-
-
-ColourName = Annotated[str, AfterValidator(_checked)]
+ColourName = Annotated[str, AfterValidator(lambda text: colour_of(text) and text)]
 """Of a setting."""
 
 
@@ -88,10 +75,8 @@ def colour_name(colour: Colour) -> str:
 
 
 def read_file(path: str | Path) -> bytes:
-    """The bytes of an image's file, whose name may come from somebody else's table: a device's data never end.
-
-    Raises:
-        OSError: It cannot be read, is no regular file, or is larger than any image.
+    """The bytes of an image's file, whose name may come from somebody else's table; OSError if it is no regular file
+    (a device's data never end), larger than any image, or cannot be read.
     """
     about = os.stat(path)
     if not stat.S_ISREG(about.st_mode):
@@ -104,17 +89,11 @@ def read_file(path: str | Path) -> bytes:
 def read_rgb(
     data: bytes, *, max_pixels: int | None = None, background: Colour | None = WHITE, turned: bool = False
 ) -> Image.Image:
-    """Decode an image to 8-bit RGB.
+    """Decode an image to 8-bit RGB, `turned` as a viewer shows it or, for training and official tasks, as stored.
 
     Besides `max_pixels`, Pillow's own limit applies, twice `Image.MAX_IMAGE_PIXELS`. Its warnings about large sizes and
     odd metadata are passed on: only the caller knows whether other threads run, whose warnings a filter here would
-    change.
-
-    Args:
-        data: The file.
-        max_pixels: Larger images are refused.
-        background: As in `to_rgb`.
-        turned: As a viewer shows it, by EXIF; otherwise as stored, as training and the official tasks take it.
+    change. `background` is as in `to_rgb`.
 
     Raises:
         ImageError: See `open_image`, `load` and `eight_bits`.
@@ -128,8 +107,7 @@ def read_rgb(
 def open_image(data: bytes, *, max_pixels: int | None = None) -> Image.Image:
     """Open an image of one of `FORMATS`, from its header only.
 
-    Raises:
-        ImageError: Not an image, of another format, or with a damaged header, too many pixels or too many scans.
+    ImageError if it is none, or has a damaged header, too many pixels or too many scans.
     """
     jpeg.check_scans(data)
     try:
@@ -153,8 +131,8 @@ def open_image(data: bytes, *, max_pixels: int | None = None) -> Image.Image:
 def orientation(image: Image.Image, data: bytes = b"") -> int:
     """How an image is stored: its EXIF orientation from 1, upright, to 8. That in XMP is ignored, as by browsers.
 
-    Damaged metadata and values outside of this range count as upright, and so do TIFF and HEIC, which their decoders
-    turn. EXIF data may follow the pixels: without the file's `data`, an opened image must be loaded.
+    Damaged metadata and other values count as upright, and so do TIFF and HEIC, which their decoders turn. EXIF data
+    may follow the pixels: without the file's `data`, an opened image must be loaded.
     """
     if image.format in ("TIFF", "HEIF"):
         return 1
@@ -175,10 +153,8 @@ def upright(image: Image.Image, orientation: int) -> Image.Image:
 
 
 def load(image: Image.Image, data: bytes) -> None:
-    """Decode the pixels of an opened image.
-
-    Raises:
-        ImageError: They cannot be decoded, or a JPEG's data end before its pixels: decoders make the rest grey.
+    """Decode the pixels of an opened image, or raise ImageError: also where a JPEG's data end before its pixels, since
+    decoders make the rest grey.
     """
     with _decoding():
         image.load()
@@ -197,8 +173,7 @@ def to_rgb(image: Image.Image, background: Colour | None = WHITE) -> Image.Image
     Raises:
         ImageError: See `eight_bits`; also if the pixels of an opened file cannot be decoded.
     """
-    layer = None if background is None else transparent_layer(image)
-    if layer is not None and background is not None:
+    if background is not None and (layer := transparent_layer(image)) is not None:
         picture = Image.new("RGB", layer.size, background)
         picture.paste(layer, mask=layer)
         return picture
@@ -210,11 +185,7 @@ def to_rgb(image: Image.Image, background: Colour | None = WHITE) -> Image.Image
 
 
 def transparent_layer(image: Image.Image) -> Image.Image | None:
-    """An image as RGBA if any of its pixels is not opaque, by its alpha, its palette or a PNG's transparent colour.
-
-    Raises:
-        ImageError: Its pixels cannot be decoded.
-    """
+    """An image as RGBA if any of its pixels is not opaque, by its alpha, its palette or a PNG's transparent colour."""
     if not is_transparent(image):
         return None
     with _decoding():

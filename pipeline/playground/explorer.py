@@ -26,7 +26,7 @@ from pipeline.errors import UserError
 from pipeline.evaluation.compute import Compute
 from pipeline.evaluation.protocols.texts import class_vectors, encode_texts
 from pipeline.model.evaluation_model import EvaluationModel
-from pipeline.pictures.image_error import FORMAT_SUFFIXES, ImageError
+from pipeline.pictures import FORMAT_SUFFIXES, ImageError
 from pipeline.pictures.pixels import WHITE, Colour, read_file, read_rgb
 
 BATCH = 32

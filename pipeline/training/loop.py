@@ -14,8 +14,7 @@ from torch import Tensor
 
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.checkpoint.writer import CheckpointWriter
-from pipeline.data.loading.loader import Batch
-from pipeline.data.loading.worker_processes import NoBatch
+from pipeline.data.loading.loader import Batch, NoBatch
 from pipeline.distributed.signals import EXIT_PREEMPTED, StopSignals
 from pipeline.distributed.timing import Meter, Phases, present_objects_kept
 from pipeline.distributed.world import World

@@ -7,27 +7,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import parse
-from pipeline.data.data_config import DataConfig
-from pipeline.data.loading.loader import Loader, build_loader
+from pipeline.data.loading.loader import Loader
 from pipeline.distributed.start import start_world
 from pipeline.distributed.world import World, leave
 from pipeline.errors import UserError
-from tests.shards import count_tokens
+from tests.shards import open_loader
 
 BATCH, STREAMS = 12, 6
 
 
 def make_loader(folder: Path, world: World, **options: Any) -> Loader:
-    settings = {"sources": str(folder), "streams": STREAMS, "shuffle_buffer": 7, "retries": 0, "corrupt_limit": 0.3}
-    return build_loader(
-        parse(DataConfig, settings | options),
-        world=world,
-        global_batch=BATCH,
-        seed=11,
-        image_size=8,
-        tokenize=count_tokens,
-    )
+    settings = {"streams": STREAMS, "shuffle_buffer": 7, "corrupt_limit": 0.3, **options}
+    return open_loader(folder, world=world, batch=BATCH, image_size=8, **settings)
 
 
 def steps(loader: Loader, count: int) -> list[list[int]]:

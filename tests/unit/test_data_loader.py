@@ -7,20 +7,19 @@ import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from pipeline.config import parse
-from pipeline.data.data_config import DataConfig
 from pipeline.data.loading.decode import ImageDecoder
-from pipeline.data.loading.loader import Loader, build_loader
+from pipeline.data.loading.loader import Loader
 from pipeline.data.loading.stream_reader import ALTERED
 from pipeline.data.shards.storage import open_records
 from pipeline.distributed.workers import means_worker_died
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from tests.shards import count_tokens, write_shards
+from tests.shards import count_tokens, open_loader, write_shards
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on machines with fewer cores
 
@@ -37,14 +36,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loaders(folder: Path, *, ranks: int = 1, **settings: Any) -> list[Loader]:
-    options = {"sources": str(folder), "streams": 4, "shuffle_buffer": 5, "workers": 0, "retries": 0} | settings
-    config = parse(DataConfig, options)
-    return [
-        build_loader(
-            config, world=World(rank=k, size=ranks), global_batch=BATCH, seed=3, image_size=16, tokenize=count_tokens
-        )
-        for k in range(ranks)
-    ]
+    options = {"streams": 4, "shuffle_buffer": 5, **settings}
+    return [open_loader(folder, world=World(rank=k, size=ranks), **options) for k in range(ranks)]
 
 
 def run(ranks: list[Loader], steps: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,11 +92,8 @@ def test_what_does_not_fit_is_refused_before_the_first_step(folder, tmp_path):
     ]:
         with pytest.raises(UserError, match=message):
             loaders(folder, ranks=ranks, **settings)
-    config = parse(DataConfig, {"sources": str(folder), "streams": 4, "workers": 2})
     with pytest.raises(UserError, match=r"cannot be sent to worker processes.*data.workers=0"):
-        build_loader(
-            config, world=World(), global_batch=8, seed=0, image_size=16, tokenize=lambda texts: count_tokens(texts)
-        )
+        loaders(folder, workers=2, tokenize=lambda texts: count_tokens(texts))
     with open(shutil.copytree(folder, tmp_path / "longer") / "00001.tar", "ab") as file:
         file.write(b"\0" * 512)
     with pytest.raises(UserError, match=r"do not match their manifest.*00001.tar has \d+ bytes, not \d+"):
@@ -118,16 +108,11 @@ def second(folder: Path) -> Path:
     return other
 
 
-@pytest.mark.parametrize("settings", [{}, {"replacement": True}, {"weights": (0.5, 1.5)}])
-def test_mixtures_resume_exactly_on_another_layout(folder, second, settings):
-    options = dict(settings)
-    weights = options.pop("weights", (1.0, 1.0))
-    options["sources"] = [
-        {"manifest": str(path), "weight": w} for path, w in zip((folder, second), weights, strict=True)
-    ]
+def test_mixtures_resume_exactly_on_another_layout(folder, second):
+    weighted = zip((folder, second), (0.5, 1.5), strict=True)
+    options = {"sources": [{"manifest": str(path), "weight": weight} for path, weight in weighted]}
     (whole,) = loaders(folder, **options)
-    assert whole.n == 68
-    assert whole.layout.samples == int(48 * weights[0]) + int(20 * weights[1])
+    assert (whole.n, whole.layout.samples) == (68, 24 + 30)
     expected, _ = run([whole], 20)
     assert set(expected.flatten().tolist()) <= set(range(68))
     assert (expected >= 48).any(), "the second source never appears"
@@ -141,16 +126,12 @@ def test_mixtures_resume_exactly_on_another_layout(folder, second, settings):
 
 def test_resume_with_another_order_is_refused(folder, second, caplog):
     halved = [{"manifest": str(folder)}, {"manifest": str(second), "weight": 0.5}]
+    both = [str(folder), str(second)]
     for before, after, change, message in [
         ({}, {"streams": 2}, {}, r"data.streams was 4, now 2"),
         ({}, {}, {"proof": "0" * 16}, "computes another order"),
         ({}, {}, {"batch": 2**52}, "computes another order"),
-        (
-            {"sources": halved},
-            {"sources": [str(folder), str(second)]},
-            {},
-            r"weights was \[1.0, 0.5\], now \[1.0, 1.0\]",
-        ),
+        ({"sources": halved}, {"sources": both}, {}, r"weights was \[1.0, 0.5\], now \[1.0, 1.0\]"),
     ]:
         (writer,) = loaders(folder, **before)
         run([writer], 2)
@@ -159,16 +140,6 @@ def test_resume_with_another_order_is_refused(folder, second, caplog):
     (writer,) = loaders(folder)
     loaders(folder, decoding="exact")[0].load_state_dict(writer.state_dict())
     assert "data.decoding was fast, now exact" in caplog.text, "another decoder is allowed"
-
-
-def test_loader_can_be_closed_and_continued(folder):
-    expected, _ = run(loaders(folder), 8)
-    (loader,) = loaders(folder, workers=2)
-    with loader:
-        first, _ = run([loader], 3)
-        loader.close()
-        second, _ = run([loader], 5)
-    assert torch.equal(torch.cat([first, second]), expected)
 
 
 def test_an_altered_shard_stops_the_run_or_its_remaining_samples_are_replaced_and_counted(tmp_path):
@@ -196,18 +167,14 @@ def test_unreadable_data_ends_the_run_with_a_message(tmp_path):
     """This also holds in a worker process, and the message has no worker traceback."""
     write_shards(tmp_path, [20, 20], replace={i: {"txt": b"no image"} for i in range(40)})
     (loader,) = loaders(tmp_path, workers=2, corrupt_limit=1.0)
-    with (
-        loader,
-        pytest.raises(
-            UserError, match=r"no readable sample was found in \d+ .*: image is missing \(\d+\).*neuclip verify"
-        ) as raised,
-    ):
+    words = r"no readable sample was found in \d+ .*: image is missing \(\d+\).*neuclip verify"
+    with loader, pytest.raises(UserError, match=words) as raised:
         next(loader)
     assert "Traceback" not in str(raised.value)
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
-def test_batches_that_are_kept_are_not_written_again(folder, workers):
+def test_batches_that_are_kept_are_not_written_again_and_a_closed_loader_continues(folder, workers):
     """More batches than the loader has memory for are kept, and some of them only as a view of their images."""
     (loader,) = loaders(folder, workers=workers)
     (other,) = loaders(folder)
@@ -217,33 +184,24 @@ def test_batches_that_are_kept_are_not_written_again(folder, workers):
         assert all(torch.equal(*pair) for pair in zip(kept, expected, strict=True))
         loader.close()
         assert all(torch.equal(*pair) for pair in zip(kept, expected, strict=True))
+        assert torch.equal(run([loader], 2)[0], run([other], 2)[0])
 
 
-def test_resume_does_not_decode_skipped_samples(folder, monkeypatch):
+def test_resume_does_not_decode_skipped_samples(folder):
     (writer,) = loaders(folder)
     run([writer], 4)
-    decoded: list[int] = []
-    original = ImageDecoder.__call__
-    monkeypatch.setattr(
-        ImageDecoder, "__call__", lambda self, data, *, state: decoded.append(1) or original(self, data, state=state)
-    )
     (reader,) = loaders(folder)
     reader.load_state_dict(writer.state_dict())
-    run([reader], 1)
-    assert len(decoded) == BATCH
+    with patch.object(ImageDecoder, "__call__", autospec=True, side_effect=ImageDecoder.__call__) as decode:
+        run([reader], 1)
+    assert decode.call_count == BATCH
 
 
-def test_every_stream_reads_its_shards_once_and_in_order(folder, monkeypatch):
-    opened: list[str] = []
-
-    def recorded(url: str, **options: Any) -> Any:
-        opened.append(url)
-        return open_records(url, **options)
-
-    monkeypatch.setattr("pipeline.data.loading.stream_reader.open_records", recorded)
+def test_every_stream_reads_its_shards_once_and_in_order(folder):
     (loader,) = loaders(folder)
-    run([loader], loader.steps_per_epoch)
-    assert len(opened) <= len(SIZES) + loader.layout.streams - 1, "shards are opened again only at stream boundaries"
+    with patch("pipeline.data.loading.stream_reader.open_records", side_effect=open_records) as opened:
+        run([loader], loader.steps_per_epoch)
+    assert opened.call_count <= len(SIZES) + loader.layout.streams - 1, "they are opened again only at boundaries"
 
 
 def test_only_killed_workers_count_as_killed():

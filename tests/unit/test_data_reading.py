@@ -16,8 +16,7 @@ from pipeline.data.loading.stream_reader import TRUNCATED, StreamReader
 from pipeline.data.order.canonical_order import stream_order
 from pipeline.data.shards.check_shards import check_shards
 from pipeline.data.shards.manifest_format import load_manifest, make_manifest
-from pipeline.data.shards.shard_index import scan_members
-from pipeline.data.shards.storage import open_records
+from pipeline.data.shards.storage import open_records, scan_members
 from pipeline.data.shards.tar_reader import keys, read_records, split_name
 from pipeline.distributed.world import World
 from pipeline.errors import UserError

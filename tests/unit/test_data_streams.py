@@ -165,25 +165,6 @@ def test_weight_is_the_number_of_passes_over_a_source(weight, epochs, times):
     assert {seen[i] for i in range(20, 32)} == {epochs}
 
 
-def test_sources_are_mixed_in_every_part_of_the_epoch():
-    mixture = make_mixture([manifest([10] * 30, "a"), manifest([10] * 30, "b")], weights=[1.0, 0.5])
-    ids = np.array(ids_of(mixture, plan_epoch(mixture, seed=0, epoch=0)))
-    shares = [(part < 300).mean() for part in np.array_split(ids, 3)]
-    assert all(0.45 < share < 0.85 for share in shares)
-
-
-def test_replacement_draws_shards_uniformly():
-    mixture = make_mixture([manifest([10] * 20)], replacement=True)
-    seen: Counter[int] = Counter()
-    for epoch in range(200):
-        ids = ids_of(mixture, plan_epoch(mixture, seed=0, epoch=epoch))
-        assert len(ids) == 200
-        seen.update({i // 10 for i in ids if i % 10 == 0})
-    assert len(set(seen.values())) > 1, "a permutation would show every shard in every epoch"
-    # P(a shard is drawn at least once in 20 draws) = 1 - .95^20 = .64
-    assert 0.55 * 200 < min(seen.values()) <= max(seen.values()) < 0.75 * 200
-
-
 def test_config_accepts_paths_and_refuses_invalid_values():
     one = parse(DataConfig, {"sources": "x"})
     assert [(s.manifest, s.weight) for s in one.sources] == [("x", 1.0)]

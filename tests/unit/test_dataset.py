@@ -45,16 +45,17 @@ def expected(folder: Path, batches: int) -> list[tuple[Tensor, Tensor]]:
         return [(batch.image.clone(), batch.sample_id.clone()) for batch in itertools.islice(loader, batches)]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("through", ["itself", "DataLoader", "DataPipeline"])
+WAYS: dict[str, Any] = {
+    "itself": lambda data: data,
+    "DataLoader": lambda data: DataLoader(data, batch_size=None, num_workers=0),
+    "DataPipeline": lambda data: webdataset.DataPipeline(data, webdataset.map(lambda rows: rows)),
+}
+
+
+@pytest.mark.parametrize(("ranks", "through"), [(4, "itself"), (2, "DataLoader"), (1, "DataPipeline")])
 def test_every_loop_sees_what_the_trainer_sees(folder, ranks, through):
     trained = expected(folder, STEPS)
-    ways: dict[str, Any] = {
-        "itself": lambda data: data,
-        "DataLoader": lambda data: DataLoader(data, batch_size=None, num_workers=0),
-        "DataPipeline": lambda data: webdataset.DataPipeline(data, webdataset.map(lambda rows: rows)),
-    }
-    found = [list(ways[through](make(folder, rank=rank, ranks=ranks))) for rank in range(ranks)]
+    found = [list(WAYS[through](make(folder, rank=rank, ranks=ranks))) for rank in range(ranks)]
     assert [len(rows) for rows in found] == [STEPS] * ranks
     for step, (image, ids) in enumerate(trained):
         assert torch.equal(torch.cat([rows[step][2] for rows in found]), ids)
@@ -110,10 +111,10 @@ def test_what_does_not_fit_is_refused(folder):
     next(iter(one))
     state = one.state_dict()
     for wrong, words in (
-        ({"epoch": 1}, r"lacks a valid batch, order, proof: give what state_dict\(\) returned"),
-        (None, "lacks a valid batch, epoch, order, proof"),
-        ({**state, "batch": "1"}, "lacks a valid batch"),
-        ({**state, "batch": 7}, "after batch 7 of epoch 0, but an epoch of this data set has 6 batches"),
+        ({"epoch": 1}, r"This is not what state_dict\(\) returned \(KeyError: 'order'\)"),
+        (None, r"This is not what state_dict\(\) returned"),
+        ({**state, "batch": "1"}, r"This is not what state_dict\(\) returned"),
+        ({**state, "batch": 7}, "computes another order"),
     ):
         with pytest.raises(UserError, match=words):
             make(folder).load_state_dict(wrong)

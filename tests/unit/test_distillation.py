@@ -21,8 +21,8 @@ from torch import Tensor
 
 from jobs.write_features import command
 from pipeline.data.data_config import TEACHER
+from pipeline.data.loading.loader import NoBatch
 from pipeline.data.loading.stored_features import StoredFeatures
-from pipeline.data.loading.worker_processes import NoBatch
 from pipeline.distributed.start import start_world
 from pipeline.errors import UserError
 from pipeline.model.evaluation_model import load_for_evaluation

@@ -51,7 +51,6 @@ SHARED = {
     "pipeline.data.shards.storage",
     "pipeline.data.shards.manifest_format",
     # Samples are read and checked as training does.
-    "pipeline.data.shards.shard_index",
     "pipeline.data.shards.tar_reader",
     "pipeline.evaluation.datasets.datacomp",
     # The pages of runs and of data sets have one design.

@@ -28,7 +28,7 @@ def test_a_manifest_that_was_written_is_read(tmp_path):
     assert list(stored.shards) == list(pickle.loads(pickle.dumps(stored)).shards) == list(written.shards)
     assert [stored.shards[i] for i in (0, 1, -1)] == list(written.shards)
     assert (stored.n, stored.bytes, stored.attempted, stored.digest) == (8, 800, 10, written.digest)
-    assert [stored.locate(i)[1] for i in range(8)] == [0, 1, 2, 0, 0, 1, 2, 3]
+    assert [stored.shard_of(i).offset for i in range(8)] == [0, 0, 0, 3, 4, 4, 4, 4]
     assert (stored.failures, stored.facts) == ({"dns": 2}, facts)
 
 

@@ -19,6 +19,7 @@ from data_prep.fetching import served_image
 from data_prep.fetching.served_image import decode as served
 from data_prep.pairs.pair import convert
 from data_prep.reasons import FetchError
+from pipeline import pictures
 from pipeline.data.data_config import CropConfig
 from pipeline.data.loading.decode import ImageDecoder
 from pipeline.data.shards.tar_reader import CorruptSample
@@ -26,8 +27,7 @@ from pipeline.errors import UserError
 from pipeline.evaluation.datasets.task_data import TaskError
 from pipeline.evaluation.datasets.task_data import decode as evaluated
 from pipeline.model.evaluation_model import _open
-from pipeline.pictures import image_error, jpeg, pixels
-from pipeline.pictures.image_error import ImageError
+from pipeline.pictures import ImageError, jpeg, pixels
 from pipeline.pictures.pixels import read_rgb
 from pipeline.playground.explorer import open_image as shown
 from tests.images import encoded
@@ -105,24 +105,24 @@ GOOD: dict[str, bytes] = {
     **{f"PPM to {largest}": pnm(largest, channels=3) for largest in (100, 255, 1023, 65535)},
 }  # fmt: skip
 BAD: dict[str, tuple[bytes, str]] = {
-    "32 bits, TIFF": (tiff(ramp(np.uint32, 2**32 - 1).tobytes(), bits=32), image_error.UNDECODABLE),
-    "signed 32 bits, TIFF": (encoded(Image.fromarray(ramp(np.int32, 70_000)), "TIFF"), image_error.UNDECODABLE),
-    "signed 16 bits, TIFF": (tiff(ramp(np.int16, 32767).tobytes(), bits=16, sample_format=2), image_error.UNDECODABLE),
-    "signed 8 bits, TIFF": (tiff(ramp(np.int8, 127).tobytes(), bits=8, sample_format=2), image_error.UNDECODABLE),
-    "float, TIFF": (encoded(Image.fromarray(RAMP.astype(np.float32)), "TIFF"), image_error.UNDECODABLE),
-    "float, PFM": (b"Pf %d %d -1.0\n" % (WIDTH, HEIGHT) + RAMP.astype("<f4").tobytes(), image_error.UNDECODABLE),
-    "damaged AVIF": (encoded(RGB, "AVIF")[:-60] + bytes(60), image_error.UNDECODABLE),
-    "text": (b"hello", image_error.NOT_AN_IMAGE),
-    "nothing": (b"", image_error.NOT_AN_IMAGE),
-    "PCX": (encoded(RGB, "PCX"), image_error.NOT_AN_IMAGE),
-    "EPS": (encoded(RGB, "EPS"), image_error.UNSUPPORTED),
-    "PDF": (encoded(RGB, "PDF"), image_error.UNSUPPORTED),
-    "ICO": (encoded(RGB, "ICO"), image_error.UNSUPPORTED),
-    "HEIC": (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(99), image_error.UNSUPPORTED),
-    "HEIC of another brand": (b"\0\0\0\x18ftypmif2\0\0\0\0mif1heic" + bytes(99), image_error.UNSUPPORTED),
-    "JPEG XL": (b"\xff\x0a" + bytes(99), image_error.UNSUPPORTED),
-    "JPEG XL in a container": (b"\0\0\0\x0cJXL \r\n\x87\n" + bytes(99), image_error.UNSUPPORTED),
-    "JPEG cut off": (encoded(RGB, "JPEG", quality=95)[:-300], image_error.TRUNCATED),
+    "32 bits, TIFF": (tiff(ramp(np.uint32, 2**32 - 1).tobytes(), bits=32), pictures.UNDECODABLE),
+    "signed 32 bits, TIFF": (encoded(Image.fromarray(ramp(np.int32, 70_000)), "TIFF"), pictures.UNDECODABLE),
+    "signed 16 bits, TIFF": (tiff(ramp(np.int16, 32767).tobytes(), bits=16, sample_format=2), pictures.UNDECODABLE),
+    "signed 8 bits, TIFF": (tiff(ramp(np.int8, 127).tobytes(), bits=8, sample_format=2), pictures.UNDECODABLE),
+    "float, TIFF": (encoded(Image.fromarray(RAMP.astype(np.float32)), "TIFF"), pictures.UNDECODABLE),
+    "float, PFM": (b"Pf %d %d -1.0\n" % (WIDTH, HEIGHT) + RAMP.astype("<f4").tobytes(), pictures.UNDECODABLE),
+    "damaged AVIF": (encoded(RGB, "AVIF")[:-60] + bytes(60), pictures.UNDECODABLE),
+    "text": (b"hello", pictures.NOT_AN_IMAGE),
+    "nothing": (b"", pictures.NOT_AN_IMAGE),
+    "PCX": (encoded(RGB, "PCX"), pictures.NOT_AN_IMAGE),
+    "EPS": (encoded(RGB, "EPS"), pictures.UNSUPPORTED),
+    "PDF": (encoded(RGB, "PDF"), pictures.UNSUPPORTED),
+    "ICO": (encoded(RGB, "ICO"), pictures.UNSUPPORTED),
+    "HEIC": (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(99), pictures.UNSUPPORTED),
+    "HEIC of another brand": (b"\0\0\0\x18ftypmif2\0\0\0\0mif1heic" + bytes(99), pictures.UNSUPPORTED),
+    "JPEG XL": (b"\xff\x0a" + bytes(99), pictures.UNSUPPORTED),
+    "JPEG XL in a container": (b"\0\0\0\x0cJXL \r\n\x87\n" + bytes(99), pictures.UNSUPPORTED),
+    "JPEG cut off": (encoded(RGB, "JPEG", quality=95)[:-300], pictures.TRUNCATED),
 }  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from jobs.manifest import command as manifest_command
 from jobs.pairs import command as pairs_command
 from jobs.verify import command as verify_command
 from pipeline.data.shards.manifest_format import load_manifest
-from pipeline.data.shards.shard_index import INDEX_FOLDER, load_index, scan_members
+from pipeline.data.shards.storage import INDEX_FOLDER, load_index, scan_members
 from pipeline.data.shards.tar_reader import read_records
 from pipeline.errors import UserError
 from tests.ingested import copied, in_a_fork, in_process, made, own_opener, site  # noqa: F401

@@ -14,8 +14,7 @@ from data_prep.dataset.verification import verify
 from pipeline.data.shards import storage
 from pipeline.data.shards.make_manifest import index_shards
 from pipeline.data.shards.manifest_format import make_manifest
-from pipeline.data.shards.shard_index import index_path, load_index, save_index, scan_members
-from pipeline.data.shards.storage import StreamHash, open_records
+from pipeline.data.shards.storage import StreamHash, index_path, load_index, open_records, save_index, scan_members
 from pipeline.files import sha256_of
 from tests.shards import open_loader, reader, write_members, write_shards
 

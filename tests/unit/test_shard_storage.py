@@ -7,18 +7,18 @@ import io
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractBufferedFile
 
-from pipeline.data.loading.stream_reader import ALTERED
+from pipeline.data.loading.stream_reader import ALTERED, SequentialReader
 from pipeline.data.shards import storage
 from pipeline.data.shards.check_shards import check_shards
 from pipeline.data.shards.manifest_format import Manifest, make_manifest
-from pipeline.data.shards.shard_index import scan_members
-from pipeline.data.shards.storage import open_records
+from pipeline.data.shards.storage import open_records, scan_members
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from tests.shards import reader, write_shards
@@ -159,14 +159,13 @@ def test_a_connection_that_drops_repeatedly_loses_nothing_while_samples_arrive(t
     assert one.pause.__self__ == [1.0, 1.0, 1.0], "three failures, each the first at its position"
 
 
-def test_running_out_of_file_descriptors_does_not_count_as_a_broken_shard(tmp_path, monkeypatch):
-    manifest = write_shards(tmp_path, [3])
-
-    def exhausted(url: str, **options: Any) -> Any:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.setattr("pipeline.data.loading.stream_reader.open_records", exhausted)
-    with pytest.raises(UserError, match=r"Too many open files.*ulimit -n.*data.streams"):
+def test_running_out_of_file_descriptors_does_not_count_as_a_broken_shard(tmp_path):
+    manifest, exhausted = write_shards(tmp_path, [3]), OSError(errno.EMFILE, "Too many open files")
+    words = r"Too many open files.*ulimit -n.*data.streams"
+    with (
+        patch(f"{SequentialReader.__module__}.open_records", side_effect=exhausted),
+        pytest.raises(UserError, match=words),
+    ):
         list(reader(manifest).read(0))
 
 

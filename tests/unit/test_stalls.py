@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import re
 
 import pytest
 
-from pipeline.data.data_config import DataConfig
-from pipeline.data.loading import worker_processes
-from pipeline.data.loading.loader import build_loader
-from pipeline.data.loading.worker_processes import state_of
-from pipeline.distributed.world import World
+from pipeline.data.loading import worker
 from pipeline.errors import UserError
 from tests.launch import lives, python, wait_for
-from tests.shards import count_tokens, write_shards
+from tests.shards import open_loader, write_shards
 
 HANGS = """
 import os, signal, sys
-from dataclasses import replace
 from threading import Timer
-from pipeline.data.data_config import DataConfig
-from pipeline.data.loading.loader import build_loader
-from pipeline.distributed.world import World
-from tests.shards import count_tokens
+from tests.shards import open_loader
 if __name__ == "__main__":
-    config = DataConfig(sources=sys.argv[1], streams=4, shuffle_buffer=10, workers=2, timeout_minutes=0.05)
-    common = dict(world=World(), global_batch=8, seed=0, image_size=16, tokenize=count_tokens)
-    with build_loader(config, **common) as loader, build_loader(replace(config, workers=0), **common) as alone:
+    common = dict(streams=4, shuffle_buffer=10, timeout_minutes=0.05)
+    with open_loader(sys.argv[1], workers=2, **common) as loader, open_loader(sys.argv[1], **common) as alone:
         assert next(loader).sample_id.tolist() == next(alone).sample_id.tolist()
         pids = [worker.pid for worker in loader._parts._workers]
         os.kill(pids[1], signal.SIGSTOP)
@@ -57,13 +47,8 @@ def test_a_worker_that_stays_stopped_is_reported_and_no_process_is_left_running(
     wait_for(lambda: not any(lives(int(pid)) for pid in pids), "the workers end with the run", seconds=20)
 
 
-def test_the_state_of_a_process_is_described():
-    assert [state_of(os.getpid()), state_of(2**22 + 1)] == ["is running", "is gone"]
-
-
 def test_a_too_low_open_file_limit_is_rejected_before_a_worker_starts(tmp_path, monkeypatch):
     write_shards(tmp_path, [20])
-    monkeypatch.setattr(worker_processes, "allow_open_files", lambda: 40)
-    config = DataConfig(sources=str(tmp_path), streams=4, workers=2)
+    monkeypatch.setattr(worker, "allow_open_files", lambda: 40)
     with pytest.raises(UserError, match=r"40 files open \(ulimit -n\), but 2 loading workers with 4 streams need"):
-        build_loader(config, world=World(), global_batch=8, seed=0, image_size=16, tokenize=count_tokens)
+        open_loader(tmp_path, streams=4, workers=2)

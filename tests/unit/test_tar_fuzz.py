@@ -19,8 +19,7 @@ from data_prep.pairs.pair import SourceOptions
 from pipeline.data.data_config import DataConfig, Source
 from pipeline.data.loading.stream_reader import TRUNCATED
 from pipeline.data.shards.check_shards import check_captions
-from pipeline.data.shards.shard_index import scan_members
-from pipeline.data.shards.storage import StreamHash, open_records
+from pipeline.data.shards.storage import StreamHash, open_records, scan_members
 from pipeline.data.shards.tar_reader import DamagedTar, keys, members, read_records
 from pipeline.errors import UserError
 from pipeline.evaluation.datasets.task_data import TaskError

@@ -14,8 +14,7 @@ from jobs import cli
 from pipeline.analysis.normalizer_error import run_of
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.config import dump, merge
-from pipeline.data.shards.manifest_format import ShardTable, load_manifest, make_manifest
-from pipeline.data.shards.storage import is_outside
+from pipeline.data.shards.manifest_format import ShardTable, is_outside, load_manifest, make_manifest
 from pipeline.errors import UserError
 from pipeline.model.evaluation_model import load_for_evaluation
 from pipeline.model.model_folder import create_from

@@ -31,7 +31,7 @@ class Blocks:
     kept, `take` returns a copy.
 
     Args:
-        rows: $b$, of a batch.
+        rows: Of a batch, b.
         size: Side of the images in pixels.
         ahead: Batches that workers fill ahead of the one that is taken next.
         pin: The batches go to a GPU.
@@ -50,7 +50,6 @@ class Blocks:
             self._plan()
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a worker that is being started."""
         return {"file": DupFd(self._file), "shape": self._images.shape}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -35,10 +35,7 @@ GPU_IMAGE_PIXELS, GPU_IMAGE_BYTES, GPU_REDUCTION = 1 << 24, 1 << 22, 40
 
 
 def crop_box(height: int, width: int, *, crop: CropConfig, state: int) -> Box:
-    """`(top, left, height, width)` in pixels of a random resized crop by torchvision's rule, or of the fixed crop.
-
-    The same hash key `state` and the same size always give the same box.
-    """
+    """`(top, left, height, width)` in pixels of a crop by torchvision's rule and the hash key `state`."""
     if crop.fixed:  # the rule would move the crop of an image that is a pixel wider than high
         return _central_box(height, width, ratio=crop.ratio)
     log_ratio = (math.log(crop.ratio[0]), math.log(crop.ratio[1]))
@@ -64,10 +61,7 @@ def _central_box(height: int, width: int, *, ratio: tuple[float, float]) -> Box:
 
 
 def augmented(image: Tensor, *, augment: AugmentConfig, state: int) -> Tensor:
-    """uint8 [3, size, size] with changed colours, as by open_clip's `color_jitter` and `gray_scale`.
-
-    The same hash key `state` of the crop always gives the same change.
-    """
+    """uint8 [3, size, size] with colours changed by the crop's hash key, as by open_clip's jitter and grey scale."""
     state = key(state, Purpose.AUGMENT)
     picture = Image.fromarray(image.permute(1, 2, 0).numpy())
     if uniform(state, 0) < augment.color_jitter_prob:
@@ -102,15 +96,12 @@ class EncodedJpeg:
 
 @dataclass(frozen=True)
 class ImageDecoder:
-    """Encoded image -> uint8 [3, size, size], cropped by hash and resized; channels are last in memory.
+    """Encoded image -> uint8 [3, size, size], cropped by hash (key `state`) and resized; channels are last in memory.
 
     Mode "exact" gives the pixels of open_clip's training transform for the same box, except that it scales 16-bit grey
     to 8 bits where open_clip gets white. "fast" decodes JPEG with libjpeg-turbo and resizes with torch; its pixels
     differ by at most 2 of 255 (by 9 where Pillow 13 resizes vertically first). An image that libjpeg-turbo refuses is
     decoded by Pillow, so both modes accept the same images.
-
-    With `gpu`, ordinary JPEGs are left to `gpu_decode`, and other images are decoded as in `mode`. `state` is the hash
-    key of a crop.
     """
 
     size: int
@@ -121,28 +112,21 @@ class ImageDecoder:
     """Behind what is transparent."""
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     gpu: str | None = None
-    """The GPU that decodes ordinary JPEGs, with versions: part of what determines pixels. None: no GPU does."""
+    """The GPU to which `gpu_decode` leaves ordinary JPEGs, with versions: part of what determines pixels."""
 
     def __call__(self, data: bytes, *, state: int) -> Tensor:
-        """Decode, crop, resize and augment.
-
-        Raises:
-            CorruptSample: PIL cannot decode all of the image, or it has more than `max_pixels` or too many scans.
-        """
+        """Decode, crop, resize and augment; CorruptSample if PIL cannot decode all of it, or it is too large."""
         image = self._fast(data, state) if self.mode == "fast" else None
         if image is None:
             image = self._exact(data, state)
         return augmented(image, augment=self.augment, state=state) if self.augment else image
 
     def for_gpu(self, data: bytes, *, state: int) -> EncodedJpeg | None:
-        """What a GPU needs to decode an image; None if it is to be decoded here.
+        """What a GPU needs to decode an image; None if it is to be decoded here. Raises CorruptSample as a call does.
 
         Only a complete JPEG with one scan and three channels is left to a GPU: these are hardly ever corrupt, and all
         that differ between decoders (progressive ones, grey, CMYK, without an end) are decoded here. So are large ones,
         and those that torch cannot resize on a GPU, whose kernel has shared memory for a factor of 47.
-
-        Raises:
-            CorruptSample: It has more than `max_pixels`.
         """
         if data[:2] != b"\xff\xd8" or not jpeg.is_plain(data):
             return None
@@ -205,13 +189,6 @@ def normalize(
 
     In fp32 this is the arithmetic of torchvision's Normalize, to the bit. In another precision it is one pass over
     memory, image * 1/(255 std) - mean/std with one rounding at the end.
-
-    Args:
-        image: uint8 [b, 3, H, W].
-        mean: Of each channel.
-        std: Of each channel.
-        dtype: Of the result.
-        memory_format: Of the result.
     """
     out = torch.empty(image.shape, dtype=dtype, device=image.device, memory_format=memory_format)
     if dtype == torch.float32:

@@ -32,13 +32,8 @@ log = logging.getLogger(__name__)
 
 
 def whole_batch(parts: Sequence[Part], image: Tensor, *, device: torch.device, manifest: Manifest) -> Tensor:
-    """All images of a batch: the rows of `image` (uint8 [b, 3, H, W]) that the workers have decoded, and the others.
-
-    Returns:
-        uint8 [b, 3, H, W] on the device, channels last in memory.
-
-    Raises:
-        UserError: An image that was left to the GPU cannot be decoded.
+    """All images of a batch, uint8 [b, 3, H, W] on the device, channels last in memory: the rows of `image` that the
+    workers have decoded, and the others. UserError if one of those cannot be decoded.
     """
     firsts = list(itertools.accumulate((len(part.sample_id) for part in parts), initial=0))
     encoded = [(first + i, jpeg) for part, first in zip(parts, firsts, strict=False) for i, jpeg in part.encoded]
@@ -53,7 +48,7 @@ def whole_batch(parts: Sequence[Part], image: Tensor, *, device: torch.device, m
             whole[encoded[at - 1][0]] = values
     except CorruptSample as error:
         number = int(np.concatenate([part.sample_id for part in parts])[encoded[at][0]])
-        shard = manifest.url(manifest.locate(number)[0])
+        shard = manifest.url(manifest.shard_of(number))
         raise UserError(
             f"Sample {number} of {shard}: neither the GPU nor the CPU can decode its image ({error}), and by then "
             "the batch is complete, so it cannot be replaced. Continue with --resume latest data.decoding=fast, "
@@ -63,18 +58,12 @@ def whole_batch(parts: Sequence[Part], image: Tensor, *, device: torch.device, m
 
 
 def decode_on_gpu(images: Sequence[EncodedJpeg], *, size: int, device: torch.device) -> Iterator[Tensor]:
-    """Decode JPEGs with nvJPEG through torchvision, crop and resize them.
+    """Decode JPEGs with nvJPEG through torchvision, crop and resize them: uint8 [3, size, size] each, in order.
 
     An image that nvJPEG refuses is decoded by Pillow. Both passes of the resizing round to 8 bits, as those of "fast"
     do, so the same decoded pixels give results within 2 of 255. But nvJPEG's pixels are others, and may depend on the
     kind of GPU: chroma in particular, which torchvision does not ask it to interpolate. On a CPU, torchvision's
-    libjpeg-turbo decodes.
-
-    Returns:
-        uint8 [3, size, size] on the device for each image, in order.
-
-    Raises:
-        CorruptSample: No decoder can read an image: the one after the last that was returned.
+    libjpeg-turbo decodes. CorruptSample if no decoder can read the image after the last that was returned.
     """
     start = pixels = 0
     for i, image in enumerate(images):

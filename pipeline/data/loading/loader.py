@@ -8,10 +8,12 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
 
@@ -20,15 +22,19 @@ from pipeline.data.loading.blocks import Blocks
 from pipeline.data.loading.decode import ImageDecoder
 from pipeline.data.loading.gpu_decode import gpu_that_decodes, whole_batch
 from pipeline.data.loading.position import (
+    Counts,
     DataReport,
     Position,
+    check_place,
+    differences,
+    has_too_many,
+    merged,
+    pixel_identity,
+    place_of,
     report,
-    restore_position,
-    save_position,
 )
 from pipeline.data.loading.stored_features import FeatureFile
-from pipeline.data.loading.worker import Part, StreamDataset, Tokenize
-from pipeline.data.loading.worker_processes import NoBatch, prepare_workers, start_parts, state_of
+from pipeline.data.loading.worker import Part, StreamDataset, Tokenize, prepare_workers, start_parts
 from pipeline.data.order.canonical_order import make_order
 from pipeline.data.order.hashing import MASK
 from pipeline.data.shards.check_shards import check_shards
@@ -44,6 +50,10 @@ PATIENCE_SECONDS = 2.0
 log = logging.getLogger(__name__)
 
 
+class NoBatch(Exception):
+    """The run is to stop, and no batch has come."""
+
+
 @dataclass(frozen=True)
 class Batch:
     """This rank's rows of one global batch."""
@@ -56,7 +66,7 @@ class Batch:
     sample_id: Tensor
     """int64 [b]."""
     position: Position
-    """Position of the run after this batch."""
+    """Of the run after this batch."""
     replaced: int
     """Rows whose own sample was corrupt."""
 
@@ -75,17 +85,15 @@ def build_loader(
         tokenize: Captions -> int64 [b, L]. It runs in the workers, so it must be picklable if there are any.
 
     Raises:
-        UserError: Data, batch size, streams and ranks do not fit together, shards do not match their manifest, or
-            this machine cannot run the workers.
+        UserError: The settings do not fit together, shards do not match their manifest, or this machine cannot run
+            the workers.
     """
     order = make_order(config, ranks=world.size, global_batch=global_batch, seed=seed)
     share = config.streams // world.size
-    workers = config.workers
-    if workers is None:
-        workers = default_workers(world.cores)
-    elif workers > share and world.is_main:
+    workers = default_workers(world.cores) if config.workers is None else config.workers
+    if config.workers and workers > share and world.is_main:
         log.warning("data.workers = %d, but a rank has %d streams and uses one worker for each.", workers, share)
-    config = replace(config, workers=min(workers, share))
+    workers = min(workers, share)
     decoder = ImageDecoder(
         size=image_size,
         crop=config.crop,
@@ -95,8 +103,8 @@ def build_loader(
         background=colour_of(config.background),
         gpu=gpu_that_decodes(world) if config.decoding == "gpu" else None,
     )
-    if config.workers:
-        prepare_workers(config, tokenize=tokenize, streams=share)
+    if workers:
+        prepare_workers(workers, tokenize=tokenize, streams=share)
     check_shards(order.mixture.manifest, world)
     dataset = StreamDataset(
         order=order,
@@ -107,16 +115,16 @@ def build_loader(
         captions=tuple(CaptionField.parse(source.caption or config.caption) for source in config.sources),
         altered_shards=config.altered_shards,
     )
-    return Loader(config, world=world, dataset=dataset)
+    return Loader(config, world=world, dataset=dataset, workers=workers)
 
 
 class Loader:
     """An endless iterator of batches, across epochs. Close it, or use it as a context manager, to end its workers."""
 
-    def __init__(self, config: DataConfig, *, world: World, dataset: StreamDataset) -> None:
-        self._config = config
-        self._world = world
-        self._dataset = dataset
+    def __init__(self, config: DataConfig, *, world: World, dataset: StreamDataset, workers: int) -> None:
+        self._config, self._world, self._dataset = config, world, dataset
+        self.workers = workers
+        """Decoding processes of this rank."""
         self.order = dataset.order
         self.mixture, self.layout = self.order.mixture, self.order.layout
         self.n = self.mixture.manifest.n
@@ -124,8 +132,6 @@ class Loader:
         self.steps_per_epoch = self.layout.steps
         self.position = Position()
         """Position after the last batch that was returned."""
-        self.workers = config.workers or 0
-        """Decoding processes of this rank."""
         self._blocks: Blocks | None = None
         self.stopped: Callable[[], bool] = lambda: False
         """Whether the run is to stop, so that a batch which does not come soon is given up."""
@@ -142,12 +148,7 @@ class Loader:
         return self
 
     def __next__(self) -> Batch:
-        """The next batch.
-
-        Raises:
-            UserError: The data cannot be read any more.
-            NoBatch: The run is to stop, and no batch has come.
-        """
+        """The next batch; UserError if the data cannot be read, NoBatch if the run is to stop and none has come."""
         if self._blocks is None:
             self._start()
         try:
@@ -195,33 +196,49 @@ class Loader:
             parts._shutdown_workers()
 
     def report(self, position: Position | None = None) -> DataReport:
-        """The counts of the epoch up to a batch's `position` (default: the last batch that was returned).
-
-        A collective: every rank calls it.
-
-        Raises:
-            UserError: More of the epoch's samples are corrupt than `corrupt_limit` allows; raised on every rank.
-        """
+        """`position.report` of a batch's position (default: the last batch that was returned). Collective."""
         limit = self._config.corrupt_limit
         return report(position or self.position, self.layout, self._world, limit=limit)
 
     def state_dict(self, position: Position | None = None) -> dict[str, Any]:
-        """The state after the batch with this `position` (default: the last batch that was returned).
+        """The state after the batch with this `position` (default: the last one), as plain values. Collective.
 
-        A collective: every rank calls it. The state holds plain values and is the same on every rank and for any number
-        of ranks and workers.
+        It is the same on every rank, and for any number of ranks and workers.
         """
-        return save_position(position or self.position, self._dataset, world=self._world)
+        position = position or self.position
+        hashed, corrupt = merged(position, self._world)
+        return {
+            **place_of(self.order, position),
+            "order_hash": hashed,
+            "corrupt": [[reason, shard, count] for (reason, shard), count in sorted(corrupt.items())],
+            "pixels": self._pixels,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the batch at which `state_dict` was called, without decoding earlier samples again.
+        """Continue after the batch at which `state_dict` was called; UserError if it was in another order.
 
-        Raises:
-            UserError: This run's order differs from that of the state.
+        Rank 0 takes over the counts so far. If these exceed `corrupt_limit`, the run was stopped for them, and the data
+        may have been mended since: only further ones stop it again. A different decoding is allowed with a warning: it
+        changes pixels, not the order.
         """
         self.close()
-        limit = self._config.corrupt_limit
-        self.position = restore_position(state, self._dataset, world=self._world, limit=limit)
+        corrupt = Counts({(reason, shard): count for reason, shard, count in state["corrupt"]})
+        position, is_main = check_place(state, self.order), self._world.is_main
+        stopped = has_too_many(corrupt.total(), position, self.layout, limit=self._config.corrupt_limit)
+        self.position = replace(
+            position,
+            order_hash=int(state["order_hash"], 16) if is_main else 0,
+            corrupt=corrupt if is_main else Counts(),
+            judged=corrupt.total() if stopped else 0,
+        )
+        if is_main and (changed := differences(state["pixels"], self._pixels)):
+            log.warning("Samples are decoded differently than before the checkpoint: %s.", "; ".join(changed))
+
+    @property
+    def _pixels(self) -> dict[str, Any]:
+        """Everything that determines pixels and captions but not the order."""
+        captions = " ".join(dict.fromkeys(str(field) for field in self._dataset.captions))
+        return {**pixel_identity(self._dataset.decoder), "data.caption": captions, "crops are drawn by": "row"}
 
     def use_features(self, file: FeatureFile) -> None:
         """From the next batch that is loaded on, decode no images: their features are in `file`."""
@@ -237,29 +254,24 @@ class Loader:
         self._parts, self._reading = start_parts(data, workers=self.workers)
 
     def _next_part(self) -> Part:
-        try:
-            part = self._wait()
-        except (RuntimeError, OSError, EOFError) as error:
-            if not (self.workers and means_worker_died(error)):
-                raise
-            memory = (
-                "Each worker keeps about half of data.shuffle_buffer encoded samples for each of its streams, and "
-                f"{PREFETCH} batches: lower data.shuffle_buffer or data.workers. `neuclip plan` estimates the memory."
-            )
-            raise UserError(worker_died_message(error, memory=memory)) from error
-        if isinstance(part, UserError):
-            raise part
-        return part
-
-    def _wait(self) -> Part | UserError:
         """The next part. A wait for a worker that takes too long ends this process."""
         began = time.monotonic()
         while True:
             try:
-                return next(self._parts)
-            except RuntimeError as error:  # after torch's time limit, the same part can be asked for again
-                if "DataLoader timed out" not in str(error):
-                    raise
+                part = next(self._parts)
+                if isinstance(part, UserError):
+                    raise part
+                return part
+            except (RuntimeError, OSError, EOFError) as error:
+                if "DataLoader timed out" not in str(error):  # after that, the same part can be asked for again
+                    if not (self.workers and means_worker_died(error)):
+                        raise
+                    memory = (
+                        "Each worker keeps about half of data.shuffle_buffer encoded samples for each of its streams, "
+                        f"and {PREFETCH} batches: lower data.shuffle_buffer or data.workers. `neuclip plan` estimates "
+                        "the memory."
+                    )
+                    raise UserError(worker_died_message(error, memory=memory)) from error
             waited = time.monotonic() - began
             if waited > PATIENCE_SECONDS and self.stopped():
                 self._kill_workers()
@@ -272,8 +284,11 @@ class Loader:
         lines, manifest = [], self.mixture.manifest
         for number, worker in enumerate(getattr(self._parts, "_workers", [])):
             sample = self._reading[number]
-            place = f" at sample {sample} of {manifest.url(manifest.locate(sample)[0])}" if sample >= 0 else ""
-            lines.append(f"Worker {number} (process {worker.pid}) {state_of(worker.pid)}{place}.")
+            place = f" at sample {sample} of {manifest.url(manifest.shard_of(sample))}" if sample >= 0 else ""
+            state = "gone"
+            with suppress(psutil.NoSuchProcess):
+                state = psutil.Process(worker.pid).status()
+            lines.append(f"Worker {number} (process {worker.pid}) is {state}{place}.")
         self._kill_workers()
         minutes, at = self._config.timeout_minutes, self.position
         text = (

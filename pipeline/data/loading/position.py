@@ -1,4 +1,4 @@
-"""The position in the data: counts of corrupt samples, and the data's part of a checkpoint.
+"""The position in the data, with counts of corrupt samples, and what has to be equal for a run to continue from it.
 
 Every rank keeps its own counts, which are merged on request. A saved position is valid for any number of ranks and
 workers, and proves its order.
@@ -6,14 +6,12 @@ workers, and proves its order.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.data.loading.decode import ImageDecoder
-from pipeline.data.loading.worker import StreamDataset
 from pipeline.data.order.canonical_order import CANONICAL, Layout, Order, planned_ids
 from pipeline.data.order.hashing import MASK, order_hash
 from pipeline.distributed.world import World
@@ -47,9 +45,8 @@ class DataReport:
     epoch: int
     batch: int
     samples: int
-    """Rows returned so far."""
+    """Rows returned so far, of `planned_samples` of the whole epoch."""
     planned_samples: int
-    """Rows of the whole epoch."""
     dropped: int
     """Samples of the epoch that are in no batch."""
     replaced: int
@@ -61,17 +58,15 @@ class DataReport:
     """Hash of which samples were in which rows."""
 
 
-def _too_many(corrupt: int, position: Position, layout: Layout, *, limit: float) -> bool:
-    """Whether more than `limit` of an epoch's samples up to a position are corrupt.
-
-    Early in an epoch a single lost shard would be a large share, so the share is taken of at least a tenth of the epoch
-    or 10,000 samples.
+def has_too_many(corrupt: int, position: Position, layout: Layout, *, limit: float) -> bool:
+    """Whether more than `limit` of an epoch's samples up to a position are corrupt: of at least a tenth of the epoch or
+    10,000 samples, since a single lost shard would be a large share early in an epoch.
     """
     samples, planned = (batches * layout.global_batch for batches in (position.batch, layout.steps))
     return corrupt > limit * max(samples, min(planned, max(planned // 10, LEAST_JUDGED)))
 
 
-def _merged(position: Position, world: World) -> tuple[str, Counts]:
+def merged(position: Position, world: World) -> tuple[str, Counts]:
     """Order hash and corrupt samples of all ranks: a collective with the same result on every rank."""
     everyone = world.gather_objects((position.order_hash, position.corrupt))
     hashed = sum(hashed for hashed, _ in everyone) & MASK
@@ -79,12 +74,10 @@ def _merged(position: Position, world: World) -> tuple[str, Counts]:
 
 
 def report(position: Position, layout: Layout, world: World, *, limit: float) -> DataReport:
-    """The counts of all ranks at a position: a collective.
-
-    Raises:
-        UserError: More than `limit` of the samples so far are corrupt; the message names reasons and the worst shards.
+    """The counts of all ranks at a position: a collective. UserError with reasons and the worst shards if more than
+    `limit` of the samples so far are corrupt.
     """
-    hashed, corrupt = _merged(position, world)
+    hashed, corrupt = merged(position, world)
     reasons, shards = Counter[str](), Counter[str]()
     for (reason, shard), count in corrupt.items():
         reasons[reason] += count
@@ -101,7 +94,7 @@ def report(position: Position, layout: Layout, world: World, *, limit: float) ->
         order_hash=hashed,
     )
     new = result.replaced - position.judged
-    if _too_many(new, position, layout, limit=limit):
+    if has_too_many(new, position, layout, limit=limit):
         since = f" ({new} of them since this start)" if position.judged else ""
         raise UserError(
             f"{result.replaced} of the first {result.samples} samples of epoch {result.epoch}{since} are corrupt, more "
@@ -121,55 +114,16 @@ def _named(counts: Mapping[str, int]) -> str:
 
 
 DECODERS = ("simplejpeg", "pillow", "torch")
-log = logging.getLogger(__name__)
-
-
-def save_position(position: Position, dataset: StreamDataset, *, world: World) -> dict[str, Any]:
-    """A position as plain values: a collective whose result is the same on every rank and for any number of ranks."""
-    hashed, corrupt = _merged(position, world)
-    return {
-        **place_of(dataset.order, position),
-        "order_hash": hashed,
-        "corrupt": [[reason, shard, count] for (reason, shard), count in sorted(corrupt.items())],
-        "pixels": _sample_identity(dataset),
-    }
-
-
-def restore_position(state: Mapping[str, Any], dataset: StreamDataset, *, world: World, limit: float) -> Position:
-    """The position that `save_position` stored; rank 0 takes over the counts so far.
-
-    If these exceed `limit`, the run was stopped for them, and the data may have been mended since: only further ones
-    stop it again. A different decoding is allowed with a warning: it changes pixels, not the order.
-
-    Raises:
-        UserError: This run's order differs from that of the state.
-    """
-    corrupt = Counts({(reason, shard): count for reason, shard, count in state["corrupt"]})
-    position = check_place(state, dataset.order)
-    stopped = _too_many(corrupt.total(), position, dataset.order.layout, limit=limit)
-    position = replace(
-        position,
-        order_hash=int(state["order_hash"], 16) if world.is_main else 0,
-        corrupt=corrupt if world.is_main else Counts(),
-        judged=corrupt.total() if stopped else 0,
-    )
-    if world.is_main and (changed := differences(state["pixels"], _sample_identity(dataset))):
-        log.warning("Samples are decoded differently than before the checkpoint: %s.", "; ".join(changed))
-    return position
 
 
 def place_of(order: Order, position: Position) -> dict[str, Any]:
-    """A position as plain values without the counts of corrupt samples, which need no other rank."""
+    """A position as plain values, but for the counts of corrupt samples."""
     proof = _proof(order, position)
     return {"epoch": position.epoch, "batch": position.batch, "proof": proof, "order": order.identity}
 
 
 def check_place(state: Mapping[str, Any], order: Order) -> Position:
-    """The position in a state of `save_position` or `place_of`, without counts.
-
-    Raises:
-        UserError: `order` differs from that of the state.
-    """
+    """The position in what `place_of` returned, without counts; UserError if it is of another order."""
     if changed := differences({"data.order": CANONICAL, **state["order"]}, order.identity):
         raise UserError(
             f"The checkpoint's data order cannot be continued: {'; '.join(changed)}. Restore these settings, or start "
@@ -192,12 +146,6 @@ def _proof(order: Order, position: Position) -> str:
     epoch, batch = position.epoch, position.batch - 1
     ids = planned_ids(order, epoch=epoch, first=batch, last=batch + 1)[0]
     return f"{order_hash(ids, epoch=epoch, batch=batch, first_row=0):016x}"
-
-
-def _sample_identity(dataset: StreamDataset) -> dict[str, Any]:
-    """Everything else that determines pixels and captions."""
-    captions = " ".join(dict.fromkeys(str(field) for field in dataset.captions))
-    return {**pixel_identity(dataset.decoder), "data.caption": captions, "crops are drawn by": "row"}
 
 
 def pixel_identity(decoder: ImageDecoder) -> dict[str, Any]:

@@ -1,12 +1,10 @@
 """Stored features of all samples of a dataset, which `neuclip features` writes and runs read by sample id.
 
-Either a teacher's unit-norm image and text features in fp16 (`data.teacher_features`), or the outputs of an image tower
-before the normalisation to unit length in fp32 (`data.image_features`), behind which a run that locks the tower goes on
-as it would from the tower.
-
-They are in a numpy array, which `numpy.load` reads. A record is a checksum and the values of one sample; a record that
-was never written, or was torn by a kill or a full disk, has no valid checksum and counts as missing. Processes
-therefore need no locks: two that write the same sample write the same values up to rounding.
+They are a teacher's unit-norm image and text features in fp16 (`data.teacher_features`), or a locked image tower's
+outputs before the normalisation to unit length in fp32 (`data.image_features`), in an array that `numpy.load` reads. A
+record is a checksum and the values of one sample; one that was never written, or was torn by a kill or a full disk, has
+no valid checksum and counts as missing. So processes need no locks: two that write the same sample write the same
+values up to rounding.
 """
 
 from __future__ import annotations
@@ -66,12 +64,7 @@ class FeatureFile:
         return {**self.__dict__, "_descriptor": -1}
 
     def open(self) -> int:
-        """The descriptor of the file, which is opened for reading unless it is open.
-
-        Raises:
-            OSError: It cannot be opened.
-            ValueError: It is no file of this form and size.
-        """
+        """The descriptor of the file, opened for reading if needed; OSError or ValueError if it is no such file."""
         if self._descriptor < 0:
             descriptor = os.open(self.path, os.O_RDONLY)
             header, size = os.pread(descriptor, len(self.header), 0), os.fstat(descriptor).st_size
@@ -84,12 +77,8 @@ class FeatureFile:
     def create(self) -> None:
         """Open the file for writing: a new one, or what a killed process left of it, which is extended.
 
-        Every process may call this at the same time. The disk's blocks are taken as records are written.
-
-        Raises:
-            UserError: The disk has too little space for the records that it does not hold yet, or there is another
-                file.
-            OSError: The file cannot be created.
+        Every process may call this at the same time. The disk's blocks are taken as records are written. UserError if
+        the disk has too little space for the missing records, or there is another file; OSError if it cannot be made.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -108,11 +97,7 @@ class FeatureFile:
             os.ftruncate(self._descriptor, self.file_bytes)
 
     def read(self, sample_id: int) -> bytes | None:
-        """The values of a sample, None if they are missing.
-
-        Raises:
-            UserError: The file cannot be read.
-        """
+        """The values of a sample, None if they are missing; UserError if the file cannot be read."""
         try:
             record = os.pread(self.open(), self.record_bytes, len(self.header) + sample_id * self.record_bytes)
         except OSError as error:
@@ -121,11 +106,7 @@ class FeatureFile:
         return values if record[:CHECKSUM_BYTES] == self._checksum(values, sample_id) else None
 
     def write(self, sample_ids: Sequence[int], values: Tensor) -> None:
-        """Store the values of samples [m], which are [m, d], except those that are not finite, after `create`.
-
-        Raises:
-            OSError: They cannot be written, for example because the disk is full.
-        """
+        """After `create`, store the values [m, d] of samples [m] but those that are not finite; OSError if it fails."""
         rows = values.cpu().numpy().astype(self.dtype)
         for sample_id, row in zip(sample_ids, rows, strict=True):
             if np.isfinite(row).all():
@@ -192,14 +173,10 @@ class FeatureFacts:
 
 
 class StoredFeatures:
-    """Complete features of `neuclip features`, which are read by sample id.
+    """Complete features of `neuclip features`, read by sample id, in a folder that `data.teacher_features` or
+    `data.image_features` (`setting`) names.
 
-    Args:
-        folder: Where they are.
-        setting: Which names it: `data.teacher_features` or `data.image_features`.
-
-    Raises:
-        UserError: There are no complete features for this setting, or `features.json` and the file do not go together.
+    UserError if there are none for this setting, or `features.json` and the file do not go together.
     """
 
     def __init__(self, folder: Path, *, setting: str) -> None:
@@ -247,17 +224,12 @@ class StoredFeatures:
         return f"{facts.source} (weights {facts.model[:12]}{tau}{lacks})"
 
     def read(self, sample_ids: Tensor) -> Tensor:
-        """The features [sides, b, d] of samples, [b] int64.
-
-        Raises:
-            UserError: Those of a sample are missing or damaged.
-        """
+        """The features [sides, b, d] of samples, [b] int64; UserError if those of one are missing or damaged."""
         values = np.empty((len(sample_ids), self.file.dim), dtype=self.file.dtype)
         for row, sample_id in enumerate(sample_ids.tolist()):
             record = self.file.read(sample_id)
-            if record is not None:
-                values[row] = np.frombuffer(record, dtype=self.file.dtype)
-            if record is None or not np.isfinite(values[row]).all():
+            values[row] = np.nan if record is None else np.frombuffer(record, dtype=self.file.dtype)
+            if not np.isfinite(values[row]).all():
                 raise self.file.missing(sample_id)
         return torch.from_numpy(values.reshape(len(values), -1, self.facts.dim).swapaxes(0, 1))
 
@@ -270,15 +242,9 @@ def how_to_write(setting: str, folder: str | Path) -> str:
 
 
 def open_features(data: DataConfig, digests: Iterable[str], *, named: Mapping[str, str]) -> dict[str, StoredFeatures]:
-    """Stored features for a run, by the setting that names their folder.
+    """Stored features for a run by the setting that names their folder, of data whose sources have these `digests`.
 
-    Args:
-        data: The `data` section.
-        digests: Hash of each source's contents.
-        named: Folders by the setting that names them.
-
-    Raises:
-        UserError: They are not complete, or of other data or crops.
+    UserError if they are not complete, or of other data or crops.
     """
     opened = {setting: StoredFeatures(Path(folder), setting=setting) for setting, folder in named.items()}
     captions = sorted({str(CaptionField.parse(source.caption or data.caption)) for source in data.sources})

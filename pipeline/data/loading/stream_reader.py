@@ -8,13 +8,12 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pipeline.data.order.canonical_order import StreamOrder
 from pipeline.data.order.mixture import Mixture, Segments
 from pipeline.data.shards.manifest_format import Shard
-from pipeline.data.shards.shard_index import load_index
-from pipeline.data.shards.storage import StreamHash, is_local, open_records
+from pipeline.data.shards.storage import StreamHash, is_local, load_index, open_records
 from pipeline.data.shards.tar_reader import CaptionField, DamagedTar, TarRecord
 from pipeline.errors import UserError
 
@@ -67,20 +66,14 @@ class SequentialReader:
         """`count` records of one shard from sample `start` on."""
         stored = self.mixture.manifest.shards[shard]
         url = self.mixture.manifest.url(stored)
-        suffix, size = self.caption(shard).suffix, stored.bytes / stored.samples
         index = load_index(self.mixture.folders[self._source(shard)], sha256=stored.sha256, samples=stored.samples)
+        suffix, size = self.caption(shard).suffix, stored.bytes / stored.samples
+        common: dict[str, Any] = {"caption_suffix": suffix, "sample_bytes": size, "index": index}
         stop, failures, opened = start + count, 0, start
         while start < stop and start < self.lost.get(shard, (stop, ""))[0]:
             stream_hash = StreamHash() if stored.sha256 and self.altered_shards != "ignore" else None
             try:
-                with open_records(
-                    url,
-                    skip=start,
-                    caption_suffix=suffix,
-                    sample_bytes=size,
-                    stream_hash=stream_hash,
-                    index=index,
-                ) as records:
+                with open_records(url, skip=start, stream_hash=stream_hash, **common) as records:
                     for record in records:
                         start += 1
                         # Before the last sample is passed on: a stream is not read any further at the end of an epoch.
@@ -95,16 +88,19 @@ class SequentialReader:
             except Exception as error:  # every remote file system has exceptions of its own
                 if is_local(url) and not isinstance(error, (OSError, DamagedTar)):
                     raise
-                _refuse_exhaustion(error)
+                if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+                    raise UserError(  # a limit of this machine, not the shard
+                        f"This process cannot open more shards ({error.strerror}). Every stream keeps one open: raise "
+                        "`ulimit -n`, lower data.streams, or raise data.workers, which share the streams."
+                    ) from error
                 failures, opened = (failures if start == opened else 0), start
-                reason = (
-                    TRUNCATED if isinstance(error, DamagedTar) else f"shard cannot be read ({type(error).__name__})"
-                )
-                if failures == self.retries:
+                is_damaged = isinstance(error, DamagedTar)
+                reason = TRUNCATED if is_damaged else f"shard cannot be read ({type(error).__name__})"
+                if failures < self.retries:
+                    self.pause(min((0.1 if is_local(url) else 1.0) * 4**failures, 30.0))
+                else:
                     self.lost[shard] = (start, reason)
                     log.warning("%s: %s from sample %d on: %s", url, reason, start, error)
-                else:
-                    self.pause(min((0.1 if is_local(url) else 1.0) * 4**failures, 30.0))
                 failures += 1
         for _ in range(stop - start):
             yield TarRecord(problem=self.lost[shard][1])
@@ -127,15 +123,6 @@ class SequentialReader:
         self.altered.add(number)
         self.lost[number] = (0, ALTERED)
         log.warning("%s Those that were not shown yet are replaced.", message)
-
-
-def _refuse_exhaustion(error: Exception) -> None:
-    """Raise a UserError if the cause is a limit of this machine rather than the shard."""
-    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
-        raise UserError(
-            f"This process cannot open more shards ({error.strerror}). Every stream keeps one open: raise `ulimit -n`, "
-            "lower data.streams, or raise data.workers, which share the streams."
-        ) from error
 
 
 class StreamSample(NamedTuple):

@@ -24,10 +24,7 @@ NEEDS_CLEANING = re.compile(r"[^\t\n\r\x20-\x25\x27-\x7e]")
 
 
 def fast_tokenizer(tokenizer: Any) -> Any:
-    """The cached equivalent of what `open_clip.get_tokenizer` returns, a function from captions to int64 [b, L].
-
-    `tokenizer` itself if there is none (Hugging Face's).
-    """
+    """The cached equivalent of what `open_clip.get_tokenizer` returns; the tokenizer itself if it is another's."""
     from open_clip import tokenizer as reference
 
     plain = type(tokenizer) is reference.SimpleTokenizer and tokenizer.reduction_fn is None
@@ -47,10 +44,7 @@ def fast_tokenizer(tokenizer: Any) -> Any:
 
 @dataclass
 class CachedTokenizer:
-    """Captions -> int64 [b, context_length]: start token, lower-cased byte pairs, end token, zeros.
-
-    Captions that are too long are truncated and still end with the end token.
-    """
+    """Captions -> int64 [b, context_length]: start token, lower-cased byte pairs, cut if too long, end token, zeros."""
 
     context_length: int
     pattern: str

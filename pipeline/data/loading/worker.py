@@ -1,21 +1,23 @@
-"""One worker of the loader: an endless sequence of its streams' rows of global batches."""
+"""The workers of the loader: what one of them does, an endless sequence of its streams' rows, and the processes."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import operator
+import pickle
 import resource
 from collections import Counter
-from collections.abc import Callable, Iterator, MutableSequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from pipeline.data.data_config import PREFETCH
 from pipeline.data.loading.blocks import Blocks
 from pipeline.data.loading.decode import EncodedJpeg, ImageDecoder
 from pipeline.data.loading.stored_features import FeatureFile
@@ -23,12 +25,16 @@ from pipeline.data.loading.stream_reader import ALTERED, SequentialReader, Strea
 from pipeline.data.order.canonical_order import Order
 from pipeline.data.order.hashing import Purpose, draw, key, order_hash
 from pipeline.data.shards.tar_reader import CaptionField, CorruptSample
-from pipeline.distributed.workers import live_with_parent
+from pipeline.distributed.workers import live_with_parent, preload, start_forkserver, start_workers
 from pipeline.errors import UserError
 
 Tokenize = Callable[[list[str]], Tensor]
 OWN_STREAM_ATTEMPTS, ANY_STREAM_ATTEMPTS = 16, 64
 OPEN_FILES = 65_536
+WORKER_IMPORTS = (__name__, "pipeline.data.loading.tokenize")
+"""What the fork server imports once, for all workers."""
+WAIT_SECONDS = 1.0
+"""How often a wait for a worker process asks whether it is to end."""
 
 
 @dataclass(frozen=True)
@@ -47,23 +53,17 @@ class Part:
 
 
 class EpochRows:
-    """The rows of some streams in the batches of one epoch, from `batch` on, decoded in order.
+    """The rows of a worker's `streams` in the batches of one epoch, from `batch` on, decoded in order.
 
-    Args:
-        dataset: The rank's streams.
-        streams: Those of this worker.
-        epoch: Number of the epoch.
-        batch: The first batch whose rows are decoded.
-        on_sample: Called with the id of each sample before it is read.
+    `on_sample` is called with the id of each sample before it is read.
     """
 
     def __init__(
         self, dataset: StreamDataset, streams: range, *, epoch: int, batch: int, on_sample: Callable[[int], None]
     ) -> None:
         self._dataset, self._order, self._epoch, self._streams = dataset, dataset.order, epoch, streams
-        self._crops, self._choices = (
-            key(self._order.seed, purpose, epoch) for purpose in (Purpose.CROP, Purpose.CAPTION)
-        )
+        self._crops = key(self._order.seed, Purpose.CROP, epoch)
+        self._choices = key(self._order.seed, Purpose.CAPTION, epoch)
         self._source = SequentialReader(
             self._order.mixture,
             self._order.epoch_segments(epoch),
@@ -98,7 +98,6 @@ class EpochRows:
         )
 
     def close(self) -> None:
-        """Close the shards of this epoch."""
         for reader in self._readers.values():
             reader.close()
 
@@ -227,14 +226,63 @@ class StreamDataset(IterableDataset[Part | UserError]):
 
 
 def allow_open_files() -> int:
-    """Raise the soft limit of open files, usually 1,024: every stream keeps a shard open.
-
-    Returns:
-        The limit.
-    """
+    """Raise the soft limit of open files, usually 1,024, since every stream keeps a shard open; the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         soft = wanted
     return OPEN_FILES if soft == resource.RLIM_INFINITY else soft
+
+
+def prepare_workers(workers: int, *, tokenize: Tokenize, streams: int) -> None:
+    """Check that a rank's workers can run on this machine, and start the process that forks them.
+
+    It starts before the model is built, so that its imports overlap with that.
+
+    Raises:
+        UserError: `tokenize` cannot be pickled, or too few files may be open: the rank's `streams` keep shards open,
+            and workers have pipes and semaphores.
+    """
+    try:
+        pickle.dumps(tokenize)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise UserError(
+            f"The tokenizer {tokenize!r} cannot be sent to worker processes ({error}): use data.workers=0, or a "
+            "tokenizer that is an object of a module-level class."
+        ) from error
+    needed, limit = 64 + 16 * workers + -(-streams // workers), allow_open_files()
+    if limit < needed:
+        raise UserError(
+            f"This process may have {limit} files open (ulimit -n), but {workers} loading workers with "
+            f"{streams} streams need about {needed}: raise the limit (ulimit -n 65536; in a container --ulimit "
+            "nofile=65536), or lower data.workers or data.streams."
+        )
+    preload(*WORKER_IMPORTS)
+    start_forkserver()
+
+
+def start_parts(dataset: StreamDataset, *, workers: int) -> tuple[Iterator[Part | UserError], Sequence[int]]:
+    """The parts of a rank's batches from the epoch and batch of a dataset on, from so many processes or from this one.
+
+    Those of a batch come in the order of their streams. The second value is of each worker the id of the sample that it
+    has last begun to read.
+    """
+    if not workers:
+        return iter(dataset), []
+    context = start_forkserver()
+    reading = context.RawArray("q", [-1] * workers)
+    loader = DataLoader(
+        replace(dataset, reading=reading),
+        batch_size=None,
+        num_workers=workers,
+        prefetch_factor=PREFETCH,
+        multiprocessing_context=context,
+        collate_fn=_as_is,
+        timeout=WAIT_SECONDS,
+    )
+    return start_workers(loader), reading
+
+
+def _as_is(part: Any) -> Any:
+    return part

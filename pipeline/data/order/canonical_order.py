@@ -57,11 +57,7 @@ class Layout:
 
 
 def make_layout(*, samples: int, global_batch: int, streams: int, ranks: int = 1) -> Layout:
-    """The sizes of an epoch.
-
-    Raises:
-        UserError: The numbers do not fit together.
-    """
+    """The sizes of an epoch; UserError if the numbers do not fit together."""
     if global_batch % streams:
         raise UserError(
             f"The global batch of {global_batch} is not divisible by data.streams = {streams}: every stream fills the "
@@ -128,11 +124,7 @@ class StreamOrder:
         return np.concatenate(pieces)
 
     def resume(self, turn: int) -> tuple[int, set[int]]:
-        """What a reader that resumes at `turn` has to skip.
-
-        Returns:
-            The first place whose turn has not come, and the later places whose turn has.
-        """
+        """Where a reader resumes at `turn`: the first place whose turn has not come, and later ones whose turn has."""
         if turn >= self.length:
             return self.length, set()
         first = int(self.places(turn, turn + 2 * self.buffer + 1).min())
@@ -159,15 +151,7 @@ class StreamOrder:
 
 
 def stream_order(*, seed: int, epoch: int, stream: int, length: int, buffer: int) -> StreamOrder:
-    """The shuffle of stream `stream` in an epoch.
-
-    Args:
-        seed: Of the run.
-        epoch: Number of the epoch.
-        stream: Number of the stream.
-        length: Its samples, L.
-        buffer: The shuffle buffer, S.
-    """
+    """The shuffle of stream number `stream` in an epoch, of its L = `length` samples with a shuffle buffer S."""
     return StreamOrder(state=key(seed, Purpose.SHUFFLE, epoch, stream), length=length, buffer=buffer)
 
 
@@ -194,8 +178,7 @@ class Order:
     """Which registered order this is."""
 
     def segments(self, epoch: int) -> Segments:
-        """The samples of an epoch in reading order, `mixture.epoch_samples` in all; of these, stream c reads
-        `[c L, (c + 1) L)`."""
+        """The `mixture.epoch_samples` of an epoch in reading order, of which stream c reads `[c L, (c + 1) L)`."""
         return plan_epoch(self.mixture, seed=self.seed, epoch=epoch)
 
     def stream(self, *, epoch: int, stream: int) -> StreamOrder:
@@ -204,11 +187,7 @@ class Order:
         return stream_order(seed=self.seed, epoch=epoch, stream=stream, length=length, buffer=self.shuffle_buffer)
 
     def epoch_segments(self, epoch: int) -> Segments:
-        """`segments`, after a check of what another order returns.
-
-        Raises:
-            UserError: They are not `mixture.epoch_samples` samples that exist.
-        """
+        """`segments`; UserError if what another order returns is not `mixture.epoch_samples` samples that exist."""
         whole, sizes = self.segments(epoch), self.mixture.sizes
         if type(self).segments is not Order.segments:
             counts = np.diff(whole.position, append=whole.length)
@@ -231,7 +210,6 @@ class Order:
             "global batch": self.layout.global_batch,
             "data.streams": self.layout.streams,
             "data.shuffle_buffer": self.shuffle_buffer,
-            "data.replacement": self.mixture.replacement,
             "weights": list(self.mixture.weights),
             "contents of the shards": list(self.mixture.digests),
         }
@@ -240,25 +218,17 @@ class Order:
 def make_order(config: DataConfig, *, ranks: int, global_batch: int, seed: int) -> Order:
     """The order of a run, after reading the manifests; `global_batch` is over all ranks.
 
-    Raises:
-        UserError: Data, batch size, streams and ranks do not fit together, or there is no such order.
+    UserError if data, batch size, streams and ranks do not fit together, or there is no such order.
     """
-    chosen, mixture = ORDERS[config.order], load_mixture(config)
+    order, mixture = ORDERS[config.order], load_mixture(config)
     layout = make_layout(samples=mixture.epoch_samples, global_batch=global_batch, streams=config.streams, ranks=ranks)
-    return chosen(mixture=mixture, layout=layout, seed=seed, shuffle_buffer=config.shuffle_buffer, name=config.order)
+    return order(mixture, layout, seed, config.shuffle_buffer, config.order)
 
 
 def planned_ids(order: Order, *, epoch: int, first: int, last: int) -> Int64:
-    """Sample ids of the batches [first, last) if no sample is corrupt; reads no data.
+    """Sample ids of an epoch's batches [first, last) in row order, [last - first, B], if no sample is corrupt.
 
-    Args:
-        order: The run's order.
-        epoch: Number of the epoch.
-        first: The first batch.
-        last: The batch after the last.
-
-    Returns:
-        Ids in row order, [last - first, B].
+    Reads no data.
     """
     layout = order.layout
     segments = order.epoch_segments(epoch)

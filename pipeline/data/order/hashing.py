@@ -21,7 +21,6 @@ class Purpose(IntEnum):
     """What a number is drawn for; different purposes never share a draw."""
 
     PERMUTE = 1
-    REPLACE = 2
     INTERLEAVE = 3
     SHUFFLE = 4
     REFILL = 5

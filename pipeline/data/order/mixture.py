@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.data.data_config import DataConfig
-from pipeline.data.order.hashing import Purpose, draws, key, permutation
+from pipeline.data.order.hashing import Purpose, key, permutation
 from pipeline.data.shards.manifest_format import Manifest, load_manifest, make_manifest
 
 Int64 = NDArray[np.int64]
@@ -30,7 +30,6 @@ class Mixture:
     """Hash of each source's contents, independent of where the shards are stored."""
     folders: tuple[str, ...]
     """The folder of each source's manifest."""
-    replacement: bool = False
 
     @property
     def sizes(self) -> Int64:
@@ -69,38 +68,26 @@ class Segments:
 
 
 def load_mixture(config: DataConfig) -> Mixture:
-    """Read the manifests of a config. Sample ids of later sources follow those of earlier ones.
-
-    Raises:
-        UserError: A manifest is missing, damaged or of another format.
-    """
+    """Read the manifests of a config, see `load_manifest`. Ids of later sources follow those of earlier ones."""
     manifests = [load_manifest(source.manifest, allow_outside=config.allow_outside) for source in config.sources]
-    weights = [source.weight for source in config.sources]
-    return make_mixture(manifests, weights=weights, replacement=config.replacement)
+    return make_mixture(manifests, weights=[source.weight for source in config.sources])
 
 
-def make_mixture(
-    manifests: Sequence[Manifest], *, weights: Sequence[float] | None = None, replacement: bool = False
-) -> Mixture:
-    """Join manifests into one numbering of shards and samples."""
-    weights = tuple(weights or [1.0] * len(manifests))
-    whole = manifests[0] if len(manifests) == 1 else _join(manifests)
+def make_mixture(manifests: Sequence[Manifest], *, weights: Sequence[float] | None = None) -> Mixture:
+    """Join manifests into one numbering of shards and samples; names of shards become absolute if there are several."""
+    whole = manifests[0]
+    if len(manifests) > 1:
+        whole = make_manifest(
+            (m.url(s) if ":" in s.name else os.path.abspath(m.url(s)), s.samples, s.bytes, s.sha256)
+            for m in manifests
+            for s in m.shards
+        )
     return Mixture(
         manifest=whole,
         bounds=(0, *np.cumsum([len(manifest.shards) for manifest in manifests]).tolist()),
-        weights=weights,
+        weights=tuple(weights or [1.0] * len(manifests)),
         digests=tuple(manifest.shards.content_digest for manifest in manifests),
         folders=tuple(manifest.root for manifest in manifests),
-        replacement=replacement,
-    )
-
-
-def _join(manifests: Sequence[Manifest]) -> Manifest:
-    """One manifest of all shards, whose names are absolute."""
-    return make_manifest(
-        (m.url(s) if ":" in s.name else os.path.abspath(m.url(s)), s.samples, s.bytes, s.sha256)
-        for m in manifests
-        for s in m.shards
     )
 
 
@@ -109,7 +96,7 @@ def plan_epoch(mixture: Mixture, *, seed: int, epoch: int) -> Segments:
 
     A source is an endless sequence of passes, each a new permutation of its shards. Epoch e takes samples
     `[e q, (e + 1) q)` of that sequence, where q is the quota, so a weight of 0.5 shows the two halves of a pass in two
-    epochs. With replacement, the sequence consists of independent uniform draws of shards instead.
+    epochs.
     """
     parts = [_source_segments(mixture, source=s, seed=seed, epoch=epoch) for s in range(len(mixture.quotas))]
     shard, start, count = (np.concatenate(column) for column in zip(*parts, strict=True))
@@ -123,30 +110,13 @@ def _source_segments(mixture: Mixture, *, source: int, seed: int, epoch: int) ->
     """`(shard, start, count)` of one source's quota in one epoch."""
     low, high = mixture.bounds[source : source + 2]
     sizes, quota = mixture.sizes[low:high], mixture.quotas[source]
-    if mixture.replacement:
-        chosen = _with_replacement(sizes, quota, state=key(seed, Purpose.REPLACE, epoch, source))
-        first = last = 0
-        begin = 0
-    else:
-        total = int(sizes.sum())
-        begin = epoch * quota
-        first, last = begin // total, (begin + quota - 1) // total
-        begin -= first * total
-        passes = range(first, last + 1)
-        chosen = np.concatenate([permutation(key(seed, Purpose.PERMUTE, p, source), len(sizes)) for p in passes])
+    total, begin = int(sizes.sum()), epoch * quota
+    first, last = begin // total, (begin + quota - 1) // total
+    passes = [permutation(key(seed, Purpose.PERMUTE, p, source), len(sizes)) for p in range(first, last + 1)]
+    chosen = np.concatenate(passes)
     counts = sizes[chosen]
-    starts = np.cumsum(counts) - counts
+    starts = np.cumsum(counts) - counts + first * total
     cut_low = np.clip(begin - starts, 0, counts)
     cut_high = np.clip(begin + quota - starts, 0, counts)
     kept = cut_high > cut_low
     return chosen[kept] + low, cut_low[kept], (cut_high - cut_low)[kept]
-
-
-def _with_replacement(sizes: Int64, quota: int, *, state: int) -> Int64:
-    """Uniform draws of shards until they hold `quota` samples."""
-    chosen = np.empty(0, dtype=np.int64)
-    while int(sizes[chosen].sum()) < quota:
-        more = np.arange(len(chosen), len(chosen) + max(16, int(quota / sizes.mean())))
-        fresh = ((draws(state, more) >> np.uint64(32)) * np.uint64(len(sizes))) >> np.uint64(32)
-        chosen = np.concatenate([chosen, fresh.astype(np.int64)])
-    return chosen

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -45,12 +46,9 @@ SAMPLED = 1000
 
 
 def check_captions(config: DataConfig) -> None:
-    """Check that captions are where `data.caption` says: in the first samples of every source on this machine.
+    """Raise a UserError if the first samples of a source on this machine have no captions where `data.caption` says.
 
     A source without a readable manifest or first shard is passed over: whatever reads the data reports it.
-
-    Raises:
-        UserError: None of a source's first samples has such a member or field; the message lists what they have.
     """
     for source in config.sources:
         try:
@@ -60,52 +58,37 @@ def check_captions(config: DataConfig) -> None:
         check_caption(manifest, source.caption or config.caption)
 
 
-def check_caption(source: Manifest | str, wanted: str, *, name: str = "data.caption") -> None:
-    """As `check_captions` for one source or the URL of its first shard; `name` is the setting or option for captions.
-
-    Raises:
-        UserError: As `check_captions`.
-    """
-    url, places = source if isinstance(source, str) else source.url(source.shards[0]), dict[str, None]()
+def check_caption(manifest: Manifest, wanted: str, *, name: str = "data.caption") -> None:
+    """`check_captions` for one source; `name` is the setting or option for captions."""
+    url, places = manifest.url(manifest.shards[0]), dict[str, None]()
     if not is_local(url):
         return
-    try:
-        with open_shard(url) as file:
-            for member, payload in islice(members(file, wanted=lambda suffix: suffix == "json"), FIRST_MEMBERS):
-                suffix = split_name(member)[1]
-                if suffix and suffix not in IMAGE_SUFFIXES:
-                    places[suffix] = None
-                    places.update(dict.fromkeys(f"json:{field}" for field in record_of(payload) or {}))
-    except (UserError, OSError, DamagedTar):
-        return
-    if places and wanted not in places:
-        raise UserError(
-            f"{name} = {wanted!r} is in none of the first samples of {url}. {suggest(wanted, tuple(places))}"
-        )
+    with suppress(OSError, DamagedTar), open_shard(url) as file:
+        for member, payload in islice(members(file, wanted=lambda suffix: suffix == "json"), FIRST_MEMBERS):
+            suffix = split_name(member)[1]
+            if suffix and suffix not in IMAGE_SUFFIXES:
+                places[suffix] = None
+                places.update(dict.fromkeys(f"json:{field}" for field in record_of(payload) or {}))
+        if places and wanted not in places:
+            raise UserError(
+                f"{name} = {wanted!r} is in none of the first samples of {url}. {suggest(wanted, tuple(places))}"
+            )
 
 
 def check_shards(manifest: Manifest, world: World) -> int:
-    """Compare sizes with the manifest and count the samples of one local shard; the ranks share the work.
+    """Raise a UserError if shards are missing, differ from the manifest or cannot be read; the ranks share the work.
 
-    The sizes of all local shards are compared. Of its remote shards each rank checks 32, chosen by hash, and starts to
-    read one.
-
-    Returns:
-        The number of shards that this rank checked.
-
-    Raises:
-        UserError: Shards are missing, differ from the manifest or cannot be read; the message names them.
+    The sizes of all local shards are compared, and the samples of one are counted. Of its remote shards each rank
+    checks 32, chosen by hash, and starts to read one. Returns the number of shards that this rank checked.
     """
-    local, remote = list[int](), list[int]()
-    for number, shard in enumerate(manifest.shards):
-        if number % world.size == world.rank:
-            (local if is_local(manifest.url(shard)) else remote).append(number)
-    chosen = permutation(key(Purpose.PROBE, world.rank), len(remote))[:REMOTE_CHECKED]
-    remote = [remote[number] for number in chosen.tolist()]
+    shards = [manifest.shards[number] for number in range(world.rank, len(manifest.shards), world.size)]
+    local = [shard for shard in shards if is_local(manifest.url(shard))]
+    remote = [shard for shard in shards if not is_local(manifest.url(shard))]
+    remote = [remote[k] for k in permutation(key(Purpose.PROBE, world.rank), len(remote))[:REMOTE_CHECKED].tolist()]
     checked, missing, other = local + remote, [], []
     with ThreadPoolExecutor(THREADS) as pool:
-        sizes = thread_map(pool, lambda number: _size(manifest.url(manifest.shards[number])), checked, ahead=64)
-        for shard, size in zip((manifest.shards[number] for number in checked), sizes, strict=True):
+        sizes = thread_map(pool, lambda shard: _size(manifest.url(shard)), checked, ahead=64)
+        for shard, size in zip(checked, sizes, strict=True):
             if size is None:
                 missing.append(shard.name)
             elif size != shard.bytes:
@@ -117,20 +100,15 @@ def check_shards(manifest: Manifest, world: World) -> int:
             f"({'; '.join(other[:SHOWN]) or 'none'}). Fetch them again (`neuclip verify` says how), or write a new "
             "manifest (`neuclip manifest --replace`)."
         )
-    for number in remote[:1]:
-        _read(manifest.url(manifest.shards[number]))
-    if local:
-        _count(manifest, manifest.shards[local[int(manifest.shards.bytes[local].argmin())]])
+    for shard in remote[:1]:
+        _read(manifest.url(shard))
+    for shard in sorted(local, key=lambda shard: shard.bytes)[:1]:
+        _count(manifest, shard)
     return len(checked)
 
 
 def _size(url: str) -> int | None:
-    """Bytes of a shard, or None if it does not exist.
-
-    Raises:
-        UserError: The storage does not report it. Clients of object stores raise exceptions of many types, some of
-            them without a message.
-    """
+    """Bytes of a shard, or None if it does not exist."""
     try:
         if is_local(url):
             return os.stat(url).st_size
@@ -142,7 +120,7 @@ def _size(url: str) -> int | None:
         return None
     except ImportError as error:
         raise UserError(f"The shard {url} needs a package that is not installed: {error}") from error
-    except Exception as error:
+    except Exception as error:  # clients of object stores raise exceptions of many types, some without a message
         reason = str(error) or type(error).__name__
         raise UserError(f"The shard {url} cannot be accessed ({reason}): check its path and access rights.") from error
     if size is None:
@@ -176,13 +154,9 @@ def _count(manifest: Manifest, shard: Shard) -> None:
 
 
 def caption_notes(tokens_bL: Tensor, *, tokenize: Callable[[list[str]], Tensor], of: str, masked: bool) -> list[str]:
-    """What to know about captions, which are tokens of the model.
+    """What to know about captions, as tokens of a model's tokenizer; `of` says whose they are, "the first batch's".
 
-    Args:
-        tokens_bL: As the model's tokenizer gives them.
-        tokenize: The tokenizer.
-        of: Whose captions these are, "the first batch's".
-        masked: `objective.mask_equal`.
+    `masked` is `objective.mask_equal`, with which equal captions need no note.
     """
     length, notes = tokens_bL.shape[1], []
     empty, long = tokenize(["", "word " * length])
@@ -204,27 +178,19 @@ def caption_notes(tokens_bL: Tensor, *, tokenize: Callable[[list[str]], Tensor],
 
 
 def first_captions(config: DataConfig, *, count: int) -> list[str]:
-    """Up to `count` captions from the beginning of the sources on this machine, at most `SAMPLED`.
-
-    What cannot be read is passed over: whatever reads the data reports it.
-    """
+    """Up to `count` captions from the beginning of the sources on this machine that can be read, at most `SAMPLED`."""
     share = -(-min(count, SAMPLED) // len(config.sources))
     return [text for source in config.sources for text in islice(_captions(config, source), share)]
 
 
 def _captions(config: DataConfig, source: Source) -> Iterator[str]:
-    try:
+    field = CaptionField.parse(source.caption or config.caption)
+    with suppress(UserError, OSError, DamagedTar):
         manifest = load_manifest(source.manifest, allow_outside=config.allow_outside)
-        field = CaptionField.parse(source.caption or config.caption)
-        for shard in manifest.shards:
-            url = manifest.url(shard)
+        for url in map(manifest.url, manifest.shards):
             if not is_local(url):
                 return
             with open_records(url, caption_suffix=field.suffix) as records:
                 for record in records:
-                    try:
+                    with suppress(CorruptSample):
                         yield field.read(record)
-                    except CorruptSample:
-                        continue
-    except (UserError, OSError, DamagedTar):
-        return

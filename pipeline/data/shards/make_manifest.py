@@ -14,20 +14,26 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TextIO
+from typing import Any
 
-from pipeline.data.shards.manifest_format import JOURNAL, MANIFEST_NAME, Manifest, make_manifest, shard_url
-from pipeline.data.shards.shard_index import as_members, save_index
-from pipeline.data.shards.storage import StreamHash, is_local, list_shards, open_shard, refuse_commands
+from pipeline.data.shards.manifest_format import (
+    JOURNAL,
+    MANIFEST_NAME,
+    Manifest,
+    make_manifest,
+    refuse_commands,
+    shard_url,
+)
+from pipeline.data.shards.storage import StreamHash, as_members, is_local, list_shards, open_shard, save_index
 from pipeline.data.shards.tar_reader import (
     CaptionField,
     CorruptSample,
     DamagedTar,
     MemberPlace,
-    TarRecord,
     members,
     read_records,
 )
@@ -63,7 +69,7 @@ class ShardScan:
     damage: str = ""
     """Why no sample of the shard should be used."""
     unread: str = ""
-    """Why the shard could not be read at all; the cause may be temporary."""
+    """Why the shard could not be read; the cause may be temporary."""
     caption: str = "txt"
     """Where captions were expected."""
     changed: int = 0
@@ -94,26 +100,20 @@ def index_shards(
 
     Returns:
         The manifest, whose facts count what training cannot use (`unusable`) and what else is odd (`notes`), and list
-        the shards that are `left out`, with the reason.
-
-    Raises:
-        UserError: There is nothing to read, a manifest exists already, or a shard cannot be used.
+        the shards that are `left out`, with the reason. UserError if there is nothing to read, a manifest exists
+        already, or a shard cannot be used.
     """
     root = Path(root)
     names = _names(root, patterns, replace=replace)
     others = 0 if patterns else len(list_shards(root, UNREAD))
     scans = _scan_shards(root, names, caption=caption, threads=threads, on_shard=on_shard)
-    ordered = [scans[name] for name in names]
-    _check_read(ordered, leave_out=leave_out)
-    kept = [one for one in ordered if not one.damage]
+    _check_read(scans, leave_out=leave_out)
+    kept = [one for one in scans if not one.damage]
     _check_usable(root, kept, caption)
-    notes = _total(kept, "notes") + Counter(
-        {
-            EQUAL: len(kept) - len({one.sha256 for one in kept}),
-            f"files end in {' or '.join(UNREAD)}, and are not read": others,
-        }
-    )
-    left_out = {one.name: one.damage for one in ordered if one.damage}
+    unread = f"files end in {' or '.join(UNREAD)}, and are not read"
+    odd = Counter({EQUAL: len(kept) - len({one.sha256 for one in kept}), unread: others})
+    notes = _total(kept, "notes") + odd
+    left_out = {one.name: one.damage for one in scans if one.damage}
     facts = {"made by": "neuclip manifest", "unusable": dict(_total(kept, "unusable")), "left out": left_out}
     facts |= {"notes": dict(notes)} if notes else {}
     manifest = make_manifest([(f.name, f.samples, f.bytes, f.sha256) for f in kept], root=root, facts=facts)
@@ -123,11 +123,7 @@ def index_shards(
 
 
 def _names(root: Path, patterns: Sequence[str], *, replace: bool) -> list[str]:
-    """The names of the shards in order.
-
-    Raises:
-        UserError: There are none, they are not valid, or the folder has a manifest.
-    """
+    """The names of the shards in order; UserError if there are none or invalid ones, or the folder has a manifest."""
     from braceexpand import braceexpand
 
     if not root.is_dir():
@@ -186,17 +182,22 @@ def _check_read(scans: Sequence[ShardScan], *, leave_out: bool) -> None:
 
 def _scan_shards(
     root: Path, names: Sequence[str], *, caption: CaptionField, threads: int, on_shard: Callable[[int, int], None]
-) -> dict[str, ShardScan]:
-    """The scans by name: of the journal, where files have not changed since, and new ones of the other shards.
+) -> list[ShardScan]:
+    """The scans in the order of names: of the journal, where files have not changed since, and new ones of the others.
 
-    Raises:
-        UserError: The first shards hold no sample that training can use: the scan ends at once.
+    It ends at once with a UserError if the first shards hold no sample that training can use.
     """
-    wanted, stop = set(names), threading.Event()
+    wanted, stop, first = set(names), threading.Event(), list[ShardScan]()
     known = _read_journal(root).items()
     scans = {name: scan for name, scan in known if name in wanted and scan.caption == str(caption)}
-    first: list[ShardScan] = []
-    with _open_journal(root) as journal, ThreadPoolExecutor(threads) as pool:
+    try:
+        journal = (root / JOURNAL).open("a", encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            f"Cannot write to {root} ({error.strerror}). Create a folder of your own for the manifest and name the "
+            f"shards: `neuclip manifest OWN_FOLDER --shards '{root.absolute()}/{{00000..00099}}.tar'`."
+        ) from error
+    with journal, ThreadPoolExecutor(threads) as pool:
         jobs = [pool.submit(_read_shard, root, name, caption, stop=stop) for name in names if name not in scans]
         try:
             for job in as_completed(jobs):
@@ -213,7 +214,7 @@ def _scan_shards(
             stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return scans
+    return [scans[name] for name in names]
 
 
 def _read_shard(root: Path, name: str, caption: CaptionField, *, stop: threading.Event) -> ShardScan:
@@ -225,23 +226,24 @@ def _read_shard(root: Path, name: str, caption: CaptionField, *, stop: threading
             raise CancelledError  # soon after the scan has ended: nobody takes this result
 
     unusable, notes, keys = Counter[str](), Counter[str](), set[str]()
-    samples, hashed, changed = 0, StreamHash(check), 0
-    index: list[MemberPlace] = []
+    samples, hashed, changed, index = 0, StreamHash(check), 0, list[MemberPlace]()
+    common: dict[str, Any] = {
+        "caption_suffix": caption.suffix,
+        "strict": True,
+        "on_unended": lambda: notes.update([UNENDED]),
+    }
     try:
         if is_local(url):
             changed = os.stat(url).st_mtime_ns
         with open_shard(url) as file:
-            stream = hashed.over(file)
-            for record in read_records(
-                stream,
-                caption_suffix=caption.suffix,
-                strict=True,
-                on_unended=lambda: notes.update([UNENDED]),
-                index=index,
-            ):
+            for record in read_records(hashed.over(file), index=index, **common):
                 samples += 1
-                if (reason := _unusable(record, caption)) is not None:
-                    unusable[reason] += 1
+                try:
+                    if record.image is None:
+                        raise CorruptSample("image is missing")
+                    caption.read(record)
+                except CorruptSample as error:
+                    unusable[str(error)] += 1
                 notes.update({SCATTERED: record.key in keys, REPEATED: record.repeated})
                 keys.add(record.key)
             sha256 = hashed.finish() or ""
@@ -257,42 +259,15 @@ def _read_shard(root: Path, name: str, caption: CaptionField, *, stop: threading
     )
 
 
-def _unusable(record: TarRecord, caption: CaptionField) -> str | None:
-    """Why training cannot use a sample."""
-    if record.image is None:
-        return "image is missing"
-    try:
-        caption.read(record)
-    except CorruptSample as error:
-        return str(error)
-    return None
-
-
-def _open_journal(root: Path) -> TextIO:
-    try:
-        return (root / JOURNAL).open("a", encoding="utf-8")
-    except OSError as error:
-        raise UserError(
-            f"Cannot write to {root} ({error.strerror}). Create a folder of your own for the manifest and name the "
-            f"shards: `neuclip manifest OWN_FOLDER --shards '{root.absolute()}/{{00000..00099}}.tar'`."
-        ) from error
-
-
 def _read_journal(root: Path) -> dict[str, ShardScan]:
-    try:
-        lines = (root / JOURNAL).read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return {}
     scans: dict[str, ShardScan] = {}
-    for line in lines:
-        try:
+    path = root / JOURNAL
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        with suppress(ValueError, TypeError, OSError):  # an interruption truncated this line, or the shard is away
             entry = ShardScan(**json.loads(line))
-        except (ValueError, TypeError):
-            continue  # an interruption truncated this line
-        path = root / entry.name
-        about = path.stat() if is_local(entry.name) and path.exists() else None
-        if not is_local(entry.name) or (about and (about.st_size, about.st_mtime_ns) == (entry.bytes, entry.changed)):
-            scans[entry.name] = entry
+            about = os.stat(root / entry.name) if is_local(entry.name) else None
+            if about is None or (about.st_size, about.st_mtime_ns) == (entry.bytes, entry.changed):
+                scans[entry.name] = entry
     return scans
 
 

@@ -22,8 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.shards.shard_index import index_path, is_index, write_index
-from pipeline.data.shards.storage import is_local, is_outside, refuse_commands
+from pipeline.data.shards.storage import index_path, is_index, is_local, write_index
 from pipeline.data.shards.tar_reader import DamagedTar, keys
 from pipeline.errors import UserError
 from pipeline.files import read_bounded, replacing
@@ -37,6 +36,32 @@ JOURNAL = "manifest.partial.jsonl"
 """Of a scan for a manifest that was stopped."""
 FORMAT, VERSION = "neuclip-manifest", 1
 LONGEST_NAME, SHOWN = 4096, 3
+REMOTE = frozenset({
+    "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "hf", "hdfs", "webhdfs", "http", "https",
+})  # fmt: skip
+"""URL schemes that a manifest may name without the user's consent: they read from servers only."""
+
+
+def is_outside(name: str) -> bool:
+    """Whether a shard's name in a manifest is a file outside of the manifest's folder, or a URL that can be one.
+
+    Such URLs are `file://`, chains such as `simplecache::`, and schemes other than those in `REMOTE`.
+    """
+    scheme, separator, _ = name.partition("://")
+    if separator and "::" not in name:
+        return scheme.lower() not in REMOTE
+    path = os.path.normpath(name)
+    return ":" in name or os.path.isabs(path) or path.split(os.sep)[0] == os.pardir
+
+
+def refuse_commands(names: Iterable[str]) -> None:
+    """Refuse shards that are the output of shell commands, which earlier versions ran."""
+    if name := next((name for name in names if name.startswith("pipe:")), None):
+        raise UserError(
+            f"The shard {name!r} is a shell command, which is not run any more. Name shards by URLs: `neuclip manifest "
+            "FOLDER --replace --shards 's3://bucket/{00000..00099}.tar'` (also gs://, https:// and others), or copy "
+            "them to this machine."
+        )
 
 
 @dataclass(frozen=True)
@@ -53,13 +78,8 @@ class Shard:
 class ShardTable:
     """An immutable sequence of shards as arrays, which take about 150 bytes a shard.
 
-    Args:
-        rows: `(name, samples, bytes, sha256)` of each shard, in order.
-
-    Raises:
-        AttributeError, TypeError: A value is of a wrong kind.
-        OverflowError: A number has more than 64 bits.
-        ValueError: A text is too long.
+    It is made of `(name, samples, bytes, sha256)` of each shard, in order. Values of a wrong kind or size raise
+    AttributeError, TypeError, OverflowError or ValueError.
     """
 
     def __init__(self, rows: Iterable[tuple[str, int, int, str]]) -> None:
@@ -73,11 +93,6 @@ class ShardTable:
         """Id of each shard's first sample, [m]."""
 
     @functools.cached_property
-    def digest(self) -> str:
-        """SHA-256 of names, samples and hashes, in order."""
-        return _digest(f"{shard.name} {shard.samples} {shard.sha256}" for shard in self)
-
-    @functools.cached_property
     def content_digest(self) -> str:
         """SHA-256 of samples and hashes, in order: shards may be moved without changing it."""
         return _digest(f"{shard.samples} {shard.sha256 or shard.name}" for shard in self)
@@ -85,9 +100,7 @@ class ShardTable:
     @functools.cached_property
     def outside(self) -> list[str]:
         """Names of the shards that need the user's consent, see `is_outside`."""
-        names = self._names
-        odd = (np.char.find(names, b":") >= 0) | (np.char.find(names, b"..") >= 0) | np.char.startswith(names, b"/")
-        return [name for name in map(bytes.decode, names[odd].tolist()) if is_outside(name)]
+        return [shard.name for shard in self if is_outside(shard.name)]
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -150,27 +163,19 @@ class Manifest:
 
     @property
     def counted(self) -> str:
-        """What `attempted` counts: URLs (`neuclip download`), rows (`neuclip pairs`), or samples of shards that were
-        there before."""
+        """What `attempted` counts: URLs (of `neuclip download`), rows (`pairs`) or samples (`manifest`)."""
         if "urls" in self.facts:
             return "URLs"
         return "rows" if self.facts.get("made by") == "neuclip pairs" else "samples"
 
-    @property
+    @functools.cached_property
     def digest(self) -> str:
         """SHA-256 of the shard list: manifests with equal digests give the same ids to the same samples."""
-        return self.shards.digest
+        return _digest(f"{shard.name} {shard.samples} {shard.sha256}" for shard in self.shards)
 
-    def locate(self, sample_id: int) -> tuple[Shard, int]:
-        """The shard of a sample and the sample's position in it.
-
-        Raises:
-            IndexError: `sample_id` is outside [0, n).
-        """
-        if not 0 <= sample_id < self.n:
-            raise IndexError(f"sample id {sample_id} is outside [0, {self.n})")
-        shard = self.shards[int(np.searchsorted(self.shards.offsets, sample_id, side="right")) - 1]
-        return shard, sample_id - shard.offset
+    def shard_of(self, sample_id: int) -> Shard:
+        """The shard of a sample."""
+        return self.shards[int(np.searchsorted(self.shards.offsets, sample_id, side="right")) - 1]
 
     def url(self, shard: Shard) -> str:
         """Where to read a shard: a path below `root`, or the name itself if that is a URL."""
@@ -208,7 +213,7 @@ class Manifest:
                 (folder / name).unlink()
 
     def write_to(self, path: Path) -> None:
-        """As `save`, directly to the path."""
+        """Write the manifest alone to this path."""
         header = {
             "format": FORMAT,
             "version": VERSION,
@@ -236,16 +241,14 @@ def make_manifest(
     facts: Mapping[str, Any] | None = None,
 ) -> Manifest:
     """A manifest from `(name, samples, bytes, sha256)` rows in order; `load_manifest` refuses empty shards."""
-    return Manifest(shards=ShardTable(entries), root=str(root), failures=failures or {}, facts=facts or {})
+    return Manifest(ShardTable(entries), str(root), failures or {}, facts or {})
 
 
 def load_manifest(path: str | Path, *, allow_outside: bool = False) -> Manifest:
     """Read and check a manifest, given its path or its folder.
 
-    Args:
-        path: The manifest or its folder.
-        allow_outside: Whether its shards may be files outside of its folder, see `storage.is_outside`. A manifest comes
-            from whoever made the data, so only the user may say so.
+    `allow_outside` is whether its shards may be files outside of its folder, see `is_outside`. A manifest comes from
+    whoever made the data, so only the user may say so.
 
     Raises:
         UserError: It is missing, of another format or version, contradicts itself, or has shards in places that are
@@ -260,20 +263,20 @@ def load_manifest(path: str | Path, *, allow_outside: bool = False) -> Manifest:
     if path.is_dir():
         path = path / MANIFEST_NAME
     try:
-        table, about = _read(path)
+        manifest = _read(path)
     except OSError as error:
         if path.exists():
             raise UserError(f"The manifest {path} cannot be read: {error.strerror}.") from error
         raise UserError(f"There is no manifest at {path}. {advice(path)}") from error
-    refuse_commands(table.outside)
-    if table.outside and not allow_outside:
+    refuse_commands(outside := manifest.shards.outside)
+    if outside and not allow_outside:
         raise UserError(
-            f"{path} lists {len(table.outside):,} shards outside of its folder, such as "
-            f"{', '.join(map(repr, table.outside[:SHOWN]))}, and could read any file of yours so. If you wrote this "
+            f"{path} lists {len(outside):,} shards outside of its folder, such as "
+            f"{', '.join(map(repr, outside[:SHOWN]))}, and could read any file of yours so. If you wrote this "
             "manifest or trust whoever did, set data.allow_outside=true (--allow-outside in `neuclip score`, `doctor` "
             "and `verify`)."
         )
-    return Manifest(shards=table, root=str(path.parent), failures=about["failures"], facts=about["facts"])
+    return manifest
 
 
 def advice(path: Path) -> str:
@@ -300,8 +303,7 @@ def advice(path: Path) -> str:
     )
 
 
-def _read(path: Path) -> tuple[ShardTable, dict[str, Any]]:
-    """The shards of a manifest, which is checked, and its mappings `failures` and `facts`."""
+def _read(path: Path) -> Manifest:
     try:
         tree = json.loads(read_bounded(path, most=MOST_BYTES).decode())
         if not isinstance(tree, dict):
@@ -315,15 +317,16 @@ def _read(path: Path) -> tuple[ShardTable, dict[str, Any]]:
             )
         rows = tree["shards"]
         table = ShardTable((row["name"], row["samples"], row["bytes"], row["sha256"]) for row in rows)
+        manifest = Manifest(table, str(path.parent), tree["failures"], tree["facts"])
         if not len(table) or table.samples.min() < 1:
             empty = [shard.name for shard in table if shard.samples < 1]
             raise UserError(f"{path} lists {len(table)} shards, of which {len(empty)} are empty ({empty[:3]}).")
         offsets_fit = table.offsets.tolist() == [row["offset"] for row in rows]
-        if not offsets_fit or tree["samples"] != table.samples.sum() or tree["digest"] != table.digest:
+        if not offsets_fit or tree["samples"] != manifest.n or tree["digest"] != manifest.digest:
             raise UserError(
                 f"{path} contradicts itself (counts, offsets or digest): it was edited or truncated. Write it again."
             )
-        return table, {"failures": tree["failures"], "facts": tree["facts"]}
+        return manifest
     except UserError:
         raise
     except (ValueError, RecursionError) as error:
@@ -334,17 +337,10 @@ def _read(path: Path) -> tuple[ShardTable, dict[str, Any]]:
 
 
 def check_keys(manifest: Manifest, shards: Iterable[Shard]) -> None:
-    """Check that in each of these shards a key names one sample; those that are elsewhere or damaged are left out.
-
-    Raises:
-        UserError: Several samples of a shard have the same key.
-    """
+    """Raise a UserError if a key names several samples of a shard; remote and damaged shards are passed over."""
     for shard in shards:
-        url = manifest.url(shard)
-        if not is_local(url):
-            continue
         seen = set[str]()
-        with contextlib.suppress(DamagedTar, OSError), open(url, "rb") as file:
+        with contextlib.suppress(DamagedTar, OSError), open(manifest.url(shard), "rb") as file:
             for key in keys(file):
                 if key in seen:
                     raise UserError(

@@ -1,8 +1,4 @@
-"""The samples of webdataset tars, read in one pass, with what their captions and images are.
-
-Payloads are read only if they are needed. A sample's caption is a member of the tar, or in a field of its JSON member
-(`CaptionField`).
-"""
+"""The samples of webdataset tars, read in one pass, with what their captions and images are."""
 
 from __future__ import annotations
 
@@ -13,15 +9,15 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, BinaryIO
 
 from PIL import Image
 
+from pipeline import pictures
 from pipeline.data.order.hashing import draw
 from pipeline.errors import UserError
-from pipeline.pictures import image_error
-from pipeline.pictures.image_error import FORMAT_SUFFIXES as FORMAT_SUFFIXES
-from pipeline.pictures.image_error import ImageError
+from pipeline.pictures import ImageError
 from pipeline.pictures.pixels import WHITE, Colour, read_rgb
 from pipeline.tars import SPARSE, headers, read_payload, skip_payload
 from pipeline.tars import DamagedTar as DamagedTar
@@ -29,8 +25,8 @@ from pipeline.tars import DamagedTar as DamagedTar
 IMAGE_SUFFIXES = frozenset({"jpg", "jpeg", "png", "webp", "ppm"})
 """Of the members that training reads."""
 _MESSAGES = {
-    image_error.TOO_MANY_PIXELS: "image has too many pixels",
-    image_error.TOO_MANY_SCANS: "image has too many scans",
+    pictures.TOO_MANY_PIXELS: "image has too many pixels",
+    pictures.TOO_MANY_SCANS: "image has too many scans",
 }
 MemberPlace = tuple[int, bytes, int, int]
 """Number of the sample, suffix, first byte and size of a member."""
@@ -50,7 +46,7 @@ class TarRecord:
     key: str = field(default="", compare=False)
     """The members' common name; empty if the sample was read by an index."""
     repeated: int = 0
-    """Members that are ignored because the sample has one of the same name; counted if the reading is strict."""
+    """Members that are ignored because the sample has one of the same suffix; counted by the parser only."""
 
 
 def read_records(
@@ -70,50 +66,42 @@ def read_records(
         file: The tar.
         skip: Number of the first sample.
         caption_suffix: Of the member with the caption.
-        strict: Refuse what readers would not see, such as links, and count repeated members.
+        strict: Refuse what readers would not see, such as links.
         on_unended: Called if the tar ends without the zeros that writers put there.
-        index: Takes the place of every member, for `shard_index`.
+        index: Takes the place of every member, for `storage.save_index`.
 
     Raises:
         DamagedTar: The tar is truncated or damaged; raised after the samples before the damage were yielded.
     """
-    current, number, names, repeated = "", -1, set[str](), 0
-    image: bytes | None = None
-    caption: bytes | None = None
-    try:
-        for name, size, offset in _parts(file, strict=strict, on_unended=on_unended):
-            sample, suffix = split_name(name)
-            if sample != current:
-                if number >= skip:
-                    yield TarRecord(image=image, caption=caption, key=current, repeated=repeated)
-                current, number, image, caption = sample, number + 1, None, None
-                names, repeated = set(), 0
-            if index is not None:
-                index.append((number, suffix.encode("utf-8", "surrogateescape"), offset, size))
-            if strict:
-                repeated += suffix in names
-                names.add(suffix)
-            if number >= skip and suffix == caption_suffix:
-                caption = read_payload(file, size)
-            elif number >= skip and suffix in IMAGE_SUFFIXES and image is None:
-                image = read_payload(file, size)
-            else:
-                skip_payload(file, size)
-    except DamagedTar:
-        if image is not None and caption is not None:
-            yield TarRecord(image=image, caption=caption, key=current)
-        raise
-    if number >= skip:
-        yield TarRecord(image=image, caption=caption, key=current, repeated=repeated)
+    parts = _parts(file, strict=strict, on_unended=on_unended)
+    for number, (key, members) in enumerate(itertools.groupby(parts, key=itemgetter(0))):
+        image: bytes | None = None
+        caption: bytes | None = None
+        suffixes: list[str] = []
+        try:
+            for _, suffix, _, size, offset in members:
+                suffixes.append(suffix)
+                if index is not None:
+                    index.append((number, suffix.encode("utf-8", "surrogateescape"), offset, size))
+                if number >= skip and suffix == caption_suffix:
+                    caption = read_payload(file, size)
+                elif number >= skip and suffix in IMAGE_SUFFIXES and image is None:
+                    image = read_payload(file, size)
+                else:
+                    skip_payload(file, size)
+        except DamagedTar:
+            if image is not None and caption is not None:
+                yield TarRecord(image, caption, key=key)
+            raise
+        if number >= skip:
+            yield TarRecord(image, caption, key=key, repeated=len(suffixes) - len(set(suffixes)))
 
 
 def _parts(
     file: BinaryIO, *, strict: bool = False, on_unended: Callable[[], None] = lambda: None
-) -> Iterator[tuple[str, int, int]]:
-    """`(name, size, first byte)` of each member that is part of a sample, as `headers`.
-
-    Raises:
-        DamagedTar: As `headers`; a file is sparse or, if the reading is `strict`, has no content of its own.
+) -> Iterator[tuple[str, str, str, int, int]]:
+    """`(key, suffix, name, size, first byte)` of each member of a sample; DamagedTar as `headers`, and if one is sparse
+    or, where the reading is `strict`, has no content of its own.
     """
     for name, size, offset, kind in headers(file, strict=strict, on_unended=on_unended):
         # Webdataset's rule, which ignores `README` and macOS's `._0.jpg`.
@@ -121,7 +109,7 @@ def _parts(
         if kind == SPARSE:
             raise DamagedTar(f"holds {name!r:.99} as a sparse file: write the shard again without tar's --sparse")
         if is_part and not kind:
-            yield name, size, offset
+            yield (*split_name(name), name, size, offset)
         elif is_part and strict:
             raise DamagedTar(
                 f"holds {name!r:.99} as {kind}, which readers of webdataset pass over: store the files "
@@ -132,11 +120,7 @@ def _parts(
 
 
 def keys(file: BinaryIO) -> Iterator[str]:
-    """The key of each sample; reads headers only.
-
-    Raises:
-        DamagedTar: The tar is truncated or damaged.
-    """
+    """The key of each sample, from headers only; DamagedTar if the tar is truncated or damaged."""
     for key, _ in itertools.groupby(members(file), key=lambda member: split_name(member[0])[0]):
         yield key
 
@@ -144,13 +128,11 @@ def keys(file: BinaryIO) -> Iterator[str]:
 def members(
     file: BinaryIO, *, wanted: Callable[[str], bool] = lambda suffix: False, strict: bool = False
 ) -> Iterator[tuple[str, bytes]]:
-    """The name of each member and, if its suffix is `wanted`, its payload, else nothing; `strict` as in `read_records`.
-
-    Raises:
-        DamagedTar: The tar is truncated or damaged.
+    """The name of each member and, if its suffix is `wanted`, its payload, else nothing; `strict` and errors as in
+    `read_records`.
     """
-    for name, size, _ in _parts(file, strict=strict):
-        payload = read_payload(file, size) if wanted(split_name(name)[1]) else b""
+    for _, suffix, name, size, _ in _parts(file, strict=strict):
+        payload = read_payload(file, size) if wanted(suffix) else b""
         if not payload:
             skip_payload(file, size)
         yield name, payload
@@ -172,11 +154,7 @@ class CaptionField:
 
     @classmethod
     def parse(cls, text: str, *, option: str = "") -> CaptionField:
-        """Parse `txt`, another suffix, or `json:FIELD`, which was given by an option of the command line.
-
-        Raises:
-            UserError: `text` is none of these.
-        """
+        """Parse `txt`, another suffix or `json:FIELD`, or raise a UserError, which names the command's `option`."""
         suffix, colon, field = text.partition(":")
         valid = suffix == "json" and field if colon else suffix and not suffix.startswith(".") and "/" not in suffix
         if not valid or suffix.lower() in IMAGE_SUFFIXES:
@@ -190,8 +168,7 @@ class CaptionField:
     def read(self, record: TarRecord, *, state: int = 0) -> str:
         """The caption of a sample; the hash key `state` draws one text where a JSON field holds several.
 
-        Raises:
-            CorruptSample: The caption is missing, empty or not UTF-8.
+        CorruptSample if it is missing, empty or not UTF-8.
         """
         if record.caption is None:
             raise CorruptSample("caption is missing")
@@ -221,11 +198,7 @@ def _choose(value: Any, state: int) -> str:
 
 
 def rgb_image(data: bytes, *, max_pixels: int | None = None, background: Colour = WHITE) -> Image.Image:
-    """Decode an image to RGB as `pixels.read_rgb` does.
-
-    Raises:
-        CorruptSample: The image cannot be used; samples are counted under the message.
-    """
+    """`pixels.read_rgb`, with CorruptSample for an image that cannot be used."""
     with counted_errors():
         return read_rgb(data, max_pixels=max_pixels, background=background)
 
@@ -240,11 +213,7 @@ def thumbnail_url(image: Image.Image, size: tuple[int, int]) -> str:
 
 @contextmanager
 def counted_errors() -> Iterator[None]:
-    """Raise an ImageError of this block as the CorruptSample under which samples are counted.
-
-    Raises:
-        CorruptSample: With one of a few messages.
-    """
+    """Raise an ImageError of this block as the CorruptSample under whose message samples are counted."""
     try:
         yield
     except ImageError as error:

@@ -26,7 +26,7 @@ from pipeline.evaluation.datasets.tables import Table, TableImages, files_of
 from pipeline.evaluation.datasets.task_data import FileImages, TaskData, TaskError, files_below, plain
 from pipeline.evaluation.protocol import PROTOCOLS
 from pipeline.files import new_folder
-from pipeline.pictures.image_error import FORMAT_SUFFIXES
+from pipeline.pictures import FORMAT_SUFFIXES
 
 TASKS_NAME = "tasks.yaml"
 HUB = ".hub"

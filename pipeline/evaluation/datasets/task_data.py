@@ -17,7 +17,7 @@ import numpy as np
 
 from pipeline.errors import UserError
 from pipeline.files import other_encoding, read_bounded, sha256_of, text_lines
-from pipeline.pictures.image_error import ImageError
+from pipeline.pictures import ImageError
 from pipeline.pictures.pixels import Colour, read_file, read_rgb
 
 IMAGE_SUFFIXES = ("webp", "png", "jpg", "jpeg")

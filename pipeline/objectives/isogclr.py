@@ -126,6 +126,9 @@ class ISogClr(SoftmaxObjective):
             update=(log_u.T, batch.fetched),
         )
 
+    def cold_normalizers(self, batch: AnchorBatch) -> Tensor:
+        return self.averages.cold_normalizers(batch)
+
     def update_state(self, pending: AnchorWeights, *, lr_scale: float) -> None:
         log_u, rows = pending.update
         assert pending.tau_gradient is not None

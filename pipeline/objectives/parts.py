@@ -113,11 +113,6 @@ class StatefulPart:
         """Values of the lasting state for histograms, computed on each call."""
         return {}
 
-    def cold_normalizers(self, batch: Any) -> Tensor:
-        """log-normalizers of the anchors of an `AnchorBatch` from lasting state alone, [2, B]; here the batch's own."""
-        log_g: Tensor = batch.log_g
-        return log_g
-
     def commit(self, update: Any) -> None:
         """Apply `AnchorWeights.update` of the pending batch."""
 

@@ -82,17 +82,6 @@ class AnchorWeights:
     """For the estimator's `commit`."""
 
 
-@dataclass(frozen=True)
-class NormalizerEstimates:
-    """A method's own log-normalizers of this rank's anchors, and their temperatures; [2, b]."""
-
-    cold: Tensor
-    """From the lasting state alone."""
-    in_use: Tensor
-    """After what a step on the anchors' own batch learns before it computes gradients."""
-    tau: Tensor
-
-
 class SoftmaxObjective(Objective):
     """An objective whose gradient is a weighted softmax; a method implements `anchor_weights`.
 
@@ -124,27 +113,23 @@ class SoftmaxObjective(Objective):
         """Loss, log-normalizers and pending update of this batch; must not change lasting state."""
 
     def cold_normalizers(self, batch: AnchorBatch) -> Tensor:
-        """log-normalizers of the anchors from lasting state alone, [2, B]."""
-        return self._estimator.cold_normalizers(batch)
+        """log-normalizers of the anchors from lasting state alone, [2, B]; here the batch's own."""
+        return batch.log_g
 
     def normalizers_in_use(self, batch: AnchorBatch) -> Tensor:
         """log-normalizers by which a step on this batch would weigh its gradients, [2, B]."""
         return self.anchor_weights(batch).log_normalizer
 
-    def restarts(self) -> bool:
-        """Whether the next step begins with a fresh network."""
-        return False
-
     @torch.no_grad()
-    def log_normalizers(self, image: Tensor, text: Tensor, *, sample_ids: Tensor) -> NormalizerEstimates:
+    def log_normalizers(self, image: Tensor, text: Tensor, *, sample_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The method's estimates of log(eps + g) of these pairs, without any lasting effect; collective.
 
         For the estimation error of NeuCLIP, appendix B.6. Methods without state answer with the value within the batch.
+        Features [b, d] and ids [b] are this rank's part of a batch, which should have the training's size.
 
-        Args:
-            image: [b, d], this rank's part of a batch, which should have the training's size.
-            text: The same of the texts.
-            sample_ids: [b] int64.
+        Returns:
+            From lasting state alone; after what a step on this batch learns before it computes gradients; and the
+            anchors' temperatures, [2, b] each.
 
         Raises:
             RuntimeError: Between `compute` and `commit`, whose pending changes would be replaced.
@@ -154,8 +139,8 @@ class SoftmaxObjective(Objective):
         dtype = self.context.dtype
         with true_fp32(self.context.device):
             batch = self._gather((image.to(dtype), text.to(dtype)), sample_ids)
-            estimates = (self.cold_normalizers(batch), self.normalizers_in_use(batch), batch.tau)
-        return NormalizerEstimates(*(values[:, batch.rows] for values in estimates))
+            cold, in_use = self.cold_normalizers(batch), self.normalizers_in_use(batch)
+        return cold[:, batch.rows], in_use[:, batch.rows], batch.tau[:, batch.rows]
 
     def loss_and_gradients(
         self,

@@ -173,6 +173,9 @@ class MovingAverageObjective(SoftmaxObjective):
             update=log_u.T.contiguous(),
         )
 
+    def cold_normalizers(self, batch: AnchorBatch) -> Tensor:
+        return self.averages.cold_normalizers(batch)
+
     @abstractmethod
     def scaled(self, tau: Tensor, total: Tensor, slope: Tensor) -> tuple[Tensor, Tensor | None, Tensor | float]:
         """Loss, dL/dtau (None: tau is constant) and log c, scalars.

@@ -91,27 +91,6 @@ def test_memory_is_bounded_by_one_block_of_anchors(low, monkeypatch):
     assert max(buffer.numel() for buffer in passes.space._buffers.values()) <= 96 * 16  # the size of [m, d]
 
 
-@pytest.mark.parametrize(
-    ("settings", "fresh"),
-    [
-        ({"name": "neuclip", "restart_every": 4}, [0, 4, 8]),
-        ({"name": "neuclip", "restart_every": 0}, []),
-        ({"name": "neuclip", "npn": "queue"}, []),
-        ({"name": "amorlip"}, [0, 4, 8]),  # the first step of each epoch
-        ({"name": "openclip"}, []),
-    ],
-)
-def test_restarts_reports_the_steps_that_begin_with_a_new_network(settings, fresh):
-    objective = build_objective(
-        {**settings, **({"prototypes": 8} if settings["name"] == "neuclip" else {})}, context=context(8)
-    )
-    found = []
-    for step in range(9):
-        found += [step] if objective.restarts() else []
-        run_steps(objective, 1, batch_size=8, first=step)
-    assert found == fresh
-
-
 def test_slopes_of_alpha_equal_autograd(monkeypatch):
     monkeypatch.setattr(prototypes, "_CPU_BLOCK", 5 * 4)  # blocks of four anchors and of two
     anchors, text = make_anchors(6)

@@ -47,8 +47,8 @@ def run(settings, world, *, first=0, last=STEPS, state=None, dtype=torch.float64
             output = objective.compute(image, text, sample_ids=torch.arange(BATCH)[rows])
         objective.commit(lr_scale=0.5)
         found += [output.loss, *map(world.all_gather, (output.grad_image, output.grad_text)), *output.metrics.values()]
-    estimates = objective.log_normalizers(image, text, sample_ids=torch.arange(BATCH)[rows])
-    return [*found, *map(world.all_gather, (*estimates.cold, *estimates.in_use))], objective.state_dict()
+    cold, in_use, _ = objective.log_normalizers(image, text, sample_ids=torch.arange(BATCH)[rows])
+    return [*found, *map(world.all_gather, (*cold, *in_use))], objective.state_dict()
 
 
 @pytest.mark.parametrize("size", [2, 3])

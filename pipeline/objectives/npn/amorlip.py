@@ -198,6 +198,3 @@ class AmorLip(SoftmaxObjective):
         # As in `anchor_weights`: lambda predicts E_i = exp(s_ii / tau) (g_i + kappa) / (1 + kappa).
         own = batch.positive / self.temperature.value() - math.log1p(POSITIVE_WEIGHT / (batch.size - 1))
         return self.networks.predict(batch.features) - own
-
-    def restarts(self) -> bool:
-        return self.steps % self.context.steps_per_epoch == 0

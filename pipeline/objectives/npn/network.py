@@ -271,10 +271,6 @@ class Npn(StatefulPart):
     def check(cls, config: NpnConfig) -> None:
         """Raise a ValueError if settings do not go together with this variant; called before anything is built."""
 
-    def restarts(self, step: int) -> bool:
-        """Whether the network starts afresh at a step, counted from 0."""
-        return False
-
     def metrics(self) -> dict[str, Tensor]:
         """Scalars for the log, after `advance`."""
         return {}

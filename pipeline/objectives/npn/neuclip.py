@@ -121,9 +121,6 @@ class NeuClip(SoftmaxObjective):
     def cold_normalizers(self, batch: AnchorBatch) -> Tensor:
         return torch.stack(self.npn.predict(anchors_of(batch, self.config, tau=self.temperature.value())))
 
-    def restarts(self) -> bool:
-        return self.npn.restarts(self.steps)
-
     def _through_alpha(self, batch: AnchorBatch, anchors: BothSides, ratio: Tensor) -> tuple[Pair, Tensor]:
         """The gradient through alpha, (tau / B) r_i d alpha_i: for this rank's features and, over all ranks, for tau.
 

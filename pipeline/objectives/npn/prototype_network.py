@@ -65,9 +65,6 @@ class PrototypeNpn(Npn):
         if world.is_main:
             _warn_of_stalling(config, dim)
 
-    def restarts(self, step: int) -> bool:
-        return self.config.restart_every > 0 and step % self.config.restart_every == 0
-
     def advance(self, batch: AnchorBatch, anchors: BothSides) -> Prediction:
         self.network.begin()
         self._held_back = []
@@ -183,7 +180,7 @@ class PrototypeNpn(Npn):
         A restart writes to all of them, growth to those that are not live yet.
         """
         m, live, queue = self.config.prototypes, int(self.live), self.queue
-        restart = not live or self.restarts(batch.step)
+        restart = not live or (self.config.restart_every > 0 and batch.step % self.config.restart_every == 0)
         if restart and live and self.config.reset_accumulator:
             self.network.clear_slots()
         first = 0 if restart else live

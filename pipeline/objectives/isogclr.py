@@ -10,12 +10,18 @@ from pydantic import Field
 from torch import Tensor
 
 from pipeline.config import section
-from pipeline.objectives.facts import ObjectiveContext
-from pipeline.objectives.parts import Adam, Temperature
-from pipeline.objectives.registry import register
+from pipeline.objectives.parts import Adam
+from pipeline.objectives.registry import ObjectiveContext, register
 from pipeline.objectives.softmax import AnchorBatch, AnchorWeights, SoftmaxObjective
 from pipeline.objectives.sogclr import EstimatorConfig, MovingAverages, temperature_slopes
-from pipeline.objectives.temperature import TAU_BETA1, TAU_MAX, LearnedTauConfig, tau_lr_at, warn_of_large_rho
+from pipeline.objectives.temperature import (
+    TAU_BETA1,
+    TAU_MAX,
+    LearnedTauConfig,
+    Temperature,
+    tau_lr_at,
+    warn_of_large_rho,
+)
 
 
 @section

@@ -19,13 +19,12 @@ from pydantic import Field
 from torch import Tensor
 
 from pipeline.config import section
-from pipeline.objectives.facts import ObjectiveConfig, ObjectiveContext
 from pipeline.objectives.parts import StatefulPart
-from pipeline.objectives.registry import register
+from pipeline.objectives.registry import ObjectiveConfig, ObjectiveContext, register
 from pipeline.objectives.sample_table import PerSampleTable
 from pipeline.objectives.softmax import AnchorBatch, AnchorWeights, SoftmaxObjective
 from pipeline.objectives.temperature import (
-    ConstantTemperature,
+    GlobalTemperature,
     LearnedTemperature,
     TemperatureConfig,
     warn_of_large_rho,
@@ -147,15 +146,9 @@ class FastClipV1Config(SogClrConfig):
 class MovingAverageObjective(SoftmaxObjective):
     """The global contrastive loss with g estimated by moving averages u; a method implements `scaled`."""
 
-    temperature: ConstantTemperature | LearnedTemperature
+    temperature: GlobalTemperature
 
-    def __init__(
-        self,
-        config: EstimatorConfig,
-        context: ObjectiveContext,
-        *,
-        temperature: ConstantTemperature | LearnedTemperature,
-    ) -> None:
+    def __init__(self, config: EstimatorConfig, context: ObjectiveContext, *, temperature: GlobalTemperature) -> None:
         self.averages = MovingAverages(config, context)
         super().__init__(config, context, temperature=temperature, estimator=self.averages, eps=config.eps)
 
@@ -193,7 +186,7 @@ class SogClr(MovingAverageObjective):
     """GCL: tau mean_i [ log(eps + g1_i) + log(eps + g2_i) ]."""
 
     def __init__(self, config: SogClrConfig, context: ObjectiveContext) -> None:
-        super().__init__(config, context, temperature=ConstantTemperature(config.tau, context))
+        super().__init__(config, context, temperature=GlobalTemperature(config.tau, context))
 
     def scaled(self, tau: Tensor, total: Tensor, slope: Tensor) -> tuple[Tensor, Tensor | None, Tensor | float]:
         return tau * total, None, 0.0

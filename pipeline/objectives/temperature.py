@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Literal
+from abc import abstractmethod
+from typing import Any, Literal
 
 import pydantic
 import torch
@@ -16,8 +17,8 @@ from pydantic import Field
 from torch import Tensor
 
 from pipeline.config import section
-from pipeline.objectives.facts import ObjectiveConfig, ObjectiveContext
-from pipeline.objectives.parts import Adam, StatefulPart, Temperature
+from pipeline.objectives.parts import Adam, StatefulPart
+from pipeline.objectives.registry import ObjectiveConfig, ObjectiveContext
 
 log = logging.getLogger(__name__)
 TAU_MAX = 1.0
@@ -77,13 +78,28 @@ class LearnedScalar(StatefulPart):
         Adam(lr, self._betas, self._eps).step(self.value, gradient, slots, updates=self.updates)
 
     def replicated_state(self) -> dict[str, Tensor]:
-        """The tensors themselves, by name."""
         fields = ("value", "moment1", "moment2", "updates")
         return {f"{self.name}.{field}": getattr(self, field) for field in fields}
 
 
-class ConstantTemperature(Temperature):
-    """One temperature for all anchors that is not learned."""
+class Temperature(StatefulPart):
+    """Supplies the temperature of every anchor."""
+
+    @abstractmethod
+    def of_anchors(self, size: int, fetched: Tensor | None) -> Tensor:
+        """tau of a batch's anchors, [2, B] (an expanded scalar for a global one); fetched: the batch's table rows."""
+
+    @abstractmethod
+    def logit_scale(self) -> float:
+        """log(1/tau), as open_clip stores it."""
+
+    def update(self, gradient: Any, *, lr_scale: float) -> None:
+        """Learn from dL/dtau."""
+        raise NotImplementedError(f"{type(self).__name__} is not learned")
+
+
+class GlobalTemperature(Temperature):
+    """One temperature for all anchors, here a constant."""
 
     def __init__(self, tau: float, context: ObjectiveContext) -> None:
         self.tau, self._tensor = tau, torch.full((), tau, dtype=context.dtype, device=context.device)
@@ -93,13 +109,13 @@ class ConstantTemperature(Temperature):
         return self._tensor
 
     def of_anchors(self, size: int, fetched: Tensor | None) -> Tensor:
-        return self._tensor.expand(2, size)
+        return self.value().expand(2, size)
 
     def logit_scale(self) -> float:
         return -math.log(self.tau)
 
 
-class LearnedTemperature(Temperature):
+class LearnedTemperature(GlobalTemperature):
     """One learned temperature for all anchors, kept as log(1/tau)."""
 
     def __init__(self, config: TemperatureConfig, context: ObjectiveContext) -> None:
@@ -107,11 +123,7 @@ class LearnedTemperature(Temperature):
         self.log_scale = LearnedScalar(-math.log(config.tau_init), name="log_scale", config=config, context=context)
 
     def value(self) -> Tensor:
-        """tau, a 0-dim tensor."""
         return torch.exp(-self.log_scale.value)
-
-    def of_anchors(self, size: int, fetched: Tensor | None) -> Tensor:
-        return self.value().expand(2, size)
 
     def update(self, gradient: Tensor, *, lr_scale: float) -> None:
         """One step of Adam on log(1/tau) from dL/dtau = -(1/tau) dL/dlog(1/tau); tau stays in [tau_min, 1]."""

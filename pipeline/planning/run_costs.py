@@ -19,7 +19,7 @@ from pipeline.data.order.canonical_order import Order
 from pipeline.distributed.world import World
 from pipeline.engine.engine_config import BUCKET
 from pipeline.objectives import ObjectiveMemory, build_objective
-from pipeline.objectives.facts import ObjectiveConfig
+from pipeline.objectives.registry import ObjectiveConfig
 
 META = torch.device("meta")
 

@@ -89,19 +89,6 @@ def test_a_resumed_run_is_bit_identical(settings):
     assert straight.logit_parameters() == resumed.logit_parameters()
 
 
-def test_the_queue_begins_empty_where_restart_with_has_changed():
-    kinds = [{**NEUCLIP, "prototypes": 5, "restart_with": restart_with} for restart_with in ("current", "previous")]
-    for before, now in (kinds, kinds[::-1]):
-        saved, resumed = build(before), build(now)
-        one_step(saved, 0)
-        saved.commit()
-        resumed.load_state_dict(saved.state_dict())
-        assert not resumed.state_dict()["npn.queue"].any()
-        assert torch.equal(resumed.state_dict()["npn.weight"], saved.state_dict()["npn.weight"])
-        one_step(resumed, 1)
-        resumed.commit()
-
-
 def test_state_from_other_settings_is_rejected_and_changes_nothing():
     objective = build(NEUCLIP)
     one_step(objective, 0)

@@ -16,12 +16,11 @@ from pydantic import Field
 from torch import Tensor
 
 from pipeline.config import section
-from pipeline.objectives.facts import ObjectiveContext
 from pipeline.objectives.npn import mlp
 from pipeline.objectives.npn.network import ReplicatedNetwork
 from pipeline.objectives.npn.prototypes import MAX_LOG_RATIO
 from pipeline.objectives.parts import Adam, Pair, StatefulPart
-from pipeline.objectives.registry import register
+from pipeline.objectives.registry import ObjectiveContext, register
 from pipeline.objectives.softmax import AnchorBatch, AnchorWeights, SoftmaxObjective
 from pipeline.objectives.temperature import LearnedTemperature, TemperatureConfig
 

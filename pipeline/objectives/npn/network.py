@@ -17,9 +17,9 @@ from pydantic import AfterValidator, Field
 from torch import Tensor
 
 from pipeline.config import section
-from pipeline.objectives.facts import ObjectiveContext
 from pipeline.objectives.npn.prototypes import Anchors
 from pipeline.objectives.parts import AdaGrad, Adam, InnerOptimizer, Pair, StatefulPart
+from pipeline.objectives.registry import ObjectiveContext
 from pipeline.objectives.softmax import AnchorBatch
 from pipeline.objectives.temperature import TemperatureConfig
 from pipeline.registries import Registry

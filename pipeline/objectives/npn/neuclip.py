@@ -15,11 +15,10 @@ from pydantic import AfterValidator, Field
 from torch import Tensor
 
 from pipeline.config import section
-from pipeline.objectives.facts import ObjectiveContext
 from pipeline.objectives.npn.network import NPNS, BothSides, Npn, NpnConfig, Prediction, anchors_of
 from pipeline.objectives.npn.prototypes import MAX_LOG_RATIO
 from pipeline.objectives.parts import Pair
-from pipeline.objectives.registry import register
+from pipeline.objectives.registry import ObjectiveContext, register
 from pipeline.objectives.softmax import AnchorBatch, AnchorWeights, SoftmaxObjective
 from pipeline.objectives.temperature import LearnedTemperature, warn_of_large_rho
 

@@ -19,13 +19,13 @@ from torch import Tensor
 from pipeline.distributed.devices import to_device
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.objectives.facts import ObjectiveContext
 from pipeline.objectives.npn import prototypes
 from pipeline.objectives.npn.kernels import CompiledPasses, Passes, Prototypes, UnitGradient, why_not_compiled
 from pipeline.objectives.npn.network import BothSides, FeatureQueue, Npn, NpnConfig, Prediction, register_npn
 from pipeline.objectives.npn.prototypes import LEAST_TAU, Anchors, Division
 from pipeline.objectives.pairwise import Workspace
 from pipeline.objectives.parts import Pair
+from pipeline.objectives.registry import ObjectiveContext
 from pipeline.objectives.softmax import AnchorBatch
 
 log = logging.getLogger(__name__)
@@ -124,13 +124,6 @@ class PrototypeNpn(Npn):
     def replicated_state(self) -> dict[str, Tensor]:
         network = {name: tensor for name, tensor in self.network.state().items() if name not in self.own_state()}
         return network | {"npn.live": self.live} | self.queue.state()
-
-    def adapted_state(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The queue begins empty where `restart_with` has changed, and one of its values had no use for a queue."""
-        own, saved = self.queue.state(), state.get("npn.queue")
-        if saved is None or saved.shape == own["npn.queue"].shape or saved.numel() * own["npn.queue"].numel():
-            return state
-        return {**state, **{name: torch.zeros_like(tensor) for name, tensor in own.items()}}
 
     def own_state(self) -> dict[str, Tensor]:
         """This rank's share of the tensors that are divided among the ranks."""

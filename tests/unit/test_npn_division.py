@@ -8,8 +8,8 @@ import torch
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.objectives import build_objective, parse_objective
+from pipeline.objectives.npn.kernels import Division
 from pipeline.objectives.npn.prototype_network import update_mode
-from pipeline.objectives.npn.prototypes import Division
 from tests.thread_world import on_ranks
 from tests.unit.objectives_reference import context, relative_error, unit_features
 

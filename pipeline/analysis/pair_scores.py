@@ -262,11 +262,7 @@ def load_network(spec: str, *, device: torch.device) -> NeuClip | None:
 
 
 def temperature_of(model: EvaluationModel, spec: str) -> float:
-    """The temperature that is stored with a model's weights.
-
-    Raises:
-        UserError: There is none.
-    """
+    """The temperature that is stored with a model's weights; a UserError if there is none."""
     if model.towers.logit is None:
         raise UserError(f"{spec} has no logit scale, and so no temperature.")
     return math.exp(-model.towers.logit[0])

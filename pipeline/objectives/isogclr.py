@@ -75,10 +75,7 @@ class SampleTemperatures(Temperature):
     def updated(self, rows: Tensor, gradient: Tensor, *, lr_scale: float) -> Tensor:
         """The batch's columns of this component after one optimizer step; tau stays within [tau_min, 1].
 
-        Args:
-            rows: [B, columns], the batch's whole rows of the table.
-            gradient: dL/dtau, [B, 2].
-            lr_scale: The encoders' learning-rate schedule, in [0, 1].
+        `rows`, [B, columns], are the batch's whole rows of the table, and `gradient` is dL/dtau, [B, 2].
         """
         c, lr, rows = self.config, tau_lr_at(self.config, lr_scale=lr_scale), rows[:, 2:].clone()
         tau, moment1, moment2, updates = rows[:, :2], rows[:, 2:4], rows[:, 4:6], rows[:, 6:]

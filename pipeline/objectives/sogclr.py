@@ -53,11 +53,7 @@ def cosine_gamma(epoch: int, *, gamma_min: float, decay_epochs: int) -> float:
 
 
 def gamma_at(config: EstimatorConfig, context: ObjectiveContext, *, step: int) -> float:
-    """gamma of a step under the configured schedule.
-
-    Raises:
-        UserError: The schedule depends on the length of the run, which is unknown.
-    """
+    """gamma of a step under the configured schedule. A UserError says that it needs the length of the run."""
     if config.gamma_schedule == "constant":
         return config.gamma
     decay_epochs = config.gamma_decay_epochs
@@ -111,7 +107,6 @@ class MovingAverages(StatefulPart):
         return {"normalizer_gap": gap, "gamma": batch.positive.new_full((), gamma)}
 
     def commit(self, update: Tensor) -> None:
-        """Write the batch's new rows, [B, columns]."""
         self.table.write(update)
 
     def _averages(self, batch: AnchorBatch, *, gamma: float) -> Tensor:

@@ -72,7 +72,6 @@ class LearnedScalar(StatefulPart):
         self.moment1, self.moment2, self.updates = (torch.zeros_like(self.value) for _ in range(3))
 
     def update(self, gradient: Tensor, *, lr: Tensor | float) -> None:
-        """One step of Adam without weight decay."""
         self.updates += 1
         slots = {"moment1": self.moment1, "moment2": self.moment2}
         Adam(lr, self._betas, self._eps).step(self.value, gradient, slots, updates=self.updates)
@@ -132,7 +131,6 @@ class LearnedTemperature(GlobalTemperature):
         self.log_scale.value.clamp_(-math.log(TAU_MAX), -math.log(c.tau_min))
 
     def rate(self, *, lr_scale: float) -> Tensor:
-        """The learning rate of log(1/tau), a 0-dim tensor."""
         c = self.config
         return tau_lr_at(c, lr_scale=lr_scale) * torch.where(self.value() < TAU_OF_FALL, c.tau_lr_fall, 1.0)
 

@@ -207,13 +207,7 @@ class NeuClipPlus(NeuClip):
 
 
 def pooled(alpha: Tensor, target: Tensor, *, prototypes: int | Tensor) -> Tensor:
-    """log of the mean of exp(alpha), with weight m, and exp(target), with weight B - 1.
-
-    Args:
-        alpha: log-normalizers over m prototypes, [..., B].
-        target: log(eps + g) within the batch, [..., B].
-        prototypes: m, for each anchor if they differ, [B]; may be 0.
-    """
+    """log of the mean of exp(alpha), with weight m, and exp(target), with weight B - 1, [..., B] each; m may be 0."""
     count = prototypes.to(alpha.dtype) if isinstance(prototypes, Tensor) else alpha.new_full((), prototypes)
     others = alpha.shape[-1] - 1
     total = torch.logaddexp(alpha + count.log(), target + math.log(others))

@@ -184,17 +184,8 @@ def _of_batch(objective: SoftmaxObjective, features: Pair, ids: Tensor, own: sli
     """The values of a global batch, [B, 8], of whose pairs this rank has the rows `own`."""
     cold, in_use, tau = objective.log_normalizers(features[0][own], features[1][own], sample_ids=ids)
     with true_fp32(world.device):
-        exact = [
-            exact_log_normalizers(
-                features[side][own],
-                features[1 - side],
-                tau_b=tau[side],
-                first=own.start,
-                eps=objective.eps,
-                world=world,
-            )
-            for side in (0, 1)
-        ]
+        where = {"first": own.start, "eps": objective.eps, "world": world}
+        exact = [exact_log_normalizers(features[i][own], features[1 - i], tau_b=tau[i], **where) for i in (0, 1)]
     return world.all_gather(torch.stack([*exact, *cold, *in_use, *tau], 1)).cpu()
 
 

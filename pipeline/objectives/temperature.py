@@ -153,13 +153,9 @@ def warn_of_large_rho(rho: float, config: LearnedTauConfig, context: ObjectiveCo
     n = context.dataset_size
     learned = config.tau_lr > 0 and config.tau_init > config.tau_min
     if context.world.is_main and learned and n > 2 and rho >= math.log(n - 1):
+        low, high = 0.44 * math.log(n), 0.67 * math.log(n)
         log.warning(
-            "objective.rho = %g is not below log(n - 1) = %.2f for n = %d samples: tau will fall to tau_min = %g. "
-            "Most papers use 0.44 to 0.67 of log n: set objective.rho to %.1f to %.1f, or objective.tau_lr to 0.",
-            rho,
-            math.log(n - 1),
-            n,
-            config.tau_min,
-            0.44 * math.log(n),
-            0.67 * math.log(n),
+            f"objective.rho = {rho:g} is not below log(n - 1) = {math.log(n - 1):.2f} for n = {n} samples: tau will "
+            f"fall to tau_min = {config.tau_min:g}. Most papers use 0.44 to 0.67 of log n: set objective.rho to "
+            f"{low:.1f} to {high:.1f}, or objective.tau_lr to 0."
         )

@@ -192,13 +192,9 @@ class NeuClipPlus(NeuClip):
         m, n = config.prototypes, context.dataset_size
         if context.world.is_main and 0 < n < 2 * m:
             log.warning(
-                "objective.prototypes = %d is more than half of the dataset (n = %d): the oldest features are %.1f "
-                "epochs old, and most samples are in the queue already. Set objective.prototypes to %d, a quarter of "
-                "n, or less.",
-                m,
-                n,
-                m / n,
-                max(1, n // 4),
+                f"objective.prototypes = {m} is more than half of the dataset (n = {n}): the oldest features are "
+                f"{m / n:.1f} epochs old, and most samples are in the queue already. Set objective.prototypes to "
+                f"{max(1, n // 4)}, a quarter of n, or less."
             )
 
     def chosen_normalizers(self, prediction: Prediction, targets: Tensor) -> Tensor:

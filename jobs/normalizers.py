@@ -7,8 +7,6 @@ from pathlib import Path
 
 import click
 
-RESULT_NAME = "normalizers.jsonl"
-
 
 @click.command(name="normalizers", epilog="With several ranks: torchrun --nproc-per-node 8 -m jobs.normalizers RUN")
 @click.argument("run", type=click.Path(exists=True, file_okay=False))
@@ -34,7 +32,7 @@ def command(run: str, overrides: tuple[str, ...], samples: int | None, device: s
     with start_world(device=device) as world:
         tell = click.echo if world.is_main else (lambda message: None)
         checkpoints = checkpoints_of(Path(run), on_damage=tell)
-        result = checkpoints[0].path.parent.parent / RESULT_NAME
+        result = checkpoints[0].path.parent.parent / "normalizers.jsonl"
         world.work_on_main(lambda: check_writable(result))
         names = ("samples seen", "tau", "exact: mean", "variance", "MSE in use", "MSE cold", "bias in use", "bias cold")
         table = Table(*(Column(name, justify="right") for name in names))

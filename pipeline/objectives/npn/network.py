@@ -79,7 +79,7 @@ class ReplicatedNetwork:
     def gradients(
         self, side: int, predict: Callable[[Mapping[str, Tensor]], Tensor], slope: Callable[[Tensor], Tensor]
     ) -> tuple[list[Tensor], Tensor]:
-        """Gradients of a loss of one side's prediction, and the prediction; `slope`: loss's derivative by it."""
+        """Gradients of a loss of one side's prediction, whose derivative by it is `slope`, and the prediction."""
         with torch.enable_grad():
             parameters = {name: value.detach().requires_grad_() for name, value in self.side(side).items()}
             prediction = predict(parameters)

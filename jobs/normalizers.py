@@ -4,16 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
-
-from pipeline.errors import UserError
-
-if TYPE_CHECKING:
-    from pipeline.analysis.normalizer_error import Measurement
-
-RESULT_NAME = "normalizers.jsonl"
 
 
 @click.command(name="normalizers", epilog="With several ranks: torchrun --nproc-per-node 8 -m jobs.normalizers RUN")
@@ -29,58 +21,37 @@ def command(run: str, overrides: tuple[str, ...], samples: int | None, device: s
     moved. Results are appended to normalizers.jsonl in the run's folder. "In use": estimates after the updates on the
     anchor's own batch, as a training step uses them; "cold": estimates from the stored state alone.
     """
+    from rich.console import Console
+    from rich.table import Column, Table
+
     from pipeline.analysis.normalizer_error import checkpoints_of, measure, run_of
     from pipeline.config import parse_overrides
     from pipeline.distributed.start import start_world
+    from pipeline.files import check_writable
 
     with start_world(device=device) as world:
         tell = click.echo if world.is_main else (lambda message: None)
         checkpoints = checkpoints_of(Path(run), on_damage=tell)
-        folder = checkpoints[0].path.parent.parent
-        world.work_on_main(lambda: _check_result(folder / RESULT_NAME))
-        measurements = []
+        result = checkpoints[0].path.parent.parent / "normalizers.jsonl"
+        world.work_on_main(lambda: check_writable(result))
+        names = ("samples seen", "tau", "exact: mean", "variance", "MSE in use", "MSE cold", "bias in use", "bias cold")
+        table = Table(*(Column(name, justify="right") for name in names))
         for checkpoint in checkpoints:
             config = run_of(checkpoint, changes=parse_overrides(overrides))
-            measurement, _ = measure(config, checkpoint, world=world, limit=samples)
-            measurements.append(measurement)
+            m = measure(config, checkpoint, world=world, limit=samples)
+            errors = [m[kind][name] for name in ("mse", "bias") for kind in ("in_use", "cold")]
+            values = (m["tau"], m["mean"], m["variance"], *errors)
+            table.add_row(f"{m['samples']:,}", *(f"{value:.4f}" for value in values))
             if world.is_main:
-                with (folder / RESULT_NAME).open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(measurement.record()) + "\n")
+                with result.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(m) + "\n")
         if world.is_main:
-            show(measurements, title=f"{config.objective.name}: error of log-normalizers")
-
-
-def _check_result(path: Path) -> None:
-    """Check before the work that its result can be written."""
-    try:
-        path.open("a").close()
-    except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror}): copy the run, or mount it so.") from error
-
-
-def show(measurements: list[Measurement], *, title: str) -> None:
-    """Print a table and a note on which samples were not measured."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title)
-    names = ("samples seen", "tau", "exact: mean", "variance", "MSE in use", "MSE cold", "bias in use", "bias cold")
-    for name in names:
-        table.add_column(name, justify="right")
-    for m in measurements:
-        values = (m.tau, m.mean, m.variance, m.in_use.mse, m.cold.mse, m.in_use.bias, m.cold.bias)
-        table.add_row(f"{m.samples:,}", *(f"{value:.4f}" for value in values))
-    Console().print(table)
-    last = measurements[-1]
-    click.echo(
-        f"Exact over {last.pairs:,} pairs ({last.left_over:,} of the dataset fill no batch of {last.batch_size:,} and "
-        f"are left out); {last.rows:,} anchors compared in both directions. A constant at the mean would have the "
-        "variance as its error: read both beside tau, since a model that has not learned is easy to predict."
-    )
-    if fresh := [f"{m.samples:,}" for m in measurements if m.fresh]:
-        click.echo(
-            f"After {', '.join(fresh)} samples the next step restarts the network: what is in use there is fresh. "
-            "To measure between restarts, choose a checkpoint.every that is no multiple of objective.restart_every."
+            table.title = f"{config.objective.name}: error of log-normalizers"
+            Console().print(table)
+        tell(
+            f"Exact over {m['pairs']:,} pairs ({m['left_over']:,} of the dataset fill no batch of {m['batch_size']:,} "
+            f"and are left out); {m['rows']:,} anchors compared in both directions. A constant at the mean would have "
+            "the variance as its error: read both beside tau, since a model that has not learned is easy to predict."
         )
 
 

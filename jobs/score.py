@@ -19,9 +19,6 @@ SHOWN_CUT = 0.1
 PROGRESS_SECONDS = 30.0
 
 
-SHARE = FiniteRange(0, 1)
-
-
 @click.command(name="score", epilog="With several ranks: torchrun --nproc-per-node 8 -m jobs.score MODEL ...")
 @click.argument("model")
 @click.option("--data", "folder", required=True, type=click.Path(exists=True), help="Folder with manifest.json.")
@@ -39,10 +36,8 @@ SHARE = FiniteRange(0, 1)
 @click.option("--workers", type=click.IntRange(min=0), default=2, show_default=True, help="Decoding threads per rank.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option("--allow-outside", is_flag=True, help="Read shards outside of DATA that its manifest names.")
-@click.option("--list-worst", nargs=2, type=(SHARE, click.Path()), metavar="SHARE FILE",
+@click.option("--list-worst", nargs=2, type=(FiniteRange(0, 1), click.Path()), metavar="SHARE FILE",
               help="Write the names of the worst share, for `neuclip verify --remove`.")  # fmt: skip
-@click.option("--index-best", nargs=2, type=(SHARE, click.Path()), metavar="SHARE FILE",
-              help="Write the uids of the best share as .npy, for `subset.index` of `neuclip download`.")  # fmt: skip
 def command(
     model: str,
     folder: str,
@@ -50,7 +45,6 @@ def command(
     caption: str,
     device: str,
     list_worst: tuple[float, str] | None,
-    index_best: tuple[float, str] | None,
     allow_outside: bool,
     **how: Any,
 ) -> None:
@@ -68,25 +62,20 @@ def command(
     check_model(model)
     manifest = load_manifest(folder, allow_outside=allow_outside)
     # After what refuses a wrong path: these imports take seconds.
-    import numpy as np
-
     from pipeline.analysis import score_table
     from pipeline.analysis.pair_scores import make_scorer, score_shards, start_output
     from pipeline.data.shards.check_shards import check_caption
     from pipeline.distributed.start import start_world
-    from pipeline.files import check_writable, replacing, write_text
+    from pipeline.files import check_writable, write_text
     from pipeline.pictures.pixels import colour_name
 
     field = CaptionField.parse(caption, option="--caption")
     warnings.filterwarnings("ignore", module=r"PIL\.")  # about odd metadata of images
     check_caption(manifest, caption, name="--caption")
     place = Path(output)
-    for wanted in filter(None, (list_worst, index_best)):
-        check_writable(wanted[1])
     if list_worst:
+        check_writable(list_worst[1])
         check_keys(manifest, manifest.shards)
-    if index_best:
-        score_table.check_uids(manifest)
     table, page = place / score_table.TABLE_NAME, place / PAGE_NAME
     with start_world(device=device) as world:
         tell = click.echo if world.is_main else (lambda message: None)
@@ -115,11 +104,6 @@ def command(
             write_text(list_worst[1], "".join(f"{key}\n" for key in worst))
             tell(f"{len(worst):,} names are in {list_worst[1]}; to remove these samples from the shards:")
             tell(f"  neuclip verify {shlex.quote(str(folder))} --remove {shlex.quote(str(list_worst[1]))}")
-        if index_best:
-            uids = score_table.best_uids(table, index_best[0])
-            with replacing(index_best[1]) as temporary, temporary.open("wb") as file:
-                np.save(file, uids)
-            tell(f"{len(uids):,} uids are in {index_best[1]}, for `neuclip download` with subset.index.")
 
 
 def shard_progress(tell: Callable[[str], None]) -> Callable[[int, int], None]:

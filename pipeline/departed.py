@@ -163,6 +163,7 @@ COMMANDS: dict[str, str] = {
     "report --mixed": "Runs that were evaluated differently are not compared: evaluate them with equal settings on equal data.",
     "report --no-tensorboard": "Scores are written to TensorBoard when they are computed, where the run logs to it.",
     "report --tensorboard": "Scores are written to TensorBoard when they are computed, where the run logs to it.",
+    "score --index-best": "scores.parquet has the uid and the score of every pair; --list-worst with the rest of the share, and `neuclip verify --remove`, keep the best.",
     "study --launcher": "Runs of several ranks are started with torchrun.",
     "study --publish": "Copy the results: OUTPUT/NAME, as the command prints it.",
     "study --slurm": "A task of a job array runs one entry of --list: --unit $SLURM_ARRAY_TASK_ID; then --render.",

@@ -6,10 +6,9 @@ import torch
 from pydantic import Field
 
 from pipeline.config import section
-from pipeline.objectives.facts import ObjectiveConfig, ObjectiveContext
-from pipeline.objectives.registry import register
+from pipeline.objectives.registry import ObjectiveConfig, ObjectiveContext, register
 from pipeline.objectives.softmax import AnchorBatch, AnchorWeights, SoftmaxObjective
-from pipeline.objectives.temperature import ConstantTemperature
+from pipeline.objectives.temperature import GlobalTemperature
 
 
 @section
@@ -26,7 +25,7 @@ class InBatchToy(SoftmaxObjective):
     """tau mean_i [ log g1_i + log g2_i ] with g over the batch."""
 
     def __init__(self, config: InBatchToyConfig, context: ObjectiveContext) -> None:
-        super().__init__(config, context, temperature=ConstantTemperature(config.tau, context))
+        super().__init__(config, context, temperature=GlobalTemperature(config.tau, context))
 
     def anchor_weights(self, batch: AnchorBatch) -> AnchorWeights:
         loss = self.config.tau * (batch.log_g[0] + batch.log_g[1]).mean()

@@ -54,7 +54,7 @@ def main(folder: Path) -> int:
         normalizers = []
         if has_normalizers and spec["measure"] == "normalizers":
             checkpoints = checkpoints_of(Path(run.output), on_damage=refuse)
-            normalizers = [measure(run, one, world=world, limit=spec["anchors"])[0].record() for one in checkpoints]
+            normalizers = [measure(run, one, world=world, limit=spec["anchors"]) for one in checkpoints]
         if world.is_main:
             spent = {name.removesuffix(".bytes"): n / steps for name, n in traffic.items() if name.endswith(".bytes")}
             measured = {"traffic_bytes_per_step": spent if steps else None, "normalizers": normalizers}

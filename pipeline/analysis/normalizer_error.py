@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,61 +34,12 @@ from pipeline.model.finetuning import LoraConfig
 from pipeline.model.towers import build_towers, without_weights
 from pipeline.model.trimming import text_trimming, without_padding
 from pipeline.objectives.pairwise import CPU_BLOCK, GPU_BLOCK
-from pipeline.objectives.softmax import Pair, SoftmaxObjective
+from pipeline.objectives.parts import Pair
+from pipeline.objectives.softmax import SoftmaxObjective
 from pipeline.run_files import finished_checkpoints
 from pipeline.training.build import loader_of, objective_of
 from pipeline.training.recipe import RunConfig, parse_recipe
 from pipeline.training.recipe_file import stored_recipe
-
-
-@dataclass(frozen=True)
-class Errors:
-    """Mean squared error and mean error (bias) of log-normalizers, over both directions."""
-
-    mse: float
-    bias: float
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """One checkpoint's log-normalizers and their errors."""
-
-    step: int
-    samples: int
-    batch_size: int
-    pairs: int
-    """n, over which the exact normalizers sum."""
-    left_over: int
-    """Pairs of the dataset that fill no batch and are left out."""
-    rows: int
-    """Anchors compared, per direction."""
-    tau: float
-    """Mean temperature of these anchors."""
-    mean: float
-    """Mean of the exact log-normalizers."""
-    variance: float
-    """Their variance, which is the error of an estimator that knows only their mean."""
-    cold: Errors
-    """Errors of estimates from the method's stored state alone."""
-    in_use: Errors
-    """Errors of estimates after the inner updates of a training step on the anchors' batch."""
-    fresh: bool
-    """Whether that step begins with a restart of the network."""
-
-    def record(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The compared values on the CPU: sample ids [r] and, for each direction, [r] values."""
-
-    sample_id: Tensor
-    exact: Pair
-    cold: Pair
-    in_use: Pair
-    tau: Pair
 
 
 def exact_log_normalizers(
@@ -141,19 +92,50 @@ def run_of(checkpoint: Checkpoint, *, changes: cfg.Tree | None = None) -> RunCon
     return parse_recipe(cfg.merge(stored_recipe(tree, file=checkpoint.path), changes or {}))
 
 
-@torch.no_grad()
-def measure(
-    run: RunConfig, checkpoint: Checkpoint, *, world: World, limit: int | None = None
-) -> tuple[Measurement, Rows]:
+def measure(run: RunConfig, checkpoint: Checkpoint, *, world: World, limit: int | None = None) -> dict[str, Any]:
     """Exact normalizers of a checkpoint and the errors of its method's estimates; collective, the same on every rank.
 
     With a `limit`, about as many anchors are compared (whole batches, from the front of the shuffled epoch); the sums
     still run over the whole dataset.
 
+    Returns:
+        Plain values: `step`, `samples` and `batch_size`; `pairs`, n, and `left_over`, those of the dataset that fill no
+        batch; `rows`, the anchors compared in each direction, and `tau`, their mean temperature; `mean` and `variance`
+        of the exact values, the latter being the error of an estimator that knows only their mean. `cold` and `in_use`
+        have the mean squared error `mse` and the mean error `bias` of estimates from the stored state alone, and of
+        those after the updates of a step on the anchors' batch.
+
     Raises:
         UserError: The objective has no normalizers (siglip), the weights do not fit `run`, or stored features that the
             run uses are not there.
     """
+    ids, values, sizes = compare(run, checkpoint, world=world, limit=limit)
+    exact, cold, in_use, tau = (values[:, 2 * kind : 2 * kind + 2].T.flatten() for kind in range(4))
+
+    def errors(estimates: Tensor) -> dict[str, float]:
+        difference = estimates.double() - exact.double()
+        return {"mse": float(difference.square().mean()), "bias": float(difference.mean())}
+
+    return {
+        "step": checkpoint.step,
+        "samples": int(checkpoint.meta["samples"]),
+        "batch_size": run.batch_size,
+        **sizes,
+        "rows": len(ids),
+        "tau": float(tau.mean()),
+        "mean": float(exact.mean()),
+        "variance": float(exact.var(correction=0)),
+        "cold": errors(cold),
+        "in_use": errors(in_use),
+    }
+
+
+@torch.no_grad()
+def compare(
+    run: RunConfig, checkpoint: Checkpoint, *, world: World, limit: int | None
+) -> tuple[Tensor, Tensor, dict[str, int]]:
+    """What `measure` sums up: sample ids of the anchors, [r]; exact normalizers, cold and in-use estimates and
+    temperatures of both sides, [r, 8]; and the numbers of `pairs` and of those `left_over`."""
     plain = replace(without_weights(run.model), patch_dropout=None, compile=False, lora=LoraConfig())
     towers, architecture = build_towers(plain, seed=run.seed)
     try:
@@ -174,31 +156,12 @@ def measure(
         objective.load_row_state_dict(checkpoint.read_rows)
         image, text, ids = _encode_epoch(loader, towers, architecture, world)
         steps = loader.steps_per_epoch
-        left_over = loader.n - steps * run.batch_size
+        sizes = {"pairs": world.size * len(ids), "left_over": loader.n - steps * run.batch_size}
     local = run.batch_size // world.size
     wanted = steps if limit is None else min(steps, max(1, -(-limit // run.batch_size)))
     batches = [slice(step * local, (step + 1) * local) for step in range(wanted)]
-    values = torch.cat([_compare(objective, (image, text), ids[own], own, world) for own in batches])
-    sides = values.unbind(1)
-    rows = Rows(
-        torch.cat([world.all_gather(ids[own]) for own in batches]).cpu(), *zip(sides[::2], sides[1::2], strict=True)
-    )
-    exact, tau = torch.cat(rows.exact), torch.cat(rows.tau)
-    measurement = Measurement(
-        step=checkpoint.step,
-        samples=int(checkpoint.meta["samples"]),
-        batch_size=run.batch_size,
-        pairs=world.size * len(ids),
-        left_over=left_over,
-        rows=len(rows.sample_id),
-        tau=float(tau.mean()),
-        mean=float(exact.mean()),
-        variance=float(exact.var(correction=0)),
-        cold=_errors(torch.cat(rows.cold), exact),
-        in_use=_errors(torch.cat(rows.in_use), exact),
-        fresh=objective.restarts(),
-    )
-    return measurement, rows
+    values = [_of_batch(objective, (image, text), ids[own], own, world) for own in batches]
+    return torch.cat([world.all_gather(ids[own]) for own in batches]).cpu(), torch.cat(values), sizes
 
 
 def _encode_epoch(loader: Loader, towers: Any, architecture: Any, world: World) -> tuple[Tensor, Tensor, Tensor]:
@@ -217,29 +180,13 @@ def _encode_epoch(loader: Loader, towers: Any, architecture: Any, world: World) 
     return image, text, ids
 
 
-def _compare(objective: SoftmaxObjective, features: Pair, ids: Tensor, own: slice, world: World) -> Tensor:
-    """The values of a global batch, [B, 8], of whose pairs this rank has the rows `own`: exact ones, cold and in-use
-    estimates, and tau, each of both sides."""
-    estimates = objective.log_normalizers(features[0][own], features[1][own], sample_ids=ids)
+def _of_batch(objective: SoftmaxObjective, features: Pair, ids: Tensor, own: slice, world: World) -> Tensor:
+    """The values of a global batch, [B, 8], of whose pairs this rank has the rows `own`."""
+    cold, in_use, tau = objective.log_normalizers(features[0][own], features[1][own], sample_ids=ids)
     with true_fp32(world.device):
-        exact = [
-            exact_log_normalizers(
-                features[side][own],
-                features[1 - side],
-                tau_b=estimates.tau[side],
-                first=own.start,
-                eps=objective.eps,
-                world=world,
-            )
-            for side in (0, 1)
-        ]
-    values = torch.stack([*exact, *estimates.cold, *estimates.in_use, *estimates.tau], 1)
-    return world.all_gather(values).cpu()
-
-
-def _errors(given: Tensor, exact: Tensor) -> Errors:
-    difference = given.double() - exact.double()
-    return Errors(mse=float(difference.square().mean()), bias=float(difference.mean()))
+        where = {"first": own.start, "eps": objective.eps, "world": world}
+        exact = [exact_log_normalizers(features[i][own], features[1 - i], tau_b=tau[i], **where) for i in (0, 1)]
+    return world.all_gather(torch.stack([*exact, *cold, *in_use, *tau], 1)).cpu()
 
 
 def checkpoints_of(run: Path, *, on_damage: Callable[[str], None]) -> list[Checkpoint]:

@@ -167,39 +167,32 @@ def start_output(path: Path, facts: Any, *, what: str, apart: Collection[str] = 
     write_json(path, {"facts": asdict(facts)})
 
 
-class NetworkNormalizers:
-    """The prediction of the network of a trained `neuclip` objective."""
-
-    def __init__(self, objective: NeuClip) -> None:
-        self._npn = objective.npn
-        self.tau = math.exp(-objective.logit_parameters()[0])
-
-    def __call__(self, image: Tensor, text: Tensor, sample_ids: Tensor) -> tuple[Tensor, Tensor]:
-        positive = (image * text).sum(1)
-        tau, unused = positive.new_tensor(self.tau), torch.zeros_like(positive)
-        # Without the method's eps: in it, all pairs that fit much better than chance would have the score -log(eps).
-        sides = [Anchors(side, positive, unused, tau, -math.inf) for side in (image, text)]
-        first, second = self._npn.predict((sides[0], sides[1]))
-        return first + positive / tau, second + positive / tau
+def predicted_normalizers(objective: NeuClip, image: Tensor, text: Tensor, sample_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """`Normalizers` by the network of a trained `neuclip` objective."""
+    positive = (image * text).sum(1)
+    tau, unused = positive.new_tensor(tau_of(objective)), torch.zeros_like(positive)
+    # Without the method's eps: in it, all pairs that fit much better than chance would have the score -log(eps).
+    sides = [Anchors(side, positive, unused, tau, -math.inf) for side in (image, text)]
+    first, second = objective.npn.predict((sides[0], sides[1]))
+    return first + positive / tau, second + positive / tau
 
 
-@dataclass(frozen=True)
-class SampledNormalizers:
-    """Means over a sample of the dataset's pairs, [m, d] unit-norm features; a pair is left out of its own mean."""
+def tau_of(objective: NeuClip) -> float:
+    return math.exp(-objective.logit_parameters()[0])
 
-    image: Tensor
-    text: Tensor
-    sample_ids: Tensor
-    tau: float
 
-    def __call__(self, image: Tensor, text: Tensor, sample_ids: Tensor) -> tuple[Tensor, Tensor]:
-        own = sample_ids[:, None] == self.sample_ids
-        counted = (len(self.sample_ids) - own.sum(1)).log()
-        first, second = (
-            (side @ others.T / self.tau).masked_fill(own, -math.inf).logsumexp(1) - counted
-            for side, others in ((image, self.text), (text, self.image))
-        )
-        return first, second
+def sampled_normalizers(
+    reference: tuple[Tensor, Tensor, Tensor], tau: float, image: Tensor, text: Tensor, sample_ids: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`Normalizers` by m pairs of the dataset, as of `reference_pairs`; a pair is left out of its own mean."""
+    images, texts, ids = reference
+    own = sample_ids[:, None] == ids
+    counted = (len(ids) - own.sum(1)).log()
+    first, second = (
+        (side @ others.T / tau).masked_fill(own, -math.inf).logsumexp(1) - counted
+        for side, others in ((image, texts), (text, images))
+    )
+    return first, second
 
 
 def make_scorer(
@@ -215,17 +208,9 @@ def make_scorer(
 ) -> tuple[Scorer, ScoringFacts]:
     """The scorer, and the facts that its scores depend on.
 
-    It is the same on every rank without communication: each one encodes the whole sample itself.
-
-    Args:
-        spec: The model: a checkpoint, a run, or what else `load_for_evaluation` takes.
-        manifest: The dataset.
-        caption: Where captions are.
-        normalizers: "network", "sample", or "auto": the network where the checkpoint has one.
-        reference: Pairs of the sample.
-        batch_size: Pairs that are encoded at a time.
-        workers: Decoding threads.
-        world: The ranks.
+    `spec` is what `load_for_evaluation` takes; `normalizers` is "network", "sample" of `reference` pairs, which every
+    rank encodes for itself, or "auto": the network where the checkpoint has one. `batch_size` pairs are encoded at a
+    time, and `workers` threads decode.
 
     Raises:
         UserError: There is no model, it has no temperature, or no network where that was chosen.
@@ -238,16 +223,17 @@ def make_scorer(
     facts = partial(ScoringFacts, model.digest, manifest.digest, str(caption))
     network = None if normalizers == "sample" else load_network(spec, device=world.device)
     if network is not None:
-        return Scorer(model, pairs, network, network.tau), facts("network", 0, network.tau)
+        tau = tau_of(network)
+        return Scorer(model, pairs, partial(predicted_normalizers, network), tau), facts("network", 0, tau)
     if normalizers == "network":
         raise UserError(f"{spec} is not a checkpoint of a run with NeuCLIP's prototypes: use --normalizers sample.")
     tau = temperature_of(model, spec)
-    sampled = SampledNormalizers(*reference_pairs(model, pairs, count=reference), tau)
+    sampled = partial(sampled_normalizers, reference_pairs(model, pairs, count=reference), tau)
     return Scorer(model, pairs, sampled, tau), facts("sample", reference, tau)
 
 
-def load_network(spec: str, *, device: torch.device) -> NetworkNormalizers | None:
-    """The network of the checkpoint at `spec`, a folder of one step or a run; None where there is none.
+def load_network(spec: str, *, device: torch.device) -> NeuClip | None:
+    """The objective of the checkpoint at `spec`, a folder of one step or a run; None where there is none.
 
     Raises:
         UserError: The checkpoint is damaged.
@@ -272,15 +258,11 @@ def load_network(spec: str, *, device: torch.device) -> NetworkNormalizers | Non
         device=device,
     )
     objective.load_state_dict(state)
-    return NetworkNormalizers(objective) if isinstance(objective, NeuClip) else None
+    return objective if isinstance(objective, NeuClip) else None
 
 
 def temperature_of(model: EvaluationModel, spec: str) -> float:
-    """The temperature that is stored with a model's weights.
-
-    Raises:
-        UserError: There is none.
-    """
+    """The temperature that is stored with a model's weights; a UserError if there is none."""
     if model.towers.logit is None:
         raise UserError(f"{spec} has no logit scale, and so no temperature.")
     return math.exp(-model.towers.logit[0])

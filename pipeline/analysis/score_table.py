@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -13,7 +12,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.analysis.shard_pairs import uid_of
 from pipeline.data.shards.manifest_format import Manifest
 from pipeline.data.shards.storage import open_records
 from pipeline.data.shards.tar_reader import CaptionField, CorruptSample, rgb_image, thumbnail_url
@@ -38,7 +36,6 @@ SCHEMA = pa.schema(
         ("single_colour", pa.bool_()),
     ]
 )
-UID = "[0-9a-fA-F]{32}"
 SIDE, SHOWN = 192, 48
 """Most pixels of a thumbnail from top to bottom; number of the worst pairs, and half as many of the others."""
 
@@ -107,37 +104,6 @@ def by_score(table: pa.Table) -> np.ndarray:
     score = table["score"].to_numpy(zero_copy_only=False)
     order = np.argsort(score, kind="stable")  # nan, of pairs without a score, comes last
     return order[: int(np.isfinite(score).sum())]
-
-
-def check_uids(manifest: Manifest) -> None:
-    """Check that the first samples of a dataset have uids, which `best_uids` needs, before it is scored.
-
-    Raises:
-        UserError: One has none of 32 hexadecimal digits.
-    """
-    shard = manifest.shards[0]
-    with open_records(manifest.url(shard), skip=0, caption_suffix="json") as records:
-        uids = [uid_of(record.caption or b"") for record in itertools.islice(records, 10)]
-    if not all(re.fullmatch(UID, uid or "") for uid in uids):
-        raise UserError(
-            f"The samples of {shard.name} have no uids of 32 hexadecimal digits, which --index-best selects by: use "
-            "--list-worst with the rest of the share, and `neuclip verify --remove`."
-        )
-
-
-def best_uids(table: Path, share: float) -> np.ndarray:
-    """uids of the pairs with the highest scores, in the form that `subset.index` reads: sorted pairs of uint64.
-
-    Raises:
-        UserError: The samples have no uids of 32 hexadecimal digits.
-    """
-    columns = read_scores(table, columns=["uid", "score"])
-    score, uids = columns["score"].to_numpy(zero_copy_only=False), columns["uid"].to_pylist()
-    scored = np.flatnonzero(np.isfinite(score))
-    chosen = [uids[i] or "" for i in scored[np.argsort(-score[scored], kind="stable")][: share_of(len(scored), share)]]
-    if wrong := [uid for uid in chosen if not re.fullmatch(UID, uid)]:
-        raise UserError(f"Not all samples have uids of 32 hexadecimal digits: {wrong[0]!r:.80}.")
-    return np.sort(np.array([(int(uid[:16], 16), int(uid[16:], 16)) for uid in chosen], dtype="u8,u8"))
 
 
 def write_contact_sheet(path: Path, table: Path, manifest: Manifest, *, caption: CaptionField, share: float) -> None:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from pipeline.errors import UserError
 from pipeline.objectives.base import Objective
-from pipeline.objectives.facts import ObjectiveContext, ObjectiveOutput
+from pipeline.objectives.registry import ObjectiveContext, ObjectiveOutput
 from pipeline.objectives.temperature import LearnedTemperature, TemperatureConfig
 
 
@@ -72,5 +72,5 @@ class AutogradObjective(Objective):
         if pending is not None:
             self.temperature.update(pending, lr_scale=lr_scale)
 
-    def logit_parameters(self) -> tuple[float, float]:
-        return self.temperature.logit_scale(), 0.0
+    def logit_parameters(self) -> tuple[float, float | None]:
+        return self.temperature.logit_scale(), None

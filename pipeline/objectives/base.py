@@ -16,8 +16,8 @@ from torch import Tensor
 from pipeline.distributed.precision import true_fp32
 from pipeline.errors import UserError
 from pipeline.objectives.distill import Teacher
-from pipeline.objectives.facts import ObjectiveConfig, ObjectiveContext, ObjectiveMemory, ObjectiveOutput
 from pipeline.objectives.parts import DriftGuard, Pair, StatefulPart, WithGradient, check_batch, load_tensors
+from pipeline.objectives.registry import ObjectiveConfig, ObjectiveContext, ObjectiveMemory, ObjectiveOutput
 
 ROWS = "per_sample"
 """Name of the per-sample rows in a checkpoint."""
@@ -37,8 +37,6 @@ class Objective(ABC):
     """Whether `loss_and_gradients` takes `teacher`."""
     masks = False
     """Whether `loss_and_gradients` takes `keys`."""
-    has_bias = False
-    """Whether the loss has a logit bias, which is stored with the weights also when it is 0."""
 
     def __init__(
         self, config: ObjectiveConfig, context: ObjectiveContext, *, parts: Sequence[StatefulPart] = ()
@@ -69,17 +67,8 @@ class Objective(ABC):
         """Apply the pending changes of a batch: temperature, tables and networks."""
 
     @abstractmethod
-    def logit_parameters(self) -> tuple[float, float]:
-        """`(logit_scale, logit_bias)` as open_clip stores them: log(1/tau) and 0, or SigLIP's own."""
-
-    def logit(self) -> tuple[float, float | None]:
-        """`logit_parameters`, with None for the bias of a loss that has none."""
-        scale, bias = self.logit_parameters()
-        return scale, bias if self.has_bias or bias else None
-
-    def replicated_state(self) -> dict[str, Tensor]:
-        """The state that every rank holds, by name: the tensors themselves."""
-        return _joined(part.replicated_state() for part in self.parts)
+    def logit_parameters(self) -> tuple[float, float | None]:
+        """`(logit_scale, logit_bias)` as open_clip stores them: log(1/tau), and None where the loss has no bias."""
 
     @torch.no_grad()
     def compute(
@@ -99,28 +88,27 @@ class Objective(ABC):
             sample_ids: [b] int64, stable ids in [0, n).
             teacher: Features of a teacher, which the setting `distill` needs.
             keys: [b, k] int64, which the setting `mask_equal` needs: pairs with an equal key in a column are not each
-                other's negatives. `equal_pairs.batch_keys` makes them.
+                other's negatives. `pairwise.batch_keys` makes them.
 
         Raises:
             RuntimeError: The previous batch was neither committed nor discarded.
             UserError: The global batch is too small or larger than the context's, or there is a teacher without
                 `distill`, keys without `mask_equal`, or the reverse.
         """
-        if self._pending is not _NOTHING:
+        if self.is_pending:
             raise RuntimeError(
                 "A second batch before the step on the first was taken: call commit() after the optimizer's step, or "
                 "discard() when there was none. The global batch goes into one compute() or loss(); gradients of "
                 "several cannot be accumulated."
             )
         given = {name: value for name, value in (("teacher", teacher), ("keys", keys)) if value is not None}
-        if self.context.device.type != "meta":
-            for setting, name in (("distill", "teacher"), ("mask_equal", "keys")):
-                value = getattr(self.config, setting)
-                if bool(value) != (name in given):
-                    raise UserError(
-                        f"objective.{setting} = {str(value).lower()}, and compute() was given {'no ' * bool(value)}"
-                        f"{name}: the setting and the argument need each other."
-                    )
+        for setting, name in (("distill", "teacher"), ("mask_equal", "keys")):
+            value = getattr(self.config, setting)
+            if bool(value) != (name in given) and self.context.device.type != "meta":
+                raise UserError(
+                    f"objective.{setting} = {str(value).lower()}, and compute() was given {'no ' * bool(value)}{name}: "
+                    "the setting and the argument need each other."
+                )
         dtype = self.context.dtype
         with true_fp32(self.context.device):
             output, self._pending = self.loss_and_gradients(
@@ -135,7 +123,7 @@ class Objective(ABC):
         Args:
             lr_scale: The encoders' learning-rate schedule at this step, in [0, 1].
         """
-        if self._pending is _NOTHING:
+        if not self.is_pending:
             raise RuntimeError("commit() without compute(): nothing is pending")
         pending, self._pending = self._pending, _NOTHING
         with true_fp32(self.context.device):
@@ -153,15 +141,7 @@ class Objective(ABC):
         """Whether a batch was computed and neither committed nor discarded."""
         return self._pending is not _NOTHING
 
-    def loss(
-        self,
-        image: Tensor,
-        text: Tensor,
-        *,
-        sample_ids: Tensor | None = None,
-        teacher: Teacher | None = None,
-        keys: Tensor | None = None,
-    ) -> Tensor:
+    def loss(self, image: Tensor, text: Tensor, *, sample_ids: Tensor | None = None, **given: Any) -> Tensor:
         """The loss of the global batch with a graph to this rank's features, for training loops outside this project.
 
         Call `backward()` on it, step the encoders, then call `commit()` (or `discard()` when the step was skipped).
@@ -172,8 +152,7 @@ class Objective(ABC):
             text: The same of the texts.
             sample_ids: [b] stable ids in [0, n), for methods with per-sample state and for `neuclip_plus`, which
                 without them cannot exclude a sample's own features of earlier batches.
-            teacher: Features of a teacher, which the setting `distill` needs.
-            keys: [b, k] int64 of equal pairs, which the setting `mask_equal` needs.
+            given: `teacher` and `keys`, as `compute` takes them.
 
         Raises:
             RuntimeError: The previous batch was neither committed nor discarded.
@@ -181,8 +160,9 @@ class Objective(ABC):
         """
         check_batch(image, text, sample_ids, dim=self.context.dim, lengths=not self._lengths_checked)
         self._lengths_checked = True
-        ids = self._unknown_ids(image) if sample_ids is None else sample_ids
-        output = self.compute(image.detach(), text.detach(), sample_ids=ids, teacher=teacher, keys=keys)
+        if sample_ids is None:
+            sample_ids = self._unknown_ids(image)
+        output = self.compute(image.detach(), text.detach(), sample_ids=sample_ids, **given)
         gradients = (output.grad_image, output.grad_text)
         loss: Tensor = WithGradient.apply(image, text, output.loss, gradients, self.world.size)
         return loss
@@ -200,13 +180,10 @@ class Objective(ABC):
 
         Call it before you save the model of your own training loop: predictions with `logit_scale` need it.
 
-        Args:
-            model: It has a parameter `logit_scale`, the logarithm of 1/τ.
-
         Raises:
             UserError: The model has no `logit_scale`, or the bias has no place in it.
         """
-        for name, value in zip(("logit_scale", "logit_bias"), self.logit(), strict=True):
+        for name, value in zip(("logit_scale", "logit_bias"), self.logit_parameters(), strict=True):
             parameter = getattr(model, name, None)
             if isinstance(parameter, Tensor):
                 parameter.fill_(value or 0.0)
@@ -256,10 +233,12 @@ class Objective(ABC):
         """Size of the lasting state; an objective built on the `meta` device knows it without holding the state."""
         own = _joined(part.own_state() for part in self.parts)
         tensors = (self._steps, *self.replicated_state().values(), *own.values())
-        replicated = sum(value.nbytes for value in tensors)
-        if self.table is None:
-            return ObjectiveMemory(replicated, 0.0)
-        return ObjectiveMemory(replicated, float(4 * len(self.table.columns)))
+        per_sample = 0 if self.table is None else 4 * len(self.table.columns)
+        return ObjectiveMemory(sum(value.nbytes for value in tensors), float(per_sample))
+
+    def replicated_state(self) -> dict[str, Tensor]:
+        """The state that every rank holds, by name: the tensors themselves."""
+        return _joined(part.replicated_state() for part in self.parts)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The lasting state without per-sample rows, the same for any number of ranks; collective."""
@@ -273,8 +252,6 @@ class Objective(ABC):
             UserError: A key is missing or a shape differs.
         """
         self._pending, divided = _NOTHING, self._gathered()
-        for part in self.parts:
-            state = part.adapted_state(state)
         load_tensors({"steps": self._steps, **self.replicated_state(), **divided}, state)
         for part in self.parts:
             part.divide_state(divided)

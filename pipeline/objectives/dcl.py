@@ -10,8 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from pipeline.config import section
-from pipeline.objectives.facts import ObjectiveContext
-from pipeline.objectives.registry import register
+from pipeline.objectives.registry import ObjectiveContext, register
 from pipeline.objectives.softmax import AnchorBatch, AnchorWeights, SoftmaxObjective
 from pipeline.objectives.sogclr import temperature_slopes
 from pipeline.objectives.temperature import LearnedTemperature, TemperatureConfig

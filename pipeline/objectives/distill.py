@@ -34,19 +34,9 @@ class Teacher:
     """The teacher's temperature."""
 
 
-@dataclass(frozen=True)
-class Relational:
-    """The relational loss of a batch and its derivatives."""
-
-    loss: Tensor
-    """Scalar, the same on every rank."""
-    gradients: Pair
-    """d loss / d features of this rank, [b, d] each."""
-    tau_slopes: Tensor
-    """[B, 2]: B times d loss / d tau of each anchor of both sides."""
-
-
-def relational_loss(own: Pair, features: Pair, tau: Tensor, *, teacher: Teacher, world: World) -> Relational:
+def relational_loss(
+    own: Pair, features: Pair, tau: Tensor, *, teacher: Teacher, world: World
+) -> tuple[Tensor, Pair, Tensor]:
     """The loss over the global batch and its exact derivatives. Collective: the teacher's features, 8 scalars a row.
 
     Args:
@@ -55,6 +45,9 @@ def relational_loss(own: Pair, features: Pair, tau: Tensor, *, teacher: Teacher,
         tau: The student's temperature of each anchor, [2, B].
         teacher: Its features of this rank's samples.
         world: The ranks.
+
+    Returns:
+        The loss; its gradients by this rank's features, [b, d] each; and B times those by each anchor's tau, [B, 2].
     """
     rows, size = world.rows(len(own[0])), len(features[0])
     guide = (teacher.image.to(own[0].dtype), teacher.text.to(own[0].dtype))
@@ -84,4 +77,4 @@ def relational_loss(own: Pair, features: Pair, tau: Tensor, *, teacher: Teacher,
             pull += ((s / tau[other] - log_z[:, other]).exp() - (t - log_y[:, other]).exp()) / tau[other]  # columns
             gradient[block] = pull @ features[other] / (2 * size)
         gradients.append(gradient)
-    return Relational(divergences.mean(0).sum() / 2, (gradients[0], gradients[1]), slopes / 2)
+    return divergences.mean(0).sum() / 2, (gradients[0], gradients[1]), slopes / 2

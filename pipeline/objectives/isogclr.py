@@ -10,12 +10,18 @@ from pydantic import Field
 from torch import Tensor
 
 from pipeline.config import section
-from pipeline.objectives.facts import ObjectiveContext
-from pipeline.objectives.parts import Adam, Temperature
-from pipeline.objectives.registry import register
+from pipeline.objectives.parts import Adam
+from pipeline.objectives.registry import ObjectiveContext, register
 from pipeline.objectives.softmax import AnchorBatch, AnchorWeights, SoftmaxObjective
 from pipeline.objectives.sogclr import EstimatorConfig, MovingAverages, temperature_slopes
-from pipeline.objectives.temperature import TAU_BETA1, TAU_MAX, LearnedTauConfig, tau_lr_at, warn_of_large_rho
+from pipeline.objectives.temperature import (
+    TAU_BETA1,
+    TAU_MAX,
+    LearnedTauConfig,
+    Temperature,
+    tau_lr_at,
+    warn_of_large_rho,
+)
 
 
 @section
@@ -69,10 +75,7 @@ class SampleTemperatures(Temperature):
     def updated(self, rows: Tensor, gradient: Tensor, *, lr_scale: float) -> Tensor:
         """The batch's columns of this component after one optimizer step; tau stays within [tau_min, 1].
 
-        Args:
-            rows: [B, columns], the batch's whole rows of the table.
-            gradient: dL/dtau, [B, 2].
-            lr_scale: The encoders' learning-rate schedule, in [0, 1].
+        `rows`, [B, columns], are the batch's whole rows of the table, and `gradient` is dL/dtau, [B, 2].
         """
         c, lr, rows = self.config, tau_lr_at(self.config, lr_scale=lr_scale), rows[:, 2:].clone()
         tau, moment1, moment2, updates = rows[:, :2], rows[:, 2:4], rows[:, 4:6], rows[:, 6:]
@@ -125,6 +128,9 @@ class ISogClr(SoftmaxObjective):
             metrics={**metrics, **self.averages.metrics(batch, log_normalizer)},
             update=(log_u.T, batch.fetched),
         )
+
+    def cold_normalizers(self, batch: AnchorBatch) -> Tensor:
+        return self.averages.cold_normalizers(batch)
 
     def update_state(self, pending: AnchorWeights, *, lr_scale: float) -> None:
         log_u, rows = pending.update

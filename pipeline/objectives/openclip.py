@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.config import section
-from pipeline.objectives.facts import ObjectiveContext
-from pipeline.objectives.registry import register
+from pipeline.objectives.registry import ObjectiveContext, register
 from pipeline.objectives.softmax import AnchorBatch, AnchorWeights, SoftmaxObjective
 from pipeline.objectives.temperature import LearnedTemperature, TemperatureConfig
 

@@ -49,7 +49,7 @@ LEAST_ROWS = 256
 
 
 def row_blocks(rows: int, columns: int, *, device: torch.device) -> Iterator[slice]:
-    """Slices that cover `rows`, all of one length but the last."""
+    """Slices that cover `rows`, of one length but for the last."""
     size = max(LEAST_ROWS, (GPU_BLOCK if device.type == "cuda" else CPU_BLOCK) // max(1, columns))
     for start in range(0, rows, size):
         yield slice(start, min(rows, start + size))

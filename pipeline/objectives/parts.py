@@ -1,18 +1,13 @@
 """What an objective consists of: parts that have state, checks of a batch, and helpers for the tensors of its state.
 
-The objective saves, loads, compares and logs its parts; see `Objective`. State that every rank computes for itself has
-to stay bit-identical on all ranks, which `DriftGuard` checks.
-
 The optimizers of state outside the encoders' engine are pure updates in place, on tensors that the caller keeps: the
-parameter and the `slots`, of its shape. `updates` is the number of the update, from 1. AdaGrad is for NeuCLIP's
-network, Adam for temperatures, biases and all else.
+parameter and the `slots`, of its shape. `updates` is the number of the update, from 1.
 """
 
 from __future__ import annotations
 
 import logging
 import warnings
-from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -25,6 +20,12 @@ from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.objectives.sample_table import PerSampleTable
 
+log = logging.getLogger(__name__)
+DRIFT_CHECK_EVERY = 500
+"""Steps. A comparison waits for the device."""
+MAX_EVENTS = 3
+"""One mismatch may be a flipped bit; three mean that the ranks compute different things."""
+_ODD = 0x9E3779B1
 Rate = Tensor | float
 
 
@@ -79,7 +80,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 class StatefulPart:
-    """A part of an objective; by default without any state."""
+    """A part of an objective, which saves, loads, compares and logs it; by default without any state."""
 
     table: PerSampleTable | None = None
     """Per-sample state."""
@@ -98,10 +99,6 @@ class StatefulPart:
         """State that is divided among the ranks, whole on every rank, by name; collective."""
         return {}
 
-    def adapted_state(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """A saved state as this part loads it, where the run's settings may differ from those it was saved with."""
-        return state
-
     def divide_state(self, state: Mapping[str, Tensor]) -> None:
         """Take this rank's part of what `gathered_state` returned, possibly on another number of ranks."""
 
@@ -113,29 +110,8 @@ class StatefulPart:
         """Values of the lasting state for histograms, computed on each call."""
         return {}
 
-    def cold_normalizers(self, batch: Any) -> Tensor:
-        """log-normalizers of the anchors of an `AnchorBatch` from lasting state alone, [2, B]; here the batch's own."""
-        log_g: Tensor = batch.log_g
-        return log_g
-
     def commit(self, update: Any) -> None:
         """Apply `AnchorWeights.update` of the pending batch."""
-
-
-class Temperature(StatefulPart):
-    """Supplies the temperature of every anchor."""
-
-    @abstractmethod
-    def of_anchors(self, size: int, fetched: Tensor | None) -> Tensor:
-        """tau of a batch's anchors, [2, B] (an expanded scalar for a global one); fetched: the batch's table rows."""
-
-    @abstractmethod
-    def logit_scale(self) -> float:
-        """log(1/tau), as open_clip stores it."""
-
-    def update(self, gradient: Any, *, lr_scale: float) -> None:
-        """Learn from dL/dtau."""
-        raise NotImplementedError(f"{type(self).__name__} is not learned")
 
 
 class WithGradient(torch.autograd.Function):
@@ -157,14 +133,9 @@ class WithGradient(torch.autograd.Function):
 
 
 def check_batch(image: Tensor, text: Tensor, sample_ids: Tensor | None, *, dim: int, lengths: bool) -> None:
-    """Check a batch from another training loop.
+    """Check a batch from another training loop: features [b, dim] of this rank and ids [b] int64, if there are any.
 
-    Args:
-        image: Features [b, d] of this rank.
-        text: The same of the texts.
-        sample_ids: [b] int64, if there are any.
-        dim: The d that the objective was built for.
-        lengths: Warn if the features do not have length 1.
+    With `lengths`, warn if the features do not have length 1.
 
     Raises:
         UserError: Shapes or types are wrong.
@@ -212,15 +183,6 @@ def load_tensors(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None
             )
     for key, tensor in own.items():
         tensor.copy_(state[key])
-
-
-log = logging.getLogger(__name__)
-
-DRIFT_CHECK_EVERY = 500
-"""Steps. A comparison waits for the device."""
-MAX_EVENTS = 3
-"""One mismatch may be a flipped bit; three mean that the ranks compute different things."""
-_ODD = 0x9E3779B1
 
 
 def fingerprint(tensors: Mapping[str, Tensor], *, device: torch.device) -> Tensor:

@@ -1,41 +1,119 @@
-"""Objectives by name: turns `objective.name` into a config section and an object.
+"""What an objective is given and what it returns, and objectives by name.
 
-A method is a file below `pipeline.objectives`, or in an installed package with an entry point of the group
-`neuclip.objectives`.
+`objective.name` selects a method: a file below `pipeline.objectives`, or of an installed package with an entry point of
+the group `neuclip.objectives`. Shape legend: b local batch, d feature dimension, K ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields
-from numbers import Integral
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
-from pipeline.config import parse, suggest
-from pipeline.distributed.world import joined_world
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from pipeline.config import parse, section, suggest
+from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.objectives.base import Objective
-from pipeline.objectives.facts import ObjectiveConfig, ObjectiveContext
 from pipeline.registries import Registry
 
-ObjectiveClass = TypeVar("ObjectiveClass", bound=type[Objective])
 
-OBJECTIVES: Registry[type[Objective]] = Registry(
+@section
+class ObjectiveConfig:
+    """The settings that every method has."""
+
+    name: str
+    """Registered name of the method."""
+    distill: float = Field(default=0.0, ge=0)
+    """Weight of a distillation loss that is added: the divergence of the similarities within the global batch from
+    those of a teacher (MobileCLIP; open_clip's `--distill-model`), whose features `data.teacher_features` has. 0: no
+    teacher. For the methods with a softmax, so not for `siglip`."""
+    mask_equal: bool = False
+    """Pairs with an equal text or image are not each other's negatives in a batch: texts with the same tokens, images
+    with the same pixels after the crop (with a random crop, only an image that is in the batch under the same sample id
+    counts as equal). In the methods' means over negatives their terms are 0; distillation and the normalizer networks'
+    prototypes are not masked."""
+
+
+@dataclass(frozen=True)
+class ObjectiveContext:
+    """The facts of a run that an objective may need; all of them are known before the first batch.
+
+    Outside the trainer, dataset_size, steps_per_epoch and total_steps may be 0 (unknown) where the method needs none.
+    """
+
+    dim: int
+    batch_size: int
+    """Pairs of the global batch, over all ranks."""
+    dataset_size: int
+    steps_per_epoch: int
+    total_steps: int
+    world: World
+    device: torch.device
+    """`meta` builds an objective that only knows its sizes, see `Objective.memory`."""
+    seed: int = 0
+    dtype: torch.dtype = torch.float32
+    """Of state and arithmetic; the tests use float64."""
+
+    beta2: float = 0.98
+    """Of the temperatures' Adam, as `adam_eps`: in a run those of the encoders' optimizer, as in open_clip, where the
+    temperature is one of the model's parameters, and in FastCLIP (procedures 4 and 5)."""
+    adam_eps: float = 1e-8
+
+    def epochs(self, *, needed_by: str) -> int:
+        """Number of epochs of the run, counting a partial last one; `needed_by` is the setting that depends on it.
+
+        Raises:
+            UserError: The length of the run is unknown.
+        """
+        if self.total_steps < 1 or self.steps_per_epoch < 1:
+            raise UserError(
+                f"{needed_by} follows the epochs of the run: give build_objective total_steps, and dataset_size or "
+                f"steps_per_epoch (total_steps = {self.total_steps}, steps_per_epoch = {self.steps_per_epoch})."
+            )
+        return -(-self.total_steps // self.steps_per_epoch)
+
+
+@dataclass(frozen=True)
+class ObjectiveOutput:
+    """Loss of the global batch and its gradient with respect to this rank's features."""
+
+    loss: Tensor
+    """Scalar, the same on every rank."""
+    grad_image: Tensor
+    """[b, d], d(global loss)/d(local features): the true gradient, not divided by K."""
+    grad_text: Tensor
+    metrics: Mapping[str, Tensor]
+    """Detached scalars, the same on every rank, left on the device."""
+    distributions: Mapping[str, Tensor] = field(default_factory=dict)
+    """Values per anchor for histograms."""
+
+
+@dataclass(frozen=True)
+class ObjectiveMemory:
+    """Bytes of an objective's state: on every rank, and per sample of the dataset, in host memory, divided by the
+    number of ranks."""
+
+    replicated: int
+    """With the rank's share of what is divided among the ranks."""
+    per_sample: float
+
+
+ObjectiveClass = TypeVar("ObjectiveClass", bound=type)
+
+OBJECTIVES: Registry[Any] = Registry(
     "objective", setting="objective.name", package="pipeline.objectives", group="neuclip.objectives"
 )
 objective_names = OBJECTIVES.names
 _SECTIONS: dict[str, type[ObjectiveConfig]] = {}
-# Of the facts that `build_objective` takes; 0 is unknown.
-_LEAST = {"dim": 1, "batch_size": 1, "dataset_size": 0, "steps_per_epoch": 0, "total_steps": 0, "seed": 0}
 
 
 def register(name: str, config: type[ObjectiveConfig]) -> Callable[[ObjectiveClass], ObjectiveClass]:
     """Class decorator: make an objective selectable as `objective.name=<name>` with `config` as its section.
 
     One class may be registered under several names with different defaults.
-
-    Raises:
-        UserError: The name is taken.
     """
 
     def add(objective: ObjectiveClass) -> ObjectiveClass:
@@ -52,11 +130,7 @@ OTHER_NAMES |= {"sigmoid": "siglip"}
 
 
 def parse_objective(tree: Mapping[str, Any]) -> ObjectiveConfig:
-    """The checked section of the method `tree["name"]`.
-
-    Raises:
-        UserError: Unknown name, unknown key or value out of range; the message names `objective.<key>`.
-    """
+    """The checked section of the method `tree["name"]`. A UserError names the key that is wrong."""
     name, names = tree.get("name"), objective_names()
     if not isinstance(name, str):
         raise UserError(f"objective.name is required and was not given. Allowed: {', '.join(names)}.")
@@ -69,53 +143,3 @@ def parse_objective(tree: Mapping[str, Any]) -> ObjectiveConfig:
 def setting_names(name: Any) -> set[str]:
     """The settings of a method; none if there is no such method."""
     return {field.name for field in fields(_SECTIONS[name])} if name in objective_names() else set()
-
-
-def build_objective(
-    objective: ObjectiveConfig | Mapping[str, Any] | str, *, context: ObjectiveContext | None = None, **facts: Any
-) -> Objective:
-    """An objective from its config, a mapping of settings, or its name.
-
-    Args:
-        objective: The method and its settings.
-        context: The facts of the run.
-        facts: In place of `context`: `dim` of the features and `batch_size` over all ranks (both required),
-            `dataset_size` (required by methods with per-sample state), `total_steps` (required by schedules that follow
-            epochs), and any other field of `ObjectiveContext`. `world` defaults to the process group that this process
-            has joined, `device` to the world's.
-
-    Raises:
-        UserError: Wrong settings or missing facts.
-    """
-    if context is not None and facts:
-        raise UserError(f"build_objective was given a context and also {', '.join(sorted(facts))}: give one of them.")
-    if isinstance(objective, str):
-        objective = {"name": objective}
-    config = parse_objective(objective) if isinstance(objective, Mapping) else objective
-    return OBJECTIVES[config.name](config, context or _context(facts))
-
-
-def _context(facts: dict[str, Any]) -> ObjectiveContext:
-    missing = [name for name in ("dim", "batch_size") if name not in facts]
-    if missing:
-        raise UserError(f"build_objective needs {' and '.join(missing)} (or a whole context=ObjectiveContext(...)).")
-    known = set(ObjectiveContext.__dataclass_fields__)
-    unknown = sorted(set(facts) - known)
-    if unknown:
-        raise UserError(
-            f"build_objective does not know {', '.join(unknown)}. {suggest(unknown[0], tuple(sorted(known)))} "
-            'Settings of the method go with its name: {"name": "neuclip", "tau_init": 0.05}.'
-        )
-    for name, least in _LEAST.items():
-        value = facts.get(name, least)
-        if not isinstance(value, Integral) or value < least:
-            raise UserError(f"{name} = {value!r}: has to be an integer, {least} or more.")
-    size, world = facts.get("dataset_size", 0), facts.get("world", joined_world())
-    defaults = {
-        "dataset_size": 0,
-        "steps_per_epoch": max(1, size // facts["batch_size"]) if size else 0,
-        "total_steps": 0,
-        "world": world,
-        "device": world.device,
-    }
-    return ObjectiveContext(**{**defaults, **facts})

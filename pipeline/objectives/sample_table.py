@@ -33,21 +33,10 @@ def owned_range(dataset_size: int, *, rank: int, size: int) -> tuple[int, int]:
 
 
 class PerSampleTable:
-    """A row of fp32 columns for each of `dataset_size` samples; this rank holds those of its own ids.
+    """A row of fp32 columns (name -> initial value) for each of `dataset_size` samples; this rank holds those of its
+    own ids. Lookups and writes happen on `device`."""
 
-    Args:
-        columns: Name -> initial value.
-        device: Where lookups and writes happen.
-    """
-
-    def __init__(
-        self,
-        columns: Mapping[str, float],
-        *,
-        dataset_size: int,
-        world: World,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, columns: Mapping[str, float], *, dataset_size: int, world: World, device: torch.device) -> None:
         if dataset_size < 1:
             raise UserError(f"dataset_size = {dataset_size}: methods with per-sample state need the number of samples.")
         self.columns, self.dataset_size, self.world, self.device = tuple(columns), dataset_size, world, device
@@ -82,11 +71,16 @@ class PerSampleTable:
         if self._fetching is None or self._fetching[0] is not sample_ids:
             self.prefetch(sample_ids)
         assert self._fetching is not None
-        _, ids, arrived = self._fetching
-        self._fetching = None
+        (_, ids, arrived), self._fetching = self._fetching, None
         if arrived is not None:
             arrived.synchronize()
-        self._check(ids)
+        if ids.device.type == "cpu":  # elsewhere, a check would wait for the device
+            lowest, highest = int(ids.min()), int(ids.max())
+            if lowest < 0 or highest >= self.dataset_size:
+                raise UserError(
+                    f"Sample ids from {lowest} to {highest} do not fit a dataset of {self.dataset_size} samples: ids "
+                    "must be in [0, n), where n is the size in the manifest."
+                )
         self._flush()
         owned = (ids >= self.start) & (ids < self.stop)
         self._places = torch.where(owned, ids - self.start, self.values.shape[0] - 1)
@@ -133,16 +127,6 @@ class PerSampleTable:
                 )
             self.values[start - self.start : stop - self.start] = rows.to(self.values)
 
-    def _check(self, ids: Tensor) -> None:
-        if ids.device.type != "cpu":
-            return  # a check would wait for the device
-        lowest, highest = int(ids.min()), int(ids.max())
-        if lowest < 0 or highest >= self.dataset_size:
-            raise UserError(
-                f"Sample ids from {lowest} to {highest} do not fit a dataset of {self.dataset_size} samples: ids must "
-                "be in [0, n), where n is the size in the manifest."
-            )
-
     def _send_home(self, tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
         """A copy on the table's device, and the event that marks its arrival."""
         if self._copies is None:
@@ -158,8 +142,7 @@ class PerSampleTable:
         """Apply the last write to the table."""
         if self._unwritten is None:
             return
-        places, rows, arrived = self._unwritten
-        self._unwritten = None
+        (places, rows, arrived), self._unwritten = self._unwritten, None
         if arrived is not None:
             arrived.synchronize()
         order = places.argsort(stable=True)

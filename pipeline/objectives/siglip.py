@@ -10,9 +10,8 @@ from torch import Tensor
 from pipeline.config import section
 from pipeline.objectives import pairwise
 from pipeline.objectives.base import Objective
-from pipeline.objectives.facts import ObjectiveContext, ObjectiveOutput
 from pipeline.objectives.pairwise import equal_pairs
-from pipeline.objectives.registry import register
+from pipeline.objectives.registry import ObjectiveContext, ObjectiveOutput, register
 from pipeline.objectives.temperature import LearnedScalar, LearnedTemperature, TemperatureConfig, tau_lr_at
 
 
@@ -31,7 +30,7 @@ class SigLip(Objective):
     """L = -(1/B) sum_ij log sigmoid( y_ij (s_ij / tau + bias) ), y = 1 for the own pair and -1 for all others."""
 
     config: SigLipConfig
-    has_bias = masks = True
+    masks = True
 
     def __init__(self, config: SigLipConfig, context: ObjectiveContext) -> None:
         self.temperature = LearnedTemperature(config, context)

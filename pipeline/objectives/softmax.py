@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from pipeline.distributed.precision import true_fp32
 from pipeline.objectives import pairwise
 from pipeline.objectives.base import Objective
 from pipeline.objectives.distill import Teacher, relational_loss
-from pipeline.objectives.facts import ObjectiveConfig, ObjectiveContext, ObjectiveOutput
-from pipeline.objectives.parts import Pair, StatefulPart, Temperature
+from pipeline.objectives.parts import Pair, StatefulPart
+from pipeline.objectives.registry import ObjectiveConfig, ObjectiveContext, ObjectiveOutput
+from pipeline.objectives.temperature import Temperature
 
 SIDES = ("image", "text")
 
@@ -82,17 +82,6 @@ class AnchorWeights:
     """For the estimator's `commit`."""
 
 
-@dataclass(frozen=True)
-class NormalizerEstimates:
-    """A method's own log-normalizers of this rank's anchors, and their temperatures; [2, b]."""
-
-    cold: Tensor
-    """From the lasting state alone."""
-    in_use: Tensor
-    """After what a step on the anchors' own batch learns before it computes gradients."""
-    tau: Tensor
-
-
 class SoftmaxObjective(Objective):
     """An objective whose gradient is a weighted softmax; a method implements `anchor_weights`.
 
@@ -124,27 +113,23 @@ class SoftmaxObjective(Objective):
         """Loss, log-normalizers and pending update of this batch; must not change lasting state."""
 
     def cold_normalizers(self, batch: AnchorBatch) -> Tensor:
-        """log-normalizers of the anchors from lasting state alone, [2, B]."""
-        return self._estimator.cold_normalizers(batch)
+        """log-normalizers of the anchors from lasting state alone, [2, B]; here the batch's own."""
+        return batch.log_g
 
     def normalizers_in_use(self, batch: AnchorBatch) -> Tensor:
         """log-normalizers by which a step on this batch would weigh its gradients, [2, B]."""
         return self.anchor_weights(batch).log_normalizer
 
-    def restarts(self) -> bool:
-        """Whether the next step begins with a fresh network."""
-        return False
-
     @torch.no_grad()
-    def log_normalizers(self, image: Tensor, text: Tensor, *, sample_ids: Tensor) -> NormalizerEstimates:
+    def log_normalizers(self, image: Tensor, text: Tensor, *, sample_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The method's estimates of log(eps + g) of these pairs, without any lasting effect; collective.
 
         For the estimation error of NeuCLIP, appendix B.6. Methods without state answer with the value within the batch.
+        Features [b, d] and ids [b] are this rank's part of a batch, which should have the training's size.
 
-        Args:
-            image: [b, d], this rank's part of a batch, which should have the training's size.
-            text: The same of the texts.
-            sample_ids: [b] int64.
+        Returns:
+            From lasting state alone; after what a step on this batch learns before it computes gradients; and the
+            anchors' temperatures, [2, b] each.
 
         Raises:
             RuntimeError: Between `compute` and `commit`, whose pending changes would be replaced.
@@ -154,8 +139,8 @@ class SoftmaxObjective(Objective):
         dtype = self.context.dtype
         with true_fp32(self.context.device):
             batch = self._gather((image.to(dtype), text.to(dtype)), sample_ids)
-            estimates = (self.cold_normalizers(batch), self.normalizers_in_use(batch), batch.tau)
-        return NormalizerEstimates(*(values[:, batch.rows] for values in estimates))
+            cold, in_use = self.cold_normalizers(batch), self.normalizers_in_use(batch)
+        return cold[:, batch.rows], in_use[:, batch.rows], batch.tau[:, batch.rows]
 
     def loss_and_gradients(
         self,
@@ -166,15 +151,11 @@ class SoftmaxObjective(Objective):
         teacher: Teacher | None = None,
         keys: Tensor | None = None,
     ) -> tuple[ObjectiveOutput, AnchorWeights]:
-        with record_function("objective.gather"):
-            batch = self._gather((image, text), sample_ids, keys)
-        with record_function("objective.anchor_weights"):
-            weights = self.anchor_weights(batch)
+        batch = self._gather((image, text), sample_ids, keys)
+        weights = self.anchor_weights(batch)
         if teacher is not None:
-            with record_function("objective.distill"):
-                weights = self._distilled(weights, batch, (image, text), teacher)
-        with record_function("objective.gradient"):
-            grad_image, grad_text = _feature_gradients(batch, weights)
+            weights = self._distilled(weights, batch, (image, text), teacher)
+        grad_image, grad_text = _feature_gradients(batch, weights)
         kinds = (("log_normalizer", weights.log_normalizer), ("log_batch_normalizer", batch.log_g))
         seen = {f"{kind}_of_{side}": pair[i] for kind, pair in kinds for i, side in enumerate(SIDES)}
         seen["similarity_of_pair"] = batch.positive
@@ -183,22 +164,18 @@ class SoftmaxObjective(Objective):
 
     def _distilled(self, weights: AnchorWeights, batch: AnchorBatch, own: Pair, teacher: Teacher) -> AnchorWeights:
         """The weights with the teacher's loss added to loss and gradients."""
-        guided = relational_loss(own, batch.features, batch.tau, teacher=teacher, world=self.world)
-        scale = self.config.distill
+        scale, to_tau = self.config.distill, weights.tau_gradient
+        loss, gradients, slopes = relational_loss(own, batch.features, batch.tau, teacher=teacher, world=self.world)
         further = weights.feature_gradient or (torch.zeros_like(own[0]), torch.zeros_like(own[1]))
-        to_tau = weights.tau_gradient
         if to_tau is not None:
-            slopes = scale * guided.tau_slopes
+            slopes = scale * slopes
             to_tau = to_tau + (slopes if to_tau.dim() else slopes.sum(1).mean())  # of every anchor, or of one for all
         return replace(
             weights,
-            loss=weights.loss + scale * guided.loss,
-            feature_gradient=(
-                further[0] + scale * guided.gradients[0],
-                further[1] + scale * guided.gradients[1],
-            ),
+            loss=weights.loss + scale * loss,
+            feature_gradient=(further[0] + scale * gradients[0], further[1] + scale * gradients[1]),
             tau_gradient=to_tau,
-            metrics={**weights.metrics, "contrastive_loss": weights.loss, "distillation_loss": guided.loss},
+            metrics={**weights.metrics, "contrastive_loss": weights.loss, "distillation_loss": loss},
         )
 
     def update_state(self, pending: AnchorWeights, *, lr_scale: float) -> None:
@@ -206,8 +183,8 @@ class SoftmaxObjective(Objective):
             self.temperature.update(pending.tau_gradient, lr_scale=lr_scale)
         self._estimator.commit(pending.update)
 
-    def logit_parameters(self) -> tuple[float, float]:
-        return self.temperature.logit_scale(), 0.0
+    def logit_parameters(self) -> tuple[float, float | None]:
+        return self.temperature.logit_scale(), None
 
     def _gather(self, own: Pair, sample_ids: Tensor, keys: Tensor | None = None) -> AnchorBatch:
         keys = None if keys is None else self.world.all_gather(keys)

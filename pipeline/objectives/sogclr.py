@@ -19,13 +19,12 @@ from pydantic import Field
 from torch import Tensor
 
 from pipeline.config import section
-from pipeline.objectives.facts import ObjectiveConfig, ObjectiveContext
 from pipeline.objectives.parts import StatefulPart
-from pipeline.objectives.registry import register
+from pipeline.objectives.registry import ObjectiveConfig, ObjectiveContext, register
 from pipeline.objectives.sample_table import PerSampleTable
 from pipeline.objectives.softmax import AnchorBatch, AnchorWeights, SoftmaxObjective
 from pipeline.objectives.temperature import (
-    ConstantTemperature,
+    GlobalTemperature,
     LearnedTemperature,
     TemperatureConfig,
     warn_of_large_rho,
@@ -54,11 +53,7 @@ def cosine_gamma(epoch: int, *, gamma_min: float, decay_epochs: int) -> float:
 
 
 def gamma_at(config: EstimatorConfig, context: ObjectiveContext, *, step: int) -> float:
-    """gamma of a step under the configured schedule.
-
-    Raises:
-        UserError: The schedule depends on the length of the run, which is unknown.
-    """
+    """gamma of a step under the configured schedule. A UserError says that it needs the length of the run."""
     if config.gamma_schedule == "constant":
         return config.gamma
     decay_epochs = config.gamma_decay_epochs
@@ -112,7 +107,6 @@ class MovingAverages(StatefulPart):
         return {"normalizer_gap": gap, "gamma": batch.positive.new_full((), gamma)}
 
     def commit(self, update: Tensor) -> None:
-        """Write the batch's new rows, [B, columns]."""
         self.table.write(update)
 
     def _averages(self, batch: AnchorBatch, *, gamma: float) -> Tensor:
@@ -147,15 +141,9 @@ class FastClipV1Config(SogClrConfig):
 class MovingAverageObjective(SoftmaxObjective):
     """The global contrastive loss with g estimated by moving averages u; a method implements `scaled`."""
 
-    temperature: ConstantTemperature | LearnedTemperature
+    temperature: GlobalTemperature
 
-    def __init__(
-        self,
-        config: EstimatorConfig,
-        context: ObjectiveContext,
-        *,
-        temperature: ConstantTemperature | LearnedTemperature,
-    ) -> None:
+    def __init__(self, config: EstimatorConfig, context: ObjectiveContext, *, temperature: GlobalTemperature) -> None:
         self.averages = MovingAverages(config, context)
         super().__init__(config, context, temperature=temperature, estimator=self.averages, eps=config.eps)
 
@@ -172,6 +160,9 @@ class MovingAverageObjective(SoftmaxObjective):
             metrics={"tau": tau, **self.averages.metrics(batch, log_normalizer)},
             update=log_u.T.contiguous(),
         )
+
+    def cold_normalizers(self, batch: AnchorBatch) -> Tensor:
+        return self.averages.cold_normalizers(batch)
 
     @abstractmethod
     def scaled(self, tau: Tensor, total: Tensor, slope: Tensor) -> tuple[Tensor, Tensor | None, Tensor | float]:
@@ -190,7 +181,7 @@ class SogClr(MovingAverageObjective):
     """GCL: tau mean_i [ log(eps + g1_i) + log(eps + g2_i) ]."""
 
     def __init__(self, config: SogClrConfig, context: ObjectiveContext) -> None:
-        super().__init__(config, context, temperature=ConstantTemperature(config.tau, context))
+        super().__init__(config, context, temperature=GlobalTemperature(config.tau, context))
 
     def scaled(self, tau: Tensor, total: Tensor, slope: Tensor) -> tuple[Tensor, Tensor | None, Tensor | float]:
         return tau * total, None, 0.0

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Literal
+from abc import abstractmethod
+from typing import Any, Literal
 
 import pydantic
 import torch
@@ -16,8 +17,8 @@ from pydantic import Field
 from torch import Tensor
 
 from pipeline.config import section
-from pipeline.objectives.facts import ObjectiveConfig, ObjectiveContext
-from pipeline.objectives.parts import Adam, StatefulPart, Temperature
+from pipeline.objectives.parts import Adam, StatefulPart
+from pipeline.objectives.registry import ObjectiveConfig, ObjectiveContext
 
 log = logging.getLogger(__name__)
 TAU_MAX = 1.0
@@ -71,19 +72,33 @@ class LearnedScalar(StatefulPart):
         self.moment1, self.moment2, self.updates = (torch.zeros_like(self.value) for _ in range(3))
 
     def update(self, gradient: Tensor, *, lr: Tensor | float) -> None:
-        """One step of Adam without weight decay."""
         self.updates += 1
         slots = {"moment1": self.moment1, "moment2": self.moment2}
         Adam(lr, self._betas, self._eps).step(self.value, gradient, slots, updates=self.updates)
 
     def replicated_state(self) -> dict[str, Tensor]:
-        """The tensors themselves, by name."""
         fields = ("value", "moment1", "moment2", "updates")
         return {f"{self.name}.{field}": getattr(self, field) for field in fields}
 
 
-class ConstantTemperature(Temperature):
-    """One temperature for all anchors that is not learned."""
+class Temperature(StatefulPart):
+    """Supplies the temperature of every anchor."""
+
+    @abstractmethod
+    def of_anchors(self, size: int, fetched: Tensor | None) -> Tensor:
+        """tau of a batch's anchors, [2, B] (an expanded scalar for a global one); fetched: the batch's table rows."""
+
+    @abstractmethod
+    def logit_scale(self) -> float:
+        """log(1/tau), as open_clip stores it."""
+
+    def update(self, gradient: Any, *, lr_scale: float) -> None:
+        """Learn from dL/dtau."""
+        raise NotImplementedError(f"{type(self).__name__} is not learned")
+
+
+class GlobalTemperature(Temperature):
+    """One temperature for all anchors, here a constant."""
 
     def __init__(self, tau: float, context: ObjectiveContext) -> None:
         self.tau, self._tensor = tau, torch.full((), tau, dtype=context.dtype, device=context.device)
@@ -93,13 +108,13 @@ class ConstantTemperature(Temperature):
         return self._tensor
 
     def of_anchors(self, size: int, fetched: Tensor | None) -> Tensor:
-        return self._tensor.expand(2, size)
+        return self.value().expand(2, size)
 
     def logit_scale(self) -> float:
         return -math.log(self.tau)
 
 
-class LearnedTemperature(Temperature):
+class LearnedTemperature(GlobalTemperature):
     """One learned temperature for all anchors, kept as log(1/tau)."""
 
     def __init__(self, config: TemperatureConfig, context: ObjectiveContext) -> None:
@@ -107,11 +122,7 @@ class LearnedTemperature(Temperature):
         self.log_scale = LearnedScalar(-math.log(config.tau_init), name="log_scale", config=config, context=context)
 
     def value(self) -> Tensor:
-        """tau, a 0-dim tensor."""
         return torch.exp(-self.log_scale.value)
-
-    def of_anchors(self, size: int, fetched: Tensor | None) -> Tensor:
-        return self.value().expand(2, size)
 
     def update(self, gradient: Tensor, *, lr_scale: float) -> None:
         """One step of Adam on log(1/tau) from dL/dtau = -(1/tau) dL/dlog(1/tau); tau stays in [tau_min, 1]."""
@@ -120,7 +131,6 @@ class LearnedTemperature(Temperature):
         self.log_scale.value.clamp_(-math.log(TAU_MAX), -math.log(c.tau_min))
 
     def rate(self, *, lr_scale: float) -> Tensor:
-        """The learning rate of log(1/tau), a 0-dim tensor."""
         c = self.config
         return tau_lr_at(c, lr_scale=lr_scale) * torch.where(self.value() < TAU_OF_FALL, c.tau_lr_fall, 1.0)
 
@@ -143,13 +153,9 @@ def warn_of_large_rho(rho: float, config: LearnedTauConfig, context: ObjectiveCo
     n = context.dataset_size
     learned = config.tau_lr > 0 and config.tau_init > config.tau_min
     if context.world.is_main and learned and n > 2 and rho >= math.log(n - 1):
+        low, high = 0.44 * math.log(n), 0.67 * math.log(n)
         log.warning(
-            "objective.rho = %g is not below log(n - 1) = %.2f for n = %d samples: tau will fall to tau_min = %g. "
-            "Most papers use 0.44 to 0.67 of log n: set objective.rho to %.1f to %.1f, or objective.tau_lr to 0.",
-            rho,
-            math.log(n - 1),
-            n,
-            config.tau_min,
-            0.44 * math.log(n),
-            0.67 * math.log(n),
+            f"objective.rho = {rho:g} is not below log(n - 1) = {math.log(n - 1):.2f} for n = {n} samples: tau will "
+            f"fall to tau_min = {config.tau_min:g}. Most papers use 0.44 to 0.67 of log n: set objective.rho to "
+            f"{low:.1f} to {high:.1f}, or objective.tau_lr to 0."
         )

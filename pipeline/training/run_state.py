@@ -212,7 +212,7 @@ class RunState:
             counter=state.counter(),
             objective={name: value.detach().cpu().clone() for name, value in self.objective.state_dict().items()},
             rows=self.objective.row_blocks(),
-            logit=self.objective.logit(),
+            logit=self.objective.logit_parameters(),
             facts=self._facts(),
             ema=None if self.ema is None else dict(self.ema.weights(keep=main)),
             adapters=None if lora.rank is None else self._adapters(weights),

@@ -27,7 +27,7 @@ from pipeline.engine.optim import ScheduleConfig
 from pipeline.model.trimming import TextChunks
 from pipeline.objectives.base import Objective
 from pipeline.objectives.distill import Teacher
-from pipeline.objectives.facts import ObjectiveOutput
+from pipeline.objectives.registry import ObjectiveOutput
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,9 @@ def against_open_clip(world: World) -> dict[str, dict[str, Tensor]]:
         objective = make(name.removesuffix("_whole"), world)
         image, text, ids = local(world, 0)
         output = objective.compute(image, text, sample_ids=ids)
-        scale, bias = (torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in objective.logit_parameters())
+        scale, bias = (
+            torch.tensor(x or 0.0, dtype=torch.float64, requires_grad=True) for x in objective.logit_parameters()
+        )
         image, text = image.requires_grad_(), text.requires_grad_()
         arguments = (scale.exp(), bias) if name == "siglip" else (scale.exp(),)
         loss = peer(image, text, *arguments)

@@ -14,31 +14,19 @@ from tests.unit.objectives_reference import context, relative_error, unit_featur
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-6)])
 @pytest.mark.parametrize("batch_size", [2, 3, 17, 64])
-def test_openclip_matches_clip_loss(batch_size, dtype, tolerance):
-    objective = build_objective("openclip", context=context(batch_size, dtype=dtype))
+@pytest.mark.parametrize("bias", [None, -10.0, -1.5], ids=["openclip", "siglip", "siglip-1.5"])
+def test_losses_and_gradients_match_open_clips(bias, batch_size, dtype, tolerance):
+    settings = {"name": "openclip"} if bias is None else {"name": "siglip", "bias_init": bias}
+    objective = build_objective(settings, context=context(batch_size, dtype=dtype))
     image, text = (f.requires_grad_() for f in unit_features(batch_size, dtype=dtype))
     output = objective.compute(image.detach(), text.detach(), sample_ids=torch.arange(batch_size))
-    log_scale = torch.tensor(objective.logit_parameters()[0], dtype=dtype, requires_grad=True)
-    loss = ClipLoss()(image, text, log_scale.exp())
-    expected = torch.autograd.grad(loss, [image, text, log_scale])
-    ours = [output.grad_image, output.grad_text, -objective.temperature.value() * objective._pending.tau_gradient]
-    assert relative_error(output.loss, loss) < tolerance
-    for mine, theirs in zip(ours, expected, strict=True):
-        assert relative_error(mine, theirs) < tolerance
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-6)])
-@pytest.mark.parametrize("batch_size", [2, 3, 17, 64])
-@pytest.mark.parametrize("bias", [-10.0, -1.5])
-def test_siglip_matches_siglip_loss(batch_size, bias, dtype, tolerance):
-    objective = build_objective({"name": "siglip", "bias_init": bias}, context=context(batch_size, dtype=dtype))
-    image, text = (f.requires_grad_() for f in unit_features(batch_size, dtype=dtype))
-    output = objective.compute(image.detach(), text.detach(), sample_ids=torch.arange(batch_size))
-    log_scale, shift = (torch.tensor(x, dtype=dtype, requires_grad=True) for x in objective.logit_parameters())
-    loss = SigLipLoss()(image, text, log_scale.exp(), shift)
-    expected = torch.autograd.grad(loss, [image, text, log_scale, shift])
-    tau_gradient, bias_gradient = objective._pending
-    ours = [output.grad_image, output.grad_text, -objective.temperature.value() * tau_gradient, bias_gradient]
+    known = [value for value in objective.logit_parameters() if value is not None]
+    log_scale, *shift = (torch.tensor(value, dtype=dtype, requires_grad=True) for value in known)
+    loss = (ClipLoss() if bias is None else SigLipLoss())(image, text, log_scale.exp(), *shift)
+    expected = torch.autograd.grad(loss, [image, text, log_scale, *shift])
+    pending = objective._pending
+    tau_gradient, *to_bias = (pending.tau_gradient,) if bias is None else pending
+    ours = [output.grad_image, output.grad_text, -objective.temperature.value() * tau_gradient, *to_bias]
     assert relative_error(output.loss, loss) < tolerance
     for mine, theirs in zip(ours, expected, strict=True):
         assert relative_error(mine, theirs) < tolerance

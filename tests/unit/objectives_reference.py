@@ -43,12 +43,6 @@ def normalizers(
     return first, second
 
 
-def prototype_alpha(features: Tensor, partners: Tensor, weight: Tensor, *, tau: Tensor, eps: float) -> Tensor:
-    """Equations (10) and (11) of NeuCLIP."""
-    cosine = features @ F.normalize(weight, dim=1).T
-    return torch.log(eps + torch.exp((cosine - (features * partners).sum(1)[:, None]) / tau).mean(1))
-
-
 def relative_error(ours: Tensor, reference: Tensor) -> float:
     ours, reference = ours.detach(), reference.detach()
     return float((ours - reference).abs().max() / reference.abs().max().clamp_min(1e-300))

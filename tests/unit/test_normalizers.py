@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from jobs.normalizers import command
 from pipeline.analysis import normalizer_error
-from pipeline.analysis.normalizer_error import checkpoints_of, exact_log_normalizers, measure, run_of
+from pipeline.analysis.normalizer_error import checkpoints_of, compare, exact_log_normalizers, measure, run_of
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.objectives import parse_objective
@@ -66,35 +66,33 @@ def test_a_checkpoint_is_measured_over_its_dataset(finished_run):
     checkpoints = checkpoints_of(finished_run, on_damage=pytest.fail)
     assert [checkpoint.step for checkpoint in checkpoints] == [2, 4]
     run = run_of(checkpoints[-1])
-    measurement, rows = measure(run, checkpoints[-1], world=World())
-    assert (measurement.pairs, measurement.left_over, measurement.rows) == (32, 8, 32)
-    assert len(set(rows.sample_id.tolist())) == 32
+    measured = measure(run, checkpoints[-1], world=World())
+    assert (measured["pairs"], measured["left_over"], measured["rows"]) == (32, 8, 32)
+    ids, values, _ = compare(run, checkpoints[-1], world=World(), limit=None)
+    assert len(set(ids.tolist())) == 32
+    exact, cold = values[:, :2], values[:, 2:4]
     # The measured state is that of the checkpoint.
     table = checkpoints[-1].read_rows("per_sample", 0, 40)[:, :2]
-    seen = ~torch.isneginf(table[rows.sample_id, 0])
+    seen = ~torch.isneginf(table[ids, 0])
     assert seen.any()
-    assert torch.allclose(rows.cold[0][seen], table[rows.sample_id, 0][seen], atol=1e-5)
-    difference = torch.cat(rows.cold).double() - torch.cat(rows.exact).double()
-    assert measurement.cold.mse == pytest.approx(float(difference.square().mean()))
-    assert measurement.cold.bias == pytest.approx(float(difference.mean()))
+    assert torch.allclose(cold[seen, 0], table[ids, 0][seen], atol=1e-5)
+    difference = cold.double() - exact.double()
+    assert measured["cold"]["mse"] == pytest.approx(float(difference.square().mean()))
+    assert measured["cold"]["bias"] == pytest.approx(float(difference.mean()))
+    # With few anchors, the sums still include all pairs.
+    ids, few, sizes = compare(run, checkpoints[-1], world=World(), limit=10)
+    assert (len(ids), sizes["pairs"]) == (16, 32)
+    assert torch.equal(few[:, :2], exact[:16])
 
 
 def test_the_exact_values_use_the_eps_of_the_method(finished_run):
     """With an eps so large that g is negligible, every estimate and every exact value is log eps."""
     checkpoint = checkpoints_of(finished_run, on_damage=pytest.fail)[-1]
     run = run_of(checkpoint, changes={"objective": {"eps": 1e6}})
-    measurement, _ = measure(run, checkpoint, world=World())
-    assert measurement.mean == pytest.approx(math.log(1e6), abs=0.1)
-    assert measurement.cold.mse < 0.01
-    assert measurement.in_use.mse < 0.01
-
-
-def test_with_few_anchors_the_sums_still_include_all_pairs(finished_run):
-    checkpoint = checkpoints_of(finished_run, on_damage=pytest.fail)[-1]
-    whole, all_rows = measure(run_of(checkpoint), checkpoint, world=World())
-    part, rows = measure(run_of(checkpoint), checkpoint, world=World(), limit=10)
-    assert (part.rows, part.pairs) == (16, whole.pairs)
-    assert torch.equal(rows.exact[0], all_rows.exact[0][:16])
+    measured = measure(run, checkpoint, world=World())
+    assert measured["mean"] == pytest.approx(math.log(1e6), abs=0.1)
+    assert measured["cold"]["mse"] < 0.01
+    assert measured["in_use"]["mse"] < 0.01
 
 
 def test_damaged_checkpoints_are_reported_and_siglip_is_rejected(finished_run, tmp_path):
@@ -121,24 +119,24 @@ def test_a_run_that_cannot_be_written_is_refused_before_it_is_measured(finished_
     (copy / "normalizers.jsonl").mkdir()
     done = CliRunner().invoke(command, [str(copy)], standalone_mode=False)
     assert isinstance(done.exception, UserError)
-    assert "normalizers.jsonl cannot be written (Is a directory)" in str(done.exception)
+    assert "normalizers.jsonl: it is a folder" in str(done.exception)
 
 
 def test_the_command_writes_the_values_that_it_prints(finished_run):
     shown = launch("jobs.normalizers", str(finished_run), ranks=2).stdout
     records = [json.loads(line) for line in (finished_run / "normalizers.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [2, 4]
-    alone, _ = measure(run_of(c := checkpoints_of(finished_run, on_damage=pytest.fail)[-1]), c, world=World())
-    assert records[-1]["cold"]["mse"] == pytest.approx(alone.cold.mse, rel=1e-4)
-    assert f"{alone.in_use.mse:.4f}" in shown
+    alone = measure(run_of(c := checkpoints_of(finished_run, on_damage=pytest.fail)[-1]), c, world=World())
+    assert records[-1]["cold"]["mse"] == pytest.approx(alone["cold"]["mse"], rel=1e-4)
+    assert f"{alone['in_use']['mse']:.4f}" in shown
     assert "8 of the dataset" in shown
 
 
 def test_settings_that_do_not_fit_the_checkpoint(finished_run):
     """Regression tests: another batch size counted other samples; towers of another size were called a bug."""
     checkpoint = checkpoints_of(finished_run, on_damage=pytest.fail)[-1]
-    measurement, _ = measure(run_of(checkpoint, changes={"batch_size": 8}), checkpoint, world=World())
-    assert (measurement.samples, measurement.batch_size) == (64, 8)
+    measured = measure(run_of(checkpoint, changes={"batch_size": 8}), checkpoint, world=World())
+    assert (measured["samples"], measured["batch_size"]) == (64, 8)
     other = run_of(checkpoint, changes={"model": {"context_length": 8}})
     with pytest.raises(UserError, match=r"The weights of .* do not fit the towers of .*: leave model\.arch, "):
         measure(other, checkpoint, world=World())

@@ -8,8 +8,8 @@ import torch
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.objectives import build_objective, parse_objective
+from pipeline.objectives.npn.kernels import Division
 from pipeline.objectives.npn.prototype_network import update_mode
-from pipeline.objectives.npn.prototypes import Division
 from tests.thread_world import on_ranks
 from tests.unit.objectives_reference import context, relative_error, unit_features
 
@@ -47,8 +47,8 @@ def run(settings, world, *, first=0, last=STEPS, state=None, dtype=torch.float64
             output = objective.compute(image, text, sample_ids=torch.arange(BATCH)[rows])
         objective.commit(lr_scale=0.5)
         found += [output.loss, *map(world.all_gather, (output.grad_image, output.grad_text)), *output.metrics.values()]
-    estimates = objective.log_normalizers(image, text, sample_ids=torch.arange(BATCH)[rows])
-    return [*found, *map(world.all_gather, (*estimates.cold, *estimates.in_use))], objective.state_dict()
+    cold, in_use, _ = objective.log_normalizers(image, text, sample_ids=torch.arange(BATCH)[rows])
+    return [*found, *map(world.all_gather, (*cold, *in_use))], objective.state_dict()
 
 
 @pytest.mark.parametrize("size", [2, 3])

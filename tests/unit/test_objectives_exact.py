@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from pipeline.objectives import build_objective
+from pipeline.objectives.npn import prototypes
+from pipeline.objectives.npn.reference import predicted_log_normalizers
 from tests.unit.objectives_reference import (
     assert_exact,
     context,
     normalizers,
-    prototype_alpha,
     relative_error,
     unit_features,
 )
@@ -23,7 +24,8 @@ EXACT = 1e-10
 
 @pytest.mark.parametrize("batch_size", BATCHES)
 @pytest.mark.parametrize("stop_gradient", [True, False])
-def test_neuclip_equals_equation_12(batch_size, stop_gradient):
+def test_neuclip_equals_equation_12(batch_size, stop_gradient, monkeypatch):
+    monkeypatch.setattr(prototypes, "_CPU_BLOCK", 7 * 5)  # blocks of five anchors
     settings = {"name": "neuclip", "prototypes": 7, "inner_steps": 3, "ratio_cap": 0, "stop_gradient": stop_gradient}
     objective = build_objective(settings, context=context(batch_size))
     image, text = (f.requires_grad_() for f in unit_features(batch_size))
@@ -33,7 +35,7 @@ def test_neuclip_equals_equation_12(batch_size, stop_gradient):
     loss = 2 * tau * (objective.config.rho - 1)
     for side, g in enumerate(normalizers(image, text, (tau, tau))):
         own, partner = ((image, text), (text, image))[side]
-        alpha = prototype_alpha(own, partner, objective.npn.weight(side), tau=tau, eps=1e-14)
+        alpha = predicted_log_normalizers(own, partner, objective.npn.weight(side), tau=tau, eps=1e-14)
         alpha = alpha.detach() if stop_gradient else alpha
         loss = loss + tau * (torch.exp(-alpha) * (1e-14 + g) + alpha).mean()
     assert_exact(objective, output, loss, image, text, tau)

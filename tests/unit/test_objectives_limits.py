@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import pytest
@@ -71,7 +70,7 @@ def test_gamma_falls_from_one_to_its_minimum_by_default_over_half_of_the_epochs(
     assert at[4] > at[5] == at[9] == pytest.approx(0.2)
 
 
-def test_temperature_stays_within_bounds_and_v3_slows_below_the_threshold():
+def test_temperature_stays_within_bounds():
     for name, tau_init in (("openclip", 0.0101), ("fastclip_v3", 0.0101)):
         objective = build_objective({"name": name, "tau_init": tau_init, "tau_lr": 0.5}, context=context(8))
         for sign in (1.0, -1.0):
@@ -79,12 +78,6 @@ def test_temperature_stays_within_bounds_and_v3_slows_below_the_threshold():
                 objective.temperature.update(torch.tensor(sign).double(), lr_scale=1.0)
             bound = objective.config.tau_min if sign > 0 else 1.0
             assert float(objective.temperature.value()) == pytest.approx(bound)
-    moved = {}
-    for tau_init in (0.031, 0.029):
-        objective = build_objective({"name": "fastclip_v3", "tau_init": tau_init}, context=context(8))
-        objective.temperature.update(torch.tensor(-1.0).double(), lr_scale=1.0)
-        moved[tau_init] = math.log(float(objective.temperature.value()) / tau_init)
-    assert moved[0.029] == pytest.approx(moved[0.031] / 3, rel=1e-6)
 
 
 @pytest.mark.parametrize("api", ["older", "newer", "all"])
@@ -146,94 +139,22 @@ def test_normalizer_estimates_use_lasting_state_and_do_not_change_it(name):
     objective.compute(image, text, sample_ids=ids)
     objective.commit(lr_scale=0.0)
     before = objective.state_dict()
-    estimates = objective.log_normalizers(image, text, sample_ids=ids)
+    cold, in_use, taus = objective.log_normalizers(image, text, sample_ids=ids)
     assert all(torch.equal(value, before[key]) for key, value in objective.state_dict().items())
     tau = objective.temperature.value()
-    assert torch.equal(estimates.tau[0], tau.expand(16))
+    assert torch.equal(taus[0], tau.expand(16))
     for side, g in enumerate(normalizers(image, text, (tau, tau))):
         if name == "neuclip":  # the prototypes are this very batch
             positives = (1 + (15 * g)).log() - math.log(16)
-            assert torch.allclose(estimates.cold[side], positives)
+            assert torch.allclose(cold[side], positives)
         elif name == "amorlip":
-            assert (estimates.cold[side] - g.log()).mean().abs() < 0.5  # a new network predicts only the mean
+            assert (cold[side] - g.log()).mean().abs() < 0.5  # a new network predicts only the mean
         else:
-            assert torch.allclose(estimates.cold[side], g.log(), rtol=1e-6)
+            assert torch.allclose(cold[side], g.log(), rtol=1e-6)
         if name == "openclip":  # excludes the positive
-            assert relative_error(estimates.in_use[side], g.log()) < 1e-9
-    other = objective.log_normalizers(*unit_features(16, seed=1), sample_ids=ids)
+            assert relative_error(in_use[side], g.log()) < 1e-9
+    other = objective.log_normalizers(*unit_features(16, seed=1), sample_ids=ids)[0]
     if name == "fastclip_v3":  # u belongs to the sample, not to the features
-        assert torch.equal(other.cold[0], estimates.cold[0])
+        assert torch.equal(other[0], cold[0])
     else:
-        assert not torch.equal(other.cold[0], estimates.cold[0])
-
-
-def gcl_gradient(batch_size, *, tau, log_normalizers=None):
-    """Return autograd of tau mean_i log(eps + g_i) on both sides; given normalizers, of tau mean_i g_i / exp(a_i)."""
-    image, text = (f.requires_grad_() for f in unit_features(batch_size))
-    temperature = torch.tensor(tau, dtype=torch.float64)
-    g = normalizers(image, text, (temperature, temperature))
-    if log_normalizers is None:
-        loss = tau * sum(torch.log(1e-14 + x).mean() for x in g)
-    else:
-        loss = tau * sum((x * torch.exp(-a)).mean() for x, a in zip(g, log_normalizers, strict=True))
-    return torch.autograd.grad(loss, [image, text])
-
-
-def test_neuclip_with_exact_alpha_has_the_gradient_of_gcl(monkeypatch):
-    objective = build_objective({"name": "neuclip", "prototypes": 16, "tau_init": 0.05}, context=context(16))
-    image, text = unit_features(16)
-    tau = objective.temperature.value()
-    exact = [
-        torch.log(1e-14 + g) + shift for g, shift in zip(normalizers(image, text, (tau, tau)), (0.3, -0.2), strict=True)
-    ]
-    advance = objective.npn.advance
-
-    def exactly(batch, anchors):
-        return dataclasses.replace(advance(batch, anchors), alpha=tuple(exact))
-
-    monkeypatch.setattr(objective.npn, "advance", exactly)
-    output = objective.compute(image, text, sample_ids=torch.arange(16))
-    expected = gcl_gradient(16, tau=float(tau), log_normalizers=exact)
-    assert relative_error(output.grad_image, expected[0]) < 1e-10
-    assert relative_error(output.grad_text, expected[1]) < 1e-10
-
-
-@pytest.mark.parametrize("name", ["fastclip_v3", "isogclr"])
-def test_tau_can_only_decrease_where_rho_is_not_below_log_n(name):
-    """With exact normalizers and n = B, dL/dtau is rho minus a KL divergence of at most log(n - 1) for any features."""
-    one_hot = torch.eye(16, dtype=torch.float64)
-    worst = (one_hot, one_hot.roll(1, 0))  # all weight on one negative: the divergence is log(n - 1)
-    found = {}
-    for rho in (math.log(15), 0.9 * math.log(15)):
-        for features in (unit_features(16), worst):
-            settings = {"name": name, "rho": rho, "gamma_schedule": "constant", "gamma": 1.0, "tau_init": 0.03}
-            objective = build_objective(settings, context=context(16, dataset_size=16))
-            objective.compute(*features, sample_ids=torch.arange(16))
-            pending = objective._pending
-            gradient = pending.tau_gradient
-            found[rho, features is worst] = float(gradient.min())
-    assert found[math.log(15), False] > 0
-    assert abs(found[math.log(15), True]) < 1e-9
-    assert found[0.9 * math.log(15), True] < -0.2
-
-
-@pytest.mark.parametrize("eps", [0.0, 1e-3, 0.5])
-def test_what_eps_does_to_easy_anchors_and_to_the_temperature(eps):
-    """The equations of docs/methods.md, "eps", against autograd."""
-    image, text = unit_features(16)
-    similarity = image @ text.T
-    below = similarity - similarity.diagonal()[:, None]
-    others = ~torch.eye(16, dtype=torch.bool)
-    tau, rho = torch.tensor(0.2, dtype=torch.float64, requires_grad=True), 1.5
-    h = (below / tau).masked_fill(~others, -math.inf).requires_grad_()
-    g = h.exp().sum(1) / 15
-    weights = torch.autograd.grad(torch.log(eps + g).sum(), h, retain_graph=True)[0].sum(1)
-    torch.testing.assert_close(weights, (g / (eps + g)).detach(), rtol=1e-12, atol=0)
-
-    slope = torch.autograd.grad((tau * (torch.log(eps + g) + rho)).sum(), tau)[0]
-    p = torch.softmax(h.detach(), 1)
-    kl = (p[others] * torch.log(15 * p[others])).view(16, 15).sum(1)
-    mean = (p * below.masked_fill(~others, 0) / 0.2).sum(1)
-    torch.testing.assert_close(mean, (g.log() + kl).detach(), rtol=1e-10, atol=1e-12)
-    expected = (torch.log(eps + g) + rho - g / (eps + g) * (g.log() + kl)).sum().detach()
-    torch.testing.assert_close(slope, expected, rtol=1e-10, atol=1e-12)
+        assert not torch.equal(other[0], cold[0])

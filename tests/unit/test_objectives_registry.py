@@ -93,7 +93,7 @@ def test_a_loss_with_autograd_is_a_file_of_ten_lines_outside_the_repository(tmp_
             assert relative_error(*(getattr(output, key) for output in found)) < 1e-10
         for each in both:
             each.commit(lr_scale=0.5)
-    assert both[0].logit_parameters() == pytest.approx(both[1].logit_parameters(), rel=1e-12)
+    assert both[0].logit_parameters() == (pytest.approx(both[1].logit_parameters()[0], rel=1e-12), None)
     resumed = build_objective("margin", context=context(8))
     resumed.load_state_dict(both[0].state_dict())
     assert resumed.logit_parameters() == both[0].logit_parameters()

@@ -89,19 +89,6 @@ def test_a_resumed_run_is_bit_identical(settings):
     assert straight.logit_parameters() == resumed.logit_parameters()
 
 
-def test_the_queue_begins_empty_where_restart_with_has_changed():
-    kinds = [{**NEUCLIP, "prototypes": 5, "restart_with": restart_with} for restart_with in ("current", "previous")]
-    for before, now in (kinds, kinds[::-1]):
-        saved, resumed = build(before), build(now)
-        one_step(saved, 0)
-        saved.commit()
-        resumed.load_state_dict(saved.state_dict())
-        assert not resumed.state_dict()["npn.queue"].any()
-        assert torch.equal(resumed.state_dict()["npn.weight"], saved.state_dict()["npn.weight"])
-        one_step(resumed, 1)
-        resumed.commit()
-
-
 def test_state_from_other_settings_is_rejected_and_changes_nothing():
     objective = build(NEUCLIP)
     one_step(objective, 0)
@@ -144,23 +131,15 @@ def test_extreme_inputs_give_finite_results_in_fp32(settings):
 
 
 @pytest.mark.parametrize("name", ["openclip", "siglip", "fastclip_v3", "amorlip", "neuclip"])
-def test_loading_drops_the_pending_step(name):
+def test_within_a_step_loading_drops_it_and_normalizers_are_not_estimated(name):
     objective = build({"name": name})
     saved = objective.state_dict()
     one_step(objective, 0)
+    if name != "siglip":
+        with pytest.raises(RuntimeError, match=r"between compute\(\) and commit\(\)"):
+            objective.log_normalizers(*unit_features(BATCH, dtype=torch.float32), sample_ids=torch.arange(BATCH))
     objective.load_state_dict(saved)
     with pytest.raises(RuntimeError, match="nothing is pending"):
         objective.commit()
     one_step(objective, 0)
     objective.commit()
-
-
-@pytest.mark.parametrize("name", ["openclip", "fastclip_v3", "amorlip", "neuclip"])
-def test_normalizer_estimates_are_refused_within_a_step(name):
-    objective = build({"name": name})
-    one_step(objective, 0)
-    objective.commit()
-    one_step(objective, 1)
-    image, text = unit_features(BATCH, seed=9, dtype=torch.float32)
-    with pytest.raises(RuntimeError, match=r"between compute\(\) and commit\(\)"):
-        objective.log_normalizers(image, text, sample_ids=torch.arange(BATCH))

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from pipeline.objectives import build_objective, isogclr
 from pipeline.objectives.npn import amorlip, mlp
 from pipeline.objectives.npn.amorlip import target_share_at
-from tests.unit.objectives_reference import context, normalizers, prototype_alpha, relative_error, unit_features
+from pipeline.objectives.npn.reference import predicted_log_normalizers
+from tests.unit.objectives_reference import context, normalizers, relative_error, unit_features
 
 BATCH, IDS, EPS = 8, torch.arange(8), 1e-14
 
@@ -152,7 +153,7 @@ def test_amorlip_networks_match_their_description(cap, monkeypatch):
 def alpha_of(net: Network | Tensor, own: Tensor, partner: Tensor, tau: float = 0.07) -> Tensor:
     """Equations (10) and (11), or their counterpart for an MLP."""
     if isinstance(net, Tensor):
-        return prototype_alpha(own, partner, net, tau=torch.tensor(tau, dtype=torch.float64), eps=EPS)
+        return predicted_log_normalizers(own, partner, net, tau=torch.tensor(tau, dtype=torch.float64), eps=EPS)
     return torch.log(EPS + torch.exp(net(own) - (own * partner).sum(1) / tau))
 
 
@@ -213,7 +214,7 @@ def test_the_cap_applies_to_loss_and_all_gradients(stop_gradient):
     loss, surrogate, held, ratios = 2 * tau * (objective.config.rho - 1), 0.0, 0, []
     for side, g in enumerate(normalizers(image, text, (tau, tau))):
         own, partner = ((image, text), (text, image))[side]
-        predicted = prototype_alpha(own, partner, objective.npn.weight(side), tau=tau, eps=EPS)
+        predicted = predicted_log_normalizers(own, partner, objective.npn.weight(side), tau=tau, eps=EPS)
         lowest = torch.log(EPS + g).detach() - math.log(1.3)
         held += int((predicted < lowest).sum())
         used = torch.maximum(predicted.detach(), lowest)
@@ -222,6 +223,9 @@ def test_the_cap_applies_to_loss_and_all_gradients(stop_gradient):
         loss = loss + tau * (torch.exp(-used) * (EPS + g) + used).mean()
         if not stop_gradient:
             surrogate = surrogate + (tau.detach() * (1 - ratio) * (predicted - predicted.detach())).mean()
+    uncapped = build_objective({**settings, "ratio_cap": 0}, context=context(BATCH))
+    uncapped.compute(image.detach(), text.detach(), sample_ids=IDS)
+    assert all(torch.equal(objective.npn.weight(side), uncapped.npn.weight(side)) for side in (0, 1)), "the updates"
     assert 0 < held < 2 * BATCH
     expected = torch.autograd.grad(loss + surrogate, [image, text, tau])
     found = (output.grad_image, output.grad_text, objective._pending.tau_gradient)

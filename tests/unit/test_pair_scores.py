@@ -17,11 +17,17 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 
 from data_prep.dataset import canonical_tar
-from data_prep.dataset.shard_plan import _contained
 from jobs.manifest import command as manifest_command
 from jobs.score import command
 from jobs.verify import command as verify_command
-from pipeline.analysis.pair_scores import NetworkNormalizers, SampledNormalizers, encode, load_network, make_scorer
+from pipeline.analysis.pair_scores import (
+    encode,
+    load_network,
+    make_scorer,
+    predicted_normalizers,
+    sampled_normalizers,
+    tau_of,
+)
 from pipeline.analysis.score_table import part_of, share_of
 from pipeline.analysis.shard_pairs import PairReader, whole
 from pipeline.checkpoint.layout import write_meta
@@ -65,7 +71,7 @@ def table(output: Path) -> dict[str, list]:
 def test_sampled_normalizers_equal_the_definition_and_leave_out_the_own_pair():
     generator = torch.Generator().manual_seed(0)
     image, text = (torch.nn.functional.normalize(torch.randn(9, 4, generator=generator), dim=1) for _ in range(2))
-    found = SampledNormalizers(image[:6], text[:6], torch.arange(6), tau=0.1)(image, text, torch.arange(9))
+    found = sampled_normalizers((image[:6], text[:6], torch.arange(6)), 0.1, image, text, torch.arange(9))
     for i in range(9):
         others = [j for j in range(6) if j != i]
         expected = [
@@ -84,8 +90,8 @@ def test_the_networks_normalizers_have_no_limit():
     image, text = (torch.nn.functional.normalize(torch.randn(8, 64, generator=generator), dim=1) for _ in range(2))
     objective.compute(image, text, sample_ids=torch.arange(8))
     objective.commit()
-    tau = math.exp(-objective.logit_parameters()[0])
-    normalizers = NetworkNormalizers(objective)(image, image, torch.arange(8))  # pairs that could not fit better
+    tau = tau_of(objective)
+    normalizers = predicted_normalizers(objective, image, image, torch.arange(8))  # pairs that could not fit better
     for side, weight in zip(normalizers, objective.npn.network.lasting["weight"], strict=True):
         expected = (image @ weight.T / tau).logsumexp(1) - math.log(8)
         assert side.tolist() == pytest.approx(expected.tolist(), rel=1e-4)
@@ -126,7 +132,7 @@ def test_the_network_predicts_as_the_objective_in_training(base, tmp_path):
     batch = next(pairs.read([0]))
     for side, features in zip(("image", "text"), encode(model, batch), strict=True):
         number = ("image", "text").index(side)
-        expected = ((features @ weight[number].T) / network.tau).logsumexp(1) - math.log(24)
+        expected = ((features @ weight[number].T) / tau_of(network)).logsumexp(1) - math.log(24)
         assert rows[f"log_normalizer_{side}"][:20] == pytest.approx(expected.tolist(), abs=1e-3)
 
 
@@ -204,25 +210,16 @@ def test_mistakes_are_refused_before_anything_is_scored(base, tmp_path):
         assert not (tmp_path / "out").exists()
 
 
-def test_lists_of_the_worst_and_best_pairs(tmp_path, base):
-    uids = [f"{(index * 0x9E3779B97F4A7C15F39CC0605CEDC834) % 2**128:032x}" for index in range(1, 41)]
-    named = {
-        i: {**sample(i), "json": json.dumps({"key": f"{i:09d}", "uid": uids[i]}).encode()} for i in range(len(uids))
-    }
+def test_the_worst_pairs_are_listed_and_shown(tmp_path, base):
+    uids, worst = [f"{index:032x}" for index in range(40)], tmp_path / "worst.txt"
+    named = {i: {**sample(i), "json": json.dumps({"key": f"{i:09d}", "uid": uids[i]}).encode()} for i in range(40)}
     write_shards(base / "named", [25, 15], replace=named)
-    worst, best = tmp_path / "worst.txt", tmp_path / "best.npy"
-    result = score(
-        base, tmp_path / "out", "--list-worst", "0.25", str(worst), "--index-best", "0.5", str(best), data="named"
-    )
+    result = score(base, tmp_path / "out", "--list-worst", "0.25", str(worst), data="named")
     assert result.exit_code == 0, result.output
     rows = table(tmp_path / "out")
+    assert rows["uid"] == uids
     order = np.argsort(rows["score"], kind="stable")
     assert worst.read_text().split() == [rows["key"][i] for i in order[:10]]
-    index = np.load(best)
-    assert len(index) == 20
-    assert f"20 uids are in {best}, for `neuclip download` with subset.index." in result.output
-    kept = _contained(rows["uid"], index)
-    assert sorted(np.flatnonzero(kept)) == sorted(order[20:])
     page = (tmp_path / "out" / "worst.html").read_text()
     assert page.count("data:image/jpeg;base64,") == page.count("<figure") == 40, "each pair once"
     below, above = page.split("Just above the cut at 25%")
@@ -246,8 +243,6 @@ def test_scored_shards_from_elsewhere_can_be_curated(tmp_path, base):
     def run(*options: str) -> Result:
         return CliRunner().invoke(command, [*arguments, *options])
 
-    refused = run("--index-best", "0.5", str(tmp_path / "best.npy"))
-    assert "have no uids of 32 hexadecimal digits" in str(refused.exception)
     assert "its folder does not exist" in str(run("--list-worst", "0.25", str(tmp_path / "no" / "list")).exception)
     assert not (tmp_path / "out").exists(), "refused before the work"
     worst = tmp_path / "worst.txt"

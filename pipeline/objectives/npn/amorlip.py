@@ -16,12 +16,11 @@ from pydantic import Field
 from torch import Tensor
 
 from pipeline.config import section
-from pipeline.objectives.facts import ObjectiveContext
 from pipeline.objectives.npn import mlp
 from pipeline.objectives.npn.network import ReplicatedNetwork
 from pipeline.objectives.npn.prototypes import MAX_LOG_RATIO
 from pipeline.objectives.parts import Adam, Pair, StatefulPart
-from pipeline.objectives.registry import register
+from pipeline.objectives.registry import ObjectiveContext, register
 from pipeline.objectives.softmax import AnchorBatch, AnchorWeights, SoftmaxObjective
 from pipeline.objectives.temperature import LearnedTemperature, TemperatureConfig
 
@@ -198,6 +197,3 @@ class AmorLip(SoftmaxObjective):
         # As in `anchor_weights`: lambda predicts E_i = exp(s_ii / tau) (g_i + kappa) / (1 + kappa).
         own = batch.positive / self.temperature.value() - math.log1p(POSITIVE_WEIGHT / (batch.size - 1))
         return self.networks.predict(batch.features) - own
-
-    def restarts(self) -> bool:
-        return self.steps % self.context.steps_per_epoch == 0

@@ -22,29 +22,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline.distributed.world import World
 from pipeline.errors import UserError, in_a_line
 from pipeline.objectives.pairwise import Workspace
 from pipeline.objectives.parts import AdaGrad, InnerOptimizer
 
+LEAST_TAU = 0.002
+"""Temperature down to which float64 holds exp(1 / tau), which is summed over the ranks."""
 _CPU_PIECE = 2**18
 """Elements per thread of a piece that stays in a CPU's caches between consecutive passes."""
 
 
 @dataclass(frozen=True)
 class Prototypes:
-    """Prototypes ready for a matrix product."""
+    """Prototypes W, [m, d], ready for a matrix product, with |W_j|, [m, 1]."""
 
     weight: Tensor
-    """W, [m, d]."""
     directions: Tensor
     """U_j / tau up to `scale`, [m, d], in the precision of the product; may be a workspace's buffer, or `weight`
     itself."""
     scale: Tensor | None
     """Factors still missing from the rows of `directions`, [m]; None: none."""
     norms: Tensor
-    """|W_j|, [m, 1]."""
     tau: Tensor
-    """Scalar."""
 
 
 @dataclass(frozen=True)
@@ -67,14 +67,57 @@ class UnitGradient:
         return result
 
 
-class Passes:
-    """Passes over [m, d] and [R, m] matrices with PyTorch's own fused kernels, and their buffers."""
+@dataclass(frozen=True)
+class Division:
+    """The `live` prototypes divided among the ranks: rank k has numbers k, k + K, k + 2 K, ...
 
-    def __init__(self, space: Workspace | None = None) -> None:
-        self.space = space or Workspace()
+    Each rank sums over its own prototypes for all anchors, and the ranks add up these sums: B scalars per update.
+    """
+
+    world: World
+    live: int
+
+    @property
+    def rows(self) -> int:
+        """Number of this rank's prototypes."""
+        return -(-(self.live - self.world.rank) // self.world.size)
+
+    def own(self, start: int, features: Tensor) -> tuple[slice, Tensor]:
+        """Where features of the prototypes `start`, `start + 1`, ... go among this rank's own, and which these are."""
+        offset = (self.world.rank - start) % self.world.size
+        mine, first = features[offset :: self.world.size], (start + offset) // self.world.size
+        return slice(first, first + len(mine)), mine
+
+    def whole(self, own: Tensor, *, count: int) -> Tensor:
+        """All ranks' rows in order, [count, d], from each rank's [ceil(count / K), d]; collective."""
+        parts = self.world.all_gather(own).view(self.world.size, *own.shape)
+        return parts.transpose(0, 1).flatten(0, 1)[:count]
+
+
+class Passes:
+    """Passes over [m, d] and [R, m] matrices with PyTorch's own fused kernels, and their buffers.
+
+    With a `division`, the prototypes that they are given are this rank's.
+    """
+
+    def __init__(self, space: Workspace | None = None, division: Division | None = None) -> None:
+        self.space, self.division = space or Workspace(), division
+
+    def live(self, at: Prototypes) -> int:
+        """Prototypes of all ranks."""
+        return self.division.live if self.division else len(at.weight)
+
+    def all_ranks(self, shift: Tensor, total: Tensor) -> Tensor | None:
+        """log of sum_j exp(z_ij) over all ranks' prototypes, from t_i and s_i over the own, [R]; None without a
+        division."""
+        if self.division is None:
+            return None
+        own = self.run(_exp_sum, shift, total)
+        log_sum: Tensor = self.run(_log_sum, self.division.world.all_reduce(own), shift.dtype)
+        return log_sum
 
     def prepare(self, weight_md: Tensor, tau: Tensor, *, dtype: torch.dtype | None = None) -> Prototypes:
-        """The prototypes, ready for matrix products in `dtype`; None: in their own precision."""
+        """The prototypes, ready for products in `dtype`; None: in their own precision."""
         m = weight_md.shape[0]
         scaled = self.space.take("directions", tuple(weight_md.shape), like=weight_md, dtype=dtype)
         norms, gain = self.space.take("norms", (m, 1), like=weight_md), (1.0 / tau).expand(m, 1).contiguous()
@@ -115,10 +158,7 @@ class Passes:
     def descend(
         self, gradient: UnitGradient, slots: Mapping[str, Tensor], *, optimizer: InnerOptimizer, number: int
     ) -> Prototypes:
-        """The prototypes after the optimizer's step `number`, from 1, which may have been taken in place.
-
-        `slots` are the optimizer's memory, [m, d] each.
-        """
+        """The prototypes after the optimizer's step `number`, which may have been taken in place."""
         before = gradient.at
         for rows in pieces(before.weight):
             parts = {name: slot[rows] for name, slot in slots.items()}
@@ -211,6 +251,15 @@ def _adagrad(
     memory.add_(tangent.square())
     after = weight_md - lr * tangent / (memory.sqrt() + eps)
     return after, _squares(after, low)
+
+
+def _exp_sum(shift: Tensor, total: Tensor) -> Tensor:
+    """exp(t) s of up to exp(1/tau) leaves fp32's range; float64 holds it down to tau = 1/700 without a common shift."""
+    return (shift + total.log()).double().exp()
+
+
+def _log_sum(exp_sum: Tensor, dtype: torch.dtype) -> Tensor:
+    return exp_sum.log().to(dtype)
 
 
 _programs: dict[Callable[..., Any], Callable[..., Any]] = {}

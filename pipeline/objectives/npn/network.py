@@ -1,4 +1,4 @@
-"""What an NPN is to the objective: interface and settings, the state of networks and queues, the batch as it sees it.
+"""What an NPN is to the objective: interface and settings, the state of networks, the batch as it sees it.
 
 Every rank trains these small networks for itself, on the same numbers, outside the encoders' engine.
 """
@@ -17,9 +17,9 @@ from pydantic import AfterValidator, Field
 from torch import Tensor
 
 from pipeline.config import section
-from pipeline.objectives.facts import ObjectiveContext
 from pipeline.objectives.npn.prototypes import Anchors
 from pipeline.objectives.parts import AdaGrad, Adam, InnerOptimizer, Pair, StatefulPart
+from pipeline.objectives.registry import ObjectiveContext
 from pipeline.objectives.softmax import AnchorBatch
 from pipeline.objectives.temperature import TemperatureConfig
 from pipeline.registries import Registry
@@ -29,13 +29,8 @@ class ReplicatedNetwork:
     """Parameters of both sides with their optimizer's slots, and a working copy of all of them.
 
     `begin` copies the lasting values to the working copy, which the updates of a step change; `commit` swaps the two.
-    So a skipped step leaves no trace. Everything is stacked as [2, ...], image anchors first.
-
-    Args:
-        parameters: Initial values, by name.
-        optimizer: Updates them in `step`.
-        copies: Further copies of the parameters, zero at first (moving averages, say), by name.
-        slot_name: Names a slot or copy in the state.
+    So a skipped step leaves no trace. Everything is stacked as [2, ...], image anchors first. `copies` names further
+    copies of the parameters, zero at first (moving averages, say); `slot_name` names a slot or copy in the state.
     """
 
     def __init__(
@@ -58,13 +53,11 @@ class ReplicatedNetwork:
         self.next_updates = 0
 
     def begin(self) -> None:
-        """Start a step from the lasting values."""
         self.next_updates = int(self.updates)
         for name, tensor in self.lasting.items():
             self.working[name].copy_(tensor)
 
     def commit(self) -> None:
-        """Make the working copy lasting."""
         self.lasting, self.working = self.working, self.lasting
         self.updates.fill_(self.next_updates)
 
@@ -74,7 +67,6 @@ class ReplicatedNetwork:
         return {name: tensors[self._key(name, copy) if copy else name][side] for name in self.names}
 
     def slots(self, side: int, name: str) -> dict[str, Tensor]:
-        """The optimizer's slots of one side of a parameter."""
         return {slot: self.working[self._key(name, slot)][side] for slot in self.optimizer.slots}
 
     def clear_slots(self) -> None:
@@ -87,13 +79,7 @@ class ReplicatedNetwork:
     def gradients(
         self, side: int, predict: Callable[[Mapping[str, Tensor]], Tensor], slope: Callable[[Tensor], Tensor]
     ) -> tuple[list[Tensor], Tensor]:
-        """Gradients of a loss of one side's prediction, and the prediction.
-
-        Args:
-            side: 0 for image anchors, 1 for text anchors.
-            predict: Maps the parameters to the prediction.
-            slope: Maps the prediction to the loss's derivative by it.
-        """
+        """Gradients of a loss of one side's prediction, whose derivative by it is `slope`, and the prediction."""
         with torch.enable_grad():
             parameters = {name: value.detach().requires_grad_() for name, value in self.side(side).items()}
             prediction = predict(parameters)
@@ -111,52 +97,6 @@ class ReplicatedNetwork:
 
     def _key(self, name: str, slot: str) -> str:
         return self._slot_name.format(parameter=name, slot=slot)
-
-
-NO_SAMPLE = -(2**62)
-"""The id of a place in the queue that is empty or whose sample is not known; no anchor has it."""
-
-
-class FeatureQueue:
-    """The newest m features of both sides, [2, m, d]: texts for image anchors, images for text anchors.
-
-    `length` is m, and may be 0; with `ids` it holds the sample ids, too.
-    """
-
-    def __init__(self, length: int, context: ObjectiveContext, *, ids: bool = False) -> None:
-        self.features = torch.zeros((2, length, context.dim), dtype=context.dtype, device=context.device)
-        self.ids = torch.full((length if ids else 0,), NO_SAMPLE, dtype=torch.int64, device=context.device)
-        self.written = torch.zeros((), dtype=torch.int64)
-        """On the host: features ever written."""
-
-    @property
-    def filled(self) -> int:
-        """How many features there are."""
-        return min(self.features.shape[1], int(self.written))
-
-    def places(self, batch: AnchorBatch) -> list[tuple[int, slice]]:
-        """Where the batch overwrites the oldest features: first place and the batch's rows, in two runs."""
-        m = self.features.shape[1]
-        start, count = int(self.written) % m, min(batch.size, m)
-        head = min(count, m - start)
-        return [(start, slice(0, head)), (0, slice(head, count))]
-
-    def add(self, batch: AnchorBatch) -> None:
-        """Overwrite the oldest features by the batch's."""
-        if not self.features.shape[1]:
-            return
-        for start, rows in self.places(batch):
-            end = start + rows.stop - rows.start
-            for side in (0, 1):
-                self.features[side, start:end] = batch.features[1 - side][rows]
-            if len(self.ids) and batch.ids is not None:
-                self.ids[start:end] = batch.ids[rows]
-        self.written += min(batch.size, self.features.shape[1])
-
-    def state(self) -> dict[str, Tensor]:
-        """The tensors themselves, by their names in a checkpoint."""
-        ids = {"npn.queue_ids": self.ids} if len(self.ids) else {}
-        return {"npn.queue": self.features, "npn.queued": self.written, **ids}
 
 
 BothSides = tuple[Anchors, Anchors]
@@ -270,10 +210,6 @@ class Npn(StatefulPart):
     @classmethod
     def check(cls, config: NpnConfig) -> None:
         """Raise a ValueError if settings do not go together with this variant; called before anything is built."""
-
-    def restarts(self, step: int) -> bool:
-        """Whether the network starts afresh at a step, counted from 0."""
-        return False
 
     def metrics(self) -> dict[str, Tensor]:
         """Scalars for the log, after `advance`."""

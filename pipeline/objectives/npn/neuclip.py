@@ -15,11 +15,10 @@ from pydantic import AfterValidator, Field
 from torch import Tensor
 
 from pipeline.config import section
-from pipeline.objectives.facts import ObjectiveContext
 from pipeline.objectives.npn.network import NPNS, BothSides, Npn, NpnConfig, Prediction, anchors_of
 from pipeline.objectives.npn.prototypes import MAX_LOG_RATIO
 from pipeline.objectives.parts import Pair
-from pipeline.objectives.registry import register
+from pipeline.objectives.registry import ObjectiveContext, register
 from pipeline.objectives.softmax import AnchorBatch, AnchorWeights, SoftmaxObjective
 from pipeline.objectives.temperature import LearnedTemperature, warn_of_large_rho
 
@@ -121,9 +120,6 @@ class NeuClip(SoftmaxObjective):
     def cold_normalizers(self, batch: AnchorBatch) -> Tensor:
         return torch.stack(self.npn.predict(anchors_of(batch, self.config, tau=self.temperature.value())))
 
-    def restarts(self) -> bool:
-        return self.npn.restarts(self.steps)
-
     def _through_alpha(self, batch: AnchorBatch, anchors: BothSides, ratio: Tensor) -> tuple[Pair, Tensor]:
         """The gradient through alpha, (tau / B) r_i d alpha_i: for this rank's features and, over all ranks, for tau.
 
@@ -196,13 +192,9 @@ class NeuClipPlus(NeuClip):
         m, n = config.prototypes, context.dataset_size
         if context.world.is_main and 0 < n < 2 * m:
             log.warning(
-                "objective.prototypes = %d is more than half of the dataset (n = %d): the oldest features are %.1f "
-                "epochs old, and most samples are in the queue already. Set objective.prototypes to %d, a quarter of "
-                "n, or less.",
-                m,
-                n,
-                m / n,
-                max(1, n // 4),
+                f"objective.prototypes = {m} is more than half of the dataset (n = {n}): the oldest features are "
+                f"{m / n:.1f} epochs old, and most samples are in the queue already. Set objective.prototypes to "
+                f"{max(1, n // 4)}, a quarter of n, or less."
             )
 
     def chosen_normalizers(self, prediction: Prediction, targets: Tensor) -> Tensor:
@@ -211,13 +203,7 @@ class NeuClipPlus(NeuClip):
 
 
 def pooled(alpha: Tensor, target: Tensor, *, prototypes: int | Tensor) -> Tensor:
-    """log of the mean of exp(alpha), with weight m, and exp(target), with weight B - 1.
-
-    Args:
-        alpha: log-normalizers over m prototypes, [..., B].
-        target: log(eps + g) within the batch, [..., B].
-        prototypes: m, for each anchor if they differ, [B]; may be 0.
-    """
+    """log of the mean of exp(alpha), with weight m, and exp(target), with weight B - 1, [..., B] each; m may be 0."""
     count = prototypes.to(alpha.dtype) if isinstance(prototypes, Tensor) else alpha.new_full((), prototypes)
     others = alpha.shape[-1] - 1
     total = torch.logaddexp(alpha + count.log(), target + math.log(others))

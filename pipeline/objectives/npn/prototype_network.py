@@ -19,13 +19,22 @@ from torch import Tensor
 from pipeline.distributed.devices import to_device
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.objectives.facts import ObjectiveContext
 from pipeline.objectives.npn import prototypes
-from pipeline.objectives.npn.kernels import CompiledPasses, Passes, Prototypes, UnitGradient, why_not_compiled
-from pipeline.objectives.npn.network import BothSides, FeatureQueue, Npn, NpnConfig, Prediction, register_npn
-from pipeline.objectives.npn.prototypes import LEAST_TAU, Anchors, Division
+from pipeline.objectives.npn.kernels import (
+    LEAST_TAU,
+    CompiledPasses,
+    Division,
+    Passes,
+    Prototypes,
+    UnitGradient,
+    why_not_compiled,
+)
+from pipeline.objectives.npn.network import BothSides, Npn, NpnConfig, Prediction, register_npn
+from pipeline.objectives.npn.prototypes import Anchors
+from pipeline.objectives.npn.queue import FeatureQueue
 from pipeline.objectives.pairwise import Workspace
 from pipeline.objectives.parts import Pair
+from pipeline.objectives.registry import ObjectiveContext
 from pipeline.objectives.softmax import AnchorBatch
 
 log = logging.getLogger(__name__)
@@ -59,30 +68,26 @@ class PrototypeNpn(Npn):
         self.live = torch.zeros((), dtype=torch.int64)
         self.workspace = Workspace()
         self._next_live = 0
-        self._division: Division | None = None
         self._passes = Passes(self.workspace)
         self._held_back: list[UnitGradient] = []
         if world.is_main:
             _warn_of_stalling(config, dim)
 
-    def restarts(self, step: int) -> bool:
-        return self.config.restart_every > 0 and step % self.config.restart_every == 0
-
     def advance(self, batch: AnchorBatch, anchors: BothSides) -> Prediction:
         self.network.begin()
         self._held_back = []
         self._next_live = self._fill(batch)
-        self._division = Division(self._ranks, self._next_live) if self.divided else None
+        division = Division(self._ranks, self._next_live) if self.divided else None
         # Compiled only once all prototypes are live, so that one program serves one shape, also after resuming.
         compiled = self.compiled and self._next_live == self.config.prototypes
-        self._passes = (CompiledPasses if compiled else Passes)(self.workspace)
+        self._passes = (CompiledPasses if compiled else Passes)(self.workspace, division)
         cold, alpha = [], []
         for side in (0, 1):
             at, first = self._inner_updates(side, anchors[side])
             full = replace(anchors[side], low=None)
             if at.directions.dtype != at.weight.dtype:
                 at = self._passes.prepare(at.weight, full.tau)
-            used = prototypes.log_normalizer(full, at, passes=self._passes, division=self._division)
+            used = prototypes.log_normalizer(full, at, passes=self._passes)
             alpha.append(used)
             cold.append(used if first is None else first)
         self.network.next_updates += self.config.inner_steps
@@ -128,13 +133,6 @@ class PrototypeNpn(Npn):
         network = {name: tensor for name, tensor in self.network.state().items() if name not in self.own_state()}
         return network | {"npn.live": self.live} | self.queue.state()
 
-    def adapted_state(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The queue begins empty where `restart_with` has changed, and one of its values had no use for a queue."""
-        own, saved = self.queue.state(), state.get("npn.queue")
-        if saved is None or saved.shape == own["npn.queue"].shape or saved.numel() * own["npn.queue"].numel():
-            return state
-        return {**state, **{name: torch.zeros_like(tensor) for name, tensor in own.items()}}
-
     def own_state(self) -> dict[str, Tensor]:
         """This rank's share of the tensors that are divided among the ranks."""
         return {f"npn.{name}": tensor for name, tensor in self.network.lasting.items()} if self.divided else {}
@@ -161,9 +159,8 @@ class PrototypeNpn(Npn):
         dtype = None if anchors.low is None else anchors.low.dtype
         at = self._passes.prepare(weight, anchors.tau, dtype=dtype)
         for inner in range(self.config.inner_steps):
-            gradient, alpha = prototypes.unit_gradient(
-                anchors, at, objective=self.config.npn_objective, passes=self._passes, division=self._division
-            )
+            objective = self.config.npn_objective
+            gradient, alpha = prototypes.unit_gradient(anchors, at, objective=objective, passes=self._passes)
             first = alpha if first is None else first
             if self.config.npn_schedule == "simultaneous":
                 self._held_back.append(gradient.clone())
@@ -183,7 +180,7 @@ class PrototypeNpn(Npn):
         A restart writes to all of them, growth to those that are not live yet.
         """
         m, live, queue = self.config.prototypes, int(self.live), self.queue
-        restart = not live or self.restarts(batch.step)
+        restart = not live or (self.config.restart_every > 0 and batch.step % self.config.restart_every == 0)
         if restart and live and self.config.reset_accumulator:
             self.network.clear_slots()
         first = 0 if restart else live

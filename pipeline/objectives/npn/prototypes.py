@@ -20,14 +20,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pipeline.distributed.world import World
 from pipeline.objectives.npn.kernels import Passes, Prototypes, UnitGradient
 from pipeline.objectives.pairwise import Workspace
 
 MAX_LOG_RATIO = 30.0
 """Ratios saturate at exp(30), about 1e13, so that their squares stay finite in fp32."""
-LEAST_TAU = 0.002
-"""Temperature down to which float64 holds exp(1 / tau), which `Division` sums over the ranks."""
 _CPU_BLOCK, _GPU_BLOCK = 2**21, 2**25
 """Elements of one [R, m] block: bounds the memory, and is large enough for efficient products."""
 
@@ -67,62 +64,20 @@ class Anchors:
         )
 
 
-@dataclass(frozen=True)
-class Division:
-    """The `live` prototypes divided among the ranks: rank k has numbers k, k + K, k + 2 K, ...
-
-    Each rank sums over its own prototypes for all anchors, and the ranks add up these sums: B scalars per update.
-    """
-
-    world: World
-    live: int
-
-    @property
-    def rows(self) -> int:
-        """Number of this rank's prototypes."""
-        return -(-(self.live - self.world.rank) // self.world.size)
-
-    def own(self, start: int, features: Tensor) -> tuple[slice, Tensor]:
-        """Where features of the prototypes `start`, `start + 1`, ... go among this rank's own, and which these are."""
-        offset = (self.world.rank - start) % self.world.size
-        mine, first = features[offset :: self.world.size], (start + offset) // self.world.size
-        return slice(first, first + len(mine)), mine
-
-    def whole(self, own: Tensor, *, count: int) -> Tensor:
-        """All ranks' rows in order, [count, d], from each rank's [ceil(count / K), d]; collective."""
-        parts = self.world.all_gather(own).view(self.world.size, *own.shape)
-        return parts.transpose(0, 1).flatten(0, 1)[:count]
-
-    def add_up(self, shift: Tensor, total: Tensor, passes: Passes) -> Tensor:
-        """log of sum_j exp(z_ij) over all ranks' prototypes from t_i and s_i over the own, [R]; collective."""
-        own = passes.run(_exp_sum, shift, total)
-        log_sum: Tensor = passes.run(_log_sum, self.world.all_reduce(own), shift.dtype)
-        return log_sum
-
-
-def log_normalizer(anchors: Anchors, at: Prototypes, *, passes: Passes, division: Division | None = None) -> Tensor:
-    """alpha of each anchor, [B].
-
-    Args:
-        anchors: One side of the batch.
-        at: As from `Passes.prepare`, in bf16 if the anchors have `low`; one rank's with a division.
-        passes: Implementation of the passes over memory.
-        division: Given when `at` are one rank's prototypes.
-    """
+def log_normalizer(anchors: Anchors, at: Prototypes, *, passes: Passes) -> Tensor:
+    """alpha of each anchor, [B]; `at` is as from `passes.prepare`, in bf16 if the anchors have `low`."""
     parts = []
-    for part, z in _products(anchors, at, passes.space, division):
-        count = division.live if division else len(at.weight)
-        shift, own_total = passes.sums(z, at)
-        total: Tensor | None = own_total
-        if division is not None:
-            shift, total = division.add_up(shift, own_total, passes), None
-        alpha, _ = passes.run(normalizer_of_mean, shift, part, count, total)
+    for part, z in _products(anchors, at, passes):
+        shift, total = passes.sums(z, at)
+        log_sum = passes.all_ranks(shift, total)
+        sums = (shift, total) if log_sum is None else (log_sum, None)
+        alpha, _ = passes.run(normalizer_of_mean, sums[0], part, passes.live(at), sums[1])
         parts.append(alpha)
     return torch.cat(parts)
 
 
 def unit_gradient(
-    anchors: Anchors, at: Prototypes, *, objective: NpnObjective, passes: Passes, division: Division | None = None
+    anchors: Anchors, at: Prototypes, *, objective: NpnObjective, passes: Passes
 ) -> tuple[UnitGradient, Tensor]:
     """G = dL/dU, [m, d], whose `tangent` is dL/dW, and alpha at these prototypes, [B].
 
@@ -130,16 +85,14 @@ def unit_gradient(
     separate: L = mean_i (alpha_i - log(eps + g_i))^2 / 2, as in section 5.2; r_i = (alpha_i - log(eps + g_i)) / tau.
     Both: P_ij = r_i exp(z_ij - log m - alpha_i) / B, z_ij = (cos(e_i, W_j) - s_ii) / tau, G_j = sum_i P_ij e_i, and
     dL/dW_j = (G_j - (G_j . U_j) U_j) / |W_j|.
-
-    `objective` is the network's own; the other arguments are those of `log_normalizer`.
     """
-    total, alphas, live = None, [], division.live if division else len(at.weight)
-    for part, z in _products(anchors, at, passes.space, division):
+    total, alphas = None, []
+    for part, z in _products(anchors, at, passes):
         whole = part is anchors
         powers, shift, sums = passes.exponentials(z, at)
         del z  # on a GPU it is no buffer of the workspace, and its memory is free for the product
-        log_sum = None if division is None else division.add_up(shift, sums, passes)
-        pull, alpha = passes.run(_pull, (shift, sums, log_sum), part, live, objective, len(anchors))
+        log_sum = passes.all_ranks(shift, sums)
+        pull, alpha = passes.run(_pull, (shift, sums, log_sum), part, passes.live(at), objective, len(anchors))
         total = _add_product(total, powers, pull, at, passes.space, whole=whole)
         alphas.append(alpha)
     assert total is not None  # there are anchors
@@ -162,15 +115,11 @@ def _add_product(
 
 
 def alpha_slopes(anchors: Anchors, weight_md: Tensor, partners_bd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Derivatives of alpha with respect to the own feature of b anchors, their partners' [b, d] and the temperature.
-
-    Returns:
-        d alpha/d e [b, d], d alpha/d partner [b, d], d alpha/d tau [b].
-    """
+    """d alpha / d (own feature [b, d], partner's feature [b, d], tau [b]) of b anchors."""
     unit = weight_md / weight_md.norm(dim=1, keepdim=True)
     full, passes, slopes, start = replace(anchors, low=None), Passes(), [], 0
     at = passes.prepare(weight_md, full.tau)
-    for part, z in _products(full, at, passes.space, None):
+    for part, z in _products(full, at, passes):
         powers, shift, total = passes.exponentials(z, at)
         _, share = normalizer_of_mean(shift, part, len(weight_md), total)
         rows = slice(start, start := start + len(part))
@@ -182,13 +131,8 @@ def alpha_slopes(anchors: Anchors, weight_md: Tensor, partners_bd: Tensor) -> tu
 def mean_slopes(anchors: Anchors, mean_bd: Tensor, share: Tensor, partners_bd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The slopes of alpha = log(eps + mean over j of exp((e . x_j - s) / tau)), as `alpha_slopes` returns them.
 
-    The anchor's feature is taken as unit-norm: the normalisation in the encoder removes the radial part.
-
-    Args:
-        anchors: [b] of them.
-        mean_bd: The mean of x_j under the softmax weights, times `share`, [b, d].
-        share: The mean's share of exp(alpha), [b]; the rest is eps.
-        partners_bd: The features of the anchors' partners, [b, d].
+    mean_bd is the mean of x_j under the softmax weights, times `share`, the mean's share of exp(alpha), [b]. The
+    anchor's feature is taken as unit-norm: the normalisation in the encoder removes the radial part.
     """
     to_own = (mean_bd - share[:, None] * partners_bd) / anchors.tau
     to_partner = -share[:, None] * anchors.features / anchors.tau
@@ -196,23 +140,21 @@ def mean_slopes(anchors: Anchors, mean_bd: Tensor, share: Tensor, partners_bd: T
     return to_own, to_partner, (share * anchors.positive - cosine) / anchors.tau.square()
 
 
-def _products(
-    anchors: Anchors, at: Prototypes, space: Workspace, division: Division | None
-) -> Iterator[tuple[Anchors, Tensor]]:
+def _products(anchors: Anchors, at: Prototypes, passes: Passes) -> Iterator[tuple[Anchors, Tensor]]:
     """Blocks of R anchors and their products with the prototypes' directions, [R, m], before `at.scale` is applied.
 
     On a CPU the products are in a buffer that the next block overwrites: memory O(R m).
     """
-    m = at.weight.shape[0]
-    most = m if division is None else -(-division.live // division.world.size)  # the same blocks on all ranks
+    ranks = passes.division.world.size if passes.division else 1
+    most = -(-passes.live(at) // ranks)  # the same blocks on all ranks
     step = max(1, (_CPU_BLOCK if at.weight.device.type == "cpu" else _GPU_BLOCK) // most)
     for start in range(0, len(anchors), step):
         part = anchors.take(slice(start, start + step)) if step < len(anchors) else anchors
         if part.low is None:
-            out = space.take("products", (len(part), m), like=part.features)
+            out = passes.space.take("products", (len(part), len(at.weight)), like=part.features)
             yield part, torch.mm(part.features, at.directions.T, out=out)
         else:
-            yield part, _matmul_low(part.low, at.directions.T, "low_products", space)
+            yield part, _matmul_low(part.low, at.directions.T, "low_products", passes.space)
 
 
 def normalizer_of_mean(
@@ -220,11 +162,8 @@ def normalizer_of_mean(
 ) -> tuple[Tensor, Tensor]:
     """alpha, [..., R], and the mean's share of exp(alpha), [..., R]; the rest is eps.
 
-    Args:
-        shift: log of the sum over j of exp(e . x_j / tau), [..., R], up to the factor `total` of the sum.
-        anchors: [R] of them.
-        m: The number of x_j, for each anchor if they differ, [R].
-        total: [..., R]; None: 1.
+    shift: log of the sum over j of exp(e . x_j / tau), [..., R], up to the factor `total` of the sum, [..., R];
+    m: the number of x_j, for each anchor if they differ, [R].
     """
     log_sum = shift if total is None else shift + total.log()
     log_m = m.clamp(min=1).log() if isinstance(m, Tensor) else math.log(m)
@@ -233,26 +172,13 @@ def normalizer_of_mean(
     return alpha, torch.exp(log_mean - alpha)
 
 
-def _exp_sum(shift: Tensor, total: Tensor) -> Tensor:
-    """exp(t) s of up to exp(1/tau) leaves fp32's range; float64 holds it down to tau = 1/700 without a common shift."""
-    return (shift + total.log()).double().exp()
-
-
-def _log_sum(exp_sum: Tensor, dtype: torch.dtype) -> Tensor:
-    return exp_sum.log().to(dtype)
-
-
 def _pull(
     sums: tuple[Tensor, Tensor, Tensor | None], anchors: Anchors, m: int, objective: NpnObjective, size: int
 ) -> tuple[Tensor, Tensor]:
     """r_i share_i e_i / (sum_j p_ij size), [R, d], the other factor of p in the gradient's product; and alpha, [R].
 
-    Args:
-        sums: t_i and s_i of the own prototypes; if these are divided, the log-sum over all ranks'.
-        anchors: [R] of them.
-        m: Prototypes of all ranks.
-        objective: The network's own objective.
-        size: B.
+    sums: t_i and s_i of the own prototypes and, if these are divided, the log-sum over all ranks'; m: those of all
+    ranks; size: B.
     """
     shift, total, log_sum = sums
     alpha, share = (

@@ -1,4 +1,4 @@
-"""The NPN without learning: the newest features themselves (`objective.npn=queue`)."""
+"""The newest features of both sides, and the NPN that consists of them, without learning (`objective.npn=queue`)."""
 
 from __future__ import annotations
 
@@ -7,15 +7,61 @@ import copy
 import torch
 from torch import Tensor
 
-from pipeline.objectives.facts import ObjectiveContext
-from pipeline.objectives.npn.network import BothSides, FeatureQueue, Npn, NpnConfig, Prediction, register_npn
+from pipeline.objectives.npn.network import BothSides, Npn, NpnConfig, Prediction, register_npn
 from pipeline.objectives.npn.prototypes import Anchors, mean_slopes, normalizer_of_mean
 from pipeline.objectives.pairwise import Workspace, row_blocks
 from pipeline.objectives.parts import Pair
+from pipeline.objectives.registry import ObjectiveContext
 from pipeline.objectives.softmax import AnchorBatch
 
 _EXCLUDED = -1e30
 """The exponent of an anchor's own sample: its exponential is 0, also where all exponents of a row are excluded."""
+
+
+NO_SAMPLE = -(2**62)
+"""The id of a place in the queue that is empty or whose sample is not known; no anchor has it."""
+
+
+class FeatureQueue:
+    """The newest m features of both sides, [2, m, d]: texts for image anchors, images for text anchors.
+
+    `length` is m, and may be 0; with `ids` it holds the sample ids, too.
+    """
+
+    def __init__(self, length: int, context: ObjectiveContext, *, ids: bool = False) -> None:
+        self.features = torch.zeros((2, length, context.dim), dtype=context.dtype, device=context.device)
+        self.ids = torch.full((length if ids else 0,), NO_SAMPLE, dtype=torch.int64, device=context.device)
+        self.written = torch.zeros((), dtype=torch.int64)
+        """On the host: features ever written."""
+
+    @property
+    def filled(self) -> int:
+        """How many features there are."""
+        return min(self.features.shape[1], int(self.written))
+
+    def places(self, batch: AnchorBatch) -> list[tuple[int, slice]]:
+        """Where the batch overwrites the oldest features: first place and the batch's rows, in two runs."""
+        m = self.features.shape[1]
+        start, count = int(self.written) % m, min(batch.size, m)
+        head = min(count, m - start)
+        return [(start, slice(0, head)), (0, slice(head, count))]
+
+    def add(self, batch: AnchorBatch) -> None:
+        """Overwrite the oldest features by the batch's."""
+        if not self.features.shape[1]:
+            return
+        for start, rows in self.places(batch):
+            end = start + rows.stop - rows.start
+            for side in (0, 1):
+                self.features[side, start:end] = batch.features[1 - side][rows]
+            if len(self.ids) and batch.ids is not None:
+                self.ids[start:end] = batch.ids[rows]
+        self.written += min(batch.size, self.features.shape[1])
+
+    def state(self) -> dict[str, Tensor]:
+        """The tensors themselves, by their names in a checkpoint."""
+        ids = {"npn.queue_ids": self.ids} if len(self.ids) else {}
+        return {"npn.queue": self.features, "npn.queued": self.written, **ids}
 
 
 @register_npn("queue")

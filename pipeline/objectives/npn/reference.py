@@ -20,15 +20,7 @@ def batch_normalizers(anchors: Tensor, partners: Tensor, tau: Tensor) -> Tensor:
 
 
 def predicted_log_normalizers(anchors: Tensor, partners: Tensor, weight: Tensor, *, tau: Tensor, eps: float) -> Tensor:
-    """alpha_i, [B], from the prototypes: equations (10) and (11).
-
-    Args:
-        anchors: [B, d].
-        partners: The anchors' partners, [B, d].
-        weight: The prototypes W, [m, d].
-        tau: The temperature.
-        eps: The small constant beside g.
-    """
+    """alpha_i, [B], from the anchors and their partners, [B, d], and prototypes W, [m, d]: equations (10) and (11)."""
     cosine = anchors @ F.normalize(weight, dim=1).T
     positive = (anchors * partners).sum(1, keepdim=True)
     return torch.log(eps + torch.exp((cosine - positive) / tau).mean(1))
@@ -37,12 +29,7 @@ def predicted_log_normalizers(anchors: Tensor, partners: Tensor, weight: Tensor,
 class ReferenceNeuClip:
     """State and steps of Algorithm 1; the caller updates encoders and temperature (line 12).
 
-    Args:
-        rho: Robustness radius.
-        eps: The small constant beside g.
-        restart_every: T_r.
-        inner_steps: T_u.
-        lr: AdaGrad's learning rate.
+    `restart_every` is T_r, `inner_steps` is T_u, and `lr` is AdaGrad's learning rate.
     """
 
     def __init__(self, *, rho: float, eps: float, restart_every: int, inner_steps: int, lr: float) -> None:

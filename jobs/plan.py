@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from jobs.known_settings import TRAINING, FiniteRange, RecipePath, load_run
+from jobs.recipe_option import TRAINING, RecipePath, load_run
 
 if TYPE_CHECKING:
     from pipeline.planning.run_plan import RunPlan
@@ -19,7 +19,7 @@ GPUS = {989.0: "H100 or H200", 312.0: "A100", 362.0: "L40S", 65.0: "T4 in fp16"}
 PEAKS = ", ".join(f"{name} {peak:g}" for peak, name in GPUS.items())
 
 
-ABOVE_0 = FiniteRange(min=0, min_open=True)
+ABOVE_0 = click.FloatRange(min=0, min_open=True)
 
 
 @click.command(name="plan", context_settings={"show_default": True})
@@ -29,13 +29,13 @@ ABOVE_0 = FiniteRange(min=0, min_open=True)
 @click.option("--peak-tflops", type=ABOVE_0, default=989.0, help=f"Dense bf16 peak of a GPU: {PEAKS}.")
 @click.option(
     "--mfu",
-    type=FiniteRange(min=0, max=1, min_open=True),
+    type=click.FloatRange(min=0, max=1, min_open=True),
     default=0.3,
     help="Share of the peak that the executed arithmetic reaches, recomputation included.",
 )
 @click.option("--gpu-gib", type=ABOVE_0, default=80.0, help="Memory of one GPU, in GiB.")
 @click.option("--measure", is_flag=True, help="Also run the recipe on this machine for a minute; forecast from that.")
-@click.option("--seconds", default=60.0, type=FiniteRange(min=1), help="Duration of --measure.")
+@click.option("--seconds", default=60.0, type=click.FloatRange(min=1), help="Duration of --measure.")
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
 def command(
     recipe: str | None,

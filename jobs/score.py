@@ -12,14 +12,12 @@ from typing import Any
 
 import click
 
-from jobs.known_settings import FiniteRange
-
 PAGE_NAME = "worst.html"
 SHOWN_CUT = 0.1
 PROGRESS_SECONDS = 30.0
 
 
-SHARE = FiniteRange(0, 1)
+SHARE = click.FloatRange(0, 1)
 
 
 @click.command(name="score", epilog="With several ranks: torchrun --nproc-per-node 8 -m jobs.score MODEL ...")

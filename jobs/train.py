@@ -14,7 +14,7 @@ from pathlib import Path
 
 import click
 
-from jobs.known_settings import TRAINING, RecipePath, load_run
+from jobs.recipe_option import TRAINING, RecipePath, load_run
 from pipeline.distributed.signals import exit_on_stop_signals
 from pipeline.errors import UserError
 

@@ -6,7 +6,6 @@ checks them, and explains what is wrong.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import difflib
 import functools
@@ -22,8 +21,8 @@ from typing import Any, TypeVar, dataclass_transform
 import pydantic
 import yaml
 
-from pipeline.departed import DEFAULTS, VALUES
 from pipeline.departed import SETTINGS as DEPARTED
+from pipeline.departed import VALUES
 from pipeline.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -95,19 +94,9 @@ def parse_yaml(text: str) -> Any:
         ValueError: The text is not YAML.
     """
     try:
-        return copy.deepcopy(_loaded(text))
-    except yaml.YAMLError as error:
+        return yaml.load(text, _Loader)
+    except (yaml.YAMLError, AttributeError, KeyError, TypeError, RecursionError) as error:  # a wrong tag: several
         raise ValueError(str(error)) from error
-    except (AttributeError, KeyError, TypeError) as error:  # of PyYAML
-        raise ValueError("a value is not what its tag (!!name) says") from error
-    except RecursionError as error:
-        raise ValueError("its values are nested too deeply") from error
-
-
-@functools.lru_cache(maxsize=64)
-def _loaded(text: str) -> Any:
-    """Of a study with hundreds of runs, each reads the same recipe, which takes 10 ms."""
-    return yaml.load(text, _Loader)
 
 
 def read_yaml(path: str | Path) -> Tree:
@@ -255,24 +244,27 @@ def departed(key: str) -> str | None:
     return next((DEPARTED[name] for name in names), None)
 
 
-def had_effect(key: str, value: Any) -> bool:
-    """Whether a setting that has left is stored with another value than the one that means what happens without it."""
-    return value != DEFAULTS[key] if key in DEFAULTS else bool(value)
+def without_departed(stored: Mapping[str, Any], *, file: str | Path) -> Tree:
+    """An earlier version's stored configuration without the settings that are gone; those that were set are logged."""
+    gone = list[str]()
 
+    def without(tree: Mapping[str, Any], prefix: str) -> Tree:
+        kept: Tree = {}
+        for key, value in tree.items():
+            name = f"{prefix}{key}"
+            if isinstance(value, Mapping) and value:
+                if (section := without(value, f"{name}.")) or departed(name) is None:
+                    kept[key] = section
+            elif departed(name) is None and (name, str(value)) not in VALUES:
+                kept[key] = value
+            elif value:
+                gone.append(f"{name} = {value!r}")
+        return kept
 
-def without_departed(stored: Mapping[str, Any], *, file: str | Path, prefix: str = "") -> Tree:
-    """An earlier version's stored configuration without the settings that are gone; those in effect are logged."""
-    tree: Tree = {}
-    for key, value in stored.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value:
-            if (section := without_departed(value, file=file, prefix=f"{name}.")) or departed(name) is None:
-                tree[key] = section
-        elif (left := VALUES.get((name, str(value))) or departed(name)) is None:
-            tree[key] = value
-        elif had_effect(name, value):
-            log.warning("%s: %s = %r is ignored. %s", file, name, value, left)
-    return tree
+    current = without(stored, "")
+    if gone:
+        log.warning("%s: settings of an earlier version are ignored: %s.", file, ", ".join(gone))
+    return current
 
 
 def explain_unknown(key: str, value: Any, *, valid: list[str]) -> str:

@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner
 
 from jobs import cli
-from jobs.known_settings import TRAINING, RecipePath
+from jobs.recipe_option import TRAINING, RecipePath
 from jobs.train import command as train
 from pipeline.errors import UserError
 from tests.launch import python
@@ -89,7 +89,7 @@ ANSWERED = [
     ("watch R --suite s --interval 3", "written without dashes: interval=3"),
     ("download --url-list urls.txt", "written without dashes: source.table=urls.txt"),
     ("download --table urls.csv", "written without dashes: source.table=urls.csv"),
-    ("score jobs --data jobs --output x --list-worst 20% w.txt", "'20%' is not a valid number"),
+    ("score jobs --data jobs --output x --list-worst 20% w.txt", "'20%' is not a valid float range"),
     ("score jobs --data jobs output=x", "give --output x"),
     ("pairs pictures x", "Missing option '--output'. Folder of the shards."),
     ("pairs pictures output=x", "give --output x"),

@@ -87,7 +87,7 @@ _Loader.add_implicit_resolver(
 )
 
 
-def parse_yaml(text: str) -> Any:
+def parse_yaml(text: str | bytes) -> Any:
     """The value that a YAML text describes.
 
     Raises:

@@ -63,9 +63,9 @@ def command(
     place = Path(output or f"runs/studies/{size}")
     study, units = load_study(name), units_of(name, size=size, overrides=overrides)
     if list_units:
-        for number, each in enumerate(units):  # for --unit
-            state, samples = "done" if each.is_done(place) else "-", f"{each.run.samples:>13,} samples"
-            click.echo(f"{number:>4}  {state:<5} {each.label:<56} {samples}  {each.folder(place)}")
+        for number, one in enumerate(units):  # for --unit
+            state, samples = "done" if one.is_done(place) else "-", f"{one.run.samples:>13,} samples"
+            click.echo(f"{number:>4}  {state:<5} {one.label:<56} {samples}  {one.folder(place)}")
         return 0
     if unit is not None and unit >= len(units):
         raise click.BadParameter(f"{unit}: {name} has {len(units)} runs at this size, 0 to {len(units) - 1}.")

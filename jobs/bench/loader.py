@@ -138,7 +138,7 @@ def compare(shorter: int, options: argparse.Namespace) -> None:
     rows = {label: (median(speeds), *ratios(speeds, rates["open_clip"])) for label, speeds in rates.items()}
     columns = {"images/s/core": ".0f", "/ open_clip": ".2f", "lowest": ".2f", "highest": ".2f"}
     head = f"shorter side {shorter}, {size / 1000:.0f} kB a sample, {samples} samples, {options.rounds} rounds"
-    show(head, columns, rows, output=options.json)
+    show(head, columns, rows)
 
 
 def main() -> None:

@@ -110,7 +110,7 @@ def compare(runs: Sequence[Run]) -> Comparison:
         _check_inputs(key, names, scores[key])
     resampled = {key: resample(of) for key, of in scores.items()}
     tasks = [
-        _row(sample.label, [s and s.score for s in scores[key]], resampled[key], chance=sample.chance)
+        _row(sample.label, [s.score if s else None for s in scores[key]], resampled[key], chance=sample.chance)
         for key, sample in by_task.items()
     ]
     aggregates = []

@@ -28,8 +28,6 @@ from pipeline.errors import UserError
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# An error lists all allowed names up to _MANY, else the _NEAR nearest ones.
-_MANY, _NEAR = 40, 6
 Tree = dict[str, Any]
 
 
@@ -107,14 +105,10 @@ def read_yaml(path: str | Path) -> Tree:
     """
     path = Path(path)
     try:
-        tree = parse_yaml(path.read_text(encoding="utf-8")) or {}
+        tree = parse_yaml(path.read_bytes()) or {}
     except OSError as error:
         raise UserError(
             f"Cannot read the recipe {path}: {error.strerror}. The shipped recipes are in jobs/recipes/."
-        ) from error
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path} is not UTF-8 text: byte 0x{error.object[error.start]:02X} at {error.start}."
         ) from error
     except ValueError as error:
         raise UserError(f"{path} is not valid YAML: {error}") from error
@@ -128,7 +122,7 @@ def parse_overrides(overrides: Iterable[str]) -> Tree:
     tree: Tree = {}
     for text in overrides:
         key, equals, value = text.partition("=")
-        if not equals or not key or not all(key.split(".")):
+        if not equals or not all(key.split(".")):
             raise UserError(f"Override {text!r} is not of the form section.key=value, for example optimizer.lr=1e-3.")
         try:
             leaf: Any = parse_yaml(value) if value else None
@@ -267,8 +261,7 @@ def without_departed(stored: Mapping[str, Any], *, file: str | Path) -> Tree:
     return current
 
 
-def explain_unknown(key: str, value: Any, *, valid: list[str]) -> str:
-    """A sentence about a dotted key that is not among the valid ones: the nearest of these, and all of its section."""
+def _explain_unknown(key: str, value: Any, *, valid: list[str]) -> str:
     if instead := departed(key):
         return f"The setting {key} (given {value!r}) was removed. {instead}"
     nearest = _nearest(key, valid)
@@ -282,7 +275,7 @@ def explain_unknown(key: str, value: Any, *, valid: list[str]) -> str:
 def _explain(problem: Any, *, dot: str, valid: list[str]) -> str:
     key = dot + ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "unexpected_keyword_argument":
-        return explain_unknown(key, problem["input"], valid=valid)
+        return _explain_unknown(key, problem["input"], valid=valid)
     if problem["type"] in ("missing", "missing_argument"):
         return f"{key} is required and was not given."
     message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
@@ -296,12 +289,9 @@ def _explain(problem: Any, *, dot: str, valid: list[str]) -> str:
 
 @functools.cache
 def suggest(given: str, allowed: tuple[str, ...]) -> str:
-    """A sentence for messages about an unknown name: the nearest allowed name, then all of them.
-
-    Of a long list only the nearest names are given.
-    """
-    near = difflib.get_close_matches(given, allowed, n=_NEAR, cutoff=0.0)
+    """A sentence for messages about an unknown name: the nearest allowed name, then all of them, or the six nearest."""
+    near = difflib.get_close_matches(given, allowed, n=6, cutoff=0.0)
     hint = f"The nearest is {near[0]}. " if near else ""
-    if len(allowed) > _MANY:
+    if len(allowed) > 40:
         return f"{hint}Near it are {', '.join(near[1:])}, out of {len(allowed)} allowed names."
     return f"{hint}Allowed: {', '.join(allowed)}."

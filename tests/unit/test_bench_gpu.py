@@ -50,9 +50,7 @@ def test_a_command_leaves_no_process_behind_and_is_no_rank(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--tiny", "--only", "nosuch"], "invalid choice: 'nosuch'"),
-        (["--tiny", "--output", "{folder}"], "cannot be written (File exists): give --output another name"),
-        (["--tiny", "--output", "{folder}/file/x.json"], "cannot be written (File exists): give --output another name"),
+        (["--tiny", "--output", "{folder}/file"], "cannot be written (File exists): give --output another name"),
         pytest.param(["--output", "{folder}/x.json"], "sees no GPU on this machine, so nothing was measured",
                      marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")),
     ],

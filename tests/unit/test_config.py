@@ -102,7 +102,7 @@ def test_values_are_parsed_as_users_expect(tmp_path):
     with pytest.raises(UserError, match="the key 'optimizer' is given twice"):
         load_recipe(twice, BASE)
     twice.write_bytes(b"samples: \xff\n")
-    with pytest.raises(UserError, match=r"twice\.yaml is not UTF-8 text: byte 0xFF at 9"):
+    with pytest.raises(UserError, match=r"twice\.yaml is not valid YAML: unacceptable character #x00ff"):
         load_recipe(twice, BASE)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 import statistics
 import threading
@@ -23,7 +22,7 @@ from jobs.studies.declare import SIZES, load_study
 from jobs.studies.outcomes import COLUMNS, PAIRED, Outcome, Spread, curve, holm, paired, spread
 from jobs.studies.publish import as_markdown, render
 from jobs.studies.unit import cost_of
-from jobs.study import command_of, prepare_corpora, run_units, study_names
+from jobs.study import prepare_corpora, study_names
 from pipeline.errors import UserError
 from pipeline.metrics.mfu import training_flops
 from pipeline.training.recipe import load_recipe
@@ -161,29 +160,11 @@ def test_each_rank_of_a_run_gets_a_gpu_that_the_study_may_use(tmp_path, monkeypa
         job.run_all(units, tmp_path, parallel=None)
 
 
-def test_a_unit_is_started_as_declared(tmp_path, monkeypatch):
-    units = units_of("scaling", size="desk")
-    one, four = (next(unit for unit in units if unit.ranks == ranks) for ranks in (1, 4))
-    monkeypatch.setattr("jobs.study.prepare_corpora", lambda names, **_: {name: Path(name) for name in names})
-    monkeypatch.setattr(job, "run_all", lambda units, place, **_: {})
-    study = load_study("scaling")
-    assert run_units(study, [four, one, four], size="desk", place=tmp_path, parallel=None) == {}
-    folder = four.folder(tmp_path)
-    spec = json.loads((folder / "unit.json").read_text())
-    run = load_recipe(spec["recipe"], spec["overrides"])
-    shards = f"{four.corpus}/shards"
-    assert (run.batch_size, run.output, run.data.sources[0].manifest) == (256, str(folder), shards)
-    assert "--nproc-per-node 4" in " ".join(command_of(four, folder))
-    assert command_of(one, folder)[1:] == ["-m", "jobs.studies.unit", str(folder)]
-
-
-def outcome(arm: str, seed: int, score: float, *, mse: float = 0.1) -> Outcome:
-    scores = {"scenes/colour": score, "scenes/shape": score + 0.2, "DataComp Average": None}
-    measured = {"samples": 100, "tau": 0.05, "variance": 2.0, "cold": {"mse": mse, "bias": 0.0}}
+def outcome(arm: str, seed: int, score: float) -> Outcome:
+    measured = {"samples": 100, "tau": 0.05, "variance": 2.0, "cold": {"mse": 0.1, "bias": 0.0}}
     result = {
         "batch_size": 10,
-        "ranks": 1,
-        "curve": [{"step": 10, "samples": 100, "scores": {k: v for k, v in scores.items() if v is not None}}],
+        "curve": [{"step": 10, "samples": 100, "scores": {"scenes/colour": score, "scenes/shape": score + 0.2}}],
         "last": {"samples": 100, "tau": 0.05},
         "step_ms": {"whole": 20.0 + seed, "objective": 2.0 if arm == "a" else 6.0},
         "peak_memory_mib": 100.0,

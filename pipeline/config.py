@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Tree = dict[str, Any]
+UNSET = (None, "", [], {})
+"""Values of settings that are not in use."""
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(pydantic.Field, dataclasses.field))
@@ -251,7 +253,7 @@ def without_departed(stored: Mapping[str, Any], *, file: str | Path) -> Tree:
                     kept[key] = section
             elif departed(name) is None and (name, str(value)) not in VALUES:
                 kept[key] = value
-            elif value:
+            elif value not in UNSET:
                 gone.append(f"{name} = {value!r}")
         return kept
 

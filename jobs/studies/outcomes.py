@@ -126,11 +126,6 @@ def _entry(section: str, key: str) -> Callable[[Result], float | None]:
     return lambda result: result.get(section, {}).get(key)
 
 
-def _share(part: str) -> Callable[[Result], float | None]:
-    """Of the time of a step."""
-    return lambda result: result["step_ms"][part] / result["step_ms"]["whole"] if part in result["step_ms"] else None
-
-
 def _traffic(result: Result) -> float | None:
     sent = result["traffic_bytes_per_step"]
     return None if sent is None else sum(sent.values()) / 1024
@@ -155,7 +150,12 @@ COLUMNS: dict[str, Column] = {
     "forward_ms": Column("forward, ms", _entry("step_ms", "forward"), ".1f"),
     "objective_ms": Column("objective, ms", _entry("step_ms", "objective"), ".2f"),
     "npn_ms": Column("of it the network, ms", _entry("step_ms", "npn"), ".2f"),
-    "npn_share": Column("network's share of the step, %", _share("npn"), ".1f", 100),
+    "npn_share": Column(
+        "network's share of the step, %",
+        lambda r: r["step_ms"]["npn"] / r["step_ms"]["whole"] if "npn" in r["step_ms"] else None,
+        ".1f",
+        100,
+    ),
     "backward_ms": Column("backward, ms", _entry("step_ms", "backward"), ".1f"),
     "optimizer_ms": Column("optimizer, ms", _entry("step_ms", "optimizer"), ".1f"),
     "memory_mib": Column("peak memory, MiB", lambda r: r["peak_memory_mib"], ",.0f"),

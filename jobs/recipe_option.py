@@ -72,7 +72,5 @@ class RecipePath(click.ParamType):
             return str(named)
         if ctx is not None and (left := COMMANDS.get(f"{ctx.info_name} --recipe {value}")):
             raise UserError(left)
-        known = recipe_names(self.folder)
-        if given.is_dir():
-            raise UserError(f"{value} is a folder. Give a YAML file, or a name: {', '.join(known)}.")
-        raise UserError(f"There is no recipe {value}. {suggest(given.stem, known)} A path works, too.")
+        near = suggest(given.stem, recipe_names(self.folder))
+        raise UserError(f"There is no recipe {value}. {near} The path of a YAML file works, too.")

@@ -38,8 +38,6 @@ KINDS = {
 """Patterns of the names of kernels, in any case; the first that is found counts."""
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 """Categories of events in torch's traces."""
-LONG_GAP = 10.0
-"""Microseconds without work on the device from which a gap is listed."""
 
 
 def parser(about: str | None, *, rounds: int) -> argparse.ArgumentParser:
@@ -150,7 +148,6 @@ def summary(events: Sequence[Mapping[str, Any]], *, steps: int) -> dict[str, Any
             kind: {"ms": scale * times[kind], "kernels": counts[kind] / steps}
             for kind in sorted(times, key=lambda kind: -times[kind])
         },
-        "gaps_above_10_us": sum(gap > LONG_GAP for gap, *_ in gaps) / steps,
         "longest_gaps": [
             {"us": gap, "after": before[:80], "before": after[:80]} for gap, before, after in sorted(gaps)[:-9:-1]
         ],

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,8 +19,7 @@ from pipeline.report.stored_scores import StoredEvaluation
 HTML_NAME, MARKDOWN_NAME = "report.html", "report.md"
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """A headline figure: its name, its value, and a reference to compare it with."""
 
     label: str

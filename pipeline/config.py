@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Tree = dict[str, Any]
-UNSET = (None, "", [], {})
+UNSET: tuple[Any, ...] = (None, "", [], {})
 """Values of settings that are not in use."""
 
 

@@ -67,7 +67,7 @@ lint: $(READY)
 
 # Generates docs/settings.md from the docstrings of the configuration classes.
 settings: $(READY)
-	$(BIN)/python -m jobs.settings --markdown > docs/settings.md.new
+	$(BIN)/python -m jobs.cli settings --markdown > docs/settings.md.new
 	mv docs/settings.md.new docs/settings.md
 
 # Needs no network. Serve the result with `python -m http.server --directory build/site`.

@@ -163,7 +163,7 @@ def _hint(error: click.NoSuchOption, arguments: Sequence[str]) -> str:
         return f" {answer}"
     if not any(SETTINGS_METAVAR in str(parameter.metavar).upper() for parameter in command.params):
         return ""
-    from jobs.known_settings import settings_named
+    from jobs.settings import settings_named
 
     if "." in key:
         named = [key]

@@ -5,7 +5,6 @@ Every stage runs the same code as on real data. Run again, the demo continues wh
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from typing import Any
 import click
 
 from pipeline.errors import UserError
-from pipeline.files import write_json, write_text
+from pipeline.files import write_text
 
 RECIPE = Path(__file__).parent / "recipes" / "demo.yaml"
 INGESTION = Path(__file__).parent / "recipes" / "download" / "scenes.yaml"
@@ -44,16 +43,16 @@ def command(pairs: int, held_out: int, overrides: tuple[str, ...]) -> int:
     run = in_faster_precision(run, overrides)
     check_corpus(scenes, data, Path(output))
     Path(output).mkdir(parents=True, exist_ok=True)
-    with timed(Path(output), "corpus and ingestion") as done:
+    with timed("Corpus and ingestion") as done:
         done(ingest(scenes, data))
-    with timed(Path(output), "evaluation sets") as done:
+    with timed("Evaluation sets") as done:
         done(make_suite(scenes, data / "suite"))
-    with timed(Path(output), "training") as done:
+    with timed("Training") as done:
         code, text = train(run)
         if code:
             return code
         done(text)
-    with timed(Path(output), "evaluation") as done:
+    with timed("Evaluation") as done:
         lines = evaluate(run.output, data / "suite")
         done(f"{len(lines)} tasks at the last checkpoint")
     click.echo("\n".join(lines))
@@ -202,21 +201,15 @@ def evaluate(run: str, suite: Path) -> list[str]:
 
 
 @contextmanager
-def timed(run: Path, name: str) -> Iterator[Callable[[str], None]]:
-    """Time a stage, add the seconds to RUN/stages.json, and print one line; yields what sets the line's summary."""
+def timed(name: str) -> Iterator[Callable[[str], None]]:
+    """Print one line at the end of a stage; yields what sets the line's summary."""
     from pipeline.report.page import duration
 
-    path, start, summaries = run / "stages.json", time.perf_counter(), list[str]()
-    seconds = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    try:
-        yield summaries.append
-        if summaries:
-            tick, took = click.style("✓", fg="green"), duration(time.perf_counter() - start)
-            click.echo(f"{tick} {name.capitalize():<21} {summaries[-1]}  [{took}]")
-    finally:
-        # The times of an interrupted stage add up; a stage that was already done adds almost nothing.
-        seconds[name] = round(seconds.get(name, 0.0) + time.perf_counter() - start, 2)
-        write_json(path, seconds)
+    start, summaries = time.perf_counter(), list[str]()
+    yield summaries.append
+    if summaries:
+        tick, took = click.style("✓", fg="green"), duration(time.perf_counter() - start)
+        click.echo(f"{tick} {name:<21} {summaries[-1]}  [{took}]")
 
 
 if __name__ == "__main__":

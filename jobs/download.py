@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from jobs.known_settings import DOWNLOAD, RecipePath
+from jobs.recipe_option import DOWNLOAD, RecipePath
 
 if TYPE_CHECKING:
     from data_prep.fetching.shard_writer import Outcomes

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from jobs.studies import check_name, study_names
+from pipeline.config import suggest
 from pipeline.cores import usable_cores
+from pipeline.departed import COMMANDS
 from pipeline.errors import EXIT_INTERRUPTED, UserError
 from pipeline.files import file_lock, write_json
 
@@ -50,18 +51,21 @@ def command(
     identical runs. SECTION.KEY=VALUE changes every run, for example evaluation.suite=/data/suite for the paper's size.
     Exit code 1: some runs failed; the others are rendered.
     """
-    if name is not None:
-        check_name(name)  # before imports that take seconds
+    names = study_names()
+    if name and name not in names:  # before imports that take seconds
+        raise UserError(COMMANDS.get(f"study {name}") or f"There is no study {name!r}. {suggest(name, names)}")
     from jobs.studies.declare import load_study, units_of
 
     if name is None:
-        for each in study_names():
+        for each in names:
             click.echo(f"{each:<12} {load_study(each).title}  [{load_study(each).reproduces}]")
         return 0
     place = Path(output or f"runs/studies/{size}")
     study, units = load_study(name), units_of(name, size=size, overrides=overrides)
     if list_units:
-        show(units, place)
+        for number, one in enumerate(units):  # for --unit
+            state, samples = "done" if one.is_done(place) else "-", f"{one.run.samples:>13,} samples"
+            click.echo(f"{number:>4}  {state:<5} {one.label:<56} {samples}  {one.folder(place)}")
         return 0
     if unit is not None and unit >= len(units):
         raise click.BadParameter(f"{unit}: {name} has {len(units)} runs at this size, 0 to {len(units) - 1}.")
@@ -80,13 +84,18 @@ def command(
     return 1 if failed else 0
 
 
+def study_names() -> tuple[str, ...]:
+    """The studies that have a declaration."""
+    files = (Path(__file__).parent / "studies").glob("*.yaml")
+    return tuple(sorted(path.stem for path in files if path.stem != "sizes"))
+
+
 def run_units(study: Study, units: list[Unit], *, size: str, place: Path, parallel: int | None) -> dict[str, int]:
     """Run the units that are not finished. Returns the exit codes of failed runs by label."""
     from jobs.studies.declare import SPEC_NAME, load_size
 
     left = [each for each in {unit.key: unit for unit in units}.values() if not each.is_done(place)]
     click.echo(f"{len(units)} runs, {len(units) - len(left)} of them done or shared.")
-    left = without_missing_teachers(left)
     if not left:
         return {}
     check_data(left)
@@ -100,19 +109,6 @@ def run_units(study: Study, units: list[Unit], *, size: str, place: Path, parall
         spec = {"label": each.label, "recipe": str(each.recipe), "overrides": overrides, "measure": study.measure}
         write_json(each.folder(place) / SPEC_NAME, {**spec, "anchors": load_size(size).anchors})
     return run_all(left, place, parallel=1 if study.alone else parallel)
-
-
-def without_missing_teachers(units: list[Unit]) -> list[Unit]:
-    """The runs whose teacher's features are there; the others are named: their teacher may be a run of this study."""
-    ready = []
-    for unit in units:
-        needed = list(unit.run.data.stored_features.values())
-        if missing := [folder for folder in needed if not Path(folder).exists()]:
-            comment = "a comment in the study's YAML file has the command that makes it."
-            click.echo(f"Skipped: {unit.label} needs {missing[-1]}; {comment}")
-        else:
-            ready.append(unit)
-    return ready
 
 
 def check_data(units: list[Unit]) -> None:
@@ -180,37 +176,32 @@ def run_all(units: Sequence[Unit], output: Path, *, parallel: int | None) -> dic
         KeyboardInterrupt: One of these signals was received.
         UserError: A unit needs more GPUs than there are.
     """
-    gpus = usable_gpus()
-    if gpus and (large := [unit for unit in units if unit.ranks > len(gpus)]):
-        needs = f"{large[0].label} needs {large[0].ranks} GPUs"
-        raise UserError(f"{needs}, but {len(gpus)} are visible here.")
-    count = min(parallel or len(gpus) or usable_cores(), len(gpus) or len(units), len(units))
-    processes, stopped, taking = list[subprocess.Popen](), threading.Event(), threading.Lock()
-    free = queue.SimpleQueue[str]()
-    for gpu in gpus:
-        free.put(gpu)
+    gpus, largest = usable_gpus(), max(units, key=lambda unit: unit.ranks)
+    if gpus and largest.ranks > len(gpus):
+        raise UserError(f"{largest.label} needs {largest.ranks} GPUs, but {len(gpus)} are visible here.")
+    free, places = queue.SimpleQueue[list[str]](), len(gpus) // largest.ranks
+    for place in range(places):
+        free.put(gpus[place * largest.ranks :])
+    count = min(parallel or places or usable_cores(), places or len(units), len(units))
+    processes, stopped = list[subprocess.Popen](), threading.Event()
 
     def one(number: int, unit: Unit) -> int:
-        folder, mine, environment = unit.folder(output), list[str](), dict(os.environ)
-        if count > 1 and gpus:  # a single run may use the whole machine
-            with taking:
-                mine = sorted((free.get() for _ in range(unit.ranks)), key=gpus.index)
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
-        elif count > 1:
+        if stopped.is_set():
+            return EXIT_INTERRUPTED
+        folder, environment, began = unit.folder(output), dict(os.environ), time.monotonic()
+        mine = free.get() if gpus else []
+        if gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine[: unit.ranks])
+        elif count > 1:  # a single run may use the whole machine
             environment |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
         try:
-            if stopped.is_set():
-                return EXIT_INTERRUPTED
-            began = time.monotonic()
             with (folder / "log.txt").open("ab") as log:
-                process = subprocess.Popen(
-                    command_of(unit, folder), env=environment, stdout=log, stderr=subprocess.STDOUT
-                )
+                words = command_of(unit, folder)
+                process = subprocess.Popen(words, env=environment, stdout=log, stderr=subprocess.STDOUT)
             processes.append(process)
             code = process.wait()
         finally:
-            for gpu in mine:
-                free.put(gpu)
+            free.put(mine)
         what = "done" if code == 0 else f"FAILED with exit code {code}, see {folder / 'log.txt'}"
         click.echo(f"{number}/{len(units)} {unit.label}: {what} ({time.monotonic() - began:.0f} s)")
         return code
@@ -227,13 +218,6 @@ def run_all(units: Sequence[Unit], output: Path, *, parallel: int | None) -> dic
             for process in processes:
                 process.terminate()  # the run writes a checkpoint; leaving the pool waits for it
             raise
-
-
-def show(units: list[Unit], place: Path) -> None:
-    """Print the runs with their numbers for `--unit`."""
-    for number, each in enumerate(units):
-        state, samples = "done" if each.is_done(place) else "-", f"{each.run.samples:>13,} samples"
-        click.echo(f"{number:>4}  {state:<5} {each.label:<56} {samples}  {each.folder(place)}")
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from jobs.known_settings import TRAINING, RecipePath, load_run
 from jobs.plan import counted
+from jobs.recipe_option import TRAINING, RecipePath, load_run
 from pipeline.cores import usable_cores
 from pipeline.distributed.signals import exit_on_stop_signals
 from pipeline.errors import UserError

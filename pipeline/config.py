@@ -6,7 +6,6 @@ checks them, and explains what is wrong.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import difflib
 import functools
@@ -22,16 +21,16 @@ from typing import Any, TypeVar, dataclass_transform
 import pydantic
 import yaml
 
-from pipeline.departed import DEFAULTS, VALUES
 from pipeline.departed import SETTINGS as DEPARTED
+from pipeline.departed import VALUES
 from pipeline.errors import UserError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# An error lists all allowed names up to _MANY, else the _NEAR nearest ones.
-_MANY, _NEAR = 40, 6
 Tree = dict[str, Any]
+UNSET: tuple[Any, ...] = (None, "", [], {})
+"""Values of settings that are not in use."""
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(pydantic.Field, dataclasses.field))
@@ -88,26 +87,16 @@ _Loader.add_implicit_resolver(
 )
 
 
-def parse_yaml(text: str) -> Any:
+def parse_yaml(text: str | bytes) -> Any:
     """The value that a YAML text describes.
 
     Raises:
         ValueError: The text is not YAML.
     """
     try:
-        return copy.deepcopy(_loaded(text))
-    except yaml.YAMLError as error:
+        return yaml.load(text, _Loader)
+    except (yaml.YAMLError, AttributeError, KeyError, TypeError, RecursionError) as error:  # a wrong tag: several
         raise ValueError(str(error)) from error
-    except (AttributeError, KeyError, TypeError) as error:  # of PyYAML
-        raise ValueError("a value is not what its tag (!!name) says") from error
-    except RecursionError as error:
-        raise ValueError("its values are nested too deeply") from error
-
-
-@functools.lru_cache(maxsize=64)
-def _loaded(text: str) -> Any:
-    """Of a study with hundreds of runs, each reads the same recipe, which takes 10 ms."""
-    return yaml.load(text, _Loader)
 
 
 def read_yaml(path: str | Path) -> Tree:
@@ -118,14 +107,10 @@ def read_yaml(path: str | Path) -> Tree:
     """
     path = Path(path)
     try:
-        tree = parse_yaml(path.read_text(encoding="utf-8")) or {}
+        tree = parse_yaml(path.read_bytes()) or {}
     except OSError as error:
         raise UserError(
             f"Cannot read the recipe {path}: {error.strerror}. The shipped recipes are in jobs/recipes/."
-        ) from error
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path} is not UTF-8 text: byte 0x{error.object[error.start]:02X} at {error.start}."
         ) from error
     except ValueError as error:
         raise UserError(f"{path} is not valid YAML: {error}") from error
@@ -139,7 +124,7 @@ def parse_overrides(overrides: Iterable[str]) -> Tree:
     tree: Tree = {}
     for text in overrides:
         key, equals, value = text.partition("=")
-        if not equals or not key or not all(key.split(".")):
+        if not equals or not all(key.split(".")):
             raise UserError(f"Override {text!r} is not of the form section.key=value, for example optimizer.lr=1e-3.")
         try:
             leaf: Any = parse_yaml(value) if value else None
@@ -255,28 +240,30 @@ def departed(key: str) -> str | None:
     return next((DEPARTED[name] for name in names), None)
 
 
-def had_effect(key: str, value: Any) -> bool:
-    """Whether a setting that has left is stored with another value than the one that means what happens without it."""
-    return value != DEFAULTS[key] if key in DEFAULTS else bool(value)
+def without_departed(stored: Mapping[str, Any], *, file: str | Path) -> Tree:
+    """An earlier version's stored configuration without the settings that are gone; those that were set are logged."""
+    gone = list[str]()
+
+    def without(tree: Mapping[str, Any], prefix: str) -> Tree:
+        kept: Tree = {}
+        for key, value in tree.items():
+            name = f"{prefix}{key}"
+            if isinstance(value, Mapping) and value:
+                if (section := without(value, f"{name}.")) or departed(name) is None:
+                    kept[key] = section
+            elif departed(name) is None and (name, str(value)) not in VALUES:
+                kept[key] = value
+            elif value not in UNSET:
+                gone.append(f"{name} = {value!r}")
+        return kept
+
+    current = without(stored, "")
+    if gone:
+        log.warning("%s: settings of an earlier version are ignored: %s.", file, ", ".join(gone))
+    return current
 
 
-def without_departed(stored: Mapping[str, Any], *, file: str | Path, prefix: str = "") -> Tree:
-    """An earlier version's stored configuration without the settings that are gone; those in effect are logged."""
-    tree: Tree = {}
-    for key, value in stored.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value:
-            if (section := without_departed(value, file=file, prefix=f"{name}.")) or departed(name) is None:
-                tree[key] = section
-        elif (left := VALUES.get((name, str(value))) or departed(name)) is None:
-            tree[key] = value
-        elif had_effect(name, value):
-            log.warning("%s: %s = %r is ignored. %s", file, name, value, left)
-    return tree
-
-
-def explain_unknown(key: str, value: Any, *, valid: list[str]) -> str:
-    """A sentence about a dotted key that is not among the valid ones: the nearest of these, and all of its section."""
+def _explain_unknown(key: str, value: Any, *, valid: list[str]) -> str:
     if instead := departed(key):
         return f"The setting {key} (given {value!r}) was removed. {instead}"
     nearest = _nearest(key, valid)
@@ -290,7 +277,7 @@ def explain_unknown(key: str, value: Any, *, valid: list[str]) -> str:
 def _explain(problem: Any, *, dot: str, valid: list[str]) -> str:
     key = dot + ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "unexpected_keyword_argument":
-        return explain_unknown(key, problem["input"], valid=valid)
+        return _explain_unknown(key, problem["input"], valid=valid)
     if problem["type"] in ("missing", "missing_argument"):
         return f"{key} is required and was not given."
     message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
@@ -304,12 +291,9 @@ def _explain(problem: Any, *, dot: str, valid: list[str]) -> str:
 
 @functools.cache
 def suggest(given: str, allowed: tuple[str, ...]) -> str:
-    """A sentence for messages about an unknown name: the nearest allowed name, then all of them.
-
-    Of a long list only the nearest names are given.
-    """
-    near = difflib.get_close_matches(given, allowed, n=_NEAR, cutoff=0.0)
+    """A sentence for messages about an unknown name: the nearest allowed name, then all of them, or the six nearest."""
+    near = difflib.get_close_matches(given, allowed, n=6, cutoff=0.0)
     hint = f"The nearest is {near[0]}. " if near else ""
-    if len(allowed) > _MANY:
+    if len(allowed) > 40:
         return f"{hint}Near it are {', '.join(near[1:])}, out of {len(allowed)} allowed names."
     return f"{hint}Allowed: {', '.join(allowed)}."

@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 SETTINGS: dict[str, str] = {
     "attempts": "A watcher tries a checkpoint three times.",
     "cache": "Each evaluation decodes its images; several checkpoints share one pass over them.",
@@ -71,54 +69,7 @@ SETTINGS: dict[str, str] = {
 }
 """Key, or prefix of keys that ends in a dot -> one sentence: what to use instead, or what happens without it."""
 
-DEFAULTS: dict[str, Any] = {
-    "checkpoint.mirror_minutes": 20.0,
-    "checkpoint.retry_minutes": 10.0,
-    "data.max_pixels": 178_956_970,
-    "data.prefetch": 2,
-    "ema.evaluate": True,
-    "ema.warmup": True,
-    "fetch.decode_timeout": 30.0,
-    "guard.max_backoff": 30.0,
-    "guard.max_redirects": 5,
-    "guard.schemes": ["http", "https"],
-    "image.resize_only_if_bigger": True,
-    "monitor.probe": 64,
-    "monitor.restarts": 3,
-    "monitor.stall": 300.0,
-    "monitor.window": 1_000,
-    "objective.drift_check_every": 500,
-    "objective.ema_decay": 0.92,
-    "objective.ema_every": 2,
-    "objective.gather_precision": "fp32",
-    "objective.positive_weight": 1e-3,
-    "objective.table_on": "host",
-    "objective.target_share": 0.8,
-    "objective.tau_beta1": 0.9,
-    "objective.tau_beta2": 0.98,
-    "objective.tau_eps": 1e-8,
-    "objective.tau_lr_threshold": 0.03,
-    "objective.tau_max": 1.0,
-    "plan.gpu_gib": 80.0,
-    "plan.gpus": 1,
-    "plan.gpus_per_node": 8,
-    "plan.images_per_core": 500.0,
-    "plan.mfu": 0.3,
-    "plan.peak_tflops": 989.0,
-    "plan.sample_bytes": 30_000,
-    "retry_after": 300.0,
-    "selection.chunks": 16,
-    "telemetry.histograms_every": 1_000,
-    "telemetry.images": 16,
-    "telemetry.images_every": 1_000,
-    "ttl": 180.0,
-    "together": 4,
-    "validation.batch_size": 64,
-    "validation.keep_best": True,
-}
-"""Key -> the value that stored configurations have where nobody set it; of all other keys it is null, false or empty."""
-
-VALUES: dict[tuple[str, Any], str] = {
+VALUES: dict[tuple[str, str], str] = {
     ("data.decoding", "scaled"): "`fast` decodes all; images stored at about 256 px gain nothing from less.",
     ("image.encode_format", "ppm"): "Images are stored encoded: jpg, png or webp.",
     **dict.fromkeys((("telemetry.progress", v) for v in ("bar", "brief", "lines")), "`auto` prints plain lines."),

@@ -38,13 +38,7 @@ BARE = ["output=runs/x", "samples=1000000", "batch_size=1024", "data.sources=dat
 
 @dataclass(frozen=True)
 class Line:
-    """One command of a page.
-
-    Attributes:
-        page: name of the page.
-        environment: assignments before the command.
-        words: the command and its arguments.
-    """
+    """One command of a page, with the assignments before it."""
 
     page: str
     environment: dict[str, str]
@@ -59,7 +53,7 @@ def blocks(language: str, page: Path) -> list[str]:
 
 
 def lines(pages: Sequence[Path] = PAGES) -> list[Line]:
-    """Return every command of the pages' bash blocks, without comments."""
+    """Every command of the pages' bash blocks, without comments."""
     found = []
     for page in pages:
         for text in (line for body in blocks("bash", page) for line in body.replace("\\\n", " ").splitlines()):
@@ -105,14 +99,9 @@ def _neuclip(arguments: list[str]) -> None:
         check_job(arguments[0], arguments[1:])
 
 
-def _python(arguments: list[str]) -> None:
-    assert arguments[0] == "-m", arguments
-    _module(arguments[1], arguments[2:])
-
-
 def _module(module: str, arguments: list[str]) -> None:
     if module.startswith(("jobs.bench.", "data_prep.")):
-        _parsers_module(module, arguments)
+        _runnable(module, arguments)
     else:
         assert module.startswith("jobs."), module
         check_job(module.removeprefix("jobs."), arguments)
@@ -122,7 +111,7 @@ class _Parsed(Exception):
     """Raised when the parser has accepted the arguments, so that the command itself does not run."""
 
 
-def _parsers_module(module: str, arguments: list[str]) -> None:
+def _runnable(module: str, arguments: list[str]) -> None:
     """Run a module until its argparse or click parser has accepted the arguments."""
     real = argparse.ArgumentParser.parse_args
 
@@ -205,7 +194,7 @@ def _container(arguments: list[str]) -> None:
 
 PROGRAMS: dict[str, Callable[[list[str]], None]] = {
     "neuclip": _neuclip,
-    "python": _python,
+    "python": lambda arguments: _module(arguments[1], arguments[2:]),  # -m
     **{name: functools.partial(_launcher, name) for name in ("deepspeed", "torchrun", "accelerate")},
     "sbatch": _sbatch,
     "make": _make,

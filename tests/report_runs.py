@@ -39,7 +39,6 @@ def make_run(folder: Path, *, name: str = "neuclip", right: int = 60, steps: tup
         }
         lines.append({"kind": "train", "step": step, "samples": 8 * step, "time": step, **scalars, **speed})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "stages.json").write_text(json.dumps({"ingest": 5.0, "train": 70.0}))
     for step in steps:
         _make_evaluation(folder / "evaluation" / f"step-{step:08d}", right=right * step // steps[-1])
     return folder

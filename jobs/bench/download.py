@@ -69,7 +69,7 @@ def main() -> None:
     }  # fmt: skip
     columns = {"URLs/s": ".0f", "/ img2dataset": ".2f", "lowest": ".2f", "highest": ".2f"}
     columns |= {"CPU s": ".1f", "URLs/CPU s, ratio": ".2f", "least": ".2f", "most": ".2f"}
-    show(f"{args.urls} URLs, {args.processes} processes of {args.connections} threads", columns, rows, output=args.json)
+    show(f"{args.urls} URLs, {args.processes} processes of {args.connections} threads", columns, rows)
 
 
 def timed(words: list[str], *, output: Path) -> tuple[float, float]:

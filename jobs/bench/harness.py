@@ -1,4 +1,4 @@
-"""What the benchmarks share: options, contenders that take turns, ratios within rounds, tables, JSON and traces.
+"""What the benchmarks share: options, contenders that take turns, ratios within rounds, tables and traces.
 
 Other programs use the machine, too, so contenders alternate in rounds and are compared within a round. Time is wall
 time on a GPU; on a CPU it is the CPU time of the process, which other load hardly changes.
@@ -10,7 +10,6 @@ import argparse
 import gzip
 import json
 import re
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,6 @@ from typing import Any, TypeVar
 import torch
 
 from jobs.cli import use_expandable_segments
-from pipeline.versions import versions
 
 T = TypeVar("T")
 Value = float | str | None
@@ -40,17 +38,14 @@ KINDS = {
 """Patterns of the names of kernels, in any case; the first that is found counts."""
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 """Categories of events in torch's traces."""
-LONG_GAP = 10.0
-"""Microseconds without work on the device from which a gap is listed."""
 
 
 def parser(about: str | None, *, rounds: int) -> argparse.ArgumentParser:
-    """A parser with the options of every benchmark: --rounds, --threads and --json."""
+    """A parser with the options of every benchmark: --rounds and --threads."""
     use_expandable_segments()  # as in training
     given = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     given.add_argument("--rounds", type=int, default=rounds, help="measured rounds, after one warm-up round")
     given.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads of every contender")
-    given.add_argument("--json", type=Path, metavar="FILE", help="append every table to this file, one JSON a line")
     return given
 
 
@@ -96,16 +91,13 @@ def ratios(values: Sequence[float], others: Sequence[float]) -> tuple[float, flo
     return median(quotients), min(quotients), max(quotients)
 
 
-def show(
-    head: str, columns: Mapping[str, str], rows: Mapping[str, Sequence[Value]], *, output: Path | None = None
-) -> dict[str, Any]:
-    """Print a table, append it to the file `output`, and return its head, and its values by row and column.
+def show(head: str, columns: Mapping[str, str], rows: Mapping[str, Sequence[Value]]) -> dict[str, Any]:
+    """Print a table, and return its head, and its values by row and column.
 
     Args:
         head: Its first line: what was measured, and where.
         columns: Format specifications of the values by title.
         rows: Values by the name of the row; None prints as "?".
-        output: The file of `--json`.
     """
     wide = max(map(len, rows)) + 2
     widths = [max(len(title), 7) + 2 for title in columns]
@@ -114,16 +106,7 @@ def show(
         cells = ["?" if v is None else v if isinstance(v, str) else format(v, form)
                  for v, form in zip(values, columns.values(), strict=True)]  # fmt: skip
         print(f"{name:<{wide}}" + "".join(f"{cell:>{w}}" for cell, w in zip(cells, widths, strict=True)), flush=True)
-    table = {"head": head, "rows": {n: dict(zip(columns, values, strict=True)) for n, values in rows.items()}}
-    if output:
-        with output.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"command": sys.argv, "versions": versions(), **table}) + "\n")
-    return table
-
-
-def place(device: torch.device, threads: int) -> str:
-    """The name of the device."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {threads} threads"
+    return {"head": head, "rows": {n: dict(zip(columns, values, strict=True)) for n, values in rows.items()}}
 
 
 def trace_steps(run: Callable[[int], None], steps: int, *, path: Path) -> dict[str, Any]:
@@ -165,7 +148,6 @@ def summary(events: Sequence[Mapping[str, Any]], *, steps: int) -> dict[str, Any
             kind: {"ms": scale * times[kind], "kernels": counts[kind] / steps}
             for kind in sorted(times, key=lambda kind: -times[kind])
         },
-        "gaps_above_10_us": sum(gap > LONG_GAP for gap, *_ in gaps) / steps,
         "longest_gaps": [
             {"us": gap, "after": before[:80], "before": after[:80]} for gap, before, after in sorted(gaps)[:-9:-1]
         ],

@@ -1,27 +1,27 @@
 """Kill a run at random moments and resume it, each time on another layout: is anything lost?
 
-    python -m jobs.bench.kills --output kills.json           # 190 kills
-    python -m jobs.bench.kills --kills 4 --same-layout 2 --tables 1 --epoch 10      # a short form; 0 leaves a case out
+    python -m jobs.bench.kills --kills 110 --output kills.json             on changing layouts
+    python -m jobs.bench.kills --kills 30 --same-layout
+    python -m jobs.bench.kills --kills 25 --objective sogclr               a table entry per sample, which moves
 
-Runs of the same settings on generated shards: one undisturbed (2 ranks, ZeRO stage 1), one killed with SIGKILL and
-resumed on 1, 2 or 4 ranks at a ZeRO stage from 0 to 3, and one killed and resumed on the undisturbed layout. They have
-two stages of image sizes, are evaluated every few steps, roll back once or more (the loss of three batches in a row is
-NaN, and of single batches in later epochs), and copy their checkpoints to a mirror. The methods with a table entry per
-sample, sogclr and isogclr, are killed on changing layouts in shorter runs of their own.
+Two runs of the same settings on generated shards: one undisturbed (2 ranks, ZeRO stage 1), and one killed with SIGKILL
+and resumed on 1, 2 or 4 ranks at a ZeRO stage from 0 to 3, or on the undisturbed layout. They have two stages of image
+sizes, are evaluated every few steps, roll back once or more (the loss of three batches in a row is NaN, and of single
+batches in later epochs), and copy their checkpoints to a mirror.
 
 Kills alternate between all ranks and a single one (the others then get two seconds, and are killed as a launcher
 would), and fall into the start, into steps, into the writing of checkpoints, into evaluations, and between the last
-checkpoint of a stage and the first of the next, where every run is killed at least once. After some of them the
-checkpoints on disk are removed, and the mirror's are used. The result, one JSON file, says whether every epoch had the
-same samples in the same order as in the undisturbed run, how far losses differ, and whether weights, losses, scores and
-rollbacks are the same bits where the layout stayed. Exit code 1: something was lost. On a slow disk, TMPDIR=/dev/shm
-saves most of the time.
+checkpoint of a stage and the first of the next, at least once. After some of them the checkpoints on disk are removed,
+and the mirror's are used. The result, one JSON file, says whether every epoch had the same samples in the same order as
+in the undisturbed run, how far losses differ, and whether weights, losses, scores and rollbacks are the same bits. Exit
+code 1: something was lost. On a slow disk, TMPDIR=/dev/shm saves most of the time.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import math
 import multiprocessing
@@ -32,7 +32,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.context import ForkProcess
 from pathlib import Path
@@ -67,8 +67,6 @@ LONGEST_WAIT = {"start": 0.0, "step": 0.5, "checkpoint": 0.03, "evaluation": 0.3
 """Seconds after the moment is reached."""
 NEAR_BORDER = 4
 """A run that starts at most so many steps before the border of its stages is killed just after it."""
-TABLES = ("sogclr", "isogclr")
-"""Methods with a table entry per sample, which moves between ranks when the layout changes."""
 DISK_LOST = 0.15
 """Share of the kills after which the checkpoints on disk are gone, too."""
 BATCH = 16
@@ -83,7 +81,6 @@ BAD_STEPS = range(7, 10)
 BORDER = 0.5
 """Where the second stage begins, as a share of the run."""
 NEUCLIP = ("objective.prototypes=48", "objective.restart_every=8", "objective.inner_steps=2", "objective.rho=2.5")
-Result = dict[str, dict[str, Any]]
 TOLERANCE = 1e-4
 """Largest relative difference of a loss between layouts: sums are rounded in another order."""
 NEAR_ZERO = 0.01
@@ -98,10 +95,9 @@ class Case:
     kills: int
     steps: int
     """Of the whole run, in batches of BATCH."""
-    layouts: tuple[tuple[int, int], ...] = (SAME,)
+    layouts: Sequence[tuple[int, int]]
     """Ranks and ZeRO stages of its starts."""
-    more: tuple[str, ...] = NEUCLIP
-    """Settings that not all runs have."""
+    objective: str
 
     @property
     def border(self) -> int:
@@ -123,7 +119,7 @@ def settings(work: Path, case: Case, *, stage: int) -> list[str]:
         *(f"schedule.stages=[{{until: {BORDER}, image_size: 16}}]", "max_skipped_steps=2", "max_rollbacks=5"),
         *(f"evaluation.suite={work / 'suite'}", "evaluation.every=4", "evaluation.workers=0"),
         *(f"checkpoint.mirror=file://{work / 'mirror'}",),
-        *case.more,
+        *(f"objective.name={case.objective}", *(NEUCLIP if case.objective == "neuclip" else ())),
     ]
 
 
@@ -299,79 +295,56 @@ def compare(run: Path, reference: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def is_intact(result: Result) -> bool:
-    """Whether nothing was lost in any case, and every case was evaluated and rolled back."""
+def is_intact(result: dict[str, Any]) -> bool:
+    """Whether nothing was lost, and the run was evaluated and rolled back."""
     same = ("same_samples_in_the_same_order", "same_steps", "same_evaluations", "same_rollbacks")
-    cases = {name: case for name, case in result.items() if name != "run"}
-    return all(
-        all(case[key] for key in same)
-        and case["evaluations"] > 0
-        and case["rollbacks"] > 0
-        and (case["same_bits"] or name != "same-layout")
-        and case["largest_relative_difference_of_a_loss"] <= TOLERANCE
-        for name, case in cases.items()
+    return (
+        all(result[key] for key in same)
+        and result["evaluations"] > 0
+        and result["rollbacks"] > 0
+        and (result["same_bits"] or not result["same_layout"])
+        and result["largest_relative_difference_of_a_loss"] <= TOLERANCE
     )
 
 
-def measure(work: Path, options: argparse.Namespace, *, report: Callable[[Result], object]) -> Result:
-    """Run all cases in an empty folder with the options of `main`; `report` gets each result so far.
-
-    Returns:
-        Counts of kills and how the killed run differs from the undisturbed one, by the case's name.
-    """
+def measure(work: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Run both in an empty folder with the options of `main`: counts of kills, and how the killed run differs."""
     import pipeline.training.run  # noqa: F401 (the ranks are forked with it)
 
-    def whole_epochs(count: int) -> int:
-        return max(2, -(-(STEPS_PER_KILL * count + 5) // epoch)) * epoch
-
-    epoch, seed = options.epoch, options.seed
-    every = tuple((ranks, stage) for ranks in RANKS for stage in STAGES)
-    plain = Case("undisturbed", 0, whole_epochs(max(options.kills, options.same_layout)))
-    pairs = [
-        (plain, Case("changing-layouts", options.kills, plain.steps, every)),
-        (plain, Case("same-layout", options.same_layout, plain.steps)),
-    ]
-    for method in TABLES:
-        calm = Case(f"undisturbed-{method}", 0, whole_epochs(options.tables), more=(f"objective.name={method}",))
-        pairs.append((calm, replace(calm, name=method, kills=options.tables, layouts=every)))
-
+    steps = max(2, -(-(STEPS_PER_KILL * options.kills + 5) // options.epoch)) * options.epoch
+    calm = Case("undisturbed", 0, steps, [SAME], options.objective)
+    killed = replace(calm, name="same-layout", kills=options.kills)
+    if not options.same_layout:
+        killed = replace(killed, name="changing-layouts", layouts=list(itertools.product(RANKS, STAGES)))
     (work / "shards").mkdir()
-    make_shards(work / "shards", shards=8, samples=BATCH * epoch // 8, shorter=40)
+    make_shards(work / "shards", shards=8, samples=BATCH * options.epoch // 8, shorter=40)
     write_suite(ScenesConfig(pairs=50, held_out=12, retrieval_pairs=8, image_size=32), work / "suite")
-    choose_poison(load_recipe(None, settings(work, plain, stage=SAME[1])))
+    choose_poison(load_recipe(None, settings(work, calm, stage=SAME[1])))
     poison_objective()
-    run = {"commit": source_commit(), "steps": plain.steps, "batch": BATCH, "pairs": BATCH * epoch, "seed": seed}
-    result: Result = {"run": run}
-    for calm, case in pairs:
-        if not case.kills:
-            continue
-        killed_run(work, calm, seed=seed)
-        done = killed_run(work, case, seed=seed)
-        result[case.name] = {**done, **compare(work / case.name, outcome(work / calm.name))}
-        report(result)
-    return result
+    killed_run(work, calm, seed=options.seed)
+    done = killed_run(work, killed, seed=options.seed)
+    facts = {"commit": source_commit(), "steps": steps, "batch": BATCH, "pairs": BATCH * options.epoch}
+    facts |= {name: getattr(options, name) for name in ("objective", "same_layout", "seed")}
+    return {**facts, **done, **compare(work / killed.name, outcome(work / calm.name))}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    counts = {
-        "kills": (110, "kills on changing layouts; 0 leaves a case out"),
-        "same-layout": (30, "kills on one layout"),
-        "tables": (25, f"kills on changing layouts of each of {', '.join(TABLES)}"),
-    }
-    for name, (count, meaning) in counts.items():
-        parser.add_argument(f"--{name}", type=int, default=count, metavar="KILLS", help=meaning)
+    parser.add_argument("--kills", type=int, default=110)
+    parser.add_argument("--same-layout", action="store_true", help="resume on the layout of the undisturbed run")
+    parser.add_argument("--objective", default="neuclip", help="the method [neuclip]")
     parser.add_argument("--epoch", type=int, default=30, metavar="STEPS", help="steps of an epoch")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, help="write the result there, too, after each run")
+    parser.add_argument("--output", type=Path, help="write the result there, too")
     options = parser.parse_args()
-    output = options.output
     work = Path(tempfile.mkdtemp())  # a TemporaryDirectory would be removed at the end of every forked rank
     try:
-        result = measure(work, options, report=lambda so_far: output and write_json(output, so_far))
+        result = measure(work, options)
     finally:
         shutil.rmtree(work)
     print(json.dumps(result, indent=1))
+    if options.output:
+        write_json(options.output, result)
     if not is_intact(result):
         raise SystemExit(1)
 

@@ -40,7 +40,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jobs.bench.harness import Value, alternate, parser, place, ratios, seconds, show
+from jobs.bench.harness import Value, alternate, parser, ratios, seconds, show
 from jobs.bench.loader import make_shards
 from pipeline.config import parse_overrides
 from pipeline.data.loading.decode import normalize
@@ -298,8 +298,9 @@ def compare(args: argparse.Namespace, built: Mapping[str, Contender], device: to
         rows[name] = (1e3 * taken, rate, *compared, utilization.scalars(rate).get("mfu"))
     columns |= {"MFU": ".1%"}
     batch = f"batch {args.batch}" + (f" of which {args.batch // args.ranks} here" if args.ranks > 1 else "")
-    head = f"{args.arch}, {batch}, {args.precision}, texts {args.captions}, {place(device, args.threads)}"
-    return show(head, columns, rows, output=args.json)
+    place = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {args.threads} threads"
+    head = f"{args.arch}, {batch}, {args.precision}, texts {args.captions}, {place}"
+    return show(head, columns, rows)
 
 
 def main() -> None:

@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from jobs.studies import check_name
 from pipeline import config as cfg
 from pipeline.config import section
 from pipeline.errors import UserError
@@ -41,12 +40,12 @@ class Variant:
     """Its name in tables and figures; empty: its key."""
     set: tuple[str, ...] = ()
     """Overrides of the recipe, as on the command line."""
-    recipe: str | None = None
-    """Recipe in `jobs/recipes/`; null: the setting's, else `desk`."""
+    recipe: str = "desk"
+    """Of a setting: a recipe in `jobs/recipes/`."""
     corpus: str | None = None
-    """A built-in corpus of `sizes.yaml`; null: the setting's, else `data.sources` of the recipe."""
+    """Of a setting: a built-in corpus of `sizes.yaml`; null: `data.sources` of the recipe."""
     ranks: int | None = Field(default=None, ge=1)
-    """Number of processes; null: the setting's, else that of the size."""
+    """Of a setting: number of processes; null: that of the size."""
     network_share: float = Field(default=0.0, ge=0, lt=1)
     """Of a setting: the share of the step time that NeuCLIP's network takes."""
     same_compute: bool = False
@@ -65,16 +64,6 @@ class Size:
     """Arms at this size; empty: the study's."""
     baseline: str = ""
     """Baseline at this size; empty: the study's."""
-
-
-@section
-class Smoke:
-    """The subset of the desk size that tests within a minute whether a study works."""
-
-    settings: tuple[str, ...]
-    """Names of the settings to run."""
-    arms: tuple[str, ...]
-    """Names of the arms to run; the first one is the baseline."""
 
 
 @section
@@ -99,7 +88,8 @@ class Study:
     """What is compared."""
     groups: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Arms that are listed and plotted together; empty: one group."""
-    smoke: Smoke
+    smoke: dict[Literal["settings", "arms"], tuple[str, ...]]
+    """What of the desk size tests within a minute whether the study works; the first arm is the baseline."""
     alone: bool = False
     """The runs are timed and must not share the machine with other runs."""
     measure: Literal["normalizers", "scores", "none"] = "normalizers"
@@ -129,7 +119,7 @@ class SizeFacts:
     anchors: int | None = None
     """Anchors compared in each measurement of normalizers; null: all."""
     ranks: int = Field(default=1, ge=1)
-    """Number of processes if neither the arm nor the setting sets it."""
+    """Number of processes if the setting has none."""
     defaults: tuple[str, ...] = ()
     """Overrides of all runs of this size, with lower precedence than those of settings and arms."""
     set: tuple[str, ...] = ()
@@ -138,11 +128,7 @@ class SizeFacts:
 
 @dataclass(frozen=True)
 class Unit:
-    """One run of a study.
-
-    Attributes:
-        key: The name of the run's folder, the same for identical runs of different studies.
-    """
+    """One run of a study."""
 
     study: str
     setting: str
@@ -154,13 +140,13 @@ class Unit:
     overrides: tuple[str, ...]
     run: RunConfig
     key: str
+    """The name of the run's folder, the same for identical runs of different studies."""
 
     @property
     def label(self) -> str:
         return f"{self.study}/{self.setting}/{self.arm}/seed{self.seed}"
 
     def folder(self, output: Path) -> Path:
-        """OUTPUT/runs/KEY, shared by identical runs of different studies."""
         return output / "runs" / self.key
 
     def is_done(self, output: Path) -> bool:
@@ -171,9 +157,8 @@ def load_study(name: str) -> Study:
     """Load the declaration of a study.
 
     Raises:
-        UserError: The name is unknown, or the declaration is invalid.
+        UserError: It is invalid.
     """
-    check_name(name)
     return cfg.parse(Study, cfg.read_yaml(FOLDER / f"{name}.yaml"))
 
 
@@ -189,10 +174,10 @@ def size_of(study: Study, size: str) -> Size:
     if size != "smoke":
         return chosen
     return Size(
-        settings={name: chosen.settings[name] for name in study.smoke.settings},
+        settings={name: chosen.settings[name] for name in study.smoke["settings"]},
         seeds=chosen.seeds[:1],
-        arms={name: chosen.arms[name] for name in study.smoke.arms},
-        baseline=study.smoke.arms[0],
+        arms={name: chosen.arms[name] for name in study.smoke["arms"]},
+        baseline=study.smoke["arms"][0],
     )
 
 
@@ -208,7 +193,7 @@ def units_of(name: str, *, size: str, overrides: tuple[str, ...] = ()) -> list[U
     for seed, setting_name, arm_name in itertools.product(at_size.seeds, at_size.settings, at_size.arms):
         setting, arm = at_size.settings[setting_name], at_size.arms[arm_name]
         given = (*facts.defaults, *setting.set, *arm.set, *facts.set, *overrides, f"seed={seed}")
-        recipe = RECIPES / f"{arm.recipe or setting.recipe or 'desk'}.yaml"
+        recipe = RECIPES / f"{setting.recipe}.yaml"
         try:
             run = load_recipe(recipe, given)
             if arm.same_compute:
@@ -216,7 +201,7 @@ def units_of(name: str, *, size: str, overrides: tuple[str, ...] = ()) -> list[U
                 run = load_recipe(recipe, given)
         except UserError as error:
             raise UserError(f"{name}, {setting_name}, {arm_name}: {error}") from error
-        corpus, ranks = arm.corpus or setting.corpus, arm.ranks or setting.ranks or facts.ranks
+        corpus, ranks = setting.corpus, setting.ranks or facts.ranks
         key = _key(run, corpus=facts.corpora.get(corpus or ""), ranks=ranks, measure=study.measure)
         units.append(Unit(name, setting_name, arm_name, seed, recipe, corpus, ranks, given, run, key))
     return units

@@ -30,12 +30,6 @@ class Spread:
 
     values: tuple[float, ...]
 
-    @classmethod
-    def of(cls, values: Iterable[float]) -> Spread | None:
-        """The values; None if there are none."""
-        known = tuple(values)
-        return cls(known) if known else None
-
     @property
     def mean(self) -> float:
         return statistics.fmean(self.values)
@@ -52,6 +46,11 @@ class Spread:
         return scipy.stats.ttest_1samp(self.values, null)
 
 
+def _spread(values: Iterable[float]) -> Spread | None:
+    known = tuple(values)
+    return Spread(known) if known else None
+
+
 def holm(p_values: Mapping[Name, float]) -> dict[Name, float]:
     """Holm's adjusted p-values: a comparison is significant at a level if its adjusted p is at most that level.
 
@@ -66,7 +65,6 @@ def holm(p_values: Mapping[Name, float]) -> dict[Name, float]:
 
 
 Result = Mapping[str, Any]
-AVERAGE_OF_BENCHMARK, RETRIEVAL_OF_BENCHMARK, IMAGENET = "DataComp Average", "Retrieval", "ImageNet & Variants"
 
 
 @dataclass(frozen=True)
@@ -94,13 +92,13 @@ class Outcome:
 def average(scores: Mapping[str, float]) -> float | None:
     """The benchmark's average if all of its tasks were evaluated, else the mean over the evaluated tasks."""
     tasks = [value for name, value in scores.items() if name not in AGGREGATES]
-    return scores.get(AVERAGE_OF_BENCHMARK, statistics.fmean(tasks) if tasks else None)
+    return scores.get("DataComp Average", statistics.fmean(tasks) if tasks else None)
 
 
 def retrieval(scores: Mapping[str, float]) -> float | None:
     """The benchmark's retrieval mean if available, else the mean R@1 of the tasks with "retrieval" in their names."""
     tasks = [value for name, value in scores.items() if "retrieval" in name]
-    return scores.get(RETRIEVAL_OF_BENCHMARK, statistics.fmean(tasks) if tasks else None)
+    return scores.get("Retrieval", statistics.fmean(tasks) if tasks else None)
 
 
 def _last_score(score: Callable[[Mapping[str, float]], float | None]) -> Callable[[Result], float | None]:
@@ -128,25 +126,15 @@ def _entry(section: str, key: str) -> Callable[[Result], float | None]:
     return lambda result: result.get(section, {}).get(key)
 
 
-def _network_share(result: Result) -> float | None:
-    npn_ms = result["step_ms"].get("npn")
-    return None if npn_ms is None else npn_ms / result["step_ms"]["whole"]
-
-
 def _traffic(result: Result) -> float | None:
     sent = result["traffic_bytes_per_step"]
     return None if sent is None else sum(sent.values()) / 1024
 
 
-def _rate(result: Result) -> float | None:
-    whole = result["step_ms"].get("whole")
-    return 1e3 * result["batch_size"] / whole if whole else None
-
-
 COLUMNS: dict[str, Column] = {
     "average": Column("average, %", _last_score(average), ".1f", 100),
     "retrieval": Column("retrieval R@1, %", _last_score(retrieval), ".1f", 100),
-    "imagenet": Column("ImageNet & variants, %", _last_score(lambda scores: scores.get(IMAGENET)), ".1f", 100),
+    "imagenet": Column("ImageNet & variants, %", _last_score(lambda s: s.get("ImageNet & Variants")), ".1f", 100),
     "tau": Column("tau", _entry("last", "tau"), ".4f"),
     "mse_in_use": Column("error in use (MSE)", _normalizer("in_use", "mse")),
     "mse_cold": Column("error cold (MSE)", _normalizer("cold", "mse")),
@@ -155,12 +143,19 @@ COLUMNS: dict[str, Column] = {
     "samples": Column("samples seen", _entry("last", "samples"), ",.0f"),
     "cpu_seconds": Column("CPU time, s", _entry("cost", "cpu_seconds"), ",.0f"),
     "training_tflop": Column("arithmetic, TFLOP", _entry("cost", "training_flops"), ",.1f", 1e-12),
-    "samples_per_second": Column("samples/s", _rate, ",.0f"),
+    "samples_per_second": Column(
+        "samples/s", lambda r: 1e3 * r["batch_size"] / r["step_ms"]["whole"] if r["step_ms"] else None, ",.0f"
+    ),
     "step_ms": Column("step, ms", _entry("step_ms", "whole"), ".1f"),
     "forward_ms": Column("forward, ms", _entry("step_ms", "forward"), ".1f"),
     "objective_ms": Column("objective, ms", _entry("step_ms", "objective"), ".2f"),
     "npn_ms": Column("of it the network, ms", _entry("step_ms", "npn"), ".2f"),
-    "npn_share": Column("network's share of the step, %", _network_share, ".1f", 100),
+    "npn_share": Column(
+        "network's share of the step, %",
+        lambda r: r["step_ms"]["npn"] / r["step_ms"]["whole"] if "npn" in r["step_ms"] else None,
+        ".1f",
+        100,
+    ),
     "backward_ms": Column("backward, ms", _entry("step_ms", "backward"), ".1f"),
     "optimizer_ms": Column("optimizer, ms", _entry("step_ms", "optimizer"), ".1f"),
     "memory_mib": Column("peak memory, MiB", lambda r: r["peak_memory_mib"], ",.0f"),
@@ -193,7 +188,7 @@ def by_seed(outcomes: Sequence[Outcome], setting: str, arm: str, column: str) ->
 
 def spread(outcomes: Sequence[Outcome], setting: str, arm: str, column: str) -> Spread | None:
     """A column's values over the seeds of one arm in one setting; None if no run has the metric."""
-    return Spread.of(COLUMNS[column].scale * value for value in by_seed(outcomes, setting, arm, column).values())
+    return _spread(COLUMNS[column].scale * value for value in by_seed(outcomes, setting, arm, column).values())
 
 
 def paired(outcomes: Sequence[Outcome], setting: str, arm: str, *, kind: str, baseline: str) -> Spread | None:
@@ -206,11 +201,11 @@ def paired(outcomes: Sequence[Outcome], setting: str, arm: str, *, kind: str, ba
     arms, others = (by_seed(outcomes, setting, name, column) for name in (arm, baseline))
     seeds = [seed for seed in arms if seed in others]
     if kind == "saving":
-        return Spread.of(others[seed] / arms[seed] for seed in seeds)
+        return _spread(others[seed] / arms[seed] for seed in seeds)
     if kind == "extra_time":
         whole = by_seed(outcomes, setting, baseline, "step_ms")
-        return Spread.of(100 * (arms[seed] - others[seed]) / whole[seed] for seed in seeds if seed in whole)
-    return Spread.of(COLUMNS[column].scale * (arms[seed] - others[seed]) for seed in seeds)
+        return _spread(100 * (arms[seed] - others[seed]) / whole[seed] for seed in seeds if seed in whole)
+    return _spread(COLUMNS[column].scale * (arms[seed] - others[seed]) for seed in seeds)
 
 
 def curve(outcomes: Sequence[Outcome], setting: str, arm: str, column: str) -> list[tuple[float, list[float]]]:

@@ -1,21 +1,25 @@
-"""Comparison of several runs: shared tasks, aggregates and differences with intervals, as a page, markdown and CSV."""
+"""Comparison of several runs: shared tasks, aggregates and differences with intervals, as a page, markdown and CSV.
+
+Intervals are of a paired bootstrap over a task's samples: the uncertainty of a difference due to the finite test set,
+without the variation between training seeds; repeat runs with other seeds to measure that.
+"""
 
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from pipeline.errors import UserError
-from pipeline.evaluation.datasets.datacomp import AGGREGATES
+from pipeline.evaluation.datasets.datacomp import AGGREGATES, TASKS
 from pipeline.files import write_text
-from pipeline.report.bootstrap import Difference, difference, resample
 from pipeline.report.charts import GAP, Chart, chart, quantity_chart
 from pipeline.report.figures import SERIES, Line
 from pipeline.report.page import render
@@ -26,9 +30,29 @@ SETTINGS = ("blank_class", "micro_batch", "precision", "task_data")
 """Evaluation inputs that must be equal for scores to be comparable."""
 COMPARED = ("loss", "tau", GAP, "samples_per_second")
 """Logged quantities whose curves are shown."""
-NOT_OFFICIAL = "not the official data"
+RESAMPLES, LEVEL = 1_000, 0.95
+Outcomes = Mapping[str, np.ndarray]
+Statistic = Callable[[np.ndarray], float]
 Named = Sequence[tuple[str, Run, str]]
 """Runs, each with its label before it and its colour behind it."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A difference of scores and its confidence interval, which is None if per-sample outcomes were not stored."""
+
+    value: float
+    interval: tuple[float, float] | None = None
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the interval excludes zero."""
+        return self.interval is not None and (self.interval[0] > 0 or self.interval[1] < 0)
+
+    def __str__(self) -> str:
+        """`+1.23 [+0.10, +2.31]` in points; the brackets are the 95% confidence interval."""
+        ends = ", ".join(f"{100 * end:+.2f}" for end in self.interval or ())
+        return f"{100 * self.value:+.2f}" + (f" [{ends}]" if ends else "")
 
 
 @dataclass(frozen=True)
@@ -67,10 +91,8 @@ def write_comparison(runs: Sequence[Run], output: Path) -> Path:
         "settings": _different_settings(runs),
         "curves": list(filter(None, _performance_curves(named))),
         "training": list(filter(None, (quantity_chart(key, named) for key in COMPARED))),
-        "percent": percent,
-        "change": change,
     }
-    write_text(output / "comparison.csv", to_csv(comparison))
+    write_text(output / "comparison.csv", _to_csv(comparison))
     write_text(output / "comparison.md", render("comparison.md", context))
     return write_text(output / "comparison.html", render("comparison.html", context))
 
@@ -86,16 +108,16 @@ def compare(runs: Sequence[Run]) -> Comparison:
     scores = {key: [evaluation.score(key) if evaluation else None for evaluation in latest] for key in by_task}
     for key in by_task:
         _check_inputs(key, names, scores[key])
-    drawn = {key: _per_run(of) for key, of in scores.items()}
+    resampled = {key: resample(of) for key, of in scores.items()}
     tasks = [
-        _row(sample.label, [s.score if s else None for s in scores[key]], drawn[key], chance=sample.chance)
+        _row(sample.label, [s.score if s else None for s in scores[key]], resampled[key], chance=sample.chance)
         for key, sample in by_task.items()
     ]
     aggregates = []
     for name, keys in groups_of(latest).items():
-        known = [part for key in keys if (part := drawn.get(key)) is not None]
-        values = np.mean(known, axis=0) if len(known) == len(keys) else None
-        aggregates.append(_row(name, [mean_score(e, keys) for e in latest], values))
+        parts = [part for key in keys if (part := resampled.get(key)) is not None]
+        values = np.mean(parts, axis=0) if len(parts) == len(keys) else None
+        aggregates.append(_row(name, [_mean_score(e, keys) for e in latest], values))
     return Comparison(tuple(names), tuple(aggregates), tuple(tasks), tuple(_notes(names, runs)))
 
 
@@ -119,7 +141,7 @@ def groups_of(evaluations: Sequence[StoredEvaluation | None]) -> dict[str, tuple
     for name, keys in AGGREGATES.items():
         if any(set(keys) <= set(scores) for scores in done):
             official = all(scores[key].official for scores in done for key in keys if key in scores)
-            groups[name if official else f"{name} ({NOT_OFFICIAL})"] = keys
+            groups[name if official else f"{name} (not the official data)"] = keys
     if groups or not done:
         return groups
     shared = [score for score in done[0].values() if all(score.task in scores for scores in done)]
@@ -146,32 +168,93 @@ def _check_inputs(task: str, names: Sequence[str], scores: Sequence[Score | None
             )
 
 
-def mean_score(evaluation: StoredEvaluation | None, keys: Sequence[str]) -> float | None:
+def _mean_score(evaluation: StoredEvaluation | None, keys: Sequence[str]) -> float | None:
     """The mean over `keys`; None if any of them is missing."""
     scores = [evaluation.score(key) for key in keys] if evaluation else []
     values = [score.score for score in scores if score is not None]
     return math.fsum(values) / len(keys) if values and len(values) == len(keys) else None
 
 
-def _per_run(scores: Sequence[Score | None]) -> np.ndarray | None:
-    """What `resample` returns for the runs that have a score, with NaN for the others."""
-    there = [score for score in scores if score is not None]
-    if len(there) < 2 or (values := resample(there)) is None:
-        return None
-    full = np.full((len(scores), values.shape[1]), np.nan)
-    full[[score is not None for score in scores]] = values
-    return full
-
-
 def _row(
     name: str, scores: Sequence[float | None], resampled: np.ndarray | None, *, chance: float | None = None
 ) -> Row:
-    first = scores[0]
-    differences: list[Difference | None] = [None]
-    for k, score in enumerate(scores[1:], 1):
-        both = score is not None and first is not None
-        differences.append(difference(score - first, resampled, k) if both else None)  # type: ignore[operator]
+    """A row with percentile intervals from `resampled`, `[runs, resamples]`."""
+    first, differences = scores[0], list[Difference | None]()
+    for k, score in enumerate(scores):
+        if k == 0 or score is None or first is None:
+            differences.append(None)
+        elif resampled is None:
+            differences.append(Difference(score - first))
+        else:
+            tail = 100 * (1 - LEVEL) / 2
+            low, high = np.percentile(resampled[k] - resampled[0], [tail, 100 - tail])
+            differences.append(Difference(score - first, (float(low), float(high))))
     return Row(name, tuple(scores), tuple(differences), chance=chance)
+
+
+def resample(scores: Sequence[Score | None], *, resamples: int = RESAMPLES) -> np.ndarray | None:
+    """The main metric of one task on bootstrap samples, `[runs, resamples]`; every run uses the same samples.
+
+    NaN for a run without a score. None if fewer than two have one, outcomes are missing, the runs were evaluated on
+    different data, or the metric is not supported.
+    """
+    there = {k: score for k, score in enumerate(scores) if score is not None}
+    statistics = {k: found for k, score in there.items() if (found := _statistic_of(score)) is not None}
+    alike = {(str(there[k].inputs.get("task_data")), units) for k, (units, _) in statistics.items()}
+    if len(there) < 2 or len(statistics) < len(there) or len(alike) != 1:
+        return None
+    ((_, units),) = alike
+    task = next(iter(there.values())).task
+    rng = np.random.default_rng(int.from_bytes(hashlib.sha256(task.encode()).digest()[:8], "big"))
+    values = np.full((len(scores), resamples), np.nan)
+    for column in range(resamples):
+        drawn = rng.integers(units, size=units)
+        for k, (_, compute) in statistics.items():
+            values[k, column] = compute(drawn)
+    return values
+
+
+def _statistic_of(score: Score) -> tuple[int, Statistic] | None:
+    outcomes = score.read_outcomes()
+    return None if outcomes is None else statistic(score, outcomes)
+
+
+def statistic(score: Score, outcomes: Outcomes) -> tuple[int, Statistic] | None:
+    """The number of samples of a task, and its main metric as a function of the samples drawn."""
+    metric = score.main_metric
+    if score.protocol == "retrieval" and metric == "mean_recall@1":
+        return _recall(outcomes)
+    if score.protocol == "association":
+        counted = (outcomes["candidates"] >= (10 if metric.endswith("10-12") else 1)).astype(np.float64)
+        values = outcomes["jaccard"] * counted
+        return len(values), lambda drawn: float(values[drawn].sum() / max(1.0, counted[drawn].sum()))
+    if score.protocol != "classification":
+        return None
+    if metric in ("acc1", "acc5"):
+        right = outcomes["rank"] < (1 if metric == "acc1" else 5)
+        return len(right), lambda drawn: float(right[drawn].mean())
+    # Metrics over classes and groups are computed by the evaluation's own functions.
+    from pipeline.evaluation.protocol import group_metrics, macro_recall
+
+    rows, task = len(outcomes["target"]), TASKS.get(score.task)
+    if metric == "mean_per_class_recall":
+        return rows, lambda drawn: macro_recall(outcomes["target"][drawn], outcomes["prediction"][drawn])
+    if task is None or not task.fields:
+        return None
+    return rows, lambda drawn: group_metrics(task, {k: v[drawn] for k, v in outcomes.items()})[task.main_metric]
+
+
+def _recall(outcomes: Outcomes) -> tuple[int, Statistic]:
+    """Mean R@1 of both directions; an image is resampled together with all its captions."""
+    owner = outcomes["caption_owner"]
+    image = (outcomes["image_rank"] < 1).astype(np.float64)
+    captions = np.bincount(owner, minlength=len(image)).astype(np.float64)
+    hits = np.bincount(owner, weights=outcomes["caption_rank"] < 1, minlength=len(image))
+
+    def compute(drawn: np.ndarray) -> float:
+        return float(0.5 * (image[drawn].mean() + hits[drawn].sum() / captions[drawn].sum()))
+
+    return len(image), compute
 
 
 def _notes(names: Sequence[str], runs: Sequence[Run]) -> Iterator[str]:
@@ -185,21 +268,7 @@ def _notes(names: Sequence[str], runs: Sequence[Run]) -> Iterator[str]:
         yield f"The latest evaluations are not at the same number of samples seen: {shown}."
 
 
-def percent(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:.2f}"
-
-
-def change(value: Difference | None) -> str:
-    """`+1.23 [+0.10, +2.31]` in points; the brackets are the 95% confidence interval."""
-    if value is None:
-        return ""
-    text = f"{100 * value.value:+.2f}"
-    if value.interval is None:
-        return text
-    return f"{text} [{100 * value.interval[0]:+.2f}, {100 * value.interval[1]:+.2f}]"
-
-
-def to_csv(comparison: Comparison) -> str:
+def _to_csv(comparison: Comparison) -> str:
     """One line per task and run; values are fractions, not percent; empty if missing."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
@@ -218,7 +287,7 @@ def _performance_curves(named: Named) -> Iterator[Chart | None]:
     for name, keys in groups_of([run.latest for _, run, _ in named]).items():
         lines = []
         for label, run, colour in named:
-            scores = [(e.samples, mean_score(e, keys)) for e in run.evaluations if e.samples is not None]
+            scores = [(e.samples, _mean_score(e, keys)) for e in run.evaluations if e.samples is not None]
             points = np.array([p for p in scores if p[1] is not None], dtype=np.float64).reshape(-1, 2)
             lines.append(Line(points[:, 0], points[:, 1], label=label, colour=colour, marked=True))
         yield chart(name, lines, percent=True)

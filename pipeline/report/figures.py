@@ -94,7 +94,9 @@ def line_chart(
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.tick_params(axis="y", length=0)
         if labels := [line.label for line in lines if line.label]:
-            _legend_above(axes, labels, width=size[0])
+            fit = max(1, int(size[0] / (7.2 * max(map(len, labels)) + 34)))
+            rows = -(-len(labels) // fit)  # even ones
+            figure.legend(loc="outside upper left", ncols=-(-len(labels) // rows), columnspacing=1.2)
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     return _for_page(buffer.getvalue())
 
@@ -110,15 +112,6 @@ def _style(
     shown = [float(step) for step in steps if end is None or step <= end] or [0.0]
     axis.set_ticks(shown, labels=tick_labels(shown, percent=percent))
     limit(shown[0], shown[-1] if end is None else end or 1.0)
-
-
-def _legend_above(axes: Axes, labels: Sequence[str], *, width: int) -> None:
-    """A legend in even rows above the axes; a blank title reserves the space."""
-    fit = max(1, int(width / (7.2 * max(map(len, labels)) + 34)))
-    rows = -(-len(labels) // fit)
-    legend = axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=-(-len(labels) // rows), columnspacing=1.2)
-    legend.set_in_layout(False)
-    axes.set_title(" ", fontsize=12, pad=4 + 17 * (rows - 1))
 
 
 def _draw_line(axes: Axes, line: Line) -> None:

@@ -22,7 +22,6 @@ def render(template: str, context: Mapping[str, Any], *, folder: Path | None = N
         lstrip_blocks=True,
     )
     environment.filters |= {"data_uri": _data_uri, "count": "{:,}".format, "percent": percent, "size": size}
-    environment.filters["duration"] = duration
     return environment.get_template(template).render(context)
 
 

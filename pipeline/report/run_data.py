@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import math
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,8 +35,6 @@ class Run:
     """One per step, with the samples seen by then."""
     events: tuple[Row, ...] = ()
     """The other lines that have a message."""
-    stages: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by stage name; only `neuclip demo` records them."""
     manifests: tuple[Manifest, ...] = ()
     evaluations: tuple[StoredEvaluation, ...] = ()
     """In order of samples seen."""
@@ -100,34 +96,32 @@ def read_run(folder: str | Path) -> Run:
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"There is no run at {folder}: give the folder that `neuclip train` or `neuclip demo` wrote.")
-    known = (RUN_CONFIG_NAME, METRICS_NAME, "stages.json", "evaluation")
+    known = (RUN_CONFIG_NAME, METRICS_NAME, "evaluation")
     if not any((folder / name).exists() for name in known):
         raise UserError(
             f"{folder} is not a run's folder: it holds none of {', '.join(known)}. Nor is it a data set with a "
             f"manifest.json; `neuclip manifest {shlex.quote(str(folder))}` writes one for webdataset shards."
         )
     notes: list[str] = []
-    config = stored(folder / RUN_CONFIG_NAME, _mapping, what="No configuration", notes=notes) or {}
+    config = stored(folder / RUN_CONFIG_NAME, parse_yaml, what="No configuration", notes=notes)
+    config = config if isinstance(config, dict) else {}
     path = folder / METRICS_NAME
-    lines = stored(path, _lines, what="No training metrics", notes=notes, most=MOST_RECORDS) or []
-    path = folder / "stages.json"
-    stages = stored(path, _stages, what="No timings of the stages", notes=notes) if path.exists() else None
+    lines = stored(path, bytes.splitlines, what="No training metrics", notes=notes, most=MOST_RECORDS) or []
     rows, validations, events = _parse_metrics(lines, notes)
-    seen = samples_at(rows)
+    seen = _samples_at(rows)
     return Run(
         folder=folder,
         config=config,
         rows=tuple(rows),
         validations=tuple({**row, "samples": samples} for row in validations if (samples := seen(row["step"]))),
         events=tuple(events),
-        stages=stages or {},
         manifests=_read_manifests(folder, config, notes),
         evaluations=read_evaluations(folder / "evaluation", seen, notes),
         notes=tuple(notes),  # to which the lines above have added
     )
 
 
-def samples_at(rows: list[Row]) -> Any:
+def _samples_at(rows: list[Row]) -> Any:
     """A function that maps a step to the samples seen by then, or None if unknown."""
     seen = {row["step"]: row["samples"] for row in rows}
     per_step = rows[-1]["samples"] / rows[-1]["step"] if rows and rows[-1]["step"] else None
@@ -142,23 +136,7 @@ def samples_at(rows: list[Row]) -> Any:
     return samples
 
 
-def _mapping(text: bytes) -> dict[str, Any]:
-    tree = parse_yaml(text.decode())
-    return tree if isinstance(tree, dict) else {}
-
-
-def _lines(text: bytes) -> list[str]:
-    return text.decode(errors="replace").splitlines()
-
-
-def _stages(text: bytes) -> dict[str, float]:
-    stages = {str(name): float(seconds) for name, seconds in json.loads(text).items()}
-    if not all(map(math.isfinite, stages.values())):
-        raise ValueError("a time is not finite")
-    return stages
-
-
-def _parse_metrics(lines: list[str], notes: list[str]) -> tuple[list[Row], list[Row], list[Row]]:
+def _parse_metrics(lines: Sequence[bytes], notes: list[str]) -> tuple[list[Row], list[Row], list[Row]]:
     """Training lines and validations, in order of steps, and lines with a message."""
     steps: dict[str, dict[int, Row]] = {"train": {}, "validation": {}}
     events, damaged = [], 0

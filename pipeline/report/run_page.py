@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,8 +19,7 @@ from pipeline.report.stored_scores import StoredEvaluation
 HTML_NAME, MARKDOWN_NAME = "report.html", "report.md"
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """A headline figure: its name, its value, and a reference to compare it with."""
 
     label: str
@@ -47,7 +45,6 @@ def _context(run: Run) -> dict[str, Any]:
         "latest": latest,
         "training_charts": charts.training_charts(run),
         "constants": charts.constants(run),
-        "stage_seconds": sum(run.stages.values()) or 1.0,
         "failures": run.failures.most_common(),
         "tried": sum(manifest.attempted for manifest in run.manifests),
         "data_facts": _data_facts(run),
@@ -82,8 +79,6 @@ def tiles(run: Run) -> list[Tile]:
     if run.manifests:
         n, tried = sum(m.n for m in run.manifests), sum(m.attempted for m in run.manifests)
         every.append(Tile("Pairs ingested", f"{n:,}", f"{100 * n / tried:.1f}% of {tried:,} {run.counted}"))
-    if run.stages:
-        every.append(Tile("Wall time", duration(sum(run.stages.values())), f"{len(run.stages)} stages"))
     return every
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pipeline.checkpoint.mirror import Mirror
 from pipeline.checkpoint.reader import Checkpoint, agreed_checkpoint
-from pipeline.config import Tree, departed, dump, flatten, had_effect
+from pipeline.config import UNSET, Tree, departed, dump, flatten
 from pipeline.distributed.exit_record import FOLDER_NAME as HEARTBEATS
 from pipeline.distributed.exit_record import read_ends, record_exit, remove_records, stop_recording
 from pipeline.distributed.heartbeat import Heartbeat
@@ -236,10 +236,10 @@ def changed_settings(before: Tree, now: Tree) -> list[str]:
     """The settings that differ, without `output`: first those that both have.
 
     One that only one of both has differs, too: the default of a new setting may compute in another way than the version
-    that did not have it. Not so one that has left and was at the value that is built in now.
+    that did not have it. Not so one that has left and was not set.
     """
     old, new = flatten(before), flatten(now)
-    old = {key: value for key, value in old.items() if departed(key) is None or had_effect(key, value)}
+    old = {key: value for key, value in old.items() if value not in UNSET or departed(key) is None}
     return [
         f"{key} {old.get(key, 'absent')} -> {new.get(key, 'absent')}"
         for key in sorted(old.keys() | new.keys(), key=lambda key: (key not in old or key not in new, key))

@@ -176,7 +176,6 @@ def check_demo(outputs: dict[str, str], run: Path) -> None:
     assert "<img" in page
     assert "http://" not in page.replace("http://www.w3.org", "").replace("http://127.0.0.1", ""), "not self-contained"
     assert "colour" in (run / "report.md").read_text()
-    assert set(json.loads((run / "stages.json").read_text())) >= {"corpus and ingestion", "training", "evaluation"}
     for stage in ("Corpus and ingestion", "Training"):
         assert re.search(rf"✓ {stage} .* done already", outputs["again"])
     assert "All done" in outputs["again"]

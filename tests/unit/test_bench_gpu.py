@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
 import time
 from typing import Any
 
@@ -50,32 +47,10 @@ def test_a_command_leaves_no_process_behind_and_is_no_rank(monkeypatch):
         gpu.program("-c", "print('why'); raise SystemExit(3)", tiny=True)
 
 
-def test_an_interrupted_program_ends_its_command_and_keeps_its_results(tmp_path):
-    output, started = tmp_path / "gpu.json", tmp_path / "pid"
-    code = (
-        "import sys; from jobs.bench import gpu; gpu.cuda_tests = lambda results, part: "
-        "gpu.program(*sys.argv[2:], tiny=True); "
-        "gpu.main(['--tiny', '--only', 'tests', '--output', sys.argv[1]])"
-    )
-    command = f"import os, time; open({str(started)!r}, 'w').write(str(os.getpid())); time.sleep(300)"
-    words = [sys.executable, "-c", code, str(output), "-c", command]
-    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
-    try:
-        wait_for(lambda: started.exists() and started.read_text(), "the command runs", process=process)
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert json.loads(output.read_text())["machine"]["cores"]
-    wait_for(lambda: not lives(int(started.read_text())), "the command ends", seconds=10)
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--tiny", "--only", "nosuch"], "invalid choice: 'nosuch'"),
-        (["--tiny", "--output", "{folder}"], "cannot be written (File exists): give --output another name"),
-        (["--tiny", "--output", "{folder}/file/x.json"], "cannot be written (File exists): give --output another name"),
+        (["--tiny", "--output", "{folder}/file"], "cannot be written (File exists): give --output another name"),
         pytest.param(["--output", "{folder}/x.json"], "sees no GPU on this machine, so nothing was measured",
                      marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")),
     ],
@@ -115,7 +90,6 @@ def test_a_trace_is_summed_up_by_kind_of_kernel_with_its_gaps():
     times = {kind: one["ms"] for kind, one in found["by_kind"].items()}
     expected = {"attention": 0.01, "convolutions": 0.005, "layer norms": 0.001, "products": 0.005, "transfers": 0.004}
     assert times == pytest.approx(expected)
-    assert found["gaps_above_10_us"] == 0.5
     assert found["longest_gaps"][0] == {"us": 50, "after": kernels[1][3], "before": kernels[3][3]}
 
 

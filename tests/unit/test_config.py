@@ -9,7 +9,6 @@ import yaml
 
 from pipeline import config as cfg
 from pipeline import departed
-from pipeline.config import parse_overrides, read_yaml
 from pipeline.engine.engine_config import EngineConfig, deepspeed_settings
 from pipeline.errors import UserError
 from pipeline.training.recipe import RunConfig, load_recipe, parse_recipe
@@ -67,6 +66,7 @@ def test_overrides_win_over_the_recipe_and_the_defaults(tmp_path):
         ("data.streams=0", ["data.streams = 0"]),
         ("lr", ["section.key=value"]),
         ("optimizer=[1", ["not valid YAML"]),
+        ("optimizer.lr=!!bool x", ["not valid YAML"]),
         ("optimizer.lr=.inf", ["optimizer.lr = inf", "finite number"]),
     ],
 )
@@ -91,7 +91,7 @@ def test_values_are_parsed_as_users_expect(tmp_path):
     with pytest.raises(UserError, match="the key 'optimizer' is given twice"):
         load_recipe(twice, BASE)
     twice.write_bytes(b"samples: \xff\n")
-    with pytest.raises(UserError, match=r"twice\.yaml is not UTF-8 text: byte 0xFF at 9"):
+    with pytest.raises(UserError, match=r"twice\.yaml is not valid YAML: unacceptable character #x00ff"):
         load_recipe(twice, BASE)
 
 
@@ -112,18 +112,6 @@ def test_every_shipped_recipe_parses(path):
     assert isinstance(load_recipe(path, dataset_size=20_000), RunConfig)
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [("samples: !!timestamp 9", "not what its tag"), ("samples: !!bool x", "not what its tag")],
-)
-def test_values_that_are_not_of_their_tag_are_refused(text, reason, tmp_path):
-    path = tmp_path / "recipe.yaml"
-    path.write_text(text)
-    for load in (lambda: read_yaml(path), lambda: parse_overrides([f"data={text}"])):
-        with pytest.raises(UserError, match=reason):
-            load()
-
-
 def test_keys_of_recipes_are_suggested():
     common = ["output=x", "batch_size=8", "data.sources=y", "samples=80", "schedule.warmup_steps=1"]
     for wrong, meant in (("epoch=3", "epochs"), ("refrence_batch=8", "reference_batch"), ("method={}", "methods")):
@@ -138,15 +126,14 @@ def test_what_has_left_says_what_to_use_instead(tmp_path, monkeypatch, caplog):
     assert "The setting gone (given {'a': {'b': 1}}) was removed. Use what stays." in refused("gone.a.b=1")
     assert "The setting optimizer.gone (given 1) was removed. It is automatic." in refused("optimizer.gone=1")
     assert "data.decoding = 'scaled' was removed. `fast` decodes all" in refused("data.decoding=scaled")
-    monkeypatch.setitem(departed.DEFAULTS, "gone.b", 16)
-    brief = {"telemetry": {"progress": "brief"}}
     for value, logged in (
-        ({"gone": {"a": 1, "b": 16}}, ["gone.a = 1 is ignored"]),
-        ({"gone": {"a": None, "b": 16}}, []),
-        (brief, ["telemetry.progress = 'brief' is ignored"]),  # of every demo's run
+        ({"gone": {"a": False, "b": None}}, ["settings of an earlier version are ignored: gone.a = False."]),
+        ({"gone": {"a": None, "b": []}}, []),
+        ({"telemetry": {"progress": "brief"}}, ["are ignored: telemetry.progress = 'brief'."]),  # of every demo's run
     ):
-        stored = cfg.merge(cfg.to_tree(load_recipe(None, BASE)), {**value, "optimizer": {"gone": 0}})
+        stored = cfg.merge(cfg.to_tree(load_recipe(None, BASE)), {**value, "optimizer": {"gone": None}})
         (tmp_path / "config.yaml").write_text(yaml.safe_dump(stored))
         caplog.clear()
         assert load_recipe(tmp_path / "config.yaml") == load_recipe(None, BASE)
-        assert [message.partition("config.yaml: ")[2].partition(". ")[0] for message in caplog.messages] == logged
+        assert len(caplog.messages) == len(logged)
+        assert all(message.endswith(words) for message, words in zip(caplog.messages, logged, strict=True))

@@ -203,7 +203,7 @@ def test_unreadable_samples_are_listed_with_their_reason(base, tmp_path):
 def test_mistakes_are_refused_before_anything_is_scored(base, tmp_path):
     for options, message in (
         (("--caption", "json:captoins"), "--caption = 'json:captoins' is in none of the first samples"),
-        (("--list-worst", "nan", str(tmp_path / "list")), "'nan' is not a number from 0 to 1."),
+        (("--list-worst", "2", str(tmp_path / "list")), "2.0 is not in the range 0<=x<=1."),
     ):
         result = score(base, tmp_path / "out", *options)
         assert message in f"{result.output} {result.exception}"

@@ -24,8 +24,8 @@ from data_prep.pairs import make_shards
 from data_prep.pairs.pair import convert
 from jobs import pairs
 from jobs.cli import cli, run
-from jobs.known_settings import TRAINING
 from jobs.pairs import command
+from jobs.recipe_option import TRAINING
 from pipeline.departed import COMMANDS
 from pipeline.errors import UserError
 from pipeline.training.recipe import load_recipe

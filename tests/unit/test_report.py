@@ -44,7 +44,6 @@ def test_a_run_that_was_only_validated_shows_its_result(run):
     """Fine-tuning: no evaluation, no stages. Nothing is missing, so no box says so."""
     assert "Validation loss" not in write_report([run]).read_text()
     shutil.rmtree(run / "evaluation")
-    (run / "stages.json").unlink()
     rows = (
         (50, 9.0, 0.1, 0.1),
         (50, 1.5, 0.25, 0.35),
@@ -114,7 +113,7 @@ def test_page_reports_the_results_of_the_run(run):
     titles += ["Throughput, samples per second", "Waiting for data, share of a step", "Largest ratio of normalizers"]
     for part in (
         *(f"<h3>{title}</h3>" for title in titles), "ViT-B-32", "60.0%", "rank 42", "90.0% of 100 URLs",
-        "Why URLs gave no sample", "the data is cut short", "1 min 15 s", "At the end in use 0.1, cold 0.4.",
+        "Why URLs gave no sample", "the data is cut short", "At the end in use 0.1, cold 0.4.",
         "Constant throughout: Corrupt samples in this epoch 0.",
     ):  # fmt: skip
         assert part in html
@@ -166,9 +165,6 @@ def test_missing_inputs_are_listed_and_not_invented(tmp_path):
     for text in ("samples: !!bool x", "\0"):
         (folder / "config.yaml").write_text(text)
         assert "No configuration: config.yaml cannot be read" in " ".join(read_run(folder).notes)
-    for text in ('{"train": NaN}', '{"train": [1]}', "[3]", '{"train": "x"}'):
-        (folder / "stages.json").write_text(text)
-        assert "No timings of the stages" in write_report([folder]).read_text(), text
 
 
 def test_relative_paths_are_relative_to_where_the_run_was_started(tmp_path, monkeypatch):

@@ -12,8 +12,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from jobs.known_settings import EXPERT, chapters, settings_of
-from jobs.settings import command, page
+from jobs.settings import EXPERT, chapters, command, page, settings_of
 from pipeline.config import read_yaml
 from pipeline.errors import UserError
 from pipeline.objectives import objective_names

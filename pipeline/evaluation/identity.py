@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import UserError
-from pipeline.evaluation.datasets.suite import Entry, Suite, files_of
+from pipeline.evaluation.datasets.suite import Entry, Suite
 from pipeline.evaluation.datasets.task_data import ACCEPT, TaskData, TaskError, check_digests, file_facts, plain
 from pipeline.evaluation.protocol import PROTOCOLS
 from pipeline.files import read_tree, sha256_of, write_json
@@ -228,7 +228,7 @@ def suite_identity(suite: Suite, config: EvaluationConfig, *, known: Path) -> st
     try:
         for entry in suite.entries:
             digest.update(f"{entry.task.key} {entry.task.main_metric} {entry.own}\n".encode())
-            for name, path in files_of(entry):
+            for name, path in entry.files():
                 key = f"{path.resolve()} {file_facts(path)}"
                 digests[key] = digests.get(key) or sha256_of(path)
                 digest.update(f"{digests[key]}  {name}\n".encode())

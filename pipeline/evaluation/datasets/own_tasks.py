@@ -6,10 +6,13 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +21,10 @@ from pydantic import Field
 
 from pipeline.config import parse, read_yaml, section
 from pipeline.errors import UserError
-from pipeline.evaluation.datasets.cells import as_label, class_names, class_prompts, number_labels
 from pipeline.evaluation.datasets.datacomp import TASKS, Task
 from pipeline.evaluation.datasets.open_tables import find_table, open_csv
 from pipeline.evaluation.datasets.rows import check_repeated, check_split, column_of, retrieval_rows
-from pipeline.evaluation.datasets.tables import Table, TableImages, files_of
+from pipeline.evaluation.datasets.tables import Table, TableImages, as_text, files_of, parsed_list
 from pipeline.evaluation.datasets.task_data import FileImages, TaskData, TaskError, files_below, plain
 from pipeline.evaluation.protocol import PROTOCOLS
 from pipeline.files import new_folder
@@ -33,6 +35,7 @@ HUB = ".hub"
 """Beside a `tasks.yaml`: what was fetched from the hub."""
 KEY = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*$")
 TEMPLATES = ("a photo of a {c}.",)
+MOST_CLASSES = 1_000_000
 
 
 @section
@@ -96,6 +99,8 @@ def read_own_tasks(path: Path) -> dict[str, OwnTask]:
         except UserError as error:
             raise UserError(f"{path}: {error}") from error
         tasks[str(key)] = _checked(own, where, tree)
+    if not tasks:
+        raise UserError(f"{path} describes no task.")
     return tasks
 
 
@@ -140,14 +145,14 @@ def place_of(own: OwnTask, base: Path) -> Path:
     return base / given
 
 
-def open_own(own: OwnTask, place: Path, *, base: Path) -> TaskData:
-    """Open a custom task."""
+def open_own(own: OwnTask, place: Path, *, images: Path | None) -> TaskData:
+    """Open a custom task; `images` is the folder that the names in a CSV are relative to, by default its own."""
     if own.folder:
         return _class_folders(own, place)
     if own.csv:
         if not place.is_file():
             raise TaskError(f"There is no CSV {place}.")
-        table = open_csv(place, images=base / own.images if own.images else place.parent, column=own.image)
+        table = open_csv(place, images=images or place.parent, column=own.image)
     else:
         if place.parent.name == HUB and not place.is_dir():
             _fetch(own, place)
@@ -238,3 +243,100 @@ def _fetch(own: OwnTask, place: Path) -> None:
             ) from error
         if not any(partial.rglob("*.parquet")):
             raise TaskError(f"{own.dataset} has no parquet files on the hub; try revision: refs/convert/parquet.")
+
+
+def as_label(value: Any, *, where: str) -> str:
+    """A label as text; whole numbers that are stored with a fraction are written without it, and NaN is none."""
+    in_brackets = isinstance(value, str) and value.strip().startswith("[")
+    if isinstance(value, list | tuple | np.ndarray) or (in_brackets and parsed_list(value) is not None):
+        raise TaskError(
+            f"{where} has the labels {plain(value, longest=60)}, and a classification task has one per image: keep the "
+            "one that counts, or give the row away. To search by several labels, join them as captions (caption)."
+        )
+    if isinstance(value, float):
+        return "" if math.isnan(value) else str(int(value)) if value.is_integer() else str(value)
+    # A CSV's numbers are text.
+    text = str(value) if isinstance(value, int | Decimal | date) else as_text(value, where=where)
+    return re.sub(r"^(-?[0-9]+)\.0+$", r"\1", text.strip())
+
+
+def number_labels(
+    values: Sequence[str], *, stored: Sequence[str], where: Callable[[int], str]
+) -> tuple[list[str], list[int]]:
+    """Every label there is, 0 to the highest number or the distinct names, and which of them each row has.
+
+    `stored` are the names that the data set has for its labels, if any.
+    """
+    strange = [row for row, value in enumerate(values) if not re.fullmatch(r"-?[0-9]+", value)]
+    if strange and not stored:
+        if len(strange) < len(values) and all(_is_number(values[row]) for row in strange):
+            row = strange[0]
+            raise TaskError(
+                f"{where(row)}: {plain(values[row], longest=60)} is not the number of a class, as the other labels are."
+            )
+        names = sorted(set(values))
+        position = {name: number for number, name in enumerate(names)}
+        return names, [position[value] for value in values]
+    most = len(stored) or MOST_CLASSES
+    wrong = next((row for row, value in enumerate(values) if not value.isdecimal() or int(value) >= most), None)
+    if wrong is not None:
+        hint = "-1 means that this split has no labels" if values[wrong] == "-1" else f"0 to {most - 1:,} are allowed"
+        raise TaskError(f"{where(wrong)}: {values[wrong][:40]} is not the number of a class ({hint}).")
+    labels = [int(value) for value in values]
+    return [str(number) for number in range(len(stored) or max(labels, default=-1) + 1)], labels
+
+
+def _is_number(label: str) -> bool:
+    """Whether a label is a number or stands for a missing one, and is no name."""
+    try:
+        float(label)
+    except ValueError:
+        return label.lower() in ("none", "null", "na", "n/a", "<na>")
+    return True
+
+
+def class_names(
+    labels: Sequence[str], given: Mapping[str, str] | Sequence[str] | None, *, stored: Sequence[str] = (), where: str
+) -> tuple[str, ...]:
+    """A name for every label, from what the user gave, or the data set, or the labels themselves."""
+    names = list(stored) or [label.replace("_", " ") for label in labels]
+    if isinstance(given, Mapping):
+        _check_known("classnames", given, [*labels, *stored], labels)
+        names = [str(given.get(label, given.get(name, name))) for label, name in zip(labels, names, strict=True)]
+    elif given is not None:
+        if len(given) != len(labels):
+            raise TaskError(f"{where}: classnames has {len(given)} names, but the data has {len(labels)} classes.")
+        names = list(map(str, given))
+    first: dict[str, str] = {}
+    for label, name in zip(labels, names, strict=True):
+        if not name.strip():
+            raise TaskError(f"{where}: class {label[:60]!r} has no name: give it one in classnames.")
+        if (other := first.setdefault(name, label)) != label:
+            raise TaskError(
+                f"{where}: classes {other[:60]!r} and {label[:60]!r} are both named {name[:60]!r}, so prompts cannot "
+                "tell them apart: give them different classnames."
+            )
+    return tuple(names)
+
+
+def class_prompts(
+    given: Mapping[str, Sequence[str]] | None, labels: Sequence[str], names: Sequence[str]
+) -> tuple[tuple[str, ...], ...]:
+    """The texts of every class, given by label or class name; none where templates make them."""
+    if given is None:
+        return ()
+    _check_known("prompts", given, [*labels, *names], names)
+    prompts = [given.get(label, given.get(name, ())) for label, name in zip(labels, names, strict=True)]
+    for name, texts in zip(names, prompts, strict=True):
+        if not texts or not all(text.strip() for text in texts):
+            raise TaskError(
+                f"The class {plain(repr(name), longest=60)} has no prompts, or a blank one: give it some in prompts."
+            )
+    return tuple(tuple(dict.fromkeys(texts)) for texts in prompts)
+
+
+def _check_known(key: str, given: Mapping[str, Any], known: Sequence[str], shown: Sequence[str]) -> None:
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        classes = ", ".join(plain(name, longest=60) for name in shown[:20])
+        raise TaskError(f"{key} has {plain(repr(unknown[0]), longest=60)}, but the classes are {classes}.")

@@ -9,9 +9,8 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
-from pipeline.evaluation.datasets.cells import as_list, as_text
 from pipeline.evaluation.datasets.open_tables import find_table
-from pipeline.evaluation.datasets.tables import Picture, Table, TableImages, files_of
+from pipeline.evaluation.datasets.tables import Picture, Table, TableImages, as_list, as_text, files_of
 from pipeline.evaluation.datasets.task_data import Instance, TaskData, TaskError, plain
 
 WINOGAVIL = ("candidates", "cue", "associations")

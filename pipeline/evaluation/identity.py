@@ -80,14 +80,13 @@ def identity_of(
     conditions: Mapping[str, Any], entry: Entry, data: TaskData, *, files: Mapping[str, str]
 ) -> dict[str, Any]:
     """Everything that determines a result. `files` holds the digests of the data, by name."""
+    prompts = json.dumps([data.classnames, data.prompts or data.templates], ensure_ascii=False)
     return {
         **conditions,
         "task": definition(entry),
         "task_data": data_digest(files, data.columns),
         "layout": data.layout,
-        "prompts": hashlib.sha256(
-            json.dumps([data.classnames, data.prompts or data.templates], ensure_ascii=False).encode()
-        ).hexdigest(),
+        "prompts": hashlib.sha256(prompts.encode()).hexdigest(),
     }
 
 
@@ -115,11 +114,9 @@ def data_digest(files: Mapping[str, str], columns: Sequence[str] = ()) -> str:
 
 def model_config_digest(model: EvaluationModel) -> str:
     """SHA-256 of the architecture and preprocessing, which the weights do not determine."""
-    architecture = model.architecture
-    towers = {key: value for key, value in architecture.model_cfg.items() if key != "init_logit_bias"}
-    return _digest(
-        {"model_cfg": towers, "preprocess_cfg": dict(architecture.preprocess_cfg), **architecture.own_background}
-    )
+    cfg, preprocessing = model.architecture.model_cfg, dict(model.architecture.preprocess_cfg)
+    towers = {key: value for key, value in cfg.items() if key != "init_logit_bias"}
+    return _digest({"model_cfg": towers, "preprocess_cfg": preprocessing, **model.architecture.own_background})
 
 
 @functools.cache
@@ -181,23 +178,21 @@ class SuiteLock:
         locked = self.tasks.get(key)
         if locked is None or locked["data"] == data_digest(files, data.columns):
             return
-        written = f"when they were first evaluated, {self.path}"
         try:
+            written = f"when they were first evaluated, {self.path}"
             check_digests(key, files, locked["files"], folder=None, written=written)
+            what = f"{data.folder} has {len(files):,} files, {len(locked['files']):,}"
+            if locked["files"] == files:
+                what = f"the columns {' and '.join(data.columns)} are read, others"
+            raise TaskError(f"{key}: {what} when it was first evaluated ({self.path}).")
         except TaskError as error:
             raise TaskError(f"{error} {ACCEPT}") from error
-        if locked["files"] == files:
-            what = f"the columns {' and '.join(data.columns)} are read, others"
-        else:
-            what = f"{data.folder} has {len(files):,} files, {len(locked['files']):,}"
-        raise TaskError(f"{key}: {what} when it was first evaluated ({self.path}). {ACCEPT}")
 
     def add(self, key: str, data: TaskData, files: Mapping[str, str]) -> bool:
         """Lock a task's data. Returns whether that changed the lock."""
-        facts = {"data": data_digest(files, data.columns), "files": dict(files)}
-        changed = self.tasks.get(key) != facts
+        before, facts = self.tasks.get(key), {"data": data_digest(files, data.columns), "files": dict(files)}
         self.tasks[key] = facts
-        return changed
+        return before != facts
 
     def write(self, suite: Suite, *, replacing: bool) -> None:
         """Write the lock, merged with what other processes have locked in the meantime.
@@ -208,8 +203,7 @@ class SuiteLock:
         tasks = {**now.tasks, **self.tasks} if replacing else {**self.tasks, **now.tasks}
         keys = suite.keys if replacing else tuple(dict.fromkeys([*now.suites.get(suite.name, ()), *suite.keys]))
         suites = {**now.suites, suite.name: [key for key in keys if key in tasks]}
-        tree = {"suites": suites, "tasks": dict(sorted(tasks.items()))}
-        write_json(self.path, tree, durable=True)
+        write_json(self.path, {"suites": suites, "tasks": dict(sorted(tasks.items()))}, durable=True)
 
 
 def suite_identity(suite: Suite, config: EvaluationConfig, *, known: Path) -> str:

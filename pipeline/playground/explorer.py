@@ -17,8 +17,7 @@ from torch import Tensor
 
 from pipeline.cores import thread_map
 from pipeline.errors import UserError
-from pipeline.evaluation.compute import Compute
-from pipeline.evaluation.protocols.texts import class_vectors, encode_texts
+from pipeline.evaluation.compute import Compute, class_vectors, encode_texts
 from pipeline.model.evaluation_model import EvaluationModel
 from pipeline.playground.gallery import Dropped, open_image, thumbnail
 

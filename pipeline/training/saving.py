@@ -20,7 +20,7 @@ from pipeline.checkpoint.reader import Checkpoint, agreed_checkpoint
 from pipeline.checkpoint.writer import CheckpointWriter
 from pipeline.data.loading.loader import Batch
 from pipeline.errors import UserError
-from pipeline.evaluation.ledger import forget_after
+from pipeline.evaluation.watcher import forget_after
 from pipeline.metrics.logger import Telemetry
 from pipeline.run_files import name_of
 from pipeline.training.run_state import RunState

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import balanced_accuracy_score, f1_score, recall_score, top_k_accuracy_score
 
+from pipeline.evaluation.compute import TextSide
 from pipeline.evaluation.datasets.datacomp import AGGREGATES, TASKS, Task, official_folder
 from pipeline.evaluation.datasets.task_data import FileImages, Instance, TaskData, TaskError
 from pipeline.evaluation.protocol import macro_f1, macro_recall
 from pipeline.evaluation.protocols import association, classification, retrieval
-from pipeline.evaluation.protocols.texts import TextSide
 from pipeline.evaluation.run.results import TaskResult, aggregate, describe
 from tests.launch import python
 

@@ -31,12 +31,9 @@ MOST_PARTS = 100_000
 
 
 def find_table(folder: Path, *, split: str = "test", csv_columns: Sequence[str] = ()) -> Table:
-    """Find the table in a folder, in any supported layout.
+    """Find the table of a split in a folder, in any supported layout.
 
-    Args:
-        folder: The task's folder.
-        split: The split that is scored.
-        csv_columns: What a CSV with a zip of images must have; without them there is no CSV.
+    A CSV with zips of images counts only where `csv_columns` says which columns it must have.
     """
     tables = (path for path in files_below(folder) if path.suffix in (".arrow", ".json", ".parquet", ".zip"))
     strange = next((path for path in tables if path.exists() and not path.is_file()), None)
@@ -182,13 +179,9 @@ def _open_cached(folder: Path, split: str) -> Table:
 def open_csv(
     path: Path, *, images: Path | None = None, column: str = "", archives: Sequence[Path] | None = None
 ) -> Table:
-    """Open a CSV of texts.
+    """Open a CSV of texts, whose images are files in the folder `images` or in zip `archives`.
 
-    Args:
-        path: The CSV.
-        images: The folder that names in its column of images are relative to.
-        column: That column, with which a quote that is not closed is noticed.
-        archives: Zip archives of the images, where they are in some.
+    `column` is that of the images, with which a quote that is not closed is noticed.
     """
     import datasets
 
@@ -200,15 +193,14 @@ def open_csv(
     if twice is not None:
         raise TaskError(f"{path} has two columns {twice!r}: which one counts? Rename one.")
     for number, row in enumerate(rows, 1):
+        where = f"row {number} of {path}"
         if len(row) != len(header):
             more = "more" if len(row) > len(header) else "fewer"
-            raise TaskError(
-                f"row {number} of {path} has {more} cells than the header: quote cells that contain commas."
-            )
+            raise TaskError(f"{where} has {more} cells than the header: quote cells that contain commas.")
         if images is not None and column in header:
-            _check_quotes(row, header.index(column), images, where=f"row {number} of {path}")
+            _check_quotes(row, header.index(column), images, where=where)
     text = datasets.Features({name: datasets.Value("string") for name in header})
-    columns = dict(zip(header, map(list, zip(*rows, strict=True)) if rows else ([] for _ in header), strict=True))
+    columns = {name: [row[place] for row in rows] for place, name in enumerate(header)}
     return Table(
         partial(dataset_cells, datasets.Dataset.from_dict(columns, features=text)),
         text,

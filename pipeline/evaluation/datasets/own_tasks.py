@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from datetime import date
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -87,31 +86,31 @@ def read_own_tasks(path: Path) -> dict[str, OwnTask]:
     """
     tasks = {}
     for key, tree in read_yaml(path).items():
-        where = f"{path}: the task {key!r}"
-        if not KEY.match(str(key)):
-            raise UserError(f"{where}: a key is made of letters, digits, '-', '_' and '.', in parts divided by '/'.")
-        if key in TASKS:
-            raise UserError(f"{where} has the key of a task of the benchmark: choose another.")
-        if not isinstance(tree, Mapping):
-            raise UserError(f"{where} must be a mapping such as {{folder: photos}}, but is {tree!r}.")
         try:
-            own = parse(OwnTask, tree, prefix=str(key))
+            tasks[str(key)] = _own_task(str(key), tree)
         except UserError as error:
             raise UserError(f"{path}: {error}") from error
-        tasks[str(key)] = _checked(own, where, tree)
     if not tasks:
         raise UserError(f"{path} describes no task.")
     return tasks
 
 
-def _checked(own: OwnTask, where: str, tree: Mapping[str, Any]) -> OwnTask:
+def _own_task(key: str, tree: Any) -> OwnTask:
+    where = f"the task {key!r}"
+    if not KEY.match(key):
+        raise UserError(f"{where}: a key is made of letters, digits, '-', '_' and '.', in parts divided by '/'.")
+    if key in TASKS:
+        raise UserError(f"{where} has the key of a task of the benchmark: choose another.")
+    if not isinstance(tree, Mapping):
+        raise UserError(f"{where} must be a mapping such as {{folder: photos}}, but is {tree!r}.")
+    own = parse(OwnTask, tree, prefix=key)
     sources = [name for name in ("folder", "csv", "dataset") if getattr(own, name)]
     if len(sources) != 1:
         given = " and ".join(sources) or "none"
         raise UserError(f"{where} needs exactly one of folder, csv and dataset, but has {given}.")
-    if sources == ["folder"] and (own.caption or own.label):
+    if own.folder and (own.caption or own.label):
         raise UserError(f"{where}: the folders' names are the labels; caption and label need csv or dataset.")
-    if sources != ["folder"] and bool(own.caption) == bool(own.label):
+    if not own.folder and bool(own.caption) == bool(own.label):
         raise UserError(f"{where} needs either caption (retrieval) or label (classification): the name of a column.")
     if own.prompts is not None and ("templates" in tree or own.caption):
         beside = "caption: only classes have prompts" if own.caption else "templates: give one of them"
@@ -119,11 +118,7 @@ def _checked(own: OwnTask, where: str, tree: Mapping[str, Any]) -> OwnTask:
     wrong = next((template for template in own.templates if "{c}" not in template), None)
     if wrong is not None:
         raise UserError(f"{where}: the template {wrong!r} needs {{c}} where the class name goes.")
-    try:
-        protocol = PROTOCOLS[own.scored_by]
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from error
-    rows = "captions" if own.caption else "labels"
+    protocol, rows = PROTOCOLS[own.scored_by], "captions" if own.caption else "labels"
     if protocol.rows != rows:
         raise UserError(f"{where}: the protocol {own.scored_by} scores {protocol.rows}, but the task has {rows}.")
     if own.metric is not None and own.metric not in protocol.scores:
@@ -213,21 +208,6 @@ def _labelled_rows(table: Table, folder: Path, own: OwnTask) -> TaskData:
     return _classified(data, own, classes, labels, stored=stored)
 
 
-def _classified(
-    data: TaskData, own: OwnTask, classes: Sequence[str], labels: Sequence[int], *, stored: Sequence[str] = ()
-) -> TaskData:
-    """The data with its labels, and the names and prompts of their classes."""
-    names = class_names(classes, own.classnames, stored=stored, where=str(data.folder))
-    return replace(
-        data,
-        on_background=True,
-        labels=np.array(labels, dtype=np.int64),
-        classnames=names,
-        templates=tuple(own.templates),
-        prompts=class_prompts(own.prompts, classes, names),
-    )
-
-
 def _fetch(own: OwnTask, place: Path) -> None:
     """Download a data set's parquet files from the hub."""
     from huggingface_hub import snapshot_download
@@ -248,15 +228,14 @@ def _fetch(own: OwnTask, place: Path) -> None:
 def as_label(value: Any, *, where: str) -> str:
     """A label as text; whole numbers that are stored with a fraction are written without it, and NaN is none."""
     in_brackets = isinstance(value, str) and value.strip().startswith("[")
-    if isinstance(value, list | tuple | np.ndarray) or (in_brackets and parsed_list(value) is not None):
+    if isinstance(value, list) or (in_brackets and parsed_list(value) is not None):
         raise TaskError(
             f"{where} has the labels {plain(value, longest=60)}, and a classification task has one per image: keep the "
             "one that counts, or give the row away. To search by several labels, join them as captions (caption)."
         )
-    if isinstance(value, float):
-        return "" if math.isnan(value) else str(int(value)) if value.is_integer() else str(value)
-    # A CSV's numbers are text.
-    text = str(value) if isinstance(value, int | Decimal | date) else as_text(value, where=where)
+    if isinstance(value, float) and math.isnan(value):
+        return ""
+    text = str(value) if isinstance(value, int | float | Decimal) else as_text(value, where=where)
     return re.sub(r"^(-?[0-9]+)\.0+$", r"\1", text.strip())
 
 
@@ -295,44 +274,49 @@ def _is_number(label: str) -> bool:
     return True
 
 
-def class_names(
-    labels: Sequence[str], given: Mapping[str, str] | Sequence[str] | None, *, stored: Sequence[str] = (), where: str
-) -> tuple[str, ...]:
-    """A name for every label, from what the user gave, or the data set, or the labels themselves."""
-    names = list(stored) or [label.replace("_", " ") for label in labels]
+def _classified(
+    data: TaskData, own: OwnTask, classes: Sequence[str], labels: Sequence[int], *, stored: Sequence[str] = ()
+) -> TaskData:
+    """The data with its labels, and the names and prompts of their classes.
+
+    The names are those that the user gave, or the data set's, or the labels themselves.
+    """
+    names, given = list(stored) or [label.replace("_", " ") for label in classes], own.classnames
     if isinstance(given, Mapping):
-        _check_known("classnames", given, [*labels, *stored], labels)
-        names = [str(given.get(label, given.get(name, name))) for label, name in zip(labels, names, strict=True)]
+        _check_known("classnames", given, [*classes, *stored], classes)
+        names = [given.get(label, given.get(name, name)) for label, name in zip(classes, names, strict=True)]
     elif given is not None:
-        if len(given) != len(labels):
-            raise TaskError(f"{where}: classnames has {len(given)} names, but the data has {len(labels)} classes.")
-        names = list(map(str, given))
+        if len(given) != len(classes):
+            raise TaskError(
+                f"{data.folder}: classnames has {len(given)} names, but the data has {len(classes)} classes."
+            )
+        names = given
     first: dict[str, str] = {}
-    for label, name in zip(labels, names, strict=True):
+    for label, name in zip(classes, names, strict=True):
         if not name.strip():
-            raise TaskError(f"{where}: class {label[:60]!r} has no name: give it one in classnames.")
+            raise TaskError(f"{data.folder}: class {label[:60]!r} has no name: give it one in classnames.")
         if (other := first.setdefault(name, label)) != label:
             raise TaskError(
-                f"{where}: classes {other[:60]!r} and {label[:60]!r} are both named {name[:60]!r}, so prompts cannot "
-                "tell them apart: give them different classnames."
+                f"{data.folder}: classes {other[:60]!r} and {label[:60]!r} are both named {name[:60]!r}, so prompts "
+                "cannot tell them apart: give them different classnames."
             )
-    return tuple(names)
-
-
-def class_prompts(
-    given: Mapping[str, Sequence[str]] | None, labels: Sequence[str], names: Sequence[str]
-) -> tuple[tuple[str, ...], ...]:
-    """The texts of every class, given by label or class name; none where templates make them."""
-    if given is None:
-        return ()
-    _check_known("prompts", given, [*labels, *names], names)
-    prompts = [given.get(label, given.get(name, ())) for label, name in zip(labels, names, strict=True)]
-    for name, texts in zip(names, prompts, strict=True):
-        if not texts or not all(text.strip() for text in texts):
-            raise TaskError(
-                f"The class {plain(repr(name), longest=60)} has no prompts, or a blank one: give it some in prompts."
-            )
-    return tuple(tuple(dict.fromkeys(texts)) for texts in prompts)
+    prompts = []
+    if own.prompts is not None:
+        _check_known("prompts", own.prompts, [*classes, *names], names)
+        for label, name in zip(classes, names, strict=True):
+            texts = own.prompts.get(label, own.prompts.get(name, []))
+            if not texts or not all(text.strip() for text in texts):
+                shown = plain(repr(name), longest=60)
+                raise TaskError(f"The class {shown} has no prompts, or a blank one: give it some in prompts.")
+            prompts.append(tuple(dict.fromkeys(texts)))
+    return replace(
+        data,
+        on_background=True,
+        labels=np.array(labels, dtype=np.int64),
+        classnames=tuple(names),
+        templates=tuple(own.templates),
+        prompts=tuple(prompts),
+    )
 
 
 def _check_known(key: str, given: Mapping[str, Any], known: Sequence[str], shown: Sequence[str]) -> None:

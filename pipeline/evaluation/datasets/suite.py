@@ -36,7 +36,6 @@ OFFICIAL = "datacomp"
 FETCHED_NAME = "evalsets.json"
 OTHER_FILES = ("summary", "timings", "suite.lock")
 """The stems of the files beside the tasks' results."""
-Facts = Mapping[str, Mapping[str, Any]]
 Index = Mapping[str, list[Path]]
 
 
@@ -155,7 +154,7 @@ def open_suite(suite: str | Path, *, data: str | Path | None = None) -> Suite:
                 f"There is no suite {plain(suite, longest=200)!r}: give a folder of tasks (wds_*_test), a YAML file of "
                 f"tasks, or the name of a folder below --data or ${DATA_VARIABLE} ({data or 'not set'})."
             )
-        entries = _official(path) if official else _found(path)
+        entries = _entries(path, official=official)
     if not any(entry.folder for entry in entries):
         raise UserError(f"{path} holds no evaluation task: expected folders such as wds_cifar10_test, or {TASKS_NAME}.")
     return Suite(OFFICIAL if official else path.resolve().name, path, _without_clashes(entries))
@@ -288,33 +287,29 @@ def read_facts(folder: Path) -> dict[str, dict[str, Any]]:
         ) from error
 
 
-def _official(folder: Path) -> list[Entry]:
+def _entries(folder: Path, *, official: bool) -> list[Entry]:
+    """The benchmark's tasks; or those that exist, own ones in its layout, and those of `tasks.yaml` and `suite.json`."""
     index, facts = index_folders(folder), read_facts(folder)
-    entries = []
+    entries, taken, own = [], set[Path](), dict[str, list[Path]]()
     for task in DATACOMP:
-        expected: dict[str, Any] = {"samples": task.samples, **({"classes": task.classes} if task.classes else {})}
-        if "sha256" in facts.get(task.key, {}):
-            expected["sha256"] = facts[task.key]["sha256"]
-        entries.append(_entry(task, find_folders(task, index), expected))
-    return entries
-
-
-def _found(folder: Path) -> list[Entry]:
-    """The benchmark's tasks that exist, own tasks in its layout, and those of `tasks.yaml` and `suite.json`."""
-    index, facts = index_folders(folder), read_facts(folder)
-    known = [(task, find_folders(task, index)) for task in DATACOMP]
-    entries = [
-        _entry(task, folders, facts.get(task.key, {})) for task, folders in known if folders or task.key in facts
-    ]
+        folders, expected = find_folders(task, index), facts.get(task.key, {})
+        if official:
+            counts = {"samples": task.samples, **({"classes": task.classes} if task.classes else {})}
+            expected = {**counts, **{name: digests for name, digests in expected.items() if name == "sha256"}}
+        if official or folders or task.key in facts:
+            entries.append(_entry(task, folders, expected))
+        taken.update(folders)
+    if official:
+        return entries
     by_stem = {key.replace("/", "-"): key for key in facts}
-    own: dict[str, list[Path]] = {}
-    taken = {path for _, folders in known for path in folders}
     for path in sorted(path for path in {p for paths in index.values() for p in paths} - taken if is_webdataset(path)):
         stem = path.name.removeprefix("wds_").removesuffix("_test")
         own.setdefault(by_stem.get(stem, stem), []).append(path)
     for key, paths in own.items():  # which kind they are of is read from the folder
-        kind = {"protocol": "retrieval", "main_metric": "mean_recall@1"} if is_retrieval(paths[0]) else {}
-        entries.append(_entry(Task(key, key, **kind), paths, facts.get(key, {})))
+        task = Task(key, key)
+        if is_retrieval(paths[0]):
+            task = Task(key, key, protocol="retrieval", main_metric="mean_recall@1")
+        entries.append(_entry(task, paths, facts.get(key, {})))
     if (folder / TASKS_NAME).is_file():
         entries += _described(folder / TASKS_NAME, facts)
     keys = {entry.task.key for entry in entries}
@@ -329,7 +324,7 @@ def _entry(task: Task, folders: Sequence[Path], expected: Mapping[str, Any]) -> 
     return Entry(task, folders[0] if folders else None, expected, problem=problem)
 
 
-def _described(path: Path, facts: Facts) -> list[Entry]:
+def _described(path: Path, facts: Mapping[str, Mapping[str, Any]]) -> list[Entry]:
     """The tasks of a `tasks.yaml`."""
     entries, base = [], path.parent
     for key, own in read_own_tasks(path).items():

@@ -87,14 +87,10 @@ def is_retrieval(folder: Path) -> bool:
 
 
 def open_webdataset(folder: Path, task: Task, *, blank_class: BlankClass = "keep") -> TaskData:
-    """Open a `wds_*_test` folder.
+    """Open a `wds_*_test` folder, in which every sample's `.npy` must have the task's fields.
 
-    Args:
-        folder: The task's folder.
-        task: The task; every sample's `.npy` must have its fields.
-        blank_class: What a blank line of classnames.txt is: a class whose name is empty (`keep`), or nothing at all
-            (`drop`), as in the benchmark's pinned stack. Labels behind a dropped line mean other names; this is only
-            for comparison with published numbers.
+    A blank line of classnames.txt is a class whose name is empty, or (`drop`) nothing at all, as in the benchmark's
+    pinned stack. Labels behind a dropped line mean other names: this is only for comparison with published numbers.
     """
     shards = _shards(folder)
     samples = [sample for shard in shards for sample in _read_shard(shard)]
@@ -104,22 +100,19 @@ def open_webdataset(folder: Path, task: Task, *, blank_class: BlankClass = "keep
     if is_retrieval(folder):
         captions = tuple(map(_captions, samples))
         return TaskData(folder, "webdataset", images, (*files, folder / "dataset_type.txt"), captions=captions)
-    classnames = read_lines(folder / "classnames.txt")
-    blank = sum(not name for name in classnames) if blank_class == "drop" else 0
-    if blank:
-        classnames = tuple(name for name in classnames if name)
-    templates = tuple(line for line in read_lines(folder / "zeroshot_classification_templates.txt") if line)
     prompts = (folder / "classnames.txt", folder / "zeroshot_classification_templates.txt")
+    lines, templates = map(read_lines, prompts)
+    classnames = tuple(name for name in lines if name or blank_class == "keep")
     return TaskData(
         folder,
         "webdataset",
         images,
         (*files, *prompts),
-        blank_classes=blank,
+        blank_classes=len(lines) - len(classnames),
         labels=np.array([*map(_label, samples)], dtype=np.int64),
         metadata=_metadata(samples, task) if task.fields else None,
         classnames=classnames,
-        templates=templates,
+        templates=tuple(filter(None, templates)),
     )
 
 
@@ -129,7 +122,6 @@ def _shards(folder: Path) -> tuple[Path, ...]:
     lines = read_lines(test / "nshards.txt")
     if not lines or not re.fullmatch("0*[1-9][0-9]{0,8}", lines[0]):
         raise TaskError(f"{test / 'nshards.txt'} must hold the number of shards, but holds {plain(lines[:1])}.")
-    there = {path.name for path in test.glob("*.tar") if not path.name.startswith(".")}
     names = (f"{number}.tar" for number in range(int(lines[0])))  # not a list: the file may be damaged
     missing = list(islice((name for name in names if not (test / name).is_file()), 5))
     if missing:
@@ -138,10 +130,10 @@ def _shards(folder: Path) -> tuple[Path, ...]:
             "A score over partial data would not be this task's score: fetch them."
         )
     shards = tuple(test / f"{number}.tar" for number in range(int(lines[0])))
-    surplus = sorted(there - {shard.name for shard in shards})
+    surplus = sorted(p.name for p in {*test.glob("*.tar")} - {*shards} if not p.name.startswith("."))
     if surplus:
         raise TaskError(
-            f"{test}: nshards.txt says {len(shards)} shards, but there are {len(there)} tars "
+            f"{test}: nshards.txt says {len(shards)} shards, but there are {len(shards) + len(surplus)} tars "
             f"({', '.join(surplus[:5])} too many). Fetch nshards.txt again, or remove what does not belong there."
         )
     return shards

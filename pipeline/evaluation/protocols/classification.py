@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline.evaluation.compute import TextSide, ranks
 from pipeline.evaluation.datasets.datacomp import Task
 from pipeline.evaluation.datasets.task_data import TaskData, TaskError
 from pipeline.evaluation.protocol import Outcomes, Protocol, group_metrics, macro_recall, register
-from pipeline.evaluation.protocols.texts import TextSide, ranks
 from pipeline.files import write_text
 
 LOGIT_SCALE = 100.0

@@ -117,11 +117,12 @@ def connected_world(state: Any) -> World:
 def start_processes(device: str = "auto") -> Iterator[tuple[World, torch.device]]:
     """The processes that the launcher started (`accelerate launch`, `torchrun`), and this one's device.
 
+    Args:
+        device: `auto`, `cpu` or `cuda`.
+
     Raises:
         UserError: The device is not available.
     """
-    if device not in ("auto", "cpu", "cuda"):
-        raise UserError(f"device = {device!r} is not known. Allowed: auto, cpu, cuda.")
     on_cpu = device == "cpu" or not torch.cuda.is_available()
     if device == "cuda" and on_cpu:
         raise UserError("device = 'cuda', but torch sees no CUDA device here: use 'auto' or 'cpu'.")

@@ -26,7 +26,15 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import UserError
 from pipeline.evaluation.datasets.suite import Entry, Suite
-from pipeline.evaluation.datasets.task_data import ACCEPT, TaskData, TaskError, check_digests, file_facts, plain
+from pipeline.evaluation.datasets.task_data import (
+    ACCEPT,
+    TaskData,
+    TaskError,
+    check_digests,
+    file_facts,
+    plain,
+    reading,
+)
 from pipeline.evaluation.protocol import PROTOCOLS
 from pipeline.files import read_tree, sha256_of, write_json
 from pipeline.versions import version_of, versions
@@ -113,7 +121,7 @@ def data_digest(files: Mapping[str, str], columns: Sequence[str] = ()) -> str:
 
 
 def model_config_digest(model: EvaluationModel) -> str:
-    """SHA-256 of the architecture and preprocessing, which the weights do not determine."""
+    """Digest of the architecture and preprocessing, which the weights do not determine."""
     cfg, preprocessing = model.architecture.model_cfg, dict(model.architecture.preprocess_cfg)
     towers = {key: value for key, value in cfg.items() if key != "init_logit_bias"}
     return _digest({"model_cfg": towers, "preprocess_cfg": preprocessing, **model.architecture.own_background})
@@ -194,7 +202,7 @@ class SuiteLock:
         self.tasks[key] = facts
         return before != facts
 
-    def write(self, suite: Suite, *, replacing: bool) -> None:
+    def write(self, suite: Suite, *, replacing: bool) -> Path:
         """Write the lock, merged with what other processes have locked in the meantime.
 
         With `replacing`, our entries take precedence over those in the file.
@@ -203,7 +211,7 @@ class SuiteLock:
         tasks = {**now.tasks, **self.tasks} if replacing else {**self.tasks, **now.tasks}
         keys = suite.keys if replacing else tuple(dict.fromkeys([*now.suites.get(suite.name, ()), *suite.keys]))
         suites = {**now.suites, suite.name: [key for key in keys if key in tasks]}
-        write_json(self.path, {"suites": suites, "tasks": dict(sorted(tasks.items()))}, durable=True)
+        return write_json(self.path, {"suites": suites, "tasks": dict(sorted(tasks.items()))}, durable=True)
 
 
 def suite_identity(suite: Suite, config: EvaluationConfig, *, known: Path) -> str:
@@ -217,19 +225,14 @@ def suite_identity(suite: Suite, config: EvaluationConfig, *, known: Path) -> st
         UserError: A file of the suite cannot be read.
     """
     digest = hashlib.sha256(json.dumps([getattr(config, name) for name in SETTINGS]).encode())
-    before = read_tree(known)
-    digests = dict(before)
-    try:
-        for entry in suite.entries:
-            digest.update(f"{entry.task.key} {entry.task.main_metric} {entry.own}\n".encode())
+    before, digests = read_tree(known), read_tree(known)
+    for entry in suite.entries:
+        digest.update(f"{entry.task.key} {entry.task.main_metric} {entry.own}\n".encode())
+        with reading(suite.folder):
             for name, path in entry.files():
                 key = f"{path.resolve()} {file_facts(path)}"
                 digests[key] = digests.get(key) or sha256_of(path)
                 digest.update(f"{digests[key]}  {name}\n".encode())
-    except OSError as error:
-        raise UserError(
-            f"{plain(error.filename)} of the suite {suite.name} cannot be read: {error.strerror}."
-        ) from error
     if digests != before:
         with suppress(OSError):  # then the lock of a checkpoint cannot be written either, which is an error
             write_json(known, digests)

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -18,13 +17,12 @@ from pipeline.errors import UserError
 from pipeline.evaluation.compute import check_bf16
 from pipeline.evaluation.datasets.datacomp import AGGREGATES, TASKS
 from pipeline.evaluation.datasets.suite import open_suite
-from pipeline.evaluation.datasets.task_data import FileImages, TaskData, TaskError, decode, plain
+from pipeline.evaluation.datasets.task_data import TaskError, decode, plain
 from pipeline.evaluation.protocols.classification import class_details
-from pipeline.evaluation.protocols.retrieval import write_examples
 from pipeline.evaluation.run.session import attempt
 from pipeline.training.periodic_tests import InTrainingConfig, PeriodicEvaluation
 from tests.checkpoints import contents, make_model, scored
-from tests.evaluation_suite import image_bytes, write_classification
+from tests.evaluation_suite import write_classification
 
 
 def test_changed_data_is_refused_until_it_is_accepted(model, tmp_path):
@@ -158,20 +156,3 @@ def test_read_only_output_is_refused_before_any_work(model, suite, tmp_path, mon
     monkeypatch.setattr("os.access", lambda path, mode: False)
     with pytest.raises(UserError, match=r"cannot be written to .*out: it is read-only"):
         scored(model, suite, tmp_path / "out")
-
-
-def test_two_evaluations_may_write_the_same_examples_at_once(tmp_path, tmp_path_factory):
-    paths = [tmp_path_factory.mktemp("images") / f"image {k}" for k in range(6)]
-    for k, path in enumerate(paths):
-        path.write_bytes(image_bytes(np.random.default_rng(k), k)[1])
-    captions = tuple((f"caption {k}",) for k in range(6))
-    data = TaskData(tmp_path, "files", FileImages(paths), (), captions=captions)
-    features = torch.nn.functional.normalize(torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), dim=-1)
-
-    def write(_: int) -> None:
-        write_examples(tmp_path / "mine.examples", data, features=(features, features))
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(write, range(40)))
-    assert [path.name for path in tmp_path.iterdir()] == ["mine.examples"]
-    assert len(json.loads((tmp_path / "mine.examples/images.json").read_text())) == 6

@@ -64,11 +64,10 @@ def _open_parquet(files: Sequence[Path], folder: Path) -> Table:
             schemas.append(pq.read_schema(path))
         except Exception as error:  # pyarrow raises its own exceptions
             raise TaskError(f"{path} is not a complete parquet file ({plain(error)}): fetch it again.") from error
-    other = next(
-        (path for path, schema in zip(files, schemas, strict=True) if {*schema.names} != {*schemas[0].names}), None
-    )
+    names = sorted({*schemas[0].names})
+    other = next((path for path, schema in zip(files, schemas, strict=True) if sorted(schema.names) != names), None)
     if other is not None:
-        raise TaskError(f"{other} has other columns than {files[0]}: are they of one data set?")
+        raise TaskError(f"{other} has other columns than {files[0]}, or one twice: are they of one data set?")
     features = datasets.Features.from_arrow_schema(schemas[0])
     return Table(partial(parquet_cells, files), features, folder=folder, layout="parquet", files=files)
 

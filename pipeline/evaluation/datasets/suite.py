@@ -288,7 +288,7 @@ def read_facts(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _entries(folder: Path, *, official: bool) -> list[Entry]:
-    """The benchmark's tasks; or those that exist, own ones in its layout, and those of `tasks.yaml` and `suite.json`."""
+    """The benchmark's tasks; or those that exist, own ones in its layout, and those of tasks.yaml and suite.json."""
     index, facts = index_folders(folder), read_facts(folder)
     entries, taken, own = [], set[Path](), dict[str, list[Path]]()
     for task in DATACOMP:

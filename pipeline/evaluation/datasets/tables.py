@@ -13,7 +13,6 @@ import os
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,8 +27,6 @@ Cells = Callable[[str, int], Iterator[tuple[int, Any]]]
 """Column and row -> from this row or an earlier one on, a few cells at a time: number of the first, arrow array."""
 TOGETHER = 64
 """Cells, with their images, that are read at a time."""
-_HELD = object()
-"""Instead of an image's name: its bytes are in the cell."""
 
 
 def dataset_cells(dataset: Any, column: str, first: int) -> Iterator[tuple[int, Any]]:
@@ -113,26 +110,29 @@ class Table:
 
     def values(self, column: str) -> list[Any]:
         """A column without images, as plain values."""
-        return [value for _, cells in self._read(column) for value in cells.to_pylist()]
+        return list(self._items(column))
 
     def pictures(self, column: str, *, counts: Sequence[int] | None = None) -> list[Picture]:
         """The images of all rows, of which each must have as many as `counts` says, by default one."""
         pictures = []
-        for row, cell in enumerate(cell for _, cells in self._read(column) for cell in _images_in(cells)):
-            names = as_list(cell, where=self.row_name(row)) if isinstance(cell, str) else cell
-            names = names if isinstance(names, list) else [names]
+        for row, cell in enumerate(self._items(column)):
+            items = as_list(cell, where=self.row_name(row)) if isinstance(cell, str) else cell
+            items = items if isinstance(items, list) else [items]
             wanted = counts[row] if counts else 1
-            if len(names) != wanted:
+            if len(items) != wanted:
                 raise TaskError(
-                    f"{self.row_name(row)} has {len(names)} images in the column {column}, and {wanted} are expected."
+                    f"{self.row_name(row)} has {len(items)} images in the column {column}, and {wanted} are expected."
                 )
-            for k, name in enumerate(names):
+            for k, item in enumerate(items):
                 position = k if isinstance(cell, list) or wanted > 1 else None
-                pictures.append(Picture(row, position, self._source(name, row, column)))
+                pictures.append(Picture(row, position, self._source(item, row, column)))
         return pictures
 
     def _source(self, name: Any, row: int, column: str) -> Path | tuple[Path, str] | None:
-        if name is _HELD:
+        """Where an image is: bytes, or a mapping of its bytes and its path, one of them null, or a name."""
+        if isinstance(name, Mapping):
+            name = name["bytes"] if isinstance(name.get("bytes"), bytes) else name.get("path")
+        if isinstance(name, bytes):
             return None
         if not isinstance(name, str) or not name.strip():
             raise TaskError(f"{self.row_name(row)} holds no image, and names none, in the column {column}.")
@@ -157,6 +157,10 @@ class Table:
         value = (cell if position is None else cell.values[position]).as_py()
         return value["bytes"] if isinstance(value, Mapping) else value
 
+    def _items(self, column: str) -> Iterator[Any]:
+        for _, cells in self._read(column):
+            yield from cells.to_pylist()
+
     def _read(self, column: str, first: int = 0) -> Iterator[tuple[int, Any]]:
         try:
             for start, cells in self._cells(column, first):
@@ -164,38 +168,6 @@ class Table:
                 yield start, cells
         except Exception as error:  # a damaged file can raise any of a dozen exception types
             raise TaskError(f"{self.files[0]} is damaged ({plain(error)}): fetch the data set again.") from error
-
-
-def _images_in(cells: Any) -> list[Any]:
-    """What every cell of a column of images holds, see `_contents`; or a list of that."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    are_lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
-    if not any(test(cells.type) for test in are_lists):
-        return _contents(cells)
-    flat = iter(_contents(cells.flatten()))
-    return [list(islice(flat, length or 0)) for length in pc.list_value_length(cells).to_pylist()]
-
-
-def _contents(cells: Any) -> list[Any]:
-    """What cells of images hold, as an arrow array: `_HELD` for bytes, else the name of the image, or something else.
-
-    An image of `datasets` is a mapping of its bytes and its path, one of them null.
-    """
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    stored = names = cells
-    if pa.types.is_struct(cells.type):
-        fields = {field.name: pc.struct_field(cells, field.name) for field in cells.type}
-        stored, names = fields.get("bytes"), fields.get("path")
-    if stored is None or not (pa.types.is_binary(stored.type) or pa.types.is_large_binary(stored.type)):
-        held = [False] * len(cells)
-    else:
-        held = pc.is_valid(stored).to_pylist()
-    texts = [None] * len(cells) if names is None or (names is stored and any(held)) else names.to_pylist()
-    return [_HELD if is_held else text for is_held, text in zip(held, texts, strict=True)]
 
 
 class TableImages:

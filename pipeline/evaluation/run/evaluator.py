@@ -68,15 +68,8 @@ def prepare(
     folders = output_folders([model.source for model in models], output)
     paths = [lock_path(folder, several=output is not None and len(models) > 1) for folder in folders]
 
-    def read() -> dict[Path, SuiteLock]:
-        for folder in folders:
-            make_output(folder)
-        return {path: SuiteLock.read(path) for path in paths}
-
-    try:
-        locks = session.on_main(read)
-    except TaskError as error:
-        raise UserError(str(error)) from error
+    session.on_main(lambda: [make_output(folder) for folder in folders])
+    locks = session.on_main(lambda: {path: SuiteLock.read(path) for path in paths})
     if len(suite.entries) == len(suite.keys) and not session.config.relock:
         suite = suite.with_lost(list(dict.fromkeys(key for lock in locks.values() for key in lock.lost(suite))))
     conditions_of = session.on_main(lambda: [conditions(model, session) for model in models])
@@ -167,20 +160,12 @@ class Evaluator:
 
     def _open(self, entry: Entry) -> OpenedTask:
         """Open and check a task; the processes share the hashing of its files."""
-        session, config, world, key = self.session, self.session.config, self.session.world, entry.task.key
+        session, config, key = self.session, self.session.config, entry.task.key
         data = session.together(
             lambda: open_task(entry, blank_class=config.blank_class, allow_outside=config.allow_outside)
         )
-
-        def hash_mine() -> dict[str, str]:
-            mine: dict[str, str] = {}
-            for file in data.files[world.rank :: world.size]:
-                mine |= file_digests([file], data.folder)
-                world.progress()
-            return mine
-
-        parts = world.gather_objects(session.together(hash_mine))
-        files = dict(sorted(item for part in parts for item in part.items()))
+        digests = session.share(lambda number: file_digests([data.files[number]], data.folder), len(data.files))
+        files = dict(sorted(item for digest in digests for item in digest.items()))
         expected = entry.expected.get("sha256", {})
         check_digests(key, files, expected, folder=entry.folder, written="was recorded with the data")
         protocol = session.together(lambda: PROTOCOLS[entry.task.protocol](entry.task, data))
@@ -191,28 +176,15 @@ class Evaluator:
         key, relock = opened.entry.task.key, self.session.config.relock
         scored = [evaluation.lock for evaluation in self.evaluations if key in evaluation.results]
         changed = [lock for lock in scored if lock.add(key, opened.data, opened.files) or relock]
-
-        def write() -> None:
-            for lock in changed:
-                lock.write(suite, replacing=relock)
-
-        self.session.on_main(write)
+        self.session.on_main(lambda: [lock.write(suite, replacing=relock) for lock in changed])
 
     def _texts(self, index: int, opened: OpenedTask) -> Tensor:
         """Text features of a task, [distinct texts, d]; the processes share the work."""
         session, side, model = self.session, opened.protocol.texts, self.evaluations[index].model
         if (index, side.digest) in self._texts_of:
             return self._texts_of[index, side.digest]
-
-        def encode() -> dict[int, Tensor]:
-            return {
-                unit: side.encode(model, unit, compute=session.compute, micro_batch=session.config.micro_batch)
-                for unit in range(session.world.rank, len(side.units), session.world.size)
-            }
-
-        parts = session.world.gather_objects(session.together(encode))
-        merged = {unit: features for part in parts for unit, features in part.items()}
-        features = torch.cat([merged[unit] for unit in range(len(side.units))])
+        encode = partial(side.encode, model, compute=session.compute, micro_batch=session.config.micro_batch)
+        features = torch.cat(session.share(encode, len(side.units)))
         if opened.data.classnames:
             self._texts_of[index, side.digest] = features
         return features

@@ -290,8 +290,8 @@ def output_folders(sources: Sequence[str], output: str | Path | None) -> list[Pa
     return folders
 
 
-def make_output(output: Path) -> None:
-    """Make a folder for results.
+def make_output(output: Path) -> Path:
+    """Make a folder for results, and return it.
 
     Raises:
         UserError: It cannot be made or written to.
@@ -304,6 +304,7 @@ def make_output(output: Path) -> None:
     if problem:
         shown = plain(output, longest=200)
         raise UserError(f"Results cannot be written to {shown}: {problem}. Give another --output.")
+    return output
 
 
 def checkpoint_name(source: str) -> str:

@@ -76,6 +76,24 @@ class Session:
             raise TaskError(message)
         return value  # type: ignore[return-value]
 
+    def share(self, action: Callable[[int], T], count: int) -> list[T]:
+        """`action` of the numbers below `count`, each on one of the processes; the values on all of them.
+
+        Raises:
+            TaskError: As `together`.
+        """
+
+        def mine() -> dict[int, T]:
+            values = {}
+            for number in range(self.world.rank, count, self.world.size):
+                values[number] = action(number)
+                self.world.progress()
+            return values
+
+        parts = self.world.gather_objects(self.together(mine))
+        merged = {number: value for part in parts for number, value in part.items()}
+        return [merged[number] for number in range(count)]
+
     def on_main(self, action: Callable[[], T]) -> T:
         """Run `action` on the first process only and return its value on all of them.
 

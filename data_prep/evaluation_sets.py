@@ -17,12 +17,9 @@ from typing import Any
 from pipeline.config import suggest
 from pipeline.errors import UserError, in_a_line
 from pipeline.evaluation.datasets.datacomp import DATACOMP, Task, official_folder
-from pipeline.evaluation.datasets.suite import Entry, open_suite, open_task
+from pipeline.evaluation.datasets.suite import FETCHED_NAME, Entry, open_suite, open_task
 from pipeline.evaluation.datasets.task_data import FACTS_NAME, check_digests, file_digests
 from pipeline.files import path_below, sha256_of, write_json
-
-LOCK_NAME = "evalsets.json"
-Lock = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -98,22 +95,22 @@ def fetch_evalsets(
             # Counted by the evaluation's own reader.
             outcome.good[key] = samples = open_task(Entry(chosen.task, folder, expected)).samples
             if not offline:  # read again: another process may have fetched other sets in the meantime
-                write_json(root / LOCK_NAME, {**read_lock(root), key: {**entry, "samples": samples}})
+                write_json(root / FETCHED_NAME, {**read_lock(root), key: {**entry, "samples": samples}})
         except (UserError, OSError, ValueError) as error:
             outcome.problems[key] = str(error)
         on_note(f"{key}: {outcome.problems.get(key) or 'verified'}")
     return outcome
 
 
-def read_lock(root: Path) -> Lock:
+def read_lock(root: Path) -> dict[str, dict[str, Any]]:
     """What was fetched into a folder before.
 
     Raises:
         UserError: The record is damaged.
     """
-    path = root / LOCK_NAME
+    path = root / FETCHED_NAME
     try:
-        lock: Lock = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        lock = dict(json.loads(path.read_text(encoding="utf-8")) if path.exists() else {})
         if not all(isinstance(facts["files"], dict) and {"repo", "commit"} <= set(facts) for facts in lock.values()):
             raise ValueError("it is not a record of fetched sets")
     except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,9 @@ def test_summary_covers_one_suite_and_one_configuration(model, tmp_path):
     assert set(summary()["left_out"]) == set(shifts[1:])
     assert summary()["left_out"][shifts[1]] == "it has other settings: blank_class=keep"
     assert not summary()["aggregates"]["ImageNet dist. shifts"]["complete"]
+    towers = replace(model.architecture, model_cfg={**model.architecture.model_cfg, "quick_gelu": True})
+    scored(replace(model, architecture=towers), part, output)
+    assert "model_config" in summary()["left_out"][shifts[1]], "the same weights, but QuickGELU"
     again = scored(model, part, output).summary
     assert again.aggregates["ImageNet dist. shifts"].complete, "the other tasks have results with the same settings"
     assert again.identity == whole.summary.identity

@@ -36,7 +36,6 @@ OFFICIAL = "datacomp"
 FETCHED_NAME = "evalsets.json"
 OTHER_FILES = ("summary", "timings", "suite.lock")
 """The stems of the files beside the tasks' results."""
-Index = Mapping[str, list[Path]]
 
 
 @dataclass(frozen=True)
@@ -77,12 +76,8 @@ class Suite:
     folder: Path
     entries: tuple[Entry, ...]
     """The tasks to evaluate."""
-    whole: tuple[Entry, ...] = ()
+    whole: tuple[Entry, ...]
     """The tasks of the whole suite, of which `entries` may be a part."""
-
-    def __post_init__(self) -> None:
-        if not self.whole:
-            object.__setattr__(self, "whole", self.entries)
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -144,7 +139,8 @@ def open_suite(suite: str | Path, *, data: str | Path | None = None) -> Suite:
     official = str(suite) == OFFICIAL
     with reading(path):
         if path.suffix in (".yaml", ".yml") and path.is_file():
-            return Suite(path.stem, path.parent, _without_clashes(_described(path, {})))
+            described = _without_clashes(_described(path, {}))
+            return Suite(path.stem, path.parent, described, described)
         if not path.is_dir() and data:
             path = Path(data, suite)
             if official and not path.is_dir():
@@ -154,13 +150,13 @@ def open_suite(suite: str | Path, *, data: str | Path | None = None) -> Suite:
                 f"There is no suite {plain(suite, longest=200)!r}: give a folder of tasks (wds_*_test), a YAML file of "
                 f"tasks, or the name of a folder below --data or ${DATA_VARIABLE} ({data or 'not set'})."
             )
-        entries = _entries(path, official=official)
+        entries = _without_clashes(_entries(path, official=official))
     if not any(entry.folder for entry in entries):
         raise UserError(f"{path} holds no evaluation task: expected folders such as wds_cifar10_test, or {TASKS_NAME}.")
-    return Suite(OFFICIAL if official else path.resolve().name, path, _without_clashes(entries))
+    return Suite(OFFICIAL if official else path.resolve().name, path, entries, entries)
 
 
-def index_folders(folder: Path) -> Index:
+def index_folders(folder: Path) -> dict[str, list[Path]]:
     """Normalised name -> folders, for the suite itself, its folders and those one level deeper."""
     folders: dict[str, list[Path]] = {}
     tops = _folders(folder)
@@ -170,7 +166,7 @@ def index_folders(folder: Path) -> Index:
     return folders
 
 
-def find_folders(task: Task, index: Index) -> list[Path]:
+def find_folders(task: Task, index: Mapping[str, list[Path]]) -> list[Path]:
     """Every folder that holds the task; folders without data count only if there is no other."""
     short = task.key.split("/", 1)[-1]
     named = [path for name in map(_normal, (task.key, short, *task.folders)) for path in index.get(name, ())]

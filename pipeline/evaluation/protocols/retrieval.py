@@ -71,11 +71,6 @@ class Retrieval(Protocol):
     def __init__(self, task: Task, data: TaskData) -> None:
         if len(data.captions) != len(data.images):
             raise TaskError(f"{data.folder}: {len(data.images)} images, but captions for {len(data.captions)} of them.")
-        bare = [index for index, own in enumerate(data.captions) if not own]
-        if bare:
-            raise TaskError(
-                f"{len(bare)} of {len(data.images)} images have no caption, the first: {data.images.name(bare[0])}."
-            )
         self.task, self.data = task, data
         self.texts = TextSide([caption for own in data.captions for caption in own])
 

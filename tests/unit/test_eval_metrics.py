@@ -11,7 +11,7 @@ from sklearn.metrics import balanced_accuracy_score, f1_score, recall_score, top
 
 from pipeline.evaluation.compute import TextSide
 from pipeline.evaluation.datasets.datacomp import AGGREGATES, TASKS, Task, official_folder
-from pipeline.evaluation.datasets.task_data import FileImages, Instance, TaskData, TaskError
+from pipeline.evaluation.datasets.task_data import Instance, StoredImages, TaskData, TaskError
 from pipeline.evaluation.protocol import macro_f1, macro_recall
 from pipeline.evaluation.protocols import association, classification, retrieval
 from pipeline.evaluation.run.results import TaskResult, aggregate, describe
@@ -112,7 +112,7 @@ def test_retrieval_matches_brute_force_including_ties(seed):
 
 def test_association_chance_matches_random_picks_and_small_instances_alone_have_no_score():
     few, many = Instance("cue", (0, 1), (True, False)), Instance("cue", tuple(range(10)), (True,) * 3 + (False,) * 7)
-    small, large = (TaskData(None, "", FileImages([]), (), instances=(instance,)) for instance in (few, many))
+    small, large = (TaskData(None, "", StoredImages([], []), (), instances=(instance,)) for instance in (few, many))
     rng = np.random.default_rng(0)
     truth = np.array(many.associated)
     drawn = np.mean([association.jaccard(rng.random(10), truth) for _ in range(20_000)])

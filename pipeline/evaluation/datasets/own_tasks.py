@@ -24,7 +24,7 @@ from pipeline.evaluation.datasets.datacomp import TASKS, Task
 from pipeline.evaluation.datasets.open_tables import find_table, open_csv
 from pipeline.evaluation.datasets.rows import check_repeated, check_split, column_of, retrieval_rows
 from pipeline.evaluation.datasets.tables import Table, TableImages, as_text, files_of, parsed_list
-from pipeline.evaluation.datasets.task_data import FileImages, TaskData, TaskError, files_below, plain
+from pipeline.evaluation.datasets.task_data import StoredImages, TaskData, TaskError, files_below, plain
 from pipeline.evaluation.protocol import PROTOCOLS
 from pipeline.files import new_folder
 from pipeline.pictures.image_error import FORMAT_SUFFIXES
@@ -89,40 +89,39 @@ def read_own_tasks(path: Path) -> dict[str, OwnTask]:
         try:
             tasks[str(key)] = _own_task(str(key), tree)
         except UserError as error:
-            raise UserError(f"{path}: {error}") from error
+            raise UserError(f"{path}: the task {key!r}: {error}") from error
     if not tasks:
         raise UserError(f"{path} describes no task.")
     return tasks
 
 
 def _own_task(key: str, tree: Any) -> OwnTask:
-    where = f"the task {key!r}"
     if not KEY.match(key):
-        raise UserError(f"{where}: a key is made of letters, digits, '-', '_' and '.', in parts divided by '/'.")
+        raise UserError("a key is made of letters, digits, '-', '_' and '.', in parts divided by '/'.")
     if key in TASKS:
-        raise UserError(f"{where} has the key of a task of the benchmark: choose another.")
+        raise UserError("it has the key of a task of the benchmark: choose another.")
     if not isinstance(tree, Mapping):
-        raise UserError(f"{where} must be a mapping such as {{folder: photos}}, but is {tree!r}.")
+        raise UserError(f"it must be a mapping such as {{folder: photos}}, but is {tree!r}.")
     own = parse(OwnTask, tree, prefix=key)
     sources = [name for name in ("folder", "csv", "dataset") if getattr(own, name)]
     if len(sources) != 1:
         given = " and ".join(sources) or "none"
-        raise UserError(f"{where} needs exactly one of folder, csv and dataset, but has {given}.")
+        raise UserError(f"it needs exactly one of folder, csv and dataset, but has {given}.")
     if own.folder and (own.caption or own.label):
-        raise UserError(f"{where}: the folders' names are the labels; caption and label need csv or dataset.")
+        raise UserError("the folders' names are the labels; caption and label need csv or dataset.")
     if not own.folder and bool(own.caption) == bool(own.label):
-        raise UserError(f"{where} needs either caption (retrieval) or label (classification): the name of a column.")
+        raise UserError("it needs either caption (retrieval) or label (classification): the name of a column.")
     if own.prompts is not None and ("templates" in tree or own.caption):
         beside = "caption: only classes have prompts" if own.caption else "templates: give one of them"
-        raise UserError(f"{where} has prompts and {beside}.")
+        raise UserError(f"it has prompts and {beside}.")
     wrong = next((template for template in own.templates if "{c}" not in template), None)
     if wrong is not None:
-        raise UserError(f"{where}: the template {wrong!r} needs {{c}} where the class name goes.")
+        raise UserError(f"the template {wrong!r} needs {{c}} where the class name goes.")
     protocol, rows = PROTOCOLS[own.scored_by], "captions" if own.caption else "labels"
     if protocol.rows != rows:
-        raise UserError(f"{where}: the protocol {own.scored_by} scores {protocol.rows}, but the task has {rows}.")
+        raise UserError(f"the protocol {own.scored_by} scores {protocol.rows}, but the task has {rows}.")
     if own.metric is not None and own.metric not in protocol.scores:
-        raise UserError(f"{where}: metric = {own.metric!r} is not known. Allowed: {', '.join(protocol.scores)}.")
+        raise UserError(f"metric = {own.metric!r} is not known. Allowed: {', '.join(protocol.scores)}.")
     return own
 
 
@@ -188,7 +187,7 @@ def _class_folders(own: OwnTask, folder: Path) -> TaskData:
                 raise TaskError(f"{path} and {other} are one file, and an image counts once, in one class: remove one.")
         paths += files
         labels += [label] * len(files)
-    data = TaskData(folder, "class folders", FileImages(paths), tuple(paths))
+    data = TaskData(folder, "class folders", StoredImages(paths, list(map(str, paths))), tuple(paths))
     return _classified(data, own, [path.name for path in classes], labels)
 
 

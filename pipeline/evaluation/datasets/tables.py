@@ -10,7 +10,6 @@ import ast
 import hashlib
 import json
 import os
-import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,8 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pipeline.evaluation.datasets.task_data import TaskError, plain, reading
-from pipeline.pictures.pixels import read_file
+from pipeline.evaluation.datasets.task_data import StoredImages, TaskError, plain
 
 Members = Mapping[str, tuple[Path, str]]
 """Archive and member of every image in zip archives, by its names."""
@@ -170,40 +168,20 @@ class Table:
             raise TaskError(f"{self.files[0]} is damaged ({plain(error)}): fetch the data set again.") from error
 
 
-class TableImages:
-    """Some images of a table as an `ImageSource`."""
+class TableImages(StoredImages):
+    """Some images of a table."""
 
     def __init__(self, table: Table, column: str, pictures: Sequence[Picture]) -> None:
         if not pictures:
             raise TaskError(f"{table.name} holds no rows at all.")
+        cells = [f"{column}{'' if place is None else f'[{place}]'}" for _, place, _ in pictures]
+        names = [f"{cell} of {table.row_name(picture.row)}" for cell, picture in zip(cells, pictures, strict=True)]
+        super().__init__([picture.source for picture in pictures], names)
         self._table, self._column, self._pictures = table, column, list(pictures)
-        self._open: dict[Path, zipfile.ZipFile] = {}
-
-    def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_open": {}}  # a loader worker must not share its parent's file positions
-
-    def __len__(self) -> int:
-        return len(self._pictures)
 
     def read(self, index: int) -> bytes:
         row, position, source = self._pictures[index]
-        if source is None:
-            return self._table.image(self._column, row, position)
-        if isinstance(source, Path):
-            with reading(source):
-                return read_file(source)
-        archive, member = source
-        try:
-            if archive not in self._open:
-                self._open[archive] = zipfile.ZipFile(archive)
-            return self._open[archive].read(member)
-        except Exception as error:  # a damaged archive raises a dozen types, zlib's and RuntimeError among them
-            raise TaskError(f"{member} in {archive} is damaged ({plain(error)}): fetch it again.") from error
-
-    def name(self, index: int) -> str:
-        row, position, _ = self._pictures[index]
-        inner = "" if position is None else f"[{position}]"
-        return f"{self._column}{inner} of {self._table.row_name(row)}"
+        return super().read(index) if source else self._table.image(self._column, row, position)
 
     def identity(self, index: int) -> object:
         """What rows with the same image have in common: its bytes, or the file that they name, also through links."""

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 import re
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -43,33 +44,47 @@ def reading(path: Path) -> Iterator[None]:
         raise TaskError(f"Cannot read {where}: {error.strerror}. The task's data is incomplete.") from error
 
 
-class ImageSource(Protocol):
-    """Encoded images by index; picklable, and cheap to open again in another process."""
+class StoredImages:
+    """Encoded images by index; picklable, and cheap to open again in another process.
 
-    def __len__(self) -> int: ...
+    Args:
+        places: The file of each image; or the file and the first byte and size in it; or a zip archive and a member.
+        names: Where each image is, for messages.
+    """
 
-    def read(self, index: int) -> bytes:
-        """Read the encoded image, or raise a `TaskError`."""
+    def __init__(self, places: Sequence[Any], names: Sequence[str]) -> None:
+        self._places, self._names = places, names
+        self._open: dict[Path, Any] = {}
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_open": {}}  # a loader worker must not share its parent's file positions
+
+    def __len__(self) -> int:
+        return len(self._names)
 
     def name(self, index: int) -> str:
         """Where the image is, for messages."""
-
-
-class FileImages:
-    """Images that are files of their own."""
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self._paths = list(paths)
-
-    def __len__(self) -> int:
-        return len(self._paths)
+        return self._names[index]
 
     def read(self, index: int) -> bytes:
-        with reading(self._paths[index]):
-            return read_file(self._paths[index])
-
-    def name(self, index: int) -> str:
-        return str(self._paths[index])
+        """Read the encoded image, or raise a `TaskError`."""
+        if isinstance(place := self._places[index], Path):
+            with reading(place):
+                return read_file(place)
+        path, *part = place
+        if len(part) == 1:
+            try:
+                self._open[path] = self._open.get(path) or zipfile.ZipFile(path)
+                return bytes(self._open[path].read(*part))
+            except Exception as error:  # a damaged archive raises a dozen types, zlib's and RuntimeError among them
+                raise TaskError(f"{part[0]} in {path} is damaged ({plain(error)}): fetch it again.") from error
+        first, size = part
+        with reading(path):
+            self._open[path] = self._open.get(path) or path.open("rb")
+            blob = os.pread(self._open[path].fileno(), size, first)
+        if len(blob) != size:
+            raise TaskError(f"{self.name(index)}: {len(blob)} of {size} bytes could be read. The shard is cut short.")
+        return blob
 
 
 @dataclass(frozen=True)
@@ -87,7 +102,7 @@ class TaskData:
 
     folder: Path
     layout: str
-    images: ImageSource
+    images: StoredImages
     files: tuple[Path, ...]
     """The files that determine the data, in a fixed order; the data digest is made of their digests and `columns`."""
     columns: tuple[str, ...] = ()

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from pipeline.evaluation.datasets.datacomp import Task
-from pipeline.evaluation.datasets.task_data import IMAGE_SUFFIXES, TaskData, TaskError, plain, read_lines
+from pipeline.evaluation.datasets.task_data import IMAGE_SUFFIXES, StoredImages, TaskData, TaskError, plain, read_lines
 from pipeline.files import text_lines
 from pipeline.tars import DamagedTar, headers, refuse_unended, skip_payload
 
@@ -47,34 +47,6 @@ Sample = dict[str, Any]
 """As `webdataset` groups members: contents by suffix, and of an image where it is, beside `__key__` and `__url__`."""
 
 
-class TarImages:
-    """Images in uncompressed tars, read by offset; every process opens the files separately."""
-
-    def __init__(self, shards: tuple[Path, ...], samples: Sequence[Sample]) -> None:
-        self.shards, number = shards, {str(shard): k for k, shard in enumerate(shards)}
-        self._at = np.array([(number[s["__url__"]], *_image(s)) for s in samples], dtype=np.int64).reshape(-1, 3)
-        self._keys = [s["__key__"] for s in samples]
-        self._open: dict[int, io.FileIO] = {}
-
-    def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_open": {}}
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def read(self, index: int) -> bytes:
-        shard, offset, size = (int(value) for value in self._at[index])
-        if shard not in self._open:
-            self._open[shard] = io.FileIO(self.shards[shard])
-        blob = os.pread(self._open[shard].fileno(), size, offset)
-        if len(blob) != size:
-            raise TaskError(f"{self.name(index)}: {len(blob)} of {size} bytes could be read. The shard is cut short.")
-        return blob
-
-    def name(self, index: int) -> str:
-        return f"{self._keys[index]} in {self.shards[int(self._at[index][0])]}"
-
-
 def is_webdataset(folder: Path) -> bool:
     """Whether a folder is of this layout."""
     return (folder / "test" / "nshards.txt").is_file() or any((folder / "test").glob("*.tar"))
@@ -94,7 +66,9 @@ def open_webdataset(folder: Path, task: Task, *, blank_class: BlankClass = "keep
     """
     shards = _shards(folder)
     samples = [sample for shard in shards for sample in _read_shard(shard)]
-    images = TarImages(shards, samples)
+    path_of = {str(shard): shard for shard in shards}
+    places = [(path_of[sample["__url__"]], *_image(sample)) for sample in samples]
+    images = StoredImages(places, [f"{sample['__key__']} in {sample['__url__']}" for sample in samples])
     _check_copies(samples, images)
     files = (folder / "test" / "nshards.txt", *shards)
     if is_retrieval(folder):
@@ -188,7 +162,7 @@ def _member(sample: Sample, suffix: str) -> bytes:
     return bytes(sample[suffix])
 
 
-def _check_copies(samples: Sequence[Sample], images: TarImages) -> None:
+def _check_copies(samples: Sequence[Sample], images: StoredImages) -> None:
     """No two shards hold the same samples, whatever the tars' dates and names are.
 
     Sizes and labels are compared first, contents only where these agree.

@@ -20,7 +20,7 @@ from pipeline.distributed.workers import (
     worker_died_message,
 )
 from pipeline.evaluation.compute import check_finite, microbatches
-from pipeline.evaluation.datasets.task_data import ImageSource, TaskData, TaskError, decode
+from pipeline.evaluation.datasets.task_data import StoredImages, TaskData, TaskError, decode
 from pipeline.evaluation.protocol import Outcomes, Protocol
 from pipeline.evaluation.run.session import Session
 from pipeline.model.evaluation_model import EvaluationModel
@@ -42,7 +42,7 @@ class ImagePass(Dataset[Any]):
 
     def __init__(
         self,
-        source: ImageSource,
+        source: StoredImages,
         transforms: Mapping[str, Transform],
         *,
         micro_batch: int,

@@ -122,9 +122,8 @@ def write_examples(folder: Path, data: TaskData, *, features: tuple[Tensor, Tens
             image.save(temporary, "JPEG", quality=85)
     for name, examples in ((CAPTIONS_NAME, by_caption), (IMAGES_NAME, by_image)):
         write_text(folder / name, json.dumps(examples, indent=1, ensure_ascii=False) + "\n", durable=True)
-    for path in folder.glob("[0-9]*.jpg"):  # of earlier data
-        if path.name not in {f"{index}.jpg" for index in shown}:
-            path.unlink(missing_ok=True)
+    for name in {path.name for path in folder.glob("[0-9]*.jpg")} - {f"{index}.jpg" for index in shown}:
+        (folder / name).unlink(missing_ok=True)  # of earlier data
 
 
 def _spaced(total: int, count: int) -> list[int]:

@@ -14,33 +14,27 @@ EXIT_PROBLEMS = 1
 @click.command(name="evalsets")
 @click.argument("folder", type=click.Path(file_okay=False))
 @click.option("--only", multiple=True, metavar="KEY", help="Only this set, for example vtab/pets; may be repeated.")
-@click.option(
-    "--mirror", type=click.Path(file_okay=False), help="A local folder of the sets, such as DataComp's own download."
-)
 @click.option("--check", is_flag=True, help="Only verify the sets already in FOLDER; needs no network.")
 @click.option(
     "--lock", is_flag=True, help="Record counts and digests of all tasks in FOLDER, including your own, in suite.json."
 )
-def command(folder: str, only: tuple[str, ...], mirror: str | None, check: bool, lock: bool) -> int:
-    """Fetch the evaluation sets into FOLDER, from the hub or a local mirror, and verify them.
+def command(folder: str, only: tuple[str, ...], check: bool, lock: bool) -> int:
+    """Fetch the evaluation sets into FOLDER from the hub, and verify them.
 
     Run it again to continue; complete sets are not fetched again. With --lock nothing is fetched: the contents of
     FOLDER are recorded, and every later evaluation is checked against this record. Exits with 1 if a set is missing or
     wrong.
     """
-    from data_prep.evaluation_sets import check_evalsets, fetch_evalsets, record_suite
+    from data_prep.evaluation_sets import fetch_evalsets, record_suite
 
     if lock:
-        if only or mirror or check:
+        if only or check:
             raise UserError("--lock records what is in FOLDER and fetches nothing: give it without the other options.")
         problems = record_suite(Path(folder), on_note=click.echo)
         if problems:
             click.echo(f"{Path(folder, 'suite.json')}: {len(problems)} tasks could not be recorded.")
         return EXIT_PROBLEMS if problems else 0
-    if check:
-        outcome = check_evalsets(folder, only)
-    else:
-        outcome = fetch_evalsets(folder, only, mirror=Path(mirror) if mirror else None, on_note=click.echo)
+    outcome = fetch_evalsets(folder, only, offline=check, on_note=click.echo)
     total = sum(outcome.good.values())
     click.echo(f"{len(outcome.good)} sets verified, {total:,} samples; {len(outcome.problems)} not usable.")
     for key, problem in outcome.problems.items():

@@ -35,7 +35,7 @@ def command(model: str, images: Path | None, limit: int, host: str, port: int, d
             f"The playground needs the extra `playground` ({error.name} is missing): "
             "pip install -c constraints.txt -e '.[playground]'"
         ) from error
-    from pipeline.evaluation.run.checkpoint import load_checkpoint
+    from pipeline.evaluation.run.evaluator import load_checkpoint
     from pipeline.evaluation.run.session import start_processes
     from pipeline.playground.explorer import Explorer, lines_of
 

@@ -97,6 +97,7 @@ COMMANDS: dict[str, str] = {
     "plan --gpus-per-node": "--measure divides this machine's cores by its GPUs, or by --ranks; `taskset` gives it fewer.",
     "plan --images-per-core": "`neuclip plan --measure` measures what the loader delivers.",
     "plan --sample-bytes": "`neuclip plan --measure` measures what the loader delivers.",
+    "evalsets --mirror": "Copy the folder, such as DataComp's own download: `neuclip evaluate` reads it as it is, and --lock records its digests.",
     "evalsets --endpoint": "Another hub with the same interface: set the environment's HF_ENDPOINT.",
     "export --private": "`hf upload OWNER/NAME FOLDER --private` uploads the export.",
     "export --push": "`hf upload OWNER/NAME FOLDER` uploads the export.",

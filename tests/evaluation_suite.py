@@ -147,13 +147,10 @@ def write_association(root: Path, *, layout: str, seed: int = 0) -> Path:
 
 
 def write_cache(root: Path, *, samples: int = 9, embedded: bool = False, digest: str = "ab12") -> Path:
-    """Write WinoGAViL as cached by `datasets.load_dataset(..., cache_dir=ROOT/hf_cache)`: images are below downloads/.
+    """Write WinoGAViL as cached by `datasets.load_dataset(..., cache_dir=ROOT/hf_cache)`.
 
-    Args:
-        root: folder that contains hf_cache.
-        samples: number of instances.
-        embedded: store the images in the arrow file, as newer versions of the dataset do.
-        digest: name of the dataset version in the cache.
+    Its images are below downloads/ or, as of newer versions of the dataset, `embedded` in the arrow file; `digest` is
+    the name of the dataset's version in the cache.
     """
     from datasets import Features, Image, Sequence, Value
     from datasets.arrow_writer import ArrowWriter
@@ -218,14 +215,7 @@ LAYOUTS = {"flickr": "save_to_disk", "mscoco": "parquet", "winogavil": "csv+zip"
 
 
 def write_one_of_each(root: Path, *keys: str, flickr: str, winogavil: str) -> Path:
-    """Write the classification tasks `keys` with 37 samples, which fill no batch evenly, and Flickr and WinoGAViL.
-
-    Args:
-        root: folder of the suite.
-        *keys: classification tasks.
-        flickr: layout of Flickr.
-        winogavil: layout of WinoGAViL.
-    """
+    """Write the classification tasks `keys` with 37 samples, which fill no batch evenly, and Flickr and WinoGAViL."""
     for key in keys:
         write_classification(root, TASKS[key], samples=37)
     write_retrieval(root, TASKS["retrieval/flickr_1k_test_image_text_retrieval"], layout=flickr)

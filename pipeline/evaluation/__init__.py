@@ -51,8 +51,7 @@ def evaluate(
     from pipeline.distributed.world import World
     from pipeline.evaluation.compute import Compute
     from pipeline.evaluation.datasets.suite import Suite, open_suite
-    from pipeline.evaluation.run.checkpoint import load_checkpoint, prepare
-    from pipeline.evaluation.run.evaluator import Evaluator
+    from pipeline.evaluation.run.evaluator import Evaluator, load_checkpoint, prepare
     from pipeline.evaluation.run.results import write_summary
     from pipeline.evaluation.run.session import EvaluationConfig, Session
     from pipeline.model.evaluation_model import EvaluationModel

@@ -3,12 +3,11 @@
 The k-th micro-batch always holds samples [kM, (k+1)M), in this order, padded with zeros: it is the same tensor for any
 batch size and any number of loader workers or processes. On a CPU every micro-batch is computed by one thread (the
 order of a matrix product's sums depends on the number of threads) and several micro-batches run at a time instead. On
-CUDA, TF32 and cuDNN's search for the fastest kernel are off; bits are then equal on equal GPUs with equal libraries,
-and between different devices features differ by rounding only, which the recorded device shows: for ViT-B/32
-and our tiny model by 4e-7 at most between AVX-512 and SSE4.1 code, cosines by 3e-7. Only an image whose two best
-classes are that close can change its prediction.
+CUDA, TF32 and cuDNN's search for the fastest kernel are off; bits are then equal on equal GPUs with equal libraries.
+Between other devices, which results record, features differ by rounding: by 4e-7 at most between AVX-512 and SSE4.1
+code, so that only an image whose two best classes are that close can change its prediction.
 
-Shape legend: M micro-batch, B loader batch, d feature dimension.
+Shape legend: C classes, M micro-batch, B loader batch, d feature dimension.
 """
 
 from __future__ import annotations
@@ -16,20 +15,26 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import json
 import platform
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.cores import thread_map
 from pipeline.distributed.precision import true_fp32
 from pipeline.errors import UserError
+from pipeline.evaluation.datasets.task_data import TaskError
+from pipeline.model.evaluation_model import EvaluationModel
 
 T = TypeVar("T")
+TEXTS_PER_UNIT = 1024
+"""About how many prompts are encoded together, those of whole classes."""
 
 
 def microbatches(batches: Iterable[tuple[Tensor, ...]], size: int) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
@@ -52,14 +57,10 @@ def microbatches(batches: Iterable[tuple[Tensor, ...]], size: int) -> Iterator[t
 class Compute:
     """Where and how features are computed; use as a context manager.
 
-    Args:
-        device: The models' device.
-        threads: CPU threads, each of which computes whole micro-batches.
-        precision: `fp32`, or `bf16` on a device that computes it in hardware.
-        on_result: Called after every micro-batch.
+    On a CPU each of `threads` computes whole micro-batches. `on_result` is called after every micro-batch.
 
     Raises:
-        UserError: bf16 is requested and the device does not support it.
+        UserError: The precision is bf16 and the device does not compute it in hardware.
     """
 
     def __init__(
@@ -168,3 +169,100 @@ def _exact_cuda(device: torch.device) -> Iterator[None]:
             yield
     finally:
         cudnn.benchmark, cudnn.deterministic = before
+
+
+class TextSide:
+    """The distinct texts of a task (class names, captions or cues), in units that processes share among themselves.
+
+    `templates` have `{c}` for the text; without them every text is taken as it is. `prompts` are those of every text,
+    instead of filled templates; the texts are then distinct. `rows` holds for every text its row among the distinct.
+    """
+
+    def __init__(
+        self,
+        texts: Sequence[str],
+        *,
+        templates: Sequence[str] | None = None,
+        prompts: Sequence[Sequence[str]] = (),
+    ) -> None:
+        unique = list(dict.fromkeys(texts))
+        row = {text: number for number, text in enumerate(unique)}
+        self.rows = torch.tensor([row[text] for text in texts])
+        per_unit = max(1, TEXTS_PER_UNIT // max(map(len, prompts or (templates or "1",))))
+        self.units = [unique[start : start + per_unit] for start in range(0, len(unique), per_unit)]
+        self._templates, self._prompts = templates, dict(zip(texts, prompts, strict=False))
+        facts = [texts, templates, prompts] if prompts else [texts, templates]
+        self.digest = hashlib.sha256(json.dumps(facts, ensure_ascii=False).encode()).hexdigest()
+
+    def encode(self, model: EvaluationModel, unit: int, *, compute: Compute, micro_batch: int) -> Tensor:
+        """Encode one unit as [len(units[unit]), d] unit-norm fp32 features."""
+        texts = self.units[unit]
+        if self._templates is None:
+            return encode_texts(model, texts, compute=compute, micro_batch=micro_batch)
+        prompts = [self._prompts.get(text) or filled(self._templates, text) for text in texts]
+        return mean_features(model, prompts, compute=compute, micro_batch=micro_batch)
+
+    def similarities(self, features: Tensor, texts: Tensor) -> Tensor:
+        """[rows, d] features, [distinct texts, d] -> [rows, texts as given] cosines; equal texts have equal bits.
+
+        Columns of one matrix product can differ in the last bit although their vectors are equal, so that a tie between
+        repeated texts would be decided by noise. The product is therefore taken over distinct texts.
+        """
+        return (features @ texts.T)[:, self.rows.to(features.device)]
+
+
+def ranks(scores: Tensor, target: Tensor) -> Tensor:
+    """[rows, candidates], [rows] -> how many candidates come before the target; ties go to the lower index."""
+    value = scores.gather(1, target[:, None])
+    lower = torch.arange(scores.shape[1], device=scores.device)[None, :] < target[:, None]
+    return (scores > value).sum(1) + ((scores == value) & lower).sum(1)
+
+
+def encode_texts(model: EvaluationModel, texts: Sequence[str], *, compute: Compute, micro_batch: int) -> Tensor:
+    """Encode texts as [len(texts), d] unit-norm fp32 features on the CPU."""
+    pieces = ((model.tokenize(list(texts[at : at + micro_batch])),) for at in range(0, len(texts), micro_batch))
+
+    def encode(valid: int, columns: tuple[Tensor, ...]) -> Tensor:
+        with compute.encoding():
+            return model.encode_text(columns[0].to(compute.device))[:valid].float().cpu()
+
+    features = torch.cat(list(compute.map(encode, microbatches(pieces, micro_batch))))
+    check_finite(features, what=lambda row: f"the text {texts[row]!r}")
+    return features
+
+
+def check_finite(features: Tensor, *, what: Callable[[int], str]) -> None:
+    """Check that features are finite; others have no score.
+
+    Raises:
+        TaskError: A row holds a NaN or an infinity; the message names the first one.
+    """
+    broken = (~torch.isfinite(features).all(dim=1)).nonzero()
+    if len(broken):
+        raise TaskError(
+            f"{len(broken)} features are not finite, the first is that of {what(int(broken[0]))}: "
+            "the weights of this checkpoint are damaged or its training diverged."
+        )
+
+
+def filled(templates: Sequence[str], name: str) -> list[str]:
+    """The prompts of a class."""
+    return [template.replace("{c}", name) for template in templates]
+
+
+def class_vectors(
+    model: EvaluationModel, classnames: Sequence[str], templates: Sequence[str], *, compute: Compute, micro_batch: int
+) -> Tensor:
+    """[C, d] classifier: every template filled in, encoded, L2-normalised, averaged over templates, renormalised."""
+    prompts = [filled(templates, name) for name in classnames]
+    return mean_features(model, prompts, compute=compute, micro_batch=micro_batch)
+
+
+def mean_features(
+    model: EvaluationModel, prompts: Sequence[Sequence[str]], *, compute: Compute, micro_batch: int
+) -> Tensor:
+    """[C, d] normalised means of the normalised features of each class's prompts, of which each may have any number."""
+    flat = [text for own in prompts for text in own]
+    features = encode_texts(model, flat, compute=compute, micro_batch=micro_batch)
+    parts = features.split([len(own) for own in prompts])
+    return F.normalize(torch.stack([part.mean(dim=0) for part in parts]), dim=-1)

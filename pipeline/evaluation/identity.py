@@ -25,8 +25,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import UserError
-from pipeline.evaluation.datasets.suite import Entry, Suite, files_of
-from pipeline.evaluation.datasets.task_data import ACCEPT, TaskData, TaskError, check_digests, file_facts, plain
+from pipeline.evaluation.datasets.suite import Entry, Suite
+from pipeline.evaluation.datasets.task_data import (
+    ACCEPT,
+    TaskData,
+    TaskError,
+    check_digests,
+    file_facts,
+    plain,
+    reading,
+)
 from pipeline.evaluation.protocol import PROTOCOLS
 from pipeline.files import read_tree, sha256_of, write_json
 from pipeline.versions import version_of, versions
@@ -80,14 +88,13 @@ def identity_of(
     conditions: Mapping[str, Any], entry: Entry, data: TaskData, *, files: Mapping[str, str]
 ) -> dict[str, Any]:
     """Everything that determines a result. `files` holds the digests of the data, by name."""
+    prompts = json.dumps([data.classnames, data.prompts or data.templates], ensure_ascii=False)
     return {
         **conditions,
         "task": definition(entry),
         "task_data": data_digest(files, data.columns),
         "layout": data.layout,
-        "prompts": hashlib.sha256(
-            json.dumps([data.classnames, data.prompts or data.templates], ensure_ascii=False).encode()
-        ).hexdigest(),
+        "prompts": hashlib.sha256(prompts.encode()).hexdigest(),
     }
 
 
@@ -114,12 +121,10 @@ def data_digest(files: Mapping[str, str], columns: Sequence[str] = ()) -> str:
 
 
 def model_config_digest(model: EvaluationModel) -> str:
-    """SHA-256 of the architecture and preprocessing, which the weights do not determine."""
-    architecture = model.architecture
-    towers = {key: value for key, value in architecture.model_cfg.items() if key != "init_logit_bias"}
-    return _digest(
-        {"model_cfg": towers, "preprocess_cfg": dict(architecture.preprocess_cfg), **architecture.own_background}
-    )
+    """Digest of the architecture and preprocessing, which the weights do not determine."""
+    cfg, preprocessing = model.architecture.model_cfg, dict(model.architecture.preprocess_cfg)
+    towers = {key: value for key, value in cfg.items() if key != "init_logit_bias"}
+    return _digest({"model_cfg": towers, "preprocess_cfg": preprocessing, **model.architecture.own_background})
 
 
 @functools.cache
@@ -181,25 +186,23 @@ class SuiteLock:
         locked = self.tasks.get(key)
         if locked is None or locked["data"] == data_digest(files, data.columns):
             return
-        written = f"when they were first evaluated, {self.path}"
         try:
+            written = f"when they were first evaluated, {self.path}"
             check_digests(key, files, locked["files"], folder=None, written=written)
+            what = f"{data.folder} has {len(files):,} files, {len(locked['files']):,}"
+            if locked["files"] == files:
+                what = f"the columns {' and '.join(data.columns)} are read, others"
+            raise TaskError(f"{key}: {what} when it was first evaluated ({self.path}).")
         except TaskError as error:
             raise TaskError(f"{error} {ACCEPT}") from error
-        if locked["files"] == files:
-            what = f"the columns {' and '.join(data.columns)} are read, others"
-        else:
-            what = f"{data.folder} has {len(files):,} files, {len(locked['files']):,}"
-        raise TaskError(f"{key}: {what} when it was first evaluated ({self.path}). {ACCEPT}")
 
     def add(self, key: str, data: TaskData, files: Mapping[str, str]) -> bool:
         """Lock a task's data. Returns whether that changed the lock."""
-        facts = {"data": data_digest(files, data.columns), "files": dict(files)}
-        changed = self.tasks.get(key) != facts
+        before, facts = self.tasks.get(key), {"data": data_digest(files, data.columns), "files": dict(files)}
         self.tasks[key] = facts
-        return changed
+        return before != facts
 
-    def write(self, suite: Suite, *, replacing: bool) -> None:
+    def write(self, suite: Suite, *, replacing: bool) -> Path:
         """Write the lock, merged with what other processes have locked in the meantime.
 
         With `replacing`, our entries take precedence over those in the file.
@@ -208,8 +211,7 @@ class SuiteLock:
         tasks = {**now.tasks, **self.tasks} if replacing else {**self.tasks, **now.tasks}
         keys = suite.keys if replacing else tuple(dict.fromkeys([*now.suites.get(suite.name, ()), *suite.keys]))
         suites = {**now.suites, suite.name: [key for key in keys if key in tasks]}
-        tree = {"suites": suites, "tasks": dict(sorted(tasks.items()))}
-        write_json(self.path, tree, durable=True)
+        return write_json(self.path, {"suites": suites, "tasks": dict(sorted(tasks.items()))}, durable=True)
 
 
 def suite_identity(suite: Suite, config: EvaluationConfig, *, known: Path) -> str:
@@ -223,19 +225,14 @@ def suite_identity(suite: Suite, config: EvaluationConfig, *, known: Path) -> st
         UserError: A file of the suite cannot be read.
     """
     digest = hashlib.sha256(json.dumps([getattr(config, name) for name in SETTINGS]).encode())
-    before = read_tree(known)
-    digests = dict(before)
-    try:
-        for entry in suite.entries:
-            digest.update(f"{entry.task.key} {entry.task.main_metric} {entry.own}\n".encode())
-            for name, path in files_of(entry):
+    before, digests = read_tree(known), read_tree(known)
+    for entry in suite.entries:
+        digest.update(f"{entry.task.key} {entry.task.main_metric} {entry.own}\n".encode())
+        with reading(suite.folder):
+            for name, path in entry.files():
                 key = f"{path.resolve()} {file_facts(path)}"
                 digests[key] = digests.get(key) or sha256_of(path)
                 digest.update(f"{digests[key]}  {name}\n".encode())
-    except OSError as error:
-        raise UserError(
-            f"{plain(error.filename)} of the suite {suite.name} cannot be read: {error.strerror}."
-        ) from error
     if digests != before:
         with suppress(OSError):  # then the lock of a checkpoint cannot be written either, which is an error
             write_json(known, digests)

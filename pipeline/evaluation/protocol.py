@@ -19,8 +19,8 @@ from pipeline.registries import Registry
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from pipeline.evaluation.compute import TextSide
     from pipeline.evaluation.datasets.task_data import TaskData
-    from pipeline.evaluation.protocols.texts import TextSide
 
 Outcomes = dict[str, np.ndarray]
 
@@ -47,12 +47,9 @@ class Protocol(ABC):
         """
 
     def keep(self, features: Tensor, texts: Tensor, *, start: int) -> Outcomes:
-        """What to keep of a micro-batch, one row per image; by default the features.
+        """What to keep of a micro-batch whose first image is number `start`, one row per image; here the features.
 
-        Args:
-            features: [rows, d] unit-norm image features, on the device.
-            texts: [distinct texts, d] unit-norm text features, on the device.
-            start: The number of the first image.
+        Unit-norm features of images, [rows, d], and of distinct texts, [texts, d], are on the device.
         """
         return {"features": features.cpu().numpy()}
 
@@ -71,14 +68,7 @@ class Protocol(ABC):
     def write_details(  # noqa: B027  (most protocols write none)
         self, place: Path, *, outcomes: Outcomes, kept: Outcomes, texts: Tensor
     ) -> None:
-        """Write what reports show beside the score.
-
-        Args:
-            place: The result's path without `.json`.
-            outcomes: What was found of each sample.
-            kept: What was kept of all images.
-            texts: [distinct texts, d] text features.
-        """
+        """Write what reports show beside the score; `place` is the result's path without `.json`."""
 
 
 PROTOCOLS: Registry[type[Protocol]] = Registry(
@@ -124,10 +114,10 @@ def _worst_name(task: Task, group: str, prefix: str) -> str:
 
 def _counts(target: np.ndarray, prediction: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """True positives, targets and predictions of every label that occurs in the targets."""
-    present = np.unique(target)
-    size = int(max(target.max(), prediction.max())) + 1
-    hits = np.bincount(target[prediction == target], minlength=size)[present]
-    return hits, np.bincount(target, minlength=size)[present], np.bincount(prediction, minlength=size)[present]
+    present, size = np.unique(target), int(max(target.max(), prediction.max())) + 1
+    counted = (target[prediction == target], target, prediction)
+    hits, targets, predictions = (np.bincount(labels, minlength=size)[present] for labels in counted)
+    return hits, targets, predictions
 
 
 def macro_f1(target: np.ndarray, prediction: np.ndarray) -> float:

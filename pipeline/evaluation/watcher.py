@@ -1,13 +1,30 @@
-"""Evaluate a run's checkpoints as they appear, together with any number of other watchers."""
+"""Evaluate a run's checkpoints as they appear, together with any number of other watchers.
+
+Which watcher evaluates which checkpoint is recorded in one folder per checkpoint:
+
+    RUN/evaluation-ledger/SUITE/step-00000500/
+        lock           held by the watcher that evaluates the checkpoint, until it ends, however it ends
+        attempt.json   done, failed or started: who, where, since when, at which weights, how many attempts
+
+The locks are the file system's (`flock`), so that no clocks are compared: the kernel, or the server of a network file
+system, releases those of a process that was killed. On a file system without them two watchers may evaluate the same
+checkpoint. They write the same results, byte for byte. The ledger is for scheduling only: a checkpoint that is done but
+has no results is evaluated again.
+"""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import json
+import os
+import shutil
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +36,18 @@ from pipeline.errors import UserError
 from pipeline.evaluation.datasets.suite import Suite
 from pipeline.evaluation.datasets.task_data import file_facts, plain
 from pipeline.evaluation.identity import suite_identity
-from pipeline.evaluation.ledger import ATTEMPTS, DONE, FAILED, LEDGER_FOLDER, RELEASED, Lease, Ledger
-from pipeline.evaluation.run.checkpoint import default_folder, load_checkpoint
-from pipeline.evaluation.run.results import SUMMARY_NAME
+from pipeline.evaluation.run.evaluator import load_checkpoint
+from pipeline.evaluation.run.results import SUMMARY_NAME, default_folder
 from pipeline.evaluation.run.session import EvaluationConfig, attempt
-from pipeline.files import sha256_of
+from pipeline.files import NO_LOCKS, file_lock, lock_holder, read_tree, sha256_of, write_json
 from pipeline.model.model_folder import WEIGHTS_NAME, stated_files
-from pipeline.run_files import META_NAME, MODEL_CONFIG_NAME, finished_checkpoints, step_of
+from pipeline.run_files import META_NAME, MODEL_CONFIG_NAME, PREFIX, finished_checkpoints, is_name, step_of
 
+LEDGER_FOLDER = "evaluation-ledger"
+LOCK_NAME, ATTEMPT_NAME = "lock", "attempt.json"
+STARTED, DONE, FAILED, RELEASED = "started", "done", "failed", "released"
+ATTEMPTS = 3
+"""After so many that failed or killed their watcher, a checkpoint is abandoned: it cannot kill watchers forever."""
 SHOWN_FAILURES = 3
 TOGETHER = 4
 """Waiting checkpoints that share one pass over the images; the newest is evaluated by itself."""
@@ -42,6 +63,70 @@ class WatchConfig:
     """Seconds between two listings of the folder."""
     every: int = Field(default=1, ge=1)
     """Evaluate only steps that are multiples of this."""
+
+
+@dataclass
+class Turn:
+    """A checkpoint with its folder in the ledger."""
+
+    checkpoint: Path
+    folder: Path
+    weights: str
+    """What tells it from another checkpoint of the same name, at which attempts are not counted; empty while a file is
+    missing, or has another size than is stated."""
+    held: ExitStack = field(default_factory=ExitStack)
+    """The lock, during an attempt of this process."""
+    record: dict[str, Any] = field(default_factory=dict)
+    """Of that attempt."""
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """The record of the last attempt; empty if there was none."""
+        return read_tree(self.folder / ATTEMPT_NAME)
+
+    @property
+    def attempts(self) -> int:
+        """How many attempts at these weights failed or did not end."""
+        last = self.last
+        count = last.get("attempts")
+        others = last.get("weights") != self.weights or last.get("how") == DONE
+        return count if isinstance(count, int) and not others else 0
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether `ATTEMPTS` at these weights are over and none gave a result."""
+        return self.attempts >= ATTEMPTS and not lock_holder(self.folder / LOCK_NAME)
+
+    def claim(self, *, again: bool = False) -> bool:
+        """Begin an attempt. Returns False when another watcher has the checkpoint, or it is abandoned or done.
+
+        Args:
+            again: Also if it is done.
+        """
+        with ExitStack() as held:
+            try:
+                held.enter_context(file_lock(self.folder / LOCK_NAME, seconds=0))
+            except BlockingIOError:
+                return False
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
+            attempts = self.attempts
+            if attempts >= ATTEMPTS or (self.last.get("how") == DONE and not again):
+                return False
+            process = {"host": socket.gethostname(), "pid": os.getpid()}
+            at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+            self.record = {"how": STARTED, "attempts": attempts + 1, "weights": self.weights, **process, "at": at}
+            write_json(self.folder / ATTEMPT_NAME, self.record, durable=True)
+            self.held = held.pop_all()
+            return True
+
+    def end(self, how: str, **facts: Any) -> int:
+        """Record how the attempt ended, and release the lock. Returns the attempts; `RELEASED` ones do not count."""
+        attempts = int(self.record["attempts"]) - (how == RELEASED)
+        with self.held:
+            write_json(self.folder / ATTEMPT_NAME, {**self.record, "attempts": attempts, "how": how, **facts})
+        return attempts
 
 
 class Watcher:
@@ -68,29 +153,28 @@ class Watcher:
         say: Callable[[str], None],
         on_scored: Callable[[Path], None] = lambda run: None,
     ) -> None:
-        self.suite, self.config, self.evaluation, self.processes = suite, config, evaluation, processes
+        self.runs, self.suite, self.config, self.evaluation, self.processes = runs, suite, config, evaluation, processes
         self._say, self._on_scored = say, on_scored
         self._retry_at: dict[Path, float] = {}
         self._mentioned: set[Path] = set()
-        self._leases: dict[Path, Lease] = {}
-        """Of the checkpoints that are being evaluated; on the first process only."""
+        self._claimed: dict[Path, Turn] = {}
+        """The checkpoints that are being evaluated; on the first process only."""
         self._digests: dict[Path, tuple[object, str]] = {}
         """Sizes and dates of a checkpoint's files, and their digest."""
         known = runs[0] / LEDGER_FOLDER / "digests.json"
         mine = suite_identity(suite, evaluation, known=known) if processes[0].rank == 0 else ""
         self.identity: str = processes[0].gather_objects(mine)[0]
-        self.ledgers = {run: Ledger(run / LEDGER_FOLDER / self.identity) for run in runs}
 
     def run(self, stop: threading.Event, *, once: bool = False) -> bool:
         """Work until `stop` is set; with `once`, until no checkpoint is left that this watcher can evaluate now.
 
         Returns whether every checkpoint has its scores.
         """
-        count, waiting = len(self._ready()), len(self._waiting())
+        count, waiting = sum(bool(turn.weights) for turn in self.turns()), len(self._waiting())
         self._log(f"{count:,} checkpoints on {self.suite.name}, {count - waiting:,} of them have an outcome.")
-        for run, path in self.abandoned():
-            folder = self.ledgers[run].folder / path.name
-            self._log(f"{path.name} was abandoned: the reason is in {folder}; remove that folder to try again.")
+        for turn in self.abandoned():
+            name, folder = turn.checkpoint.name, turn.folder
+            self._log(f"{name} was abandoned: the reason is in {folder}; remove that folder to try again.")
         while not stop.is_set():
             if self.step():
                 continue
@@ -106,9 +190,18 @@ class Watcher:
             self._log(f"{left:,} checkpoints are left: other watchers have them, or they failed and wait.")
         return not (left or self.abandoned() or self._incomplete())
 
-    def abandoned(self) -> list[tuple[Path, Path]]:
-        """(run, checkpoint) of the checkpoints that are no longer tried."""
-        return [(run, path) for run, path in self._ready() if self._is_abandoned(run, path)]
+    def turns(self) -> list[Turn]:
+        """All checkpoints that are wanted, of each run the oldest first."""
+        paths = [(run, path) for run in self.runs for path in finished_checkpoints(run)]
+        return [
+            Turn(path, run / LEDGER_FOLDER / self.identity / path.name, self._weights(path))
+            for run, path in paths
+            if step_of(path) % self.config.every == 0
+        ]
+
+    def abandoned(self) -> list[Turn]:
+        """The checkpoints that are no longer tried."""
+        return [turn for turn in self.turns() if turn.weights and turn.is_abandoned]
 
     def step(self) -> bool:
         """Evaluate the next checkpoints. Returns whether there was anything to do."""
@@ -116,11 +209,11 @@ class Watcher:
         try:
             if world.rank == 0:
                 self._claim()
-            paths: list[Path] = world.gather_objects(list(self._leases))[0]
+            paths: list[Path] = world.gather_objects(list(self._claimed))[0]
             if paths:
                 self._evaluate(paths)
         except BaseException as error:
-            for path in list(self._leases):
+            for path in list(self._claimed):
                 self._end(path, RELEASED, reason=f"interrupted by {type(error).__name__}")
             if isinstance(error, OSError):
                 raise UserError(f"{error.filename or 'A run'} cannot be written: {error.strerror}.") from error
@@ -128,10 +221,7 @@ class Watcher:
         return bool(paths)
 
     def _weights(self, path: Path) -> str:
-        """What tells a checkpoint from another one that takes its name: a digest of its model files.
-
-        Empty while a file is missing, or has another size than is stated.
-        """
+        """A digest of a checkpoint's model files; empty while they are not complete."""
         try:
             now = {name: file_facts(path / name) for name in (META_NAME, MODEL_CONFIG_NAME, WEIGHTS_NAME)}
             if self._digests.get(path, (None,))[0] != now:
@@ -146,52 +236,41 @@ class Watcher:
         except (OSError, ValueError, AttributeError):
             return ""
 
-    def _all(self) -> list[tuple[Path, Path]]:
-        """(run, checkpoint) of all checkpoints that are wanted, oldest first."""
-        every = self.config.every
-        return [(run, path) for run in self.ledgers for path in finished_checkpoints(run) if step_of(path) % every == 0]
-
-    def _ready(self) -> list[tuple[Path, Path]]:
-        return [(run, path) for run, path in self._all() if self._weights(path)]
-
     def _incomplete(self) -> set[Path]:
         """Checkpoints that are being copied, or are truncated."""
-        return {path for _, path in self._all() if not self._weights(path)}
+        return {turn.checkpoint for turn in self.turns() if not turn.weights}
 
-    def _waiting(self) -> list[tuple[Path, Path]]:
-        """(run, checkpoint) of all checkpoints without an outcome or whose results are gone, the newest first."""
-        waiting = [(run, path) for run, path in self._ready() if self._why(run, path) is not None]
-        return sorted(waiting, key=lambda item: step_of(item[1]), reverse=True)
+    def _waiting(self) -> list[tuple[Turn, str]]:
+        """All checkpoints without an outcome or whose results are gone, the newest first; and `_why`."""
+        waiting = [(turn, why) for turn in self.turns() if turn.weights and (why := self._why(turn)) is not None]
+        return sorted(waiting, key=lambda item: step_of(item[0].checkpoint), reverse=True)
 
-    def _is_abandoned(self, run: Path, path: Path) -> bool:
-        return self.ledgers[run].is_abandoned(path.name, weights=self._weights(path))
-
-    def _why(self, run: Path, path: Path) -> str | None:
+    def _why(self, turn: Turn) -> str | None:
         """Why a checkpoint that is done is evaluated again; empty if it is not done, None if there is nothing to do."""
-        outcome, weights = self.ledgers[run].outcome(path.name), self._weights(path)
-        if outcome.get("how") != DONE:
-            return None if self._is_abandoned(run, path) else ""
-        if weights and outcome.get("weights") != weights:
+        last = turn.last
+        if last.get("how") != DONE:
+            return None if turn.is_abandoned else ""
+        if last.get("weights") != turn.weights:
             return "was replaced by other weights since it was evaluated"
+        results = default_folder(str(turn.checkpoint))
         names = (SUMMARY_NAME, *(f"{entry.task.stem}.json" for entry in self.suite.entries))
-        there = all((default_folder(str(path)) / name).is_file() for name in names)
+        there = all((results / name).is_file() for name in names)
         return None if there else "has no results, although it was evaluated"
 
     def _claim(self) -> None:
-        """Take the leases on the next checkpoints: the newest by itself, older ones several at a time."""
-        newest = dict(self._ready()).values()
-        for run, path in self._waiting():
+        """Claim the next checkpoints: the newest by itself, older ones several at a time."""
+        newest = {path.parent: path for path in (turn.checkpoint for turn in self.turns() if turn.weights)}.values()
+        for turn, why in self._waiting():
+            path = turn.checkpoint
             alone = path in newest
-            if (alone and self._leases) or time.monotonic() < self._retry_at.get(path, 0.0):
+            if (alone and self._claimed) or time.monotonic() < self._retry_at.get(path, 0.0):
                 continue
-            reason = self._why(run, path)
-            lease = self.ledgers[run].claim(path.name, weights=self._weights(path), again=bool(reason))
-            if lease is None:
+            if not turn.claim(again=bool(why)):
                 continue
-            if reason:
-                self._log(f"{self._shown(path)} {reason}; it is evaluated again.")
-            self._leases[path] = lease
-            if alone or len(self._leases) == TOGETHER:
+            if why:
+                self._log(f"{self._shown(path)} {why}; it is evaluated again.")
+            self._claimed[path] = turn
+            if alone or len(self._claimed) == TOGETHER:
                 break
 
     def _evaluate(self, paths: Sequence[Path]) -> None:
@@ -203,27 +282,29 @@ class Watcher:
         broken: dict[Path, str] = {}
         for errors in world.gather_objects({path: error for path, (_, error) in loaded.items() if error is not None}):
             broken.update(errors)
-        models = [model for path, (model, _) in loaded.items() if model is not None and path not in broken]
-        whole = [path for path in paths if path not in broken]
+        models = {path: model for path, (model, _) in loaded.items() if model is not None and path not in broken}
         for path, error in broken.items():
             self._give_up(path, error)
-        if not whole:
+        if not models:
             return
-        self._log(f"Evaluating {', '.join(map(self._shown, whole))} on {self.suite.name}.")
+        self._log(f"Evaluating {', '.join(map(self._shown, models))} on {self.suite.name}.")
+        given = list(models.values())
         evaluations, problem = attempt(
-            lambda: evaluate(models, suite=self.suite, config=self.evaluation, processes=self.processes)
+            lambda: evaluate(given, suite=self.suite, config=self.evaluation, processes=self.processes)
         )
-        for position, path in enumerate(whole):
-            if evaluations is None:
+        if evaluations is None:
+            for path in models:
                 self._give_up(path, str(problem))
-            elif evaluations[position].failures:
-                self._give_up(path, brief(evaluations[position].failures))
+            return
+        for path, evaluation in zip(models, evaluations, strict=True):
+            if evaluation.failures:
+                self._give_up(path, brief(evaluation.failures))
             else:
-                scores = {key: result.score for key, result in sorted(evaluations[position].results.items())}
+                scores = {key: result.score for key, result in sorted(evaluation.results.items())}
                 self._log(f"{self._shown(path)}: {len(scores)} tasks done.")
                 self._end(path, DONE, suite=self.suite.name, scores=scores)
-        if evaluations is not None and world.rank == 0:
-            for run in dict.fromkeys(path.parent.parent for path in whole):
+        if world.rank == 0:
+            for run in dict.fromkeys(path.parent.parent for path in models):
                 self._on_scored(run)
 
     def _give_up(self, path: Path, reason: str) -> None:
@@ -233,16 +314,13 @@ class Watcher:
             self._log(f"{self._shown(path)} is abandoned after {ATTEMPTS} attempts.")
 
     def _end(self, path: Path, how: str, **facts: Any) -> int:
-        """End the lease on a checkpoint, if this process has it. Returns the number of attempts."""
-        lease = self._leases.pop(path, None)
-        if lease is None:
-            return 0
-        lease.end(how, **facts)
-        return int(lease.attempt["attempts"])
+        """End the attempt at a checkpoint, if this process has it. Returns the number of attempts."""
+        turn = self._claimed.pop(path, None)
+        return turn.end(how, **facts) if turn else 0
 
     def _shown(self, path: Path) -> str:
         """A checkpoint's name; with that of its run where there are several."""
-        return path.name if len(self.ledgers) == 1 else f"{path.parent.parent.name}/{path.name}"
+        return path.name if len(self.runs) == 1 else f"{path.parent.parent.name}/{path.name}"
 
     def _log(self, text: str) -> None:
         if self.processes[0].rank == 0:
@@ -254,3 +332,11 @@ def brief(failures: Mapping[str, str]) -> str:
     shown = [f"{key}: {plain(text, longest=300)}" for key, text in list(failures.items())[:SHOWN_FAILURES]]
     more = len(failures) - len(shown)
     return "; ".join(shown) + (f"; and {more} more tasks failed, see summary.json" if more else "")
+
+
+def forget_after(run: Path, last: int) -> None:
+    """Remove scores and outcomes of steps after `last`: the run was rolled back, and their names will be reused."""
+    for folder in ("evaluation", f"{LEDGER_FOLDER}/*"):
+        for path in run.glob(f"{folder}/{PREFIX}*"):
+            if is_name(path.name) and path.is_dir() and step_of(path) > last:
+                shutil.rmtree(path, ignore_errors=True)

@@ -23,8 +23,7 @@ from pipeline.cores import thread_map
 from pipeline.data.shards.storage import list_shards, open_records
 from pipeline.data.shards.tar_reader import DamagedTar
 from pipeline.errors import UserError
-from pipeline.evaluation.compute import Compute
-from pipeline.evaluation.protocols.texts import class_vectors, encode_texts
+from pipeline.evaluation.compute import Compute, class_vectors, encode_texts
 from pipeline.model.evaluation_model import EvaluationModel
 from pipeline.pictures import FORMAT_SUFFIXES, ImageError
 from pipeline.pictures.pixels import WHITE, Colour, read_file, read_rgb

@@ -24,7 +24,7 @@ from pipeline.data.loading.loader import Batch
 from pipeline.data.shards.check_shards import caption_notes
 from pipeline.distributed.timing import Meter, collect_garbage
 from pipeline.errors import EXIT_USER_ERROR, UserError
-from pipeline.evaluation.ledger import forget_after
+from pipeline.evaluation.watcher import forget_after
 from pipeline.metrics.logger import Telemetry
 from pipeline.metrics.mfu import Utilization
 from pipeline.metrics.sinks import clock

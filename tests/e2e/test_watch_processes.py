@@ -15,8 +15,9 @@ from pipeline.evaluation import evaluate
 from pipeline.evaluation.datasets.datacomp import TASKS
 from pipeline.evaluation.datasets.suite import open_suite
 from pipeline.evaluation.identity import suite_identity
-from pipeline.evaluation.ledger import DONE, STARTED, Ledger
 from pipeline.evaluation.run.session import EvaluationConfig
+from pipeline.evaluation.watcher import DONE, STARTED
+from pipeline.files import read_tree
 from tests.checkpoints import save_step
 from tests.evaluation_suite import write_classification
 from tests.launch import Program, wait_for
@@ -30,7 +31,7 @@ def start(run: Path, suite: Path) -> Program:
 
 
 def outcomes(ledger: Path) -> dict[str, dict[str, Any]]:
-    return {folder.name: Ledger(ledger).outcome(folder.name) for folder in ledger.glob("*")}
+    return {folder.name: read_tree(folder / "attempt.json") for folder in ledger.glob("*")}
 
 
 def with_outcome(ledger: Path, how: str) -> set[str]:

@@ -23,7 +23,7 @@ from pipeline.checkpoint.layout import restore_replaced
 from pipeline.checkpoint.reader import Checkpoint, agreed_checkpoint, damage
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.evaluation.ledger import forget_after
+from pipeline.evaluation.watcher import forget_after
 from pipeline.files import UMASK
 from pipeline.model.evaluation_model import load_for_evaluation
 from pipeline.model.model_folder import save_tensors, weights_digest

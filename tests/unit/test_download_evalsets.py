@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import shutil
 import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,11 +15,11 @@ import pytest
 from click.testing import CliRunner
 
 from data_prep import evaluation_sets
-from data_prep.evaluation_sets import HUB_SETS, HubSet, check_evalsets, fetch_evalsets
+from data_prep.evaluation_sets import HUB_SETS, HubSet, fetch_evalsets
 from jobs.evalsets import command
 from pipeline.errors import UserError
-from pipeline.evaluation.datasets.datacomp import TASKS, Task, folder_names
-from tests.evaluation_suite import write_cache, write_classification
+from pipeline.evaluation.datasets.datacomp import TASKS, Task
+from tests.evaluation_suite import write_classification
 from tests.hub import COMMIT, Hub, use_hub
 from tests.shards import write_members
 from tests.web import serve
@@ -43,7 +42,6 @@ TINY = {
 
 def test_every_task_has_a_hub_repository():
     assert tuple(HUB_SETS) == tuple(TASKS)
-    assert all(hub_set.folder in folder_names(hub_set.task) for hub_set in HUB_SETS.values())
     assert len({hub_set.repo for hub_set in HUB_SETS.values()}) == 38
 
 
@@ -105,23 +103,24 @@ def test_sets_come_from_the_hub_verified_and_pinned(hub, tmp_path):
     assert lock["cifar10"]["commit"] == COMMIT
     assert lock["cifar10"]["files"]["test/0.tar"]["sha256"] == hashlib.sha256(tar_of(range(3))).hexdigest()
     assert "README.md" not in lock["cifar10"]["files"]
-    assert check_evalsets(tmp_path).good == outcome.good
+    result = CliRunner().invoke(command, [str(tmp_path), "--check"], standalone_mode=False)
+    assert (result.return_value, "3 sets verified, 10 samples; 0 not usable" in result.output) == (0, True)
 
     damaged = tmp_path / "wds_cifar10_test/test/1.tar"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
-    assert "test/1.tar differ" in check_evalsets(tmp_path).problems["cifar10"]
+    assert "test/1.tar differ" in fetch_evalsets(tmp_path, offline=True).problems["cifar10"]
     hub.asked.clear()
     assert fetch_evalsets(tmp_path).problems == {}
     assert hub.downloads() == ["test/1.tar"], "only the damaged file is fetched again"
     assert not any("/revision/" in path for path in hub.asked), "the commit of the first download is kept"
-    assert check_evalsets(tmp_path).problems == {}
+    assert fetch_evalsets(tmp_path, offline=True).problems == {}
 
 
 def test_a_damaged_record_is_named(hub, tmp_path):
     """Regression test: it was reported as a fault of the program."""
     for text in ("{", "[1]", '{"cifar10": 3}', '{"cifar10": {"files": {}}}', '{"cifar10": null}', "\0"):
         (tmp_path / "evalsets.json").write_text(text)
-        for work in (lambda: fetch_evalsets(tmp_path), lambda: check_evalsets(tmp_path)):
+        for work in (lambda: fetch_evalsets(tmp_path), lambda: fetch_evalsets(tmp_path, offline=True)):
             with pytest.raises(UserError, match=r"evalsets\.json is damaged .* run `neuclip evalsets"):
                 work()
 
@@ -135,7 +134,7 @@ def test_sets_that_another_process_fetches_meanwhile_stay_recorded(hub, tmp_path
 
     fetch_evalsets(tmp_path, ("cifar10", "retrieval/flickr"), on_note=start_another)
     assert set(json.loads((tmp_path / "evalsets.json").read_text())) == set(TINY)
-    assert check_evalsets(tmp_path).problems == {}
+    assert fetch_evalsets(tmp_path, offline=True).problems == {}
 
 
 def test_wrong_bytes_missing_shards_and_missing_sets_are_reported(hub, tmp_path):
@@ -159,49 +158,9 @@ def test_wrong_bytes_missing_shards_and_missing_sets_are_reported(hub, tmp_path)
     assert "has 1 classes, but 2 are expected" in outcome.problems["cifar10"]
 
 
-def test_fetched_folder_can_serve_as_a_mirror(hub, tmp_path):
-    fetch_evalsets(tmp_path / "one")
-    hub.asked.clear()
-    words = [str(tmp_path / "two"), "--mirror", str(tmp_path / "one")]
-    result = CliRunner().invoke(command, words, standalone_mode=False)
-    assert result.return_value == 0
-    assert "3 sets verified, 10 samples; 0 not usable" in result.output
-    assert hub.asked == []
-    one, two = (json.loads((tmp_path / name / "evalsets.json").read_text()) for name in ("one", "two"))
-    assert one == two
-
-    (tmp_path / "one/wds_cifar10_test/test/1.tar").write_bytes(tar_of(range(2)))
-    words[0] = str(tmp_path / "three")
-    result = CliRunner().invoke(command, [*words, "--only", "cifar10"], standalone_mode=False)
-    assert result.return_value == 1
-    assert "differ from its own evalsets.json" in result.output
-    result = CliRunner().invoke(command, [str(tmp_path / "two"), "--check"], standalone_mode=False)
-    assert result.return_value == 0
-
-
 def test_unknown_names_are_refused(tmp_path):
     with pytest.raises(UserError, match="The nearest is vtab/pets"):
         fetch_evalsets(tmp_path, ["vtab/pet"])
-    with pytest.raises(UserError, match="is not a folder"):
-        fetch_evalsets(tmp_path, mirror=tmp_path / "none")
-
-
-def test_datacomp_download_can_serve_as_a_mirror(tmp_path):
-    """`download_evalsets.py` leaves `hf_cache/` with arrow files that name their images by absolute paths."""
-    root = tmp_path / "datacomp"
-    (root / "wds_cifar10_test/test").mkdir(parents=True)
-    for name, body in FILES["djghosh/wds_cifar10_test"].items():
-        (root / "wds_cifar10_test" / name).write_bytes(body)
-    write_cache(root, samples=2)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluation_sets, "HUB_SETS", TINY)
-        outcome = fetch_evalsets(tmp_path / "suite", ["cifar10", "misc/winogavil"], mirror=root)
-        assert outcome.problems == {}
-        assert outcome.good == {"cifar10": 5, "misc/winogavil": 2}
-        shutil.rmtree(root)
-        assert check_evalsets(tmp_path / "suite", ["misc/winogavil"]).good == {"misc/winogavil": 2}
-        next((tmp_path / "suite").rglob("downloads/**/*.jpg")).write_bytes(b"another")
-        assert "differ from what was fetched" in check_evalsets(tmp_path / "suite").problems["misc/winogavil"]
 
 
 def test_locking_a_custom_suite(tmp_path):

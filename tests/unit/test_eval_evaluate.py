@@ -16,11 +16,10 @@ from torch import Tensor
 from jobs.evaluate import command
 from pipeline.errors import UserError
 from pipeline.evaluation import evaluate
-from pipeline.evaluation.compute import Compute
+from pipeline.evaluation.compute import Compute, encode_texts
 from pipeline.evaluation.datasets.datacomp import TASKS
 from pipeline.evaluation.datasets.suite import open_suite
 from pipeline.evaluation.protocols import association, classification, retrieval
-from pipeline.evaluation.protocols.texts import encode_texts
 from pipeline.model.evaluation_model import EvaluationModel, for_evaluation
 from pipeline.model.towers import ModelConfig, build_towers
 from tests.checkpoints import QUICK, contents, make_model, save_checkpoint, scored

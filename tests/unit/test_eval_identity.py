@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from importlib import metadata
@@ -56,7 +55,7 @@ def test_the_codes_digest_covers_every_module_that_an_evaluation_imports(tmp_pat
     assert whole == code_digest(ROOT)
     program = "import sys, jobs.evaluate, pipeline.evaluation.run.evaluator; print(*sys.modules)"
     names = [name for name in python("-c", program).stdout.split() if name.split(".")[0] == "pipeline"]
-    assert {"pipeline.pictures.pixels", "pipeline.model.trimming", "pipeline.evaluation.protocols.texts"} <= set(names)
+    assert {"pipeline.pictures.pixels", "pipeline.model.trimming", "pipeline.evaluation.compute"} <= set(names)
     for path in (tmp_path.joinpath(*name.split(".")) for name in names):
         path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
         body = path.read_bytes()
@@ -105,19 +104,6 @@ def test_a_result_without_whole_outcomes_is_not_reused(model, tmp_path):
         assert not again.reused
         assert again.results["mnist"] == first.results["mnist"]
     assert scored(model, suite, output).reused
-
-
-def quick_gelu(model: EvaluationModel) -> EvaluationModel:
-    config = {**model.architecture.model_cfg, "quick_gelu": True}
-    return dataclasses.replace(model, architecture=dataclasses.replace(model.architecture, model_cfg=config))
-
-
-def test_a_summary_has_results_of_one_identity_only(model, suite, tmp_path):
-    """Regression test: results of the same weights with QuickGELU were counted with those without."""
-    evaluated(model, suite, tmp_path, "cifar10")
-    summary = evaluated(quick_gelu(model), suite, tmp_path, "mnist")
-    assert list(summary["scores"]) == ["mnist"]
-    assert "model_config" in summary["left_out"]["cifar10"]
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import balanced_accuracy_score, f1_score, recall_score, top_k_accuracy_score
 
-from pipeline.evaluation.datasets.datacomp import AGGREGATES, TASKS, Task, folder_names
-from pipeline.evaluation.datasets.task_data import FileImages, Instance, TaskData, TaskError
+from pipeline.evaluation.compute import TextSide
+from pipeline.evaluation.datasets.datacomp import AGGREGATES, TASKS, Task, official_folder
+from pipeline.evaluation.datasets.task_data import Instance, StoredImages, TaskData, TaskError
 from pipeline.evaluation.protocol import macro_f1, macro_recall
 from pipeline.evaluation.protocols import association, classification, retrieval
-from pipeline.evaluation.protocols.texts import TextSide
 from pipeline.evaluation.run.results import TaskResult, aggregate, describe
 from tests.launch import python
 
@@ -112,7 +112,7 @@ def test_retrieval_matches_brute_force_including_ties(seed):
 
 def test_association_chance_matches_random_picks_and_small_instances_alone_have_no_score():
     few, many = Instance("cue", (0, 1), (True, False)), Instance("cue", tuple(range(10)), (True,) * 3 + (False,) * 7)
-    small, large = (TaskData(None, "", FileImages([]), (), instances=(instance,)) for instance in (few, many))
+    small, large = (TaskData(None, "", StoredImages([], []), (), instances=(instance,)) for instance in (few, many))
     rng = np.random.default_rng(0)
     truth = np.array(many.associated)
     drawn = np.mean([association.jaccard(rng.random(10), truth) for _ in range(20_000)])
@@ -129,9 +129,9 @@ def test_task_table_matches_the_benchmark():
     for name in AGGREGATES.values():
         assert len(set(name)) == len(name)
         assert set(name) <= set(TASKS)
-    assert folder_names(TASKS["fairness/geode"])[0] == "wds_geode_test"
-    assert folder_names(TASKS["wilds/fmow"])[0] == "wds_wilds-fmow_test"
-    assert len({folder_names(task)[0] for task in TASKS.values()}) == 38
+    assert official_folder("fairness/geode") == "wds_geode_test"
+    assert official_folder("wilds/fmow") == "wds_wilds-fmow_test"
+    assert len(set(map(official_folder, TASKS))) == 38
 
 
 def test_own_tasks_are_in_no_aggregate():

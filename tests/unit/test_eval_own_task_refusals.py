@@ -164,6 +164,10 @@ def test_parquet_of_other_splits_is_refused_and_numbers_may_have_any_form(tmp_pa
     write_parquet(tmp_path / "a/ds/test.parquet", label=[0.0, 1.0])
     write_parquet(tmp_path / "a/ds/testimony.parquet", label=[5.0, 6.0])
     assert opened(tmp_path / "a", text).classnames == ("0", "1"), "whole numbers may be stored as floats"
+    write_parquet(tmp_path / "b/ds/0000.parquet", label=[0, 1])
+    write_parquet(tmp_path / "b/ds/0001.parquet", labels=[0, 1])
+    with pytest.raises(TaskError, match=r"0001.parquet has other columns than .*0000.parquet"):
+        opened(tmp_path / "b", text)
     write_parquet(tmp_path / "a/ds/test.parquet", label=["00", "02"])
     written = labelled(tmp_path / "csv", ["file,kind", "0.webp,10.0", "1.png,9.0"])
     assert opened(tmp_path / "csv", written).labels.tolist() == [10, 9], "in the order of the numbers"

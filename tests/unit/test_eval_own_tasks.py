@@ -148,22 +148,6 @@ def test_one_image_under_two_spellings_is_one_image(tmp_path):
     assert data.captions == (("one", "three"), ("two",)), "rows with the same bytes"
 
 
-def test_another_content_of_the_copy_in_the_cache_is_noticed(tmp_path, monkeypatch):
-    """Regression test: it was scored, and the result recorded the digest of the original."""
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    write_parquet(tmp_path / "ds/test.parquet", kind=["cat", "dog"])
-    text = "mine: {dataset: ds, label: kind}"
-    assert opened(tmp_path, text).labels is not None
-    (copy,) = (tmp_path / "cache").rglob("*.arrow")
-    whole = copy.read_bytes()
-    copy.write_bytes(whole.replace(b"catdog", b"dogcat"))
-    assert copy.read_bytes() != whole
-    with pytest.raises(TaskError, match=r"is no true copy of .*test\.parquet: delete that folder"):
-        opened(tmp_path, text)
-
-
 def write_columns(root: Path) -> None:
     """A CSV with two columns of images, of labels and of captions."""
     lines = ["image,other,label,label2,text,text2"]

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from pipeline.errors import UserError
-from pipeline.evaluation.datasets.cells import as_list
 from pipeline.evaluation.datasets.datacomp import TASKS
 from pipeline.evaluation.datasets.open_tables import find_table
 from pipeline.evaluation.datasets.suite import Entry, open_suite, open_task
+from pipeline.evaluation.datasets.tables import as_list
 from pipeline.evaluation.datasets.task_data import TaskError, file_digests
 from pipeline.evaluation.datasets.webdataset import open_webdataset
 from tests.evaluation_suite import (
@@ -86,7 +86,7 @@ def test_official_suite_has_38_tasks_with_expected_counts(tmp_path):
     cifar, mnist = (next(e for e in suite.entries if e.task.key == key) for key in ("cifar10", "mnist"))
     with pytest.raises(TaskError, match="has 22 samples, but 10,000 are expected"):
         open_task(cifar)
-    with pytest.raises(TaskError, match="no data for mnist: none of the folders wds_mnist_test"):
+    with pytest.raises(TaskError, match="no data for mnist: no folder such as wds_mnist_test exists"):
         open_task(mnist)
 
 

@@ -21,8 +21,7 @@ from PIL import Image
 
 import jobs.playground as job
 from pipeline.errors import UserError
-from pipeline.evaluation.compute import Compute
-from pipeline.evaluation.protocols.texts import class_vectors
+from pipeline.evaluation.compute import Compute, class_vectors
 from pipeline.playground.explorer import KEPT_UPLOADS, Dropped, Explorer, lines_of, open_image, read_images
 from tests.browser import browser, problems
 from tests.checkpoints import make_model, save_checkpoint

@@ -19,13 +19,22 @@ from click.testing import CliRunner
 import jobs
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.evaluation import ledger as ledgers
 from pipeline.evaluation.datasets.datacomp import TASKS
 from pipeline.evaluation.datasets.suite import Suite, open_suite
 from pipeline.evaluation.identity import suite_identity
-from pipeline.evaluation.ledger import ATTEMPTS, DONE, FAILED, LEDGER_FOLDER, RELEASED, Ledger, forget_after
 from pipeline.evaluation.run.session import EvaluationConfig
-from pipeline.evaluation.watcher import WatchConfig, Watcher, brief
+from pipeline.evaluation.watcher import (
+    ATTEMPTS,
+    DONE,
+    FAILED,
+    LEDGER_FOLDER,
+    RELEASED,
+    Turn,
+    WatchConfig,
+    Watcher,
+    brief,
+    forget_after,
+)
 from pipeline.files import sha256_of
 from tests.checkpoints import save_step
 from tests.evaluation_suite import write_classification
@@ -54,8 +63,7 @@ def make_watcher(run: Path, suite: Suite, messages: list[str], **settings: objec
 
 def states(watcher: Watcher) -> dict[str, str]:
     """How the last attempts at the checkpoints of the only run ended."""
-    (ledger,) = watcher.ledgers.values()
-    return {folder.name: ledger.outcome(folder.name)["how"] for folder in sorted(ledger.folder.iterdir())}
+    return {turn.checkpoint.name: turn.last["how"] for turn in watcher.turns() if turn.last}
 
 
 def evaluated(messages: list[str]) -> list[list[int]]:
@@ -91,8 +99,8 @@ def test_a_damaged_checkpoint_is_abandoned_and_does_not_block_others(tmp_path, s
     assert not watcher.run(threading.Event(), once=True)
     assert any("step-00000200 is abandoned after 3 attempts" in line for line in messages)
     assert states(watcher) == {"step-00000100": DONE, "step-00000200": FAILED, "step-00000300": DONE}
-    assert [path.name for _, path in watcher.abandoned()] == ["step-00000200"]
-    assert "step-00000200" in watcher.ledgers[tmp_path].outcome("step-00000200")["reason"]
+    (abandoned,) = watcher.abandoned()
+    assert "step-00000200" in abandoned.last["reason"]
     later: list[str] = []
     assert not make_watcher(tmp_path, suite, later).run(threading.Event(), once=True)
     assert any("remove that folder to try again" in line for line in later)
@@ -153,7 +161,7 @@ def test_a_read_only_run_is_refused_with_its_name(tmp_path, suite, monkeypatch):
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied", str(tmp_path / LEDGER_FOLDER))
 
-    monkeypatch.setattr(ledgers, "file_lock", refuse)
+    monkeypatch.setattr("pipeline.evaluation.watcher.file_lock", refuse)
     with pytest.raises(UserError, match=rf"{LEDGER_FOLDER}.* cannot be written: Permission denied"):
         make_watcher(tmp_path, suite, []).step()
 
@@ -217,7 +225,7 @@ def test_result_files_take_precedence_over_the_ledger(tmp_path, suite):
     assert watcher.run(threading.Event(), once=True)
     shutil.rmtree(tmp_path / "evaluation/step-00000100")
     (tmp_path / "evaluation/step-00000200/cifar10.json").unlink()
-    (watcher.ledgers[tmp_path].folder / "step-00000300/attempt.json").write_text("")
+    (watcher.turns()[-1].folder / "attempt.json").write_text("")
     later: list[str] = []
     again = make_watcher(tmp_path, suite, later)
     assert again.run(threading.Event(), once=True)
@@ -247,7 +255,7 @@ def test_a_checkpoint_that_is_being_copied_is_ignored(tmp_path, suite):
     assert watcher.run(threading.Event(), once=True)
     assert sum("is not complete yet" in line for line in messages) == 1
     assert "failed" not in " ".join(messages)
-    assert watcher.ledgers[run].outcome("step-00000100")["attempts"] == 1
+    assert [turn.last["attempts"] for turn in watcher.turns()] == [1]
 
 
 def test_stray_files_do_not_stop_a_watcher(tmp_path, suite):
@@ -263,7 +271,7 @@ def test_stray_files_do_not_stop_a_watcher(tmp_path, suite):
     (tmp_path / "checkpoints/step-00000300").write_text("a file")
     messages: list[str] = []
     watcher = make_watcher(tmp_path, suite, messages)
-    folder = watcher.ledgers[tmp_path].folder / "step-00000100"
+    folder = watcher.turns()[0].folder
     folder.mkdir(parents=True)
     (folder / "attempt.json").write_text("[]")
     (folder.parent / "notes.txt").write_text("stray")
@@ -293,28 +301,26 @@ def test_the_ledger_treats_other_data_or_settings_as_another_suite(tmp_path):
     assert same == suite_identity(open_suite(roots[1]), settings, known=known)
 
 
-NAME = "step-00000100"
-
-
 def test_a_checkpoint_has_one_owner_and_few_attempts_that_fail_or_kill_it(tmp_path):
-    ledger = Ledger(tmp_path)
+    turn, other = (Turn(tmp_path / "step-00000100", tmp_path / "ledger", weights) for weights in "ab")
     for _ in range(5):
-        lease = ledger.claim(NAME, weights="a")
-        assert Ledger(tmp_path).claim(NAME, weights="a") is None
-        lease.end(RELEASED)
+        assert turn.claim()
+        assert not Turn(turn.checkpoint, turn.folder, "a").claim()
+        turn.end(RELEASED)
     for number in range(ATTEMPTS):
-        lease = ledger.claim(NAME, weights="a")
-        assert not ledger.is_abandoned(NAME, weights="a"), "its watcher is alive"
+        assert turn.claim()
+        assert not turn.is_abandoned, "its watcher is alive"
         if number:
-            lease.held.close()  # as a kill releases the lock
+            turn.held.close()  # as a kill releases the lock
         else:
-            lease.end(FAILED)
-    assert ledger.claim(NAME, weights="a") is None
-    assert ledger.is_abandoned(NAME, weights="a")
-    ledger.claim(NAME, weights="b").end(DONE)
-    assert ledger.outcome(NAME)["attempts"] == 1, "of another checkpoint of this name"
-    assert Ledger(tmp_path).claim(NAME, weights="b") is None, "it is done"
-    ledger.claim(NAME, weights="b", again=True).end(RELEASED)
+            turn.end(FAILED)
+    assert not turn.claim()
+    assert turn.is_abandoned
+    assert other.claim()
+    other.end(DONE)
+    assert other.last["attempts"] == 1, "of another checkpoint of this name"
+    assert not other.claim(), "it is done"
+    assert other.claim(again=True)
 
 
 def test_a_file_system_without_locks_is_used_without(tmp_path, monkeypatch):
@@ -322,8 +328,10 @@ def test_a_file_system_without_locks_is_used_without(tmp_path, monkeypatch):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr("fcntl.flock", refuse)
-    Ledger(tmp_path).claim(NAME, weights="a").end(DONE)
-    assert Ledger(tmp_path).outcome(NAME)["how"] == DONE
+    turn = Turn(tmp_path / "step-00000100", tmp_path / "ledger", "a")
+    assert turn.claim()
+    turn.end(DONE)
+    assert turn.last["how"] == DONE
 
 
 def test_messages_about_many_failures_are_short():

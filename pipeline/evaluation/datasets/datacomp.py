@@ -47,14 +47,6 @@ def official_folder(key: str) -> str:
     return f"wds_{key.removeprefix('fairness/').replace('/', '-')}_test"
 
 
-def folder_names(task: Task) -> tuple[str, ...]:
-    """Every folder name under which a task's data is looked for, the benchmark's own first."""
-    short = task.key.split("/", 1)[-1]
-    official = task.key.removeprefix("fairness/").replace("/", "-")
-    packed = [official_folder(task.key), *(f"wds_{name}_test" for name in (task.stem, short))]
-    return tuple(dict.fromkeys([*packed, official, task.stem, short, task.key, *task.folders]))
-
-
 PER_CLASS = "mean_per_class_recall"
 _WILDCAM = ("location", "sequence", "year", "month", "day", "hour", "minute", "second", "y")
 
@@ -95,7 +87,7 @@ DATACOMP: tuple[Task, ...] = (
         1_000,
         main_metric="mean_recall@1",
         protocol="retrieval",
-        folders=("wds_flickr30k", "flickr30k", "flickr"),
+        folders=("flickr30k", "flickr"),
     ),
     Task(
         "retrieval/mscoco_2014_5k_test_image_text_retrieval",
@@ -103,7 +95,7 @@ DATACOMP: tuple[Task, ...] = (
         5_000,
         main_metric="mean_recall@1",
         protocol="retrieval",
-        folders=("wds_mscoco_captions", "wds_mscoco_captions_test", "mscoco_captions", "mscoco"),
+        folders=("mscoco_captions", "mscoco"),
     ),
     Task("misc/winogavil", "WinoGAViL", 3_563, main_metric="jaccard_score_10-12", protocol="association"),
     Task("wilds/iwildcam", "iWildCam", 42_791, 182, "F1-macro_all", fields=_WILDCAM),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import hashlib
 import io
 import json
 import os
@@ -11,13 +10,13 @@ import re
 import zipfile
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-from pipeline.evaluation.datasets.tables import Members, Table
+from pipeline.evaluation.datasets.tables import Members, Table, dataset_cells, parquet_cells
 from pipeline.evaluation.datasets.task_data import (
     IMAGE_SUFFIXES,
     TaskError,
-    file_facts,
     files_below,
     plain,
     read_text,
@@ -32,12 +31,9 @@ MOST_PARTS = 100_000
 
 
 def find_table(folder: Path, *, split: str = "test", csv_columns: Sequence[str] = ()) -> Table:
-    """Find the table in a folder, in any supported layout.
+    """Find the table of a split in a folder, in any supported layout.
 
-    Args:
-        folder: The task's folder.
-        split: The split that is scored.
-        csv_columns: What a CSV with a zip of images must have; without them there is no CSV.
+    A CSV with zips of images counts only where `csv_columns` says which columns it must have.
     """
     tables = (path for path in files_below(folder) if path.suffix in (".arrow", ".json", ".parquet", ".zip"))
     strange = next((path for path in tables if path.exists() and not path.is_file()), None)
@@ -58,26 +54,22 @@ def find_table(folder: Path, *, split: str = "test", csv_columns: Sequence[str] 
 
 
 def _open_parquet(files: Sequence[Path], folder: Path) -> Table:
-    """Open parquet files as one table, through a copy in the cache of `datasets` that can be mapped into memory."""
     import datasets
     import pyarrow.parquet as pq
 
     check_parts(files)
+    schemas = []
     for path in files:
         try:
-            pq.read_metadata(path)
+            schemas.append(pq.read_schema(path))
         except Exception as error:  # pyarrow raises its own exceptions
             raise TaskError(f"{path} is not a complete parquet file ({plain(error)}): fetch it again.") from error
-    datasets.disable_progress_bars()
-    # The cache's own key has only the seconds of the files' dates.
-    key = hashlib.sha256(repr([(str(path), file_facts(path)) for path in files]).encode()).hexdigest()[:16]
-    try:
-        paths = [str(path) for path in files]
-        table = datasets.load_dataset("parquet", name=f"neuclip-{key}", data_files={"test": paths}, split="test")
-    except Exception as error:
-        cause = error.__cause__ or error
-        raise TaskError(f"{folder} cannot be read ({plain(cause)}): are its parquet files of one data set?") from error
-    return Table(table, folder=folder, layout="parquet", files=files, originals=files)
+    names = sorted({*schemas[0].names})
+    other = next((path for path, schema in zip(files, schemas, strict=True) if sorted(schema.names) != names), None)
+    if other is not None:
+        raise TaskError(f"{other} has other columns than {files[0]}, or one twice: are they of one data set?")
+    features = datasets.Features.from_arrow_schema(schemas[0])
+    return Table(partial(parquet_cells, files), features, folder=folder, layout="parquet", files=files)
 
 
 def _parquet_files(folder: Path, split: str) -> list[Path]:
@@ -135,9 +127,8 @@ def _open_saved(folder: Path, split: str) -> Table:
     beside = (folder / "dataset_dict.json", saved / "state.json", saved / "dataset_info.json")
     files = [Path(entry["filename"]) for entry in rows.cache_files]
     check_parts(files)
-    return Table(
-        rows, folder=folder, layout="save_to_disk", files=[*files, *(path for path in beside if path.is_file())]
-    )
+    files += [path for path in beside if path.is_file()]
+    return Table(partial(dataset_cells, rows), rows.features, folder=folder, layout="save_to_disk", files=files)
 
 
 def _chosen_split(present: Sequence[str], wanted: str, folder: Path) -> str:
@@ -180,19 +171,16 @@ def _open_cached(folder: Path, split: str) -> Table:
             f"{version} has {len(rows):,} rows, but its dataset_info.json says {counts[name]:,}. A score over partial "
             "data would not be this task's score: fetch the data set again."
         )
-    return Table(rows, folder=version, layout="datasets cache", files=[*files, info])
+    cells = partial(dataset_cells, rows)
+    return Table(cells, rows.features, folder=version, layout="datasets cache", files=[*files, info])
 
 
 def open_csv(
     path: Path, *, images: Path | None = None, column: str = "", archives: Sequence[Path] | None = None
 ) -> Table:
-    """Open a CSV of texts.
+    """Open a CSV of texts, whose images are files in the folder `images` or in zip `archives`.
 
-    Args:
-        path: The CSV.
-        images: The folder that names in its column of images are relative to.
-        column: That column, with which a quote that is not closed is noticed.
-        archives: Zip archives of the images, where they are in some.
+    `column` is that of the images, with which a quote that is not closed is noticed.
     """
     import datasets
 
@@ -204,17 +192,17 @@ def open_csv(
     if twice is not None:
         raise TaskError(f"{path} has two columns {twice!r}: which one counts? Rename one.")
     for number, row in enumerate(rows, 1):
+        where = f"row {number} of {path}"
         if len(row) != len(header):
             more = "more" if len(row) > len(header) else "fewer"
-            raise TaskError(
-                f"row {number} of {path} has {more} cells than the header: quote cells that contain commas."
-            )
+            raise TaskError(f"{where} has {more} cells than the header: quote cells that contain commas.")
         if images is not None and column in header:
-            _check_quotes(row, header.index(column), images, where=f"row {number} of {path}")
+            _check_quotes(row, header.index(column), images, where=where)
     text = datasets.Features({name: datasets.Value("string") for name in header})
-    columns = dict(zip(header, map(list, zip(*rows, strict=True)) if rows else ([] for _ in header), strict=True))
+    columns = {name: [row[place] for row in rows] for place, name in enumerate(header)}
     return Table(
-        datasets.Dataset.from_dict(columns, features=text),
+        partial(dataset_cells, datasets.Dataset.from_dict(columns, features=text)),
+        text,
         folder=images or path.parent,
         layout="csv+files" if archives is None else "csv+zip",
         files=(path, *(archives or ())),

@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,11 @@ from pydantic import Field
 
 from pipeline.config import parse, read_yaml, section
 from pipeline.errors import UserError
-from pipeline.evaluation.datasets.cells import as_label, class_names, class_prompts, number_labels
 from pipeline.evaluation.datasets.datacomp import TASKS, Task
 from pipeline.evaluation.datasets.open_tables import find_table, open_csv
 from pipeline.evaluation.datasets.rows import check_repeated, check_split, column_of, retrieval_rows
-from pipeline.evaluation.datasets.tables import Table, TableImages, files_of
-from pipeline.evaluation.datasets.task_data import FileImages, TaskData, TaskError, files_below, plain
+from pipeline.evaluation.datasets.tables import Table, TableImages, as_text, files_of, parsed_list
+from pipeline.evaluation.datasets.task_data import StoredImages, TaskData, TaskError, files_below, plain
 from pipeline.evaluation.protocol import PROTOCOLS
 from pipeline.files import new_folder
 from pipeline.pictures import FORMAT_SUFFIXES
@@ -33,6 +34,7 @@ HUB = ".hub"
 """Beside a `tasks.yaml`: what was fetched from the hub."""
 KEY = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*$")
 TEMPLATES = ("a photo of a {c}.",)
+MOST_CLASSES = 1_000_000
 
 
 @section
@@ -84,45 +86,42 @@ def read_own_tasks(path: Path) -> dict[str, OwnTask]:
     """
     tasks = {}
     for key, tree in read_yaml(path).items():
-        where = f"{path}: the task {key!r}"
-        if not KEY.match(str(key)):
-            raise UserError(f"{where}: a key is made of letters, digits, '-', '_' and '.', in parts divided by '/'.")
-        if key in TASKS:
-            raise UserError(f"{where} has the key of a task of the benchmark: choose another.")
-        if not isinstance(tree, Mapping):
-            raise UserError(f"{where} must be a mapping such as {{folder: photos}}, but is {tree!r}.")
         try:
-            own = parse(OwnTask, tree, prefix=str(key))
+            tasks[str(key)] = _own_task(str(key), tree)
         except UserError as error:
-            raise UserError(f"{path}: {error}") from error
-        tasks[str(key)] = _checked(own, where, tree)
+            raise UserError(f"{path}: the task {key!r}: {error}") from error
+    if not tasks:
+        raise UserError(f"{path} describes no task.")
     return tasks
 
 
-def _checked(own: OwnTask, where: str, tree: Mapping[str, Any]) -> OwnTask:
+def _own_task(key: str, tree: Any) -> OwnTask:
+    if not KEY.match(key):
+        raise UserError("a key is made of letters, digits, '-', '_' and '.', in parts divided by '/'.")
+    if key in TASKS:
+        raise UserError("it has the key of a task of the benchmark: choose another.")
+    if not isinstance(tree, Mapping):
+        raise UserError(f"it must be a mapping such as {{folder: photos}}, but is {tree!r}.")
+    own = parse(OwnTask, tree, prefix=key)
     sources = [name for name in ("folder", "csv", "dataset") if getattr(own, name)]
     if len(sources) != 1:
         given = " and ".join(sources) or "none"
-        raise UserError(f"{where} needs exactly one of folder, csv and dataset, but has {given}.")
-    if sources == ["folder"] and (own.caption or own.label):
-        raise UserError(f"{where}: the folders' names are the labels; caption and label need csv or dataset.")
-    if sources != ["folder"] and bool(own.caption) == bool(own.label):
-        raise UserError(f"{where} needs either caption (retrieval) or label (classification): the name of a column.")
+        raise UserError(f"it needs exactly one of folder, csv and dataset, but has {given}.")
+    if own.folder and (own.caption or own.label):
+        raise UserError("the folders' names are the labels; caption and label need csv or dataset.")
+    if not own.folder and bool(own.caption) == bool(own.label):
+        raise UserError("it needs either caption (retrieval) or label (classification): the name of a column.")
     if own.prompts is not None and ("templates" in tree or own.caption):
         beside = "caption: only classes have prompts" if own.caption else "templates: give one of them"
-        raise UserError(f"{where} has prompts and {beside}.")
+        raise UserError(f"it has prompts and {beside}.")
     wrong = next((template for template in own.templates if "{c}" not in template), None)
     if wrong is not None:
-        raise UserError(f"{where}: the template {wrong!r} needs {{c}} where the class name goes.")
-    try:
-        protocol = PROTOCOLS[own.scored_by]
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from error
-    rows = "captions" if own.caption else "labels"
+        raise UserError(f"the template {wrong!r} needs {{c}} where the class name goes.")
+    protocol, rows = PROTOCOLS[own.scored_by], "captions" if own.caption else "labels"
     if protocol.rows != rows:
-        raise UserError(f"{where}: the protocol {own.scored_by} scores {protocol.rows}, but the task has {rows}.")
+        raise UserError(f"the protocol {own.scored_by} scores {protocol.rows}, but the task has {rows}.")
     if own.metric is not None and own.metric not in protocol.scores:
-        raise UserError(f"{where}: metric = {own.metric!r} is not known. Allowed: {', '.join(protocol.scores)}.")
+        raise UserError(f"metric = {own.metric!r} is not known. Allowed: {', '.join(protocol.scores)}.")
     return own
 
 
@@ -140,14 +139,14 @@ def place_of(own: OwnTask, base: Path) -> Path:
     return base / given
 
 
-def open_own(own: OwnTask, place: Path, *, base: Path) -> TaskData:
-    """Open a custom task."""
+def open_own(own: OwnTask, place: Path, *, images: Path | None) -> TaskData:
+    """Open a custom task; `images` is the folder that the names in a CSV are relative to, by default its own."""
     if own.folder:
         return _class_folders(own, place)
     if own.csv:
         if not place.is_file():
             raise TaskError(f"There is no CSV {place}.")
-        table = open_csv(place, images=base / own.images if own.images else place.parent, column=own.image)
+        table = open_csv(place, images=images or place.parent, column=own.image)
     else:
         if place.parent.name == HUB and not place.is_dir():
             _fetch(own, place)
@@ -188,7 +187,7 @@ def _class_folders(own: OwnTask, folder: Path) -> TaskData:
                 raise TaskError(f"{path} and {other} are one file, and an image counts once, in one class: remove one.")
         paths += files
         labels += [label] * len(files)
-    data = TaskData(folder, "class folders", FileImages(paths), tuple(paths))
+    data = TaskData(folder, "class folders", StoredImages(paths, list(map(str, paths))), tuple(paths))
     return _classified(data, own, [path.name for path in classes], labels)
 
 
@@ -208,21 +207,6 @@ def _labelled_rows(table: Table, folder: Path, own: OwnTask) -> TaskData:
     return _classified(data, own, classes, labels, stored=stored)
 
 
-def _classified(
-    data: TaskData, own: OwnTask, classes: Sequence[str], labels: Sequence[int], *, stored: Sequence[str] = ()
-) -> TaskData:
-    """The data with its labels, and the names and prompts of their classes."""
-    names = class_names(classes, own.classnames, stored=stored, where=str(data.folder))
-    return replace(
-        data,
-        on_background=True,
-        labels=np.array(labels, dtype=np.int64),
-        classnames=names,
-        templates=tuple(own.templates),
-        prompts=class_prompts(own.prompts, classes, names),
-    )
-
-
 def _fetch(own: OwnTask, place: Path) -> None:
     """Download a data set's parquet files from the hub."""
     from huggingface_hub import snapshot_download
@@ -238,3 +222,104 @@ def _fetch(own: OwnTask, place: Path) -> None:
             ) from error
         if not any(partial.rglob("*.parquet")):
             raise TaskError(f"{own.dataset} has no parquet files on the hub; try revision: refs/convert/parquet.")
+
+
+def as_label(value: Any, *, where: str) -> str:
+    """A label as text; whole numbers that are stored with a fraction are written without it, and NaN is none."""
+    in_brackets = isinstance(value, str) and value.strip().startswith("[")
+    if isinstance(value, list) or (in_brackets and parsed_list(value) is not None):
+        raise TaskError(
+            f"{where} has the labels {plain(value, longest=60)}, and a classification task has one per image: keep the "
+            "one that counts, or give the row away. To search by several labels, join them as captions (caption)."
+        )
+    if isinstance(value, float) and math.isnan(value):
+        return ""
+    text = str(value) if isinstance(value, int | float | Decimal) else as_text(value, where=where)
+    return re.sub(r"^(-?[0-9]+)\.0+$", r"\1", text.strip())
+
+
+def number_labels(
+    values: Sequence[str], *, stored: Sequence[str], where: Callable[[int], str]
+) -> tuple[list[str], list[int]]:
+    """Every label there is, 0 to the highest number or the distinct names, and which of them each row has.
+
+    `stored` are the names that the data set has for its labels, if any.
+    """
+    strange = [row for row, value in enumerate(values) if not re.fullmatch(r"-?[0-9]+", value)]
+    if strange and not stored:
+        if len(strange) < len(values) and all(_is_number(values[row]) for row in strange):
+            row = strange[0]
+            raise TaskError(
+                f"{where(row)}: {plain(values[row], longest=60)} is not the number of a class, as the other labels are."
+            )
+        names = sorted(set(values))
+        position = {name: number for number, name in enumerate(names)}
+        return names, [position[value] for value in values]
+    most = len(stored) or MOST_CLASSES
+    wrong = next((row for row, value in enumerate(values) if not value.isdecimal() or int(value) >= most), None)
+    if wrong is not None:
+        hint = "-1 means that this split has no labels" if values[wrong] == "-1" else f"0 to {most - 1:,} are allowed"
+        raise TaskError(f"{where(wrong)}: {values[wrong][:40]} is not the number of a class ({hint}).")
+    labels = [int(value) for value in values]
+    return [str(number) for number in range(len(stored) or max(labels, default=-1) + 1)], labels
+
+
+def _is_number(label: str) -> bool:
+    """Whether a label is a number or stands for a missing one, and is no name."""
+    try:
+        float(label)
+    except ValueError:
+        return label.lower() in ("none", "null", "na", "n/a", "<na>")
+    return True
+
+
+def _classified(
+    data: TaskData, own: OwnTask, classes: Sequence[str], labels: Sequence[int], *, stored: Sequence[str] = ()
+) -> TaskData:
+    """The data with its labels, and the names and prompts of their classes.
+
+    The names are those that the user gave, or the data set's, or the labels themselves.
+    """
+    names, given = list(stored) or [label.replace("_", " ") for label in classes], own.classnames
+    if isinstance(given, Mapping):
+        _check_known("classnames", given, [*classes, *stored], classes)
+        names = [given.get(label, given.get(name, name)) for label, name in zip(classes, names, strict=True)]
+    elif given is not None:
+        if len(given) != len(classes):
+            raise TaskError(
+                f"{data.folder}: classnames has {len(given)} names, but the data has {len(classes)} classes."
+            )
+        names = given
+    first: dict[str, str] = {}
+    for label, name in zip(classes, names, strict=True):
+        if not name.strip():
+            raise TaskError(f"{data.folder}: class {label[:60]!r} has no name: give it one in classnames.")
+        if (other := first.setdefault(name, label)) != label:
+            raise TaskError(
+                f"{data.folder}: classes {other[:60]!r} and {label[:60]!r} are both named {name[:60]!r}, so prompts "
+                "cannot tell them apart: give them different classnames."
+            )
+    prompts = []
+    if own.prompts is not None:
+        _check_known("prompts", own.prompts, [*classes, *names], names)
+        for label, name in zip(classes, names, strict=True):
+            texts = own.prompts.get(label, own.prompts.get(name, []))
+            if not texts or not all(text.strip() for text in texts):
+                shown = plain(repr(name), longest=60)
+                raise TaskError(f"The class {shown} has no prompts, or a blank one: give it some in prompts.")
+            prompts.append(tuple(dict.fromkeys(texts)))
+    return replace(
+        data,
+        on_background=True,
+        labels=np.array(labels, dtype=np.int64),
+        classnames=tuple(names),
+        templates=tuple(own.templates),
+        prompts=tuple(prompts),
+    )
+
+
+def _check_known(key: str, given: Mapping[str, Any], known: Sequence[str], shown: Sequence[str]) -> None:
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        classes = ", ".join(plain(name, longest=60) for name in shown[:20])
+        raise TaskError(f"{key} has {plain(repr(unknown[0]), longest=60)}, but the classes are {classes}.")

@@ -9,9 +9,8 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
-from pipeline.evaluation.datasets.cells import as_list, as_text
 from pipeline.evaluation.datasets.open_tables import find_table
-from pipeline.evaluation.datasets.tables import Picture, Table, TableImages, files_of
+from pipeline.evaluation.datasets.tables import Picture, Table, TableImages, as_list, as_text, files_of
 from pipeline.evaluation.datasets.task_data import Instance, TaskData, TaskError, plain
 
 WINOGAVIL = ("candidates", "cue", "associations")
@@ -43,14 +42,9 @@ def check_split(table: Table, split: str) -> None:
 
 
 def check_repeated(images: TableImages, about: Sequence[object], *, one_label: bool = False) -> None:
-    """Check that no row was copied: the same image with the same label or captions counts once.
+    """Check that no row was copied: the same image, see `identity`, with the same label or captions counts once.
 
-    Where label or captions are the same, images are compared by `identity`.
-
-    Args:
-        images: The rows' images.
-        about: Label or captions of every row.
-        one_label: An image that is named in two rows must not have two labels either.
+    With `one_label` an image must not have two labels in two rows either.
     """
     seen: dict[object, int] = {}
     often = Counter(about)
@@ -59,14 +53,11 @@ def check_repeated(images: TableImages, about: Sequence[object], *, one_label: b
             continue
         image = images.identity(index)
         first = seen.setdefault(image if one_label else (image, what), index)
-        if first == index:
-            continue
-        same = f"{images.name(index)} and {images.name(first)} are the same image with"
-        if about[first] == what:
-            raise TaskError(f"{same} the same label or captions, which would count twice: remove one of the rows.")
-        raise TaskError(
-            f"{same} different labels, and an image has one class in such a task: keep the row that counts."
-        )
+        if first != index:
+            same = f"{images.name(index)} and {images.name(first)} are the same image with"
+            if about[first] == what:
+                raise TaskError(f"{same} the same label or captions, which would count twice: remove one of the rows.")
+            raise TaskError(f"{same} different labels, and an image has one class: keep the row that counts.")
 
 
 def retrieval_rows(table: Table, folder: Path, *, columns: tuple[str, str] | None = None) -> TaskData:
@@ -104,23 +95,27 @@ def _association_rows(table: Table, folder: Path) -> TaskData:
     rows = list(zip(_lists(table, "candidates"), cues, _lists(table, "associations"), strict=True))
     for row, (candidates, cue, truth) in enumerate(rows):
         _check_instance(table.row_name(row), candidates, cue, truth)
+    columns, seen = (name for name in table.columns if name != "candidate_images"), dict[str, int]()
+    for row, values in enumerate(zip(*map(table.values, columns), strict=True)):
+        if (first := seen.setdefault(repr(values), row)) != row:
+            raise TaskError(f"{table.row_name(row)} and {table.row_name(first)} are the same, which would count twice.")
     # In a CSV the candidates' names are those of the images.
     column = column_of(table, "candidates" if table.is_csv else "candidate_images")
-    _check_copies(table, [name for name in table.columns if name != "candidate_images"])
     pictures = table.pictures(column, counts=[len(candidates) for candidates, _, _ in rows])
     everything = TableImages(table, column, pictures)
-    digests = [hashlib.sha256(everything.read(index)).digest() for index in range(len(everything))]
-    first: dict[bytes, Picture] = {}
-    for digest, picture in zip(digests, pictures, strict=True):
-        first.setdefault(digest, picture)
-    numbers = {digest: number for number, digest in enumerate(first)}
-    positions = iter([numbers[digest] for digest in digests])
+    numbers, distinct, positions = dict[bytes, int](), list[Picture](), list[int]()
+    for index, picture in enumerate(pictures):
+        digest = hashlib.sha256(everything.read(index)).digest()
+        positions.append(numbers.setdefault(digest, len(distinct)))
+        if positions[-1] == len(distinct):
+            distinct.append(picture)
+    of_rows = iter(positions)
     instances = tuple(
-        Instance(cue, tuple(islice(positions, len(candidates))), tuple(name in truth for name in candidates))
+        Instance(cue, tuple(islice(of_rows, len(candidates))), tuple(name in truth for name in candidates))
         for candidates, cue, truth in rows
     )
-    images, files = TableImages(table, column, list(first.values())), (*table.files, *files_of(pictures))
-    return TaskData(folder, table.layout, images, files, instances=instances)
+    files = (*table.files, *files_of(pictures))
+    return TaskData(folder, table.layout, TableImages(table, column, distinct), files, instances=instances)
 
 
 def _lists(table: Table, column: str) -> list[list[str]]:
@@ -140,8 +135,8 @@ def _check_instance(where: str, candidates: Sequence[str], cue: str, truth: Sequ
         raise TaskError(f"{where} has no cue.")
     if not all(name.strip() for name in candidates):
         raise TaskError(f"{where} has a candidate without a name. The row is incomplete: fetch the table again.")
-    if not candidates or not truth:
-        raise TaskError(f"{where} has no {'associations' if candidates else 'candidates'}.")
+    if not truth:
+        raise TaskError(f"{where} has no associations.")
     strange = [name for name in truth if name not in candidates]
     if strange:
         raise TaskError(
@@ -154,15 +149,6 @@ def _check_instance(where: str, candidates: Sequence[str], cue: str, truth: Sequ
             f"{where} has {len(candidates)} candidates{twice}, but WinoGAViL's instances have "
             f"{', '.join(map(str, CANDIDATES))}. The row is damaged: fetch the table again."
         )
-
-
-def _check_copies(table: Table, columns: Sequence[str]) -> None:
-    """No two rows are the same in all columns, the instance's number included."""
-    seen: dict[str, int] = {}
-    for row, values in enumerate(zip(*(table.values(name) for name in columns), strict=True)):
-        first = seen.setdefault(repr(values), row)
-        if first != row:
-            raise TaskError(f"{table.row_name(row)} and {table.row_name(first)} are the same, which would count twice.")
 
 
 def column_of(table: Table, name: str) -> str:

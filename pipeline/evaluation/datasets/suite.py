@@ -14,7 +14,7 @@ from typing import Any
 
 from pipeline.config import suggest
 from pipeline.errors import UserError
-from pipeline.evaluation.datasets.datacomp import DATACOMP, TASKS, Task, folder_names
+from pipeline.evaluation.datasets.datacomp import DATACOMP, TASKS, Task, official_folder
 from pipeline.evaluation.datasets.own_tasks import HUB, TASKS_NAME, OwnTask, open_own, place_of, read_own_tasks, task_of
 from pipeline.evaluation.datasets.rows import open_rows
 from pipeline.evaluation.datasets.task_data import (
@@ -31,55 +31,11 @@ from pipeline.evaluation.datasets.task_data import (
 )
 from pipeline.evaluation.datasets.webdataset import BlankClass, is_retrieval, is_webdataset, open_webdataset
 
-Index = Mapping[str, list[Path]]
-
-
-def index_folders(folder: Path) -> Index:
-    """Normalised name -> folders, for the suite itself, its folders and those one level deeper."""
-    folders: dict[str, list[Path]] = {}
-    tops = _folders(folder)
-    for path in (folder, *tops, *(deep for top in tops for deep in _folders(top))):
-        for name in {_normal(path.name), _normal(path.relative_to(folder).as_posix())}:
-            folders.setdefault(name, []).append(path)
-    return folders
-
-
-def find_folders(task: Task, index: Index) -> list[Path]:
-    """Every folder that holds the task; folders without data count only if there is no other."""
-    named = [path for name in map(_normal, folder_names(task)) for path in index.get(name, ())]
-    if task.protocol != "classification":
-        # Hub downloads carry their owner's name in front: nlphuji___winogavil, datasets--nlphuji--winogavil.
-        ending = "-" + _normal(task.key.split("/", 1)[-1])
-        named += [path for name, paths in sorted(index.items()) if name.endswith(ending) for path in paths]
-    distinct = list(dict.fromkeys(named))
-    filled = [path for path in distinct if _has_data(task, path)]
-    # A folder that contains another one is not a second copy: /data/winogavil/wds_misc-winogavil_test.
-    return [path for path in filled if not any(path in other.parents for other in filled)] or distinct[:1]
-
-
-def _has_data(task: Task, path: Path) -> bool:
-    if is_webdataset(path) or task.protocol == "classification":
-        return is_webdataset(path)
-    return any(file.suffix in (".arrow", ".parquet", ".csv") for file in files_below(path))
-
-
-def _folders(folder: Path) -> list[Path]:
-    try:
-        return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
-    except PermissionError:
-        return []
-
-
-def _normal(name: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-
-
 DATA_VARIABLE = "NEUCLIP_EVALUATION_DATA"
 OFFICIAL = "datacomp"
 FETCHED_NAME = "evalsets.json"
 OTHER_FILES = ("summary", "timings", "suite.lock")
 """The stems of the files beside the tasks' results."""
-Facts = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -95,13 +51,21 @@ class Entry:
     """Why the task cannot be scored, where that is known before its data is opened."""
     own: OwnTask | None = None
     """How a task of a `tasks.yaml` is read."""
-    base: Path | None = None
-    """The folder that the paths of a `tasks.yaml` are relative to."""
+    images: Path | None = None
+    """The folder of its images, where that is another one."""
 
     @property
     def is_there(self) -> bool:
         """Whether the place of the data exists; a data set on the hub, which is fetched when it is opened, counts."""
         return self.folder is not None and (self.folder.exists() or self.folder.parent.name == HUB)
+
+    def files(self) -> Iterator[tuple[str, Path]]:
+        """Name and path of every file in the places of the task, in a fixed order."""
+        places = [self.folder, self.images] if self.folder is not None and self.folder.exists() else []
+        for root in filter(None, places):
+            for path in [root] if root.is_file() else files_below(root):
+                if path.is_file():
+                    yield (path.name if path == root else path.relative_to(root).as_posix()), path
 
 
 @dataclass(frozen=True)
@@ -112,12 +76,8 @@ class Suite:
     folder: Path
     entries: tuple[Entry, ...]
     """The tasks to evaluate."""
-    whole: tuple[Entry, ...] = ()
+    whole: tuple[Entry, ...]
     """The tasks of the whole suite, of which `entries` may be a part."""
-
-    def __post_init__(self) -> None:
-        if not self.whole:
-            object.__setattr__(self, "whole", self.entries)
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -144,12 +104,13 @@ class Suite:
         Raises:
             UserError: A task is not in the suite.
         """
-        known = {name: entry.task.key for entry in self.entries for name in (entry.task.stem, entry.task.key)}
-        known |= {entry.task.key.replace("/", "-"): entry.task.key for entry in self.entries} | known
+        tasks = [entry.task for entry in self.entries]
+        known = {task.key.replace("/", "-"): task.key for task in tasks}
+        known |= {name: task.key for task in tasks for name in (task.stem, task.key)}
         for key in keys:
             if key not in known:
-                allowed = tuple(entry.task.key for entry in self.entries)
-                raise UserError(f"There is no task {key!r} in {self.folder}. {suggest(key, allowed)}")
+                nearest = suggest(key, tuple(task.key for task in tasks))
+                raise UserError(f"There is no task {key!r} in {self.folder}. {nearest}")
         wanted = {known[key] for key in keys}
         return replace(self, entries=tuple(entry for entry in self.entries if entry.task.key in wanted))
 
@@ -174,30 +135,67 @@ def open_suite(suite: str | Path, *, data: str | Path | None = None) -> Suite:
     Raises:
         UserError: There is no such folder, it holds no task, or its description is wrong.
     """
-    try:
-        return _open_suite(str(suite), data or os.environ.get(DATA_VARIABLE))
-    except OSError as error:
-        raise UserError(f"The suite {plain(suite, longest=200)!r} cannot be read: {error.strerror}.") from error
-
-
-def _open_suite(suite: str, data: str | Path | None) -> Suite:
-    path = Path(suite)
-    if path.suffix in (".yaml", ".yml") and path.is_file():
-        return Suite(path.stem, path.parent, tuple(_without_clashes(_described(path, {}))))
-    if not path.is_dir() and data:
-        path = Path(data) / suite
-        if suite == OFFICIAL and not path.is_dir():
-            path = Path(data)
-    if not path.is_dir():
-        raise UserError(
-            f"There is no suite {plain(suite, longest=200)!r}: give a folder of tasks (wds_*_test), a YAML file of "
-            f"tasks, or the name of a folder below --data or ${DATA_VARIABLE} ({data or 'not set'})."
-        )
-    official = suite == OFFICIAL
-    entries = _official(path) if official else _found(path)
+    path, data = Path(suite), data or os.environ.get(DATA_VARIABLE)
+    official = str(suite) == OFFICIAL
+    with reading(path):
+        if path.suffix in (".yaml", ".yml") and path.is_file():
+            described = _without_clashes(_described(path, {}))
+            return Suite(path.stem, path.parent, described, described)
+        if not path.is_dir() and data:
+            path = Path(data, suite)
+            if official and not path.is_dir():
+                path = Path(data)
+        if not path.is_dir():
+            raise UserError(
+                f"There is no suite {plain(suite, longest=200)!r}: give a folder of tasks (wds_*_test), a YAML file of "
+                f"tasks, or the name of a folder below --data or ${DATA_VARIABLE} ({data or 'not set'})."
+            )
+        entries = _without_clashes(_entries(path, official=official))
     if not any(entry.folder for entry in entries):
         raise UserError(f"{path} holds no evaluation task: expected folders such as wds_cifar10_test, or {TASKS_NAME}.")
-    return Suite(OFFICIAL if official else path.resolve().name, path, tuple(_without_clashes(entries)))
+    return Suite(OFFICIAL if official else path.resolve().name, path, entries, entries)
+
+
+def index_folders(folder: Path) -> dict[str, list[Path]]:
+    """Normalised name -> folders, for the suite itself, its folders and those one level deeper."""
+    folders: dict[str, list[Path]] = {}
+    tops = _folders(folder)
+    for path in (folder, *tops, *(deep for top in tops for deep in _folders(top))):
+        for name in {_normal(path.name), _normal(path.relative_to(folder).as_posix())}:
+            folders.setdefault(name, []).append(path)
+    return folders
+
+
+def find_folders(task: Task, index: Mapping[str, list[Path]]) -> list[Path]:
+    """Every folder that holds the task; folders without data count only if there is no other."""
+    short = task.key.split("/", 1)[-1]
+    named = [path for name in map(_normal, (task.key, short, *task.folders)) for path in index.get(name, ())]
+    if task.protocol != "classification":
+        # Hub downloads carry their owner's name in front: nlphuji___winogavil, datasets--nlphuji--winogavil.
+        ending = f"-{_normal(short)}"
+        named += [path for name, paths in sorted(index.items()) if name.endswith(ending) for path in paths]
+    distinct = list(dict.fromkeys(named))
+    filled = [path for path in distinct if _has_data(task, path)]
+    # A folder that contains another one is not a second copy: /data/winogavil/wds_misc-winogavil_test.
+    return [path for path in filled if not any(path in other.parents for other in filled)] or distinct[:1]
+
+
+def _has_data(task: Task, path: Path) -> bool:
+    if is_webdataset(path) or task.protocol == "classification":
+        return is_webdataset(path)
+    return any(file.suffix in (".arrow", ".parquet", ".csv") for file in files_below(path))
+
+
+def _folders(folder: Path) -> list[Path]:
+    try:
+        return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    except PermissionError:
+        return []
+
+
+def _normal(name: str) -> str:
+    """A name of a task or folder that others spell alike: `vtab-pets` for `wds_vtab-pets_test` and `vtab/pets`."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-").removeprefix("wds-").removesuffix("-test")
 
 
 def open_task(entry: Entry, *, blank_class: BlankClass = "keep", allow_outside: bool = False) -> TaskData:
@@ -208,44 +206,40 @@ def open_task(entry: Entry, *, blank_class: BlankClass = "keep", allow_outside: 
         blank_class: What a blank line of classnames.txt is: a class without a name, or none.
         allow_outside: Read files outside of the task's folders that links or tables in them name.
     """
+    task, folder = entry.task, entry.folder
     if entry.problem:
         raise TaskError(entry.problem)
-    if entry.folder is None:
-        names = ", ".join(folder_names(entry.task)[:3])
-        raise TaskError(f"There is no data for {entry.task.key}: none of the folders {names} exists.")
-    with reading(entry.folder):
-        facts = {path: file_facts(path) for _, path in files_of(entry)}
-        data = _open(entry, entry.folder, blank_class)
+    if folder is None:
+        raise TaskError(f"There is no data for {task.key}: no folder such as {official_folder(task.key)} exists.")
+    with reading(folder):
+        facts = {path: file_facts(path) for _, path in entry.files()}
+        if entry.own is not None:
+            data = open_own(entry.own, folder, images=entry.images)
+        elif is_webdataset(folder):
+            data = open_webdataset(folder, task, blank_class=blank_class)
+        elif task.protocol == "classification":
+            raise TaskError(f"{folder} has no supported layout for {task.key}: expected test/nshards.txt and tars.")
+        else:
+            data = open_rows(task.protocol, folder)
         if not allow_outside:
-            check_inside(data.files, _places(entry, data))
+            check_inside(data.files, _places(entry, data, folder))
         data = replace(data, facts={path: facts.get(path) or file_facts(path) for path in data.files})
     for what in COUNTS:
         wanted, count = entry.expected.get(what), data.counts.get(what, 0)
         if wanted is not None and count != wanted:
             raise TaskError(
-                f"{entry.task.key}: {entry.folder} has {count:,} {what}, but {wanted:,} are expected. A score over "
+                f"{task.key}: {folder} has {count:,} {what}, but {wanted:,} are expected. A score over "
                 "other data would not be this task's score: fetch the data again. To score the data as it is, give the "
                 "folder itself as --suite, and remove a suite.json in it that records other data."
             )
     return data
 
 
-def _open(entry: Entry, folder: Path, blank_class: BlankClass) -> TaskData:
-    if entry.own is not None:
-        return open_own(entry.own, folder, base=entry.base or folder.parent)
-    if is_webdataset(folder):
-        return open_webdataset(folder, entry.task, blank_class=blank_class)
-    if entry.task.protocol == "classification":
-        raise TaskError(f"{folder} has no supported layout for {entry.task.key}: expected test/nshards.txt and tars.")
-    return open_rows(entry.task.protocol, folder)
-
-
-def _places(entry: Entry, data: TaskData) -> list[Path]:
+def _places(entry: Entry, data: TaskData, folder: Path) -> list[Path]:
     """The folders in which a task's files may be."""
-    folder = entry.folder or data.folder
     places = [folder if folder.is_dir() else folder.parent]
-    if entry.own and entry.own.images and entry.base:
-        places.append(entry.base / entry.own.images)
+    if entry.images:
+        places.append(entry.images)
     if data.layout == "datasets cache":  # CACHE/owner___name/config/version/digest/*.arrow
         places += [cache / "downloads" for cache in data.files[0].absolute().parents[4:5]]
     if folder.parent.name == "snapshots":  # of the hub's cache, whose files are links to those in blobs/
@@ -289,64 +283,53 @@ def read_facts(folder: Path) -> dict[str, dict[str, Any]]:
         ) from error
 
 
-def _official(folder: Path) -> list[Entry]:
+def _entries(folder: Path, *, official: bool) -> list[Entry]:
+    """The benchmark's tasks; or those that exist, own ones in its layout, and those of tasks.yaml and suite.json."""
     index, facts = index_folders(folder), read_facts(folder)
-    entries = []
+    entries, taken, own = [], set[Path](), dict[str, list[Path]]()
     for task in DATACOMP:
-        expected: dict[str, Any] = {"samples": task.samples, **({"classes": task.classes} if task.classes else {})}
-        if "sha256" in facts.get(task.key, {}):
-            expected["sha256"] = facts[task.key]["sha256"]
-        entries.append(_entry(task, find_folders(task, index), expected))
-    return entries
-
-
-def _found(folder: Path) -> list[Entry]:
-    """The benchmark's tasks that exist, own tasks in its layout, and those of `tasks.yaml` and `suite.json`."""
-    index, facts = index_folders(folder), read_facts(folder)
-    known = [(task, find_folders(task, index)) for task in DATACOMP]
-    entries = [
-        _entry(task, folders, facts.get(task.key, {})) for task, folders in known if folders or task.key in facts
-    ]
+        folders, expected = find_folders(task, index), facts.get(task.key, {})
+        if official:
+            counts = {"samples": task.samples, **({"classes": task.classes} if task.classes else {})}
+            expected = {**counts, **{name: digests for name, digests in expected.items() if name == "sha256"}}
+        if official or folders or task.key in facts:
+            entries.append(_entry(task, folders, expected))
+        taken.update(folders)
+    if official:
+        return entries
     by_stem = {key.replace("/", "-"): key for key in facts}
-    own: dict[str, list[Path]] = {}
-    taken = {path for _, folders in known for path in folders}
     for path in sorted(path for path in {p for paths in index.values() for p in paths} - taken if is_webdataset(path)):
         stem = path.name.removeprefix("wds_").removesuffix("_test")
         own.setdefault(by_stem.get(stem, stem), []).append(path)
-    entries += [_entry(_own_task(key, paths[0]), paths, facts.get(key, {})) for key, paths in own.items()]
+    for key, paths in own.items():  # which kind they are of is read from the folder
+        task = Task(key, key)
+        if is_retrieval(paths[0]):
+            task = Task(key, key, protocol="retrieval", main_metric="mean_recall@1")
+        entries.append(_entry(task, paths, facts.get(key, {})))
     if (folder / TASKS_NAME).is_file():
         entries += _described(folder / TASKS_NAME, facts)
-    found = {entry.task.key for entry in entries}
-    return entries + [Entry(Task(key, key), None, facts[key]) for key in facts if key not in found]
+    keys = {entry.task.key for entry in entries}
+    return entries + [Entry(Task(key, key), None, facts[key]) for key in facts if key not in keys]
 
 
 def _entry(task: Task, folders: Sequence[Path], expected: Mapping[str, Any]) -> Entry:
+    problem = ""
     if len(folders) > 1:
         names = " and ".join(str(path) for path in folders[:4])
         problem = f"{task.key} has {len(folders)} folders: {names}. Which one counts? Remove or rename the others."
-        return Entry(task, folders[0], expected, problem=problem)
-    return Entry(task, folders[0] if folders else None, expected)
+    return Entry(task, folders[0] if folders else None, expected, problem=problem)
 
 
-def _own_task(key: str, path: Path) -> Task:
-    """A task in the benchmark's layout that is not in its table; its kind is read from the folder."""
-    if is_retrieval(path):
-        return Task(key, key, protocol="retrieval", main_metric="mean_recall@1")
-    return Task(key, key)
+def _described(path: Path, facts: Mapping[str, Mapping[str, Any]]) -> list[Entry]:
+    """The tasks of a `tasks.yaml`."""
+    entries, base = [], path.parent
+    for key, own in read_own_tasks(path).items():
+        images = base / own.images if own.images else None
+        entries.append(Entry(task_of(key, own), place_of(own, base), facts.get(key, {}), own=own, images=images))
+    return entries
 
 
-def _described(path: Path, facts: Facts) -> list[Entry]:
-    own = read_own_tasks(path)
-    if not own:
-        raise UserError(f"{path} describes no task.")
-    base = path.parent
-    return [
-        Entry(task_of(key, task), place_of(task, base), facts.get(key, {}), own=task, base=base)
-        for key, task in own.items()
-    ]
-
-
-def _without_clashes(entries: Sequence[Entry]) -> list[Entry]:
+def _without_clashes(entries: Sequence[Entry]) -> tuple[Entry, ...]:
     """Entries whose results would be written to one file, or to one with another purpose, cannot be scored."""
     stems = Counter(entry.task.stem.lower() for entry in entries)
     checked = []
@@ -358,19 +341,4 @@ def _without_clashes(entries: Sequence[Entry]) -> list[Entry]:
             others = " and ".join(e.task.key for e in entries if e.task.stem.lower() == stem)
             problem = f"{others} would write their results to the same file ({entry.task.stem}.json): rename one."
         checked.append(replace(entry, problem=problem))
-    return checked
-
-
-def files_of(entry: Entry) -> Iterator[tuple[str, Path]]:
-    """Name and path of every file in the places of a task, in a fixed order."""
-    place = entry.folder
-    if place is None or not place.exists():
-        return
-    images = [entry.base / entry.own.images] if entry.own and entry.base and entry.own.images else []
-    for root in (place, *images):
-        if root.is_file():
-            yield root.name, root
-            continue
-        for path in files_below(root):
-            if path.is_file():
-                yield path.relative_to(root).as_posix(), path
+    return tuple(checked)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 import re
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +23,6 @@ from pipeline.pictures.pixels import Colour, read_file, read_rgb
 
 IMAGE_SUFFIXES = ("webp", "png", "jpg", "jpeg")
 LONGEST_MESSAGE = 600
-
 FACTS_NAME = "suite.json"
 COUNTS = ("samples", "images", "classes", "captions")
 """What is counted in a task's data."""
@@ -44,22 +44,47 @@ def reading(path: Path) -> Iterator[None]:
         raise TaskError(f"Cannot read {where}: {error.strerror}. The task's data is incomplete.") from error
 
 
-class ImageSource(Protocol):
-    """Encoded images by index; picklable, and cheap to open again in another process."""
+class StoredImages:
+    """Encoded images by index; picklable, and cheap to open again in another process.
 
-    def __len__(self) -> int: ...
+    Args:
+        places: The file of each image; or the file and the first byte and size in it; or a zip archive and a member.
+        names: Where each image is, for messages.
+    """
 
-    def read(self, index: int) -> bytes:
-        """Read the encoded image, or raise a `TaskError`."""
+    def __init__(self, places: Sequence[Any], names: Sequence[str]) -> None:
+        self._places, self._names = places, names
+        self._open: dict[Path, Any] = {}
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_open": {}}  # a loader worker must not share its parent's file positions
+
+    def __len__(self) -> int:
+        return len(self._names)
 
     def name(self, index: int) -> str:
         """Where the image is, for messages."""
+        return self._names[index]
 
-
-def file_facts(path: Path) -> tuple[int, ...]:
-    """What changes with every change of a file's content, whoever sets its modification time."""
-    status = path.stat()
-    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
+    def read(self, index: int) -> bytes:
+        """Read the encoded image, or raise a `TaskError`."""
+        if isinstance(place := self._places[index], Path):
+            with reading(place):
+                return read_file(place)
+        path, *part = place
+        if len(part) == 1:
+            try:
+                self._open[path] = self._open.get(path) or zipfile.ZipFile(path)
+                return bytes(self._open[path].read(*part))
+            except Exception as error:  # a damaged archive raises a dozen types, zlib's and RuntimeError among them
+                raise TaskError(f"{part[0]} in {path} is damaged ({plain(error)}): fetch it again.") from error
+        first, size = part
+        with reading(path):
+            self._open[path] = self._open.get(path) or path.open("rb")
+            blob = os.pread(self._open[path].fileno(), size, first)
+        if len(blob) != size:
+            raise TaskError(f"{self.name(index)}: {len(blob)} of {size} bytes could be read. The shard is cut short.")
+        return blob
 
 
 @dataclass(frozen=True)
@@ -77,7 +102,7 @@ class TaskData:
 
     folder: Path
     layout: str
-    images: ImageSource
+    images: StoredImages
     files: tuple[Path, ...]
     """The files that determine the data, in a fixed order; the data digest is made of their digests and `columns`."""
     columns: tuple[str, ...] = ()
@@ -105,6 +130,13 @@ class TaskData:
         """What the benchmark counts: instances where there are any, images otherwise."""
         return len(self.instances) or len(self.images)
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """What is counted, by the names in `COUNTS`; what there is none of is left out."""
+        classes, captions = len(self.classnames) + self.blank_classes, sum(map(len, self.captions))
+        numbers = (self.samples, len(self.images), classes, captions)
+        return {name: count for name, count in zip(COUNTS, numbers, strict=True) if count}
+
     def check_unchanged(self) -> None:
         """Compare the files with what they were like: the bytes that are decoded must be those that were hashed."""
         for path in self.files:
@@ -116,33 +148,11 @@ class TaskData:
                     "when the data is complete."
                 )
 
-    @property
-    def counts(self) -> dict[str, int]:
-        """What is counted, by the names in `COUNTS`; what there is none of is left out."""
-        numbers = {
-            "samples": self.samples,
-            "images": len(self.images),
-            "classes": len(self.classnames) + self.blank_classes,
-            "captions": sum(map(len, self.captions)),
-        }
-        return {name: count for name, count in numbers.items() if count}
 
-
-class FileImages:
-    """Images that are files of their own."""
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self._paths = list(paths)
-
-    def __len__(self) -> int:
-        return len(self._paths)
-
-    def read(self, index: int) -> bytes:
-        with reading(self._paths[index]):
-            return read_file(self._paths[index])
-
-    def name(self, index: int) -> str:
-        return str(self._paths[index])
+def file_facts(path: Path) -> tuple[int, ...]:
+    """What changes with every change of a file's content, whoever sets its modification time."""
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 
 def decode(blob: bytes, *, name: str, background: Colour | None = None) -> Any:
@@ -201,8 +211,7 @@ def check_inside(files: Iterable[Path], places: Sequence[Path]) -> None:
     Tables and archives may come from strangers: those that name, or link to, other files of the user would have them
     read, and shown among a report's examples.
     """
-    roots = [os.path.realpath(place) for place in places]
-    inside: dict[str, bool] = {}
+    roots, inside = [os.path.realpath(place) for place in places], dict[str, bool]()
 
     def is_inside(path: str) -> bool:
         return any(os.path.commonpath([root, path]) == root for root in roots)
@@ -229,14 +238,9 @@ def plain(error: object, *, longest: int = LONGEST_MESSAGE) -> str:
 def check_digests(
     key: str, files: Mapping[str, str], expected: Mapping[str, str], *, folder: Path | None, written: str
 ) -> None:
-    """Compare a task's files with digests that were recorded for them.
+    """Compare the digests of a task's files, by name, with those that were recorded for them where `written` says.
 
-    Args:
-        key: The task.
-        files: Digests of the files that were read, by name within the task's folder.
-        expected: The recorded digests. A file that is recorded but not read must at least be in `folder`.
-        folder: The task's folder; None when every recorded file must be among `files`.
-        written: Where the digests were recorded, for the message.
+    A recorded file that is not among those that were read must be in `folder`; None where that is an error.
     """
     wrong = [name for name in expected if name in files and files[name] != expected[name]]
     unread = [name for name in expected if name not in files]
@@ -249,14 +253,10 @@ def check_digests(
 
 
 def file_digests(files: Iterable[Path], folder: Path) -> dict[str, str]:
-    """Compute the SHA-256 of files, by their names relative to `folder`."""
+    """Compute the SHA-256 of files, by their names relative to `folder`, with `..` for files elsewhere."""
     digests = {}
     for path in files:
         with reading(path):
-            digests[relative_name(path, folder)] = sha256_of(path)
+            name = Path(os.path.relpath(path.absolute(), folder.absolute())).as_posix()
+            digests[name] = sha256_of(path)
     return digests
-
-
-def relative_name(path: Path, folder: Path) -> str:
-    """A file's name within a folder, with `..` for files elsewhere."""
-    return Path(os.path.relpath(path.absolute(), folder.absolute())).as_posix()

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from pipeline.evaluation.datasets.datacomp import Task
-from pipeline.evaluation.datasets.task_data import IMAGE_SUFFIXES, TaskData, TaskError, plain, read_lines
+from pipeline.evaluation.datasets.task_data import IMAGE_SUFFIXES, StoredImages, TaskData, TaskError, plain, read_lines
 from pipeline.files import text_lines
 from pipeline.tars import DamagedTar, headers, refuse_unended, skip_payload
 
@@ -47,34 +47,6 @@ Sample = dict[str, Any]
 """As `webdataset` groups members: contents by suffix, and of an image where it is, beside `__key__` and `__url__`."""
 
 
-class TarImages:
-    """Images in uncompressed tars, read by offset; every process opens the files separately."""
-
-    def __init__(self, shards: tuple[Path, ...], samples: Sequence[Sample]) -> None:
-        self.shards, number = shards, {str(shard): k for k, shard in enumerate(shards)}
-        self._at = np.array([(number[s["__url__"]], *_image(s)) for s in samples], dtype=np.int64).reshape(-1, 3)
-        self._keys = [s["__key__"] for s in samples]
-        self._open: dict[int, io.FileIO] = {}
-
-    def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_open": {}}
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def read(self, index: int) -> bytes:
-        shard, offset, size = (int(value) for value in self._at[index])
-        if shard not in self._open:
-            self._open[shard] = io.FileIO(self.shards[shard])
-        blob = os.pread(self._open[shard].fileno(), size, offset)
-        if len(blob) != size:
-            raise TaskError(f"{self.name(index)}: {len(blob)} of {size} bytes could be read. The shard is cut short.")
-        return blob
-
-    def name(self, index: int) -> str:
-        return f"{self._keys[index]} in {self.shards[int(self._at[index][0])]}"
-
-
 def is_webdataset(folder: Path) -> bool:
     """Whether a folder is of this layout."""
     return (folder / "test" / "nshards.txt").is_file() or any((folder / "test").glob("*.tar"))
@@ -87,39 +59,34 @@ def is_retrieval(folder: Path) -> bool:
 
 
 def open_webdataset(folder: Path, task: Task, *, blank_class: BlankClass = "keep") -> TaskData:
-    """Open a `wds_*_test` folder.
+    """Open a `wds_*_test` folder, in which every sample's `.npy` must have the task's fields.
 
-    Args:
-        folder: The task's folder.
-        task: The task; every sample's `.npy` must have its fields.
-        blank_class: What a blank line of classnames.txt is: a class whose name is empty (`keep`), or nothing at all
-            (`drop`), as in the benchmark's pinned stack. Labels behind a dropped line mean other names; this is only
-            for comparison with published numbers.
+    A blank line of classnames.txt is a class whose name is empty, or (`drop`) nothing at all, as in the benchmark's
+    pinned stack. Labels behind a dropped line mean other names: this is only for comparison with published numbers.
     """
     shards = _shards(folder)
     samples = [sample for shard in shards for sample in _read_shard(shard)]
-    images = TarImages(shards, samples)
+    path_of = {str(shard): shard for shard in shards}
+    places = [(path_of[sample["__url__"]], *_image(sample)) for sample in samples]
+    images = StoredImages(places, [f"{sample['__key__']} in {sample['__url__']}" for sample in samples])
     _check_copies(samples, images)
     files = (folder / "test" / "nshards.txt", *shards)
     if is_retrieval(folder):
         captions = tuple(map(_captions, samples))
         return TaskData(folder, "webdataset", images, (*files, folder / "dataset_type.txt"), captions=captions)
-    classnames = read_lines(folder / "classnames.txt")
-    blank = sum(not name for name in classnames) if blank_class == "drop" else 0
-    if blank:
-        classnames = tuple(name for name in classnames if name)
-    templates = tuple(line for line in read_lines(folder / "zeroshot_classification_templates.txt") if line)
     prompts = (folder / "classnames.txt", folder / "zeroshot_classification_templates.txt")
+    lines, templates = map(read_lines, prompts)
+    classnames = tuple(name for name in lines if name or blank_class == "keep")
     return TaskData(
         folder,
         "webdataset",
         images,
         (*files, *prompts),
-        blank_classes=blank,
+        blank_classes=len(lines) - len(classnames),
         labels=np.array([*map(_label, samples)], dtype=np.int64),
         metadata=_metadata(samples, task) if task.fields else None,
         classnames=classnames,
-        templates=templates,
+        templates=tuple(filter(None, templates)),
     )
 
 
@@ -129,7 +96,6 @@ def _shards(folder: Path) -> tuple[Path, ...]:
     lines = read_lines(test / "nshards.txt")
     if not lines or not re.fullmatch("0*[1-9][0-9]{0,8}", lines[0]):
         raise TaskError(f"{test / 'nshards.txt'} must hold the number of shards, but holds {plain(lines[:1])}.")
-    there = {path.name for path in test.glob("*.tar") if not path.name.startswith(".")}
     names = (f"{number}.tar" for number in range(int(lines[0])))  # not a list: the file may be damaged
     missing = list(islice((name for name in names if not (test / name).is_file()), 5))
     if missing:
@@ -138,10 +104,10 @@ def _shards(folder: Path) -> tuple[Path, ...]:
             "A score over partial data would not be this task's score: fetch them."
         )
     shards = tuple(test / f"{number}.tar" for number in range(int(lines[0])))
-    surplus = sorted(there - {shard.name for shard in shards})
+    surplus = sorted(p.name for p in {*test.glob("*.tar")} - {*shards} if not p.name.startswith("."))
     if surplus:
         raise TaskError(
-            f"{test}: nshards.txt says {len(shards)} shards, but there are {len(there)} tars "
+            f"{test}: nshards.txt says {len(shards)} shards, but there are {len(shards) + len(surplus)} tars "
             f"({', '.join(surplus[:5])} too many). Fetch nshards.txt again, or remove what does not belong there."
         )
     return shards
@@ -196,7 +162,7 @@ def _member(sample: Sample, suffix: str) -> bytes:
     return bytes(sample[suffix])
 
 
-def _check_copies(samples: Sequence[Sample], images: TarImages) -> None:
+def _check_copies(samples: Sequence[Sample], images: StoredImages) -> None:
     """No two shards hold the same samples, whatever the tars' dates and names are.
 
     Sizes and labels are compared first, contents only where these agree.

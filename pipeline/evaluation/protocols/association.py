@@ -12,10 +12,10 @@ from math import comb
 import numpy as np
 from torch import Tensor
 
+from pipeline.evaluation.compute import TextSide
 from pipeline.evaluation.datasets.datacomp import Task
 from pipeline.evaluation.datasets.task_data import TaskData, TaskError
 from pipeline.evaluation.protocol import Outcomes, Protocol, register
-from pipeline.evaluation.protocols.texts import TextSide
 
 MANY = 10
 

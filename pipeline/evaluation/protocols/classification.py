@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline.evaluation.compute import TextSide, ranks
 from pipeline.evaluation.datasets.datacomp import Task
 from pipeline.evaluation.datasets.task_data import TaskData, TaskError
 from pipeline.evaluation.protocol import Outcomes, Protocol, group_metrics, macro_recall, register
-from pipeline.evaluation.protocols.texts import TextSide, ranks
 from pipeline.files import write_text
 
 LOGIT_SCALE = 100.0
@@ -50,16 +50,10 @@ def metrics(task: Task, outcomes: Mapping[str, np.ndarray], *, classes: int) -> 
 
 
 def class_details(outcomes: Mapping[str, np.ndarray], names: Sequence[str]) -> dict[str, Any]:
-    """Samples and accuracy of every class, and which classes are confused.
+    """Samples and accuracy of every class, by label, and which classes are confused.
 
-    Args:
-        outcomes: `target` and `prediction` per image.
-        names: Class names by label. A label beyond them belongs to a class whose blank name was dropped.
-
-    Returns:
-        `classes`: a list of name, samples and accuracy (None without samples), by label. `matrix`: rows are true
-        labels, columns predictions; None with more than 64 classes. `confusions`: the most frequent wrong
-        predictions as true label, predicted label and count.
+    A label beyond the `names` is of a class whose blank name was dropped. Rows of the `matrix`, which there is for up
+    to 64 classes, are true labels, columns predictions; `confusions` are the most frequent wrong predictions.
     """
     target, prediction = outcomes["target"], outcomes["prediction"]
     classes = max(len(names), int(target.max()) + 1)

@@ -5,9 +5,7 @@ Shape legend: n images, m captions, d feature dimension.
 
 from __future__ import annotations
 
-import errno
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline.evaluation.compute import TextSide, ranks
 from pipeline.evaluation.datasets.datacomp import Task
 from pipeline.evaluation.datasets.task_data import TaskData, TaskError, decode
 from pipeline.evaluation.protocol import Outcomes, Protocol, register
-from pipeline.evaluation.protocols.texts import TextSide, ranks
-from pipeline.files import new_folder, write_text
+from pipeline.files import replacing, write_text
 from pipeline.pictures.pixels import WHITE
 
 KS = (1, 5, 10)
@@ -40,26 +38,17 @@ def outcomes(images: Tensor, texts: Tensor, *, side: TextSide, owner: np.ndarray
     has the captions' images.
     """
     own, captions = torch.from_numpy(owner), texts[side.rows]
-    image_rank = [
-        ranks(captions[start : start + BLOCK] @ images.T, own[start : start + BLOCK])
-        for start in range(0, len(captions), BLOCK)
-    ]
-    text_rank = [
-        _best_rank(side.similarities(images[start : start + BLOCK], texts), own, first=start)
-        for start in range(0, len(images), BLOCK)
-    ]
+    starts, by_image = range(0, len(captions), BLOCK), []
+    by_caption = [ranks(captions[at : at + BLOCK] @ images.T, own[at : at + BLOCK]) for at in starts]
+    for start in range(0, len(images), BLOCK):
+        scores = side.similarities(images[start : start + BLOCK], texts)
+        others = own[None, :] != torch.arange(start, start + len(scores))[:, None]
+        by_image.append(ranks(scores, scores.masked_fill(others, -torch.inf).argmax(1)))
     return {
         "caption_owner": owner,
-        "caption_rank": torch.cat(image_rank).numpy(),
-        "image_rank": torch.cat(text_rank).numpy(),
+        "caption_rank": torch.cat(by_caption).numpy(),
+        "image_rank": torch.cat(by_image).numpy(),
     }
-
-
-def _best_rank(scores: Tensor, owner: Tensor, *, first: int) -> Tensor:
-    """[images, m] -> the rank of every image's best own caption."""
-    own = owner[None, :] == torch.arange(first, first + len(scores))[:, None]
-    best = scores.masked_fill(~own, -torch.inf).argmax(1)
-    return ranks(scores, best)
 
 
 def metrics(outcomes: Mapping[str, np.ndarray]) -> dict[str, float]:
@@ -82,11 +71,6 @@ class Retrieval(Protocol):
     def __init__(self, task: Task, data: TaskData) -> None:
         if len(data.captions) != len(data.images):
             raise TaskError(f"{data.folder}: {len(data.images)} images, but captions for {len(data.captions)} of them.")
-        bare = [index for index, own in enumerate(data.captions) if not own]
-        if bare:
-            raise TaskError(
-                f"{len(bare)} of {len(data.images)} images have no caption, the first: {data.images.name(bare[0])}."
-            )
         self.task, self.data = task, data
         self.texts = TextSide([caption for own in data.captions for caption in own])
 
@@ -130,19 +114,16 @@ def write_examples(folder: Path, data: TaskData, *, features: tuple[Tensor, Tens
         by_image.append({"image": image, "file": f"{image}.jpg", "rank": rank, "own": own, "captions": shown_captions})
     shown = {example["right"] for example in by_caption} | {example["image"] for example in by_image}
     shown |= {image["image"] for example in by_caption for image in example["images"]}
-    try:
-        with new_folder(folder) as made:
-            for index in sorted(shown):
-                background = WHITE if data.on_background else None
-                image = decode(data.images.read(index), name=data.images.name(index), background=background)
-                image.thumbnail((THUMBNAIL, THUMBNAIL))
-                image.save(made / f"{index}.jpg", quality=85)
-            for name, examples in ((CAPTIONS_NAME, by_caption), (IMAGES_NAME, by_image)):
-                write_text(made / name, json.dumps(examples, indent=1, ensure_ascii=False) + "\n", durable=True)
-            shutil.rmtree(folder, ignore_errors=True)
-    except OSError as error:
-        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # else another evaluation has just written the same
-            raise
+    for index in sorted(shown):
+        background = WHITE if data.on_background else None
+        image = decode(data.images.read(index), name=data.images.name(index), background=background)
+        image.thumbnail((THUMBNAIL, THUMBNAIL))
+        with replacing(folder / f"{index}.jpg") as temporary:
+            image.save(temporary, "JPEG", quality=85)
+    for name, examples in ((CAPTIONS_NAME, by_caption), (IMAGES_NAME, by_image)):
+        write_text(folder / name, json.dumps(examples, indent=1, ensure_ascii=False) + "\n", durable=True)
+    for name in {path.name for path in folder.glob("[0-9]*.jpg")} - {f"{index}.jpg" for index in shown}:
+        (folder / name).unlink(missing_ok=True)  # of earlier data
 
 
 def _spaced(total: int, count: int) -> list[int]:

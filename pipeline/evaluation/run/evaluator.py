@@ -16,13 +16,68 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline.errors import UserError
 from pipeline.evaluation.datasets.suite import Entry, Suite, is_official, open_task
 from pipeline.evaluation.datasets.task_data import TaskData, TaskError, check_digests, file_digests, plain
-from pipeline.evaluation.identity import definition, identity_of
+from pipeline.evaluation.identity import SuiteLock, conditions, definition, identity_of
 from pipeline.evaluation.protocol import PROTOCOLS, Outcomes, Protocol
 from pipeline.evaluation.run.images import image_pass
-from pipeline.evaluation.run.results import Evaluation, TaskResult, read_outcomes, read_result, write_result
+from pipeline.evaluation.run.results import (
+    Evaluation,
+    TaskResult,
+    lock_path,
+    make_output,
+    output_folders,
+    read_outcomes,
+    read_result,
+    write_result,
+)
 from pipeline.evaluation.run.session import Session
+from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
+
+
+def load_checkpoint(spec: str, *, device: torch.device) -> EvaluationModel:
+    """What `load_for_evaluation` loads.
+
+    Raises:
+        UserError: Nothing can be loaded, the weights do not fit the architecture, or a file is damaged.
+    """
+    try:
+        return load_for_evaluation(spec, device=device)
+    except UserError:
+        raise
+    except OSError as error:
+        raise UserError(f"{plain(spec, longest=200)} cannot be read: {error.strerror or plain(error)}.") from error
+    except Exception as error:  # open_clip can fail in many ways on a file of another model
+        raise UserError(
+            f"{spec} cannot be loaded ({type(error).__name__}: {plain(error, longest=200)}): "
+            "the weights are damaged, or those of another architecture."
+        ) from error
+
+
+def prepare(
+    models: Sequence[EvaluationModel], suite: Suite, *, output: str | Path | None, session: Session
+) -> tuple[list[Evaluation], Suite]:
+    """The evaluations to run, and the suite with tasks that it had when first evaluated here and that are gone now.
+
+    The first process reads the locks and states the conditions, so that all processes decide alike.
+
+    Raises:
+        UserError: Results cannot be written, or a lock is damaged.
+    """
+    folders = output_folders([model.source for model in models], output)
+    paths = [lock_path(folder, several=output is not None and len(models) > 1) for folder in folders]
+
+    session.on_main(lambda: [make_output(folder) for folder in folders])
+    locks = session.on_main(lambda: {path: SuiteLock.read(path) for path in paths})
+    if len(suite.entries) == len(suite.keys) and not session.config.relock:
+        suite = suite.with_lost(list(dict.fromkeys(key for lock in locks.values() for key in lock.lost(suite))))
+    conditions_of = session.on_main(lambda: [conditions(model, session) for model in models])
+    evaluations = [
+        Evaluation(model, folder, locks[path], conditions=same)
+        for model, folder, path, same in zip(models, folders, paths, conditions_of, strict=True)
+    ]
+    return evaluations, suite
 
 
 @dataclass(frozen=True)
@@ -105,23 +160,13 @@ class Evaluator:
 
     def _open(self, entry: Entry) -> OpenedTask:
         """Open and check a task; the processes share the hashing of its files."""
-        session, config = self.session, self.session.config
+        session, config, key = self.session, self.session.config, entry.task.key
         data = session.together(
             lambda: open_task(entry, blank_class=config.blank_class, allow_outside=config.allow_outside)
         )
-        world, files = session.world, dict[str, str]()
-
-        def hash_mine() -> dict[str, str]:
-            mine: dict[str, str] = {}
-            for file in data.files[world.rank :: world.size]:
-                mine |= file_digests([file], data.folder)
-                world.progress()
-            return mine
-
-        for part in world.gather_objects(session.together(hash_mine)):
-            files |= part
-        files = dict(sorted(files.items()))
-        key, expected = entry.task.key, entry.expected.get("sha256", {})
+        digests = session.share(lambda number: file_digests([data.files[number]], data.folder), len(data.files))
+        files = dict(sorted(item for digest in digests for item in digest.items()))
+        expected = entry.expected.get("sha256", {})
         check_digests(key, files, expected, folder=entry.folder, written="was recorded with the data")
         protocol = session.together(lambda: PROTOCOLS[entry.task.protocol](entry.task, data))
         return OpenedTask(entry, data, files, protocol)
@@ -131,29 +176,15 @@ class Evaluator:
         key, relock = opened.entry.task.key, self.session.config.relock
         scored = [evaluation.lock for evaluation in self.evaluations if key in evaluation.results]
         changed = [lock for lock in scored if lock.add(key, opened.data, opened.files) or relock]
-
-        def write() -> None:
-            for lock in changed:
-                lock.write(suite, replacing=relock)
-
-        self.session.on_main(write)
+        self.session.on_main(lambda: [lock.write(suite, replacing=relock) for lock in changed])
 
     def _texts(self, index: int, opened: OpenedTask) -> Tensor:
         """Text features of a task, [distinct texts, d]; the processes share the work."""
         session, side, model = self.session, opened.protocol.texts, self.evaluations[index].model
         if (index, side.digest) in self._texts_of:
             return self._texts_of[index, side.digest]
-
-        def encode() -> dict[int, Tensor]:
-            return {
-                unit: side.encode(model, unit, compute=session.compute, micro_batch=session.config.micro_batch)
-                for unit in range(session.world.rank, len(side.units), session.world.size)
-            }
-
-        merged: dict[int, Tensor] = {}
-        for part in session.world.gather_objects(session.together(encode)):
-            merged |= part
-        features = torch.cat([merged[unit] for unit in range(len(side.units))])
+        encode = partial(side.encode, model, compute=session.compute, micro_batch=session.config.micro_batch)
+        features = torch.cat(session.share(encode, len(side.units)))
         if opened.data.classnames:
             self._texts_of[index, side.digest] = features
         return features

@@ -19,10 +19,9 @@ from pipeline.distributed.workers import (
     start_workers,
     worker_died_message,
 )
-from pipeline.evaluation.compute import microbatches
-from pipeline.evaluation.datasets.task_data import ImageSource, TaskData, TaskError, decode
+from pipeline.evaluation.compute import check_finite, microbatches
+from pipeline.evaluation.datasets.task_data import StoredImages, TaskData, TaskError, decode
 from pipeline.evaluation.protocol import Outcomes, Protocol
-from pipeline.evaluation.protocols.texts import check_finite
 from pipeline.evaluation.run.session import Session
 from pipeline.model.evaluation_model import EvaluationModel
 from pipeline.pictures.pixels import Colour
@@ -30,34 +29,20 @@ from pipeline.pictures.pixels import Colour
 Transform = Callable[[Any], Tensor]
 WORKER_IMPORTS = ("pipeline.evaluation.run.images", "open_clip")
 """What the fork server imports, because new workers are started for every task."""
-
-
-def preprocessing_key(model: EvaluationModel) -> str:
-    """Models with the same key see the same pixels."""
-    described = {**model.architecture.preprocess_cfg, **model.architecture.own_background}
-    return json.dumps(described, sort_keys=True, default=list)
+Piece = tuple[int, int, Outcomes | str]
+"""What is kept of a micro-batch: its number, the model's, and the values or the error."""
 
 
 class ImagePass(Dataset[Any]):
-    """One process's micro-batches of a task's images: number = rank, rank + size, ...
+    """The micro-batches `rank`, `rank + size`, ... of a task's images.
 
     Item k is the k-th batch of them for the loader: the stacked images under every preprocessing, or the error for one
-    of them.
-
-    Args:
-        source: The images.
-        transforms: Preprocessing by key.
-        micro_batch: Images per micro-batch.
-        batch_size: Images per loader item.
-        workers: Processes that decode (0: this one).
-        background: Behind what is transparent; None takes the colours under it.
-        rank: This process.
-        size: How many processes there are.
+    of them. What is transparent is put on `background`; without one the colours under it are taken.
     """
 
     def __init__(
         self,
-        source: ImageSource,
+        source: StoredImages,
         transforms: Mapping[str, Transform],
         *,
         micro_batch: int,
@@ -98,20 +83,21 @@ class ImagePass(Dataset[Any]):
             multiprocessing_context=start_forkserver() if workers else None,
             worker_init_fn=_start_worker if workers else None,
         )
-        cut = microbatches(self._checked(loader), self._micro_batch)
+        cut = microbatches(_checked(loader), self._micro_batch)
         for number, (valid, tensors) in zip(self._numbers, cut, strict=True):
             yield number, valid, dict(zip(self._transforms, tensors, strict=True))
 
-    def _checked(self, loader: DataLoader[Any]) -> Iterator[tuple[Tensor, ...]]:
-        try:
-            for batch in start_workers(loader):
-                if isinstance(batch, str):
-                    raise TaskError(batch)
-                yield tuple(batch)
-        except (RuntimeError, OSError, EOFError) as error:
-            if not (loader.num_workers and means_worker_died(error)):
-                raise
-            raise TaskError(worker_died_message(error, memory="Lower `workers` or `batch_size`.")) from error
+
+def _checked(loader: DataLoader[Any]) -> Iterator[tuple[Tensor, ...]]:
+    try:
+        for batch in start_workers(loader):
+            if isinstance(batch, str):
+                raise TaskError(batch)
+            yield tuple(batch)
+    except (RuntimeError, OSError, EOFError) as error:
+        if not (loader.num_workers and means_worker_died(error)):
+            raise
+        raise TaskError(worker_died_message(error, memory="Lower `workers` or `batch_size`.")) from error
 
 
 def _start_worker(number: int) -> None:
@@ -134,14 +120,11 @@ def image_pass(
         TaskError: On every process, when an image cannot be read.
     """
 
-    def mine() -> list[tuple[int, int, Outcomes | str]]:
+    def mine() -> list[Piece]:
         try:
-            pieces = _my_images(session, data, protocol, models=models, texts=texts)
-        except Exception:
+            return _my_images(session, data, protocol, models=models, texts=texts)
+        finally:
             data.check_unchanged()  # says more than an error that a change has caused
-            raise
-        data.check_unchanged()
-        return pieces
 
     kept: dict[int, list[Outcomes]] = {index: [] for index in models}
     failed: dict[int, str] = {}
@@ -166,12 +149,12 @@ def _my_images(
     *,
     models: Mapping[int, EvaluationModel],
     texts: Mapping[int, Tensor],
-) -> list[tuple[int, int, Outcomes | str]]:
-    """This process's micro-batches: number, model, and the values to keep or the error.
+) -> list[Piece]:
+    """What is kept of this process's micro-batches.
 
     A work item is one micro-batch for one model, so that several checkpoints keep all threads busy on small tasks.
     """
-    device, config = session.compute.device, session.config
+    device, config, world = session.compute.device, session.config, session.world
     on_device = {index: texts[index].to(device) for index in models}
     keys = {index: preprocessing_key(model) for index, model in models.items()}
     reading = ImagePass(
@@ -179,19 +162,19 @@ def _my_images(
         {keys[index]: model.preprocess for index, model in models.items()},
         micro_batch=config.micro_batch,
         batch_size=config.batch_size,
-        workers=config.loader_workers(session.world.cores),
+        workers=config.loader_workers(world.cores),
         background=background_of(models.values()) if data.on_background else None,
-        rank=session.world.rank,
-        size=session.world.size,
+        rank=world.rank,
+        size=world.size,
     )
 
     def work() -> Iterator[tuple[int, int, int, Tensor]]:
         for number, valid, tensors in reading.run(pin=device.type == "cuda"):
-            session.world.progress()
+            world.progress()
             moved = {key: tensor.to(device, non_blocking=True) for key, tensor in tensors.items()}
             yield from ((number, valid, index, moved[keys[index]]) for index in models)
 
-    def encode(number: int, valid: int, index: int, pixels: Tensor) -> tuple[int, int, Outcomes | str]:
+    def encode(number: int, valid: int, index: int, pixels: Tensor) -> Piece:
         start = number * config.micro_batch
         with session.compute.encoding():
             features = models[index].encode_image(pixels)[:valid]
@@ -202,6 +185,12 @@ def _my_images(
             return number, index, str(error)
 
     return list(session.compute.map(encode, work()))
+
+
+def preprocessing_key(model: EvaluationModel) -> str:
+    """Models with the same key see the same pixels."""
+    described = {**model.architecture.preprocess_cfg, **model.architecture.own_background}
+    return json.dumps(described, sort_keys=True, default=list)
 
 
 def background_of(models: Iterable[EvaluationModel]) -> Colour:

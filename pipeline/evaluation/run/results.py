@@ -1,4 +1,4 @@
-"""What an evaluation stores: one JSON per task and checkpoint, and summaries for people and other tools.
+"""What an evaluation stores and where: one JSON per task and checkpoint, and summaries for people and other tools.
 
 A result holds the score, what determines it, and nothing that changes between runs; its `outcomes` is the digest of the
 file beside it. A result that is damaged or copied to another name is none. Imports no torch.
@@ -11,17 +11,22 @@ import hashlib
 import io
 import json
 import math
-from collections.abc import Iterable, Mapping
+import os
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pipeline.errors import UserError
 from pipeline.evaluation.datasets.datacomp import AGGREGATES, Task
 from pipeline.evaluation.datasets.suite import Entry, Suite
-from pipeline.evaluation.identity import SETTINGS, SuiteLock, misfit
+from pipeline.evaluation.datasets.task_data import plain
+from pipeline.evaluation.identity import LOCK_NAME, SETTINGS, SuiteLock, misfit
 from pipeline.files import read_tree, replacing, sha256_of, write_json, write_text
+from pipeline.run_files import EMA_NAME, FOLDER_NAME, PREFIX
 
 if TYPE_CHECKING:
     from pipeline.model.evaluation_model import EvaluationModel
@@ -29,9 +34,9 @@ if TYPE_CHECKING:
 OUTCOMES_SUFFIX = ".outcomes.npz"
 SUMMARY_NAME, TIMINGS_NAME = "summary.json", "timings.json"
 JSONL_NAME, CSV_NAME = "eval_results.jsonl", "scores.csv"
-COLUMNS = ("task", "name", "metric", "score", "chance", "samples", "official")
 ANOTHER_SUITE = "it is a task of another suite"
 SHOWN_MISSING = 6
+LONGEST_NAME = 80
 
 
 @dataclass(frozen=True)
@@ -90,10 +95,7 @@ def read_outcomes(path: Path, digest: str) -> dict[str, np.ndarray] | None:
 
 
 def write_result(path: Path, result: TaskResult, outcomes: Mapping[str, np.ndarray]) -> TaskResult:
-    """Write the per-sample outcomes, then the result, so that an existing result is always complete.
-
-    The result is returned with the outcomes' digest.
-    """
+    """Write the per-sample outcomes, then the result with their digest: an existing result is always complete."""
     with replacing(path.with_name(path.stem + OUTCOMES_SUFFIX)) as temporary:
         with temporary.open("wb") as file:
             np.savez_compressed(file, allow_pickle=False, **outcomes)
@@ -124,20 +126,19 @@ def aggregate(results: Mapping[str, TaskResult]) -> dict[str, Aggregate]:
     means = {}
     for name, keys in AGGREGATES.items():
         there = [key for key in keys if key in results]
-        if not there:
-            continue
-        mean = math.fsum(results[key].score for key in there) / len(there)
-        complete = len(there) == len(keys)
-        means[name] = Aggregate(
-            name=name,
-            score=mean if complete else None,
-            complete=complete,
-            official=all(results[key].official for key in there),
-            tasks=len(there),
-            expected=len(keys),
-            missing=tuple(key for key in keys if key not in results),
-            partial_mean=None if complete else mean,
-        )
+        if there:
+            mean = math.fsum(results[key].score for key in there) / len(there)
+            complete = len(there) == len(keys)
+            means[name] = Aggregate(
+                name=name,
+                score=mean if complete else None,
+                complete=complete,
+                official=all(results[key].official for key in there),
+                tasks=len(there),
+                expected=len(keys),
+                missing=tuple(key for key in keys if key not in results),
+                partial_mean=None if complete else mean,
+            )
     return means
 
 
@@ -221,16 +222,19 @@ def summarize(evaluation: Evaluation, suite: Suite) -> Summary:
     earlier = read_tree(evaluation.folder / SUMMARY_NAME)
     checkpoint = evaluation.conditions["checkpoint"]
     same = earlier.get("checkpoint") == checkpoint and part_of(earlier, "suite").get("name") == suite.name
-    failures = {key: str(text) for key, text in part_of(earlier, "failures").items()} if same else {}
-    failures = {k: text for k, text in failures.items() if k in suite.keys and k not in now and k not in results}
-    order = {key: position for position, key in enumerate(suite.keys)}
-    results = dict(sorted(results.items(), key=lambda item: order[item[0]]))
+    failures = part_of(earlier, "failures") if same else {}
+    failures = {k: str(text) for k, text in failures.items() if k in suite.keys and k not in now and k not in results}
+    results = {key: results[key] for key in suite.keys if key in results}
     return Summary(results, failures | evaluation.failures, dict(sorted(left_out.items())), aggregate(results))
 
 
 def write_summary(evaluation: Evaluation, suite: Suite) -> Summary:
-    """Write `summary.json`, the tables that other tools read, and `timings.json` beside a checkpoint's results."""
-    summary = summarize(evaluation, suite)
+    """Write `summary.json`, `timings.json` and what other tools read, one line per task.
+
+    A line of `eval_results.jsonl` has the keys of the benchmark's own: `key`, `dataset` (the task's name) and
+    `metrics`, in which `main_metric` is the score.
+    """
+    summary, folder = summarize(evaluation, suite), evaluation.folder
     tree = {
         "checkpoint": evaluation.conditions["checkpoint"],
         "suite": {"name": suite.name, "identity": summary.identity, "tasks": len(suite.keys)},
@@ -243,29 +247,96 @@ def write_summary(evaluation: Evaluation, suite: Suite) -> Summary:
         "left_out": summary.left_out,
         "aggregates": {name: asdict(value) for name, value in summary.aggregates.items()},
     }
-    write_json(evaluation.folder / SUMMARY_NAME, tree, durable=True)
-    write_official(evaluation.folder, summary.results.values())
+    write_json(folder / SUMMARY_NAME, tree, durable=True)
+    lines, table = [], io.StringIO()
+    writer = csv.writer(table, lineterminator="\n")
+    writer.writerow(("task", "name", "metric", "score", "chance", "samples", "official"))
+    for r in summary.results.values():
+        metrics = {**r.metrics, "main_metric": r.score}
+        lines.append(json.dumps({"key": r.task, "dataset": r.name, "metrics": metrics}) + "\n")
+        chance = "" if r.chance is None else repr(r.chance)
+        writer.writerow([r.task, r.name, r.main_metric, repr(r.score), chance, r.samples, str(r.official).lower()])
+    write_text(folder / JSONL_NAME, "".join(lines))
+    write_text(folder / CSV_NAME, table.getvalue())
     if evaluation.timings:
-        earlier = part_of(read_tree(evaluation.folder / TIMINGS_NAME), "tasks")
+        earlier = part_of(read_tree(folder / TIMINGS_NAME), "tasks")
         timings = {"source": evaluation.model.source, "tasks": earlier | evaluation.timings}
-        write_json(evaluation.folder / TIMINGS_NAME, timings, durable=True)
+        write_json(folder / TIMINGS_NAME, timings, durable=True)
     return summary
 
 
-def write_official(folder: Path, results: Iterable[TaskResult]) -> None:
-    """Write both files, one line per task, in the order given.
+def output_folders(sources: Sequence[str], output: str | Path | None) -> list[Path]:
+    """One folder per checkpoint.
 
-    A line of the JSONL has the keys of the benchmark's own: `key`, `dataset` (the task's name) and `metrics`, in which
-    `main_metric` is the score.
+    Raises:
+        UserError: Two would have the same.
     """
-    lines, table = [], io.StringIO()
-    writer = csv.writer(table, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    for result in results:
-        metrics = {**result.metrics, "main_metric": result.score}
-        lines.append(json.dumps({"key": result.task, "dataset": result.name, "metrics": metrics}) + "\n")
-        chance = "" if result.chance is None else repr(result.chance)
-        row = (result.task, result.name, result.main_metric, repr(result.score), chance, result.samples)
-        writer.writerow([*row, str(result.official).lower()])
-    write_text(folder / JSONL_NAME, "".join(lines))
-    write_text(folder / CSV_NAME, table.getvalue())
+    if output is None:
+        folders = [default_folder(source) for source in sources]
+    elif len(sources) == 1:
+        folders = [Path(output)]
+    else:
+        names = [checkpoint_name(source) for source in sources]
+        folders = [
+            Path(output) / (name if names.count(name) == 1 else f"{name}-{_short_digest(source)}")
+            for name, source in zip(names, sources, strict=True)
+        ]
+    twice = {folder for folder in folders if folders.count(folder) > 1}
+    if twice:
+        raise UserError(
+            f"Several checkpoints would write to {min(twice)}: give each once, or evaluate them in calls of "
+            "their own, each with an --output of its own."
+        )
+    return folders
+
+
+def make_output(output: Path) -> Path:
+    """Make a folder for results, and return it.
+
+    Raises:
+        UserError: It cannot be made or written to.
+    """
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        problem = "" if os.access(output, os.W_OK | os.X_OK) else "it is read-only"
+    except OSError as error:
+        problem = "it is a file" if isinstance(error, FileExistsError) else str(error.strerror)
+    if problem:
+        shown = plain(output, longest=200)
+        raise UserError(f"Results cannot be written to {shown}: {problem}. Give another --output.")
+    return output
+
+
+def checkpoint_name(source: str) -> str:
+    """A short folder name: `step-00000500` for a folder, `ViT-B-32-openai` for ARCH:PRETRAINED."""
+    arch, colon, pretrained = source.partition(":")
+    if Path(source).is_dir() or not colon:
+        name = Path(source).resolve().name
+    else:
+        weights = Path(pretrained)
+        name = f"{Path(arch).name.removesuffix('.json')}-{weights.stem if weights.is_file() else weights.name}"
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")
+    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 9]}-{_short_digest(source)}"
+
+
+def default_folder(source: str) -> Path:
+    """RUN/evaluation/<checkpoint> for RUN/checkpoints/<checkpoint>, else evaluation/<name> below the current folder.
+
+    For the average of the weights in a checkpoint: RUN/evaluation-ema/<checkpoint>.
+    """
+    path = Path(source).resolve()
+    if path.is_dir() and path.name == EMA_NAME and path.parent.parent.name == FOLDER_NAME:
+        return path.parents[2] / "evaluation-ema" / path.parent.name
+    if path.is_dir() and path.parent.name == FOLDER_NAME:
+        return path.parent.parent / "evaluation" / path.name
+    return Path("evaluation") / checkpoint_name(source)
+
+
+def lock_path(folder: Path, *, several: bool) -> Path:
+    """Where the lock of a suite is: one for all checkpoints of a run or of a call, else beside the results."""
+    shared = several or (folder.name.startswith(PREFIX) and folder.parent.name == "evaluation")
+    return (folder.parent if shared else folder) / LOCK_NAME
+
+
+def _short_digest(source: str) -> str:
+    return hashlib.sha256(str(Path(source).resolve()).encode()).hexdigest()[:8]

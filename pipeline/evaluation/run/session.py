@@ -76,6 +76,24 @@ class Session:
             raise TaskError(message)
         return value  # type: ignore[return-value]
 
+    def share(self, action: Callable[[int], T], count: int) -> list[T]:
+        """`action` of the numbers below `count`, each on one of the processes; the values on all of them.
+
+        Raises:
+            TaskError: As `together`.
+        """
+
+        def mine() -> dict[int, T]:
+            values = {}
+            for number in range(self.world.rank, count, self.world.size):
+                values[number] = action(number)
+                self.world.progress()
+            return values
+
+        parts = self.world.gather_objects(self.together(mine))
+        merged = {number: value for part in parts for number, value in part.items()}
+        return [merged[number] for number in range(count)]
+
     def on_main(self, action: Callable[[], T]) -> T:
         """Run `action` on the first process only and return its value on all of them.
 
@@ -117,11 +135,12 @@ def connected_world(state: Any) -> World:
 def start_processes(device: str = "auto") -> Iterator[tuple[World, torch.device]]:
     """The processes that the launcher started (`accelerate launch`, `torchrun`), and this one's device.
 
+    Args:
+        device: `auto`, `cpu` or `cuda`.
+
     Raises:
         UserError: The device is not available.
     """
-    if device not in ("auto", "cpu", "cuda"):
-        raise UserError(f"device = {device!r} is not known. Allowed: auto, cpu, cuda.")
     on_cpu = device == "cpu" or not torch.cuda.is_available()
     if device == "cuda" and on_cpu:
         raise UserError("device = 'cuda', but torch sees no CUDA device here: use 'auto' or 'cpu'.")

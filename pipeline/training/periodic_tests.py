@@ -129,15 +129,15 @@ class PeriodicTests:
         self._model = None
 
     def make_up(self, missed: Collection[str]) -> bool:
-        """Do the `missed_tests` of the restored weights. Collective. Returns whether the history of validations has
-        changed, so that the checkpoint is to be written again."""
+        """Do the `missed_tests` of the restored weights. Collective. Returns whether to write the checkpoint again: the
+        history of validations has changed, or the next stage starts from it, of which a fork has no copy yet."""
         step = self.state.step
         for name, test in (("validation", self.validate), ("evaluation", self.evaluate)):
             if name in missed:
                 self.telemetry.event(f"The {name} after step {step} was not finished: doing it now.", step=step)
                 test()
         self._model = None
-        return "validation" in missed
+        return "validation" in missed or (bool(missed) and step == self.state.end < self.state.run.total_steps)
 
     def _stopped(self, result: StepResult | None) -> bool:
         """Whether a signal has ended the run before its last step."""

@@ -45,10 +45,10 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(base: Path, name: str, *more: str) -> None:
+def train(base: Path, name: str, *more: str, resume: str = "latest") -> None:
     given = ("evaluation.every=2", "evaluation.workers=0", "samples=32", "checkpoint.every=1")
     suite = f"evaluation.suite={base / 'tasks.yaml'}"
-    train_here(*settings_in(base, name, suite, *given, *more), resume="latest")
+    train_here(*settings_in(base, name, suite, *given, *more), resume=resume)
 
 
 @pytest.fixture(scope="module")
@@ -146,3 +146,7 @@ def test_what_a_signal_prevented_is_done_with_the_weights_of_its_stage(base, mon
     histories = [read_meta(finished_checkpoints(base / name)[-1])["validation"] for name in (stopped, whole)]
     assert histories[0] == histories[1]
     assert histories[0]["step"] == 4
+    fork = f"forked-{len(stages)}"  # whose folder has no scores of its first step, nor a checkpoint
+    train(base, fork, *more, resume=str(base / whole / "checkpoints" / "step-00000002"))
+    assert [record["step"] for record in metrics(base / fork, "train")] == [3, 4]
+    assert scores(base / fork) == scores(base / whole)

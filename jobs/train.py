@@ -108,7 +108,7 @@ def start_lines(run: RunConfig, *, pairs: int | None, ranks: int, scaled: Mappin
     """What a run says before its first step, and a warning where the device cannot be meant.
 
     `pairs` are those in the data (None: it is not there yet), and `scaled` the rates that `reference_batch` has
-    changed, as `scale_rates` gives them.
+    changed, as `load_recipe` gives them.
 
     Raises:
         UserError: There is no such architecture.

@@ -81,7 +81,6 @@ VALUES: dict[tuple[str, str], str] = {
         "image.resize_mode",
         "center_crop",
     ): "Images keep their shape, and training crops them: `keep_ratio` scales the shorter side to image.size.",
-    ("telemetry.progress", "brief"): "`auto` prints what any run prints.",
 }
 """Key and value -> the same; a stored configuration that has it gets the default."""
 

@@ -139,14 +139,14 @@ def resolve_methods(
     tree = dict(recipe)
     methods = cfg.parse(RecipeKeys, {"methods": tree.pop("methods", None)}).methods
     name = cfg.merge(_section(tree, "objective"), _section(above, "objective")).get("name", DEFAULT_OBJECTIVE)
-    if methods is not None and name not in methods:
+    if methods is not None and str(name) not in methods:
         parse_objective({"name": name})
         log.warning(
             "This recipe has no settings for objective.name = %s: the method's defaults are used. A part under "
             "`methods` sets others.",
             name,
         )
-    tree = cfg.merge(tree, (methods or {}).get(name, {}))
+    tree = cfg.merge(tree, (methods or {}).get(str(name), {}))
     reference = cfg.parse(RecipeKeys, {"reference_batch": tree.pop("reference_batch", None)}).reference_batch
     if reference is None or (size := _sizes({**tree, **above}).batch_size) == reference:
         return tree

@@ -167,6 +167,9 @@ def test_a_method_without_settings_in_the_recipe_has_its_defaults(tmp_path, capl
     assert "no settings for objective.name = fastclip_v3" in caplog.text
     with pytest.raises(UserError, match=r"'fastclip_v9' is not known. The nearest is fastclip_v"):
         load_recipe(recipe, ["objective.name=fastclip_v9"])
+    for path in (recipe, None):
+        with pytest.raises(UserError, match=r"objective\.name is required"):
+            load_recipe(path, ["objective.name=[openclip]"])
     assert load_recipe(recipe, ["objective.name=openclip", "schedule.warmup_steps=0"]).objective.name == "openclip"
     recipe.write_text(recipe.read_text() + "reference_batch: ten\n")
     with pytest.raises(UserError, match="reference_batch = 'ten'"):

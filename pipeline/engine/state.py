@@ -137,17 +137,26 @@ class DeepSpeedState:
     def _set_weight(self, p: nn.Parameter, value: Tensor) -> None:
         """Set the fp32 master and the working copy; DeepSpeed would refresh the latter only at its next step."""
         from deepspeed.runtime.zero import GatheredParameters
-        from deepspeed.utils import safe_set_full_fp32_param
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
         value = value.to(self._world.device)
-        if self._stage > 0:
-            safe_set_full_fp32_param(p, value.reshape(-1) if self._stage == 3 else value)
+        if self._stage == 3:
+            safe_set_local_fp32_param(p, self._part(p, value))
+        elif self._stage > 0:
+            safe_set_full_fp32_param(p, value)
         with GatheredParameters([p], modifier_rank=0, enabled=self._stage == 3):
             if p.numel():
                 p.data.copy_(value.to(p.dtype))
 
+    def _part(self, p: Any, value: Tensor) -> Tensor:
+        """This rank's part of a whole value at stage 3. DeepSpeed's own functions do not pad it: they fail where the
+        ranks do not divide the parameter."""
+        size = p.ds_tensor.numel()
+        padded = nn.functional.pad(value.flatten(), (0, size * self._world.size - value.numel()))
+        return padded[size * self._world.rank :][:size]
+
     def _load_moments(self, moments: Mapping[tuple[str, str], Tensor], counter: int) -> None:
-        from deepspeed.utils import safe_set_full_optimizer_state
+        from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
         optimizer, named, keys = self._torch_optimizer, self.named_parameters(), sorted({key for _, key in moments})
         if self._stage == 0:
@@ -165,7 +174,10 @@ class DeepSpeedState:
         for key in keys:
             for name, p in named:
                 value = moments[name, key].to(self._world.device)
-                safe_set_full_optimizer_state(p, value.reshape(-1) if self._stage == 3 else value, key)
+                if self._stage == 3:
+                    safe_set_local_optimizer_state(p, self._part(p, value), key)
+                else:
+                    safe_set_full_optimizer_state(p, value, key)
         for master, state in optimizer.state.items():
             if COUNTER in state:
                 state[COUNTER] = step_counter(optimizer, master, counter)

@@ -112,9 +112,9 @@ def main(arch: str, out: Path, files: list[str]) -> None:
         for name, config in CONFIGS.items():
             for file in files:
                 try:
-                    found[name, file] = under_engine(arch, config, file, world)
+                    found[name, Path(file).stem] = under_engine(arch, config, file, world)
                 except UserError as error:
-                    found[name, file] = str(error)
+                    found[name, Path(file).stem] = str(error)
         if world.is_main:
             torch.save(found, out)
 

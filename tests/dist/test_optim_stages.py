@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
+from pipeline.engine.engine_config import DS_CONFIGS
 from tests.dist.optim_ranks import CONFIGS, plain
 from tests.launch import run
 from tests.towers import write_tiny
@@ -17,15 +21,20 @@ FILES = [file for files in PROCESSES.values() for file in files]
 
 @pytest.fixture(scope="module")
 def arch(tmp_path_factory):
-    return write_tiny(tmp_path_factory.mktemp("arch"))
+    path = Path(write_tiny(tmp_path_factory.mktemp("arch")))
+    path.write_text(path.read_text().replace('"width": 16, "heads": 2', '"width": 15, "heads": 3'))  # not 2 equal parts
+    return str(path)
 
 
 @pytest.fixture(scope="module")
 def engines(arch, tmp_path_factory):
-    found = {}
+    found, folder = {}, tmp_path_factory.mktemp("optim")
+    settings = json.loads((DS_CONFIGS / "zero2_fp32.json").read_text())
+    settings["zero_optimization"] |= {"overlap_comm": True, "reduce_bucket_size": 1000}  # many, reduced as they fill
+    (folder / "zero2_fp32.json").write_text(json.dumps(settings))
     for name, files in PROCESSES.items():
-        out = tmp_path_factory.mktemp("optim") / f"{name}.pt"
-        run("tests.dist.optim_ranks", arch, str(out), *files, ranks=2)
+        out, small = folder / f"{name}.pt", folder / "zero2_fp32.json"
+        run("tests.dist.optim_ranks", arch, str(out), *(str(small) if f == small.stem else f for f in files), ranks=2)
         found |= torch.load(out)
     return found
 

@@ -129,14 +129,15 @@ def _report_undecodable(names: list[str]) -> None:
 
 
 def _remove(folder: str, names: str, *, allow_outside: bool) -> int:
-    from data_prep.dataset.dataset_folder import Folder, read_lines
-    from data_prep.dataset.ingest_report import REPORT_NAME, write_report
+    from data_prep.dataset.dataset_folder import REPORT_NAME, Folder, read_lines
+    from data_prep.dataset.ingest_report import write_report
     from data_prep.dataset.removal import remove
     from pipeline.errors import UserError
 
     if not Path(names).exists():
         raise UserError(f"There is no removal list {names}: give a file with one uid, URL, hash or key a line.")
     listed = set(read_lines(Path(names)))
+    has_page = (Path(folder) / REPORT_NAME).exists() or Folder(Path(folder)).is_download
     done, manifest = remove(folder, listed, allow_outside=allow_outside)  # also finishes one that was interrupted
     if not listed:
         click.echo(f"{names} names nothing: nothing was removed.")
@@ -148,7 +149,7 @@ def _remove(folder: str, names: str, *, allow_outside: bool) -> int:
     if manifest is None:
         click.echo("The download is not finished: `neuclip download` will skip them, too, and write the manifest.")
     else:
-        if (Path(folder) / REPORT_NAME).exists() or Folder(Path(folder)).is_download:
+        if has_page:
             write_report(folder)
         changed = " The manifest has changed: runs on the old one cannot be resumed on it." if done.samples else ""
         click.echo(f"{manifest.n:,} samples are left.{changed}")

@@ -35,6 +35,8 @@ from data_prep.download_config import HASH_KINDS
 from pipeline.errors import UserError
 from pipeline.files import read_bounded, sha256_of, text_lines
 
+REPORT_NAME = "report.html"
+
 _HEX = re.compile(r"(?:[0-9a-fA-F]{32}|[0-9a-fA-F]{64}|[0-9a-fA-F]{128})")
 
 

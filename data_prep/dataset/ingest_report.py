@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from data_prep.dataset.commit import REPORT, part_lock
-from data_prep.dataset.dataset_folder import Folder
+from data_prep.dataset.dataset_folder import REPORT_NAME, Folder
 from data_prep.dataset.duplicates import near_duplicates, signature
 from data_prep.reasons import is_transient, meaning_of
 from pipeline.data.shards.manifest_format import Manifest, load_manifest
@@ -33,7 +33,6 @@ from pipeline.pictures.pixels import open_image
 from pipeline.report.page import render
 
 TEMPLATES = Path(__file__).parent / "templates"
-REPORT_NAME = "report.html"
 _PICTURES = 18
 _REASONS = 40
 """Reasons that are listed one by one."""

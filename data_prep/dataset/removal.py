@@ -19,7 +19,7 @@ import pyarrow as pa
 from data_prep import reasons
 from data_prep.dataset import canonical_tar
 from data_prep.dataset.commit import Commit, delete_leftovers, exclusive_lock, real_path
-from data_prep.dataset.dataset_folder import Folder, as_stored, names_of, read_meta
+from data_prep.dataset.dataset_folder import REPORT_NAME, Folder, as_stored, names_of, read_meta
 from data_prep.dataset.manifest_writer import local_manifest, manifest_of_records
 from data_prep.dataset.shard_files import check_tar, stage
 from data_prep.dataset.shard_plan import load_plan, read_shard
@@ -78,6 +78,7 @@ def remove(root: str | Path, names: set[str], *, allow_outside: bool = False) ->
         if hits or kept != known:
             with Commit(folder.root, folder.pending_removal, allow_outside=allow_outside) as commit:
                 manifest = _stage(folder, commit, manifest, changing, hits, kept)
+                (folder.root / REPORT_NAME).unlink(missing_ok=True)  # it shows samples; the caller writes it anew
                 commit.finish()
         if manifest is not None:
             manifest.update_indexes()

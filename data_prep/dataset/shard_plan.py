@@ -42,7 +42,7 @@ class Plan:
     """Rows of the subset."""
     seen: int
     """Rows of the source."""
-    shard_size: int
+    shard_size: pydantic.PositiveInt
     digest: str
     """Digest that identifies the list."""
     settings: dict[str, Any] = field(default_factory=dict)
@@ -225,25 +225,25 @@ def _open_index(path: str) -> Any:
     """The uid index, memory-mapped because it may have tens of gigabytes; its order is checked at 10,000 places."""
     try:
         index = np.load(path, mmap_mode="r")
-    except (ValueError, EOFError, OSError) as error:
+    except Exception as error:  # also those of Python's tokenizer and zip reader
         raise UserError(
             f"subset.index = {path!r} is not a complete .npy file of uids ({error}): fetch the published one first."
         ) from error
-    dtype = index.dtype if isinstance(index, np.ndarray) else np.dtype(object)
-    is_of_uids = [kind for kind, *_ in (dtype.fields or {}).values()] == [np.uint64] * 2 and index.ndim == 1
+    dtype, shape = (index.dtype, index.shape) if isinstance(index, np.ndarray) else (np.dtype(object), ())
+    is_of_uids = [kind for kind, *_ in (dtype.fields or {}).values()] == [np.uint64] * 2 and len(shape) == 1
     some = np.asarray(index[:: max(1, -(-len(index) // 10_000))]) if is_of_uids else None
     if some is None or not len(some) or (np.sort(some) != some).any():
-        held = f"{len(index):,} of {dtype}" if is_of_uids else f"{dtype}s"
         raise UserError(
-            f"subset.index = {path!r} must be one sorted array of pairs of 64-bit halves (uint64), and holds {held}: "
-            "np.sort one that is not, else uids in it would not be found."
+            f"subset.index = {path!r} must be one sorted array of pairs of 64-bit halves (uint64), and holds "
+            f"{dtype} of shape {shape}: np.sort one that is not sorted, else uids in it would not be found."
         )
     return index
 
 
 def _contained(names: list[str], index: Any) -> np.ndarray:
     """Whether each 32-digit hexadecimal uid is in the sorted index (binary search; touches a few pages per uid)."""
-    if wrong := next((name for name in names if not re.fullmatch(r"[0-9a-fA-F]{32}", name)), None):
+    wrong = next((name for name in names if not re.fullmatch(r"[0-9a-fA-F]{32}", name)), None)
+    if wrong is not None:
         raise UserError(f"subset.index needs uids of 32 hexadecimal digits, but found one that is not ({wrong!r:.80}).")
     halves = [(int(name[:16], 16), int(name[16:], 16)) for name in names]
     wanted = np.array(halves, dtype=index.dtype)

@@ -10,6 +10,7 @@ import hashlib
 import io
 import json
 import random
+import re
 import socket
 import subprocess
 import threading
@@ -291,8 +292,8 @@ def test_hundreds_of_urls_with_known_outcomes(tmp_path):
 def check_report(root: Path) -> None:
     """The page and its statistics account for every URL."""
     manifest, page = load_manifest(root), write_report(root).read_text()
-    for reason in manifest.failures:
-        assert f"<td>{reason}<" in page
+    for reason, count in manifest.failures.items():
+        assert re.search(rf'<td>{reason}<.*?<td class="n">{count}<', page), reason
     assert page.count("<figure>") >= 18
     assert "src=" not in page.replace('src="data:', ""), "the page is self-contained"
     assert manifest.digest in page

@@ -62,13 +62,14 @@ def test_uid_index_selects_its_members(tmp_path):
     subset = Subset(SubsetConfig(index=str(tmp_path / "index.npy")))
     assert not subset.keeps_all
     assert [n for n, inside in zip(NAMES, subset.mask(NAMES), strict=True) if inside] == chosen
-    for name in ("http://example.org/a.jpg", "0" * 31, "0" * 33, "+" + "0" * 31):
+    for name in ("http://example.org/a.jpg", "0" * 31, "0" * 33, "+" + "0" * 31, ""):
         with pytest.raises(UserError, match="32 hexadecimal digits"):
             subset.mask([name])
     np.savez(tmp_path / "several.npz", index)
-    path, several = tmp_path / "wrong.npy", (tmp_path / "several.npz").read_bytes()
-    for stored in (np.arange(4), index.astype("f8,f8"), index[::-1], index[:0], several,
-                   (tmp_path / "index.npy").read_bytes()[:200], b""):  # fmt: skip
+    path = tmp_path / "wrong.npy"
+    one, several = (tmp_path / "index.npy").read_bytes(), (tmp_path / "several.npz").read_bytes()
+    for stored in (np.arange(4), index.astype("f8,f8"), index[::-1], index[:0], index[None], several, several[:200],
+                   one[:200], one.replace(b"[", b"N", 1), b""):  # fmt: skip
         path.write_bytes(stored) if isinstance(stored, bytes) else np.save(path, stored)
         with pytest.raises(UserError, match=r"must be one sorted array of pairs of 64-bit|is not a complete \.npy"):
             Subset(SubsetConfig(index=str(path)))

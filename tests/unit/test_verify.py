@@ -120,6 +120,7 @@ DAMAGES: list[tuple[str, str, Callable[[Path], object], int]] = [
     (META, META, lambda path: flip(path, 200), SHARD),
     (PLAN, PLAN, lambda path: path.write_text("[]"), 0),
     (PLAN, PLAN, lambda path: edit(path, lambda tree: tree["rules"].pop("image")), 0),
+    (PLAN, PLAN, lambda path: edit(path, lambda tree: tree.update(shard_size=0)), 0),
     (LIST, PLAN, lambda path: flip(path, 200), 0),
     (LIST, PLAN, Path.unlink, 0),
     (TAR, TAR, lambda path: flip(path, 700), SHARD),

@@ -23,7 +23,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ SHOWN_FAILURES = 3
 TOGETHER = 4
 """Waiting checkpoints that share one pass over the images; the newest is evaluated by itself."""
 RETRY_SECONDS = 300.0
-"""Before the same watcher tries a failed checkpoint again."""
+"""Before any watcher tries a failed checkpoint again."""
 
 
 @section
@@ -97,8 +97,15 @@ class Turn:
         """Whether `ATTEMPTS` at these weights are over and none gave a result."""
         return self.attempts >= ATTEMPTS and not lock_holder(self.folder / LOCK_NAME)
 
+    def _failed_just_now(self) -> bool:
+        with suppress(OSError):
+            seconds = time.time() - (self.folder / ATTEMPT_NAME).stat().st_mtime  # negative if a clock was set back
+            return self.last.get("how") == FAILED and self.attempts > 0 and abs(seconds) < RETRY_SECONDS
+        return False
+
     def claim(self, *, again: bool = False) -> bool:
-        """Begin an attempt. Returns False when another watcher has the checkpoint, or it is abandoned or done.
+        """Begin an attempt. Returns False when another watcher has the checkpoint, or it is abandoned or done, or it
+        failed less than `RETRY_SECONDS` ago.
 
         Args:
             again: Also if it is done.
@@ -112,7 +119,7 @@ class Turn:
                 if error.errno not in NO_LOCKS:
                     raise
             attempts = self.attempts
-            if attempts >= ATTEMPTS or (self.last.get("how") == DONE and not again):
+            if attempts >= ATTEMPTS or (self.last.get("how") == DONE and not again) or self._failed_just_now():
                 return False
             process = {"host": socket.gethostname(), "pid": os.getpid()}
             at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
@@ -155,7 +162,6 @@ class Watcher:
     ) -> None:
         self.runs, self.suite, self.config, self.evaluation, self.processes = runs, suite, config, evaluation, processes
         self._say, self._on_scored = say, on_scored
-        self._retry_at: dict[Path, float] = {}
         self._mentioned: set[Path] = set()
         self._claimed: dict[Path, Turn] = {}
         """The checkpoints that are being evaluated; on the first process only."""
@@ -263,9 +269,7 @@ class Watcher:
         for turn, why in self._waiting():
             path = turn.checkpoint
             alone = path in newest
-            if (alone and self._claimed) or time.monotonic() < self._retry_at.get(path, 0.0):
-                continue
-            if not turn.claim(again=bool(why)):
+            if (alone and self._claimed) or not turn.claim(again=bool(why)):
                 continue
             if why:
                 self._log(f"{self._shown(path)} {why}; it is evaluated again.")
@@ -309,7 +313,6 @@ class Watcher:
 
     def _give_up(self, path: Path, reason: str) -> None:
         self._log(f"{self._shown(path)} failed, and is tried {ATTEMPTS} times at most: {reason}")
-        self._retry_at[path] = time.monotonic() + RETRY_SECONDS
         if self._end(path, FAILED, reason=reason) >= ATTEMPTS:
             self._log(f"{self._shown(path)} is abandoned after {ATTEMPTS} attempts.")
 

@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -321,6 +322,20 @@ def test_a_checkpoint_has_one_owner_and_few_attempts_that_fail_or_kill_it(tmp_pa
     assert other.last["attempts"] == 1, "of another checkpoint of this name"
     assert not other.claim(), "it is done"
     assert other.claim(again=True)
+
+
+def test_a_checkpoint_that_failed_is_left_alone_for_a_while_by_every_watcher(tmp_path, monkeypatch):
+    """Regression test: three watchers used up its attempts within seconds."""
+    monkeypatch.setattr("pipeline.evaluation.watcher.RETRY_SECONDS", 60.0)
+    turn = Turn(tmp_path / "step-00000100", tmp_path / "ledger", "a")
+    assert turn.claim()
+    turn.end(FAILED)
+    for later in (100, -100):  # also if the clock was set back
+        assert not turn.claim()
+        os.utime(turn.folder / "attempt.json", (time.time() - later,) * 2)
+        assert turn.claim()
+        turn.end(FAILED)
+    assert Turn(turn.checkpoint, turn.folder, "b").claim(), "other weights need not wait"
 
 
 def test_a_file_system_without_locks_is_used_without(tmp_path, monkeypatch):

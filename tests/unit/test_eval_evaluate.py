@@ -18,12 +18,12 @@ from pipeline.errors import UserError
 from pipeline.evaluation import evaluate
 from pipeline.evaluation.compute import Compute, encode_texts
 from pipeline.evaluation.datasets.datacomp import TASKS
-from pipeline.evaluation.datasets.suite import open_suite
+from pipeline.evaluation.datasets.suite import Entry, open_suite, open_task
 from pipeline.evaluation.protocols import association, classification, retrieval
 from pipeline.model.evaluation_model import EvaluationModel, for_evaluation
 from pipeline.model.towers import ModelConfig, build_towers
 from tests.checkpoints import QUICK, contents, make_model, save_checkpoint, scored
-from tests.evaluation_suite import write_classification
+from tests.evaluation_suite import write_classification, write_retrieval
 
 
 @pytest.mark.parametrize("settings", [{"batch_size": 5, "workers": 2}, {"batch_size": 1000}])
@@ -121,6 +121,23 @@ def test_examples_show_the_best_images_and_captions(evaluated):
             5, sum(caption["caption"] in example["own"] for caption in example["captions"])
         )
         assert (example["rank"] < 5) == any(caption["right"] for caption in example["captions"])
+
+
+def test_examples_of_two_evaluations_are_not_mixed_and_links_not_followed(tmp_path, monkeypatch):
+    task = TASKS["retrieval/flickr_1k_test_image_text_retrieval"]
+    data = open_task(Entry(task, write_retrieval(tmp_path, task, layout="parquet", samples=6)))
+    features = torch.eye(6), torch.eye(6).repeat_interleave(5, 0)
+    folder, photos = tmp_path / "a.examples", tmp_path / "photos"
+    photos.mkdir()
+    (photos / "20260101.jpg").write_bytes(b"photo")
+    folder.symlink_to(photos)
+    retrieval.write_examples(folder, data, features=features)
+    assert contents(photos) == {"20260101.jpg": b"photo"}
+    assert (folder / "examples.json").is_file()
+    monkeypatch.setattr(retrieval, "decode", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        retrieval.write_examples(folder, data, features=features)
+    assert not list(folder.glob("*.json"))
 
 
 def test_every_micro_batch_of_texts_is_progress(model):

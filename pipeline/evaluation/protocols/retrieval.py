@@ -114,6 +114,10 @@ def write_examples(folder: Path, data: TaskData, *, features: tuple[Tensor, Tens
         by_image.append({"image": image, "file": f"{image}.jpg", "rank": rank, "own": own, "captions": shown_captions})
     shown = {example["right"] for example in by_caption} | {example["image"] for example in by_image}
     shown |= {image["image"] for example in by_caption for image in example["images"]}
+    if folder.is_symlink():
+        folder.unlink()
+    for name in (CAPTIONS_NAME, IMAGES_NAME):  # until all is there again, so that nothing of two evaluations is shown
+        (folder / name).unlink(missing_ok=True)
     for index in sorted(shown):
         background = WHITE if data.on_background else None
         image = decode(data.images.read(index), name=data.images.name(index), background=background)

@@ -125,8 +125,8 @@ def test_other_prompts_or_another_metric_are_another_score(model, tmp_path, chan
     assert summary["left_out"] == {"two": "it has another metric, or other prompts or columns"}
 
 
-@pytest.mark.parametrize("is_broken", [False, True])
-def test_data_replaced_during_an_evaluation_gets_no_score(model, suite, tmp_path, monkeypatch, is_broken):
+@pytest.mark.parametrize("how", ["other", "broken", "interrupted"])
+def test_data_replaced_during_an_evaluation_gets_no_score(model, suite, tmp_path, monkeypatch, how):
     """A tar is overwritten after the first image was decoded, with another that may be broken."""
     shutil.copytree(suite, tmp_path / "suite")
     tar, decode = tmp_path / "suite/wds_cifar10_test/test/1.tar", images.decode
@@ -134,11 +134,17 @@ def test_data_replaced_during_an_evaluation_gets_no_score(model, suite, tmp_path
     def replace_and_decode(blob: bytes, **options: Any) -> Any:
         body = bytearray(tar.read_bytes())
         body[2048] ^= 255
-        tar.write_bytes(body[: len(body) // 2] + bytes(len(body) // 2) if is_broken else body)
+        tar.write_bytes(body[: len(body) // 2] + bytes(len(body) // 2) if how == "broken" else body)
         monkeypatch.setattr(images, "decode", decode)
+        if how == "interrupted":
+            raise KeyboardInterrupt
         return decode(blob, **options)
 
     monkeypatch.setattr(images, "decode", replace_and_decode)
+    if how == "interrupted":
+        with pytest.raises(KeyboardInterrupt):
+            evaluated(model, tmp_path / "suite", tmp_path / "out", "cifar10", "mnist")
+        return
     summary = evaluated(model, tmp_path / "suite", tmp_path / "out", "cifar10", "mnist", micro_batch=4)
     assert "1.tar was changed while it was evaluated" in summary["failures"]["cifar10"]
     assert list(summary["scores"]) == ["mnist"]

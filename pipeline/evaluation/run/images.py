@@ -122,9 +122,12 @@ def image_pass(
 
     def mine() -> list[Piece]:
         try:
-            return _my_images(session, data, protocol, models=models, texts=texts)
-        finally:
+            pieces = _my_images(session, data, protocol, models=models, texts=texts)
+        except Exception:  # but no interrupt
             data.check_unchanged()  # says more than an error that a change has caused
+            raise
+        data.check_unchanged()
+        return pieces
 
     kept: dict[int, list[Outcomes]] = {index: [] for index in models}
     failed: dict[int, str] = {}

@@ -14,6 +14,8 @@ import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner, Result
 
@@ -98,6 +100,17 @@ def test_damage_is_refused_when_a_task_is_opened(tmp_path):
         damage(folder)
         with pytest.raises(TaskError, match=message):
             PROTOCOLS[TASKS[key].protocol](TASKS[key], open_task(Entry(TASKS[key], folder)))
+
+
+def test_a_page_of_a_parquet_file_that_does_not_fit_its_checksum_is_refused(tmp_path):
+    task, column = TASKS[FLICKR], pa.array([{"bytes": bytes([k]) * 100, "path": None} for k in range(8)])
+    table = pa.table({"image": column, "caption": [f"caption {k}" for k in range(8)]})
+    path, plain = tmp_path / "test.parquet", {"compression": "none", "use_dictionary": False}
+    pq.write_table(table, path, write_page_checksum=True, **plain)
+    assert open_task(Entry(task, tmp_path)).samples == 8
+    path.write_bytes(path.read_bytes().replace(b"caption 5", b"caption 6", 1))
+    with pytest.raises(TaskError, match=r"test\.parquet is damaged .*CRC"):
+        open_task(Entry(task, tmp_path))
 
 
 def check_scores(found: Result, results: Path, broken: set[str], keys: set[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from decimal import Decimal
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from pipeline.errors import UserError
 from pipeline.evaluation.datasets.suite import open_suite, open_task
 from pipeline.evaluation.datasets.task_data import TaskError
+from pipeline.files import MOST_TEXT
 from tests.checkpoints import scored
 from tests.own_tasks import CLASSES, bodies, labelled, one_task, opened, write_class_folders, write_csv, write_parquet
 
@@ -67,10 +69,19 @@ def test_non_image_files_and_missing_images_are_reported(tmp_path, model):
         opened(tmp_path, "a: {folder: photos}")
     write_csv(tmp_path / "csv", "kind")
     (tmp_path / "csv/pictures/4.jpg").unlink(missing_ok=True)
-    next((tmp_path / "csv/pictures").iterdir()).unlink()
-    (tmp_path / "csv/tasks.yaml").write_text("kinds: {csv: items.csv, images: pictures, image: file, label: kind}")
+    text = "kinds: {csv: items.csv, images: pictures, image: file, label: kind}"
+    one = next((tmp_path / "csv/pictures").iterdir())
+    one.unlink()
+    os.mkfifo(one)
+    with pytest.raises(TaskError, match="is no file: reading a pipe or a device would not end"):
+        opened(tmp_path / "csv", text)
+    one.unlink()
+    (tmp_path / "csv/tasks.yaml").write_text(text)
     found = scored(model, tmp_path / "csv", tmp_path / "out")
     assert "Cannot read" in found.failures["kinds"]
+    os.truncate(tmp_path / "csv/items.csv", MOST_TEXT + 1)
+    with pytest.raises(TaskError, match=r"items\.csv is larger than 256 MiB, more than a text"):
+        opened(tmp_path / "csv", text)
 
 
 def test_csvs_that_would_lose_or_shift_data_are_refused(tmp_path):

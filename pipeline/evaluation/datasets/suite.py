@@ -221,6 +221,9 @@ def open_task(entry: Entry, *, blank_class: BlankClass = "keep", allow_outside: 
             raise TaskError(f"{folder} has no supported layout for {task.key}: expected test/nshards.txt and tars.")
         else:
             data = open_rows(task.protocol, folder)
+        others = [path for path in data.files if path not in facts and path.exists() and not path.is_file()]
+        if others:
+            raise TaskError(f"{others[0]} is no file: reading a pipe or a device would not end.")
         if not allow_outside:
             check_inside(data.files, _places(entry, data, folder))
         data = replace(data, facts={path: facts.get(path) or file_facts(path) for path in data.files})

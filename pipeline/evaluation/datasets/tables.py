@@ -40,7 +40,7 @@ def parquet_cells(files: Sequence[Path], column: str, first: int) -> Iterator[tu
 
     start = 0
     for path in files:
-        with pq.ParquetFile(path) as file:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
             for group in range(file.num_row_groups):
                 rows = file.metadata.row_group(group).num_rows
                 if start + rows > first:

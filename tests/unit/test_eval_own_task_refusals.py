@@ -188,13 +188,16 @@ def test_parquet_of_other_splits_is_refused_and_numbers_may_have_any_form(tmp_pa
 
 def test_cells_that_are_no_text_are_not_scored_as_text(tmp_path):
     """Regression test: a column of bytes was scored as numbers (captions) or as "b'cat'" (class names)."""
-    cases: tuple[tuple[dict[str, list[Any]], str], ...] = (
+    maps = pa.array([[("a", 1)]] * 2, pa.map_(pa.string(), pa.int64()))
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({"caption": [1, 2]}, "row 0 of .* holds 1, which is not text"),
         ({"caption": [[49406, 320], [49406, 530]]}, "holds 49406, which is not text"),
         ({"caption": [{"raw": "a"}, {"raw": "b"}]}, "holds {'raw': 'a'}, which is not text"),
         ({"caption": [b"a", b"\xff"]}, "row 1 of .* holds text that is not UTF-8"),
         ({"label": [[0], [1]]}, r"row 0 of .* has the labels \[0\]"),
         ({"caption": ["a", "[" * 9_999]}, "row 1 of .* should be a list"),
+        ({"label": [1e17, 2e17]}, "row 0 of .*: 100000000000000000 is not the number of a class"),
+        ({"label": [0, 1], "maps": maps}, "ds cannot be read .*map<string"),
         ({"label": [0.0, float("nan")]}, "row 1 of .* has no label"),
         ({"label": [0, 1], "image": [True, False]}, "row 0 of .* holds no image, and names none"),
         ({"label": [0, 1], "image": [{"bytes": "a"}, {"bytes": "b"}]}, "row 0 of .* holds no image, and names none"),

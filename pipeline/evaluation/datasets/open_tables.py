@@ -68,7 +68,10 @@ def _open_parquet(files: Sequence[Path], folder: Path) -> Table:
     other = next((path for path, schema in zip(files, schemas, strict=True) if sorted(schema.names) != names), None)
     if other is not None:
         raise TaskError(f"{other} has other columns than {files[0]}, or one twice: are they of one data set?")
-    features = datasets.Features.from_arrow_schema(schemas[0])
+    try:
+        features = datasets.Features.from_arrow_schema(schemas[0])
+    except Exception as error:  # of columns that `datasets` has no type for, or what it wrote beside them is damaged
+        raise TaskError(f"{folder} cannot be read ({plain(error)}): are its parquet files of one data set?") from error
     return Table(partial(parquet_cells, files), features, folder=folder, layout="parquet", files=files)
 
 

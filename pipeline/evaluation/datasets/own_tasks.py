@@ -232,8 +232,8 @@ def as_label(value: Any, *, where: str) -> str:
             f"{where} has the labels {plain(value, longest=60)}, and a classification task has one per image: keep the "
             "one that counts, or give the row away. To search by several labels, join them as captions (caption)."
         )
-    if isinstance(value, float) and math.isnan(value):
-        return ""
+    if isinstance(value, float):
+        value = "" if math.isnan(value) else int(value) if value.is_integer() else value
     text = str(value) if isinstance(value, int | float | Decimal) else as_text(value, where=where)
     return re.sub(r"^(-?[0-9]+)\.0+$", r"\1", text.strip())
 

@@ -31,7 +31,7 @@ def dataset_cells(dataset: Any, column: str, first: int) -> Iterator[tuple[int, 
     """`Cells` of a `datasets.Dataset`."""
     view = dataset.with_format("arrow", columns=[column])
     for start in range(first, len(view), TOGETHER):
-        yield start, view[start : start + TOGETHER].column(0).combine_chunks()
+        yield start, view[start : start + TOGETHER].column(0)  # not joined before its offsets are validated
 
 
 def parquet_cells(files: Sequence[Path], column: str, first: int) -> Iterator[tuple[int, Any]]:
@@ -48,6 +48,8 @@ def parquet_cells(files: Sequence[Path], column: str, first: int) -> Iterator[tu
                     for batch in file.iter_batches(TOGETHER, row_groups=[group], columns=[column]):
                         yield at, batch.column(0)
                         at += len(batch)
+                    if at != start + rows:
+                        raise ValueError(f"{at - start} of the {rows} rows of row group {group} can be read")
                 start += rows
 
 
@@ -128,10 +130,10 @@ class Table:
 
     def _source(self, name: Any, row: int, column: str) -> Path | tuple[Path, str] | None:
         """Where an image is: bytes, or a mapping of its bytes and its path, one of them null, or a name."""
-        if isinstance(name, Mapping):
-            name = name["bytes"] if isinstance(name.get("bytes"), bytes) else name.get("path")
-        if isinstance(name, bytes):
+        if isinstance(name.get("bytes") if isinstance(name, Mapping) else name, bytes):
             return None
+        if isinstance(name, Mapping):
+            name = name.get("path")
         if not isinstance(name, str) or not name.strip():
             raise TaskError(f"{self.row_name(row)} holds no image, and names none, in the column {column}.")
         if self._members is None:

@@ -170,11 +170,11 @@ def decode(blob: bytes, *, name: str, background: Colour | None = None) -> Any:
 
 def read_text(path: Path) -> str:
     """A text file in UTF-8, with or without the mark of three bytes that some editors write first."""
-    try:
-        with reading(path):
+    with reading(path):
+        try:
             content = read_bounded(path)
-    except ValueError as error:
-        raise TaskError(f"{path} is {error}, more than a text of a task has: is it another file?") from error
+        except ValueError as error:
+            raise TaskError(f"{path} is {error}, more than a text of a task has: is it another file?") from error
     if wrong := other_encoding(content[:4]):
         raise TaskError(f"{path} {wrong}")
     if b"\0" in content:

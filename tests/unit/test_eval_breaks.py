@@ -11,6 +11,7 @@ import random
 import re
 import shutil
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -110,6 +111,21 @@ def test_a_page_of_a_parquet_file_that_does_not_fit_its_checksum_is_refused(tmp_
     assert open_task(Entry(task, tmp_path)).samples == 8
     path.write_bytes(path.read_bytes().replace(b"caption 5", b"caption 6", 1))
     with pytest.raises(TaskError, match=r"test\.parquet is damaged .*CRC"):
+        open_task(Entry(task, tmp_path))
+
+
+def test_a_row_group_with_fewer_rows_than_it_states_is_refused(tmp_path):
+    """Regression test: images of later row groups would have been those of other rows."""
+    task, column = TASKS[FLICKR], pa.array([{"bytes": bytes([k]) * 100, "path": None} for k in range(8)])
+    path = tmp_path / "test.parquet"
+    pq.write_table(pa.table({"image": column, "caption": [f"caption {k}" for k in range(8)]}), path)
+    body = path.read_bytes()
+    for place in (place for place, byte in enumerate(body) if byte == 2 * 8):  # as numbers are written in the footer
+        path.write_bytes(body[:place] + bytes([2 * 9]) + body[place + 1 :])
+        with suppress(Exception):
+            if pq.read_metadata(path).row_group(0).num_rows == 9:
+                break
+    with pytest.raises(TaskError, match="8 of the 9 rows of row group 0 can be read"):
         open_task(Entry(task, tmp_path))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from pipeline.errors import UserError
@@ -178,6 +179,9 @@ def test_parquet_of_other_splits_is_refused_and_numbers_may_have_any_form(tmp_pa
     write_parquet(tmp_path / "b/ds/0000.parquet", label=[0, 1])
     write_parquet(tmp_path / "b/ds/0001.parquet", labels=[0, 1])
     with pytest.raises(TaskError, match=r"0001.parquet has other columns than .*0000.parquet"):
+        opened(tmp_path / "b", text)
+    pq.write_table(pq.read_table(tmp_path / "b/ds/0000.parquet").slice(0, 0), tmp_path / "b/ds/0001.parquet")
+    with pytest.raises(TaskError, match=r"0001.parquet holds no rows at all"):
         opened(tmp_path / "b", text)
     write_parquet(tmp_path / "a/ds/test.parquet", label=["00", "02"])
     written = labelled(tmp_path / "csv", ["file,kind", "0.webp,10.0", "1.png,9.0"])

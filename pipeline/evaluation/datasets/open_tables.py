@@ -62,8 +62,11 @@ def _open_parquet(files: Sequence[Path], folder: Path) -> Table:
     for path in files:
         try:
             schemas.append(pq.read_schema(path))
+            rows = pq.read_metadata(path).num_rows
         except Exception as error:  # pyarrow raises its own exceptions
             raise TaskError(f"{path} is not a complete parquet file ({plain(error)}): fetch it again.") from error
+        if not rows:
+            raise TaskError(f"{path} holds no rows at all: is it complete?")
     names = sorted({*schemas[0].names})
     other = next((path for path, schema in zip(files, schemas, strict=True) if sorted(schema.names) != names), None)
     if other is not None:

@@ -180,6 +180,9 @@ def test_parquet_of_other_splits_is_refused_and_numbers_may_have_any_form(tmp_pa
     write_parquet(tmp_path / "b/ds/0001.parquet", labels=[0, 1])
     with pytest.raises(TaskError, match=r"0001.parquet has other columns than .*0000.parquet"):
         opened(tmp_path / "b", text)
+    write_parquet(tmp_path / "b/ds/0001.parquet", label=["cat", "dog"])
+    with pytest.raises(TaskError, match=r"ds cannot be read .*are its parquet files of one data set"):
+        opened(tmp_path / "b", text)
     pq.write_table(pq.read_table(tmp_path / "b/ds/0000.parquet").slice(0, 0), tmp_path / "b/ds/0001.parquet")
     with pytest.raises(TaskError, match=r"0001.parquet holds no rows at all"):
         opened(tmp_path / "b", text)

@@ -55,6 +55,7 @@ def find_table(folder: Path, *, split: str = "test", csv_columns: Sequence[str] 
 
 def _open_parquet(files: Sequence[Path], folder: Path) -> Table:
     import datasets
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
     check_parts(files)
@@ -72,6 +73,7 @@ def _open_parquet(files: Sequence[Path], folder: Path) -> Table:
     if other is not None:
         raise TaskError(f"{other} has other columns than {files[0]}, or one twice: are they of one data set?")
     try:
+        pa.unify_schemas(schemas, promote_options="permissive")  # refuses numbers here and texts there
         features = datasets.Features.from_arrow_schema(schemas[0])
     except Exception as error:  # of columns that `datasets` has no type for, or what it wrote beside them is damaged
         raise TaskError(f"{folder} cannot be read ({plain(error)}): are its parquet files of one data set?") from error

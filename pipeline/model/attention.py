@@ -188,8 +188,10 @@ def lookup(ids: Tensor, table: Tensor, *, padding: int | None = None) -> Tensor:
 
     Unlike indexing, its backward pass adds in a fixed order on CUDA, and in fp32 on CPUs.
     """
-    in_fp32 = table.float() if table.device.type == "cpu" and table.dtype != torch.float64 else table
-    return F.embedding(ids, in_fp32, padding).to(table.dtype)
+    if table.device.type != "cpu" or table.dtype in (torch.float32, torch.float64):
+        return F.embedding(ids, table, padding)
+    used, place = ids.unique(return_inverse=True)  # the whole table in fp32 would take long, and much memory
+    return F.embedding(place, F.embedding(used, table, padding).float()).to(table.dtype)
 
 
 def use_fp32_embedding_sums(model: nn.Module) -> None:

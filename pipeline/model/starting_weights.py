@@ -177,14 +177,14 @@ def _hub_or_cache(what: str, *, instead: str) -> Iterator[str]:
 
 
 def check_fetched(arch: str, pretrained: str | None, *, tokenizer: str | None) -> None:
-    """Fetch the small files that a start needs from the hub (descriptions of towers, a tokenizer) before anything is
-    loaded, and check that its weights can be had.
+    """Check, before anything is loaded, that what a start needs from the hub (descriptions of towers, a tokenizer,
+    weights) can be had. What is in the cache is not asked for.
 
     Raises:
         UserError: As `find_start`; or something is not in the cache, and the hub cannot be asked.
     """
     import open_clip
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import try_to_load_from_cache
     from open_clip.pretrained import download_pretrained
 
     start = find_start(arch, pretrained)
@@ -196,9 +196,12 @@ def check_fetched(arch: str, pretrained: str | None, *, tokenizer: str | None) -
         ("vision tower", timm.partition(HUB)[2], ("config.json",), "choose another model.arch."),
         ("tokenizer", words, TOKENIZER_FILES, "give its folder as model.tokenizer."),
     ):
-        if repository and not Path(repository).is_dir():
-            with _hub_or_cache(f"The {what} {repository}", instead=instead):
-                snapshot_download(repository, allow_patterns=[*files])
+        if not repository or Path(repository).is_dir():
+            continue
+        if not any(isinstance(try_to_load_from_cache(repository, name), str) for name in files):
+            with _hub_or_cache(f"The {what} {repository}", instead=instead) as why:
+                if why:
+                    raise FileNotFoundError(repository)
     if start.weights is not None and not Path(start.weights).is_file():
         what = f"model.pretrained = {start.weights} of {start.name}"
         with _hub_or_cache(what, instead="give a local file or folder.") as why:

@@ -28,6 +28,8 @@ from pipeline.playground.explorer import Explorer
 PAGE = Path(__file__).with_name("page.html")
 MOST_CLIENTS = 32
 """Connections at a time."""
+MOST_SECONDS = 60.0
+"""To receive a request: a client that is slower would keep its connection from others."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; img-src 'self' blob: data:; connect-src 'self'; style-src "
@@ -57,7 +59,8 @@ def make_app(explorer: Explorer, *, local: bool) -> Starlette:
 
     async def refuse(_: Request, error: Exception) -> Response:
         status, message = getattr(error, "status_code", 400), getattr(error, "detail", str(error))
-        return JSONResponse({"error": message}, status_code=status, headers=HEADERS)
+        headers = HEADERS | (getattr(error, "headers", None) or {})
+        return JSONResponse({"error": message}, status_code=status, headers=headers)
 
     async def page(_: Request) -> Response:
         architecture, model = explorer.model.architecture, explorer.model
@@ -114,12 +117,17 @@ def _check_sender(headers: Any, kinds: tuple[str, ...]) -> None:
 
 
 async def _body(request: Request, limit: int) -> bytes:
-    """The request's body; reading stops as soon as it is too large."""
+    """The request's body; reading stops as soon as it is too large or takes too long."""
     body, length = bytearray(), int(request.headers.get("content-length") or 0)
-    async for part in request.stream():
-        body += part
-        if max(length, len(body)) > limit:
-            raise HTTPException(413, f"The file has more than {limit >> 20} MiB: make it smaller.")
+    try:
+        async with asyncio.timeout(MOST_SECONDS):
+            async for part in request.stream():
+                body += part
+                if max(length, len(body)) > limit:
+                    raise HTTPException(413, f"The file has more than {limit >> 20} MiB: make it smaller.")
+    except TimeoutError as error:
+        closing = {"Connection": "close"}  # otherwise what comes of the body is read, and not kept
+        raise HTTPException(408, f"The request did not arrive within {MOST_SECONDS:g} s.", closing) from error
     return bytes(body)
 
 

@@ -147,6 +147,16 @@ def test_a_client_that_leaves_and_a_picture_that_is_dropped_again(address, caplo
     assert caplog.records == []
 
 
+def test_a_slow_client_loses_its_connection(address, monkeypatch):
+    monkeypatch.setattr(http_api, "MOST_SECONDS", 0.2)
+    with socket.create_connection(address, timeout=30) as client:
+        kind = "Content-Type: application/json\r\nContent-Length: 1000"
+        client.sendall(f"POST /api/search HTTP/1.1\r\nHost: 127.0.0.1\r\n{kind}\r\n\r\nabc".encode())
+        reply = b"".join(iter(lambda: client.recv(4096), b""))
+    assert reply.startswith(b"HTTP/1.1 408")
+    assert b"did not arrive within 0.2 s" in reply
+
+
 def test_results_are_those_of_the_model(explorer):
     model = explorer.model
     assert len(explorer.names) == len(explorer.thumbnails) == 14

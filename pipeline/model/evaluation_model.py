@@ -124,8 +124,10 @@ def score(
         or always [n, m] with `matrix`.
 
     Raises:
-        UserError: The numbers of images and texts differ, or an image cannot be read.
+        UserError: The numbers of images and texts differ, an image cannot be read, or `batch_size` is below 1.
     """
+    if batch_size < 1:
+        raise UserError(f"batch_size = {batch_size} must be at least 1.")
     one_image, one_text = isinstance(images, str | Path) or hasattr(images, "convert"), isinstance(texts, str)
     images, texts = [images] if one_image else images, [texts] if isinstance(texts, str) else texts
     if not matrix and len(images) != len(texts):

@@ -12,8 +12,9 @@ import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pydantic
 import torch
@@ -89,10 +90,15 @@ def wrong_type(description: Mapping[str, Any], *, file: str) -> str:
     from open_clip.model import CLIPTextCfg, CLIPVisionCfg
     from open_clip.transform import PreprocessCfg
 
+    @dataclass
+    class Preprocess(PreprocessCfg):  # open_clip asserts these
+        interpolation: Literal["bicubic", "bilinear", "random"] = "bicubic"
+        resize_mode: Literal["shortest", "longest", "squash"] = "shortest"
+
     towers = {"embed_dim": (int, ...), "vision_cfg": (CLIPVisionCfg, ...), "text_cfg": (CLIPTextCfg, ...)}
     fields: dict[str, Any] = {
         "model_cfg": (pydantic.create_model("Towers", **towers), ...),  # type: ignore[call-overload]
-        "preprocess_cfg": (PreprocessCfg, PreprocessCfg()),
+        "preprocess_cfg": (Preprocess, Preprocess()),
         "architecture": (str, ""),
         "background": (tuple[int, int, int], WHITE),
     }

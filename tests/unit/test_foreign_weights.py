@@ -193,6 +193,7 @@ def test_descriptions_with_values_of_other_types_are_refused(tiny, tmp_path):
         ({"model_cfg": {**TINY, "vision_cfg": [1]}}, "model_cfg.vision_cfg"),
         ({"model_cfg": {**TINY, "text_cfg": {**TINY["text_cfg"], "width": "wide"}}}, "model_cfg.text_cfg.width"),
         ({"preprocess_cfg": {"mean": 0.5}}, "preprocess_cfg.mean"),
+        ({"preprocess_cfg": {"interpolation": "no"}}, "preprocess_cfg.interpolation"),
         ({"architecture": 3}, "architecture"),
         ({"background": [1, "red", 3]}, "background.1"),
     ):

@@ -71,6 +71,8 @@ def test_models_are_named_by_paths_and_mistakes_are_user_errors(run, tmp_path, m
     ):
         with pytest.raises(UserError, match=message):
             neuclip.score(model, images, texts)
+    with pytest.raises(UserError, match="batch_size = -1 must"):  # or nothing would be compared
+        neuclip.score(run, [], [], batch_size=-1)
 
 
 B, D = 6, 8

@@ -70,7 +70,7 @@ def test_gamma_falls_from_one_to_its_minimum_by_default_over_half_of_the_epochs(
     assert at[4] > at[5] == at[9] == pytest.approx(0.2)
 
 
-def test_temperature_stays_within_bounds():
+def test_temperature_stays_within_bounds_and_v3_slows_below_the_threshold():
     for name, tau_init in (("openclip", 0.0101), ("fastclip_v3", 0.0101)):
         objective = build_objective({"name": name, "tau_init": tau_init, "tau_lr": 0.5}, context=context(8))
         for sign in (1.0, -1.0):
@@ -78,6 +78,9 @@ def test_temperature_stays_within_bounds():
                 objective.temperature.update(torch.tensor(sign).double(), lr_scale=1.0)
             bound = objective.config.tau_min if sign > 0 else 1.0
             assert float(objective.temperature.value()) == pytest.approx(bound)
+    for tau, rate in ((0.0301, 2e-4), (0.0299, 2e-4 / 3)):
+        objective = build_objective({"name": "fastclip_v3", "tau_init": tau}, context=context(8))
+        assert objective.temperature.rate(lr_scale=1.0).item() == pytest.approx(rate)
 
 
 @pytest.mark.parametrize("api", ["older", "newer", "all"])

@@ -187,7 +187,7 @@ class Objective(ABC):
             parameter = getattr(model, name, None)
             if isinstance(parameter, Tensor):
                 parameter.fill_(value or 0.0)
-            elif value is not None:
+            elif value:  # a bias of 0 needs no place
                 raise UserError(f"The {type(model).__name__} has no {name}, which would be {value:.4f}.")
 
     def gather_features(self, image: Tensor, text: Tensor) -> Pair:

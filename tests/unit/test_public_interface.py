@@ -140,5 +140,6 @@ def test_the_temperature_is_copied_into_the_model():
     siglip = neuclip.build_objective("siglip", dim=D, batch_size=B)
     with pytest.raises(neuclip.UserError, match="has no logit_bias, which would be -10"):
         siglip.apply_to(model)
+    neuclip.build_objective({"name": "siglip", "bias_init": 0.0}, dim=D, batch_size=B).apply_to(model)
     with pytest.raises(neuclip.UserError, match="Linear has no logit_scale"):
         objective.apply_to(torch.nn.Linear(1, 1))

@@ -115,6 +115,9 @@ def test_what_does_not_fit_is_refused(folder):
         (None, r"This is not what state_dict\(\) returned"),
         ({**state, "batch": "1"}, r"This is not what state_dict\(\) returned"),
         ({**state, "batch": 7}, "computes another order"),
+        ({**state, "epoch": -1, "batch": 0, "proof": ""}, "computes another order"),
+        ({**state, "epoch": 0.5, "batch": 0, "proof": ""}, r"This is not what state_dict\(\) returned"),
+        ({**state, "order": {**state["order"], "data.replacement": True}}, "data.replacement was True, now False"),
     ):
         with pytest.raises(UserError, match=words):
             make(folder).load_state_dict(wrong)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import index
 from typing import Any
 
 from pipeline.data.loading.decode import ImageDecoder
@@ -124,13 +125,15 @@ def place_of(order: Order, position: Position) -> dict[str, Any]:
 
 def check_place(state: Mapping[str, Any], order: Order) -> Position:
     """The position in what `place_of` returned, without counts; UserError if it is of another order."""
-    if changed := differences({"data.order": CANONICAL, **state["order"]}, order.identity):
+    before = {"data.order": CANONICAL, "data.replacement": False, **state["order"]}  # earlier versions had the second
+    if changed := differences(before, {**order.identity, "data.replacement": False}):
         raise UserError(
             f"The checkpoint's data order cannot be continued: {'; '.join(changed)}. Restore these settings, or start "
             "a new run."
         )
-    position = Position(epoch=state["epoch"], batch=state["batch"])
-    if position.batch > order.layout.steps or _proof(order, position) != state["proof"]:
+    position = Position(epoch=index(state["epoch"]), batch=index(state["batch"]))
+    is_valid = position.epoch >= 0 and 0 <= position.batch <= order.layout.steps
+    if not is_valid or _proof(order, position) != state["proof"]:
         raise UserError(
             f"Batch {position.batch - 1} of epoch {position.epoch} would not hold the checkpoint's samples although "
             "all settings are equal: this program computes another order. Resume with the version that wrote the "

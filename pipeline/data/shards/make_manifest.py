@@ -18,7 +18,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from pipeline.data.shards.manifest_format import (
     JOURNAL,
@@ -188,15 +187,15 @@ def _scan_shards(
     It ends at once with a UserError if the first shards hold no sample that training can use.
     """
     wanted, stop, first = set(names), threading.Event(), list[ShardScan]()
-    known = _read_journal(root).items()
-    scans = {name: scan for name, scan in known if name in wanted and scan.caption == str(caption)}
     try:
+        known = _read_journal(root).items()
         journal = (root / JOURNAL).open("a", encoding="utf-8")
     except OSError as error:
         raise UserError(
             f"Cannot write to {root} ({error.strerror}). Create a folder of your own for the manifest and name the "
             f"shards: `neuclip manifest OWN_FOLDER --shards '{root.absolute()}/{{00000..00099}}.tar'`."
         ) from error
+    scans = {name: scan for name, scan in known if name in wanted and scan.caption == str(caption)}
     with journal, ThreadPoolExecutor(threads) as pool:
         jobs = [pool.submit(_read_shard, root, name, caption, stop=stop) for name in names if name not in scans]
         try:
@@ -227,16 +226,18 @@ def _read_shard(root: Path, name: str, caption: CaptionField, *, stop: threading
 
     unusable, notes, keys = Counter[str](), Counter[str](), set[str]()
     samples, hashed, changed, index = 0, StreamHash(check), 0, list[MemberPlace]()
-    common: dict[str, Any] = {
-        "caption_suffix": caption.suffix,
-        "strict": True,
-        "on_unended": lambda: notes.update([UNENDED]),
-    }
     try:
         if is_local(url):
             changed = os.stat(url).st_mtime_ns
         with open_shard(url) as file:
-            for record in read_records(hashed.over(file), index=index, **common):
+            records = read_records(
+                hashed.over(file),
+                caption_suffix=caption.suffix,
+                strict=True,
+                on_unended=lambda: notes.update([UNENDED]),
+                index=index,
+            )
+            for record in records:
                 samples += 1
                 try:
                     if record.image is None:

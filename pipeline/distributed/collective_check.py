@@ -12,7 +12,7 @@ import time
 
 import torch
 
-from pipeline.distributed.launch import launch
+from pipeline.distributed.launch import end_with_launcher, launch
 from pipeline.distributed.start import start_world
 from pipeline.distributed.world import leave
 
@@ -46,5 +46,6 @@ if __name__ == "__main__":
     device, *ranks = sys.argv[1:]
     if ranks:
         sys.exit(launch("pipeline.distributed.collective_check", [device], ranks=int(ranks[0])))
+    end_with_launcher()  # which the doctor kills when they do not connect in time
     main(device)
     leave(0)

@@ -146,7 +146,7 @@ def _saved_by(
     saves: the inputs of the blocks.
     """
     own = {_storage(p) for p in towers.parameters()}
-    kept, wide = dict[int, Tensor](), set[int]()
+    kept, wide = dict[int, Tensor](), dict[int, Tensor]()  # which hold the tensors: a new one may take a freed address
 
     def keep(tensor: Tensor) -> Tensor:
         if _storage(tensor) not in own:
@@ -157,10 +157,10 @@ def _saved_by(
         if given[0].requires_grad:
             keep(given[0])
             if block in of_texts:  # whose embeddings are in fp32, and all that is added to them
-                wide.add(_storage(given[0]))
+                wide[_storage(given[0])] = given[0]
 
     def normalize(_: nn.Module, given: tuple[Tensor, ...]) -> None:
-        wide.add(_storage(given[0]))
+        wide[_storage(given[0])] = given[0]
 
     handles, of_texts = list[RemovableHandle](), set[nn.Module]()
     for name, module in towers.named_modules():

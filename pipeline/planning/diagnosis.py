@@ -92,8 +92,11 @@ class Evidence:
         """Ranks with a heartbeat and no record of their end: killed from outside, or their machine is gone."""
         self.holder = lock_holder(run / LOCK_NAME)
         """Who holds the folder's lock now, so trains in it; empty: nobody."""
-        problems = {path: damage(path) for path in ([] if self.holder else checkpoint_folders(run))}
-        self.damaged = {path: problem for path, problem in problems.items() if problem}
+        problems = dict[Path, str]()
+        for path in [] if self.holder else checkpoint_folders(run):
+            with suppress(FileNotFoundError):  # a run that has started meanwhile may remove it
+                problems[path] = damage(path)
+        self.damaged = {path: problem for path, problem in problems.items() if problem and path.is_dir()}
         self.intact = [path for path, problem in problems.items() if not problem]
         """Checkpoints, oldest first."""
         self.saved = max(map(step_of, self.intact), default=0)

@@ -81,6 +81,17 @@ def test_which_errors_mean_lost_contact():
     assert not lost_contact(ValueError("NCCL"))
 
 
+def test_a_collective_that_fails_names_the_rank_that_is_gone(tmp_path, monkeypatch):
+    heart, said = heartbeat(tmp_path), list[str]()
+    heart._interval = 0.0
+    beat(tmp_path, 1)
+    monkeypatch.setattr(heart, "_leave", said.append)
+    with pytest.raises(RuntimeError), heart.training(1.0):
+        raise RuntimeError("gloo: Connection closed by peer")
+    gone = "rank 1 without a heartbeat, its last one: rank 1 (a, process 1): step 7, objective, for 0 s"
+    assert said == [f"lost contact with another rank (gloo: Connection closed by peer): {gone}."]
+
+
 def test_no_rank_ends_while_one_makes_progress(tmp_path):
     heart = heartbeat(tmp_path)
     phases = heart.world.phases

@@ -72,6 +72,8 @@ SETTINGS: dict[str, str] = {
 VALUES: dict[tuple[str, str], str] = {
     ("data.decoding", "scaled"): "`fast` decodes all; images stored at about 256 px gain nothing from less.",
     ("image.encode_format", "ppm"): "Images are stored encoded: jpg, png or webp.",
+    ("image.resize_mode", "border"): "Images keep their shape: `keep_ratio_largest` scales the longer side.",
+    ("image.resize_mode", "center_crop"): "Images keep their shape, and training crops them: use `keep_ratio`.",
     **dict.fromkeys((("telemetry.progress", v) for v in ("bar", "brief", "lines")), "`auto` prints plain lines."),
     (
         "image.resize_mode",

@@ -11,12 +11,15 @@ UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
 def render(template: str, context: Mapping[str, Any], *, folder: Path | None = None) -> str:
-    """Render a template of this folder, or of another one that extends `base.html`."""
+    """Render a template of this folder, or of another one that extends `base.html`; its name says whether values
+    are escaped for HTML or for tables of markdown."""
     import jinja2
 
+    in_html = ".html" in template
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader([Path(__file__).parent, *([folder] if folder else [])]),
-        autoescape=True,
+        autoescape=in_html,
+        finalize=None if in_html else in_markdown,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

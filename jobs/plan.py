@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from jobs.recipe_option import TRAINING, RecipePath, load_run
+from jobs.recipe_option import TRAINING, FiniteRange, RecipePath, load_run
 
 if TYPE_CHECKING:
     from pipeline.planning.run_plan import RunPlan
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 PEAKS = "H100 and H200 989, A100 312, L40S 362, T4 in fp16 65"
-ABOVE_0 = click.FloatRange(min=0, min_open=True)
+ABOVE_0 = FiniteRange(min=0, min_open=True)
 
 
 @click.command(name="plan", context_settings={"show_default": True})
@@ -25,13 +25,13 @@ ABOVE_0 = click.FloatRange(min=0, min_open=True)
 @click.option("--peak-tflops", type=ABOVE_0, default=989.0, help=f"Dense bf16 peak of a GPU: {PEAKS}.")
 @click.option(
     "--mfu",
-    type=click.FloatRange(min=0, max=1, min_open=True),
+    type=FiniteRange(min=0, max=1, min_open=True),
     default=0.3,
     help="Share of the peak that the executed arithmetic reaches, recomputation included.",
 )
 @click.option("--gpu-gib", type=ABOVE_0, default=80.0, help="Memory of one GPU, in GiB.")
 @click.option("--measure", is_flag=True, help="Also run the recipe on this machine for a minute; forecast from that.")
-@click.option("--seconds", default=60.0, type=click.FloatRange(min=1), help="Duration of --measure.")
+@click.option("--seconds", default=60.0, type=FiniteRange(min=1), help="Duration of --measure.")
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
 def command(
     recipe: str | None,

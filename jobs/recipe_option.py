@@ -1,7 +1,8 @@
-"""Recipes on the command line: the option --recipe, and the run that it and the overrides configure."""
+"""Kinds of options, above all --recipe, and the run that it and the overrides configure."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,18 @@ def load_run(
 def recipe_names(folder: Path) -> tuple[str, ...]:
     """The names of the recipes in a folder, sorted."""
     return tuple(sorted(path.stem for path in folder.glob("*.yaml")))
+
+
+class FiniteRange(click.FloatRange):
+    """A number within bounds; click's range has NaN and infinity, too."""
+
+    name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a finite number.", param, ctx)
+        return number
 
 
 class RecipePath(click.ParamType):

@@ -12,6 +12,8 @@ from typing import Any
 
 import click
 
+from jobs.recipe_option import FiniteRange
+
 PAGE_NAME = "worst.html"
 SHOWN_CUT = 0.1
 PROGRESS_SECONDS = 30.0
@@ -34,7 +36,7 @@ PROGRESS_SECONDS = 30.0
 @click.option("--workers", type=click.IntRange(min=0), default=2, show_default=True, help="Decoding threads per rank.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option("--allow-outside", is_flag=True, help="Read shards outside of DATA that its manifest names.")
-@click.option("--list-worst", nargs=2, type=(click.FloatRange(0, 1), click.Path()), metavar="SHARE FILE",
+@click.option("--list-worst", nargs=2, type=(FiniteRange(0, 1), click.Path()), metavar="SHARE FILE",
               help="Write the names of the worst share, for `neuclip verify --remove`.")  # fmt: skip
 def command(
     model: str,

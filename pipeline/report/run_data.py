@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -163,7 +164,7 @@ def _read_manifests(folder: Path, config: Mapping[str, Any], notes: list[str]) -
         notes.append("No ingestion figures: the configuration names no data (data.sources).")
         return ()
     manifests = []
-    for source in [sources] if isinstance(sources, str) else sources:
+    for source in sources if isinstance(sources, list) else [sources]:
         given = str(source.get("manifest")) if isinstance(source, Mapping) else str(source)
         places = [Path(given), _started_in(folder, config) / given, folder / given]
         try:
@@ -191,7 +192,7 @@ def _points(rows: Iterable[Row], key: str) -> tuple[np.ndarray, np.ndarray]:
 
 def is_finite(value: Any) -> bool:
     """Whether a value of a record is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and bool(np.isfinite(value))
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def flat(tree: Mapping[str, Any]) -> list[tuple[str, str]]:

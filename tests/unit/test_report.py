@@ -165,6 +165,11 @@ def test_missing_inputs_are_listed_and_not_invented(tmp_path):
     for text in ("samples: !!bool x", "\0"):
         (folder / "config.yaml").write_text(text)
         assert "No configuration: config.yaml cannot be read" in " ".join(read_run(folder).notes)
+    (folder / "config.yaml").write_text("data: {sources: 5}\n")
+    line = {"kind": "train", "step": 1, "samples": 8, "loss": 10**30, "other": 10**400}
+    (folder / "metrics.jsonl").write_text(json.dumps(line))
+    assert "No ingestion figures of 5" in write_report([folder]).read_text()
+    assert read_run(folder).scalars() == ["loss"]
 
 
 def test_relative_paths_are_relative_to_where_the_run_was_started(tmp_path, monkeypatch):

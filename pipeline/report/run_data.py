@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -191,8 +190,8 @@ def _points(rows: Iterable[Row], key: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def is_finite(value: Any) -> bool:
-    """Whether a value of a record is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    """Whether a value of a record is a finite number; matplotlib has no axes for those above 1e300."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def flat(tree: Mapping[str, Any]) -> list[tuple[str, str]]:

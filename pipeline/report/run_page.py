@@ -130,7 +130,7 @@ def _news(events: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     news = []
     for event in events:
         facts, times = event.get("data") or {}, (events[0].get("time"), event.get("time"))
-        if "order_hash" in facts and not facts.get("replaced"):
+        if isinstance(facts, dict) and "order_hash" in facts and not facts.get("replaced"):
             continue
         known = all(isinstance(time, int | float) for time in times)
         news.append((duration(max(0.0, times[1] - times[0])) if known else "", event["message"]))  # type: ignore[operator]

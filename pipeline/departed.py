@@ -75,14 +75,6 @@ VALUES: dict[tuple[str, str], str] = {
     ("image.resize_mode", "border"): "Images keep their shape: `keep_ratio_largest` scales the longer side.",
     ("image.resize_mode", "center_crop"): "Images keep their shape, and training crops them: use `keep_ratio`.",
     **dict.fromkeys((("telemetry.progress", v) for v in ("bar", "brief", "lines")), "`auto` prints plain lines."),
-    (
-        "image.resize_mode",
-        "border",
-    ): "Images keep their shape: `keep_ratio_largest` scales the longer side to image.size.",
-    (
-        "image.resize_mode",
-        "center_crop",
-    ): "Images keep their shape, and training crops them: `keep_ratio` scales the shorter side to image.size.",
 }
 """Key and value -> the same; a stored configuration that has it gets the default."""
 

@@ -22,7 +22,6 @@ from PIL import Image, ImageFile
 from data_prep.dataset.ingest_report import write_report
 from data_prep.pairs.pair import captions_of_list
 from jobs.pairs import command
-from pipeline.data.shards.make_manifest import index_shards
 from pipeline.data.shards.manifest_format import load_manifest
 from pipeline.errors import UserError
 from pipeline.pictures import pixels
@@ -284,13 +283,6 @@ def test_long_and_equal_captions_and_odd_images_are_counted(tmp_path):
         (1, "Images with transparency"),
     ):
         assert re.search(rf">{words}</\w+>\s*<[^>]+>{count}<", page), words
-    (tmp_path / "theirs").mkdir()
-    write_tar(tmp_path / "theirs/0.tar", [{"png": (folder / "0.png").read_bytes(), "txt": b"x"}])
-    index_shards(tmp_path / "theirs")
-    write_report(tmp_path / "theirs")
-    page = (tmp_path / "theirs/report.html").read_text()
-    for words in ("Images with transparency", "Images of a single colour"):
-        assert re.search(rf">{words} among 1 that were read</\w+>\s*<[^>]+>1<", page), words
 
 
 def test_what_else_a_folder_has_is_named(tmp_path):

@@ -158,14 +158,14 @@ def _fetch(chosen: HubSet, target: Path, known: dict[str, Any] | None) -> dict[s
         for damaged in api.verify_repo_checksums(chosen.repo, **place).mismatches:
             (target / damaged["path"]).unlink()
         snapshot_download(chosen.repo, allow_patterns=list(chosen.patterns), **place)
-        found = api.verify_repo_checksums(chosen.repo, **place)
+        verified = api.verify_repo_checksums(chosen.repo, **place)
     except Exception as error:  # the hub's client raises its own exceptions and those of its HTTP library
         raise UserError(f"{chosen.repo} cannot be fetched: {in_a_line(error)}") from error
-    wrong = [*(damaged["path"] for damaged in found.mismatches), *filter(belongs, found.missing_paths)]
+    wrong = [*(damaged["path"] for damaged in verified.mismatches), *filter(belongs, verified.missing_paths)]
     if wrong:
         raise UserError(f"{', '.join(wrong[:3])} of {chosen.repo} arrived with a wrong digest: try again.")
     paths = {path.relative_to(target).as_posix(): path for path in sorted(target.rglob("*")) if path.is_file()}
-    names = [name for name in paths if belongs(name) and name not in found.extra_paths and not name.startswith(".")]
+    names = [name for name in paths if belongs(name) and name not in verified.extra_paths and not name.startswith(".")]
     if not names:
         raise UserError(f"{chosen.folder} has none of the files {', '.join(chosen.patterns)}.")
     files = {name: {"bytes": paths[name].stat().st_size, "sha256": sha256_of(paths[name])} for name in names}

@@ -95,8 +95,8 @@ def check_versions(constraints: Path = ROOT / "constraints.txt") -> Iterator[Doc
     ]
     if other:
         shown = ", ".join(other[:6]) + (f" and {len(other) - 6} more" if len(other) > 6 else "")
-        found = f"{len(other)} differ from the tested ones: {shown}"
-        yield DoctorFinding("versions", "note", found, "pip install -e . -c constraints.txt")
+        text = f"{len(other)} differ from the tested ones: {shown}"
+        yield DoctorFinding("versions", "note", text, "pip install -e . -c constraints.txt")
     else:
         yield DoctorFinding("versions", "good", f"equal to those in {constraints.name}")
 
@@ -164,13 +164,13 @@ def check_disk(folder: Path) -> DoctorFinding:
     """Free space in the folder of runs, and whether this user may write there."""
     existing = existing_folder(folder)
     free = shutil.disk_usage(existing).free / GIB
-    found = f"{free:.1f} GiB free at {existing}"
+    text = f"{free:.1f} GiB free at {existing}"
     if not os.access(existing, os.W_OK):
         return DoctorFinding("disk", "broken", f"{existing} cannot be written", "choose another output")
     if free < NEEDED_GIB:
         remedy = "free some, or choose another output; checkpoint.keep_last limits what a run keeps"
-        return DoctorFinding("disk", "broken", f"{found}, {NEEDED_GIB:g} are needed", remedy)
-    return DoctorFinding("disk", "good", found)
+        return DoctorFinding("disk", "broken", f"{text}, {NEEDED_GIB:g} are needed", remedy)
+    return DoctorFinding("disk", "good", text)
 
 
 def check_shared_memory(shm: Path = Path("/dev/shm")) -> Iterator[DoctorFinding]:
@@ -189,8 +189,8 @@ def check_compiler() -> DoctorFinding:
     ninja = shutil.which("ninja") or (version_of("ninja") != "absent" and "the ninja package")
     missing = [name for name, there in (("a C++ compiler", compiler), ("ninja", ninja)) if not there]
     if missing:
-        found = f"{' and '.join(missing)} missing: no model.compile, no DeepSpeed ops"
-        return DoctorFinding("compiler", "note", found, "apt-get install g++; pip install ninja")
+        text = f"{' and '.join(missing)} missing: no model.compile, no DeepSpeed ops"
+        return DoctorFinding("compiler", "note", text, "apt-get install g++; pip install ninja")
     return DoctorFinding("compiler", "good", f"{compiler}, {ninja}")
 
 
@@ -212,8 +212,8 @@ def check_data(manifest: str, **allowed: bool) -> DoctorFinding:
                 while (data := file.read(2**20)) and count <= READ_LIMIT and time.perf_counter() - start < READ_SECONDS:
                     count += len(data)
         except OSError as error:
-            found = f"{url} cannot be read: {error}"
-            return DoctorFinding("data", "broken", found, "check mounts, credentials and the manifest")
+            text = f"{url} cannot be read: {error}"
+            return DoctorFinding("data", "broken", text, "check mounts, credentials and the manifest")
     speed = count / (time.perf_counter() - start)
     rate = f"{speed / 2**20:,.0f} MiB/s, {speed * loaded.n / loaded.bytes:,.0f} samples/s"
     return DoctorFinding("data", "good", f"{loaded.n:,} samples; one reader reaches {rate} (the page cache included)")

@@ -142,9 +142,9 @@ def _remove(folder: str, names: str, *, allow_outside: bool) -> int:
     if not listed:
         click.echo(f"{names} names nothing: nothing was removed.")
         return 0
-    found = done.asked - len(done.missing)
+    matched = done.asked - len(done.missing)
     click.echo(
-        f"{found:,} of {done.asked:,} names found, {done.samples:,} samples removed from {done.shards:,} shards."
+        f"{matched:,} of {done.asked:,} names found, {done.samples:,} samples removed from {done.shards:,} shards."
     )
     if manifest is None:
         click.echo("The download is not finished: `neuclip download` will skip them, too, and write the manifest.")

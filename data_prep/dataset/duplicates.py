@@ -180,15 +180,15 @@ def _recorded(folder: Folder) -> Iterator[tuple[str, bytes]]:
 
 def near_duplicates(each: list[tuple[int, bytes]]) -> dict[int, int]:
     """Each image that is a near duplicate of an earlier one that is kept, and that one; in order."""
-    signatures, found = Signatures(each), dict[int, int]()
+    signatures, copies = Signatures(each), dict[int, int]()
     first = signatures.first
     for i, j in sorted(near_pairs(signatures), key=lambda pair: (pair[1], pair[0])):
-        if i not in found:
-            found.setdefault(j, i)
+        if i not in copies:
+            copies.setdefault(j, i)
     for copy in np.flatnonzero(first != np.arange(len(first))):
         head = int(first[copy])
-        found[int(copy)] = found.get(head, head)
-    return dict(sorted(found.items()))
+        copies[int(copy)] = copies.get(head, head)
+    return dict(sorted(copies.items()))
 
 
 def near_pairs(signatures: Signatures) -> Iterator[tuple[int, int]]:

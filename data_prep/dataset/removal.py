@@ -64,17 +64,17 @@ def remove(root: str | Path, names: set[str], *, allow_outside: bool = False) ->
     folder, names = Folder(Path(root)), as_stored(names)
     with exclusive_lock(folder, allow_outside=allow_outside):
         if folder.is_download:
-            before, hits, found, is_whole = _in_download(folder, names)
+            before, hits, matched, is_whole = _in_download(folder, names)
         else:
             before, is_whole = local_manifest(folder.root), True
-            hits, found = _in_tars(before, names)
+            hits, matched = _in_tars(before, names)
         changing = [shard for shard in before.shards if shard.name in hits]
         _check(folder, before, changing, hits, is_whole=is_whole)
         places = (real_path(folder.root, Path(before.url(shard)), allow_outside=allow_outside) for shard in changing)
         delete_leftovers({place.parent for place in places})
         known = folder.removed_names()
         manifest = local_manifest(folder.root) if (folder.root / MANIFEST_NAME).is_file() else None
-        kept = known | (names if folder.is_download else found)
+        kept = known | (names if folder.is_download else matched)
         if hits or kept != known:
             with Commit(folder.root, folder.pending_removal, allow_outside=allow_outside) as commit:
                 manifest = _stage(folder, commit, manifest, changing, hits, kept)
@@ -83,36 +83,36 @@ def remove(root: str | Path, names: set[str], *, allow_outside: bool = False) ->
         if manifest is not None:
             manifest.update_indexes()
         _check_others(folder, names)
-        missing = tuple(sorted(names - found - (set() if folder.is_download else known)))
+        missing = tuple(sorted(names - matched - (set() if folder.is_download else known)))
         return Removal(len(names), sum(map(len, hits.values())), len(hits), missing), manifest if is_whole else None
 
 
 def _in_download(folder: Folder, names: Set[str]) -> tuple[Manifest, Hits, set[str], bool]:
     """The shards as recorded, what to remove, the names that match a row, and whether all shards are finished."""
-    plan, hits, found = load_plan(folder), Hits(), set[str]()
+    plan, hits, matched = load_plan(folder), Hits(), set[str]()
     finished = folder.finished()
     for shard in finished:
         name = folder.tar(shard).relative_to(folder.root).as_posix()
         for row in read_meta(folder, shard, ["row", "key", "status", "url", "uid", *HASH_KINDS]).to_pylist():
             if matching := names_of(row) & names:
-                found |= matching
+                matched |= matching
                 if row["status"] == "success":
                     hits.setdefault(name, set()).add(row["key"])
     missing = set(range(plan.shards)) - set(finished)
     for shard in missing:
-        found.update(*(names & names_of(row) for row in read_shard(folder, shard).to_pylist()))
-    return manifest_of_records(folder), hits, found, not missing
+        matched.update(*(names & names_of(row) for row in read_shard(folder, shard).to_pylist()))
+    return manifest_of_records(folder), hits, matched, not missing
 
 
 def _in_tars(manifest: Manifest, names: Set[str]) -> tuple[Hits, set[str]]:
     """What to remove, and the names that match a sample."""
-    hits, found = Hits(), set[str]()
+    hits, matched = Hits(), set[str]()
     for shard in manifest.shards:
         for key, parts in canonical_tar.intact_samples(manifest.url(shard)):
             if matching := names_of_sample(shard.name, key, parts) & names:
-                found |= matching
+                matched |= matching
                 hits.setdefault(shard.name, set()).add(key)
-    return hits, found
+    return hits, matched
 
 
 def _check(folder: Folder, manifest: Manifest, changing: list[Shard], hits: Hits, *, is_whole: bool) -> None:

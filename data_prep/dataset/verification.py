@@ -235,8 +235,8 @@ def _compare(name: str, key: str, parts: Mapping[str, bytes], row: Mapping[str, 
         return
     if not {"txt", "json"} < set(parts) or len(parts) != 3:
         yield Problem(name, "sample", f"{key} consists of {', '.join(parts)} instead of an image, txt and json")
-    found = (difference(row, suffix, payload) for suffix, payload in parts.items())
-    yield from (Problem(name, "sample", f"{key}: {problem}") for problem in found if problem)
+    differences = (difference(row, suffix, payload) for suffix, payload in parts.items())
+    yield from (Problem(name, "sample", f"{key}: {problem}") for problem in differences if problem)
 
 
 def _undecodable(name: str, key: str, parts: Mapping[str, bytes]) -> Iterator[Problem]:

@@ -148,7 +148,7 @@ def captions_in(value: Any) -> tuple[str, ...]:
     A number is the text that it would be in a CSV file. Of a conversation, the answers count. Texts of blanks, control
     characters and characters of no width are none.
     """
-    found = []
+    texts = []
     for item in value if isinstance(value, list | tuple) else [value]:
         text = item
         if isinstance(item, Mapping):
@@ -157,8 +157,8 @@ def captions_in(value: Any) -> tuple[str, ...]:
         if isinstance(text, int | float) and not isinstance(text, bool) and abs(text) < math.inf:
             text = str(text)
         if isinstance(text, str) and any(unicodedata.category(c) not in _BLANK for c in text):
-            found.append(" ".join(text.split()))
-    return tuple(found)
+            texts.append(" ".join(text.split()))
+    return tuple(texts)
 
 
 _STRING = r"""u?(?:'(?:[^'\\]|\\.)*+'|"(?:[^"\\]|\\.)*+")"""
@@ -182,8 +182,8 @@ def captions_of_list(text: str) -> tuple[str, ...]:
 
 def not_utf8(error: UnicodeEncodeError | UnicodeDecodeError) -> str:
     """Which byte, or half of a character, makes a text no UTF-8, and what to do."""
-    found = error.object[error.start]
-    byte = found if isinstance(found, int) else ord(found) - 0xDC00  # `surrogateescape` reads a byte as a surrogate
+    wrong = error.object[error.start]
+    byte = wrong if isinstance(wrong, int) else ord(wrong) - 0xDC00  # `surrogateescape` reads a byte as a surrogate
     if not 0x80 <= byte <= 0xFF:
         return f"the surrogate U+{byte + 0xDC00:04X}, which is half of a character: the program that wrote it cut one"
     if error.start == 0 and byte in b"\xfe\xff":

@@ -222,9 +222,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         config = self.server.config
-        found = re.fullmatch(rf"/scenes/{config.seed}/([0-9]{{1,9}})\.jpg", self.path)
-        index = int(found[1]) if found else 0
-        fault = fault_of(config, index) if found else Fault.NOT_FOUND
+        match = re.fullmatch(rf"/scenes/{config.seed}/([0-9]{{1,9}})\.jpg", self.path)
+        index = int(match[1]) if match else 0
+        fault = fault_of(config, index) if match else Fault.NOT_FOUND
         if fault in _STATUS:
             return self._answer(_STATUS[fault])
         if fault is Fault.DISCONNECT:

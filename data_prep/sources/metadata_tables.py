@@ -50,13 +50,13 @@ def files_of(source: SourceConfig) -> list[Path]:
     wanted = [s for kind, some in _SUFFIXES.items() if source.format in ("auto", kind) for s in some]
     every = {p: str(p.relative_to(path)) for p in sorted(path.rglob("*")) if p.is_file() and _suffix(p) in wanted}
     every = {p: name for p, name in every.items() if not f"/{name}".count("/.")}  # `.ipynb_checkpoints`, `._a.parquet`
-    found = [p for p, name in every.items() if fnmatch(name, source.files or "*")]
-    if not found and source.name in SOURCES and source.files == SOURCES[source.name].settings.get("files"):
-        found = list(every)
-    if not found:
+    files = [p for p, name in every.items() if fnmatch(name, source.files or "*")]
+    if not files and source.name in SOURCES and source.files == SOURCES[source.name].settings.get("files"):
+        files = list(every)
+    if not files:
         named = f" and matches {source.files}" if source.files else ""
         raise UserError(f"source.table = {str(path)!r} holds no file that ends in {', '.join(wanted)}{named}.")
-    return found
+    return files
 
 
 def format_of(path: Path, source: SourceConfig) -> str:
@@ -150,10 +150,10 @@ def check_files(source: SourceConfig) -> None:
     for name, wanted in source.sha256.items():
         if name not in by_name:
             raise UserError(f"source.sha256 names {name}, which is not among {', '.join(sorted(by_name))}.")
-        found = sha256_of(by_name[name])
-        if found != wanted.lower():
+        digest = sha256_of(by_name[name])
+        if digest != wanted.lower():
             raise UserError(
-                f"{by_name[name]} has SHA-256 {found}, but source.sha256 says {wanted}: "
+                f"{by_name[name]} has SHA-256 {digest}, but source.sha256 says {wanted}: "
                 "it is damaged or another version. Fetch it again, or correct the setting."
             )
 
@@ -220,9 +220,9 @@ def check_unchanged(source: SourceConfig, planned: Mapping[str, Mapping[str, Any
         return True
     if not Path(source.table).exists():
         return False
-    found = _named(source)
-    different = sorted(set(found) ^ set(planned))
-    different = different or [name for name, path in found.items() if not is_same(path, planned[name])]
+    files = _named(source)
+    different = sorted(set(files) ^ set(planned))
+    different = different or [name for name, path in files.items() if not is_same(path, planned[name])]
     if different:
         raise UserError(
             f"source.table = {source.table!r} has changed since its URL list was made ({', '.join(different[:5])}"
@@ -232,15 +232,15 @@ def check_unchanged(source: SourceConfig, planned: Mapping[str, Mapping[str, Any
     return True
 
 
-def check_rows(source: SourceConfig, found: int) -> None:
+def check_rows(source: SourceConfig, count: int) -> None:
     """Compare the row count of the whole table, before any subset, with the published one.
 
     Raises:
         UserError: They differ.
     """
-    if source.rows not in (None, found):
+    if source.rows not in (None, count):
         raise UserError(
-            f"The table has {found:,} rows, but {source.name} is published with {source.rows:,} (source.rows): it is "
+            f"The table has {count:,} rows, but {source.name} is published with {source.rows:,} (source.rows): it is "
             "incomplete or another version. Fetch it again, or set source.rows to what you mean to use."
         )
 
@@ -263,8 +263,8 @@ def pin(source: SourceConfig) -> SourceConfig:
             return replace(source, table=folder, revision=folder.rstrip("/").rpartition("/")[2])
         if source.revision and _COMMIT.match(source.revision):
             return source
-        found = HfApi().dataset_info(source.hub, revision=source.revision)
-        return replace(source, revision=found.sha)
+        info = HfApi().dataset_info(source.hub, revision=source.revision)
+        return replace(source, revision=info.sha)
     except Exception as error:  # the hub's client raises its own exceptions and those of its HTTP library
         raise _unreachable(source, error) from error
 

@@ -114,13 +114,13 @@ class Checkpoint:
                 with safe_open(self.path / file, framework="pt") as opened:
                     pieces.append((low, opened.get_slice(f"{name}/{first}")[low - first : high - first]))
         pieces.sort(key=lambda piece: piece[0])
-        found = torch.cat([piece for _, piece in pieces]) if pieces else torch.empty(0)
-        if len(found) != stop - start:
+        table = torch.cat([piece for _, piece in pieces]) if pieces else torch.empty(0)
+        if len(table) != stop - start:
             raise UserError(
-                f"{self.path} has {len(found)} of the rows [{start}, {stop}) of the table {name!r}: "
+                f"{self.path} has {len(table)} of the rows [{start}, {stop}) of the table {name!r}: "
                 "was it written by a run on another dataset?"
             )
-        return found
+        return table
 
 
 def _weights_in(folder: Path) -> dict[str, Tensor]:

@@ -145,12 +145,12 @@ def _missing(present: Sequence[RankDevice], *, ranks: int, seconds: float) -> st
     )
 
 
-def contradiction(found: Sequence[RankDevice]) -> str:
+def contradiction(ranks: Sequence[RankDevice]) -> str:
     """Why these ranks cannot train together; empty if they can."""
-    if broken := [rank for rank in found if rank.problem]:
+    if broken := [rank for rank in ranks if rank.problem]:
         nodes = sorted({rank.host for rank in broken} - {broken[0].host})
         return broken[0].problem + (f" The same on {_shortened(nodes)}." if nodes else "")
-    backends = {backend: [rank for rank in found if rank.backend == backend] for backend in ("gloo", "nccl")}
+    backends = {backend: [rank for rank in ranks if rank.backend == backend] for backend in ("gloo", "nccl")}
     if all(backends.values()):
         odd, others = sorted(backends.values(), key=len)
         return (
@@ -159,7 +159,7 @@ def contradiction(found: Sequence[RankDevice]) -> str:
             f"{_shortened(sorted({r.host for r in odd}))}, or set engine.device for all."
         )
     holders: dict[str, RankDevice] = {}  # by a number that no two GPUs share: containers of a node have their own names
-    for rank in found:
+    for rank in ranks:
         other = holders.setdefault(rank.gpu, rank) if rank.gpu else rank
         if other is not rank:
             places = rank.host if other.host == rank.host else f"{other.host} and {rank.host}"

@@ -113,8 +113,8 @@ def read_ends(folder: Path) -> list[ExitRecord]:
         return []
     fatal = (_read_fatal(path) for path in paths if path.match("fatal-*.txt"))
     ended = (read_as(ExitRecord, path) for path in paths if path.match("exit-*.json"))
-    found = {end.rank: end for end in (*fatal, *ended) if end is not None}
-    return [found[rank] for rank in sorted(found)]
+    ends = {end.rank: end for end in (*fatal, *ended) if end is not None}
+    return [ends[rank] for rank in sorted(ends)]
 
 
 def _read_fatal(path: Path) -> ExitRecord | None:

@@ -210,7 +210,7 @@ def _export_onnx(folder: Path, side: str, towers: Towers, example: Tensor) -> fl
         )
         session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
         batches = (example, example[:2])  # of another size, too
-        found = [torch.from_numpy(session.run(None, {side: x.numpy()})[0]) for x in batches]
-        return float(torch.stack([(a - tower(x)).abs().max() for a, x in zip(found, batches, strict=True)]).max())
+        outputs = [torch.from_numpy(session.run(None, {side: x.numpy()})[0]) for x in batches]
+        return float(torch.stack([(a - tower(x)).abs().max() for a, x in zip(outputs, batches, strict=True)]).max())
     finally:
         torch.backends.mha.set_fastpath_enabled(before)

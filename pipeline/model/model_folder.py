@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import textwrap
+import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -154,15 +155,17 @@ def _create(start: Start, options: dict[str, Any]) -> nn.Module:
     """Call `open_clip.create_model`, without its messages to the root logger."""
     import open_clip
 
-    def nothing(_: logging.LogRecord) -> bool:
-        return False
+    thread = threading.get_ident()
+
+    def of_other_threads(record: logging.LogRecord) -> bool:
+        return record.thread != thread
 
     if start.model_cfg["text_cfg"].get("hf_model_name"):
         from transformers import dynamic_module_utils
 
         dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # a tower with code of its own fails instead of asking for leave
     name, weights, required = start.name, start.weights, start.has_weights
-    logging.root.addFilter(nothing)  # applies to what is logged on the root logger itself
+    logging.root.addFilter(of_other_threads)  # applies to what is logged on the root logger itself
     try:
         with ExitStack() as stack:
             if start.folder is not None:
@@ -188,7 +191,7 @@ def _create(start: Start, options: dict[str, Any]) -> nn.Module:
             f"{' '.join(lines) or type(error).__name__}{hint}"
         ) from error
     finally:
-        logging.root.removeFilter(nothing)
+        logging.root.removeFilter(of_other_threads)
     return model
 
 

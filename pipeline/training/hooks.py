@@ -56,18 +56,27 @@ class Observer:
     def __call__(self, batch: Batch, result: StepResult) -> None:
         """Report what is due after this step."""
         self._report_pace()
-        step, every = self.state.step, self.state.run.telemetry.every
+        state, telemetry, step = self.state, self.telemetry, self.state.step
         self.utilization.count(text_tokens=result.text_tokens)
-        if self.state.world.is_main and step % DISTRIBUTIONS_EVERY == 0:
+        if state.world.is_main and step % DISTRIBUTIONS_EVERY == 0:
             self._report_distributions(result)
         if step == 1:
-            self._warn_of_captions(batch)
+            tokens = state.world.all_gather(batch.text.to(state.world.device)).cpu()
+            masked, tokenize = state.run.objective.mask_equal, state.architecture.tokenize
+            for note in caption_notes(tokens, tokenize=tokenize, of="the first batch's", masked=masked):
+                telemetry.warning(note)
         try:
-            if result.stop or step == self.state.end or step % every == 0:
-                self.telemetry.scalars("train", step=step, values=self._scalars(batch, result))
+            if result.stop or step == state.end or step % state.run.telemetry.every == 0:
+                telemetry.scalars("train", step=step, values=self._scalars(batch, result))
                 collect_garbage()
-            if batch.position.batch == self.state.loader.steps_per_epoch:
-                self._report_epoch(batch)
+            if batch.position.batch == state.loader.steps_per_epoch:
+                report = state.loader.report(batch.position)
+                telemetry.event(
+                    f"Epoch {report.epoch} done: {report.samples:,} samples in {report.batch:,} batches, "
+                    f"{report.dropped:,} left over, {report.replaced:,} corrupt and replaced, "
+                    f"order {report.order_hash}.",
+                    data=asdict(report),
+                )
         except UserError as error:  # too many corrupt samples, on every rank
             raise RunEnds(str(error), code=EXIT_USER_ERROR, save=True) from error
 
@@ -107,22 +116,6 @@ class Observer:
             **rates,
             **self.utilization.scalars(rates["samples_per_second"]),
         }
-
-    def _report_epoch(self, batch: Batch) -> None:
-        """Log the samples that were seen and skipped in the epoch that ends with this batch."""
-        report = self.state.loader.report(batch.position)
-        self.telemetry.event(
-            f"Epoch {report.epoch} done: {report.samples:,} samples in {report.batch:,} batches, {report.dropped:,} "
-            f"left over, {report.replaced:,} corrupt and replaced, order {report.order_hash}.",
-            data=asdict(report),
-        )
-
-    def _warn_of_captions(self, batch: Batch) -> None:
-        """Warn of captions of the first global batch that are cut, or equal."""
-        tokens = self.state.world.all_gather(batch.text.to(self.state.world.device)).cpu()
-        masked, tokenize = self.state.run.objective.mask_equal, self.state.architecture.tokenize
-        for note in caption_notes(tokens, tokenize=tokenize, of="the first batch's", masked=masked):
-            self.telemetry.warning(note)
 
     def _report_distributions(self, result: StepResult) -> None:
         """Log the distributions over the batch, on rank 0."""

@@ -134,7 +134,7 @@ class PeriodicTests:
         step = self.state.step
         for name, test in (("validation", self.validate), ("evaluation", self.evaluate)):
             if name in missed:
-                self.telemetry.event(f"The {name} after step {step} was not finished: doing it now.", step=step)
+                self.telemetry.event(f"This run has no {name} after step {step}: doing it now.", step=step)
                 test()
         self._model = None
         return "validation" in missed or (bool(missed) and step == self.state.end < self.state.run.total_steps)

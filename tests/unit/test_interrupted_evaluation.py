@@ -99,8 +99,8 @@ def test_it_is_done_when_the_run_resumes(base, whole, kill_at, step):
     assert [point["step"] for point in curve_of(read_run(base / name), suite=str(base / "tasks.yaml"))] == [2, 4]
     assert evaluated(base / name) == [2, 4]
     messages = [record["message"] for record in metrics(base / name, "event")]
-    assert [message for message in messages if "was not finished" in message] == [
-        f"The evaluation after step {step} was not finished: doing it now."
+    assert [message for message in messages if "doing it now" in message] == [
+        f"This run has no evaluation after step {step}: doing it now."
     ]
 
 

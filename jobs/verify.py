@@ -57,8 +57,7 @@ def command(
     if remove:
         return _remove(folder, remove, allow_outside=allow_outside)
     if duplicates:
-        _duplicates(folder, check_writable(duplicates), allow_outside=allow_outside)
-        return 0
+        return _duplicates(folder, check_writable(duplicates), allow_outside=allow_outside)
     if overlap:
         return _overlap(folder, overlap[0], check_writable(overlap[1]), allow_outside=allow_outside)
     problems = verification.verify(folder, decode=decode, allow_outside=allow_outside)
@@ -81,12 +80,12 @@ def command(
     return EXIT_PROBLEMS
 
 
-def _duplicates(folder: str, output: Path, *, allow_outside: bool) -> None:
+def _duplicates(folder: str, output: Path, *, allow_outside: bool) -> int:
     from data_prep.dataset.duplicates import RULE, find_duplicates
 
     undecodable: list[str] = []
     result = find_duplicates(folder, allow_outside=allow_outside, on_undecodable=undecodable.append)
-    surplus = result.surplus()
+    surplus = sorted({*result.near, *(key for group in result.exact for key in group[1:])})
     output.write_text("".join(f"{key}\n" for key in surplus), encoding="utf-8")
     samples, shown = sum(map(len, result.exact)), "; ".join(" = ".join(group[:4]) for group in result.exact[:5])
     groups = f"{len(result.exact):,} group{'s' * (len(result.exact) != 1)}"
@@ -95,13 +94,13 @@ def _duplicates(folder: str, output: Path, *, allow_outside: bool) -> None:
     near = f"{len(result.near):,} near duplicate{'s' * (len(result.near) != 1)}"
     click.echo(f"{near} of an earlier sample ({RULE}){shown and ': ' + shown}")
     _report_undecodable(undecodable)
-    if not surplus:
-        click.echo(f"There is nothing to remove; {output} is empty.")
-        return
     click.echo(
         f"{output} lists what is surplus ({len(surplus):,}); captions were not compared. Check them, then remove "
         f"them: neuclip verify {shlex.quote(str(folder))} --remove {shlex.quote(str(output))}"
+        if surplus
+        else f"There is nothing to remove; {output} is empty."
     )
+    return 0
 
 
 def _overlap(folder: str, suite: str, output: Path, *, allow_outside: bool) -> int:

@@ -89,7 +89,7 @@ def write_report(
 
 @dataclass
 class Census:
-    """The samples that were read."""
+    """The samples that were read, of some shards."""
 
     shards_read: int
     samples_read: int = 0

@@ -40,13 +40,6 @@ def tool_versions() -> dict[str, str]:
     return {name: version_of(name) for name in _TOOLS}
 
 
-def _versions_used(records: list[ShardRecord]) -> dict[str, str]:
-    """The versions that the shards of a set were made with; several of one package are joined by commas."""
-    names = [*_TOOLS, *sorted({name for record in records for name in record.tools} - set(_TOOLS))]
-    used = {name: sorted({record.tools[name] for record in records if name in record.tools}) for name in names}
-    return {name: ", ".join(versions) for name, versions in used.items() if versions}
-
-
 def expected_manifest(folder: Folder, plan: Plan) -> Manifest:
     """The manifest of a finished download, from the plan and the records.
 
@@ -93,6 +86,9 @@ def entries_of(records: list[ShardRecord]) -> list[tuple[str, int, int, str]]:
 def _facts(plan: Plan, records: list[ShardRecord]) -> dict[str, Any]:
     """The origin of the shards, without dates, durations or machine names: the same inputs give the same manifest."""
     source = {k: v for k, v in plan.settings["source"].items() if v not in (None, [], {})}
+    transparent = sum(record.transparent for record in records)
+    names = dict.fromkeys([*_TOOLS, *sorted({name for record in records for name in record.tools})])
+    versions = {name: sorted({record.tools[name] for record in records if name in record.tools}) for name in names}
     return {
         "source": source,
         "source_rows": plan.seen,
@@ -102,8 +98,8 @@ def _facts(plan: Plan, records: list[ShardRecord]) -> dict[str, Any]:
         "urls": plan.rows,
         "urls_digest": plan.digest,
         **plan.rules,
-        "tools": _versions_used(records),
-        **({"counts": {"transparent": transparent}} if (transparent := sum(r.transparent for r in records)) else {}),
+        "tools": {name: ", ".join(used) for name, used in versions.items() if used},
+        **({"counts": {"transparent": transparent}} if transparent else {}),
     }
 
 

@@ -77,17 +77,16 @@ class ShardDownloader(Downloader):
 
         What only the user can mend is reported to the supervisor: another engine would meet it again.
         """
-        shard, path = row
         try:
             with engine_lock(self._folder):
-                self._download_shard(shard, path)
+                self._download_shard(*row)
         except UserError as error:
-            write_json(self._folder.staging / f"{shard:05d}.live", {"refusal": str(error)})
+            write_json(self._folder.staging / f"{row[0]:05d}.live", {"refusal": str(error)})
             raise
 
     def _download_shard(self, shard: int, path: str) -> None:
         config, folder = self._config, self._folder
-        opener = _cached_opener(config.guard, config.fetch)
+        opener, decoder = _cached_tools(config.guard, config.fetch, config.image, bool(config.source.blur))
         urllib.request.install_opener(opener)  # type: ignore[arg-type]
         table = read_shard(folder, shard)
         rows = table.to_pylist()
@@ -96,10 +95,9 @@ class ShardDownloader(Downloader):
         else:
             without = [row for row in rows if config.source.hash and not row[config.source.hash_kind]]
             kept = {row["row"]: failed_row(row, reasons.NO_HASH) for row in without}
-        opener.begin(_blocked(rows, folder))
-        decoder = _cached_decoder(
-            config.image, config.guard.max_pixels, config.fetch.processes, bool(config.source.blur)
-        )
+        # URLs that are not requested. If a removed URL is in a kept row as well, the writer decides.
+        removed = folder.removed_names()
+        opener.begin({row["url"] for row in rows} - {r["url"] for r in rows if removed.isdisjoint(names_of(r))})
         writer = ShardWriter(
             shard,
             folder,
@@ -164,20 +162,8 @@ def _join_cluster(fetch: FetchConfig) -> None:
 
 
 @functools.cache
-def _cached_decoder(image: ImageConfig, max_pixels: int, processes: int, blur: bool) -> Decoder:
-    return Decoder(image=image, max_pixels=max_pixels, processes=processes, blur=blur)
-
-
-@functools.cache
-def _cached_opener(guard: GuardConfig, fetch: FetchConfig) -> Opener:
-    """This process's opener, which keeps its state of each host between shards."""
+def _cached_tools(guard: GuardConfig, fetch: FetchConfig, image: ImageConfig, blur: bool) -> tuple[Opener, Decoder]:
+    """This process's opener, which keeps its state of each host between shards, and its decoder."""
     connections = max(1, guard.host_connections // fetch.processes)
-    return Opener(guard, connections=connections, retries=fetch.retries, total_seconds=fetch.total_timeout)
-
-
-def _blocked(rows: list[dict[str, Any]], folder: Folder) -> dict[str, str]:
-    """URLs that are not requested, with the reason. If a removed URL is in a kept row as well, the writer decides."""
-    if not (removed := folder.removed_names()):
-        return {}
-    kept = {row["url"] for row in rows if removed.isdisjoint(names_of(row))}
-    return dict.fromkeys({row["url"] for row in rows} - kept, reasons.REMOVED)
+    opener = Opener(guard, connections=connections, retries=fetch.retries, total_seconds=fetch.total_timeout)
+    return opener, Decoder(image=image, max_pixels=guard.max_pixels, processes=fetch.processes, blur=blur)

@@ -18,7 +18,7 @@ import time
 import urllib.parse
 import urllib.request
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Set
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -166,15 +166,14 @@ class Opener:
         self._proxies = urllib.request.getproxies() if guard.trust_proxy else {}
         self._tls = ssl.create_default_context()  # for all connections: it reads the certificate store (10 ms)
         self._hosts: defaultdict[str, _Host] = defaultdict(lambda: _Host(threading.Semaphore(connections)))
-        self._blocked: Mapping[str, str] = {}
+        self._removed: Set[str] = frozenset()
         self._is_closed = False
-        contact = f"; +{guard.contact}" if guard.contact else ""
-        user_agent = f"Mozilla/5.0 (compatible; {guard.user_agent}{contact})"
-        self._headers = {"User-Agent": user_agent, "Connection": "close"}
+        name = f"{guard.user_agent}; +{guard.contact}" if guard.contact else guard.user_agent
+        self._headers = {"User-Agent": f"Mozilla/5.0 (compatible; {name})", "Connection": "close"}
 
-    def begin(self, blocked: Mapping[str, str]) -> None:
-        """Start a shard, of which the `blocked` URLs are not requested, each for its reason."""
-        self._blocked, self._is_closed = blocked, False
+    def begin(self, removed: Set[str]) -> None:
+        """Start a shard, of which the `removed` URLs are not requested."""
+        self._removed, self._is_closed = removed, False
 
     def close(self) -> None:
         """Refuse all further URLs at once: the shard has failed."""
@@ -189,8 +188,8 @@ class Opener:
         if self._is_closed:
             raise FetchError(reasons.INTERNAL, "the shard has failed already")
         url = request if isinstance(request, str) else request.full_url
-        if url in self._blocked:
-            raise FetchError(self._blocked[url])
+        if url in self._removed:
+            raise FetchError(reasons.REMOVED)
         parts = checked_url(url)
         host = self._hosts[str(parts.hostname)]
         for attempt in range(self._retries + 1):
@@ -211,8 +210,12 @@ class Opener:
                 body, location = self._ask(parts, host, deadline)
             except FetchError:
                 raise
-            except Exception as error:
-                raise _failure_of(error) from error
+            except Exception as error:  # urllib3 wraps some of those of the network
+                cause = error if error.__cause__ is None or isinstance(error, OSError) else error.__cause__
+                reason = next((reason for kind, reason in _KINDS if isinstance(cause, kind)), reasons.CONNECTION)
+                if type(cause) is http.client.HTTPException:  # more than 100 headers
+                    reason = reasons.BAD_HEADERS
+                raise FetchError(reason, f"{type(cause).__name__} {cause}".strip()) from error
             if location is None:
                 host.strikes = 0
                 return io.BytesIO(body)
@@ -231,7 +234,8 @@ class Opener:
             with connection.getresponse() as response:
                 location = response.get_redirect_location() or None
                 if location is None and not 200 <= response.status < 300:
-                    self._strike(host, response)
+                    if response.status in (429, 503):
+                        self._back_off(host, response.headers.get("Retry-After", ""))
                     raise FetchError(f"http {response.status}", response.reason or "")
                 check_response(parts.geturl(), response._original_response.msg, self._guard)  # type: ignore[union-attr]
                 return (self._receive(response) if location is None else b""), location
@@ -277,15 +281,12 @@ class Opener:
         check_image(bytes(body), content_type=kind, max_pixels=self._guard.max_pixels)
         return bytes(body)
 
-    def _strike(self, host: _Host, response: Any) -> None:
-        """Start a back-off for a host that reports too many requests."""
-        if response.status not in (429, 503):
-            return
-        requested = retry_after(response.headers.get("Retry-After", ""))
+    def _back_off(self, host: _Host, requested: str) -> None:
+        """Leave a host alone that reports too many requests."""
         with host.lock:
             doubled = self._guard.backoff * 2 ** min(host.strikes, 16)
             host.strikes += 1
-            pause = min(max(requested, doubled), MAX_BACKOFF)
+            pause = min(max(retry_after(requested), doubled), MAX_BACKOFF)
             host.quiet_until = max(host.quiet_until, time.monotonic() + pause)
 
 
@@ -307,12 +308,3 @@ _KINDS: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], str],
     ((OSError, http.client.HTTPException), reasons.CONNECTION),
     (ValueError, reasons.BAD_URL),
 )
-
-
-def _failure_of(error: BaseException) -> FetchError:
-    """A network error as a FetchError; urllib3 wraps some of them."""
-    cause = error if error.__cause__ is None or isinstance(error, OSError) else error.__cause__
-    reason = next((reason for kind, reason in _KINDS if isinstance(cause, kind)), reasons.CONNECTION)
-    if type(cause) is http.client.HTTPException:  # more than 100 headers
-        reason = reasons.BAD_HEADERS
-    return FetchError(reason, f"{type(cause).__name__} {cause}".strip())

@@ -9,7 +9,7 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +59,12 @@ class ShardWriter:
         self._rows = {row["row"]: row for row in rows}
         self._on_failure, self._is_transparent = on_failure, is_transparent
         self._removed = folder.removed_names()
-        # Until img2dataset gives a row's outcome: it loses rows whose outcome raises an exception.
-        lost = {row["row"]: failed_row(row, reasons.INTERNAL, "lost") for row in rows}
-        self._meta, self._left = {**lost, **kept}, len(rows) - len(kept)
+        self._meta = dict(kept)
         self._index: dict[int, tuple[str, int, int, str, str]] = {}
         self._failure: Exception | None = None
         self.is_published = False
         self._spool = (folder.staging / f"{shard:05d}.spool").open("w+b")
-        self.live = folder.staging / f"{shard:05d}.live"
+        self._live = folder.staging / f"{shard:05d}.live"
         self.outcomes, self._stored, self._last_beat = Outcomes(), 0, float("-inf")
         self._beat()
 
@@ -89,7 +87,10 @@ class ShardWriter:
         try:
             if self._failure is not None:
                 raise self._failure
-            self.outcomes[reasons.INTERNAL] += self._left
+            # img2dataset loses rows whose outcome raises an exception.
+            lost = [row for number, row in self._rows.items() if number not in self._meta]
+            self._meta |= {row["row"]: failed_row(row, reasons.INTERNAL, "lost") for row in lost}
+            self.outcomes[reasons.INTERNAL] += len(lost)
             rows = [self._meta[number] for number in sorted(self._meta)]
             samples = {row["row"] for row in rows if row["status"] == "success"}
             record = ShardRecord(
@@ -116,7 +117,7 @@ class ShardWriter:
                 self._spool.close()
             Path(self._spool.name).unlink(missing_ok=True)
             if not self.is_published:
-                self.live.unlink(missing_ok=True)
+                self._live.unlink(missing_ok=True)
 
     def _take(self, image: bytes | None, caption: str | None, meta: dict[str, Any]) -> None:
         number = meta["row"]
@@ -142,25 +143,19 @@ class ShardWriter:
             assert image is not None
             record[TRANSPARENT] = self._is_transparent()
             record[STORED_HASH] = hashlib.sha256(image).hexdigest()
-            self._spool_sample(number, image, str(caption), record)
+            start = self._spool.tell()
+            self._spool.write(image)
+            self._index[number] = (extension(image), start, len(image), facts_text(record), str(caption))
         self.outcomes[reason or SUCCESS] += 1
-        self._left -= 1
         self._meta[number] = record
         self._beat()
 
-    def _spool_sample(self, number: int, image: bytes, caption: str, record: dict[str, Any]) -> None:
-        start = self._spool.tell()
-        self._spool.write(image)
-        self._index[number] = (extension(image), start, len(image), facts_text(record), caption)
-
     def _members(self, old: set[int]) -> Iterator[tuple[str, bytes]]:
         """All samples in order: the new ones, and the `old` ones of the tar that will be replaced."""
-        samples: Iterable[tuple[int, dict[str, bytes]]] = ((n, self._spooled(n)) for n in sorted(self._index))
-        if old:
-            published = canonical_tar.samples(self._folder.tar(self._shard))
-            kept = ((int(key), parts) for key, parts in published if int(key) in old)
-            samples = heapq.merge(samples, kept, key=lambda item: item[0])
-        for number, parts in samples:
+        new = ((number, self._spooled(number)) for number in sorted(self._index))
+        published = canonical_tar.samples(self._folder.tar(self._shard)) if old else ()
+        kept = ((int(key), parts) for key, parts in published if int(key) in old)
+        for number, parts in heapq.merge(new, kept, key=lambda item: item[0]):
             self._stored += 1
             self._beat()
             for suffix in sorted(parts):
@@ -187,4 +182,4 @@ class ShardWriter:
             "is_published": self.is_published,
         }
         with contextlib.suppress(OSError):  # serious errors are raised elsewhere
-            write_json(self.live, state)
+            write_json(self._live, state)

@@ -30,7 +30,6 @@ from pipeline.files import LEFTOVERS, read_tree, write_json, write_text
 
 _POLL_SECONDS = 0.25
 _GRACE_SECONDS = 10.0
-_PROBE_BYTES = 1 << 20
 WINDOW = 1_000
 """URLs over which success is measured."""
 RESTARTS = 3
@@ -78,12 +77,25 @@ def fetch(
                 if window.has_collapsed(monitor.now) or problem:
                     break
         monitor.end()
-        if window.collapse:
-            raise Paused(_withdraw(folder, monitor, window))
+        if window.collapse:  # what it may have hit is withdrawn, so that it is requested again
+            suspect = [shard for shard, attempted in monitor.finished if attempted >= window.suspect_from]
+            for shard in suspect:
+                withdraw(folder, shard)
+            raise Paused(
+                f"Paused: {window.collapse}. Check the network, the name server and whether the hosts have banned this "
+                f"address. {len(monitor.finished) - len(suspect):,} shards of this run are kept, {len(suspect):,} that "
+                "it may have hit were withdrawn, and the same command continues. If the list is simply that old, lower "
+                "monitor.min_success."
+            )
         fruitless = 0 if len(monitor.finished) > finished else fruitless + 1
         if not monitor.waiting:
             break
-        _check_disk(folder)
+        try:
+            write_text(folder.staging / "probe", "x" * (1 << 20), durable=True).unlink()
+        except OSError as error:
+            raise Paused(
+                f"Cannot write to {folder.root}: {error.strerror}. Free some space; then the same command continues."
+            ) from error
         if fruitless > RESTARTS:
             lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-5:]
             raise Paused(
@@ -142,37 +154,6 @@ def _watch(engine: subprocess.Popen[bytes], monitor: Monitor, *, to_begin: float
         else:
             yield ""
         time.sleep(_POLL_SECONDS)
-
-
-def _check_disk(folder: Folder) -> None:
-    """Check whether the engine ended because the disk cannot be written to.
-
-    Raises:
-        Paused: It cannot.
-    """
-    try:
-        write_text(folder.staging / "probe", "x" * _PROBE_BYTES, durable=True).unlink()
-    except OSError as error:
-        raise Paused(
-            f"Cannot write to {folder.root}: {error.strerror}. Free some space; then the same command continues."
-        ) from error
-
-
-def _withdraw(folder: Folder, monitor: Monitor, window: SuccessWindow) -> str:
-    """Withdraw the shards that a collapse may have affected, so that their URLs are requested again.
-
-    Returns:
-        The message for the user.
-    """
-    suspect = [shard for shard, attempted in monitor.finished if attempted >= window.suspect_from]
-    for shard in suspect:
-        withdraw(folder, shard)
-    return (
-        f"Paused: {window.collapse}. Check the network, the name server and whether the hosts have banned this "
-        f"address. {len(monitor.finished) - len(suspect):,} shards of this run are kept, {len(suspect):,} that it may "
-        "have hit were withdrawn, and the same command continues. If the list is simply that old, lower "
-        "monitor.min_success."
-    )
 
 
 class Monitor:

@@ -109,8 +109,8 @@ PUBLISHING: list[Step] = [(canonical_tar, "write", 2), (commit, "write_text", 3)
 FINISHING: list[Step] = [(Manifest, "save", 1), (ingest_report, "write_text", 1)]
 STEPS: dict[str, list[Step]] = {
     "download": [(shard_plan, "flush", 1), (shard_plan, "write_text", 1), (ingest, "write_text", 1),
-                 (ShardWriter, "_spool_sample", 7), *PUBLISHING, *FINISHING],
-    "retry": [(ingest, "write_text", 1), (ShardWriter, "_spool_sample", 3), *PUBLISHING, *FINISHING],
+                 (ShardWriter, "_take", 7), *PUBLISHING, *FINISHING],
+    "retry": [(ingest, "write_text", 1), (ShardWriter, "_take", 3), *PUBLISHING, *FINISHING],
 }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.shard_plan import load_plan, read_shard
-from data_prep.download_config import SOURCES, SourceConfig, resolve
+from data_prep.download_config import SOURCES, SourceConfig
 from data_prep.ingest import prepare
 from data_prep.sources.metadata_tables import count_known, files_of, read
 from pipeline.errors import UserError
@@ -131,7 +131,7 @@ def test_rows_of_every_format(name, tmp_path):
     files, settings, column, expected = READ[name]
     write_files(tmp_path, files)
     table = tmp_path if len(files) > 1 else tmp_path / next(iter(files))
-    rows = rows_of(resolve(SourceConfig(table=str(table), **settings)))
+    rows = rows_of(SourceConfig(table=str(table), **settings))
     assert [row[column] if column else row for row in rows] == expected
 
 

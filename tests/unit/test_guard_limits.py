@@ -207,7 +207,7 @@ def test_closed_opener_sends_no_requests_until_the_next_shard(site):
     given.close()
     assert refusal(given, url) == reasons.INTERNAL
     assert site.agents == []
-    given.begin({})
+    given.begin(set())
     assert given.open(url).read() == jpeg()
 
 

@@ -419,14 +419,16 @@ def test_overlap_is_found_in_every_layout_of_a_suite(copied, tmp_path):
         duplicates.find_overlap(copied, tmp_path / "none")
 
 
-def test_overlap_is_found_by_the_hash_of_what_was_served(copied, monkeypatch):
+def test_overlap_is_found_by_the_hash_of_what_was_served(copied, tmp_path, monkeypatch):
     """Regression test: a copy whose stored image looks a little different was missed."""
     number = itertools.count()
     monkeypatch.setattr(duplicates, "signature", lambda body: (next(number) * 0x9E3779B97F4A7C15 % 2**64, bytes(192)))
     monkeypatch.setattr(duplicates, "near_pairs", lambda *_, **__: iter(()))
-    images = [("pets", "a.jpg", jpeg(side=53)), ("pets", "b.jpg", jpeg(side=180))]
-    monkeypatch.setattr(duplicates, "_evaluation_images", lambda *_, **__: images)
-    assert duplicates.find_overlap(copied, "none") == {"0000000013": "pets"}
+    for kind, side in (("a", 53), ("b", 180)):
+        (tmp_path / "suite/photos" / kind).mkdir(parents=True)
+        (tmp_path / "suite/photos" / kind / "x.jpg").write_bytes(jpeg(side=side))
+    (tmp_path / "suite/tasks.yaml").write_text("pets: {folder: photos}\n")
+    assert duplicates.find_overlap(copied, tmp_path / "suite") == {"0000000013": "pets"}
 
 
 def test_near_duplicates_equal_those_of_an_all_pairs_search():

@@ -13,7 +13,7 @@ from data_prep.dataset.commit import part_lock, recover, shared_lock, worker_loc
 from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.manifest_writer import expected_manifest, rules_of
 from data_prep.dataset.shard_plan import Plan, load_plan, make_plan
-from data_prep.download_config import SOURCES, DownloadConfig
+from data_prep.download_config import DownloadConfig
 from data_prep.fetching.shard_writer import Outcomes
 from data_prep.fetching.supervisor import fetch
 from data_prep.reasons import is_transient
@@ -44,8 +44,7 @@ def download(
     A run that was stopped in any way resumes where it was and ends with the manifest of an uninterrupted run.
 
     Raises:
-        UserError: The settings, the table or its columns are wrong (raised before the first URL).
-        Paused: Success collapses, or the engine no longer makes progress.
+        UserError: The settings, the table or its columns are wrong (raised before the first URL), or as for `fetch`.
         PartDone: Only shards of other workers are missing.
     """
     if config.fetch.distributor != "multiprocessing" and importlib.util.find_spec(config.fetch.distributor) is None:
@@ -90,8 +89,8 @@ def prepare(
     source = config.source
     if source.table is None and source.hub is None:
         raise UserError(
-            f"source.name = {source.name!r} needs source.table (a local file or folder): "
-            f"{SOURCES[source.name].about} Nothing is fetched from a hub for it."
+            f"source.name = {source.name!r} needs source.table, a local file or folder (see docs/data.md): nothing is "
+            "fetched from a hub for it."
         )
     folder = Folder(Path(config.output).absolute(), config.fetch.worker)
     plan_path = folder.plan / "plan.json"

@@ -137,11 +137,7 @@ def delete_leftovers(folder: Path, stems: Collection[str] | None = None) -> None
 
 
 def _put_in_place(root: Path, note: Path, *, allow_outside: bool) -> None:
-    """Put the files of a note in their places, which may be repeated after a kill at any point.
-
-    Raises:
-        UserError: The note is damaged, or a file leads out of the folder.
-    """
+    """Put the files of a note in their places, which may be repeated after a kill at any point."""
     try:
         tree = json.loads(note.read_bytes())
         token, files = tree["token"], dict[str, bool](tree["files"])

@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -46,16 +45,6 @@ RULE = (
 )
 
 
-@dataclass(frozen=True)
-class Duplicates:
-    """What `find_duplicates` found, by key."""
-
-    exact: list[list[str]]
-    """Groups of keys, each sorted, so that "keep the first of each group" gives the same result everywhere."""
-    near: dict[str, str]
-    """Each surplus sample, and the one that it resembles and that is kept."""
-
-
 class Signatures:
     """What near duplicates are found by, of n images, from what `signature` gives of each."""
 
@@ -79,7 +68,7 @@ class Signatures:
 
 def find_duplicates(
     root: str | Path, *, allow_outside: bool = False, on_undecodable: Callable[[str], None] = lambda name: None
-) -> Duplicates:
+) -> tuple[list[list[str]], dict[str, str]]:
     """Find duplicates among all samples of a data set; captions are not compared.
 
     Memory, estimated and not measured: about 350 bytes a sample for keys, hashes and thumbnails, as much again while
@@ -87,6 +76,10 @@ def find_duplicates(
 
     `allow_outside` is that of `load_manifest`; `on_undecodable` is called with the key of every sample that is left out
     because its image cannot be decoded.
+
+    Returns:
+        Groups of keys of exact duplicates, sorted, so that "keep the first of each group" gives the same result
+        everywhere; and each near duplicate, with the sample that it resembles and that is kept.
     """
     keys, signatures, stored = _signatures(local_manifest(root, allow_outside=allow_outside), on_undecodable)
     groups: dict[bytes, list[str]] = {}
@@ -95,7 +88,7 @@ def find_duplicates(
     exact = sorted(sorted(group) for group in groups.values() if len(group) > 1)
     same = {key: number for number, group in enumerate(exact) for key in group}
     near = {keys[i]: keys[kept] for i, kept in near_duplicates(signatures).items()}
-    return Duplicates(exact, {key: kept for key, kept in near.items() if same.get(key, -1) != same.get(kept, -2)})
+    return exact, {key: kept for key, kept in near.items() if same.get(key, -1) != same.get(kept, -2)}
 
 
 def find_overlap(

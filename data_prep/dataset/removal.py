@@ -44,16 +44,15 @@ Hits = dict[str, set[str]]
 
 @dataclass(frozen=True)
 class Removal:
-    """Result of a removal: numbers of names on the list, of samples removed and of shards written anew."""
+    """Result of a removal: numbers of samples removed and of shards written anew."""
 
-    asked: int
     samples: int
     shards: int
     missing: tuple[str, ...]
     """Names that match no row of the data set."""
 
 
-def remove(root: str | Path, names: set[str], *, allow_outside: bool = False) -> tuple[Removal, Manifest | None]:
+def remove(root: str | Path, names: Set[str], *, allow_outside: bool = False) -> tuple[Removal, Manifest | None]:
     """Remove every sample whose uid, URL, hash, key or SHARD:KEY is in `names`; other shards are not changed.
 
     The names are stored in `removed.txt`, so that no later resume, retry or conversion restores the samples. After a
@@ -73,11 +72,11 @@ def remove(root: str | Path, names: set[str], *, allow_outside: bool = False) ->
     with exclusive_lock(folder, allow_outside=allow_outside):
         before = manifest_of_records(folder) if folder.is_download else local_manifest(folder.root)
         hits, matched = Hits(), set[str]()
-        for shard, key, theirs in _named_in_download(folder) if folder.is_download else _named_in_tars(before):
+        for name, key, theirs in _named_in_download(folder) if folder.is_download else _named_in_tars(before):
             if matching := theirs & names:
                 matched |= matching
-                if shard is not None:
-                    hits.setdefault(shard, set()).add(key)
+                if name is not None:
+                    hits.setdefault(name, set()).add(key)
         is_whole = not folder.is_download or len(folder.finished()) == load_plan(folder).shards
         changing = [shard for shard in before.shards if shard.name in hits]
         if is_whole and hits and sum(map(len, hits.values())) >= before.n:
@@ -103,7 +102,7 @@ def remove(root: str | Path, names: set[str], *, allow_outside: bool = False) ->
             manifest.update_indexes()
         _check_others(folder, names)
         missing = tuple(sorted(names - matched - (set() if folder.is_download else known)))
-        return Removal(len(names), sum(map(len, hits.values())), len(hits), missing), manifest if is_whole else None
+        return Removal(sum(map(len, hits.values())), len(hits), missing), manifest if is_whole else None
 
 
 def _named_in_download(folder: Folder) -> Iterator[tuple[str | None, str, set[str]]]:
@@ -142,11 +141,7 @@ def _stage(
 
 
 def _rewrite(folder: Folder, commit: Commit, shard: Shard, keys: Set[str]) -> Shard:
-    """Write a shard without these samples, its meta file and record if it has any, and return what the shard is now.
-
-    Raises:
-        UserError: The new shard does not hold the others, and only them.
-    """
+    """Write a shard without these samples, its meta file and record if it has any, and return what the shard is now."""
     path = folder.root / shard.name
     tar = commit.new(path)
     members = (
@@ -177,11 +172,7 @@ def _rewrite(folder: Folder, commit: Commit, shard: Shard, keys: Set[str]) -> Sh
 
 
 def _check_others(folder: Folder, names: Set[str]) -> None:
-    """Read the tars of the folder that nothing lists.
-
-    Raises:
-        UserError: A sample with one of these names is in them.
-    """
+    """Refuse a sample with one of these names in the tars of the folder that nothing lists."""
     listed = manifest_of_records(folder) if folder.is_download else local_manifest(folder.root)
     left = list[str]()
     for name in sorted(set(list_shards(folder.root)) - {shard.name for shard in listed.shards}):

@@ -104,8 +104,8 @@ def make_plan(
                 "for the changed index, or put the former one back to continue."
             )
         return plan
-    for old in folder.plan.glob("part-*"):
-        old.unlink()
+    for part in folder.plan.glob("part-*"):
+        part.unlink()
     files = identity_of(source)
     counts: Counter[str] = Counter()
     batches = _selected(source, Subset(subset), counts)

@@ -95,11 +95,7 @@ def delete_damaged(root: str | Path, problems: Iterable[Problem]) -> list[str]:
 
 
 def _check_download(folder: Folder, problems: list[Problem]) -> set[str]:
-    """Add the problems of a download's files besides the shards; returns the shards that its manifest lists.
-
-    Raises:
-        UserError: There is no manifest, because the download is not finished.
-    """
+    """Add the problems of a download's files besides the shards; returns the shards that its manifest lists."""
     plan = manifest = None
     try:
         plan = load_plan(folder)

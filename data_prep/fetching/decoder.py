@@ -161,11 +161,7 @@ class Decoder:
         self._process = None
 
     def _start(self) -> None:
-        """Start the process, if there is none; its start, slow on a busy machine, does not count as decoding.
-
-        Raises:
-            EOFError, OSError: It does not get ready.
-        """
+        """Start the process, if there is none; its start, slow on a busy machine, does not count as decoding."""
         if self._process is not None:
             return
         self._connection, other = Pipe()

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-from img2dataset.distributor import multiprocessing_distributor, pyspark_distributor, ray_distributor
+from img2dataset import distributor
 from img2dataset.downloader import Downloader
 
 from data_prep import reasons
@@ -34,11 +34,6 @@ from pipeline.config import parse
 from pipeline.errors import UserError
 from pipeline.files import write_json
 
-DISTRIBUTORS = {
-    "multiprocessing": multiprocessing_distributor,
-    "pyspark": pyspark_distributor,
-    "ray": ray_distributor,
-}
 # Shards per Spark job.
 _SPARK_SHARDS = 1000
 _LOOPBACK = "127.0.0.1"
@@ -139,7 +134,8 @@ def main(path: str) -> None:
         # The path of each shard's rows, which the worker itself writes.
         rows = ((shard, str(folder.staging / f"{shard:05d}.arrow")) for shard in shards)
         processes = min(fetch.processes, len(shards))  # one that has no shard would import for seconds
-        DISTRIBUTORS[fetch.distributor](processes, downloader, rows, _SPARK_SHARDS, 1)
+        distribute = getattr(distributor, f"{fetch.distributor}_distributor")
+        distribute(processes, downloader, rows, _SPARK_SHARDS, 1)
 
 
 def _join_cluster(fetch: FetchConfig) -> None:

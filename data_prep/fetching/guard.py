@@ -82,7 +82,13 @@ def checked_url(url: str, *, what: str = "") -> urllib.parse.SplitResult:
         FetchError: It is not a URL that can be requested (bad url, refused scheme).
     """
     try:
-        parts = urllib.parse.urlsplit(ascii_url(url))
+        parts = urllib.parse.urlsplit(url)
+        if not url.isascii() or " " in url:  # host names in IDNA, other characters percent-encoded
+            host, colon, port = parts.netloc.partition(":")
+            if not parts.netloc.isascii():  # so it is no IPv6 address, whose colons do not separate a port
+                host = host.encode("idna").decode()
+            path, query = (urllib.parse.quote(part, safe="%/:=&?~#+!$,;'@()*[]|") for part in (parts.path, parts.query))
+            parts = parts._replace(netloc=host + colon + port, path=path, query=query, fragment="")
         if not parts.scheme:
             raise ValueError(f"unknown url type: {url!r:.80}")
         if parts.scheme not in ("http", "https"):
@@ -94,18 +100,6 @@ def checked_url(url: str, *, what: str = "") -> urllib.parse.SplitResult:
     except ValueError as error:
         raise FetchError(reasons.BAD_URL, str(error)) from error
     return parts
-
-
-def ascii_url(url: str) -> str:
-    """The URL as it is sent: host names in IDNA (else a UnicodeError), other characters percent-encoded."""
-    if url.isascii() and " " not in url:
-        return url
-    parts = urllib.parse.urlsplit(url)
-    host, colon, port = parts.netloc.partition(":")
-    if not parts.netloc.isascii():  # so it is no IPv6 address, whose colons do not separate a port
-        host = host.encode("idna").decode()
-    quoted = (urllib.parse.quote(part, safe="%/:=&?~#+!$,;'@()*[]|") for part in (parts.path, parts.query))
-    return urllib.parse.urlunsplit((parts.scheme, host + colon + port, *quoted, ""))
 
 
 Rule = Callable[[str, Message, GuardConfig], None]

@@ -52,11 +52,7 @@ class _Deadline:
     """Seconds to wait for the next bytes."""
 
     def seconds(self) -> float:
-        """What the next wait may take.
-
-        Raises:
-            TimeoutError: No time is left.
-        """
+        """What the next wait may take; a TimeoutError if no time is left."""
         left = min(self.patience, self.ends - time.monotonic())
         if left <= 0:
             raise TimeoutError("no complete answer in time")
@@ -103,12 +99,7 @@ class _Guarded:
         self.response_class = functools.partial(_Response, deadline=deadline)
 
     def _new_conn(self) -> socket.socket:
-        """Like `socket.create_connection`, but connects only to an address that has just been checked.
-
-        Raises:
-            FetchError: No permitted address is left (refused address).
-            OSError: As for `socket.create_connection`.
-        """
+        """Like `socket.create_connection`, but connects only to an address that has just been checked."""
         host, port = self._dns_host, self.port  # type: ignore[attr-defined]
         refusal: Exception = OSError(f"{host} resolves to nothing")
         failure: OSError | None = None
@@ -243,11 +234,7 @@ class Opener:
     def _connection(
         self, url: urllib.parse.SplitResult, deadline: _Deadline
     ) -> tuple[HTTPConnection, str, dict[str, str]]:
-        """A connection for one request, not yet open, the target to ask it for, and headers that a proxy needs.
-
-        Raises:
-            FetchError: A proxy would be asked for a refused address.
-        """
+        """A connection for one request, not yet open, the target to ask it for, and headers that a proxy needs."""
         host, target = url.hostname or "", (url.path or "/") + (f"?{url.query}" if url.query else "")
         options: dict[str, Any] = {"addresses": self._addresses, "deadline": deadline}
         kind: Any = _Http

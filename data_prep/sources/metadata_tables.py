@@ -51,7 +51,7 @@ def files_of(source: SourceConfig) -> list[Path]:
     every = {p: str(p.relative_to(path)) for p in sorted(path.rglob("*")) if p.is_file() and _suffix(p) in wanted}
     every = {p: name for p, name in every.items() if not f"/{name}".count("/.")}  # `.ipynb_checkpoints`, `._a.parquet`
     files = [p for p, name in every.items() if fnmatch(name, source.files or "*")]
-    if not files and source.name in SOURCES and source.files == SOURCES[source.name].settings.get("files"):
+    if not files and source.name in SOURCES and source.files == SOURCES[source.name].get("files"):
         files = list(every)
     if not files:
         named = f" and matches {source.files}" if source.files else ""
@@ -264,11 +264,7 @@ def pin(source: SourceConfig) -> SourceConfig:
 
 
 def _read_hub(source: SourceConfig) -> Iterator[Any]:
-    """Read the rows of a data set on the hub in order as pyarrow Tables.
-
-    Raises:
-        UserError: The data set cannot be read, or lacks a column.
-    """
+    """Read the rows of a data set on the hub in order as pyarrow Tables."""
     import datasets
 
     columns, options = columns_of(source), dict[str, Any]()

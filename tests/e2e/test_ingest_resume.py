@@ -17,7 +17,6 @@ import pytest
 from data_prep import ingest
 from data_prep.dataset.dataset_folder import Folder
 from data_prep.download_config import DownloadConfig
-from data_prep.fetching.supervisor import Paused
 from data_prep.ingest import download, prepare
 from pipeline.data.shards.manifest_format import Manifest
 from pipeline.errors import UserError
@@ -130,7 +129,7 @@ def test_a_collapse_of_the_success_rate_pauses_the_run_without_using_up_the_list
     def ban(*_: object) -> None:
         down[0] = len(folder.finished()) >= 2
 
-    with pytest.raises(Paused, match=r"http 403 \d+%") as caught:
+    with pytest.raises(UserError, match=r"http 403 \d+%") as caught:
         download(config, on_progress=ban)
     assert "the same command continues" in str(caught.value)
     kept = folder.finished()

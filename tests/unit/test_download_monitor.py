@@ -15,8 +15,9 @@ from data_prep.dataset.dataset_folder import Folder, ShardRecord
 from data_prep.download_config import DownloadConfig
 from data_prep.fetching import supervisor
 from data_prep.fetching.shard_writer import SUCCESS, Outcomes
-from data_prep.fetching.supervisor import Monitor, Paused, SuccessWindow
+from data_prep.fetching.supervisor import Monitor, SuccessWindow
 from pipeline.config import parse
+from pipeline.errors import UserError
 
 
 def outcomes(samples: int, **failures: int) -> Outcomes:
@@ -119,6 +120,6 @@ def test_hanging_or_dying_engine_is_restarted_and_then_given_up(folder, monkeypa
     monkeypatch.setattr(supervisor, "_CLUSTER_SECONDS", 6.0)
     monkeypatch.setattr(supervisor, "RESTARTS", 1)
     config = parse(DownloadConfig, {"output": str(folder.root), "fetch": {"distributor": distributor}})
-    with pytest.raises(Paused, match=problem):
+    with pytest.raises(UserError, match=problem):
         supervisor.fetch(config, (0, 1), total=10)
     assert len(started) == 2

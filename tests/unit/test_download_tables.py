@@ -99,7 +99,7 @@ READ: dict[str, tuple[dict[str, bytes], dict[str, Any], str, list[Any]]] = {
     "a compressed TSV": ({"a.tsv.gz": gzip.compress(separated("\t", ROWS[0], *(row.values() for row in ROWS)))}, {},
                          "", ROWS),
     **{f"{name}'s list, without names or quotes": ({"a.tsv": separated("\t", *(
-        [row[column] for column in SOURCES[name].settings["header"]] for row in ROWS))}, {"name": name, "rows": 4},
+        [row[column] for column in SOURCES[name]["header"]] for row in ROWS))}, {"name": name, "rows": 4},
         "", ROWS) for name in ("cc3m", "cc12m")},
     "a line of names where none should be": ({"a.tsv": separated("\t", PLAIN[0], *(row.values() for row in PLAIN))},
                                              {"name": "cc3m"}, "", PLAIN),

@@ -269,20 +269,15 @@ class Opener:
         return bytes(body)
 
     def _back_off(self, host: _Host, requested: str) -> None:
-        """Leave a host alone that reports too many requests."""
+        """Leave a host alone that reports too many requests, for as long as its `Retry-After` says (or not)."""
+        seconds = 0.0
+        with suppress(InvalidHeader, ValueError, TypeError, OverflowError, IndexError):
+            seconds = Retry().parse_retry_after(requested)
         with host.lock:
             doubled = self._guard.backoff * 2 ** min(host.strikes, 16)
             host.strikes += 1
-            pause = min(max(retry_after(requested), doubled), MAX_BACKOFF)
+            pause = min(max(seconds, doubled), MAX_BACKOFF)
             host.quiet_until = max(host.quiet_until, time.monotonic() + pause)
-
-
-def retry_after(text: str) -> float:
-    """Seconds that a `Retry-After` header specifies (a number or a date); 0 for anything else."""
-    try:
-        return Retry().parse_retry_after(text)
-    except (InvalidHeader, ValueError, TypeError, OverflowError, IndexError):
-        return 0.0
 
 
 _KINDS: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], str], ...] = (

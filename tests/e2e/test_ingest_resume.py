@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
@@ -139,22 +138,6 @@ def test_a_collapse_of_the_success_rate_pauses_the_run_without_using_up_the_list
     down[0] = False
     monkeypatch.setattr(ingest, "fetch", fetch_in_process)
     assert download(config).digest == undisturbed.digest
-
-
-def test_concurrent_runs_in_one_folder_and_other_settings_are_rejected(table, tmp_path):
-    config, plan = prepare(settings(tmp_path / "out", table))
-    assert (plan.rows, plan.shards) == (ROWS, ROWS // SHARD)
-    with pytest.raises(UserError, match="shard_size was 20 and is now 30"):
-        prepare(settings(tmp_path / "out", table, shard_size=30))
-    holder = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, 2); print('held', flush=True); input()"
-    lock = Folder(Path(config.output)).locks / "lock-0"
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", holder, str(lock)], **pipes) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        with pytest.raises(UserError, match="Another process is working"):
-            download(config)
-        process.communicate(b"\n")
 
 
 def family_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:

@@ -206,19 +206,17 @@ def hashes(names: Iterable[str], *, seed: int) -> np.ndarray:
 def _open_index(path: str) -> Any:
     """The uid index, memory-mapped because it may have tens of gigabytes; its order is checked at 10,000 places."""
     try:
-        index = np.load(path, mmap_mode="r")
+        index: Any = np.load(path, mmap_mode="r")
+        if index.ndim != 1 or not len(index) or [kind for kind, *_ in index.dtype.fields.values()] != [np.uint64] * 2:
+            raise ValueError(f"it holds {index.dtype} of shape {index.shape}")
+        some = np.asarray(index[:: max(1, -(-len(index) // 10_000))])
+        if (np.sort(some) != some).any():
+            raise ValueError("it is not sorted, so that uids in it would not be found: np.sort it")
     except Exception as error:  # also those of Python's tokenizer and zip reader
         raise UserError(
-            f"subset.index = {path!r} is not a complete .npy file of uids ({error}): fetch the published one first."
+            f"subset.index = {path!r} must be the published .npy file, one sorted array of pairs of 64-bit halves "
+            f"(uint64): {error}."
         ) from error
-    dtype, shape = (index.dtype, index.shape) if isinstance(index, np.ndarray) else (np.dtype(object), ())
-    is_of_uids = [kind for kind, *_ in (dtype.fields or {}).values()] == [np.uint64] * 2 and len(shape) == 1
-    some = np.asarray(index[:: max(1, -(-len(index) // 10_000))]) if is_of_uids else None
-    if some is None or not len(some) or (np.sort(some) != some).any():
-        raise UserError(
-            f"subset.index = {path!r} must be one sorted array of pairs of 64-bit halves (uint64), and holds "
-            f"{dtype} of shape {shape}: np.sort one that is not sorted, else uids in it would not be found."
-        )
     return index
 
 

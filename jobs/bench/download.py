@@ -36,9 +36,6 @@ def main() -> None:
     """Time both programs in turn."""
     given = parser(__doc__, rounds=3)
     given.add_argument("--urls", type=int, default=6_000)
-    given.add_argument("--shard-size", type=int, default=1_000)
-    given.add_argument("--processes", type=int, default=2)
-    given.add_argument("--connections", type=int, default=32, help="threads of each process")
     args = given.parse_args()
     with tempfile.TemporaryDirectory() as temporary, serve_photographs() as base:
         table, output = Path(temporary) / "urls.parquet", Path(temporary) / "out"
@@ -47,15 +44,15 @@ def main() -> None:
         pq.write_table(pa.table({"url": urls, "caption": captions}), table)
         ours = [
             "jobs.cli", "download", f"output={output}", f"source.table={table}", "guard.allow_addresses=[127.0.0.1]",
-            "guard.contact=bench@example.org", "fetch.retries=0", f"fetch.shard_size={args.shard_size}",
-            f"fetch.processes={args.processes}", f"fetch.threads={args.connections}",
+            "guard.contact=bench@example.org", "fetch.retries=0", "fetch.shard_size=1000",
+            "fetch.processes=2", "fetch.threads=32",
         ]  # fmt: skip
         direct = [
             "img2dataset.main", f"--url_list={table}", "--input_format=parquet", "--url_col=url",
             "--caption_col=caption", f"--output_folder={output}", "--output_format=webdataset", "--image_size=256",
             "--resize_mode=keep_ratio", "--resize_only_if_bigger=True", "--extract_exif=False",
-            "--compute_hash=sha256", "--enable_wandb=False", f"--number_sample_per_shard={args.shard_size}",
-            f"--processes_count={args.processes}", f"--thread_count={args.connections}",
+            "--compute_hash=sha256", "--enable_wandb=False", "--number_sample_per_shard=1000",
+            "--processes_count=2", "--thread_count=32",
         ]  # fmt: skip
         programs = {"ours": ours, "img2dataset": direct}
         runs = {name: functools.partial(timed, words, output=output) for name, words in programs.items()}
@@ -68,7 +65,7 @@ def main() -> None:
     }  # fmt: skip
     columns = {"URLs/s": ".0f", "/ img2dataset": ".2f", "lowest": ".2f", "highest": ".2f"}
     columns |= {"CPU s": ".1f", "URLs/CPU s, ratio": ".2f", "least": ".2f", "most": ".2f"}
-    show(f"{args.urls} URLs, {args.processes} processes of {args.connections} threads", columns, rows)
+    show(f"{args.urls} URLs, 2 processes of 32 threads", columns, rows)
 
 
 def timed(words: list[str], *, output: Path) -> tuple[float, float]:

@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image, ImageOps
 
-from data_prep import ingest, reasons
+from data_prep import reasons
 from data_prep.dataset import canonical_tar
 from data_prep.dataset.ingest_report import take_census, write_report
 from data_prep.dataset.verification import verify
@@ -36,8 +36,7 @@ from data_prep.download_config import DownloadConfig
 from pipeline.data.shards.manifest_format import load_manifest
 from pipeline.data.shards.tar_reader import CaptionField
 from tests.downloads import command_of, download_config
-from tests.images import encoded, png, see_through, sixteen_bits
-from tests.ingested import fetch_in_process, own_opener  # noqa: F401 (a fixture)
+from tests.images import encoded, see_through, sixteen_bits
 from tests.launch import environment
 from tests.web import Site, send, serve
 
@@ -72,11 +71,6 @@ def turned(image: Image.Image, orientation: int) -> bytes:
     exif = Image.Exif()
     exif[0x0112] = orientation
     return encoded_jpeg(image, exif=exif)
-
-
-def bomb() -> bytes:
-    """Return a PNG of a few hundred kilobytes that declares, and contains, 9,400 x 9,400 transparent pixels."""
-    return png(9_400, 9_400, data=bytes((9_400 * 4 + 1) * 9_400), colour=6)
 
 
 def serves(body: bytes, status: int = 200, **headers: str) -> Answer:
@@ -299,17 +293,3 @@ def check_report(root: Path) -> None:
     assert manifest.digest in page
     census = take_census(manifest, CaptionField())
     assert len(census.sides) == len(census.words) == manifest.n
-
-
-def test_a_huge_transparent_image_in_a_small_file_does_not_stop_a_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(ingest, "fetch", fetch_in_process)
-    body = bomb()
-    assert len(body) < 500_000
-    with serve() as site:
-        urls = [site.image("/bomb", body), site.image("/small", encoded_jpeg(photograph(3)))]
-        pq.write_table(pa.table({"url": urls, "caption": ["a bomb", "a cat"]}), tmp_path / "urls.parquet")
-        manifest = ingest.download(
-            download_config(tmp_path / "data", tmp_path / "urls.parquet", fetch={"processes": 1}, image={"size": 64})
-        )
-    # With enough memory it is stored like any other image, and is white.
-    assert manifest.failures in ({}, {reasons.TOO_LITTLE_MEMORY: 1})

@@ -47,21 +47,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Site, Path
         yield site, table
 
 
-@pytest.fixture
-def site(place: tuple[Site, Path]) -> Iterator[Site]:
-    answers = dict(place[0].answers)
-    yield place[0]
-    place[0].answers = answers
-
-
 @pytest.fixture(scope="module")
-def table(place: tuple[Site, Path]) -> Path:
-    return place[1]
-
-
-@pytest.fixture(scope="module")
-def undisturbed(table: Path, tmp_path_factory: pytest.TempPathFactory) -> Manifest:
-    config, plan = prepare(settings(tmp_path_factory.mktemp("undisturbed"), table))
+def undisturbed(place: tuple[Site, Path], tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    config, plan = prepare(settings(tmp_path_factory.mktemp("undisturbed"), place[1]))
     return fetch_here(config, plan, range(plan.shards))
 
 
@@ -71,7 +59,8 @@ def settings(output: Path, table: Path, *, monitor: dict | None = None, **fetch:
 
 
 @pytest.mark.slow
-def test_a_run_whose_worker_and_then_itself_is_killed_ends_with_the_same_manifest(site, table, undisturbed, tmp_path):
+def test_a_run_whose_worker_and_then_itself_is_killed_ends_with_the_same_manifest(place, undisturbed, tmp_path):
+    site, table = place
     command, log = command_of(settings(tmp_path / "killed", table)), tmp_path / "log"
     with log.open("wb") as file:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=file)
@@ -109,11 +98,12 @@ def test_a_run_whose_worker_and_then_itself_is_killed_ends_with_the_same_manifes
 
 
 def test_a_collapse_of_the_success_rate_pauses_the_run_without_using_up_the_list(
-    site, table, undisturbed, tmp_path, monkeypatch
+    place, undisturbed, tmp_path, monkeypatch
 ):
+    site, table = place
     monkeypatch.setattr("data_prep.fetching.supervisor.WINDOW", 12)
     down = [False]
-    good = dict(site.answers)
+    good = site.answers
 
     def flaky(handler: BaseHTTPRequestHandler) -> None:
         if down[0]:
@@ -121,7 +111,7 @@ def test_a_collapse_of_the_success_rate_pauses_the_run_without_using_up_the_list
         else:
             good[handler.path](handler)
 
-    site.answers = dict.fromkeys(good, flaky)
+    monkeypatch.setattr(site, "answers", dict.fromkeys(good, flaky))
     folder = Folder(tmp_path / "out")
     config = settings(tmp_path / "out", table, monitor={"min_success": 0.2})
 

@@ -29,25 +29,30 @@ from data_prep.dataset.shard_files import withdraw
 from data_prep.dataset.shard_plan import load_plan
 from data_prep.dataset.verification import verify
 from data_prep.ingest import prepare
-from jobs.manifest import command as manifest_command
 from jobs.verify import command
 from pipeline.analysis.shard_pairs import facts_in
 from pipeline.data.shards.manifest_format import ShardTable, load_manifest
 from pipeline.errors import UserError
 from pipeline.files import sha256_of
 from tests.images import encoded
-from tests.ingested import ROWS, SHARD, copied, fetch_here, in_process, made, own_opener, site  # noqa: F401
+from tests.ingested import (  # noqa: F401
+    ROWS,
+    SHARD,
+    contents,
+    copied,
+    fetch_here,
+    in_process,
+    index,
+    made,
+    own_opener,
+    site,
+)
 from tests.web import jpeg, picture
 
 
 def run(*words):
     """Call `neuclip verify`."""
     return CliRunner().invoke(command, [str(word) for word in words], standalone_mode=False, catch_exceptions=False)
-
-
-def index(*words):
-    """Call `neuclip manifest`."""
-    CliRunner().invoke(manifest_command, [str(word) for word in words], standalone_mode=False, catch_exceptions=False)
 
 
 def kinds(root: Path) -> list[tuple[str, str]]:
@@ -62,11 +67,6 @@ def test_the_command_sums_up(copied):
         flip(copied / f"shards/0000{number}.tar", 700)
     result = run(copied)
     assert ("There is a problem with 3 files (2 sha256, 1 missing)" in result.output, result.return_value) == (True, 1)
-
-
-def contents(root: Path) -> dict[str, bytes]:
-    files = [*root.glob("shards/*.tar"), *root.glob("meta/*"), *root.glob("plan/*"), root / "manifest.json"]
-    return {str(path.relative_to(root)): path.read_bytes() for path in files if path.is_file()}
 
 
 def edit(path: Path, change: Callable[[dict], object]) -> None:

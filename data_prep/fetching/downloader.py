@@ -92,16 +92,8 @@ class ShardDownloader(Downloader):
             kept = {row["row"]: failed_row(row, reasons.NO_HASH) for row in without}
         # URLs that are not requested. If a removed URL is in a kept row as well, the writer decides.
         removed = folder.removed_names()
-        opener.begin({row["url"] for row in rows} - {r["url"] for r in rows if removed.isdisjoint(names_of(r))})
-        writer = ShardWriter(
-            shard,
-            folder,
-            self._plan,
-            rows=rows,
-            kept=kept,
-            on_failure=opener.close,
-            is_transparent=lambda: decoder.is_transparent,
-        )
+        opener.removed = {row["url"] for row in rows} - {r["url"] for r in rows if removed.isdisjoint(names_of(r))}
+        writer = ShardWriter(shard, folder, self._plan, rows=rows, kept=kept, decoder=decoder)
         if not is_retry:
             writer.outcomes[reasons.NO_HASH] += len(kept)
         asked = table.filter(pa.array([row["row"] not in kept for row in rows], pa.bool_()))

@@ -157,18 +157,10 @@ class Opener:
         self._proxies = urllib.request.getproxies() if guard.trust_proxy else {}
         self._tls = ssl.create_default_context()  # for all connections: it reads the certificate store (10 ms)
         self._hosts: defaultdict[str, _Host] = defaultdict(lambda: _Host(threading.Semaphore(connections)))
-        self._removed: Set[str] = frozenset()
-        self._is_closed = False
+        self.removed: Set[str] = frozenset()
+        """URLs that are not requested."""
         name = f"{guard.user_agent}; +{guard.contact}" if guard.contact else guard.user_agent
         self._headers = {"User-Agent": f"Mozilla/5.0 (compatible; {name})", "Connection": "close"}
-
-    def begin(self, removed: Set[str]) -> None:
-        """Start a shard, of which the `removed` URLs are not requested."""
-        self._removed, self._is_closed = removed, False
-
-    def close(self) -> None:
-        """Refuse all further URLs at once: the shard has failed."""
-        self._is_closed = True
 
     def open(self, request: urllib.request.Request | str, data: None = None, timeout: float = 10.0) -> io.BytesIO:
         """Fetch one image, whole; img2dataset reads nothing else of the response.
@@ -176,10 +168,8 @@ class Opener:
         Raises:
             FetchError: Its text begins with the reason.
         """
-        if self._is_closed:
-            raise FetchError(reasons.INTERNAL, "the shard has failed already")
         url = request if isinstance(request, str) else request.full_url
-        if url in self._removed:
+        if url in self.removed:
             raise FetchError(reasons.REMOVED)
         parts = checked_url(url)
         host = self._hosts[str(parts.hostname)]

@@ -9,9 +9,9 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from data_prep import reasons
 from data_prep.dataset import canonical_tar
@@ -23,6 +23,9 @@ from data_prep.dataset.shard_plan import Plan
 from data_prep.download_config import HASH_KINDS
 from data_prep.fetching.served_image import extension
 from pipeline.files import write_json
+
+if TYPE_CHECKING:
+    from data_prep.fetching.decoder import Decoder
 
 _HEARTBEAT_SECONDS = 0.5
 SUCCESS = "success"
@@ -36,12 +39,12 @@ class ShardWriter:
     Payloads go to a spool file in the order they arrive, so that memory holds only the index; `close` writes them
     sorted. A live file beside it reports the progress to the supervisor, also that the shard is published.
 
-    img2dataset swallows exceptions of `write`. The first one is therefore stored, stops fetching, and is raised by
-    `close`: a shard is published completely or not at all. `on_failure` is called at the first exception.
+    img2dataset swallows exceptions of `write`. The first one is therefore stored, and raised by `close`: a shard is
+    published completely or not at all.
 
     `rows` are all of the shard's rows, as dicts of the plan's columns. `kept` are rows of the meta file that are not
-    fetched, by number: their samples are taken from the published tar. `is_transparent` says it of the image that was
-    converted last: img2dataset writes each as soon as it is converted.
+    fetched, by number: their samples are taken from the published tar. `decoder` says whether the image that it has
+    converted last is transparent: img2dataset writes each as soon as it is converted.
     """
 
     def __init__(
@@ -52,12 +55,10 @@ class ShardWriter:
         *,
         rows: list[dict[str, Any]],
         kept: Mapping[int, dict[str, Any]],
-        on_failure: Callable[[], None],
-        is_transparent: Callable[[], bool],
+        decoder: Decoder,
     ) -> None:
-        self._shard, self._folder, self._plan = shard, folder, plan
+        self._shard, self._folder, self._plan, self._decoder = shard, folder, plan, decoder
         self._rows = {row["row"]: row for row in rows}
-        self._on_failure, self._is_transparent = on_failure, is_transparent
         self._removed = folder.removed_names()
         self._meta = dict(kept)
         self._index: dict[int, tuple[str, int, int, str, str]] = {}
@@ -76,7 +77,6 @@ class ShardWriter:
             self._take(img_str, caption, meta)
         except Exception as error:
             self._failure = error
-            self._on_failure()
 
     def close(self) -> None:
         """Publish the shard: rows that were not requested are as before, and those that img2dataset lost have failed.
@@ -141,7 +141,7 @@ class ShardWriter:
         record |= {kind: row.get(kind) if reason else meta[kind] for kind in HASH_KINDS if kind in meta or kind in row}
         if reason is None:
             assert image is not None
-            record[TRANSPARENT] = self._is_transparent()
+            record[TRANSPARENT] = self._decoder.is_transparent
             record[STORED_HASH] = hashlib.sha256(image).hexdigest()
             start = self._spool.tell()
             self._spool.write(image)

@@ -23,13 +23,8 @@ from data_prep.sources.text_columns import BATCH_ROWS, columns_of, is_text, need
 from pipeline.errors import UserError, in_a_line
 from pipeline.files import sha256_of
 
-_SUFFIXES = {
-    "parquet": (".parquet",),
-    "csv": (".csv",),
-    "tsv": (".tsv", ".txt"),
-    "jsonl": (".jsonl", ".ndjson", ".json"),
-}
-
+_FORMATS = {".parquet": "parquet", ".csv": "csv", ".tsv": "tsv", ".txt": "tsv",
+            ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl"}  # fmt: skip
 _COMMIT = re.compile(r"^[0-9a-f]{40}$")
 
 
@@ -47,7 +42,7 @@ def files_of(source: SourceConfig) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise UserError(f"source.table = {str(path)!r} is neither a file nor a folder. Give the table's path.")
-    wanted = [s for kind, some in _SUFFIXES.items() if source.format in ("auto", kind) for s in some]
+    wanted = [suffix for suffix, kind in _FORMATS.items() if source.format in ("auto", kind)]
     every = {p: str(p.relative_to(path)) for p in sorted(path.rglob("*")) if p.is_file() and _suffix(p) in wanted}
     every = {p: name for p, name in every.items() if not f"/{name}".count("/.")}  # `.ipynb_checkpoints`, `._a.parquet`
     files = [p for p, name in every.items() if fnmatch(name, source.files or "*")]
@@ -63,8 +58,7 @@ def format_of(path: Path, source: SourceConfig) -> str:
     """The format of one file, from the setting or from its name."""
     if source.format != "auto":
         return source.format
-    kind = next((kind for kind, some in _SUFFIXES.items() if _suffix(path) in some), None)
-    if kind is None:
+    if (kind := _FORMATS.get(_suffix(path))) is None:
         raise UserError(f"The format of {path.name} is not clear from its name: set source.format.")
     return kind
 

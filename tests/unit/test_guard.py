@@ -110,7 +110,7 @@ def test_user_agent_names_the_contact_and_removed_urls_are_never_requested(site)
     url = site.image("/a", jpeg())
     given = opener(user_agent="lab", contact="https://example.org/crawler")
     given.open(url)
-    given.begin({url})
+    given.removed = {url}
     assert refusal(given, url) == reasons.REMOVED
     assert site.agents == ["Mozilla/5.0 (compatible; lab; +https://example.org/crawler)"]
 

@@ -191,16 +191,6 @@ def test_busy_hosts_are_retried_after_a_pause_and_lasting_failures_are_not(site,
     assert len(asked) == 1
 
 
-def test_closed_opener_sends_no_requests_until_the_next_shard(site):
-    url = site.image("/a", jpeg())
-    given = opener()
-    given.close()
-    assert refusal(given, url) == reasons.INTERNAL
-    assert site.agents == []
-    given.begin(set())
-    assert given.open(url).read() == jpeg()
-
-
 def test_a_failure_closes_its_connection_at_once(site):
     """Regression test: the connection of a 404 used to stay open as long as its exception."""
     given, errors = opener(), []

@@ -33,8 +33,6 @@ _TOKEN = re.compile(r"[0-9a-f]{32}")
 _OF_A_SHARD = re.compile(r"\d{5,}\.[\w.]+")
 _ON_OTHER_DISKS = ("shards", "meta")
 """Folders of a data set that may be links, since shards are large: but only files named as those of a shard change."""
-REPORT = "report"
-"""The part of the work that writes the page."""
 _WHOLE, _ENGINE = "folder", "engine-"
 _PATIENCE = 15.0
 """Seconds to wait for the engine and workers of a killed command."""
@@ -232,8 +230,7 @@ def exclusive_lock(folder: Folder, *, allow_outside: bool = False) -> Iterator[N
     """
     with part_lock(folder, _WHOLE, seconds=0):
         _wait_for_engines(folder, "*")
-        with part_lock(folder, REPORT):  # written after the other locks are released
-            recover(folder, allow_outside=allow_outside)
+        recover(folder, allow_outside=allow_outside)
         yield
 
 

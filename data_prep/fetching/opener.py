@@ -259,7 +259,7 @@ class Opener:
         return bytes(body)
 
     def _back_off(self, host: _Host, requested: str) -> None:
-        """Leave a host alone that reports too many requests, for as long as its `Retry-After` says (or not)."""
+        """Leave a host alone that reports too many requests, at least as long as it has `requested`."""
         seconds = 0.0
         with suppress(InvalidHeader, ValueError, TypeError, OverflowError, IndexError):
             seconds = Retry().parse_retry_after(requested)

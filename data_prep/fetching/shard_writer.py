@@ -17,12 +17,13 @@ from data_prep import reasons
 from data_prep.dataset import canonical_tar
 from data_prep.dataset.commit import Commit
 from data_prep.dataset.dataset_folder import Folder, ShardRecord, key_of, names_of
-from data_prep.dataset.manifest_writer import tool_versions
+from data_prep.dataset.manifest_writer import TOOLS
 from data_prep.dataset.shard_files import STORED_HASH, TRANSPARENT, facts_text, failed_row, meta_table, stage
 from data_prep.dataset.shard_plan import Plan
 from data_prep.download_config import HASH_KINDS
 from data_prep.fetching.served_image import extension
 from pipeline.files import write_json
+from pipeline.versions import version_of
 
 if TYPE_CHECKING:
     from data_prep.fetching.decoder import Decoder
@@ -102,7 +103,7 @@ class ShardWriter:
                 "",
                 Counter(row["reason"] for row in rows if row["reason"]),
                 rules=self._plan.rules_digest,
-                tools=tool_versions(),
+                tools={name: version_of(name) for name in TOOLS},
                 transparent=sum(bool(row.get(TRANSPARENT)) for row in rows),
             )
             with Commit(self._folder.root, self._folder.commit(self._shard)) as commit:

@@ -207,7 +207,8 @@ def _open_index(path: str) -> Any:
     """The uid index, memory-mapped because it may have tens of gigabytes; its order is checked at 10,000 places."""
     try:
         index: Any = np.load(path, mmap_mode="r")
-        if index.ndim != 1 or not len(index) or [kind for kind, *_ in index.dtype.fields.values()] != [np.uint64] * 2:
+        kinds = [kind for kind, *_ in (index.dtype.fields or {}).values()]
+        if index.ndim != 1 or not len(index) or kinds != [np.uint64] * 2:
             raise ValueError(f"it holds {index.dtype} of shape {index.shape}")
         some = np.asarray(index[:: max(1, -(-len(index) // 10_000))])
         if (np.sort(some) != some).any():

@@ -13,7 +13,6 @@ from pydantic import Field
 
 from pipeline.config import section, suggest
 from pipeline.cores import usable_cores
-from pipeline.errors import UserError
 from pipeline.pictures.pixels import ColourName
 from pipeline.registries import load_entry_points
 
@@ -77,12 +76,13 @@ class SourceConfig:
     def _named_settings_below(cls, given: Any) -> Any:
         """Fill in the named source's settings before the defaults apply: later a given default looks like no value."""
         tree = given.kwargs or {} if isinstance(given, pydantic_core.ArgsKwargs) else given
-        if not isinstance(tree, Mapping):
+        if not isinstance(tree, Mapping) or not isinstance(name := tree.get("name", "table"), str):
             return given
-        name = tree.get("name", "table")
-        # `resolve` rejects unknown names and suggests the nearest.
-        known = known_source(name) if isinstance(name, str) else None
-        return {**known.settings, **tree} if known else given
+        if name not in SOURCES:
+            load_entry_points("neuclip.sources", what="source of URLs")
+        if name not in SOURCES:
+            raise ValueError(f"name = {name!r} is not known. {suggest(name, tuple(SOURCES))}")
+        return {**SOURCES[name], **tree}
 
     _listed = pydantic.field_validator("header", "keep", mode="before")(listed)
 
@@ -266,70 +266,24 @@ class DownloadConfig:
         return self
 
 
-@dataclasses.dataclass(frozen=True)
-class Known:
-    """A published source: what it is, and its settings that differ from SourceConfig's defaults."""
-
-    about: str
-    settings: dict[str, object]
-
-
-_LAION = {"url": "URL", "caption": "TEXT"}
-_DATACOMP = {"format": "parquet", "caption": "text", "uid": "uid", "hash": "sha256", "blur": "face_bboxes"}
+_POOL = {"format": "parquet", "caption": "text", "uid": "uid", "hash": "sha256", "blur": "face_bboxes"}
 _POOLS = {"small": 12_800_000, "medium": 128_000_000, "large": 1_280_000_000, "xlarge": 12_800_000_000}
-
-SOURCES: dict[str, Known] = {
-    "table": Known("Any parquet, CSV, TSV or JSONL table with named columns.", {}),
-    "scenes": Known("The built-in procedural corpus, served on 127.0.0.1.", {"hash": "sha256", "uid": "uid"}),
-    "cc3m": Known(
-        "Conceptual Captions 3M: the training TSV, caption then URL, without a header line.",
-        {"format": "tsv", "header": ("caption", "url"), "rows": 3_318_333},
-    ),
-    "cc12m": Known(
-        "Conceptual 12M: one TSV, URL then caption, without a header line.",
-        {"format": "tsv", "header": ("url", "caption"), "rows": 12_423_374},
-    ),
-    "dfn-2b": Known(
-        "Data Filtering Networks 2B: hub parquet with DataComp's columns; uids are DataComp's.",
-        {"hub": "apple/DFN-2B", **_DATACOMP},
-    ),
+SOURCES: dict[str, dict[str, Any]] = {
+    "table": {},
+    "scenes": {"hash": "sha256", "uid": "uid"},
+    "cc3m": {"format": "tsv", "header": ("caption", "url"), "rows": 3_318_333},
+    "cc12m": {"format": "tsv", "header": ("url", "caption"), "rows": 12_423_374},
+    "dfn-2b": {"hub": "apple/DFN-2B", **_POOL},
     **{
-        f"datacomp-{scale}": Known(
-            f"DataComp CommonPool, {scale} scale: parquet metadata; sha256 is over the bytes as served.",
-            {
-                "hub": "mlfoundations/datacomp_pools",
-                "files": f"{scale}/*/*.parquet" if scale == "xlarge" else f"{scale}/*.parquet",
-                "rows": rows,
-                **_DATACOMP,
-            },
-        )
+        f"datacomp-{scale}": {
+            "hub": "mlfoundations/datacomp_pools",
+            "files": f"{scale}/*/*.parquet" if scale == "xlarge" else f"{scale}/*.parquet",
+            "rows": rows,
+            **_POOL,
+        }
         for scale, rows in _POOLS.items()
     },
-    "laion-400m": Known(
-        "LAION-400M: parquet metadata; it has no hash of the images, so none is verified.",
-        {**_LAION, "keep": ("NSFW", "similarity"), "rows": 413_871_335},
-    ),
+    "laion-400m": {"url": "URL", "caption": "TEXT", "keep": ("NSFW", "similarity"), "rows": 413_871_335},
 }
-
-
-def known_source(name: str) -> Known | None:
-    """A published source; a package with an entry point of the group `neuclip.sources` may add its own to SOURCES."""
-    if name not in SOURCES:
-        load_entry_points("neuclip.sources", what="source of URLs")
-    return SOURCES.get(name)
-
-
-def resolve(source: SourceConfig) -> SourceConfig:
-    """Check that the source's name is known and that there is a table to read.
-
-    Raises:
-        UserError: The name is unknown, or no table is given.
-    """
-    if known_source(source.name) is None:
-        raise UserError(f"source.name = {source.name!r} is not known. {suggest(source.name, tuple(SOURCES))}")
-    if source.table is None and source.hub is None:
-        raise UserError(
-            f"source.name = {source.name!r} needs source.table (a local file or folder): "
-            f"{SOURCES[source.name].about} Nothing is fetched from a hub for it."
-        )
-    return source
+"""The published sources, and their settings that differ from SourceConfig's defaults. A package with an entry point of
+the group `neuclip.sources` may add its own."""

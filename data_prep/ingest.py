@@ -13,7 +13,7 @@ from data_prep.dataset.commit import part_lock, recover, shared_lock, worker_loc
 from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.manifest_writer import expected_manifest, rules_of
 from data_prep.dataset.shard_plan import Plan, load_plan, make_plan
-from data_prep.download_config import DownloadConfig, SourceConfig, resolve
+from data_prep.download_config import DownloadConfig
 from data_prep.fetching.shard_writer import Outcomes
 from data_prep.fetching.supervisor import fetch
 from data_prep.reasons import is_transient
@@ -44,8 +44,7 @@ def download(
     A run that was stopped in any way resumes where it was and ends with the manifest of an uninterrupted run.
 
     Raises:
-        UserError: The settings, the table or its columns are wrong (raised before the first URL).
-        Paused: Success collapses, or the engine no longer makes progress.
+        UserError: The settings, the table or its columns are wrong (raised before the first URL), or as for `fetch`.
         PartDone: Only shards of other workers are missing.
     """
     if config.fetch.distributor != "multiprocessing" and importlib.util.find_spec(config.fetch.distributor) is None:
@@ -87,10 +86,20 @@ def prepare(
     Raises:
         UserError: Something is wrong with the settings or the table, or they have changed since the list was made.
     """
-    source = resolve(config.source)
+    source = config.source
+    if source.table is None and source.hub is None:
+        raise UserError(
+            f"source.name = {source.name!r} needs source.table, a local file or folder (see docs/data.md): nothing is "
+            "fetched from a hub for it."
+        )
     folder = Folder(Path(config.output).absolute(), config.fetch.worker)
     plan_path = folder.plan / "plan.json"
-    source = _as_planned(source, load_plan(folder)) if plan_path.exists() else pin(source)
+    if not plan_path.exists():
+        source = pin(source)
+    elif source.hub and source.table is None and source.hub == (made := load_plan(folder).settings["source"])["hub"]:
+        # At the revision that the plan pinned, unless it is pinned itself: a branch may have moved since.
+        is_pinned = source.revision is not None and len(source.revision) == 40
+        source = replace(source, revision=source.revision if is_pinned else made["revision"], table=made["table"])
     config = replace(config, source=source, output=str(folder.root))
     several = config.fetch.workers > 1
     with folder.made(), part_lock(folder, "plan", seconds=math.inf if several else 0):
@@ -115,8 +124,6 @@ def check_source(config: DownloadConfig, *, on_note: Callable[[str], None]) -> N
         UserError: Something is wrong; the message says what, and what would be right.
     """
     source = config.source
-    if source.table is not None:
-        metadata_tables.check_files(source)
     if (known := metadata_tables.count_known(source)) is not None:
         check_rows(source, known)
     unreadable: list[int] = []
@@ -140,12 +147,3 @@ def check_source(config: DownloadConfig, *, on_note: Callable[[str], None]) -> N
         on_note("No guard.contact is set: the owners of servers cannot reach you. Give a page or an e-mail address.")
     if source.hub and source.revision:
         on_note(f"{source.hub} is read at revision {source.revision}.")
-
-
-def _as_planned(source: SourceConfig, plan: Plan) -> SourceConfig:
-    """The source at the revision that the plan pinned, unless it is pinned itself: a branch may have moved since."""
-    made = plan.settings["source"]
-    if source.hub and source.hub == made["hub"] and source.table is None:
-        moving = source.revision is None or len(source.revision) != 40
-        return replace(source, revision=made["revision"] if moving else source.revision, table=made["table"])
-    return source

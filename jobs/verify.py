@@ -57,8 +57,7 @@ def command(
     if remove:
         return _remove(folder, remove, allow_outside=allow_outside)
     if duplicates:
-        _duplicates(folder, check_writable(duplicates), allow_outside=allow_outside)
-        return 0
+        return _duplicates(folder, check_writable(duplicates), allow_outside=allow_outside)
     if overlap:
         return _overlap(folder, overlap[0], check_writable(overlap[1]), allow_outside=allow_outside)
     problems = verification.verify(folder, decode=decode, allow_outside=allow_outside)
@@ -81,27 +80,27 @@ def command(
     return EXIT_PROBLEMS
 
 
-def _duplicates(folder: str, output: Path, *, allow_outside: bool) -> None:
+def _duplicates(folder: str, output: Path, *, allow_outside: bool) -> int:
     from data_prep.dataset.duplicates import RULE, find_duplicates
 
     undecodable: list[str] = []
-    result = find_duplicates(folder, allow_outside=allow_outside, on_undecodable=undecodable.append)
-    surplus = result.surplus()
+    exact, near = find_duplicates(folder, allow_outside=allow_outside, on_undecodable=undecodable.append)
+    surplus = sorted({*near, *(key for group in exact for key in group[1:])})
     output.write_text("".join(f"{key}\n" for key in surplus), encoding="utf-8")
-    samples, shown = sum(map(len, result.exact)), "; ".join(" = ".join(group[:4]) for group in result.exact[:5])
-    groups = f"{len(result.exact):,} group{'s' * (len(result.exact) != 1)}"
+    samples, shown = sum(map(len, exact)), "; ".join(" = ".join(group[:4]) for group in exact[:5])
+    groups = f"{len(exact):,} group{'s' * (len(exact) != 1)}"
     click.echo(f"{groups} of exact duplicates with {samples:,} samples{shown and ': ' + shown}")
-    shown = "; ".join(f"{key} like {kept}" for key, kept in list(result.near.items())[:5])
-    near = f"{len(result.near):,} near duplicate{'s' * (len(result.near) != 1)}"
-    click.echo(f"{near} of an earlier sample ({RULE}){shown and ': ' + shown}")
+    shown = "; ".join(f"{key} like {kept}" for key, kept in list(near.items())[:5])
+    count = f"{len(near):,} near duplicate{'s' * (len(near) != 1)}"
+    click.echo(f"{count} of an earlier sample ({RULE}){shown and ': ' + shown}")
     _report_undecodable(undecodable)
-    if not surplus:
-        click.echo(f"There is nothing to remove; {output} is empty.")
-        return
     click.echo(
         f"{output} lists what is surplus ({len(surplus):,}); captions were not compared. Check them, then remove "
         f"them: neuclip verify {shlex.quote(str(folder))} --remove {shlex.quote(str(output))}"
+        if surplus
+        else f"There is nothing to remove; {output} is empty."
     )
+    return 0
 
 
 def _overlap(folder: str, suite: str, output: Path, *, allow_outside: bool) -> int:
@@ -136,15 +135,15 @@ def _remove(folder: str, names: str, *, allow_outside: bool) -> int:
 
     if not Path(names).exists():
         raise UserError(f"There is no removal list {names}: give a file with one uid, URL, hash or key a line.")
-    listed = set(read_lines(Path(names)))
+    listed = read_lines(Path(names))
     has_page = (Path(folder) / REPORT_NAME).exists() or Folder(Path(folder)).is_download
     done, manifest = remove(folder, listed, allow_outside=allow_outside)  # also finishes one that was interrupted
     if not listed:
         click.echo(f"{names} names nothing: nothing was removed.")
         return 0
-    matched = done.asked - len(done.missing)
+    matched = len(listed) - len(done.missing)
     click.echo(
-        f"{matched:,} of {done.asked:,} names found, {done.samples:,} samples removed from {done.shards:,} shards."
+        f"{matched:,} of {len(listed):,} names found, {done.samples:,} samples removed from {done.shards:,} shards."
     )
     if manifest is None:
         click.echo("The download is not finished: `neuclip download` will skip them, too, and write the manifest.")

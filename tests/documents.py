@@ -20,7 +20,7 @@ from unittest import mock
 
 import click
 
-from data_prep.download_config import DownloadConfig, resolve
+from data_prep.download_config import DownloadConfig
 from jobs.cli import COMMANDS, cli
 from pipeline.config import merge, parse, parse_overrides, read_yaml
 from pipeline.evaluation.run.session import EvaluationConfig
@@ -210,7 +210,8 @@ def _training(recipe: Path | None, settings: list[str]) -> None:
 
 def _download(recipe: Path | None, settings: list[str]) -> None:
     tree = read_yaml(recipe) if recipe is not None else {}
-    resolve(parse(DownloadConfig, merge(tree, parse_overrides(settings))).source)
+    source = parse(DownloadConfig, merge(tree, parse_overrides(settings))).source
+    assert source.table or source.hub, settings
 
 
 def _watch(recipe: Path | None, settings: list[str]) -> None:

@@ -6,6 +6,7 @@ import errno
 import gc
 import itertools
 import os
+import re
 import shutil
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from click.testing import CliRunner
 
 from data_prep import ingest
 from data_prep.dataset.dataset_folder import Folder
@@ -23,6 +25,7 @@ from data_prep.dataset.shard_plan import Plan, load_plan
 from data_prep.download_config import DownloadConfig
 from data_prep.fetching.downloader import ShardDownloader
 from data_prep.ingest import prepare
+from jobs.manifest import command as manifest_command
 from pipeline.config import dump
 from tests.downloads import download_config
 from tests.images import encoded
@@ -86,6 +89,18 @@ def fetch_here(config: DownloadConfig, plan: Plan, shards: range | list[int], *,
     made = expected_manifest(folder, plan)
     made.save(folder.root)
     return made
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    """All files of a data set, through links, but for logs, locks, indexes and settings."""
+    files = ((Path(folder) / name) for folder, _, names in os.walk(root, followlinks=True) for name in names)
+    named = {str(path.relative_to(root)): path.read_bytes() for path in files}
+    return {name: body for name, body in named.items() if not re.search(r"staging/|index/|download\.yaml", name)}
+
+
+def index(root: Path, *options: str) -> None:
+    """Call `neuclip manifest`."""
+    CliRunner().invoke(manifest_command, [str(root), *options], catch_exceptions=False, standalone_mode=False)
 
 
 @pytest.fixture

@@ -50,17 +50,12 @@ def picture(parts: Mapping[str, bytes]) -> bytes:
 def write(path: Path, members: Iterable[tuple[str, bytes]]) -> None:
     """Write a canonical tar of sorted `(name, payload)`."""
     with path.open("wb") as file:
-        file.writelines(_archive(members))
-
-
-def _archive(members: Iterable[tuple[str, bytes]]) -> Iterator[bytes]:
-    """The bytes of a tar."""
-    for name, payload in members:
-        info = tarfile.TarInfo(name)
-        info.size, info.mode, info.mtime = len(payload), 0o644, 0
-        try:
-            header = info.tobuf(tarfile.USTAR_FORMAT)
-        except ValueError:
-            header = info.tobuf(tarfile.PAX_FORMAT)
-        yield from (header, payload, bytes(-len(payload) % tarfile.BLOCKSIZE))
-    yield bytes(2 * tarfile.BLOCKSIZE)
+        for name, payload in members:
+            info = tarfile.TarInfo(name)
+            info.size, info.mode, info.mtime = len(payload), 0o644, 0
+            try:
+                header = info.tobuf(tarfile.USTAR_FORMAT)
+            except ValueError:
+                header = info.tobuf(tarfile.PAX_FORMAT)
+            file.writelines((header, payload, bytes(-len(payload) % tarfile.BLOCKSIZE)))
+        file.write(bytes(2 * tarfile.BLOCKSIZE))

@@ -21,8 +21,8 @@ import math
 import os
 import re
 import uuid
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from data_prep.dataset.dataset_folder import Folder
@@ -33,8 +33,6 @@ _TOKEN = re.compile(r"[0-9a-f]{32}")
 _OF_A_SHARD = re.compile(r"\d{5,}\.[\w.]+")
 _ON_OTHER_DISKS = ("shards", "meta")
 """Folders of a data set that may be links, since shards are large: but only files named as those of a shard change."""
-REPORT = "report"
-"""The part of the work that writes the page."""
 _WHOLE, _ENGINE = "folder", "engine-"
 _PATIENCE = 15.0
 """Seconds to wait for the engine and workers of a killed command."""
@@ -45,15 +43,15 @@ class Commit:
 
     def __init__(self, root: Path, note: Path, *, allow_outside: bool = False) -> None:
         self._root, self._note, self._token, self._allow_outside = root, note, uuid.uuid4().hex, allow_outside
-        self._files: dict[str, bool] = {}
-        self._new: dict[str, Path] = {}
+        self._files: dict[str, Path | None] = {}
+        """By name below `root`: where the new version is, or None for a file to be deleted."""
 
     def __enter__(self) -> Commit:
         return self
 
     def __exit__(self, *error: object) -> None:
         if not self._note.exists():  # else it is valid, and `recover` needs the files
-            for path in self._new.values():
+            for path in filter(None, self._files.values()):
                 with suppress(OSError):
                     path.unlink()
 
@@ -65,21 +63,22 @@ class Commit:
         """
         name = os.path.relpath(path, self._root)
         path_below(self._root, name, what="A file to be replaced")
-        self._files[name] = True
-        self._new[name] = _beside(real_path(self._root, path, allow_outside=self._allow_outside), self._token)
-        return self._new[name]
+        new = _beside(real_path(self._root, path, allow_outside=self._allow_outside), self._token)
+        self._files[name] = new
+        return new
 
     def delete(self, path: Path) -> None:
         """Delete a file, and what it leads to if it is a link, instead of replacing it."""
         self.new(path).unlink(missing_ok=True)
-        self._files[os.path.relpath(path, self._root)] = False
+        self._files[os.path.relpath(path, self._root)] = None
 
     def finish(self) -> None:
         """Make the new files valid, and put them in their places."""
-        new = [self._new[name] for name, is_new in self._files.items() if is_new]
+        new = [path for path in self._files.values() if path]
         for path in [*new, *{path.parent for path in new}]:
             flush(path)
-        write_text(self._note, json.dumps({"token": self._token, "files": self._files}), durable=True)
+        files = {name: path is not None for name, path in self._files.items()}
+        write_text(self._note, json.dumps({"token": self._token, "files": files}), durable=True)
         flush(self._note.parent)
         _put_in_place(self._root, self._note, allow_outside=self._allow_outside)
 
@@ -121,24 +120,22 @@ def recover(folder: Folder, shards: Collection[int] | None = None, *, allow_outs
             except UserError:  # damaged, or not ours: the older record, if any, remains in effect
                 folder.commit(shard).unlink()
     stems = None if shards is None else {f"{shard:05d}" for shard in shards}
-    others = [folder.root, folder.plan] if shards is None else []
-    places = [real_path(folder.root, place, allow_outside=allow_outside) for place in others]
-    delete_leftovers([*places, *(folder.root / name for name in _ON_OTHER_DISKS)], stems)
+    places = [folder.root / name for name in _ON_OTHER_DISKS]
+    if shards is None:
+        places += [real_path(folder.root, place, allow_outside=allow_outside) for place in (folder.root, folder.plan)]
+    for place in places:
+        delete_leftovers(place, stems)
 
 
-def delete_leftovers(folders: Iterable[Path], stems: Collection[str] | None = None) -> None:
+def delete_leftovers(folder: Path, stems: Collection[str] | None = None) -> None:
     """Delete what killed commands have left of new versions of files, or of those with these stems."""
-    for path in (path for folder in folders for path in folder.glob(LEFTOVERS)):
+    for path in folder.glob(LEFTOVERS):
         if stems is None or path.name.split(".")[1] in stems:
             path.unlink(missing_ok=True)
 
 
 def _put_in_place(root: Path, note: Path, *, allow_outside: bool) -> None:
-    """Put the files of a note in their places, which may be repeated after a kill at any point.
-
-    Raises:
-        UserError: The note is damaged, or a file leads out of the folder.
-    """
+    """Put the files of a note in their places, which may be repeated after a kill at any point."""
     try:
         tree = json.loads(note.read_bytes())
         token, files = tree["token"], dict[str, bool](tree["files"])
@@ -194,11 +191,9 @@ def worker_lock(folder: Folder) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def engine_lock(folder: Folder) -> Iterator[None]:
+def engine_lock(folder: Folder) -> AbstractContextManager[None]:
     """Held by the engine and by workers while they may write."""
-    with part_lock(folder, f"{_ENGINE}{folder.worker}", shared=True):
-        yield
+    return part_lock(folder, f"{_ENGINE}{folder.worker}", shared=True)
 
 
 @contextmanager
@@ -235,8 +230,7 @@ def exclusive_lock(folder: Folder, *, allow_outside: bool = False) -> Iterator[N
     """
     with part_lock(folder, _WHOLE, seconds=0):
         _wait_for_engines(folder, "*")
-        with part_lock(folder, REPORT):  # written after the other locks are released
-            recover(folder, allow_outside=allow_outside)
+        recover(folder, allow_outside=allow_outside)
         yield
 
 

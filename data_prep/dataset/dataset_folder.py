@@ -22,7 +22,7 @@ import shlex
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -135,11 +135,8 @@ class Folder:
             yield
         except UserError:
             if not any(any(path.glob("*")) for path in self._contents):
-                if self.locks in new:
-                    shutil.rmtree(self.locks, ignore_errors=True)
                 for path in new:
-                    with suppress(OSError):  # a folder that is not empty any more stays
-                        path.rmdir()
+                    shutil.rmtree(path, ignore_errors=True)
             raise
 
     def numbered(self, suffix: str) -> list[int]:

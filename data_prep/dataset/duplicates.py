@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -46,20 +45,6 @@ RULE = (
 )
 
 
-@dataclass(frozen=True)
-class Duplicates:
-    """What `find_duplicates` found, by key."""
-
-    exact: list[list[str]]
-    """Groups of keys, each sorted, so that "keep the first of each group" gives the same result everywhere."""
-    near: dict[str, str]
-    """Each surplus sample, and the one that it resembles and that is kept."""
-
-    def surplus(self) -> list[str]:
-        """All keys but the first of each group, and the near duplicates: a removal list."""
-        return sorted({*self.near, *(key for group in self.exact for key in group[1:])})
-
-
 class Signatures:
     """What near duplicates are found by, of n images, from what `signature` gives of each."""
 
@@ -70,7 +55,7 @@ class Signatures:
         self.thumbnails = thumbnails.reshape(-1, 3 * _SIDE**2)
         """[n, 192] uint8, RGB."""
         rows = np.concatenate([self.hashes[:, None].view(np.uint8), self.thumbnails], axis=1)
-        whole = np.ascontiguousarray(rows).view(np.dtype((np.void, rows.shape[1])))[:, 0]
+        whole = np.ascontiguousarray(rows).view(np.dtype((np.void, rows.shape[1])))[:, 0]  # sorted faster than axis=0
         _, first, inverse = np.unique(whole, return_index=True, return_inverse=True)
         self.first = first[inverse]
         """[n], the first image with the same signature as each."""
@@ -83,7 +68,7 @@ class Signatures:
 
 def find_duplicates(
     root: str | Path, *, allow_outside: bool = False, on_undecodable: Callable[[str], None] = lambda name: None
-) -> Duplicates:
+) -> tuple[list[list[str]], dict[str, str]]:
     """Find duplicates among all samples of a data set; captions are not compared.
 
     Memory, estimated and not measured: about 350 bytes a sample for keys, hashes and thumbnails, as much again while
@@ -91,12 +76,19 @@ def find_duplicates(
 
     `allow_outside` is that of `load_manifest`; `on_undecodable` is called with the key of every sample that is left out
     because its image cannot be decoded.
+
+    Returns:
+        Groups of keys of exact duplicates, sorted, so that "keep the first of each group" gives the same result
+        everywhere; and each near duplicate, with the sample that it resembles and that is kept.
     """
     keys, signatures, stored = _signatures(local_manifest(root, allow_outside=allow_outside), on_undecodable)
-    exact = exact_groups(Folder(Path(root)), dict(zip(keys, stored, strict=True)))
+    groups: dict[bytes, list[str]] = {}
+    for key, digest in {**dict(zip(keys, stored, strict=True)), **dict(_recorded(Folder(Path(root))))}.items():
+        groups.setdefault(digest, []).append(key)
+    exact = sorted(sorted(group) for group in groups.values() if len(group) > 1)
     same = {key: number for number, group in enumerate(exact) for key in group}
     near = {keys[i]: keys[kept] for i, kept in near_duplicates(signatures).items()}
-    return Duplicates(exact, {key: kept for key, kept in near.items() if same.get(key, -1) != same.get(kept, -2)})
+    return exact, {key: kept for key, kept in near.items() if same.get(key, -1) != same.get(kept, -2)}
 
 
 def find_overlap(
@@ -118,14 +110,20 @@ def find_overlap(
     """
     names, equal = list[str](), dict[bytes, str]()
     theirs: list[tuple[int, bytes]] = []
-    for name, place, body in _evaluation_images(suite, allow_outside=allow_outside, on_unread=on_unread):
-        for kind in HASH_KINDS:
-            equal.setdefault(hashlib.new(kind, body).digest()[:_HASH_BYTES], name)
+    for entry in open_suite(suite).entries:
         try:
-            theirs.append(signature(body))
-            names.append(name)
-        except CorruptSample:
-            on_undecodable(as_text(place))
+            images = open_task(entry, allow_outside=allow_outside).images
+            for index in range(len(images)):
+                body = images.read(index)
+                for kind in HASH_KINDS:
+                    equal.setdefault(hashlib.new(kind, body).digest()[:_HASH_BYTES], entry.task.key)
+                try:
+                    theirs.append(signature(body))
+                    names.append(entry.task.key)
+                except CorruptSample:
+                    on_undecodable(as_text(images.name(index)))
+        except UserError as error:
+            on_unread(f"{entry.task.key} is not compared: {error}")
     if not equal:
         raise UserError(f"No evaluation set of {suite} can be read: give the folder of `neuclip evalsets`.")
     keys, ours, stored = _signatures(local_manifest(root, allow_outside=allow_outside), on_undecodable)
@@ -140,29 +138,6 @@ def find_overlap(
     hashes = itertools.chain(zip(keys, stored, strict=True), _recorded(Folder(Path(root))))
     overlap |= {key: equal[digest] for key, digest in hashes if digest in equal}
     return dict(sorted(overlap.items()))
-
-
-def _evaluation_images(
-    suite: str | Path, *, allow_outside: bool, on_unread: Callable[[str], None]
-) -> Iterator[tuple[str, str, bytes]]:
-    """Task, name and encoded bytes of every image of a suite."""
-    for entry in open_suite(suite).entries:
-        try:
-            images = open_task(entry, allow_outside=allow_outside).images
-            yield from ((entry.task.key, images.name(index), images.read(index)) for index in range(len(images)))
-        except UserError as error:
-            on_unread(f"{entry.task.key} is not compared: {error}")
-
-
-def exact_groups(folder: Folder, stored: Mapping[str, bytes]) -> list[list[str]]:
-    """Groups of keys with the same hash: the recorded one of the bytes as served, or else that of the stored image."""
-    first: dict[bytes, str] = {}
-    groups: dict[str, list[str]] = {}
-    for key, digest in {**stored, **dict(_recorded(folder))}.items():
-        original = first.setdefault(digest, key)
-        if original != key:
-            groups.setdefault(original, [original]).append(key)
-    return sorted(sorted(group) for group in groups.values())
 
 
 def _recorded(folder: Folder) -> Iterator[tuple[str, bytes]]:
@@ -201,23 +176,18 @@ def near_pairs(signatures: Signatures) -> Iterator[tuple[int, int]]:
         for place, i in enumerate(group[:-1]):
             others = group[place + 1 :]
             yield from ((int(i), int(j)) for j in others[signatures.near(i, others)])
-    for a, b in set(_close_values(values)):
-        for i in members[a]:
-            yield from ((int(min(i, j)), int(max(i, j))) for j in members[b][signatures.near(i, members[b])])
-
-
-def _close_values(values: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Pairs of indices of distinct hashes that differ in at most `MAX_DISTANCE` bits; some come several times."""
+    close = set[tuple[int, int]]()  # indices of distinct hashes
     for blocks in itertools.combinations(_BLOCKS, 2):
-        mask = np.uint64(sum(((1 << (end - start)) - 1) << start for start, end in blocks))
-        masked = values & mask
+        masked = values & np.uint64(sum(((1 << (end - start)) - 1) << start for start, end in blocks))
         order = np.argsort(masked, kind="stable")
-        edges = np.flatnonzero(np.diff(masked[order])) + 1
-        for run in np.split(order, edges):
+        for run in np.split(order, np.flatnonzero(np.diff(masked[order])) + 1):
             for place, i in enumerate(run[:-1]):
                 others = run[place + 1 :]
-                near = np.bitwise_count(values[i] ^ values[others]) <= MAX_DISTANCE
-                yield from ((int(i), int(j)) for j in others[near])
+                few = np.bitwise_count(values[i] ^ values[others]) <= MAX_DISTANCE
+                close.update((int(i), int(j)) for j in others[few])
+    for a, b in close:
+        for i in members[a]:
+            yield from ((int(min(i, j)), int(max(i, j))) for j in members[b][signatures.near(i, members[b])])
 
 
 def signature(body: bytes) -> tuple[int, bytes]:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from data_prep.dataset.commit import REPORT, part_lock
 from data_prep.dataset.dataset_folder import REPORT_NAME, Folder
 from data_prep.dataset.duplicates import near_duplicates, signature
 from data_prep.reasons import is_transient, meaning_of
@@ -81,15 +79,12 @@ def write_report(
         "removed": len(folder.removed_names()),
     }
     place = Path(output or folder.root)
-    place.mkdir(parents=True, exist_ok=True)
-    is_own = folder.is_download and place.resolve() == folder.root.resolve()  # else the data set may be read-only
-    with part_lock(folder, REPORT) if is_own else nullcontext():
-        return write_text(place / REPORT_NAME, render(f"{REPORT_NAME}.j2", facts, folder=TEMPLATES), durable=True)
+    return write_text(place / REPORT_NAME, render(f"{REPORT_NAME}.j2", facts, folder=TEMPLATES), durable=True)
 
 
 @dataclass
 class Census:
-    """The samples that were read."""
+    """The samples that were read, of some shards."""
 
     shards_read: int
     samples_read: int = 0

@@ -13,7 +13,6 @@ from data_prep.reasons import HINTS
 from pipeline.config import to_tree
 from pipeline.data.shards.manifest_format import Manifest, load_manifest, make_manifest
 from pipeline.errors import UserError
-from pipeline.versions import version_of
 
 # Settings of how servers are requested, which may change between runs. (The user agent is not among them, because
 # opt-outs may address it.)
@@ -23,7 +22,8 @@ _BUILT_IN: dict[str, dict[str, Any]] = {
     "image": {"resize_only_if_bigger": True},
     "guard": {"schemes": ["http", "https"], "max_redirects": 5},
 }
-_TOOLS = ("img2dataset", "opencv-python-headless", "albumentations", "pyarrow")
+TOOLS = ("img2dataset", "opencv-python-headless", "albumentations", "pyarrow")
+"""The packages that determine a sample's bytes."""
 
 
 def rules_of(config: DownloadConfig) -> dict[str, dict[str, Any]]:
@@ -33,18 +33,6 @@ def rules_of(config: DownloadConfig) -> dict[str, dict[str, Any]]:
     if image["background"] == "white":  # that of earlier versions, whose plans and records do not name it
         del image["background"]
     return {"image": image | _BUILT_IN["image"], "guard": guard | _BUILT_IN["guard"]}
-
-
-def tool_versions() -> dict[str, str]:
-    """Installed versions of the packages that determine a sample's bytes."""
-    return {name: version_of(name) for name in _TOOLS}
-
-
-def _versions_used(records: list[ShardRecord]) -> dict[str, str]:
-    """The versions that the shards of a set were made with; several of one package are joined by commas."""
-    names = [*_TOOLS, *sorted({name for record in records for name in record.tools} - set(_TOOLS))]
-    used = {name: sorted({record.tools[name] for record in records if name in record.tools}) for name in names}
-    return {name: ", ".join(versions) for name, versions in used.items() if versions}
 
 
 def expected_manifest(folder: Folder, plan: Plan) -> Manifest:
@@ -93,6 +81,9 @@ def entries_of(records: list[ShardRecord]) -> list[tuple[str, int, int, str]]:
 def _facts(plan: Plan, records: list[ShardRecord]) -> dict[str, Any]:
     """The origin of the shards, without dates, durations or machine names: the same inputs give the same manifest."""
     source = {k: v for k, v in plan.settings["source"].items() if v not in (None, [], {})}
+    transparent = sum(record.transparent for record in records)
+    names = dict.fromkeys([*TOOLS, *sorted({name for record in records for name in record.tools})])
+    versions = {name: sorted({record.tools[name] for record in records if name in record.tools}) for name in names}
     return {
         "source": source,
         "source_rows": plan.seen,
@@ -102,8 +93,8 @@ def _facts(plan: Plan, records: list[ShardRecord]) -> dict[str, Any]:
         "urls": plan.rows,
         "urls_digest": plan.digest,
         **plan.rules,
-        "tools": _versions_used(records),
-        **({"counts": {"transparent": transparent}} if (transparent := sum(r.transparent for r in records)) else {}),
+        "tools": {name: ", ".join(used) for name, used in versions.items() if used},
+        **({"counts": {"transparent": transparent}} if transparent else {}),
     }
 
 

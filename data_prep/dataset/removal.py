@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +19,15 @@ import pyarrow as pa
 from data_prep import reasons
 from data_prep.dataset import canonical_tar
 from data_prep.dataset.commit import Commit, delete_leftovers, exclusive_lock, real_path
-from data_prep.dataset.dataset_folder import REPORT_NAME, Folder, as_stored, names_of, read_meta
+from data_prep.dataset.dataset_folder import (
+    REPORT_NAME,
+    Folder,
+    as_stored,
+    key_of,
+    names_of,
+    read_meta,
+    tar_name,
+)
 from data_prep.dataset.manifest_writer import local_manifest, manifest_of_records
 from data_prep.dataset.shard_files import check_tar, stage
 from data_prep.dataset.shard_plan import load_plan, read_shard
@@ -36,16 +44,15 @@ Hits = dict[str, set[str]]
 
 @dataclass(frozen=True)
 class Removal:
-    """Result of a removal: numbers of names on the list, of samples removed and of shards written anew."""
+    """Result of a removal: numbers of samples removed and of shards written anew."""
 
-    asked: int
     samples: int
     shards: int
     missing: tuple[str, ...]
     """Names that match no row of the data set."""
 
 
-def remove(root: str | Path, names: set[str], *, allow_outside: bool = False) -> tuple[Removal, Manifest | None]:
+def remove(root: str | Path, names: Set[str], *, allow_outside: bool = False) -> tuple[Removal, Manifest | None]:
     """Remove every sample whose uid, URL, hash, key or SHARD:KEY is in `names`; other shards are not changed.
 
     The names are stored in `removed.txt`, so that no later resume, retry or conversion restores the samples. After a
@@ -63,15 +70,26 @@ def remove(root: str | Path, names: set[str], *, allow_outside: bool = False) ->
     """
     folder, names = Folder(Path(root)), as_stored(names)
     with exclusive_lock(folder, allow_outside=allow_outside):
-        if folder.is_download:
-            before, hits, matched, is_whole = _in_download(folder, names)
-        else:
-            before, is_whole = local_manifest(folder.root), True
-            hits, matched = _in_tars(before, names)
+        before = manifest_of_records(folder) if folder.is_download else local_manifest(folder.root)
+        hits, matched = Hits(), set[str]()
+        for name, key, theirs in _named_in_download(folder) if folder.is_download else _named_in_tars(before):
+            if matching := theirs & names:
+                matched |= matching
+                if name is not None:
+                    hits.setdefault(name, set()).add(key)
+        is_whole = not folder.is_download or len(folder.finished()) == load_plan(folder).shards
         changing = [shard for shard in before.shards if shard.name in hits]
-        _check(folder, before, changing, hits, is_whole=is_whole)
-        places = (real_path(folder.root, Path(before.url(shard)), allow_outside=allow_outside) for shard in changing)
-        delete_leftovers({place.parent for place in places})
+        if is_whole and hits and sum(map(len, hits.values())) >= before.n:
+            raise UserError(
+                f"The list names all {before.n:,} samples of {folder.root}: nothing would be left, and nothing was "
+                "changed. Delete the folder if that is what you mean."
+            )
+        check_keys(before, changing)
+        for shard in changing:
+            path = Path(before.url(shard))
+            if shard.sha256:
+                check_tar(folder, path, shard.sha256)
+            delete_leftovers(real_path(folder.root, path, allow_outside=allow_outside).parent)
         known = folder.removed_names()
         manifest = local_manifest(folder.root) if (folder.root / MANIFEST_NAME).is_file() else None
         kept = known | (names if folder.is_download else matched)
@@ -84,48 +102,25 @@ def remove(root: str | Path, names: set[str], *, allow_outside: bool = False) ->
             manifest.update_indexes()
         _check_others(folder, names)
         missing = tuple(sorted(names - matched - (set() if folder.is_download else known)))
-        return Removal(len(names), sum(map(len, hits.values())), len(hits), missing), manifest if is_whole else None
+        return Removal(sum(map(len, hits.values())), len(hits), missing), manifest if is_whole else None
 
 
-def _in_download(folder: Folder, names: Set[str]) -> tuple[Manifest, Hits, set[str], bool]:
-    """The shards as recorded, what to remove, the names that match a row, and whether all shards are finished."""
-    plan, hits, matched = load_plan(folder), Hits(), set[str]()
-    finished = folder.finished()
-    for shard in finished:
-        name = folder.tar(shard).relative_to(folder.root).as_posix()
-        for row in read_meta(folder, shard, ["row", "key", "status", "url", "uid", *HASH_KINDS]).to_pylist():
-            if matching := names_of(row) & names:
-                matched |= matching
-                if row["status"] == "success":
-                    hits.setdefault(name, set()).add(row["key"])
-    missing = set(range(plan.shards)) - set(finished)
-    for shard in missing:
-        matched.update(*(names & names_of(row) for row in read_shard(folder, shard).to_pylist()))
-    return manifest_of_records(folder), hits, matched, not missing
+def _named_in_download(folder: Folder) -> Iterator[tuple[str | None, str, set[str]]]:
+    """Shard, key and names of every row of the list; rows without a sample have no shard."""
+    finished = set(folder.finished())
+    for number in range(load_plan(folder).shards):
+        columns = ["row", "key", "status", "url", "uid", *HASH_KINDS]
+        table = read_meta(folder, number, columns) if number in finished else read_shard(folder, number)
+        for row in table.to_pylist():
+            shard = tar_name(number) if row.get("status") == "success" else None
+            yield shard, key_of(row["row"]), names_of(row)
 
 
-def _in_tars(manifest: Manifest, names: Set[str]) -> tuple[Hits, set[str]]:
-    """What to remove, and the names that match a sample."""
-    hits, matched = Hits(), set[str]()
+def _named_in_tars(manifest: Manifest) -> Iterator[tuple[str, str, set[str]]]:
+    """Shard, key and names of every sample."""
     for shard in manifest.shards:
         for key, parts in canonical_tar.intact_samples(manifest.url(shard)):
-            if matching := names_of_sample(shard.name, key, parts) & names:
-                matched |= matching
-                hits.setdefault(shard.name, set()).add(key)
-    return hits, matched
-
-
-def _check(folder: Folder, manifest: Manifest, changing: list[Shard], hits: Hits, *, is_whole: bool) -> None:
-    """Refuse to leave nothing, and to copy from shards that are not what was recorded."""
-    if is_whole and hits and sum(map(len, hits.values())) >= manifest.n:
-        raise UserError(
-            f"The list names all {manifest.n:,} samples of {folder.root}: nothing would be left, and nothing was "
-            "changed. Delete the folder if that is what you mean."
-        )
-    check_keys(manifest, changing)
-    for shard in changing:
-        if shard.sha256:
-            check_tar(folder, Path(manifest.url(shard)), shard.sha256)
+            yield shard.name, key, names_of_sample(shard.name, key, parts)
 
 
 def _stage(
@@ -146,11 +141,7 @@ def _stage(
 
 
 def _rewrite(folder: Folder, commit: Commit, shard: Shard, keys: Set[str]) -> Shard:
-    """Write a shard without these samples, its meta file and record if it has any, and return what the shard is now.
-
-    Raises:
-        UserError: The new shard does not hold the others, and only them.
-    """
+    """Write a shard without these samples, its meta file and record if it has any, and return what the shard is now."""
     path = folder.root / shard.name
     tar = commit.new(path)
     members = (
@@ -181,11 +172,7 @@ def _rewrite(folder: Folder, commit: Commit, shard: Shard, keys: Set[str]) -> Sh
 
 
 def _check_others(folder: Folder, names: Set[str]) -> None:
-    """Read the tars of the folder that nothing lists.
-
-    Raises:
-        UserError: A sample with one of these names is in them.
-    """
+    """Refuse a sample with one of these names in the tars of the folder that nothing lists."""
     listed = manifest_of_records(folder) if folder.is_download else local_manifest(folder.root)
     left = list[str]()
     for name in sorted(set(list_shards(folder.root)) - {shard.name for shard in listed.shards}):

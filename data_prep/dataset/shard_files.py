@@ -24,9 +24,10 @@ STORED_HASH = "stored_sha256"
 """Column of the meta file: SHA-256 of the image as encoded for the tar."""
 TRANSPARENT = "transparent"
 """Column of the meta file: whether the served image had pixels that are not opaque."""
-_INT32 = ("width", "height", "original_width", "original_height")
 _TEXTS = ("url", "caption", "uid", "key", "status", "reason", "error", STORED_HASH, *HASH_KINDS)
-# Columns that are not stored in a sample's JSON.
+_INT32 = ("width", "height", "original_width", "original_height")
+_COLUMNS = {"row": pa.int64(), **dict.fromkeys(_TEXTS, pa.string()), **dict.fromkeys(_INT32, pa.int32()),
+            TRANSPARENT: pa.bool_()}  # fmt: skip
 _NOT_IN_JSON = ("row", "status", "reason", "error", STORED_HASH, TRANSPARENT)
 
 
@@ -102,10 +103,9 @@ def difference(row: Mapping[str, Any], suffix: str, payload: bytes) -> str:
     if suffix != "json":
         is_same = hashlib.sha256(payload).hexdigest() == row.get(STORED_HASH)
         return "" if is_same else "the image differs from the stored one"
-    names = [name for name in (*_TEXTS, *_INT32) if name not in _NOT_IN_JSON]
     try:
         facts = json.loads(payload)
-        wrong = [name for name in names if facts.get(name) != row.get(name)]
+        wrong = [name for name in _COLUMNS if name not in _NOT_IN_JSON and facts.get(name) != row.get(name)]
     except (ValueError, AttributeError, RecursionError):
         return "the JSON cannot be read"
     return f"{', '.join(wrong)} in the JSON differ from the meta file" if wrong else ""
@@ -119,9 +119,7 @@ def facts_text(row: Mapping[str, Any]) -> str:
 
 def meta_table(rows: list[dict[str, Any]]) -> pa.Table:
     """The table of a download's meta file."""
-    known: dict[str, Any] = {"row": pa.int64(), **dict.fromkeys(_TEXTS, pa.string())}
-    known |= {**dict.fromkeys(_INT32, pa.int32()), TRANSPARENT: pa.bool_()}
     present = {name for row in rows for name in row}
     # In a fixed order, so that a retry gives the same bytes as a run that needed none.
-    names = [*(name for name in known if name in present), *sorted(present - set(known))]
-    return pa.table({name: pa.array([row.get(name) for row in rows], known.get(name)) for name in names})
+    names = [*(name for name in _COLUMNS if name in present), *sorted(present - _COLUMNS.keys())]
+    return pa.table({name: pa.array([row.get(name) for row in rows], _COLUMNS.get(name)) for name in names})

@@ -91,38 +91,32 @@ def make_plan(
     path = folder.plan / PLAN_NAME
     if path.exists():
         plan = load_plan(folder)
-        _check_same(folder, plan, settings, rules, subset.index)
+        different = changed(flatten(plan.settings), flatten(settings))
+        different += changed(old := flatten(plan.rules), {**dict.fromkeys(old), **flatten(rules)})
+        if different:
+            raise UserError(
+                f"{folder.root} holds a list or shards that were made with other settings ({'; '.join(different)}). "
+                "Use another output folder, or the old settings to continue."
+            )
+        if subset.index and plan.index and Path(subset.index).exists() and not is_same(Path(subset.index), plan.index):
+            raise UserError(
+                f"subset.index = {subset.index!r} has changed since the URL list was made. Use another output folder "
+                "for the changed index, or put the former one back to continue."
+            )
         return plan
-    for old in folder.plan.glob("part-*"):
-        old.unlink()
+    for part in folder.plan.glob("part-*"):
+        part.unlink()
     files = identity_of(source)
     counts: Counter[str] = Counter()
     batches = _selected(source, Subset(subset), counts)
     rows, digest, parts = _write_list(folder, batches, shard_size)
-    seen = counts.total()
-    plan = Plan(
-        rows=rows,
-        seen=seen,
-        shard_size=shard_size,
-        digest=digest,
-        settings=settings,
-        skipped=counts["skipped"],
-        files=files,
-        index=stamp(Path(subset.index)) if subset.index else {},
-        rules=rules,
-        parts=parts,
-    )
-    if plan.rows == 0:
+    seen, index = counts.total(), stamp(Path(subset.index)) if subset.index else {}
+    if rows == 0:
         raise UserError(f"No row is left of the {seen:,} of the source after subset.fraction = {subset.fraction}.")
     check_rows(source, seen)
     check_unchanged(source, files)
-    _check_records(folder, plan)
-    write_text(path, stored_text(asdict(plan)), durable=True)  # marks the plan as complete
-    return plan
-
-
-def _check_records(folder: Folder, plan: Plan) -> None:
-    """Check that shards which are there, although the plan was lost, were made from the same list and settings."""
+    plan = Plan(rows, seen, shard_size, digest, settings, counts["skipped"], files, index, rules, parts)
+    # Shards that are there although the plan was lost must have been made from the same list and settings.
     for record in map(folder.read_record, folder.finished()):
         if (record.plan, record.rules) != (plan.digest, plan.rules_digest):
             raise UserError(
@@ -130,6 +124,8 @@ def _check_records(folder: Folder, plan: Plan) -> None:
                 f"the plan that they belong to is gone. Restore the table and the settings ({folder.config}), or use "
                 "another output folder."
             )
+    write_text(path, stored_text(asdict(plan)), durable=True)  # marks the plan as complete
+    return plan
 
 
 def load_plan(folder: Folder) -> Plan:
@@ -173,22 +169,6 @@ def read_shard(folder: Folder, shard: int) -> Any:
         raise UserError(f"{folder.plan_part(part)} is missing or damaged ({error}). {folder.repair_hint}") from error
 
 
-def _check_same(folder: Folder, plan: Plan, settings: dict[str, Any], rules: dict[str, Any], index: str | None) -> None:
-    """Refuse other settings and another index than the plan was made with."""
-    different = changed(flatten(plan.settings), flatten(settings))
-    different += changed(old := flatten(plan.rules), {**dict.fromkeys(old), **flatten(rules)})
-    if different:
-        raise UserError(
-            f"{folder.root} holds a list or shards that were made with other settings ({'; '.join(different)}). "
-            "Use another output folder, or the old settings to continue."
-        )
-    if index and plan.index and Path(index).exists() and not is_same(Path(index), plan.index):
-        raise UserError(
-            f"subset.index = {index!r} has changed since the URL list was made. Use another output folder for the "
-            "changed index, or put the former one back to continue."
-        )
-
-
 class Subset:
     """Selects rows by their names (uid where there is one, else URL), by `subset.index` and a hash of name and seed.
 
@@ -198,21 +178,23 @@ class Subset:
 
     def __init__(self, config: SubsetConfig) -> None:
         self._config = config
-        self._limit = round(config.fraction * 2**64)
         self._index = _open_index(config.index) if config.index else None
-
-    @property
-    def keeps_all(self) -> bool:
-        return self._config.fraction == 1.0 and self._index is None
 
     def mask(self, names: Iterable[str]) -> np.ndarray:
         """A boolean per name: whether its row belongs."""
         names = list(names)
         mask = np.ones(len(names), dtype=bool)
         if self._index is not None:
-            mask &= _contained(names, self._index)
+            wrong = next((name for name in names if not re.fullmatch(r"[0-9a-fA-F]{32}", name)), None)
+            if wrong is not None:
+                raise UserError(f"subset.index needs uids of 32 hexadecimal digits, and {wrong!r:.80} is none.")
+            halves = [(int(name[:16], 16), int(name[16:], 16)) for name in names]
+            wanted = np.array(halves, dtype=self._index.dtype)
+            places = np.searchsorted(self._index, wanted)  # touches a few pages per uid
+            places[places == len(self._index)] = 0
+            mask &= np.asarray(self._index[places] == wanted)
         if self._config.fraction < 1.0:
-            mask &= hashes(names, seed=self._config.seed) < np.uint64(self._limit)
+            mask &= hashes(names, seed=self._config.seed) < np.uint64(round(self._config.fraction * 2**64))
         return mask
 
 
@@ -224,32 +206,19 @@ def hashes(names: Iterable[str], *, seed: int) -> np.ndarray:
 def _open_index(path: str) -> Any:
     """The uid index, memory-mapped because it may have tens of gigabytes; its order is checked at 10,000 places."""
     try:
-        index = np.load(path, mmap_mode="r")
+        index: Any = np.load(path, mmap_mode="r")
+        kinds = [kind for kind, *_ in (index.dtype.fields or {}).values()]
+        if index.ndim != 1 or not len(index) or kinds != [np.uint64] * 2:
+            raise ValueError(f"it holds {index.dtype} of shape {index.shape}")
+        some = np.asarray(index[:: max(1, -(-len(index) // 10_000))])
+        if (np.sort(some) != some).any():
+            raise ValueError("it is not sorted, so that uids in it would not be found: np.sort it")
     except Exception as error:  # also those of Python's tokenizer and zip reader
         raise UserError(
-            f"subset.index = {path!r} is not a complete .npy file of uids ({error}): fetch the published one first."
+            f"subset.index = {path!r} must be the published .npy file, one sorted array of pairs of 64-bit halves "
+            f"(uint64): {error}."
         ) from error
-    dtype, shape = (index.dtype, index.shape) if isinstance(index, np.ndarray) else (np.dtype(object), ())
-    is_of_uids = [kind for kind, *_ in (dtype.fields or {}).values()] == [np.uint64] * 2 and len(shape) == 1
-    some = np.asarray(index[:: max(1, -(-len(index) // 10_000))]) if is_of_uids else None
-    if some is None or not len(some) or (np.sort(some) != some).any():
-        raise UserError(
-            f"subset.index = {path!r} must be one sorted array of pairs of 64-bit halves (uint64), and holds "
-            f"{dtype} of shape {shape}: np.sort one that is not sorted, else uids in it would not be found."
-        )
     return index
-
-
-def _contained(names: list[str], index: Any) -> np.ndarray:
-    """Whether each 32-digit hexadecimal uid is in the sorted index (binary search; touches a few pages per uid)."""
-    wrong = next((name for name in names if not re.fullmatch(r"[0-9a-fA-F]{32}", name)), None)
-    if wrong is not None:
-        raise UserError(f"subset.index needs uids of 32 hexadecimal digits, but found one that is not ({wrong!r:.80}).")
-    halves = [(int(name[:16], 16), int(name[16:], 16)) for name in names]
-    wanted = np.array(halves, dtype=index.dtype)
-    places = np.searchsorted(index, wanted)
-    places[places == len(index)] = 0
-    return np.asarray(index[places] == wanted)
 
 
 def _selected(source: SourceConfig, subset: Subset, counts: Counter[str]) -> Iterator[Any]:
@@ -273,10 +242,8 @@ def _selected(source: SourceConfig, subset: Subset, counts: Counter[str]) -> Ite
         if source.hash:  # hexadecimal digits are the same in both cases, and img2dataset compares them as text
             place = batch.schema.names.index(source.hash_kind)
             batch = batch.set_column(place, source.hash_kind, pc.utf8_lower(batch.column(source.hash_kind)))
-        if not subset.keeps_all:
-            naming = batch.column("uid") if source.uid else batch.column("url")
-            batch = batch.filter(pa.array(subset.mask(pc.fill_null(naming, "").to_pylist())))
-        yield batch
+        naming = batch.column("uid") if source.uid else batch.column("url")
+        yield batch.filter(pa.array(subset.mask(pc.fill_null(naming, "").to_pylist())))
 
 
 def _write_list(folder: Folder, batches: Iterator[Any], shard_size: int) -> tuple[int, str, dict[str, str]]:

@@ -53,15 +53,14 @@ def verify(root: str | Path, *, decode: int = 16, allow_outside: bool = False) -
             shards are not on this machine.
     """
     folder = Folder(Path(root))
-    is_own = "://" not in str(root) and folder.is_download
     problems, listed = list[Problem](), set[str]()
-    if is_own:
+    if folder.is_download:
         listed, stated = _check_download(folder, problems), manifest_of_records(folder)
     else:
         stated = local_manifest(root, allow_outside=allow_outside)
         problems += _check_records(folder, None) if folder.is_converted else []
     for shard in stated.shards:
-        problems += _check_shard(stated, shard, folder if is_own else None, decode=decode)
+        problems += _check_shard(stated, shard, folder, decode=decode)
     listed |= {shard.name for shard in stated.shards}
     others = (name for name in list_shards(folder.root) if name not in listed)
     problems.extend(Problem(name, UNLISTED, "it is not in the manifest") for name in others)
@@ -71,10 +70,7 @@ def verify(root: str | Path, *, decode: int = 16, allow_outside: bool = False) -
 def delete_damaged(root: str | Path, problems: Iterable[Problem]) -> list[str]:
     """Delete the shards with problems, each with its record, so that the command that made the folder makes them again.
 
-    A damaged list of URLs is deleted, too: `neuclip download` then reads its table again.
-
-    Returns:
-        The names of the tars, indexes and the plan, whose shards or files were deleted.
+    A damaged list of URLs is deleted, too: `neuclip download` then reads its table again. Returns what was deleted.
 
     Raises:
         UserError: The shards are neither those of `neuclip download` nor of `neuclip pairs`, another process works in
@@ -85,17 +81,13 @@ def delete_damaged(root: str | Path, problems: Iterable[Problem]) -> list[str]:
         raise UserError(
             f"No command of this program has made {root}, so that nothing was deleted. {folder.repair_hint}"
         )
-    at_fault = [problem.shard for problem in problems if problem.kind != UNLISTED]
-    numbers = sorted({number for name in at_fault if (number := folder.number_of(name)) is not None})
-    others = [problem.shard for problem in problems if problem.kind == INDEX]
-    parts: list[Path] = []
-    if folder.is_download and f"plan/{PLAN_NAME}" in at_fault:
-        others.append(f"plan/{PLAN_NAME}")
-        parts = list(folder.plan.glob("part-*.parquet"))
+    at_fault = [problem for problem in problems if problem.kind != UNLISTED]
+    numbers = sorted({number for problem in at_fault if (number := folder.number_of(problem.shard)) is not None})
+    others = sorted({p.shard for p in at_fault if p.kind == INDEX or p.shard == f"plan/{PLAN_NAME}"})
     with exclusive_lock(folder):
         for number in numbers:
             withdraw(folder, number)
-        for path in (*map(folder.root.joinpath, others), *parts):
+        for path in map(folder.root.joinpath, others):  # without plan.json, the parts of the list are written again
             if path.is_dir():
                 raise UserError(f"{path} is a folder in the place of a file: move it away by hand.")
             real_path(folder.root, path).unlink(missing_ok=True)
@@ -103,11 +95,7 @@ def delete_damaged(root: str | Path, problems: Iterable[Problem]) -> list[str]:
 
 
 def _check_download(folder: Folder, problems: list[Problem]) -> set[str]:
-    """Add the problems of a download's files besides the shards; returns the shards that its manifest lists.
-
-    Raises:
-        UserError: There is no manifest, because the download is not finished.
-    """
+    """Add the problems of a download's files besides the shards; returns the shards that its manifest lists."""
     plan = manifest = None
     try:
         plan = load_plan(folder)
@@ -131,7 +119,19 @@ def _check_download(folder: Folder, problems: list[Problem]) -> set[str]:
     of_records = list(_check_records(folder, plan))
     problems += of_records
     if plan is not None and manifest is not None and not of_records:
-        problems += _check_manifest(folder, plan, manifest)
+        try:
+            expected = expected_manifest(folder, plan)
+        except UserError as error:
+            problems.append(Problem(MANIFEST_NAME, "contradicts", str(error)))
+        else:
+            stated = json.loads((folder.root / MANIFEST_NAME).read_bytes())
+            for name in ("failures", "facts", "attempted"):  # compared as JSON, which has lists in place of tuples
+                value = json.dumps(getattr(expected, name), sort_keys=True, default=dict)
+                if json.dumps(stated.get(name), sort_keys=True) != value:
+                    what = "it does not match the plan and the shards' records"
+                    problems.append(Problem(MANIFEST_NAME, name, what))
+            if manifest.digest != expected.digest:
+                problems.append(Problem(MANIFEST_NAME, "shards", "it lists other shards than the records"))
     return {shard.name for shard in manifest.shards} if manifest else set()
 
 
@@ -167,28 +167,11 @@ def _check_records(folder: Folder, plan: Plan | None) -> Iterator[Problem]:
                 yield Problem(f"meta/{folder.meta(shard).name}", "damaged", str(error))
 
 
-def _check_manifest(folder: Folder, plan: Plan, manifest: Manifest) -> Iterator[Problem]:
-    """Compare the manifest with the plan and the records."""
-    try:
-        expected = expected_manifest(folder, plan)
-    except UserError as error:
-        yield Problem(MANIFEST_NAME, "contradicts", str(error))
-        return
-    stated = json.loads((folder.root / MANIFEST_NAME).read_bytes())
-    # Compared as JSON, which has lists in place of tuples.
-    for name, value in (("failures", expected.failures), ("facts", expected.facts), ("attempted", expected.attempted)):
-        if json.dumps(stated.get(name), sort_keys=True) != json.dumps(value, sort_keys=True, default=dict):
-            yield Problem(MANIFEST_NAME, name, "it does not match the plan and the shards' records")
-    if manifest.digest != expected.digest:
-        yield Problem(MANIFEST_NAME, "shards", "it lists other shards than the records")
-
-
-def _check_shard(manifest: Manifest, shard: Shard, own: Folder | None, *, decode: int) -> Iterator[Problem]:
+def _check_shard(manifest: Manifest, shard: Shard, folder: Folder, *, decode: int) -> Iterator[Problem]:
     path = Path(manifest.url(shard))
     if not path.is_file():
-        yield Problem(
-            shard.name, "missing", "there is a folder in its place" if path.exists() else "there is no such file"
-        )
+        what = "there is a folder in its place" if path.exists() else "there is no such file"
+        yield Problem(shard.name, "missing", what)
         return
     size, digest = path.stat().st_size, sha256_of(path)
     if (size, digest) != (shard.bytes, shard.sha256):
@@ -196,11 +179,11 @@ def _check_shard(manifest: Manifest, shard: Shard, own: Folder | None, *, decode
         yield Problem(shard.name, "sha256", f"{sizes}{digest[:16]}... instead of {shard.sha256[:16]}...")
         return
     rows = dict[str, dict[str, Any]]()
-    if own and (number := own.number_of(shard.name)) is not None:
+    if folder.is_download and (number := folder.number_of(shard.name)) is not None:
         # The bytes are those that were published, so only the published content can still be wrong. A meta file that
         # cannot be read is reported elsewhere.
         with suppress(UserError, KeyError, UnicodeDecodeError):
-            rows = {row["key"]: row for row in read_meta(own, number).to_pylist()}
+            rows = {row["key"]: row for row in read_meta(folder, number).to_pylist()}
     yield from _check_samples(path, shard, rows, decode=decode)
     index = index_path(manifest.root, shard.sha256)
     with suppress(DamagedTar):
@@ -218,33 +201,27 @@ def _check_samples(
     count = 0
     try:
         for count, (key, parts) in enumerate(canonical_tar.samples(path), start=1):
-            if rows:
-                yield from _compare(shard.name, key, parts, rows.get(key))
-            if count - 1 in chosen:
-                yield from _undecodable(shard.name, key, parts)
+            row = rows.get(key, {})
+            if rows and row.get("status") != "success":
+                yield Problem(shard.name, "sample", f"{key} is not a sample according to its meta file")
+            elif rows:
+                names = ", ".join(parts)
+                if not {"txt", "json"} < set(parts) or len(parts) != 3:
+                    yield Problem(shard.name, "sample", f"{key} consists of {names} instead of an image, txt and json")
+                differences = (difference(row, suffix, payload) for suffix, payload in parts.items())
+                yield from (Problem(shard.name, "sample", f"{key}: {problem}") for problem in differences if problem)
+            if count - 1 not in chosen:
+                continue
+            if picture := canonical_tar.picture(parts):
+                try:
+                    rgb_image(picture)
+                except CorruptSample as error:
+                    yield Problem(shard.name, "undecodable", f"sample {key} ({error})")
+            else:
+                what = f"sample {key} has no image, only {', '.join(parts) or 'empty members'}"
+                yield Problem(shard.name, "incomplete", what)
     except ValueError as error:
         yield Problem(shard.name, "damaged", f"it is not a complete tar ({error})")
         return
     if count != shard.samples:
         yield Problem(shard.name, "count", f"{count:,} samples instead of {shard.samples:,}")
-
-
-def _compare(name: str, key: str, parts: Mapping[str, bytes], row: Mapping[str, Any] | None) -> Iterator[Problem]:
-    if row is None or row["status"] != "success":
-        yield Problem(name, "sample", f"{key} is not a sample according to its meta file")
-        return
-    if not {"txt", "json"} < set(parts) or len(parts) != 3:
-        yield Problem(name, "sample", f"{key} consists of {', '.join(parts)} instead of an image, txt and json")
-    differences = (difference(row, suffix, payload) for suffix, payload in parts.items())
-    yield from (Problem(name, "sample", f"{key}: {problem}") for problem in differences if problem)
-
-
-def _undecodable(name: str, key: str, parts: Mapping[str, bytes]) -> Iterator[Problem]:
-    picture = canonical_tar.picture(parts)
-    if not picture:
-        yield Problem(name, "incomplete", f"sample {key} has no image, only {', '.join(parts) or 'empty members'}")
-        return
-    try:
-        rgb_image(picture)
-    except CorruptSample as error:
-        yield Problem(name, "undecodable", f"sample {key} ({error})")

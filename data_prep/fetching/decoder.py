@@ -13,6 +13,7 @@ import io
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
@@ -22,7 +23,7 @@ import numpy as np
 
 from data_prep import reasons
 from data_prep.download_config import ImageConfig
-from data_prep.fetching.served_image import Pixels, decode, extension, upright
+from data_prep.fetching.served_image import decode, extension, upright
 from data_prep.reasons import FetchError
 from pipeline.pictures.pixels import colour_of
 
@@ -72,7 +73,13 @@ class ImageConverter:
         pixels = decode(body, processes=self.processes, background=colour_of(self.image.background))
         self.is_transparent = pixels.is_transparent
         height, width = pixels.array.shape[:2]
-        self._check_shape(height, width)
+        size = f"{width} x {height}"
+        if min(height, width) < self.image.min_size:
+            raise FetchError(reasons.TOO_SMALL, size)
+        if height * width > self.max_pixels:
+            raise FetchError(reasons.TOO_MANY_PIXELS, size)
+        if max(height, width) / min(height, width) > self.image.max_aspect_ratio:
+            raise FetchError(reasons.EXTREME_ASPECT, size)
         resized = scale(pixels.array, self.image)
         if boxes is not None and self.blur:  # boxes are relative to the image as stored, not turned
             resized = self._blurrer(img=resized, bbox_list=boxes)
@@ -81,28 +88,15 @@ class ImageConverter:
             if pixels.orientation >= 5:
                 height, width = width, height
         stored_height, stored_width = resized.shape[:2]
-        stored = body if self._keeps(body, pixels, resized) else self._encode(resized)
-        return stored, stored_width, stored_height, width, height, None
-
-    def _check_shape(self, height: int, width: int) -> None:
-        if min(height, width) < self.image.min_size:
-            raise FetchError(reasons.TOO_SMALL, f"{width} x {height}")
-        if height * width > self.max_pixels:
-            raise FetchError(reasons.TOO_MANY_PIXELS, f"{width} x {height}")
-        if max(height, width) / min(height, width) > self.image.max_aspect_ratio:
-            raise FetchError(reasons.EXTREME_ASPECT, f"{width} x {height}")
-
-    def _keeps(self, body: bytes, pixels: Pixels, resized: np.ndarray) -> bool:
-        """Whether the served bytes can be stored: the image is unchanged and has the right format."""
+        facts = stored_width, stored_height, width, height, None
         unchanged = resized is pixels.array and not pixels.is_changed and pixels.orientation == 1
-        return unchanged and self.image.skip_reencode and extension(body) == self.image.encode_format
-
-    def _encode(self, array: np.ndarray) -> bytes:
         kind = self.image.encode_format
-        done, encoded = cv2.imencode(f".{kind}", array, [_QUALITY[kind], self.image.encode_quality])
+        if unchanged and self.image.skip_reencode and extension(body) == kind:
+            return body, *facts
+        done, encoded = cv2.imencode(f".{kind}", resized, [_QUALITY[kind], self.image.encode_quality])
         if not done:
-            raise FetchError(reasons.NOT_ENCODED, f"{array.shape[1]} x {array.shape[0]} as {kind}")
-        return encoded.tobytes()
+            raise FetchError(reasons.NOT_ENCODED, f"{stored_width} x {stored_height} as {kind}")
+        return encoded.tobytes(), *facts
 
 
 def failed(error: str) -> Outcome:
@@ -123,7 +117,7 @@ def scale(array: np.ndarray, image: ImageConfig) -> np.ndarray:
     return cv2.resize(array, target, interpolation=cv2.INTER_AREA)
 
 
-_START_SECONDS, _READY = 300.0, "ready"
+_START_SECONDS = 300.0
 SECONDS = 30.0
 """For decoding, resizing and encoding one image."""
 _ATTEMPTS = 2
@@ -145,19 +139,16 @@ class Decoder:
         """Convert one image; one that ends its decoder twice is `quarantined`, or `too slow to decode`."""
         failure = ""
         for _ in range(_ATTEMPTS):
-            try:
-                if not self._start():
-                    failure = f"{reasons.INTERNAL}: no decoder could be started"
-                    self.close()
-                    continue
+            with suppress(EOFError, OSError):
+                failure = f"{reasons.INTERNAL}: no decoder could be started"
+                self._start()
+                failure = f"{reasons.QUARANTINED}: its decoder died"
                 self._connection.send((stream.getvalue(), boxes))
                 if self._connection.poll(self._seconds):
                     outcome: Outcome
                     outcome, self.is_transparent = self._connection.recv()
                     return outcome
                 failure = f"{reasons.TOO_SLOW}: not decoded in {self._seconds:g} s"
-            except (EOFError, OSError):
-                failure = f"{reasons.QUARANTINED}: its decoder died"
             self.close()
         return failed(failure)
 
@@ -169,14 +160,10 @@ class Decoder:
             self._connection.close()
         self._process = None
 
-    def _start(self) -> bool:
-        """Start the process, if there is none; its start, slow on a busy machine, does not count as decoding.
-
-        Returns:
-            Whether it is ready.
-        """
+    def _start(self) -> None:
+        """Start the process, if there is none; its start, slow on a busy machine, does not count as decoding."""
         if self._process is not None:
-            return True
+            return
         self._connection, other = Pipe()
         # Workers of a cluster find our packages in places that their children would not know.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -189,18 +176,17 @@ class Decoder:
                 pass_fds=[other.fileno()],
                 env=environment,
             )
-        try:
-            self._connection.send(self._settings)
-            return self._connection.poll(_START_SECONDS) and self._connection.recv() == _READY
-        except (EOFError, OSError):
-            return False
+        self._connection.send(self._settings)
+        if not self._connection.poll(_START_SECONDS):
+            raise TimeoutError
+        self._connection.recv()
 
 
 def main(descriptor: int) -> None:
     """Answer every image on the connection, whose first message has the settings."""
     with Connection(descriptor) as connection:
         convert = ImageConverter(**connection.recv())
-        connection.send(_READY)
+        connection.send("ready")
         while True:
             try:
                 body, boxes = connection.recv()

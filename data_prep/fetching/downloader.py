@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-from img2dataset.distributor import multiprocessing_distributor, pyspark_distributor, ray_distributor
+from img2dataset import distributor
 from img2dataset.downloader import Downloader
 
 from data_prep import reasons
@@ -34,11 +34,6 @@ from pipeline.config import parse
 from pipeline.errors import UserError
 from pipeline.files import write_json
 
-DISTRIBUTORS = {
-    "multiprocessing": multiprocessing_distributor,
-    "pyspark": pyspark_distributor,
-    "ray": ray_distributor,
-}
 # Shards per Spark job.
 _SPARK_SHARDS = 1000
 _LOOPBACK = "127.0.0.1"
@@ -77,17 +72,16 @@ class ShardDownloader(Downloader):
 
         What only the user can mend is reported to the supervisor: another engine would meet it again.
         """
-        shard, path = row
         try:
             with engine_lock(self._folder):
-                self._download_shard(shard, path)
+                self._download_shard(*row)
         except UserError as error:
-            write_json(self._folder.staging / f"{shard:05d}.live", {"refusal": str(error)})
+            write_json(self._folder.staging / f"{row[0]:05d}.live", {"refusal": str(error)})
             raise
 
     def _download_shard(self, shard: int, path: str) -> None:
         config, folder = self._config, self._folder
-        opener = _cached_opener(config.guard, config.fetch)
+        opener, decoder = _cached_tools(config.guard, config.fetch, config.image, bool(config.source.blur))
         urllib.request.install_opener(opener)  # type: ignore[arg-type]
         table = read_shard(folder, shard)
         rows = table.to_pylist()
@@ -96,19 +90,10 @@ class ShardDownloader(Downloader):
         else:
             without = [row for row in rows if config.source.hash and not row[config.source.hash_kind]]
             kept = {row["row"]: failed_row(row, reasons.NO_HASH) for row in without}
-        opener.begin(_blocked(rows, folder))
-        decoder = _cached_decoder(
-            config.image, config.guard.max_pixels, config.fetch.processes, bool(config.source.blur)
-        )
-        writer = ShardWriter(
-            shard,
-            folder,
-            self._plan,
-            rows=rows,
-            kept=kept,
-            on_failure=opener.close,
-            is_transparent=lambda: decoder.is_transparent,
-        )
+        # URLs that are not requested. If a removed URL is in a kept row as well, the writer decides.
+        removed = folder.removed_names()
+        opener.removed = {row["url"] for row in rows} - {r["url"] for r in rows if removed.isdisjoint(names_of(r))}
+        writer = ShardWriter(shard, folder, self._plan, rows=rows, kept=kept, decoder=decoder)
         if not is_retry:
             writer.outcomes[reasons.NO_HASH] += len(kept)
         asked = table.filter(pa.array([row["row"] not in kept for row in rows], pa.bool_()))
@@ -141,7 +126,8 @@ def main(path: str) -> None:
         # The path of each shard's rows, which the worker itself writes.
         rows = ((shard, str(folder.staging / f"{shard:05d}.arrow")) for shard in shards)
         processes = min(fetch.processes, len(shards))  # one that has no shard would import for seconds
-        DISTRIBUTORS[fetch.distributor](processes, downloader, rows, _SPARK_SHARDS, 1)
+        distribute = getattr(distributor, f"{fetch.distributor}_distributor")
+        distribute(processes, downloader, rows, _SPARK_SHARDS, 1)
 
 
 def _join_cluster(fetch: FetchConfig) -> None:
@@ -164,20 +150,8 @@ def _join_cluster(fetch: FetchConfig) -> None:
 
 
 @functools.cache
-def _cached_decoder(image: ImageConfig, max_pixels: int, processes: int, blur: bool) -> Decoder:
-    return Decoder(image=image, max_pixels=max_pixels, processes=processes, blur=blur)
-
-
-@functools.cache
-def _cached_opener(guard: GuardConfig, fetch: FetchConfig) -> Opener:
-    """This process's opener, which keeps its state of each host between shards."""
+def _cached_tools(guard: GuardConfig, fetch: FetchConfig, image: ImageConfig, blur: bool) -> tuple[Opener, Decoder]:
+    """This process's opener, which keeps its state of each host between shards, and its decoder."""
     connections = max(1, guard.host_connections // fetch.processes)
-    return Opener(guard, connections=connections, retries=fetch.retries, total_seconds=fetch.total_timeout)
-
-
-def _blocked(rows: list[dict[str, Any]], folder: Folder) -> dict[str, str]:
-    """URLs that are not requested, with the reason. If a removed URL is in a kept row as well, the writer decides."""
-    if not (removed := folder.removed_names()):
-        return {}
-    kept = {row["url"] for row in rows if removed.isdisjoint(names_of(row))}
-    return dict.fromkeys({row["url"] for row in rows} - kept, reasons.REMOVED)
+    opener = Opener(guard, connections=connections, retries=fetch.retries, total_seconds=fetch.total_timeout)
+    return opener, Decoder(image=image, max_pixels=guard.max_pixels, processes=fetch.processes, blur=blur)

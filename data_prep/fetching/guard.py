@@ -17,7 +17,7 @@ import ipaddress
 import re
 import unicodedata
 import urllib.parse
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from email import errors
 from email.message import Message
@@ -27,7 +27,6 @@ from data_prep import reasons
 from data_prep.download_config import GuardConfig
 from data_prep.reasons import FetchError
 
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 # Special addresses that Python 3.11 considers global.
 _SPECIAL = [
     ipaddress.ip_network(text)
@@ -42,6 +41,8 @@ _SPECIAL = [
     )
 ]
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
+# Python considers some multicast, reserved (::/96) and site-local ones global, too.
+_KINDS = ("unspecified", "loopback", "link_local", "site_local", "multicast", "private", "reserved")
 
 
 class AddressFilter:
@@ -59,29 +60,17 @@ class AddressFilter:
         address = ipaddress.ip_address(text.partition("%")[0])
         if any(address in network for network in self._allowed):
             return
-        listed = any(address in network for network in _SPECIAL)
-        # Python considers site-local and IPv4-compatible addresses (::/96) global.
-        local = isinstance(address, ipaddress.IPv6Address) and address.is_site_local
-        if (inner := _inner(address)) is not None:
-            self.check(str(inner))
-        elif not address.is_global or address.is_multicast or address.is_reserved or local or listed:
-            raise FetchError(reasons.REFUSED_ADDRESS, f"{address} is {_kind(address)}")
-
-
-def _inner(address: Address) -> ipaddress.IPv4Address | None:
-    """The IPv4 address inside an IPv6 address (mapped, 6to4, Teredo, NAT64)."""
-    if not isinstance(address, ipaddress.IPv6Address):
-        return None
-    if address in _NAT64:
-        return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
-    teredo = address.teredo
-    return address.ipv4_mapped or address.sixtofour or (teredo[1] if teredo else None)
-
-
-def _kind(address: Address) -> str:
-    kinds = ("unspecified", "loopback", "link_local", "site_local", "multicast", "private", "reserved")
-    kind = next((kind for kind in kinds if getattr(address, f"is_{kind}", False)), "not a public address")
-    return kind.replace("_", "-")
+        if isinstance(address, ipaddress.IPv6Address):  # perhaps with an IPv4 address in it
+            nat64 = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF) if address in _NAT64 else None
+            teredo = address.teredo[1] if address.teredo else None
+            if inner := nat64 or address.ipv4_mapped or address.sixtofour or teredo:
+                self.check(str(inner))
+                return
+        is_special = not address.is_global or any(address in network for network in _SPECIAL)
+        kind = next((kind for kind in _KINDS if getattr(address, f"is_{kind}", False)), None)
+        if is_special or kind:
+            what = kind.replace("_", "-") if kind else "not a public address"
+            raise FetchError(reasons.REFUSED_ADDRESS, f"{address} is {what}")
 
 
 def checked_url(url: str, *, what: str = "") -> urllib.parse.SplitResult:
@@ -93,7 +82,13 @@ def checked_url(url: str, *, what: str = "") -> urllib.parse.SplitResult:
         FetchError: It is not a URL that can be requested (bad url, refused scheme).
     """
     try:
-        parts = urllib.parse.urlsplit(ascii_url(url))
+        parts = urllib.parse.urlsplit(url)
+        if not url.isascii() or " " in url:  # host names in IDNA, other characters percent-encoded
+            host, colon, port = parts.netloc.partition(":")
+            if not parts.netloc.isascii():  # so it is no IPv6 address, whose colons do not separate a port
+                host = host.encode("idna").decode()
+            path, query = (urllib.parse.quote(part, safe="%/:=&?~#+!$,;'@()*[]|") for part in (parts.path, parts.query))
+            parts = parts._replace(netloc=host + colon + port, path=path, query=query, fragment="")
         if not parts.scheme:
             raise ValueError(f"unknown url type: {url!r:.80}")
         if parts.scheme not in ("http", "https"):
@@ -105,22 +100,6 @@ def checked_url(url: str, *, what: str = "") -> urllib.parse.SplitResult:
     except ValueError as error:
         raise FetchError(reasons.BAD_URL, str(error)) from error
     return parts
-
-
-def ascii_url(url: str) -> str:
-    """The URL as it is sent: international host names in IDNA, other characters percent-encoded.
-
-    Raises:
-        UnicodeError: The host is not a valid name.
-    """
-    if url.isascii() and " " not in url:
-        return url
-    parts = urllib.parse.urlsplit(url)
-    host, colon, port = parts.netloc.partition(":")
-    if not parts.netloc.isascii():  # so it is no IPv6 address, whose colons do not separate a port
-        host = host.encode("idna").decode()
-    quoted = (urllib.parse.quote(part, safe="%/:=&?~#+!$,;'@()*[]|") for part in (parts.path, parts.query))
-    return urllib.parse.urlunsplit((parts.scheme, host + colon + port, *quoted, ""))
 
 
 Rule = Callable[[str, Message, GuardConfig], None]
@@ -183,22 +162,9 @@ def check_opt_out(url: str, headers: Message, guard: GuardConfig) -> None:
     is_odd = any(rest) or any(not isinstance(defect, _OF_BODIES) for defect in headers.defects)
     if is_odd or any(_HEADER_WITHIN.search(str(value)) for value in values):
         raise FetchError(reasons.BAD_HEADERS, "a line of them is not `name: value`")
-    if is_opted_out(headers, user_agent=guard.user_agent, opt_outs=guard.opt_outs):
-        raise FetchError(reasons.OPTED_OUT, "X-Robots-Tag")
-
-
-def is_opted_out(headers: Message, *, user_agent: str, opt_outs: Iterable[str]) -> bool:
-    """Whether the headers of a response have one of the `opt_outs`, for all or for our `user_agent`."""
-    wanted = {_joined(directive.lower()) for directive in opt_outs}
-    lines = [_plain(str(value)) for name, value in headers.items() if _HEADER.fullmatch(name)]
-    return bool(wanted) and any(not wanted.isdisjoint(_directives(line, user_agent.lower())) for line in lines)
-
-
-def _plain(line: str) -> str:
-    """A header with ASCII letters in place of full-width ones. http.client reads its bytes as Latin-1."""
-    with contextlib.suppress(UnicodeError):
-        line = line.encode("latin-1").decode()
-    return unicodedata.normalize("NFKC", line)
+    for line in (str(value) for name, value in headers.items() if _HEADER.fullmatch(name)):
+        if not set(_directives(line, guard.user_agent.lower())).isdisjoint(guard.opt_outs):
+            raise FetchError(reasons.OPTED_OUT, "X-Robots-Tag")
 
 
 def _joined(directive: str) -> str:
@@ -208,8 +174,11 @@ def _joined(directive: str) -> str:
 
 def _directives(line: str, user_agent: str) -> Iterator[str]:
     """The directives of one header that apply to us, in lower case; `none` and a date that is over as `noindex`."""
+    with contextlib.suppress(UnicodeError):  # http.client reads the bytes as Latin-1
+        line = line.encode("latin-1").decode()
+    line = unicodedata.normalize("NFKC", line).lower()  # full-width letters
     applies = True
-    parts = [part.strip() for part in re.split("[,;]", _ODD.sub(" ", line.lower()))]
+    parts = [part.strip() for part in re.split("[,;]", _ODD.sub(" ", line))]
     for place, part in enumerate(parts):
         name, colon, value = (text.strip() for text in part.partition(":"))
         if name != "robots" and _HEADER.fullmatch(name):  # the header's name once more
@@ -221,7 +190,8 @@ def _directives(line: str, user_agent: str) -> Iterator[str]:
             continue
         if _joined(name) == "unavailableafter":  # a date may hold a comma, after the weekday or before the year
             texts = (value, ", ".join([value, *parts[place + 1 : place + 2]]))
-            yield "noindex" if any(_is_past(text.upper()) for text in texts) else ""
+            if any(_is_past(text.upper()) for text in texts):
+                yield "noindex"
             continue
         # Servers separate directives with spaces or colons, or write `noai=1`.
         for word in _WORD.findall(f"{name} {value}"):

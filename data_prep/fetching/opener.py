@@ -18,7 +18,7 @@ import time
 import urllib.parse
 import urllib.request
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Set
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,11 +52,7 @@ class _Deadline:
     """Seconds to wait for the next bytes."""
 
     def seconds(self) -> float:
-        """What the next wait may take.
-
-        Raises:
-            TimeoutError: No time is left.
-        """
+        """What the next wait may take; a TimeoutError if no time is left."""
         left = min(self.patience, self.ends - time.monotonic())
         if left <= 0:
             raise TimeoutError("no complete answer in time")
@@ -103,12 +99,7 @@ class _Guarded:
         self.response_class = functools.partial(_Response, deadline=deadline)
 
     def _new_conn(self) -> socket.socket:
-        """Like `socket.create_connection`, but connects only to an address that has just been checked.
-
-        Raises:
-            FetchError: No permitted address is left (refused address).
-            OSError: As for `socket.create_connection`.
-        """
+        """Like `socket.create_connection`, but connects only to an address that has just been checked."""
         host, port = self._dns_host, self.port  # type: ignore[attr-defined]
         refusal: Exception = OSError(f"{host} resolves to nothing")
         failure: OSError | None = None
@@ -166,19 +157,10 @@ class Opener:
         self._proxies = urllib.request.getproxies() if guard.trust_proxy else {}
         self._tls = ssl.create_default_context()  # for all connections: it reads the certificate store (10 ms)
         self._hosts: defaultdict[str, _Host] = defaultdict(lambda: _Host(threading.Semaphore(connections)))
-        self._blocked: Mapping[str, str] = {}
-        self._is_closed = False
-        contact = f"; +{guard.contact}" if guard.contact else ""
-        user_agent = f"Mozilla/5.0 (compatible; {guard.user_agent}{contact})"
-        self._headers = {"User-Agent": user_agent, "Connection": "close"}
-
-    def begin(self, blocked: Mapping[str, str]) -> None:
-        """Start a shard, of which the `blocked` URLs are not requested, each for its reason."""
-        self._blocked, self._is_closed = blocked, False
-
-    def close(self) -> None:
-        """Refuse all further URLs at once: the shard has failed."""
-        self._is_closed = True
+        self.removed: Set[str] = frozenset()
+        """URLs that are not requested."""
+        name = f"{guard.user_agent}; +{guard.contact}" if guard.contact else guard.user_agent
+        self._headers = {"User-Agent": f"Mozilla/5.0 (compatible; {name})", "Connection": "close"}
 
     def open(self, request: urllib.request.Request | str, data: None = None, timeout: float = 10.0) -> io.BytesIO:
         """Fetch one image, whole; img2dataset reads nothing else of the response.
@@ -186,11 +168,9 @@ class Opener:
         Raises:
             FetchError: Its text begins with the reason.
         """
-        if self._is_closed:
-            raise FetchError(reasons.INTERNAL, "the shard has failed already")
         url = request if isinstance(request, str) else request.full_url
-        if url in self._blocked:
-            raise FetchError(self._blocked[url])
+        if url in self.removed:
+            raise FetchError(reasons.REMOVED)
         parts = checked_url(url)
         host = self._hosts[str(parts.hostname)]
         for attempt in range(self._retries + 1):
@@ -211,8 +191,12 @@ class Opener:
                 body, location = self._ask(parts, host, deadline)
             except FetchError:
                 raise
-            except Exception as error:
-                raise _failure_of(error) from error
+            except Exception as error:  # urllib3 wraps some of those of the network
+                cause = error if error.__cause__ is None or isinstance(error, OSError) else error.__cause__
+                reason = next((reason for kind, reason in _KINDS if isinstance(cause, kind)), reasons.CONNECTION)
+                if type(cause) is http.client.HTTPException:  # more than 100 headers
+                    reason = reasons.BAD_HEADERS
+                raise FetchError(reason, f"{type(cause).__name__} {cause}".strip()) from error
             if location is None:
                 host.strikes = 0
                 return io.BytesIO(body)
@@ -231,7 +215,8 @@ class Opener:
             with connection.getresponse() as response:
                 location = response.get_redirect_location() or None
                 if location is None and not 200 <= response.status < 300:
-                    self._strike(host, response)
+                    if response.status in (429, 503):
+                        self._back_off(host, response.headers.get("Retry-After", ""))
                     raise FetchError(f"http {response.status}", response.reason or "")
                 check_response(parts.geturl(), response._original_response.msg, self._guard)  # type: ignore[union-attr]
                 return (self._receive(response) if location is None else b""), location
@@ -239,11 +224,7 @@ class Opener:
     def _connection(
         self, url: urllib.parse.SplitResult, deadline: _Deadline
     ) -> tuple[HTTPConnection, str, dict[str, str]]:
-        """A connection for one request, not yet open, the target to ask it for, and headers that a proxy needs.
-
-        Raises:
-            FetchError: A proxy would be asked for a refused address.
-        """
+        """A connection for one request, not yet open, the target to ask it for, and headers that a proxy needs."""
         host, target = url.hostname or "", (url.path or "/") + (f"?{url.query}" if url.query else "")
         options: dict[str, Any] = {"addresses": self._addresses, "deadline": deadline}
         kind: Any = _Http
@@ -277,24 +258,16 @@ class Opener:
         check_image(bytes(body), content_type=kind, max_pixels=self._guard.max_pixels)
         return bytes(body)
 
-    def _strike(self, host: _Host, response: Any) -> None:
-        """Start a back-off for a host that reports too many requests."""
-        if response.status not in (429, 503):
-            return
-        requested = retry_after(response.headers.get("Retry-After", ""))
+    def _back_off(self, host: _Host, requested: str) -> None:
+        """Leave a host alone that reports too many requests, at least as long as it has `requested`."""
+        seconds = 0.0
+        with suppress(InvalidHeader, ValueError, TypeError, OverflowError, IndexError):
+            seconds = Retry().parse_retry_after(requested)
         with host.lock:
             doubled = self._guard.backoff * 2 ** min(host.strikes, 16)
             host.strikes += 1
-            pause = min(max(requested, doubled), MAX_BACKOFF)
+            pause = min(max(seconds, doubled), MAX_BACKOFF)
             host.quiet_until = max(host.quiet_until, time.monotonic() + pause)
-
-
-def retry_after(text: str) -> float:
-    """Seconds that a `Retry-After` header specifies (a number or a date); 0 for anything else."""
-    try:
-        return Retry().parse_retry_after(text)
-    except (InvalidHeader, ValueError, TypeError, OverflowError, IndexError):
-        return 0.0
 
 
 _KINDS: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], str], ...] = (
@@ -307,12 +280,3 @@ _KINDS: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], str],
     ((OSError, http.client.HTTPException), reasons.CONNECTION),
     (ValueError, reasons.BAD_URL),
 )
-
-
-def _failure_of(error: BaseException) -> FetchError:
-    """A network error as a FetchError; urllib3 wraps some of them."""
-    cause = error if error.__cause__ is None or isinstance(error, OSError) else error.__cause__
-    reason = next((reason for kind, reason in _KINDS if isinstance(cause, kind)), reasons.CONNECTION)
-    if type(cause) is http.client.HTTPException:  # more than 100 headers
-        reason = reasons.BAD_HEADERS
-    return FetchError(reason, f"{type(cause).__name__} {cause}".strip())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,22 +136,16 @@ def extension(body: bytes, default: str = "") -> str:
 
 # Share of the memory that decoders may use, because other processes also grow.
 _SHARE = 0.6
-_PLENTY = 1 << 62
 
 
-def memory_at_hand() -> int:
-    """Bytes that all worker processes of this machine together may use for decoding."""
-    return int(_SHARE * min(psutil.virtual_memory().available, _left_in_group(Path("/sys/fs/cgroup"))))
-
-
-def _left_in_group(root: Path) -> int:
-    """Memory left in the control group; the page cache counts as free."""
-    try:
-        most, used = (root / "memory.max").read_text().strip(), int((root / "memory.current").read_text())
-        facts = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
-        return _PLENTY if most == "max" else max(0, int(most) - used + int(facts["inactive_file"]))
-    except (OSError, ValueError, KeyError):
-        return _PLENTY
+def memory_at_hand(group: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that all worker processes of this machine, and its control group, together may use for decoding."""
+    left = psutil.virtual_memory().available
+    with suppress(OSError, ValueError, KeyError):  # a ValueError: its limit is `max`
+        facts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        used = int((group / "memory.current").read_text()) - int(facts["inactive_file"])  # the page cache is free
+        left = min(left, max(0, int((group / "memory.max").read_text()) - used))
+    return int(_SHARE * left)
 
 
 _BYTES_PER_PIXEL = 16

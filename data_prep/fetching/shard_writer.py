@@ -9,20 +9,24 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from data_prep import reasons
 from data_prep.dataset import canonical_tar
 from data_prep.dataset.commit import Commit
 from data_prep.dataset.dataset_folder import Folder, ShardRecord, key_of, names_of
-from data_prep.dataset.manifest_writer import tool_versions
+from data_prep.dataset.manifest_writer import TOOLS
 from data_prep.dataset.shard_files import STORED_HASH, TRANSPARENT, facts_text, failed_row, meta_table, stage
 from data_prep.dataset.shard_plan import Plan
 from data_prep.download_config import HASH_KINDS
 from data_prep.fetching.served_image import extension
 from pipeline.files import write_json
+from pipeline.versions import version_of
+
+if TYPE_CHECKING:
+    from data_prep.fetching.decoder import Decoder
 
 _HEARTBEAT_SECONDS = 0.5
 SUCCESS = "success"
@@ -36,12 +40,12 @@ class ShardWriter:
     Payloads go to a spool file in the order they arrive, so that memory holds only the index; `close` writes them
     sorted. A live file beside it reports the progress to the supervisor, also that the shard is published.
 
-    img2dataset swallows exceptions of `write`. The first one is therefore stored, stops fetching, and is raised by
-    `close`: a shard is published completely or not at all. `on_failure` is called at the first exception.
+    img2dataset swallows exceptions of `write`. The first one is therefore stored, and raised by `close`: a shard is
+    published completely or not at all.
 
     `rows` are all of the shard's rows, as dicts of the plan's columns. `kept` are rows of the meta file that are not
-    fetched, by number: their samples are taken from the published tar. `is_transparent` says it of the image that was
-    converted last: img2dataset writes each as soon as it is converted.
+    fetched, by number: their samples are taken from the published tar. `decoder` says whether the image that it has
+    converted last is transparent: img2dataset writes each as soon as it is converted.
     """
 
     def __init__(
@@ -52,21 +56,17 @@ class ShardWriter:
         *,
         rows: list[dict[str, Any]],
         kept: Mapping[int, dict[str, Any]],
-        on_failure: Callable[[], None],
-        is_transparent: Callable[[], bool],
+        decoder: Decoder,
     ) -> None:
-        self._shard, self._folder, self._plan = shard, folder, plan
+        self._shard, self._folder, self._plan, self._decoder = shard, folder, plan, decoder
         self._rows = {row["row"]: row for row in rows}
-        self._on_failure, self._is_transparent = on_failure, is_transparent
         self._removed = folder.removed_names()
-        # Until img2dataset gives a row's outcome: it loses rows whose outcome raises an exception.
-        lost = {row["row"]: failed_row(row, reasons.INTERNAL, "lost") for row in rows}
-        self._meta, self._left = {**lost, **kept}, len(rows) - len(kept)
+        self._meta = dict(kept)
         self._index: dict[int, tuple[str, int, int, str, str]] = {}
         self._failure: Exception | None = None
         self.is_published = False
         self._spool = (folder.staging / f"{shard:05d}.spool").open("w+b")
-        self.live = folder.staging / f"{shard:05d}.live"
+        self._live = folder.staging / f"{shard:05d}.live"
         self.outcomes, self._stored, self._last_beat = Outcomes(), 0, float("-inf")
         self._beat()
 
@@ -78,7 +78,6 @@ class ShardWriter:
             self._take(img_str, caption, meta)
         except Exception as error:
             self._failure = error
-            self._on_failure()
 
     def close(self) -> None:
         """Publish the shard: rows that were not requested are as before, and those that img2dataset lost have failed.
@@ -89,7 +88,10 @@ class ShardWriter:
         try:
             if self._failure is not None:
                 raise self._failure
-            self.outcomes[reasons.INTERNAL] += self._left
+            # img2dataset loses rows whose outcome raises an exception.
+            lost = [row for number, row in self._rows.items() if number not in self._meta]
+            self._meta |= {row["row"]: failed_row(row, reasons.INTERNAL, "lost") for row in lost}
+            self.outcomes[reasons.INTERNAL] += len(lost)
             rows = [self._meta[number] for number in sorted(self._meta)]
             samples = {row["row"] for row in rows if row["status"] == "success"}
             record = ShardRecord(
@@ -101,7 +103,7 @@ class ShardWriter:
                 "",
                 Counter(row["reason"] for row in rows if row["reason"]),
                 rules=self._plan.rules_digest,
-                tools=tool_versions(),
+                tools={name: version_of(name) for name in TOOLS},
                 transparent=sum(bool(row.get(TRANSPARENT)) for row in rows),
             )
             with Commit(self._folder.root, self._folder.commit(self._shard)) as commit:
@@ -116,7 +118,7 @@ class ShardWriter:
                 self._spool.close()
             Path(self._spool.name).unlink(missing_ok=True)
             if not self.is_published:
-                self.live.unlink(missing_ok=True)
+                self._live.unlink(missing_ok=True)
 
     def _take(self, image: bytes | None, caption: str | None, meta: dict[str, Any]) -> None:
         number = meta["row"]
@@ -140,27 +142,21 @@ class ShardWriter:
         record |= {kind: row.get(kind) if reason else meta[kind] for kind in HASH_KINDS if kind in meta or kind in row}
         if reason is None:
             assert image is not None
-            record[TRANSPARENT] = self._is_transparent()
+            record[TRANSPARENT] = self._decoder.is_transparent
             record[STORED_HASH] = hashlib.sha256(image).hexdigest()
-            self._spool_sample(number, image, str(caption), record)
+            start = self._spool.tell()
+            self._spool.write(image)
+            self._index[number] = (extension(image), start, len(image), facts_text(record), str(caption))
         self.outcomes[reason or SUCCESS] += 1
-        self._left -= 1
         self._meta[number] = record
         self._beat()
 
-    def _spool_sample(self, number: int, image: bytes, caption: str, record: dict[str, Any]) -> None:
-        start = self._spool.tell()
-        self._spool.write(image)
-        self._index[number] = (extension(image), start, len(image), facts_text(record), caption)
-
     def _members(self, old: set[int]) -> Iterator[tuple[str, bytes]]:
         """All samples in order: the new ones, and the `old` ones of the tar that will be replaced."""
-        samples: Iterable[tuple[int, dict[str, bytes]]] = ((n, self._spooled(n)) for n in sorted(self._index))
-        if old:
-            published = canonical_tar.samples(self._folder.tar(self._shard))
-            kept = ((int(key), parts) for key, parts in published if int(key) in old)
-            samples = heapq.merge(samples, kept, key=lambda item: item[0])
-        for number, parts in samples:
+        new = ((number, self._spooled(number)) for number in sorted(self._index))
+        published = canonical_tar.samples(self._folder.tar(self._shard)) if old else ()
+        kept = ((int(key), parts) for key, parts in published if int(key) in old)
+        for number, parts in heapq.merge(new, kept, key=lambda item: item[0]):
             self._stored += 1
             self._beat()
             for suffix in sorted(parts):
@@ -187,4 +183,4 @@ class ShardWriter:
             "is_published": self.is_published,
         }
         with contextlib.suppress(OSError):  # serious errors are raised elsewhere
-            write_json(self.live, state)
+            write_json(self._live, state)

@@ -30,7 +30,6 @@ from pipeline.files import LEFTOVERS, read_tree, write_json, write_text
 
 _POLL_SECONDS = 0.25
 _GRACE_SECONDS = 10.0
-_PROBE_BYTES = 1 << 20
 WINDOW = 1_000
 """URLs over which success is measured."""
 RESTARTS = 3
@@ -41,10 +40,6 @@ _CLUSTER_SECONDS = 3600.0
 """Spark and Ray start a cluster first, or wait for their turn in that of others: a restart would lose their place."""
 _ENGINE = "import sys; from data_prep.fetching.downloader import main; main(sys.argv[1])"
 """Not `-m`: then the pickled classes would be those of `__main__`, which workers on other machines do not have."""
-
-
-class Paused(UserError):
-    """Fetching has paused itself; finished shards are kept, and the same command resumes."""
 
 
 def fetch(
@@ -62,8 +57,8 @@ def fetch(
     line for each restart.
 
     Raises:
-        Paused: Success collapses, or the engine no longer makes progress.
-        UserError: A shard that is to be written again is damaged.
+        UserError: Success collapses, the engine no longer makes progress, or a shard to be written again is damaged.
+            Finished shards are kept, and the same command continues.
     """
     folder = Folder(Path(config.output), config.fetch.worker)
     monitor, log, fruitless = Monitor(folder, shards), folder.staging / "engine.log", 0
@@ -78,15 +73,28 @@ def fetch(
                 if window.has_collapsed(monitor.now) or problem:
                     break
         monitor.end()
-        if window.collapse:
-            raise Paused(_withdraw(folder, monitor, window))
+        if window.collapse:  # what it may have hit is withdrawn, so that it is requested again
+            suspect = [shard for shard, attempted in monitor.finished if attempted >= window.suspect_from]
+            for shard in suspect:
+                withdraw(folder, shard)
+            raise UserError(
+                f"Paused: {window.collapse}. Check the network, the name server and whether the hosts have banned this "
+                f"address. {len(monitor.finished) - len(suspect):,} shards of this run are kept, {len(suspect):,} that "
+                "it may have hit were withdrawn, and the same command continues. If the list is simply that old, lower "
+                "monitor.min_success."
+            )
         fruitless = 0 if len(monitor.finished) > finished else fruitless + 1
         if not monitor.waiting:
             break
-        _check_disk(folder)
+        try:
+            write_text(folder.staging / "probe", "x" * (1 << 20), durable=True).unlink()
+        except OSError as error:
+            raise UserError(
+                f"Cannot write to {folder.root}: {error.strerror}. Free some space; then the same command continues."
+            ) from error
         if fruitless > RESTARTS:
             lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-5:]
-            raise Paused(
+            raise UserError(
                 f"The engine was started {fruitless} times without finishing a shard; {len(monitor.waiting):,} "
                 f"of {len(shards):,} are left. The last time {problem}. "
                 f"The end of its log ({log}): {' | '.join(filter(None, map(str.strip, lines))) or 'nothing'}"
@@ -123,9 +131,6 @@ def _watch(engine: subprocess.Popen[bytes], monitor: Monitor, *, to_begin: float
     """Follow one engine, polling it before each item, which is empty, or says how the engine ended.
 
     It also ends when it makes no progress: for `STALL` seconds, or `to_begin` before its first shard.
-
-    Raises:
-        UserError: A worker has refused a shard.
     """
     moved, activity, limit = time.monotonic(), monitor.activity, to_begin
     while True:
@@ -144,37 +149,6 @@ def _watch(engine: subprocess.Popen[bytes], monitor: Monitor, *, to_begin: float
         time.sleep(_POLL_SECONDS)
 
 
-def _check_disk(folder: Folder) -> None:
-    """Check whether the engine ended because the disk cannot be written to.
-
-    Raises:
-        Paused: It cannot.
-    """
-    try:
-        write_text(folder.staging / "probe", "x" * _PROBE_BYTES, durable=True).unlink()
-    except OSError as error:
-        raise Paused(
-            f"Cannot write to {folder.root}: {error.strerror}. Free some space; then the same command continues."
-        ) from error
-
-
-def _withdraw(folder: Folder, monitor: Monitor, window: SuccessWindow) -> str:
-    """Withdraw the shards that a collapse may have affected, so that their URLs are requested again.
-
-    Returns:
-        The message for the user.
-    """
-    suspect = [shard for shard, attempted in monitor.finished if attempted >= window.suspect_from]
-    for shard in suspect:
-        withdraw(folder, shard)
-    return (
-        f"Paused: {window.collapse}. Check the network, the name server and whether the hosts have banned this "
-        f"address. {len(monitor.finished) - len(suspect):,} shards of this run are kept, {len(suspect):,} that it may "
-        "have hit were withdrawn, and the same command continues. If the list is simply that old, lower "
-        "monitor.min_success."
-    )
-
-
 class Monitor:
     """Follows some shards until they are published."""
 
@@ -191,11 +165,7 @@ class Monitor:
         self._clear()
 
     def poll(self) -> None:
-        """Read the reports.
-
-        Raises:
-            UserError: A worker has refused a shard.
-        """
+        """Read the reports; a UserError if a worker has refused a shard."""
         self.live, published = [], {}
         for path in self._folder.staging.glob("*.live"):
             state = read_tree(path)  # empty if it is gone meanwhile

@@ -23,13 +23,8 @@ from data_prep.sources.text_columns import BATCH_ROWS, columns_of, is_text, need
 from pipeline.errors import UserError, in_a_line
 from pipeline.files import sha256_of
 
-_SUFFIXES = {
-    "parquet": (".parquet",),
-    "csv": (".csv",),
-    "tsv": (".tsv", ".txt"),
-    "jsonl": (".jsonl", ".ndjson", ".json"),
-}
-
+_FORMATS = {".parquet": "parquet", ".csv": "csv", ".tsv": "tsv", ".txt": "tsv",
+            ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl"}  # fmt: skip
 _COMMIT = re.compile(r"^[0-9a-f]{40}$")
 
 
@@ -47,11 +42,11 @@ def files_of(source: SourceConfig) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise UserError(f"source.table = {str(path)!r} is neither a file nor a folder. Give the table's path.")
-    wanted = [s for kind, some in _SUFFIXES.items() if source.format in ("auto", kind) for s in some]
+    wanted = [suffix for suffix, kind in _FORMATS.items() if source.format in ("auto", kind)]
     every = {p: str(p.relative_to(path)) for p in sorted(path.rglob("*")) if p.is_file() and _suffix(p) in wanted}
     every = {p: name for p, name in every.items() if not f"/{name}".count("/.")}  # `.ipynb_checkpoints`, `._a.parquet`
     files = [p for p, name in every.items() if fnmatch(name, source.files or "*")]
-    if not files and source.name in SOURCES and source.files == SOURCES[source.name].settings.get("files"):
+    if not files and source.name in SOURCES and source.files == SOURCES[source.name].get("files"):
         files = list(every)
     if not files:
         named = f" and matches {source.files}" if source.files else ""
@@ -63,8 +58,7 @@ def format_of(path: Path, source: SourceConfig) -> str:
     """The format of one file, from the setting or from its name."""
     if source.format != "auto":
         return source.format
-    kind = next((kind for kind, some in _SUFFIXES.items() if _suffix(path) in some), None)
-    if kind is None:
+    if (kind := _FORMATS.get(_suffix(path))) is None:
         raise UserError(f"The format of {path.name} is not clear from its name: set source.format.")
     return kind
 
@@ -140,51 +134,45 @@ def _kept_kinds(files: list[Path], source: SourceConfig) -> dict[str, Any]:
     return kinds
 
 
-def check_files(source: SourceConfig) -> None:
-    """Compare the files named in `source.sha256` with their published digests.
-
-    Raises:
-        UserError: A file differs; the message names it.
-    """
-    by_name = {path.name: path for path in files_of(source)} if source.sha256 else {}
-    for name, wanted in source.sha256.items():
-        if name not in by_name:
-            raise UserError(f"source.sha256 names {name}, which is not among {', '.join(sorted(by_name))}.")
-        digest = sha256_of(by_name[name])
-        if digest != wanted.lower():
-            raise UserError(
-                f"{by_name[name]} has SHA-256 {digest}, but source.sha256 says {wanted}: "
-                "it is damaged or another version. Fetch it again, or correct the setting."
-            )
-
-
 def _suffix(path: Path) -> str:
     suffixes = [s for s in path.suffixes if s not in (".gz", ".zst")]
     return suffixes[-1].lower() if suffixes else ""
 
 
 def _read_file(path: Path, source: SourceConfig, on_skipped: Callable[[int], None]) -> Iterator[Any]:
-    kind = format_of(path, source)
+    kind, columns = format_of(path, source), columns_of(source)
     try:
-        yield from _parquet(path, source) if kind == "parquet" else text_batches(path, source, kind, on_skipped)
+        if kind != "parquet":
+            yield from text_batches(path, source, kind, on_skipped)
+            return
+        with _open_parquet(path) as file:
+            need_columns(columns, file.schema_arrow.names, str(path))
+            # One row group at a time; otherwise all data read stays in memory until the end of the file.
+            for group in range(file.num_row_groups):
+                for batch in file.iter_batches(batch_size=BATCH_ROWS, row_groups=[group], columns=columns):
+                    yield batch.select(columns)
     except UserError:
         raise
     except (pa.ArrowException, OSError, EOFError, zlib.error, csv.Error, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as {kind}: {error}") from error
 
 
-def _parquet(path: Path, source: SourceConfig) -> Iterator[Any]:
-    with _open_parquet(path) as file:
-        need_columns(columns_of(source), file.schema_arrow.names, str(path))
-        # One row group at a time; otherwise all data read stays in memory until the end of the file.
-        for group in range(file.num_row_groups):
-            for batch in file.iter_batches(batch_size=BATCH_ROWS, row_groups=[group], columns=columns_of(source)):
-                yield batch.select(columns_of(source))
-
-
 def identity_of(source: SourceConfig) -> dict[str, dict[str, Any]]:
-    """Size, date and SHA-256 of each of a local table's files, by path below the table; nothing for the hub's."""
-    return {name: stamp(path) for name, path in _named(source).items()}
+    """Size, date and SHA-256 of each of a local table's files, by path below the table; nothing for the hub's.
+
+    Raises:
+        UserError: One that `source.sha256` names is missing or has another.
+    """
+    files = {name: stamp(path) for name, path in _named(source).items()}
+    digests = {Path(name).name: about["sha256"] for name, about in files.items()}
+    for name, wanted in source.sha256.items():
+        if digests.get(name) != wanted.lower():
+            what = f"has SHA-256 {digests[name]}" if name in digests else f"is not among {', '.join(sorted(digests))}"
+            raise UserError(
+                f"{name} {what}, but source.sha256 says {wanted}: it is damaged or another version. Fetch it again, or "
+                "correct the setting."
+            )
+    return files
 
 
 def stamp(path: Path) -> dict[str, Any]:
@@ -270,11 +258,7 @@ def pin(source: SourceConfig) -> SourceConfig:
 
 
 def _read_hub(source: SourceConfig) -> Iterator[Any]:
-    """Read the rows of a data set on the hub in order as pyarrow Tables.
-
-    Raises:
-        UserError: The data set cannot be read, or lacks a column.
-    """
+    """Read the rows of a data set on the hub in order as pyarrow Tables."""
     import datasets
 
     columns, options = columns_of(source), dict[str, Any]()

@@ -13,10 +13,9 @@ import random
 import re
 import socket
 import subprocess
-import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -28,16 +27,14 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image, ImageOps
 
-from data_prep import ingest, reasons
+from data_prep import reasons
 from data_prep.dataset import canonical_tar
 from data_prep.dataset.ingest_report import take_census, write_report
 from data_prep.dataset.verification import verify
-from data_prep.download_config import DownloadConfig
 from pipeline.data.shards.manifest_format import load_manifest
 from pipeline.data.shards.tar_reader import CaptionField
 from tests.downloads import command_of, download_config
-from tests.images import encoded, png, see_through, sixteen_bits
-from tests.ingested import fetch_in_process, own_opener  # noqa: F401 (a fixture)
+from tests.images import encoded, see_through, sixteen_bits
 from tests.launch import environment
 from tests.web import Site, send, serve
 
@@ -74,11 +71,6 @@ def turned(image: Image.Image, orientation: int) -> bytes:
     return encoded_jpeg(image, exif=exif)
 
 
-def bomb() -> bytes:
-    """Return a PNG of a few hundred kilobytes that declares, and contains, 9,400 x 9,400 transparent pixels."""
-    return png(9_400, 9_400, data=bytes((9_400 * 4 + 1) * 9_400), colour=6)
-
-
 def serves(body: bytes, status: int = 200, **headers: str) -> Answer:
     return lambda handler: send(handler, status, body, **headers)
 
@@ -103,15 +95,8 @@ GOOD: dict[str, Callable[[Image.Image], bytes]] = {
     "transparent tiff": lambda image: encoded(see_through(image), "TIFF"),
     **{f"orientation {n}": lambda image, n=n: turned(image, n) for n in range(2, 9)},
 }
-OPT_OUTS = (
-    "none",
-    "noai",
-    "noindex, unavailable_after: 25 Jun 2077 15:00:00 GMT",
-    "max-image-preview:large, noai",
-    "neuclip: noimageai",
-    "otherbot: nofollow, *: noindex",
-)
-NOT_OPTED_OUT = ("otherbot: noai", "max-image-preview: none", "all")
+OPT_OUTS = ("noai", "otherbot: nofollow, *: noindex")
+NOT_OPTED_OUT = ("otherbot: noai", "max-image-preview: none")
 
 
 def cut(handler: BaseHTTPRequestHandler) -> None:
@@ -122,32 +107,20 @@ def cut(handler: BaseHTTPRequestHandler) -> None:
     handler.wfile.write(body[: len(body) // 2])
 
 
-def hangs_up(handler: BaseHTTPRequestHandler) -> None:
-    handler.connection.shutdown(socket.SHUT_RDWR)
-
-
-def stalls(handler: BaseHTTPRequestHandler) -> None:
-    threading.Event().wait(6)
-
-
-def asks_to_wait(handler: BaseHTTPRequestHandler) -> None:
-    send(handler, 503, b"", Retry_After="²")
-
-
 def classes() -> dict[str, tuple[Answer, str | None]]:
     """Return the failure classes by name: the server's response, and the reason that must be recorded."""
     jpeg = encoded_jpeg(photograph(1))
     lossless = encoded(photograph(1), "PNG")
     found: dict[str, tuple[Answer, str | None]] = {
         **{f"status {code}": (serves(b"", code), f"http {code}") for code in (401, 403, 404, 410, 418, 429, 500)},
-        "retry-after in superscript": (asks_to_wait, "http 503"),
+        "retry-after in superscript": (serves(b"", 503, Retry_After="²"), "http 503"),
         "page": (serves(b"<!doctype html><p>gone", Content_Type="image/jpeg"), reasons.NOT_AN_IMAGE),
         "words": (serves(b"just words"), reasons.NOT_AN_IMAGE),
         "empty": (serves(b""), reasons.EMPTY),
         "half a jpeg": (serves(jpeg[: len(jpeg) // 2]), reasons.TRUNCATED),
         "half a png": (serves(lossless[: len(lossless) // 2]), reasons.TRUNCATED),
         "cut connection": (cut, reasons.CUT_OFF),
-        "no answer": (hangs_up, reasons.CONNECTION),
+        "no answer": (lambda handler: handler.connection.shutdown(socket.SHUT_RDWR), reasons.CONNECTION),
         "too many bytes": (serves(jpeg + bytes(300_000)), reasons.TOO_MANY_BYTES),
         "too many pixels": (serves(encoded(Image.new("L", (2_100, 2_000)), "PNG")), reasons.TOO_MANY_PIXELS),
         "redirect to itself": (lambda handler: send(handler, 302, b"", Location=handler.path), reasons.REDIRECTS),
@@ -162,15 +135,10 @@ def classes() -> dict[str, tuple[Answer, str | None]]:
 
 WRITTEN = {
     "http://user:pass@127.0.0.1/x.jpg": reasons.BAD_URL,
-    "http://[::1/x": reasons.BAD_URL,
-    "http://127.0.0.1:99999/x": reasons.BAD_URL,
     "no url at all": reasons.BAD_URL,
     "": reasons.BAD_URL,
     "ftp://127.0.0.1/x.jpg": reasons.REFUSED_SCHEME,
-    "file:///etc/passwd": reasons.REFUSED_SCHEME,
     "http://10.0.0.1/x.jpg": reasons.REFUSED_ADDRESS,
-    "http://[3fff::1]/x.jpg": reasons.REFUSED_ADDRESS,
-    "http://192.88.99.1/x.jpg": reasons.REFUSED_ADDRESS,
     "http://[::ffff:127.0.0.2]/x.jpg": reasons.REFUSED_ADDRESS,
     "http://does-not-exist.invalid/x.jpg": reasons.DNS,
 }
@@ -188,7 +156,7 @@ def make_cases(site: Site) -> list[Case]:
         cases.append(Case(f"not opted out: {header}", serves(body, X_Robots_Tag=header), body=body))
     cases += [Case(kind, answer, reason) for kind, (answer, reason) in classes().items() for _ in range(_SOME)]
     cases += [Case("written", None, reason, url=url) for url, reason in WRITTEN.items() for _ in range(2)]
-    cases += [Case("stall", stalls, reasons.TIMEOUT) for _ in range(4)]
+    cases += [Case("stall", lambda handler: time.sleep(6), reasons.TIMEOUT) for _ in range(4)]
     floats = encoded(Image.fromarray(np.zeros((9, 9), np.float32)), "TIFF")
     for seed in range(_SOME):
         body = encoded_jpeg(photograph(seed))
@@ -206,32 +174,6 @@ def make_cases(site: Site) -> list[Case]:
             site.answers[f"/{k}"] = case.answer
         case.digest = case.digest or hashlib.sha256(case.body).hexdigest()
     return cases
-
-
-@contextmanager
-def listed(folder: Path) -> Iterator[tuple[list[Case], DownloadConfig]]:
-    """Yield the served cases, and the settings that download them."""
-    with serve() as site:
-        cases = make_cases(site)
-        columns = {
-            "url": [case.url for case in cases],
-            "caption": [case.caption for case in cases],
-            "SAMPLE_ID": list(range(10**12, 10**12 + len(cases))),
-            "digest": [case.digest for case in cases],
-        }
-        pq.write_table(pa.table(columns), folder / "urls.parquet")
-        yield (
-            cases,
-            download_config(
-                folder / "data",
-                folder / "urls.parquet",
-                source={"uid": "SAMPLE_ID", "hash": "digest"},
-                guard={"max_pixels": 4_000_000, "max_bytes": 250_000, "backoff": 0.01},
-                image={"size": SIZE},
-                fetch={"shard_size": SHARD, "processes": 2, "threads": 12, "timeout": 4, "retries": 0},
-                monitor={"min_success": 0},
-            ),
-        )
 
 
 def seen(body: bytes) -> np.ndarray:
@@ -273,10 +215,27 @@ def wrong_samples(root: Path, cases: list[Case]) -> list[str]:
 
 @pytest.mark.slow
 def test_hundreds_of_urls_with_known_outcomes(tmp_path):
-    with listed(tmp_path) as (cases, config):
+    root = tmp_path / "data"
+    with serve() as site:
+        cases = make_cases(site)
+        columns = {
+            "url": [case.url for case in cases],
+            "caption": [case.caption for case in cases],
+            "SAMPLE_ID": list(range(10**12, 10**12 + len(cases))),
+            "digest": [case.digest for case in cases],
+        }
+        pq.write_table(pa.table(columns), tmp_path / "urls.parquet")
+        config = download_config(
+            root,
+            tmp_path / "urls.parquet",
+            source={"uid": "SAMPLE_ID", "hash": "digest"},
+            guard={"max_pixels": 4_000_000, "max_bytes": 250_000, "backoff": 0.01},
+            image={"size": SIZE},
+            fetch={"shard_size": SHARD, "processes": 2, "threads": 12, "timeout": 4, "retries": 0},
+            monitor={"min_success": 0},
+        )
         ended = subprocess.run(command_of(config), env=environment(), capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
-    root = tmp_path / "data"
     rows = [row for path in sorted(root.glob("meta/*.parquet")) for row in pq.read_table(path).to_pylist()]
     assert [row["row"] for row in rows] == list(range(URLS))
     assert len(cases) == URLS
@@ -286,11 +245,7 @@ def test_hundreds_of_urls_with_known_outcomes(tmp_path):
     assert wrong_samples(root, cases) == []
     assert load_manifest(root).failures == Counter(case.reason for case in cases if case.reason)
     assert verify(root, decode=SHARD) == []
-    check_report(root)
-
-
-def check_report(root: Path) -> None:
-    """The page and its statistics account for every URL."""
+    # The page and its statistics account for every URL.
     manifest, page = load_manifest(root), write_report(root).read_text()
     for reason, count in manifest.failures.items():
         assert re.search(rf'<td>{reason}<.*?<td class="n">{count}<', page), reason
@@ -299,17 +254,3 @@ def check_report(root: Path) -> None:
     assert manifest.digest in page
     census = take_census(manifest, CaptionField())
     assert len(census.sides) == len(census.words) == manifest.n
-
-
-def test_a_huge_transparent_image_in_a_small_file_does_not_stop_a_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(ingest, "fetch", fetch_in_process)
-    body = bomb()
-    assert len(body) < 500_000
-    with serve() as site:
-        urls = [site.image("/bomb", body), site.image("/small", encoded_jpeg(photograph(3)))]
-        pq.write_table(pa.table({"url": urls, "caption": ["a bomb", "a cat"]}), tmp_path / "urls.parquet")
-        manifest = ingest.download(
-            download_config(tmp_path / "data", tmp_path / "urls.parquet", fetch={"processes": 1}, image={"size": 64})
-        )
-    # With enough memory it is stored like any other image, and is white.
-    assert manifest.failures in ({}, {reasons.TOO_LITTLE_MEMORY: 1})

@@ -7,9 +7,7 @@ worker processes, so that each of the many cases takes a fraction of a second; t
 from __future__ import annotations
 
 import itertools
-import os
 import shutil
-import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +32,7 @@ from data_prep.fetching.decoder import ImageConverter
 from data_prep.fetching.shard_writer import ShardWriter
 from pipeline.data.shards.manifest_format import Manifest, load_manifest
 from pipeline.errors import UserError
-from tests.downloads import command_of, download_config
+from tests.downloads import download_config
 from tests.ingested import fetch_in_process, in_a_fork, own_opener  # noqa: F401 (a fixture)
 from tests.web import Site, jpeg, send, serve
 
@@ -109,8 +107,8 @@ PUBLISHING: list[Step] = [(canonical_tar, "write", 2), (commit, "write_text", 3)
 FINISHING: list[Step] = [(Manifest, "save", 1), (ingest_report, "write_text", 1)]
 STEPS: dict[str, list[Step]] = {
     "download": [(shard_plan, "flush", 1), (shard_plan, "write_text", 1), (ingest, "write_text", 1),
-                 (ShardWriter, "_spool_sample", 7), *PUBLISHING, *FINISHING],
-    "retry": [(ingest, "write_text", 1), (ShardWriter, "_spool_sample", 3), *PUBLISHING, *FINISHING],
+                 (ShardWriter, "_take", 7), *PUBLISHING, *FINISHING],
+    "retry": [(ingest, "write_text", 1), (ShardWriter, "_take", 3), *PUBLISHING, *FINISHING],
 }  # fmt: skip
 
 
@@ -199,32 +197,11 @@ def test_the_next_download_completes_a_killed_removal(place, tmp_path):
         assert place.contents() == expected
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
-def test_a_permanently_full_disk_ends_with_a_message_and_damages_nothing(place, tmp_path):
-    place.download()
-    expected = place.contents()
-    shutil.rmtree(place.root)
-    place.root.mkdir()
-    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=160k", "none", str(place.root)], capture_output=True)
-    if mount.returncode:
-        pytest.skip("this machine mounts no tmpfs")
-    try:
-        ended = subprocess.run(command_of(place.config), capture_output=True, text=True, timeout=400)
-        assert ended.returncode == 2, ended.stdout
-        assert "No space left on device. Free some space" in " ".join(ended.stderr.split())
-        subprocess.run(["mount", "-o", "remount,size=20m", str(place.root)], check=True)
-        place.download()
-        assert expected.items() <= place.contents().items()
-        assert verify(place.root) == []
-    finally:
-        subprocess.run(["umount", str(place.root)], check=True)
-
-
 def test_settings_of_samples_cannot_change(place):
     place.config = smaller = replace(place.config, image=replace(place.config.image, size=64, background="green"))
     ingest.prepare(smaller)
     for section, values, words in (
+        ("fetch", {"shard_size": 9}, "shard_size was 6 and is now 9"),
         ("image", {"size": 32}, r"image\.size was 64 and is now 32"),
         ("image", {"background": "white"}, r"image\.background was 'green' and is now None"),
         ("guard", {"opt_outs": ()}, r"guard\.opt_outs was \[.*\] and is now \[\]"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
@@ -17,7 +16,6 @@ import pytest
 from data_prep import ingest
 from data_prep.dataset.dataset_folder import Folder
 from data_prep.download_config import DownloadConfig
-from data_prep.fetching.supervisor import Paused
 from data_prep.ingest import download, prepare
 from pipeline.data.shards.manifest_format import Manifest
 from pipeline.errors import UserError
@@ -49,21 +47,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Site, Path
         yield site, table
 
 
-@pytest.fixture
-def site(place: tuple[Site, Path]) -> Iterator[Site]:
-    answers = dict(place[0].answers)
-    yield place[0]
-    place[0].answers = answers
-
-
 @pytest.fixture(scope="module")
-def table(place: tuple[Site, Path]) -> Path:
-    return place[1]
-
-
-@pytest.fixture(scope="module")
-def undisturbed(table: Path, tmp_path_factory: pytest.TempPathFactory) -> Manifest:
-    config, plan = prepare(settings(tmp_path_factory.mktemp("undisturbed"), table))
+def undisturbed(place: tuple[Site, Path], tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    config, plan = prepare(settings(tmp_path_factory.mktemp("undisturbed"), place[1]))
     return fetch_here(config, plan, range(plan.shards))
 
 
@@ -73,7 +59,8 @@ def settings(output: Path, table: Path, *, monitor: dict | None = None, **fetch:
 
 
 @pytest.mark.slow
-def test_a_run_whose_worker_and_then_itself_is_killed_ends_with_the_same_manifest(site, table, undisturbed, tmp_path):
+def test_a_run_whose_worker_and_then_itself_is_killed_ends_with_the_same_manifest(place, undisturbed, tmp_path):
+    site, table = place
     command, log = command_of(settings(tmp_path / "killed", table)), tmp_path / "log"
     with log.open("wb") as file:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=file)
@@ -111,11 +98,12 @@ def test_a_run_whose_worker_and_then_itself_is_killed_ends_with_the_same_manifes
 
 
 def test_a_collapse_of_the_success_rate_pauses_the_run_without_using_up_the_list(
-    site, table, undisturbed, tmp_path, monkeypatch
+    place, undisturbed, tmp_path, monkeypatch
 ):
+    site, table = place
     monkeypatch.setattr("data_prep.fetching.supervisor.WINDOW", 12)
     down = [False]
-    good = dict(site.answers)
+    good = site.answers
 
     def flaky(handler: BaseHTTPRequestHandler) -> None:
         if down[0]:
@@ -123,14 +111,14 @@ def test_a_collapse_of_the_success_rate_pauses_the_run_without_using_up_the_list
         else:
             good[handler.path](handler)
 
-    site.answers = dict.fromkeys(good, flaky)
+    monkeypatch.setattr(site, "answers", dict.fromkeys(good, flaky))
     folder = Folder(tmp_path / "out")
     config = settings(tmp_path / "out", table, monitor={"min_success": 0.2})
 
     def ban(*_: object) -> None:
         down[0] = len(folder.finished()) >= 2
 
-    with pytest.raises(Paused, match=r"http 403 \d+%") as caught:
+    with pytest.raises(UserError, match=r"http 403 \d+%") as caught:
         download(config, on_progress=ban)
     assert "the same command continues" in str(caught.value)
     kept = folder.finished()
@@ -140,22 +128,6 @@ def test_a_collapse_of_the_success_rate_pauses_the_run_without_using_up_the_list
     down[0] = False
     monkeypatch.setattr(ingest, "fetch", fetch_in_process)
     assert download(config).digest == undisturbed.digest
-
-
-def test_concurrent_runs_in_one_folder_and_other_settings_are_rejected(table, tmp_path):
-    config, plan = prepare(settings(tmp_path / "out", table))
-    assert (plan.rows, plan.shards) == (ROWS, ROWS // SHARD)
-    with pytest.raises(UserError, match="shard_size was 20 and is now 30"):
-        prepare(settings(tmp_path / "out", table, shard_size=30))
-    holder = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, 2); print('held', flush=True); input()"
-    lock = Folder(Path(config.output)).locks / "lock-0"
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", holder, str(lock)], **pipes) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        with pytest.raises(UserError, match="Another process is working"):
-            download(config)
-        process.communicate(b"\n")
 
 
 def family_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:

@@ -40,9 +40,9 @@ decoder.main(int(sys.argv[1]))
 @pytest.fixture(autouse=True)
 def doomed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(Decoder, "command", (sys.executable, "-c", DOOMED))
-    downloader._cached_decoder.cache_clear()  # another test of this process may have started one
+    downloader._cached_tools.cache_clear()  # another test of this process may have started one
     yield
-    downloader._cached_decoder.cache_clear()
+    downloader._cached_tools.cache_clear()
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from huggingface_hub import HfApi, constants
 
 from data_prep import ingest
 from data_prep.dataset.manifest_writer import rules_of
-from data_prep.download_config import DownloadConfig, SourceConfig, resolve
+from data_prep.download_config import DownloadConfig, SourceConfig
 from data_prep.sources.metadata_tables import pin
 from pipeline.config import dump, merge, parse, parse_overrides, to_tree
 from pipeline.errors import UserError
@@ -34,6 +34,7 @@ from tests.downloads import download_config
         ({"source": {"hash": "h", "keep": ["sha256"]}}, "every sample has its own sha256"),
         ({"fetch": {"proceses": 2}}, "nearest valid key is fetch.processes"),
         ({"source": {"name": ["cc3m"]}}, "source.name"),
+        ({"source": {"name": "cc12"}}, "The nearest is cc12m"),
         ({"guard": {"contact": "a)\r\nX: y"}}, "guard.contact"),
         ({"image": {"encode_format": "ppm"}}, "was removed. Images are stored encoded: jpg, png or webp"),
         ({"image": {"resize_mode": "border"}}, "was removed. Images keep their shape: `keep_ratio_largest`"),
@@ -58,18 +59,8 @@ def test_values_of_the_command_line_are_read_as_meant():
     assert config.source.keep == ("NSFW",)
     assert config.image.resize_mode == "no", "which YAML takes for false"
     assert parse(DownloadConfig, yaml.safe_load(dump(config))) == config
-    found = resolve(SourceConfig(name="cc3m", table="x.tsv", caption="text", header=("text", "url")))
+    found = SourceConfig(name="cc3m", table="x.tsv", caption="text", header=("text", "url"))
     assert (found.caption, found.url, found.format, found.rows) == ("text", "url", "tsv", 3_318_333)
-
-
-def test_what_is_missing_or_unknown_is_named():
-    for work, words in (
-        (lambda: parse(DownloadConfig, {}), "output is required"),
-        (lambda: resolve(SourceConfig(name="cc12")), "The nearest is cc12m"),
-        (lambda: resolve(SourceConfig(name="cc3m")), r"needs source\.table"),
-    ):
-        with pytest.raises(UserError, match=words):
-            work()
 
 
 @pytest.mark.parametrize(
@@ -85,10 +76,10 @@ def test_what_is_missing_or_unknown_is_named():
 )
 def test_a_setting_that_equals_the_default_wins_over_the_named_source(word, name, value):
     below = {"output": "x", "source": {"name": "datacomp-small"}}
-    named = resolve(parse(DownloadConfig, below).source)
+    named = parse(DownloadConfig, below).source
     assert (named.caption, named.hash, named.blur, named.files) == ("text", "sha256", "face_bboxes", "small/*.parquet")
     config = parse(DownloadConfig, merge(below, parse_overrides([word])))
-    assert getattr(resolve(config.source), name) == value
+    assert getattr(config.source, name) == value
     assert getattr(parse(DownloadConfig, to_tree(config)).source, name) == value, "the value must survive a round trip"
 
 
@@ -96,24 +87,22 @@ def test_wrong_tables_are_refused_with_the_remedy(tmp_path):
     columns = {"url": [f"https://example.org/{k}.jpg" for k in range(20)], "caption": [f"{k} cats" for k in range(20)]}
     pq.write_table(pa.table(columns), tmp_path / "urls.parquet")
 
-    def check(**source):
-        notes = []
-        ingest.check_source(
-            download_config(tmp_path / "out", tmp_path / "urls.parquet", source=source), on_note=notes.append
-        )
-        return notes
-
-    assert check(rows=20) == []
     for source, words in (
         ({"url": "link"}, "has no column 'link'. Its columns are 'url', 'caption'"),
         ({"url": "caption", "caption": "url"}, "Column 'url' does: set source.url=url"),
         ({"rows": 21}, "The table has 20 rows, but table is published with 21"),
         ({"sha256": {"urls.parquet": "0" * 64}}, "it is damaged or another version"),
-        ({"sha256": {"other.parquet": "0" * 64}}, "names other.parquet, which is not among urls.parquet"),
+        ({"sha256": {"other.parquet": "0" * 64}}, "other.parquet is not among urls.parquet"),
     ):
         with pytest.raises(UserError) as caught:
-            check(**source)
+            ingest.prepare(download_config(tmp_path / "out", tmp_path / "urls.parquet", source=source))
         assert words in str(caught.value)
+        assert not (tmp_path / "out").exists()
+    with pytest.raises(UserError, match=r"needs source\.table"):
+        ingest.prepare(parse(DownloadConfig, {"output": str(tmp_path / "out"), "source": {"name": "cc3m"}}))
+    notes = []
+    config = download_config(tmp_path / "out", tmp_path / "urls.parquet", source={"rows": 20})
+    assert (ingest.prepare(config, on_note=notes.append)[1].rows, notes) == (20, [])
 
 
 def test_unavailable_distributor_is_refused(tmp_path, monkeypatch):

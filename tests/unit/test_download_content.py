@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import struct
 
 import pytest
@@ -11,7 +10,6 @@ from data_prep import reasons
 from data_prep.fetching.served_image import check_image, extension
 from data_prep.reasons import FetchError
 from tests.images import encoded, png
-from tests.pair_files import dropped, make, write_csv, write_images
 from tests.web import jpeg, picture
 
 
@@ -52,35 +50,6 @@ def test_non_image_bodies_are_refused():
         (png(60_000, 60_000, data=b"", colour=2), reasons.TOO_MANY_PIXELS),  # from its header
     ):
         assert reason_of(body) == reason
-
-
-# A ramp of 24 x 16 pixels, by libheif and libjxl.
-HEIC = base64.b64decode(
-    "AAAAHGZ0eXBoZWljAAAAAG1pZjFoZWljbWlhZgAAAXxtZXRhAAAAAAAAACFoZGxyAAAAAAAAAABwaWN0AAAAAAAAAAAAAAAAAAAAACJpbG9jAAAA"
-    "AERAAAEAAQAAAAABoAABAAAAAAAAAEMAAAAjaWluZgAAAAAAAQAAABVpbmZlAgAAAAABAABodmMxAAAAAA5waXRtAAAAAAABAAAA/GlwcnAAAADc"
-    "aXBjbwAAAHVodmNDAQNwAAAAkAAAAAAAHvAA/P34+AAADwNgAAEAGEABDAH//wNwAAADAJAAAAMAAAMAHroCQGEAAQApQgEBA3AAAAMAkAAAAwAA"
-    "AwAeoCCBBZbqrprm4CGgwIAAAAyAAAADAIRiAAEABkQBwXPBiQAAABNjb2xybmNseAABAA0ABoAAAAAUaXNwZQAAAAAAAABAAAAAQAAAAChjbGFw"
-    "AAAAGAAAAAEAAAAQAAAAAf///9gAAAAC////0AAAAAIAAAAQcGl4aQAAAAADCAgIAAAAGGlwbWEAAAAAAAAAAQABBYECAwWEAAAAS21kYXQAAAA/"
-    "KAGvEyFdo0D2tFWmg6c9g3nwMmhzSg3Co6c7N1AiCU0i+Gg01YdQfp3ACPBgKyYPhMW6kHAaduZAh6822he4"
-)
-JPEG_XL = base64.b64decode(
-    "/woDBwATiAIARAG1nyAAABUqo4wbvJzr+fJDh8W0jesMbbVtYQljs70wSEg4Q+aNgv7mkPC4jGF0AJChCJGauq0kkZDI273ZSFCExv0XoE4A0AAA"
-    "Yew3ZAEFEAA="
-)
-
-
-@pytest.mark.parametrize(
-    ("body", "name"), [(HEIC, "HEIC, which needs: pip install 'neuclip[heif]'"), (JPEG_XL, "JPEG XL")]
-)
-def test_real_files_of_other_formats_are_counted_by_name(body, name, tmp_path):
-    assert reason_of(body) == reasons.UNSUPPORTED
-    folder = tmp_path / "in"
-    write_images(folder, 2)
-    (folder / "photo.jpg").write_bytes(body)
-    write_csv(folder / "pairs.csv", [("image", "caption"), ("photo.jpg", "a photo"), ("000.jpg", "fine")])
-    outcome = make(folder / "pairs.csv", tmp_path / "out")
-    assert dict(outcome.manifest.failures) == {reasons.UNSUPPORTED: 1}
-    assert dropped(tmp_path / "out") == [["pairs.csv:2", reasons.UNSUPPORTED, name]]
 
 
 def test_a_png_without_its_last_bytes_is_refused():

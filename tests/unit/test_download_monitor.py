@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -15,8 +16,9 @@ from data_prep.dataset.dataset_folder import Folder, ShardRecord
 from data_prep.download_config import DownloadConfig
 from data_prep.fetching import supervisor
 from data_prep.fetching.shard_writer import SUCCESS, Outcomes
-from data_prep.fetching.supervisor import Monitor, Paused, SuccessWindow
+from data_prep.fetching.supervisor import Monitor, SuccessWindow
 from pipeline.config import parse
+from pipeline.errors import UserError
 
 
 def outcomes(samples: int, **failures: int) -> Outcomes:
@@ -98,6 +100,7 @@ HANGS = "import time; time.sleep(60)"
 ENGINES = {
     "hangs": ("multiprocessing", f"print('waiting', flush=True); {HANGS}", "no progress for 1.5 s.*waiting"),
     "dies": ("multiprocessing", "import sys; print('boom'); sys.exit(3)", "ended with exit status 3.*boom"),
+    "full disk": ("multiprocessing", "", r"Cannot write to .*: No space left on device\. Free some space"),
     # Spark on a busy machine, or waiting in a queue, was restarted until the download gave up.
     "cluster that does not begin": ("ray", HANGS, "no progress for 6 s"),
     "cluster that hangs": ("ray", f"import sys; open(LIVE, 'w').write(STATE); {HANGS}", "no progress for 1.5 s"),
@@ -115,10 +118,12 @@ def test_hanging_or_dying_engine_is_restarted_and_then_given_up(folder, monkeypa
         return popen([sys.executable, "-c", program], **options)
 
     monkeypatch.setattr(supervisor.subprocess, "Popen", stand_in)
-    monkeypatch.setattr(supervisor, "STALL", 1.5 if "sleep" in body else 60)
+    monkeypatch.setattr(supervisor, "STALL", 1.5 if "sleep" in body else 60.0)
     monkeypatch.setattr(supervisor, "_CLUSTER_SECONDS", 6.0)
     monkeypatch.setattr(supervisor, "RESTARTS", 1)
+    if not body:
+        monkeypatch.setattr(supervisor, "write_text", mock.Mock(side_effect=OSError(28, "No space left on device")))
     config = parse(DownloadConfig, {"output": str(folder.root), "fetch": {"distributor": distributor}})
-    with pytest.raises(Paused, match=problem):
+    with pytest.raises(UserError, match=problem):
         supervisor.fetch(config, (0, 1), total=10)
-    assert len(started) == 2
+    assert len(started) == (2 if body else 1)

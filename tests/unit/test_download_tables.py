@@ -16,7 +16,7 @@ import pytest
 
 from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.shard_plan import load_plan, read_shard
-from data_prep.download_config import SOURCES, SourceConfig, resolve
+from data_prep.download_config import SOURCES, SourceConfig
 from data_prep.ingest import prepare
 from data_prep.sources.metadata_tables import count_known, files_of, read
 from pipeline.errors import UserError
@@ -81,14 +81,15 @@ READ: dict[str, tuple[dict[str, bytes], dict[str, Any], str, list[Any]]] = {
         "part.parquet", ".ipynb_checkpoints/part.parquet", ".part.parquet")}, {}, "", PLAIN),
     "integer uids in a column of floats": ({"a.parquet": parquet(columns(3, id=[1e12, None, 1e12 + 2]))},
                                            {"uid": "id"}, "id", ["1000000000000", None, "1000000000002"]),
+    **{f"uids as {kind}": ({"a.parquet": parquet(columns(3, id=pa.array(["7", "8", "9"]).cast(kind)))}, {"uid": "id"},
+                           "id", ["7", "8", "9"]) for kind in (pa.int64(), pa.large_string(), pa.binary())},
+    "uids as categories": ({"a.parquet": parquet(columns(3, id=pa.array(["7", "8", "9"]).dictionary_encode()))},
+                           {"uid": "id"}, "id", ["7", "8", "9"]),
     "integer uids in lines of JSON": ({"a.jsonl": jsonl(*({**PLAIN[k], "id": k} for k in range(3)))}, {"uid": "id"},
                                       "id", ["0", "1", "2"]),
     "NaN, which pandas writes for a missing caption": (
         {"a.parquet": parquet(columns(3, caption=pa.array([1.5, float("nan"), None])))}, {},
         "caption", ["1.5", None, None]),
-    "parts with different types": ({f"{k}.parquet": parquet(part) for k, part in enumerate(PARTS)},
-                                   {"keep": ("similarity", "NSFW")}, "NSFW",
-                                   [None] * 3 + ["NSFW"] * 3 + ["UNLIKELY"] * 3),
     "lists in parquet": ({"a.parquet": parquet(pa.Table.from_pylist(LISTS))}, {}, "", LISTS),
     "lines, commas and URLs in quotes": ({"a.csv": MULTILINE}, {}, "caption",
                                          ['one, "two"\nsee http://a.org, and more\nthree', '5" tall']),
@@ -99,7 +100,7 @@ READ: dict[str, tuple[dict[str, bytes], dict[str, Any], str, list[Any]]] = {
     "a compressed TSV": ({"a.tsv.gz": gzip.compress(separated("\t", ROWS[0], *(row.values() for row in ROWS)))}, {},
                          "", ROWS),
     **{f"{name}'s list, without names or quotes": ({"a.tsv": separated("\t", *(
-        [row[column] for column in SOURCES[name].settings["header"]] for row in ROWS))}, {"name": name, "rows": 4},
+        [row[column] for column in SOURCES[name]["header"]] for row in ROWS))}, {"name": name, "rows": 4},
         "", ROWS) for name in ("cc3m", "cc12m")},
     "a line of names where none should be": ({"a.tsv": separated("\t", PLAIN[0], *(row.values() for row in PLAIN))},
                                              {"name": "cc3m"}, "", PLAIN),
@@ -131,7 +132,7 @@ def test_rows_of_every_format(name, tmp_path):
     files, settings, column, expected = READ[name]
     write_files(tmp_path, files)
     table = tmp_path if len(files) > 1 else tmp_path / next(iter(files))
-    rows = rows_of(resolve(SourceConfig(table=str(table), **settings)))
+    rows = rows_of(SourceConfig(table=str(table), **settings))
     assert [row[column] if column else row for row in rows] == expected
 
 
@@ -150,23 +151,14 @@ def test_files_of_a_table(tmp_path):
             files_of(source)
 
 
-@pytest.mark.parametrize("kind", [pa.int64(), pa.large_string(), pa.binary(), pa.dictionary(pa.int32(), pa.string())])
-def test_uids_of_any_type_are_read_as_text(tmp_path, kind):
-    uids = [10**12 + k for k in range(4)]
-    values = pa.array(uids) if kind == pa.int64() else pa.array([str(uid) for uid in uids])
-    values = values.dictionary_encode() if pa.types.is_dictionary(kind) else values.cast(kind)
-    pq.write_table(pa.table(columns(4, SAMPLE_ID=values)), tmp_path / "a.parquet")
-    named, subset = {"uid": "SAMPLE_ID"}, {"fraction": 0.999999}
-    prepare(download_config(tmp_path / "out", tmp_path / "a.parquet", source=named, subset=subset))
-    assert read_shard(Folder(tmp_path / "out"), 0)["uid"].to_pylist() == [str(uid) for uid in uids]
-
-
 def test_parts_with_different_types_are_stored_with_one(tmp_path):
     write_files(tmp_path, {f"{k}.parquet": parquet(part) for k, part in enumerate(PARTS)})
     source = {"files": "?.parquet", "keep": ["similarity", "NSFW"]}
     _, plan = prepare(download_config(tmp_path / "out", tmp_path, source=source, fetch={"shard_size": 4}))
     tables = [read_shard(Folder(tmp_path / "out"), shard) for shard in range(plan.shards)]
     assert {str(table.schema.field("similarity").type) for table in tables} == {"double"}
+    kept = [value for table in tables for value in table["NSFW"].to_pylist()]
+    assert kept == [None] * 3 + ["NSFW"] * 3 + ["UNLIKELY"] * 3
 
 
 UNREADABLE = "of {} rows cannot be read (a wrong number of fields, or text that is not UTF-8) and were left out."

@@ -12,7 +12,7 @@ import pytest
 from data_prep import reasons
 from data_prep.fetching import guard
 from data_prep.fetching import opener as opener_module
-from data_prep.fetching.guard import AddressFilter, ascii_url
+from data_prep.fetching.guard import AddressFilter, checked_url
 from data_prep.reasons import FetchError
 from tests.downloads import opener, refusal, site  # noqa: F401
 from tests.web import jpeg, send
@@ -110,7 +110,7 @@ def test_user_agent_names_the_contact_and_removed_urls_are_never_requested(site)
     url = site.image("/a", jpeg())
     given = opener(user_agent="lab", contact="https://example.org/crawler")
     given.open(url)
-    given.begin({url: reasons.REMOVED})
+    given.removed = {url}
     assert refusal(given, url) == reasons.REMOVED
     assert site.agents == ["Mozilla/5.0 (compatible; lab; +https://example.org/crawler)"]
 
@@ -123,7 +123,7 @@ def test_urls_are_converted_to_ascii(site):
         ("http://例え.テスト:8080/1.jpg", "http://xn--r8jz45g.xn--zckzah:8080/1.jpg"),
         ("http://[2001:db8::1]:8080/ü", "http://[2001:db8::1]:8080/%C3%BC"),
     ):
-        assert ascii_url(url) == wire
+        assert checked_url(url).geturl() == wire
     site.image("/k%C3%A4se%20b", jpeg())
     assert opener().open(site.base + "/käse b").read() == jpeg()
 

@@ -15,7 +15,6 @@ import pytest
 
 from data_prep import reasons
 from data_prep.fetching import opener as opener_module
-from data_prep.fetching.opener import retry_after
 from data_prep.reasons import FetchError
 from tests.downloads import opener, refusal, site  # noqa: F401
 from tests.web import jpeg, send
@@ -190,25 +189,6 @@ def test_busy_hosts_are_retried_after_a_pause_and_lasting_failures_are_not(site,
     assert 0.3 <= asked[1] - asked[0] < 2, "a host's wish is followed up to the limit"
     assert refusal(opener(retries=5), answers((404, "0"))) == "http 404"
     assert len(asked) == 1
-
-
-def test_retry_after_dates_without_a_zone_are_utc(monkeypatch):
-    for zone in ("UTC", "Asia/Tokyo", "America/New_York"):
-        monkeypatch.setenv("TZ", zone)
-        time.tzset()
-        assert 900 < retry_after(time.asctime(time.gmtime(time.time() + 1_000))) < 1_100
-    monkeypatch.undo()
-    time.tzset()
-
-
-def test_closed_opener_sends_no_requests_until_the_next_shard(site):
-    url = site.image("/a", jpeg())
-    given = opener()
-    given.close()
-    assert refusal(given, url) == reasons.INTERNAL
-    assert site.agents == []
-    given.begin({})
-    assert given.open(url).read() == jpeg()
 
 
 def test_a_failure_closes_its_connection_at_once(site):

@@ -171,7 +171,7 @@ def test_available_memory_is_the_minimum_of_machine_and_container(tmp_path):
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.current").write_text("700000\n")
     (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 100000\n")
-    assert decoding._left_in_group(tmp_path) == 400_000
+    assert decoding.memory_at_hand(tmp_path) == 0.6 * 400_000
     (tmp_path / "memory.max").write_text("max\n")
-    assert decoding._left_in_group(tmp_path) > 1 << 60
-    assert decoding._left_in_group(tmp_path / "none") > 1 << 60
+    assert decoding.memory_at_hand(tmp_path) > 1_000_000
+    assert decoding.memory_at_hand(tmp_path / "none") > 1_000_000

@@ -111,15 +111,8 @@ def test_pages_of_data_sets_are_written_one_by_one(copied, tmp_path):
         page_of(copied, str(tmp_path))
     with pytest.raises(UserError, match=r"Nor is it a data set with a manifest\.json; `neuclip manifest"):
         page_of(tmp_path)
-    (copied / "shards/00001.tar").write_bytes(b"x" * 700)
-    with pytest.raises(UserError, match=r"00001.tar is missing or damaged .* finds all damage"):
-        page_of(copied)
-
-
-def test_a_caption_that_no_sample_has_is_refused(copied, tmp_path):
-    done = CliRunner().invoke(command, [str(copied), "--output", str(tmp_path / "pages"), "--caption", "json:captoin"])
-    assert "--caption = 'json:captoin' is in none of the first samples" in str(done.exception)
-    assert "The nearest is json:caption. Allowed: " in str(done.exception)
+    with pytest.raises(UserError, match=r"--caption = 'json:captoin' is in none of the .* nearest is json:caption"):
+        page_of(copied, "--output", str(tmp_path / "pages"), "--caption", "json:captoin")
     assert not (tmp_path / "pages").exists()
 
 

@@ -9,13 +9,12 @@ from dataclasses import replace
 import pyarrow as pa
 import pytest
 
-from data_prep.dataset import canonical_tar, duplicates
+from data_prep.dataset import canonical_tar
 from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.ingest_report import write_report
 from data_prep.dataset.verification import verify
 from data_prep.download_config import GuardConfig
 from data_prep.ingest import prepare
-from data_prep.reasons import is_transient
 from pipeline.errors import UserError
 from tests.ingested import fetch_here, made, own_opener, prepared, site  # noqa: F401
 from tests.web import jpeg
@@ -31,15 +30,6 @@ def test_removing_one_of_two_rows_with_the_same_url_keeps_the_other(site, tmp_pa
     assert [key for key, _ in canonical_tar.samples(folder.tar(0))] == ["0000000000"]
 
 
-def test_a_blank_caption_is_a_failure_with_a_reason(site, tmp_path):
-    captions = ["a cat", "", None, " \t"]
-    urls = [site.image(f"/blank-{k}", jpeg(side=30 + k)) for k in range(4)]
-    manifest = fetch_here(*prepared(tmp_path, {"url": urls, "caption": captions}), [0])
-    assert (manifest.n, manifest.failures) == (1, {"no caption": 3})
-    assert not is_transient("no caption")
-    assert verify(tmp_path / "data") == []
-
-
 def test_unreadable_lines_are_counted(site, tmp_path):
     urls = [site.image(f"/line-{k}", jpeg(side=30 + k)) for k in range(20)]
     lines = ["caption\turl", *(f"a cat {k}\t{url}" for k, url in enumerate(urls)), "a stray line"]
@@ -48,34 +38,6 @@ def test_unreadable_lines_are_counted(site, tmp_path):
     facts = fetch_here(config, plan, [0]).facts
     assert (facts["source_rows"], facts["source_rows_skipped"], facts["urls"]) == (21, 1, 20)
     assert "source_rows_skipped</td><td><code>1<" in write_report(tmp_path / "data").read_text()
-
-
-def test_uppercase_hashes_are_verified(site, tmp_path):
-    bodies = [jpeg(side=30 + k) for k in range(3)]
-    columns = {
-        "url": [site.image(f"/capital-{k}", body) for k, body in enumerate(bodies)],
-        "caption": ["a cat"] * 3,
-        "digest": pa.array([hashlib.sha256(body).hexdigest().upper() for body in bodies[:2]] + ["0" * 64]),
-    }
-    columns["digest"] = columns["digest"].dictionary_encode()
-    manifest = fetch_here(*prepared(tmp_path, columns, hash="digest"), [0])
-    assert (manifest.n, manifest.failures) == (2, {"hash mismatch": 1})
-
-
-def test_rows_without_a_hash_are_counted_as_such_and_not_requested(site, tmp_path):
-    """Regression test: they were fetched, and counted as mismatches."""
-    bodies = [jpeg(side=30 + k) for k in range(300)]
-    hashes = [hashlib.sha256(body).hexdigest() for body in bodies]
-    columns = {
-        "url": [site.image(f"/part-{k}", body) for k, body in enumerate(bodies)],
-        "caption": ["a cat"] * 300,
-        "digest": [None, "", *hashes[2:]],
-    }
-    config, plan = prepared(tmp_path, columns, hash="digest")
-    asked = len(site.agents)
-    manifest = fetch_here(config, plan, [0])
-    assert (manifest.n, manifest.failures) == (298, {"no hash": 2})
-    assert len(site.agents) - asked == 298
 
 
 def test_a_dataset_without_samples_is_rejected_with_the_reason(made, tmp_path):
@@ -89,13 +51,19 @@ def test_a_dataset_without_samples_is_rejected_with_the_reason(made, tmp_path):
         fetch_here(config, plan, range(plan.shards))
 
 
-def test_exact_duplicates_with_another_kind_of_hash(site, tmp_path):
-    bodies = [jpeg(side=30), jpeg(side=31), jpeg(side=30)]
+def test_hashes_of_any_kind_are_verified_and_rows_without_one_or_a_caption_counted(site, tmp_path):
+    """Regression test: rows without a hash were fetched, and counted as mismatches."""
+    bodies = [jpeg(side=30 + k % 5) for k in range(8)]
+    digests = [hashlib.md5(body).hexdigest() for body in bodies]
+    digests[:4] = [None, "", "0" * 32, digests[3].upper()]
     columns = {
-        "url": [site.image(f"/md5-{k}", body) for k, body in enumerate(bodies)],
-        "caption": ["one picture", "another", "the first again"],
-        "digest": [hashlib.md5(body).hexdigest() for body in bodies],
+        "url": [site.image(f"/odd-{k}", body) for k, body in enumerate(bodies)],
+        "caption": ["a cat"] * 5 + ["", None, " \t"],
+        "digest": pa.array(digests).dictionary_encode(),
     }
     config, plan = prepared(tmp_path, columns, hash="digest", hash_kind="md5")
-    assert fetch_here(config, plan, [0]).n == 3
-    assert duplicates.exact_groups(Folder(tmp_path / "data"), {}) == [["0000000000", "0000000002"]]
+    asked = len(site.agents)
+    manifest = fetch_here(config, plan, [0])
+    assert (manifest.n, manifest.failures) == (2, {"no hash": 2, "hash mismatch": 1, "no caption": 3})
+    assert len(site.agents) - asked == 6
+    assert verify(config.output) == []

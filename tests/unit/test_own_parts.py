@@ -21,12 +21,12 @@ from tests.plugins import install
 from tests.report_runs import make_run
 
 PACKAGE = """
-from data_prep.download_config import SOURCES, Known
+from data_prep.download_config import SOURCES
 from pipeline.metrics.sinks import Sink, register_sink
 from pipeline.report.charts import chart, register_chart
 from pipeline.report.figures import Line
 
-SOURCES["toy"] = Known("A toy.", {"url": "address", "caption": "words"})
+SOURCES["toy"] = {"url": "address", "caption": "words"}
 
 @register_sink("toy")
 class Toy(Sink):

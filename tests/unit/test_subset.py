@@ -33,13 +33,6 @@ def test_a_larger_subset_contains_a_smaller_one(small, large, seed, start):
     assert members(names, small, seed) <= members(names, large, seed)
 
 
-@given(names=st.lists(st.text(max_size=30), unique=True, max_size=60), seed=st.integers(0, 2**63 - 1))
-def test_membership_depends_only_on_seed_and_name(names, seed):
-    together = members(names, 0.5, seed)
-    assert together == {name for name in names if members([name], 0.5, seed)}
-    assert together == members(names[::-1], 0.5, seed)
-
-
 @pytest.mark.parametrize("fraction", [0.01, 0.5])
 def test_subset_size_matches_the_fraction(fraction):
     expected, spread = fraction * len(NAMES), (fraction * (1 - fraction) * len(NAMES)) ** 0.5
@@ -60,7 +53,6 @@ def test_uid_index_selects_its_members(tmp_path):
     index = np.array([(int(name[:16], 16), int(name[16:], 16)) for name in chosen], np.dtype("u8,u8"))
     np.save(tmp_path / "index.npy", index)
     subset = Subset(SubsetConfig(index=str(tmp_path / "index.npy")))
-    assert not subset.keeps_all
     assert [n for n, inside in zip(NAMES, subset.mask(NAMES), strict=True) if inside] == chosen
     for name in ("http://example.org/a.jpg", "0" * 31, "0" * 33, "+" + "0" * 31, ""):
         with pytest.raises(UserError, match="32 hexadecimal digits"):
@@ -71,7 +63,7 @@ def test_uid_index_selects_its_members(tmp_path):
     for stored in (np.arange(4), index.astype("f8,f8"), index[::-1], index[:0], index[None], several, several[:200],
                    one[:200], one.replace(b"[", b"N", 1), b""):  # fmt: skip
         path.write_bytes(stored) if isinstance(stored, bytes) else np.save(path, stored)
-        with pytest.raises(UserError, match=r"must be one sorted array of pairs of 64-bit|is not a complete \.npy"):
+        with pytest.raises(UserError, match=r"must be the published \.npy file, one sorted array"):
             Subset(SubsetConfig(index=str(path)))
 
 

@@ -59,16 +59,7 @@ RECIPES_BATCH = 256
 @click.option("--size", type=click.IntRange(min=16), help="Downscale larger images to this shorter side, in pixels.")
 @click.option("--shard-size", type=click.IntRange(min=1), help="Rows per shard [1/32 of all, between 100 and 10,000].")
 @click.option("--processes", type=click.IntRange(min=1), help="Number of converting processes [one per core].")
-def command(
-    source: str,
-    output: Path,
-    captions: str,
-    header: str | None,
-    size: int | None,
-    shard_size: int | None,
-    processes: int | None,
-    **named: Any,
-) -> None:
+def command(source: str, output: Path, captions: str, header: str | None, processes: int | None, **named: Any) -> None:
     """Convert SOURCE to shards with a manifest; then train with data.sources=OUTPUT.
 
     SOURCE is a CSV, TSV, JSONL or JSON table of image files, or a folder with one; a folder of images with .txt or
@@ -78,24 +69,17 @@ def command(
 
     After an interruption, the same command continues. OUTPUT/dropped.tsv lists every row that was dropped.
     """
-    from data_prep.pairs.make_shards import DROPPED_NAME, PairsConfig, make_shards
-    from data_prep.pairs.pair import SourceOptions
+    from data_prep.pairs.make_shards import DROPPED_NAME, make_shards
+    from data_prep.pairs.pair import PairOptions
     from jobs.download import progress_bar
     from pipeline.pictures import UNSUPPORTED
 
     columns = tuple(name.strip() for name in header.split(",")) if header else ()
+    one = "one" if captions == "one" else None
     # The other options have the names of its fields.
-    options = SourceOptions(captions="one" if captions == "one" else None, header=columns, **named)
-    config = PairsConfig(
-        source,
-        output,
-        options=options,
-        size=size,
-        shard_size=shard_size,
-        processes=processes or usable_cores(),
-    )
+    options = PairOptions(captions=one, header=columns, processes=processes or usable_cores(), **named)
     with progress_bar("rows") as show:
-        outcome = make_shards(config, on_rows=show, on_note=click.echo)
+        outcome = make_shards(source, output, options, on_rows=show, on_note=click.echo)
     manifest = outcome.manifest
     megabytes, shards = manifest.bytes / 1e6, len(manifest.shards)
     if not outcome.converted:

@@ -14,8 +14,8 @@ import pytest
 from PIL import Image
 
 from data_prep.dataset import canonical_tar
-from data_prep.pairs.make_shards import DROPPED_NAME, Conversion, PairsConfig, make_shards
-from data_prep.pairs.pair import SourceOptions
+from data_prep.pairs.make_shards import DROPPED_NAME, Conversion, make_shards
+from data_prep.pairs.pair import PairOptions
 from pipeline.data.shards.manifest_format import load_manifest
 from tests.images import encoded
 
@@ -45,22 +45,12 @@ def write_csv(path: Path, rows: Sequence[Sequence[str]], *, delimiter: str = ","
     return path
 
 
-def options_of(**options: Any) -> SourceOptions:
+def make(source: Path | str, output: Path, *, notes: list[str] | None = None, **options: Any) -> Conversion:
+    """Convert in shards of four rows; a list as `notes` gets the notes."""
     caption = options.pop("caption", ())
-    return SourceOptions(caption=(caption,) if isinstance(caption, str) else caption, **options)
-
-
-def convert_all(source: Path | str, output: Path, **options: Any) -> Conversion:
-    named = {name: options.pop(name) for name in ("processes", "shard_size", "size") if name in options}
-    config = PairsConfig(str(source), output, options=options_of(**options), **{"shard_size": 4, **named})
-    return make_shards(config)
-
-
-def make(source: Path | str, output: Path, **options: Any) -> Conversion:
-    """Convert with `image` as the name of the image column; a list as `notes` gets the notes."""
-    notes = options.pop("notes", [])
-    config = PairsConfig(str(source), output, options=options_of(**options), shard_size=4)
-    return make_shards(config, on_note=notes.append)
+    caption = (caption,) if isinstance(caption, str) else caption
+    named = PairOptions(caption=caption, **{"shard_size": 4, **options})
+    return make_shards(str(source), output, named, on_note=[].append if notes is None else notes.append)
 
 
 def stored(output: Path) -> list[tuple[bytes, str, dict[str, Any]]]:

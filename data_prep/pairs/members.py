@@ -23,11 +23,10 @@ from data_prep.pairs.pair import (
     CAPTION_NAMES,
     MALFORMED_ROW,
     MISSING_FILE,
-    SourceOptions,
+    PairOptions,
     captions_in,
     read_image,
     read_part,
-    refuse_split,
 )
 from data_prep.reasons import NO_CAPTION
 from pipeline.data.shards.tar_reader import split_name
@@ -106,7 +105,7 @@ class Choice:
 
 
 def _choose(
-    samples: Sequence[PairFiles], options: SourceOptions, *, where: str, lines: bool = False
+    samples: Sequence[PairFiles], options: PairOptions, *, where: str, lines: bool = False
 ) -> tuple[Choice, str]:
     """Which members are image and caption: as named, else the usual ones that most of these samples have; and a note
     about it for the user, also about what the samples without these captions have instead."""
@@ -154,7 +153,7 @@ def _spread(items: list[Any], count: int) -> list[Any]:
     return [items[len(items) * k // count] for k in range(count)] if len(items) > count else items
 
 
-def open_tars(root: Path, tars: list[Path], options: SourceOptions, cache: Path) -> PairSource:
+def open_tars(root: Path, tars: list[Path], options: PairOptions, cache: Path) -> PairSource:
     """The samples of tars; compressed ones are unpacked into `cache` first.
 
     Raises:
@@ -233,7 +232,7 @@ def _unpacked(tar: Path, copy: Path) -> Path:
     return copy
 
 
-def open_folder(folder: Path, options: SourceOptions) -> PairSource:
+def open_folder(folder: Path, options: PairOptions) -> PairSource:
     """Images below a folder, with files of the same name for their captions.
 
     A line of a text file is a caption, unless `options.captions` is "one". Text files without an image come last.
@@ -241,7 +240,6 @@ def open_folder(folder: Path, options: SourceOptions) -> PairSource:
     Raises:
         UserError: There are no captions, or what is named is not there.
     """
-    refuse_split(options, "this source, images with captions beside them")
     some = _spread(list(itertools.islice(_image_samples(folder), 10 * _LOOKED_AT)), _LOOKED_AT)
     choice, note = _choose(some, options, where=str(folder), lines=options.captions != "one")
     about = {"kind": "folder of images with captions beside them", "caption": list(choice.captions)}

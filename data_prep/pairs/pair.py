@@ -10,7 +10,6 @@ import contextlib
 import io
 import json
 import math
-import os
 import re
 import unicodedata
 import warnings
@@ -41,8 +40,8 @@ URL_NAMES = ("url", "image_url", "img_url", "urls", "image_urls", "link")
 
 
 @dataclass(frozen=True)
-class SourceOptions:
-    """How to read a source; options that do not apply to its kind are refused."""
+class PairOptions:
+    """How to read a source (options that do not apply to its kind are refused), and how to store its pairs."""
 
     image: str | None = None
     """Column of the image, or suffix of its member in a tar; None finds it."""
@@ -64,16 +63,15 @@ class SourceOptions:
     """Commit or branch on the hub."""
     allow_outside: bool = False
     """Whether paths may lead out of the folder that they start from."""
-
-
-def refuse_split(options: SourceOptions, source: str) -> None:
-    """Refuse `--split` for a source without splits, which is described."""
-    if options.split:
-        raise UserError(f"--split does not apply to {source}.")
+    size: int | None = None
+    """Images with a larger shorter side are reduced to it, in pixels."""
+    shard_size: int | None = None
+    """Rows of a shard; None: a thirty-second of the rows, between 100 and 10,000."""
+    processes: int = 1
 
 
 def choose_columns(
-    present: Iterable[str], options: SourceOptions, *, where: str, texts: Iterable[str] | None = None, note: str = ""
+    present: Iterable[str], options: PairOptions, *, where: str, texts: Iterable[str] | None = None, note: str = ""
 ) -> tuple[str, tuple[str, ...]]:
     """The columns of image and captions among those that are `present`.
 
@@ -122,19 +120,6 @@ def _find(names: Sequence[str], usual: Sequence[str]) -> str | None:
 MISSING_FILE = "image file missing"
 MALFORMED_ROW = "malformed row"
 NOT_UTF8 = "caption is not UTF-8"
-
-
-def path_of(folder: Path, name: str, options: SourceOptions, *, where: str) -> str:
-    """The path of an image that a table names. Refuses URLs, and what leads out of the folder: tables are shared."""
-    if URL.match(name):
-        raise UserError(has_urls(where, options.image or "image"))
-    path = os.path.normpath(os.path.join(folder, name))
-    if options.allow_outside or path.startswith(os.path.join(os.path.abspath(folder), "")):
-        return path
-    raise UserError(
-        f"{where} names {shortened(name)}, which is not in {folder}: name the folder of the images with --images, or "
-        "take them from anywhere with --allow-outside, if you trust the table."
-    )
 
 
 def shortened(text: str) -> str:

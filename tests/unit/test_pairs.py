@@ -31,7 +31,7 @@ from pipeline.errors import UserError
 from pipeline.training.recipe import load_recipe
 from pipeline.training.recipe_file import read_recipe
 from tests.launch import wait_for
-from tests.pair_files import convert_all, digests, dropped, make, picture, table, write_csv, write_images  # noqa: F401
+from tests.pair_files import digests, dropped, make, picture, table, write_csv, write_images  # noqa: F401
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,8 +55,8 @@ def test_several_processes_and_a_resumed_run_write_the_same_bytes(tmp_path):
     names = write_images(folder, 60)
     (folder / names[33]).unlink()
     path = write_csv(folder / "pairs.csv", [("image", "caption"), *((name, f"no. {name}") for name in names)])
-    convert_all(path, tmp_path / "whole", shard_size=5)
-    convert_all(path, tmp_path / "two", shard_size=5, processes=2)
+    make(path, tmp_path / "whole", shard_size=5)
+    make(path, tmp_path / "two", shard_size=5, processes=2)
     assert digests(tmp_path / "two") == digests(tmp_path / "whole")
     arguments = [str(path), "--output", str(tmp_path / "killed"), "--shard-size", "5", "--processes", "2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -73,7 +73,7 @@ def test_several_processes_and_a_resumed_run_write_the_same_bytes(tmp_path):
     before = len(list((tmp_path / "killed" / "meta").glob("*.json")))
     assert 3 <= before < 12
     assert not (tmp_path / "killed" / "manifest.json").exists()
-    convert_all(path, tmp_path / "killed", shard_size=5)
+    make(path, tmp_path / "killed", shard_size=5)
     assert digests(tmp_path / "killed") == digests(tmp_path / "whole")
 
 
@@ -82,16 +82,16 @@ def test_shards_may_be_on_another_disk(table, tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "data").mkdir()
     (tmp_path / "data/shards").symlink_to("../disk")
-    convert_all(table, tmp_path / "data")
+    make(table, tmp_path / "data")
     (tmp_path / "disk/.00000.tar.0123456789abcdef0123456789abcdef.tmp").touch()
-    convert_all(table, tmp_path / "data")
+    make(table, tmp_path / "data")
     assert {path.suffix for path in (tmp_path / "disk").iterdir()} == {".tar"}
     assert verify(tmp_path / "data") == []
 
 
 def test_damage_is_named_when_the_command_is_repeated(table, tmp_path):
     """Regression tests: the manifest was written again as if nothing had happened, or another place for a lost row."""
-    convert_all(table, tmp_path / "data")
+    make(table, tmp_path / "data")
     tar, meta = tmp_path / "data/shards/00001.tar", tmp_path / "data/meta/00001.parquet"
     whole, rows = tar.read_bytes(), bytearray(meta.read_bytes())
     column = pq.ParquetFile(meta).metadata.row_group(0).column(2)
@@ -104,11 +104,11 @@ def test_damage_is_named_when_the_command_is_repeated(table, tmp_path):
         before = path.read_bytes()
         path.unlink() if body is None else path.write_bytes(body)
         with pytest.raises(UserError, match=rf"{path.name} {what}.* --delete-damaged"):
-            convert_all(table, tmp_path / "data")
+            make(table, tmp_path / "data")
         path.write_bytes(before)
     for path in (tar, meta, meta.with_suffix(".json")):
         path.unlink()
-    convert_all(table, tmp_path / "data")
+    make(table, tmp_path / "data")
     assert tar.read_bytes() == whole
 
 
@@ -125,10 +125,10 @@ def test_a_conversion_goes_on_from_another_folder(table, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(make_shards, "write_shard", stop)
         with pytest.raises(KeyboardInterrupt):
-            convert_all(table.name, tmp_path / "out")
+            make(table.name, tmp_path / "out")
     monkeypatch.chdir(tmp_path)
-    assert convert_all(table, tmp_path / "out").manifest.n == 10
-    convert_all(table.relative_to(tmp_path), tmp_path / "relative")
+    assert make(table, tmp_path / "out").manifest.n == 10
+    make(table.relative_to(tmp_path), tmp_path / "relative")
     assert digests(tmp_path / "relative") == digests(tmp_path / "out")
 
 
@@ -216,7 +216,7 @@ def test_a_note_is_written_after_everything_that_it_refers_to_is_on_the_disk(tab
         sync(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    convert_all(table, out, shard_size=10)
+    make(table, out, shard_size=10)
     temporary = re.compile(r"\.(?P<name>[\w.]+?)(\.[0-9a-f]{32})?\.tmp")
     names = [temporary.sub(r"\g<name>", name) for name in synced]
     note = names.index("meta/00000.commit")

@@ -18,7 +18,6 @@ from data_prep.scenes.scene import (
     BACKGROUNDS,
     COLOURS,
     POSITIONS,
-    Colour,
     Draws,
     Scene,
     SceneItem,
@@ -93,7 +92,7 @@ def _paste(image: Image.Image, item: SceneItem, where: tuple[float, float, float
     size = side * SUPERSAMPLING
     whole = _mask(item.shape, size, 1.0, angle)
     inner = _mask(item.shape, size, 0.6 if item.texture == "hollow" else 0.84, angle)
-    colour = _shaded(COLOURS[item.colour][0], draws)
+    colour = tuple(max(0, min(255, round(c + draws.between(-14, 14)))) for c in COLOURS[item.colour][0])
     left, top = round(x * image.width - side / 2), round(y * image.height - side / 2)
     if item.texture == "hollow":
         image.paste(colour, (left, top), ImageChops.subtract(whole, inner).reduce(SUPERSAMPLING))
@@ -106,11 +105,6 @@ def _paste(image: Image.Image, item: SceneItem, where: tuple[float, float, float
         light = sum(colour) > 330
         second = tuple(c // 5 for c in colour) if light else tuple(200 + c // 5 for c in colour)
         image.paste(second, (left, top), pattern.reduce(SUPERSAMPLING))
-
-
-def _shaded(colour: Colour, draws: Draws) -> Colour:
-    """The colour in a slightly different tone."""
-    return tuple(max(0, min(255, round(c + draws.between(-14, 14)))) for c in colour)  # type: ignore[return-value]
 
 
 def _mask(shape: str, size: int, scale: float, angle: float) -> Image.Image:

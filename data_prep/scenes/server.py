@@ -7,7 +7,6 @@ runs in its own process and exits with its parent.
 
 from __future__ import annotations
 
-import enum
 import functools
 import hashlib
 import io
@@ -15,19 +14,19 @@ import json
 import os
 import re
 import signal
+import socket
 import socketserver
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -40,38 +39,35 @@ from pipeline.errors import UserError
 from pipeline.files import replacing
 
 OVERSIZE_SIDE = 6_000  # pixels; a few hundred kB as JPEG, 108 MB once decoded
-Fault = enum.StrEnum(
-    "Fault",
-    "NOT_FOUND FORBIDDEN GONE TRUNCATED INCOMPLETE HTML WRONG_HASH OVERSIZE DISCONNECT TRANSIENT SLOW STALL NOAI NONE",
-)
-"""What the server does with a URL, as `FaultRates` describes it; NONE: it serves what is published."""
+SLOW, STALL = 0.3, 20.0
+"""Seconds: the longest delay of a slow answer, and that of a stalled one, which exceeds the client's time-out."""
 
 
-def fault_of(config: ScenesConfig, index: int) -> Fault:
-    """The one fault of a URL, or `Fault.NONE`."""
+def fault_of(config: ScenesConfig, index: int) -> str:
+    """What the server does with a URL, one of `config.faults`; empty: it serves what is published."""
     left = Draws(config.seed, index, "fault").unit()
-    for name, rate in vars(config.faults).items():
+    for name, rate in config.faults:
         left -= rate
         if left < 0:
-            return Fault(name)
-    return Fault.NONE
+            return name
+    return ""
 
 
 def published(config: ScenesConfig, index: int) -> bytes:
     """The bytes whose SHA-256 is in the URL table."""
     fault = fault_of(config, index)
-    if fault is Fault.OVERSIZE:
+    if fault == "oversize":
         return _oversize()
     whole = jpeg(config, index)
-    return whole[: len(whole) // 3] if fault is Fault.TRUNCATED else whole
+    return whole[: len(whole) // 3] if fault == "truncated" else whole
 
 
 def served(config: ScenesConfig, index: int) -> bytes:
     """The body that the server sends when it answers with 200."""
     fault = fault_of(config, index)
-    if fault is Fault.WRONG_HASH:
+    if fault == "wrong_hash":
         return jpeg(config, index + 1)
-    if fault is Fault.HTML:
+    if fault == "html":
         return b"<!doctype html><title>Moved</title><p>This picture is no longer available.</p>\n"
     return published(config, index)
 
@@ -111,16 +107,11 @@ def url(base: str, config: ScenesConfig, index: int) -> str:
     return f"{base}/scenes/{config.seed}/{index}.jpg"
 
 
-def uid(config: ScenesConfig, index: int) -> str:
-    """The permanent id of a sample: 32 hex digits."""
-    return hashlib.sha256(f"scenes/{config.seed}/{index}".encode()).hexdigest()[:32]
-
-
 def _rows(config: ScenesConfig, base: str, start: int) -> dict[str, list]:
     indices = range(start, min(start + _CHUNK, config.pairs))
-    sides = [OVERSIZE_SIDE if fault_of(config, index) is Fault.OVERSIZE else config.image_size for index in indices]
+    sides = [OVERSIZE_SIDE if fault_of(config, index) == "oversize" else config.image_size for index in indices]
     return {
-        "uid": [uid(config, index) for index in indices],
+        "uid": [hashlib.sha256(f"scenes/{config.seed}/{index}".encode()).hexdigest()[:32] for index in indices],
         "url": [url(base, config, index) for index in indices],
         "caption": [web(config, index) for index in indices],
         "sha256": [hashlib.sha256(published(config, index)).hexdigest() for index in indices],
@@ -141,11 +132,6 @@ def corpus_digest(config: ScenesConfig, *further: Path) -> str:
 
 
 _HOST = "127.0.0.1"
-_STATUS = {
-    Fault.NOT_FOUND: HTTPStatus.NOT_FOUND,
-    Fault.FORBIDDEN: HTTPStatus.FORBIDDEN,
-    Fault.GONE: HTTPStatus.GONE,
-}
 
 
 @contextmanager
@@ -160,54 +146,39 @@ def serve_scenes(config: ScenesConfig, *, port: int = 0) -> Iterator[str]:
         The base URL, `http://127.0.0.1:<port>`; image URLs are `url(base, config, index)`.
 
     Raises:
-        UserError: The server cannot start, for example because the port is in use.
+        UserError: The port cannot be used.
     """
-    context = get_context("spawn")
-    connection, other = context.Pipe()
-    process = context.Process(target=_serve, args=(config, port, other), daemon=True)
-    process.start()
-    other.close()
     try:
-        try:
-            listening, reason = connection.recv()
-        except EOFError:
-            process.join()
-            listening, reason = port, f"exit code {process.exitcode}"
-        if reason:
-            raise UserError(
-                f"The scenes server could not start on {_HOST}:{port}: {reason}. Use port 0 for a free one."
-            )
-        yield f"http://{_HOST}:{listening}"
-    finally:
-        connection.close()
-        process.join(timeout=5)
-        process.kill()
-
-
-def _serve(config: ScenesConfig, port: int, connection: Any) -> None:
-    """Serve until the other end of the connection is closed, as when its process was killed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides when to stop
-    try:
-        server = SceneServer(config, port)
+        listener = socket.create_server((_HOST, port), backlog=1024)
     except OSError as error:
-        return connection.send((port, os.strerror(error.errno or 0)))
-    connection.send((server.server_address[1], ""))
+        reason = os.strerror(error.errno or 0)
+        raise UserError(f"{_HOST}:{port} cannot be used: {reason}. Use port 0 for a free one.") from error
+    with listener:
+        port = listener.getsockname()[1]
+        process = get_context("spawn").Process(target=_serve, args=(config, listener), daemon=True)
+        process.start()
+    try:
+        yield f"http://{_HOST}:{port}"
+    finally:
+        process.kill()
+        process.join()
+
+
+def _serve(config: ScenesConfig, listener: socket.socket) -> None:
+    """Serve until the process that started this one ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides when to stop
+    _Handler.config = config
+    server = _Server(listener.getsockname(), _Handler, bind_and_activate=False)
+    server.socket.close()
+    server.socket = listener
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    with suppress(EOFError, ConnectionError):
-        connection.recv()
-    return None
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
 
 
-class SceneServer(socketserver.ThreadingTCPServer):
-    """A thread for each connection; its only state is the transient URLs requested so far."""
-
-    allow_reuse_address = daemon_threads = True
-    request_queue_size = 1024
-
-    def __init__(self, config: ScenesConfig, port: int) -> None:
-        super().__init__((_HOST, port), _Handler)
-        self.config = config
-        self.asked: set[int] = set()
+class _Server(socketserver.ThreadingTCPServer):
+    daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Report an error, unless the client has disconnected."""
@@ -218,40 +189,35 @@ class SceneServer(socketserver.ThreadingTCPServer):
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"  # connections are kept alive
     disable_nagle_algorithm = True
-    server: SceneServer
+    config: ScenesConfig
+    asked: ClassVar[set[int]] = set()
+    """The transient URLs requested so far."""
 
     def do_GET(self) -> None:
-        config = self.server.config
+        config = self.config
         match = re.fullmatch(rf"/scenes/{config.seed}/([0-9]{{1,9}})\.jpg", self.path)
         index = int(match[1]) if match else 0
-        fault = fault_of(config, index) if match else Fault.NOT_FOUND
-        if fault in _STATUS:
-            return self._answer(_STATUS[fault])
-        if fault is Fault.DISCONNECT:
+        fault = fault_of(config, index) if match else "not_found"
+        status, body, headers = 200, b"", {"Cache-Control": "no-store"}
+        if fault == "disconnect":
             self.close_connection = True
-            return None
-        if fault is Fault.TRANSIENT and index not in self.server.asked:
-            self.server.asked.add(index)
-            return self._answer(HTTPStatus.SERVICE_UNAVAILABLE, headers={"Retry-After": "0"})
-        if fault is Fault.STALL:
-            time.sleep(config.stall_seconds)
-        if fault is Fault.SLOW:
-            time.sleep(config.slow_seconds * Draws(config.seed, index, "delay").unit())
-        headers = {"Content-Type": "text/html" if fault is Fault.HTML else "image/jpeg"}
-        if fault is Fault.NOAI:
-            headers["X-Robots-Tag"] = "noai, noimageai"
-        return self._answer(HTTPStatus.OK, served(config, index), headers=headers, cut=fault is Fault.INCOMPLETE)
-
-    def _answer(
-        self, status: HTTPStatus, body: bytes = b"", *, headers: Mapping[str, str] | None = None, cut: bool = False
-    ) -> None:
-        """Answer with `body`; with `cut` the connection closes half-way."""
+            return
+        if fault in ("not_found", "forbidden", "gone"):
+            status = {"not_found": 404, "forbidden": 403, "gone": 410}[fault]
+        elif fault == "transient" and index not in self.asked:
+            self.asked.add(index)
+            status, headers["Retry-After"] = 503, "0"
+        else:
+            time.sleep({"stall": STALL, "slow": SLOW * Draws(config.seed, index, "delay").unit()}.get(fault, 0))
+            body, headers["Content-Type"] = served(config, index), "text/html" if fault == "html" else "image/jpeg"
+            if fault == "noai":
+                headers["X-Robots-Tag"] = "noai, noimageai"
         self.send_response(status)
-        for name, value in {**(headers or {}), "Content-Length": str(len(body)), "Cache-Control": "no-store"}.items():
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(body[: len(body) // 2] if cut else body)
-        self.close_connection |= cut
+        self.close_connection |= fault == "incomplete"
+        self.wfile.write(body[: len(body) // 2] if fault == "incomplete" else body)
 
     def log_message(self, *_: Any) -> None:
         """Requests are not logged."""

@@ -231,23 +231,20 @@ def convert(body: bytes, size: int | None = None) -> StoredImage:
     check_image(body, content_type="", max_pixels=MAX_PIXELS)
     try:
         with warnings.catch_warnings(action="ignore"), pixels.open_image(body) as image:
-            return _store(image, body, size or min(image.size))
+            kind, turned, least = image.format, pixels.orientation(image, body), size or min(image.size)
+            shrinks = min(image.size) > least
+            pixels.load(image, body)
+            transparent = pixels.transparent_layer(image) is not None
+            if not shrinks and turned == 1 and kind in _STORED and not transparent:
+                suffix, plain = extension(body, str(kind).lower()), pixels.is_single_colour(image)
+                return StoredImage(suffix, body, *image.size, plain=plain)
+            picture = pixels.upright(pixels.to_rgb(image), turned)
+            if shrinks:
+                scale = least / min(picture.size)
+                width, height = (max(least, round(side * scale)) for side in picture.size)
+                picture = picture.resize((width, height), Image.Resampling.BICUBIC, reducing_gap=3.0)
+            buffer = io.BytesIO()
+            picture.save(buffer, "JPEG", quality=QUALITY)
+            return StoredImage("jpg", buffer.getvalue(), *picture.size, transparent, pixels.is_single_colour(picture))
     except ImageError as error:
         raise FetchError(error.reason, error.detail) from error
-
-
-def _store(image: Image.Image, body: bytes, size: int) -> StoredImage:
-    kind, turned, shrinks = image.format, pixels.orientation(image, body), min(image.size) > size
-    pixels.load(image, body)
-    transparent = pixels.transparent_layer(image) is not None
-    if not shrinks and turned == 1 and kind in _STORED and not transparent:
-        plain = pixels.is_single_colour(image)
-        return StoredImage(extension(body, str(kind).lower()), body, *image.size, plain=plain)
-    picture = pixels.upright(pixels.to_rgb(image), turned)
-    if shrinks:
-        scale = size / min(picture.size)
-        width, height = (max(size, round(side * scale)) for side in picture.size)
-        picture = picture.resize((width, height), Image.Resampling.BICUBIC, reducing_gap=3.0)
-    buffer = io.BytesIO()
-    picture.save(buffer, "JPEG", quality=QUALITY)
-    return StoredImage("jpg", buffer.getvalue(), *picture.size, transparent, pixels.is_single_colour(picture))

@@ -19,9 +19,9 @@ import socketserver
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler
 from multiprocessing import get_context, parent_process
@@ -62,16 +62,6 @@ def published(config: ScenesConfig, index: int) -> bytes:
     return whole[: len(whole) // 3] if fault == "truncated" else whole
 
 
-def served(config: ScenesConfig, index: int) -> bytes:
-    """The body that the server sends when it answers with 200."""
-    fault = fault_of(config, index)
-    if fault == "wrong_hash":
-        return jpeg(config, index + 1)
-    if fault == "html":
-        return b"<!doctype html><title>Moved</title><p>This picture is no longer available.</p>\n"
-    return published(config, index)
-
-
 @functools.cache
 def _oversize() -> bytes:
     buffer = io.BytesIO()
@@ -86,19 +76,16 @@ _SCHEMA = pa.schema(
 )
 
 
-def write_url_table(config: ScenesConfig, base: str, path: str | Path, *, processes: int = 1) -> None:
+def write_url_table(config: ScenesConfig, base: str, path: str | Path) -> None:
     """Write the table of all `config.pairs` training pairs as parquet; row k is scene k.
 
     Columns: `uid` (32 hex digits, independent of the address), `url`, `caption` (web style), `sha256` of the bytes as
     published (so it is wrong for a URL with the wrong-hash fault), `original_width` and `original_height` in pixels.
-    URLs begin with `base`, that of the server; `processes` processes render the images.
+    URLs begin with `base`, that of the server. Two processes render the images.
     """
-    rows, starts = functools.partial(_rows, config, base), range(0, config.pairs, _CHUNK)
-    with replacing(path) as temporary, pq.ParquetWriter(temporary, _SCHEMA) as writer, ExitStack() as stack:
-        each: Callable[..., Iterable[dict[str, list]]] = map
-        if processes > 1:
-            each = stack.enter_context(ProcessPoolExecutor(processes, mp_context=get_context("spawn"))).map
-        for columns in each(rows, starts):
+    pool = ProcessPoolExecutor(2, mp_context=get_context("spawn"))
+    with pool, replacing(path) as temporary, pq.ParquetWriter(temporary, _SCHEMA) as writer:
+        for columns in pool.map(functools.partial(_rows, config, base), range(0, config.pairs, _CHUNK)):
             writer.write_table(pa.table(columns, schema=_SCHEMA))
 
 
@@ -209,7 +196,11 @@ class _Handler(BaseHTTPRequestHandler):
             status, headers["Retry-After"] = 503, "0"
         else:
             time.sleep({"stall": STALL, "slow": SLOW * Draws(config.seed, index, "delay").unit()}.get(fault, 0))
-            body, headers["Content-Type"] = served(config, index), "text/html" if fault == "html" else "image/jpeg"
+            if fault == "html":
+                body = b"<!doctype html><title>Moved</title><p>This picture is no longer available.</p>\n"
+            else:
+                body = jpeg(config, index + 1) if fault == "wrong_hash" else published(config, index)
+            headers["Content-Type"] = "text/html" if fault == "html" else "image/jpeg"
             if fault == "noai":
                 headers["X-Robots-Tag"] = "noai, noimageai"
         self.send_response(status)

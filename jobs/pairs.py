@@ -14,10 +14,6 @@ from pipeline.cores import usable_cores
 
 FROM_SCRATCH = 100_000
 """Pairs from which on training from scratch is suggested: a rule of thumb, see docs/own-data.md."""
-LEAST_STEPS = 200
-"""Steps of a fine-tune on few pairs: fewer teach nothing at its learning rate."""
-EQUAL_SHARE = 20
-"""Equal captions are mentioned if they are more than one in so many."""
 RECIPES_BATCH = 256
 """`batch_size` of the recipes `own` and `finetune`."""
 
@@ -115,7 +111,7 @@ def _show_counts(counts: Mapping[str, int], samples: int) -> None:
     """What in captions and images may be other than the user expects."""
     captions, distinct, long = (counts[name] for name in ("captions", "distinct_captions", "long_captions"))
     click.echo(f"Captions: {captions:,}, of which {distinct:,} are distinct.")
-    if (equal := captions - distinct) * EQUAL_SHARE > captions:
+    if (equal := captions - distinct) > captions / 20:
         click.echo(
             f"  {equal / captions:.0%} repeat another: in a batch, equal captions are each other's negatives, which "
             "objective.mask_equal=true leaves out."
@@ -131,12 +127,11 @@ def _show_counts(counts: Mapping[str, int], samples: int) -> None:
 
 def small_batch(samples: int) -> str:
     """Settings for a set of which the recipes' batches would leave much out of every epoch, or which fills none; with
-    as many epochs as make `LEAST_STEPS`."""
+    as many epochs as make 200 steps: fewer teach nothing at the learning rate of a fine-tune."""
     batch = max(2, 2 ** ((samples // 6).bit_length() - 1))
     if batch >= RECIPES_BATCH:
         return ""
-    epochs = -(-LEAST_STEPS // max(1, samples // batch))
-    return f" batch_size={batch} epochs={epochs}"
+    return f" batch_size={batch} epochs={-(-200 // max(1, samples // batch))}"
 
 
 if __name__ == "__main__":

@@ -158,7 +158,7 @@ def _kind_of_folder(path: Path, options: PairOptions) -> tuple[str, list[Path]]:
     if files := regular_files(path, lambda name: name.lower().endswith(_TARS)):
         return "tars", files
     # Of any kind: links to nothing and pipes are rows that are counted.
-    images = list(itertools.islice((file for file in files_below(path) if is_image(file.name)), 10_000))
+    images = list(itertools.islice(filter(is_image, files_below(path)), 10_000))
     beside_it = (
         f"{name}.{suffix}" for image in images for name in (image, image.with_suffix("")) for suffix in _CAPTIONS
     )
@@ -193,7 +193,7 @@ def _open_classes(root: Path, options: PairOptions) -> PairSource:
     tops, with_parent = (root, *folders), any("{parent}" in template for template in templates)
 
     def rows() -> Iterator[PairRow]:
-        for path in (path for top in folders for path in files_below(top) if is_image(path.name)):
+        for path in (path for top in folders for path in filter(is_image, files_below(top))):
             place, here = path.relative_to(root).as_posix(), path.parent
             if here in tops or (with_parent and here.parent in tops):
                 yield PairRow(place, problem=NO_CAPTION, detail="it is in no folder of a class")

@@ -43,7 +43,7 @@ from data_prep.pairs.pair import MAX_PIXELS, QUALITY, PairOptions, convert
 from data_prep.reasons import REMOVED, FetchError
 from pipeline.data.shards.manifest_format import Manifest, make_manifest
 from pipeline.errors import UserError
-from pipeline.files import read_tree, replacing, write_text
+from pipeline.files import as_text, read_tree, replacing, write_text
 from pipeline.pictures.pixels import WHITE
 from pipeline.versions import version_of
 
@@ -236,7 +236,8 @@ def _sample(number: int, pair: PairRow, job: _Job) -> tuple[dict[str, Any], dict
         body = job.read(pair)
         stored = convert(body, job.size)
     except FetchError as error:
-        return {**row, "reason": error.reason, "error": str(error).removeprefix(f"{error.reason}: ")}, {}
+        detail = as_text(str(error).removeprefix(f"{error.reason}: "))  # a file's name may be any bytes
+        return {**row, "reason": error.reason, "error": detail}, {}
     about = {"captions": list(pair.captions), "source": pair.place}
     parts = {
         stored.suffix: stored.body,

@@ -247,11 +247,11 @@ def open_folder(folder: Path, options: PairOptions) -> PairSource:
     def rows() -> Iterator[PairRow]:
         yield from map(choice.row, _image_samples(folder))
         suffixes = tuple(f".{place}" for place in choice.captions if not place.startswith("json:"))
-        for root, files in walk(folder):
-            pictures = {known for name in files if is_image(name) for known in (name, Path(name).stem)}
-            for name in files:
-                if Path(name).suffix.lower() in suffixes and Path(name).stem not in pictures:
-                    place = Path(root, name).relative_to(folder).as_posix()
+        for files in walk(folder):
+            pictures = {known for file in files if is_image(file) for known in (file.name, file.stem)}
+            for file in files:
+                if file.suffix.lower() in suffixes and file.stem not in pictures:
+                    place = file.relative_to(folder).as_posix()
                     yield PairRow(place, problem=MISSING_FILE, detail="no image of this name beside it")
 
     return PairSource(about, rows(), folder, read_image, notes=(note,))
@@ -259,37 +259,34 @@ def open_folder(folder: Path, options: PairOptions) -> PairSource:
 
 def _image_samples(folder: Path) -> Iterator[PairFiles]:
     """An image each, with the paths of the files of its name: `dog.txt` or `dog.jpg.txt` of `dog.jpg`."""
-    for root, files in walk(folder):
+    for files in walk(folder):
         texts: dict[str, dict[str, Any]] = {}
-        for name in files:
-            if not is_image(name):
-                texts.setdefault(Path(name).stem, {})[Path(name).suffix.lower()[1:]] = (os.path.join(root, name), ())
-        for name in files:
-            if is_image(name):
-                path = Path(root, name)
-                image = {path.suffix.lower()[1:]: (str(path), ())}
-                parts = {**image, **texts.get(name, {}), **texts.get(path.stem, {})}
-                yield PairFiles(path.relative_to(folder).as_posix(), parts)
+        for file in itertools.filterfalse(is_image, files):
+            texts.setdefault(file.stem, {})[file.suffix.lower()[1:]] = (str(file), ())
+        for file in filter(is_image, files):
+            image = {file.suffix.lower()[1:]: (str(file), ())}
+            parts = {**image, **texts.get(file.name, {}), **texts.get(file.stem, {})}
+            yield PairFiles(file.relative_to(folder).as_posix(), parts)
 
 
-def is_image(name: str) -> bool:
+def is_image(file: Path) -> bool:
     """Whether a file is an image by its name."""
-    return name.rpartition(".")[2].lower() in FORMAT_SUFFIXES and not name.startswith(".")
+    return file.name.rpartition(".")[2].lower() in FORMAT_SUFFIXES and not file.name.startswith(".")
 
 
-def walk(folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """Folders below a folder, links followed, with their files; without hidden folders, such as `.ipynb_checkpoints`,
-    and links to a folder that they are in."""
+def walk(folder: Path) -> Iterator[list[Path]]:
+    """The files of all kinds of each folder below a folder, links followed; without hidden folders, such as
+    `.ipynb_checkpoints`, and links to a folder that they are in."""
     for root, below, files in os.walk(folder, followlinks=True):
         here = Path(root).resolve()
         visible = (name for name in below if not name.startswith("."))
         below[:] = sorted(name for name in visible if not here.is_relative_to((here / name).resolve()))
-        yield root, sorted(files)
+        yield [Path(root, name) for name in sorted(files)]
 
 
 def files_below(folder: Path) -> Iterator[Path]:
-    """The files of all kinds below a folder, in the order of `walk`."""
-    return (Path(root, name) for root, names in walk(folder) for name in names)
+    """The same as one list."""
+    return itertools.chain.from_iterable(walk(folder))
 
 
 def regular_files(folder: Path, wanted: Callable[[str], bool]) -> list[Path]:

@@ -38,7 +38,15 @@ def draw(config: ScenesConfig, index: int) -> Image.Image:
     scene = describe(config, index)
     draws = Draws(config.seed, index, "image")
     image = background(scene.background, config.image_size, draws)
-    for item, x, y, radius in _placements(scene, draws):
+    if scene.relation is not None:
+        placements = _pair(scene, draws)
+    elif scene.count > 1:
+        cells = draws.shuffled(GROUP_CELLS)[: scene.count]
+        placements = (_jittered(scene.item, x, y, GROUP_RADIUS, draws) for x, y in cells)
+    else:
+        x, y = POSITIONS[scene.position or "centre"][0]
+        placements = iter([_jittered(scene.item, x, y, RADIUS[scene.size or "medium"], draws)])
+    for item, x, y, radius in placements:  # back to front
         _paste(image, item, (x, y, radius), draws)
     return image
 
@@ -48,18 +56,6 @@ def jpeg(config: ScenesConfig, index: int) -> bytes:
     buffer = io.BytesIO()
     draw(config, index).save(buffer, "JPEG", quality=88)
     return buffer.getvalue()
-
-
-def _placements(scene: Scene, draws: Draws) -> Iterator[Placement]:
-    """Positions of the objects, back to front."""
-    if scene.relation is not None:
-        yield from _pair(scene, draws)
-    elif scene.count > 1:
-        for x, y in draws.shuffled(GROUP_CELLS)[: scene.count]:
-            yield _jittered(scene.item, x, y, GROUP_RADIUS, draws)
-    else:
-        x, y = POSITIONS[scene.position or "centre"][0]
-        yield _jittered(scene.item, x, y, RADIUS[scene.size or "medium"], draws)
 
 
 def _jittered(item: SceneItem, x: float, y: float, radius: tuple[float, float], draws: Draws) -> Placement:

@@ -1,15 +1,9 @@
 """The held-out evaluation suite `scenes`, in the on-disk layout of the DataComp benchmark.
 
-Zero-shot sets are in `wds_scenes-<attribute>_test/`, the retrieval set in `wds_scenes-retrieval_test/`: tars with
-members such as `s0000000.jpg` and `s0000000.cls` (`.txt` for retrieval), and text files with classes, prompts and
-the number of tars. Classes are balanced to within one image, so that chance is exactly 1 / number of classes: shape
-1/10, colour 1/12, background 1/8, texture 1/6, count 1/5, position 1/9, size 1/3, relation 1/4; retrieval R@k: k /
-pairs.
-
-Held-out scenes have indices from `HELD_OUT_START` on. In addition, every description (shape, colour, texture, size,
-position, background, ...) that also occurs among the training scenes is excluded, and so are repetitions within a set.
-`suite.json` records the expected content of each set (samples, classes, SHA-256 of its tars), its chance level and the
-number of excluded scenes.
+Zero-shot sets are in `wds_scenes-<attribute>_test/`, the retrieval set in `wds_scenes-retrieval_test/`. Classes are
+balanced to within one image, so that chance is 1 / number of classes. Scenes whose description also occurs among the
+training scenes are excluded, and so are repetitions within a set. `suite.json` records the content of each set
+(samples, classes, SHA-256 of its tars), its chance level and the number of excluded scenes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """What the corpus publishes, and a small web server on 127.0.0.1 that serves it with the failures of the real web.
 
-The fault of a URL is a pure function of (config, index), so that the expected failures can be counted. The table of
-URLs is like the metadata of CC3M or DataComp. `GET /scenes/<seed>/<index>.jpg` renders the scene on request; the server
-runs in its own process and exits with its parent.
+The fault of a URL is a pure function of (config, index), so that the expected failures can be counted. Images are
+rendered on request. The server runs in its own process and exits with its parent.
 """
 
 from __future__ import annotations

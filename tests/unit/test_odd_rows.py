@@ -31,15 +31,6 @@ def test_removing_one_of_two_rows_with_the_same_url_keeps_the_other(site, tmp_pa
     assert [key for key, _ in canonical_tar.samples(folder.tar(0))] == ["0000000000"]
 
 
-def test_a_blank_caption_is_a_failure_with_a_reason(site, tmp_path):
-    captions = ["a cat", "", None, " \t"]
-    urls = [site.image(f"/blank-{k}", jpeg(side=30 + k)) for k in range(4)]
-    manifest = fetch_here(*prepared(tmp_path, {"url": urls, "caption": captions}), [0])
-    assert (manifest.n, manifest.failures) == (1, {"no caption": 3})
-    assert not is_transient("no caption")
-    assert verify(tmp_path / "data") == []
-
-
 def test_unreadable_lines_are_counted(site, tmp_path):
     urls = [site.image(f"/line-{k}", jpeg(side=30 + k)) for k in range(20)]
     lines = ["caption\turl", *(f"a cat {k}\t{url}" for k, url in enumerate(urls)), "a stray line"]
@@ -50,32 +41,28 @@ def test_unreadable_lines_are_counted(site, tmp_path):
     assert "source_rows_skipped</td><td><code>1<" in write_report(tmp_path / "data").read_text()
 
 
-def test_uppercase_hashes_are_verified(site, tmp_path):
-    bodies = [jpeg(side=30 + k) for k in range(3)]
-    columns = {
-        "url": [site.image(f"/capital-{k}", body) for k, body in enumerate(bodies)],
-        "caption": ["a cat"] * 3,
-        "digest": pa.array([hashlib.sha256(body).hexdigest().upper() for body in bodies[:2]] + ["0" * 64]),
-    }
-    columns["digest"] = columns["digest"].dictionary_encode()
-    manifest = fetch_here(*prepared(tmp_path, columns, hash="digest"), [0])
-    assert (manifest.n, manifest.failures) == (2, {"hash mismatch": 1})
+BODIES = [jpeg(side=30 + k) for k in range(4)]
+SHA256 = [hashlib.sha256(body).hexdigest() for body in BODIES]
+UPPER = pa.array([*(digest.upper() for digest in SHA256[:2]), "0" * 64, SHA256[3]]).dictionary_encode()
+ROWS = {
+    "blank captions": ({"caption": ["a cat", "", None, " \t"]}, {"no caption": 3}, 4),
+    "uppercase hashes": ({"digest": UPPER}, {"hash mismatch": 1}, 4),
+    # Regression test: they were fetched, and counted as mismatches.
+    "no hash": ({"digest": [None, "", *SHA256[2:]]}, {"no hash": 2}, 2),
+}
 
 
-def test_rows_without_a_hash_are_counted_as_such_and_not_requested(site, tmp_path):
-    """Regression test: they were fetched, and counted as mismatches."""
-    bodies = [jpeg(side=30 + k) for k in range(300)]
-    hashes = [hashlib.sha256(body).hexdigest() for body in bodies]
-    columns = {
-        "url": [site.image(f"/part-{k}", body) for k, body in enumerate(bodies)],
-        "caption": ["a cat"] * 300,
-        "digest": [None, "", *hashes[2:]],
-    }
-    config, plan = prepared(tmp_path, columns, hash="digest")
+@pytest.mark.parametrize("name", ROWS)
+def test_odd_values_are_failures_with_a_reason(name, site, tmp_path):
+    columns, failures, requests = ROWS[name]
+    urls = [site.image(f"/{name.replace(' ', '-')}-{k}", body) for k, body in enumerate(BODIES)]
     asked = len(site.agents)
-    manifest = fetch_here(config, plan, [0])
-    assert (manifest.n, manifest.failures) == (298, {"no hash": 2})
-    assert len(site.agents) - asked == 298
+    named = {"hash": "digest"} if "digest" in columns else {}
+    manifest = fetch_here(*prepared(tmp_path, {"url": urls, "caption": ["a cat"] * 4, **columns}, **named), [0])
+    assert (manifest.n, manifest.failures) == (4 - sum(failures.values()), failures)
+    assert len(site.agents) - asked == requests
+    assert verify(tmp_path / "data") == []
+    assert not is_transient("no caption")
 
 
 def test_a_dataset_without_samples_is_rejected_with_the_reason(made, tmp_path):

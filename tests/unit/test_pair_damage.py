@@ -81,7 +81,8 @@ DAMAGED: dict[str, tuple[str, bytes | dict[str, bytes], list[str], Lost]] = {
         [("t.jsonl:2", NOT_UTF8, HALF), ("t.jsonl:3", NO_TEXT, ""), ("t.jsonl:4", NO_TEXT, ""),
          ("t.jsonl:5", NOT_UTF8, "a zero byte; if")]),
     "one bad caption of an image": ("t.csv", (
-        b"image,caption\n000.jpg,good\n000.jpg,caf\xe9\n000.jpg,fine\n"), ["good"], [("t.csv:3", NOT_UTF8, LATIN)]),
+        b"image,caption\n000.jpg,good\n000.jpg,caf\xe9\n000.jpg,fine\ncaf\xe9.jpg,x\n"), ["good"],
+        [("t.csv:3", NOT_UTF8, LATIN), ("t.csv:5", NO_IMAGE, "/")]),
     "a caption in parquet that is not UTF-8": (
         "t.parquet", parquet(image=[*PICTURES.values()], caption=LATIN_TEXTS), ["one", "three", "four"],
         [("t.parquet row 1", NOT_UTF8, LATIN)]),

@@ -117,10 +117,11 @@ def _parquet(file: Path) -> Any:
 
 
 def _is_text(kind: Any) -> bool:
-    """Whether a type can hold captions: texts, or lists of texts or mappings."""
+    """Whether a type can hold captions: texts or mappings, or lists of them."""
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        return pa.types.is_struct(kind.value_type) or _is_text(kind.value_type)
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_dictionary(kind))
+        return _is_text(kind.value_type)
+    return any(is_kind(kind) for is_kind in (
+        pa.types.is_string, pa.types.is_large_string, pa.types.is_dictionary, pa.types.is_struct))  # fmt: skip
 
 
 def open_dataset(name: str, options: PairOptions) -> PairSource:
@@ -129,15 +130,11 @@ def open_dataset(name: str, options: PairOptions) -> PairSource:
     Raises:
         UserError: It cannot be loaded, the split is not given or does not exist, or columns are not found.
     """
-    from datasets import Image, Value
+    from datasets import Image
 
     data = _load(name, options)
     images = [column for column, feature in data.features.items() if isinstance(feature, Image)]
-    texts = [
-        column
-        for column, feature in data.features.items()
-        if column not in images and isinstance(getattr(feature, "feature", feature), Value | dict)
-    ]
+    texts = [field.name for field in data.features.arrow_schema if field.name not in images and _is_text(field.type)]
     named = replace(options, image=options.image or (images[0] if len(images) == 1 else None))
     image, captions = choose_columns(data.column_names, named, where=name, texts=texts)
     shown = Path(name).name if Path(name).exists() else name

@@ -169,13 +169,13 @@ def _kind_of_folder(path: Path, options: PairOptions) -> tuple[str, list[Path]]:
             raise UserError(f"{path} has captions in JSON: name the annotations, such as {file}.")
     if problems:
         raise problems[0]
-    if images:
-        raise UserError(
-            f"{path} has images, but no captions: neither a table (CSV, TSV, JSONL; a .txt file must be named) in it, "
-            "nor .txt or .json files beside them. If they are in folders with the names of classes: --caption-template "
-            "'a photo of a {class}'."
-        )
-    raise UserError(f"{path} holds no supported kind of source. A source is {_KNOWN}.")
+    if not images:
+        raise UserError(f"{path} holds no supported kind of source. A source is {_KNOWN}.")
+    raise UserError(
+        f"{path} has images, but no captions: neither a table (CSV, TSV, JSONL; a .txt file must be named) in it, nor "
+        ".txt or .json files beside them. If they are in folders with the names of classes: --caption-template "
+        "'a photo of a {class}'."
+    )
 
 
 def _open_classes(root: Path, options: PairOptions) -> PairSource:

@@ -94,7 +94,7 @@ def make_shards(
     folder = Folder(output)
     if output.exists() and not folder.is_converted:
         started = output.is_dir() and {path.name for path in output.iterdir()} <= {"shards", "meta", "plan", "staging"}
-        if not started or any(output.glob("shards/*.tar")):
+        if not started or any(output.glob("shards/*.tar")) or output.resolve() == Path(source).resolve():
             raise UserError(f"{output} is a file, or was not made by `neuclip pairs`: name another folder.")
     with folder.made(), exclusive_lock(folder), ExitStack() as stack:
         folder.check_tars(folder.finished())
@@ -136,8 +136,8 @@ def _check_plan(source: str, folder: Folder, listing: Listing, options: dict[str
     """Compare settings and rows with those that the folder was begun with, or write them down; refuse others."""
     path = folder.plan / "pairs.json"
     where = source if is_hub(source) else str(Path(source).resolve())
-    del options["processes"]
-    settings = json.loads(json.dumps({"source": where, **options}, default=str))
+    shard_size, _ = options.pop("shard_size"), options.pop("processes")
+    settings = json.loads(json.dumps({"source": where, **options, "shard_size": shard_size}, default=str))
     if not path.is_file():
         tree = {"settings": settings, "rows": listing.rows, "stamp": listing.stamp}
         write_text(path, stored_text(tree), durable=True)

@@ -41,32 +41,23 @@ URL_NAMES = ("url", "image_url", "img_url", "urls", "image_urls", "link")
 
 @dataclass(frozen=True)
 class PairOptions:
-    """How to read a source (options that do not apply to its kind are refused), and how to store its pairs."""
+    """The options of `neuclip pairs`, as its help describes them; one that does not apply to a source is refused."""
 
     image: str | None = None
-    """Column of the image, or suffix of its member in a tar; None finds it."""
     caption: tuple[str, ...] = ()
-    """Columns, suffixes or JSON fields of the caption: the first that has one counts. None finds it."""
     caption_template: tuple[str, ...] = ()
-    """Captions of images in folders of classes, with `{class}` in place of the folder's name."""
     images: Path | None = None
-    """Folder that image paths start from; None takes that of the table."""
     captions: str | None = None
-    """"one": a text file of several lines, or a list in one text, is one caption; None: it is several."""
+    """"one", or None for several."""
     header: tuple[str, ...] = ()
-    """Column names of a table without a line of names."""
     split: str | None = None
-    """Split of a data set; None takes the only one, or train."""
     subset: str | None = None
-    """Configuration of a data set on the hub."""
     revision: str | None = None
-    """Commit or branch on the hub."""
     allow_outside: bool = False
-    """Whether paths may lead out of the folder that they start from."""
     size: int | None = None
-    """Images with a larger shorter side are reduced to it, in pixels."""
+    """Shorter side in pixels."""
     shard_size: int | None = None
-    """Rows of a shard; None: a thirty-second of the rows, between 100 and 10,000."""
+    """Rows."""
     processes: int = 1
 
 

@@ -33,8 +33,8 @@ from pipeline.errors import UserError
 TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson")
 _HEAD = 100
 """Rows that columns are found in."""
-_SPLITS = "splits"
-"""Field of a row of Karpathy's splits: the names of all."""
+_SPLITS = "\0splits"
+"""Field of a row of Karpathy's splits: the names of all. No table has a column of this name."""
 
 Read = Iterator[tuple[str, Mapping[str, Any] | PairRow]]
 """Place and row; an unreadable row is a `PairRow` with its problem."""
@@ -200,10 +200,8 @@ def _coco(name: str, images: list[dict[str, Any]], annotations: list[dict[str, A
         if (key := id_of(annotation.get("image_id"))) in captions:
             captions[key].append(annotation.get("caption"))
         else:
-            place, detail = (
-                f"annotations[{number}]",
-                f"no image has the id {shortened(str(annotation.get('image_id')))}",
-            )
+            place = f"annotations[{number}]"
+            detail = f"no image has the id {shortened(str(annotation.get('image_id')))}"
             lost.append((place, PairRow(f"{name} {place}", problem=MISSING_FILE, detail=detail)))
     for number, image in enumerate(images):
         key = id_of(image.get("id"))

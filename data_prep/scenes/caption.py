@@ -1,4 +1,4 @@
-"""Captions from a grammar with synonyms: a pure function of (config, index).
+"""Captions from a grammar with synonyms: a pure function of the index.
 
 `curated` captions resemble those of a careful annotator (all attributes of the scene, no noise) and are used in
 retrieval sets. `web` captions resemble alt-text (missing attributes, varying word order, noise) and are used in the URL
@@ -20,7 +20,6 @@ from data_prep.scenes.scene import (
     Draws,
     Scene,
     SceneItem,
-    ScenesConfig,
     describe,
     words,
 )
@@ -39,13 +38,13 @@ _HEADS = ("NEW! ", "Stock image: ", "[OC] ", "Download ", "File:", "Best of 2019
 _JUNK = ("IMG_{n}.JPG", "untitled-{n}", "DSC0{n}", "image", "{n}x{n} wallpaper", "click to enlarge", "photo {n} of 12")
 
 
-def web(config: ScenesConfig, index: int) -> str:
+def web(index: int) -> str:
     """The training caption of a scene."""
-    draws = Draws(config.seed, index, "caption")
-    text = _sentence(describe(config, index), draws, detail=draws.weighted(*DETAIL))
+    draws = Draws(index, "caption")
+    text = _sentence(describe(index), draws, detail=draws.weighted(*DETAIL))
     if not draws.chance(NOISE):
         return text
-    neighbour = _sentence(describe(config, index + 1), draws, detail=draws.weighted(*DETAIL))
+    neighbour = _sentence(describe(index + 1), draws, detail=draws.weighted(*DETAIL))
     # One kind of noise: decoration, changed case, typo, truncation, junk, or the neighbour's caption.
     kind = draws.weighted(
         ("decorated", "case", "typo", "cut", "junk", "mismatch"), (0.40, 0.15, 0.15, 0.10, 0.12, 0.08)
@@ -65,9 +64,9 @@ def web(config: ScenesConfig, index: int) -> str:
     return neighbour
 
 
-def curated(config: ScenesConfig, index: int) -> str:
+def curated(index: int) -> str:
     """A clean and complete caption of a scene."""
-    return _sentence(describe(config, index), Draws(config.seed, index, "curated"), detail=1.0)
+    return _sentence(describe(index), Draws(index, "curated"), detail=1.0)
 
 
 def _sentence(scene: Scene, draws: Draws, *, detail: float) -> str:

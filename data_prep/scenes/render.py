@@ -35,8 +35,8 @@ Placement = tuple[SceneItem, float, float, float]  # item, centre x, centre y, r
 
 def draw(config: ScenesConfig, index: int) -> Image.Image:
     """The RGB image of a scene, `image_size` pixels square."""
-    scene = describe(config, index)
-    draws = Draws(config.seed, index, "image")
+    scene = describe(index)
+    draws = Draws(index, "image")
     image = background(scene.background, config.image_size, draws)
     if scene.relation is not None:
         placements = _pair(scene, draws)

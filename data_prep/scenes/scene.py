@@ -1,6 +1,6 @@
 """Scenes: the settings of the built-in corpus, its random draws, the words for what is in a scene, and its content.
 
-Everything is a pure function of (config, index), independent of image and caption.
+A scene is a pure function of its index, independent of image and caption.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ class ScenesConfig:
     """The built-in corpus: training pairs, and evaluation sets of held-out scenes."""
 
     pairs: int = 20_000  # training pairs, one URL each; fewer than HELD_OUT_START
-    seed: int = 0  # every scene, image, caption and fault is a pure function of the seed and its index
     image_size: int = 96  # side of the square images in pixels
     held_out: int = 1_000  # images per zero-shot task
     retrieval_pairs: int = 1_000  # pairs of the retrieval set
@@ -50,14 +49,13 @@ T = TypeVar("T")
 
 
 class Draws:
-    """A stream of draws named by `parts`, for example `Draws(seed, index, "caption")`.
+    """The stream of draws for a purpose, such as `Draws(index, "caption")`, and for one scene.
 
     Only `random.Random.random()` is used, the only method whose sequence Python guarantees to be stable.
     """
 
-    def __init__(self, *parts: object) -> None:
-        name = "/".join(str(part) for part in parts)
-        digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    def __init__(self, index: int, purpose: str) -> None:
+        digest = hashlib.blake2b(f"0/{index}/{purpose}".encode(), digest_size=8).digest()
         self.unit = random.Random(int.from_bytes(digest, "big")).random  # uniform in [0, 1)
 
     def chance(self, probability: float) -> bool:
@@ -235,9 +233,9 @@ class Scene:
     relation: str | None = None
 
 
-def describe(config: ScenesConfig, index: int) -> Scene:
-    """The scene at `index`; training scenes are `range(config.pairs)`, held-out ones start at `HELD_OUT_START`."""
-    draws = Draws(config.seed, index, "scene")
+def describe(index: int) -> Scene:
+    """The scene at `index`; training scenes are `range(pairs)`, held-out ones start at `HELD_OUT_START`."""
+    draws = Draws(index, "scene")
     if draws.chance(THEMED):
         shape, colour, background, texture = draws.zipf(THEMES)
         item = SceneItem(shape, colour, texture)

@@ -72,12 +72,12 @@ def write_suite(config: ScenesConfig, folder: str | Path) -> list[str]:
         The task keys: `scenes/<attribute>` and `scenes/retrieval`.
     """
     folder = Path(folder)
-    training = {describe(config, index) for index in range(config.pairs)}
+    training = {describe(index) for index in range(config.pairs)}
     facts: dict[str, Any] = {}
     for name in ATTRIBUTES:
         facts[f"scenes/{name}"] = _write_zeroshot(config, name, training, folder / f"wds_scenes-{name}_test")
     facts["scenes/retrieval"] = _write_retrieval(config, training, folder / "wds_scenes-retrieval_test")
-    summary = {"seed": config.seed, "training_pairs": config.pairs, "tasks": facts}
+    summary = {"seed": 0, "training_pairs": config.pairs, "tasks": facts}
     (folder / "suite.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     return list(facts)
 
@@ -89,9 +89,7 @@ def _write_zeroshot(config: ScenesConfig, attribute: str, training: set[Scene], 
         names = [f"{name} {'shape' if key == 1 else 'shapes'}" for key, name in zip(classes, names, strict=True)]
     each, more = divmod(config.held_out, len(classes))
     room = {key: each + (k < more) for k, key in enumerate(classes)}
-    chosen, excluded = _held_out(
-        config, training, config.held_out, lambda index, scene: label_of(scene, attribute), room=room
-    )
+    chosen, excluded = _held_out(training, config.held_out, lambda index, scene: label_of(scene, attribute), room=room)
     samples = [(index, str(classes.index(label))) for index, label in chosen.items()]
     texts = {"classnames": names, "zeroshot_classification_templates": templates}
     digests = _write_set(config, folder, samples, "cls", **texts)
@@ -101,13 +99,12 @@ def _write_zeroshot(config: ScenesConfig, attribute: str, training: set[Scene], 
 
 def _write_retrieval(config: ScenesConfig, training: set[Scene], folder: Path) -> dict[str, Any]:
     # Captions are unique: one of two images would be ambiguous.
-    chosen, excluded = _held_out(config, training, config.retrieval_pairs, lambda index, scene: curated(config, index))
+    chosen, excluded = _held_out(training, config.retrieval_pairs, lambda index, scene: curated(index))
     digests = _write_set(config, folder, chosen.items(), "txt", dataset_type=["retrieval"])
     return {"samples": len(chosen), "sha256": digests, "chance": 1 / len(chosen), "excluded": excluded}
 
 
 def _held_out(
-    config: ScenesConfig,
     training: set[Scene],
     count: int,
     text_of: Callable[[int, Scene], Any],
@@ -118,7 +115,7 @@ def _held_out(
     which are unique; and how many scenes were excluded for which reason."""
     chosen, used, taken, excluded = dict[int, Any](), Counter[Any](), set[Scene](), Counter[str]()
     for index in itertools.count(HELD_OUT_START):
-        scene = describe(config, index)
+        scene = describe(index)
         text = text_of(index, scene)
         if room is not None and used[text] >= room.get(text, 0):
             continue

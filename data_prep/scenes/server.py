@@ -44,7 +44,7 @@ SLOW, STALL = 0.3, 20.0
 
 def fault_of(config: ScenesConfig, index: int) -> str:
     """What the server does with a URL, one of `config.faults`; empty: it serves what is published."""
-    left = Draws(config.seed, index, "fault").unit()
+    left = Draws(index, "fault").unit()
     for name, rate in config.faults:
         left -= rate
         if left < 0:
@@ -88,18 +88,18 @@ def write_url_table(config: ScenesConfig, base: str, path: str | Path) -> None:
             writer.write_table(pa.table(columns, schema=_SCHEMA))
 
 
-def url(base: str, config: ScenesConfig, index: int) -> str:
+def url(base: str, index: int) -> str:
     """The URL of a scene's image."""
-    return f"{base}/scenes/{config.seed}/{index}.jpg"
+    return f"{base}/scenes/0/{index}.jpg"
 
 
 def _rows(config: ScenesConfig, base: str, start: int) -> dict[str, list]:
     indices = range(start, min(start + _CHUNK, config.pairs))
     sides = [OVERSIZE_SIDE if fault_of(config, index) == "oversize" else config.image_size for index in indices]
     return {
-        "uid": [hashlib.sha256(f"scenes/{config.seed}/{index}".encode()).hexdigest()[:32] for index in indices],
-        "url": [url(base, config, index) for index in indices],
-        "caption": [web(config, index) for index in indices],
+        "uid": [hashlib.sha256(f"scenes/0/{index}".encode()).hexdigest()[:32] for index in indices],
+        "url": [url(base, index) for index in indices],
+        "caption": [web(index) for index in indices],
         "sha256": [hashlib.sha256(published(config, index)).hexdigest() for index in indices],
         "original_width": sides,
         "original_height": sides,
@@ -129,7 +129,7 @@ def serve_scenes(config: ScenesConfig, *, port: int = 0) -> Iterator[str]:
         port: The port to listen on; 0 picks a free one. With a fixed port, the URLs of an earlier table keep working.
 
     Yields:
-        The base URL, `http://127.0.0.1:<port>`; image URLs are `url(base, config, index)`.
+        The base URL, `http://127.0.0.1:<port>`; image URLs are `url(base, index)`.
 
     Raises:
         UserError: The port cannot be used.
@@ -181,7 +181,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         config = self.config
-        match = re.fullmatch(rf"/scenes/{config.seed}/([0-9]{{1,9}})\.jpg", self.path)
+        match = re.fullmatch(r"/scenes/0/([0-9]{1,9})\.jpg", self.path)
         index = int(match[1]) if match else 0
         fault = fault_of(config, index) if match else "not_found"
         status, body, headers = 200, b"", {"Cache-Control": "no-store"}
@@ -194,7 +194,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.asked.add(index)
             status, headers["Retry-After"] = 503, "0"
         else:
-            time.sleep({"stall": STALL, "slow": SLOW * Draws(config.seed, index, "delay").unit()}.get(fault, 0))
+            time.sleep({"stall": STALL, "slow": SLOW * Draws(index, "delay").unit()}.get(fault, 0))
             if fault == "html":
                 body = b"<!doctype html><title>Moved</title><p>This picture is no longer available.</p>\n"
             else:

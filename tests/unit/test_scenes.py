@@ -37,7 +37,7 @@ CONFIG = ScenesConfig(pairs=200, image_size=48, faults=tuple((name, 1 / 14) for 
 
 def test_the_corpus_is_the_same_everywhere():
     """What the demo's digits, the studies' tables and their images rest on."""
-    drawn = "".join(f"{web(CONFIG, k)} {curated(CONFIG, k)} {describe(CONFIG, k)}\n" for k in range(300))
+    drawn = "".join(f"{web(k)} {curated(k)} {describe(k)}\n" for k in range(300))
     assert hashlib.sha256(drawn.encode()).hexdigest() == DRAWN
     counts = Counter(fault_of(CONFIG, index) for index in range(14_000))
     assert set(counts) == {*NAMES, ""}
@@ -62,7 +62,7 @@ def test_every_fault_is_served(base):
     first = {name: next(k for k in range(10_000) if fault_of(CONFIG, k) == name) for name in (*NAMES, "")}
 
     def served(fault, timeout=2.0):
-        return get(url(base, CONFIG, first[fault]), timeout)
+        return get(url(base, first[fault]), timeout)
 
     for fault in ("", "slow", "noai", "truncated"):
         status, body, robots = served(fault)
@@ -91,7 +91,7 @@ def test_url_table(tmp_path):
     assert one.column_names == ["uid", "url", "caption", "sha256", "original_width", "original_height"]
     assert len(set(one["uid"].to_pylist())) == one.num_rows == CONFIG.pairs
     for index, row in enumerate(one.to_pylist()):
-        assert row["url"] == url("http://127.0.0.1:1", CONFIG, index)
+        assert row["url"] == url("http://127.0.0.1:1", index)
         assert row["sha256"] == hashlib.sha256(published(CONFIG, index)).hexdigest()
 
 
@@ -123,7 +123,7 @@ def test_the_suite_has_balanced_classes_and_scenes_of_its_own(tmp_path):
     config = ScenesConfig(pairs=2_000, image_size=32, held_out=90, retrieval_pairs=1_010)
     assert write_suite(config, tmp_path) == [*(f"scenes/{name}" for name in ATTRIBUTES), "scenes/retrieval"]
     by_bytes = {jpeg(config, index): index for index in range(HELD_OUT_START, HELD_OUT_START + 1_600)}
-    training = {describe(config, index) for index in range(config.pairs)}
+    training = {describe(index) for index in range(config.pairs)}
     facts = json.loads((tmp_path / "suite.json").read_text())["tasks"]
     for name, (table, _) in [*ATTRIBUTES.items(), ("retrieval", ((), ()))]:
         folder, count = tmp_path / f"wds_scenes-{name}_test", 90 if table else 1_010
@@ -133,7 +133,7 @@ def test_the_suite_has_balanced_classes_and_scenes_of_its_own(tmp_path):
         digests = {f"test/{k}.tar": sha256_of(folder / f"test/{k}.tar") for k in range(shards)}
         assert facts[f"scenes/{name}"]["sha256"] == digests
         assert facts[f"scenes/{name}"]["chance"] == 1 / (len(table) or count)
-        scenes = {k: describe(config, by_bytes[parts["jpg"]]) for k, (_, parts) in enumerate(samples)
+        scenes = {k: describe(by_bytes[parts["jpg"]]) for k, (_, parts) in enumerate(samples)
                   if parts["jpg"] in by_bytes}  # fmt: skip
         assert name == "relation" or len(scenes) > 40
         assert not training & set(scenes.values())
@@ -163,7 +163,7 @@ def test_a_demo_refuses_the_data_of_another_corpus(tmp_path):
     check_corpus(SCENES, data, run)
     mark = (data / "corpus.sha256").read_text()
     assert mark.strip() != corpus_digest(SCENES)  # the digest covers the recipe, too
-    for other in ({"pairs": 2000}, {"seed": 1}):
+    for other in ({"pairs": 2000}, {"image_size": 64}):
         with pytest.raises(UserError, match=f"{data} holds a corpus of other settings.*output=FOLDER"):
             check_corpus(dataclasses.replace(SCENES, **other), data, run)
     assert (data / "corpus.sha256").read_text() == mark
